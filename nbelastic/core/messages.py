@@ -1,0 +1,356 @@
+"""Frozen structs: ids, events (past tense), commands (imperative), and what goes over the link.
+
+An event that a worker or an agent sends over the link is the same struct that `step` takes: one vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from msgspec import Struct, field
+
+
+class WorkerId(Struct, frozen=True, order=True, cache_hash=True):
+    """`host/slot#incarnation`: a restarted process is a new worker, so that late news of the old one cannot hit it."""
+
+    host: str
+    slot: int
+    incarnation: int
+
+    def __str__(self) -> str:
+        return f"{self.host}/{self.slot}#{self.incarnation}"
+
+    @staticmethod
+    def parse(text: str) -> WorkerId:
+        """The inverse of `str`. ValueError if it is none."""
+        host, _, rest = text.rpartition("/")
+        slot, _, incarnation = rest.partition("#")
+        return WorkerId(host, int(slot), int(incarnation))
+
+
+class HostSpec(Struct, frozen=True):
+    """A host as it was asked for: `slots` is how many workers it may run."""
+
+    name: str
+    slots: int
+    user: str = ""
+
+
+class Event(Struct, frozen=True, tag=True):
+    """Something that happened. Time is not in it: it is stamped on receipt, with the driver's clock."""
+
+
+# Orders of people, and the passing of time.
+class HostAdded(Event):
+    host: HostSpec
+    by: str = ""
+
+
+class HostRemoved(Event):
+    name: str
+    now: bool = False
+    by: str = ""
+
+
+class HostsDiscovered(Event):
+    hosts: tuple[HostSpec, ...]
+
+
+class Scaled(Event):
+    min: int
+    max: int | None
+    by: str = ""
+
+
+class JobSubmitted(Event):
+    job: str
+
+
+class JobStopRequested(Event):
+    job: str
+    reason: str = "stopped by hand"
+
+
+class StopRequested(Event):
+    reason: str = "stopped by hand"
+
+
+class Ticked(Event):
+    """A deadline that `deadline(world)` named has come."""
+
+
+# News of agents and of what agents see.
+class AgentReady(Event):
+    host: str
+    pid: int
+
+
+class AgentLost(Event):
+    host: str
+    reason: str
+
+
+class WorkerStarted(Event):
+    worker: WorkerId
+    pid: int
+
+
+class WorkerExited(Event):
+    """`code` as of `multiprocessing`: negative is the signal that killed it."""
+
+    worker: WorkerId
+    code: int
+
+
+class WorkerFroze(Event):
+    """Its process is stopped or a zombie: it will not take part in anything."""
+
+    worker: WorkerId
+    state: str
+
+
+# News of workers themselves.
+class WorkerRegistered(Event):
+    """Its engine takes code and the setup cells have run; `error` is set if one of them failed."""
+
+    worker: WorkerId
+    error: str = ""
+
+
+class WorkerReady(Event):
+    """It waits in the elastic loop for a world, having left `epoch` (0: none). It offers a store at `store`."""
+
+    worker: WorkerId
+    job: str
+    epoch: int
+    commit: int
+    clean: bool
+    store: str
+
+
+class WorkerFormed(Event):
+    worker: WorkerId
+    epoch: int
+    took: dict[str, float] = field(default_factory=dict)  # milliseconds a phase
+
+
+class WorkerOffered(Event):
+    """Asked to leave, it has just made commit number `commit` of this epoch and promises to stop at the next one."""
+
+    worker: WorkerId
+    epoch: int
+    commit: int
+
+
+class WorkerRaised(Event):
+    """The user's function raised. `intact`: none of this epoch's connections was lost, so it was not a collective."""
+
+    worker: WorkerId
+    epoch: int
+    intact: bool
+    error: str
+
+
+class WorkerSucceeded(Event):
+    worker: WorkerId
+    epoch: int
+
+
+class ProgramEnded(Event):
+    """The whole program (cell or function) ended on this worker; `error` is empty if it ended well."""
+
+    worker: WorkerId
+    job: str
+    error: str = ""
+
+
+class Command(Struct, frozen=True, tag=True):
+    """Something to be done. Its result comes back as an event."""
+
+
+class StartAgent(Command):
+    host: HostSpec
+
+
+class StopAgent(Command):
+    host: str
+
+
+class StartWorker(Command):
+    worker: WorkerId
+
+
+class StopWorker(Command):
+    """`kill`: at once and without asking."""
+
+    worker: WorkerId
+    kill: bool = False
+
+
+class RunProgram(Command):
+    worker: WorkerId
+    job: str
+
+
+class FormWorld(Command):
+    """`members` by rank; `root` is the rank whose state is the newest; `receivers` are the ranks that need it."""
+
+    epoch: int
+    members: tuple[WorkerId, ...]
+    store: str
+    root: int
+    receivers: tuple[int, ...]
+    to: tuple[WorkerId, ...] = ()  # only these (again); empty: all members
+
+
+class AskLeave(Command):
+    epoch: int
+    members: tuple[WorkerId, ...]
+
+
+class LeaveAt(Command):
+    epoch: int
+    commit: int
+    members: tuple[WorkerId, ...]
+
+
+class Stay(Command):
+    epoch: int
+    members: tuple[WorkerId, ...]
+
+
+class AbortWorld(Command):
+    epoch: int
+    members: tuple[WorkerId, ...]
+    reason: str
+
+
+class StopProgram(Command):
+    """The job is over: those still in its program leave it, `culprit` with its own error."""
+
+    job: str
+    workers: tuple[WorkerId, ...]
+    reason: str
+    culprit: WorkerId | None = None
+
+
+class EndJob(Command):
+    job: str
+    outcome: str  # succeeded, failed or stopped
+    reason: str
+    members: tuple[WorkerId, ...]
+    culprit: WorkerId | None = None
+
+
+class Record(Command):
+    """A line for the event log."""
+
+    kind: str
+    text: str
+    host: str = ""
+    worker: str = ""
+    epoch: int = 0
+
+
+# What only the link carries.
+class Message(Struct, frozen=True, tag=True):
+    """Something that goes over the wire and is no event of the core."""
+
+
+class AgentHello(Message):
+    host: str
+    pid: int
+    versions: dict[str, str]
+
+
+class AgentSample(Message):
+    """CPU in percent of one core and resident memory in bytes, of the host and of each worker (`str(WorkerId)`)."""
+
+    host: str
+    cpu: float
+    memory: int
+    workers: dict[str, tuple[float, int]]
+
+
+class WorkerHello(Message):
+    worker: WorkerId
+    pid: int
+    engine: str  # the engine's uuid: how ipyparallel's client will name it
+
+
+class WorkerProgress(Message):
+    """`first`: milliseconds from the world's forming to its first commit, sent once an epoch."""
+
+    worker: WorkerId
+    epoch: int
+    commit: int
+    report: dict[str, float]
+    first: float | None = None
+
+
+class Spawn(Message):
+    """To an agent: fork this worker. Logs go to `log_dir`."""
+
+    worker: WorkerId
+    log_dir: str
+
+
+class Reap(Message):
+    worker: WorkerId
+    kill: bool
+
+
+class Retire(Message):
+    """To an agent: stop every worker and end."""
+
+
+class JoinJob(Message):
+    """To a worker: the program that comes next belongs to `job`; its output goes to `log_dir` from now on."""
+
+    job: str
+    log_dir: str
+
+
+class Formation(Message):
+    """A `FormWorld` as one worker gets it. `hosts` lists (name, workers) in rank order."""
+
+    epoch: int
+    rank: int
+    world_size: int
+    local_rank: int
+    local_size: int
+    cross_rank: int
+    cross_size: int
+    store: str
+    root: int
+    receivers: tuple[int, ...]
+    hosts: tuple[tuple[str, int], ...]
+
+
+class Leave(Message):
+    """`commit` None: say where you are (and hold at the next commit); a number: leave there; -1: stay after all."""
+
+    STAY: ClassVar[int] = -1
+    epoch: int
+    commit: int | None = None
+
+
+class Abort(Message):
+    epoch: int
+    reason: str
+
+
+class Quit(Message):
+    """The job is over for this worker; `own`: with its own error."""
+
+    job: str
+    reason: str
+    own: bool = False
+
+
+FromAgent = AgentHello | AgentSample | AgentLost | WorkerStarted | WorkerExited | WorkerFroze
+FromWorker = (
+    WorkerHello | WorkerReady | WorkerFormed | WorkerOffered | WorkerRaised | WorkerSucceeded | WorkerProgress
+)
+ToAgent = Spawn | Reap | Retire
+ToWorker = JoinJob | Formation | Leave | Abort | Quit

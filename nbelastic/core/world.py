@@ -1,0 +1,149 @@
+"""The state that `step` maps: hosts, slots, workers, the epoch and the job. Immutable; replaced, never changed."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+from msgspec import Struct
+
+from nbelastic.core.messages import HostSpec, WorkerId
+
+
+class Limits(Struct, frozen=True):
+    """What the user allows. Times in seconds."""
+
+    min: int = 1
+    max: int | None = None
+    spares: int = 0
+    elastic_timeout: float = 600.0
+    reset_limit: int | None = None
+    cooldown: tuple[float, float] = (5.0, 300.0)
+    settle: float = 1.0  # how long a ready newcomer waits for others that are starting
+    grace: float = 1.0  # how long a broken connection waits for the news of a death
+    leave: float = 5.0  # how long a program that was told to stop may take
+    healthy: float = 60.0  # a worker that lived this long has its slot's strikes forgiven
+
+    @property
+    def wanted(self) -> float:
+        """How many workers to keep started."""
+        return float("inf") if self.max is None else self.max + self.spares
+
+
+class Stage(StrEnum):
+    """Where the current epoch stands."""
+
+    GATHERING = "gathering"  # no world: who is to be in the next one reports ready
+    FORMING = "forming"  # the members are joining their process group
+    RUNNING = "running"
+    ASKED = "asked"  # running; the members were asked where they are, to agree on the commit to leave at
+    LEAVING = "leaving"  # running up to that commit
+
+
+class WorkerState(StrEnum):
+    STARTING = "starting"
+    READY = "ready"
+    RUNNING = "running"
+    SUCCEEDED = "succeeded"
+    FAILED = "failed"
+    LOST = "lost"
+    STOPPED = "stopped"
+
+
+class HostPhase(StrEnum):
+    STARTING = "starting"
+    UP = "up"
+    DRAINING = "draining"
+    LOST = "lost"
+
+
+class Slot(Struct, frozen=True):
+    """A place for one process. `strikes` are deaths not yet forgiven."""
+
+    incarnation: int = 0
+    restarts: int = 0
+    strikes: int = 0
+    cooling_until: float = 0.0
+    busy: bool = False  # a process of it lives
+
+
+class Host(Struct, frozen=True):
+    spec: HostSpec
+    joined: int  # its seniority
+    slots: tuple[Slot, ...]
+    phase: HostPhase = HostPhase.STARTING
+    reason: str = ""
+    strikes: int = 0
+    retry_at: float = 0.0
+    by_hand: bool = False
+
+
+class Worker(Struct, frozen=True):
+    id: WorkerId
+    state: WorkerState
+    since: float
+    pid: int = 0
+    job: str = ""  # the job whose program runs on it
+    epoch: int = 0  # the last epoch that it has left
+    commit: int = 0
+    clean: bool = True
+    store: str = ""
+    has_state: bool = False  # it was a member of a world of this job
+    reason: str = ""
+
+
+class Job(Struct, frozen=True):
+    name: str
+    formed: bool = False  # a world of it has run
+    succeeded: frozenset[WorkerId] = frozenset()
+    ended: frozenset[WorkerId] = frozenset()  # whose program came to its end well
+    ranks: tuple[WorkerId, ...] = ()  # the members of its last world, the dead included: results are given by rank
+    outcome: str = ""  # succeeded, failed, stopped
+    reason: str = ""
+
+
+class World(Struct, frozen=True):
+    """All that the driver knows and decides from. `members` are the current epoch's (or its survivors), by rank."""
+
+    limits: Limits
+    hosts: dict[str, Host] = {}  # in order of seniority
+    workers: dict[WorkerId, Worker] = {}
+    epoch: int = 0
+    stage: Stage = Stage.GATHERING
+    members: tuple[WorkerId, ...] = ()
+    awaiting: frozenset[WorkerId] = frozenset()  # members whose word the present stage waits for
+    waiting: frozenset[WorkerId] = frozenset()  # workers that wait in the elastic loop for a world
+    starting: frozenset[WorkerId] = frozenset()  # workers of which one can expect that they soon will
+    leaving: frozenset[WorkerId] = frozenset()  # members that are to leave: drained or above max
+    suspects: frozenset[WorkerId] = frozenset()  # members that lost a connection while nobody is known dead
+    offers: tuple[int, ...] = ()
+    job: Job | None = None
+    resets: int = 0
+    joined: int = 0  # hosts so far
+    reason: str = "no hosts yet"
+    stopping: str = ""
+    since: float = 0.0  # when the first of the waiting newcomers came
+    suspect_since: float = 0.0
+    wake_at: float = float("inf")  # when a cooling slot or a lost host is to be tried again
+    linger_until: float = 0.0  # until when a program of an ended job may still run
+    short_since: float | None = None  # since when there have been fewer than min
+
+    @property
+    def phase(self) -> str:
+        """waiting, forming, running, stopping or finished: what people are shown."""
+        if self.stopping:
+            return "stopping" if self.hosts else "finished"
+        if self.stage is Stage.GATHERING:
+            return "waiting"
+        return "forming" if self.stage is Stage.FORMING else "running"
+
+    @property
+    def active(self) -> Job | None:
+        """The job that still has to run, if any."""
+        return self.job if self.job is not None and not self.job.outcome else None
+
+
+def host_cooling_until(host: Host, now: float) -> float:
+    """Until when no slot of it may start a worker; 0.0 if one may now."""
+    ends = [slot.cooling_until for slot in host.slots]
+    until = max(min(ends, default=0.0), host.retry_at)
+    return until if until > now else 0.0
