@@ -1,0 +1,118 @@
+"""What every magic has: options, a help text made of them, tab completion, and errors of one line."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from argparse import Namespace
+from collections.abc import Callable, Iterable, Mapping
+from functools import wraps
+from typing import Any, Literal, NamedTuple
+
+from IPython.core.completer import CompletionContext, SimpleCompletion, SimpleMatcherResult, context_matcher
+from IPython.core.error import UsageError
+from IPython.core.magic import cell_magic, line_cell_magic, line_magic
+from IPython.core.magic_arguments import MagicArgumentParser
+
+from nbelastic.core.errors import NbelasticError
+
+Kind = Literal["line", "cell", "line_cell"]
+Values = Mapping[str, Callable[[], Iterable[str]]]  # what tab offers, by the argument's metavar
+
+_REGISTER: Mapping[Kind, Callable[[Any], Any]] = {"line": line_magic, "cell": cell_magic, "line_cell": line_cell_magic}
+_LINE = re.compile(r"\s*(?:[\w\s,]+=\s*)?(?P<percent>%%?)(?P<name>\w+)\s(?P<rest>.*)")
+
+
+class Argument(NamedTuple):
+    """One `add_argument` call, kept until the parser is made."""
+
+    names: tuple[str, ...]
+    settings: dict[str, Any]
+
+
+def argument(*names: str, **settings: Any) -> Argument:
+    """The same as `argparse`'s `add_argument`. The metavar says which known values tab offers."""
+    return Argument(names, settings)
+
+
+def magic(kind: Kind, *arguments: Argument) -> Callable[[Callable[..., object]], Callable[..., object]]:
+    """Make a method `(self, options)`, or `(self, options, cell)` where there may be a cell, into a magic of its name.
+
+    Wrong options raise IPython's UsageError, and what nbelastic raises is shown as one line without a traceback.
+    """
+
+    def decorate(method: Callable[..., object]) -> Callable[..., object]:
+        name = method.__name__
+        parser = MagicArgumentParser(f"%{name}" if kind == "cell" else name, description=method.__doc__)
+        for each in arguments:
+            parser.add_argument(*each.names, **each.settings)
+
+        @wraps(method)
+        def run(self: object, line: str = "", cell: str | None = None) -> object:
+            options = _parse(parser, name, line)
+            try:
+                return method(self, options) if kind == "line" else method(self, options, cell)
+            except (NbelasticError, KeyboardInterrupt) as error:
+                show_in_one_line(error)
+                raise
+
+        run.__doc__ = parser.format_help()
+        run.parser = parser  # type: ignore[attr-defined]  # completion reads it
+        registered: Callable[..., object] = _REGISTER[kind](run)
+        return registered
+
+    return decorate
+
+
+def show_in_one_line(error: NbelasticError | KeyboardInterrupt) -> None:
+    """Have IPython show it without a local traceback; the text of a JobError holds the remote one."""
+    if isinstance(error, KeyboardInterrupt):
+        text = "KeyboardInterrupt: no longer waiting; the cluster goes on, and %elastic shows it."
+    else:
+        text = f"{type(error).__name__}: {error}"
+    vars(error)["_render_traceback_"] = lambda: [text]
+
+
+def completion(parsers: Callable[[str, bool], argparse.ArgumentParser | None], values: Callable[[], Values]) -> Any:
+    """A matcher for IPython's completer. `parsers(name, is_cell)` finds a magic's parser."""
+
+    def match(context: CompletionContext) -> SimpleMatcherResult:
+        line = _LINE.match(context.text_until_cursor)
+        parser = parsers(line["name"], line["percent"] == "%%") if line else None
+        word, offers = complete(parser, line["rest"], values()) if line and parser else ("", [])
+        found = [SimpleCompletion(text=offer, type="magic") for offer in offers]
+        return SimpleMatcherResult(completions=found, matched_fragment=word, suppress=bool(found))
+
+    return context_matcher(priority=200, identifier="nbelastic")(match)
+
+
+def complete(parser: argparse.ArgumentParser, text: str, values: Values) -> tuple[str, list[str]]:
+    """The word that the cursor is in, and what it may become; `text` is what stands after the magic's name.
+
+    Offers are options, or the known values of the option before the word. In `a,b` the word is `b`.
+    """
+    words = text.split()
+    word = "" if text[-1:].isspace() or not words else words.pop()
+    before = words[-1] if words else ""
+    actions = parser._actions
+    awaiting = [a for a in actions if before in a.option_strings and a.nargs != 0]
+    known = [value for a in (awaiting or actions) if awaiting or not a.option_strings for value in _known(a, values)]
+    if not awaiting:
+        known += [a.option_strings[-1] for a in actions if a.option_strings]
+    *listed, word = word.split(",")
+    return word, [value for value in known if value not in {*words, *listed} and value.startswith(word)]
+
+
+def _known(action: argparse.Action, values: Values) -> Iterable[str]:
+    if action.choices is not None:
+        return [str(choice) for choice in action.choices]
+    known = values.get(str(action.metavar))
+    return known() if known else ()
+
+
+def _parse(parser: MagicArgumentParser, name: str, line: str) -> Namespace:
+    try:
+        options: Namespace = parser.parse_argstring(line)
+    except (UsageError, ValueError) as error:  # ValueError: a quotation without an end
+        raise UsageError(f"{str(error).rstrip('.')}; %{name}? shows the options.") from None
+    return options

@@ -1,0 +1,276 @@
+"""The magics: thin skins over `Cluster` and `Job`. They parse, hand over and show; they decide nothing."""
+
+from __future__ import annotations
+
+import atexit
+import sys
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+from IPython.core.magic import Magics, magics_class
+from IPython.display import display
+
+from nbelastic.core.errors import JobError, UsageError
+from nbelastic.notebook.arguments import argument, completion, magic
+
+if TYPE_CHECKING:
+    from IPython.core.interactiveshell import InteractiveShell
+
+    from nbelastic.driver.cluster import Cluster, Job
+    from nbelastic.notebook.dashboard import Dashboard
+    from nbelastic.notebook.snapshot import StatusView
+
+
+def make_cluster(hosts: str | None, **options: Any) -> Cluster:
+    """The real one. Imported late: loading the extension stays quick."""
+    from nbelastic.driver.cluster import Cluster
+
+    return Cluster(hosts, **options)
+
+
+@magics_class
+class ElasticMagics(Magics):  # type: ignore[misc]  # IPython carries no types here
+    """Keeps the notebook's one cluster, running or last, and its dashboard."""
+
+    def __init__(self, shell: InteractiveShell, make: Callable[..., Cluster] = make_cluster) -> None:
+        super().__init__(shell)
+        self.make = make
+        self.cluster: Cluster | None = None
+        self.dashboard: Dashboard | None = None
+        self._matcher = completion(self._parser, self._known)
+
+    # Starting and stopping.
+    @magic(
+        "line",
+        argument("--min", type=int, metavar="N", help="train with no fewer workers (default 1)"),
+        argument("--max", type=int, metavar="N", help="and with no more (default: as many as there are slots)"),
+        argument("--hosts", metavar="HOST", help="name, name:slots or user@name:slots, separated by commas"),
+        argument("--discover", metavar="SCRIPT", help="a script that prints the hosts, one a line; run every second"),
+        argument("--slots", type=int, metavar="N", help="workers on a host that does not say how many"),
+        argument("--backend", choices=("auto", "gloo", "nccl"), help="of torch.distributed (default auto)"),
+        argument("--spares", type=int, metavar="N", help="workers kept ready beyond --max (default 0)"),
+        argument("--elastic-timeout", type=float, metavar="S", help="seconds below --min until a job ends (600)"),
+        argument("--reset-limit", type=int, metavar="N", help="breaks until a job ends (default: no limit)"),
+        argument("--cooldown", type=float, nargs=2, metavar=("LOW", "HIGH"), help="seconds before a restart (5 300)"),
+        argument("--silence", type=float, metavar="S", help="seconds until a silent worker counts as lost (10)"),
+        argument("--stall", type=float, metavar="S", help="seconds without a step until a job counts as stalled"),
+        argument("--nics", metavar="NAMES", help="network interfaces to use, separated by commas"),
+        argument("--log-dir", metavar="FOLDER", help="where logs and the event log go"),
+        argument("--name", metavar="NAME", help="of this cluster"),
+        argument("--preload", metavar="MODULES", help="modules to import before workers fork, separated by commas"),
+        argument("--no-wait", action="store_true", help="return at once instead of waiting for --min workers"),
+        argument("--timeout", type=float, metavar="S", help="how many seconds to wait for them"),
+        argument("--no-dashboard", action="store_true", help="do not show the dashboard"),
+        argument("--cluster", dest="bind", metavar="VARIABLE", help="a variable to keep the Cluster in"),
+    )
+    def elastic_start(self, options: Namespace) -> None:
+        """Start a cluster of workers, on this machine or on --hosts, and show its dashboard."""
+        if self.cluster is not None and self.cluster.status().phase != "finished":
+            raise UsageError("a cluster is running already: %elastic shows it, %elastic_stop ends it.")
+        self._check_variable(options.bind)
+        given = {name: value for name, value in vars(options).items() if value is not None}
+        wait = not given.pop("no_wait")
+        timeout = given.pop("timeout", None)
+        hidden = given.pop("no_dashboard")
+        variable = given.pop("bind", None)
+        self.cluster = self.dashboard = None
+        cluster = self.make(given.pop("hosts", None), **_as_python(given))
+        cluster.start(wait=False)
+        self.cluster = cluster
+        if variable:
+            self.shell.user_ns[variable] = cluster
+        if not hidden:
+            self._show()
+        if wait:
+            cluster.start(timeout=timeout)
+
+    @magic("line", argument("--job", action="store_true", help="stop only the job; the workers stay"))
+    def elastic_stop(self, options: Namespace) -> None:
+        """Stop the cluster and every process of it. Stopping twice is fine."""
+        if self.cluster is None:
+            print("No cluster is running.")
+        elif options.job:
+            self.cluster.stop_job(by="%elastic_stop")
+        else:
+            self.cluster.stop()
+
+    # Seeing.
+    @magic(
+        "line_cell",
+        argument("--setup", action="store_true", help="with a cell: run it on every later worker too"),
+        argument("--timeout", type=float, metavar="S", help="with a cell: how many seconds to wait for it"),
+    )
+    def elastic(self, options: Namespace, cell: str | None) -> None:
+        """%elastic shows the dashboard; %%elastic runs its cell on every ready worker and shows what they print."""
+        cluster = self._cluster()
+        if cell is not None:
+            _show_output(cluster.execute(cell, setup=options.setup, timeout=options.timeout))
+        elif options.setup or options.timeout is not None:
+            raise UsageError("--setup and --timeout go with a cell: write %%elastic above it.")
+        else:
+            self._show()
+
+    @magic("line")
+    def elastic_status(self, _: Namespace) -> StatusView:
+        """Show hosts, workers and the job as they are now."""
+        from nbelastic.notebook.snapshot import StatusView
+
+        return StatusView(self._cluster().status())
+
+    @magic(
+        "line",
+        argument("rank", nargs="?", type=int, metavar="RANK", help="the rank to read (default: all)"),
+        argument("--worker", metavar="WORKER", help="the worker to read, as in localhost/0#1"),
+        argument("--tail", type=int, default=100, metavar="N", help="no more than the last N lines (100)"),
+    )
+    def elastic_logs(self, options: Namespace) -> None:
+        """Print what the workers of the current or last job have printed."""
+        print(self._job().logs(rank=options.rank, worker=options.worker, tail=options.tail).rstrip("\n"))
+
+    # Changing.
+    @magic("line", argument("hosts", nargs="+", metavar="NEW", help="name, name:slots or user@name:slots"))
+    def elastic_add(self, options: Namespace) -> None:
+        """Add hosts. A job that runs takes them in without losing a step; returns at once."""
+        cluster = self._cluster()
+        for host in options.hosts:
+            cluster.add_host(host, by="%elastic_add")
+
+    @magic(
+        "line",
+        argument("hosts", nargs="+", metavar="HOST", help="the names of hosts"),
+        argument("--now", action="store_true", help="at once, without waiting for the next commit"),
+    )
+    def elastic_remove(self, options: Namespace) -> None:
+        """Remove hosts. Their workers leave at the next commit; returns at once."""
+        cluster = self._cluster()
+        for host in options.hosts:
+            cluster.remove_host(host, now=options.now, by="%elastic_remove")
+
+    @magic(
+        "line",
+        argument("--min", type=int, metavar="N", help="train with no fewer workers"),
+        argument("--max", type=int, metavar="N", help="and with no more"),
+    )
+    def elastic_scale(self, options: Namespace) -> None:
+        """Change how many workers there may be; returns at once."""
+        if options.min is None and options.max is None:
+            raise UsageError("say --min N, --max N or both.")
+        self._cluster().scale(min=options.min, max=options.max, by="%elastic_scale")
+
+    # Running and waiting.
+    @magic(
+        "cell",
+        argument("--job", dest="bind", metavar="VARIABLE", help="a variable to keep the Job in"),
+        argument("--wait", action="store_true", help="return when the job has ended"),
+        argument("--timeout", type=float, metavar="S", help="wait, but for no more than S seconds"),
+    )
+    def elastic_run(self, options: Namespace, cell: str) -> Job:
+        """Train: run this cell as the program of every worker. Returns at once, with a live Job."""
+        self._check_variable(options.bind)
+        job = self._cluster().run_cell(cell)
+        if options.bind:
+            self.shell.user_ns[options.bind] = job
+        if options.wait or options.timeout is not None:
+            job.result(timeout=options.timeout)
+        return job
+
+    @magic(
+        "line",
+        argument("--world", type=int, metavar="N", help="until N workers are in one world"),
+        argument("--timeout", type=float, metavar="S", help="give up after S seconds and say what is missing"),
+    )
+    def elastic_wait(self, options: Namespace) -> None:
+        """Wait until the job has ended or, with --world, until a world of that size runs."""
+        if options.world is None:
+            self._job().result(timeout=options.timeout)
+        else:
+            self._cluster().wait(world=options.world, timeout=options.timeout)
+
+    # What the magics stand on.
+    def register(self) -> None:
+        """Make them known to IPython, their completion too, and see that an ending kernel stops the cluster."""
+        self.shell.register_magics(self)
+        self.shell.Completer.custom_matchers.append(self._matcher)
+        atexit.register(self._stop)
+
+    def unregister(self) -> None:
+        """Stop the cluster and take away what `register` gave."""
+        atexit.unregister(self._stop)
+        self._stop()
+        known = self.shell.magics_manager.magics
+        for kind, names in self.magics.items():
+            for name in names:
+                known[kind].pop(name, None)
+        self.shell.Completer.custom_matchers.remove(self._matcher)
+
+    def _stop(self) -> None:
+        if self.cluster is not None:
+            self.cluster.stop()
+
+    def _cluster(self) -> Cluster:
+        if self.cluster is None:
+            raise UsageError("no cluster is running: start one with %elastic_start.")
+        return self.cluster
+
+    def _job(self) -> Job:
+        job = self._cluster().job
+        if job is None:
+            raise UsageError("no job has run yet: start one with %%elastic_run.")
+        return job
+
+    def _show(self) -> None:
+        """The same widget every time: however many views there are, one stream of updates feeds them."""
+        from nbelastic.notebook.dashboard import Dashboard
+
+        if self.dashboard is None:
+            self.dashboard = Dashboard(self._cluster())
+        display(self.dashboard)
+
+    def _parser(self, name: str, is_cell: bool) -> ArgumentParser | None:
+        return getattr(self.magics["cell" if is_cell else "line"].get(name), "parser", None)
+
+    def _known(self) -> dict[str, Callable[[], Iterable[str]]]:
+        cluster = self.cluster
+        if cluster is None:
+            return {"HOST": lambda: ["localhost"]}
+        return {
+            "HOST": lambda: [host.name for host in cluster.hosts],
+            "RANK": lambda: [str(worker.rank) for worker in cluster.workers if worker.rank is not None],
+            "WORKER": lambda: [worker.id for worker in cluster.workers],
+        }
+
+    def _check_variable(self, name: str | None) -> None:
+        if name is not None and not name.isidentifier():
+            raise UsageError(f"{name!r} is no name for a variable.")
+
+
+def _as_python(options: dict[str, Any]) -> dict[str, Any]:
+    """Lists as Python has them: what the line separates by commas."""
+    for name in ("preload", "nics"):
+        if name in options:
+            options[name] = tuple(part.strip() for part in options[name].split(",") if part.strip())
+    if "cooldown" in options:
+        options["cooldown"] = tuple(options["cooldown"])
+    if "discover" in options:
+        from nbelastic.driver.discovery import ScriptDiscovery
+
+        options["discovery"] = ScriptDiscovery(options.pop("discover"))
+    return options
+
+
+def _show_output(outputs: Iterable[tuple[str, str, str, str | None]]) -> None:
+    """Every line under its worker's name; then an error if any worker raised one."""
+    failed = []
+    count = 0
+    for worker, out, err, error in outputs:
+        count += 1
+        for text, stream in ((out, sys.stdout), (err, sys.stderr)):
+            for line in text.splitlines():
+                print(f"[{worker}] {line}", file=stream)
+        if error is not None:
+            failed.append((worker, error))
+    if failed:
+        worker, error = failed[0]
+        text = f"the cell raised on {len(failed)} of {count} workers; {worker} says:"
+        raise JobError(text, worker=worker, remote_traceback=error)

@@ -1,0 +1,105 @@
+"""A cluster in words: text/plain and text/html for places without widgets. Pure functions of a `Status`.
+
+Everything that comes from outside is escaped. Process ids, addresses and times are left out: what a notebook stores is
+compared when the notebook is checked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from html import escape
+
+from nbelastic.driver.status import HostStatus, Status, WorkerStatus
+
+_HOST_COLUMNS = ("host", "slots", "state", "why")
+_WORKER_COLUMNS = ("rank", "worker", "state", "step", "restarts", "why")
+
+
+class StatusView:
+    """What `%elastic_status` shows; `status` is the snapshot itself."""
+
+    def __init__(self, status: Status) -> None:
+        self.status = status
+
+    def __repr__(self) -> str:
+        """Two tables in plain text."""
+        status = self.status
+        tables = (_text_table(_HOST_COLUMNS, map(_host, status.hosts)), _text_table(_WORKER_COLUMNS, _workers(status)))
+        return "\n".join([headline(status), *_progress(status), *(f"\n{table}" for table in tables if table)])
+
+    def _repr_html_(self) -> str:
+        status = self.status
+        lines = "".join(f"<div>{escape(line)}</div>" for line in _progress(status))
+        hosts = _html_table("Hosts", _HOST_COLUMNS, map(_host, status.hosts))
+        workers = _html_table("Workers", _WORKER_COLUMNS, _workers(status))
+        return f"<div><strong>{escape(headline(status))}</strong>{lines}{hosts}{workers}</div>"
+
+
+def limits(least: int, most: int | None) -> str:
+    """`2–4`, `4` or `2 or more`."""
+    if most is None:
+        return f"{least} or more"
+    return str(least) if least == most else f"{least}–{most}"
+
+
+def headline(status: Status) -> str:
+    """Phase, its reason, world and epoch in one line."""
+    why = f": {status.reason}" if status.reason else ""
+    return f"{status.phase}{why} · world {status.world_size} / {limits(status.min, status.max)} · epoch {status.epoch}"
+
+
+def settled_text(status: Status) -> str:
+    """What stays the same while a cluster lives, so that a checked notebook may store it."""
+    state = ", finished" if status.phase == "finished" else ""
+    return f"<elastic cluster of {limits(status.min, status.max)} workers{state}>"
+
+
+def settled_html(status: Status) -> str:
+    """The same for a browser that has no widgets."""
+    state = "finished" if status.phase == "finished" else "the live view is a widget, which is not shown here"
+    text = f"Elastic cluster of {limits(status.min, status.max)} workers"
+    hint = "<code>%elastic_status</code> prints hosts and workers, <code>%elastic_logs</code> what they said."
+    return f"<div><strong>{escape(text)}</strong> ({state}).<br>{hint}</div>"
+
+
+def _progress(status: Status) -> list[str]:
+    """The job's line, if there is a job."""
+    if not status.job:
+        return []
+    parts = [f"{status.job} {status.outcome or 'running'}", f"step {status.step}"]
+    if status.steps_per_second is not None:
+        parts.append(f"{status.steps_per_second:.1f} steps/s")
+    return [" · ".join([*parts, *(f"{name} {value:.4g}" for name, value in status.report.items())])]
+
+
+def _host(host: HostStatus) -> tuple[str, ...]:
+    until = f"{host.cooling_until:.0f} s to go" if host.cooling_until > 0 else ""
+    return host.name, str(host.slots), host.phase, "; ".join(filter(None, (host.reason, until)))
+
+
+def _workers(status: Status) -> Iterable[tuple[str, ...]]:
+    """By rank; those without one last."""
+    return map(_worker, sorted(status.workers, key=lambda w: (w.rank is None, w.rank or 0, w.id)))
+
+
+def _worker(worker: WorkerStatus) -> tuple[str, ...]:
+    rank = "–" if worker.rank is None else str(worker.rank)
+    return rank, worker.id, worker.state, str(worker.step), str(worker.restarts), worker.reason
+
+
+def _text_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    table = [columns, *rows]
+    if len(table) == 1:
+        return ""
+    widths = [max(len(row[i]) for row in table) for i in range(len(columns))]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in table
+    )
+
+
+def _html_table(caption: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    head = "".join(f'<th scope="col">{escape(column)}</th>' for column in columns)
+    body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
+    if not body:
+        return ""
+    return f"<table><caption>{caption}</caption><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"

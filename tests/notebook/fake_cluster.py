@@ -1,0 +1,171 @@
+"""A cluster without processes, with the real one's interface: what the magics and the dashboard are tested against.
+
+Orders that name `refused` are refused, everything else happens at once. `tell()` calls the subscribers, as the driver's
+thread would.
+"""
+
+# ruff: noqa: A002  # min and max are the real one's names
+from __future__ import annotations
+
+import time
+
+from msgspec.structs import replace
+
+from nbelastic.core.errors import UsageError
+from nbelastic.core.placement import parse_host
+from nbelastic.driver.status import EventRecord, HostStatus, Status, WorkerStatus
+
+
+class FakeJob:
+    def __init__(self, source: str = "") -> None:
+        self.name = "job-1"
+        self.source = source
+        self.error: BaseException | None = None
+        self.waited: list[float | None] = []
+
+    def result(self, timeout: float | None = None) -> list[object]:
+        self.waited.append(timeout)
+        if self.error:
+            raise self.error
+        return [None, None]
+
+    def logs(self, rank: int | None = None, worker: str | None = None, tail: int = 100) -> str:
+        return f"rank={rank} worker={worker} tail={tail}\n"
+
+    def __repr__(self) -> str:
+        return "<Job job-1: running, 2 workers>"
+
+
+class FakeCluster:
+    def __init__(self, hosts=None, *, min=1, max=None, **options) -> None:
+        if max is not None and min > max:
+            raise UsageError(f"min={min} is more than max={max}: lower --min.")
+        self.options = {"hosts": hosts, "min": min, "max": max, **options}
+        self.calls: list[tuple[object, ...]] = []
+        self.events: list[EventRecord] = []
+        self.subscribers: list[object] = []
+        self.job: FakeJob | None = None
+        self.raises: BaseException | None = None
+        self.outputs: list[tuple[str, str, str, str | None]] = []
+        self._status = Status("fake", "waiting", "starting", 0, 0, min, max, (), (), None, "")
+
+    # What users call.
+    def start(self, wait: bool = True, timeout: float | None = None) -> FakeCluster:
+        self.calls.append(("start", wait, timeout))
+        for host in (self.options["hosts"] or "localhost:2").split(","):
+            if not any(h.name == parse_host(host, 2).name for h in self._status.hosts):
+                self.add_host(host)
+        self._raise()
+        return self
+
+    def stop(self, timeout: float = 10.0) -> None:
+        self.calls.append(("stop",))
+        self.tell(phase="finished", reason="stopped by hand", hosts=(), workers=(), world_size=0)
+
+    def run_cell(self, source: str) -> FakeJob:
+        self.job = FakeJob(source)
+        self.job.error = self.raises
+        return self.job
+
+    def execute(self, source: str, *, setup: bool = False, timeout: float | None = None):
+        self.calls.append(("execute", source, setup, timeout))
+        self._raise()
+        return self.outputs
+
+    def add_host(self, host: str, by: str = "the user") -> None:
+        self.calls.append(("add_host", host, by))
+        spec = parse_host(host, 2)
+        if spec.name == "refused":
+            self.record("order-refused", f"{spec.name} cannot be reached")
+            return
+        self.record("host-added", f"{spec.name} with {spec.slots} slots by {by}", host=spec.name)
+        first = len(self._status.workers)
+        workers = tuple(
+            WorkerStatus(
+                f"{spec.name}/{i}#1", spec.name, i, first + i, i, 100 + i, "running", 0, 0, "/logs", "", 97.0, 3e8
+            )
+            for i in range(spec.slots)
+        )
+        hosts = (*self._status.hosts, HostStatus(spec.name, "10.0.0.1", spec.slots, "up", "", 0.0, 12.5, 4_000_000_000))
+        self.tell(hosts=hosts, workers=self._status.workers + workers, **self._world(first + spec.slots))
+
+    def remove_host(self, name: str, now: bool = False, by: str = "the user") -> None:
+        self.calls.append(("remove_host", name, now, by))
+        if all(host.name != name for host in self._status.hosts):
+            raise UsageError(f"there is no host {name!r}.")
+        self.record("host-removed", f"{name} is to leave at the next commit, by {by}", host=name)
+        hosts = tuple(host for host in self._status.hosts if host.name != name)
+        left = [worker for worker in self._status.workers if worker.host != name]
+        workers = tuple(replace(worker, rank=rank) for rank, worker in enumerate(left))
+        self.tell(hosts=hosts, workers=workers, **self._world(len(workers)))
+
+    def scale(self, min: int | None = None, max: int | None = None, by: str = "the user") -> None:
+        self.calls.append(("scale", min, max, by))
+
+    def stop_job(self, by: str = "the user") -> None:
+        self.calls.append(("stop_job", by))
+        self.record("job-stopped", f"job-1 stopped: by {by}")
+        self.tell(outcome="stopped")
+
+    def wait(self, world: int, timeout: float | None = None) -> None:
+        self.calls.append(("wait", world, timeout))
+        self._raise()
+
+    def order(self, order: dict[str, object], by: str) -> None:
+        self.calls.append(("order", order, by))
+        try:
+            match order:
+                case {"order": "add_host", "host": host}:
+                    self.add_host(host, by=by)
+                case {"order": "remove_host", "host": host}:
+                    self.remove_host(host, now=bool(order.get("now")), by=by)
+                case {"order": "stop_job"}:
+                    self.stop_job(by=by)
+                case {"order": "stop"}:
+                    self.stop()
+        except UsageError as error:
+            self.record("order-refused", str(error))
+            self.tell()
+
+    def status(self) -> Status:
+        return self._status
+
+    @property
+    def hosts(self):
+        return self._status.hosts
+
+    @property
+    def workers(self):
+        return self._status.workers
+
+    def subscribe(self, callback):
+        self.subscribers.append(callback)
+        return lambda: self.subscribers.remove(callback)
+
+    # What tests call.
+    def record(self, kind: str, text: str, *, host: str = "", worker: str = "", **took: float) -> None:
+        self.events.append(EventRecord(time.time(), kind, text, host, worker, self._status.epoch, took))
+
+    def tell(self, **changes: object) -> None:
+        self._status = replace(self._status, **changes)
+        for callback in self.subscribers:
+            callback(self._status)
+
+    def run_for_show(self) -> None:
+        """Look like a cluster in mid-training."""
+        self.record("worker-lost", "localhost/1#1 died (SIGKILL)", host="localhost", worker="localhost/1#1")
+        self.record("world-formed", "world of 2 at epoch 2", notice=3.2, form=14.0)
+        report = {"loss": 0.2317, "accuracy": 0.957}
+        self.tell(job="job-1", step=1203, steps_per_second=55.1, report=report, **self._world(len(self.workers)))
+
+    def _world(self, size: int) -> dict[str, object]:
+        return {
+            "phase": "running",
+            "reason": f"world of {size}",
+            "epoch": self._status.epoch + 1,
+            "world_size": size,
+        }
+
+    def _raise(self) -> None:
+        if self.raises:
+            raise self.raises

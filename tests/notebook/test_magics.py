@@ -1,0 +1,274 @@
+"""The magics: what they hand over, and that whatever goes wrong is said in one line."""
+
+from __future__ import annotations
+
+import pytest
+from fake_cluster import FakeCluster
+from IPython.core.completer import provisionalcompleter
+from IPython.core.interactiveshell import InteractiveShell
+
+from nbelastic.core.errors import JobError, UsageError, WaitTimeoutError
+from nbelastic.notebook import load_ipython_extension, unload_ipython_extension
+from nbelastic.notebook.magics import ElasticMagics
+
+
+@pytest.fixture
+def ip(monkeypatch):
+    monkeypatch.setattr(InteractiveShell, "initialized", lambda: True)
+    shell = InteractiveShell()
+    monkeypatch.setattr(InteractiveShell, "instance", lambda: shell)
+    shell.displayed = []
+    shell.display_pub.publish = lambda data, *_, **__: shell.displayed.append(data)
+    yield shell
+    shell.history_manager.end_session()
+
+
+@pytest.fixture
+def magics(ip):
+    magics = ElasticMagics(ip, make=FakeCluster)
+    magics.register()
+    yield magics
+    magics.unregister()
+
+
+@pytest.fixture
+def cluster(ip, magics):
+    ip.run_line_magic("elastic_start", "--min 1 --max 4 --hosts localhost:2")
+    return magics.cluster
+
+
+def run(ip, capsys, source):
+    """What a cell shows, stdout and stderr in one."""
+    capsys.readouterr()
+    ip.run_cell(source)
+    captured = capsys.readouterr()
+    return (captured.out + captured.err).strip()
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("%elastic_start --mni 2", "unrecognized arguments: --mni 2; %elastic_start? shows the options."),
+        ("%elastic_start --min", "argument --min: expected one argument; %elastic_start? shows the options."),
+        ("%elastic_start --min two", "argument --min: invalid int value: 'two'; %elastic_start? shows the options."),
+        ("%elastic_start --backend mpi", "argument --backend: invalid choice: 'mpi'"),
+        ("%elastic_start --hosts 'a", "No closing quotation; %elastic_start? shows the options."),
+        ("%elastic_start --min 3 --max 2", "min=3 is more than max=2: lower --min."),
+        ("%elastic_start --cluster 1x", "'1x' is no name for a variable."),
+        ("%elastic", "no cluster is running: start one with %elastic_start."),
+        ("%elastic_status", "no cluster is running: start one with %elastic_start."),
+        ("%elastic_add a:2", "no cluster is running: start one with %elastic_start."),
+        ("%elastic_remove a", "no cluster is running: start one with %elastic_start."),
+        ("%elastic_scale --min 2", "no cluster is running: start one with %elastic_start."),
+        ("%elastic_wait --world 2", "no cluster is running: start one with %elastic_start."),
+        ("%elastic_logs", "no cluster is running: start one with %elastic_start."),
+        ("%%elastic_run\npass", "no cluster is running: start one with %elastic_start."),
+        ("%%elastic\npass", "no cluster is running: start one with %elastic_start."),
+        ("%elastic_add", "the following arguments are required: NEW; %elastic_add? shows the options."),
+        ("%elastic_scale", "say --min N, --max N or both."),
+    ],
+)
+def test_what_cannot_be_done_is_said_in_one_line(ip, magics, capsys, line, said):
+    """Bad flags, missing values and a missing cluster: one line that says what to do, and the cell has failed."""
+    shown = run(ip, capsys, line)
+    assert shown.startswith(f"UsageError: {said}")
+    assert len(shown.splitlines()) == 1
+    assert not ip.run_cell(line).success
+
+
+def test_start_hands_over_only_what_was_given(ip, magics):
+    """The defaults are Cluster's own; lists come as Python has them; the dashboard is shown."""
+    ip.run_cell("%elastic_start --min 2 --max 4 --cooldown 0 0 --preload numpy,torchvision --timeout 5 --cluster c")
+    assert magics.cluster.options == {
+        "hosts": None,
+        "min": 2,
+        "max": 4,
+        "cooldown": (0.0, 0.0),
+        "preload": ("numpy", "torchvision"),
+    }
+    assert ("start", True, 5.0) in magics.cluster.calls
+    assert ip.user_ns["c"] is magics.cluster
+    assert "application/vnd.jupyter.widget-view+json" in ip.displayed[0]
+
+
+def test_start_without_waiting_or_showing(ip, magics):
+    """--no-wait and --no-dashboard do what they say."""
+    ip.run_cell("%elastic_start --no-wait --no-dashboard")
+    assert [call for call in magics.cluster.calls if call[0] == "start"] == [("start", False, None)]
+    assert ip.displayed == []
+
+
+def test_a_second_cluster_is_refused_until_the_first_has_finished(ip, magics, cluster, capsys):
+    """Starting twice says what to do; after %elastic_stop a new one starts; stopping twice is fine."""
+    said = "UsageError: a cluster is running already: %elastic shows it, %elastic_stop ends it."
+    assert run(ip, capsys, "%elastic_start") == said
+    assert run(ip, capsys, "%elastic_stop\n%elastic_stop") == ""
+    assert run(ip, capsys, "%elastic_start --no-dashboard") == ""
+    assert magics.cluster is not cluster
+
+
+def test_stopping_nothing_is_no_error(ip, magics, capsys):
+    """The last cell of a notebook may be run twice, or alone."""
+    assert run(ip, capsys, "%elastic_stop") == "No cluster is running."
+
+
+def test_a_start_that_takes_too_long_leaves_the_cluster_to_look_at(ip, capsys):
+    """The time-out names what is missing; the cluster stays, to be helped or stopped."""
+
+    def slow(hosts, **options):
+        cluster = FakeCluster(hosts, **options)
+        start = cluster.start
+
+        def wait_in_vain(wait=True, timeout=None):
+            start(wait, timeout)
+            if wait:
+                raise WaitTimeoutError("0 of min 2 workers ready after 5 s; waiting for gpu1.")
+
+        cluster.start = wait_in_vain
+        return cluster
+
+    magics = ElasticMagics(ip, make=slow)
+    magics.register()
+    shown = run(ip, capsys, "%elastic_start --min 2 --timeout 5 --no-dashboard")
+    assert shown == "WaitTimeoutError: 0 of min 2 workers ready after 5 s; waiting for gpu1."
+    assert magics.cluster.status().phase != "finished"
+    magics.unregister()
+
+
+def test_ctrl_c_while_waiting_says_that_the_cluster_goes_on(ip, magics, cluster, capsys):
+    """An interrupted wait shows one line and the next magic works."""
+    cluster.raises = KeyboardInterrupt()
+    shown = run(ip, capsys, "%elastic_wait --world 4")
+    assert shown == "KeyboardInterrupt: no longer waiting; the cluster goes on, and %elastic shows it."
+    cluster.raises = None
+    assert run(ip, capsys, "%elastic_wait --world 4 --timeout 3") == ""
+    assert cluster.calls[-1] == ("wait", 4, 3.0)
+
+
+def test_orders_are_handed_over_with_who_gave_them(ip, magics, cluster, capsys):
+    """Add, remove, scale and stop say nothing of their own and return at once."""
+    shown = run(
+        ip,
+        capsys,
+        "%elastic_add 127.0.0.2:2 127.0.0.3:1\n%elastic_remove localhost --now\n"
+        "%elastic_scale --min 1 --max 3\n%elastic_stop --job",
+    )
+    assert shown == ""
+    orders = [call for call in cluster.calls if str(call[-1]).startswith("%")]
+    assert orders == [
+        ("add_host", "127.0.0.2:2", "%elastic_add"),
+        ("add_host", "127.0.0.3:1", "%elastic_add"),
+        ("remove_host", "localhost", True, "%elastic_remove"),
+        ("scale", 1, 3, "%elastic_scale"),
+        ("stop_job", "%elastic_stop"),
+    ]
+
+
+def test_an_unknown_host_is_said_in_one_line(ip, magics, cluster, capsys):
+    """Errors of the cluster come without a traceback and keep their type for those who catch them."""
+    assert run(ip, capsys, "%elastic_remove nowhere") == "UsageError: there is no host 'nowhere'."
+    with pytest.raises(UsageError):
+        ip.run_line_magic("elastic_remove", "nowhere")
+
+
+def test_a_training_cell_returns_a_live_job_at_once(ip, magics, cluster):
+    """The Job is the cell's value and, if wanted, a variable."""
+    result = ip.run_cell("%%elastic_run --job job\nprint('hello')\n").result
+    assert result is cluster.job is ip.user_ns["job"]
+    assert result.source == "print('hello')\n"
+    assert result.waited == []
+    ip.run_cell("%%elastic_run --timeout 7\npass").raise_error()
+    assert cluster.job.waited == [7.0]
+
+
+def test_a_failed_job_shows_the_remote_traceback_and_nothing_of_ours(ip, magics, cluster, capsys):
+    """One line and the failing rank's traceback: no frame of the notebook's."""
+    remote = "Traceback (most recent call last):\n  File <cell>, line 1\nZeroDivisionError: division by zero\n"
+    cluster.raises = JobError("rank 1 raised ZeroDivisionError.", rank=1, remote_traceback=remote)
+    shown = run(ip, capsys, "%%elastic_run --wait\n1/0")
+    assert shown == f"JobError: rank 1 raised ZeroDivisionError.\n\n{remote.rstrip()}"
+
+
+def test_waiting_without_a_size_is_waiting_for_the_job(ip, magics, cluster, capsys):
+    """%elastic_wait alone waits for the job's end, and says so if there is none."""
+    assert run(ip, capsys, "%elastic_wait") == "UsageError: no job has run yet: start one with %%elastic_run."
+    job = cluster.run_cell("pass")
+    assert run(ip, capsys, "%elastic_wait --timeout 9") == ""
+    assert job.waited == [9.0]
+
+
+def test_a_cell_on_every_worker_shows_each_worker_s_lines(ip, magics, cluster, capsys):
+    """%%elastic prints under the workers' names and fails if one of them did."""
+    cluster.outputs = [("localhost/0#1", "a\nb\n", "", None), ("localhost/1#1", "", "careful\n", None)]
+    shown = run(ip, capsys, "%%elastic --setup\nimport x\n")
+    assert shown.splitlines() == ["[localhost/0#1] a", "[localhost/0#1] b", "[localhost/1#1] careful"]
+    assert ("execute", "import x\n", True, None) in cluster.calls
+    cluster.outputs = [("localhost/0#1", "", "", None), ("localhost/1#1", "", "", "NameError: name 'y'")]
+    shown = run(ip, capsys, "%%elastic\ny")
+    assert shown == "JobError: the cell raised on 1 of 2 workers; localhost/1#1 says:\n\nNameError: name 'y'"
+
+
+def test_setup_needs_a_cell(ip, magics, cluster, capsys):
+    """%elastic --setup is a slip for %%elastic --setup, and is told so."""
+    shown = run(ip, capsys, "%elastic --setup")
+    assert shown == "UsageError: --setup and --timeout go with a cell: write %%elastic above it."
+
+
+def test_status_and_logs_in_plain_text(ip, magics, cluster, capsys):
+    """Both are readable without any widget; nothing that changes between runs is in the status of a still cluster."""
+    text = repr(ip.run_cell("%elastic_status").result)
+    assert text.splitlines() == [
+        "running: world of 2 · world 2 / 1–4 · epoch 1",
+        "",
+        "host       slots  state  why",
+        "localhost  2      up",
+        "",
+        "rank  worker         state    step  restarts  why",
+        "0     localhost/0#1  running  0     0",
+        "1     localhost/1#1  running  0     0",
+    ]
+    cluster.run_cell("pass")
+    assert run(ip, capsys, "%elastic_logs 1 --tail 5") == "rank=1 worker=None tail=5"
+
+
+@pytest.mark.parametrize("name", ["elastic_start", "elastic", "elastic_run", "elastic_remove"])
+def test_every_magic_explains_itself(ip, magics, name):
+    """%x? has a sentence, the usage and every option."""
+    kind = "cell" if name == "elastic_run" else "line"
+    text = ip.object_inspect_text(f"%%{name}" if kind == "cell" else f"%{name}")
+    for option in magics.magics[kind][name].parser._actions:
+        assert all(string in text for string in option.option_strings)
+        assert option.help in " ".join(text.split())
+
+
+@pytest.mark.parametrize(
+    ("line", "offered"),
+    [
+        ("%elastic_start --ma", {"--max"}),
+        ("%elastic_start --backend g", {"gloo"}),
+        ("%elastic_remove l", {"localhost"}),
+        ("%elastic_remove localhost --n", {"--now"}),
+        ("%elastic_logs --worker localhost/", {"localhost/0#1", "localhost/1#1"}),
+        ("%elastic_start --hosts a:2,loc", {"a:2,localhost"}),
+        ("%elastic_remove ", {"localhost", "--now"}),
+        ("view = %elastic_logs --ta", {"--tail"}),
+        ("%%elastic --s", {"--setup"}),
+        ("%%elastic_run --w", {"--wait"}),
+    ],
+)
+def test_tab_completes_options_and_known_values(ip, magics, cluster, line, offered):
+    """As a notebook asks for it: through the completer's own entry point, with nothing else among the offers."""
+    with provisionalcompleter():
+        found = {line[: c.start] + c.text for c in ip.Completer.completions(line, len(line))}
+    assert {text.split(" ")[-1] for text in found} == offered
+
+
+def test_loading_twice_and_unloading(ip, capsys):
+    """The extension comes and goes without a trace, and its modules wait for the first use."""
+    load_ipython_extension(ip)
+    load_ipython_extension(ip)
+    assert "elastic_start" in ip.magics_manager.magics["line"]
+    unload_ipython_extension(ip)
+    unload_ipython_extension(ip)
+    assert not [name for names in ip.magics_manager.magics.values() for name in names if "elastic" in name]
+    assert ip.Completer.custom_matchers == []
