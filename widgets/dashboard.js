@@ -119,9 +119,11 @@ class View {
     this.model = model;
     /** @type {{id: number, order: Order, text: string, since: number, word: string, why: string}[]} */
     this.orders = [];
+    /** @type {?ReturnType<typeof setTimeout>} */
+    this.sure = null; // set while a second click would stop the cluster
     this.sent = 0;
     this.refused = 0; // the last refusal that an order has taken for its own
-    /** @type {Set<number>} */
+    /** @type {Set<ReturnType<typeof setTimeout>>} */
     this.timers = new Set();
     this.update = () => this.draw(model.get("state"));
     this.root = this.build();
@@ -138,7 +140,7 @@ class View {
   }
 
   later(/** @type {() => void} */ f, /** @type {number} */ ms) {
-    const timer = Number(setTimeout(() => (this.timers.delete(timer), f()), ms));
+    const timer = setTimeout(() => (this.timers.delete(timer), f()), ms);
     this.timers.add(timer);
     return timer;
   }
@@ -220,7 +222,7 @@ class View {
   }
 
   calm() {
-    this.sure = 0;
+    this.sure = null;
     this.stop.classList.remove("nbe-sure");
     say(this.stop, "Stop cluster");
   }

@@ -44,7 +44,8 @@ class Dashboard(anywidget.AnyWidget):  # type: ignore[misc]  # anywidget carries
         self._cluster = cluster
         self._unsubscribe: Callable[[], None] | None = None
         self._status = cluster.status()
-        super().__init__(state=as_json(self._status, cluster.events))
+        self._tail = Tail()
+        super().__init__(state=self._state())
         self._answer_at_once()
         self.observe(lambda _: self._answer_at_once(), "comm")
         self.on_msg(self._take)
@@ -72,7 +73,10 @@ class Dashboard(anywidget.AnyWidget):  # type: ignore[misc]  # anywidget carries
     def _show(self, status: Status) -> None:
         """Called in the driver's thread."""
         self._status = status
-        self.state = as_json(status, self._cluster.events)
+        self.state = self._state()
+
+    def _state(self) -> dict[str, Any]:
+        return {**as_json(self._status), "events": self._tail.look(self._cluster.events)}
 
     def _take(self, _: object, content: Any, __: object) -> None:
         """An order of a person, straight into the driver's inbox; a refusal comes back as an event."""
@@ -90,15 +94,34 @@ class Dashboard(anywidget.AnyWidget):  # type: ignore[misc]  # anywidget carries
             self.comm._reply_subshell_for = lambda _, default: default
 
 
-def as_json(status: Status, events: Sequence[EventRecord]) -> dict[str, Any]:
-    """What the widget gets: plain JSON. `n` counts events from the first on, so that the view can tell new ones."""
+class Tail:
+    """The last events, each with its number since the start. The cluster's own list forgets its oldest."""
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._last: EventRecord | None = None
+
+    def look(self, events: Sequence[EventRecord]) -> list[dict[str, Any]]:
+        """The last of `events` as plain JSON; their numbers `n` go on from look to look."""
+        new = 0
+        for event in reversed(events):
+            if event is self._last:
+                break
+            new += 1
+        self._count += new
+        self._last = events[-1] if events else None
+        shown = events[-EVENTS:]
+        first = self._count - len(shown) + 1
+        return [{**msgspec.to_builtins(event), "n": n} for n, event in enumerate(shown, first)]
+
+
+def as_json(status: Status) -> dict[str, Any]:
+    """What of a status the widget gets, as plain JSON."""
     state: dict[str, Any] = msgspec.to_builtins(status)
     for row in (*state["hosts"], *state["workers"]):
         for name in _UNSEEN:
             row.pop(name, None)
     state["report"] = {name: _finite(value) for name, value in status.report.items()}
-    first = max(0, len(events) - EVENTS)
-    state["events"] = [{**msgspec.to_builtins(event), "n": n} for n, event in enumerate(events[first:], first + 1)]
     return state
 
 

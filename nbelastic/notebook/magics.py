@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterable
@@ -46,7 +45,12 @@ class ElasticMagics(Magics):  # type: ignore[misc]  # IPython carries no types h
         argument("--min", type=int, metavar="N", help="train with no fewer workers (default 1)"),
         argument("--max", type=int, metavar="N", help="and with no more (default: as many as there are slots)"),
         argument("--hosts", metavar="HOST", help="name, name:slots or user@name:slots, separated by commas"),
-        argument("--discover", metavar="SCRIPT", help="a script that prints the hosts, one a line; run every second"),
+        argument(
+            "--discover",
+            dest="discovery",
+            metavar="SCRIPT",
+            help="a script that prints the hosts, one a line; run every second",
+        ),
         argument("--slots", type=int, metavar="N", help="workers on a host that does not say how many"),
         argument("--backend", choices=("auto", "gloo", "nccl"), help="of torch.distributed (default auto)"),
         argument("--spares", type=int, metavar="N", help="workers kept ready beyond --max (default 0)"),
@@ -66,24 +70,23 @@ class ElasticMagics(Magics):  # type: ignore[misc]  # IPython carries no types h
     )
     def elastic_start(self, options: Namespace) -> None:
         """Start a cluster of workers, on this machine or on --hosts, and show its dashboard."""
-        if self.cluster is not None and self.cluster.status().phase != "finished":
-            raise UsageError("a cluster is running already: %elastic shows it, %elastic_stop ends it.")
+        if self.cluster is not None:
+            if self.cluster.status().phase != "finished":
+                raise UsageError("a cluster is running already: %elastic shows it, %elastic_stop ends it.")
+            self.cluster.stop()
         self._check_variable(options.bind)
         given = {name: value for name, value in vars(options).items() if value is not None}
         wait = not given.pop("no_wait")
         timeout = given.pop("timeout", None)
         hidden = given.pop("no_dashboard")
         variable = given.pop("bind", None)
-        self.cluster = self.dashboard = None
-        cluster = self.make(given.pop("hosts", None), **_as_python(given))
-        cluster.start(wait=False)
-        self.cluster = cluster
+        self.cluster = self.make(given.pop("hosts", None), **_as_python(given))
+        self.dashboard = None
         if variable:
-            self.shell.user_ns[variable] = cluster
+            self.shell.user_ns[variable] = self.cluster
         if not hidden:
-            self._show()
-        if wait:
-            cluster.start(timeout=timeout)
+            self._show()  # before it starts: then one sees what it waits for
+        self.cluster.start(wait=wait, timeout=timeout)
 
     @magic("line", argument("--job", action="store_true", help="stop only the job; the workers stay"))
     def elastic_stop(self, options: Namespace) -> None:
@@ -185,28 +188,23 @@ class ElasticMagics(Magics):  # type: ignore[misc]  # IPython carries no types h
         if options.world is None:
             self._job().result(timeout=options.timeout)
         else:
-            self._cluster().wait(world=options.world, timeout=options.timeout)
+            self._cluster().wait(options.world, **({} if options.timeout is None else {"timeout": options.timeout}))
 
     # What the magics stand on.
     def register(self) -> None:
-        """Make them known to IPython, their completion too, and see that an ending kernel stops the cluster."""
+        """Make them known to IPython, and their completion too."""
         self.shell.register_magics(self)
         self.shell.Completer.custom_matchers.append(self._matcher)
-        atexit.register(self._stop)
 
     def unregister(self) -> None:
         """Stop the cluster and take away what `register` gave."""
-        atexit.unregister(self._stop)
-        self._stop()
+        if self.cluster is not None:
+            self.cluster.stop()
         known = self.shell.magics_manager.magics
         for kind, names in self.magics.items():
             for name in names:
                 known[kind].pop(name, None)
         self.shell.Completer.custom_matchers.remove(self._matcher)
-
-    def _stop(self) -> None:
-        if self.cluster is not None:
-            self.cluster.stop()
 
     def _cluster(self) -> Cluster:
         if self.cluster is None:
@@ -246,16 +244,11 @@ class ElasticMagics(Magics):  # type: ignore[misc]  # IPython carries no types h
 
 
 def _as_python(options: dict[str, Any]) -> dict[str, Any]:
-    """Lists as Python has them: what the line separates by commas."""
-    for name in ("preload", "nics"):
-        if name in options:
-            options[name] = tuple(part.strip() for part in options[name].split(",") if part.strip())
+    """Tuples, where the line has commas or blanks."""
+    if "preload" in options:
+        options["preload"] = tuple(part.strip() for part in options["preload"].split(",") if part.strip())
     if "cooldown" in options:
         options["cooldown"] = tuple(options["cooldown"])
-    if "discover" in options:
-        from nbelastic.driver.discovery import ScriptDiscovery
-
-        options["discovery"] = ScriptDiscovery(options.pop("discover"))
     return options
 
 

@@ -50,16 +50,16 @@ def headline(status: Status) -> str:
 
 def settled_text(status: Status) -> str:
     """What stays the same while a cluster lives, so that a checked notebook may store it."""
-    state = ", finished" if status.phase == "finished" else ""
-    return f"<elastic cluster of {limits(status.min, status.max)} workers{state}>"
+    return f"<elastic cluster of {limits(status.min, status.max)} workers>"
 
 
 def settled_html(status: Status) -> str:
     """The same for a browser that has no widgets."""
-    state = "finished" if status.phase == "finished" else "the live view is a widget, which is not shown here"
-    text = f"Elastic cluster of {limits(status.min, status.max)} workers"
-    hint = "<code>%elastic_status</code> prints hosts and workers, <code>%elastic_logs</code> what they said."
-    return f"<div><strong>{escape(text)}</strong> ({state}).<br>{hint}</div>"
+    return (
+        f"<div><strong>Elastic cluster of {escape(limits(status.min, status.max))} workers.</strong> "
+        "The live view is a widget, which is not shown here: <code>%elastic_status</code> lists hosts and workers, "
+        "<code>%elastic_logs</code> prints what they said.</div>"
+    )
 
 
 def _progress(status: Status) -> list[str]:

@@ -47,14 +47,13 @@ class FakeCluster:
         self.job: FakeJob | None = None
         self.raises: BaseException | None = None
         self.outputs: list[tuple[str, str, str, str | None]] = []
-        self._status = Status("fake", "waiting", "starting", 0, 0, min, max, (), (), None, "")
+        self._status = Status("fake", "finished", "not started", 0, 0, min, max, (), (), None, "")
 
     # What users call.
     def start(self, wait: bool = True, timeout: float | None = None) -> FakeCluster:
         self.calls.append(("start", wait, timeout))
         for host in (self.options["hosts"] or "localhost:2").split(","):
-            if not any(h.name == parse_host(host, 2).name for h in self._status.hosts):
-                self.add_host(host)
+            self.add_host(host)
         self._raise()
         return self
 
@@ -107,7 +106,7 @@ class FakeCluster:
         self.record("job-stopped", f"job-1 stopped: by {by}")
         self.tell(outcome="stopped")
 
-    def wait(self, world: int, timeout: float | None = None) -> None:
+    def wait(self, world: int, timeout: float = 60.0) -> None:
         self.calls.append(("wait", world, timeout))
         self._raise()
 
