@@ -11,10 +11,9 @@ from typing import assert_never
 
 from msgspec.structs import replace
 
-from nbelastic.core import jobs
+from nbelastic.core import epochs, jobs, staffing
 from nbelastic.core import messages as m
-from nbelastic.core import staffing
-from nbelastic.core.world import HostPhase, Stage, Worker, WorkerState, World
+from nbelastic.core.world import NEVER, HostPhase, Stage, WorkerState, World, first, less, put
 
 __all__ = ["deadline", "step"]
 
@@ -24,50 +23,78 @@ Commands = list[m.Command]
 def step(world: World, event: m.Event, now: float) -> tuple[World, tuple[m.Command, ...]]:
     """The world after `event`, which the driver received at `now` (seconds, monotonic), and what is to be done."""
     out: Commands = []
+    world = _pass_time(world, now, out)
     worker = getattr(event, "worker", None)
-    if worker is not None and worker not in world.workers:
-        return world, ()
-    world = _take(world, event, now, out)
-    world = jobs.progress(world, now, out)
+    if worker is None or worker in world.workers:
+        world = _take(world, event, now, out)
+    world = epochs.progress(world, now, out)
     return world, tuple(out)
 
 
 def deadline(world: World, now: float) -> float:
-    """When after `now`, the time of the last step, to send `Ticked` if nothing else happens; infinity if never."""
+    """When, `now` at the earliest, to send `Ticked` if nothing else happens; infinity if never."""
     limits = world.limits
-    times = [
+    times = (
+        world.until,
         world.wake_at,
-        world.linger_until,
-        world.since + limits.settle,
-        world.suspect_since + limits.grace if world.suspects else 0.0,
-        world.short_since + limits.elastic_timeout if world.short_since is not None else 0.0,
-    ]
-    return min((time for time in times if time > now), default=float("inf"))
+        world.linger_until or NEVER,
+        world.suspect_since + limits.grace if world.suspects else NEVER,
+        NEVER if world.short_since is None else world.short_since + limits.elastic_timeout,
+    )
+    return max(now, min(times))
+
+
+def _pass_time(world: World, now: float, out: Commands) -> World:
+    """What has a deadline of its own, and it has come. Time passes with every event, not only with `Ticked`."""
+    limits = world.limits
+    if world.linger_until and now >= world.linger_until:
+        world = _kill_lingering(world, now, out)
+    if world.suspects and now >= world.suspect_since + limits.grace:
+        why = f"connections of {first(world.suspects)} broke though every worker lives"
+        world = epochs.break_epoch(world, why, now, out)
+    if world.short_since is not None and now >= world.short_since + limits.elastic_timeout:
+        ready = len(world.members) + len(world.waiting)
+        text = f"{ready} of min {limits.min} workers ready for {limits.elastic_timeout:g} s (elastic_timeout)"
+        world = jobs.end(world, "failed", f"{text}; {staffing.shortage(world, now)}", now, out)
+    return staffing.staff(world, now, out) if now >= world.wake_at else world
+
+
+def _kill_lingering(world: World, now: float, out: Commands) -> World:
+    """Programs that were told to stop have not."""
+    job = world.active
+    name, late = (job.name, job.late) if job else ("", frozenset())
+    stuck = [w for w, worker in world.workers.items() if worker.job and (worker.job != name or w in late)]
+    world = replace(world, linger_until=0.0)
+    for w in stuck:
+        text = f"{w} did not stop within {world.limits.leave:g} s and is killed"
+        out.append(m.Record("worker-killed", text, host=w.host, worker=str(w)))
+        world = epochs.lose(world, (w,), f"{w} did not stop", now, out, keep=True)
+    return staffing.stop_workers(world, stuck, out, kill=True)
 
 
 def _take(world: World, event: m.Event, now: float, out: Commands) -> World:
     match event:
-        case m.WorkerReady() | m.WorkerFormed() | m.WorkerOffered() | m.WorkerRaised() | m.WorkerSucceeded():
+        case m.WorkerReady():
+            return _ready(world, event, now, out)
+        case m.WorkerFormed() | m.WorkerOffered() | m.WorkerRaised() | m.WorkerSucceeded():
             return _take_word(world, event, now, out)
         case m.HostAdded() | m.HostRemoved() | m.HostsDiscovered() | m.Scaled():
-            return staffing.take_order(world, event, now, out)
+            return _take_order(world, event, now, out)
         case m.AgentReady(host=name):
             return staffing.agent_ready(world, name, now, out)
         case m.AgentLost(host=name, reason=reason):
-            world, gone = staffing.agent_lost(world, name, reason, now, out)
-            world = jobs.lose(world, gone, f"host {name} was lost ({reason})", now, out)
-            return staffing.staff(world, now, out)
+            return _agent_lost(world, name, reason, now, out)
         case m.WorkerStarted(worker=w, pid=pid):
-            return _with(world, replace(world.workers[w], pid=pid))
+            return put(world, replace(world.workers[w], pid=pid))
         case m.WorkerExited(worker=w, code=code):
-            return _exited(world, w, code, now, out)
+            return _gone(world, w, f"{w} died ({exit_text(code)})", now, out, blameless=code == m.STUCK)
         case m.WorkerFroze(worker=w, state=state):
             out.append(m.StopWorker(w, kill=True))
             return _gone(world, w, f"{w} froze ({state})", now, out)
         case m.WorkerRegistered(worker=w, error=error):
             return jobs.registered(world, w, error, now, out)
-        case m.ProgramEnded(worker=w, job=job, error=error):
-            return jobs.program_ended(world, w, job, error, now, out)
+        case m.ProgramEnded():
+            return _program_ended(world, event, now, out)
         case m.JobSubmitted(job=job):
             return jobs.submit(world, job, now, out)
         case m.JobStopRequested(job=job, reason=reason):
@@ -75,95 +102,190 @@ def _take(world: World, event: m.Event, now: float, out: Commands) -> World:
         case m.StopRequested(reason=reason):
             return _stop(world, reason, now, out)
         case m.Ticked():
-            return staffing.staff(jobs.expire(world, now, out), now, out)
+            return world
         case _:
             raise TypeError(f"{type(event).__name__} is no event that step() knows")
 
 
-Word = m.WorkerReady | m.WorkerFormed | m.WorkerOffered | m.WorkerRaised | m.WorkerSucceeded
+Order = m.HostAdded | m.HostRemoved | m.HostsDiscovered | m.Scaled
 
 
-def _take_word(world: World, event: Word, now: float, out: Commands) -> World:
-    """What members and newcomers say of the elastic loop; news of a finished epoch is dropped."""
-    if isinstance(event, m.WorkerReady):
-        return _ready(world, event, now, out)
-    if event.epoch != world.epoch or event.worker not in world.members or world.stage is Stage.GATHERING:
+def _take_order(world: World, event: Order, now: float, out: Commands) -> World:
+    """People and discovery change which hosts there are and how many workers may run."""
+    if world.stopping:
         return world
     match event:
-        case m.WorkerFormed(worker=w):
-            if world.stage is not Stage.FORMING:
-                return world
-            world = replace(world, awaiting=world.awaiting - {w})
-            return world if world.awaiting else jobs.formed(world, now, out)
-        case m.WorkerOffered(worker=w, commit=commit):
-            if world.stage is not Stage.ASKED or w not in world.awaiting:
-                return world
-            return replace(world, awaiting=world.awaiting - {w}, offers=(*world.offers, commit))
-        case m.WorkerRaised(worker=w, intact=intact, error=error):
-            if intact:
-                return jobs.end(world, "failed", f"{_rank(world, w)} raised {error}", now, out, culprit=w)
-            since = world.suspect_since if world.suspects else now
-            return replace(world, suspects=world.suspects | {w}, suspect_since=since)
-        case m.WorkerSucceeded(worker=w):
-            return jobs.succeeded(world, w, now, out)
+        case m.HostAdded(host=spec, by=by):
+            world = replace(world, removed=world.removed - {spec.name})
+            world = staffing.add(world, spec, now, out, by=by or "discovery", by_hand=True)
+        case m.HostRemoved():
+            world = _remove(replace(world, removed=world.removed | {event.name}), event, now, out)
+        case m.HostsDiscovered(hosts=specs):
+            world = staffing.discovered(world, specs, now, out)
+        case m.Scaled(min=low, max=high, by=by):
+            out.append(m.Record("scaled", f"min {low}, max {high if high is not None else 'unlimited'} by {by}"))
+            world = replace(world, limits=replace(world.limits, min=low, max=high))
         case _:
             assert_never(event)
+    return staffing.staff(world, now, out)
+
+
+def _remove(world: World, event: m.HostRemoved, now: float, out: Commands) -> World:
+    """Drain it; or, `now`, take it away as if it had died, but without a strike."""
+    name, by = event.name, event.by or "discovery"
+    host = world.hosts.get(name)
+    if host is None or (host.phase is HostPhase.DRAINING and not event.now):
+        return world
+    world = staffing.drain(world, name, "at once" if event.now else "at the next commit", by, out)
+    workers = staffing.on_host(world, name)
+    if event.now:
+        world = epochs.lose(world, workers, f"host {name} was removed at once", now, out, keep=True)
+        world = staffing.stop_workers(world, workers, out, kill=True)
+    else:
+        world = staffing.dismiss(world, workers, now, out)
+    return staffing.retire_empty(world, name, out)
+
+
+def _agent_lost(world: World, name: str, reason: str, now: float, out: Commands) -> World:
+    host = world.hosts.get(name)
+    if host is None or host.phase is HostPhase.LOST:
+        return world
+    gone = staffing.on_host(world, name)
+    world = staffing.agent_lost(world, name, reason, now, out)
+    world = epochs.lose(world, gone, f"host {name} was lost ({reason})", now, out)
+    return staffing.staff(world, now, out)
 
 
 def _ready(world: World, event: m.WorkerReady, now: float, out: Commands) -> World:
-    """It waits for a world. Said again while a world that it belongs to is forming, it missed the order: send again."""
-    w = event.worker
-    job = world.active
-    old = world.workers[w]
-    if job is None or event.job != job.name or old.state in (WorkerState.STOPPED, WorkerState.FAILED):
+    """It waits for a world. Newcomers come at any time; a member is waited for when its epoch is over."""
+    w, job, old = event.worker, world.active, world.workers[event.worker]
+    if old.state in (WorkerState.STOPPED, WorkerState.FAILED):
         return world
-    if w in world.members and world.stage in (Stage.FORMING, Stage.RUNNING, Stage.ASKED):
-        if world.stage is Stage.FORMING and event.epoch < world.epoch and w in world.awaiting:
-            out.append(replace(jobs.formation(world), to=(w,)))
+    if job is None or event.job != job.name:  # it began the program when the job was already over
+        out.append(m.StopProgram(event.job, (w,), "the job is over"))
         return world
-    if w in world.members and event.epoch < world.epoch:
+    if old.job != job.name or not old.epoch <= event.epoch <= world.epoch:
         return world
     worker = replace(
         old, state=WorkerState.READY, epoch=event.epoch, commit=event.commit, clean=event.clean, store=event.store
     )
-    newcomers = bool(world.waiting - frozenset(world.members)) if w not in world.members else True
-    return replace(
-        _with(world, worker),
-        waiting=world.waiting | {w},
-        starting=world.starting - {w},
-        awaiting=world.awaiting - {w},
-        since=world.since if newcomers else now,
-    )
+    if w not in world.ranked:
+        world = replace(world, since=world.since if world.waiting else now)
+        return put(replace(world, waiting=world.waiting | {w}, starting=less(world.starting, frozenset({w}))), worker)
+    left = event.epoch == world.epoch
+    match world.stage:
+        case Stage.GATHERING | Stage.LEAVING if left:
+            return put(replace(world, awaiting=less(world.awaiting, frozenset({w}))), worker)
+        case Stage.GATHERING if w in world.awaiting:  # it never heard of the epoch that broke
+            out.append(m.AbortWorld(world.epoch, (w,), "this epoch is over"))
+        case Stage.FORMING if not left and w in world.awaiting and world.order:  # it missed the order
+            out.append(replace(world.order, to=(w,)))
+        case Stage.FORMING | Stage.RUNNING | Stage.ASKED if left:  # nobody told it to leave
+            return _suspect(world, w, now)
+    return world
 
 
-def _exited(world: World, w: m.WorkerId, code: int, now: float, out: Commands) -> World:
-    worker = world.workers[w]
-    if worker.state is WorkerState.STOPPED:
-        world = staffing.vacate(world, w)
-        world = jobs.lose(world, (w,), f"{w} was stopped", now, out)
-        world = staffing.retire_empty(world, w.host, out)
-        return staffing.staff(world, now, out)
-    return _gone(world, w, f"{w} died ({exit_text(code)})", now, out)
+Word = m.WorkerFormed | m.WorkerOffered | m.WorkerRaised | m.WorkerSucceeded
 
 
-def _gone(world: World, w: m.WorkerId, why: str, now: float, out: Commands) -> World:
-    """It died or will never answer: a strike against its slot, and a break if it was a member."""
-    world = staffing.strike(world, w, now)
-    out.append(m.Record("worker-lost", why, host=w.host, worker=str(w), epoch=world.epoch))
-    world = jobs.lose(world, (w,), why, now, out)
-    world = staffing.retire_empty(world, w.host, out)
-    return staffing.staff(world, now, out)
+def _take_word(world: World, event: Word, now: float, out: Commands) -> World:
+    """What members say of the elastic loop; news of a finished epoch is dropped."""
+    w = event.worker
+    if not world.active or event.epoch != world.epoch or w not in world.ranked:
+        return world
+    match event:
+        case m.WorkerFormed():
+            forming = world.stage is Stage.FORMING and w in world.awaiting
+            return epochs.formed(world, w, out) if forming else world
+        case m.WorkerOffered(commit=commit):
+            if world.stage is not Stage.ASKED or w not in world.awaiting:
+                return world
+            return replace(world, awaiting=world.awaiting - {w}, offers=(*world.offers, commit))
+        case m.WorkerRaised(intact=intact, error=error):
+            if world.stage is Stage.GATHERING or w in world.active.late:
+                return world
+            if intact:
+                return jobs.end(world, "failed", f"{_rank(world, w)} raised {error}", now, out, culprit=w)
+            return _suspect(world, w, now)
+        case m.WorkerSucceeded():
+            return epochs.succeeded(world, w, now, out)
+        case _:
+            assert_never(event)
+
+
+def _suspect(world: World, w: m.WorkerId, now: float) -> World:
+    """It lost a connection though nobody is known to be dead: the news of a death may be on its way."""
+    job = world.active
+    if job is None or w in job.succeeded or w in job.late:
+        return world
+    since = world.suspect_since if world.suspects else now
+    return replace(world, suspects=world.suspects | {w}, suspect_since=since)
+
+
+def _program_ended(world: World, event: m.ProgramEnded, now: float, out: Commands) -> World:
+    """The program came to its end on `w`: a result, the user's error, or the end of what was told to stop."""
+    w, name, error = event.worker, event.job, event.error
+    worker, job = world.workers[w], world.active
+    if worker.job != name:
+        return world
+    stopped = worker.state is WorkerState.STOPPED
+    state = WorkerState.STOPPED if stopped else WorkerState.READY
+    gone = frozenset({w})
+    world = put(world, replace(worker, job="", state=state, has_state=False))
+    world = replace(world, starting=less(world.starting, gone), waiting=less(world.waiting, gone))
+    if job is None or job.name != name:
+        return jobs.run_next(world, w, out)
+    if stopped or w in job.late:
+        return epochs.lose(world, gone, f"{w} did not finish", now, out, keep=True)
+    if not error:
+        return _program_returned(world, w, now, out)
+    if job.formed and w not in world.ranked:
+        out.append(m.Record("worker-failed", f"newcomer {w} failed: {error}", host=w.host, worker=str(w)))
+        return jobs.fail_worker(world, w, error)
+    return jobs.end(world, "failed", f"{_rank(world, w)} raised {error}", now, out, culprit=w)
+
+
+def _program_returned(world: World, w: m.WorkerId, now: float, out: Commands) -> World:
+    """A member whose program is over has finished, whatever became of its own word of that."""
+    job = world.active
+    assert job is not None
+    if w in world.ranked:
+        idle = world.workers[w]
+        world = put(epochs.succeeded(world, w, now, out), idle)
+    elif job.formed:
+        out.append(m.Record("worker-idle", f"newcomer {w} ended its program without training", worker=str(w)))
+        return world
+    job = world.active
+    assert job is not None
+    return jobs.finish(replace(world, job=replace(job, ended=job.ended | {w})), now, out)
+
+
+def _gone(world: World, w: m.WorkerId, why: str, now: float, out: Commands, *, blameless: bool = False) -> World:
+    """It died or will never answer: a strike against its slot unless it was told to end; a break if it was a member."""
+    if w in world.stopped:
+        world, why = staffing.vacate(world, w), f"{w} was stopped"
+    else:
+        world = staffing.vacate(world, w, restarts=1) if blameless else staffing.strike(world, w, why, now, out)
+        out.append(m.Record("worker-lost", why, host=w.host, worker=str(w), epoch=world.epoch))
+    world = epochs.lose(world, (w,), why, now, out)
+    return staffing.staff(staffing.retire_empty(world, w.host, out), now, out)
 
 
 def _stop(world: World, reason: str, now: float, out: Commands) -> World:
     if world.stopping:
         return world
-    if world.active:
-        world = jobs.end(world, "stopped", f"the cluster was stopped: {reason}", now, out)
+    world = jobs.end(replace(world, stopping=reason), "stopped", f"the cluster was stopped: {reason}", now, out)
     out.extend(m.StopAgent(name) for name in world.hosts)
-    workers = {w: replace(worker, state=WorkerState.STOPPED) for w, worker in world.workers.items()}
-    hosts = {name: replace(host, phase=HostPhase.DRAINING) for name, host in world.hosts.items()}
-    return replace(world, stopping=reason, workers=workers, hosts=hosts, wake_at=float("inf"), linger_until=0.0)
+    return replace(
+        world,
+        workers={w: replace(worker, state=WorkerState.STOPPED) for w, worker in world.workers.items()},
+        hosts={name: replace(host, phase=HostPhase.DRAINING) for name, host in world.hosts.items()},
+        stopped=frozenset(world.workers),
+        starting=frozenset(),
+        failed=frozenset(),
+        wake_at=NEVER,
+        linger_until=0.0,
+    )
 
 
 def exit_text(code: int) -> str:
@@ -177,8 +299,4 @@ def exit_text(code: int) -> str:
 
 
 def _rank(world: World, w: m.WorkerId) -> str:
-    return f"rank {world.members.index(w)} ({w})" if w in world.members else str(w)
-
-
-def _with(world: World, worker: Worker) -> World:
-    return replace(world, workers={**world.workers, worker.id: worker})
+    return f"rank {world.members.index(w)} ({w})" if w in world.ranked else str(w)

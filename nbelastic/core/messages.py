@@ -3,11 +3,15 @@
 An event that a worker or an agent sends over the link is the same struct that `step` takes: one vocabulary.
 """
 
+# mypy: disable-error-code="misc"
+# (msgspec hands `frozen` down to subclasses, which mypy's reading of dataclass_transform does not know)
 from __future__ import annotations
 
 from typing import ClassVar
 
 from msgspec import Struct, field
+
+STUCK = 75  # exit code of a worker that could not leave an aborted collective: it is replaced, without a strike
 
 
 class WorkerId(Struct, frozen=True, order=True, cache_hash=True):
@@ -288,11 +292,21 @@ class WorkerProgress(Message):
     first: float | None = None
 
 
+class WorkerOutput(Message):
+    """What the program wrote to `stream` (out or err) since the last one; `skipped` characters of it were left out."""
+
+    worker: WorkerId
+    stream: str
+    text: str
+    skipped: int = 0
+
+
 class Spawn(Message):
-    """To an agent: fork this worker. Logs go to `log_dir`."""
+    """To an agent: fork this worker. Logs go to `log_dir`; `engine` is ipyparallel's connection information (JSON)."""
 
     worker: WorkerId
     log_dir: str
+    engine: str
 
 
 class Reap(Message):
@@ -302,13 +316,6 @@ class Reap(Message):
 
 class Retire(Message):
     """To an agent: stop every worker and end."""
-
-
-class JoinJob(Message):
-    """To a worker: the program that comes next belongs to `job`; its output goes to `log_dir` from now on."""
-
-    job: str
-    log_dir: str
 
 
 class Formation(Message):
@@ -348,9 +355,16 @@ class Quit(Message):
     own: bool = False
 
 
-FromAgent = AgentHello | AgentSample | AgentLost | WorkerStarted | WorkerExited | WorkerFroze
+FromAgent = AgentHello | AgentSample | WorkerStarted | WorkerExited | WorkerFroze
 FromWorker = (
-    WorkerHello | WorkerReady | WorkerFormed | WorkerOffered | WorkerRaised | WorkerSucceeded | WorkerProgress
+    WorkerHello
+    | WorkerReady
+    | WorkerFormed
+    | WorkerOffered
+    | WorkerRaised
+    | WorkerSucceeded
+    | WorkerProgress
+    | WorkerOutput
 )
 ToAgent = Spawn | Reap | Retire
-ToWorker = JoinJob | Formation | Leave | Abort | Quit
+ToWorker = Formation | Leave | Abort | Quit

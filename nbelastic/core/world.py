@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from enum import StrEnum
+from heapq import nsmallest
 
 from msgspec import Struct
+from msgspec.structs import replace
 
-from nbelastic.core.messages import HostSpec, WorkerId
+from nbelastic.core.messages import FormWorld, HostSpec, WorkerId
+
+NEVER = float("inf")
 
 
 class Limits(Struct, frozen=True):
@@ -26,7 +30,12 @@ class Limits(Struct, frozen=True):
     @property
     def wanted(self) -> float:
         """How many workers to keep started."""
-        return float("inf") if self.max is None else self.max + self.spares
+        return NEVER if self.max is None else self.max + self.spares
+
+    @property
+    def most(self) -> float:
+        """How many may train at once."""
+        return NEVER if self.max is None else self.max
 
 
 class Stage(StrEnum):
@@ -64,12 +73,17 @@ class Slot(Struct, frozen=True):
     strikes: int = 0
     cooling_until: float = 0.0
     busy: bool = False  # a process of it lives
+    reason: str = ""  # why it cools
 
 
 class Host(Struct, frozen=True):
+    """`slots` never gets shorter, so that no incarnation is used twice; only the first `spec.slots` are started."""
+
     spec: HostSpec
     joined: int  # its seniority
     slots: tuple[Slot, ...]
+    full: bool = False  # every slot that may be started is busy
+    since: float = 0.0  # when it came up
     phase: HostPhase = HostPhase.STARTING
     reason: str = ""
     strikes: int = 0
@@ -96,6 +110,7 @@ class Job(Struct, frozen=True):
     formed: bool = False  # a world of it has run
     succeeded: frozenset[WorkerId] = frozenset()
     ended: frozenset[WorkerId] = frozenset()  # whose program came to its end well
+    late: frozenset[WorkerId] = frozenset()  # told to stop, as they cannot finish after others have
     ranks: tuple[WorkerId, ...] = ()  # the members of its last world, the dead included: results are given by rank
     outcome: str = ""  # succeeded, failed, stopped
     reason: str = ""
@@ -110,20 +125,27 @@ class World(Struct, frozen=True):
     epoch: int = 0
     stage: Stage = Stage.GATHERING
     members: tuple[WorkerId, ...] = ()
+    ranked: frozenset[WorkerId] = frozenset()  # the members as a set
+    order: FormWorld | None = None  # by which the epoch was formed
     awaiting: frozenset[WorkerId] = frozenset()  # members whose word the present stage waits for
-    waiting: frozenset[WorkerId] = frozenset()  # workers that wait in the elastic loop for a world
+    waiting: frozenset[WorkerId] = frozenset()  # newcomers that wait in the elastic loop for a world
     starting: frozenset[WorkerId] = frozenset()  # workers of which one can expect that they soon will
     leaving: frozenset[WorkerId] = frozenset()  # members that are to leave: drained or above max
+    stopped: frozenset[WorkerId] = frozenset()  # alive, but told to end: in no other of these sets
+    failed: frozenset[WorkerId] = frozenset()  # alive, but of no use to this job
     suspects: frozenset[WorkerId] = frozenset()  # members that lost a connection while nobody is known dead
     offers: tuple[int, ...] = ()
     job: Job | None = None
     resets: int = 0
     joined: int = 0  # hosts so far
+    removed: frozenset[str] = frozenset()  # hosts removed by hand, which discovery may still list
+    incarnations: dict[str, int] = {}  # the newest ones of hosts that have left
     reason: str = "no hosts yet"
     stopping: str = ""
     since: float = 0.0  # when the first of the waiting newcomers came
     suspect_since: float = 0.0
-    wake_at: float = float("inf")  # when a cooling slot or a lost host is to be tried again
+    until: float = NEVER  # when the wait that `reason` names ends by itself
+    wake_at: float = NEVER  # when a cooling slot or a lost host is to be tried again
     linger_until: float = 0.0  # until when a program of an ended job may still run
     short_since: float | None = None  # since when there have been fewer than min
 
@@ -144,6 +166,31 @@ class World(Struct, frozen=True):
 
 def host_cooling_until(host: Host, now: float) -> float:
     """Until when no slot of it may start a worker; 0.0 if one may now."""
-    ends = [slot.cooling_until for slot in host.slots]
-    until = max(min(ends, default=0.0), host.retry_at)
+    ends = [slot.cooling_until for slot in host.slots[: host.spec.slots]]
+    until = max(min(ends, default=0.0), host.retry_at if host.phase is HostPhase.LOST else 0.0)
     return until if until > now else 0.0
+
+
+def seat(world: World, members: tuple[WorkerId, ...]) -> World:
+    """These are the members now, by rank."""
+    return replace(world, members=members, ranked=frozenset(members))
+
+
+def put(world: World, worker: Worker) -> World:
+    """With `worker` in the place of what was known of it."""
+    return replace(world, workers={**world.workers, worker.id: worker})
+
+
+def less(ids: frozenset[WorkerId], gone: frozenset[WorkerId]) -> frozenset[WorkerId]:
+    """`ids - gone`, for nothing where nothing changes: these sets can hold 10,000."""
+    return ids if ids.isdisjoint(gone) else ids - gone
+
+
+def because(world: World, reason: str, until: float = NEVER) -> World:
+    """Not yet, and why; and when the wait ends by itself."""
+    return world if world.reason == reason and world.until == until else replace(world, reason=reason, until=until)
+
+
+def first(ids: frozenset[WorkerId]) -> str:
+    """The first three, as text."""
+    return ", ".join(map(str, nsmallest(3, ids))) + (", …" if len(ids) > 3 else "")

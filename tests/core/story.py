@@ -1,0 +1,396 @@
+"""A cluster played by faithful fakes: agents and workers that do what the core commands, when the story lets them.
+
+A `Story` owns one World. What a faithful agent or worker would answer to a command lies in `answers` until the story
+hands it in (`answer()`), so that a test decides in which order things happen. After every step `check` compares the
+world, the commands and what the fakes know with what must always hold.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from nbelastic.core import messages as m
+from nbelastic.core.membership import deadline, step
+from nbelastic.core.placement import parse_host
+from nbelastic.core.world import HostPhase, Limits, Stage, WorkerState, World
+
+SIGKILL = -9
+IN_TIME = 1e-6
+
+
+@dataclass
+class FakeWorker:
+    """What a faithful worker knows of itself."""
+
+    job: str = ""
+    epoch: int = 0  # the epoch it is in, or 0
+    left: int = 0  # the newest epoch it has left or seen aborted
+    commit: int = 0  # of its state, since the job's beginning
+    steps: int = 0  # commits in this epoch
+    clean: bool = True
+    returned: bool = False  # from its elastic function
+
+
+def wid(text: str) -> m.WorkerId:
+    return m.WorkerId.parse(text)
+
+
+class Story:
+    """`Story("a:2", "b:2", min=2, max=4)`: hosts are added by hand and wait to come up."""
+
+    def __init__(self, *hosts: str, **limits) -> None:
+        self.world = World(Limits(**limits))
+        self.now = 100.0
+        self.answers: list[m.Event] = []
+        self.said: list[m.Command] = []
+        self.heard: list[m.Event] = []
+        self.fakes: dict[m.WorkerId, FakeWorker] = {}
+        self.silent: set[m.WorkerId] = set()  # they answer nothing
+        self.started: set[m.WorkerId] = set()  # every worker ever started
+        for host in hosts:
+            self.add(host)
+
+    # ---- what happens ----
+
+    def send(self, *events: m.Event) -> tuple[m.Command, ...]:
+        """Events arrive. Returns the commands of the last one."""
+        commands: tuple[m.Command, ...] = ()
+        for event in events:
+            before = self.world
+            self.heard.append(event)
+            self.world, commands = step(before, event, self.now)
+            self.said.extend(commands)
+            for command in commands:
+                self._obey(command)
+            check(before, self.world, commands, self.now)
+        return commands
+
+    def answer(self, which: Callable[[m.Event], bool] = lambda _: True, limit: int = 100_000) -> Story:
+        """Hand in the fakes' answers, first come first served, until there are none (of those that `which` picks)."""
+        for _ in range(limit):
+            event = next((answer for answer in self.answers if which(answer)), None)
+            if event is None:
+                return self
+            self.answers.remove(event)
+            self.send(event)
+        raise AssertionError("the conversation never ends")
+
+    def hear(self, kind: type[m.Event], *workers: str, limit: int = 100_000) -> Story:
+        """Hand in the answers of one kind (of these workers only, if named)."""
+        names = {wid(w) for w in workers}
+        return self.answer(lambda e: isinstance(e, kind) and (not names or e.worker in names), limit)
+
+    def wait(self, seconds: float) -> Story:
+        """Time passes; `Ticked` comes at every deadline on the way, as the driver sees to."""
+        end = self.now + seconds
+        for _ in range(1000):
+            at = deadline(self.world, self.now)
+            if at > end:
+                self.now = end
+                return self
+            self.now = at
+            self.send(m.Ticked())
+            assert deadline(self.world, self.now) > self.now, f"a hot loop: {self.world.reason}"
+        raise AssertionError("too many ticks")
+
+    def quiet(self, seconds: float = 0.0) -> Story:
+        """Everybody answers, time passes, everybody answers."""
+        self.answer()
+        end = self.now + seconds
+        while self.now < end:
+            self.wait(max(IN_TIME, min(end, deadline(self.world, self.now)) - self.now))
+            self.answer()
+        return self
+
+    def add(self, host: str) -> Story:
+        self.send(m.HostAdded(parse_host(host, 1), "a test"))
+        return self
+
+    def remove(self, name: str, *, now: bool = False) -> Story:
+        self.send(m.HostRemoved(name, now, "a test"))
+        return self
+
+    def discover(self, *hosts: str) -> tuple[m.Command, ...]:
+        return self.send(m.HostsDiscovered(tuple(parse_host(host, 1) for host in hosts)))
+
+    def scale(self, low: int, high: int | None) -> Story:
+        self.send(m.Scaled(low, high, "a test"))
+        return self
+
+    def submit(self, job: str = "job") -> Story:
+        self.send(m.JobSubmitted(job))
+        return self
+
+    def run(self, job: str = "job") -> Story:
+        """From wherever it stands to a world that trains."""
+        self.answer()
+        self.submit(job).quiet(2.0)
+        assert self.world.stage is Stage.RUNNING, self.world.reason
+        return self
+
+    def commit(self, count: int = 1) -> Story:
+        """Every member makes commits: the job trains."""
+        for w in self.world.members:
+            self.fakes[w].commit += count
+            self.fakes[w].steps += count
+        return self
+
+    def kill(self, *workers: str, code: int = SIGKILL) -> Story:
+        """Processes die, and their agent says so."""
+        for name in workers:
+            w = wid(name)
+            self._forget(w)
+            self.send(m.WorkerExited(w, code))
+        return self
+
+    def lose_host(self, name: str, reason: str = "its machine is gone") -> Story:
+        for w in [w for w in self.fakes if w.host == name]:
+            self._forget(w)
+        self.answers = [e for e in self.answers if getattr(e, "host", "") != name]
+        self.send(m.AgentLost(name, reason))
+        return self
+
+    def raised(self, worker: str, error: str = "ValueError: no", *, intact: bool = True) -> Story:
+        self.send(m.WorkerRaised(wid(worker), self.world.epoch, intact, error))
+        return self
+
+    def returned(self, *workers: str) -> Story:
+        """The elastic function returns."""
+        for name in workers:
+            fake = self.fakes[wid(name)]
+            fake.returned = True
+            self._unsay(wid(name), m.WorkerOffered, m.WorkerReady)
+            self.send(m.WorkerSucceeded(wid(name), fake.epoch))
+        return self
+
+    def ended(self, *workers: str, error: str = "") -> Story:
+        """The program ends."""
+        for name in workers:
+            fake = self.fakes[wid(name)]
+            job, fake.job, fake.epoch = fake.job, "", 0
+            self._unsay(wid(name), m.WorkerReady, m.WorkerFormed, m.WorkerOffered, m.ProgramEnded)
+            self.send(m.ProgramEnded(wid(name), job, error))
+        return self
+
+    def finish(self) -> Story:
+        """All ranks return and end."""
+        members = self.names
+        self.returned(*members)
+        self.ended(*members)
+        return self
+
+    # ---- what is ----
+
+    @property
+    def names(self) -> list[str]:
+        return [str(w) for w in self.world.members]
+
+    @property
+    def job(self):
+        assert self.world.job is not None
+        return self.world.job
+
+    def commands(self, kind: type, since: int = 0) -> list:
+        return [command for command in self.said[since:] if isinstance(command, kind)]
+
+    def last(self, kind: type):
+        found = self.commands(kind)
+        assert found, f"no {kind.__name__} was commanded"
+        return found[-1]
+
+    def records(self, kind: str) -> list[str]:
+        return [command.text for command in self.commands(m.Record) if command.kind == kind]
+
+    def alive(self, host: str = "") -> list[str]:
+        workers = self.world.workers.values()
+        return [str(w.id) for w in workers if w.state is not WorkerState.STOPPED and w.id.host.startswith(host)]
+
+    def mark(self) -> int:
+        """To ask later what was commanded since."""
+        return len(self.said)
+
+    # ---- the fakes ----
+
+    def _obey(self, command: m.Command) -> None:
+        match command:
+            case m.StartAgent(host=host):
+                self.answers.append(m.AgentReady(host.name, 1))
+            case m.StopAgent(host=name):
+                for w in [w for w in self.fakes if w.host == name]:
+                    self._forget(w)
+                self.answers = [e for e in self.answers if getattr(e, "host", "") != name]
+                if self.world.stopping:
+                    self.answers.append(m.AgentLost(name, "it was told to end"))
+            case m.StartWorker(worker=w):
+                assert w not in self.started, f"{w} was started twice"
+                self.started.add(w)
+                self.fakes[w] = FakeWorker()
+                self._say(w, m.WorkerStarted(w, 1000 + len(self.started)), m.WorkerRegistered(w))
+            case m.StopWorker(worker=w, kill=kill):
+                known = self._forget(w)
+                if known:
+                    self.answers.append(m.WorkerExited(w, SIGKILL if kill else 0))
+            case m.RunProgram(worker=w, job=job):
+                assert not self.fakes[w].job, f"{w} still runs {self.fakes[w].job}"
+                self.fakes[w] = FakeWorker(job)
+                self._say_ready(w)
+            case m.FormWorld():
+                self._form(command)
+            case m.AskLeave(epoch=epoch, members=members):
+                for w in members:
+                    if not self.fakes[w].returned:
+                        self._say(w, m.WorkerOffered(w, epoch, self.fakes[w].steps))
+            case m.LeaveAt(members=members, commit=commit):
+                for w in members:
+                    self._leave(w, commit)
+            case m.Stay(members=members):
+                for w in members:
+                    self._unsay(w, m.WorkerReady)
+            case m.AbortWorld(epoch=epoch, members=members):
+                for w in members:
+                    self._abort(w, epoch)
+            case m.StopProgram(job=job, workers=workers, culprit=culprit):
+                for w in workers:
+                    self._quit(w, job, "its own error" if w == culprit else "the job was stopped")
+            case m.EndJob() | m.Record():
+                pass
+
+    def _form(self, order: m.FormWorld) -> None:
+        for rank, w in enumerate(order.members):
+            fake = self.fakes.get(w)
+            if (order.to and w not in order.to) or fake is None or order.epoch <= fake.left:
+                continue
+            self._unsay(w, m.WorkerReady)
+            fake.epoch, fake.steps = order.epoch, 0
+            if rank in order.receivers:
+                source = self.fakes.get(order.members[order.root])
+                fake.commit, fake.clean = source.commit if source else fake.commit, True
+            self._say(w, m.WorkerFormed(w, order.epoch))
+
+    def _leave(self, w: m.WorkerId, commit: int) -> None:
+        fake = self.fakes[w]
+        if fake.returned:
+            return
+        fake.commit += commit - fake.steps
+        fake.left, fake.epoch = fake.epoch, 0
+        self._say_ready(w)
+
+    def _abort(self, w: m.WorkerId, epoch: int) -> None:
+        fake = self.fakes.get(w)
+        if fake is None or not fake.job or fake.returned:
+            return
+        self._unsay(w, m.WorkerFormed, m.WorkerOffered, m.WorkerReady)
+        fake.left, fake.epoch = max(fake.left, epoch), 0
+        self._say_ready(w)
+
+    def _quit(self, w: m.WorkerId, job: str, error: str) -> None:
+        fake = self.fakes.get(w)
+        if fake is None or fake.job != job:
+            return
+        self._unsay(w, m.WorkerFormed, m.WorkerOffered, m.WorkerReady)
+        fake.job, fake.epoch = "", 0
+        self._say(w, m.ProgramEnded(w, job, "" if fake.returned else error))
+
+    def _say_ready(self, w: m.WorkerId) -> None:
+        fake = self.fakes[w]
+        self._say(w, m.WorkerReady(w, fake.job, fake.left, fake.commit, fake.clean, f"{w}@{fake.left}"))
+
+    def _say(self, w: m.WorkerId, *events: m.Event) -> None:
+        if w in self.fakes and w not in self.silent:
+            self.answers.extend(events)
+
+    def _unsay(self, w: m.WorkerId, *kinds: type[m.Event]) -> None:
+        self.answers = [e for e in self.answers if not (isinstance(e, kinds) and e.worker == w)]
+
+    def _forget(self, w: m.WorkerId) -> bool:
+        self.answers = [e for e in self.answers if getattr(e, "worker", None) != w]
+        return self.fakes.pop(w, None) is not None
+
+
+def check(before: World, world: World, commands: tuple[m.Command, ...], now: float) -> None:
+    """What must hold after every step, whatever happened."""
+    for fault in faults(before, world, commands, now):
+        raise AssertionError(f"{fault}\nreason: {world.reason}\nstage: {world.stage}\ncommands: {commands}")
+
+
+def faults(before: World, world: World, commands: tuple[m.Command, ...], now: float) -> Iterator[str]:
+    workers, alive = world.workers, set(world.workers)
+    if not world.reason:
+        yield "there is no reason"
+    if world.epoch < before.epoch or world.epoch > before.epoch + 1:
+        yield f"the epoch went from {before.epoch} to {world.epoch}"
+    if frozenset(world.members) != world.ranked or len(world.members) != len(world.ranked):
+        yield "ranks are not unique, or `ranked` is not `members`"
+    if world.job is None or world.job.outcome:
+        if world.members or world.waiting or world.leaving or world.awaiting or world.suspects:
+            yield "there are members without a job"
+    for name in ("ranked", "awaiting", "waiting", "starting", "leaving", "stopped", "failed", "suspects"):
+        if not getattr(world, name) <= alive:
+            yield f"{name} holds {getattr(world, name) - alive}, who are gone"
+    for name in ("awaiting", "leaving", "suspects"):
+        if not getattr(world, name) <= world.ranked:
+            yield f"{name} holds {getattr(world, name) - world.ranked}, who are no members"
+    for name in ("ranked", "waiting", "starting", "failed"):
+        if getattr(world, name) & world.stopped:
+            yield f"{name} holds {getattr(world, name) & world.stopped}, who were told to end"
+    if world.waiting & world.ranked or world.waiting & world.starting:
+        yield "a worker waits as a newcomer and is something else too"
+    if {w for w, worker in workers.items() if worker.state is WorkerState.STOPPED} != world.stopped:
+        yield "`stopped` is not who is stopped"
+    if {w for w, worker in workers.items() if worker.state is WorkerState.FAILED} != world.failed:
+        yield "`failed` is not who has failed"
+    for host in world.hosts.values():
+        busy = {m.WorkerId(host.spec.name, i, slot.incarnation) for i, slot in enumerate(host.slots) if slot.busy}
+        if busy != {w for w in alive if w.host == host.spec.name}:
+            yield f"{host.spec.name}'s busy slots are not its living workers"
+        if host.full != all(slot.busy for slot in host.slots[: host.spec.slots]):
+            yield f"{host.spec.name} is full or not, and does not know it"
+        if host.phase is HostPhase.LOST and busy:
+            yield f"{host.spec.name} is lost and has workers"
+    if not {w.host for w in alive} <= world.hosts.keys():
+        yield "a worker lives on no host"
+    wanted = world.limits.wanted
+    if len(alive) - len(world.stopped) - len(world.leaving) > wanted and not world.failed and not world.stopping:
+        yield f"{len(alive)} workers live, {wanted} are wanted"
+    for command in commands:
+        yield from _faults_of(command, before, world, now)
+    if world.stage is Stage.FORMING and (world.order is None or world.order.members[0].host == ""):
+        yield "a world forms without an order"
+
+
+def _faults_of(command: m.Command, before: World, world: World, now: float) -> Iterator[str]:
+    match command:
+        case m.FormWorld(epoch=epoch, members=members, root=root, receivers=receivers, to=to):
+            if epoch != world.epoch or (not to and epoch == before.epoch):
+                yield "a world is formed in an epoch that is not the next"
+            if not world.limits.min <= len(members) <= world.limits.most and not to:
+                yield f"a world of {len(members)}, outside [{world.limits.min}, {world.limits.max}]"
+            if members != world.members or not set(members) <= set(world.workers):
+                yield "the order names others than the members"
+            hosts = [w.host for w in members]
+            if sum(a != b for a, b in zip(hosts, hosts[1:], strict=False)) != len(set(hosts)) - 1:
+                yield f"ranks are not packed by host: {hosts}"
+            if root in receivers or not set(receivers) <= set(range(len(members))):
+                yield "the root receives, or nobody does"
+            claims = [(world.workers[w].has_state, world.workers[w].clean, world.workers[w].commit) for w in members]
+            if not to and claims[root] != max(claims):
+                yield f"rank {root} has not the newest state: {claims}"
+            if not to and any(c != claims[root] and r not in receivers for r, c in enumerate(claims)):
+                yield f"somebody with an old state receives none: {claims}, {receivers}"
+        case m.StartWorker(worker=w):
+            host = before.hosts.get(w.host) or world.hosts[w.host]
+            if w in before.workers or world.hosts[w.host].phase is not HostPhase.UP:
+                yield f"{w} is started where it cannot be"
+            if w.slot >= world.hosts[w.host].spec.slots:
+                yield f"{w} is started above its host's slots"
+            if w.slot < len(host.slots) and host.slots[w.slot].cooling_until > now:
+                pardoned = world.hosts[w.host].slots[w.slot].strikes == 0
+                if not pardoned:
+                    yield f"{w} is started while its slot cools"
+        case m.AskLeave(members=members) | m.LeaveAt(members=members):
+            if members != world.members:
+                yield "others than the members are asked to leave"
+        case m.StopProgram(workers=workers) | m.AbortWorld(members=workers):
+            if not workers:
+                yield "a command for nobody"
