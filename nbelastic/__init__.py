@@ -1,0 +1,119 @@
+"""nbelastic: elastic PyTorch training from a notebook.
+
+Public names only, loaded when they are first used: `import nbelastic` in a kernel never imports torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from nbelastic.core.errors import (
+        ClusterStoppedError,
+        DiscoveryError,
+        HostError,
+        JobError,
+        JobStoppedError,
+        NbelasticError,
+        NoWorldError,
+        StateError,
+        UsageError,
+        WaitTimeoutError,
+    )
+    from nbelastic.driver.cluster import Cluster, Job
+    from nbelastic.driver.discovery import FixedHosts, HostDiscovery, ScriptDiscovery
+    from nbelastic.notebook import load_ipython_extension, unload_ipython_extension
+    from nbelastic.worker.elastic import (
+        cross_group,
+        cross_rank,
+        cross_size,
+        device,
+        elastic,
+        local_group,
+        local_rank,
+        local_size,
+        rank,
+        size,
+    )
+    from nbelastic.worker.sampler import ElasticSampler
+    from nbelastic.worker.state import ObjectState, State, TorchState
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "nbelastic.core.errors": (
+        "ClusterStoppedError",
+        "DiscoveryError",
+        "HostError",
+        "JobError",
+        "JobStoppedError",
+        "NbelasticError",
+        "NoWorldError",
+        "StateError",
+        "UsageError",
+        "WaitTimeoutError",
+    ),
+    "nbelastic.driver.cluster": ("Cluster", "Job"),
+    "nbelastic.driver.discovery": ("FixedHosts", "HostDiscovery", "ScriptDiscovery"),
+    "nbelastic.notebook": ("load_ipython_extension", "unload_ipython_extension"),
+    "nbelastic.worker.elastic": (
+        "cross_group",
+        "cross_rank",
+        "cross_size",
+        "device",
+        "elastic",
+        "local_group",
+        "local_rank",
+        "local_size",
+        "rank",
+        "size",
+    ),
+    "nbelastic.worker.sampler": ("ElasticSampler",),
+    "nbelastic.worker.state": ("ObjectState", "State", "TorchState"),
+}
+_WHERE = {name: module for module, names in _HOME.items() for name in names}
+
+__all__ = [
+    "Cluster",
+    "ClusterStoppedError",
+    "DiscoveryError",
+    "ElasticSampler",
+    "FixedHosts",
+    "HostDiscovery",
+    "HostError",
+    "Job",
+    "JobError",
+    "JobStoppedError",
+    "NbelasticError",
+    "NoWorldError",
+    "ObjectState",
+    "ScriptDiscovery",
+    "State",
+    "StateError",
+    "TorchState",
+    "UsageError",
+    "WaitTimeoutError",
+    "cross_group",
+    "cross_rank",
+    "cross_size",
+    "device",
+    "elastic",
+    "load_ipython_extension",
+    "local_group",
+    "local_rank",
+    "local_size",
+    "rank",
+    "size",
+    "unload_ipython_extension",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _WHERE:
+        raise AttributeError(f"module 'nbelastic' has no attribute {name!r}")
+    return getattr(importlib.import_module(_WHERE[name]), name)
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]

@@ -1,0 +1,1 @@
+"""What runs in the notebook kernel (never torch): the owner thread and what people hold."""

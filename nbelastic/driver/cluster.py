@@ -1,0 +1,444 @@
+"""What people hold: `Cluster` and `Job`."""
+
+from __future__ import annotations
+
+import atexit
+import builtins
+import contextlib
+import itertools
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from pathlib import Path
+from typing import Any, TypeVar
+
+from nbelastic.core import messages as m
+from nbelastic.core.errors import (
+    ClusterStoppedError,
+    JobError,
+    JobStoppedError,
+    NbelasticError,
+    UsageError,
+    WaitTimeoutError,
+)
+from nbelastic.core.placement import parse_host
+from nbelastic.core.world import Limits
+from nbelastic.driver.discovery import FixedHosts, HostDiscovery, ScriptDiscovery
+from nbelastic.driver.driver import Driver, Settings
+from nbelastic.driver.launchers import address_of
+from nbelastic.driver.orders import execute_on_all, take
+from nbelastic.driver.places import RunDir, gpus
+from nbelastic.driver.run import Run
+from nbelastic.driver.status import EventRecord, HostStatus, Status, WorkerStatus
+from nbelastic.driver.watchers import Watchers
+
+T = TypeVar("T")
+_numbers = itertools.count(1)
+_SLICE = 0.1  # seconds between looks at Ctrl-C while waiting
+Executed = tuple[str, str, str, str | None]  # worker, stdout, stderr, error
+
+
+class Cluster:
+    """Elastic workers on one or more hosts, and the jobs that run on them.
+
+    `hosts`: `"localhost:2,127.0.0.2:2"` or a list of such; by default this machine, with a slot per GPU or, without
+    one, max(min, cores). `discovery` (a script's path or a `HostDiscovery`) says instead which hosts there are.
+    `min` and `max` bound the world size; `spares` workers more are kept warm. Times are in seconds: below `min` for
+    `elastic_timeout` ends the job, `cooldown` is the range in which a slot's pause doubles from death to death
+    (`(0, 0)`: none), an agent not heard for `silence` is lost. `reset_limit` bounds the recoveries of a job (planned
+    changes do not count). `backend`: auto, gloo or nccl. `preload` names modules that the workers' template imports.
+
+    Starts with `start()` or `with`; every call returns at once or says what it waits for.
+    """
+
+    def __init__(
+        self,
+        hosts: str | Sequence[str] | None = None,
+        *,
+        min: int = 1,  # noqa: A002
+        max: int | None = None,  # noqa: A002
+        discovery: str | HostDiscovery | None = None,
+        slots: int | None = None,
+        backend: str = "auto",
+        spares: int = 0,
+        elastic_timeout: float = 600.0,
+        reset_limit: int | None = None,
+        cooldown: tuple[float, float] = (5.0, 300.0),
+        silence: float = 10.0,
+        stall: float | None = None,
+        nics: str | None = None,
+        log_dir: str | Path | None = None,
+        name: str | None = None,
+        preload: Sequence[str] = (),
+    ) -> None:
+        _check_bounds(min, max)
+        _check(slots is None or slots >= 1, f"slots={slots}: at least 1.")
+        _check(backend in ("auto", "gloo", "nccl"), f"backend={backend!r}: choose auto, gloo or nccl.")
+        _check(spares >= 0, f"spares={spares}: at least 0.")
+        _check(elastic_timeout > 0, f"elastic_timeout={elastic_timeout}: more than 0 seconds.")
+        _check(silence >= 1, f"silence={silence}: at least 1 second.")
+        _check(reset_limit is None or reset_limit >= 0, f"reset_limit={reset_limit}: at least 0.")
+        _check(0 <= cooldown[0] <= cooldown[1], f"cooldown={cooldown}: two numbers of seconds, the lower first.")
+        _check(hosts is None or discovery is None, "give hosts or discovery, not both.")
+        _check(stall is None, "stall is not supported by this version: leave it out.")
+        _check(nics is None, "nics is not supported by this version: leave it out.")
+        self.name = name or f"nbelastic-{os.getpid()}-{next(_numbers)}"
+        self._run_dir = RunDir(self.name)
+        self._default_slots = slots or gpus() or builtins.max(min, os.cpu_count() or 1)
+        if isinstance(discovery, str):
+            discovery = ScriptDiscovery(discovery, self._default_slots)
+        self._discovery = discovery or FixedHosts(hosts or "localhost", self._default_slots)
+        if isinstance(self._discovery, FixedHosts):
+            for spec in self._discovery.listed():
+                address_of(spec)
+        self._limits = Limits(
+            min=min,
+            max=max,
+            spares=spares,
+            elastic_timeout=float(elastic_timeout),
+            reset_limit=reset_limit,
+            cooldown=(float(cooldown[0]), float(cooldown[1])),
+        )
+        self._backend, self._silence, self._preload = backend, float(silence), tuple(preload)
+        self._log_dir = Path(log_dir) if log_dir is not None else None
+        self._driver: Driver | None = None
+        self._last: Driver | None = None
+        self._watchers = Watchers(self.status)
+        self._jobs: list[Job] = []
+
+    # ---- life ----
+
+    def start(self, wait: bool = True, timeout: float | None = None) -> Cluster:
+        """Start; returns when `min` workers are ready (`wait=False`: at once). Ctrl-C leaves it starting.
+
+        UsageError if it runs already, or another cluster of that name. WaitTimeoutError after `timeout` seconds
+        (default: elastic_timeout) and ClusterStoppedError, both with the reason.
+        """
+        if self._driver is not None:
+            raise UsageError(f"the cluster {self.name!r} is running already.")
+        self._run_dir.take()
+        log_dir = (self._log_dir or self._run_dir.log_dir()).absolute()
+        try:
+            log_dir.mkdir(parents=True, exist_ok=True)
+            settings = Settings(
+                name=self.name,
+                limits=self._limits,
+                discovery=self._discovery,
+                backend=self._backend,
+                silence=self._silence,
+                log_dir=log_dir,
+                run_dir=self._run_dir.path,
+                preload=self._preload,
+                environment={},
+            )
+            driver = Driver(settings)
+            driver.start()
+        except BaseException:
+            self._run_dir.release()
+            raise
+        self._driver = self._last = driver
+        driver.chronicle.listener = self._watchers.changed
+        _running[self.name] = self
+        if wait:
+            low = self._limits.min
+            limit = self._limits.elastic_timeout if timeout is None else timeout
+            self._wait(lambda d: True if d.ready_workers() >= low else None, limit, f"{low} ready workers")
+        return self
+
+    def stop(self, timeout: float = 10.0) -> None:
+        """Stop the job, the workers and everything else that was started. Stopping twice is fine."""
+        driver, self._driver = self._driver, None
+        if driver is None:
+            return
+        with contextlib.suppress(ClusterStoppedError):
+            driver.post(m.StopRequested("stopped by hand"))
+        driver.join(timeout)
+        self._run_dir.release()
+        _running.pop(self.name, None)
+        self._watchers.changed()
+
+    def request_stop(self, by: str = "you") -> None:
+        """Begin to stop and return at once; `stop()` waits for the end."""
+        self._running().post(m.StopRequested(f"stopped by {by}"))
+
+    def __enter__(self) -> Cluster:
+        return self if self._driver is not None else self.start()
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    # ---- jobs ----
+
+    def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Job:
+        """Run `function(*args, **kwargs)` on every worker, newcomers included; returns at once.
+
+        UsageError if a job runs already or if the function cannot be sent.
+        """
+        from nbelastic.driver.engines import sendable
+
+        problem = sendable(function, args, kwargs)
+        if problem:
+            raise UsageError(f"{getattr(function, '__name__', function)!r} cannot be sent to the workers: {problem}")
+        return self._submit(None, (function, args, kwargs))
+
+    def run_cell(self, source: str) -> Job:
+        """Run a notebook cell on every worker, newcomers included; returns at once."""
+        return self._submit(source, None)
+
+    def _submit(self, cell: str | None, call: tuple[Any, Any, Any] | None) -> Job:
+        driver = self._running()
+        if driver.world.active is not None or (self._jobs and not self._jobs[-1].done()):
+            raise UsageError(f"{self._jobs[-1].name} is still running: wait for it or stop it first.")
+        run = Run(f"job-{len(self._jobs) + 1}", cell, call)
+        job = Job(self, driver, run)
+        self._jobs.append(job)
+
+        def submit() -> None:
+            driver.runs[run.name] = run
+            driver.take_in(m.JobSubmitted(run.name))
+
+        driver.call(submit)
+        return job
+
+    def execute(self, source: str, *, setup: bool = False, timeout: float | None = None) -> list[Executed]:
+        """Run a cell on every ready worker and wait. `setup`: also on every worker that joins later, before its work.
+
+        A list of (worker, stdout, stderr, error or None). UsageError while a job runs.
+        """
+        driver = self._running()
+        if driver.world.active is not None:
+            raise UsageError(f"{driver.world.active.name} is running: cells run between jobs.")
+        results: Future[list[Executed]] = Future()
+        driver.call(execute_on_all, driver, source, setup, results)
+        return self._result(results, timeout, lambda: f"the cell to end ({driver.status.reason})")
+
+    @property
+    def job(self) -> Job | None:
+        """The current or last job."""
+        return self._jobs[-1] if self._jobs else None
+
+    def stop_job(self, by: str = "you") -> None:
+        """Stop the running job, if there is one."""
+        driver = self._running()
+        if driver.world.active is not None:
+            driver.post(m.JobStopRequested(driver.world.active.name, f"stopped by {by}"))
+
+    # ---- orders: they return at once ----
+
+    def add_host(self, host: str, by: str = "you") -> None:
+        """Add `name`, `name:slots` or `user@name:slots`; a host that is there gets these slots and is pardoned."""
+        spec = parse_host(host, self._default_slots)
+        address_of(spec)
+        self._running().post(m.HostAdded(spec, by))
+
+    def remove_host(self, host: str, now: bool = False, by: str = "you") -> None:
+        """Its workers leave at the next commit (`now`: at once). UsageError if there is no such host."""
+        driver = self._running()
+        if host not in driver.world.hosts:
+            known = ", ".join(driver.world.hosts) or "none"
+            raise UsageError(f"there is no host {host!r}; the hosts are {known}.")
+        driver.post(m.HostRemoved(host, now, by))
+
+    def scale(self, min: int | None = None, max: int | None = None, by: str = "you") -> None:  # noqa: A002
+        """Change the bounds of the world size; what is not given stays."""
+        driver = self._running()
+        low = driver.world.limits.min if min is None else min
+        high = driver.world.limits.max if max is None else max
+        _check_bounds(low, high)
+        driver.post(m.Scaled(low, high, by))
+
+    def order(self, message: Mapping[str, Any], by: str) -> None:
+        """Take an order as the dashboard sends it. Raises nothing: a refusal becomes an event with its reason."""
+        try:
+            take(self, message, by)
+        except NbelasticError as error:
+            driver = self._driver
+            if driver is not None:
+                refused = m.Record("order-refused", f"{by}: {error}")
+                with contextlib.suppress(ClusterStoppedError):
+                    driver.call(driver.record, refused)
+
+    # ---- looking on ----
+
+    def wait(self, world: int, timeout: float = 60.0) -> Status:
+        """Wait until `world` workers run in one world (or, with no job, are ready). WaitTimeoutError says for what."""
+
+        def there(driver: Driver) -> Status | None:
+            active = driver.world.active
+            if active is None:
+                return driver.status if driver.ready_workers() == world else None
+            return driver.status if driver.world.phase == "running" and driver.status.world_size == world else None
+
+        return self._wait(there, timeout, f"a world of {world}")
+
+    def status(self) -> Status:
+        """A frozen snapshot, at any time."""
+        driver = self._driver or self._last
+        if driver is None:
+            limits = self._limits
+            reason = "not started"
+            return Status(self.name, "finished", reason, 0, 0, limits.min, limits.max, (), (), None, "")
+        return driver.status
+
+    @property
+    def hosts(self) -> tuple[HostStatus, ...]:
+        return self.status().hosts
+
+    @property
+    def workers(self) -> tuple[WorkerStatus, ...]:
+        return self.status().workers
+
+    @property
+    def events(self) -> list[EventRecord]:
+        """The event log so far."""
+        driver = self._driver or self._last
+        return list(driver.chronicle.records) if driver is not None else []
+
+    @property
+    def log_dir(self) -> Path | None:
+        """Where the logs of the present (or last) start are."""
+        driver = self._driver or self._last
+        return driver.settings.log_dir if driver is not None else self._log_dir
+
+    @property
+    def client(self) -> Any:
+        """ipyparallel's client, for what it can do beside us. ClusterStoppedError if the cluster does not run."""
+        return self._running().fleet.client
+
+    def subscribe(self, callback: Callable[[Status], object]) -> Callable[[], None]:
+        """Have `callback(status)` called after changes, at most 4 times a second, from another thread. Returns the undoing."""
+        return self._watchers.add(callback)
+
+    def dashboard(self) -> Any:
+        """The widget (needs a notebook to be seen in)."""
+        import importlib
+
+        return importlib.import_module("nbelastic.notebook.dashboard").Dashboard(self)
+
+    def __repr__(self) -> str:
+        status = self.status()
+        return f"<Cluster {self.name}: {status.phase}, {len(status.workers)} workers on {len(status.hosts)} hosts>"
+
+    # ---- waiting ----
+
+    def _running(self) -> Driver:
+        if self._driver is None or self._driver.finished.is_set():
+            why = self._last.world.stopping if self._last is not None else ""
+            raise ClusterStoppedError(f"the cluster {self.name!r} is not running{f' ({why})' if why else ''}: start it.")
+        return self._driver
+
+    def _wait(self, predicate: Callable[[Driver], T | None], timeout: float, what: str) -> T:
+        driver = self._running()
+        future = driver.when(predicate)
+        try:
+            return self._result(future, timeout, lambda: f"{what}: {driver.status.reason}")
+        finally:
+            with contextlib.suppress(ClusterStoppedError):
+                driver.call(driver.drop_waiter, future)
+
+    def _result(self, future: Future[T], timeout: float | None, what: Callable[[], str]) -> T:
+        """The future's result, in slices, so that Ctrl-C is heard."""
+        end = None if timeout is None else time.monotonic() + timeout
+        while True:
+            left = _SLICE if end is None else min(_SLICE, end - time.monotonic())
+            try:
+                return future.result(max(0.0, left))
+            except FutureTimeoutError:
+                if future.done() or (end is not None and time.monotonic() >= end):
+                    if future.done():
+                        continue
+                    raise WaitTimeoutError(f"{timeout:g} s were not enough for {what()}") from None
+
+
+class Job:
+    """A running (or ended) program. `result()` gives one value per rank of the last world, by rank."""
+
+    def __init__(self, cluster: Cluster, driver: Driver, run: Run) -> None:
+        self._cluster, self._driver, self._run = cluster, driver, run
+
+    @property
+    def name(self) -> str:
+        return self._run.name
+
+    @property
+    def status(self) -> str:
+        """running, succeeded, failed or stopped."""
+        future = self._run.future
+        if not future.done():
+            return "running"
+        error = future.exception()
+        if error is None:
+            return "succeeded"
+        return "stopped" if isinstance(error, JobStoppedError) else "failed"
+
+    def done(self) -> bool:
+        return self._run.future.done()
+
+    def result(self, timeout: float | None = None) -> list[Any]:
+        """One value per rank of the last world, by rank (None for a rank that died after others had finished).
+
+        JobError with the first failing rank's remote traceback, JobStoppedError, or WaitTimeoutError with the reason.
+        """
+        return self._cluster._result(self._run.future, timeout, lambda: f"{self.name}: {self._driver.status.reason}")
+
+    def exception(self, timeout: float | None = None) -> JobError | None:
+        """The error that `result()` would raise, or None."""
+        try:
+            self.result(timeout)
+        except JobError as error:
+            return error
+        return None
+
+    def wait(self, timeout: float | None = None) -> Job:
+        """Wait for its end, however it ends."""
+        self.exception(timeout)
+        return self
+
+    def stop(self, by: str = "you") -> None:
+        """End it; `result()` will raise JobStoppedError. Ended already: nothing happens."""
+        if not self.done():
+            self._driver.post(m.JobStopRequested(self.name, f"stopped by {by}"))
+
+    def logs(self, rank: int | None = None, worker: str | None = None, tail: int = 100) -> str:
+        """The last `tail` lines that the program printed: of one rank, one worker, or all, each line with its worker."""
+        return "\n".join(self._lines(rank, worker, tail))
+
+    def _lines(self, rank: int | None, worker: str | None, tail: int) -> Iterator[str]:
+        members = self._run.members or self._driver.world.members
+        if rank is not None:
+            if not 0 <= rank < len(members):
+                raise UsageError(f"there is no rank {rank}: the world has {len(members)}.")
+            worker = str(members[rank])
+        one = worker is not None
+        for w, lines in sorted(self._run.lines.items(), key=lambda item: item[0]):
+            if one and str(w) != worker:
+                continue
+            for _, line in list(lines)[-tail:]:
+                yield line if one else f"{w} | {line}"
+
+    def __repr__(self) -> str:
+        return f"<Job {self.name}: {self.status}>"
+
+
+_running: dict[str, Cluster] = {}
+
+
+def _stop_all() -> None:
+    """At the kernel's end: nothing of ours stays. (A killed kernel is noticed by the agents.)"""
+    for cluster in list(_running.values()):
+        cluster.stop(timeout=2.0)
+
+
+atexit.register(_stop_all)
+
+
+def _check(fine: bool, problem: str) -> None:
+    if not fine:
+        raise UsageError(problem)
+
+
+def _check_bounds(low: int, high: int | None) -> None:
+    _check(low >= 1, f"min={low}: at least 1.")
+    _check(high is None or high >= low, f"min={low} is more than max={high}: lower min or raise max.")

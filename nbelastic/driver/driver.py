@@ -1,0 +1,353 @@
+"""The owner thread: one inbox, one World. It runs commands and feeds their results back as events."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from nbelastic.core import messages as m
+from nbelastic.core.errors import ClusterStoppedError, NbelasticError
+from nbelastic.core.membership import deadline, step
+from nbelastic.core.placement import places
+from nbelastic.core.world import Limits, WorkerState, World
+from nbelastic.driver import discovery as hosts
+from nbelastic.driver.chronicle import Chronicle
+from nbelastic.driver.fleet import Fleet
+from nbelastic.driver.run import Run
+from nbelastic.driver.status import Status, snapshot
+from nbelastic.link import Hub, Keys
+
+POLL = 1.0  # seconds between looks at the host discovery
+LATE = 2.0  # a look at silence that comes later than this is not trusted: the driver itself was away
+CLOSING = 5.0  # seconds that agents have to end before they are killed
+
+
+class Settings(msgspec.Struct, frozen=True):
+    """What `Cluster` was asked for."""
+
+    name: str
+    limits: Limits
+    discovery: hosts.HostDiscovery
+    backend: str
+    silence: float
+    log_dir: Path
+    run_dir: Path
+    preload: tuple[str, ...]
+    environment: dict[str, str]
+
+
+class Driver:
+    """Everything below `_main` happens in the driver's thread; `post`, `call` and `when` are for the others."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.world = World(settings.limits)
+        self.chronicle = Chronicle(settings.log_dir / "events.jsonl")
+        self.runs: dict[str, Run] = {}
+        self.status: Status
+        self.finished = threading.Event()
+        self._waiters: list[tuple[Callable[[Driver], Any], Future[Any]]] = []
+        self._thread = threading.Thread(target=self._run, name="nbelastic-driver", daemon=True)
+        self._failure: BaseException | None = None
+        self._tick: asyncio.TimerHandle | None = None
+        self._messages: dict[str, Callable[[Any], None]] = {}
+
+    # ---- from other threads ----
+
+    def start(self) -> None:
+        """Start the thread; returns when orders can be taken."""
+        ready = threading.Event()
+        self._ready = ready
+        self._thread.start()
+        ready.wait()
+        if self._failure is not None:
+            raise self._failure
+
+    def post(self, event: m.Event) -> None:
+        """Put an event into the inbox."""
+        self.call(self._inbox.put_nowait, event)
+
+    def call(self, function: Callable[..., object], *args: Any) -> None:
+        """Call `function` in the driver's thread. ClusterStoppedError if it has ended."""
+        try:
+            self._loop.call_soon_threadsafe(function, *args)
+        except RuntimeError:
+            raise ClusterStoppedError(f"the cluster {self.settings.name!r} has stopped: start a new one.") from None
+
+    def when(self, predicate: Callable[[Driver], Any]) -> Future[Any]:
+        """A future of the first result of `predicate(driver)` that is not None; it is asked after every event."""
+        future: Future[Any] = Future()
+        self.call(self.watch, predicate, future)
+        return future
+
+    def take_in(self, event: m.Event) -> None:
+        """`post` from the driver's own thread."""
+        self._inbox.put_nowait(event)
+
+    def record(self, record: m.Record) -> None:
+        """Add a line to the event log, from the driver's own thread."""
+        self.chronicle.record(record, time.monotonic())
+        self.chronicle.notify()
+
+    def join(self, timeout: float) -> None:
+        self._thread.join(timeout)
+
+    # ---- the thread ----
+
+    def _run(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        try:
+            self._loop.run_until_complete(self._main())
+        except BaseException as error:  # noqa: BLE001  (it is given to whoever waits)
+            self._failure = error
+        finally:
+            self._ready.set()
+            self._end_waiters()
+            self.finished.set()
+            self._loop.close()
+
+    async def _main(self) -> None:
+        self._inbox: asyncio.Queue[m.Event] = asyncio.Queue()
+        keys = Keys.make()
+        self._hub = Hub(keys, self._hear)
+        await self._hub.start()
+        self.fleet = Fleet(self.settings, self._hub, keys, self._inbox.put_nowait)
+        self._publish(time.monotonic())
+        self._ready.set()
+        tasks = [asyncio.create_task(self._discover()), asyncio.create_task(self._listen_for_silence())]
+        try:
+            while self.world.phase != "finished":
+                event = await self._next()
+                self._take(event)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            if self._tick is not None:
+                self._tick.cancel()
+            await self.fleet.stop()
+            await self._hub.stop()
+            for run in self.runs.values():
+                run.abandon(f"the cluster {self.settings.name!r} was stopped")
+            self.chronicle.close()
+
+    async def _next(self) -> m.Event:
+        if not self.world.stopping:
+            return await self._inbox.get()
+        try:
+            return await asyncio.wait_for(self._inbox.get(), CLOSING)
+        except TimeoutError:
+            host = next(iter(self.world.hosts))
+            self.fleet.kill_agent(host)
+            return m.AgentLost(host, "it did not end in time and was killed")
+
+    def _take(self, event: m.Event) -> None:
+        now = time.monotonic()
+        before = self.world
+        self.world, commands = step(before, event, now)
+        self.chronicle.note(event, now)
+        for command in commands:
+            self._do(command, now)
+        if self.world.workers.keys() != before.workers.keys():
+            self.fleet.keep_only(self.world.workers.keys())
+        self._schedule(now)
+        self._publish(now)
+
+    def _schedule(self, now: float) -> None:
+        if self._tick is not None:
+            self._tick.cancel()
+            self._tick = None
+        at = deadline(self.world, now)
+        if at != float("inf"):
+            self._tick = self._loop.call_later(at - now, self._inbox.put_nowait, m.Ticked())
+
+    def _do(self, command: m.Command, now: float) -> None:
+        to_workers = self.fleet.to_workers
+        match command:
+            case m.StartAgent() | m.StopAgent() | m.StartWorker() | m.StopWorker():
+                self.fleet.do(command, self._job_dir())
+            case m.RunProgram(worker=w, job=job):
+                self.fleet.run_program(w, self.runs[job], self._program_ended)
+            case m.FormWorld():
+                self.chronicle.form(command, now)
+                self._form(command)
+            case m.AskLeave(epoch=epoch, members=members):
+                self.chronicle.begin_change(now)
+                to_workers(members, m.Leave(epoch))
+            case m.LeaveAt(epoch=epoch, commit=commit, members=members):
+                to_workers(members, m.Leave(epoch, commit))
+            case m.Stay(epoch=epoch, members=members):
+                to_workers(members, m.Leave(epoch, m.Leave.STAY))
+            case m.AbortWorld(epoch=epoch, members=members, reason=reason):
+                self.chronicle.begin_change(now)
+                to_workers(members, m.Abort(epoch, reason))
+            case m.StopProgram(job=job, workers=workers, reason=reason, culprit=culprit):
+                for w in workers:
+                    to_workers((w,), m.Quit(job, reason, own=w == culprit))
+            case m.EndJob(job=job):
+                self.runs[job].end(command)
+                self._loop.call_later(self.world.limits.leave + 2, self.runs[job].settle, True)
+            case m.Record():
+                self.chronicle.record(command, now)
+            case _:
+                raise TypeError(f"{type(command).__name__} is no command that the driver knows")
+
+    def _form(self, command: m.FormWorld) -> None:
+        counts: dict[str, int] = {}
+        for w in command.members:
+            counts[w.host] = counts.get(w.host, 0) + 1
+        for w, place in zip(command.members, places(command.members), strict=True):
+            if command.to and w not in command.to:
+                continue
+            formation = m.Formation(
+                command.epoch,
+                place.rank,
+                len(command.members),
+                place.local_rank,
+                place.local_size,
+                place.cross_rank,
+                place.cross_size,
+                command.store,
+                command.root,
+                command.receivers,
+                tuple(counts.items()),
+            )
+            self.fleet.to_workers((w,), formation)
+
+    def _job_dir(self) -> Path:
+        job = self.world.active
+        return self.settings.log_dir / (job.name if job else "idle")
+
+    def _program_ended(self, w: m.WorkerId, run: Run, outcome: tuple[str, Any, str]) -> None:
+        run.outcomes[w] = outcome
+        error = "" if outcome[0] == "ok" else outcome[1] or "an error without a message"
+        self._inbox.put_nowait(m.ProgramEnded(w, run.name, error))
+        run.settle(False)
+
+    def _hear(self, peer: str, message: m.Message | m.Event) -> None:
+        """A message came over the link."""
+        now = time.monotonic()
+        match message:
+            case m.AgentHello(host=host, pid=pid):
+                self._inbox.put_nowait(m.AgentReady(host, pid))
+            case m.AgentSample(host=host, cpu=cpu, memory=memory, workers=workers):
+                self.fleet.live.host_samples[host] = (cpu, memory)
+                self.fleet.live.worker_samples.update(workers)
+                self._publish(now)
+            case m.WorkerHello(worker=w, engine=engine):
+                self.fleet.hello(w, engine)
+            case m.WorkerProgress():
+                self._progress(message, now)
+            case m.WorkerOutput(worker=w):
+                run = self.runs.get(self.world.workers[w].job) if w in self.world.workers else None
+                if run is not None:
+                    run.hear(message)
+            case m.Event():
+                if isinstance(message, m.WorkerFormed):
+                    self.chronicle.worker_formed(message)
+                self._inbox.put_nowait(message)
+            case _:
+                raise TypeError(f"{type(message).__name__} from {peer} is no message that the driver knows")
+
+    def _progress(self, message: m.WorkerProgress, now: float) -> None:
+        live, members = self.fleet.live, self.world.members
+        if message.worker not in self.world.workers:
+            return
+        live.steps[message.worker] = message.commit
+        if members and message.worker == members[0]:
+            live.report = message.report
+            live.steps_per_second = self.fleet.pace.rate(now, message.commit)
+        if message.first is not None and message.epoch == self.world.epoch:
+            self.chronicle.first_step(message, now)
+        self._publish(now)
+
+    async def _discover(self) -> None:
+        """Ask where hosts come from, once a second; the first failure is fatal, later ones are told once."""
+        last: Any = None
+        told = ""
+        while True:
+            try:
+                found = tuple(await self.settings.discovery.hosts())
+            except Exception as error:  # noqa: BLE001  (a third party's discovery may raise anything)
+                if last is None:
+                    self._inbox.put_nowait(m.StopRequested(f"host discovery failed: {error}"))
+                    return
+                if str(error) != told:
+                    told = str(error)
+                    self.chronicle.record(m.Record("discovery-failed", told), time.monotonic())
+            else:
+                told = ""
+                if found != last:
+                    last = found
+                    self._inbox.put_nowait(m.HostsDiscovered(found))
+            await asyncio.sleep(POLL)
+
+    async def _listen_for_silence(self) -> None:
+        """An agent that has not been heard for `silence` is lost. If this thread itself was away, it says nothing."""
+        interval = min(1.0, self.settings.silence / 4)
+        last = time.monotonic()
+        while True:
+            await asyncio.sleep(interval)
+            now, late = time.monotonic(), time.monotonic() - last > interval + LATE
+            last = now
+            if late:
+                continue
+            for host in self.world.hosts:
+                heard = self._hub.heard_at.get(f"agent/{host}")
+                if heard is not None and now - heard > self.settings.silence:
+                    self.fleet.kill_agent(host)
+                    self._inbox.put_nowait(m.AgentLost(host, f"nothing heard of it for {now - heard:.0f} s"))
+
+    # ---- those who look on ----
+
+    def _publish(self, now: float) -> None:
+        self.status = snapshot(self.settings.name, self.world, self.fleet.live, now)
+        for predicate, future in list(self._waiters):
+            try:
+                result = predicate(self)
+            except NbelasticError as error:
+                future.set_exception(error)
+            else:
+                if result is None:
+                    continue
+                future.set_result(result)
+            self._waiters.remove((predicate, future))
+        self.chronicle.notify()
+
+    def watch(self, predicate: Callable[[Driver], Any], future: Future[Any]) -> None:
+        """`when` from the driver's own thread."""
+        self._waiters.append((predicate, future))
+        self.look()
+
+    def look(self) -> None:
+        """Something outside the world has changed: ask those who wait again."""
+        self._publish(time.monotonic())
+
+    def drop_waiter(self, future: Future[Any]) -> None:
+        """Whoever waited has given up."""
+        self._waiters = [pair for pair in self._waiters if pair[1] is not future]
+
+    def _end_waiters(self) -> None:
+        reason = f": {self.world.stopping}" if self.world.stopping else ""
+        for _, future in self._waiters:
+            with contextlib.suppress(Exception):
+                future.set_exception(
+                    self._failure or ClusterStoppedError(f"the cluster {self.settings.name!r} has stopped{reason}.")
+                )
+        self._waiters = []
+
+    def ready_workers(self) -> int:
+        """How many workers can take code."""
+        return sum(worker.state is WorkerState.READY for worker in self.world.workers.values())
+
+    def engine_ids(self) -> Mapping[str, int]:
+        """ipyparallel's engine number of each worker, for `%px --targets`."""
+        return self.fleet.engine_ids()

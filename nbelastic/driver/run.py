@@ -1,0 +1,70 @@
+"""One run of a job's program: what each worker gave back and printed, and the future that users wait for."""
+
+from __future__ import annotations
+
+from collections import deque
+from concurrent.futures import Future
+from typing import Any
+
+from nbelastic.core import messages as m
+from nbelastic.core.errors import JobError, JobStoppedError
+
+TAIL = 1000  # lines of output kept in memory a worker; the log files have all of it
+
+
+class Run:
+    """Lives in the driver's thread; `future` and `lines` may be read from any."""
+
+    def __init__(self, name: str, cell: str | None, call: tuple[Any, Any, Any] | None) -> None:
+        self.name = name
+        self.cell = cell
+        self.call = call or (None, (), {})
+        self.outcomes: dict[m.WorkerId, tuple[str, Any, str]] = {}
+        self.future: Future[list[Any]] = Future()
+        self.lines: dict[m.WorkerId, deque[tuple[str, str]]] = {}  # (stream, line)
+        self.members: tuple[m.WorkerId, ...] = ()
+        self._end: m.EndJob | None = None
+        self._rest: dict[tuple[m.WorkerId, str], str] = {}
+
+    def hear(self, output: m.WorkerOutput) -> None:
+        """Keep the last lines of what a worker printed."""
+        lines = self.lines.setdefault(output.worker, deque(maxlen=TAIL))
+        if output.skipped:
+            lines.append((output.stream, f"… {output.skipped} characters are only in the log file …"))
+        key = (output.worker, output.stream)
+        *whole, rest = (self._rest.get(key, "") + output.text).split("\n")
+        self._rest[key] = rest[-10_000:]
+        lines.extend((output.stream, line) for line in whole)
+
+    def end(self, command: m.EndJob) -> None:
+        self._end = command
+        self.members = command.members
+        self.settle(False)
+
+    def settle(self, late: bool) -> None:
+        """Resolve the future as soon as all is known; `late`: with what is known now."""
+        end = self._end
+        if end is None or self.future.done():
+            return
+        if end.outcome == "succeeded":
+            values = [self.outcomes.get(w, ("gone", None, "")) for w in end.members]
+            self.future.set_result([value if kind == "ok" else None for kind, value, _ in values])
+            return
+        if end.outcome == "stopped":
+            self.future.set_exception(JobStoppedError(f"{self.name} was stopped: {end.reason}"))
+            return
+        culprit = end.culprit
+        if culprit is not None and culprit not in self.outcomes and not late:
+            return
+        _, _, remote = self.outcomes.get(culprit, ("", None, "")) if culprit else ("", None, "")
+        rank = end.members.index(culprit) if culprit in end.members else None
+        worker = str(culprit) if culprit else ""
+        self.future.set_exception(
+            JobError(f"{self.name} failed: {end.reason}", rank=rank, worker=worker, remote_traceback=remote)
+        )
+
+    def abandon(self, reason: str) -> None:
+        """The cluster is gone: nobody shall wait for ever."""
+        self.settle(True)
+        if not self.future.done():
+            self.future.set_exception(JobStoppedError(f"{self.name} was stopped: {reason}"))

@@ -1,0 +1,215 @@
+"""One process per host: it forks workers from a warm template, watches them, samples psutil and reports.
+
+It ends, and every worker with it, when the driver says so, when the driver's process dies (on the same machine), or
+when the driver has been silent for the lease (on another one).
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import multiprocessing as mp
+import os
+import select
+import signal
+import sys
+import time
+from collections import deque
+from multiprocessing import connection
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import psutil
+
+from nbelastic.core import messages as m
+from nbelastic.host.interfaces import interface_of, outgoing_address
+from nbelastic.processes import kill_group, state_of
+from nbelastic.link import Keys, Spoke
+
+WATCH = 0.1  # seconds between looks at the workers' process states
+FROZEN_LOOKS = 2  # a process found stopped this many times in a row is reported
+SAMPLE = 1.0
+GRACE = 1.0  # seconds between SIGTERM and SIGKILL
+ENTRY = ("nbelastic.worker.boot", "boot")  # by name: host and worker never import one another
+
+
+class Config(msgspec.Struct, frozen=True):
+    """What the driver tells an agent at its start, in a 0600 file."""
+
+    host: str
+    driver: str  # the hub's endpoint
+    keys: Keys
+    driver_pid: int  # to watch, on the same machine; 0 elsewhere
+    lease: float
+    address: str  # where this host's stores listen; empty: the address that reaches the driver
+    path: tuple[str, ...]  # the notebook's sys.path, on the same machine
+    preload: tuple[str, ...]
+    settings: dict[str, str]  # for the workers
+
+
+class _Forked:
+    """A worker's process and what was seen of it."""
+
+    def __init__(self, process: BaseProcess) -> None:
+        self.process = process
+        self.frozen = 0
+        self.kill_at = 0.0
+        self.stats = psutil.Process(process.pid)
+
+
+class Agent:
+    """`run()` until told to end. Everything happens in the caller's thread; the link's thread only fills the inbox."""
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self._inbox: deque[m.Message] = deque()
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._context = mp.get_context("forkserver")
+        self._workers: dict[m.WorkerId, _Forked] = {}
+        self._done = False
+        host_port = config.driver.removeprefix("tcp://")
+        driver = host_port.rpartition(":")[0].strip("[]")
+        self._profile = Path(os.environ["NBELASTIC_RUN_DIR"]) / "profile"
+        self._profile.mkdir(mode=0o700, parents=True, exist_ok=True)  # the engines' IPython profile: an empty one
+        self._address = config.address or outgoing_address(driver)
+        self._link = Spoke(config.driver, config.keys, f"agent/{config.host}", m.ToAgent, self._receive)
+
+    def run(self) -> None:
+        signal.signal(signal.SIGTERM, lambda *_: self._end())
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        fds = [self._wake]
+        if self._config.driver_pid:
+            try:
+                fds.append(os.pidfd_open(self._config.driver_pid))
+            except ProcessLookupError:
+                return
+        self._link.start()
+        self._link.send(m.AgentHello(self._config.host, os.getpid(), _versions()))
+        watch_at = sample_at = 0.0
+        while not self._done:
+            sentinels = {forked.process.sentinel: w for w, forked in self._workers.items()}
+            timeout = WATCH if self._workers else SAMPLE
+            ready = connection.wait([*fds, *sentinels], timeout)
+            now = time.monotonic()
+            if self._config.driver_pid and fds[1] in ready:
+                break
+            if not self._config.driver_pid and now - self._link.heard_at > self._config.lease:
+                break
+            for sentinel in ready:
+                if sentinel in sentinels:
+                    self._exited(sentinels[sentinel])  # type: ignore[index]
+            self._obey()
+            if now >= watch_at:
+                watch_at = now + WATCH
+                self._watch(now)
+            if now >= sample_at:
+                sample_at = now + SAMPLE
+                self._sample()
+        self._end_workers()
+        self._link.close()
+
+    def _receive(self, message: m.Message) -> None:
+        self._inbox.append(message)
+        os.eventfd_write(self._wake, 1)
+
+    def _end(self) -> None:
+        self._done = True
+        os.eventfd_write(self._wake, 1)
+
+    def _obey(self) -> None:
+        poll = select.poll()
+        poll.register(self._wake, select.POLLIN)
+        if poll.poll(0):
+            os.eventfd_read(self._wake)
+        while self._inbox:
+            match self._inbox.popleft():
+                case m.Spawn() as order:
+                    self._spawn(order)
+                case m.Reap(worker=w, kill=kill):
+                    self._reap(w, kill=kill)
+                case m.Retire():
+                    self._done = True
+
+    def _spawn(self, order: m.Spawn) -> None:
+        boot = getattr(importlib.import_module(ENTRY[0]), ENTRY[1])
+        settings: dict[str, Any] = {
+            "driver": self._config.driver,
+            "keys": msgspec.to_builtins(self._config.keys),
+            "worker": str(order.worker),
+            "address": self._address,
+            "interface": interface_of(self._address),
+            "log_dir": order.log_dir,
+            "engine": order.engine,
+            "profile": str(self._profile),
+            **self._config.settings,
+        }
+        process = self._context.Process(target=boot, args=(settings,), daemon=False, name=str(order.worker))
+        process.start()
+        assert process.pid is not None
+        try:
+            self._workers[order.worker] = _Forked(process)
+        except psutil.NoSuchProcess:  # it died within the blink since start()
+            self._link.send(m.WorkerExited(order.worker, process.exitcode or 1))
+            return
+        self._link.send(m.WorkerStarted(order.worker, process.pid))
+
+    def _reap(self, w: m.WorkerId, *, kill: bool) -> None:
+        forked = self._workers.get(w)
+        if forked is None:
+            self._link.send(m.WorkerExited(w, 0))
+        elif kill:
+            kill_group(forked.process.pid or 0)
+        else:
+            kill_group(forked.process.pid or 0, signal.SIGTERM)
+            forked.kill_at = time.monotonic() + GRACE
+
+    def _exited(self, w: m.WorkerId) -> None:
+        process = self._workers.pop(w).process
+        process.join()
+        self._link.send(m.WorkerExited(w, process.exitcode or 0))
+        kill_group(process.pid or 0)  # what it had started
+        process.close()
+
+    def _watch(self, now: float) -> None:
+        for w, forked in self._workers.items():
+            state = state_of(forked.process.pid or 0)
+            forked.frozen = forked.frozen + 1 if state in "Tt" else 0
+            if forked.frozen == FROZEN_LOOKS:
+                self._link.send(m.WorkerFroze(w, {"T": "stopped", "t": "traced"}[state]))
+            if forked.kill_at and now >= forked.kill_at:
+                kill_group(forked.process.pid or 0)
+
+    def _sample(self) -> None:
+        workers: dict[str, tuple[float, int]] = {}
+        for w, forked in self._workers.items():
+            try:
+                with forked.stats.oneshot():
+                    workers[str(w)] = (forked.stats.cpu_percent(), forked.stats.memory_info().rss)
+            except psutil.NoSuchProcess:
+                continue
+        used = psutil.virtual_memory().used
+        self._link.send(m.AgentSample(self._config.host, psutil.cpu_percent(), used, workers))
+
+    def _end_workers(self) -> None:
+        for forked in self._workers.values():
+            kill_group(forked.process.pid or 0)
+        for forked in self._workers.values():
+            forked.process.join(GRACE)
+            kill_group(forked.process.pid or 0)
+
+
+def _versions() -> dict[str, str]:
+    found = {"python": sys.version.split()[0]}
+    for name in ("nbelastic", "torch", "ipyparallel"):
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = ""
+    return found
+
+
+def run(config: bytes) -> None:
+    """Be the agent that `config` (JSON) describes."""
+    Agent(msgspec.json.decode(config, type=Config)).run()

@@ -1,0 +1,297 @@
+"""The one wire: ZeroMQ ROUTER (the driver's `Hub`) and DEALER (a `Spoke` in every agent and worker), CURVE, JSON.
+
+Every frame is one msgspec struct of `core.messages`, decoded against the union that the sender's role allows; an empty
+frame is a heartbeat. What does not decode is counted, logged once a peer, and dropped: nothing of it is executed.
+Without the cluster's client key nobody gets past the CURVE handshake.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import select
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable
+
+import msgspec
+import zmq
+import zmq.asyncio
+import zmq.auth
+import zmq.auth.asyncio
+import zmq.error
+
+from nbelastic.core import messages as m
+
+log = logging.getLogger("nbelastic.link")
+
+HEARTBEAT = 1.0  # seconds between heartbeats, both ways
+MAX_MESSAGE = 1 << 20  # bytes; a longer one closes the sender's connection
+_SETTINGS = {
+    zmq.LINGER: 500,
+    zmq.MAXMSGSIZE: MAX_MESSAGE,
+    zmq.HEARTBEAT_IVL: 2000,
+    zmq.HEARTBEAT_TIMEOUT: 10000,
+    zmq.SNDHWM: 10000,
+    zmq.RCVHWM: 10000,
+    zmq.IPV6: 1,
+}
+
+encode = msgspec.json.Encoder().encode
+
+
+class Keys(msgspec.Struct, frozen=True):
+    """A cluster's CURVE key pairs (Z85 text). They never appear in argv, logs or `repr`."""
+
+    server_public: str
+    server_secret: str
+    client_public: str
+    client_secret: str
+
+    def __repr__(self) -> str:
+        return "Keys(…)"
+
+    @staticmethod
+    def make() -> Keys:
+        pairs = [key.decode() for _ in range(2) for key in zmq.curve_keypair()]
+        return Keys(*pairs)
+
+    def for_clients(self) -> Keys:
+        """What agents and workers get: all but the driver's secret."""
+        return msgspec.structs.replace(self, server_secret="")
+
+
+class _OnlyOurs:
+    """The one client key that the handshake accepts (pyzmq's credentials provider)."""
+
+    def __init__(self, key: str) -> None:
+        self._key = key.encode()
+
+    def callback(self, domain: str, key: bytes) -> bool:  # noqa: ARG002  (pyzmq's signature)
+        return bytes(key) == self._key
+
+
+class Hub:
+    """The driver's end. `on_message(peer, message)` is called in the loop's thread for every valid message.
+
+    Peers are named `agent/<host>` or `worker/<WorkerId>`. `heard_at` is when each was last heard (monotonic seconds).
+    """
+
+    def __init__(self, keys: Keys, on_message: Callable[[str, m.Message | m.Event], None]) -> None:
+        self._keys = keys
+        self._on_message = on_message
+        self._decoders = {"agent": msgspec.json.Decoder(m.FromAgent), "worker": msgspec.json.Decoder(m.FromWorker)}
+        self._tasks: list[asyncio.Task[None]] = []
+        self._closing = False
+        self.heard_at: dict[str, float] = {}
+        self.dropped: Counter[str] = Counter()
+        self.address = ""
+
+    async def start(self, interface: str = "127.0.0.1") -> None:
+        """Listen on a free port of `interface` (an address, not a name)."""
+        self._context = zmq.asyncio.Context()
+        self._auth = zmq.auth.asyncio.AsyncioAuthenticator(self._context)
+        self._auth.start()
+        self._auth.configure_curve_callback(credentials_provider=_OnlyOurs(self._keys.client_public))
+        self._socket = self._context.socket(zmq.ROUTER)
+        for option, value in _SETTINGS.items():
+            self._socket.setsockopt(option, value)
+        self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # who reconnects takes its name over
+        self._socket.curve_server = True
+        self._socket.curve_secretkey = self._keys.server_secret.encode()
+        self._socket.curve_publickey = self._keys.server_public.encode()
+        host = f"[{interface}]" if ":" in interface else interface
+        port = self._socket.bind_to_random_port(f"tcp://{host}")
+        self.address = f"tcp://{host}:{port}"
+        self._tasks = [asyncio.create_task(self._listen()), asyncio.create_task(self._beat())]
+
+    async def stop(self) -> None:
+        """Close; what was sent before has half a second to go out."""
+        self._closing = True
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._auth.stop()
+        self._socket.close()
+        self._context.term()
+
+    def send(self, peer: str, message: m.Message) -> None:
+        """Fire and forget; a peer that is not connected does not get it (peers repeat what they still need)."""
+        self._send(peer, encode(message))
+
+    def forget(self, peer: str) -> None:
+        """It is gone for good."""
+        self.heard_at.pop(peer, None)
+        self.dropped.pop(peer, None)
+
+    def _send(self, peer: str, frame: bytes) -> None:
+        if self._closing:
+            return
+        future = self._socket.send_multipart([peer.encode(), frame], flags=zmq.NOBLOCK)
+        future.add_done_callback(_swallow_unreachable)
+
+    async def _listen(self) -> None:
+        while True:
+            frames = await self._socket.recv_multipart()
+            peer = frames[0].decode(errors="replace")
+            if len(frames) == 2 and not frames[1]:
+                if peer in self.heard_at:
+                    self.heard_at[peer] = time.monotonic()
+                continue
+            message = self._decode(peer, frames)
+            if message is not None:
+                self.heard_at[peer] = time.monotonic()
+                self._on_message(peer, message)
+
+    def _decode(self, peer: str, frames: list[bytes]) -> m.Message | m.Event | None:
+        role, _, name = peer.partition("/")
+        decoder = self._decoders.get(role)
+        try:
+            if decoder is None or len(frames) != 2:
+                raise msgspec.ValidationError("unknown role or number of frames")
+            message: m.Message | m.Event = decoder.decode(frames[1])
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            return self._drop(peer, str(error))
+        speaker = getattr(message, "worker", None) if role == "worker" else getattr(message, "host", None)
+        if speaker is None:  # an agent's word on one of its workers
+            speaker = getattr(message, "worker", m.WorkerId("", 0, 0)).host
+        if str(speaker) != name:
+            return self._drop(peer, f"speaks for {str(speaker)[:80]!r}")
+        return message
+
+    def _drop(self, peer: str, why: str) -> None:
+        key = peer if peer in self.heard_at else "strangers"
+        self.dropped[key] += 1
+        if self.dropped[key] == 1:
+            log.warning("dropped a message of %.80s: %.200s; later ones are only counted", peer, why)
+
+    async def _beat(self) -> None:
+        while True:
+            await asyncio.sleep(HEARTBEAT)
+            for peer in list(self.heard_at):
+                self._send(peer, b"")
+
+
+def _swallow_unreachable(future: asyncio.Future[object]) -> None:
+    if not future.cancelled():
+        error = future.exception()
+        if error is not None and not isinstance(error, zmq.error.ZMQError):
+            log.error("send failed: %r", error)
+
+
+class Spoke:
+    """An agent's or worker's end, served by a thread of its own; it reconnects by itself.
+
+    `on_message(message)` and `tick() -> seconds until the next tick` run in that thread. `send` may be called from any
+    thread and never blocks. `heard_at` is when the driver was last heard (monotonic seconds).
+    """
+
+    def __init__(
+        self,
+        address: str,
+        keys: Keys,
+        name: str,
+        accepts: object,
+        on_message: Callable[[m.Message], None],
+        tick: Callable[[], float] = lambda: HEARTBEAT,
+    ) -> None:
+        self._address, self._keys, self._name = address, keys, name
+        self._decoder = msgspec.json.Decoder(accepts)
+        self._on_message = on_message
+        self._tick = tick
+        self._out: deque[bytes] = deque()
+        self._closing = False
+        self._wake = -1
+        self._thread = threading.Thread(target=self._run, name="nbelastic-link", daemon=True)
+        self.heard_at = 0.0
+        self.dropped = 0
+
+    def start(self) -> None:
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self.heard_at = time.monotonic()
+        self._thread.start()
+
+    def send(self, message: m.Message | m.Event) -> None:
+        self._out.append(encode(message))
+        self.wake()
+
+    def wake(self) -> None:
+        """Make the thread tick now."""
+        if self._wake >= 0:
+            os.eventfd_write(self._wake, 1)
+
+    def close(self) -> None:
+        """Send what is queued and end the thread."""
+        self._closing = True
+        self.wake()
+        self._thread.join(timeout=2.0)
+        wake, self._wake = self._wake, -1
+        os.close(wake)
+
+    def _run(self) -> None:
+        context = zmq.Context()
+        socket = context.socket(zmq.DEALER)
+        for option, value in _SETTINGS.items():
+            socket.setsockopt(option, value)
+        socket.setsockopt(zmq.IDENTITY, self._name.encode())
+        socket.setsockopt(zmq.RECONNECT_IVL, 100)
+        socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
+        socket.curve_serverkey = self._keys.server_public.encode()
+        socket.curve_publickey = self._keys.client_public.encode()
+        socket.curve_secretkey = self._keys.client_secret.encode()
+        socket.connect(self._address)
+        poller = zmq.Poller()
+        poller.register(socket, zmq.POLLIN)
+        poller.register(self._wake, select.POLLIN)
+        try:
+            self._serve(socket, poller)
+        finally:
+            socket.close()
+            context.term()
+
+    def _serve(self, socket: zmq.Socket[bytes], poller: zmq.Poller) -> None:
+        beat_at = 0.0
+        while True:
+            now = time.monotonic()
+            if now >= beat_at:
+                beat_at = now + HEARTBEAT
+                self._out.append(b"")
+            delay = min(self._tick(), beat_at - now)
+            self._flush(socket)
+            if self._closing:
+                return
+            ready = dict(poller.poll(max(0.0, delay) * 1000))
+            if self._wake in ready:
+                with contextlib.suppress(BlockingIOError):
+                    os.eventfd_read(self._wake)
+            while socket in ready:
+                try:
+                    frame = socket.recv(zmq.NOBLOCK)
+                except zmq.Again:
+                    break
+                self.heard_at = time.monotonic()
+                if frame:
+                    self._receive(frame)
+
+    def _flush(self, socket: zmq.Socket[bytes]) -> None:
+        while self._out:
+            try:
+                socket.send(self._out[0], zmq.NOBLOCK)
+            except zmq.Again:  # thousands are queued: the driver is away; keep what comes within bounds
+                while len(self._out) > 1000:
+                    self._out.popleft()
+                return
+            self._out.popleft()
+
+    def _receive(self, frame: bytes) -> None:
+        try:
+            message = self._decoder.decode(frame)
+        except (msgspec.DecodeError, RecursionError) as error:
+            self.dropped += 1
+            if self.dropped == 1:
+                log.warning("dropped a message of the driver: %.200s; later ones are only counted", error)
+            return
+        self._on_message(message)

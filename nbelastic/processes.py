@@ -1,0 +1,50 @@
+"""What the kernel tells of processes: their state, their parent's death, their group."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import select
+import signal
+import threading
+from pathlib import Path
+
+_PR_SET_PDEATHSIG = 1
+
+
+def state_of(pid: int) -> str:
+    """The state letter of `/proc/<pid>/stat` (R, S, D, T, t, Z, …); X if there is no such process."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return "X"
+    return stat.rpartition(")")[2].split()[0]
+
+
+def die_with_parent() -> None:
+    """Ask the kernel for a SIGKILL when the thread that started this process ends (Linux)."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def kill_group(pid: int, sig: int = signal.SIGKILL) -> None:
+    """Signal the process group that `pid` leads; none is left: nothing to do."""
+    try:
+        os.killpg(pid, sig)
+    except (ProcessLookupError, PermissionError):
+        return
+
+
+def follow_parent() -> None:
+    """End this process's whole group when its parent process ends, however that happened."""
+    parent = os.getppid()
+
+    def watch() -> None:
+        try:
+            fd = os.pidfd_open(parent)
+        except ProcessLookupError:
+            kill_group(os.getpgrp())
+            return
+        select.select([fd], [], [])
+        kill_group(os.getpgrp())
+
+    threading.Thread(target=watch, name="nbelastic-follow-parent", daemon=True).start()

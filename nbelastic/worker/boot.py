@@ -1,0 +1,34 @@
+"""From a fork of the template to an ipyparallel engine with a link to the driver. Imports little: the agent loads it too."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from nbelastic.processes import die_with_parent
+
+
+def boot(settings: dict[str, Any]) -> None:
+    """Be the worker that `settings` describes, until the engine ends."""
+    os.setsid()  # its own process group: all that the user's code starts can be ended with it
+    die_with_parent()
+    redirect(Path(settings["log_dir"]), settings["worker"])
+    os.environ["GLOO_SOCKET_IFNAME"] = settings["interface"]
+    os.environ["NCCL_SOCKET_IFNAME"] = settings["interface"]
+
+    from nbelastic.worker.engine import serve
+    from nbelastic.worker.session import Session, start
+
+    start(Session(settings))
+    serve(settings["engine"], settings["profile"])
+
+
+def redirect(log_dir: Path, worker: str) -> None:
+    """Point file descriptors 1 and 2 at this worker's own log files, appending: nothing is ever overwritten."""
+    log_dir.mkdir(parents=True, exist_ok=True)
+    stem = worker.replace("/", "-").replace("#", "-")
+    for fd, ending in ((1, "out"), (2, "err")):
+        file = os.open(log_dir / f"{stem}.{ending}", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        os.dup2(file, fd)
+        os.close(file)

@@ -1,0 +1,170 @@
+"""The loop around the user's function, and who am I: `rank()`, `size()` and their kin."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from nbelastic.core.errors import UsageError
+from nbelastic.core.messages import WorkerSucceeded
+from nbelastic.worker import session as _session
+from nbelastic.worker.session import Session, WorldAborted, WorldLeft
+from nbelastic.worker.state import State
+
+P = ParamSpec("P")
+R = TypeVar("R")
+S = TypeVar("S", bound=State)
+
+
+def elastic(function: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
+    """Decorate `function(state, …)`: it is called from its top in every world this worker is in, until it returns.
+
+    When it is called, `torch.distributed` is initialised and `state` is the same on all ranks: the newest commit. The
+    returned value is the last call's. An exception of the function's own ends the job with its traceback; one that
+    comes of a lost worker does not: the function is called again in the next world. One elastic function a job.
+
+    The idea is Horovod Elastic's `hvd.elastic.run`; here it is the driver who says what an exception was.
+    """
+
+    @functools.wraps(function)
+    def wrapper(state: S, *args: P.args, **kwargs: P.kwargs) -> R:
+        if not isinstance(state, State):
+            raise UsageError(f"an elastic function's first argument must be an nbelastic state, not {type(state).__name__}.")
+        return _Loop(_session.current(), state).run(functools.partial(function, state, *args, **kwargs))
+
+    return wrapper
+
+
+class _Loop:
+    def __init__(self, session: Session, state: State) -> None:
+        if session.used:
+            raise UsageError("this job has run an elastic function already: put both parts into one, or run two jobs.")
+        session.used = True
+        self._session = session
+        self._state = state
+        self._own: BaseException | None = None
+
+    def run(self, call: Callable[[], R]) -> R:
+        self._state.begin(self._session)
+        left_at = 0.0
+        while True:
+            gathered, offer = self._session.gather(self._state.commits, clean=self._state.clean)
+            outcome, value = self._live(call, gathered, offer, left_at)
+            if outcome == "returned":
+                return value  # type: ignore[return-value]
+            if self._own is not None:
+                error, self._own = self._own, None
+                raise error
+            left_at = time.monotonic()
+            self._session.left()
+            if outcome == "aborted":
+                self._state.restore()
+
+    def _live(self, call: Callable[[], R], formation: Any, offer: Any, left_at: float) -> tuple[str, R | None]:
+        """One epoch. Nothing that it raised may outlive it: a traceback would keep the old group alive."""
+        session = self._session
+        try:
+            self._enter(formation, offer, left_at)
+            value = call()
+            session.link.send(WorkerSucceeded(session.worker, formation.epoch))
+        except WorldLeft:
+            return "left", None
+        except WorldAborted:
+            return "aborted", None
+        except BaseException as error:  # noqa: BLE001  (whatever it is, the driver says whose fault it was)
+            if session.judge(error):
+                self._own = error
+                return "raised", None
+            _forget(error)
+            return "aborted", None
+        return "returned", value
+
+    def _enter(self, formation: Any, offer: Any, left_at: float) -> None:
+        """Form the group, bring the state up to date, run the reset callbacks."""
+        start = time.monotonic()
+        self._session.join(formation, offer)
+        joined = time.monotonic()
+        self._state.sync(formation)
+        synced = time.monotonic()
+        took = {"init": (joined - start) * 1000, "sync": (synced - joined) * 1000}
+        if left_at:
+            took["wait"] = (start - left_at) * 1000
+            for callback in self._state.reset_callbacks:
+                callback()
+        self._session.formed(took)
+
+
+def _forget(error: BaseException | None) -> None:
+    """Cut the tracebacks of a chain of exceptions: their frames hold the old group."""
+    while error is not None:
+        error.__traceback__ = None
+        error, after = error.__cause__ or error.__context__, error
+        after.__cause__ = after.__context__ = None
+
+
+def rank() -> int:
+    """This worker's rank in the present world, 0 to size() - 1. NoWorldError outside an elastic function."""
+    return _session.world().rank
+
+
+def size() -> int:
+    """The number of workers in the present world (world size). NoWorldError outside an elastic function."""
+    return _session.world().world_size
+
+
+def local_rank() -> int:
+    """The rank among the workers of this host. Not the GPU's number: that is `device()`."""
+    return _session.world().local_rank
+
+
+def local_size() -> int:
+    """The number of workers of this host in the present world."""
+    return _session.world().local_size
+
+
+def cross_rank() -> int:
+    """This host's position among the hosts that have a worker of this local rank (Horovod's meaning)."""
+    return _session.world().cross_rank
+
+
+def cross_size() -> int:
+    """The number of hosts that have a worker of this local rank."""
+    return _session.world().cross_size
+
+
+def device() -> torch.device:
+    """This worker's device: `cuda:<slot>` for the life of its process, or the CPU."""
+    return _session.device(_session.current().worker.slot)
+
+
+def local_group() -> dist.ProcessGroup:
+    """The process group of this host's workers. Collective on first use in each world: all ranks must call it."""
+    return _groups()[0]
+
+
+def cross_group() -> dist.ProcessGroup:
+    """The process group of the workers with this local rank, one a host. Collective on first use, as `local_group`."""
+    return _groups()[1]
+
+
+def _groups() -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+    """Both at once, so that all ranks make them in the same order whichever they ask for first."""
+    formation, group = _session.world(), _session.current().group
+    assert group is not None
+    if group.subgroups is None:
+        by_host, start = [], 0
+        for _, count in formation.hosts:
+            by_host.append(list(range(start, start + count)))
+            start += count
+        most = max(len(ranks) for ranks in by_host)
+        across = [[ranks[i] for ranks in by_host if i < len(ranks)] for i in range(most)]
+        with group.extending():
+            local, _ = dist.new_subgroups_by_enumeration(by_host)
+            cross, _ = dist.new_subgroups_by_enumeration(across)
+        group.subgroups = (local, cross)
+    return group.subgroups

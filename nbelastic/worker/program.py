@@ -1,0 +1,107 @@
+"""Running a job's program (a cell or a function) in the engine: its output, its value, its error."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import io
+import linecache
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from IPython.core.getipython import get_ipython
+
+from nbelastic.core.errors import JobStoppedError
+from nbelastic.worker import boot
+from nbelastic.worker.session import Session, current
+
+Outcome = tuple[str, Any, str]  # ("ok", value, "") or ("error", summary, traceback)
+
+
+class _Stream(io.TextIOBase):
+    """Writes to the worker's log file at once, and to the notebook with the link's next tick."""
+
+    encoding = "utf-8"
+
+    def __init__(self, session: Session, name: str, fd: int) -> None:
+        self._session, self._name, self._fd = session, name, fd
+        self._file = open(fd, "w", encoding="utf-8", errors="replace", buffering=1, closefd=False)  # noqa: SIM115
+
+    def write(self, text: str) -> int:
+        self._session.write(self._name, text)
+        return self._file.write(text)
+
+    def flush(self) -> None:
+        self._file.flush()
+
+    def writable(self) -> bool:
+        return True
+
+    def fileno(self) -> int:
+        return self._fd
+
+
+def call(job: str, log_dir: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Outcome:
+    """Run `function` as the program of `job`."""
+    return _run(job, log_dir, lambda: function(*args, **kwargs))
+
+
+def run_cell(job: str, log_dir: str, source: str) -> Outcome:
+    """Run a notebook cell as the program of `job`, in the engine's own namespace; its last expression is its value."""
+    return _run(job, log_dir, lambda: _execute(job, source))
+
+
+def _run(job: str, log_dir: str, program: Callable[[], Any]) -> Outcome:
+    session = current()
+    boot.redirect(Path(log_dir), str(session.worker))
+    session.begin(job)
+    with _output(session):
+        try:
+            return "ok", program(), ""
+        except BaseException as error:  # noqa: BLE001  (whatever it is, it ends the program and not the worker)
+            text = "" if isinstance(error, JobStoppedError) else _describe(error)
+            print(text or f"stopped: {error}", file=sys.stderr)
+            return "error", _summary(error), text
+        finally:
+            session.finish()
+
+
+@contextlib.contextmanager
+def _output(session: Session) -> Iterator[None]:
+    out, err = _Stream(session, "out", 1), _Stream(session, "err", 2)
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):  # type: ignore[type-var]
+        yield
+    out.flush()
+    err.flush()
+
+
+def _execute(job: str, source: str) -> Any:
+    shell = get_ipython()
+    filename = f"<{job}>"
+    code = shell.transform_cell(source)
+    linecache.cache[filename] = (len(code), None, code.splitlines(keepends=True), filename)
+    tree = ast.parse(code, filename)
+    last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
+    exec(compile(tree, filename, "exec"), shell.user_ns)  # noqa: S102  (the user's own cell is what we are for)
+    if last is None:
+        return None
+    return eval(compile(ast.Expression(last.value), filename, "eval"), shell.user_ns)  # noqa: S307
+
+
+def _summary(error: BaseException) -> str:
+    if isinstance(error, SystemExit):
+        return f"SystemExit: the program called sys.exit({error.code!r})"
+    text = traceback.format_exception_only(error)[-1].strip()
+    return text if len(text) < 500 else f"{text[:500]}…"
+
+
+def _describe(error: BaseException) -> str:
+    """The traceback from the user's first line on: our own frames and what surrounds them help nobody."""
+    frames = traceback.extract_tb(error.__traceback__)
+    ours = str(Path(__file__).parent)
+    theirs = [frame for frame in frames if not frame.filename.startswith(ours)] or list(frames)
+    lines = ["Traceback (most recent call last):\n", *traceback.format_list(theirs)]
+    return "".join(lines + traceback.format_exception_only(error))

@@ -1,0 +1,155 @@
+"""One epoch's process group: how to form it, how to abort it from another thread, how to leave it.
+
+Gloo (torch ≤ 2.13) cannot be aborted: a rank that waits on a survivor hangs for the whole time-out. The cure, measured:
+remember the connections that forming the group opened and shut them down; every rank that blocks in it raises.
+NCCL: `_abort_process_group()` from the link's thread, with the device set.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import os
+import select
+import socket
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import PrefixStore, TCPStore
+
+from nbelastic.core.messages import Formation
+
+TIMEOUT = datetime.timedelta(minutes=30)  # of a collective: a rank may well evaluate for long; aborts do not wait for it
+
+
+def backend_for(choice: str, slots: int) -> str:
+    """torch's name of the back end: NCCL needs a GPU a worker, gloo takes everything else. ValueError if it cannot be."""
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if choice == "nccl" and gpus < slots:
+        raise ValueError(f"backend nccl needs a GPU a slot: this host has {gpus} for {slots} slots; use gloo or auto.")
+    if choice == "gloo" or gpus < slots or gpus == 0:
+        return "gloo"
+    return "cpu:gloo,cuda:nccl"
+
+
+class Offer:
+    """A fresh store on this worker's interface, in case it becomes rank 0 of the next epoch."""
+
+    def __init__(self, address: str) -> None:
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        listener = socket.socket(family, socket.SOCK_STREAM)
+        listener.bind((address, 0))
+        listener.listen(1024)
+        port = listener.getsockname()[1]
+        self.endpoint = f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
+        self.store = TCPStore(
+            address, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach(), timeout=TIMEOUT
+        )
+
+
+class Group:
+    """The default process group of one epoch. `abort` and `intact` may be called from any thread, `form` and `leave` not."""
+
+    def __init__(self, epoch: int, device: torch.device, backend: str) -> None:
+        self.epoch = epoch
+        self._device = device
+        self._backend = backend
+        self._before: dict[str, int] | None = None
+        self._sockets: dict[str, int] = {}
+        self._formed = False
+        self._store: Any = None
+        self.subgroups: Any = None  # made on demand
+        self._aborting = threading.Lock()  # one NCCL abort at a time; nobody ever waits for it
+
+    def form(self, formation: Formation, offer: Offer) -> None:
+        """Collective. Raises what torch raises if a member dies or the epoch is aborted meanwhile."""
+        self._before = _sockets()
+        host, _, port = formation.store.rpartition(":")
+        self._store = offer.store
+        if formation.rank != 0:
+            self._store = TCPStore(
+                host.strip("[]"), int(port), is_master=False, wait_for_workers=False, timeout=TIMEOUT
+            )
+        dist.init_process_group(
+            self._backend,
+            store=PrefixStore(f"epoch/{formation.epoch}", self._store),
+            rank=formation.rank,
+            world_size=formation.world_size,
+            timeout=TIMEOUT,
+            device_id=self._device if self._device.type == "cuda" else None,
+        )
+        after = _sockets()
+        self._sockets = {inode: fd for inode, fd in after.items() if inode not in self._before}
+        self._formed = True
+
+    def abort(self) -> None:
+        """Make every rank that blocks in this group raise. To be repeated until it has left: it may still be forming."""
+        before = self._before
+        if before is None:
+            return
+        for inode, fd in (dict(self._sockets) if self._formed else _sockets()).items():
+            if inode not in before:
+                _shut_down(fd, inode)
+        if self._formed and self._device.type == "cuda" and self._aborting.acquire(blocking=False):
+            torch.cuda.set_device(self._device)  # or the abort opens a context on GPU 0
+            dist.distributed_c10d._abort_process_group()
+
+    @contextlib.contextmanager
+    def extending(self) -> Iterator[None]:
+        """Connections that are opened inside belong to this epoch too: subgroups are aborted with it."""
+        before, self._formed = _sockets(), False
+        try:
+            yield
+        finally:
+            self._sockets |= {inode: fd for inode, fd in _sockets().items() if inode not in before}
+            self._formed = True
+
+    def intact(self) -> bool:
+        """Whether every connection of the formed group still stands: then no collective failed for a peer's sake."""
+        if not self._formed:
+            return False
+        now = _sockets()
+        poll = select.poll()
+        for inode, fd in self._sockets.items():
+            if now.get(inode) != fd:
+                return False
+            poll.register(fd, select.POLLRDHUP)
+        return not poll.poll(0)
+
+    def leave(self) -> None:
+        """Close it. The connections first: two ranks that leave on their own could wait for each other."""
+        self.abort()
+        if dist.is_initialized():
+            with contextlib.suppress(RuntimeError):  # an aborted group has nothing left to shut down in order
+                dist.destroy_process_group()
+        self._store = self.subgroups = None
+        self._before = None
+        self._sockets = {}
+        self._formed = False
+
+
+def _sockets() -> dict[str, int]:
+    """This process's sockets: `socket:[inode]` -> file descriptor."""
+    found = {}
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            target = os.readlink(f"/proc/self/fd/{name}")
+        except OSError:
+            continue
+        if target.startswith("socket:"):
+            found[target] = int(name)
+    return found
+
+
+def _shut_down(fd: int, inode: str) -> None:
+    """Shut a connection down, never a listener: the process's gloo device shares it with the next epoch.
+
+    The descriptor may have been closed and given to another file meanwhile: only the duplicate's own inode counts.
+    """
+    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as connection:
+        same = f"socket:[{os.fstat(connection.fileno()).st_ino}]" == inode
+        if same and not connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+            connection.shutdown(socket.SHUT_RDWR)

@@ -1,0 +1,292 @@
+"""The worker's half of the protocol: what the link's thread hears, and what the main thread waits for.
+
+The link's thread never touches the training state. It aborts groups, and puts everything else into the inbox that the
+main thread reads at commits and between epochs. `attention` tells a commit that there is something to read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import sys
+import time
+from typing import Any
+
+import msgspec
+import torch
+
+from nbelastic.core import messages as m
+from nbelastic.core.errors import JobStoppedError, NoWorldError
+from nbelastic.link import Keys, Spoke
+from nbelastic.worker.rendezvous import Group, Offer, backend_for
+from nbelastic.worker.stuck import Blocked
+
+REPEAT = 2.0  # seconds after which an unanswered word is said again
+ABORT_EVERY = 0.02
+ABORT_PATIENCE = 0.5  # seconds that an aborted main thread may stay blocked inside torch
+REPORT_EVERY = 0.25
+LINGER = 1.0  # seconds between checks when there is nothing to do
+OUTPUT_BOUND = 64_000  # characters of output a stream that are kept for one sending
+
+
+class WorldAborted(BaseException):
+    """The epoch is broken. No `Exception`: user code that catches those must not swallow it."""
+
+
+class WorldLeft(BaseException):
+    """All ranks leave here, at the same commit, as agreed."""
+
+
+class Session:
+    """One per process. Methods above the line belong to the main thread, those below to the link's."""
+
+    def __init__(self, settings: dict[str, Any]) -> None:
+        self.worker = m.WorkerId.parse(settings["worker"])
+        self.address: str = settings["address"]
+        self._backend: tuple[str, int] = (settings["backend"], int(settings["slots"]))
+        self.job = ""
+        self.formation: m.Formation | None = None
+        self.group: Group | None = None
+        self.epoch = 0  # the last epoch that was left
+        self.commits = 0  # in this epoch
+        self.total = 0  # over all epochs
+        self.formed_at = 0.0
+        self.attention = False
+        self.used = False  # an elastic function has run in this job
+        self._hold: int | None = None  # commit number at which to wait for word of where to leave
+        self._leave_at: int | None = None
+        self._offer: Offer | None = None
+        self._inbox: queue.SimpleQueue[m.Message] = queue.SimpleQueue()
+        self.report: dict[str, float] = {}
+        self._reported: tuple[int, int] = (0, 0)
+        self._report_at = 0.0
+        self._first: float | None = None
+        self._aborted = 0  # the newest epoch that was aborted
+        self._blocked: Blocked | None = None
+        self._quit: m.Quit | None = None
+        self._output: dict[str, list[str]] = {"out": [], "err": []}
+        keys = msgspec.convert(settings["keys"], Keys)
+        self.link = Spoke(settings["driver"], keys, f"worker/{self.worker}", m.ToWorker, self._receive, self._tick)
+
+    def hello(self, engine: str) -> None:
+        self.link.send(m.WorkerHello(self.worker, os.getpid(), engine))
+
+    def begin(self, job: str) -> None:
+        """A new program: nothing of the last one counts."""
+        self.leave_group()
+        self.job, self.epoch, self.commits, self.total = job, 0, 0, 0
+        self._quit = self._hold = self._leave_at = None
+        self._inbox = queue.SimpleQueue()
+        self.used = False
+        self.report = {}
+
+    def finish(self) -> None:
+        """The program has ended. A group that stands is kept: other ranks may not have read its last words yet."""
+        if self._quit is not None:
+            self.leave_group()
+
+    def gather(self, commit: int, *, clean: bool) -> tuple[m.Formation, Offer]:
+        """Say that this worker is ready and wait for the world it will be in. JobStoppedError if the job ends."""
+        offer = self._offer or Offer(self.address)
+        self._offer = None
+        while True:
+            if self._quit is not None:
+                raise JobStoppedError(self._quit.reason)
+            ready = m.WorkerReady(self.worker, self.job, self.epoch, commit, clean, offer.endpoint)
+            self.link.send(ready)
+            message = self._hear(REPEAT)
+            match message:
+                case m.Formation(epoch=epoch) if epoch > max(self.epoch, self._aborted):
+                    self.commits, self._hold, self._leave_at = 0, None, None
+                    return message, offer
+                case m.Formation(epoch=epoch) | m.Abort(epoch=epoch):
+                    self.epoch = max(self.epoch, epoch)  # aborted before it had begun: it has been left already
+
+    def join(self, formation: m.Formation, offer: Offer) -> Group:
+        """Form the epoch's process group. Raises what torch raises, or WorldAborted."""
+        self.group = Group(formation.epoch, device(self.worker.slot), backend_for(*self._backend))
+        if self._aborted >= formation.epoch:
+            raise WorldAborted
+        self.group.form(formation, offer)
+        self.formation = formation
+        return self.group
+
+    def formed(self, took: dict[str, float]) -> None:
+        self.formed_at = time.monotonic()
+        self.link.send(m.WorkerFormed(self.worker, self.group.epoch if self.group else 0, took))
+
+    def committed(self, total: int) -> None:
+        """Count a commit; leave here if that was agreed. Costs nothing but the counting while there is no news."""
+        self.commits += 1
+        self.total = total
+        if self.commits == 1:
+            self._first = (time.monotonic() - self.formed_at) * 1000
+            self.link.wake()
+        if self.attention:
+            self._listen()
+
+    def _listen(self) -> None:
+        """Read what came: being asked where we are, told where to leave, aborted, or sent home."""
+        self.attention = False
+        while True:
+            waiting = self._hold is not None and self.commits >= self._hold
+            try:
+                message = self._hear(REPEAT) if waiting else self._inbox.get_nowait()
+            except queue.Empty:
+                break
+            self._heed(message)
+        if self._leave_at is not None and self.commits >= self._leave_at:
+            raise WorldLeft
+        self.attention = self._hold is not None or self._leave_at is not None
+
+    def _heed(self, message: m.Message | None) -> None:
+        epoch = self.group.epoch if self.group else 0
+        match message:
+            case m.Leave(epoch=e, commit=None) if e == epoch:
+                self._hold = self.commits + 1
+                self.link.send(m.WorkerOffered(self.worker, epoch, self.commits))
+            case m.Leave(epoch=e, commit=m.Leave.STAY) if e == epoch:
+                self._hold = self._leave_at = None
+            case m.Leave(epoch=e, commit=int(commit)) if e == epoch:
+                self._hold, self._leave_at = None, commit
+            case m.Abort(epoch=e) if e >= epoch:
+                raise WorldAborted
+
+    def judge(self, error: BaseException) -> bool:
+        """The user's function raised: was it a collective? The driver knows. True: the error is the program's own."""
+        assert self.group is not None
+        epoch = self.group.epoch
+        own = self.group.intact() or not _of_a_collective(error)
+        raised = m.WorkerRaised(self.worker, epoch, own, f"{type(error).__name__}: {error}")
+        while self._aborted < epoch and self._quit is None:
+            self.link.send(raised)
+            match self._hear(REPEAT):
+                case m.Abort(epoch=e) if e >= epoch:
+                    return False
+                case m.Quit():  # its own: the others raise
+                    return True
+        if self._quit is not None:
+            return self._quit.own
+        return False
+
+    def left(self) -> None:
+        """Out of the epoch: close its group and forget what was heard of it."""
+        if self.group is not None:
+            self.epoch = max(self.epoch, self.group.epoch)
+        self.leave_group()
+        self.formation = None
+        self._hold = self._leave_at = None
+
+    def leave_group(self) -> None:
+        group, self.group = self.group, None
+        self.formation = None
+        if group is not None:
+            group.leave()
+
+    def _hear(self, timeout: float) -> m.Message | None:
+        try:
+            message = self._inbox.get(timeout=timeout)
+        except queue.Empty:
+            return None
+        if isinstance(message, m.Quit) and not message.own:
+            raise JobStoppedError(message.reason)
+        return message
+
+    def prepare(self) -> None:
+        """Have the next epoch's store at hand before it is needed."""
+        if self._offer is None:
+            self._offer = Offer(self.address)
+
+    # ---- the link's thread ----
+
+    def _receive(self, message: m.Message) -> None:
+        match message:
+            case m.Abort(epoch=epoch):
+                self._aborted = max(self._aborted, epoch)
+            case m.Quit(job=job):
+                if job != self.job:
+                    return
+                self._quit = message
+        self._inbox.put(message)
+        self.attention = True
+
+    def _tick(self) -> float:
+        now = time.monotonic()
+        self._send_progress(now)
+        self._send_output()
+        group = self.group
+        if group is None or (self._aborted < group.epoch and self._quit is None):
+            self._blocked = None
+            return REPORT_EVERY
+        group.abort()
+        self._blocked = self._blocked or Blocked(now)
+        if self._blocked.stuck_for(now) > ABORT_PATIENCE:
+            sys.__stderr__.write("nbelastic: still blocked in an aborted collective; this worker ends\n")
+            sys.__stderr__.flush()
+            os._exit(m.STUCK)
+        return ABORT_EVERY
+
+    def _send_progress(self, now: float) -> None:
+        epoch, seen = self.epoch, (self.group.epoch if self.group else 0, self.commits)
+        first, self._first = self._first, None
+        if first is None and (seen == self._reported or now < self._report_at):
+            return
+        self._reported, self._report_at = seen, now + REPORT_EVERY
+        report = dict(self.report)
+        self.link.send(m.WorkerProgress(self.worker, seen[0] or epoch, self.total, report, first))
+
+    def _send_output(self) -> None:
+        for stream, parts in self._output.items():
+            if not parts:
+                continue
+            self._output[stream] = []
+            text = "".join(parts)
+            skipped = max(0, len(text) - OUTPUT_BOUND)
+            self.link.send(m.WorkerOutput(self.worker, stream, text[skipped:], skipped))
+
+    def write(self, stream: str, text: str) -> None:
+        """The program's output, from any thread; it is sent with the next tick."""
+        self._output[stream].append(text)
+
+
+def _of_a_collective(error: BaseException | None) -> bool:
+    """Whether it could be: torch.distributed raises RuntimeErrors, which the user's code may have wrapped."""
+    while error is not None:
+        if isinstance(error, RuntimeError):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+_session: Session | None = None
+
+
+def start(session: Session) -> None:
+    """Make `session` this process's and start its link."""
+    global _session
+    _session = session
+    session.link.start()
+
+
+def current() -> Session:
+    """This process's session. NoWorldError where there is none: outside nbelastic's workers."""
+    if _session is None:
+        raise NoWorldError("this runs in no nbelastic worker: use it inside %%elastic_run or Cluster.run().")
+    return _session
+
+
+def device(slot: int) -> torch.device:
+    """The device of a slot: its GPU for life, or the CPU."""
+    if torch.cuda.is_available():
+        return torch.device("cuda", slot % torch.cuda.device_count())
+    return torch.device("cpu")
+
+
+def world() -> m.Formation:
+    """The formation this worker is in. NoWorldError outside an elastic function."""
+    with contextlib.suppress(NoWorldError):
+        formation = current().formation
+        if formation is not None:
+            return formation
+    raise NoWorldError("there is no world here: rank() and its kin work inside a function decorated with @nbe.elastic.")

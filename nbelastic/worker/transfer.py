@@ -1,0 +1,146 @@
+"""Moving a state from one rank to others over the epoch's group: a small description, then the tensors in buckets.
+
+The description is read with `torch.load(weights_only=True)`: numbers, text, containers and tensors, never code.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from nbelastic.core.errors import StateError
+
+BUCKET = 32 << 20  # bytes sent as one
+TENSOR = "\0tensor"  # begins what stands in a description for a tensor: (TENSOR, index, shape, dtype, device type)
+
+
+def describe(value: Any, tensors: list[torch.Tensor]) -> Any:
+    """`value` with a mark in place of each tensor; the tensors are appended to `tensors`."""
+    if isinstance(value, torch.Tensor):
+        tensors.append(value.detach())
+        dtype = str(value.dtype).removeprefix("torch.")
+        return (TENSOR, len(tensors) - 1, tuple(value.shape), dtype, value.device.type)
+    if isinstance(value, dict):
+        return {key: describe(item, tensors) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(describe(item, tensors) for item in value)
+    return value
+
+
+def rebuild(description: Any, tensors: Mapping[int, torch.Tensor]) -> Any:
+    """The inverse of `describe`."""
+    if _is_mark(description):
+        return tensors[description[1]]
+    if isinstance(description, dict):
+        return {key: rebuild(item, tensors) for key, item in description.items()}
+    if isinstance(description, (list, tuple)):
+        return type(description)(rebuild(item, tensors) for item in description)
+    return description
+
+
+def destinations(description: Any, mine: Any, device: torch.device) -> Iterator[tuple[int, torch.Tensor]]:
+    """For each tensor of `description` where to receive it: the one at the same place in `mine`, or a new one."""
+    if _is_mark(description):
+        _, index, shape, dtype, kind = description
+        wanted = (tuple(shape), getattr(torch, dtype))
+        if isinstance(mine, torch.Tensor) and (tuple(mine.shape), mine.dtype) == wanted:
+            yield index, mine.detach()
+        else:
+            yield index, torch.empty(shape, dtype=wanted[1], device=device if kind != "cpu" else "cpu")
+    elif isinstance(description, dict):
+        for key, item in description.items():
+            yield from destinations(item, mine.get(key) if isinstance(mine, dict) else None, device)
+    elif isinstance(description, (list, tuple)):
+        for index, item in enumerate(description):
+            there = isinstance(mine, (list, tuple)) and index < len(mine)
+            yield from destinations(item, mine[index] if there else None, device)
+
+
+def _is_mark(value: Any) -> bool:
+    return isinstance(value, tuple) and len(value) == 5 and value[0] == TENSOR
+
+
+class Channel:
+    """From `root` to `receivers` within the default group: a broadcast when all others receive, else one to one.
+
+    Sending one to one leaves ranks that are up to date alone; with NCCL it would open a communicator a pair, so there
+    everybody takes part and ranks that are up to date receive what they have.
+    """
+
+    def __init__(self, root: int, receivers: Iterable[int], rank: int, world_size: int, device: torch.device) -> None:
+        self._root = root
+        self._receivers = tuple(receivers)
+        self._rank = rank
+        self._device = device
+        self._all = len(self._receivers) == world_size - 1 or device.type == "cuda"
+        self.receives = rank in self._receivers
+        self.sends = rank == root
+        self.takes_part = self.sends or self.receives or self._all
+
+    def move(self, flat: torch.Tensor) -> None:
+        """Send `flat` (contiguous, on the channel's device), or receive into it."""
+        if self._all:
+            dist.broadcast(flat, self._root)
+        elif self.sends:
+            for work in [dist.isend(flat, rank) for rank in self._receivers]:
+                if work is not None:
+                    work.wait()
+        elif self.receives:
+            dist.recv(flat, self._root)
+
+    def move_object(self, value: Any) -> Any:
+        """Send `value` and return it, or return what the root sent. StateError if it is made of more than plain data."""
+        data = torch.empty(0, dtype=torch.uint8)
+        if self.sends:
+            buffer = io.BytesIO()
+            torch.save(value, buffer)
+            data = torch.frombuffer(bytearray(buffer.getbuffer()), dtype=torch.uint8)
+        length = torch.tensor([data.numel()], dtype=torch.int64, device=self._device)
+        self.move(length)
+        body = data.to(self._device) if self.sends else torch.empty(int(length), dtype=torch.uint8, device=self._device)
+        self.move(body)
+        if self.sends:
+            return value
+        try:
+            return torch.load(io.BytesIO(body.cpu().numpy().tobytes()), weights_only=True)
+        except Exception as error:
+            raise StateError(
+                f"the state holds something that is not plain data ({error}); keep numbers, text, lists, dicts and "
+                "tensors in it, or allow the class with torch.serialization.add_safe_globals()."
+            ) from None
+
+    def move_tensors(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Send these tensors, or receive into them, in place, bucket by bucket."""
+        for bucket in _buckets(tensors):
+            flat = torch.empty(
+                sum(t.numel() for t in bucket), dtype=bucket[0].dtype, device=self._device
+            )
+            pieces = flat.split([t.numel() for t in bucket])
+            if self.sends:
+                for piece, tensor in zip(pieces, bucket, strict=True):
+                    piece.copy_(tensor.reshape(-1))
+            self.move(flat)
+            if not self.sends and self.receives:
+                for piece, tensor in zip(pieces, bucket, strict=True):
+                    tensor.copy_(piece.view(tensor.shape))
+
+
+def _buckets(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """Runs of tensors of one type, up to BUCKET bytes (a larger tensor is a bucket of its own)."""
+    bucket: list[torch.Tensor] = []
+    size = 0
+    for tensor in tensors:
+        if tensor.numel() == 0:
+            continue
+        length = tensor.numel() * tensor.element_size()
+        if bucket and (size + length > BUCKET or tensor.dtype != bucket[0].dtype):
+            yield bucket
+            bucket, size = [], 0
+        bucket.append(tensor)
+        size += length
+    if bucket:
+        yield bucket
