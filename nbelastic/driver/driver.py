@@ -52,7 +52,6 @@ class Driver:
         self.world = World(settings.limits)
         self.chronicle = Chronicle(settings.log_dir / "events.jsonl")
         self.runs: dict[str, Run] = {}
-        self.status: Status
         self.finished = threading.Event()
         self._waiters: list[tuple[Callable[[Driver], Any], Future[Any]]] = []
         self._thread = threading.Thread(target=self._run, name="nbelastic-driver", daemon=True)
@@ -120,7 +119,7 @@ class Driver:
         self._hub = Hub(keys, self._hear)
         await self._hub.start()
         self.fleet = Fleet(self.settings, self._hub, keys, self._inbox.put_nowait)
-        self._publish(time.monotonic())
+        self._publish()
         self._ready.set()
         tasks = [asyncio.create_task(self._discover()), asyncio.create_task(self._listen_for_silence())]
         try:
@@ -159,7 +158,7 @@ class Driver:
         if self.world.workers.keys() != before.workers.keys():
             self.fleet.keep_only(self.world.workers.keys())
         self._schedule(now)
-        self._publish(now)
+        self._publish()
 
     def _schedule(self, now: float) -> None:
         if self._tick is not None:
@@ -241,7 +240,7 @@ class Driver:
             case m.AgentSample(host=host, cpu=cpu, memory=memory, workers=workers):
                 self.fleet.live.host_samples[host] = (cpu, memory)
                 self.fleet.live.worker_samples.update(workers)
-                self._publish(now)
+                self._publish()
             case m.WorkerHello(worker=w, engine=engine):
                 self.fleet.hello(w, engine)
             case m.WorkerProgress():
@@ -267,7 +266,7 @@ class Driver:
             live.steps_per_second = self.fleet.pace.rate(now, message.commit)
         if message.first is not None and message.epoch == self.world.epoch:
             self.chronicle.first_step(message, now)
-        self._publish(now)
+        self._publish()
 
     async def _discover(self) -> None:
         """Ask where hosts come from, once a second; the first failure is fatal, later ones are told once."""
@@ -308,8 +307,12 @@ class Driver:
 
     # ---- those who look on ----
 
-    def _publish(self, now: float) -> None:
-        self.status = snapshot(self.settings.name, self.world, self.fleet.live, now)
+    @property
+    def status(self) -> Status:
+        """A snapshot, from any thread: the world is immutable, and only those who look pay for it."""
+        return snapshot(self.settings.name, self.world, self.fleet.live, time.monotonic())
+
+    def _publish(self) -> None:
         for predicate, future in list(self._waiters):
             try:
                 result = predicate(self)
@@ -329,7 +332,7 @@ class Driver:
 
     def look(self) -> None:
         """Something outside the world has changed: ask those who wait again."""
-        self._publish(time.monotonic())
+        self._publish()
 
     def drop_waiter(self, future: Future[Any]) -> None:
         """Whoever waited has given up."""

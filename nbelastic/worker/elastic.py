@@ -61,7 +61,6 @@ class _Loop:
                 error, self._own = self._own, None
                 raise error
             left_at = time.monotonic()
-            self._session.left()
             if outcome == "aborted":
                 self._state.restore()
 

@@ -59,7 +59,7 @@ class Group:
         self._backend = backend
         self._before: dict[str, int] | None = None
         self._sockets: dict[str, int] = {}
-        self._formed = False
+        self.formed = False
         self._store: Any = None
         self.subgroups: Any = None  # made on demand
         self._aborting = threading.Lock()  # one NCCL abort at a time; nobody ever waits for it
@@ -83,33 +83,33 @@ class Group:
         )
         after = _sockets()
         self._sockets = {inode: fd for inode, fd in after.items() if inode not in self._before}
-        self._formed = True
+        self.formed = True
 
     def abort(self) -> None:
         """Make every rank that blocks in this group raise. To be repeated until it has left: it may still be forming."""
         before = self._before
         if before is None:
             return
-        for inode, fd in (dict(self._sockets) if self._formed else _sockets()).items():
+        for inode, fd in (dict(self._sockets) if self.formed else _sockets()).items():
             if inode not in before:
                 _shut_down(fd, inode)
-        if self._formed and self._device.type == "cuda" and self._aborting.acquire(blocking=False):
+        if self.formed and self._device.type == "cuda" and self._aborting.acquire(blocking=False):
             torch.cuda.set_device(self._device)  # or the abort opens a context on GPU 0
             dist.distributed_c10d._abort_process_group()
 
     @contextlib.contextmanager
     def extending(self) -> Iterator[None]:
         """Connections that are opened inside belong to this epoch too: subgroups are aborted with it."""
-        before, self._formed = _sockets(), False
+        before, self.formed = _sockets(), False
         try:
             yield
         finally:
             self._sockets |= {inode: fd for inode, fd in _sockets().items() if inode not in before}
-            self._formed = True
+            self.formed = True
 
     def intact(self) -> bool:
         """Whether every connection of the formed group still stands: then no collective failed for a peer's sake."""
-        if not self._formed:
+        if not self.formed:
             return False
         now = _sockets()
         poll = select.poll()
@@ -128,7 +128,7 @@ class Group:
         self._store = self.subgroups = None
         self._before = None
         self._sockets = {}
-        self._formed = False
+        self.formed = False
 
 
 def _sockets() -> dict[str, int]:

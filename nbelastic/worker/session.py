@@ -93,8 +93,11 @@ class Session:
         while True:
             if self._quit is not None:
                 raise JobStoppedError(self._quit.reason)
+            if self.group is not None:
+                self.epoch = max(self.epoch, self.group.epoch)
             ready = m.WorkerReady(self.worker, self.job, self.epoch, commit, clean, offer.endpoint)
             self.link.send(ready)
+            self.leave_group()  # while the word is on its way
             message = self._hear(REPEAT)
             match message:
                 case m.Formation(epoch=epoch) if epoch > max(self.epoch, self._aborted):
@@ -170,15 +173,8 @@ class Session:
             return self._quit.own
         return False
 
-    def left(self) -> None:
-        """Out of the epoch: close its group and forget what was heard of it."""
-        if self.group is not None:
-            self.epoch = max(self.epoch, self.group.epoch)
-        self.leave_group()
-        self.formation = None
-        self._hold = self._leave_at = None
-
     def leave_group(self) -> None:
+        """Close the epoch's group, if there is one."""
         group, self.group = self.group, None
         self.formation = None
         if group is not None:
@@ -192,11 +188,6 @@ class Session:
         if isinstance(message, m.Quit) and not message.own:
             raise JobStoppedError(message.reason)
         return message
-
-    def prepare(self) -> None:
-        """Have the next epoch's store at hand before it is needed."""
-        if self._offer is None:
-            self._offer = Offer(self.address)
 
     # ---- the link's thread ----
 
@@ -216,6 +207,8 @@ class Session:
         self._send_progress(now)
         self._send_output()
         group = self.group
+        if self._offer is None and group is not None and group.formed:
+            self._offer = Offer(self.address)  # the next epoch's store, before it is needed
         if group is None or (self._aborted < group.epoch and self._quit is None):
             self._blocked = None
             return REPORT_EVERY

@@ -1,0 +1,107 @@
+"""What the benchmarks train: half a million parameters, 5 ms of sleep a step, every step written down."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import nbelastic as nbe
+
+SLEEP = 0.005
+SIZE = (256, 1024)
+
+
+def model_and_optimizer() -> Any:
+    """A 0.5 M parameter network and its SGD with momentum, the same on every rank."""
+    import torch
+
+    torch.manual_seed(0)
+    narrow, wide = SIZE
+    model = torch.nn.Sequential(torch.nn.Linear(narrow, wide), torch.nn.ReLU(), torch.nn.Linear(wide, narrow))
+    return model, torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+
+
+def one_step(ddp: Any, optimizer: Any) -> Any:
+    """Forward, backward, update on a random batch of 32."""
+    import torch
+
+    x = torch.randn(32, SIZE[0])
+    loss = (ddp(x) - x).pow(2).mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    return loss
+
+
+def record_steps(folder: str, steps: int) -> int:
+    """The elastic loop, committing every step. Each process appends its steps to a file of its own in `folder`."""
+    import torch
+
+    model, optimizer = model_and_optimizer()
+    state = nbe.TorchState(model=model, optimizer=optimizer, step=0)
+    with (Path(folder) / f"{os.getpid()}.jsonl").open("a", buffering=1) as log:
+
+        @nbe.elastic
+        def train(state: Any) -> int:
+            ddp = torch.nn.parallel.DistributedDataParallel(state.model)
+            while state.step < steps:
+                one_step(ddp, optimizer)
+                state.step += 1
+                line = {"t": time.time(), "step": state.step, "rank": nbe.rank(), "world": nbe.size(), "pid": os.getpid()}
+                log.write(json.dumps(line) + "\n")
+                state.commit()
+                time.sleep(SLEEP)
+            return int(state.step)
+
+        return int(train(state))
+
+
+def count_steps(seconds: float) -> float:
+    """Steps a second of the elastic loop, committing every step, after a warm-up of a tenth."""
+    import torch
+
+    model, optimizer = model_and_optimizer()
+    state = nbe.TorchState(model=model, optimizer=optimizer, step=0)
+
+    @nbe.elastic
+    def train(state: Any) -> float:
+        ddp = torch.nn.parallel.DistributedDataParallel(state.model)
+        return timed(seconds, lambda: (one_step(ddp, optimizer), state.commit(), time.sleep(SLEEP)))
+
+    return float(train(state))
+
+
+def count_plain_steps(seconds: float) -> float:
+    """The same loop in plain DDP, in the same kind of process and group, without a commit."""
+    import torch
+
+    model, optimizer = model_and_optimizer()
+    state = nbe.ObjectState()
+
+    @nbe.elastic
+    def train(_: Any) -> float:
+        ddp = torch.nn.parallel.DistributedDataParallel(model)
+        return timed(seconds, lambda: (one_step(ddp, optimizer), time.sleep(SLEEP)))
+
+    return float(train(state))
+
+
+def timed(seconds: float, step: Any) -> float:
+    """All ranks do the same number of steps: rank 0 says when to end, every 20 steps."""
+    import torch
+    import torch.distributed as dist
+
+    for _ in range(20):
+        step()
+    done, start = 0, time.perf_counter()
+    go_on = torch.ones(1)
+    while go_on.item():
+        for _ in range(20):
+            step()
+        done += 20
+        go_on[0] = float(time.perf_counter() - start < seconds)
+        dist.broadcast(go_on, 0)
+    return done / (time.perf_counter() - start)

@@ -1,0 +1,225 @@
+"""How fast nbelastic starts, recovers and changes size: `python -m tests.benchmarks.recovery [--json FILE] [--quick]`.
+
+Each case prints min / median / max. Times are taken from files that the training processes write, one line a step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+import nbelastic as nbe
+from tests.benchmarks import programs
+
+Steps = list[dict[str, Any]]
+N = 4
+
+
+def steps_in(folder: str) -> Steps:
+    found = []
+    for file in Path(folder).glob("*.jsonl"):
+        for line in file.read_text().splitlines():
+            try:
+                found.append(json.loads(line))
+            except ValueError:  # the last line of a killed process
+                continue
+    return sorted(found, key=lambda step: step["t"])
+
+
+@contextmanager
+def training(hosts: str, **options: Any) -> Iterator[tuple[nbe.Cluster, str]]:
+    """A cluster that trains for ever, and the folder of its steps."""
+    with tempfile.TemporaryDirectory() as folder, nbe.Cluster(hosts, cooldown=(0, 0), **options) as cluster:
+        job = cluster.run(programs.record_steps, folder, 10**9)
+        yield cluster, folder
+        job.stop()
+        job.wait(timeout=20)
+
+
+def start_once() -> float:
+    """Seconds from start() in a fresh process to the first completed step."""
+    code = (
+        "import time, tempfile, json, sys\n"
+        "from pathlib import Path\n"
+        "import nbelastic as nbe\n"
+        "from tests.benchmarks import programs, recovery\n"
+        "with tempfile.TemporaryDirectory() as folder:\n"
+        "    began = time.time()\n"
+        f"    with nbe.Cluster('localhost:{N}', min={N}, cooldown=(0, 0)).start() as cluster:\n"
+        "        cluster.run(programs.record_steps, folder, 3).result(timeout=60)\n"
+        "        print(recovery.steps_in(folder)[0]['t'] - began)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
+    return float(done.stdout.split()[-1])
+
+
+def faults(sig: signal.Signals, count: int, pause: float) -> dict[str, list[float]]:
+    """Signal random ranks of a running world of N, one after the other; times to the next step and to full size."""
+    found: dict[str, list[float]] = {"next": [], "full": [], "lost": []}
+    struck = []
+    with training(f"localhost:{N}", min=1, max=N) as (cluster, folder):
+        for number in range(count):
+            cluster.wait(N, timeout=30)
+            time.sleep(pause)
+            ranked = sorted((w for w in cluster.workers if w.rank is not None), key=lambda w: w.rank or 0)
+            victim = ranked[0] if number % 4 == 0 else random.choice(ranked)
+            struck.append((time.time(), victim.pid))
+            os.kill(victim.pid, sig)
+            wait_until(lambda pid=victim.pid: all(w.pid != pid for w in cluster.workers))
+        cluster.wait(N, timeout=30)
+        time.sleep(pause)
+        steps = steps_in(folder)
+    for at, pid in struck:
+        before = max(step["step"] for step in steps if step["t"] <= at)
+        after = next(step for step in steps if step["t"] > at and step["pid"] != pid and step["world"] < N)
+        again = next(step for step in steps if step["t"] > after["t"] and step["world"] == N)
+        found["next"].append(after["t"] - at)
+        found["full"].append(again["t"] - at)
+        found["lost"].append(max(0.0, before - (after["step"] - 1)))
+    return found
+
+
+def wait_until(true: Callable[[], bool], timeout: float = 30.0) -> None:
+    end = time.monotonic() + timeout
+    while not true():
+        if time.monotonic() > end:
+            raise TimeoutError
+        time.sleep(0.005)
+
+
+def longest_gap(steps: Steps, since: float, until: float) -> float:
+    """The longest time between two completed steps (of whichever rank is first) from `since` to `until`."""
+    first: dict[int, float] = {}
+    for step in steps:
+        if since <= step["t"] <= until:
+            first.setdefault(step["step"], step["t"])
+    times = sorted(first.values())
+    return max(b - a for a, b in zip(times, times[1:], strict=False))
+
+
+def planned(count: int) -> dict[str, list[float]]:
+    """Add a host of one slot and remove it again, while N - 1 workers train."""
+    found: dict[str, list[float]] = {"add": [], "remove": [], "undisturbed": [], "lost": []}
+    spans = []
+    with training(f"localhost:{N - 1}", min=1) as (cluster, folder):
+        cluster.wait(N - 1, timeout=30)
+        time.sleep(1)
+        for _ in range(count):
+            times = [time.time()]
+            time.sleep(0.7)
+            times.append(time.time())
+            cluster.add_host("127.0.0.2:1")
+            cluster.wait(N, timeout=30)
+            time.sleep(0.5)
+            times.append(time.time())
+            cluster.remove_host("127.0.0.2")
+            cluster.wait(N - 1, timeout=30)
+            time.sleep(0.5)
+            spans.append([*times, time.time()])
+            wait_until(lambda: len(cluster.hosts) == 1)
+        steps = steps_in(folder)
+    for begin, add, remove, end in spans:
+        found["undisturbed"].append(longest_gap(steps, begin, add))
+        found["add"].append(longest_gap(steps, add, remove))
+        found["remove"].append(longest_gap(steps, remove, end))
+    numbers = sorted({step["step"] for step in steps})
+    found["lost"] = [float(numbers[-1] - numbers[0] + 1 - len(numbers))]
+    return found
+
+
+def memory() -> dict[str, list[float]]:
+    """MB of private memory of each forked worker before the user's code."""
+    with nbe.Cluster(f"localhost:{N}", min=N) as cluster:
+        time.sleep(1)
+        return {"private": [psutil.Process(w.pid).memory_full_info().uss / 1e6 for w in cluster.workers]}
+
+
+def throughput(rounds: int, seconds: float) -> dict[str, list[float]]:
+    """Steps a second with commit() every step and in plain DDP, in turn, on the same workers."""
+    found: dict[str, list[float]] = {"commit": [], "plain": [], "ratio": []}
+    with nbe.Cluster(f"localhost:{N}", min=N) as cluster:
+        for _ in range(rounds):
+            plain = cluster.run(programs.count_plain_steps, seconds).result(timeout=120)[0]
+            ours = cluster.run(programs.count_steps, seconds).result(timeout=120)[0]
+            found["plain"].append(plain)
+            found["commit"].append(ours)
+            found["ratio"].append(ours / plain)
+    return found
+
+
+def soak(count: int) -> dict[str, list[float]]:
+    """Kills in a row, one a second: sockets, threads and memory of driver and of the oldest survivor, before and after."""
+    seen: dict[str, list[float]] = {}
+
+    def look(cluster: nbe.Cluster) -> None:
+        oldest = psutil.Process(sorted(cluster.workers, key=lambda w: w.rank or 0)[0].pid)
+        for name, process in (("driver", psutil.Process()), ("survivor", oldest)):
+            seen.setdefault(f"{name} sockets", []).append(len(process.net_connections("inet")))
+            seen.setdefault(f"{name} files", []).append(process.num_fds())
+            seen.setdefault(f"{name} threads", []).append(process.num_threads())
+            seen.setdefault(f"{name} MB", []).append(process.memory_info().rss / 1e6)
+
+    with training(f"localhost:{N}", min=1, max=N) as (cluster, folder):
+        cluster.wait(N, timeout=30)
+        time.sleep(3)
+        look(cluster)
+        for number in range(count):
+            cluster.wait(N, timeout=30)
+            ranked = sorted((w for w in cluster.workers if w.rank is not None), key=lambda w: w.rank or 0)
+            os.kill(random.choice(ranked[1:]).pid, signal.SIGKILL)  # rank 0 stays, to be looked at
+            time.sleep(1)
+            if number % 20 == 19:
+                cluster.wait(N, timeout=30)
+                look(cluster)
+        numbers = sorted({step["step"] for step in steps_in(folder)})
+        seen["steps lost"] = [float(numbers[-1] - numbers[0] + 1 - len(numbers))]
+    return seen
+
+
+def show(case: str, found: dict[str, list[float]]) -> None:
+    for name, values in found.items():
+        low, middle, high = min(values), statistics.median(values), max(values)
+        print(f"{case:12} {name:18} min {low:9.3f}   median {middle:9.3f}   max {high:9.3f}   n={len(values)}", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", type=Path, help="write all values to this file")
+    parser.add_argument("--quick", action="store_true", help="a tenth of the rounds")
+    parser.add_argument("--only", nargs="*", default=[], help="only these cases")
+    options = parser.parse_args()
+    part = 10 if options.quick else 1
+    cases: dict[str, Callable[[], dict[str, list[float]]]] = {
+        "start": lambda: {"first step": [start_once() for _ in range(max(2, 7 // part))]},
+        "kill": lambda: faults(signal.SIGKILL, max(5, 50 // part), 0.7),
+        "stop": lambda: faults(signal.SIGSTOP, max(3, 20 // part), 0.7),
+        "planned": lambda: planned(max(3, 15 // part)),
+        "memory": memory,
+        "throughput": lambda: throughput(max(2, 7 // part), 5.0),
+        "soak": lambda: soak(max(10, 100 // part)),
+    }
+    results = {}
+    for name, case in cases.items():
+        if not options.only or name in options.only:
+            results[name] = case()
+            show(name, results[name])
+    if options.json:
+        options.json.write_text(json.dumps(results, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
