@@ -17,6 +17,7 @@
  *   send(content: unknown): void}} Model
  */
 
+const COLUMNS = ["Rank", "Worker", "State", "Step", "Restarts", "CPU", "Memory"];
 const SHOWN_EVENTS = 8;
 const MOST_PIPS = 64;
 const PATIENCE = 3000; // ms until an order without an answer says so
@@ -172,8 +173,7 @@ class View {
   }
 
   buildTable() {
-    const columns = ["Rank", "Worker", "State", "Step", "Restarts", "CPU", "Memory"];
-    const head = columns.map((name) => element("th", { scope: "col", class: `nbe-${name.toLowerCase()}` }, name));
+    const head = COLUMNS.map((name) => element("th", { scope: "col", class: `nbe-${name.toLowerCase()}` }, name));
     return element(
       "table",
       { class: "nbe-table" },
@@ -271,8 +271,12 @@ class View {
   }
 
   drawHead(/** @type {State} */ state) {
-    say(this.phase, state.phase);
-    mark(this.phase, "data-tone", tone(state.phase));
+    const training = Boolean(state.job) && !state.outcome;
+    const ready = state.workers.filter((worker) => worker.state === "ready").length;
+    const idle = state.phase === "waiting" && !training && ready >= state.min;
+    mark(this.root, "data-phase", state.phase);
+    say(this.phase, idle ? "ready" : state.phase);
+    mark(this.phase, "data-tone", idle ? "good" : tone(state.phase));
     say(this.reason, state.reason);
     const workers = state.workers.slice().sort(byRank).slice(0, MOST_PIPS);
     const room = Math.min(state.max ?? 0, MOST_PIPS);
@@ -283,8 +287,9 @@ class View {
       mark(node, "class", `nbe-pip nbe-${pip.tone.replace(" ", " nbe-")}`);
       mark(node, "title", pip.title);
     });
-    const facts = [["World", size(state)], ["Epoch", String(state.epoch)], ["Step", number(state.step)]];
-    if (state.steps_per_second !== null) facts.push(["Steps/s", number(state.steps_per_second)]);
+    const facts = [training ? ["World", size(state)] : ["Ready", size({ ...state, world_size: ready })]];
+    facts.push(["Epoch", String(state.epoch)], ["Step", number(state.step)]);
+    if (training && state.steps_per_second !== null) facts.push(["Steps/s", number(state.steps_per_second)]);
     if (state.job) facts.unshift(["Job", `${state.job}${state.outcome ? ` ${state.outcome}` : ""}`]);
     facts.push(...Object.entries(state.report).map(([name, value]) => [name, number(value)]));
     const pair = () => element("div", {}, element("dt"), element("dd"));
@@ -310,7 +315,7 @@ class View {
     remove.setAttribute("aria-label", `Remove host ${host.name}`);
     const order = { order: "remove_host", host: host.name, now: false };
     remove.addEventListener("click", () => this.send(order, `remove ${host.name}`));
-    const name = element("th", { scope: "rowgroup", colspan: "7" });
+    const name = element("th", { scope: "rowgroup", colspan: String(COLUMNS.length) });
     const words = element("span", { class: "nbe-host" }, element("b"), element("span"), element("span"), remove);
     name.append(words);
     return element("tbody", {}, element("tr", { class: "nbe-hostrow" }, name));
@@ -355,22 +360,26 @@ function fillHost(body, host, workers, phase) {
   mark(state, "data-tone", tone(host.phase));
   say(use, [percent(host.cpu), bytes(host.memory)].filter(Boolean).join(" · "));
   remove.toggleAttribute("disabled", phase === "finished" || phase === "stopping" || host.phase === "draining");
-  const cells = () => element("tr", {}, ...Array.from({ length: 7 }, () => element("td")));
-  keep(body, workers, (worker) => worker.id, cells, fillWorker);
+  keep(body, workers, (worker) => worker.id, makeWorker, fillWorker);
+}
+
+function makeWorker() {
+  const cells = COLUMNS.map((name) => element("td", { class: `nbe-${name.toLowerCase()}` }));
+  cells[1].append(element("span", { class: "nbe-of" }), element("span")); // host/ and slot#incarnation
+  return element("tr", {}, ...cells);
 }
 
 /** @param {HTMLElement} row @param {Worker} worker */
 function fillWorker(row, worker) {
-  const rank = worker.rank === null ? "–" : String(worker.rank);
   const { id, state, step, restarts, cpu, memory } = worker;
-  const texts = [rank, id, state, number(step), String(restarts), percent(cpu), bytes(memory)];
-  const names = ["rank", "worker", "state", "step", "restarts", "cpu", "memory"];
-  texts.forEach((text, i) => {
-    const cell = /** @type {HTMLElement} */ (row.children[i]);
-    mark(cell, "class", `nbe-${names[i]}`);
-    say(cell, text);
-  });
-  mark(/** @type {HTMLElement} */ (row.children[2]), "data-tone", tone(state));
+  const [rank, name, ...others] = /** @type {HTMLElement[]} */ (Array.from(row.children));
+  const [host, own] = /** @type {HTMLElement[]} */ (Array.from(name.children));
+  say(rank, worker.rank === null ? "–" : String(worker.rank));
+  say(host, `${worker.host}/`);
+  say(own, id.slice(worker.host.length + 1));
+  const texts = [state, number(step), String(restarts), percent(cpu), bytes(memory)];
+  texts.forEach((text, i) => say(others[i], text));
+  mark(others[0], "data-tone", tone(state));
   mark(row, "title", [`process ${worker.pid}`, worker.reason].filter(Boolean).join(" · "));
 }
 

@@ -67,6 +67,15 @@ test("it says phase, reason, world, epoch, job and report at a glance", () => {
   assert.equal(el.querySelector(".nbe-pips").children.length, 4);
 });
 
+test("between jobs it says how many are ready", () => {
+  const workers = [worker("a/0#1", null, { state: "ready" }), worker("a/1#1", null, { state: "ready" })];
+  const { el, model } = show(state({ phase: "waiting", reason: "no job", world_size: 0, job: null, workers }));
+  assert.equal(el.querySelector(".nbe-state").textContent, "ready no job");
+  assert.equal(el.querySelector(".nbe-facts").children[0].textContent, "Ready2 / 2–4");
+  model.tell({ workers: workers.slice(1), reason: "1 of min 2" });
+  assert.equal(el.querySelector(".nbe-state").textContent, "waiting 1 of min 2");
+});
+
 test("each host has its workers, by rank, and those that stay are not touched", () => {
   const { el, model, rows } = show(state({ workers: [worker("a/1#1", 1), worker("a/0#1", 0)] }));
   assert.deepEqual(rows().map((text) => text.slice(0, 6)), ["a2 slo", "0a/0#1", "1a/1#1"]);
