@@ -124,7 +124,7 @@ def _take_order(world: World, event: Order, now: float, out: Commands) -> World:
             world = staffing.discovered(world, specs, now, out)
         case m.Scaled(min=low, max=high, by=by):
             out.append(m.Record("scaled", f"min {low}, max {high if high is not None else 'unlimited'} by {by}"))
-            world = replace(world, limits=replace(world.limits, min=low, max=high))
+            world = replace(world, limits=replace(world.limits, min=low, max=high), since=now)
         case _:
             assert_never(event)
     return staffing.staff(world, now, out)
@@ -170,7 +170,8 @@ def _ready(world: World, event: m.WorkerReady, now: float, out: Commands) -> Wor
         old, state=WorkerState.READY, epoch=event.epoch, commit=event.commit, clean=event.clean, store=event.store
     )
     if w not in world.ranked:
-        world = replace(world, since=world.since if world.waiting else now)
+        is_first = not world.waiting or world.short_since is not None  # that of them which makes them enough counts
+        world = replace(world, since=now if is_first else world.since)
         return put(replace(world, waiting=world.waiting | {w}, starting=less(world.starting, frozenset({w}))), worker)
     left = event.epoch == world.epoch
     match world.stage:
@@ -236,7 +237,9 @@ def _program_ended(world: World, event: m.ProgramEnded, now: float, out: Command
     if job is None or job.name != name:
         return jobs.run_next(world, w, out)
     if stopped or w in job.late:
-        return epochs.lose(world, gone, f"{w} did not finish", now, out, keep=True)
+        leavers = world.leaving & gone
+        world = epochs.lose(world, gone, f"{w} did not finish", now, out, keep=True)
+        return staffing.stop_workers(world, leavers, out)
     if not error:
         return _program_returned(world, w, now, out)
     if job.formed and w not in world.ranked:

@@ -10,7 +10,11 @@ from msgspec import Struct
 from nbelastic.core.errors import UsageError
 from nbelastic.core.messages import HostSpec, WorkerId
 
-_HOST = re.compile(r"(?:(?P<user>[\w.-]+)@)?(?P<name>\[[0-9a-fA-F:.%\w]+\]|[\w.-]+)(?::(?P<slots>[^:]*))?")
+_HOST = re.compile(  # a name that began with - would be an option to ssh
+    r"(?:(?P<user>\w[\w.-]*)@)?"
+    r"(?P<name>\[(?=[^]]*:)[0-9a-fA-F:.]+(?:%[\w.-]+)?\]|\w[\w.-]*)"
+    r"(?::(?P<slots>[^:]*))?"
+)
 
 
 class Place(Struct, frozen=True):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 
 from nbelastic.core import messages as m
 from nbelastic.core.membership import deadline, step
@@ -161,6 +162,7 @@ class Story:
             fake = self.fakes[wid(name)]
             fake.returned = True
             self._unsay(wid(name), m.WorkerOffered, m.WorkerReady)
+            fake.epoch = fake.epoch or fake.left  # it did not get as far as the commit to leave at
             self.send(m.WorkerSucceeded(wid(name), fake.epoch))
         return self
 
@@ -228,9 +230,8 @@ class Story:
                 self.fakes[w] = FakeWorker()
                 self._say(w, m.WorkerStarted(w, 1000 + len(self.started)), m.WorkerRegistered(w))
             case m.StopWorker(worker=w, kill=kill):
-                known = self._forget(w)
-                if known:
-                    self.answers.append(m.WorkerExited(w, SIGKILL if kill else 0))
+                self._forget(w)
+                self.answers.append(m.WorkerExited(w, SIGKILL if kill else 0))
             case m.RunProgram(worker=w, job=job):
                 assert not self.fakes[w].job, f"{w} still runs {self.fakes[w].job}"
                 self.fakes[w] = FakeWorker(job)
@@ -244,9 +245,10 @@ class Story:
             case m.LeaveAt(members=members, commit=commit):
                 for w in members:
                     self._leave(w, commit)
-            case m.Stay(members=members):
+            case m.Stay(epoch=epoch, members=members):
                 for w in members:
                     self._unsay(w, m.WorkerReady)
+                    self.fakes[w].epoch, self.fakes[w].left = epoch, epoch - 1
             case m.AbortWorld(epoch=epoch, members=members):
                 for w in members:
                     self._abort(w, epoch)
@@ -303,9 +305,9 @@ class Story:
     def _unsay(self, w: m.WorkerId, *kinds: type[m.Event]) -> None:
         self.answers = [e for e in self.answers if not (isinstance(e, kinds) and e.worker == w)]
 
-    def _forget(self, w: m.WorkerId) -> bool:
+    def _forget(self, w: m.WorkerId) -> None:
         self.answers = [e for e in self.answers if getattr(e, "worker", None) != w]
-        return self.fakes.pop(w, None) is not None
+        self.fakes.pop(w, None)
 
 
 def check(before: World, world: World, commands: tuple[m.Command, ...], now: float) -> None:
@@ -322,9 +324,9 @@ def faults(before: World, world: World, commands: tuple[m.Command, ...], now: fl
         yield f"the epoch went from {before.epoch} to {world.epoch}"
     if frozenset(world.members) != world.ranked or len(world.members) != len(world.ranked):
         yield "ranks are not unique, or `ranked` is not `members`"
-    if world.job is None or world.job.outcome:
-        if world.members or world.waiting or world.leaving or world.awaiting or world.suspects:
-            yield "there are members without a job"
+    epoch_sets = (world.ranked, world.waiting, world.leaving, world.awaiting, world.suspects)
+    if world.active is None and any(epoch_sets):
+        yield "there are members without a job"
     for name in ("ranked", "awaiting", "waiting", "starting", "leaving", "stopped", "failed", "suspects"):
         if not getattr(world, name) <= alive:
             yield f"{name} holds {getattr(world, name) - alive}, who are gone"
@@ -369,7 +371,7 @@ def _faults_of(command: m.Command, before: World, world: World, now: float) -> I
             if members != world.members or not set(members) <= set(world.workers):
                 yield "the order names others than the members"
             hosts = [w.host for w in members]
-            if sum(a != b for a, b in zip(hosts, hosts[1:], strict=False)) != len(set(hosts)) - 1:
+            if sum(a != b for a, b in pairwise(hosts)) != len(set(hosts)) - 1:
                 yield f"ranks are not packed by host: {hosts}"
             if root in receivers or not set(receivers) <= set(range(len(members))):
                 yield "the root receives, or nobody does"

@@ -1,0 +1,163 @@
+"""Where hosts come from, and how they change."""
+
+from __future__ import annotations
+
+from nbelastic.core import messages as m
+from nbelastic.core.world import HostPhase, Stage
+from tests.core.story import Story
+
+
+def kinds(commands) -> list[str]:
+    return [f"{c.kind} {c.host}" for c in commands if isinstance(c, m.Record) and c.kind.startswith("host-")]
+
+
+def test_added_removed_mixed_nothing():
+    """{} → a:2 → a:2,b:2 → b:2 → b:1,c:1 → same: added, added, removed, mixed, nothing."""
+    story = Story()
+    assert kinds(story.discover()) == []
+    assert kinds(story.discover("a:2")) == ["host-added a"]
+    story.answer()
+    assert kinds(story.discover("a:2", "b:2")) == ["host-added b"]
+    story.answer()
+    assert kinds(story.discover("b:2")) == ["host-removed a"]
+    story.answer()
+    assert list(story.world.hosts) == ["b"]
+    assert kinds(story.discover("b:1", "c:1")) == ["host-changed b", "host-added c"]
+    story.answer()
+    before = story.world
+    assert story.discover("b:1", "c:1") == ()
+    assert story.world == before
+
+
+def test_fewer_slots_take_the_highest_away():
+    """A slot count that shrinks takes the highest slots; the workers there leave at a commit."""
+    story = Story(min=1)
+    story.discover("a:3")
+    story.run()
+    story.discover("a:1")
+    assert story.world.stage is Stage.ASKED
+    story.quiet(1.0)
+    assert story.names == ["a/0#1"]
+    assert story.alive() == ["a/0#1"]
+    assert story.world.resets == 0
+
+
+def test_more_slots_add_workers():
+    """A slot count that grows starts workers on the new slots, and they join."""
+    story = Story("a:1", min=1).run()
+    story.add("a:3").quiet(2.0)
+    assert story.names == ["a/0#1", "a/1#1", "a/2#1"]
+
+
+def test_slots_that_come_back_are_new_workers():
+    """A slot taken away and given back never starts a worker under an id that was used before."""
+    story = Story("a:2", min=1).run()
+    story.add("a:1").quiet(1.0)
+    story.add("a:2").quiet(2.0)
+    assert story.names == ["a/0#1", "a/1#2"]
+
+
+def test_slots_taken_away_while_their_worker_still_ends():
+    """Shrink and grow before the worker has ended: it ends, and then its slot is used by a new one."""
+    story = Story("a:2", min=1)
+    story.answer()
+    story.add("a:1").add("a:2")
+    assert story.alive() == ["a/0#1"]
+    story.answer()
+    assert story.alive() == ["a/0#1", "a/1#2"]
+
+
+def test_a_host_that_comes_back_starts_new_workers():
+    """A host removed and added again never reuses an id: late news of its old workers hits nobody."""
+    story = Story("a:2", min=1)
+    story.answer()
+    story.remove("a").answer()
+    assert "a" not in story.world.hosts
+    story.add("a:2").answer()
+    assert story.alive() == ["a/0#2", "a/1#2"]
+    before = story.world
+    story.send(m.WorkerExited(m.WorkerId("a", 0, 1), -9), m.WorkerRegistered(m.WorkerId("a", 1, 1), "late"))
+    assert story.world == before
+
+
+def test_a_lost_host_that_was_to_leave_is_forgotten_but_not_its_ids():
+    """The same when the draining host's agent dies before its workers have left."""
+    story = Story("a:1", "b:1", min=1).run()
+    story.remove("a").lose_host("a").answer()
+    story.add("a:1").quiet(2.0)
+    assert story.alive("a") == ["a/0#2"]
+
+
+def test_a_host_added_and_removed_at_once_is_nothing():
+    """Added and removed within one settle time: nothing happens to anybody."""
+    story = Story("a:2", min=1).run()
+    mark = story.mark()
+    story.add("b:2").wait(0.5).remove("b").quiet(5.0)
+    assert story.commands(m.AskLeave, mark) + story.commands(m.FormWorld, mark) == []
+    assert list(story.world.hosts) == ["a"]
+
+
+def test_ready_newcomers_that_are_removed_again_disturb_nobody():
+    """The same when its workers had come so far that the members were already asked to leave."""
+    story = Story("a:2", min=1).run()
+    mark = story.mark()
+    story.add("b:1").answer(lambda e: not isinstance(e, m.WorkerOffered))
+    assert story.world.stage is Stage.ASKED
+    story.remove("b").quiet(2.0)
+    assert story.commands(m.Stay, mark)
+    assert story.commands(m.FormWorld, mark) == []
+    assert story.world.stage is Stage.RUNNING
+
+
+def test_a_drain_taken_back_in_time_changes_nothing():
+    """Removed and added again before anyone has left: all stay."""
+    story = Story("a:1", "b:1", min=1).run()
+    story.remove("b")
+    assert story.world.stage is Stage.ASKED
+    story.add("b:1").quiet(1.0)
+    assert story.names == ["a/0#1", "b/0#1"]
+    assert story.world.epoch == 1
+    assert story.world.hosts["b"].phase is HostPhase.UP
+
+
+def test_a_host_removed_by_hand_stays_away():
+    """Discovery still lists a host that a person removed: it does not come back until it is added, or was unlisted once."""
+    story = Story(min=1)
+    story.discover("a:1", "b:1")
+    story.answer()
+    story.remove("b").answer()
+    story.discover("a:1", "b:1")
+    assert list(story.world.hosts) == ["a"]
+    story.discover("a:1")
+    story.discover("a:1", "b:1")
+    assert list(story.world.hosts) == ["a", "b"]
+
+
+def test_a_host_added_by_hand_is_not_discoverys_to_remove():
+    """Discovery that does not list a host added by hand leaves it alone."""
+    story = Story("mine:1", min=1)
+    story.answer()
+    story.discover("a:1")
+    story.discover()
+    story.answer()
+    assert list(story.world.hosts) == ["mine"]
+
+
+def test_hosts_beyond_max_come_and_go_unnoticed():
+    """A change that does not alter the assignment (a host beyond max appears or goes) disturbs nobody."""
+    story = Story("a:2", min=1, max=2).run()
+    mark = story.mark()
+    story.add("b:2").quiet(3.0)
+    story.remove("b").quiet(3.0)
+    assert story.commands(m.AskLeave, mark) + story.commands(m.AbortWorld, mark) == []
+    assert (story.names, story.world.epoch) == (["a/0#1", "a/1#1"], 1)
+    assert story.commands(m.StartWorker, mark) == []
+
+
+def test_a_spare_waits_and_disturbs_nobody():
+    """Spares above max are started and ready, and nothing is asked of the members."""
+    story = Story("a:2", "b:2", min=1, max=2, spares=1).run()
+    assert (len(story.names), len(story.world.waiting)) == (2, 1)
+    assert story.commands(m.AskLeave) == []
+    story.kill("a/1#1").hear(m.WorkerReady)
+    assert story.names == ["a/0#1", "b/0#1"]

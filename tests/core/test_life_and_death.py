@@ -1,0 +1,515 @@
+"""Workers die, freeze, raise and finish, at every point of an epoch's life."""
+
+from __future__ import annotations
+
+import pytest
+
+from nbelastic.core import messages as m
+from nbelastic.core.world import Stage, WorkerState
+from tests.core.story import Story, wid
+
+
+def with_stage(stage: Stage) -> Story:
+    """Three workers on three hosts and min 2; stopped at `stage`, a world being old enough to have state."""
+    story = Story("a:1", "b:1", "c:1", min=2, cooldown=(0.0, 0.0))
+    if stage is Stage.FORMING:
+        story.answer()
+        story.submit().hear(m.WorkerReady)
+    else:
+        story.run().commit(3)
+    if stage in (Stage.ASKED, Stage.LEAVING):
+        story.add("d:1").answer(lambda e: not isinstance(e, m.WorkerOffered))
+    if stage is Stage.LEAVING:
+        story.hear(m.WorkerOffered)
+    assert story.world.stage is stage, story.world.reason
+    return story
+
+
+LIVE = [Stage.FORMING, Stage.RUNNING, Stage.ASKED, Stage.LEAVING]
+
+
+@pytest.mark.parametrize("stage", LIVE)
+@pytest.mark.parametrize("victim", ["a/0#1", "b/0#1", "c/0#1"])
+def test_a_death_at_any_point_is_survived(stage, victim):
+    """Rank 0 or another dies while forming, running, agreeing or leaving: the others are aborted and train on."""
+    story = with_stage(stage)
+    epoch, mark = story.world.epoch, story.mark()
+    story.kill(victim)
+    abort = story.commands(m.AbortWorld, mark)[0]
+    assert (abort.epoch, wid(victim) in abort.members, len(abort.members)) == (epoch, False, 2)
+    story.quiet(5.0)
+    assert story.world.stage is Stage.RUNNING
+    assert victim not in story.names
+    assert f"{victim[0]}/0#2" in story.names
+    assert story.world.resets == 1
+
+
+@pytest.mark.parametrize("stage", LIVE)
+def test_two_deaths_at_once_are_one_break(stage):
+    """Two die at once: one reset, and the survivor waits, with its state, for the replacements."""
+    story = with_stage(stage)
+    story.kill("a/0#1", "c/0#1").quiet(5.0)
+    assert story.world.resets == 1
+    assert story.world.stage is Stage.RUNNING
+    assert {"a/0#2", "b/0#1", "c/0#2"} <= set(story.names)
+    if stage is not Stage.FORMING:
+        order = next(o for o in story.commands(m.FormWorld) if wid("a/0#2") in o.members)
+        assert order.members[order.root] == wid("b/0#1")
+
+
+@pytest.mark.parametrize("stage", LIVE)
+def test_a_host_lost_at_any_point_is_survived(stage):
+    """The whole host goes: its workers are gone without a strike, and it is tried again."""
+    story = with_stage(stage)
+    story.lose_host("b").quiet(5.0)
+    assert story.world.stage is Stage.RUNNING
+    assert story.world.resets == 1
+    assert "b/0#2" in story.names
+    assert story.world.hosts["b"].slots[0].strikes == 0
+
+
+@pytest.mark.parametrize("stage", LIVE)
+def test_a_host_removed_at_once_is_a_break_without_a_strike(stage):
+    """`--now` in any stage: its workers are killed and out at once, nobody waits for their exit; no strike."""
+    story = with_stage(stage)
+    mark = story.mark()
+    story.remove("b", now=True)
+    assert story.commands(m.StopWorker, mark) == [m.StopWorker(wid("b/0#1"), kill=True)]
+    assert wid("b/0#1") not in story.world.ranked
+    story.quiet(5.0)
+    assert story.world.stage is Stage.RUNNING
+    assert "b" not in story.world.hosts
+    assert not story.records("slot-cooling") + story.records("worker-lost")
+
+
+@pytest.mark.parametrize("stage", LIVE)
+def test_a_job_can_be_stopped_at_any_point(stage):
+    """Stopped in any stage: every program is told to stop, the job ends once, and the next one runs."""
+    story = with_stage(stage)
+    story.send(m.JobStopRequested("job"))
+    assert story.last(m.EndJob).outcome == "stopped"
+    assert story.world.members == ()
+    story.quiet(6.0)
+    assert story.commands(m.EndJob) == [story.last(m.EndJob)]
+    assert not story.records("worker-killed")
+    story.run("second").finish()
+    assert story.job.outcome == "succeeded"
+
+
+@pytest.mark.parametrize("stage", LIVE)
+def test_a_cluster_can_be_stopped_at_any_point(stage):
+    """Stopped in any stage, twice: the job ends, the agents are told once, nothing is started, nothing is left."""
+    story = with_stage(stage)
+    mark = story.mark()
+    story.send(m.StopRequested("done"), m.StopRequested("again"))
+    assert story.world.reason == "stopping: done"
+    assert sorted(c.host for c in story.commands(m.StopAgent, mark)) == sorted(story.world.hosts)
+    story.quiet(10.0)
+    assert story.commands(m.StartWorker, mark) + story.commands(m.StartAgent, mark) == []
+    assert (story.world.phase, story.world.workers) == ("finished", {})
+
+
+def test_a_death_before_ready_is_replaced():
+    """A worker that dies while it starts, or before it has said ready, is replaced; no epoch is broken."""
+    story = Story("a:2", min=2)
+    story.hear(m.AgentReady).kill("a/0#1").answer()
+    story.submit().kill("a/1#1").quiet(2.0)
+    assert story.names == ["a/0#2", "a/1#2"]
+    assert story.world.resets == 0
+
+
+def test_a_death_during_the_recovery_from_another_is_the_same_break():
+    """One dies while the others still gather after a death: one reset, nobody waits for the dead."""
+    story = Story("a:4", min=2).run()
+    story.kill("a/0#1").hear(m.WorkerReady, "a/1#1")
+    story.kill("a/2#1").hear(m.WorkerReady)
+    assert story.names == ["a/1#1", "a/3#1"]
+    assert story.world.resets == 1
+
+
+def test_a_death_while_syncing_leaves_the_state_where_it_was():
+    """The newcomer's epoch breaks while it forms: those who held the state still do, and the newest of it wins."""
+    story = Story("a:2", min=1, cooldown=(0.0, 0.0)).run().commit(7)
+    story.add("b:1").answer(lambda e: not isinstance(e, m.WorkerFormed))
+    assert (story.world.stage, len(story.world.members)) == (Stage.FORMING, 3)
+    story.kill("a/0#1").hear(m.WorkerReady, "a/1#1")
+    story.answer()
+    order = story.commands(m.FormWorld)[2]
+    assert order.members[order.root] == wid("a/1#1")
+    assert order.members.index(wid("b/0#1")) in order.receivers
+
+
+def test_the_joiner_dies_and_the_world_never_notices():
+    """A newcomer that dies before the switch costs the running world nothing, not even when it was asked already."""
+    story = Story("a:2", min=1).run()
+    story.add("b:1").hear(m.AgentReady)
+    story.kill("b/0#1").answer(lambda e: not isinstance(e, m.WorkerOffered))
+    assert story.world.stage is Stage.ASKED
+    story.remove("b", now=True).hear(m.WorkerOffered)
+    assert (story.world.stage, story.world.epoch, story.world.resets) == (Stage.RUNNING, 1, 0)
+    assert story.last(m.Stay).members == story.world.members
+
+
+def test_the_newest_commit_wins_and_everyone_else_receives():
+    """Survivors at different commits: the newest is the root; a worker with changes since its commit is not."""
+    story = Story("a:4", min=1).run().commit(5)
+    story.fakes[wid("a/2#1")].commit += 1
+    story.fakes[wid("a/3#1")].commit += 1
+    story.fakes[wid("a/3#1")].clean = False
+    mark = story.mark()
+    story.kill("a/0#1").hear(m.WorkerReady, "a/1#1", "a/2#1", "a/3#1")
+    order = story.commands(m.FormWorld, mark)[0]
+    assert [str(w) for w in order.members] == ["a/1#1", "a/2#1", "a/3#1"]
+    assert (order.root, order.receivers) == (1, (0, 2))
+
+
+def test_equal_survivors_send_nothing():
+    """All survivors clean at the same commit: nobody receives anything."""
+    story = Story("a:3", min=1).run().commit(5)
+    mark = story.mark()
+    story.kill("a/0#1").hear(m.WorkerReady, "a/1#1", "a/2#1")
+    assert story.commands(m.FormWorld, mark)[0].receivers == ()
+
+
+def test_in_a_planned_change_only_newcomers_receive():
+    """All leave at the same commit, so only the newcomer needs the state."""
+    story = Story("a:2", min=1).run().commit(5)
+    mark = story.mark()
+    story.add("b:1").quiet(2.0)
+    order = story.commands(m.FormWorld, mark)[0]
+    assert (order.root, order.receivers) == (0, (2,))
+
+
+def test_in_the_first_world_everyone_receives_rank_zeros_state():
+    """Nobody has trained: rank 0 is the root and all others receive."""
+    order = Story("a:3", min=3).run().last(m.FormWorld)
+    assert (order.root, order.receivers) == (0, (1, 2))
+
+
+def test_a_stopped_process_never_comes_back_as_a_ghost():
+    """SIGSTOP, later SIGCONT: it is killed and replaced, and whatever it says then is said to nobody."""
+    story = Story("a:3", min=2).run()
+    story._forget(wid("a/0#1"))
+    mark = story.mark()
+    story.send(m.WorkerFroze(wid("a/0#1"), "stopped"))
+    assert story.commands(m.StopWorker, mark) == [m.StopWorker(wid("a/0#1"), kill=True)]
+    story.quiet(3.0)
+    assert story.names == ["a/1#1", "a/2#1", "a/0#2"]
+    before = story.world
+    story.send(
+        m.WorkerReady(wid("a/0#1"), "job", 1, 3, clean=True, store="ghost"),
+        m.WorkerFormed(wid("a/0#1"), 1),
+        m.WorkerRaised(wid("a/0#1"), 1, intact=True, error="ghost"),
+        m.ProgramEnded(wid("a/0#1"), "job", "ghost"),
+        m.WorkerExited(wid("a/0#1"), -9),
+    )
+    assert story.world == before
+
+
+def test_a_worker_that_freezes_while_it_ends_is_no_strike():
+    """One that was told to end and stops instead is killed, and its slot is not punished."""
+    story = Story("a:1", "b:1", min=1, max=2)
+    story.answer()
+    story.scale(1, 1).send(m.WorkerFroze(wid("b/0#1"), "stopped"))
+    assert story.world.hosts["b"].slots[0].strikes == 0
+    assert wid("b/0#1") not in story.world.workers
+
+
+def test_all_workers_fail_and_the_job_fails_once():
+    """Every worker of a job that has trained dies: it fails once, and says that nobody holds the state any more."""
+    story = Story("a:3", min=1).run()
+    story.kill("a/0#1", "a/1#1", "a/2#1").quiet(10.0)
+    ends = story.commands(m.EndJob)
+    assert [end.outcome for end in ends] == ["failed"]
+    assert "no worker is left that holds the training state" in ends[0].reason
+    assert "a/2#1 died (SIGKILL)" in ends[0].reason
+
+
+def test_every_host_is_lost():
+    """Every host goes: the job fails once; the hosts are tried again for the next job."""
+    story = Story("a:1", "b:1", min=1).run()
+    story.lose_host("a").lose_host("b")
+    assert [end.outcome for end in story.commands(m.EndJob)] == ["failed"]
+    story.quiet(10.0).run("second")
+    assert story.names == ["a/0#2", "b/0#2"]
+
+
+def test_all_die_before_anything_was_trained():
+    """Before the first world has run there is nothing to lose: the job waits for the replacements and begins."""
+    story = Story("a:2", min=2, cooldown=(0.0, 0.0)).submit()
+    story.hear(m.AgentReady).answer(lambda e: not isinstance(e, m.WorkerFormed))
+    story.kill("a/0#1", "a/1#1").quiet(3.0)
+    assert story.names == ["a/0#2", "a/1#2"]
+
+
+def test_one_finishes_first_and_the_others_get_time():
+    """After the first rank has finished nobody is disturbed: newcomers, removals and scaling wait for the end."""
+    story = Story("a:2", "b:1", min=1).run()
+    story.returned("a/0#1")
+    mark = story.mark()
+    story.add("c:1").remove("b").quiet(20.0)
+    assert story.commands(m.AskLeave, mark) + story.commands(m.AbortWorld, mark) == []
+    assert story.commands(m.StopProgram, mark) == []
+    assert story.world.reason == "1 of 3 ranks have finished"
+    story.returned("a/1#1", "b/0#1").ended("a/0#1", "b/0#1", "a/1#1")
+    assert (story.job.outcome, story.job.reason) == ("succeeded", "every rank finished")
+
+
+@pytest.mark.parametrize("stage", [Stage.ASKED, Stage.LEAVING])
+def test_finishing_calls_a_change_off(stage):
+    """A rank finishes while the others agree on where to leave: all stay."""
+    story = with_stage(stage)
+    story.returned("a/0#1")
+    assert story.last(m.Stay).members == story.world.members
+    assert story.world.stage is Stage.RUNNING
+    story.returned("b/0#1", "c/0#1").ended(*story.names)
+    assert story.job.outcome == "succeeded"
+
+
+def test_one_that_has_left_for_a_change_cannot_come_back_to_a_finished_epoch():
+    """A rank has left at the agreed commit and another finishes before it: who left is sent home, the job succeeds."""
+    story = with_stage(Stage.LEAVING)
+    story.hear(m.WorkerReady, "b/0#1").returned("a/0#1")
+    assert story.last(m.StopProgram).workers == (wid("b/0#1"),)
+    story.returned("c/0#1").ended("a/0#1", "c/0#1").quiet(1.0)
+    assert (story.job.outcome, story.job.reason) == ("succeeded", "1 of 3 ranks did not finish")
+
+
+def test_a_death_after_others_have_finished_restarts_nothing():
+    """A rank dies after another has finished: the rest, who may wait for it, stop; the job succeeds with what there is."""
+    story = Story("a:3", min=1).run()
+    story.returned("a/0#1")
+    mark = story.mark()
+    story.kill("a/1#1")
+    assert story.commands(m.AbortWorld, mark) + story.commands(m.FormWorld, mark) == []
+    assert story.last(m.StopProgram).workers == (wid("a/2#1"),)
+    story.ended("a/0#1").quiet(1.0)
+    assert (story.job.outcome, story.job.reason) == ("succeeded", "2 of 3 ranks did not finish")
+    assert story.job.ranks == (wid("a/0#1"), wid("a/1#1"), wid("a/2#1"))
+
+
+def test_one_that_does_not_stop_after_that_is_killed():
+    """The rest hang and do not stop: after `leave` seconds they are killed, and the job ends."""
+    story = Story("a:3", min=1).run()
+    story.returned("a/0#1").silent.update({wid("a/2#1")})
+    story.kill("a/1#1").ended("a/0#1")
+    assert story.world.active
+    story.wait(5.0)
+    assert "a/2#1 did not stop within 5 s and is killed" in story.records("worker-killed")
+    assert story.job.outcome == "succeeded"
+
+
+def test_a_finished_program_may_die():
+    """A rank whose program has ended dies: the others do not need it, and are not disturbed."""
+    story = Story("a:2", min=1).run()
+    story.returned("a/0#1").ended("a/0#1")
+    mark = story.mark()
+    story.kill("a/0#1")
+    assert story.commands(m.StopProgram, mark) == []
+    story.returned("a/1#1").ended("a/1#1")
+    assert story.job.outcome == "succeeded"
+
+
+def test_the_finished_ranks_die_before_their_programs_end():
+    """All that had finished are lost before their results came: the job fails, once, and does not wait for ever."""
+    story = Story("a:2", min=1).run()
+    story.returned("a/0#1").kill("a/0#1").quiet(6.0)
+    assert [end.outcome for end in story.commands(m.EndJob)] == ["failed"]
+    assert "lost before its program ended" in story.job.reason
+
+
+@pytest.mark.parametrize("how", ["returned", "ended"])
+def test_a_rank_finishes_just_as_the_world_breaks(how):
+    """Its word comes after the news of a death: it has finished all the same, and the job does not wait for it."""
+    story = Story("a:3", min=1).run()
+    story.fakes[wid("a/0#1")].returned = True
+    story.kill("a/1#1")
+    assert story.world.stage is Stage.GATHERING
+    getattr(story, how)("a/0#1")
+    assert wid("a/2#1") in story.last(m.StopProgram).workers
+    if how == "returned":
+        story.ended("a/0#1")
+    story.quiet(6.0)
+    assert story.job.outcome == "succeeded"
+
+
+def test_a_program_that_ends_without_a_word_has_finished():
+    """The end of the program arrives before the word that the function returned: that is the same, and said once."""
+    story = Story("a:2", min=1).run()
+    story.fakes[wid("a/0#1")].returned = True
+    epoch = story.world.epoch
+    story.ended("a/0#1").send(m.WorkerSucceeded(wid("a/0#1"), epoch))
+    assert story.world.workers[wid("a/0#1")].state is WorkerState.READY
+    story.kill("a/1#1").quiet(6.0)
+    assert story.job.outcome == "succeeded"
+
+
+def test_the_users_error_on_one_rank_is_the_jobs():
+    """The function raises and no connection was lost: the job fails with that rank's error; no host is punished."""
+    story = Story("a:3", min=1).run()
+    story.raised("a/1#1", "ValueError: NaN")
+    end, stop = story.last(m.EndJob), story.last(m.StopProgram)
+    assert (end.outcome, end.reason, end.culprit) == ("failed", "rank 1 (a/1#1) raised ValueError: NaN", wid("a/1#1"))
+    assert (stop.culprit, len(stop.workers)) == (wid("a/1#1"), 3)
+    story.quiet(6.0)
+    assert len(story.alive()) == 3
+    assert all(slot.strikes == 0 for slot in story.world.hosts["a"].slots)
+
+
+def test_errors_on_all_ranks_fail_the_job_once():
+    """All ranks raise, in whatever order the words come: the first is the culprit, and there is one error."""
+    story = Story("a:3", min=1).run()
+    epoch = story.world.epoch
+    for w in list(story.world.members)[::-1]:
+        story.send(m.WorkerRaised(w, epoch, intact=True, error="KeyError: x"))
+    assert [end.culprit for end in story.commands(m.EndJob)] == [wid("a/2#1")]
+
+
+def test_an_error_before_the_first_world():
+    """The program raises at its top, before any elastic function: the job fails with it."""
+    story = Story("a:2", min=2)
+    story.answer()
+    story.submit().ended("a/1#1", error="ImportError: no_such")
+    assert story.last(m.EndJob).reason == "a/1#1 raised ImportError: no_such"
+    story.quiet(6.0)
+    assert [str(w) for w in story.world.workers] == ["a/0#1", "a/1#1"]
+
+
+def test_a_newcomers_error_is_its_own():
+    """The program raises on a newcomer while a world runs: the world trains on, the newcomer stays for inspection."""
+    story = Story("a:1", min=1).run()
+    story.add("b:1").hear(m.AgentReady).hear(m.WorkerStarted).hear(m.WorkerRegistered)
+    story.ended("b/0#1", error="OSError: disk full").quiet(5.0)
+    assert story.names == ["a/0#1"]
+    assert story.world.active
+    assert story.world.workers[wid("b/0#1")].state is WorkerState.FAILED
+    story.finish()
+    story.run("second")
+    assert story.names == ["a/0#1", "b/0#1"]
+
+
+def test_an_error_after_others_have_finished_still_fails_the_job():
+    """A rank raises an error of its own after another has finished: that is an error, not a death."""
+    story = Story("a:2", min=1).run()
+    story.returned("a/0#1").ended("a/1#1", error="ZeroDivisionError")
+    assert story.last(m.EndJob).reason == "rank 1 (a/1#1) raised ZeroDivisionError"
+
+
+def test_a_lost_connection_waits_for_the_news_of_the_death():
+    """A collective fails before the death is known: nobody is blamed, and the death's break is the only one."""
+    story = Story("a:3", min=2).run()
+    story.raised("a/1#1", "RuntimeError: Connection closed", intact=False)
+    assert story.world.active
+    assert story.world.stage is Stage.RUNNING
+    story.wait(0.05).kill("a/0#1").hear(m.WorkerReady)
+    assert story.names == ["a/1#1", "a/2#1"]
+    story.quiet(5.0)
+    assert story.world.resets == 1
+
+
+def test_lost_connections_without_a_death_break_the_world():
+    """Nobody died, but a rank's connections broke (a partition): after the grace time the world is formed anew."""
+    story = Story("a:3", min=2).run()
+    story.raised("a/1#1", "RuntimeError: Connection closed", intact=False).quiet(2.0)
+    assert (story.world.epoch, story.world.stage, len(story.names)) == (2, Stage.RUNNING, 3)
+    assert story.records("world-broken") == ["connections of a/1#1 broke though every worker lives"]
+
+
+def test_a_connection_lost_while_others_still_form_is_not_forgotten():
+    """One raises right after it has formed, before the others have: their forming does not wash that away."""
+    story = Story("a:2", min=2)
+    story.answer()
+    story.submit().hear(m.WorkerReady).hear(m.WorkerFormed, "a/0#1")
+    story.raised("a/0#1", "RuntimeError", intact=False).hear(m.WorkerFormed)
+    assert story.world.stage is Stage.RUNNING
+    story.quiet(2.0)
+    assert (story.world.epoch, story.world.stage) == (2, Stage.RUNNING)
+
+
+def test_connections_lost_after_others_have_finished_restart_nothing():
+    """Ranks with different numbers of steps: the longer one's collective fails after the shorter has finished."""
+    story = Story("a:2", min=1).run()
+    story.returned("a/0#1").raised("a/1#1", "RuntimeError", intact=False).quiet(2.0)
+    assert story.world.epoch == 1
+    story.ended("a/0#1")
+    assert story.job.outcome == "succeeded"
+
+
+def test_a_member_that_leaves_unasked_is_noticed():
+    """A member says that it waits for a world though its own runs: nobody is left alone in a collective for ever."""
+    story = Story("a:2", min=2).run()
+    story._abort(wid("a/1#1"), story.world.epoch)
+    story.hear(m.WorkerReady).quiet(2.0)
+    assert (story.world.epoch, story.world.stage) == (2, Stage.RUNNING)
+
+
+def test_a_worker_that_missed_the_order_gets_it_again():
+    """A member still says that it is ready while its world forms: the same order goes to it alone."""
+    story = Story("a:2", min=2)
+    story.answer()
+    story.submit().hear(m.WorkerReady)
+    order = story.last(m.FormWorld)
+    story.send(m.WorkerReady(wid("a/1#1"), "job", 0, 0, clean=True, store="x"))
+    again = story.last(m.FormWorld)
+    assert (again.to, again.epoch, again.root, again.store) == ((wid("a/1#1"),), 1, order.root, order.store)
+
+
+def test_a_worker_that_never_heard_of_the_epoch_that_broke_is_told():
+    """It repeats its old word while the others gather: it is told of the abort, so that it can say the right one."""
+    story = Story("a:3", min=2)
+    story.answer()
+    story.submit().hear(m.WorkerReady).kill("a/0#1")
+    mark = story.mark()
+    story.send(m.WorkerReady(wid("a/1#1"), "job", 0, 0, clean=True, store="x"))
+    assert [(c.epoch, c.members) for c in story.commands(m.AbortWorld, mark)] == [(1, (wid("a/1#1"),))]
+    assert wid("a/1#1") in story.world.awaiting
+
+
+def test_below_min_and_back():
+    """Survivors park with their state, for as long as elastic_timeout allows, and go on where they stopped."""
+    story = Story("a:1", "b:1", min=2, elastic_timeout=600.0).run().commit(9)
+    story.lose_host("b").answer()
+    assert story.world.phase == "waiting"
+    assert "1 of min 2 workers ready; waiting for b (lost" in story.world.reason
+    story.silent.add(wid("b/0#2"))
+    story.quiet(500.0)
+    assert story.world.active
+    story.kill("b/0#2").quiet(60.0)
+    order = story.last(m.FormWorld)
+    assert (order.root, story.fakes[wid("b/0#3")].commit) == (0, 9)
+    assert story.world.stage is Stage.RUNNING
+
+
+def test_failures_count_against_the_reset_limit():
+    """reset_limit=2: two breaks are recovered from, the third ends the job with exactly that reason."""
+    story = Story("a:2", min=1, reset_limit=2, cooldown=(0.0, 0.0)).run()
+    for number in (1, 2):
+        story.kill(story.alive()[-1]).quiet(2.0)
+        assert (story.world.stage, story.world.resets) == (Stage.RUNNING, number)
+    victim = story.alive()[-1]
+    story.kill(victim)
+    assert story.last(m.EndJob).reason == f"3 resets exceed reset_limit=2; the last: {victim} died (SIGKILL)"
+
+
+def test_planned_changes_do_not_count():
+    """Hosts come and go with reset_limit=0, and the job goes on."""
+    story = Story("a:1", min=1, reset_limit=0).run()
+    story.add("b:1").quiet(2.0).remove("b").quiet(2.0).scale(1, 1).quiet(2.0)
+    assert story.world.active
+    assert story.world.epoch == 3
+
+
+def test_a_new_jobs_resets_begin_at_zero():
+    """The next job has its own count."""
+    story = Story("a:2", min=1, reset_limit=1).run()
+    story.kill("a/0#1").quiet(2.0).finish().run("second")
+    assert story.world.resets == 0
+
+
+def test_a_worker_that_could_not_leave_is_replaced_without_a_strike():
+    """It ended itself, stuck in an aborted collective: that is nobody's fault, and the others go on."""
+    story = Story("a:3", min=2).run()
+    story.kill("a/0#1").kill("a/1#1", code=m.STUCK).quiet(2.0)
+    assert len(story.names) == 3
+    slots = story.world.hosts["a"].slots
+    assert [(slot.strikes, slot.restarts) for slot in slots] == [(1, 1), (0, 1), (0, 0)]

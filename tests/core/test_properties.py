@@ -1,0 +1,280 @@
+"""Whatever happens, in whatever order: what must always hold does, and ready workers get to train.
+
+The invariants themselves are `story.faults`, checked after every step of every story; here hypothesis tells the story.
+"""
+
+from __future__ import annotations
+
+from hypothesis import HealthCheck, assume, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from nbelastic.core import messages as m
+from nbelastic.core.membership import deadline
+from nbelastic.core.world import HostPhase, Stage
+from tests.core.story import IN_TIME, Story
+
+HOSTS = ("a", "b", "c")
+CODES = (-9, -11, 0, 1, 3, m.STUCK)
+
+
+class AnyStory(RuleBasedStateMachine):
+    """Hosts, workers, people and time do what they like; the workers that live are faithful."""
+
+    @initialize(
+        low=st.integers(1, 3),
+        room=st.none() | st.integers(0, 3),
+        spares=st.integers(0, 1),
+        reset_limit=st.sampled_from([None, None, None, 3]),
+        cooldown=st.sampled_from([(0.0, 0.0), (5.0, 300.0), (1.0, 2.0)]),
+    )
+    def begin(self, low, room, spares, reset_limit, cooldown):
+        high = None if room is None else low + room
+        self.story = Story(
+            min=low, max=high, spares=spares, reset_limit=reset_limit, cooldown=cooldown, elastic_timeout=1000.0
+        )
+        self.jobs = 0
+        self.story.add("a:2").add("b:1")
+        self.calm()
+
+    # ---- hosts and people ----
+
+    @rule(host=st.sampled_from(HOSTS), slots=st.integers(1, 3))
+    def add_host(self, host, slots):
+        self.story.add(f"{host}:{slots}")
+        slots = self.story.world.hosts[host].slots if host in self.story.world.hosts else ()
+        assert not any(slot.cooling_until > self.story.now for slot in slots), "adding a host pardons it"
+
+    @rule(host=st.sampled_from(HOSTS), now=st.booleans())
+    def remove_host(self, host, now):
+        self.story.remove(host, now=now)
+
+    @rule(hosts=st.dictionaries(st.sampled_from(HOSTS), st.integers(1, 3)))
+    def discover(self, hosts):
+        self.story.discover(*(f"{name}:{slots}" for name, slots in hosts.items()))
+
+    @rule(low=st.integers(1, 3), room=st.none() | st.integers(0, 3))
+    def scale(self, low, room):
+        self.story.scale(low, None if room is None else low + room)
+
+    @rule()
+    def submit(self):
+        if self.story.world.active is None:
+            self.jobs += 1
+        self.story.submit(f"job-{self.jobs}")
+
+    @precondition(lambda self: self.story.world.active)
+    @rule(really=st.integers(0, 3))
+    def stop_job(self, really):
+        if not really:
+            self.story.send(m.JobStopRequested(self.story.job.name))
+
+    # ---- processes ----
+
+    @rule(data=st.data(), code=st.sampled_from(CODES))
+    def kill(self, data, code):
+        self.story.kill(str(self._worker(data)), code=code)
+
+    @rule(data=st.data())
+    def freeze(self, data):
+        w = self._worker(data)
+        self.story._forget(w)
+        self.story.send(m.WorkerFroze(w, "stopped"))
+
+    @rule(data=st.data())
+    def lose_host(self, data):
+        names = sorted(self.story.world.hosts)
+        assume(names)
+        self.story.lose_host(data.draw(st.sampled_from(names)))
+
+    @rule(data=st.data())
+    def fail_to_set_up(self, data):
+        w = self._answering(data, m.WorkerRegistered)
+        self.story._unsay(w, m.WorkerStarted, m.WorkerRegistered)
+        self.story.send(m.WorkerRegistered(w, "NameError: x"))
+
+    # ---- the training ----
+
+    @rule(count=st.integers(1, 5))
+    def commit(self, count):
+        if self.story.world.stage is Stage.RUNNING:
+            self.story.commit(count)
+
+    @rule(data=st.data(), intact=st.sampled_from([False, False, False, True]))
+    def raise_error(self, data, intact):
+        w = self._inside(data)
+        self.story._unsay(w, m.WorkerOffered, m.WorkerReady)
+        fake = self.story.fakes[w]
+        fake.epoch = fake.epoch or fake.left
+        self.story.send(m.WorkerRaised(w, fake.epoch, intact, "RuntimeError: lost"))
+
+    @rule(data=st.data())
+    def end_by_error(self, data):
+        w = self._inside(data)
+        self.story.ended(str(w), error="ValueError: bad")
+
+    @rule(data=st.data(), ends=st.booleans())
+    def return_(self, data, ends):
+        w = self._inside(data)
+        self.story.returned(str(w))
+        if ends:
+            self.story.ended(str(w))
+
+    @rule(data=st.data())
+    def end(self, data):
+        returned = sorted(w for w, fake in self.story.fakes.items() if fake.returned and fake.job)
+        assume(returned)
+        self.story.ended(str(data.draw(st.sampled_from(returned))))
+
+    # ---- words and time ----
+
+    @precondition(lambda self: self.story.answers)
+    @rule(data=st.data())
+    def hear_one(self, data):
+        """Somebody's next word arrives: each one's own words in their order, but whose is first is chance."""
+        firsts = {}
+        for answer in self.story.answers:
+            firsts.setdefault(getattr(answer, "worker", getattr(answer, "host", "")), answer)
+        answer = data.draw(st.sampled_from(list(firsts.values())))
+        self.story.answers.remove(answer)
+        self.story.send(answer)
+
+    @rule()
+    def hear_all(self):
+        self.story.answer()
+
+    @precondition(lambda self: self.story.heard)
+    @rule(data=st.data())
+    def hear_again(self, data):
+        """What was heard before is heard again: doubled, late, from dead epochs, dead workers and dead jobs."""
+        old = [e for e in self.story.heard if isinstance(e, DOUBLED) and self._is_news_of_the_past(e)]
+        assume(old)
+        self.story.send(data.draw(st.sampled_from(old)))
+
+    @rule()
+    def calm(self):
+        """For once everything goes well for some seconds."""
+        if self.story.world.active is None:
+            self.jobs += 1
+            self.story.submit(f"job-{self.jobs}")
+        self.story.quiet(3.0)
+
+    @rule()
+    def calm_again(self):
+        self.calm()
+
+    @rule()
+    def all_but_the_last_word(self):
+        """Where the interesting moments are: one word is missing."""
+        while len(self.story.answers) > 1:
+            self.story.send(self.story.answers.pop(0))
+
+    @rule(seconds=st.sampled_from([IN_TIME, 0.1, 0.5, 1.0, 1.0, 5.0, 70.0]))
+    def wait(self, seconds):
+        self.story.wait(seconds)
+
+    # ---- what must hold ----
+
+    @invariant()
+    def cooling_is_visible(self):
+        for host in self.story.world.hosts.values():
+            for slot in host.slots[: host.spec.slots]:
+                if slot.cooling_until > self.story.now:
+                    assert slot.reason
+                    assert not slot.busy
+                    assert slot.cooling_until - self.story.now <= 300.0
+            if host.phase is HostPhase.LOST:
+                assert host.reason
+                assert host.retry_at > self.story.now or deadline(self.story.world, self.story.now) <= self.story.now
+
+    def teardown(self):
+        """Peace: everybody answers and time passes. Then everything that can train does."""
+        if not hasattr(self, "story"):
+            return
+        story = self.story
+        for name in [name for name in story.world.hosts if story.world.hosts[name].phase is not HostPhase.DRAINING]:
+            story.add(f"{name}:{story.world.hosts[name].spec.slots}")  # pardoned
+        story.quiet(20.0)
+        world = story.world
+        assert deadline(world, story.now) > story.now
+        self._at_peace()
+        if world.active is None:
+            self.jobs += 1
+            story.submit(f"job-{self.jobs}").quiet(20.0)
+            self._at_peace()
+
+    def _at_peace(self):
+        world, story = self.story.world, self.story
+        job, limits = world.active, world.limits
+        assert not world.suspects
+        assert not world.stopped, "who was told to end has ended"
+        if job is None:
+            assert all(not fake.job for fake in story.fakes.values()), "a program of no job runs on"
+            return
+        if job.succeeded:
+            assert any(fake.job for fake in story.fakes.values()), "the job waits for nobody"
+            return
+        able = {w for w in world.workers if w not in world.failed and story.fakes[w].job == job.name}
+        able -= {w for w in able if story.fakes[w].returned}
+        size = len(world.members)
+        if world.stage is Stage.RUNNING:
+            best = int(min(limits.most, len(able)))
+            assert size == best or best < limits.min, f"{size} of {best} train: {world.reason}"
+            assert all(story.fakes[w].epoch == world.epoch for w in world.members)
+            return
+        assert world.stage is Stage.GATHERING, f"stuck in {world.stage}: {world.reason}"
+        assert len(able) < limits.min, f"{len(able)} could train: {world.reason}"
+        assert "of min" in world.reason
+
+    def _worker(self, data) -> m.WorkerId:
+        assume(self.story.fakes)
+        return data.draw(st.sampled_from(sorted(self.story.fakes)))
+
+    def _inside(self, data) -> m.WorkerId:
+        """One that is in the function, in an epoch that it has formed."""
+        story = self.story
+        forming = {e.worker for e in story.answers if isinstance(e, m.WorkerFormed)}
+        leaving = {e.worker for e in story.answers if isinstance(e, m.WorkerReady)}
+        leaving = leaving & story.world.ranked if story.world.stage is Stage.LEAVING else set()
+        there = {w for w, fake in story.fakes.items() if fake.epoch} | leaving
+        inside = sorted(w for w in there - forming if not story.fakes[w].returned)
+        assume(inside)
+        return data.draw(st.sampled_from(inside))
+
+    def _answering(self, data, kind) -> m.WorkerId:
+        found = [e.worker for e in self.story.answers if isinstance(e, kind)]
+        assume(found)
+        return data.draw(st.sampled_from(found))
+
+    def _is_news_of_the_past(self, event) -> bool:
+        """Not a word that would be a lie if it were said now: links double and delay words, they do not invent them."""
+        fake = self.story.fakes.get(getattr(event, "worker", None))
+        if isinstance(event, m.WorkerReady) and fake is not None:
+            return fake.job != event.job or event.epoch <= fake.left
+        return True
+
+
+DOUBLED = (
+    m.AgentReady,
+    m.WorkerStarted,
+    m.WorkerRegistered,
+    m.WorkerExited,
+    m.WorkerFroze,
+    m.WorkerReady,
+    m.WorkerFormed,
+    m.WorkerOffered,
+    m.WorkerSucceeded,
+    m.ProgramEnded,
+    m.JobSubmitted,
+    m.JobStopRequested,
+)
+
+TestAnyStory = AnyStory.TestCase
+TestAnyStory.settings = settings(
+    max_examples=150,
+    stateful_step_count=40,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=list(HealthCheck),
+)

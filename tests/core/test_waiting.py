@@ -1,0 +1,143 @@
+"""Not yet: who waits for what, until when, and why."""
+
+from __future__ import annotations
+
+import pytest
+
+from nbelastic.core import messages as m
+from nbelastic.core.membership import deadline, step
+from nbelastic.core.world import Limits, Stage, World
+from tests.core.story import Story, wid
+
+
+def test_it_forms_once_there_are_enough_and_grows_then():
+    """0, 4, 12, 16 slots over time with min 8: nothing at 0 and 4, one world of 12, then one of 16."""
+    story = Story(min=8).submit().quiet(2.0)
+    assert "0 of min 8 workers ready" in story.world.reason
+    story.add("a:4").quiet(2.0)
+    assert "4 of min 8 workers ready" in story.world.reason
+    assert story.commands(m.FormWorld) == []
+    story.add("b:8").quiet(2.0)
+    assert [len(order.members) for order in story.commands(m.FormWorld)] == [12]
+    story.add("c:4").quiet(2.0)
+    assert [len(order.members) for order in story.commands(m.FormWorld)] == [12, 16]
+    assert story.world.stage is Stage.RUNNING
+
+
+def test_a_dip_below_min_while_waiting_is_nothing():
+    """A worker that dies while one waits for others is missed, and replaced; the world forms when all are there."""
+    story = Story("a:2", min=3).submit().answer()
+    story.kill("a/0#1")
+    assert "1 of min 3 workers ready" in story.world.reason
+    assert story.world.resets == 0
+    story.add("b:1").quiet(2.0)
+    assert story.names == ["a/0#2", "a/1#1", "b/0#1"]
+
+
+def test_the_wait_names_what_it_waits_for():
+    """The reason counts the ready and names the starting, with how long each has been."""
+    story = Story("a:2", "slow:1", min=3)
+    story.hear(m.AgentReady)
+    story.answer(lambda e: getattr(e, "worker", wid("slow/0#1")).host == "a")
+    story.submit().now += 3
+    story.answer(lambda e: getattr(e, "worker", wid("slow/0#1")).host == "a")
+    assert story.world.reason == "2 of min 3 workers ready; waiting for slow/0#1 (3 s)"
+
+
+def test_a_host_that_cannot_be_reached_is_named_with_its_error():
+    """A host whose agent does not start is waited for by name, with the error and when it is tried again."""
+    story = Story("gpu2:1", min=1).submit()
+    story.lose_host("gpu2", "ssh: no route")
+    assert "waiting for gpu2 (lost: ssh: no route; tried again in 5 s)" in story.world.reason
+
+
+def test_no_host_says_what_to_do():
+    """With nothing on its way, the reason says what a person can do."""
+    story = Story(min=2).submit()
+    assert story.world.reason == "0 of min 2 workers ready; add a host or lower min"
+
+
+def test_elastic_timeout_names_what_it_waited_for():
+    """Below min for elastic_timeout the job fails, and the error says how many there were and what was missing."""
+    story = Story("a:1", "dark:1", min=2, elastic_timeout=60.0)
+    story.hear(m.AgentReady)
+    story.submit().answer(lambda e: getattr(e, "worker", wid("dark/0#1")).host == "a")
+    story.wait(59.9)
+    assert story.world.active
+    story.wait(0.2)
+    end = story.last(m.EndJob)
+    assert end.outcome == "failed"
+    assert end.reason.startswith("1 of min 2 workers ready for 60 s (elastic_timeout); waiting for dark/0#1")
+
+
+def test_elastic_timeout_begins_anew_after_each_world():
+    """The time below min is counted from when it began, not summed up."""
+    story = Story("a:1", "b:1", min=2, elastic_timeout=60.0, cooldown=(50.0, 50.0)).run()
+    for _ in range(4):
+        story.kill(story.alive("b")[0]).quiet(55.0)
+    assert story.world.stage is Stage.RUNNING
+
+
+def test_the_first_world_waits_the_settle_time_for_those_that_start():
+    """Enough are ready and others are starting: it waits at most a second for them, and says so."""
+    story = Story("a:2", "slow:1", min=2)
+    story.hear(m.AgentReady)
+    story.submit().answer(lambda e: getattr(e, "worker", wid("slow/0#1")).host == "a")
+    assert story.commands(m.FormWorld) == []
+    assert story.world.reason.startswith("2 workers ready; waiting for slow/0#1")
+    story.wait(1.0)
+    assert story.names == ["a/0#1", "a/1#1"]
+
+
+def test_nobody_waits_for_others_when_the_world_is_full():
+    """With max ready it forms at once, whatever else is starting."""
+    story = Story("a:1", "slow:1", min=1, max=1, spares=1)
+    story.hear(m.AgentReady)
+    story.submit().answer(lambda e: getattr(e, "worker", wid("slow/0#1")).host == "a")
+    assert story.names == ["a/0#1"]
+
+
+def test_survivors_that_are_enough_wait_for_nobody():
+    """After a break, survivors that reach min go on at once: the replacement comes later, as a planned change."""
+    story = Story("a:3", min=2).run()
+    mark = story.mark()
+    story.kill("a/0#1").hear(m.WorkerReady)
+    assert [len(order.members) for order in story.commands(m.FormWorld, mark)] == [2]
+
+
+@pytest.mark.parametrize("start", [0.1, 0.3, 1234.567, 1e9 + 0.1])
+def test_a_deadline_that_has_come_has_come(start):
+    """At the very time that `deadline` names, the wait is over, whatever floats do: no tick is in vain."""
+    story = Story(min=2, elastic_timeout=0.7)
+    story.now = start
+    story.add("a:2").add("slow:1").hear(m.AgentReady)
+    story.submit().answer(lambda e: getattr(e, "worker", wid("slow/0#1")).host == "a")
+    at = deadline(story.world, story.now)
+    story.now = at
+    story.send(m.Ticked())
+    assert story.world.stage is Stage.FORMING
+
+
+def test_another_event_at_a_deadline_does_not_swallow_it():
+    """A deadline that passes while other news comes is acted on with that news; nobody has to tick for it."""
+    story = Story("a:2", min=2, elastic_timeout=10.0)
+    story.submit()
+    story.now += 10.5
+    story.send(m.WorkerStarted(wid("ghost/0#9"), 1))
+    assert story.last(m.EndJob).outcome == "failed"
+
+
+def test_an_idle_cluster_counts_only_workers_that_can_work():
+    """Without a job, `ready` counts neither the starting nor the failed nor those told to end."""
+    story = Story("a:2", min=2)
+    story.hear(m.AgentReady)
+    assert story.world.reason.startswith("0 of min 2 workers ready; waiting for a/0#1 (0 s), a/1#1 (0 s)")
+    story.send(m.WorkerRegistered(wid("a/0#1")), m.WorkerRegistered(wid("a/1#1"), "NameError: torhc"))
+    assert story.world.reason == "1 of min 2 workers ready; waiting for nothing from a/1#1: NameError: torhc"
+
+
+def test_nothing_is_due_in_an_empty_world():
+    """A world in which nothing can happen by itself asks for no tick."""
+    world, commands = step(World(Limits()), m.Ticked(), 5.0)
+    assert (deadline(world, 5.0), commands) == (float("inf"), ())
+    assert world.reason
