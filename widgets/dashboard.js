@@ -338,7 +338,8 @@ class View {
       mark(node, "title", [entry.kind, ...took].join(" · "));
       mark(/** @type {HTMLElement} */ (node.children[0]), "datetime", when.toISOString());
       say(/** @type {HTMLElement} */ (node.children[0]), when.toTimeString().slice(0, 8));
-      say(/** @type {HTMLElement} */ (node.children[1]), entry.text);
+      const all = entry.took.all ? ` · ${number(Math.round(entry.took.all))} ms in all` : "";
+      say(/** @type {HTMLElement} */ (node.children[1]), entry.text + all);
     });
   }
 }

@@ -12,6 +12,7 @@ import sys
 import time
 import urllib.request
 from pathlib import Path
+from typing import Self
 
 import pytest
 
@@ -56,7 +57,7 @@ class Lab:
             probe.bind(("127.0.0.1", 0))
             self.port = probe.getsockname()[1]
 
-    def __enter__(self) -> Lab:
+    def __enter__(self) -> Self:
         self._write_settings()
         places = {f"JUPYTER_{name}_DIR": str(self.folder / name.lower()) for name in ("CONFIG", "DATA", "RUNTIME")}
         path = os.pathsep.join([str(ROOT), str(ROOT / "tests" / "notebook")])

@@ -7,14 +7,24 @@ from playwright.sync_api import expect
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(300)]
 
-LOAD = """
-from fake_cluster import FakeCluster
-from nbelastic.notebook.magics import ElasticMagics
-magics = ElasticMagics(get_ipython(), make=FakeCluster)
-magics.register()
-"""
+LOAD = "%load_ext nbelastic"
 START = "%elastic_start --min 2 --max 4 --hosts localhost:2"
-TRAIN = "magics.cluster.run_for_show()"
+TRAIN = """%%elastic_run --job job
+import time
+import nbelastic as nbe
+
+state = nbe.ObjectState(step=0)
+
+@nbe.elastic
+def train(state):
+    while True:
+        time.sleep(0.02)
+        state.step += 1
+        state.report(loss=1 / state.step)
+        state.commit()
+
+train(state)
+"""
 BUSY = "import time; time.sleep(15); print('slept')"
 
 
@@ -45,27 +55,52 @@ def prompt(page, number):
 
 @pytest.mark.parametrize("lab", ["light", "dark"], indirect=True)
 def test_a_click_is_handled_while_a_cell_sleeps(lab, page, notebook, output_path):
-    """Start, train, and add a host by the button in the middle of a busy cell; then remove it and stop."""
-    page.set_viewport_size({"width": 1400, "height": 1200})
+    """Start, train, and in the middle of a busy cell add and remove a host by the buttons; then stop."""
+    page.set_viewport_size({"width": 1400, "height": 1300})
     run = notebook(lab.write("live.ipynb", LOAD, START, TRAIN, BUSY, "%elastic_status", "%elastic_stop"))
-    run(0)
-    run(1)
     dashboard = page.locator(".nbe").first
-    expect(dashboard.locator(".nbe-table")).to_contain_text("localhost/1#1", timeout=60_000)
+    table = dashboard.locator(".nbe-table")
+    run(0)
+    expect(prompt(page, 0)).to_have_text("[1]:", timeout=30_000)
+    run(1)
+    expect(prompt(page, 1)).to_have_text("[2]:", timeout=60_000)
+    expect(dashboard.locator(".nbe-phase")).to_have_text("ready")
     run(2)
-    expect(dashboard).to_contain_text("job-1", timeout=30_000)
+    expect(dashboard.locator(".nbe-facts")).to_contain_text("2 / 2–4", timeout=30_000)
+    expect(dashboard.locator(".nbe-facts")).to_contain_text("loss")
     run(3)
     expect(prompt(page, 3)).to_have_text("[*]:")
-    dashboard.get_by_placeholder("name:slots").fill("127.0.0.2:2")
+    dashboard.get_by_label("Host to add").fill("127.0.0.2:2")
     dashboard.get_by_role("button", name="Add host").click()
-    expect(dashboard.locator(".nbe-table")).to_contain_text("127.0.0.2/1#1", timeout=10_000)
+    expect(dashboard.locator(".nbe-orders")).to_contain_text("add 127.0.0.2:2: done", timeout=5_000)
+    expect(dashboard.locator(".nbe-facts")).to_contain_text("4 / 2–4", timeout=12_000)
     expect(prompt(page, 3)).to_have_text("[*]:")
     dashboard.screenshot(path=f"{output_path}/{lab.theme}.png")
     dashboard.get_by_role("button", name="Remove host 127.0.0.2").click()
-    expect(dashboard.locator(".nbe-table")).not_to_contain_text("127.0.0.2", timeout=10_000)
-    expect(prompt(page, 3)).to_have_text("[*]:")
     expect(prompt(page, 3)).to_have_text("[4]:", timeout=20_000)
+    expect(table).not_to_contain_text("127.0.0.2", timeout=10_000)
     run(4)
+    expect(page.locator(".jp-OutputArea-executeResult").last).to_contain_text("world 2 / 2–4")
     run(5)
     expect(dashboard.locator(".nbe-phase")).to_have_text("finished", timeout=20_000)
     page.screenshot(path=f"{output_path}/{lab.theme}-page.png")
+
+
+def test_the_view_comes_back_after_a_reload_and_in_a_second_place(lab, page, notebook):
+    """Reloading the page brings the same live view; %elastic shows another; one order changes both."""
+    run = notebook(lab.write("again.ipynb", LOAD, START, "%elastic", "%elastic_stop"))
+    run(0)
+    run(1)
+    expect(prompt(page, 1)).to_have_text("[2]:", timeout=60_000)
+    page.evaluate("window.jupyterapp.commands.execute('docmanager:save')")
+    page.reload()
+    expect(page.locator(".nbe-phase")).to_have_text("ready", timeout=60_000)
+    run(2)
+    views = page.locator(".nbe")
+    expect(views).to_have_count(2, timeout=20_000)
+    views.nth(1).get_by_role("button", name="Stop cluster").click()
+    views.nth(1).get_by_role("button", name="Really stop it?").click()
+    for view in views.all():
+        expect(view.locator(".nbe-phase")).to_have_text("finished", timeout=20_000)
+    run(3)
+    expect(prompt(page, 3)).to_have_text("[4]:", timeout=20_000)

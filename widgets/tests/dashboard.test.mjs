@@ -176,9 +176,9 @@ test("the last events come newest first, eight of them", () => {
   const texts = () => el.querySelector(".nbe-log").children.map((li) => li.children[1].textContent);
   assert.equal(texts().length, 8);
   assert.equal(texts()[0], "number 20");
-  model.tell({ events: [...events, event(21, "world-formed", "number 21", { took: { form: 14.25 } })] });
-  assert.equal(texts()[0], "number 21");
-  assert.equal(el.querySelector(".nbe-log").children[0].getAttribute("title"), "world-formed · form 14.3 ms");
+  model.tell({ events: [...events, event(21, "world-formed", "number 21", { took: { form: 14.25, all: 30.4 } })] });
+  assert.equal(texts()[0], "number 21 · 30 ms in all");
+  assert.equal(el.querySelector(".nbe-log").children[0].getAttribute("title"), "world-formed · form 14.3 ms · all 30.4 ms");
 });
 
 test("a closed view leaves nothing behind", () => {
