@@ -50,6 +50,26 @@ class Offer:
         )
 
 
+class _Opening:
+    """Connections are being made: all that were not there `before`."""
+
+    def __init__(self, before: dict[str, int]) -> None:
+        self.before = before
+
+    def targets(self) -> dict[str, int]:
+        return {inode: fd for inode, fd in _sockets().items() if inode not in self.before}
+
+
+class _Opened:
+    """Connections that were made."""
+
+    def __init__(self, sockets: dict[str, int]) -> None:
+        self.sockets = sockets
+
+    def targets(self) -> dict[str, int]:
+        return self.sockets
+
+
 class Group:
     """The default process group of one epoch. `abort` and `intact` may be called from any thread, `form` and `leave` not."""
 
@@ -57,16 +77,15 @@ class Group:
         self.epoch = epoch
         self._device = device
         self._backend = backend
-        self._before: dict[str, int] | None = None
-        self._sockets: dict[str, int] = {}
-        self.formed = False
+        # What an abort shuts down, replaced as a whole: another thread reads it at any moment.
+        self._reach: _Opening | _Opened | None = None
         self._store: Any = None
         self.subgroups: Any = None  # made on demand
-        self._aborting = threading.Lock()  # one NCCL abort at a time; nobody ever waits for it
+        self._aborting = False
 
     def form(self, formation: Formation, offer: Offer) -> None:
         """Collective. Raises what torch raises if a member dies or the epoch is aborted meanwhile."""
-        self._before = _sockets()
+        self._reach = opening = _Opening(_sockets())
         host, _, port = formation.store.rpartition(":")
         self._store = offer.store
         if formation.rank != 0:
@@ -81,39 +100,45 @@ class Group:
             timeout=TIMEOUT,
             device_id=self._device if self._device.type == "cuda" else None,
         )
-        after = _sockets()
-        self._sockets = {inode: fd for inode, fd in after.items() if inode not in self._before}
-        self.formed = True
+        self._reach = _Opened(opening.targets())
 
     def abort(self) -> None:
         """Make every rank that blocks in this group raise. To be repeated until it has left: it may still be forming."""
-        before = self._before
-        if before is None:
+        reach = self._reach
+        if reach is None:
             return
-        for inode, fd in (dict(self._sockets) if self.formed else _sockets()).items():
-            if inode not in before:
-                _shut_down(fd, inode)
-        if self.formed and self._device.type == "cuda" and self._aborting.acquire(blocking=False):
-            torch.cuda.set_device(self._device)  # or the abort opens a context on GPU 0
-            dist.distributed_c10d._abort_process_group()
+        targets = reach.targets()
+        if self._reach is not reach:  # left meanwhile: what was listed may belong to the next epoch
+            return
+        for inode, fd in targets.items():
+            _shut_down(fd, inode)
+        if isinstance(reach, _Opened) and self._device.type == "cuda" and not self._aborting:
+            self._aborting = True
+            # It may wait as long as the group's time-out; the caller's patience is shorter.
+            threading.Thread(target=self._abort_nccl, name="nbelastic-abort", daemon=True).start()
+
+    def _abort_nccl(self) -> None:
+        torch.cuda.set_device(self._device)  # or the abort opens a context on GPU 0
+        dist.distributed_c10d._abort_process_group()
 
     @contextlib.contextmanager
     def extending(self) -> Iterator[None]:
         """Connections that are opened inside belong to this epoch too: subgroups are aborted with it."""
-        before, self.formed = _sockets(), False
+        known = self._reach.targets() if self._reach is not None else {}
+        before = {inode: fd for inode, fd in _sockets().items() if inode not in known}
+        self._reach = opening = _Opening(before)
         try:
             yield
         finally:
-            self._sockets |= {inode: fd for inode, fd in _sockets().items() if inode not in before}
-            self.formed = True
+            self._reach = _Opened(opening.targets())
 
     def intact(self) -> bool:
         """Whether every connection of the formed group still stands: then no collective failed for a peer's sake."""
-        if not self.formed:
+        if not isinstance(self._reach, _Opened):
             return False
         now = _sockets()
         poll = select.poll()
-        for inode, fd in self._sockets.items():
+        for inode, fd in self._reach.sockets.items():
             if now.get(inode) != fd:
                 return False
             poll.register(fd, select.POLLRDHUP)
@@ -126,9 +151,7 @@ class Group:
             with contextlib.suppress(RuntimeError):  # an aborted group has nothing left to shut down in order
                 dist.destroy_process_group()
         self._store = self.subgroups = None
-        self._before = None
-        self._sockets = {}
-        self.formed = False
+        self._reach = None
 
 
 def _sockets() -> dict[str, int]:

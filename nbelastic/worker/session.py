@@ -53,6 +53,7 @@ class Session:
         self.total = 0  # over all epochs
         self.formed_at = 0.0
         self.attention = False
+        self._closing = False
         self.used = False  # an elastic function has run in this job
         self._hold: int | None = None  # commit number at which to wait for word of where to leave
         self._leave_at: int | None = None
@@ -126,6 +127,8 @@ class Session:
         if self.commits == 1:
             self._first = (time.monotonic() - self.formed_at) * 1000
             self.link.wake()
+        elif self.commits == 2 and self._offer is None:
+            self._offer = Offer(self.address)  # the next epoch's store, before it is needed
         if self.attention:
             self._listen()
 
@@ -175,10 +178,11 @@ class Session:
 
     def leave_group(self) -> None:
         """Close the epoch's group, if there is one."""
-        group, self.group = self.group, None
         self.formation = None
-        if group is not None:
-            group.leave()
+        if self.group is not None:
+            self._closing = True  # a group that will not close is noticed as one that will not abort
+            self.group.leave()
+            self.group, self._closing = None, False
 
     def _hear(self, timeout: float) -> m.Message | None:
         try:
@@ -207,12 +211,11 @@ class Session:
         self._send_progress(now)
         self._send_output()
         group = self.group
-        if self._offer is None and group is not None and group.formed:
-            self._offer = Offer(self.address)  # the next epoch's store, before it is needed
-        if group is None or (self._aborted < group.epoch and self._quit is None):
+        if group is None or (self._aborted < group.epoch and self._quit is None and not self._closing):
             self._blocked = None
             return REPORT_EVERY
-        group.abort()
+        if not self._closing:
+            group.abort()
         self._blocked = self._blocked or Blocked(now)
         if self._blocked.stuck_for(now) > ABORT_PATIENCE:
             sys.__stderr__.write("nbelastic: still blocked in an aborted collective; this worker ends\n")

@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 
-_TORCH = ("/torch/",)
+_TORCH = ("/torch/", "/nbelastic/worker/rendezvous.py")
 
 
 class Blocked:
