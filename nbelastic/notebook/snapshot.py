@@ -43,9 +43,11 @@ def limits(least: int, most: int | None) -> str:
 
 
 def headline(status: Status) -> str:
-    """Phase, its reason, world and epoch in one line."""
+    """Phase, its reason, world (between jobs: who is ready) and epoch in one line."""
     why = f": {status.reason}" if status.reason else ""
-    return f"{status.phase}{why} · world {status.world_size} / {limits(status.min, status.max)} · epoch {status.epoch}"
+    ready = sum(worker.state == "ready" for worker in status.workers)
+    size = f"world {status.world_size}" if _training(status) else f"ready {ready}"
+    return f"{status.phase}{why} · {size} / {limits(status.min, status.max)} · epoch {status.epoch}"
 
 
 def settled_text(status: Status) -> str:
@@ -62,12 +64,16 @@ def settled_html(status: Status) -> str:
     )
 
 
+def _training(status: Status) -> bool:
+    return bool(status.job) and not status.outcome
+
+
 def _progress(status: Status) -> list[str]:
     """The job's line, if there is a job."""
     if not status.job:
         return []
     parts = [f"{status.job} {status.outcome or 'running'}", f"step {status.step}"]
-    if status.steps_per_second is not None:
+    if _training(status) and status.steps_per_second is not None:
         parts.append(f"{status.steps_per_second:.1f} steps/s")
     return [" · ".join([*parts, *(f"{name} {value:.4g}" for name, value in status.report.items())])]
 

@@ -215,10 +215,10 @@ def test_setup_needs_a_cell(ip, magics, cluster, capsys):
 
 
 def test_status_and_logs_in_plain_text(ip, magics, cluster, capsys):
-    """Both are readable without any widget; nothing that changes between runs is in the status of a still cluster."""
+    """Both are readable without any widget; between jobs the status holds nothing that changes from run to run."""
     text = repr(ip.run_cell("%elastic_status").result)
     assert text.splitlines() == [
-        "running: world of 2 · world 2 / 1–4 · epoch 1",
+        "running: world of 2 · ready 0 / 1–4 · epoch 1",
         "",
         "host       slots  state  why",
         "localhost  2      up",
@@ -227,6 +227,13 @@ def test_status_and_logs_in_plain_text(ip, magics, cluster, capsys):
         "0     localhost/0#1  running  0     0",
         "1     localhost/1#1  running  0     0",
     ]
+    cluster.run_for_show()
+    assert repr(ip.run_cell("%elastic_status").result).splitlines()[:2] == [
+        "running: world of 2 · world 2 / 1–4 · epoch 2",
+        "job-1 running · step 1203 · 55.1 steps/s · loss 0.2317 · accuracy 0.957",
+    ]
+    cluster.tell(outcome="succeeded")
+    assert "steps/s" not in repr(ip.run_cell("%elastic_status").result)
     cluster.run_cell("pass")
     assert run(ip, capsys, "%elastic_logs 1 --tail 5") == "rank=1 worker=None tail=5"
 
