@@ -1,29 +1,12 @@
-"""Workers die, freeze, raise and finish, at every point of an epoch's life."""
+"""Workers die, freeze and lose one another, at every point of an epoch's life."""
 
 from __future__ import annotations
 
 import pytest
 
 from nbelastic.core import messages as m
-from nbelastic.core.world import Stage, WorkerState
-from tests.core.story import Story, wid
-
-
-def with_stage(stage: Stage) -> Story:
-    """Three workers on three hosts and min 2; stopped at `stage`, a world being old enough to have state."""
-    story = Story("a:1", "b:1", "c:1", min=2, cooldown=(0.0, 0.0))
-    if stage is Stage.FORMING:
-        story.answer()
-        story.submit().hear(m.WorkerReady)
-    else:
-        story.run().commit(3)
-    if stage in (Stage.ASKED, Stage.LEAVING):
-        story.add("d:1").answer(lambda e: not isinstance(e, m.WorkerOffered))
-    if stage is Stage.LEAVING:
-        story.hear(m.WorkerOffered)
-    assert story.world.stage is stage, story.world.reason
-    return story
-
+from nbelastic.core.world import Stage
+from tests.core.story import Story, wid, with_stage
 
 LIVE = [Stage.FORMING, Stage.RUNNING, Stage.ASKED, Stage.LEAVING]
 
@@ -242,159 +225,6 @@ def test_all_die_before_anything_was_trained():
     assert story.names == ["a/0#2", "a/1#2"]
 
 
-def test_one_finishes_first_and_the_others_get_time():
-    """After the first rank has finished nobody is disturbed: newcomers, removals and scaling wait for the end."""
-    story = Story("a:2", "b:1", min=1).run()
-    story.returned("a/0#1")
-    mark = story.mark()
-    story.add("c:1").remove("b").quiet(20.0)
-    assert story.commands(m.AskLeave, mark) + story.commands(m.AbortWorld, mark) == []
-    assert story.commands(m.StopProgram, mark) == []
-    assert story.world.reason == "1 of 3 ranks have finished"
-    story.returned("a/1#1", "b/0#1").ended("a/0#1", "b/0#1", "a/1#1")
-    assert (story.job.outcome, story.job.reason) == ("succeeded", "every rank finished")
-
-
-@pytest.mark.parametrize("stage", [Stage.ASKED, Stage.LEAVING])
-def test_finishing_calls_a_change_off(stage):
-    """A rank finishes while the others agree on where to leave: all stay."""
-    story = with_stage(stage)
-    story.returned("a/0#1")
-    assert story.last(m.Stay).members == story.world.members
-    assert story.world.stage is Stage.RUNNING
-    story.returned("b/0#1", "c/0#1").ended(*story.names)
-    assert story.job.outcome == "succeeded"
-
-
-def test_one_that_has_left_for_a_change_cannot_come_back_to_a_finished_epoch():
-    """A rank has left at the agreed commit and another finishes before it: who left is sent home, the job succeeds."""
-    story = with_stage(Stage.LEAVING)
-    story.hear(m.WorkerReady, "b/0#1").returned("a/0#1")
-    assert story.last(m.StopProgram).workers == (wid("b/0#1"),)
-    story.returned("c/0#1").ended("a/0#1", "c/0#1").quiet(1.0)
-    assert (story.job.outcome, story.job.reason) == ("succeeded", "1 of 3 ranks did not finish")
-
-
-def test_a_death_after_others_have_finished_restarts_nothing():
-    """A rank dies after another has finished: the rest, who may wait for it, stop; the job succeeds with what there is."""
-    story = Story("a:3", min=1).run()
-    story.returned("a/0#1")
-    mark = story.mark()
-    story.kill("a/1#1")
-    assert story.commands(m.AbortWorld, mark) + story.commands(m.FormWorld, mark) == []
-    assert story.last(m.StopProgram).workers == (wid("a/2#1"),)
-    story.ended("a/0#1").quiet(1.0)
-    assert (story.job.outcome, story.job.reason) == ("succeeded", "2 of 3 ranks did not finish")
-    assert story.job.ranks == (wid("a/0#1"), wid("a/1#1"), wid("a/2#1"))
-
-
-def test_one_that_does_not_stop_after_that_is_killed():
-    """The rest hang and do not stop: after `leave` seconds they are killed, and the job ends."""
-    story = Story("a:3", min=1).run()
-    story.returned("a/0#1").silent.update({wid("a/2#1")})
-    story.kill("a/1#1").ended("a/0#1")
-    assert story.world.active
-    story.wait(5.0)
-    assert "a/2#1 did not stop within 5 s and is killed" in story.records("worker-killed")
-    assert story.job.outcome == "succeeded"
-
-
-def test_a_finished_program_may_die():
-    """A rank whose program has ended dies: the others do not need it, and are not disturbed."""
-    story = Story("a:2", min=1).run()
-    story.returned("a/0#1").ended("a/0#1")
-    mark = story.mark()
-    story.kill("a/0#1")
-    assert story.commands(m.StopProgram, mark) == []
-    story.returned("a/1#1").ended("a/1#1")
-    assert story.job.outcome == "succeeded"
-
-
-def test_the_finished_ranks_die_before_their_programs_end():
-    """All that had finished are lost before their results came: the job fails, once, and does not wait for ever."""
-    story = Story("a:2", min=1).run()
-    story.returned("a/0#1").kill("a/0#1").quiet(6.0)
-    assert [end.outcome for end in story.commands(m.EndJob)] == ["failed"]
-    assert "lost before its program ended" in story.job.reason
-
-
-@pytest.mark.parametrize("how", ["returned", "ended"])
-def test_a_rank_finishes_just_as_the_world_breaks(how):
-    """Its word comes after the news of a death: it has finished all the same, and the job does not wait for it."""
-    story = Story("a:3", min=1).run()
-    story.fakes[wid("a/0#1")].returned = True
-    story.kill("a/1#1")
-    assert story.world.stage is Stage.GATHERING
-    getattr(story, how)("a/0#1")
-    assert wid("a/2#1") in story.last(m.StopProgram).workers
-    if how == "returned":
-        story.ended("a/0#1")
-    story.quiet(6.0)
-    assert story.job.outcome == "succeeded"
-
-
-def test_a_program_that_ends_without_a_word_has_finished():
-    """The end of the program arrives before the word that the function returned: that is the same, and said once."""
-    story = Story("a:2", min=1).run()
-    story.fakes[wid("a/0#1")].returned = True
-    epoch = story.world.epoch
-    story.ended("a/0#1").send(m.WorkerSucceeded(wid("a/0#1"), epoch))
-    assert story.world.workers[wid("a/0#1")].state is WorkerState.READY
-    story.kill("a/1#1").quiet(6.0)
-    assert story.job.outcome == "succeeded"
-
-
-def test_the_users_error_on_one_rank_is_the_jobs():
-    """The function raises and no connection was lost: the job fails with that rank's error; no host is punished."""
-    story = Story("a:3", min=1).run()
-    story.raised("a/1#1", "ValueError: NaN")
-    end, stop = story.last(m.EndJob), story.last(m.StopProgram)
-    assert (end.outcome, end.reason, end.culprit) == ("failed", "rank 1 (a/1#1) raised ValueError: NaN", wid("a/1#1"))
-    assert (stop.culprit, len(stop.workers)) == (wid("a/1#1"), 3)
-    story.quiet(6.0)
-    assert len(story.alive()) == 3
-    assert all(slot.strikes == 0 for slot in story.world.hosts["a"].slots)
-
-
-def test_errors_on_all_ranks_fail_the_job_once():
-    """All ranks raise, in whatever order the words come: the first is the culprit, and there is one error."""
-    story = Story("a:3", min=1).run()
-    epoch = story.world.epoch
-    for w in list(story.world.members)[::-1]:
-        story.send(m.WorkerRaised(w, epoch, intact=True, error="KeyError: x"))
-    assert [end.culprit for end in story.commands(m.EndJob)] == [wid("a/2#1")]
-
-
-def test_an_error_before_the_first_world():
-    """The program raises at its top, before any elastic function: the job fails with it."""
-    story = Story("a:2", min=2)
-    story.answer()
-    story.submit().ended("a/1#1", error="ImportError: no_such")
-    assert story.last(m.EndJob).reason == "a/1#1 raised ImportError: no_such"
-    story.quiet(6.0)
-    assert [str(w) for w in story.world.workers] == ["a/0#1", "a/1#1"]
-
-
-def test_a_newcomers_error_is_its_own():
-    """The program raises on a newcomer while a world runs: the world trains on, the newcomer stays for inspection."""
-    story = Story("a:1", min=1).run()
-    story.add("b:1").hear(m.AgentReady).hear(m.WorkerStarted).hear(m.WorkerRegistered)
-    story.ended("b/0#1", error="OSError: disk full").quiet(5.0)
-    assert story.names == ["a/0#1"]
-    assert story.world.active
-    assert story.world.workers[wid("b/0#1")].state is WorkerState.FAILED
-    story.finish()
-    story.run("second")
-    assert story.names == ["a/0#1", "b/0#1"]
-
-
-def test_an_error_after_others_have_finished_still_fails_the_job():
-    """A rank raises an error of its own after another has finished: that is an error, not a death."""
-    story = Story("a:2", min=1).run()
-    story.returned("a/0#1").ended("a/1#1", error="ZeroDivisionError")
-    assert story.last(m.EndJob).reason == "rank 1 (a/1#1) raised ZeroDivisionError"
-
-
 def test_a_lost_connection_waits_for_the_news_of_the_death():
     """A collective fails before the death is known: nobody is blamed, and the death's break is the only one."""
     story = Story("a:3", min=2).run()
@@ -424,15 +254,6 @@ def test_a_connection_lost_while_others_still_form_is_not_forgotten():
     assert story.world.stage is Stage.RUNNING
     story.quiet(2.0)
     assert (story.world.epoch, story.world.stage) == (2, Stage.RUNNING)
-
-
-def test_connections_lost_after_others_have_finished_restart_nothing():
-    """Ranks with different numbers of steps: the longer one's collective fails after the shorter has finished."""
-    story = Story("a:2", min=1).run()
-    story.returned("a/0#1").raised("a/1#1", "RuntimeError", intact=False).quiet(2.0)
-    assert story.world.epoch == 1
-    story.ended("a/0#1")
-    assert story.job.outcome == "succeeded"
 
 
 def test_a_member_that_leaves_unasked_is_noticed():

@@ -116,7 +116,7 @@ def test_a_host_is_name_slots_user(text, spec):
 )
 def test_what_is_no_host_is_named(text):
     """Junk is a clear error that quotes what was written."""
-    with pytest.raises(UsageError, match="host|slots") as error:
+    with pytest.raises(UsageError, match=r"host|slots") as error:
         parse_host(text, 1)
     assert repr(text) in str(error.value)
 

@@ -1,6 +1,6 @@
 """Whatever happens, in whatever order: what must always hold does, and ready workers get to train.
 
-The invariants themselves are `story.faults`, checked after every step of every story; here hypothesis tells the story.
+The invariants themselves are `invariants.faults`, checked after every step of every story; here hypothesis tells the story.
 """
 
 from __future__ import annotations

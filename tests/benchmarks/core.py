@@ -1,0 +1,158 @@
+"""How long the core takes: `python -m tests.benchmarks.core [--json PATH] [--workers N …]`.
+
+A day in the life of a cluster with 8 workers a host: it starts, forms a world, trains with news coming in, loses
+workers and whole hosts, grows and shrinks. Every event's step is timed, and each kind of forming by itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import statistics
+from collections import defaultdict
+from pathlib import Path
+from time import perf_counter
+
+from nbelastic.core import messages as m
+from nbelastic.core.membership import step
+from nbelastic.core.world import Limits, Stage, World
+
+SLOTS = 8
+SPARES = 64
+
+
+class Cluster:
+    """A World and the time that each event took, by the phase it came in."""
+
+    def __init__(self, workers: int) -> None:
+        self.size = workers
+        self.world = World(Limits(min=workers // 2, max=workers, spares=SPARES, elastic_timeout=1e6))
+        self.now = 0.0
+        self.phase = ""
+        self.times: dict[str, list[float]] = defaultdict(list)
+        self.forming: list[float] = []
+
+    def send(self, event: m.Event) -> tuple[m.Command, ...]:
+        self.now += 1e-4
+        start = perf_counter()
+        world, commands = step(self.world, event, self.now)
+        took = perf_counter() - start
+        self.world = world
+        if any(isinstance(command, m.FormWorld) for command in commands):
+            self.forming.append(took)
+        else:
+            self.times[self.phase].append(took)
+        return commands
+
+    def ready(self, w: m.WorkerId, commit: int = 0) -> None:
+        self.send(m.WorkerReady(w, "job", self.world.workers[w].epoch, commit, clean=True, store="tcp://10.0.0.1:1"))
+
+    def start(self) -> None:
+        self.phase = "start-up"
+        hosts = [m.HostSpec(f"host{number:05d}", SLOTS) for number in range((self.size + SPARES) // SLOTS)]
+        self.send(m.HostsDiscovered(tuple(hosts)))
+        for host in hosts:
+            for command in self.send(m.AgentReady(host.name, 1)):
+                if isinstance(command, m.StartWorker):
+                    self.send(m.WorkerStarted(command.worker, 1))
+        for w in list(self.world.workers):
+            self.send(m.WorkerRegistered(w))
+
+    def form(self, phase: str) -> None:
+        """From wherever it stands to a running world."""
+        self.phase = phase
+        for w in sorted(self.world.starting) if phase == "first world" else sorted(self.world.awaiting):
+            self.rejoin(w)
+        self.now += 2.0
+        self.send(m.Ticked())
+        self.phase = "joining"
+        for w in self.world.members:
+            self.send(m.WorkerFormed(w, self.world.epoch, {}))
+        assert self.world.stage is Stage.RUNNING, self.world.reason
+
+    def rejoin(self, w: m.WorkerId) -> None:
+        left = self.world.epoch if w in self.world.ranked else 0
+        self.send(m.WorkerReady(w, "job", left, 100, clean=True, store="tcp://10.0.0.1:1"))
+
+    def train(self, events: int) -> None:
+        """Steady running with spares at hand: news that changes nothing."""
+        self.phase = "running"
+        spares = sorted(self.world.waiting)
+        assert spares, "the spares are waiting"
+        for number in range(events):
+            self.send(m.WorkerStarted(self.world.members[number % len(self.world.members)], 2))
+            w = spares[number % len(spares)]
+            self.send(m.WorkerReady(w, "job", 0, 0, clean=True, store="tcp://10.0.0.1:1"))
+            self.send(m.Ticked())
+
+    def die(self, deaths: int) -> None:
+        """Workers die; the others gather and form again; the replacements start."""
+        victims = self.world.members[:: max(1, len(self.world.members) // deaths)][:deaths]
+        self.phase = "death"
+        for w in victims:
+            self.send(m.WorkerExited(w, -9))
+        self.form("gathering")
+
+    def lose_host(self) -> None:
+        self.phase = "host lost"
+        self.send(m.AgentLost(self.world.members[0].host, "gone"))
+        self.form("gathering")
+
+    def shrink(self) -> None:
+        """A host is drained: ask, agree, leave, form."""
+        self.phase = "planned change"
+        self.send(m.HostRemoved(self.world.members[-1].host))
+        self.now += 2.0
+        self.send(m.Ticked())
+        for w in self.world.members:
+            self.send(m.WorkerOffered(w, self.world.epoch, 5))
+        assert self.world.stage is Stage.LEAVING
+        self.form("planned change")
+
+
+def day(workers: int) -> Cluster:
+    cluster = Cluster(workers)
+    cluster.start()
+    cluster.send(m.JobSubmitted("job"))
+    cluster.form("first world")
+    cluster.train(min(500, workers))
+    cluster.die(min(100, workers // 10))
+    cluster.lose_host()
+    cluster.shrink()
+    return cluster
+
+
+def numbers(times: list[float]) -> dict[str, float]:
+    """Milliseconds."""
+    ms = [time * 1000 for time in times]
+    return {"events": len(ms), "min": min(ms), "median": statistics.median(ms), "max": max(ms)}
+
+
+def show(name: str, row: dict[str, float]) -> None:
+    print(f"{name:26}{row['events']:8.0f}{row['min']:10.4f}{row['median']:10.4f}{row['max']:10.3f}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, help="write the numbers here")
+    parser.add_argument("--workers", type=int, nargs="+", default=[100, 1000, 10_000])
+    options = parser.parse_args()
+    result: dict[str, dict[str, dict[str, float]]] = {}
+    for workers in options.workers:
+        gc.collect()
+        cluster = day(workers)
+        every = [time for times in cluster.times.values() for time in times]
+        rows = {"every event": numbers(every), "a new assignment": numbers(cluster.forming)}
+        rows |= {f"- {phase}": numbers(times) for phase, times in cluster.times.items()}
+        result[str(workers)] = rows
+        print(f"{f'{workers} workers':26}{'events':>8}{'min ms':>10}{'median':>10}{'max':>10}")
+        for name, row in rows.items():
+            show(name, row)
+        print()
+    if options.json:
+        options.json.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

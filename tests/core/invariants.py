@@ -1,0 +1,97 @@
+"""What must hold after every step, whatever has happened: see "Driver" in the scenarios."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+
+from nbelastic.core import messages as m
+from nbelastic.core.world import HostPhase, Stage, WorkerState, World
+
+
+def check(before: World, world: World, commands: tuple[m.Command, ...], now: float) -> None:
+    """What must hold after every step, whatever happened."""
+    for fault in faults(before, world, commands, now):
+        raise AssertionError(f"{fault}\nreason: {world.reason}\nstage: {world.stage}\ncommands: {commands}")
+
+
+def faults(before: World, world: World, commands: tuple[m.Command, ...], now: float) -> Iterator[str]:
+    workers, alive = world.workers, set(world.workers)
+    if not world.reason:
+        yield "there is no reason"
+    if world.epoch < before.epoch or world.epoch > before.epoch + 1:
+        yield f"the epoch went from {before.epoch} to {world.epoch}"
+    if frozenset(world.members) != world.ranked or len(world.members) != len(world.ranked):
+        yield "ranks are not unique, or `ranked` is not `members`"
+    epoch_sets = (world.ranked, world.waiting, world.leaving, world.awaiting, world.suspects)
+    if world.active is None and any(epoch_sets):
+        yield "there are members without a job"
+    for name in ("ranked", "awaiting", "waiting", "starting", "leaving", "stopped", "failed", "suspects"):
+        if not getattr(world, name) <= alive:
+            yield f"{name} holds {getattr(world, name) - alive}, who are gone"
+    for name in ("awaiting", "leaving", "suspects"):
+        if not getattr(world, name) <= world.ranked:
+            yield f"{name} holds {getattr(world, name) - world.ranked}, who are no members"
+    for name in ("ranked", "waiting", "starting", "failed"):
+        if getattr(world, name) & world.stopped:
+            yield f"{name} holds {getattr(world, name) & world.stopped}, who were told to end"
+    if world.waiting & world.ranked or world.waiting & world.starting:
+        yield "a worker waits as a newcomer and is something else too"
+    if {w for w, worker in workers.items() if worker.state is WorkerState.STOPPED} != world.stopped:
+        yield "`stopped` is not who is stopped"
+    if {w for w, worker in workers.items() if worker.state is WorkerState.FAILED} != world.failed:
+        yield "`failed` is not who has failed"
+    for host in world.hosts.values():
+        busy = {m.WorkerId(host.spec.name, i, slot.incarnation) for i, slot in enumerate(host.slots) if slot.busy}
+        if busy != {w for w in alive if w.host == host.spec.name}:
+            yield f"{host.spec.name}'s busy slots are not its living workers"
+        if host.full != all(slot.busy for slot in host.slots[: host.spec.slots]):
+            yield f"{host.spec.name} is full or not, and does not know it"
+        if host.phase is HostPhase.LOST and busy:
+            yield f"{host.spec.name} is lost and has workers"
+    if not {w.host for w in alive} <= world.hosts.keys():
+        yield "a worker lives on no host"
+    wanted = world.limits.wanted
+    if len(alive) - len(world.stopped) - len(world.leaving) > wanted and not world.failed and not world.stopping:
+        yield f"{len(alive)} workers live, {wanted} are wanted"
+    for command in commands:
+        yield from _faults_of(command, before, world, now)
+    if world.stage is Stage.FORMING and (world.order is None or world.order.members[0].host == ""):
+        yield "a world forms without an order"
+
+
+def _faults_of(command: m.Command, before: World, world: World, now: float) -> Iterator[str]:
+    match command:
+        case m.FormWorld(epoch=epoch, members=members, root=root, receivers=receivers, to=to):
+            if epoch != world.epoch or (not to and epoch == before.epoch):
+                yield "a world is formed in an epoch that is not the next"
+            if not world.limits.min <= len(members) <= world.limits.most and not to:
+                yield f"a world of {len(members)}, outside [{world.limits.min}, {world.limits.max}]"
+            if members != world.members or not set(members) <= set(world.workers):
+                yield "the order names others than the members"
+            hosts = [w.host for w in members]
+            if sum(a != b for a, b in pairwise(hosts)) != len(set(hosts)) - 1:
+                yield f"ranks are not packed by host: {hosts}"
+            if root in receivers or not set(receivers) <= set(range(len(members))):
+                yield "the root receives, or nobody does"
+            claims = [(world.workers[w].has_state, world.workers[w].clean, world.workers[w].commit) for w in members]
+            if not to and claims[root] != max(claims):
+                yield f"rank {root} has not the newest state: {claims}"
+            if not to and any(c != claims[root] and r not in receivers for r, c in enumerate(claims)):
+                yield f"somebody with an old state receives none: {claims}, {receivers}"
+        case m.StartWorker(worker=w):
+            host = before.hosts.get(w.host) or world.hosts[w.host]
+            if w in before.workers or world.hosts[w.host].phase is not HostPhase.UP:
+                yield f"{w} is started where it cannot be"
+            if w.slot >= world.hosts[w.host].spec.slots:
+                yield f"{w} is started above its host's slots"
+            if w.slot < len(host.slots) and host.slots[w.slot].cooling_until > now:
+                pardoned = world.hosts[w.host].slots[w.slot].strikes == 0
+                if not pardoned:
+                    yield f"{w} is started while its slot cools"
+        case m.AskLeave(members=members) | m.LeaveAt(members=members):
+            if members != world.members:
+                yield "others than the members are asked to leave"
+        case m.StopProgram(workers=workers) | m.AbortWorld(members=workers):
+            if not workers:
+                yield "a command for nobody"

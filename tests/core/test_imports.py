@@ -1,0 +1,116 @@
+"""Who may import whom, read from the syntax trees; and what a kernel pays for `import nbelastic`."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+import nbelastic
+
+ROOT = Path(nbelastic.__file__).parent
+FILES = sorted(ROOT.rglob("*.py"))
+FOLDERS = ("core", "driver", "host", "worker", "notebook")
+MAY = {
+    "core": {"core"},
+    "link": {"core", "link"},
+    "driver": {"core", "link", "driver"},
+    "host": {"core", "link", "host"},
+    "worker": {"core", "link", "worker"},
+    "notebook": {"core", "driver", "notebook"},
+}
+CLOCKS_AND_DOORS = {
+    *("time", "datetime", "random", "secrets", "uuid", "threading", "_thread", "asyncio", "multiprocessing"),
+    *("concurrent", "socket", "select", "selectors", "ssl", "subprocess", "os", "io", "pathlib", "shutil", "tempfile"),
+    *("pickle", "marshal", "shelve", "importlib", "logging", "sys", "ctypes", "queue", "sched", "contextvars"),
+}
+DOORS_BUILT_IN = {"open", "input", "print", "exec", "eval", "compile", "__import__", "globals", "breakpoint"}
+
+
+def name_of(path: Path) -> str:
+    parts = path.relative_to(ROOT.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imports(path: Path, *, top_only: bool = False) -> Iterator[str]:
+    """Full names of the modules that a file imports, `from x import y` as x.y if that is a module of ours, else x."""
+    tree = ast.parse(path.read_text("utf-8"), str(path))
+    known = {name_of(file) for file in FILES}
+    for node in tree.body if top_only else ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative imports hide what is imported"
+            assert node.module
+            for alias in node.names:
+                full = f"{node.module}.{alias.name}"
+                yield full if full in known else node.module
+
+
+def ours(path: Path, **kwargs) -> set[str]:
+    return {name for name in imports(path, **kwargs) if name.split(".")[0] == "nbelastic"}
+
+
+def part(name: str) -> str:
+    """core, link, driver, …: the second part of a module's name."""
+    return [*name.split("."), ""][1]
+
+
+def test_there_is_something_to_check():
+    """The folders of the design exist, and are found."""
+    assert {part(name_of(file)) for file in FILES} >= {*FOLDERS, "link"}
+
+
+@pytest.mark.parametrize("file", [file for file in FILES if part(name_of(file))], ids=name_of)
+def test_imports_go_one_way(file):
+    """core imports core; link imports core; driver, host and worker import both and never one another; notebook the driver.
+
+    Modules beside link, which any of them may use, import no folder but core.
+    """
+    me = part(name_of(file))
+    beside = {part(name_of(other)) for other in FILES if other.parent == ROOT} - {""}
+    may = MAY.get(me, {"core"}) | (beside if me != "core" else set()) - {""}
+    wrong = {name for name in ours(file) if part(name) not in may and not (name == "nbelastic" and me == "notebook")}
+    assert not wrong, f"{name_of(file)} imports {', '.join(sorted(wrong))}"
+
+
+def test_imports_have_no_cycles():
+    """At import time no module waits for one that waits for it."""
+    graph = {name_of(file): ours(file, top_only=True) - {"nbelastic", name_of(file)} for file in FILES}
+    order = list(TopologicalSorter(graph).static_order())
+    assert len(order) >= len(FILES) - 1
+
+
+@pytest.mark.parametrize("file", sorted((ROOT / "core").glob("*.py")), ids=name_of)
+def test_the_core_is_pure(file):
+    """Standard library and msgspec only, and of it no clock, chance, thread, socket, file or log."""
+    outside = {name.split(".")[0] for name in imports(file)} - {"nbelastic"}
+    assert outside <= (sys.stdlib_module_names - CLOCKS_AND_DOORS) | {"msgspec"}
+    called = {node.id for node in ast.walk(ast.parse(file.read_text("utf-8"))) if isinstance(node, ast.Name)}
+    assert not called & DOORS_BUILT_IN
+
+
+def test_the_core_keeps_nothing_between_steps():
+    """No `global`, and nothing mutable at the top of a module: all that is known is in the World."""
+    for file in sorted((ROOT / "core").glob("*.py")):
+        tree = ast.parse(file.read_text("utf-8"))
+        assert not [node for node in ast.walk(tree) if isinstance(node, (ast.Global, ast.Nonlocal))]
+        values = [node.value for node in tree.body if isinstance(node, (ast.Assign, ast.AnnAssign))]
+        names = [node for node in tree.body if isinstance(node, ast.Assign) and node.targets[0].id == "__all__"]
+        kept = [v for v in values if isinstance(v, (ast.List, ast.Dict, ast.Set)) and v not in [n.value for n in names]]
+        assert not kept, f"{file.name} keeps something mutable"
+
+
+@pytest.mark.parametrize("module", ["nbelastic", "nbelastic.core.membership", "nbelastic.link"])
+def test_import_is_cheap(module):
+    """`import nbelastic` in a kernel never imports torch; nor do the core and the link."""
+    code = (
+        f"import sys, {module}; sys.exit(', '.join(sorted(m for m in sys.modules if m.split('.')[0] == 'torch')) or 0)"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert result.returncode == 0, result.stderr

@@ -1,0 +1,161 @@
+"""Jobs: one after the other, refused, stopped, and programs that do not end."""
+
+from __future__ import annotations
+
+import pytest
+
+from nbelastic.core import messages as m
+from nbelastic.core.world import Stage, WorkerState
+from tests.core.story import Story, wid
+
+
+def test_two_jobs_in_a_row_use_the_same_workers():
+    """The second job runs on the processes of the first, in a new epoch, and everyone receives its state anew."""
+    story = Story("a:2", min=2).run("one").commit(9).finish()
+    story.run("two")
+    order = story.last(m.FormWorld)
+    assert (story.names, order.epoch, order.root, order.receivers) == (["a/0#1", "a/1#1"], 2, 0, (1,))
+
+
+def test_the_next_job_waits_for_the_last_ones_programs():
+    """A worker that still leaves the last program takes the next as soon as it has; the others wait for it if min needs it."""
+    story = Story("a:2", min=2).run("one")
+    story.raised("a/0#1").hear(m.ProgramEnded, "a/0#1")
+    story.submit("two").hear(m.WorkerReady)
+    assert "the last job's programs to stop" in story.world.reason
+    story.quiet(2.0)
+    assert (story.world.stage, len(story.names)) == (Stage.RUNNING, 2)
+
+
+def test_a_program_that_does_not_stop_is_killed():
+    """It hangs in C code after the job's end: past `leave` its process is killed, without a strike, and replaced."""
+    story = Story("a:2", min=2).run("one")
+    story.silent.add(wid("a/1#1"))
+    story.stop_job("one").quiet(4.9)
+    assert wid("a/1#1") in story.world.workers
+    story.submit("two").quiet(2.0)
+    assert story.records("worker-killed") == ["a/1#1 did not stop within 5 s and is killed"]
+    assert story.names == ["a/0#1", "a/1#2"]
+    assert story.world.hosts["a"].slots[1].strikes == 0
+
+
+def test_one_that_begins_a_dead_jobs_program_is_sent_home():
+    """It comes to the elastic loop after the job has ended: it is told so, and is not waited for."""
+    story = Story("a:1", "b:1", min=1).run()
+    story.stop_job().answer()
+    mark = story.mark()
+    story.send(m.WorkerReady(wid("b/0#1"), "job", 0, 0, clean=True, store="x"))
+    assert story.commands(m.StopProgram, mark) == [m.StopProgram("job", (wid("b/0#1"),), "the job is over")]
+
+
+def test_a_second_job_is_refused_while_one_runs():
+    """Submitted all the same, it ends at once, with the reason; the first is not touched."""
+    story = Story("a:1", min=1).run("one")
+    mark = story.mark()
+    story.submit("two")
+    assert story.commands(m.EndJob, mark)[0].job == "two"
+    assert "one is still running" in story.commands(m.EndJob, mark)[0].reason
+    assert story.job.name == "one"
+    assert story.world.stage is Stage.RUNNING
+
+
+def test_a_job_submitted_to_a_stopping_cluster_ends():
+    """Nobody waits for a job that will never run."""
+    story = Story("a:1", min=1).answer()
+    story.send(m.StopRequested("done"))
+    story.submit("late")
+    assert (story.last(m.EndJob).job, story.last(m.EndJob).outcome) == ("late", "stopped")
+
+
+def test_a_job_stopped_twice_or_by_another_name_ends_once():
+    """Stopping again, or a job that is not the one, is nothing."""
+    story = Story("a:1", min=1).run("two")
+    story.send(m.JobStopRequested("one"))
+    assert story.world.active
+    story.send(m.JobStopRequested("two"), m.JobStopRequested("two"))
+    assert len(story.commands(m.EndJob)) == 1
+
+
+def test_a_job_can_be_submitted_before_any_worker_is_ready():
+    """It waits for min, with the reason, and its program runs on each worker as it comes."""
+    story = Story("a:2", min=2).submit()
+    assert "0 of min 2 workers ready; waiting for a to start" in story.world.reason
+    story.quiet(2.0)
+    assert len(story.commands(m.RunProgram)) == 2
+    assert story.world.stage is Stage.RUNNING
+
+
+def test_a_job_stopped_before_any_worker_is_ready():
+    """The workers that come later find no job, and the cluster is as before."""
+    story = Story("a:2", min=2).submit()
+    story.send(m.JobStopRequested("job"))
+    story.answer()
+    assert story.commands(m.RunProgram) == []
+    assert story.world.reason == "2 workers ready; no job is running"
+
+
+def test_a_program_without_an_elastic_function():
+    """Nobody asks for a world: the job has succeeded when the program has ended on every worker."""
+    story = Story("a:2", min=2).answer()
+    story.submit().ended("a/0#1")
+    assert story.world.active
+    story.ended("a/1#1")
+    assert (story.job.outcome, story.last(m.EndJob).members) == ("succeeded", (wid("a/0#1"), wid("a/1#1")))
+
+
+def test_a_death_in_a_program_without_a_world():
+    """One of two dies after the other has ended: nothing restarts, the job has what there is."""
+    story = Story("a:2", min=2).answer()
+    story.submit().ended("a/0#1").kill("a/1#1")
+    assert story.job.outcome == "succeeded"
+    story.answer()
+    assert story.alive() == ["a/0#1", "a/1#2"]
+
+
+def test_a_newcomer_whose_program_ends_without_training_ends_nothing():
+    """Its program takes another way and ends well: the world trains on, and still takes newcomers."""
+    story = Story("a:1", min=1).run()
+    story.add("b:1").hear(m.AgentReady).hear(m.WorkerRegistered).ended("b/0#1")
+    story.add("c:1").quiet(2.0)
+    assert story.names == ["a/0#1", "c/0#1"]
+
+
+def test_a_late_word_of_one_whose_program_has_ended_is_dropped():
+    """It said ready, and then its program ended: heard the other way round, it is not taken into a world."""
+    story = Story("a:1", min=1).run()
+    story.add("b:1").hear(m.AgentReady).hear(m.WorkerRegistered)
+    late = next(e for e in story.answers if isinstance(e, m.WorkerReady))
+    story.ended("b/0#1").send(late)
+    story.quiet(2.0)
+    assert story.names == ["a/0#1"]
+
+
+def test_a_failed_setup_cell_is_named():
+    """A setup cell fails on one worker: it stays for inspection, the job waits for another and says why."""
+    story = Story("a:2", min=2).submit().hear(m.AgentReady).hear(m.WorkerStarted)
+    story._unsay(wid("a/1#1"), m.WorkerRegistered)
+    story.send(m.WorkerRegistered(wid("a/1#1"), "NameError: torhc"))
+    story.answer()
+    assert story.world.workers[wid("a/1#1")].state is WorkerState.FAILED
+    assert story.world.reason == "1 of min 2 workers ready; waiting for nothing from a/1#1: NameError: torhc"
+
+
+def test_results_are_by_the_rank_of_the_last_world():
+    """Members come and go; the end names the last world's members by rank."""
+    story = Story("a:2", min=1).run()
+    story.kill("a/0#1").quiet(2.0).finish()
+    assert [str(w) for w in story.last(m.EndJob).members] == ["a/1#1", "a/0#2"]
+
+
+@pytest.mark.parametrize("event", [m.StopRequested(), m.JobStopRequested("job"), m.JobSubmitted("job")])
+def test_orders_to_an_empty_cluster_break_nothing(event):
+    """No host, no worker, no job: every order is taken."""
+    story = Story()
+    story.send(event, m.Ticked(), event)
+    assert story.world.reason
+
+
+def test_no_news_is_taken_for_what_it_is_not():
+    """A message that is no event is a programming error, and is called one."""
+    with pytest.raises(TypeError, match="FormWorld is no event"):
+        Story().send(m.FormWorld(1, (), "", 0, ()))

@@ -1,0 +1,140 @@
+"""What goes over the wire comes back as it was; what is not ours does not come in."""
+
+from __future__ import annotations
+
+import typing
+
+import msgspec
+import pytest
+
+from nbelastic.core import messages as m
+
+W = m.WorkerId("gpu-1.example.org", 3, 12)
+SPEC = m.HostSpec("::1", 4, "me")
+FILL = {
+    str: "text ü \n",
+    int: 7,
+    float: 0.5,
+    bool: True,
+    m.WorkerId: W,
+    m.HostSpec: SPEC,
+    int | None: 9,
+    float | None: 1.5,
+    m.WorkerId | None: W,
+    dict[str, float]: {"loss": 0.25},
+    dict[str, str]: {"torch": "2"},
+    dict[str, tuple[float, int]]: {str(W): (99.5, 1 << 33)},
+    tuple[int, ...]: (1, 2),
+    tuple[m.WorkerId, ...]: (W, m.WorkerId("b", 0, 1)),
+    tuple[m.HostSpec, ...]: (SPEC,),
+    tuple[tuple[str, int], ...]: (("a", 2), ("b", 1)),
+}
+
+
+def kinds(base: type) -> list[type]:
+    return [kind for kind in vars(m).values() if isinstance(kind, type) and issubclass(kind, base) and kind is not base]
+
+
+def sample(kind: type, *, least: bool = False):
+    """One with every field filled; `least`: only those without a default."""
+    hints = typing.get_type_hints(kind)
+    fields = [f for f in msgspec.structs.fields(kind) if not (least and not f.required)]
+    return kind(**{f.name: FILL[hints[f.name]] for f in fields})
+
+
+ALL = kinds(m.Event) + kinds(m.Command) + kinds(m.Message)
+WIRE = {
+    "FromAgent": typing.get_args(m.FromAgent),
+    "FromWorker": typing.get_args(m.FromWorker),
+    "ToAgent": typing.get_args(m.ToAgent),
+    "ToWorker": typing.get_args(m.ToWorker),
+}
+ON_WIRE = [(name, kind) for name, wire in WIRE.items() for kind in wire]
+
+
+@pytest.mark.parametrize("least", [False, True])
+@pytest.mark.parametrize(("direction", "kind"), ON_WIRE, ids=lambda x: getattr(x, "__name__", x))
+def test_a_message_comes_back_as_it_went(direction, kind, least):
+    """Every message of each direction, encoded as JSON, is decoded by that direction's union as the same."""
+    message = sample(kind, least=least)
+    assert msgspec.json.decode(msgspec.json.encode(message), type=getattr(m, direction)) == message
+
+
+@pytest.mark.parametrize("kind", ALL, ids=lambda kind: kind.__name__)
+def test_events_and_commands_can_be_logged_and_read_again(kind):
+    """The event log is JSON lines: every event and command survives it, so that a log replays as a test."""
+    message = sample(kind)
+    assert msgspec.json.decode(msgspec.json.encode(message), type=kind) == message
+
+
+@pytest.mark.parametrize("kind", ALL, ids=lambda kind: kind.__name__)
+def test_messages_are_frozen(kind):
+    """Nobody changes what has happened or what was ordered."""
+    message = sample(kind)
+    for field in msgspec.structs.fields(kind):
+        with pytest.raises(AttributeError):
+            setattr(message, field.name, None)
+
+
+def test_no_two_messages_have_one_name():
+    """The tag is the name: two of the same could not be told apart."""
+    tags = [kind.__struct_config__.tag for kind in ALL]
+    assert len(tags) == len(set(tags)) > 40
+
+
+@pytest.mark.parametrize("direction", WIRE)
+def test_what_belongs_to_another_direction_does_not_come_in(direction):
+    """A worker cannot order, and an agent cannot speak as a worker: each role's messages are its own."""
+    others = [kind for name, kind in ON_WIRE if name != direction and kind not in WIRE[direction]]
+    for kind in [*others, *kinds(m.Command)]:
+        with pytest.raises(msgspec.ValidationError, match="Invalid value"):
+            msgspec.json.decode(msgspec.json.encode(sample(kind)), type=getattr(m, direction))
+
+
+def test_only_news_of_their_own_comes_from_workers_and_agents():
+    """No order of people (add, remove, scale, submit, stop) and no tick can come over the link."""
+    orders = {m.HostAdded, m.HostRemoved, m.HostsDiscovered, m.Scaled, m.JobSubmitted, m.JobStopRequested}
+    orders |= {m.StopRequested, m.Ticked, m.WorkerRegistered, m.ProgramEnded, m.AgentReady}
+    assert not orders & {*WIRE["FromAgent"], *WIRE["FromWorker"]}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"null",
+        b"\xff\xfe",
+        b'{"type":"Exec","code":"1"}',
+        b'{"worker":{"host":"a","slot":0,"incarnation":1},"epoch":1}',
+        b'{"type":"WorkerOffered","worker":"a/0#1","epoch":1,"commit":2}',
+        b'{"type":"WorkerOffered","worker":{"host":"a","slot":0,"incarnation":1},"epoch":"1","commit":2}',
+        b'{"type":"WorkerOffered","worker":{"host":"a","slot":0,"incarnation":1},"epoch":1}',
+        b'{"type":"WorkerOffered","worker":{"host":"a","slot":0.5,"incarnation":1},"epoch":1,"commit":2}',
+    ],
+)
+def test_junk_is_an_error_and_nothing_else(text):
+    """Malformed, unknown, of the wrong type or incomplete: msgspec's error, and no object."""
+    with pytest.raises(msgspec.DecodeError):
+        msgspec.json.decode(text, type=m.FromWorker)
+
+
+@pytest.mark.parametrize("w", [W, m.WorkerId("a", 0, 1), m.WorkerId("fe80::1%eth0", 11, 2), m.WorkerId("", 0, 0)])
+def test_a_workers_id_reads_back(w):
+    """`parse` is the inverse of `str`."""
+    assert m.WorkerId.parse(str(w)) == w
+    assert hash(m.WorkerId.parse(str(w))) == hash(w)
+
+
+@pytest.mark.parametrize("text", ["", "a", "a/0", "a/x#1", "a/0#", "0#1/a", "a/0#1#2"])
+def test_what_is_no_workers_id(text):
+    """Anything else is a ValueError."""
+    with pytest.raises(ValueError, match="int"):
+        m.WorkerId.parse(text)
+
+
+def test_workers_sort_by_host_slot_incarnation():
+    """The order of ids is numeric within a host: slot 2 comes before slot 10."""
+    ids = [m.WorkerId("b", 0, 1), m.WorkerId("a", 10, 1), m.WorkerId("a", 2, 2), m.WorkerId("a", 2, 1)]
+    assert [str(w) for w in sorted(ids)] == ["a/2#1", "a/2#2", "a/10#1", "b/0#1"]
