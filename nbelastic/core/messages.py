@@ -122,7 +122,10 @@ class WorkerRegistered(Event):
 
 
 class WorkerReady(Event):
-    """It waits in the elastic loop for a world, having left `epoch` (0: none). It offers a store at `store`."""
+    """It waits in the elastic loop for a world, having left `epoch` (0: none). It offers a store at `store`.
+
+    `commit` counts from the beginning of the job and travels with the state: the highest is the newest.
+    """
 
     worker: WorkerId
     job: str

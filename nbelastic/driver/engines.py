@@ -98,7 +98,12 @@ class Engines:
     def execute(self, uuid: str, source: str, done: Callable[[Any], None]) -> None:
         """Run a cell on one engine; `done(AsyncResult)` is called in the loop's thread."""
         result = self._view(uuid).execute(source, silent=False)
-        result.add_done_callback(lambda _: self._loop.call_soon_threadsafe(done, result))
+        result.add_done_callback(lambda _: self._loop.call_soon_threadsafe(self._with_output, result, done))
+
+    def _with_output(self, result: Any, done: Callable[[Any], None]) -> None:
+        """What was printed comes by another socket than the answer, and may come later."""
+        waiting = self._loop.run_in_executor(None, result.wait_for_output, 2.0)
+        waiting.add_done_callback(lambda _: done(result))
 
     def run_cell(self, uuid: str, job: str, log_dir: str, source: str, done: Callable[[Outcome], None]) -> None:
         """Run a cell as a job's program."""

@@ -54,7 +54,8 @@ class _Loop:
         left_at = 0.0
         while True:
             gathered, offer = self._session.gather(self._state.commits, clean=self._state.clean)
-            outcome, value = self._live(call, gathered, offer, left_at)
+            attempt = functools.partial(self._live, call, gathered, offer, left_at)
+            outcome, value = self._session.attempt(attempt) or ("aborted", None)
             if outcome == "returned":
                 return value  # type: ignore[return-value]
             if self._own is not None:

@@ -147,11 +147,14 @@ class Group:
     def leave(self) -> None:
         """Close it. The connections first: two ranks that leave on their own could wait for each other."""
         self.abort()
+        # Gloo's destructor waits for its threads, and one of them may be stuck: let another thread drop the last reference.
+        last: list[Any] = [*dist.distributed_c10d._world.pg_map, self._store]
         if dist.is_initialized():
             with contextlib.suppress(RuntimeError):  # an aborted group has nothing left to shut down in order
                 dist.destroy_process_group()
         self._store = self.subgroups = None
         self._reach = None
+        threading.Thread(target=last.clear, name="nbelastic-drop", daemon=True).start()
 
 
 def _sockets() -> dict[str, int]:

@@ -7,11 +7,13 @@ main thread reads at commits and between epochs. `attention` tells a commit that
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import os
 import queue
-import sys
+import threading
 import time
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
 
 import msgspec
 import torch
@@ -22,9 +24,11 @@ from nbelastic.link import Keys, Spoke
 from nbelastic.worker.rendezvous import Group, Offer, backend_for
 from nbelastic.worker.stuck import Blocked
 
+T = TypeVar("T")
+
 REPEAT = 2.0  # seconds after which an unanswered word is said again
 ABORT_EVERY = 0.02
-ABORT_PATIENCE = 0.5  # seconds that an aborted main thread may stay blocked inside torch
+ABORT_PATIENCE = 0.3  # seconds that an aborted thread may sleep in a collective before it is given up
 REPORT_EVERY = 0.25
 LINGER = 1.0  # seconds between checks when there is nothing to do
 OUTPUT_BOUND = 64_000  # characters of output a stream that are kept for one sending
@@ -38,8 +42,42 @@ class WorldLeft(BaseException):
     """All ranks leave here, at the same commit, as agreed."""
 
 
+class Attempt(Generic[T]):
+    """One call in a daemon thread. It is over when the call returns or raises, or when it is given up."""
+
+    def __init__(self, call: Callable[[], T]) -> None:
+        self._over: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
+        context, default = contextvars.copy_context(), torch.get_default_device()
+        started: queue.SimpleQueue[int] = queue.SimpleQueue()
+
+        def body() -> None:
+            started.put(threading.get_native_id())
+            if default.type != "cpu":  # torch keeps it per thread
+                torch.set_default_device(default)
+            try:
+                result = context.run(call)
+            except BaseException as error:  # noqa: BLE001  (it is raised again where it is waited for)
+                self._over.put(("raised", error))
+            else:
+                self._over.put(("returned", result))
+
+        thread = threading.Thread(target=body, name="nbelastic-training", daemon=True)
+        thread.start()
+        self.ident, self.native = thread.ident or 0, started.get()
+
+    def give_up(self) -> None:
+        self._over.put(("given up", None))
+
+    def outcome(self) -> T | None:
+        """Wait for it."""
+        kind, value = self._over.get()
+        if kind == "raised":
+            raise value
+        return value if kind == "returned" else None
+
+
 class Session:
-    """One per process. Methods above the line belong to the main thread, those below to the link's."""
+    """One per process. Methods above the line belong to the program's threads, those below to the link's."""
 
     def __init__(self, settings: dict[str, Any]) -> None:
         self.worker = m.WorkerId.parse(settings["worker"])
@@ -53,7 +91,6 @@ class Session:
         self.total = 0  # over all epochs
         self.formed_at = 0.0
         self.attention = False
-        self._closing = False
         self.used = False  # an elastic function has run in this job
         self._hold: int | None = None  # commit number at which to wait for word of where to leave
         self._leave_at: int | None = None
@@ -65,6 +102,7 @@ class Session:
         self._first: float | None = None
         self._aborted = 0  # the newest epoch that was aborted
         self._blocked: Blocked | None = None
+        self._attempt: Attempt | None = None
         self._quit: m.Quit | None = None
         self._output: dict[str, list[str]] = {"out": [], "err": []}
         keys = msgspec.convert(settings["keys"], Keys)
@@ -89,13 +127,14 @@ class Session:
 
     def gather(self, commit: int, *, clean: bool) -> tuple[m.Formation, Offer]:
         """Say that this worker is ready and wait for the world it will be in. JobStoppedError if the job ends."""
-        offer = self._offer or Offer(self.address)
-        self._offer = None
+        if self.group is not None:
+            self.epoch = max(self.epoch, self.group.epoch)
+        if self._offer is None:
+            self.leave_group()  # first: an abort shuts down whatever is opened while a group is being formed
+        offer, self._offer = self._offer or Offer(self.address), None
         while True:
             if self._quit is not None:
                 raise JobStoppedError(self._quit.reason)
-            if self.group is not None:
-                self.epoch = max(self.epoch, self.group.epoch)
             ready = m.WorkerReady(self.worker, self.job, self.epoch, commit, clean, offer.endpoint)
             self.link.send(ready)
             self.leave_group()  # while the word is on its way
@@ -122,6 +161,7 @@ class Session:
 
     def committed(self, total: int) -> None:
         """Count a commit; leave here if that was agreed. Costs nothing but the counting while there is no news."""
+        self.check_in()
         self.commits += 1
         self.total = total
         if self.commits == 1:
@@ -131,6 +171,24 @@ class Session:
             self._offer = Offer(self.address)  # the next epoch's store, before it is needed
         if self.attention:
             self._listen()
+
+    def attempt(self, call: Callable[[], T]) -> T | None:
+        """Call `call` in a thread of its own and wait for it. None if it had to be given up: stuck in a dead collective.
+
+        The user's function runs there, so that a rank that gloo never wakes costs a thread and not the process.
+        """
+        attempt = Attempt(call)
+        self._attempt = attempt
+        try:
+            return attempt.outcome()
+        finally:
+            self._attempt = None
+
+    def check_in(self) -> None:
+        """Whoever trains must be the present attempt: one that was given up and wakes after all goes no further."""
+        attempt = self._attempt
+        if attempt is not None and attempt.ident != threading.get_ident():
+            raise WorldAborted
 
     def _listen(self) -> None:
         """Read what came: being asked where we are, told where to leave, aborted, or sent home."""
@@ -161,6 +219,7 @@ class Session:
 
     def judge(self, error: BaseException) -> bool:
         """The user's function raised: was it a collective? The driver knows. True: the error is the program's own."""
+        self.check_in()
         assert self.group is not None
         epoch = self.group.epoch
         own = self.group.intact() or not _of_a_collective(error)
@@ -179,10 +238,9 @@ class Session:
     def leave_group(self) -> None:
         """Close the epoch's group, if there is one."""
         self.formation = None
-        if self.group is not None:
-            self._closing = True  # a group that will not close is noticed as one that will not abort
-            self.group.leave()
-            self.group, self._closing = None, False
+        group, self.group = self.group, None
+        if group is not None:
+            group.leave()
 
     def _hear(self, timeout: float) -> m.Message | None:
         try:
@@ -211,16 +269,19 @@ class Session:
         self._send_progress(now)
         self._send_output()
         group = self.group
-        if group is None or (self._aborted < group.epoch and self._quit is None and not self._closing):
+        if group is None or (self._aborted < group.epoch and self._quit is None):
             self._blocked = None
             return REPORT_EVERY
-        if not self._closing:
-            group.abort()
-        self._blocked = self._blocked or Blocked(now)
+        group.abort()
+        attempt = self._attempt
+        if attempt is None:
+            return ABORT_EVERY
+        self._blocked = self._blocked or Blocked(attempt.ident, attempt.native, now)
         if self._blocked.stuck_for(now) > ABORT_PATIENCE:
-            sys.__stderr__.write("nbelastic: still blocked in an aborted collective; this worker ends\n")
-            sys.__stderr__.flush()
-            os._exit(m.STUCK)
+            if device(self.worker.slot).type == "cuda":  # its stream is stuck with it
+                os._exit(m.STUCK)
+            self._blocked = None
+            attempt.give_up()
         return ABORT_EVERY
 
     def _send_progress(self, now: float) -> None:
