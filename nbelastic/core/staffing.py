@@ -239,7 +239,8 @@ def shortage(world: World, now: float) -> str:
                 for index, slot in enumerate(host.slots[: host.spec.slots])
                 if slot.cooling_until > now
             ]
-    if world.linger_until:
+    job = world.active.name if world.active else ""
+    if world.linger_until and any(worker.job not in ("", job) for worker in world.workers.values()):
         parts.append("the last job's programs to stop")
     parts += [f"nothing from {w}: {world.workers[w].reason}" for w in nsmallest(1, world.failed)]
     return "waiting for " + ", ".join(parts[:3]) if parts else "add a host or lower min"

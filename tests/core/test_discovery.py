@@ -161,3 +161,12 @@ def test_a_spare_waits_and_disturbs_nobody():
     assert story.commands(m.AskLeave) == []
     story.kill("a/1#1").hear(m.WorkerReady)
     assert story.names == ["a/0#1", "b/0#1"]
+
+
+def test_a_spare_that_is_not_needed_waits_on():
+    """Two spares and one death: one takes the place, the other still waits and takes the next."""
+    story = Story("a:2", "b:2", min=1, max=2, spares=2).run()
+    story.kill("a/1#1").hear(m.WorkerReady, "a/0#1")
+    story.hear(m.WorkerFormed)
+    story.kill("a/0#1").hear(m.WorkerReady, "b/0#1")
+    assert story.names == ["b/0#1", "b/1#1"]

@@ -169,3 +169,24 @@ def test_connections_lost_after_others_have_finished_restart_nothing():
     assert story.world.epoch == 1
     story.ended("a/0#1")
     assert story.job.outcome == "succeeded"
+
+
+def test_newcomers_after_the_first_has_finished_begin_nothing():
+    """A worker that comes up when some rank has finished does not start a program that nobody will wait for."""
+    story = Story("a:2", min=1).run()
+    story.returned("a/0#1")
+    mark = story.mark()
+    story.add("b:1").answer()
+    assert story.commands(m.RunProgram, mark) == []
+    assert story.world.workers[wid("b/0#1")].state is WorkerState.READY
+    story.returned("a/1#1").ended("a/0#1", "a/1#1").run("second")
+    assert len(story.names) == 3
+
+
+def test_one_that_was_to_leave_and_is_sent_home_leaves():
+    """max sinks after the first rank has finished, then a rank dies: who was to leave is stopped, not kept above max."""
+    story = Story("a:3", min=1).run()
+    story.returned("a/0#1").scale(1, 1).kill("a/1#1").hear(m.ProgramEnded)
+    assert wid("a/2#1") in story.world.stopped
+    story.ended("a/0#1").quiet(2.0)
+    assert (story.alive(), story.job.outcome) == (["a/0#1"], "succeeded")

@@ -23,6 +23,8 @@ def test_the_next_job_waits_for_the_last_ones_programs():
     story.raised("a/0#1").hear(m.ProgramEnded, "a/0#1")
     story.submit("two").hear(m.WorkerReady)
     assert "the last job's programs to stop" in story.world.reason
+    story.hear(m.ProgramEnded)
+    assert "the last job" not in story.world.reason
     story.quiet(2.0)
     assert (story.world.stage, len(story.names)) == (Stage.RUNNING, 2)
 

@@ -146,6 +146,17 @@ def test_the_newest_commit_wins_and_everyone_else_receives():
     assert (order.root, order.receivers) == (1, (0, 2))
 
 
+def test_if_nobody_is_clean_everyone_receives():
+    """All survivors have changed their tensors since the commit: they differ, so all take the root's."""
+    story = Story("a:3", min=1).run().commit(5)
+    for fake in story.fakes.values():
+        fake.clean = False
+    mark = story.mark()
+    story.kill("a/0#1").hear(m.WorkerReady, "a/1#1", "a/2#1")
+    order = story.commands(m.FormWorld, mark)[0]
+    assert (order.root, order.receivers) == (0, (1,))
+
+
 def test_equal_survivors_send_nothing():
     """All survivors clean at the same commit: nobody receives anything."""
     story = Story("a:3", min=1).run().commit(5)

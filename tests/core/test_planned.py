@@ -108,9 +108,19 @@ def test_a_removed_hosts_place_is_taken_in_the_same_change():
     """With max full, a removed host's places go to workers that are started first; one change does both."""
     story = Story("a:1", "b:1", "c:1", min=1, max=2).run()
     mark = story.mark()
-    story.remove("b").quiet(2.0)
+    story.remove("b").wait(0.9)
+    assert story.commands(m.AskLeave, mark) == []
+    story.quiet(2.0)
     assert story.names == ["a/0#1", "c/0#1"]
     assert len(story.commands(m.FormWorld, mark)) == 1
+
+
+def test_a_drained_host_waits_no_longer_than_that():
+    """The replacement is slow: after the settle time the host's workers leave without it."""
+    story = Story("a:1", "b:1", "c:1", min=1, max=2).run()
+    mark = story.mark()
+    story.remove("b").wait(1.0)
+    assert len(story.commands(m.AskLeave, mark)) == 1
 
 
 def test_replacements_are_waited_for_rather_than_going_below_min():
@@ -186,7 +196,9 @@ def test_scaling_up_brings_all_in_one_change():
     """max goes from 1 to 4 with a spare at hand: it waits the settle time for the others, and there is one change."""
     story = Story("a:2", "b:2", min=1, max=1, spares=1).run()
     mark = story.mark()
-    story.wait(60.0).scale(1, 4).quiet(2.0)
+    story.wait(60.0).scale(1, 4)
+    assert story.commands(m.AskLeave, mark) == []
+    story.quiet(2.0)
     assert [len(order.members) for order in story.commands(m.FormWorld, mark)] == [4]
 
 
@@ -207,6 +219,15 @@ def test_scaling_down_while_agreeing_and_leaving():
     assert story.world.stage is Stage.LEAVING
     story.scale(1, 2).quiet(3.0)
     assert story.names == ["a/0#1", "a/1#1"]
+
+
+def test_who_has_left_already_is_not_waited_for_again():
+    """A death while the ranks leave for a change: only those that have not left yet are waited for."""
+    story = Story("a:3", min=1).run()
+    story.add("b:1").answer(lambda e: not isinstance(e, m.WorkerReady) or e.worker == wid("b/0#1"))
+    assert story.world.stage is Stage.LEAVING
+    story.hear(m.WorkerReady, "a/0#1").kill("a/2#1")
+    assert story.world.awaiting == {wid("a/1#1")}
 
 
 @pytest.mark.parametrize("victim", ["a/0#1", "b/0#1"])

@@ -271,7 +271,7 @@ DOUBLED = (
 
 TestAnyStory = AnyStory.TestCase
 TestAnyStory.settings = settings(
-    max_examples=150,
+    max_examples=400,
     stateful_step_count=40,
     deadline=None,
     derandomize=True,
