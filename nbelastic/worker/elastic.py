@@ -54,8 +54,7 @@ class _Loop:
         left_at = 0.0
         while True:
             gathered, offer = self._session.gather(self._state.commits, clean=self._state.clean)
-            attempt = functools.partial(self._live, call, gathered, offer, left_at)
-            outcome, value = self._session.attempt(attempt) or ("aborted", None)
+            outcome, value = self._live(call, gathered, offer, left_at)
             if outcome == "returned":
                 return value  # type: ignore[return-value]
             if self._own is not None:

@@ -7,13 +7,10 @@ main thread reads at commits and between epochs. `attention` tells a commit that
 from __future__ import annotations
 
 import contextlib
-import contextvars
 import os
 import queue
-import threading
 import time
-from collections.abc import Callable
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import msgspec
 import torch
@@ -24,11 +21,9 @@ from nbelastic.link import Keys, Spoke
 from nbelastic.worker.rendezvous import Group, Offer, backend_for
 from nbelastic.worker.stuck import Blocked
 
-T = TypeVar("T")
-
 REPEAT = 2.0  # seconds after which an unanswered word is said again
 ABORT_EVERY = 0.02
-ABORT_PATIENCE = 0.3  # seconds that an aborted thread may sleep in a collective before it is given up
+ABORT_PATIENCE = 0.3  # seconds that an aborted main thread may sleep in a collective
 REPORT_EVERY = 0.25
 LINGER = 1.0  # seconds between checks when there is nothing to do
 OUTPUT_BOUND = 64_000  # characters of output a stream that are kept for one sending
@@ -42,42 +37,8 @@ class WorldLeft(BaseException):
     """All ranks leave here, at the same commit, as agreed."""
 
 
-class Attempt(Generic[T]):
-    """One call in a daemon thread. It is over when the call returns or raises, or when it is given up."""
-
-    def __init__(self, call: Callable[[], T]) -> None:
-        self._over: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
-        context, default = contextvars.copy_context(), torch.get_default_device()
-        started: queue.SimpleQueue[int] = queue.SimpleQueue()
-
-        def body() -> None:
-            started.put(threading.get_native_id())
-            if default.type != "cpu":  # torch keeps it per thread
-                torch.set_default_device(default)
-            try:
-                result = context.run(call)
-            except BaseException as error:  # noqa: BLE001  (it is raised again where it is waited for)
-                self._over.put(("raised", error))
-            else:
-                self._over.put(("returned", result))
-
-        thread = threading.Thread(target=body, name="nbelastic-training", daemon=True)
-        thread.start()
-        self.ident, self.native = thread.ident or 0, started.get()
-
-    def give_up(self) -> None:
-        self._over.put(("given up", None))
-
-    def outcome(self) -> T | None:
-        """Wait for it."""
-        kind, value = self._over.get()
-        if kind == "raised":
-            raise value
-        return value if kind == "returned" else None
-
-
 class Session:
-    """One per process. Methods above the line belong to the program's threads, those below to the link's."""
+    """One per process. Methods above the line belong to the main thread, those below to the link's."""
 
     def __init__(self, settings: dict[str, Any]) -> None:
         self.worker = m.WorkerId.parse(settings["worker"])
@@ -102,7 +63,6 @@ class Session:
         self._first: float | None = None
         self._aborted = 0  # the newest epoch that was aborted
         self._blocked: Blocked | None = None
-        self._attempt: Attempt | None = None
         self._quit: m.Quit | None = None
         self._output: dict[str, list[str]] = {"out": [], "err": []}
         keys = msgspec.convert(settings["keys"], Keys)
@@ -161,7 +121,6 @@ class Session:
 
     def committed(self, total: int) -> None:
         """Count a commit; leave here if that was agreed. Costs nothing but the counting while there is no news."""
-        self.check_in()
         self.commits += 1
         self.total = total
         if self.commits == 1:
@@ -171,24 +130,6 @@ class Session:
             self._offer = Offer(self.address)  # the next epoch's store, before it is needed
         if self.attention:
             self._listen()
-
-    def attempt(self, call: Callable[[], T]) -> T | None:
-        """Call `call` in a thread of its own and wait for it. None if it had to be given up: stuck in a dead collective.
-
-        The user's function runs there, so that a rank that gloo never wakes costs a thread and not the process.
-        """
-        attempt = Attempt(call)
-        self._attempt = attempt
-        try:
-            return attempt.outcome()
-        finally:
-            self._attempt = None
-
-    def check_in(self) -> None:
-        """Whoever trains must be the present attempt: one that was given up and wakes after all goes no further."""
-        attempt = self._attempt
-        if attempt is not None and attempt.ident != threading.get_ident():
-            raise WorldAborted
 
     def _listen(self) -> None:
         """Read what came: being asked where we are, told where to leave, aborted, or sent home."""
@@ -219,7 +160,6 @@ class Session:
 
     def judge(self, error: BaseException) -> bool:
         """The user's function raised: was it a collective? The driver knows. True: the error is the program's own."""
-        self.check_in()
         assert self.group is not None
         epoch = self.group.epoch
         own = self.group.intact() or not _of_a_collective(error)
@@ -273,15 +213,10 @@ class Session:
             self._blocked = None
             return REPORT_EVERY
         group.abort()
-        attempt = self._attempt
-        if attempt is None:
-            return ABORT_EVERY
-        self._blocked = self._blocked or Blocked(attempt.ident, attempt.native, now)
+        self._blocked = self._blocked or Blocked(now)
         if self._blocked.stuck_for(now) > ABORT_PATIENCE:
-            if device(self.worker.slot).type == "cuda":  # its stream is stuck with it
-                os._exit(m.STUCK)
-            self._blocked = None
-            attempt.give_up()
+            os.write(2, b"nbelastic: stuck in an aborted collective; this worker ends and is replaced\n")
+            os._exit(m.STUCK)
         return ABORT_EVERY
 
     def _send_progress(self, now: float) -> None:

@@ -205,8 +205,6 @@ class State:
         return next((t.device for t in self._tensors()), torch.device("cpu"))
 
     def _stepping(self, *_: Any) -> None:
-        if self._session is not None:
-            self._session.check_in()
         self._steps += 1
 
     def _take_note(self) -> None:

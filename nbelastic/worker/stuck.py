@@ -1,25 +1,29 @@
-"""Is the training thread stuck in a collective, or is it busy with the user's code?
+"""Is the main thread stuck in a collective, or is it busy with the user's code?
 
 Aborting gloo does not wake everybody: a send that was partly written when its connection broke is never told
 (`Pair::signalException` passes over unbound buffers in its transmit queue), so about one rank in a hundred waits on
-until the group's time-out. Such a thread is given up: it holds nothing but gradients. One that computes, sleeps or reads
-data is not: it will meet the abort at its next collective.
+until the group's time-out. Nothing wakes it, and DDP's reducer keeps its lock meanwhile, so that no later backward pass
+of this process could run either: the worker is replaced. One that computes, sleeps or reads data is not: it will meet
+the abort at its next collective.
 """
 
 from __future__ import annotations
 
+import os
 import sys
+import threading
 from pathlib import Path
 
 WAITS = ("/torch/distributed/", "/torch/nn/parallel/", "/torch/autograd/", "/nbelastic/worker/rendezvous.py")
 
 
 class Blocked:
-    """Watches thread `ident` (`native`: the kernel's number) from another one, from `now` on (monotonic seconds)."""
+    """Watches the main thread from another one, from `now` on (monotonic seconds)."""
 
-    def __init__(self, ident: int, native: int, now: float) -> None:
-        self._ident = ident
-        self._stat = Path(f"/proc/self/task/{native}/stat")
+    def __init__(self, now: float) -> None:
+        main = threading.main_thread()
+        self._ident = main.ident or 0
+        self._stat = Path(f"/proc/self/task/{os.getpid()}/stat")  # the main thread has the process's number
         self._since = now
         self._used = -1
 
