@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import logging
 import os
 import select
@@ -16,6 +17,7 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable
+from typing import Any, TypeVar
 
 import msgspec
 import zmq
@@ -27,12 +29,14 @@ import zmq.error
 from nbelastic.core import messages as m
 
 log = logging.getLogger("nbelastic.link")
+T = TypeVar("T")
 
 HEARTBEAT = 1.0  # seconds between heartbeats, both ways
-MAX_MESSAGE = 1 << 20  # bytes; a longer one closes the sender's connection
+MAX_MESSAGE = 1 << 20  # bytes; a longer one is dropped
+_FLOOD = 16 * MAX_MESSAGE  # a message of this size is not even read: it closes the sender's connection
 _SETTINGS = {
     zmq.LINGER: 500,
-    zmq.MAXMSGSIZE: MAX_MESSAGE,
+    zmq.MAXMSGSIZE: _FLOOD,
     zmq.HEARTBEAT_IVL: 2000,
     zmq.HEARTBEAT_TIMEOUT: 10000,
     zmq.SNDHWM: 10000,
@@ -40,7 +44,15 @@ _SETTINGS = {
     zmq.IPV6: 1,
 }
 
-encode = msgspec.json.Encoder().encode
+_encoder = msgspec.json.Encoder()
+
+
+def encode(message: m.Message | m.Event) -> bytes:
+    """As JSON. Text that is no Unicode (a lone surrogate of a strange file name) must not keep a message from going out."""
+    try:
+        return _encoder.encode(message)
+    except UnicodeEncodeError:
+        return json.dumps(msgspec.to_builtins(message), ensure_ascii=False).encode(errors="replace")
 
 
 class Keys(msgspec.Struct, frozen=True):
@@ -130,7 +142,7 @@ class Hub:
     def _send(self, peer: str, frame: bytes) -> None:
         if self._closing:
             return
-        future = self._socket.send_multipart([peer.encode(), frame], flags=zmq.NOBLOCK)
+        future: Any = self._socket.send_multipart([peer.encode(), frame], flags=zmq.NOBLOCK)
         future.add_done_callback(_swallow_unreachable)
 
     async def _listen(self) -> None:
@@ -144,22 +156,24 @@ class Hub:
             message = self._decode(peer, frames)
             if message is not None:
                 self.heard_at[peer] = time.monotonic()
-                self._on_message(peer, message)
+                _guarded(self._on_message, peer, message)
 
     def _decode(self, peer: str, frames: list[bytes]) -> m.Message | m.Event | None:
         role, _, name = peer.partition("/")
         decoder = self._decoders.get(role)
         try:
-            if decoder is None or len(frames) != 2:
-                raise msgspec.ValidationError("unknown role or number of frames")
+            if decoder is None or len(frames) != 2 or len(frames[1]) > MAX_MESSAGE:
+                raise msgspec.ValidationError("unknown role, several frames or too long")
             message: m.Message | m.Event = decoder.decode(frames[1])
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            return self._drop(peer, str(error))
+            self._drop(peer, str(error))
+            return None
         speaker = getattr(message, "worker", None) if role == "worker" else getattr(message, "host", None)
         if speaker is None:  # an agent's word on one of its workers
             speaker = getattr(message, "worker", m.WorkerId("", 0, 0)).host
         if str(speaker) != name:
-            return self._drop(peer, f"speaks for {str(speaker)[:80]!r}")
+            self._drop(peer, f"speaks for {str(speaker)[:80]!r}")
+            return None
         return message
 
     def _drop(self, peer: str, why: str) -> None:
@@ -259,11 +273,11 @@ class Spoke:
             if now >= beat_at:
                 beat_at = now + HEARTBEAT
                 self._out.append(b"")
-            delay = min(self._tick(), beat_at - now)
+            delay = min(_guarded(self._tick) or HEARTBEAT, beat_at - now)
             self._flush(socket)
             if self._closing:
                 return
-            ready = dict(poller.poll(max(0.0, delay) * 1000))
+            ready = dict(poller.poll(int(max(0.0, delay) * 1000) + 1))
             if self._wake in ready:
                 with contextlib.suppress(BlockingIOError):
                     os.eventfd_read(self._wake)
@@ -294,4 +308,13 @@ class Spoke:
             if self.dropped == 1:
                 log.warning("dropped a message of the driver: %.200s; later ones are only counted", error)
             return
-        self._on_message(message)
+        _guarded(self._on_message, message)
+
+
+def _guarded(call: Callable[..., T], *args: Any) -> T | None:
+    """A bug in what is done with one message must not end the link: heartbeats, and all other messages, depend on it."""
+    try:
+        return call(*args)
+    except Exception:
+        log.exception("%s failed", getattr(call, "__qualname__", call))
+        return None
