@@ -21,8 +21,9 @@ if TYPE_CHECKING:
         UsageError,
         WaitTimeoutError,
     )
-    from nbelastic.driver.cluster import Cluster, Job
+    from nbelastic.driver.cluster import Cluster
     from nbelastic.driver.discovery import FixedHosts, HostDiscovery, ScriptDiscovery
+    from nbelastic.driver.job import Job
     from nbelastic.notebook import load_ipython_extension, unload_ipython_extension
     from nbelastic.worker.elastic import (
         cross_group,
@@ -54,8 +55,9 @@ _HOME = {
         "UsageError",
         "WaitTimeoutError",
     ),
-    "nbelastic.driver.cluster": ("Cluster", "Job"),
+    "nbelastic.driver.cluster": ("Cluster",),
     "nbelastic.driver.discovery": ("FixedHosts", "HostDiscovery", "ScriptDiscovery"),
+    "nbelastic.driver.job": ("Job",),
     "nbelastic.notebook": ("load_ipython_extension", "unload_ipython_extension"),
     "nbelastic.worker.elastic": (
         "cross_group",

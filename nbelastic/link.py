@@ -210,6 +210,7 @@ class Spoke:
         name: str,
         accepts: object,
         on_message: Callable[[m.Message], None],
+        *,
         tick: Callable[[], float] = lambda: HEARTBEAT,
     ) -> None:
         self._address, self._keys, self._name = address, keys, name

@@ -1,4 +1,4 @@
-"""What people hold: `Cluster` and `Job`."""
+"""What people hold: a `Cluster`."""
 
 from __future__ import annotations
 
@@ -7,26 +7,22 @@ import builtins
 import contextlib
 import itertools
 import os
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeoutError
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 from nbelastic.core import messages as m
 from nbelastic.core.errors import (
     ClusterStoppedError,
-    JobError,
-    JobStoppedError,
     NbelasticError,
     UsageError,
-    WaitTimeoutError,
 )
 from nbelastic.core.placement import parse_host
 from nbelastic.core.world import Limits
 from nbelastic.driver.discovery import FixedHosts, HostDiscovery, ScriptDiscovery
 from nbelastic.driver.driver import Driver, Settings
+from nbelastic.driver.job import Job, outcome
 from nbelastic.driver.launchers import address_of
 from nbelastic.driver.orders import execute_on_all, take
 from nbelastic.driver.places import RunDir, gpus
@@ -36,7 +32,6 @@ from nbelastic.driver.watchers import Watchers
 
 T = TypeVar("T")
 _numbers = itertools.count(1)
-_SLICE = 0.1  # seconds between looks at Ctrl-C while waiting
 Executed = tuple[str, str, str, str | None]  # worker, stdout, stderr, error
 
 
@@ -110,7 +105,7 @@ class Cluster:
 
     # ---- life ----
 
-    def start(self, wait: bool = True, timeout: float | None = None) -> Cluster:
+    def start(self, wait: bool = True, timeout: float | None = None) -> Self:
         """Start; returns when `min` workers are ready (`wait=False`: at once). Ctrl-C leaves it starting.
 
         UsageError if it runs already, or another cluster of that name. WaitTimeoutError after `timeout` seconds
@@ -163,7 +158,7 @@ class Cluster:
         """Begin to stop and return at once; `stop()` waits for the end."""
         self._running().post(m.StopRequested(f"stopped by {by}"))
 
-    def __enter__(self) -> Cluster:
+    def __enter__(self) -> Self:
         return self if self._driver is not None else self.start()
 
     def __exit__(self, *_: object) -> None:
@@ -192,7 +187,7 @@ class Cluster:
         if driver.world.active is not None or (self._jobs and not self._jobs[-1].done()):
             raise UsageError(f"{self._jobs[-1].name} is still running: wait for it or stop it first.")
         run = Run(f"job-{len(self._jobs) + 1}", cell, call)
-        job = Job(self, driver, run)
+        job = Job(driver, run)
         self._jobs.append(job)
 
         def submit() -> None:
@@ -212,7 +207,7 @@ class Cluster:
             raise UsageError(f"{driver.world.active.name} is running: cells run between jobs.")
         results: Future[list[Executed]] = Future()
         driver.call(execute_on_all, driver, source, setup, results)
-        return self._result(results, timeout, lambda: f"the cell to end ({driver.status.reason})")
+        return outcome(results, timeout, lambda: f"the cell to end ({driver.status.reason})")
 
     @property
     def job(self) -> Job | None:
@@ -326,100 +321,19 @@ class Cluster:
     def _running(self) -> Driver:
         if self._driver is None or self._driver.finished.is_set():
             why = self._last.world.stopping if self._last is not None else ""
-            raise ClusterStoppedError(f"the cluster {self.name!r} is not running{f' ({why})' if why else ''}: start it.")
+            raise ClusterStoppedError(
+                f"the cluster {self.name!r} is not running{f' ({why})' if why else ''}: start it."
+            )
         return self._driver
 
     def _wait(self, predicate: Callable[[Driver], T | None], timeout: float, what: str) -> T:
         driver = self._running()
         future = driver.when(predicate)
         try:
-            return self._result(future, timeout, lambda: f"{what}: {driver.status.reason}")
+            return outcome(future, timeout, lambda: f"{what}: {driver.status.reason}")
         finally:
             with contextlib.suppress(ClusterStoppedError):
                 driver.call(driver.drop_waiter, future)
-
-    def _result(self, future: Future[T], timeout: float | None, what: Callable[[], str]) -> T:
-        """The future's result, in slices, so that Ctrl-C is heard."""
-        end = None if timeout is None else time.monotonic() + timeout
-        while True:
-            left = _SLICE if end is None else min(_SLICE, end - time.monotonic())
-            try:
-                return future.result(max(0.0, left))
-            except FutureTimeoutError:
-                if future.done() or (end is not None and time.monotonic() >= end):
-                    if future.done():
-                        continue
-                    raise WaitTimeoutError(f"{timeout:g} s were not enough for {what()}") from None
-
-
-class Job:
-    """A running (or ended) program. `result()` gives one value per rank of the last world, by rank."""
-
-    def __init__(self, cluster: Cluster, driver: Driver, run: Run) -> None:
-        self._cluster, self._driver, self._run = cluster, driver, run
-
-    @property
-    def name(self) -> str:
-        return self._run.name
-
-    @property
-    def status(self) -> str:
-        """running, succeeded, failed or stopped."""
-        future = self._run.future
-        if not future.done():
-            return "running"
-        error = future.exception()
-        if error is None:
-            return "succeeded"
-        return "stopped" if isinstance(error, JobStoppedError) else "failed"
-
-    def done(self) -> bool:
-        return self._run.future.done()
-
-    def result(self, timeout: float | None = None) -> list[Any]:
-        """One value per rank of the last world, by rank (None for a rank that died after others had finished).
-
-        JobError with the first failing rank's remote traceback, JobStoppedError, or WaitTimeoutError with the reason.
-        """
-        return self._cluster._result(self._run.future, timeout, lambda: f"{self.name}: {self._driver.status.reason}")
-
-    def exception(self, timeout: float | None = None) -> JobError | None:
-        """The error that `result()` would raise, or None."""
-        try:
-            self.result(timeout)
-        except JobError as error:
-            return error
-        return None
-
-    def wait(self, timeout: float | None = None) -> Job:
-        """Wait for its end, however it ends."""
-        self.exception(timeout)
-        return self
-
-    def stop(self, by: str = "you") -> None:
-        """End it; `result()` will raise JobStoppedError. Ended already: nothing happens."""
-        if not self.done():
-            self._driver.post(m.JobStopRequested(self.name, f"stopped by {by}"))
-
-    def logs(self, rank: int | None = None, worker: str | None = None, tail: int = 100) -> str:
-        """The last `tail` lines that the program printed: of one rank, one worker, or all, each line with its worker."""
-        return "\n".join(self._lines(rank, worker, tail))
-
-    def _lines(self, rank: int | None, worker: str | None, tail: int) -> Iterator[str]:
-        members = self._run.members or self._driver.world.members
-        if rank is not None:
-            if not 0 <= rank < len(members):
-                raise UsageError(f"there is no rank {rank}: the world has {len(members)}.")
-            worker = str(members[rank])
-        one = worker is not None
-        for w, lines in sorted(self._run.lines.items(), key=lambda item: item[0]):
-            if one and str(w) != worker:
-                continue
-            for _, line in list(lines)[-tail:]:
-                yield line if one else f"{w} | {line}"
-
-    def __repr__(self) -> str:
-        return f"<Job {self.name}: {self.status}>"
 
 
 _running: dict[str, Cluster] = {}

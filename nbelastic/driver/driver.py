@@ -6,10 +6,10 @@ import asyncio
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -24,6 +24,8 @@ from nbelastic.driver.fleet import Fleet
 from nbelastic.driver.run import Run
 from nbelastic.driver.status import Status, snapshot
 from nbelastic.link import Hub, Keys
+
+T = TypeVar("T")
 
 POLL = 1.0  # seconds between looks at the host discovery
 LATE = 2.0  # a look at silence that comes later than this is not trusted: the driver itself was away
@@ -81,9 +83,9 @@ class Driver:
         except RuntimeError:
             raise ClusterStoppedError(f"the cluster {self.settings.name!r} has stopped: start a new one.") from None
 
-    def when(self, predicate: Callable[[Driver], Any]) -> Future[Any]:
+    def when(self, predicate: Callable[[Driver], T | None]) -> Future[T]:
         """A future of the first result of `predicate(driver)` that is not None; it is asked after every event."""
-        future: Future[Any] = Future()
+        future: Future[T] = Future()
         self.call(self.watch, predicate, future)
         return future
 
@@ -350,7 +352,3 @@ class Driver:
     def ready_workers(self) -> int:
         """How many workers can take code."""
         return sum(worker.state is WorkerState.READY for worker in self.world.workers.values())
-
-    def engine_ids(self) -> Mapping[str, int]:
-        """ipyparallel's engine number of each worker, for `%px --targets`."""
-        return self.fleet.engine_ids()

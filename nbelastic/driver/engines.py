@@ -91,10 +91,6 @@ class Engines:
     def forget(self, uuid: str) -> None:
         self._ids.pop(uuid, None)
 
-    def engine_id(self, uuid: str) -> int:
-        """ipyparallel's number of this engine, for `%px --targets`."""
-        return self._ids[uuid]
-
     def execute(self, uuid: str, source: str, done: Callable[[Any], None]) -> None:
         """Run a cell on one engine; `done(AsyncResult)` is called in the loop's thread."""
         result = self._view(uuid).execute(source, silent=False)

@@ -233,12 +233,6 @@ class Fleet:
             self.live.worker_samples.pop(str(w), None)
             self._programs.pop(w, None)
 
-    def engine_ids(self) -> dict[str, int]:
-        engines = self._engines
-        if engines is None:
-            return {}
-        return {str(w): engines.engine_id(uuid) for w, uuid in self._engine_of.items() if engines.knows(uuid)}
-
     @property
     def client(self) -> Any:
         """ipyparallel's client, for `%px`; None before the controller is up."""
@@ -253,4 +247,3 @@ def error_of(result: Any) -> str:
         name = getattr(error, "ename", type(error).__name__)
         return f"{name}: {getattr(error, 'evalue', error)}"
     return ""
-

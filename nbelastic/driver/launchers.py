@@ -74,7 +74,7 @@ def address_of(spec: HostSpec) -> str:
             f"host {spec.name!r} ({', '.join(sorted(found))}) is not this machine; this version starts workers only on "
             "this machine: use localhost or a 127.x.y.z address."
         )
-    return sorted(mine)[0]
+    return min(mine)
 
 
 @cache

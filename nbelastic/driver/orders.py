@@ -35,7 +35,9 @@ def take(cluster: Cluster, message: Mapping[str, Any], by: str) -> None:
             raise UsageError("this is no order.")
 
 
-def execute_on_all(driver: Driver, source: str, setup: bool, results: Future[list[tuple[str, str, str, str | None]]]) -> None:
+def execute_on_all(
+    driver: Driver, source: str, setup: bool, results: Future[list[tuple[str, str, str, str | None]]]
+) -> None:
     """In the driver's thread: run a cell on every ready worker; resolve `results` when all have answered or gone."""
     fleet = driver.fleet
     if setup:

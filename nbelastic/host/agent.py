@@ -25,8 +25,8 @@ import psutil
 
 from nbelastic.core import messages as m
 from nbelastic.host.interfaces import interface_of, outgoing_address
-from nbelastic.processes import kill_group, state_of
 from nbelastic.link import Keys, Spoke
+from nbelastic.processes import kill_group, state_of
 
 WATCH = 0.1  # seconds between looks at the workers' process states
 FROZEN_LOOKS = 2  # a process found stopped this many times in a row is reported
@@ -99,7 +99,7 @@ class Agent:
                 break
             for sentinel in ready:
                 if sentinel in sentinels:
-                    self._exited(sentinels[sentinel])  # type: ignore[index]
+                    self._exited(sentinels[sentinel])
             self._obey()
             if now >= watch_at:
                 watch_at = now + WATCH

@@ -10,7 +10,7 @@ LOOPBACK = "lo"
 
 
 def outgoing_address(driver: str) -> str:
-    """This machine's address towards `driver` (an address). Nothing is sent: a connected UDP socket tells."""
+    """The address of this machine towards `driver` (an address). Nothing is sent: a connected UDP socket tells."""
     family = socket.AF_INET6 if ":" in driver else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect((driver, 9))

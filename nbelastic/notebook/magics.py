@@ -16,7 +16,8 @@ from nbelastic.notebook.arguments import argument, completion, magic
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
-    from nbelastic.driver.cluster import Cluster, Job
+    from nbelastic.driver.cluster import Cluster
+    from nbelastic.driver.job import Job
     from nbelastic.notebook.dashboard import Dashboard
     from nbelastic.notebook.snapshot import StatusView
 
@@ -87,6 +88,8 @@ class ElasticMagics(Magics):  # type: ignore[misc]  # IPython carries no types h
         if not hidden:
             self._show()  # before it starts: then one sees what it waits for
         self.cluster.start(wait=wait, timeout=timeout)
+        if wait:
+            self.cluster.client.activate()  # %px and %%px speak to these engines
 
     @magic("line", argument("--job", action="store_true", help="stop only the job; the workers stay"))
     def elastic_stop(self, options: Namespace) -> None:

@@ -34,10 +34,12 @@ def elastic(function: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S,
     @functools.wraps(function)
     def wrapper(state: S, *args: P.args, **kwargs: P.kwargs) -> R:
         if not isinstance(state, State):
-            raise UsageError(f"an elastic function's first argument must be an nbelastic state, not {type(state).__name__}.")
+            raise UsageError(
+                f"an elastic function's first argument must be an nbelastic state, not {type(state).__name__}."
+            )
         return _Loop(_session.current(), state).run(functools.partial(function, state, *args, **kwargs))
 
-    return wrapper
+    return wrapper  # type: ignore[return-value]  # mypy minds that its first argument has a name
 
 
 class _Loop:
@@ -101,13 +103,13 @@ class _Loop:
 def _forget(error: BaseException | None) -> None:
     """Cut the tracebacks of a chain of exceptions: their frames hold the old group."""
     while error is not None:
-        error.__traceback__ = None
-        error, after = error.__cause__ or error.__context__, error
-        after.__cause__ = after.__context__ = None
+        inner = error.__cause__ or error.__context__
+        error.__traceback__ = error.__cause__ = error.__context__ = None
+        error = inner
 
 
 def rank() -> int:
-    """This worker's rank in the present world, 0 to size() - 1. NoWorldError outside an elastic function."""
+    """The rank of this worker in the present world, 0 to size() - 1. NoWorldError outside an elastic function."""
     return _session.world().rank
 
 
@@ -127,7 +129,7 @@ def local_size() -> int:
 
 
 def cross_rank() -> int:
-    """This host's position among the hosts that have a worker of this local rank (Horovod's meaning)."""
+    """The position of this host among the hosts that have a worker of this local rank (Horovod's meaning)."""
     return _session.world().cross_rank
 
 
@@ -137,7 +139,7 @@ def cross_size() -> int:
 
 
 def device() -> torch.device:
-    """This worker's device: `cuda:<slot>` for the life of its process, or the CPU."""
+    """The device of this worker: `cuda:<slot>` for the life of its process, or the CPU."""
     return _session.device(_session.current().worker.slot)
 
 
@@ -166,4 +168,5 @@ def _groups() -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
             local, _ = dist.new_subgroups_by_enumeration(by_host)
             cross, _ = dist.new_subgroups_by_enumeration(across)
         group.subgroups = (local, cross)
-    return group.subgroups
+    found: tuple[dist.ProcessGroup, dist.ProcessGroup] = group.subgroups
+    return found

@@ -17,7 +17,9 @@ class Stream(OutStream):  # type: ignore[misc]
     """What is printed goes to the client that asked and into this worker's log file."""
 
     def __init__(self, session: Any, thread: Any, name: str) -> None:
-        super().__init__(session, thread, name, echo=sys.__stdout__ if name == "stdout" else sys.__stderr__, watchfd=False)
+        super().__init__(
+            session, thread, name, echo=sys.__stdout__ if name == "stdout" else sys.__stderr__, watchfd=False
+        )
 
 
 class Engine(IPEngine):  # type: ignore[misc]

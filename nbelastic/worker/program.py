@@ -72,7 +72,7 @@ def _run(job: str, log_dir: str, program: Callable[[], Any]) -> Outcome:
 @contextlib.contextmanager
 def _output(session: Session) -> Iterator[None]:
     out, err = _Stream(session, "out", 1), _Stream(session, "err", 2)
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):  # type: ignore[type-var]
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         yield
     out.flush()
     err.flush()

@@ -8,12 +8,12 @@ NCCL: `_abort_process_group()` from the link's thread, with the device set.
 from __future__ import annotations
 
 import contextlib
-import datetime
 import os
 import select
 import socket
 import threading
 from collections.abc import Iterator
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from torch.distributed import PrefixStore, TCPStore
 
 from nbelastic.core.messages import Formation
 
-TIMEOUT = datetime.timedelta(minutes=30)  # of a collective: a rank may well evaluate for long; aborts do not wait for it
+TIMEOUT = timedelta(minutes=30)  # of a collective: a rank may well evaluate for long; aborts do not wait for it
 
 
 def backend_for(choice: str, slots: int) -> str:
@@ -158,7 +158,7 @@ class Group:
 
 
 def _sockets() -> dict[str, int]:
-    """This process's sockets: `socket:[inode]` -> file descriptor."""
+    """The sockets of this process: `socket:[inode]` -> file descriptor."""
     found = {}
     for name in os.listdir("/proc/self/fd"):
         try:

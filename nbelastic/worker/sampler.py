@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sized
 from typing import Any
 
@@ -12,7 +13,7 @@ from nbelastic.core.errors import NoWorldError
 from nbelastic.worker import session
 
 
-class ElasticSampler(Sampler[int]):
+class ElasticSampler(Sampler[int]):  # type: ignore[misc]  # torch is not looked into
     """Gives each rank its share of what the present epoch has not used yet.
 
     The order is a permutation by `seed` and epoch, the same on every rank; the samples go round the ranks in turn, so
@@ -59,7 +60,7 @@ class ElasticSampler(Sampler[int]):
     def __len__(self) -> int:
         """How many samples this rank has left in this epoch."""
         _, size = _place()
-        return -(-(len(self.dataset) - self.used) // size)
+        return math.ceil((len(self.dataset) - self.used) / size)
 
     def _order(self) -> list[int]:
         count = len(self.dataset)

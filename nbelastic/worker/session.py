@@ -66,7 +66,7 @@ class Session:
         self._quit: m.Quit | None = None
         self._output: dict[str, list[str]] = {"out": [], "err": []}
         keys = msgspec.convert(settings["keys"], Keys)
-        self.link = Spoke(settings["driver"], keys, f"worker/{self.worker}", m.ToWorker, self._receive, self._tick)
+        self.link = Spoke(settings["driver"], keys, f"worker/{self.worker}", m.ToWorker, self._receive, tick=self._tick)
 
     def hello(self, engine: str) -> None:
         self.link.send(m.WorkerHello(self.worker, os.getpid(), engine))
@@ -262,7 +262,7 @@ def start(session: Session) -> None:
 
 
 def current() -> Session:
-    """This process's session. NoWorldError where there is none: outside nbelastic's workers."""
+    """The session of this process. NoWorldError where there is none: outside nbelastic's workers."""
     if _session is None:
         raise NoWorldError("this runs in no nbelastic worker: use it inside %%elastic_run or Cluster.run().")
     return _session

@@ -52,7 +52,9 @@ class State:
         try:
             return self.__dict__["_values"][name]
         except KeyError:
-            raise AttributeError(f"this state has no {name!r}; it holds {', '.join(self._values) or 'nothing'}.") from None
+            raise AttributeError(
+                f"this state has no {name!r}; it holds {', '.join(self._values) or 'nothing'}."
+            ) from None
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name.startswith("_") or name in ("commits", "reset_callbacks"):

@@ -107,7 +107,7 @@ class Channel:
             return value
         try:
             return torch.load(io.BytesIO(body.cpu().numpy().tobytes()), weights_only=True)
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001  (torch raises many kinds)
             raise StateError(
                 f"the state holds something that is not plain data ({error}); keep numbers, text, lists, dicts and "
                 "tensors in it, or allow the class with torch.serialization.add_safe_globals()."
@@ -116,9 +116,7 @@ class Channel:
     def move_tensors(self, tensors: Sequence[torch.Tensor]) -> None:
         """Send these tensors, or receive into them, in place, bucket by bucket."""
         for bucket in _buckets(tensors):
-            flat = torch.empty(
-                sum(t.numel() for t in bucket), dtype=bucket[0].dtype, device=self._device
-            )
+            flat = torch.empty(sum(t.numel() for t in bucket), dtype=bucket[0].dtype, device=self._device)
             pieces = flat.split([t.numel() for t in bucket])
             if self.sends:
                 for piece, tensor in zip(pieces, bucket, strict=True):

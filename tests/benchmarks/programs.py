@@ -50,7 +50,13 @@ def record_steps(folder: str, steps: int) -> int:
             while state.step < steps:
                 one_step(ddp, optimizer)
                 state.step += 1
-                line = {"t": time.time(), "step": state.step, "rank": nbe.rank(), "world": nbe.size(), "pid": os.getpid()}
+                line = {
+                    "t": time.time(),
+                    "step": state.step,
+                    "rank": nbe.rank(),
+                    "world": nbe.size(),
+                    "pid": os.getpid(),
+                }
                 log.write(json.dumps(line) + "\n")
                 state.commit()
                 time.sleep(SLEEP)

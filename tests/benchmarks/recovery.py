@@ -17,6 +17,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -108,7 +109,7 @@ def longest_gap(steps: Steps, since: float, until: float) -> float:
         if since <= step["t"] <= until:
             first.setdefault(step["step"], step["t"])
     times = sorted(first.values())
-    return max(b - a for a, b in zip(times, times[1:], strict=False))
+    return max(b - a for a, b in pairwise(times))
 
 
 def planned(count: int) -> dict[str, list[float]]:
@@ -166,7 +167,7 @@ def soak(count: int) -> dict[str, list[float]]:
     seen: dict[str, list[float]] = {}
 
     def look(cluster: nbe.Cluster) -> None:
-        oldest = psutil.Process(sorted(cluster.workers, key=lambda w: w.rank or 0)[0].pid)
+        oldest = psutil.Process(min(cluster.workers, key=lambda w: w.rank or 0).pid)
         for name, process in (("driver", psutil.Process()), ("survivor", oldest)):
             seen.setdefault(f"{name} sockets", []).append(len(process.net_connections("inet")))
             seen.setdefault(f"{name} files", []).append(process.num_fds())
@@ -193,7 +194,9 @@ def soak(count: int) -> dict[str, list[float]]:
 def show(case: str, found: dict[str, list[float]]) -> None:
     for name, values in found.items():
         low, middle, high = min(values), statistics.median(values), max(values)
-        print(f"{case:12} {name:18} min {low:9.3f}   median {middle:9.3f}   max {high:9.3f}   n={len(values)}", flush=True)
+        print(
+            f"{case:12} {name:18} min {low:9.3f}   median {middle:9.3f}   max {high:9.3f}   n={len(values)}", flush=True
+        )
 
 
 def main() -> None:

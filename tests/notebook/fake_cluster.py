@@ -8,6 +8,7 @@ thread would.
 from __future__ import annotations
 
 import time
+from types import SimpleNamespace
 
 from msgspec.structs import replace
 
@@ -40,6 +41,7 @@ class FakeCluster:
     def __init__(self, hosts=None, *, min=1, max=None, **options) -> None:
         if max is not None and min > max:
             raise UsageError(f"min={min} is more than max={max}: lower --min.")
+        self.client = SimpleNamespace(activate=lambda: None)
         self.options = {"hosts": hosts, "min": min, "max": max, **options}
         self.calls: list[tuple[object, ...]] = []
         self.events: list[EventRecord] = []
