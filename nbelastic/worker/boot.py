@@ -20,7 +20,9 @@ def boot(settings: dict[str, Any]) -> None:
     from nbelastic.worker.engine import serve
     from nbelastic.worker.session import Session, start
 
-    start(Session(settings))
+    session = Session(settings)
+    start(session)
+    session.warm_up.start()
     serve(settings["engine"], settings["profile"])
 
 

@@ -20,12 +20,14 @@ from nbelastic.core.errors import JobStoppedError, NoWorldError
 from nbelastic.link import Keys, Spoke
 from nbelastic.worker.rendezvous import Group, Offer, backend_for
 from nbelastic.worker.stuck import Blocked
+from nbelastic.worker.warm import WarmUp
 
 REPEAT = 2.0  # seconds after which an unanswered word is said again
 ABORT_EVERY = 0.02
 ABORT_PATIENCE = 0.3  # seconds that an aborted main thread may sleep in a collective
 REPORT_EVERY = 0.25
 LINGER = 1.0  # seconds between checks when there is nothing to do
+ERROR_BOUND = 500  # characters of an error's text; the traceback has all of it
 OUTPUT_BOUND = 64_000  # characters of output a stream that are kept for one sending
 
 
@@ -56,6 +58,7 @@ class Session:
         self._hold: int | None = None  # commit number at which to wait for word of where to leave
         self._leave_at: int | None = None
         self._offer: Offer | None = None
+        self.warm_up = WarmUp()
         self._inbox: queue.SimpleQueue[m.Message] = queue.SimpleQueue()
         self.report: dict[str, float] = {}
         self._reported: tuple[int, int] = (0, 0)
@@ -73,6 +76,7 @@ class Session:
 
     def begin(self, job: str) -> None:
         """A new program: nothing of the last one counts."""
+        self.warm_up.wait()
         self.leave_group()
         self.job, self.epoch, self.commits, self.total = job, 0, 0, 0
         self._quit = self._hold = self._leave_at = None
@@ -163,7 +167,7 @@ class Session:
         assert self.group is not None
         epoch = self.group.epoch
         own = self.group.intact() or not _of_a_collective(error)
-        raised = m.WorkerRaised(self.worker, epoch, own, f"{type(error).__name__}: {error}")
+        raised = m.WorkerRaised(self.worker, epoch, own, f"{type(error).__name__}: {error}"[:ERROR_BOUND])
         while self._aborted < epoch and self._quit is None:
             self.link.send(raised)
             match self._hear(REPEAT):

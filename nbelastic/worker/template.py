@@ -30,6 +30,7 @@ PRELOAD = (
     "nbelastic.worker.engine",
     "nbelastic.worker.program",
     "nbelastic.worker.sampler",
+    "nbelastic.worker.warm",
     *filter(None, os.environ.get("NBELASTIC_PRELOAD", "").split(",")),
 )
 

@@ -113,8 +113,12 @@ def longest_gap(steps: Steps, since: float, until: float) -> float:
 
 
 def planned(count: int) -> dict[str, list[float]]:
-    """Add a host of one slot and remove it again, while N - 1 workers train."""
-    found: dict[str, list[float]] = {"add": [], "remove": [], "undisturbed": [], "lost": []}
+    """Add a host of one slot and remove it again, while N - 1 workers train: the longest time between two steps.
+
+    `starting` is while the new host's template imports torch (on this same machine, so it takes CPU from the training),
+    `add` from the moment that the newcomer is ready.
+    """
+    found: dict[str, list[float]] = {"add": [], "remove": [], "starting": [], "undisturbed": [], "lost": []}
     spans = []
     with training(f"localhost:{N - 1}", min=1) as (cluster, folder):
         cluster.wait(N - 1, timeout=30)
@@ -133,9 +137,12 @@ def planned(count: int) -> dict[str, list[float]]:
             spans.append([*times, time.time()])
             wait_until(lambda: len(cluster.hosts) == 1)
         steps = steps_in(folder)
+        ready = [event.time for event in cluster.events if event.kind == "change-planned"]
     for begin, add, remove, end in spans:
+        change = next(at for at in ready if at > add) - 0.001
         found["undisturbed"].append(longest_gap(steps, begin, add))
-        found["add"].append(longest_gap(steps, add, remove))
+        found["starting"].append(longest_gap(steps, add, change))
+        found["add"].append(longest_gap(steps, change, remove))
         found["remove"].append(longest_gap(steps, remove, end))
     numbers = sorted({step["step"] for step in steps})
     found["lost"] = [float(numbers[-1] - numbers[0] + 1 - len(numbers))]
