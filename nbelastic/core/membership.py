@@ -20,6 +20,9 @@ __all__ = ["deadline", "step"]
 Commands = list[m.Command]
 
 
+UNEXPLAINED = 3  # breaks in a row at one commit with nobody dead: then the program's own error ends the job
+
+
 def step(world: World, event: m.Event, now: float) -> tuple[World, tuple[m.Command, ...]]:
     """The world after `event`, which the driver received at `now` (seconds, monotonic), and what is to be done."""
     out: Commands = []
@@ -50,8 +53,7 @@ def _pass_time(world: World, now: float, out: Commands) -> World:
     if world.linger_until and now >= world.linger_until:
         world = _kill_lingering(world, now, out)
     if world.suspects and now >= world.suspect_since + limits.grace:
-        why = f"connections of {first(world.suspects)} broke though every worker lives"
-        world = epochs.break_epoch(world, why, now, out)
+        world = _break_unexplained(world, now, out)
     if world.short_since is not None and now >= world.short_since + limits.elastic_timeout:
         ready = len(world.members) + len(world.waiting)
         text = f"{ready} of min {limits.min} workers ready for {limits.elastic_timeout:g} s (elastic_timeout)"
@@ -182,7 +184,7 @@ def _ready(world: World, event: m.WorkerReady, now: float, out: Commands) -> Wor
         case Stage.FORMING if not left and w in world.awaiting and world.order:  # it missed the order
             out.append(replace(world.order, to=(w,)))
         case Stage.FORMING | Stage.RUNNING | Stage.ASKED if left:  # nobody told it to leave
-            return _suspect(world, w, now)
+            return _suspect(world, w, "its program left the elastic loop unasked", now)
     return world
 
 
@@ -207,20 +209,34 @@ def _take_word(world: World, event: Word, now: float, out: Commands) -> World:
                 return world
             if intact:
                 return jobs.end(world, "failed", f"{_rank(world, w)} raised {error}", now, out, culprit=w)
-            return _suspect(world, w, now)
+            return _suspect(world, w, error, now)
         case m.WorkerSucceeded():
             return epochs.succeeded(world, w, now, out)
         case _:
             assert_never(event)
 
 
-def _suspect(world: World, w: m.WorkerId, now: float) -> World:
+def _break_unexplained(world: World, now: float, out: Commands) -> World:
+    """Connections broke and nobody died. Once that is the network's fault; again and again at one commit, the program's."""
+    begun = max((world.workers[w].commit for w in world.members), default=0)
+    count, at = world.unexplained
+    count = count + 1 if at == begun else 1
+    culprit = min(world.suspects)
+    if count >= UNEXPLAINED:
+        why = f"{_rank(world, culprit)} raised {world.complaint} ({count} times in a row, and no worker had died)"
+        return jobs.end(world, "failed", why, now, out, culprit=culprit)
+    why = f"connections of {first(world.suspects)} broke though every worker lives"
+    return replace(epochs.break_epoch(world, why, now, out), unexplained=(count, begun))
+
+
+def _suspect(world: World, w: m.WorkerId, error: str, now: float) -> World:
     """It lost a connection though nobody is known to be dead: the news of a death may be on its way."""
     job = world.active
     if job is None or w in job.succeeded or w in job.late:
         return world
-    since = world.suspect_since if world.suspects else now
-    return replace(world, suspects=world.suspects | {w}, suspect_since=since)
+    if world.suspects:
+        return replace(world, suspects=world.suspects | {w})
+    return replace(world, suspects=frozenset((w,)), suspect_since=now, complaint=error)
 
 
 def _program_ended(world: World, event: m.ProgramEnded, now: float, out: Commands) -> World:

@@ -256,6 +256,27 @@ def test_lost_connections_without_a_death_break_the_world():
     assert story.records("world-broken") == ["connections of a/1#1 broke though every worker lives"]
 
 
+def test_connections_that_break_again_and_again_are_the_programs_fault():
+    """Three times in a row at one commit and nobody has died: the job ends with that rank's own error."""
+    story = Story("a:3", min=2).run()
+    for _ in range(2):
+        story.raised("a/1#1", "RuntimeError: sizes differ", intact=False).quiet(2.0)
+        assert story.world.stage is Stage.RUNNING
+    story.raised("a/1#1", "RuntimeError: sizes differ", intact=False).quiet(2.0)
+    assert story.job.outcome == "failed"
+    assert "rank 1 (a/1#1) raised RuntimeError: sizes differ (3 times in a row" in story.job.reason
+    assert story.last(m.EndJob).culprit == wid("a/1#1")
+
+
+def test_progress_clears_unexplained_breaks():
+    """Breaks without a death between which the training goes on never add up."""
+    story = Story("a:3", min=2).run()
+    for _ in range(5):
+        story.commit().raised("a/1#1", "RuntimeError: Connection closed", intact=False).quiet(2.0)
+    assert not story.job.outcome
+    assert story.world.resets == 5
+
+
 def test_a_connection_lost_while_others_still_form_is_not_forgotten():
     """One raises right after it has formed, before the others have: their forming does not wash that away."""
     story = Story("a:2", min=2)
