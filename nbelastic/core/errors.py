@@ -6,6 +6,10 @@ from __future__ import annotations
 class NbelasticError(Exception):
     """Base of every error that nbelastic raises on purpose."""
 
+    def _render_traceback_(self) -> list[str]:
+        """What IPython shows: the message. Where in our code it was raised helps nobody."""
+        return [f"{type(self).__name__}: {self}"]
+
 
 class UsageError(NbelasticError):
     """What was asked for cannot be done as it was asked: a wrong argument, a wrong moment."""

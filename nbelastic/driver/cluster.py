@@ -192,6 +192,7 @@ class Cluster:
 
         def submit() -> None:
             driver.runs[run.name] = run
+            driver.fleet.begin_job()
             driver.take_in(m.JobSubmitted(run.name))
 
         driver.call(submit)
@@ -320,7 +321,7 @@ class Cluster:
 
     def _running(self) -> Driver:
         if self._driver is None or self._driver.finished.is_set():
-            why = self._last.world.stopping if self._last is not None else ""
+            why = self._last.why_ended if self._last is not None else ""
             raise ClusterStoppedError(
                 f"the cluster {self.name!r} is not running{f' ({why})' if why else ''}: start it."
             )

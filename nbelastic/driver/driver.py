@@ -176,6 +176,7 @@ class Driver:
             case m.StartAgent() | m.StopAgent() | m.StartWorker() | m.StopWorker():
                 self.fleet.do(command, self._job_dir())
             case m.RunProgram(worker=w, job=job):
+                self.fleet.live.steps.pop(w, None)
                 self.fleet.run_program(w, self.runs[job], self._program_ended)
             case m.FormWorld():
                 self.chronicle.form(command, now)
@@ -248,7 +249,7 @@ class Driver:
             case m.WorkerProgress():
                 self._progress(message, now)
             case m.WorkerOutput(worker=w):
-                run = self.runs.get(self.world.workers[w].job) if w in self.world.workers else None
+                run = self.fleet.program_of(w)
                 if run is not None:
                     run.hear(message)
             case m.Event():
@@ -263,6 +264,7 @@ class Driver:
         if message.worker not in self.world.workers:
             return
         live.steps[message.worker] = message.commit
+        live.step = max(live.step, message.commit)
         if members and message.worker == members[0]:
             live.report = message.report
             live.steps_per_second = self.fleet.pace.rate(now, message.commit)
@@ -348,6 +350,11 @@ class Driver:
                     self._failure or ClusterStoppedError(f"the cluster {self.settings.name!r} has stopped{reason}.")
                 )
         self._waiters = []
+
+    @property
+    def why_ended(self) -> str:
+        """Who stopped it, or what failed."""
+        return self.world.stopping or (f"its driver failed: {self._failure!r}" if self._failure is not None else "")
 
     def ready_workers(self) -> int:
         """How many workers can take code."""

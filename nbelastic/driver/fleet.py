@@ -48,7 +48,7 @@ class Pace:
         while now - self._seen[0][0] > self._window:
             self._seen.popleft()
         (start, first), (end, last) = self._seen[0], self._seen[-1]
-        return (last - first) / (end - start) if end > start else None
+        return (last - first) / (end - start) if end - start >= 0.2 else None  # two messages at once say nothing
 
 
 class Fleet:
@@ -162,6 +162,11 @@ class Fleet:
         if agent is not None:
             agent.kill()
 
+    def begin_job(self) -> None:
+        """What was measured belongs to the job before."""
+        self.pace = Pace()
+        self.live.step, self.live.report, self.live.steps_per_second = 0, {}, None
+
     def to_workers(self, workers: Iterable[m.WorkerId], message: m.Message) -> None:
         for w in workers:
             self._hub.send(f"worker/{w}", message)
@@ -219,6 +224,10 @@ class Fleet:
             self._engines.run_cell(engine, run.name, log_dir, run.cell, done)
         else:
             self._engines.run_function(engine, run.name, log_dir, run.call, done)
+
+    def program_of(self, w: m.WorkerId) -> Run | None:
+        """The run whose program it has, or had last: its last words may come after its end."""
+        return self._programs.get(w)
 
     def keep_only(self, workers: Collection[m.WorkerId]) -> None:
         """Forget what was known of workers that are gone."""

@@ -89,6 +89,7 @@ class Live(Struct):
     host_samples: dict[str, tuple[float, int]] = {}
     worker_samples: dict[str, tuple[float, int]] = {}
     steps: dict[WorkerId, int] = {}
+    step: int = 0  # the newest commit of the present or last job
     report: dict[str, float] = {}
     steps_per_second: float | None = None
     log_dir: str = ""
@@ -117,7 +118,7 @@ def snapshot(name: str, world: World, live: Live, now: float) -> Status:
     return Status(
         name=name,
         phase=world.phase,
-        reason=world.reason,
+        reason=f"stopped: {world.stopping}" if world.phase == "finished" else world.reason,
         epoch=world.epoch,
         world_size=len(world.members) if world.phase == "running" else 0,
         min=world.limits.min,
@@ -126,9 +127,9 @@ def snapshot(name: str, world: World, live: Live, now: float) -> Status:
         workers=_workers(world, live, {w: (p.rank, p.local_rank) for w, p in ranks.items()}),
         job=world.job.name if world.job else None,
         outcome=world.job.outcome if world.job else "",
-        step=max(live.steps.values(), default=0),
+        step=live.step,
         report=live.report,
-        steps_per_second=live.steps_per_second,
+        steps_per_second=live.steps_per_second if world.active else None,
     )
 
 

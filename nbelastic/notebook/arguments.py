@@ -14,8 +14,6 @@ from IPython.core.error import UsageError
 from IPython.core.magic import cell_magic, line_cell_magic, line_magic
 from IPython.core.magic_arguments import MagicArgumentParser
 
-from nbelastic.core.errors import NbelasticError
-
 Kind = Literal["line", "cell", "line_cell"]
 Values = Mapping[str, Callable[[], Iterable[str]]]  # what tab offers, by the argument's metavar
 
@@ -52,7 +50,7 @@ def magic(kind: Kind, *arguments: Argument) -> Callable[[Callable[..., object]],
             options = _parse(parser, name, line)
             try:
                 return method(self, options) if kind == "line" else method(self, options, cell)
-            except (NbelasticError, KeyboardInterrupt) as error:
+            except KeyboardInterrupt as error:
                 show_in_one_line(error)
                 raise
 
@@ -64,12 +62,9 @@ def magic(kind: Kind, *arguments: Argument) -> Callable[[Callable[..., object]],
     return decorate
 
 
-def show_in_one_line(error: NbelasticError | KeyboardInterrupt) -> None:
-    """Have IPython show it without a local traceback; the text of a JobError holds the remote one."""
-    if isinstance(error, KeyboardInterrupt):
-        text = "KeyboardInterrupt: no longer waiting; the cluster goes on, and %elastic shows it."
-    else:
-        text = f"{type(error).__name__}: {error}"
+def show_in_one_line(error: KeyboardInterrupt) -> None:
+    """Have IPython show it as our own errors, without a traceback."""
+    text = "KeyboardInterrupt: no longer waiting; the cluster goes on, and %elastic shows it."
     vars(error)["_render_traceback_"] = lambda: [text]
 
 
