@@ -47,7 +47,7 @@ _SETTINGS = {
 _encoder = msgspec.json.Encoder()
 
 
-def encode(message: m.Message | m.Event) -> bytes:
+def encode(message: object) -> bytes:
     """As JSON. Text that is no Unicode (a lone surrogate of a strange file name) must not keep a message from going out."""
     try:
         return _encoder.encode(message)

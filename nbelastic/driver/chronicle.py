@@ -11,6 +11,7 @@ import msgspec
 
 from nbelastic.core import messages as m
 from nbelastic.driver.status import EventRecord
+from nbelastic.link import encode
 
 KEPT = 10_000  # records in memory; the file has all
 
@@ -75,5 +76,5 @@ class Chronicle:
             self.listener()
 
     def _write(self, line: dict[str, object]) -> None:
-        self._file.write(msgspec.json.encode(line) + b"\n")
+        self._file.write(encode(line) + b"\n")
         self._file.flush()

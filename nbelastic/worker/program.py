@@ -95,7 +95,7 @@ def _summary(error: BaseException) -> str:
     if isinstance(error, SystemExit):
         return f"SystemExit: the program called sys.exit({error.code!r})"
     text = traceback.format_exception_only(error)[-1].strip()
-    return text if len(text) < 500 else f"{text[:500]}…"
+    return _printable(text if len(text) < 500 else f"{text[:500]}…")
 
 
 def _describe(error: BaseException) -> str:
@@ -104,4 +104,9 @@ def _describe(error: BaseException) -> str:
     ours = str(Path(__file__).parent)
     theirs = [frame for frame in frames if not frame.filename.startswith(ours)] or list(frames)
     lines = ["Traceback (most recent call last):\n", *traceback.format_list(theirs)]
-    return "".join(lines + traceback.format_exception_only(error))
+    return _printable("".join(lines + traceback.format_exception_only(error)))
+
+
+def _printable(text: str) -> str:
+    """Without what no file and no message can hold: lone surrogates, as in strange file names."""
+    return text.encode(errors="replace").decode()

@@ -7,6 +7,7 @@ main thread reads at commits and between epochs. `attention` tells a commit that
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import queue
 import time
@@ -26,6 +27,7 @@ REPEAT = 2.0  # seconds after which an unanswered word is said again
 ABORT_EVERY = 0.02
 ABORT_PATIENCE = 0.3  # seconds that an aborted main thread may sleep in a collective
 REPORT_EVERY = 0.25
+VERDICT = 0.25  # seconds within which the word that ends the job follows the abort, if the error is its end
 LINGER = 1.0  # seconds between checks when there is nothing to do
 ERROR_BOUND = 500  # characters of an error's text; the traceback has all of it
 OUTPUT_BOUND = 64_000  # characters of output a stream that are kept for one sending
@@ -86,6 +88,7 @@ class Session:
 
     def finish(self) -> None:
         """The program has ended. A group that stands is kept: other ranks may not have read its last words yet."""
+        self.link.wake()  # the program's last output is to arrive before the next one's
         if self._quit is not None:
             self.leave_group()
 
@@ -172,7 +175,7 @@ class Session:
             self.link.send(raised)
             match self._hear(REPEAT):
                 case m.Abort(epoch=e) if e >= epoch:
-                    return False
+                    return own and isinstance(self._hear(VERDICT), m.Quit)
                 case m.Quit():  # its own: the others raise
                     return True
         if self._quit is not None:
@@ -229,7 +232,7 @@ class Session:
         if first is None and (seen == self._reported or now < self._report_at):
             return
         self._reported, self._report_at = seen, now + REPORT_EVERY
-        report = dict(self.report)
+        report = {name: value for name, value in self.report.items() if math.isfinite(value)}  # JSON has no other
         self.link.send(m.WorkerProgress(self.worker, seen[0] or epoch, self.total, report, first))
 
     def _send_output(self) -> None:

@@ -452,6 +452,12 @@ def test_text_that_is_no_unicode_can_be_said():
     asyncio.run(story())
 
 
+def test_odd_text_can_be_written_down():
+    """So it is with the event log, which is written in the same way: text that is no Unicode becomes `?`."""
+    line = {"at": 1.5, "event": {"type": "ProgramEnded", "error": "\udcff", "more": ["a", None]}}
+    assert json.loads(encode(line)) == {"at": 1.5, "event": {"type": "ProgramEnded", "error": "?", "more": ["a", None]}}
+
+
 def test_keys_never_show():
     """Neither `repr` nor `str` of keys, nor a formatted error, tells them; clients do not get the server's secret."""
     keys = Keys.make()

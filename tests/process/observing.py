@@ -1,0 +1,117 @@
+"""What the tests see of a cluster, its processes and a training on it."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+import nbelastic as nbe
+
+
+def until(true: Callable[[], Any], timeout: float = 20.0, what: str = "") -> Any:
+    """The first true answer of `true()`."""
+    end = time.monotonic() + timeout
+    while True:
+        answer = true()
+        if answer:
+            return answer
+        assert time.monotonic() < end, f"not within {timeout:g} s: {what or true}"
+        time.sleep(0.01)
+
+
+def alive(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def ours(cluster: nbe.Cluster) -> set[int]:
+    """Every process of a running cluster: whatever this process has started, and the workers."""
+    children = {child.pid for child in psutil.Process().children(recursive=True)}
+    return children | {worker.pid for worker in cluster.workers if worker.pid}
+
+
+def ranked(cluster: nbe.Cluster) -> list[Any]:
+    return sorted((w for w in cluster.workers if w.rank is not None), key=lambda w: w.rank)
+
+
+class Training:
+    """A job that trains until told to finish, and what its processes have written."""
+
+    def __init__(
+        self, cluster: nbe.Cluster, folder: Path, program: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> None:
+        self.cluster, self.folder = cluster, folder
+        folder.mkdir(exist_ok=True)
+        self.job = cluster.run(program, str(folder), *args, **kwargs)
+
+    def lines(self, key: str = "step") -> list[dict[str, Any]]:
+        found = []
+        for file in self.folder.glob("*.jsonl"):
+            for text in file.read_text().splitlines():
+                try:
+                    line = json.loads(text)
+                except ValueError:  # the last line of a killed process
+                    continue
+                if key in line:
+                    found.append(line)
+        return sorted(found, key=lambda line: line["t"])
+
+    def runs(self, world: int, timeout: float = 30.0) -> list[Any]:
+        """Wait until `world` workers train together, all of them have made steps in that world; they, by rank."""
+        self.cluster.wait(world, timeout=timeout)
+
+        def stepped() -> bool:
+            status = self.cluster.status()
+            now = {line["pid"] for line in self.lines() if line["epoch"] == status.epoch}
+            return status.world_size == world and now >= {w.pid for w in status.workers if w.rank is not None}
+
+        until(lambda: self.job.done() or stepped(), timeout, f"a step of {world} ranks; {self.cluster.status().reason}")
+        assert not self.job.done(), self.job.exception()
+        return ranked(self.cluster)
+
+    def strike(self, worker: Any, sig: signal.Signals = signal.SIGKILL) -> None:
+        os.kill(worker.pid, sig)
+        until(lambda: all(w.id != worker.id for w in self.cluster.workers), what=f"{worker.id} to be missed")
+
+    def finish(self, timeout: float = 30.0) -> list[Any]:
+        """End the training; check that nothing was lost on the way; the results by rank."""
+        (self.folder / "finish").touch()
+        results = self.job.result(timeout=timeout)
+        self.check(results)
+        return results
+
+    def check(self, results: list[Any]) -> None:
+        """Every step was made, none twice by one process, with the same numbers on all ranks."""
+        lines = self.lines()
+        by_pid: dict[int, list[int]] = {}
+        sums: dict[tuple[int, int], set[str]] = {}
+        for line in lines:
+            by_pid.setdefault(line["pid"], []).append(line["step"])
+            sums.setdefault((line["step"], line["epoch"]), set()).add(line["sum"])
+        for pid, steps in by_pid.items():
+            assert all(a < b for a, b in itertools.pairwise(steps)), f"process {pid} repeated a step"
+        made = sorted({line["step"] for line in lines})
+        assert made == list(range(1, len(made) + 1)), "a step is missing"
+        assert {where: found for where, found in sums.items() if len(found) > 1} == {}
+        if results and isinstance(results[0], dict):
+            assert len({result["sum"] for result in results}) == 1
+            assert {result["step"] for result in results} == {made[-1]}
+
+
+@contextmanager
+def undisturbed(training: Training) -> Iterator[None]:
+    """Nothing in here breaks or changes the world of a training."""
+    before = training.cluster.status().epoch
+    yield
+    assert training.cluster.status().epoch == before

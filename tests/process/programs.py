@@ -1,0 +1,179 @@
+"""What the workers of these tests run. Each writes what it did to a folder, one file a process, one JSON line a step."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import nbelastic as nbe
+
+PAUSE = 0.01
+
+
+class Log:
+    """One process's lines."""
+
+    def __init__(self, folder: str) -> None:
+        self._file = (Path(folder) / f"{os.getpid()}.jsonl").open("a", buffering=1)
+
+    def __call__(self, **line: Any) -> None:
+        self._file.write(json.dumps({"t": time.time(), "pid": os.getpid(), **line}) + "\n")
+
+
+def epoch() -> int:
+    from nbelastic.worker import session
+
+    return session.world().epoch
+
+
+def agreed(folder: str, name: str) -> bool:
+    """Whether `folder/name` exists, as all ranks see it."""
+    import torch
+    import torch.distributed as dist
+
+    there = torch.tensor([float((Path(folder) / name).exists())])
+    dist.all_reduce(there, dist.ReduceOp.MAX)
+    return bool(there.item())
+
+
+def checksum(model: Any) -> str:
+    digest = hashlib.sha1()
+    for parameter in model.parameters():
+        digest.update(parameter.detach().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def network() -> Any:
+    """A small network and its optimizer, different on every process: the state must make them equal."""
+    import torch
+
+    torch.manual_seed(os.getpid())
+    model = torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.BatchNorm1d(64), torch.nn.Linear(64, 4))
+    return model, torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+
+
+def train(folder: str, *, pause: float = PAUSE, slow: dict[str, float] | None = None) -> dict[str, Any]:
+    """Train and commit every step until `folder/finish` exists. `slow[file]`: sleep so long once, when it is there."""
+    import torch
+
+    log = Log(folder)
+    model, optimizer = network()
+    state = nbe.TorchState(model=model, optimizer=optimizer, step=0)
+    state.register_reset_callbacks([lambda: log(reset=epoch(), world=nbe.size())])
+
+    @nbe.elastic
+    def loop(state: Any) -> dict[str, Any]:
+        ddp = torch.nn.parallel.DistributedDataParallel(state.model)
+        log(begin=state.step, epoch=epoch(), world=nbe.size(), rank=nbe.rank())
+        while not agreed(folder, "finish"):
+            loss = ddp(torch.randn(8, 16)).pow(2).mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            state.step += 1
+            log(step=state.step, epoch=epoch(), world=nbe.size(), rank=nbe.rank(), sum=checksum(model))
+            state.report(loss=loss.item(), step=state.step)
+            state.commit()
+            time.sleep(pause)
+            _dawdle(folder, slow or {})
+        return {"step": state.step, "sum": checksum(model), "rank": nbe.rank(), "world": nbe.size(), "pid": os.getpid()}
+
+    result: dict[str, Any] = loop(state)
+    return result
+
+
+def _dawdle(folder: str, slow: dict[str, float]) -> None:
+    for name, seconds in slow.items():
+        file = Path(folder) / name
+        with contextlib.suppress(FileNotFoundError):
+            file.rename(file.with_suffix(".taken"))  # one process only gets it
+            (Path(folder) / f"{name}.begun").write_text(str(os.getpid()))
+            time.sleep(seconds)
+
+
+def count(folder: str) -> int:
+    """An ObjectState without any network: all ranks add what the others hold, until `folder/finish` exists."""
+    import torch
+    import torch.distributed as dist
+
+    log = Log(folder)
+    state = nbe.ObjectState(total=0, history=[])
+
+    @nbe.elastic
+    def loop(state: Any) -> int:
+        while not agreed(folder, "finish"):
+            one = torch.ones(1)
+            dist.all_reduce(one)
+            state.total += 1
+            state.history = [*state.history[-9:], int(one.item())]
+            log(step=state.total, epoch=epoch(), world=nbe.size(), rank=nbe.rank(), sum=str(state.history))
+            state.commit()
+            time.sleep(PAUSE)
+        return int(state.total)
+
+    return int(loop(state))
+
+
+def use_samples(folder: str, samples: int, epochs: int, batch: int, pause: float = 0.02) -> int:
+    """Go through a data set with an ElasticSampler and a prefetching DataLoader. Each step's samples are written down
+    before the ranks meet (`meant`) and after the step (`done`)."""
+    import torch
+    from torch.utils.data import DataLoader
+
+    log = Log(folder)
+    data = list(range(samples))
+    model, optimizer = network()
+    sampler = nbe.ElasticSampler(data, seed=3)
+    state = nbe.TorchState(model=model, optimizer=optimizer, sampler=sampler, epoch=0, step=0)
+
+    @nbe.elastic
+    def loop(state: Any) -> int:
+        ddp = torch.nn.parallel.DistributedDataParallel(state.model)
+        for state.epoch in range(state.epoch, epochs):
+            sampler.set_epoch(state.epoch)
+            for indices in DataLoader(data, batch_size=batch, sampler=sampler, num_workers=0):
+                line = {"step": state.step + 1, "epoch": epoch(), "pass": state.epoch}
+                log(meant=indices.tolist(), **line)
+                loss = ddp(indices[:, None].expand(-1, 16).float() / samples).pow(2).mean()
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+                state.step += 1
+                log(done=True, **line)
+                sampler.record_batch(batch)
+                state.commit()
+                time.sleep(pause)
+        return int(state.step)
+
+    return int(loop(state))
+
+
+def who() -> dict[str, Any]:
+    """One short world: what every rank says of itself."""
+
+    @nbe.elastic
+    def loop(_: Any) -> dict[str, Any]:
+        import torch
+        import torch.distributed as dist
+
+        one = torch.tensor([float(nbe.rank())])
+        local, cross = one.clone(), one.clone()
+        dist.all_reduce(local, group=nbe.local_group())
+        dist.all_reduce(cross, group=nbe.cross_group())
+        return {
+            "rank": nbe.rank(),
+            "size": nbe.size(),
+            "local": (nbe.local_rank(), nbe.local_size()),
+            "cross": (nbe.cross_rank(), nbe.cross_size()),
+            "sums": (local.item(), cross.item()),
+            "device": str(nbe.device()),
+            "pid": os.getpid(),
+        }
+
+    found: dict[str, Any] = loop(nbe.ObjectState())
+    return found

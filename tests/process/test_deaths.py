@@ -1,0 +1,230 @@
+"""Workers die in many ways, and the training goes on: no step lost, the same numbers on all ranks."""
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+import nbelastic as nbe
+from tests.process import programs
+from tests.process.observing import alive, ranked, until
+
+
+def events(training, kind):
+    return [event for event in training.cluster.events if event.kind == kind]
+
+
+@pytest.mark.parametrize(
+    ("which", "sig"),
+    [(0, signal.SIGKILL), (-1, signal.SIGKILL), (1, signal.SIGSEGV)],
+    ids=["rank 0 killed", "last rank killed", "segfault"],
+)
+def test_a_worker_dies(trains, which, sig):
+    """Whichever rank dies of whatever signal: the others go on at once, and the world is whole again."""
+    training = trains("localhost:3", min=1, max=3)
+    victim = training.runs(3)[which]
+    training.strike(victim, sig)
+    training.runs(3)
+    results = training.finish()
+    assert len(results) == 3
+    assert victim.pid not in {result["pid"] for result in results}
+    (lost,) = events(training, "worker-lost")
+    assert (lost.worker, lost.host) == (victim.id, "localhost")
+    assert sig.name in lost.text
+    assert len(events(training, "world-broken")) == 1
+
+
+def test_a_worker_ends_itself(make, tmp_path):
+    """`os._exit(3)` in the user's code is a death like any other: the exit code is told, the world heals."""
+    cluster = make("localhost:2")
+
+    def program(folder):
+        state = nbe.ObjectState(step=0)
+
+        @nbe.elastic
+        def loop(state):
+            flag = Path(folder) / "once"
+            while not programs.agreed(folder, "finish"):
+                state.step += 1
+                state.commit()
+                if state.step == 20 and nbe.rank() == 1 and not flag.exists():
+                    flag.touch()
+                    os._exit(3)
+                if state.step == 60 and nbe.rank() == 0:
+                    (Path(folder) / "finish").touch()
+                time.sleep(0.01)
+            return nbe.size()
+
+        return loop(state)
+
+    assert cluster.run(program, str(tmp_path)).result(timeout=30)[0] >= 1
+    assert any("exit code 3" in event.text for event in cluster.events if event.kind == "worker-lost")
+
+
+def test_two_die_at_once(trains):
+    """Two of four are killed in the same moment: one recovery, and four again."""
+    training = trains("localhost:4", min=1, max=4)
+    ranks = training.runs(4)
+    for victim in (ranks[0], ranks[2]):
+        os.kill(victim.pid, signal.SIGKILL)
+    until(lambda: not {ranks[0].id, ranks[2].id} & {w.id for w in training.cluster.workers})
+    training.runs(4)
+    assert len(training.finish()) == 4
+
+
+def test_one_dies_during_the_recovery_from_another(trains):
+    """A second death at any moment of a recovery (while gathering, forming, syncing) is an ordinary event."""
+    training = trains("localhost:4", min=1, max=4)
+    for pause in (0.0, 0.005, 0.01, 0.02, 0.03, 0.05, 0.08):
+        ranks = training.runs(4)
+        os.kill(ranks[1].pid, signal.SIGKILL)
+        time.sleep(pause)  # the moment is what is tested
+        os.kill(ranks[2].pid, signal.SIGKILL)
+        until(lambda gone={ranks[1].id, ranks[2].id}: not gone & {w.id for w in training.cluster.workers})
+    training.runs(4)
+    assert len(training.finish()) == 4
+
+
+def test_many_deaths_in_a_row(trains):
+    """Ten kills of all ranks in turn: every step is there once."""
+    training = trains("localhost:3", min=1, max=3)
+    for number in range(10):
+        training.strike(training.runs(3)[number % 3])
+    training.runs(3)
+    training.finish()
+    assert len(events(training, "worker-lost")) == 10
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_stopped_process_is_replaced_and_does_not_come_back(trains, which):
+    """SIGSTOP: the others go on without it. Continued later, it is no ghost: it is gone."""
+    training = trains("localhost:3", min=1, max=3)
+    victim = training.runs(3)[which]
+    training.strike(victim, signal.SIGSTOP)
+    training.runs(3)
+    until(lambda: not alive(victim.pid), 5)
+    assert victim.id not in {w.id for w in training.cluster.workers}
+    assert "stopped" in events(training, "worker-lost")[0].text
+    assert len(training.finish()) == 3
+
+
+def test_a_process_continued_at_once_is_no_ghost_either(trains):
+    """SIGSTOP and SIGCONT within the blink of an eye: nothing happens, or it is replaced; never both."""
+    training = trains("localhost:3", min=1, max=3)
+    for pause in (0.05, 0.15, 0.25, 0.35):
+        victim = training.runs(3)[1]
+        os.kill(victim.pid, signal.SIGSTOP)
+        time.sleep(pause)  # around the moment at which the agent looks twice
+        try:
+            os.kill(victim.pid, signal.SIGCONT)
+        except ProcessLookupError:
+            continue
+    training.runs(3)
+    assert len(training.finish()) == 3
+
+
+def test_below_min_and_back(trains):
+    """Below min the survivors park with their state and the reason; when a host comes they go on where they stopped."""
+    training = trains("localhost:2", min=2, cooldown=(60, 60))
+    training.strike(training.runs(2)[1])  # the first death restarts at once
+    survivor, victim = training.runs(2)
+    training.strike(victim)  # its slot cools now
+    status = until(lambda: (s := training.cluster.status()).phase == "waiting" and s)
+    assert "1 of min 2 workers ready" in status.reason
+    assert "cooling" in status.reason
+    before = training.lines()[-1]["step"]
+    training.cluster.add_host("127.0.0.2:1")
+    training.runs(2)
+    results = training.finish()
+    assert survivor.pid in {result["pid"] for result in results}
+    begun = [line for line in training.lines("begin") if line["epoch"] == training.lines()[-1]["epoch"]]
+    assert min(line["begin"] for line in begun) >= before
+
+
+def test_all_die(trains):
+    """With nobody left who holds the state the job fails once, and says so; the cluster takes the next job."""
+    training = trains("localhost:2", min=1, max=2)
+    ranks = training.runs(2)
+    for victim in ranks:
+        os.kill(victim.pid, signal.SIGKILL)
+    error = training.job.exception(timeout=20)
+    assert isinstance(error, nbe.JobError)
+    assert "no worker is left that holds the training state" in str(error)
+    assert "SIGKILL" in str(error)
+    assert len(events(training, "job-failed")) == 1
+    training.cluster.wait(2, timeout=20)
+    assert [row["rank"] for row in training.cluster.run(programs.who).result(timeout=20)] == [0, 1]
+
+
+def test_the_reset_limit_ends_the_job_with_that_reason(trains):
+    """Breaks count: at the limit the job fails with exactly that reason. Planned changes do not."""
+    training = trains("localhost:2", min=1, reset_limit=1)
+    training.runs(2)
+    training.cluster.add_host("127.0.0.2:1")
+    training.runs(3)
+    training.cluster.remove_host("127.0.0.2")
+    training.strike(training.runs(2)[1])
+    training.strike(training.runs(2)[0])
+    error = training.job.exception(timeout=20)
+    assert "2 resets exceed reset_limit=1" in str(error)
+    assert "SIGKILL" in str(error)
+
+
+def test_elastic_timeout_names_what_it_waited_for(trains):
+    """Too few workers for too long: the job ends, and the error says what was missing."""
+    training = trains("localhost:2", min=2, elastic_timeout=1.5, cooldown=(60, 60))
+    training.strike(training.runs(2)[1])
+    training.strike(training.runs(2)[1])
+    error = training.job.exception(timeout=20)
+    assert "1 of min 2 workers ready for 1.5 s" in str(error)
+    assert "cooling" in str(error)
+
+
+def test_a_killed_agent_takes_its_workers_along_and_comes_back(trains):
+    """A host whose agent dies is lost, with its workers; the others go on, and it is started again."""
+    training = trains("localhost:2,127.0.0.2:1", min=1)
+    training.runs(3)
+    far = next(w for w in training.cluster.workers if w.host == "127.0.0.2")
+    agent = psutil.Process(far.pid).parent().parent()  # worker, template, agent
+    os.kill(agent.pid, signal.SIGKILL)
+    until(lambda: events(training, "host-lost"))
+    until(lambda: not alive(far.pid), 5)
+    training.runs(2)
+    training.runs(3)
+    assert len(training.finish()) == 3
+
+
+def test_the_template_dies(trains):
+    """The process that workers are forked from is killed: its host's workers go with it, and all are replaced."""
+    training = trains("localhost:2,127.0.0.2:1", min=1)
+    training.runs(3)
+    far = next(w for w in training.cluster.workers if w.host == "127.0.0.2")
+    os.kill(psutil.Process(far.pid).ppid(), signal.SIGKILL)
+    until(lambda: not alive(far.pid), 5)
+    until(lambda: all(w.id != far.id for w in training.cluster.workers))
+    training.runs(3)
+    assert len(training.finish()) == 3
+
+
+def test_who_is_busy_with_other_things_is_not_taken_for_stuck(trains):
+    """A rank that sleeps 3 s between collectives while another dies is not replaced: it joins the next world itself."""
+    training = trains("localhost:3", min=1, max=3, kwargs={"slow": {"sleep": 3.0}})
+    training.runs(3)
+    (training.folder / "sleep").touch()
+    sleeper = int(until(lambda: (f := training.folder / "sleep.begun").exists() and f.read_text()))
+    victim = next(w for w in ranked(training.cluster) if w.pid != sleeper)
+    training.strike(victim)
+    training.runs(3)
+    assert sleeper in {result["pid"] for result in training.finish()}
+    assert len(events(training, "worker-lost")) == 1
+
+
+def test_a_state_without_a_model(trains):
+    """Counters and lists are recovered as well as networks are."""
+    training = trains("localhost:3", program=programs.count, min=1, max=3)
+    training.strike(training.runs(3)[0])
+    training.runs(3)
+    assert len(set(training.finish())) == 1

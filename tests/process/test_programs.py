@@ -1,0 +1,363 @@
+"""Jobs and cells on a quiet cluster: values, errors, output, and who is who. No test harms a worker."""
+
+import os
+import re
+import time
+
+import pytest
+
+import nbelastic as nbe
+from tests.process import programs
+from tests.process.observing import until
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory):
+    """Two hosts with two slots and one: packed by host, unevenly."""
+    with nbe.Cluster("localhost:2,127.0.0.2:1", min=3, cooldown=(0, 0), log_dir=tmp_path_factory.mktemp("logs")) as one:
+        yield one
+
+
+@pytest.fixture(autouse=True)
+def same_workers(cluster):
+    """Errors in user code end jobs, not workers: the same processes serve all these tests."""
+    before = {w.id: w.pid for w in cluster.workers}
+    yield
+    if cluster.job is not None and not cluster.job.done():
+        cluster.job.stop()
+        cluster.job.wait(timeout=20)
+    assert {w.id: w.pid for w in cluster.workers} == before
+    assert {host.phase for host in cluster.hosts} == {"up"}
+    cluster.wait(3, timeout=10)
+
+
+def test_one_value_per_rank(cluster):
+    """`result()` lists what the ranks returned, by rank; arguments arrive."""
+
+    def program(factor, offset=0):
+        @nbe.elastic
+        def loop(_, factor, offset):
+            return nbe.rank() * factor + offset
+
+        return loop(nbe.ObjectState(), factor, offset=offset)
+
+    job = cluster.run(program, 10, offset=1)
+    assert job.result(timeout=20) == [1, 11, 21]
+    assert (job.status, job.done(), job.exception()) == ("succeeded", True, None)
+
+
+def test_a_program_without_a_world(cluster):
+    """A function without an elastic loop just runs everywhere."""
+    pids = cluster.run(os.getpid).result(timeout=20)
+    assert sorted(pids) == sorted(w.pid for w in cluster.workers)
+
+
+def test_ranks_and_groups(cluster):
+    """Ranks are packed by host; local and cross ranks and sizes are exact, and so are their groups."""
+    rows = cluster.run(programs.who).result(timeout=20)
+    assert [row["rank"] for row in rows] == [0, 1, 2]
+    assert [row["size"] for row in rows] == [3, 3, 3]
+    assert [row["local"] for row in rows] == [(0, 2), (1, 2), (0, 1)]
+    assert [row["cross"] for row in rows] == [(0, 2), (0, 1), (1, 2)]
+    assert [row["sums"] for row in rows] == [(1.0, 2.0), (1.0, 1.0), (2.0, 2.0)]
+
+
+def raising(how, where="all", when=0):
+    """Train `when` steps, then fail as `how` says, on rank 1 or on all of them."""
+
+    class Unpicklable(Exception):
+        def __init__(self, one, two):
+            super().__init__(lambda: one)
+
+    def the_users_own_function():
+        match how:
+            case "ValueError":
+                raise ValueError("wrong number 7")
+            case "RuntimeError":
+                raise RuntimeError("user's own RuntimeError 7")
+            case "SystemExit":
+                raise SystemExit(7)
+            case "KeyboardInterrupt":
+                raise KeyboardInterrupt("7")
+            case "unpicklable":
+                raise Unpicklable(7, 7)
+            case "huge":
+                raise ValueError("7" * 3_000_000)
+            case "surrogate":
+                raise ValueError("7 \udcff")
+
+    import torch
+
+    model, optimizer = programs.network()
+
+    @nbe.elastic
+    def loop(state):
+        ddp = torch.nn.parallel.DistributedDataParallel(model)
+        while True:
+            if state.step == when and (where == "all" or nbe.rank() == 1):
+                the_users_own_function()
+            ddp(torch.randn(8, 16)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            state.step += 1
+            state.commit()
+
+    loop(nbe.TorchState(model=model, optimizer=optimizer, step=0))
+
+
+@pytest.mark.parametrize("when", [0, 5], ids=["in the first step", "later"])
+@pytest.mark.parametrize("where", ["one", "all"])
+def test_an_exception_of_the_users_ends_the_job(cluster, where, when):
+    """With the failing rank and its own traceback, and nothing of ours in it; the next job runs on the same workers."""
+    error = cluster.run(raising, "ValueError", where, when).exception(timeout=20)
+    assert isinstance(error, nbe.JobError)
+    assert error.rank == 1 if where == "one" else error.rank in (0, 1, 2)
+    assert error.worker in {w.id for w in cluster.workers}
+    assert "ValueError: wrong number 7" in error.args[0]
+    assert "the_users_own_function" in error.remote_traceback
+    assert error.remote_traceback in f"{error}\n"
+    assert "nbelastic/worker" not in error.remote_traceback
+    assert cluster.run(os.getpid).result(timeout=20)
+
+
+@pytest.mark.parametrize("how", ["RuntimeError", "SystemExit", "KeyboardInterrupt", "unpicklable", "huge", "surrogate"])
+def test_odd_exceptions_end_the_job_too(cluster, how):
+    """Whatever is raised: the job fails soon, and says what it was."""
+    began = time.monotonic()
+    error = cluster.run(raising, how, "one", 3).exception(timeout=20)
+    assert time.monotonic() - began < 5
+    assert error.rank == 1
+    assert "7" in str(error)
+    assert {"unpicklable": "Unpicklable", "huge": "ValueError", "surrogate": "ValueError"}.get(how, how) in str(error)
+    assert len(error.args[0]) < 2000
+
+
+def test_an_exception_outside_the_loop(cluster):
+    """A program that fails before its elastic function begins fails the job as well."""
+
+    def program():
+        raise LookupError("before the loop")
+
+    error = cluster.run(program).exception(timeout=20)
+    assert "LookupError: before the loop" in str(error)
+    assert error.rank is None or error.rank in (0, 1, 2)
+
+
+def test_one_rank_fails_outside_the_loop(cluster):
+    """The others wait for it in the loop; the job fails all the same."""
+    victim = cluster.workers[0].pid
+
+    def program(victim):
+        if os.getpid() == victim:
+            raise LookupError("one only")
+        return raising("ValueError", "nobody", -1)
+
+    error = cluster.run(program, victim).exception(timeout=20)
+    assert "LookupError: one only" in str(error)
+
+
+def test_a_value_that_cannot_be_sent(cluster):
+    """Results travel by pickle: what cannot is the program's error, and says so."""
+    error = cluster.run(lambda: (line for line in "abc")).exception(timeout=20)
+    assert "generator" in str(error)
+
+
+def test_a_function_that_cannot_be_sent(cluster):
+    """It is refused at once, with the reason."""
+    with open(os.devnull) as stream, pytest.raises(nbe.UsageError, match="cannot be sent"):
+        cluster.run(lambda: stream.name)
+
+
+def test_errors_of_use_are_clear(cluster):
+    """What cannot be asked for is refused in one line that says what to do."""
+    job = cluster.run(raising, "", "nobody", -1)
+    with pytest.raises(nbe.UsageError, match="is still running"):
+        cluster.run(os.getpid)
+    with pytest.raises(nbe.UsageError, match="cells run between jobs"):
+        cluster.execute("1")
+    with pytest.raises(nbe.UsageError, match=r"no host 'nowhere'; the hosts are localhost, 127\.0\.0\.2"):
+        cluster.remove_host("nowhere")
+    with pytest.raises(nbe.UsageError, match="min=5 is more than max=2"):
+        cluster.scale(5, 2)
+    with pytest.raises(nbe.HostError, match=r"host 'no\.such\.host' is unknown"):
+        cluster.add_host("no.such.host:2")
+    until(lambda: cluster.status().phase == "running")
+    with pytest.raises(nbe.WaitTimeoutError, match=r"0.1 s were not enough for job-\d+: .*train"):
+        job.result(timeout=0.1)
+    job.stop()
+    job.wait(timeout=20)
+
+
+def test_a_job_is_stopped(cluster):
+    """`job.stop()` ends a training that would go on for ever; `result()` says by whom. Twice is fine."""
+    job = cluster.run(raising, "", "nobody", -1)
+    until(lambda: cluster.status().step > 10)
+    job.stop()
+    with pytest.raises(nbe.JobStoppedError, match="stopped by you"):
+        job.result(timeout=20)
+    assert job.status == "stopped"
+    job.stop()
+    assert cluster.run(os.getpid).result(timeout=20)
+
+
+def test_a_job_is_stopped_before_its_world(cluster):
+    """Stopping works in the very first moment, too."""
+    for _ in range(5):
+        job = cluster.run(raising, "", "nobody", -1)
+        job.stop()
+        with pytest.raises(nbe.JobStoppedError):
+            job.result(timeout=20)
+
+
+def test_the_loop_must_get_a_state(cluster):
+    """An elastic function without a state is an error that says so."""
+
+    def program():
+        nbe.elastic(lambda state: None)({})
+
+    assert "first argument must be an nbelastic state" in str(cluster.run(program).exception(timeout=20))
+
+
+def test_one_elastic_function_a_job(cluster):
+    """A second one is refused with what to do."""
+
+    def program():
+        nbe.elastic(lambda state: None)(nbe.ObjectState())
+        nbe.elastic(lambda state: None)(nbe.ObjectState())
+
+    assert "run two jobs" in str(cluster.run(program).exception(timeout=20))
+
+
+def test_reports_reach_the_status(cluster):
+    """What rank 0 last reported is in the status while the job runs, a loss that is no number included."""
+
+    def program():
+        @nbe.elastic
+        def loop(state):
+            while True:
+                state.step += 1
+                state.report(step=state.step, rank=nbe.rank(), loss=float("nan"))
+                state.commit()
+                time.sleep(0.02)
+
+        loop(nbe.ObjectState(step=0))
+
+    job = cluster.run(program)
+    until(lambda: cluster.status().report.get("step", 0) > 5)
+    status = cluster.status()
+    assert status.report["rank"] == 0
+    assert status.step > 5
+    until(lambda: (cluster.status().steps_per_second or 0) > 1)
+    job.stop()
+    job.wait(timeout=20)
+
+
+def speak():
+    import subprocess
+    import sys
+
+    print(f"out of {os.getpid()}")
+    print("err of", os.getpid(), file=sys.stderr)
+    sys.stdout.write("no newline")
+    print("\nstrange \udcff text")
+    os.write(1, b"straight to the descriptor\n")
+    subprocess.run(["echo", "from a child"], check=True)
+
+
+def test_each_worker_has_its_log_files(cluster):
+    """stdout and stderr apart, whoever wrote it, a file per worker and job; nothing is overwritten by the next job."""
+    job = cluster.run(speak)
+    job.result(timeout=20)
+    folder = cluster.log_dir / job.name
+    for w in cluster.workers:
+        stem = w.id.replace("/", "-").replace("#", "-")
+        out = (folder / f"{stem}.out").read_text()
+        assert f"out of {w.pid}\n" in out
+        assert "no newline\nstrange ? text\n" in out
+        assert "straight to the descriptor\n" in out
+        assert "from a child\n" in out
+        assert "err of" not in out
+        assert (folder / f"{stem}.err").read_text() == f"err of {w.pid}\n"
+        assert (folder / f"{stem}.out").stat().st_mode & 0o777 == 0o600
+    before = {file: file.read_bytes() for file in folder.iterdir()}
+    cluster.run(print, "next").result(timeout=20)
+    assert {file: file.read_bytes() for file in folder.iterdir()} == before
+
+
+def test_logs_of_a_job(cluster):
+    """`job.logs()` shows what was printed: of all, of one rank, of one worker."""
+
+    def program():
+        @nbe.elastic
+        def loop(_):
+            for number in range(5):
+                print(f"rank {nbe.rank()} line {number}")
+
+        loop(nbe.ObjectState())
+
+    job = cluster.run(program)
+    job.result(timeout=20)
+    until(lambda: len(job.logs().splitlines()) == 15)
+    assert job.logs(rank=1, tail=2) == "rank 1 line 3\nrank 1 line 4"
+    w = cluster.workers[2]
+    assert len(job.logs(worker=w.id).splitlines()) == 5
+    assert f"{w.id} | rank " in job.logs()
+    with pytest.raises(nbe.UsageError, match="no rank 7"):
+        job.logs(rank=7)
+
+
+def test_cells_run_on_all_workers(cluster):
+    """What a cell prints comes back from each, its error too; names stay for the next cell and the next job."""
+    rows = cluster.execute(
+        "import os, sys\nx = 5\nprint('pid', os.getpid())\nprint('bad', file=sys.stderr)", timeout=20
+    )
+    assert [row[0] for row in rows] == [w.id for w in cluster.workers]
+    assert [row[1] for row in rows] == [f"pid {w.pid}\n" for w in cluster.workers]
+    assert [row[2:] for row in rows] == [("bad\n", None)] * 3
+    rows = cluster.execute("print(x)\n1 / 0", timeout=20)
+    assert [(row[1], row[3]) for row in rows] == [("5\n", "ZeroDivisionError: division by zero")] * 3
+    assert cluster.run_cell("x + 1").result(timeout=20) == [6, 6, 6]
+
+
+def test_no_output_of_a_cell_is_lost(cluster):
+    """Thirty cells in a row: each one's output is there, all of it, and of no other."""
+    for number in range(30):
+        rows = cluster.execute(f"print('cell {number}'); print('x' * 10000)", timeout=20)
+        assert [row[1] for row in rows] == [f"cell {number}\n{'x' * 10000}\n"] * 3
+
+
+def test_a_cell_as_a_program(cluster):
+    """A cell's last expression is its value; its traceback shows its own lines."""
+    job = cluster.run_cell("def f():\n    raise KeyError('in a cell')\n\nf()")
+    error = job.exception(timeout=20)
+    assert re.search(r"line 4, in <module>\n +f\(\)", error.remote_traceback)
+    assert "raise KeyError('in a cell')" in error.remote_traceback
+
+
+def test_a_cell_with_a_syntax_error(cluster):
+    """It fails the job with the line that is wrong."""
+    error = cluster.run_cell("x = = 1").exception(timeout=20)
+    assert "SyntaxError" in str(error)
+    assert "x = = 1" in str(error)
+
+
+def test_names_outside_a_world(cluster):
+    """`rank()` without a world is an error that says where it works; `device()` works anywhere on a worker."""
+    rows = cluster.execute(
+        "import nbelastic as nbe\nprint(nbe.device())\ntry:\n    nbe.rank()\nexcept nbe.NoWorldError as e:\n    print(e)",
+        timeout=20,
+    )
+    assert all(out.startswith(("cpu\n", "cuda:")) and "there is no world here" in out for _, out, _, _ in rows)
+
+
+def test_a_lot_of_output(cluster):
+    """Megabytes of output hold nobody up; the files have all of it."""
+
+    def program():
+        for number in range(30_000):
+            print(f"{number:099d}")
+
+    job = cluster.run(program)
+    job.result(timeout=30)
+    for file in (cluster.log_dir / job.name).glob("*.out"):
+        assert file.stat().st_size == 3_000_000
