@@ -20,9 +20,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore
 
-from nbelastic.core.messages import Formation
+from nbelastic.core.messages import STUCK, Formation
 
 TIMEOUT = timedelta(minutes=30)  # of a collective: a rank may well evaluate for long; aborts do not wait for it
+
+NCCL_PATIENCE = 5.0  # seconds that an abort may take
 
 
 def backend_for(choice: str, slots: int) -> str:
@@ -81,7 +83,7 @@ class Group:
         self._reach: _Opening | _Opened | None = None
         self._store: Any = None
         self.subgroups: Any = None  # made on demand
-        self._aborting = False
+        self._aborting: threading.Thread | None = None
 
     def form(self, formation: Formation, offer: Offer) -> None:
         """Collective. Raises what torch raises if a member dies or the epoch is aborted meanwhile."""
@@ -112,10 +114,10 @@ class Group:
             return
         for inode, fd in targets.items():
             _shut_down(fd, inode)
-        if isinstance(reach, _Opened) and self._device.type == "cuda" and not self._aborting:
-            self._aborting = True
+        if isinstance(reach, _Opened) and self._device.type == "cuda" and self._aborting is None:
             # It may wait as long as the group's time-out; the caller's patience is shorter.
-            threading.Thread(target=self._abort_nccl, name="nbelastic-abort", daemon=True).start()
+            self._aborting = threading.Thread(target=self._abort_nccl, name="nbelastic-abort", daemon=True)
+            self._aborting.start()
 
     def _abort_nccl(self) -> None:
         torch.cuda.set_device(self._device)  # or the abort opens a context on GPU 0
@@ -147,6 +149,10 @@ class Group:
     def leave(self) -> None:
         """Close it. The connections first: two ranks that leave on their own could wait for each other."""
         self.abort()
+        if self._aborting is not None:
+            self._aborting.join(NCCL_PATIENCE)
+            if self._aborting.is_alive():  # nothing on this GPU will move again in this process
+                os._exit(STUCK)
         # Gloo's destructor waits for its threads, and one of them may be stuck: let another thread drop the last reference.
         last: list[Any] = [*dist.distributed_c10d._world.pg_map, self._store]
         if dist.is_initialized():

@@ -1,0 +1,72 @@
+"""NCCL on a real GPU: run with `pytest -m gpu` on a machine that has one."""
+
+from __future__ import annotations
+
+import pytest
+
+import nbelastic as nbe
+
+torch = pytest.importorskip("torch")
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
+    pytest.mark.timeout(300),
+]
+
+
+def _step(backend: str, steps: int) -> tuple[int, str, float]:
+    import torch.distributed as dist
+
+    device = nbe.device()
+    torch.manual_seed(0)
+    model = torch.nn.Linear(256, 256).to(device)
+    state = nbe.TorchState(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9), step=0)
+
+    @nbe.elastic
+    def train(state):
+        found = dist.get_backend(dist.group.WORLD)
+        if backend not in found:
+            raise ValueError(f"{found} is not {backend}")
+        ddp = torch.nn.parallel.DistributedDataParallel(state.model)
+        while state.step < steps:
+            x = torch.randn(32, 256, device=device)
+            state.optimizer.zero_grad()
+            (ddp(x) - x).pow(2).mean().backward()
+            state.optimizer.step()
+            state.step += 1
+            state.commit()
+        return state.step, str(device), float(model.weight.detach().double().sum())
+
+    return train(state)
+
+
+def test_one_worker_on_one_gpu_trains_over_nccl():
+    """`backend="auto"` takes NCCL where every slot has a GPU of its own."""
+    with nbe.Cluster("localhost:1", min=1) as cluster:
+        ((steps, device, _),) = cluster.run(_step, "nccl", 20).result(timeout=120)
+    assert (steps, device) == (20, "cuda:0")
+
+
+def test_two_workers_share_a_gpu_over_gloo():
+    """With fewer GPUs than slots it is gloo, with CUDA tensors; both ranks end with the same weights."""
+    if torch.cuda.device_count() > 1:
+        pytest.skip("this is about sharing one GPU")
+    with nbe.Cluster("localhost:2", min=2) as cluster:
+        results = cluster.run(_step, "gloo", 20).result(timeout=120)
+    assert len({weights for _, _, weights in results}) == 1
+    assert {device for _, device, _ in results} == {"cuda:0"}
+
+
+def test_a_world_of_one_is_formed_again_and_again():
+    """Jobs one after the other on one process: each forms NCCL anew, and memory on the GPU does not grow."""
+    with nbe.Cluster("localhost:1", min=1) as cluster:
+        used = [cluster.run(_memory_after_training).result(timeout=120)[0] for _ in range(20)]
+    assert used[-1] <= used[2] * 1.05
+
+
+def _memory_after_training() -> int:
+    _step("nccl", 2)
+    torch.cuda.synchronize()
+    free, total = torch.cuda.mem_get_info()
+    return total - free
