@@ -1,0 +1,349 @@
+"""Draws the state diagrams of docs/how-it-works.md from what `step` does: seeded walks, every transition noted.
+
+`python -m tests.docs.draw_states` prints them; with `--write` it puts them into the page.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+import sys
+from collections import defaultdict
+from functools import cache
+from pathlib import Path
+
+from nbelastic.core import messages as m
+from nbelastic.core.membership import deadline, step
+from nbelastic.core.world import HostPhase, Stage, WorkerState, World
+from tests.core.story import IN_TIME, Story
+
+PAGE = Path(__file__).parents[2] / "docs" / "how-it-works.md"
+WALKS, STEPS = 200, 60
+END = "[*]"
+Edges = dict[tuple[str, str], set[str]]
+
+STAGES = {  # the world's, with the phase that people are shown
+    "idle": "no job (waiting)",
+    "gathering": "gathering (waiting)",
+    "forming": "forming",
+    "running": "running",
+    "asked": "asked (running)",
+    "leaving": "leaving (running)",
+    "stopping": "stopping",
+    "finished": "finished",
+}
+GROUPS = {
+    "a death": {"WorkerExited", "WorkerFroze", "AgentLost"},
+    "an order": {"HostAdded", "HostRemoved", "HostsDiscovered", "Scaled"},
+}
+
+
+def stage_of(world: World) -> str:
+    """Its stage; without a job, or at its end, its phase."""
+    if world.stopping:
+        return world.phase
+    return str(world.stage) if world.active else "idle"
+
+
+class Seen:
+    """The transitions noted so far, of workers and of the world: (from, to) -> what caused them."""
+
+    def __init__(self) -> None:
+        self.workers: Edges = defaultdict(set)
+        self.stages: Edges = defaultdict(set)
+        self.tried: set[object] = set()  # situations in which everything has been tried
+
+    def note(self, before: World, event: m.Event, world: World, commands: tuple[m.Command, ...]) -> None:
+        name = type(event).__name__
+        old, new = stage_of(before), stage_of(world)
+        if old != new:
+            self.stages[old, new].add(name)
+        for w in before.workers.keys() | world.workers.keys():
+            old = str(before.workers[w].state) if w in before.workers else END
+            new = str(world.workers[w].state) if w in world.workers else END
+            if old != new:
+                order = "" if new == END else _order(w, commands)
+                self.workers[old, new].add(order or name)
+
+    def try_all(self, world: World, now: float) -> None:
+        """What if this happened now? `step` is pure: nothing is changed by asking."""
+        counts = (world.members, world.awaiting, world.waiting, world.leaving, world.starting, world.stopped)
+        job = world.active
+        situation = (
+            stage_of(world),
+            *(min(len(ids), 2) for ids in counts),
+            job and (job.formed, min(len(job.succeeded), 2), len(job.ended) > 0),
+            len(world.members) + len(world.waiting) - world.limits.min,
+            world.resets == world.limits.reset_limit,
+            world.until < float("inf"),
+            any(host.phase is HostPhase.STARTING for host in world.hosts.values()),
+        )
+        if situation in self.tried:
+            return
+        self.tried.add(situation)
+        for event in _possible(world):
+            after, commands = step(world, event, now)
+            self.note(world, event, after, commands)
+            self._pass_time(after, now)
+        self._pass_time(world, now)
+
+    def _pass_time(self, world: World, now: float) -> None:
+        at = deadline(world, now)
+        if at != float("inf"):
+            self.note(world, m.Ticked(), *step(world, m.Ticked(), at))
+
+
+def _possible(world: World) -> list[m.Event]:
+    """What people, hosts and processes can do at any time."""
+    spec = m.HostSpec("a", 1)
+    events: list[m.Event] = [
+        *(m.HostsDiscovered(hosts) for hosts in ((), (spec,))),
+        *(m.Scaled(low, low) for low in (1, 2)),
+        m.HostAdded(spec),
+        m.StopRequested(),
+    ]
+    for name, host in world.hosts.items():
+        if host.phase is HostPhase.STARTING:
+            events.append(m.AgentReady(name, 1))
+        events += [m.HostRemoved(name), m.HostRemoved(name, now=True), m.AgentLost(name, "gone")]
+    for w, worker in world.workers.items():
+        if worker.state is WorkerState.STARTING:
+            events += [m.WorkerRegistered(w), m.WorkerRegistered(w, "NameError: x")]
+        events += [m.WorkerExited(w, -9), m.WorkerFroze(w, "stopped")]
+    if world.active:
+        events.append(m.JobStopRequested(world.active.name))
+        inside = world.awaiting if world.stage is Stage.LEAVING else world.ranked
+        if world.stage in (Stage.RUNNING, Stage.ASKED, Stage.LEAVING):
+            events += [m.WorkerSucceeded(w, world.epoch) for w in inside - world.suspects]
+        events += [m.WorkerRaised(w, world.epoch, intact, "RuntimeError") for w in inside for intact in (False, True)]
+    return events
+
+
+class Watched(Story):
+    """A story whose every transition is noted, with the event that caused it."""
+
+    def __init__(self, seen: Seen, **limits) -> None:
+        self.seen = seen
+        self.raised: set[m.WorkerId] = set()  # they wait to be told what it was, and answer nothing else
+        super().__init__(**limits)
+
+    def send(self, *events: m.Event) -> tuple[m.Command, ...]:
+        commands: tuple[m.Command, ...] = ()
+        for event in events:
+            before = self.world
+            commands = super().send(event)
+            self.seen.note(before, event, self.world, commands)
+            self.seen.try_all(self.world, self.now)
+        return commands
+
+    def _say(self, w: m.WorkerId, *events: m.Event) -> None:
+        super()._say(w, *(e for e in events if not (isinstance(e, m.WorkerOffered) and w in self.raised)))
+
+    def _leave(self, w: m.WorkerId, commit: int) -> None:
+        if w not in self.raised:
+            super()._leave(w, commit)
+
+    def _form(self, order: m.FormWorld) -> None:
+        self.raised.difference_update(order.members)
+        super()._form(order)
+
+
+def _order(w: m.WorkerId, commands: tuple[m.Command, ...]) -> str:
+    """The command among these that moves `w`."""
+    for command in commands:
+        match command:
+            case m.StartWorker(worker=worker) | m.StopWorker(worker=worker) if worker == w:
+                return type(command).__name__
+            case m.FormWorld(members=members) if w in members:
+                return type(command).__name__
+    return ""
+
+
+class Walk:
+    """One walk: hosts, workers, people and time do what they like; the workers that live are faithful."""
+
+    def __init__(self, seed: int, seen: Seen) -> None:
+        self.random = random.Random(seed)
+        low = self.random.randint(1, 3)
+        self.story = Watched(
+            seen,
+            min=low,
+            max=self.random.choice([None, low, low + 1, low + 2]),
+            spares=self.random.randint(0, 1),
+            reset_limit=self.random.choice([None, None, 1]),
+            cooldown=self.random.choice([(0.0, 0.0), (5.0, 300.0)]),
+            elastic_timeout=60.0,
+        )
+        self.jobs = 0
+        self.story.add("a:2").add("b:1")
+        self.calm()
+
+    def go(self) -> None:
+        actions = [self.hosts, self.people, self.die, self.train, self.end, self.hear, self.hear, self.calm, self.wait]
+        for _ in range(STEPS):
+            self.random.choice(actions)()
+        self.story.send(m.StopRequested())
+        self.story.quiet(1.0)
+
+    def hosts(self) -> None:
+        story, name = self.story, self.random.choice("abc")
+        match self.random.randrange(6):
+            case 0 | 1:
+                story.add(f"{name}:{self.random.randint(1, 3)}")
+            case 2:
+                story.remove(name, now=self.random.random() < 0.5)
+            case 3:
+                story.discover(*(f"{host}:{self.random.randint(1, 2)}" for host in "abc" if self.random.random() < 0.6))
+            case 4 if story.world.hosts:
+                story.lose_host(self.random.choice(sorted(story.world.hosts)))
+            case _:
+                low = self.random.randint(1, 3)
+                story.scale(low, self.random.choice([None, low, low + 2]))
+
+    def people(self) -> None:
+        if self.story.world.active is None:
+            self.submit()
+        elif self.random.random() < 0.2:
+            self.story.stop_job(self.story.job.name)
+
+    def submit(self) -> None:
+        self.jobs += 1
+        self.story.submit(f"job-{self.jobs}")
+
+    def die(self) -> None:
+        """A process dies or freezes, or its setup cells fail."""
+        story = self.story
+        if not story.fakes:
+            return
+        w = self.random.choice(sorted(story.fakes))
+        match self.random.randrange(4):
+            case 0:
+                story._forget(w)
+                story.send(m.WorkerFroze(w, "stopped"))
+            case 1 if any(isinstance(e, m.WorkerRegistered) and e.worker == w for e in story.answers):
+                story._unsay(w, m.WorkerStarted, m.WorkerRegistered)
+                story.send(m.WorkerRegistered(w, "NameError: x"))
+            case _:
+                story.kill(str(w), code=self.random.choice([-9, 1, m.STUCK]))
+
+    def train(self) -> None:
+        """Commits; or the function raises or returns somewhere."""
+        story = self.story
+        if self.random.random() < 0.3 and story.world.stage is Stage.RUNNING:
+            story.commit(self.random.randint(1, 5))
+        inside = self._inside()
+        if not inside:
+            return
+        w = self.random.choice(inside)
+        match self.random.randrange(4):
+            case 0 | 1:
+                story._unsay(w, m.WorkerOffered, m.WorkerReady)
+                fake = story.fakes[w]
+                fake.epoch = fake.epoch or fake.left
+                story.raised.add(w)
+                story.send(m.WorkerRaised(w, fake.epoch, self.random.random() < 0.3, "RuntimeError: lost"))
+            case 2:
+                story.ended(str(w), error="ValueError: bad")
+            case 3:
+                for other in inside if self.random.random() < 0.5 else [w]:
+                    story.returned(str(other))
+
+    def end(self) -> None:
+        """Programs whose function has returned end."""
+        fakes = self.story.fakes
+        for w in sorted(w for w, fake in fakes.items() if fake.returned and fake.job):
+            if w in fakes and fakes[w].job:
+                self.story.ended(str(w))
+
+    def hear(self) -> None:
+        """All answers arrive, or all but the last, or one: each one's own words in their order."""
+        story = self.story
+        match self.random.randrange(3):
+            case 0:
+                story.answer()
+            case 1:
+                while len(story.answers) > 1:
+                    story.send(story.answers.pop(0))
+            case _ if story.answers:
+                firsts: dict[object, m.Event] = {}
+                for answer in story.answers:
+                    firsts.setdefault(getattr(answer, "worker", getattr(answer, "host", "")), answer)
+                answer = self.random.choice(list(firsts.values()))
+                story.answers.remove(answer)
+                story.send(answer)
+
+    def wait(self) -> None:
+        self.story.wait(self.random.choice([IN_TIME, 0.5, 1.0, 1.0, 5.0, 70.0]))
+
+    def calm(self) -> None:
+        """For once everything goes well for some seconds, on hosts that are pardoned."""
+        story = self.story
+        for name, host in list(story.world.hosts.items()):
+            if host.phase is not HostPhase.DRAINING:
+                story.add(f"{name}:{host.spec.slots}")
+        if story.world.active is None:
+            self.submit()
+        story.quiet(2.0)
+
+    def _inside(self) -> list[m.WorkerId]:
+        """Those that are in the function, in an epoch that they have formed."""
+        story = self.story
+        forming = {e.worker for e in story.answers if isinstance(e, m.WorkerFormed)}
+        leaving = {e.worker for e in story.answers if isinstance(e, m.WorkerReady)}
+        leaving = leaving & story.world.ranked if story.world.stage is Stage.LEAVING else set()
+        there = {w for w, fake in story.fakes.items() if fake.epoch} | leaving
+        return sorted(w for w in there - forming - story.raised if not story.fakes[w].returned)
+
+
+def explore(walks: int = WALKS) -> Seen:
+    """Everything that was seen to happen in `walks` walks."""
+    seen = Seen()
+    for seed in range(walks):
+        Walk(seed, seen).go()
+    return seen
+
+
+@cache
+def diagrams() -> tuple[str, str]:
+    """The two Mermaid diagrams: of a worker, and of the world."""
+    seen = explore()
+    titles = [f'    state "{text}" as {stage}' for stage, text in STAGES.items() if text != stage]
+    start = ["    [*] --> idle: start"]
+    end = ["    finished --> [*]"]
+    return _mermaid(list(WorkerState), [], seen.workers, []), _mermaid(list(STAGES), titles + start, seen.stages, end)
+
+
+def _mermaid(states: list[str], head: list[str], edges: Edges, tail: list[str]) -> str:
+    order = [END, *states]
+    pairs = sorted(edges, key=lambda pair: (order.index(pair[0]), pair[1] == END, order.index(pair[1])))
+    lines = [f"    {old} --> {new}: {_label(edges[old, new])}" for old, new in pairs]
+    return "\n".join(["stateDiagram-v2", *head, *lines, *tail])
+
+
+def _label(causes: set[str]) -> str:
+    """Causes in one line; groups whose every member is among them go by their own name."""
+    names = []
+    for group, members in GROUPS.items():
+        if members <= causes:
+            causes = causes - members
+            names.append(group)
+    return ", ".join(names + sorted(causes))
+
+
+def drawn(page: str) -> list[str]:
+    """The Mermaid diagrams that a page holds."""
+    return [block.strip() for block in re.findall(r"```mermaid\n(stateDiagram.*?)```", page, re.DOTALL)]
+
+
+def redraw(page: str) -> str:
+    """The page with its diagrams replaced by those of the code."""
+    for old, new in zip(drawn(page), diagrams(), strict=True):
+        page = page.replace(old, new)
+    return page
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] == ["--write"]:
+        PAGE.write_text(redraw(PAGE.read_text()))
+    else:
+        print("\n\n".join(diagrams()))

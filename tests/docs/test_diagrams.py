@@ -1,0 +1,33 @@
+"""The state diagrams of docs/how-it-works.md are those of the code."""
+
+from __future__ import annotations
+
+import pytest
+
+from nbelastic.core.world import WorkerState
+from tests.docs.draw_states import PAGE, STAGES, diagrams, drawn, redraw
+
+WRITE = "draw them again: python -m tests.docs.draw_states --write"
+
+
+@pytest.fixture(scope="module")
+def now() -> tuple[str, str]:
+    return diagrams()
+
+
+def test_the_page_shows_what_the_code_does(now):
+    """Every transition that can be seen is drawn, with what causes it, and no other."""
+    assert drawn(PAGE.read_text()) == list(now), WRITE
+
+
+def test_the_walks_see_every_state(now):
+    """A state that nothing leads to would be missing from a diagram without anybody noticing. Who is lost is gone."""
+    workers, stages = now
+    assert {state for state in WorkerState if f"--> {state}:" not in workers} == {WorkerState.LOST}
+    assert all(f"--> {stage}:" in stages for stage in STAGES)
+
+
+def test_drawing_again_changes_nothing_else():
+    """`--write` replaces the diagrams and leaves the text alone."""
+    page = PAGE.read_text()
+    assert redraw(page.replace("a death, HostRemoved", "nothing")) == redraw(page) == page, WRITE
