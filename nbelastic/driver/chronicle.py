@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections import deque
 from collections.abc import Callable
@@ -20,8 +21,7 @@ class Chronicle:
     """Lives in the driver's thread; `records` may be read from any."""
 
     def __init__(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = path.open("ab")
+        self._file = os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "ab")
         self.records: deque[EventRecord] = deque(maxlen=KEPT)
         self.listener: Callable[[], None] | None = None
         self._changed_at = 0.0  # when the present change of the world began

@@ -102,6 +102,7 @@ class Cluster:
         self._last: Driver | None = None
         self._watchers = Watchers(self.status)
         self._jobs: list[Job] = []
+        self._added: set[str] = set()  # hosts of which the driver may not have taken notice yet
 
     # ---- life ----
 
@@ -116,7 +117,7 @@ class Cluster:
         self._run_dir.take()
         log_dir = (self._log_dir or self._run_dir.log_dir()).absolute()
         try:
-            log_dir.mkdir(parents=True, exist_ok=True)
+            log_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
             settings = Settings(
                 name=self.name,
                 limits=self._limits,
@@ -228,14 +229,16 @@ class Cluster:
         spec = parse_host(host, self._default_slots)
         address_of(spec)
         self._running().post(m.HostAdded(spec, by))
+        self._added.add(spec.name)
 
     def remove_host(self, host: str, now: bool = False, by: str = "you") -> None:
         """Its workers leave at the next commit (`now`: at once). UsageError if there is no such host."""
         driver = self._running()
-        if host not in driver.world.hosts:
+        if host not in driver.world.hosts and host not in self._added:
             known = ", ".join(driver.world.hosts) or "none"
             raise UsageError(f"there is no host {host!r}; the hosts are {known}.")
         driver.post(m.HostRemoved(host, now, by))
+        self._added.discard(host)
 
     def scale(self, min: int | None = None, max: int | None = None, by: str = "you") -> None:  # noqa: A002
         """Change the bounds of the world size; what is not given stays."""

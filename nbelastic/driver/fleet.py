@@ -84,8 +84,10 @@ class Fleet:
             case m.StartAgent(host=spec):
                 self._start_agent(spec)
             case m.StopAgent(host=host):
+                heard = f"agent/{host}" in self._hub.heard_at
                 self._hub.send(f"agent/{host}", m.Retire())
-                self._loop.call_later(3.0, self._end_agent, host, self._agents.get(host))
+                # One that has not spoken yet has no workers, and may not be there to hear it.
+                self._loop.call_later(3.0 if heard else 0.0, self._end_agent, host, self._agents.get(host))
             case m.StartWorker(worker=w):
                 if self._engines is None or not self._engines.connection:
                     self._spawns.append((w, log_dir))

@@ -28,7 +28,7 @@ def boot(settings: dict[str, Any]) -> None:
 
 def redirect(log_dir: Path, worker: str) -> None:
     """Point file descriptors 1 and 2 at this worker's own log files, appending: nothing is ever overwritten."""
-    log_dir.mkdir(parents=True, exist_ok=True)
+    log_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
     stem = worker.replace("/", "-").replace("#", "-")
     for fd, ending in ((1, "out"), (2, "err")):
         file = os.open(log_dir / f"{stem}.{ending}", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)

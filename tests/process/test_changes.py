@@ -1,0 +1,260 @@
+"""Planned changes: hosts come and go, limits move, and nobody who trains is disturbed more than needed."""
+
+import time
+
+from tests.process import programs
+from tests.process.observing import Training, alive, until
+
+
+def texts(cluster, kind):
+    return [event.text for event in cluster.events if event.kind == kind]
+
+
+def never_broken(training):
+    """No break, no loss, no strike: only planned changes."""
+    kinds = {event.kind for event in training.cluster.events}
+    assert not kinds & {"world-broken", "host-lost", "slot-cooling"}
+    return True
+
+
+def test_a_host_comes_and_goes(trains):
+    """A host that is added joins as soon as it is ready; one that is removed leaves at a commit, and exits well."""
+    training = trains("localhost:2", min=1)
+    old = [w.id for w in training.runs(2)]
+    training.cluster.add_host("127.0.0.2:1")
+    ranks = training.runs(3)
+    assert [w.id for w in ranks[:2]] == old
+    newcomer = ranks[2]
+    training.cluster.remove_host("127.0.0.2")
+    assert [w.id for w in training.runs(2)] == old
+    until(lambda: not alive(newcomer.pid), 5)
+    until(lambda: [host.name for host in training.cluster.hosts] == ["localhost"], 5)
+    training.finish()
+    assert never_broken(training)
+    assert [w.restarts for w in training.cluster.workers] == [0, 0]
+
+
+def test_the_oldest_host_goes(trains):
+    """Removing the host of rank 0 hands its rank, and the state, to the oldest survivor."""
+    training = trains("localhost:1,127.0.0.2:2", min=1)
+    before = training.runs(3)
+    training.cluster.remove_host("localhost")
+    assert [w.id for w in training.runs(2)] == [w.id for w in before[1:]]
+    assert len(training.finish()) == 2
+    assert never_broken(training)
+
+
+def test_a_host_is_taken_away_at_once(trains):
+    """`now=True` is a break, but no strike: its workers are gone at once, the others recover."""
+    training = trains("localhost:2,127.0.0.2:1", min=1)
+    victim = training.runs(3)[2]
+    training.cluster.remove_host("127.0.0.2", now=True)
+    until(lambda: not alive(victim.pid), 3)
+    training.runs(2)
+    training.finish()
+    assert not texts(training.cluster, "slot-cooling")
+    assert [host.name for host in training.cluster.hosts] == ["localhost"]
+
+
+def test_added_and_removed_at_once(trains):
+    """A host that is added and removed within a moment disturbs nobody: the world keeps its epoch."""
+    training = trains("localhost:2", min=1)
+    training.runs(2)
+    epoch = training.cluster.status().epoch
+    for _ in range(2):
+        training.cluster.add_host("127.0.0.2:1")
+        training.cluster.remove_host("127.0.0.2")
+    until(lambda: len(training.cluster.hosts) == 1)
+    steps = training.lines()[-1]["step"]
+    until(lambda: training.lines()[-1]["step"] > steps + 50)
+    assert training.cluster.status().epoch == epoch
+    training.finish()
+    assert never_broken(training)
+
+
+def test_removed_and_added_again(trains):
+    """A host that comes back before it has gone stays; one that has gone comes back with new workers."""
+    training = trains("localhost:1,127.0.0.2:1", min=1)
+    training.runs(2)
+    training.cluster.remove_host("127.0.0.2")
+    training.cluster.add_host("127.0.0.2:1")
+    training.runs(2)
+    training.cluster.remove_host("127.0.0.2")
+    training.runs(1)
+    until(lambda: len(training.cluster.hosts) == 1)
+    training.cluster.add_host("127.0.0.2:1")
+    training.runs(2)
+    training.finish()
+    assert never_broken(training)
+
+
+def test_two_hosts_within_a_moment_make_one_change(trains):
+    """Newcomers that are ready at about the same time join together."""
+    training = trains("localhost:1", min=1)
+    training.runs(1)
+    epoch = training.cluster.status().epoch
+    training.cluster.add_host("127.0.0.2:1")
+    training.cluster.add_host("127.0.0.3:1")
+    training.runs(3)
+    assert training.cluster.status().epoch == epoch + 1
+    training.finish()
+
+
+def test_a_change_while_another_is_under_way(trains):
+    """Orders in quick succession end in what was asked for last."""
+    training = trains("localhost:3", min=1, max=3)
+    training.runs(3)
+    for high in (2, 3, 1, 2, 3, 2):
+        training.cluster.scale(max=high)
+        time.sleep(0.05)  # into the middle of the change before
+    training.runs(2)
+    training.finish()
+    assert never_broken(training)
+
+
+def test_scaling(trains):
+    """Fewer: the youngest leave; more: they come back. The slots' number can be changed, too."""
+    training = trains("localhost:3", min=1)
+    before = training.runs(3)
+    training.cluster.scale(max=1)
+    assert [w.id for w in training.runs(1)] == [before[0].id]
+    training.cluster.scale(max=2)
+    training.runs(2)
+    training.cluster.scale(max=4)
+    training.runs(3)
+    training.cluster.add_host("localhost:4")
+    training.runs(4)
+    training.cluster.add_host("localhost:2")
+    training.runs(2)
+    training.finish()
+    assert never_broken(training)
+
+
+def test_a_spare_steps_in(trains):
+    """A spare worker is kept warm without a rank, and takes a dead one's place."""
+    training = trains("localhost:3", min=1, max=2, spares=1)
+    training.runs(2)
+    spare = until(lambda: [w for w in training.cluster.workers if w.rank is None and w.state == "ready"])[0]
+    training.strike(training.runs(2)[0])
+    ranks = training.runs(2)
+    assert spare.id in {w.id for w in ranks}
+    training.finish()
+
+
+def test_setup_cells_reach_those_who_join_later(make, tmp_path):
+    """A setup cell runs on every worker at once, and on each newcomer before its work."""
+    cluster = make("localhost:1", min=1)
+    rows = cluster.execute("word = 'hello'", setup=True, timeout=20)
+    assert [row[3] for row in rows] == [None]
+    cluster.add_host("127.0.0.2:1")
+    cluster.wait(2, timeout=20)
+    assert [row[1] for row in cluster.execute("print(word)", timeout=20)] == ["hello\n"] * 2
+    assert cluster.run_cell("word * 2").result(timeout=20) == ["hellohello"] * 2
+
+
+def test_a_newcomer_that_fails_in_setup(trains):
+    """It is shown as failed with the reason, and those who train never notice."""
+    training = trains("localhost:1", min=1)
+    training.job.stop()
+    training.job.wait(timeout=20)
+    training.cluster.execute("import os\nif 'first' in globals(): 1 / 0", setup=True, timeout=20)
+    training.cluster.execute("if not globals().get('ran'):\n    1 / 0", setup=True, timeout=20)
+    training = Training(training.cluster, training.folder.with_name("again"), programs.train)
+    training.runs(1)
+    epoch = training.cluster.status().epoch
+    training.cluster.add_host("127.0.0.2:1")
+    failed = until(lambda: [w for w in training.cluster.workers if w.state == "failed"])[0]
+    assert "ZeroDivisionError" in failed.reason
+    assert any("a setup cell failed" in text for text in texts(training.cluster, "worker-failed"))
+    assert training.cluster.status().epoch == epoch
+    training.finish()
+
+
+def test_a_newcomer_that_fails_in_its_program(make, tmp_path):
+    """An error before the loop on a newcomer is its own; the job goes on without it."""
+    cluster = make("localhost:1", min=1)
+
+    def program(folder, old):
+        import os
+
+        if os.getpid() != old:
+            raise LookupError("not me")
+        return programs.train(folder)
+
+    training = Training(cluster, tmp_path / "steps", _given_folder, cluster.workers[0].pid, program)
+    training.runs(1)
+    cluster.add_host("127.0.0.2:1")
+    until(lambda: texts(cluster, "worker-failed"))
+    assert "LookupError: not me" in texts(cluster, "worker-failed")[0]
+    assert len(training.finish()) == 1
+
+
+def _given_folder(folder, old, program):
+    return program(folder, old)
+
+
+def test_a_joiner_dies_while_joining(trains):
+    """A newcomer that is killed before or while it joins costs the others nothing but a recovery at most."""
+    import os
+    import signal
+
+    training = trains("localhost:2", min=1)
+    training.runs(2)
+    for pause in (0.0, 0.1, 0.3):
+        training.cluster.add_host("127.0.0.2:1")
+        joiner = until(lambda: [w for w in training.cluster.workers if w.host == "127.0.0.2" and w.pid])[0]
+        time.sleep(pause)  # somewhere between its fork and its first step
+        os.kill(joiner.pid, signal.SIGKILL)
+        training.runs(3)
+        training.cluster.remove_host("127.0.0.2")
+        training.runs(2)
+        until(lambda: len(training.cluster.hosts) == 1)
+    assert len(training.finish()) == 2
+
+
+def test_reset_callbacks(trains):
+    """They run on every member after each change, before training resumes, and not at the start."""
+    training = trains("localhost:2", min=1)
+    training.runs(2)
+    assert training.lines("reset") == []
+    training.cluster.add_host("127.0.0.2:1")
+    training.runs(3)
+    training.strike(training.runs(3)[2])
+    training.runs(3)
+    training.finish()
+    first = min(line["epoch"] for line in training.lines("begin"))
+    for pid in {line["pid"] for line in training.lines("begin")}:
+        begun = [line["epoch"] for line in training.lines("begin") if line["pid"] == pid]
+        reset = [line["reset"] for line in training.lines("reset") if line["pid"] == pid]
+        assert reset[-len(begun) + 1 :] == begun[1:] if len(begun) > 1 else reset == []
+        assert first not in reset
+
+
+def test_samples_are_used_once(trains):
+    """Through kills, a newcomer and a drain, each pass uses every sample exactly once; padding at its very end aside."""
+    samples, passes, batch = 1000, 3, 4
+    training = trains(
+        "localhost:3",
+        min=1,
+        program=programs.use_samples,
+        kwargs={"samples": samples, "epochs": passes, "batch": batch},
+    )
+    training.strike(training.runs(3)[0])
+    training.cluster.add_host("127.0.0.2:1")
+    training.runs(4)
+    training.strike(training.runs(4)[2])
+    training.runs(4)
+    training.cluster.remove_host("127.0.0.2")
+    training.runs(3)
+    training.job.result(timeout=90)
+    done = {}
+    for line in training.lines("done"):
+        done[line["step"]] = max(line["epoch"], done.get(line["step"], 0))
+    assert sorted(done) == list(range(1, len(done) + 1))
+    used = {number: [] for number in range(passes)}
+    for line in training.lines("meant"):
+        if done.get(line["step"]) == line["epoch"]:
+            used[line["pass"]] += line["meant"]
+    for indices in used.values():
+        assert set(indices) == set(range(samples))
+        assert len(indices) - samples < 4 * batch

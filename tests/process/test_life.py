@@ -1,0 +1,231 @@
+"""A cluster's life: what it opens, what it writes, and that nothing of it stays."""
+
+import os
+import stat
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+import nbelastic as nbe
+from nbelastic import link
+from tests.process import programs
+from tests.process.observing import alive, ours, until
+
+
+def run_dir(cluster):
+    return Path(tempfile.gettempdir()) / f"nbelastic-{os.getuid()}" / cluster.name
+
+
+def test_nothing_is_left_after_a_stop(make):
+    """No process, no run folder, no lock; what the user's code had started ends as well. Stopping twice is fine."""
+    cluster = make("localhost:2,127.0.0.2:1", min=3)
+    pids = ours(cluster)
+    rows = cluster.execute("import subprocess; p = subprocess.Popen(['sleep', '1000']); print(p.pid)", timeout=20)
+    pids |= {int(row[1]) for row in rows}
+    assert len(pids) > 9
+    began = time.monotonic()
+    cluster.stop()
+    assert time.monotonic() - began < 3
+    until(lambda: not [pid for pid in pids if alive(pid)], 2)
+    assert not psutil.Process().children(recursive=True)
+    assert not run_dir(cluster).exists()
+    assert not run_dir(cluster).with_suffix(".lock").exists()
+    cluster.stop()
+    with pytest.raises(nbe.ClusterStoppedError, match="start it"):
+        cluster.run(print)
+    assert cluster.status().phase == "finished"
+
+
+def test_stopped_in_the_middle_of_everything(make, tmp_path):
+    """Stopping while workers start, or while a job trains, leaves nothing and tells the job."""
+    cluster = make("localhost:2", wait=False)
+    cluster.stop()
+    cluster = make("localhost:2")
+    job = cluster.run(programs.train, str(tmp_path))
+    until(lambda: cluster.status().step > 3)
+    cluster.stop()
+    with pytest.raises(nbe.JobStoppedError, match="stopped"):
+        job.result(timeout=1)
+    assert not psutil.Process().children(recursive=True)
+
+
+def test_it_can_be_started_again(make):
+    """A stopped cluster starts afresh; its old jobs' results stay."""
+    cluster = make("localhost:1")
+    job = cluster.run(os.getpid)
+    (pid,) = job.result(timeout=20)
+    cluster.stop()
+    cluster.start(timeout=30)
+    assert job.result() == [pid]
+    assert cluster.run(os.getpid).result(timeout=20) != [pid]
+
+
+def test_names_are_unique(make):
+    """A second cluster of that name is refused with what to do; so is a second start."""
+    cluster = make("localhost:1", name="only-one")
+    with pytest.raises(nbe.UsageError, match=r"'only-one' is running already .process"):
+        nbe.Cluster("localhost:1", name="only-one").start()
+    with pytest.raises(nbe.UsageError, match="running already"):
+        cluster.start()
+    assert cluster.run(os.getpid).result(timeout=20) == [cluster.workers[0].pid]
+
+
+def test_everything_listens_on_loopback_only(make, tmp_path):
+    """While a job runs, no socket of any of our processes is bound to more than this machine's loopback."""
+    cluster = make("localhost:2,127.0.0.2:1", min=3)
+    job = cluster.run(programs.train, str(tmp_path))
+    until(lambda: cluster.status().step > 3)
+    seen = set()
+    for pid in {*ours(cluster), os.getpid()}:
+        for connection in psutil.Process(pid).net_connections("inet"):
+            if connection.status == psutil.CONN_LISTEN or connection.type != 1:
+                seen.add(connection.laddr.ip)
+    assert seen
+    assert all(ip.startswith("127.") or ip in ("::1", "::ffff:127.0.0.1", "::ffff:127.0.0.2") for ip in seen), seen
+    job.stop()
+
+
+def test_keys_are_kept(make, monkeypatch):
+    """No key in any command line or in the workers' environment; files are their owner's alone."""
+    found = []
+    original = link.Keys.make
+    monkeypatch.setattr(link.Keys, "make", staticmethod(lambda: found.append(original()) or found[-1]))
+    cluster = make("localhost:2", min=2)
+    secrets = [found[0].server_secret, found[0].client_secret, found[0].client_public]
+    rows = cluster.execute("import subprocess; p = subprocess.Popen(['sleep', '1000']); print(p.pid)", timeout=20)
+    children = {int(row[1]) for row in rows}
+    files = [file for file in run_dir(cluster).rglob("*") if file.is_file()]
+    engine_keys = [
+        line.split('"')[3]
+        for file in files
+        if file.name.endswith("-engine.json") or "security" in file.parts
+        for line in file.read_text().splitlines()
+        if '"key"' in line
+    ]
+    assert engine_keys
+    for pid in ours(cluster) | children:
+        command = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace")
+        environment = Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace")
+        for secret in secrets + engine_keys:
+            assert secret not in command
+            assert secret not in environment
+    inside = cluster.execute("import os; print(dict(os.environ))", timeout=20)
+    shown = "".join(row[1] for row in inside)
+    assert not [secret for secret in secrets + engine_keys if secret in shown]
+    assert "IPP_CONNECTION_INFO" not in shown
+    assert stat.S_IMODE(run_dir(cluster).stat().st_mode) == 0o700
+    assert stat.S_IMODE(run_dir(cluster).parent.stat().st_mode) == 0o700
+    for file in files:
+        text = file.read_text(errors="replace")
+        if any(secret in text for secret in secrets + engine_keys):
+            assert stat.S_IMODE(file.stat().st_mode) == 0o600, file
+    for file in cluster.log_dir.rglob("*"):
+        assert stat.S_IMODE(file.stat().st_mode) == (0o700 if file.is_dir() else 0o600), file
+
+
+DRIVER = """
+import sys, time
+import nbelastic as nbe
+from tests.process import programs
+
+if __name__ == "__main__":
+    cluster = nbe.Cluster("localhost:2,127.0.0.2:1", min=3, log_dir=sys.argv[1]).start()
+    if sys.argv[2] == "busy":
+        cluster.run(programs.train, sys.argv[1])
+        while cluster.status().step < 5:
+            time.sleep(0.05)
+    print("up", flush=True)
+    if sys.argv[2] != "leaves":
+        time.sleep(1000)
+"""
+
+
+@pytest.mark.parametrize("how", ["idle", "busy"])
+def test_a_killed_kernel_leaves_nothing(tmp_path, how):
+    """SIGKILL of the driver's process: agents, templates, workers and controller are gone within 10 s."""
+    with subprocess.Popen([sys.executable, "-c", DRIVER, str(tmp_path), how], stdout=subprocess.PIPE) as driver:
+        assert driver.stdout.readline() == b"up\n"
+        children = psutil.Process(driver.pid).children(recursive=True)
+        assert len(children) > 7
+        driver.kill()
+    until(lambda: not [child for child in children if alive(child.pid)], 10)
+
+
+def test_a_script_that_ends_leaves_nothing(tmp_path):
+    """A program that forgets to stop its cluster ends soon all the same, and takes everything along."""
+    with subprocess.Popen([sys.executable, "-c", DRIVER, str(tmp_path), "leaves"], stdout=subprocess.PIPE) as driver:
+        assert driver.stdout.readline() == b"up\n"
+        children = psutil.Process(driver.pid).children(recursive=True)
+        assert driver.wait(timeout=5) == 0
+    until(lambda: not [child for child in children if alive(child.pid)], 5)
+
+
+def test_ctrl_c_in_start_leaves_it_starting(make):
+    """Interrupting a waiting `start()` or `wait()` gives the prompt back, and the cluster goes on."""
+    cluster = make("localhost:2", wait=False)
+
+    def interrupted(call):
+        timer = subprocess.Popen(["sh", "-c", f"sleep 0.3; kill -INT {os.getpid()}"])
+        with pytest.raises(KeyboardInterrupt):
+            call()
+        timer.wait()
+
+    interrupted(lambda: cluster.wait(7, timeout=20))
+    cluster.wait(2, timeout=20)
+    job = cluster.run(time.sleep, 1.5)
+    interrupted(lambda: job.result(timeout=20))
+    interrupted(lambda: cluster.wait(7, timeout=20))
+    assert job.result(timeout=20) == [None, None]
+    assert all(worker.restarts == 0 for worker in cluster.workers)
+    cluster.stop()
+    timer = subprocess.Popen(["sh", "-c", f"sleep 0.3; kill -INT {os.getpid()}"])
+    with pytest.raises(KeyboardInterrupt):
+        cluster.start(timeout=30)
+    timer.wait()
+    cluster.wait(2, timeout=20)
+    assert len(cluster.run(os.getpid).result(timeout=20)) == 2
+
+
+def test_waiting_in_vain_says_for_what(make):
+    """A start that cannot succeed ends with the reason, and the cluster is still there to be helped."""
+    cluster = make("localhost:1", min=2, wait=False)
+    with pytest.raises(nbe.WaitTimeoutError, match=r"1 of min 2 workers ready; add a host or lower min"):
+        cluster.wait(2, timeout=6)
+    cluster.add_host("127.0.0.2:1")
+    cluster.wait(2, timeout=20)
+
+
+def test_logs_are_never_overwritten(trains):
+    """A restarted worker writes to a file of its own; the dead one's stays, with all that it had said."""
+    training = trains("localhost:2", min=1, program=_talk_and_train)
+    victim = training.runs(2)[1]
+    folder = training.cluster.log_dir / training.job.name
+    name = victim.id.replace("/", "-").replace("#", "-")
+    training.strike(victim)
+    training.runs(2)
+    training.finish()
+    assert (folder / f"{name}.out").read_text() == f"I am {victim.pid}\n"
+    assert (folder / f"{name}.err").read_text() == f"and complain {victim.pid}\n"
+    replacement = next(w for w in training.cluster.workers if w.slot == victim.slot)
+    other = replacement.id.replace("/", "-").replace("#", "-")
+    assert (folder / f"{other}.out").read_text() == f"I am {replacement.pid}\n"
+
+
+def _talk_and_train(folder):
+    print(f"I am {os.getpid()}")
+    print(f"and complain {os.getpid()}", file=sys.stderr)
+    return programs.train(folder)
+
+
+def test_logs_begin_with_the_first_byte(make):
+    """What a worker says before it can be spoken to is in its files, too: here a preloaded module's complaint."""
+    cluster = make("localhost:1", preload=["no_such_module_at_all"])
+    assert cluster.workers[0].state == "ready"
+    agents = list(run_dir(cluster).glob("agent-*.log"))
+    assert any("no_such_module_at_all" in file.read_text() for file in agents)
+    assert {file.suffix for file in (cluster.log_dir / "idle").iterdir()} == {".out", ".err"}
