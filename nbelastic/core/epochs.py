@@ -243,7 +243,7 @@ def _release(world: World, staying: tuple[m.WorkerId, ...], out: Commands) -> Wo
     leavers = world.leaving.difference(staying)
     if not leavers:
         return world
-    world = replace(seat(world, staying), leaving=world.leaving - leavers)
+    world = replace(seat(world, staying), leaving=world.leaving - leavers, suspects=less(world.suspects, leavers))
     return staffing.stop_workers(world, sorted(leavers), out)
 
 

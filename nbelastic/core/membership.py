@@ -205,6 +205,8 @@ def _take_word(world: World, event: Word, now: float, out: Commands) -> World:
                 return world
             return replace(world, awaiting=world.awaiting - {w}, offers=(*world.offers, commit))
         case m.WorkerRaised(intact=intact, error=error):
+            if world.stage is Stage.GATHERING and w in world.awaiting:  # it missed the abort
+                out.append(m.AbortWorld(world.epoch, (w,), "this epoch is over"))
             if world.stage is Stage.GATHERING or w in world.active.late:
                 return world
             if intact:

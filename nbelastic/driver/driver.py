@@ -294,7 +294,7 @@ class Driver:
             await asyncio.sleep(POLL)
 
     async def _listen_for_silence(self) -> None:
-        """An agent that has not been heard for `silence` is lost. If this thread itself was away, it says nothing."""
+        """An agent or a worker not heard for `silence` is lost. If this thread itself was away, that says nothing."""
         interval = min(1.0, self.settings.silence / 4)
         last = time.monotonic()
         while True:
@@ -304,10 +304,19 @@ class Driver:
             if late:
                 continue
             for host in self.world.hosts:
-                heard = self._hub.heard_at.get(f"agent/{host}")
-                if heard is not None and now - heard > self.settings.silence:
+                quiet = self._quiet_for(f"agent/{host}", now)
+                if quiet > self.settings.silence:
                     self.fleet.kill_agent(host)
-                    self._inbox.put_nowait(m.AgentLost(host, f"nothing heard of it for {now - heard:.0f} s"))
+                    self._inbox.put_nowait(m.AgentLost(host, f"nothing heard of it for {quiet:.0f} s"))
+            for w in self.world.workers:
+                quiet = self._quiet_for(f"worker/{w}", now)
+                if quiet > self.settings.silence:
+                    self._hub.forget(f"worker/{w}")
+                    self._inbox.put_nowait(m.WorkerFroze(w, f"nothing heard of it for {quiet:.0f} s"))
+
+    def _quiet_for(self, peer: str, now: float) -> float:
+        """Seconds since it was heard; 0 if it has said nothing yet."""
+        return now - self._hub.heard_at.get(peer, now)
 
     # ---- those who look on ----
 

@@ -12,6 +12,7 @@ import os
 import select
 import socket
 import threading
+from collections import deque
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
@@ -24,6 +25,12 @@ from nbelastic.core.messages import STUCK, Formation
 
 TIMEOUT = timedelta(minutes=30)  # of a collective: a rank may well evaluate for long; aborts do not wait for it
 
+KEPT = 2
+# The groups that were left last. A group's destructor waits for gloo's threads, which may need the GIL, or be stuck. Torch
+# lets go of the GIL for it only where Python holds the last reference; where DDP's reducer does (a wrapper that the user
+# kept), it would not, and the process would hang for ever. So we keep each group for longer than any wrapper of it, and
+# let a thread of its own drop it.
+_kept: deque[list[Any]] = deque()
 NCCL_PATIENCE = 5.0  # seconds that an abort may take
 
 
@@ -153,14 +160,14 @@ class Group:
             self._aborting.join(NCCL_PATIENCE)
             if self._aborting.is_alive():  # nothing on this GPU will move again in this process
                 os._exit(STUCK)
-        # Gloo's destructor waits for its threads, and one of them may be stuck: let another thread drop the last reference.
-        last: list[Any] = [*dist.distributed_c10d._world.pg_map, self._store]
+        _kept.append([*dist.distributed_c10d._world.pg_map, self._store])
         if dist.is_initialized():
             with contextlib.suppress(RuntimeError):  # an aborted group has nothing left to shut down in order
                 dist.destroy_process_group()
         self._store = self.subgroups = None
         self._reach = None
-        threading.Thread(target=last.clear, name="nbelastic-drop", daemon=True).start()
+        if len(_kept) > KEPT:
+            threading.Thread(target=_kept.popleft().clear, name="nbelastic-drop", daemon=True).start()
 
 
 def _sockets() -> dict[str, int]:

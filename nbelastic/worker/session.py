@@ -266,6 +266,7 @@ def start(session: Session) -> None:
     global _session
     _session = session
     session.link.start()
+    session.link.send(m.WorkerProgress(session.worker, 0, 0, {}))  # from now on its silence is noticed
 
 
 def current() -> Session:

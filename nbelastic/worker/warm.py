@@ -36,6 +36,7 @@ def _first_time() -> None:
         optimizer.zero_grad()
         ddp(torch.rand(2, 2, generator=generator)).sum().backward()
         optimizer.step()
+    del ddp  # before its group: its destructor holds the GIL, and the group's waits for threads that may need it
     buffer = io.BytesIO()
     torch.save({"a": [1, (2, "b")]}, buffer)
     torch.load(io.BytesIO(buffer.getvalue()), weights_only=True)
