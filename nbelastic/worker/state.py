@@ -9,6 +9,7 @@ commit. With more steps a commit the tensors are copied at each commit.
 from __future__ import annotations
 
 import copy
+import itertools
 import random
 import sys
 from collections.abc import Callable, Iterable
@@ -37,6 +38,7 @@ class State:
         self._steps = 0  # optimizer steps begun since the last commit
         self._most = 0  # the most of them that came between two commits
         self._copies: list[torch.Tensor] | None = None  # the tensors as they were at the last commit
+        self._entries: list[dict[torch.Tensor, dict[str, Any]]] = []  # what else each optimizer kept then
         self._note: dict[str, Any] = {}
         self.commits = 0
         self.reset_callbacks: list[Callable[[], object]] = []
@@ -96,6 +98,8 @@ class State:
         """Back to the last commit. What changed the tensors since can be undone only if they were copied (see `clean`)."""
         if self._copies is not None and (self._steps or self._always_copy):
             with torch.no_grad():
+                for optimizer, entries in zip(self._of(torch.optim.Optimizer), self._entries, strict=True):
+                    _trim(optimizer, entries)
                 for tensor, kept in zip(self._tensors(), self._copies, strict=False):
                     tensor.copy_(kept)
             self._steps = 0
@@ -196,12 +200,14 @@ class State:
         return found
 
     def _copy(self) -> None:
-        live = self._tensors()
         old = self._copies or []
         with torch.no_grad():
-            for kept, tensor in zip(old, live, strict=False):
-                kept.copy_(tensor)
-            self._copies = old + [tensor.clone() for tensor in live[len(old) :]]
+            self._copies = [
+                _copied(tensor, into)
+                for tensor, into in itertools.zip_longest(self._tensors(), old)
+                if tensor is not None
+            ]
+        self._entries = [_entries(optimizer) for optimizer in self._of(torch.optim.Optimizer)]
 
     def _device(self) -> torch.device:
         return next((t.device for t in self._tensors()), torch.device("cpu"))
@@ -262,8 +268,38 @@ def _put_optimizer(optimizer: torch.optim.Optimizer, contents: dict[str, Any]) -
     for parameter, kept in zip(parameters, contents["state"], strict=True):
         if kept:
             optimizer.state[parameter] = kept
+        else:
+            optimizer.state.pop(parameter, None)
     for group, kept in zip(optimizer.param_groups, contents["groups"], strict=True):
         group.update(kept)
+
+
+def _copied(tensor: torch.Tensor, into: torch.Tensor | None) -> torch.Tensor:
+    """A copy, if possible in the place of the last one (the order changes when an optimizer keeps more)."""
+    if into is None or (into.shape, into.dtype, into.device) != (tensor.shape, tensor.dtype, tensor.device):
+        return tensor.clone()
+    return into.copy_(tensor)
+
+
+def _entries(optimizer: torch.optim.Optimizer) -> dict[torch.Tensor, dict[str, Any]]:
+    """What it keeps for each parameter, without the tensors' contents."""
+    return {
+        parameter: {key: None if isinstance(value, torch.Tensor) else _frozen(value) for key, value in kept.items()}
+        for parameter, kept in optimizer.state.items()
+    }
+
+
+def _trim(optimizer: torch.optim.Optimizer, entries: dict[torch.Tensor, dict[str, Any]]) -> None:
+    """Forget what it has begun to keep since `entries` was taken, and put its plain values back."""
+    for parameter, kept in list(optimizer.state.items()):
+        if parameter not in entries:
+            del optimizer.state[parameter]
+            continue
+        for key, value in list(kept.items()):
+            if key not in entries[parameter]:
+                del kept[key]
+            elif not isinstance(value, torch.Tensor):
+                kept[key] = _frozen(entries[parameter][key])
 
 
 def _settings(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:

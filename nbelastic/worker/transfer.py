@@ -28,6 +28,8 @@ def describe(value: Any, tensors: list[torch.Tensor]) -> Any:
         return {key: describe(item, tensors) for key, item in value.items()}
     if type(value) in (list, tuple):
         return type(value)(describe(item, tensors) for item in value)
+    if type(value).__module__ == "numpy" and getattr(value, "shape", None) == ():
+        return value.item()  # a number, and nothing else to the ranks that receive it
     return value
 
 
@@ -83,6 +85,7 @@ class Channel:
 
     def move(self, flat: torch.Tensor) -> None:
         """Send `flat` (contiguous, on the channel's device), or receive into it."""
+        flat = flat.view(torch.uint8)  # gloo knows some types of numbers only
         if self._all:
             dist.broadcast(flat, self._root)
         elif self.sends:
@@ -97,7 +100,10 @@ class Channel:
         data = torch.empty(0, dtype=torch.uint8)
         if self.sends:
             buffer = io.BytesIO()
-            torch.save(value, buffer)
+            try:
+                torch.save(value, buffer)
+            except Exception as error:  # noqa: BLE001  (pickling fails in many ways)
+                raise _not_plain(error) from None
             data = torch.frombuffer(bytearray(buffer.getbuffer()), dtype=torch.uint8)
         length = torch.tensor([data.numel()], dtype=torch.int64, device=self._device)
         self.move(length)
@@ -108,10 +114,7 @@ class Channel:
         try:
             return torch.load(io.BytesIO(body.cpu().numpy().tobytes()), weights_only=True)
         except Exception as error:  # noqa: BLE001  (torch raises many kinds)
-            raise StateError(
-                f"the state holds something that is not plain data ({error}); keep numbers, text, lists, dicts and "
-                "tensors in it, or allow the class with torch.serialization.add_safe_globals()."
-            ) from None
+            raise _not_plain(error) from None
 
     def move_tensors(self, tensors: Sequence[torch.Tensor]) -> None:
         """Send these tensors, or receive into them, in place, bucket by bucket."""
@@ -125,6 +128,14 @@ class Channel:
             if not self.sends and self.receives:
                 for piece, tensor in zip(pieces, bucket, strict=True):
                     tensor.copy_(piece.view(tensor.shape))
+
+
+def _not_plain(error: Exception) -> StateError:
+    why = str(error).rpartition("WeightsUnpickler error: ")[2].partition(". Please use")[0].partition("\n")[0]
+    return StateError(
+        f"the state holds something that is not plain data ({why[:200]}); keep numbers, text, lists, dicts and tensors "
+        "in it, or allow the class with torch.serialization.add_safe_globals()."
+    )
 
 
 def _buckets(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:

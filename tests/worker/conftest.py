@@ -1,0 +1,47 @@
+"""A place in a world for code that asks for one, without any process group."""
+
+import pytest
+
+from nbelastic.core.messages import Formation
+from nbelastic.worker import sampler
+
+
+def formation(rank, size, root=0, receivers=()):
+    return Formation(1, rank, size, rank, size, 0, 1, "127.0.0.1:1", root, receivers, (("a", size),))
+
+
+@pytest.fixture
+def stand(monkeypatch):
+    """`stand(rank, size)`: samplers asked from now on are this rank's."""
+
+    def at(rank, size):
+        monkeypatch.setattr(sampler.session, "world", lambda: formation(rank, size))
+
+    return at
+
+
+class FakeSession:
+    """What a state tells its session, and nothing else."""
+
+    def __init__(self):
+        self.committed_at = []
+        self.checked = 0
+        self.report = {}
+
+    def check_in(self):
+        self.checked += 1
+
+    def committed(self, total):
+        self.committed_at.append(total)
+
+
+@pytest.fixture
+def begun():
+    """`begun(state)`: the state as the elastic loop begins with it, in a world that gave it nothing."""
+
+    def begin(state):
+        state.begin(FakeSession())
+        state.sync(formation(0, 1))
+        return state
+
+    return begin
