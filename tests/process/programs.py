@@ -119,7 +119,7 @@ def count(folder: str) -> int:
     return int(loop(state))
 
 
-def use_samples(folder: str, samples: int, epochs: int, batch: int, pause: float = 0.02) -> int:
+def use_samples(folder: str, samples: int, epochs: int, batch: int, workers: int, pause: float = 0.02) -> int:
     """Go through a data set with an ElasticSampler and a prefetching DataLoader. Each step's samples are written down
     before the ranks meet (`meant`) and after the step (`done`)."""
     import torch
@@ -136,7 +136,7 @@ def use_samples(folder: str, samples: int, epochs: int, batch: int, pause: float
         ddp = torch.nn.parallel.DistributedDataParallel(state.model)
         for state.epoch in range(state.epoch, epochs):
             sampler.set_epoch(state.epoch)
-            for indices in DataLoader(data, batch_size=batch, sampler=sampler, num_workers=0):
+            for indices in DataLoader(data, batch_size=batch, sampler=sampler, num_workers=workers):
                 line = {"step": state.step + 1, "epoch": epoch(), "pass": state.epoch}
                 log(meant=indices.tolist(), **line)
                 loss = ddp(indices[:, None].expand(-1, 16).float() / samples).pow(2).mean()

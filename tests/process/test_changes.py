@@ -2,6 +2,8 @@
 
 import time
 
+import pytest
+
 from tests.process import programs
 from tests.process.observing import Training, alive, until
 
@@ -134,10 +136,11 @@ def test_a_spare_steps_in(trains):
     """A spare worker is kept warm without a rank, and takes a dead one's place."""
     training = trains("localhost:3", min=1, max=2, spares=1)
     training.runs(2)
-    spare = until(lambda: [w for w in training.cluster.workers if w.rank is None and w.state == "ready"])[0]
+    (spare,) = until(lambda: training.cluster._driver.world.waiting)  # it has come as far as the elastic loop
     training.strike(training.runs(2)[0])
     ranks = training.runs(2)
-    assert spare.id in {w.id for w in ranks}
+    assert str(spare) in {w.id for w in ranks}
+    assert len([text for text in texts(training.cluster, "world-formed") if "world of 2" in text]) == 2
     training.finish()
 
 
@@ -230,15 +233,12 @@ def test_reset_callbacks(trains):
         assert first not in reset
 
 
-def test_samples_are_used_once(trains):
+@pytest.mark.parametrize("workers", [0, 1], ids=["loaded in the loop", "loaded ahead by another process"])
+def test_samples_are_used_once(trains, workers):
     """Through kills, a newcomer and a drain, each pass uses every sample exactly once; padding at its very end aside."""
-    samples, passes, batch = 1000, 3, 4
-    training = trains(
-        "localhost:3",
-        min=1,
-        program=programs.use_samples,
-        kwargs={"samples": samples, "epochs": passes, "batch": batch},
-    )
+    samples, passes, batch = 700, 3, 4
+    kwargs = {"samples": samples, "epochs": passes, "batch": batch, "workers": workers}
+    training = trains("localhost:3", min=1, program=programs.use_samples, kwargs=kwargs)
     training.strike(training.runs(3)[0])
     training.cluster.add_host("127.0.0.2:1")
     training.runs(4)

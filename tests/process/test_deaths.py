@@ -222,6 +222,17 @@ def test_who_is_busy_with_other_things_is_not_taken_for_stuck(trains):
     assert len(events(training, "worker-lost")) == 1
 
 
+def test_what_a_dead_worker_had_started_ends_with_it(make):
+    """Data loaders and other children of a killed worker do not live on."""
+    cluster = make("localhost:2")
+    rows = cluster.execute("import subprocess; p = subprocess.Popen(['sleep', '1000']); print(p.pid)", timeout=20)
+    child = int(rows[0][1])
+    os.kill(cluster.workers[0].pid, signal.SIGKILL)
+    until(lambda: not alive(child), 5)
+    cluster.wait(2, timeout=20)
+    assert alive(int(rows[1][1]))
+
+
 def test_a_state_without_a_model(trains):
     """Counters and lists are recovered as well as networks are."""
     training = trains("localhost:3", program=programs.count, min=1, max=3)
