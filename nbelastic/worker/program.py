@@ -57,9 +57,9 @@ def run_cell(job: str, log_dir: str, source: str) -> Outcome:
 def _run(job: str, log_dir: str, program: Callable[[], Any]) -> Outcome:
     session = current()
     boot.redirect(Path(log_dir), str(session.worker))
-    session.begin(job)
     with _output(session):
         try:
+            session.begin(job)
             return "ok", program(), ""
         except BaseException as error:  # noqa: BLE001  (whatever it is, it ends the program and not the worker)
             text = "" if isinstance(error, JobStoppedError) else _describe(error)

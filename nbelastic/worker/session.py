@@ -47,7 +47,8 @@ class Session:
     def __init__(self, settings: dict[str, Any]) -> None:
         self.worker = m.WorkerId.parse(settings["worker"])
         self.address: str = settings["address"]
-        self._backend: tuple[str, int] = (settings["backend"], int(settings["slots"]))
+        self._choice: tuple[str, int] = (settings["backend"], int(settings["slots"]))
+        self._backend = ""
         self.job = ""
         self.formation: m.Formation | None = None
         self.group: Group | None = None
@@ -77,8 +78,9 @@ class Session:
         self.link.send(m.WorkerHello(self.worker, os.getpid(), engine))
 
     def begin(self, job: str) -> None:
-        """A new program: nothing of the last one counts."""
+        """A new program: nothing of the last one counts. ValueError if the back end asked for cannot be had."""
         self.warm_up.wait()
+        self._backend = backend_for(*self._choice)
         self.leave_group()
         self.job, self.epoch, self.commits, self.total = job, 0, 0, 0
         self._quit = self._hold = self._leave_at = None
@@ -115,7 +117,7 @@ class Session:
 
     def join(self, formation: m.Formation, offer: Offer) -> Group:
         """Form the epoch's process group. Raises what torch raises, or WorldAborted."""
-        self.group = Group(formation.epoch, device(self.worker.slot), backend_for(*self._backend))
+        self.group = Group(formation.epoch, device(self.worker.slot), self._backend)
         if self._aborted >= formation.epoch:
             raise WorldAborted
         self.group.form(formation, offer)
