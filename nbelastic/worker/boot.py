@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing as mp
 import os
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ def boot(settings: dict[str, Any]) -> None:
     """Be the worker that `settings` describes, until the engine ends."""
     os.setsid()  # its own process group: all that the user's code starts can be ended with it
     die_with_parent()
+    mp.set_start_method(None, force=True)  # the fork server's is inherited; data loaders start as they do anywhere
     redirect(Path(settings["log_dir"]), settings["worker"])
     os.environ["GLOO_SOCKET_IFNAME"] = settings["interface"]
     os.environ["NCCL_SOCKET_IFNAME"] = settings["interface"]

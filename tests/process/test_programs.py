@@ -350,6 +350,29 @@ def test_names_outside_a_world(cluster):
     assert all(out.startswith(("cpu\n", "cuda:")) and "there is no world here" in out for _, out, _, _ in rows)
 
 
+CELL_WITH_A_DATA_SET = """
+import time
+from torch.utils.data import DataLoader, Dataset
+
+class Mine(Dataset):
+    def __len__(self):
+        return 8
+    def __getitem__(self, index):
+        return index
+
+began = time.monotonic()
+found = [batch.tolist() for batch in DataLoader(Mine(), batch_size=4, num_workers=1)]
+found, time.monotonic() - began
+"""
+
+
+def test_data_loaders_fork_as_anywhere(cluster):
+    """A data set that a cell defines can be loaded by worker processes, and they start fast."""
+    for found, seconds in cluster.run_cell(CELL_WITH_A_DATA_SET).result(timeout=30):
+        assert found == [[0, 1, 2, 3], [4, 5, 6, 7]]
+        assert seconds < 1
+
+
 def test_a_lot_of_output(cluster):
     """Megabytes of output hold nobody up; the files have all of it."""
 
