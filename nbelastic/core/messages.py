@@ -14,7 +14,7 @@ from msgspec import Struct, field
 STUCK = 75  # exit code of a worker that could not leave an aborted collective: it is replaced, without a strike
 
 
-class WorkerId(Struct, frozen=True, order=True, cache_hash=True):
+class WorkerId(Struct, frozen=True, order=True, cache_hash=True, gc=False):
     """`host/slot#incarnation`: a restarted process is a new worker, so that late news of the old one cannot hit it."""
 
     host: str

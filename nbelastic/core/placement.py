@@ -17,7 +17,7 @@ _HOST = re.compile(  # a name that began with - would be an option to ssh
 )
 
 
-class Place(Struct, frozen=True):
+class Place(Struct, frozen=True, gc=False):
     """Where one rank stands: the six numbers of Horovod's and torchrun's contracts."""
 
     rank: int

@@ -65,7 +65,7 @@ class HostPhase(StrEnum):
     LOST = "lost"
 
 
-class Slot(Struct, frozen=True):
+class Slot(Struct, frozen=True, gc=False):
     """A place for one process. `strikes` are deaths not yet forgiven."""
 
     incarnation: int = 0
@@ -91,7 +91,7 @@ class Host(Struct, frozen=True):
     by_hand: bool = False
 
 
-class Worker(Struct, frozen=True):
+class Worker(Struct, frozen=True, gc=False):
     id: WorkerId
     state: WorkerState
     since: float
