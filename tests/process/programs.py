@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import json
 import os
 import time
@@ -119,9 +120,11 @@ def count(folder: str) -> int:
     return int(loop(state))
 
 
-def use_samples(folder: str, samples: int, epochs: int, batch: int, workers: int, pause: float = 0.02) -> int:
-    """Go through a data set with an ElasticSampler and a prefetching DataLoader. Each step's samples are written down
-    before the ranks meet (`meant`) and after the step (`done`)."""
+def use_samples(folder: str, samples: int, batch: int, workers: int, pause: float = 0.02) -> int:
+    """Go through a data set, pass after pass until `folder/finish` exists, with an ElasticSampler and a DataLoader.
+
+    Each step's samples are written down before the ranks meet (`meant`) and after the step (`done`).
+    """
     import torch
     from torch.utils.data import DataLoader
 
@@ -134,8 +137,10 @@ def use_samples(folder: str, samples: int, epochs: int, batch: int, workers: int
     @nbe.elastic
     def loop(state: Any) -> int:
         ddp = torch.nn.parallel.DistributedDataParallel(state.model)
-        for state.epoch in range(state.epoch, epochs):
+        for state.epoch in itertools.count(state.epoch):
             sampler.set_epoch(state.epoch)
+            if sampler.used == 0 and agreed(folder, "finish"):
+                break
             for indices in DataLoader(data, batch_size=batch, sampler=sampler, num_workers=workers):
                 line = {"step": state.step + 1, "epoch": epoch(), "pass": state.epoch}
                 log(meant=indices.tolist(), **line)

@@ -194,8 +194,9 @@ def test_ctrl_c_in_start_leaves_it_starting(make):
 def test_waiting_in_vain_says_for_what(make):
     """A start that cannot succeed ends with the reason, and the cluster is still there to be helped."""
     cluster = make("localhost:1", min=2, wait=False)
+    cluster.wait(1, timeout=20)
     with pytest.raises(nbe.WaitTimeoutError, match=r"1 of min 2 workers ready; add a host or lower min"):
-        cluster.wait(2, timeout=6)
+        cluster.wait(2, timeout=0.3)
     cluster.add_host("127.0.0.2:1")
     cluster.wait(2, timeout=20)
 
