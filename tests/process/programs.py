@@ -144,7 +144,8 @@ def use_samples(folder: str, samples: int, batch: int, workers: int, pause: floa
             for indices in DataLoader(data, batch_size=batch, sampler=sampler, num_workers=workers):
                 line = {"step": state.step + 1, "epoch": epoch(), "pass": state.epoch}
                 log(meant=indices.tolist(), **line)
-                loss = ddp(indices[:, None].expand(-1, 16).float() / samples).pow(2).mean()
+                twice = indices.repeat(2)  # batch normalisation refuses a batch of one, and the last one may be that
+                loss = ddp(twice[:, None].expand(-1, 16).float() / samples).pow(2).mean()
                 optimizer.zero_grad()
                 loss.backward()
                 optimizer.step()

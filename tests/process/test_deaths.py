@@ -132,8 +132,8 @@ def test_below_min_and_back(trains):
     training.strike(training.runs(2)[1])  # the first death restarts at once
     survivor, victim = training.runs(2)
     training.strike(victim)  # its slot cools now
-    status = until(lambda: (s := training.cluster.status()).phase == "waiting" and s)
-    assert "1 of min 2 workers ready" in status.reason
+    status = until(lambda: "1 of min 2 workers ready" in (s := training.cluster.status()).reason and s)
+    assert status.phase == "waiting"
     assert "cooling" in status.reason
     before = training.lines()[-1]["step"]
     training.cluster.add_host("127.0.0.2:1")
