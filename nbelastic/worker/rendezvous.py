@@ -48,6 +48,7 @@ class Offer:
     """A fresh store on this worker's interface, in case it becomes rank 0 of the next epoch."""
 
     def __init__(self, address: str) -> None:
+        before = _sockets()
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         listener = socket.socket(family, socket.SOCK_STREAM)
         listener.bind((address, 0))
@@ -57,6 +58,7 @@ class Offer:
         self.store = TCPStore(
             address, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach(), timeout=TIMEOUT
         )
+        self.sockets = _sockets().keys() - before.keys()  # its owner is a client of it, too
 
 
 class _Opening:
@@ -94,13 +96,16 @@ class Group:
 
     def form(self, formation: Formation, offer: Offer) -> None:
         """Collective. Raises what torch raises if a member dies or the epoch is aborted meanwhile."""
-        self._reach = opening = _Opening(_sockets())
+        mine = offer.sockets if formation.rank == 0 else ()
+        self._reach = opening = _Opening({inode: fd for inode, fd in _sockets().items() if inode not in mine})
         host, _, port = formation.store.rpartition(":")
         self._store = offer.store
         if formation.rank != 0:
             self._store = TCPStore(
                 host.strip("[]"), int(port), is_master=False, wait_for_workers=False, timeout=TIMEOUT
             )
+        # torch numbers groups, and the number is in the store's keys; a forming that failed has used one up here only.
+        dist.distributed_c10d._world.group_count = 0
         dist.init_process_group(
             self._backend,
             store=PrefixStore(f"epoch/{formation.epoch}", self._store),

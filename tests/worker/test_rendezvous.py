@@ -1,0 +1,62 @@
+"""Forming, aborting and leaving an epoch's group, without any driver."""
+
+import threading
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from nbelastic.core.messages import Formation
+from nbelastic.worker.rendezvous import Group, Offer
+
+
+def formation(epoch, size, offer):
+    return Formation(epoch, 0, size, 0, size, 0, 1, offer.endpoint, 0, (), (("a", size),))
+
+
+def form(epoch, size, *, abort_after=None):
+    """Form epoch `epoch` as rank 0 of `size`; the group."""
+    group, offer, over = Group(epoch, torch.device("cpu"), "gloo"), Offer("127.0.0.1"), threading.Event()
+
+    def abort():
+        time.sleep(abort_after)
+        while not over.wait(0.02):
+            group.abort()
+
+    thread = threading.Thread(target=abort)
+    if abort_after is not None:
+        thread.start()
+    try:
+        group.form(formation(epoch, size, offer), offer)
+    finally:
+        over.set()
+        if abort_after is not None:
+            thread.join()
+        if group._reach is not None and not dist.is_initialized():
+            group.leave()
+    return group
+
+
+def test_a_forming_that_waits_for_others_can_be_aborted():
+    """The others never come: an abort from another thread makes it raise at once."""
+    began = time.monotonic()
+    with pytest.raises(RuntimeError):
+        form(1, 2, abort_after=0.2)
+    assert time.monotonic() - began < 2
+    assert not dist.is_initialized()
+
+
+def test_a_failed_forming_leaves_no_trace_in_the_next():
+    """Survivors of a forming that failed meet newcomers, who saw none, under the same keys of the store."""
+    with pytest.raises(RuntimeError):
+        form(1, 2, abort_after=0.1)
+    group = form(2, 1)
+    try:
+        assert dist.distributed_c10d._get_default_group().group_name == "0"
+        one = torch.ones(1)
+        dist.all_reduce(one)
+        assert one.item() == 1
+    finally:
+        group.leave()
+    assert not dist.is_initialized()
