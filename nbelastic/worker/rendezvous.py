@@ -193,7 +193,13 @@ def _shut_down(fd: int, inode: str) -> None:
 
     The descriptor may have been closed and given to another file meanwhile: only the duplicate's own inode counts.
     """
-    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as connection:
-        same = f"socket:[{os.fstat(connection.fileno()).st_ino}]" == inode
-        if same and not connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+    try:
+        duplicate = os.dup(fd)
+    except OSError:  # closed
+        return
+    if f"socket:[{os.fstat(duplicate).st_ino}]" != inode:
+        os.close(duplicate)
+        return
+    with contextlib.suppress(OSError), socket.socket(fileno=duplicate) as connection:
+        if not connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
             connection.shutdown(socket.SHUT_RDWR)

@@ -1,5 +1,6 @@
 """Forming, aborting and leaving an epoch's group, without any driver."""
 
+import os
 import threading
 import time
 
@@ -8,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from nbelastic.core.messages import Formation
-from nbelastic.worker.rendezvous import Group, Offer
+from nbelastic.worker.rendezvous import Group, Offer, _shut_down
 
 
 def formation(epoch, size, offer):
@@ -60,3 +61,12 @@ def test_a_failed_forming_leaves_no_trace_in_the_next():
     finally:
         group.leave()
     assert not dist.is_initialized()
+
+
+def test_a_descriptor_that_was_given_to_another_file_is_left_alone(tmp_path):
+    """A connection closed between being listed and being shut down: its number may name any file now, which stays open."""
+    with (tmp_path / "file").open("w") as file:
+        before = len(os.listdir("/proc/self/fd"))
+        _shut_down(file.fileno(), "socket:[1]")
+        assert len(os.listdir("/proc/self/fd")) == before
+        file.write("still open")
