@@ -13,7 +13,7 @@ import select
 import socket
 import threading
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -23,6 +23,7 @@ from torch.distributed import PrefixStore, TCPStore
 
 from nbelastic.core.messages import STUCK, Formation
 
+LOOK = 0.02  # seconds between looks at whether to go on waiting for a group
 TIMEOUT = timedelta(minutes=30)  # of a collective: a rank may well evaluate for long; aborts do not wait for it
 
 KEPT = 2
@@ -94,8 +95,34 @@ class Group:
         self.subgroups: Any = None  # made on demand
         self._aborting: threading.Thread | None = None
 
-    def form(self, formation: Formation, offer: Offer) -> None:
-        """Collective. Raises what torch raises if a member dies or the epoch is aborted meanwhile."""
+    def form(self, formation: Formation, offer: Offer, waiting: Callable[[], object] = lambda: None) -> None:
+        """Collective. Raises what torch raises if a member dies or the epoch is aborted meanwhile.
+
+        `waiting()` is called now and then, and may raise: gloo cannot be woken where it waits for a peer to connect that
+        never will, as there is no connection yet to shut down. So it waits in a thread that can be given up; nothing but
+        that thread is lost.
+        """
+        if self._device.type == "cuda":
+            self._connect(formation, offer)
+            return
+        failed: list[BaseException] = []
+        over = threading.Event()
+
+        def connect() -> None:
+            try:
+                self._connect(formation, offer)
+            except BaseException as error:  # noqa: BLE001  (it is raised below)
+                failed.append(error)
+            finally:
+                over.set()
+
+        threading.Thread(target=connect, name="nbelastic-forming", daemon=True).start()
+        while not over.wait(LOOK):
+            waiting()
+        if failed:
+            raise failed.pop()
+
+    def _connect(self, formation: Formation, offer: Offer) -> None:
         mine = offer.sockets if formation.rank == 0 else ()
         self._reach = opening = _Opening({inode: fd for inode, fd in _sockets().items() if inode not in mine})
         host, _, port = formation.store.rpartition(":")

@@ -26,6 +26,7 @@ from nbelastic.worker.warm import WarmUp
 REPEAT = 2.0  # seconds after which an unanswered word is said again
 ABORT_EVERY = 0.02
 ABORT_PATIENCE = 0.3  # seconds that an aborted main thread may sleep in a collective
+FORMING_PATIENCE = 0.1  # seconds that an aborted group may take to stop connecting before it is left behind
 REPORT_EVERY = 0.25
 VERDICT = 0.25  # seconds within which the word that ends the job follows the abort, if the error is its end
 LINGER = 1.0  # seconds between checks when there is nothing to do
@@ -120,7 +121,16 @@ class Session:
         self.group = Group(formation.epoch, device(self.worker.slot), self._backend)
         if self._aborted >= formation.epoch:
             raise WorldAborted
-        self.group.form(formation, offer)
+        since = 0.0
+
+        def waiting() -> None:
+            nonlocal since
+            if self._aborted >= formation.epoch or self._quit is not None:
+                since = since or time.monotonic()
+                if time.monotonic() - since > FORMING_PATIENCE:
+                    raise WorldAborted
+
+        self.group.form(formation, offer, waiting)
         self.formation = formation
         return self.group
 

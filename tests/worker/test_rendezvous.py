@@ -70,3 +70,24 @@ def test_a_descriptor_that_was_given_to_another_file_is_left_alone(tmp_path):
         _shut_down(file.fileno(), "socket:[1]")
         assert len(os.listdir("/proc/self/fd")) == before
         file.write("still open")
+
+
+def test_a_peer_that_never_connects_costs_a_thread_only():
+    """The other rank has given its address and is gone: gloo waits for its call and cannot be woken. It is left behind."""
+
+    class EnoughError(Exception):
+        pass
+
+    def enough():
+        if time.monotonic() - began > 0.5:
+            raise EnoughError
+
+    group, offer = Group(1, torch.device("cpu"), "gloo"), Offer("127.0.0.1")
+    began = time.monotonic()
+    with pytest.raises(EnoughError):
+        group.form(formation(1, 2, offer), offer, enough)
+    assert time.monotonic() - began < 1
+    group.leave()
+    after = form(2, 1)
+    dist.all_reduce(torch.ones(1))
+    after.leave()
