@@ -224,7 +224,7 @@ def test_who_is_busy_with_other_things_is_not_taken_for_stuck(trains):
 
 def test_what_a_dead_worker_had_started_ends_with_it(make):
     """Data loaders and other children of a killed worker do not live on."""
-    cluster = make("localhost:2")
+    cluster = make("localhost:2", min=2)
     rows = cluster.execute("import subprocess; p = subprocess.Popen(['sleep', '1000']); print(p.pid)", timeout=20)
     child = int(rows[0][1])
     os.kill(cluster.workers[0].pid, signal.SIGKILL)
