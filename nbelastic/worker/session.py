@@ -29,7 +29,6 @@ ABORT_PATIENCE = 0.3  # seconds that an aborted main thread may sleep in a colle
 FORMING_PATIENCE = 0.1  # seconds that an aborted group may take to stop connecting before it is left behind
 REPORT_EVERY = 0.25
 VERDICT = 0.25  # seconds within which the word that ends the job follows the abort, if the error is its end
-LINGER = 1.0  # seconds between checks when there is nothing to do
 ERROR_BOUND = 500  # characters of an error's text; the traceback has all of it
 OUTPUT_BOUND = 64_000  # characters of output a stream that are kept for one sending
 
