@@ -131,16 +131,21 @@ class State:
             self._copy()
 
     def _move(self, channel: Channel, where: torch.device) -> None:
-        mine = self._contents()
         outgoing: list[torch.Tensor] = []
-        described = describe(mine, outgoing)
-        described = channel.move_object(described if channel.sends else None)
+        described = channel.move_object(describe(self._contents(), outgoing) if channel.sends else None)
         if channel.sends or not channel.receives:
             channel.move_tensors(outgoing)
-            return
+        else:
+            self._accept(described, where, channel.move_tensors)
+
+    def _accept(
+        self, described: dict[str, Any], where: torch.device, fill: Callable[[list[torch.Tensor]], object]
+    ) -> None:
+        """Become the state that `described` stands for; `fill` puts the tensors' contents into the places it is given."""
+        mine = self._contents()
         self._compare(described, describe(mine, []))
         places = dict(destinations(described, mine, where))
-        channel.move_tensors([places[index] for index in sorted(places)])
+        fill([places[index] for index in sorted(places)])
         received = rebuild(described, places)
         for name, contents in received["optimizers"].items():
             _put_optimizer(self._values[name], contents)
