@@ -64,7 +64,7 @@ class _Loop:
                 raise error
             left_at = time.monotonic()
             if outcome == "aborted":
-                self._state.restore()
+                self._state.undo()
 
     def _live(self, call: Callable[[], R], formation: Any, offer: Any, left_at: float) -> tuple[str, R | None]:
         """One epoch. Nothing that it raised may outlive it: a traceback would keep the old group alive."""

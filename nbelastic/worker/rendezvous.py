@@ -202,6 +202,15 @@ class Group:
             threading.Thread(target=_kept.popleft().clear, name="nbelastic-drop", daemon=True).start()
 
 
+def collectives() -> int:
+    """How many operations the groups of this process have begun so far: their sequence numbers together."""
+    return sum(
+        group._get_backend(torch.device(kind))._get_sequence_number_for_group()
+        for group in dist.distributed_c10d._world.pg_map
+        for kind in {str(kind.type) for kind in group._device_types}
+    )
+
+
 def _sockets() -> dict[str, int]:
     """The sockets of this process: `socket:[inode]` -> file descriptor."""
     found = {}

@@ -176,6 +176,18 @@ class Session:
             case m.Abort(epoch=e) if e >= epoch:
                 raise WorldAborted
 
+    @property
+    def speaks(self) -> bool:
+        """Whether what all ranks have to say is said by this one."""
+        return self.formation is None or self.formation.rank == 0
+
+    def check(self, where: torch.device) -> None:
+        """WorldAborted if the epoch is broken. The GPU is waited for: aborted kernels end as if all were well."""
+        if where.type == "cuda":
+            torch.cuda.current_stream(where).synchronize()
+        if self.group is not None and self._aborted >= self.group.epoch:
+            raise WorldAborted
+
     def judge(self, error: BaseException) -> bool:
         """The user's function raised: was it a collective? The driver knows. True: the error is the program's own."""
         assert self.group is not None

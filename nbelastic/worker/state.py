@@ -1,28 +1,41 @@
 """The training state: what recovery returns to, and how it reaches newcomers.
 
-Tensors change only inside `optimizer.step()`, so the optimizers' hooks tell whether the live tensors still are those of
-the last commit. With one step a commit nothing is copied: recovery uses the live tensors of the most advanced clean
-survivor, with the small things (counters, buffers, schedulers, random generators, sampler) as they were noted at the
-commit. With more steps a commit the tensors are copied at each commit.
+Only a collective can be aborted, and tensors change only inside `optimizer.step()`. So while no collective comes between
+the first step after a commit and the next commit, a rank is always at one of the two, never in between: the live tensors
+are those of its last commit, and nothing has to be copied. The optimizers' hooks, the group's count of collectives and
+autograd's count of changes tell whether that holds; where it does not, tensors are copied at each commit. Small things
+(counters, buffers, schedulers, random generators, sampler) are always noted at the commit.
 """
 
 from __future__ import annotations
 
-import copy
-import itertools
 import random
 import sys
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 
 from nbelastic.core.errors import StateError
 from nbelastic.core.messages import Formation
+from nbelastic.worker import optimizers as opt
+from nbelastic.worker.copies import Part
+from nbelastic.worker.optimizers import frozen
+from nbelastic.worker.rendezvous import collectives
 from nbelastic.worker.session import Session
-from nbelastic.worker.transfer import Channel, describe, destinations, rebuild
+from nbelastic.worker.transfer import Channel, check_plain, describe, destinations, rebuild
 
-_ATOMS = (int, float, str, bool, bytes, type(None))
+LARGE = (torch.nn.Module, torch.nn.Parameter, torch.optim.Optimizer)
+SEVERAL = "several steps a commit"
+EXPOSED = (
+    "a collective runs between optimizer.step() and state.commit(): from now on tensors are copied at each commit. "
+    "Commit right after the step to save that."
+)
+OUTSIDE = (
+    "{name} changes outside an optimizer's step: from now on tensors are copied at each commit. "
+    "Change it between optimizer.step() and state.commit(), or give its optimizer to the state, to save that."
+)
 
 
 class State:
@@ -35,10 +48,15 @@ class State:
     def __init__(self, **values: Any) -> None:
         self._values: dict[str, Any] = {}
         self._session: Session | None = None
-        self._steps = 0  # optimizer steps begun since the last commit
-        self._most = 0  # the most of them that came between two commits
-        self._copies: list[torch.Tensor] | None = None  # the tensors as they were at the last commit
-        self._entries: list[dict[torch.Tensor, dict[str, Any]]] = []  # what else each optimizer kept then
+        self._hooks: list[Any] = []
+        self._names: dict[torch.Tensor, str] = {}  # of all parameters
+        self._grouped = 0  # how many parameters the optimizers held when the names were made
+        self._buffers: list[dict[str, torch.Tensor | None]] = []  # of each submodule
+        self._tensors, self._statistics = Part(keep=True), Part(keep=True)
+        self._copying = ""  # why tensors are copied at each commit
+        self._steps: Counter[int] = Counter()  # those begun since the last commit, by the optimizer's id
+        self._mark = 0  # the count of collectives at the first of them
+        self._accumulating = False  # a backward pass since the last step
         self._note: dict[str, Any] = {}
         self.commits = 0
         self.reset_callbacks: list[Callable[[], object]] = []
@@ -46,9 +64,8 @@ class State:
             if name.startswith("_") or hasattr(State, name) or name in self.__dict__:
                 raise StateError(f"{name!r} cannot be the name of a value in a state: choose another.")
             self._values[name] = value
-        for optimizer in self._of(torch.optim.Optimizer):
-            optimizer.register_step_pre_hook(self._stepping)
-        self._always_copy = bool(self._of(torch.nn.Module)) and not self._of(torch.optim.Optimizer)
+        self._survey()
+        self._take_note()
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -65,7 +82,7 @@ class State:
         old = self._values.get(name)
         if name not in self._values:
             raise StateError(f"this state has no {name!r}: give it its first value where the state is made.")
-        if value is not old and isinstance(old, (torch.nn.Module, torch.optim.Optimizer)):
+        if value is not old and isinstance(old, LARGE):
             raise StateError(f"{name!r} cannot be replaced by another object: load new values into it.")
         self._values[name] = value
 
@@ -79,45 +96,75 @@ class State:
             self._session.report = {name: float(value) for name, value in values.items()}
 
     def commit(self) -> None:
-        """The point that recovery returns to. Every rank calls it, equally often; after each optimizer step is best.
+        """The point that recovery returns to. Every rank calls it, equally often; right after the step is best.
 
-        It is also where the ranks leave together for a planned change of the world.
+        It is also where the ranks leave together for a planned change of the world. While gradients are accumulated, a
+        commit without a step does nothing: half of a sum cannot be returned to.
         """
-        self._most = max(self._most, self._steps)
-        if self._most > 1 or self._always_copy:
-            self._copy()
-        elif self._steps:
-            self._copies = None  # one step a commit: the live tensors will do
-        self._steps = 0
+        if self._steps:
+            if collectives() != self._mark:
+                self._expose()
+            elif max(self._steps.values()) > 1:
+                self._copy_from_now_on(SEVERAL)
+        elif self._tensors.changed():
+            self._copy_from_now_on(self._outside())
+        elif self._accumulating and any(p.grad is not None for p in self._names):
+            return
+        self._steps, self._accumulating = Counter(), False
         self.commits += 1
+        self._tensors.keep = bool(self._copying) or self._session is None
         self._take_note()
         if self._session is not None:
             self._session.committed(self.commits)
 
     def restore(self) -> None:
-        """Back to the last commit. What changed the tensors since can be undone only if they were copied (see `clean`)."""
-        if self._copies is not None and (self._steps or self._always_copy):
-            with torch.no_grad():
-                for optimizer, entries in zip(self._of(torch.optim.Optimizer), self._entries, strict=True):
-                    _trim(optimizer, entries)
-                for tensor, kept in zip(self._tensors(), self._copies, strict=False):
-                    tensor.copy_(kept)
-            self._steps = 0
-        for module in self._of(torch.nn.Module):
-            for parameter in module.parameters():
-                parameter.grad = None
-        if self._note:
-            self._put_back(self._note)
+        """Back to the last commit. StateError if tensors have changed since and nothing was copied: one step a commit."""
+        self.undo()
+        if not self.clean:
+            raise StateError(
+                "the tensors have changed since the last commit, and with one step a commit nothing is copied: "
+                "restore before optimizer.step(), or commit after several steps."
+            )
+
+    def undo(self) -> None:
+        """Back to the last commit, as far as that is possible here: see `clean`."""
+        note = self._note
+        if self._tensors.keep and note:
+            for optimizer, entries in zip(self._of(torch.optim.Optimizer), note["entries"], strict=True):
+                opt.put_entries(optimizer, entries)
+            self._tensors.restore()
+            self._steps = Counter()
+        self._accumulating = False
+        for parameter in self._names:
+            parameter.grad = None
+        if note:
+            self._put_small(note["small"])
+            for buffers, key, tensor in note["buffers"]:
+                buffers[key] = tensor
+            self._statistics.restore()
+            for optimizer, groups in zip(self._of(torch.optim.Optimizer), note["groups"], strict=True):
+                opt.put_settings(optimizer, groups)
+            _set_random_states(note["random"])
 
     @property
     def clean(self) -> bool:
         """Whether the live tensors are those of the last commit."""
-        return self._steps == 0
+        return not self._steps and not self._tensors.changed()
 
     def begin(self, session: Session) -> None:
         """The elastic loop begins: nothing has been committed yet, and the start is what a break returns to."""
         self._session = session
-        self.commits = self._steps = self._most = 0
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+        for optimizer in self._of(torch.optim.Optimizer):
+            self._hooks.append(optimizer.register_step_pre_hook(self._stepping))
+            trained = [p for p in opt.parameters(optimizer) if p.requires_grad and p.is_leaf]
+            ends = {id(p): p for p in (*trained[:1], *trained[-1:])}.values()  # a hook on each would cost time
+            self._hooks += [p.register_post_accumulate_grad_hook(self._accumulated) for p in ends]
+        self.commits, self._steps, self._copying = 0, Counter(), ""
+        self._survey()
+        check_plain(describe(self._small(), []))
         self._take_note()
 
     def sync(self, formation: Formation) -> None:
@@ -127,8 +174,9 @@ class State:
             channel = Channel(formation.root, formation.receivers, formation.rank, formation.world_size, where)
             if channel.takes_part:
                 self._move(channel, where)
-        if self.commits == 0:
-            self._copy()
+        if self.commits == 0:  # how the program commits is not known yet
+            self._tensors.keep = True
+            self._take_note()
 
     def _move(self, channel: Channel, where: torch.device) -> None:
         outgoing: list[torch.Tensor] = []
@@ -144,107 +192,148 @@ class State:
         """Become the state that `described` stands for; `fill` puts the tensors' contents into the places it is given."""
         mine = self._contents()
         self._compare(described, describe(mine, []))
-        places = dict(destinations(described, mine, where))
+        for name, optimizer in self._named(torch.optim.Optimizer).items():
+            opt.regroup(name, optimizer, described["optimizers"][name], self._names)
+        places = dict(destinations(described, self._contents(), where))
         fill([places[index] for index in sorted(places)])
         received = rebuild(described, places)
         for name, contents in received["optimizers"].items():
-            _put_optimizer(self._values[name], contents)
-        self._put_back({"small": received["small"], "groups": {}, "buffers": {}})
-        self.commits, self._most, self._steps = received["commits"], received["most"], 0
+            opt.put(self._values[name], contents)
+        self._put_small(received["small"])
+        self.commits, self._copying = received["commits"], received["copying"]
+        self._steps, self._accumulating = Counter(), False
+        self._tensors.keep = bool(self._copying)
+        self._survey()
         self._take_note()
-        self._copies = None
-        if self._most > 1 or self._always_copy:
-            self._copy()
 
     def _compare(self, theirs: dict[str, Any], mine: dict[str, Any]) -> None:
         """The models must be the same ones. StateError names the first difference."""
-        if theirs["small"].keys() != mine["small"].keys() or theirs["optimizers"].keys() != mine["optimizers"].keys():
-            raise StateError("the state holds other names here than on the rank that sends it.")
+        for kind in ("small", "modules", "optimizers"):
+            odd = sorted(theirs[kind].keys() ^ mine[kind].keys())
+            if odd:
+                here, there = ("", "not ") if odd[0] in mine[kind] else ("not ", "")
+                raise StateError(f"{odd[0]!r} is {here}in the state here and {there}in the one that is received.")
         for name, module in theirs["modules"].items():
-            own = mine["modules"].get(name, {})
-            for key in module.keys() | own.keys():
-                sent, here = (m.get(key, (None,) * 5)[2:4] for m in (module, own))
-                if sent != here:
-                    raise StateError(f"{name}.{key} is {here} here and {sent} on the rank that sends the state.")
+            own = mine["modules"][name]
+            for key in (*module, *(key for key in own if key not in module)):
+                sent, held = (_shape(contents.get(key)) for contents in (module, own))
+                if sent != held:
+                    raise StateError(f"{name}.{key} is {held} here and {sent} in the state that is received.")
 
     def _of(self, kind: type) -> list[Any]:
-        return [value for value in self._values.values() if isinstance(value, kind)]
+        return list(self._named(kind).values())
+
+    def _named(self, kind: type) -> dict[str, Any]:
+        return {name: value for name, value in self._values.items() if isinstance(value, kind)}
+
+    def _survey(self) -> None:
+        """Look where the tensors are: once, as walking through modules takes time."""
+        self._names, self._buffers = {}, []
+        for name, module in self._named(torch.nn.Module).items():
+            for key, parameter in module.named_parameters():
+                self._names.setdefault(parameter, f"{name}.{key}")
+            self._buffers += [submodule._buffers for submodule in module.modules()]
+        for name, tensor in self._named(torch.nn.Parameter).items():
+            self._names.setdefault(tensor, name)
+        for name, optimizer in self._named(torch.optim.Optimizer).items():
+            unknown = sum(p not in self._names for p in opt.parameters(optimizer))
+            if unknown:
+                raise StateError(f"{name} trains {unknown} parameters of no model in the state: give it the model too.")
+        self._grouped = self._count_grouped()
+        self._tensors.watch(list(self._names))
+
+    def _count_grouped(self) -> int:
+        return sum(len(group["params"]) for o in self._of(torch.optim.Optimizer) for group in o.param_groups)
 
     def _small(self) -> dict[str, Any]:
         """Counters and whatever has a `state_dict()`, by name."""
         return {
             name: value.state_dict() if hasattr(value, "load_state_dict") else value
             for name, value in self._values.items()
-            if not isinstance(value, (torch.nn.Module, torch.optim.Optimizer))
+            if not isinstance(value, LARGE)
         }
+
+    def _put_small(self, small: Mapping[str, Any]) -> None:
+        for name, kept in small.items():
+            value = self._values[name]
+            if hasattr(value, "load_state_dict"):
+                value.load_state_dict(frozen(kept))
+            elif isinstance(value, torch.Tensor) and _shape(value) == _shape(kept):
+                with torch.no_grad():  # in place: an optimizer may hold it
+                    value.copy_(kept)
+            else:
+                self._values[name] = frozen(kept)
 
     def _contents(self) -> dict[str, Any]:
         """All of it, live, in the shape in which it is sent."""
         return {
             "commits": self.commits,
-            "most": self._most,
+            "copying": self._copying,
             "small": self._small(),
             "modules": {
-                name: dict(value.named_parameters()) | dict(value.named_buffers())
-                for name, value in self._values.items()
-                if isinstance(value, torch.nn.Module)
-            },
+                name: dict(module.named_parameters()) | dict(module.named_buffers())
+                for name, module in self._named(torch.nn.Module).items()
+            }
+            | {name: {"itself": parameter} for name, parameter in self._named(torch.nn.Parameter).items()},
             "optimizers": {
-                name: _contents_of_optimizer(value)
-                for name, value in self._values.items()
-                if isinstance(value, torch.optim.Optimizer)
+                name: opt.contents(optimizer, self._names)
+                for name, optimizer in self._named(torch.optim.Optimizer).items()
             },
         }
 
-    def _tensors(self) -> list[torch.Tensor]:
+    def _large(self) -> list[torch.Tensor]:
         """The large live tensors: parameters and what the optimizers keep for them."""
-        found = [p.detach() for module in self._of(torch.nn.Module) for p in module.parameters()]
-        for optimizer in self._of(torch.optim.Optimizer):
-            for kept in optimizer.state.values():
-                found += [value for value in kept.values() if isinstance(value, torch.Tensor)]
-        return found
-
-    def _copy(self) -> None:
-        old = self._copies or []
-        with torch.no_grad():
-            self._copies = [
-                _copied(tensor, into)
-                for tensor, into in itertools.zip_longest(self._tensors(), old)
-                if tensor is not None
-            ]
-        self._entries = [_entries(optimizer) for optimizer in self._of(torch.optim.Optimizer)]
+        return [*self._names, *(t for optimizer in self._of(torch.optim.Optimizer) for t in opt.tensors(optimizer))]
 
     def _device(self) -> torch.device:
-        return next((t.device for t in self._tensors()), torch.device("cpu"))
+        return next((t.device for t in self._names), torch.device("cpu"))
 
-    def _stepping(self, *_: Any) -> None:
-        self._steps += 1
+    def _stepping(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """An optimizer is about to change its parameters."""
+        now = collectives()
+        if self._session is not None and (not self._steps or now != self._mark):
+            self._session.check(self._device())
+        if not self._steps:
+            self._mark = now
+            if self._tensors.changed():
+                self._copy_from_now_on(self._outside())
+        self._steps[id(optimizer)] += 1
+        self._accumulating = False
+        self._tensors.settle()
+
+    def _accumulated(self, _: torch.Tensor) -> None:
+        self._accumulating = True
+
+    def _expose(self) -> None:
+        """There was a collective between the first step and now."""
+        if self._session is not None:
+            self._session.check(self._device())
+        self._copy_from_now_on(SEVERAL if max(self._steps.values()) > 1 else EXPOSED)
+
+    def _copy_from_now_on(self, why: str) -> None:
+        if not self._copying and why != SEVERAL and self._session is not None and self._session.speaks:
+            print(f"nbelastic: {why}", file=sys.stderr, flush=True)
+        self._copying = self._copying or why
+
+    def _outside(self) -> str:
+        changed = self._tensors.first_changed()
+        return OUTSIDE.format(name="a tensor" if changed is None else self._names[changed])
 
     def _take_note(self) -> None:
-        """Note the small things as they are at this commit."""
+        """Note the small things as they are at this commit, and copy the tensors if they are kept."""
+        if self._count_grouped() != self._grouped:
+            self._survey()
+        buffers = [(own, key, b) for own in self._buffers for key, b in own.items() if b is not None]
+        self._statistics.commit([b for _, _, b in buffers])
+        self._tensors.commit(self._large() if self._tensors.keep else ())
+        optimizers = self._of(torch.optim.Optimizer)
         self._note = {
-            "small": {name: _frozen(value) for name, value in self._small().items()},
-            "buffers": [b.clone() for module in self._of(torch.nn.Module) for b in module.buffers()],
-            "groups": [_settings(optimizer) for optimizer in self._of(torch.optim.Optimizer)],
+            "small": {name: frozen(value) for name, value in self._small().items()},
+            "buffers": buffers,
+            "groups": [opt.settings(optimizer) for optimizer in optimizers],
+            "entries": [opt.entries(optimizer) for optimizer in optimizers] if self._tensors.keep else [],
             "random": _random_states(),
         }
-
-    def _put_back(self, note: dict[str, Any]) -> None:
-        for name, kept in note["small"].items():
-            value = self._values[name]
-            if hasattr(value, "load_state_dict"):
-                value.load_state_dict(_frozen(kept))
-            else:
-                self._values[name] = _frozen(kept)
-        live = [b for module in self._of(torch.nn.Module) for b in module.buffers()]
-        with torch.no_grad():
-            for buffer, kept in zip(live, note["buffers"], strict=False):
-                buffer.copy_(kept)
-        for optimizer, groups in zip(self._of(torch.optim.Optimizer), note["groups"], strict=False):
-            for group, kept in zip(optimizer.param_groups, groups, strict=True):
-                group.update(kept)
-        if "random" in note:
-            _set_random_states(note["random"])
 
 
 class ObjectState(State):
@@ -261,58 +350,17 @@ class TorchState(State):
                 raise StateError(f"{name} is wrapped in DistributedDataParallel: give the bare model, wrap it inside.")
             if isinstance(value, torch.optim.LBFGS):
                 raise StateError(f"{name} is LBFGS, which changes parameters within a step: it cannot be recovered.")
+            if isinstance(value, torch.nn.Module) and any(hasattr(p, "device_mesh") for p in value.parameters()):
+                raise StateError(f"{name} is sharded over ranks (DTensor, FSDP): a state holds what every rank has whole.")
 
 
-def _contents_of_optimizer(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    return {"groups": _settings(optimizer), "state": [dict(optimizer.state.get(p, {})) for p in parameters]}
-
-
-def _put_optimizer(optimizer: torch.optim.Optimizer, contents: dict[str, Any]) -> None:
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    for parameter, kept in zip(parameters, contents["state"], strict=True):
-        if kept:
-            optimizer.state[parameter] = kept
-        else:
-            optimizer.state.pop(parameter, None)
-    for group, kept in zip(optimizer.param_groups, contents["groups"], strict=True):
-        group.update(kept)
-
-
-def _copied(tensor: torch.Tensor, into: torch.Tensor | None) -> torch.Tensor:
-    """A copy, if possible in the place of the last one (the order changes when an optimizer keeps more)."""
-    if into is None or (into.shape, into.dtype, into.device) != (tensor.shape, tensor.dtype, tensor.device):
-        return tensor.clone()
-    return into.copy_(tensor)
-
-
-def _entries(optimizer: torch.optim.Optimizer) -> dict[torch.Tensor, dict[str, Any]]:
-    """What it keeps for each parameter, without the tensors' contents."""
-    return {
-        parameter: {key: None if isinstance(value, torch.Tensor) else _frozen(value) for key, value in kept.items()}
-        for parameter, kept in optimizer.state.items()
-    }
-
-
-def _trim(optimizer: torch.optim.Optimizer, entries: dict[torch.Tensor, dict[str, Any]]) -> None:
-    """Forget what it has begun to keep since `entries` was taken, and put its plain values back."""
-    for parameter, kept in list(optimizer.state.items()):
-        if parameter not in entries:
-            del optimizer.state[parameter]
-            continue
-        for key, value in list(kept.items()):
-            if key not in entries[parameter]:
-                del kept[key]
-            elif not isinstance(value, torch.Tensor):
-                kept[key] = _frozen(entries[parameter][key])
-
-
-def _settings(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    return [{k: _frozen(v) for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
-
-
-def _frozen(value: Any) -> Any:
-    return value if isinstance(value, _ATOMS) else copy.deepcopy(value)
+def _shape(value: Any) -> tuple[Any, ...] | None:
+    """Shape and type of a tensor, or of the mark that stands for one."""
+    if value is None:
+        return None
+    if isinstance(value, torch.Tensor):
+        return tuple(value.shape), str(value.dtype).removeprefix("torch.")
+    return tuple(value[2:4])
 
 
 def _random_states() -> dict[str, Any]:

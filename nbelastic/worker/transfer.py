@@ -130,6 +130,16 @@ class Channel:
                     tensor.copy_(piece.view(tensor.shape))
 
 
+def check_plain(value: Any) -> None:
+    """StateError if a receiver would refuse `value`."""
+    buffer = io.BytesIO()
+    try:
+        torch.save(value, buffer)
+        torch.load(io.BytesIO(buffer.getbuffer()), weights_only=True)
+    except Exception as error:  # noqa: BLE001  (pickling fails in many ways)
+        raise _not_plain(error) from None
+
+
 def _not_plain(error: Exception) -> StateError:
     why = str(error).rpartition("WeightsUnpickler error: ")[2].partition(". Please use")[0].partition("\n")[0]
     return StateError(

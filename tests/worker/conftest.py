@@ -25,11 +25,12 @@ class FakeSession:
 
     def __init__(self):
         self.committed_at = []
-        self.checked = 0
+        self.checked = []
+        self.speaks = True
         self.report = {}
 
-    def check_in(self):
-        self.checked += 1
+    def check(self, where):
+        self.checked.append(where)
 
     def committed(self, total):
         self.committed_at.append(total)

@@ -160,12 +160,14 @@ def test_one_step_a_commit_copies_nothing(begun):
     for _ in range(3):
         train_step(model, optimizer)
         state.commit()
-        assert state._copies is None
+        assert not state._tensors._copies
         assert state.clean
     train_step(model, optimizer)
     assert not state.clean
-    state.restore()
+    state.undo()
     assert not state.clean  # it cannot be undone here: another rank's will be taken
+    with pytest.raises(StateError, match="nothing is copied"):
+        state.restore()
 
 
 def test_no_gradient_survives_a_restore(begun):
@@ -204,7 +206,7 @@ def test_schedulers_and_samplers_follow(begun):
     train_step(model, optimizer)
     scheduler.step()
     sampler.set_epoch(1)
-    state.restore()
+    state.undo()
     assert (scheduler.last_epoch, optimizer.param_groups[0]["lr"]) == (1, 0.005)
     assert sampler.state_dict() == {"epoch": 0, "used": 10}
 

@@ -1,0 +1,121 @@
+"""Tensors of a state: have they changed since the commit, and what were they then?
+
+Autograd counts the changes in place of every tensor (`_version`). It does not see those made through `.data`, nor those
+of BatchNorm's kernels to their running statistics: small tensors are copied without asking.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from operator import attrgetter
+
+import torch
+
+SMALL = 1 << 20  # bytes
+
+_counts = attrgetter("_version")
+
+
+class Part:
+    """Some of a state's tensors. With `keep` they are copied at each commit, as many of them as have changed.
+
+    Without it nothing is copied, and the live tensors have to do. Copies of GPU tensors lie in pinned memory of the host
+    and are made beside the training, on a stream of their own.
+    """
+
+    def __init__(self, *, keep: bool) -> None:
+        self.keep = keep
+        self._watched: Sequence[torch.Tensor] = ()
+        self._changes: list[int] | None = []
+        # By the live tensor's id: itself (so that the id stays its own), its copy, its count of changes at that time.
+        self._copies: dict[int, tuple[torch.Tensor, torch.Tensor, int | None]] = {}
+        self._stream: torch.cuda.Stream | None = None
+
+    def watch(self, tensors: Sequence[torch.Tensor]) -> None:
+        """These, from now on, tell whether anything changes."""
+        self._watched = tensors
+        self._changes = changes(tensors)
+
+    def changed(self) -> bool:
+        """Whether a watched tensor has changed since the last commit."""
+        now = changes(self._watched)
+        return now is None or now != self._changes
+
+    def first_changed(self) -> torch.Tensor | None:
+        now = changes(self._watched) or []
+        pairs = zip(self._watched, now, self._changes or [], strict=False)
+        return next((tensor for tensor, count, before in pairs if count != before), None)
+
+    def commit(self, tensors: Sequence[torch.Tensor]) -> None:
+        """As they are now is what `restore` returns to."""
+        self._changes = changes(self._watched)
+        if self.keep:
+            self._copy(tensors)
+        else:
+            self._copies = {}
+
+    def settle(self) -> None:
+        """To be called before the tensors change: a GPU finishes the copies first."""
+        if self._stream is not None:
+            torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
+
+    def restore(self) -> None:
+        """Put back what was copied at the commit: all of it, as changes through `.data` are not counted."""
+        if self._stream is not None:
+            self._stream.synchronize()
+        pairs = [(live, kept) for live, kept, _ in self._copies.values()]
+        _copy_all([live for live, _ in pairs], [kept for _, kept in pairs])
+        if pairs:
+            self._copies = {id(live): (live, kept, _count(live)) for live, kept in pairs}
+            self._changes = changes(self._watched)
+
+    def _copy(self, tensors: Sequence[torch.Tensor]) -> None:
+        copies: dict[int, tuple[torch.Tensor, torch.Tensor, int | None]] = {}
+        places, sources = [], []
+        for tensor in tensors:
+            known = self._copies.get(id(tensor))
+            count = _count(tensor)
+            if known is None or known[1].shape != tensor.shape:
+                known = (tensor, _place_for(tensor), None)
+            if known[2] is None or known[2] != count or tensor.nbytes <= SMALL:
+                places.append(known[1])
+                sources.append(tensor)
+            copies[id(tensor)] = (tensor, known[1], count)
+        self._copies = copies
+        self._stream = _stream_for(sources, self._stream)
+        if self._stream is None:
+            _copy_all(places, sources)
+            return
+        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+        with torch.cuda.stream(self._stream):
+            _copy_all(places, sources, beside=True)
+
+
+def changes(tensors: Sequence[torch.Tensor]) -> list[int] | None:
+    """How often each was changed in place; None if that is not known, as of tensors made in inference mode."""
+    try:
+        return list(map(_counts, tensors))
+    except RuntimeError:
+        return None
+
+
+def _count(tensor: torch.Tensor) -> int | None:
+    counted = changes((tensor,))
+    return counted[0] if counted else None
+
+
+def _place_for(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.device.type == "cuda":
+        return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return torch.empty_like(tensor, requires_grad=False)
+
+
+def _stream_for(tensors: Sequence[torch.Tensor], known: torch.cuda.Stream | None) -> torch.cuda.Stream | None:
+    device = next((tensor.device for tensor in tensors if tensor.device.type == "cuda"), None)
+    return torch.cuda.Stream(device) if device is not None and known is None else known
+
+
+def _copy_all(places: list[torch.Tensor], sources: list[torch.Tensor], *, beside: bool = False) -> None:
+    with torch.no_grad():
+        if places:
+            torch._foreach_copy_(places, sources, non_blocking=beside)
