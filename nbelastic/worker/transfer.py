@@ -6,6 +6,7 @@ The description is read with `torch.load(weights_only=True)`: numbers, text, con
 from __future__ import annotations
 
 import io
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch.distributed as dist
 
 from nbelastic.core.errors import StateError
 
-BUCKET = 32 << 20  # bytes sent as one
+LARGE = 1 << 20  # bytes; a larger tensor is sent as it lies
 TENSOR = "\0tensor"  # begins what stands in a description for a tensor: (TENSOR, index, shape, dtype, device type)
 
 
@@ -83,17 +84,18 @@ class Channel:
         self.sends = rank == root
         self.takes_part = self.sends or self.receives or self._all
 
-    def move(self, flat: torch.Tensor) -> None:
-        """Send `flat` (contiguous, on the channel's device), or receive into it."""
+    def begin(self, flat: torch.Tensor) -> list[Any]:
+        """Begin to send `flat` (contiguous, on the channel's device), or to receive into it: what is to be waited for."""
         flat = flat.view(torch.uint8)  # gloo knows some types of numbers only
         if self._all:
-            dist.broadcast(flat, self._root)
-        elif self.sends:
-            for work in [dist.isend(flat, rank) for rank in self._receivers]:
-                if work is not None:
-                    work.wait()
-        elif self.receives:
-            dist.recv(flat, self._root)
+            return [dist.broadcast(flat, self._root, async_op=True)]
+        if self.sends:
+            return [dist.isend(flat, rank) for rank in self._receivers]
+        return [dist.irecv(flat, self._root)] if self.receives else []
+
+    def move(self, flat: torch.Tensor) -> None:
+        """Send `flat`, or receive into it."""
+        _wait(self.begin(flat))
 
     def move_object(self, value: Any) -> Any:
         """Send `value` and return it, or return what the root sent. StateError if it is made of more than plain data."""
@@ -117,17 +119,28 @@ class Channel:
             raise _not_plain(error) from None
 
     def move_tensors(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Send these tensors, or receive into them, in place, bucket by bucket."""
+        """Send these tensors, or receive into them, in place: large ones as they lie, small ones by the bucket."""
+        works, packed = [], []
         for bucket in _buckets(tensors):
+            if len(bucket) == 1 and bucket[0].is_contiguous() and bucket[0].device == self._device:
+                works += self.begin(bucket[0].detach().view(-1))
+                continue
             flat = torch.empty(sum(t.numel() for t in bucket), dtype=bucket[0].dtype, device=self._device)
-            pieces = flat.split([t.numel() for t in bucket])
             if self.sends:
-                for piece, tensor in zip(pieces, bucket, strict=True):
-                    piece.copy_(tensor.reshape(-1))
-            self.move(flat)
-            if not self.sends and self.receives:
-                for piece, tensor in zip(pieces, bucket, strict=True):
+                torch.cat([t.reshape(-1).to(self._device) for t in bucket], out=flat)
+            works += self.begin(flat)
+            packed.append((flat, bucket))
+        _wait(works)
+        if self.receives:
+            for flat, bucket in packed:
+                for piece, tensor in zip(flat.split([t.numel() for t in bucket]), bucket, strict=True):
                     tensor.copy_(piece.view(tensor.shape))
+
+
+def _wait(works: list[Any]) -> None:
+    for work in works:
+        if work is not None:
+            work.wait()
 
 
 def check_plain(value: Any) -> None:
@@ -149,17 +162,17 @@ def _not_plain(error: Exception) -> StateError:
 
 
 def _buckets(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """Runs of tensors of one type, up to BUCKET bytes (a larger tensor is a bucket of its own)."""
-    bucket: list[torch.Tensor] = []
-    size = 0
+    """Large tensors one by one, and the small ones of one type in runs of up to LARGE bytes."""
+    runs: dict[torch.dtype, list[torch.Tensor]] = {}
+    sizes: Counter[torch.dtype] = Counter()
     for tensor in tensors:
-        if tensor.numel() == 0:
-            continue
-        length = tensor.numel() * tensor.element_size()
-        if bucket and (size + length > BUCKET or tensor.dtype != bucket[0].dtype):
-            yield bucket
-            bucket, size = [], 0
-        bucket.append(tensor)
-        size += length
-    if bucket:
-        yield bucket
+        kind = tensor.dtype
+        if tensor.nbytes >= LARGE:
+            yield [tensor]
+        elif tensor.numel():
+            runs.setdefault(kind, []).append(tensor)
+            sizes[kind] += tensor.nbytes
+            if sizes[kind] >= LARGE:
+                sizes[kind] = 0
+                yield runs.pop(kind)
+    yield from runs.values()

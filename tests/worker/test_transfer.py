@@ -83,14 +83,15 @@ def test_tensors_are_received_in_place():
 @settings(max_examples=100, deadline=None)
 @given(st.lists(tensors(), max_size=20), st.integers(1, 100))
 def test_buckets(several, bound):
-    """Buckets keep the order, hold one type each, and are within bounds unless one tensor alone is larger."""
+    """Every tensor with anything in it is in one bucket; a bucket holds one type, and is closed once it is large."""
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(transfer, "BUCKET", bound)
+        monkeypatch.setattr(transfer, "LARGE", bound)
         buckets = list(transfer._buckets(several))
-    assert [id(t) for bucket in buckets for t in bucket] == [id(t) for t in several if t.numel()]
+    assert sorted(id(t) for bucket in buckets for t in bucket) == sorted(id(t) for t in several if t.numel())
     for bucket in buckets:
         assert len({t.dtype for t in bucket}) == 1
-        assert len(bucket) == 1 or sum(t.numel() * t.element_size() for t in bucket) <= bound
+        assert len(bucket) == 1 or all(t.nbytes < bound for t in bucket)
+        assert sum(t.nbytes for t in bucket[:-1]) < bound
 
 
 def test_numbers_of_numpys_are_numbers():
@@ -126,6 +127,7 @@ def move_all_kinds(rank, root, receivers):
     dtypes = [*DTYPES, torch.int32, torch.int16, torch.int8, torch.complex64]
     there = [torch.full((2, 3), rank, dtype=torch.float32).to(dtype) for dtype in dtypes]
     there += [torch.full((), float(rank)), torch.empty(0), torch.full((3, 2), float(rank)).t()]
+    there += [torch.full((600, 600), float(rank)), torch.full((600, 700), float(rank)).t()]  # large ones
     one.move_tensors(there)
     return value, [t.to(torch.complex64).real.flatten().tolist() for t in there]
 
@@ -145,7 +147,7 @@ def test_moving_over_a_real_group(cluster, root, receivers):
 
 def move_many(rank):
     """More than a bucket holds."""
-    transfer.BUCKET = 1000
+    transfer.LARGE = 1000
     several = [torch.full((size,), float(rank)) for size in (10, 500, 1, 200, 200, 0, 7)]
     channel(0, (1, 2), rank).move_tensors(several)
     return all(t.eq(0).all().item() for t in several)
