@@ -1,0 +1,75 @@
+"""One torchft replica, a process of its own as in its DDP example: `… torchft_replica FOLDER NUMBER LIGHTHOUSE`.
+
+The time-outs are that example's: 5 s for gloo, 30 s for the manager.
+"""
+
+from __future__ import annotations
+
+import socket
+import sys
+import time
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch.distributed import TCPStore
+from torchft import DistributedDataParallel, Manager, Optimizer, ProcessGroupGloo
+
+from tests.benchmarks import programs
+from tests.benchmarks.peers.steplog import StepLog
+
+
+def store_on_loopback() -> TCPStore:
+    """The store that a replica's manager wants: torchrun would bring one, for all the world to reach."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    port = listener.getsockname()[1]
+    return TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+
+
+def main() -> None:
+    folder, number, lighthouse = sys.argv[1:]
+    store = store_on_loopback()
+    model, inner = programs.model_and_optimizer()
+
+    def state() -> dict[str, Any]:
+        return {"model": model.state_dict(), "optimizer": inner.state_dict()}
+
+    def load(saved: dict[str, Any]) -> None:
+        model.load_state_dict(saved["model"])
+        inner.load_state_dict(saved["optimizer"])
+
+    manager = Manager(
+        pg=ProcessGroupGloo(timeout=timedelta(seconds=5)),
+        load_state_dict=load,
+        state_dict=state,
+        min_replica_size=1,
+        timeout=timedelta(seconds=30),
+        rank=0,
+        world_size=1,
+        store_addr="127.0.0.1",
+        store_port=store.port,
+        lighthouse_addr=lighthouse,
+        replica_id=f"replica_{number}",
+    )
+    ddp = DistributedDataParallel(manager, model)
+    optimizer = Optimizer(manager, inner)
+    log = StepLog(folder)
+    while True:
+        before = manager.current_step()
+        one_step(ddp, optimizer)
+        if manager.is_participating() and manager.current_step() > before:  # it was committed, not given up
+            rank, world = manager.participating_rank(), manager.num_participants()
+            log.write(step=manager.current_step(), rank=rank, world=world)
+        time.sleep(programs.SLEEP)
+
+
+def one_step(ddp: Any, optimizer: Any) -> None:
+    """As `programs.one_step`, but zero_grad comes first: there torchft begins to ask for its quorum."""
+    optimizer.zero_grad()
+    x = torch.randn(32, programs.SIZE[0])
+    (ddp(x) - x).pow(2).mean().backward()
+    optimizer.step()
+
+
+if __name__ == "__main__":
+    main()
