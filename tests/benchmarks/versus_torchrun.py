@@ -131,7 +131,7 @@ def after_kill(steps: Steps, kill: Kill) -> tuple[dict[str, Any], dict[str, Any]
     return after, full[0]
 
 
-def lost(steps: Steps, kill: Kill, after: dict[str, Any]) -> float:
+def lost(steps: Steps, after: dict[str, Any]) -> float:
     """How many of the steps that anybody had completed before the new world's first were done again."""
     reached = max(step["step"] for step in steps if step["t"] < after["t"])
     return float(max(0, reached - (after["step"] - 1)))
@@ -143,13 +143,12 @@ def strike(folder: str, rank_0: bool) -> Kill:
     victim = psutil.Process(ranked[0] if rank_0 else random.choice(list(ranked.values())))
     kill = Kill(time.time(), victim.pid)
     victim.send_signal(signal.SIGKILL)
-    wait_for(lambda: True if not victim.is_running() or victim.status() == psutil.STATUS_ZOMBIE else None, "its death")
+    victim.wait(timeout=10)
     return kill
 
 
-def one_round(system: System, plan: Plan) -> Values:
-    """Start it, leave it alone, strike it, end it."""
-    found: Values = {}
+def one_round(system: System, plan: Plan, found: Values) -> None:
+    """Start it, leave it alone, strike it, end it. What is found stays in `found` when it fails later on."""
     with tempfile.TemporaryDirectory() as folder:
         began = time.time()
         with started(system.arguments(folder), system.environment):
@@ -162,8 +161,10 @@ def one_round(system: System, plan: Plan) -> Values:
             if "undisturbed" in plan.cases:
                 found["steps/s"] = [undisturbed(folder, plan.undisturbed)]
             if "kill" in plan.cases:
-                found |= kills(system, folder, plan.kills)
-    return found
+                found |= {"kill: next": [], "kill: full": [], "kill: lost": []}
+                for number in range(plan.kills):
+                    time.sleep(1 + random.random())  # at any moment between two checkpoints
+                    kill_once(system, folder, number % 4 == 0, found)
 
 
 def undisturbed(folder: str, seconds: float) -> float:
@@ -175,25 +176,15 @@ def undisturbed(folder: str, seconds: float) -> float:
     return len(done) / seconds
 
 
-def kills(system: System, folder: str, count: int) -> Values:
-    found: Values = {"kill: next": [], "kill: full": [], "kill: lost": []}
-    struck = []
-    for number in range(count):
-        time.sleep(1 + random.random())  # at any moment between two checkpoints
-        kill = strike(folder, rank_0=number % 4 == 0)
-        wait_for(lambda kill=kill: after_kill(steps_in(folder), kill), f"{system.name} goes on after a kill")
-        struck.append(kill)
+def kill_once(system: System, folder: str, rank_0: bool, found: Values) -> None:
+    kill = strike(folder, rank_0)
+    after, full = wait_for(lambda: after_kill(steps_in(folder), kill), f"{system.name} goes on after a kill")
     steps = steps_in(folder)
-    for kill in struck:
-        if any(step["t"] > kill.at + LOOK for step in steps if step["pid"] == kill.pid):
-            raise RuntimeError(f"{system.name}: {kill.pid} was killed and went on")
-        after, full = after_kill(steps, kill) or (None, None)
-        assert after is not None
-        assert full is not None
-        found["kill: next"].append(after["t"] - kill.at)
-        found["kill: full"].append(full["t"] - kill.at)
-        found["kill: lost"].append(lost(steps, kill, after))
-    return found
+    if any(step["t"] > kill.at + LOOK for step in steps if step["pid"] == kill.pid):
+        raise RuntimeError(f"{system.name}: {kill.pid} was killed and went on")
+    found["kill: next"].append(after["t"] - kill.at)
+    found["kill: full"].append(full["t"] - kill.at)
+    found["kill: lost"].append(lost(steps, after))
 
 
 def compare(chosen: list[System], plan: Plan) -> tuple[dict[str, Values], dict[str, list[str]]]:
@@ -202,12 +193,13 @@ def compare(chosen: list[System], plan: Plan) -> tuple[dict[str, Values], dict[s
     failed: dict[str, list[str]] = {system.name: [] for system in chosen}
     for number in range(plan.rounds):
         for system in chosen:
+            found: Values = {}
             try:
-                found = one_round(system, plan)
+                one_round(system, plan, found)
             except TimeoutError as error:
                 failed[system.name].append(str(error))
-                print(f"round {number + 1} {system.name}: {error}", flush=True)
-                continue
+                print(f"round {number + 1} {error}", flush=True)
+            found = {name: some for name, some in found.items() if some}
             for name, some in found.items():
                 values[system.name].setdefault(name, []).extend(some)
             middle = "   ".join(f"{name} {statistics.median(some):.3f}" for name, some in found.items())
@@ -240,8 +232,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="write all values to this file")
     parser.add_argument("--quick", action="store_true", help="one round with two kills")
-    parser.add_argument("--only", nargs="*", default=[], choices=[*CASES, []], help="only these cases")
-    parser.add_argument("--peers", nargs="*", default=["torchrun", "torchft"], choices=["torchrun", "torchft", []])
+    parser.add_argument("--only", nargs="*", default=[], choices=CASES, help="only these cases")
+    parser.add_argument("--peers", nargs="*", default=["torchrun", "torchft"], choices=["torchrun", "torchft"])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--torchft", default=sys.executable, metavar="PYTHON", help="a Python that has torchft-nightly")
     parser.add_argument("--every-interface", action="store_true", help="let the peers listen where others reach them")
@@ -261,6 +253,8 @@ def main() -> None:
     values, failed = compare(chosen, plan)
     for name, found in values.items():
         show(name, found)
+        if failed[name]:
+            print(f"{name:12} failed in {len(failed[name])} of {plan.rounds} rounds: {'; '.join(failed[name])}")
     ratio = ratios(values)
     for name, value in ratio.items():
         print(f"{name:28} {value:8.1f} times")

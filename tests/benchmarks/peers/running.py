@@ -56,7 +56,7 @@ def started(command: Sequence[str], extra: Mapping[str, str]) -> Iterator[subpro
         try:
             yield process
         except Exception:
-            output.seek(max(0, output.tell() - 4000))
+            output.seek(max(0, output.seek(0, os.SEEK_END) - 4000))
             sys.stderr.write(output.read().decode(errors="replace"))
             raise
         finally:
