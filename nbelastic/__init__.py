@@ -37,7 +37,7 @@ if TYPE_CHECKING:
         rank,
         size,
     )
-    from nbelastic.worker.sampler import ElasticSampler
+    from nbelastic.worker.sampler import ElasticSampler, local_batch_size
     from nbelastic.worker.state import ObjectState, State, TorchState
 
 __version__ = "0.1.0"
@@ -71,7 +71,7 @@ _HOME = {
         "rank",
         "size",
     ),
-    "nbelastic.worker.sampler": ("ElasticSampler",),
+    "nbelastic.worker.sampler": ("ElasticSampler", "local_batch_size"),
     "nbelastic.worker.state": ("ObjectState", "State", "TorchState"),
 }
 _WHERE = {name: module for module, names in _HOME.items() for name in names}
@@ -102,6 +102,7 @@ __all__ = [
     "device",
     "elastic",
     "load_ipython_extension",
+    "local_batch_size",
     "local_group",
     "local_rank",
     "local_size",
