@@ -1,0 +1,36 @@
+"""A fixed global batch: how many train together changes the speed, and nothing else."""
+
+import pytest
+
+from tests.process import global_batches
+from tests.process.observing import until
+
+
+def test_the_losses_are_those_of_one_undisturbed_process(trains):
+    """Through a kill, a newcomer and a drain, in worlds of 1 to 4, every step has the loss that it has without them."""
+    training = trains("localhost:3", min=1, program=global_batches.train)
+
+    def whole_epoch():
+        """Long enough in this world for its last batch, which has nothing for some ranks."""
+        begun = max(line["step"] for line in training.lines())
+        until(lambda: max(line["step"] for line in training.lines()) > begun + 12)
+
+    victim = training.runs(3)[1]
+    whole_epoch()
+    training.strike(victim)
+    training.runs(3)
+    training.cluster.add_host("127.0.0.2:1")
+    training.runs(4)
+    whole_epoch()
+    training.cluster.remove_host("localhost")
+    training.runs(1)
+    whole_epoch()
+    (training.folder / "finish").touch()
+    (steps,) = training.job.result(timeout=60)
+
+    lines = training.lines()
+    assert {line["step"] for line in lines} == set(range(1, steps + 1))
+    assert {1, 3, 4} <= {line["world"] for line in lines}
+    expected = global_batches.undisturbed(steps)
+    for line in lines:  # a step that was repeated after the kill too
+        assert line["loss"] == pytest.approx(expected[line["step"] - 1], rel=1e-7), line
