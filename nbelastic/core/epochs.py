@@ -1,4 +1,4 @@
-"""The life of an epoch: gather, form, run, change, break."""
+"""The life of an epoch: gather, form, run, break. How one becomes another by plan is in `planned`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from nbelastic.core import jobs, staffing
 from nbelastic.core import messages as m
 from nbelastic.core.placement import rank_order
-from nbelastic.core.world import NEVER, Job, Stage, Worker, WorkerState, World, because, first, less, put, seat
+from nbelastic.core.world import NEVER, Job, Stage, Worker, WorkerState, World, because, less, put, seat
 
 Commands = list[m.Command]
 
@@ -30,6 +30,8 @@ def lose(world: World, gone: Iterable[m.WorkerId], why: str, now: float, out: Co
     )
     job = world.active
     if job is None or not hit:
+        if world.plan is not None and not ids.isdisjoint(world.plan.members):
+            world = call_off(world, out)
         return jobs.finish(world, now, out)
     world = seat(world, tuple(w for w in world.members if w not in ids))
     if hit <= job.ended:
@@ -62,11 +64,25 @@ def break_epoch(world: World, why: str, now: float, out: Commands) -> World:
     world = replace(world, resets=resets, suspects=frozenset())
     if limit is not None and resets > limit:
         return jobs.end(world, "failed", f"{resets} resets exceed reset_limit={limit}; the last: {why}", now, out)
-    if world.members:
-        out.append(m.AbortWorld(world.epoch, world.members, why))
+    away = world.awaiting if world.stage is Stage.LEAVING and world.plan is None else world.ranked
     out.append(m.Record("world-broken", why, epoch=world.epoch))
-    away = world.awaiting if world.stage is Stage.LEAVING else world.ranked
+    world = jobs.abort(world, why, out)
     return replace(world, stage=Stage.GATHERING, awaiting=away, offers=())
+
+
+def call_off(world: World, out: Commands) -> World:
+    """What was prepared will not be. Members that leave already go on leaving, and gather for another world."""
+    plan, stage = world.plan, world.stage
+    if plan is not None:
+        there = tuple(w for w in plan.members if w in world.workers and w not in world.stopped)
+        if there:
+            out.append(m.DropWorld(plan.epoch, there))
+        world = replace(world, plan=None, ahead=frozenset())
+    if stage is Stage.ASKED and world.members:
+        out.append(m.Stay(world.epoch, world.members))
+    if stage is Stage.ASKED or stage is Stage.PREPARING:
+        world = replace(world, stage=Stage.RUNNING, awaiting=frozenset(), offers=())
+    return world
 
 
 def _wind_up(world: World, job: Job, why: str, now: float, out: Commands) -> World:
@@ -95,23 +111,27 @@ def succeeded(world: World, w: m.WorkerId, now: float, out: Commands) -> World:
     match world.stage:
         case Stage.GATHERING:
             return _wind_up(world, job, "the world broke", now, out)
-        case Stage.ASKED | Stage.LEAVING:
-            there = world.members
-            if world.stage is Stage.LEAVING:
-                there = tuple(other for other in world.members if other in world.awaiting)
-                left = tuple(other for other in world.members if other not in world.awaiting)
-                world = _send_home(world, left, f"left for a change as {w} finished", now, out)
+        case Stage.PREPARING | Stage.ASKED:
+            return call_off(world, out)
+        case Stage.LEAVING:
+            there = tuple(other for other in world.members if other in world.awaiting)
+            left = tuple(other for other in world.members if other not in world.awaiting)
+            world = _send_home(call_off(world, out), left, f"left for a change as {w} finished", now, out)
             out.append(m.Stay(world.epoch, there))
-            return replace(world, stage=Stage.RUNNING, awaiting=frozenset(), offers=())
+            return replace(world, stage=Stage.RUNNING, awaiting=frozenset())
     return world
 
 
 def formed(world: World, w: m.WorkerId, out: Commands) -> World:
     """`w` is in, and holds the state from now on. The world runs when all members do."""
+    world = put(world, replace(world.workers[w], has_state=True))
+    return complete(replace(world, awaiting=world.awaiting - {w}), out)
+
+
+def complete(world: World, out: Commands) -> World:
+    """The world runs if all members are in."""
     job = world.active
     assert job is not None
-    world = put(world, replace(world.workers[w], has_state=True))
-    world = replace(world, awaiting=world.awaiting - {w})
     if world.awaiting:
         return world
     text = f"world of {len(world.members)} at epoch {world.epoch}"
@@ -119,47 +139,9 @@ def formed(world: World, w: m.WorkerId, out: Commands) -> World:
     return replace(world, stage=Stage.RUNNING, job=replace(job, formed=True))
 
 
-def progress(world: World, now: float, out: Commands) -> World:
-    """One step further where that is possible, and always the reason where it is not."""
-    if world.stopping:
-        return because(world, f"stopping: {world.stopping}")
-    job = world.active
-    if job is None:
-        return _idle(world, now)
-    left, size = len(world.awaiting), len(world.members)
-    if job.succeeded:
-        return because(world, f"{len(job.succeeded)} of {len(job.ranks)} ranks have finished")
-    match world.stage:
-        case Stage.GATHERING if left:
-            text = f"{size - left} of {size} survivors have left epoch {world.epoch}; not yet {first(world.awaiting)}"
-            return because(world, text)
-        case Stage.GATHERING:
-            return _gather(world, now, out)
-        case Stage.FORMING:
-            return because(world, f"{size - left} of {size} have joined epoch {world.epoch}")
-        case Stage.RUNNING:
-            return _plan(world, now, out)
-        case Stage.ASKED if left:
-            return because(world, f"{size - left} of {size} have said where they are")
-        case Stage.ASKED:
-            return _agree(world, now, out)
-        case Stage.LEAVING if left:
-            return because(world, f"{size - left} of {size} have left epoch {world.epoch} at the agreed commit")
-        case Stage.LEAVING:
-            return _change(world, now, out)
-
-
-def _idle(world: World, now: float) -> World:
-    ready = len(world.workers) - len(world.starting) - len(world.stopped) - len(world.failed)
-    low = world.limits.min
-    if ready < low:
-        return because(world, f"{ready} of min {low} workers ready; {staffing.shortage(world, now)}")
-    return because(world, f"{ready} workers ready; no job is running")
-
-
-def _gather(world: World, now: float, out: Commands) -> World:
+def gather(world: World, now: float, out: Commands) -> World:
     """No world: form one as soon as there are enough."""
-    world = _release(world, _staying(world), out)
+    world = release(world, staying(world), out)
     limits = world.limits
     ready = len(world.members) + len(world.waiting)
     if ready < limits.min:
@@ -170,55 +152,10 @@ def _gather(world: World, now: float, out: Commands) -> World:
     if survivors < limits.min and ready < limits.most and not staffing.settled(world, now):
         reason = f"{ready} workers ready; {staffing.shortage(world, now)}"
         return because(replace(world, short_since=None), reason, world.since + limits.settle)
-    return _form(world, _next_members(world), out)
+    return form(world, next_members(world), out)
 
 
-def _plan(world: World, now: float, out: Commands) -> World:
-    """A world runs. Is there a better one, and are the newcomers for it ready?"""
-    size, most = len(world.members), world.limits.most
-    text = f"{size} workers train in epoch {world.epoch}"
-    room = size - len(world.leaving) < most
-    if not world.leaving and not (world.waiting and room):
-        return because(world, text)
-    if not staffing.settled(world, now):
-        return because(world, f"{text}; {staffing.shortage(world, now)}", world.since + world.limits.settle)
-    target = _next_members(world)
-    if not _worth_it(world, target):
-        why = "the last one with the training state is to leave: " if target == world.members else ""
-        return because(world, f"{text}; {why}{staffing.shortage(world, now)}")
-    out.append(m.AskLeave(world.epoch, world.members))
-    text = f"from {size} to {len(target)} workers"
-    out.append(m.Record("change-planned", text, epoch=world.epoch))
-    world = replace(world, stage=Stage.ASKED, awaiting=world.ranked, offers=())
-    return because(world, f"{text}: agreeing on the commit to leave at")
-
-
-def _worth_it(world: World, target: tuple[m.WorkerId, ...]) -> bool:
-    """It is another world; and one below min only if somebody has to leave and no replacement is on its way."""
-    enough = len(target) >= world.limits.min
-    return target != world.members and (enough or bool(world.leaving and not staffing.coming(world)))
-
-
-def _agree(world: World, now: float, out: Commands) -> World:
-    """All have said where they are: leave at the next commit that none has made, if there still is a reason to."""
-    if not _worth_it(world, _next_members(world)):
-        out.append(m.Stay(world.epoch, world.members))
-        return _plan(replace(world, stage=Stage.RUNNING, offers=()), now, out)
-    commit = max(world.offers) + 1
-    out.append(m.LeaveAt(world.epoch, commit, world.members))
-    world = replace(world, stage=Stage.LEAVING, awaiting=world.ranked, offers=())
-    return because(world, f"all leave epoch {world.epoch} at its commit {commit}")
-
-
-def _change(world: World, now: float, out: Commands) -> World:
-    """All have left as agreed. If too few are to stay, they park."""
-    target = _next_members(world)
-    if len(target) >= world.limits.min:
-        return _form(world, target, out)
-    return _gather(replace(world, stage=Stage.GATHERING), now, out)
-
-
-def _staying(world: World) -> tuple[m.WorkerId, ...]:
+def staying(world: World) -> tuple[m.WorkerId, ...]:
     """The members that need not leave. If only leavers hold the state, the first of them stays one world more, as rank 0."""
     if not world.leaving:
         return world.members
@@ -229,16 +166,16 @@ def _staying(world: World) -> tuple[m.WorkerId, ...]:
     return (holder, *keep) if holder else keep
 
 
-def _next_members(world: World) -> tuple[m.WorkerId, ...]:
+def next_members(world: World) -> tuple[m.WorkerId, ...]:
     """Who would be in the next world, by rank."""
     most = world.limits.max if world.limits.max is not None else len(world.workers)
-    keep = _staying(world)[:most]
+    keep = staying(world)[:most]
     seniority = {name: host.joined for name, host in world.hosts.items()}
     new = sorted(world.waiting, key=lambda w: (seniority[w.host], w))[: most - len(keep)]
     return rank_order(keep, new, seniority)
 
 
-def _release(world: World, staying: tuple[m.WorkerId, ...], out: Commands) -> World:
+def release(world: World, staying: tuple[m.WorkerId, ...], out: Commands) -> World:
     """Members that are to leave, and need not stay, do."""
     leavers = world.leaving.difference(staying)
     if not leavers:
@@ -247,21 +184,35 @@ def _release(world: World, staying: tuple[m.WorkerId, ...], out: Commands) -> Wo
     return staffing.stop_workers(world, sorted(leavers), out)
 
 
-def _form(world: World, members: tuple[m.WorkerId, ...], out: Commands) -> World:
-    job = world.active
+def form(world: World, members: tuple[m.WorkerId, ...], out: Commands) -> World:
+    """These are to form the next epoch; who has left the last one says so no more."""
+    world = release(world, staying(world), out)
+    order = formation(world.numbered + 1, [world.workers[w] for w in members])
+    out.append(order)
+    return enter(world, order, frozenset())
+
+
+def enter(world: World, order: m.FormWorld, ahead: frozenset[m.WorkerId]) -> World:
+    """The epoch of `order` begins; those ahead have joined it already."""
+    job, members = world.active, order.members
     assert job is not None
-    world = _release(world, _staying(world), out)
     workers = dict(world.workers)
     for w in members:
-        workers[w] = replace(workers[w], state=WorkerState.RUNNING)
+        workers[w] = replace(
+            workers[w], state=WorkerState.RUNNING, store="", has_state=workers[w].has_state or w in ahead
+        )
     waiting = world.waiting | world.ranked
     world = seat(world, members)
-    world = replace(
+    return replace(
         world,
-        epoch=world.epoch + 1,
+        epoch=order.epoch,
+        numbered=max(world.numbered, order.epoch),
         stage=Stage.FORMING,
-        order=formation(world.epoch + 1, [workers[w] for w in members]),
-        awaiting=world.ranked,
+        order=order,
+        plan=None,
+        ahead=frozenset(),
+        plainly=False,
+        awaiting=world.ranked - ahead,
         waiting=waiting - world.ranked,
         leaving=world.leaving & world.ranked,
         suspects=frozenset(),
@@ -269,11 +220,8 @@ def _form(world: World, members: tuple[m.WorkerId, ...], out: Commands) -> World
         short_since=None,
         until=NEVER,
         job=replace(job, ranks=members),
-        reason=f"{len(members)} workers join epoch {world.epoch + 1}",
+        reason=f"{len(members)} workers join epoch {order.epoch}",
     )
-    assert world.order is not None
-    out.append(world.order)
-    return world
 
 
 def formation(epoch: int, members: list[Worker]) -> m.FormWorld:

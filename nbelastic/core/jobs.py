@@ -86,6 +86,18 @@ def finish(world: World, now: float, out: Commands) -> World:
     return end(world, "succeeded", reason, now, out)
 
 
+def abort(world: World, why: str, out: Commands) -> World:
+    """Everybody in this epoch, or in the one that is prepared after it, is to leave."""
+    members, epoch = world.members, world.epoch
+    if world.plan is not None:  # an abort counts for older epochs too, so its number is enough
+        epoch = world.plan.epoch
+        there = world.workers.keys() - world.stopped - world.ranked
+        members += tuple(w for w in world.plan.members if w in there)
+    if members:
+        out.append(m.AbortWorld(epoch, members, why))
+    return replace(world, epoch=epoch, plan=None, ahead=frozenset())
+
+
 def end(
     world: World, outcome: str, reason: str, now: float, out: Commands, *, culprit: m.WorkerId | None = None
 ) -> World:
@@ -95,8 +107,8 @@ def end(
         return world
     inside = tuple(w for w, worker in world.workers.items() if worker.job == job.name)
     if inside:
-        if outcome != "succeeded" and world.members:
-            out.append(m.AbortWorld(world.epoch, world.members, reason))
+        if outcome != "succeeded":
+            world = abort(world, reason, out)
         out.append(m.StopProgram(job.name, inside, reason, culprit))
     ranks = job.ranks or tuple(sorted(job.ended))
     out.append(m.EndJob(job.name, outcome, reason, ranks, culprit))
@@ -109,6 +121,8 @@ def end(
         members=(),
         ranked=frozenset(),
         order=None,
+        plan=None,
+        ahead=frozenset(),
         awaiting=frozenset(),
         waiting=frozenset(),
         leaving=frozenset(),

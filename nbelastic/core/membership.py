@@ -11,7 +11,7 @@ from typing import assert_never
 
 from msgspec.structs import replace
 
-from nbelastic.core import epochs, jobs, staffing
+from nbelastic.core import epochs, jobs, planned, staffing
 from nbelastic.core import messages as m
 from nbelastic.core.world import NEVER, HostPhase, Stage, WorkerState, World, first, less, put
 
@@ -30,7 +30,7 @@ def step(world: World, event: m.Event, now: float) -> tuple[World, tuple[m.Comma
     worker = getattr(event, "worker", None)
     if worker is None or worker in world.workers:
         world = _take(world, event, now, out)
-    world = epochs.progress(world, now, out)
+    world = planned.progress(world, now, out)
     return world, tuple(out)
 
 
@@ -78,8 +78,10 @@ def _take(world: World, event: m.Event, now: float, out: Commands) -> World:
     match event:
         case m.WorkerReady():
             return _ready(world, event, now, out)
-        case m.WorkerFormed() | m.WorkerOffered() | m.WorkerRaised() | m.WorkerSucceeded():
+        case m.WorkerFormed() | m.WorkerOffered() | m.WorkerRaised() | m.WorkerSucceeded() | m.StoreOffered():
             return _take_word(world, event, now, out)
+        case m.WorkerPrepared():
+            return planned.prepared(world, event)
         case m.HostAdded() | m.HostRemoved() | m.HostsDiscovered() | m.Scaled():
             return _take_order(world, event, now, out)
         case m.AgentReady(host=name):
@@ -166,7 +168,7 @@ def _ready(world: World, event: m.WorkerReady, now: float, out: Commands) -> Wor
     if job is None or event.job != job.name:  # it began the program when the job was already over
         out.append(m.StopProgram(event.job, (w,), "the job is over"))
         return world
-    if old.job != job.name or not old.epoch <= event.epoch <= world.epoch:
+    if old.job != job.name or not old.epoch <= event.epoch <= world.numbered:
         return world
     worker = replace(
         old, state=WorkerState.READY, epoch=event.epoch, commit=event.commit, clean=event.clean, store=event.store
@@ -175,7 +177,7 @@ def _ready(world: World, event: m.WorkerReady, now: float, out: Commands) -> Wor
         is_first = not world.waiting or world.short_since is not None  # that of them which makes them enough counts
         world = replace(world, since=now if is_first else world.since)
         return put(replace(world, waiting=world.waiting | {w}, starting=less(world.starting, frozenset({w}))), worker)
-    left = event.epoch == world.epoch
+    left = event.epoch >= world.epoch  # it may have been in a prepared epoch that came to nothing
     match world.stage:
         case Stage.GATHERING | Stage.LEAVING if left:
             return put(replace(world, awaiting=less(world.awaiting, frozenset({w}))), worker)
@@ -183,20 +185,25 @@ def _ready(world: World, event: m.WorkerReady, now: float, out: Commands) -> Wor
             out.append(m.AbortWorld(world.epoch, (w,), "this epoch is over"))
         case Stage.FORMING if not left and w in world.awaiting and world.order:  # it missed the order
             out.append(replace(world.order, to=(w,)))
-        case Stage.FORMING | Stage.RUNNING | Stage.ASKED if left:  # nobody told it to leave
+        case Stage.FORMING | Stage.RUNNING | Stage.PREPARING | Stage.ASKED if left:  # nobody told it to leave
             return _suspect(world, w, "its program left the elastic loop unasked", now)
     return world
 
 
-Word = m.WorkerFormed | m.WorkerOffered | m.WorkerRaised | m.WorkerSucceeded
+Word = m.StoreOffered | m.WorkerFormed | m.WorkerOffered | m.WorkerRaised | m.WorkerSucceeded
 
 
 def _take_word(world: World, event: Word, now: float, out: Commands) -> World:
     """What members say of the elastic loop; news of a finished epoch is dropped."""
-    w = event.worker
+    w, plan = event.worker, world.plan
+    if plan is not None and event.epoch == plan.epoch and w in plan.members:  # it is ahead of those who have not left
+        joined = isinstance(event, m.WorkerFormed) and world.stage is Stage.LEAVING
+        return replace(world, ahead=world.ahead | {w}) if joined else world
     if not world.active or event.epoch != world.epoch or w not in world.ranked:
         return world
     match event:
+        case m.StoreOffered(store=store):
+            return put(world, replace(world.workers[w], store=store))
         case m.WorkerFormed():
             forming = world.stage is Stage.FORMING and w in world.awaiting
             return epochs.formed(world, w, out) if forming else world

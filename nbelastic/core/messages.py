@@ -135,6 +135,22 @@ class WorkerReady(Event):
     store: str
 
 
+class StoreOffered(Event):
+    """While it trains in `epoch` it has made a store for the one after, at `store`."""
+
+    worker: WorkerId
+    epoch: int
+    store: str
+
+
+class WorkerPrepared(Event):
+    """Its process group of `epoch` stands, beside the one it may be training in; or why it does not."""
+
+    worker: WorkerId
+    epoch: int
+    error: str = ""
+
+
 class WorkerFormed(Event):
     worker: WorkerId
     epoch: int
@@ -208,6 +224,19 @@ class FormWorld(Command):
     root: int
     receivers: tuple[int, ...]
     to: tuple[WorkerId, ...] = ()  # only these (again); empty: all members
+
+
+class PrepareWorld(Command):
+    """Build the process group of `order.epoch` in the background; the order itself may follow."""
+
+    order: FormWorld
+
+
+class DropWorld(Command):
+    """What was prepared as `epoch` will not be: drop it, and leave it if you are in it already."""
+
+    epoch: int
+    members: tuple[WorkerId, ...]
 
 
 class AskLeave(Command):
@@ -337,6 +366,16 @@ class Formation(Message):
     hosts: tuple[tuple[str, int], ...]
 
 
+class Prepare(Message):
+    """A `PrepareWorld` as one worker gets it."""
+
+    formation: Formation
+
+
+class Drop(Message):
+    epoch: int
+
+
 class Leave(Message):
     """`commit` None: say where you are (and hold at the next commit); a number: leave there; -1: stay after all."""
 
@@ -362,6 +401,8 @@ FromAgent = AgentHello | AgentSample | WorkerStarted | WorkerExited | WorkerFroz
 FromWorker = (
     WorkerHello
     | WorkerReady
+    | StoreOffered
+    | WorkerPrepared
     | WorkerFormed
     | WorkerOffered
     | WorkerRaised
@@ -370,4 +411,4 @@ FromWorker = (
     | WorkerOutput
 )
 ToAgent = Spawn | Reap | Retire
-ToWorker = Formation | Leave | Abort | Quit
+ToWorker = Formation | Prepare | Drop | Leave | Abort | Quit

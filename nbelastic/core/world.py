@@ -24,6 +24,7 @@ class Limits(Struct, frozen=True):
     cooldown: tuple[float, float] = (5.0, 300.0)
     settle: float = 1.0  # how long a ready newcomer waits for others that are starting
     grace: float = 1.0  # how long a broken connection waits for the news of a death
+    prepare: float = 5.0  # how long the next world's process group may take to be built beside the training
     leave: float = 5.0  # how long a program that was told to stop may take
     healthy: float = 60.0  # a worker that lived this long has its slot's strikes forgiven
 
@@ -44,6 +45,7 @@ class Stage(StrEnum):
     GATHERING = "gathering"  # no world: who is to be in the next one reports ready
     FORMING = "forming"  # the members are joining their process group
     RUNNING = "running"
+    PREPARING = "preparing"  # running; the next world's process group is being built beside it
     ASKED = "asked"  # running; the members were asked where they are, to agree on the commit to leave at
     LEAVING = "leaving"  # running up to that commit
 
@@ -100,7 +102,7 @@ class Worker(Struct, frozen=True, gc=False):
     epoch: int = 0  # the last epoch that it has left
     commit: int = 0
     clean: bool = True
-    store: str = ""
+    store: str = ""  # for an epoch in which it is rank 0; empty if it was used
     has_state: bool = False  # it was a member of a world of this job
     reason: str = ""
 
@@ -127,6 +129,11 @@ class World(Struct, frozen=True):
     members: tuple[WorkerId, ...] = ()
     ranked: frozenset[WorkerId] = frozenset()  # the members as a set
     order: FormWorld | None = None  # by which the epoch was formed
+    plan: FormWorld | None = None  # the next one, for which the process group is or was built beside the training
+    ahead: frozenset[WorkerId] = frozenset()  # who is in the planned epoch already, before all have left this one
+    numbered: int = 0  # the highest number that an epoch was given; a planned one may come to nothing
+    prepare_by: float = NEVER
+    plainly: bool = False  # the next change is made without preparation, as that failed
     awaiting: frozenset[WorkerId] = frozenset()  # members whose word the present stage waits for
     waiting: frozenset[WorkerId] = frozenset()  # newcomers that wait in the elastic loop for a world
     starting: frozenset[WorkerId] = frozenset()  # workers of which one can expect that they soon will

@@ -19,8 +19,13 @@ def faults(before: World, world: World, commands: tuple[m.Command, ...], now: fl
     workers, alive = world.workers, set(world.workers)
     if not world.reason:
         yield "there is no reason"
-    if world.epoch < before.epoch or world.epoch > before.epoch + 1:
-        yield f"the epoch went from {before.epoch} to {world.epoch}"
+    if not before.epoch <= world.epoch <= world.numbered or world.numbered > before.numbered + 2:
+        yield f"the epoch went from {before.epoch} to {world.epoch}, the numbers from {before.numbered}"
+    planned = world.stage in (Stage.PREPARING, Stage.ASKED, Stage.LEAVING)
+    if world.plan is not None and (not planned or world.plan.epoch <= world.epoch or world.active is None):
+        yield f"epoch {world.plan.epoch} is prepared in {world.stage}"
+    if world.ahead and (world.plan is None or not world.ahead <= frozenset(world.plan.members)):
+        yield f"{world.ahead} are ahead in an epoch that is not prepared"
     if frozenset(world.members) != world.ranked or len(world.members) != len(world.ranked):
         yield "ranks are not unique, or `ranked` is not `members`"
     epoch_sets = (world.ranked, world.waiting, world.leaving, world.awaiting, world.suspects)
@@ -30,8 +35,11 @@ def faults(before: World, world: World, commands: tuple[m.Command, ...], now: fl
         if not getattr(world, name) <= alive:
             yield f"{name} holds {getattr(world, name) - alive}, who are gone"
     for name in ("awaiting", "leaving", "suspects"):
-        if not getattr(world, name) <= world.ranked:
-            yield f"{name} holds {getattr(world, name) - world.ranked}, who are no members"
+        members = world.ranked
+        if name == "awaiting" and world.stage is Stage.PREPARING and world.plan is not None:
+            members = frozenset(world.plan.members)
+        if not getattr(world, name) <= members:
+            yield f"{name} holds {getattr(world, name) - members}, who are no members"
     for name in ("ranked", "waiting", "starting", "failed"):
         if getattr(world, name) & world.stopped:
             yield f"{name} holds {getattr(world, name) & world.stopped}, who were told to end"
@@ -63,17 +71,21 @@ def faults(before: World, world: World, commands: tuple[m.Command, ...], now: fl
 def _faults_of(command: m.Command, before: World, world: World, now: float) -> Iterator[str]:
     match command:
         case m.FormWorld(epoch=epoch, members=members, root=root, receivers=receivers, to=to):
-            if epoch != world.epoch or (not to and epoch == before.epoch):
+            if command != world.plan and (epoch != world.epoch or (not to and epoch == before.epoch)):
                 yield "a world is formed in an epoch that is not the next"
+            if epoch > world.numbered or (not to and epoch <= before.epoch):
+                yield "an epoch has a number that is not its own"
             if not world.limits.min <= len(members) <= world.limits.most and not to:
                 yield f"a world of {len(members)}, outside [{world.limits.min}, {world.limits.max}]"
-            if members != world.members or not set(members) <= set(world.workers):
+            if (command != world.plan and members != world.members) or not set(members) <= set(world.workers):
                 yield "the order names others than the members"
             hosts = [w.host for w in members]
             if sum(a != b for a, b in pairwise(hosts)) != len(set(hosts)) - 1:
                 yield f"ranks are not packed by host: {hosts}"
             if root in receivers or not set(receivers) <= set(range(len(members))):
                 yield "the root receives, or nobody does"
+            if command == world.plan:
+                return  # the members have not left yet: the fakes know whether they are equal when they have
             claims = [(world.workers[w].has_state, world.workers[w].clean, world.workers[w].commit) for w in members]
             if not to and claims[root] != max(claims):
                 yield f"rank {root} has not the newest state: {claims}"

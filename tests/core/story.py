@@ -31,6 +31,7 @@ class FakeWorker:
     steps: int = 0  # commits in this epoch
     clean: bool = True
     returned: bool = False  # from its elastic function
+    offered: bool = False  # a store, in this epoch
 
 
 def wid(text: str) -> m.WorkerId:
@@ -137,8 +138,12 @@ class Story:
     def commit(self, count: int = 1) -> Story:
         """Every member makes commits: the job trains."""
         for w in self.world.members:
-            self.fakes[w].commit += count
-            self.fakes[w].steps += count
+            fake = self.fakes[w]
+            fake.commit += count
+            fake.steps += count
+            if fake.steps > 1 and not fake.offered:
+                fake.offered = True
+                self._say(w, m.StoreOffered(w, fake.epoch, f"{w}@{fake.epoch}"))
         return self
 
     def kill(self, *workers: str, code: int = SIGKILL) -> Story:
@@ -165,10 +170,17 @@ class Story:
         for name in workers:
             fake = self.fakes[wid(name)]
             fake.returned = True
-            self._unsay(wid(name), m.WorkerOffered, m.WorkerReady)
-            fake.epoch = fake.epoch or fake.left  # it did not get as far as the commit to leave at
+            self.hold_back(wid(name))
             self.send(m.WorkerSucceeded(wid(name), fake.epoch))
         return self
+
+    def hold_back(self, w: m.WorkerId) -> None:
+        """If it was about to say that it has left its epoch, it has not got as far as that commit."""
+        fake = self.fakes[w]
+        if any(isinstance(e, m.WorkerReady) and e.worker == w for e in self.answers) or not fake.epoch:
+            fake.epoch = fake.left
+            self._unsay(w, m.WorkerReady, m.WorkerFormed)
+        self._unsay(w, m.WorkerOffered)
 
     def ended(self, *workers: str, error: str = "") -> Story:
         """The program ends."""
@@ -242,6 +254,14 @@ class Story:
                 self._say_ready(w)
             case m.FormWorld():
                 self._form(command)
+            case m.PrepareWorld(order=order):
+                for w in order.members:
+                    self._say(w, m.WorkerPrepared(w, order.epoch))
+            case m.DropWorld(epoch=epoch, members=members):
+                for w in members:
+                    self._unsay(w, m.WorkerPrepared)
+                    if self.fakes[w].epoch == epoch:
+                        self._abort(w, epoch)
             case m.AskLeave(epoch=epoch, members=members):
                 for w in members:
                     if not self.fakes[w].returned:
@@ -267,11 +287,14 @@ class Story:
             fake = self.fakes.get(w)
             if (order.to and w not in order.to) or fake is None or order.epoch <= fake.left:
                 continue
-            self._unsay(w, m.WorkerReady)
-            fake.epoch, fake.steps = order.epoch, 0
+            if order != self.world.plan:  # else who has left the old epoch still says so
+                self._unsay(w, m.WorkerReady)
+            fake.epoch, fake.steps, fake.offered = order.epoch, 0, False
             if rank in order.receivers:
                 source = self.fakes.get(order.members[order.root])
                 fake.commit, fake.clean = source.commit if source else fake.commit, True
+            elif order == self.world.plan:
+                assert fake.commit == self.fakes[order.members[order.root]].commit, f"{w} is not up to date"
             self._say(w, m.WorkerFormed(w, order.epoch))
 
     def _leave(self, w: m.WorkerId, commit: int) -> None:
@@ -322,8 +345,10 @@ def with_stage(stage: Stage) -> Story:
         story.submit().hear(m.WorkerReady)
     else:
         story.run().commit(3)
+    if stage in (Stage.PREPARING, Stage.ASKED, Stage.LEAVING):
+        story.add("d:1").answer(lambda e: not isinstance(e, m.WorkerPrepared))
     if stage in (Stage.ASKED, Stage.LEAVING):
-        story.add("d:1").answer(lambda e: not isinstance(e, m.WorkerOffered))
+        story.hear(m.WorkerPrepared)
     if stage is Stage.LEAVING:
         story.hear(m.WorkerOffered)
     assert story.world.stage is stage, story.world.reason

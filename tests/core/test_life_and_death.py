@@ -8,7 +8,7 @@ from nbelastic.core import messages as m
 from nbelastic.core.world import Stage
 from tests.core.story import Story, wid, with_stage
 
-LIVE = [Stage.FORMING, Stage.RUNNING, Stage.ASKED, Stage.LEAVING]
+LIVE = [Stage.FORMING, Stage.RUNNING, Stage.PREPARING, Stage.ASKED, Stage.LEAVING]
 
 
 @pytest.mark.parametrize("stage", LIVE)
@@ -16,10 +16,10 @@ LIVE = [Stage.FORMING, Stage.RUNNING, Stage.ASKED, Stage.LEAVING]
 def test_a_death_at_any_point_is_survived(stage, victim):
     """Rank 0 or another dies while forming, running, agreeing or leaving: the others are aborted and train on."""
     story = with_stage(stage)
-    epoch, mark = story.world.epoch, story.mark()
+    epoch, newcomers, mark = story.world.numbered, len(story.world.waiting), story.mark()
     story.kill(victim)
     abort = story.commands(m.AbortWorld, mark)[0]
-    assert (abort.epoch, wid(victim) in abort.members, len(abort.members)) == (epoch, False, 2)
+    assert (abort.epoch, wid(victim) in abort.members, len(abort.members)) == (epoch, False, 2 + newcomers)
     story.quiet(5.0)
     assert story.world.stage is Stage.RUNNING
     assert victim not in story.names

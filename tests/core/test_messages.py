@@ -28,6 +28,8 @@ FILL = {
     tuple[m.WorkerId, ...]: (W, m.WorkerId("b", 0, 1)),
     tuple[m.HostSpec, ...]: (SPEC,),
     tuple[tuple[str, int], ...]: (("a", 2), ("b", 1)),
+    m.FormWorld: m.FormWorld(7, (W,), "127.0.0.1:1", 0, (1,)),
+    m.Formation: m.Formation(7, 0, 2, 0, 2, 0, 1, "127.0.0.1:1", 0, (1,), (("a", 2),)),
 }
 
 

@@ -97,15 +97,14 @@ class AnyStory(RuleBasedStateMachine):
 
     @rule(count=st.integers(1, 5))
     def commit(self, count):
-        if self.story.world.stage is Stage.RUNNING:
+        if self.story.world.stage in (Stage.RUNNING, Stage.PREPARING):
             self.story.commit(count)
 
     @rule(data=st.data(), intact=st.sampled_from([False, False, False, True]))
     def raise_error(self, data, intact):
         w = self._inside(data)
-        self.story._unsay(w, m.WorkerOffered, m.WorkerReady)
+        self.story.hold_back(w)
         fake = self.story.fakes[w]
-        fake.epoch = fake.epoch or fake.left
         self.story.send(m.WorkerRaised(w, fake.epoch, intact, "RuntimeError: lost"))
 
     @rule(data=st.data())
@@ -125,6 +124,23 @@ class AnyStory(RuleBasedStateMachine):
         returned = sorted(w for w, fake in self.story.fakes.items() if fake.returned and fake.job)
         assume(returned)
         self.story.ended(str(data.draw(st.sampled_from(returned))))
+
+    @precondition(lambda self: self.story.world.stage is Stage.RUNNING)
+    @rule(
+        host=st.sampled_from(HOSTS),
+        slots=st.integers(1, 3),
+        missing=st.sampled_from([m.WorkerPrepared, m.WorkerOffered, m.WorkerReady, m.WorkerFormed]),
+    )
+    def begin_a_change(self, host, slots, missing):
+        """Up to the moment where the members' next word, of this kind, is missing."""
+        story = self.story
+        story.commit(3).answer()
+        members = story.world.ranked
+        if host in story.world.hosts and slots == 3:
+            story.remove(host)
+        else:
+            story.add(f"{host}:{slots}")
+        story.answer(lambda e: not (isinstance(e, missing) and e.worker in members))
 
     # ---- words and time ----
 
@@ -237,7 +253,7 @@ class AnyStory(RuleBasedStateMachine):
         leaving = {e.worker for e in story.answers if isinstance(e, m.WorkerReady)}
         leaving = leaving & story.world.ranked if story.world.stage is Stage.LEAVING else set()
         there = {w for w, fake in story.fakes.items() if fake.epoch} | leaving
-        inside = sorted(w for w in there - forming if not story.fakes[w].returned)
+        inside = sorted(w for w in there - (forming - leaving) if not story.fakes[w].returned)
         assume(inside)
         return data.draw(st.sampled_from(inside))
 
@@ -261,6 +277,8 @@ DOUBLED = (
     m.WorkerExited,
     m.WorkerFroze,
     m.WorkerReady,
+    m.StoreOffered,
+    m.WorkerPrepared,
     m.WorkerFormed,
     m.WorkerOffered,
     m.WorkerSucceeded,

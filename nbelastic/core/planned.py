@@ -1,0 +1,157 @@
+"""From one world to the next by plan: prepare it, agree on the commit to leave at, change over.
+
+The next world's process group is built beside the training, and newcomers wait in it, before anybody is asked to leave.
+Where that is not possible (no store is known yet, or the back end cannot) the group is formed after all have left.
+"""
+
+from __future__ import annotations
+
+from msgspec.structs import replace
+
+from nbelastic.core import epochs, staffing
+from nbelastic.core import messages as m
+from nbelastic.core.world import Stage, World, because, first
+
+Commands = list[m.Command]
+
+
+def progress(world: World, now: float, out: Commands) -> World:
+    """One step further where that is possible, and always the reason where it is not."""
+    if world.stopping:
+        return because(world, f"stopping: {world.stopping}")
+    job = world.active
+    if job is None:
+        return _idle(world, now)
+    left, size = len(world.awaiting), len(world.members)
+    if job.succeeded:
+        return because(world, f"{len(job.succeeded)} of {len(job.ranks)} ranks have finished")
+    match world.stage:
+        case Stage.GATHERING if left:
+            text = f"{size - left} of {size} survivors have left epoch {world.epoch}; not yet {first(world.awaiting)}"
+            return because(world, text)
+        case Stage.GATHERING:
+            return epochs.gather(world, now, out)
+        case Stage.FORMING:
+            return because(world, f"{size - left} of {size} have joined epoch {world.epoch}")
+        case Stage.RUNNING:
+            return _plan(world, now, out)
+        case Stage.PREPARING if left and now < world.prepare_by:
+            text = (
+                f"{size} workers train in epoch {world.epoch}; not yet prepared for the next: {first(world.awaiting)}"
+            )
+            return because(world, text, world.prepare_by)
+        case Stage.PREPARING if left:
+            return _plan(replace(epochs.call_off(world, out), plainly=True), now, out)
+        case Stage.PREPARING:
+            return _ask(world, now, out)
+        case Stage.ASKED if left:
+            return because(world, f"{size - left} of {size} have said where they are")
+        case Stage.ASKED:
+            return _agree(world, now, out)
+        case Stage.LEAVING if left:
+            return because(world, f"{size - left} of {size} have left epoch {world.epoch} at the agreed commit")
+        case Stage.LEAVING:
+            return _change(world, now, out)
+
+
+def _idle(world: World, now: float) -> World:
+    ready = len(world.workers) - len(world.starting) - len(world.stopped) - len(world.failed)
+    low = world.limits.min
+    if ready < low:
+        return because(world, f"{ready} of min {low} workers ready; {staffing.shortage(world, now)}")
+    return because(world, f"{ready} workers ready; no job is running")
+
+
+def _plan(world: World, now: float, out: Commands) -> World:
+    """A world runs. Is there a better one, and are the newcomers for it ready?"""
+    size, most = len(world.members), world.limits.most
+    text = f"{size} workers train in epoch {world.epoch}"
+    room = size - len(world.leaving) < most
+    if not world.leaving and not (world.waiting and room):
+        return because(world, text)
+    if not staffing.settled(world, now):
+        return because(world, f"{text}; {staffing.shortage(world, now)}", world.since + world.limits.settle)
+    target = epochs.next_members(world)
+    if not _worth_it(world, target):
+        why = "the last one with the training state is to leave: " if target == world.members else ""
+        return because(world, f"{text}; {why}{staffing.shortage(world, now)}")
+    text = f"from {size} to {len(target)} workers"
+    out.append(m.Record("change-planned", text, epoch=world.epoch))
+    first_of_them = world.workers[target[0]]
+    if world.plainly or not first_of_them.store or target[0] not in world.ranked or len(target) < world.limits.min:
+        return _ask(world, now, out)
+    world = _prepare(world, target, now, out)
+    return because(world, f"{text}: preparing epoch {world.numbered}", world.prepare_by)
+
+
+def _prepare(world: World, target: tuple[m.WorkerId, ...], now: float, out: Commands) -> World:
+    """Members will be equal when they leave: the first of them gives the state to those who are new."""
+    receivers = tuple(rank for rank, w in enumerate(target) if w not in world.ranked)
+    order = m.FormWorld(world.numbered + 1, target, world.workers[target[0]].store, 0, receivers)
+    out.append(m.PrepareWorld(order))
+    return replace(
+        world,
+        stage=Stage.PREPARING,
+        plan=order,
+        numbered=order.epoch,
+        awaiting=frozenset(target),
+        prepare_by=now + world.limits.prepare,
+    )
+
+
+def prepared(world: World, event: m.WorkerPrepared) -> World:
+    """One more can change over at once; or it cannot, and the change is made without preparation."""
+    plan, w = world.plan, event.worker
+    if plan is None or world.stage is not Stage.PREPARING or event.epoch != plan.epoch or w not in world.awaiting:
+        return world
+    if event.error:
+        return replace(world, prepare_by=0.0)
+    return replace(world, awaiting=world.awaiting - {w})
+
+
+def _ask(world: World, now: float, out: Commands) -> World:
+    """All is prepared, or will not be: ask the members where they are."""
+    plan = world.plan
+    if plan is not None and not _fits(world, plan):
+        return _plan(epochs.call_off(world, out), now, out)
+    out.append(m.AskLeave(world.epoch, world.members))
+    world = replace(world, stage=Stage.ASKED, awaiting=world.ranked, offers=())
+    return because(world, f"{len(world.members)} workers agree on the commit to leave at")
+
+
+def _fits(world: World, plan: m.FormWorld) -> bool:
+    """It is still what is wanted."""
+    return plan.members == epochs.next_members(world) and len(plan.members) >= world.limits.min
+
+
+def _worth_it(world: World, target: tuple[m.WorkerId, ...]) -> bool:
+    """It is another world; and one below min only if somebody has to leave and no replacement is on its way."""
+    enough = len(target) >= world.limits.min
+    return target != world.members and (enough or bool(world.leaving and not staffing.coming(world)))
+
+
+def _agree(world: World, now: float, out: Commands) -> World:
+    """All have said where they are: leave at the next commit that none has made, if there still is a reason to."""
+    target, plan = epochs.next_members(world), world.plan
+    if not _worth_it(world, target) or (plan is not None and not _fits(world, plan)):
+        return _plan(epochs.call_off(world, out), now, out)
+    commit = max(world.offers) + 1
+    out.append(m.LeaveAt(world.epoch, commit, world.members))
+    if plan is not None:
+        out.append(plan)
+    world = replace(world, stage=Stage.LEAVING, awaiting=world.ranked, offers=())
+    return because(world, f"all leave epoch {world.epoch} at its commit {commit}")
+
+
+def _change(world: World, now: float, out: Commands) -> World:
+    """All have left as agreed, most likely into what was prepared. If too few are to stay, they park."""
+    plan = world.plan
+    if plan is not None and all(w in world.workers and w not in world.stopped for w in plan.members):
+        ahead = world.ahead
+        world = epochs.release(world, plan.members, out)
+        return epochs.complete(epochs.enter(world, plan, ahead), out)
+    world = epochs.call_off(world, out)
+    target = epochs.next_members(world)
+    if len(target) >= world.limits.min:
+        return epochs.form(world, target, out)
+    return epochs.gather(replace(world, stage=Stage.GATHERING), now, out)

@@ -1,0 +1,140 @@
+"""The next world's group is built beside the training: what if it cannot be, or somebody dies meanwhile?"""
+
+from __future__ import annotations
+
+import pytest
+
+from nbelastic.core import messages as m
+from nbelastic.core.world import Stage
+from tests.core.story import Story, wid, with_stage
+
+BEFORE_LEAVING = [Stage.PREPARING, Stage.ASKED]
+
+
+def test_nobody_is_asked_before_all_is_prepared():
+    """Members and newcomers build the group; only then the members are asked where they are."""
+    story = with_stage(Stage.PREPARING)
+    order = story.last(m.PrepareWorld).order
+    assert (order.epoch, len(order.members), order.root, order.receivers) == (2, 4, 0, (3,))
+    story.commit(5).hear(m.WorkerPrepared, "a/0#1", "b/0#1", "d/0#1")
+    assert story.commands(m.AskLeave) == []
+    assert "not yet prepared for the next: c/0#1" in story.world.reason
+    story.hear(m.WorkerPrepared)
+    assert story.last(m.AskLeave).members == story.world.members
+
+
+def test_all_change_over_at_the_agreed_commit():
+    """The order goes out with the commit to leave at, and not again: no round trip while the training stands still."""
+    story = with_stage(Stage.LEAVING)
+    assert story.last(m.FormWorld) == story.last(m.PrepareWorld).order
+    mark = story.mark()
+    story.answer()
+    assert story.commands(m.FormWorld, mark) == []
+    assert (story.world.epoch, story.names) == (2, ["a/0#1", "b/0#1", "c/0#1", "d/0#1"])
+    assert len({story.fakes[w].commit for w in story.world.members}) == 1
+
+
+def test_some_have_joined_before_others_have_left():
+    """Words of the new epoch that overtake the last word of the old one count."""
+    story = with_stage(Stage.LEAVING)
+    story.hear(m.WorkerReady, "a/0#1").hear(m.WorkerFormed, "a/0#1", "d/0#1")
+    assert (story.world.epoch, story.world.ahead) == (1, {wid("a/0#1"), wid("d/0#1")})
+    story.hear(m.WorkerReady)
+    assert (story.world.epoch, story.world.stage) == (2, Stage.FORMING)
+    assert story.world.awaiting == {wid("b/0#1"), wid("c/0#1")}
+    story.answer()
+    assert story.world.stage is Stage.RUNNING
+
+
+@pytest.mark.parametrize("stage", BEFORE_LEAVING)
+def test_the_joiner_dies_and_nobody_notices(stage):
+    """What was prepared is dropped, the members stay, and nobody is aborted."""
+    story = with_stage(stage)
+    mark = story.mark()
+    story.kill("d/0#1")
+    assert story.last(m.DropWorld).members == (wid("a/0#1"), wid("b/0#1"), wid("c/0#1"))
+    assert story.commands(m.AbortWorld, mark) == []
+    assert (story.world.epoch, story.world.stage) == (1, Stage.RUNNING)
+    story.quiet(2.0)
+    assert (story.world.epoch, len(story.names)) == (3, 4)  # with its replacement, and a number of its own
+
+
+@pytest.mark.parametrize("joined", [False, True])
+def test_the_joiner_dies_when_the_members_are_leaving(joined):
+    """They leave as agreed, lose nothing and gather for another world; who has joined already leaves that again."""
+    story = with_stage(Stage.LEAVING)
+    if joined:
+        story.hear(m.WorkerReady, "a/0#1").hear(m.WorkerFormed, "a/0#1")
+    mark = story.mark()
+    story.kill("d/0#1")
+    assert story.last(m.DropWorld).epoch == 2
+    story.hear(m.WorkerReady)
+    assert story.commands(m.AbortWorld, mark) == []
+    story.quiet(2.0)
+    assert (len(story.names), story.world.stage, story.world.resets) == (4, Stage.RUNNING, 0)
+    assert len({story.fakes[w].commit for w in story.world.members}) == 1
+
+
+@pytest.mark.parametrize("stage", [*BEFORE_LEAVING, Stage.LEAVING])
+def test_a_member_dies_while_the_next_world_is_prepared(stage):
+    """One abort ends both epochs, for members and for those who wait in the prepared one."""
+    story = with_stage(stage)
+    mark = story.mark()
+    story.kill("b/0#1")
+    (abort,) = story.commands(m.AbortWorld, mark)
+    assert (abort.epoch, set(abort.members)) == (2, {wid("a/0#1"), wid("c/0#1"), wid("d/0#1")})
+    story.quiet(2.0)
+    assert (story.world.stage, len(story.names), story.world.resets) == (Stage.RUNNING, 4, 1)
+
+
+def test_a_group_that_cannot_be_prepared_is_formed_plainly():
+    """One worker says why it cannot: the rest is dropped, and the change is made all the same."""
+    story = with_stage(Stage.PREPARING)
+    story.send(m.WorkerPrepared(wid("b/0#1"), 2, "not with nccl"))
+    assert story.last(m.DropWorld).epoch == 2
+    assert story.world.stage is Stage.ASKED
+    story.answer()
+    assert (story.world.epoch, len(story.names)) == (3, 4)
+
+
+def test_a_preparation_that_takes_too_long_is_given_up():
+    """A worker never says that it has prepared: after `prepare` seconds the change is made without."""
+    story = with_stage(Stage.PREPARING)
+    story.hear(m.WorkerPrepared, "a/0#1").silent.add(wid("b/0#1"))
+    story._unsay(wid("b/0#1"), m.WorkerPrepared)
+    story.answer().wait(4.9)
+    assert story.world.stage is Stage.PREPARING
+    story.silent.clear()
+    story.wait(0.2).answer()
+    assert (story.world.stage, len(story.names)) == (Stage.RUNNING, 4)
+
+
+@pytest.mark.parametrize("stage", BEFORE_LEAVING)
+def test_what_is_wanted_changes_while_it_is_prepared(stage):
+    """The newcomer's host is removed again: nobody moves."""
+    story = with_stage(stage)
+    mark = story.mark()
+    story.remove("d").quiet(1.0)
+    assert story.commands(m.LeaveAt, mark) == []
+    assert (story.world.epoch, story.world.stage, len(story.names)) == (1, Stage.RUNNING, 3)
+
+
+def test_a_removal_is_prepared_too():
+    """The rest are together again at once; who leaves is stopped when all have left the old epoch."""
+    story = Story("a:3", "b:1", min=1).run().commit(3).answer()
+    story.remove("b").hear(m.WorkerPrepared)
+    order = story.last(m.PrepareWorld).order
+    assert (len(order.members), order.receivers) == (3, ())
+    story.hear(m.WorkerOffered).hear(m.WorkerReady, "b/0#1")
+    assert story.commands(m.StopWorker) == []
+    story.answer()
+    assert story.last(m.StopWorker).worker == wid("b/0#1")
+    assert (story.world.epoch, len(story.names)) == (2, 3)
+
+
+def test_without_a_store_the_change_is_made_plainly():
+    """Rank 0 has not made its store yet: it is not waited for."""
+    story = Story("a:2", min=1).run()
+    story.add("b:1").hear(m.AgentReady).hear(m.WorkerRegistered).hear(m.WorkerReady)
+    assert story.commands(m.PrepareWorld) == []
+    assert story.world.stage is Stage.ASKED
