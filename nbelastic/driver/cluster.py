@@ -26,7 +26,7 @@ from nbelastic.driver.job import Job, outcome
 from nbelastic.driver.launchers import address_of
 from nbelastic.driver.orders import execute_on_all, take
 from nbelastic.driver.places import RunDir, gpus
-from nbelastic.driver.run import Run
+from nbelastic.driver.run import Call, Cell, Run, checkpoints
 from nbelastic.driver.status import EventRecord, HostStatus, Status, WorkerStatus
 from nbelastic.driver.watchers import Watchers
 
@@ -167,23 +167,41 @@ class Cluster:
 
     # ---- jobs ----
 
-    def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Job:
+    def run(
+        self,
+        function: Callable[..., Any],
+        *args: Any,
+        checkpoint: str | os.PathLike[str] | None = None,
+        checkpoint_every: int | None = None,
+        checkpoint_keep: int | None = None,
+        **kwargs: Any,
+    ) -> Job:
         """Run `function(*args, **kwargs)` on every worker, newcomers included; returns at once.
 
-        UsageError if a job runs already or if the function cannot be sent.
+        With the folder `checkpoint` the state begins as the newest checkpoint in it that can be used, and is saved there
+        every `checkpoint_every` commits (100) and at the end; the last `checkpoint_keep` (3) stay.
+        UsageError if a job runs already, if the function cannot be sent, or for wrong arguments.
         """
         from nbelastic.driver.engines import sendable
 
+        plan = checkpoints(checkpoint, checkpoint_every, checkpoint_keep)
         problem = sendable(function, args, kwargs)
         if problem:
             raise UsageError(f"{getattr(function, '__name__', function)!r} cannot be sent to the workers: {problem}")
-        return self._submit(None, (function, args, kwargs))
+        return self._submit(None, (function, args, kwargs, plan))
 
-    def run_cell(self, source: str) -> Job:
-        """Run a notebook cell on every worker, newcomers included; returns at once."""
-        return self._submit(source, None)
+    def run_cell(
+        self,
+        source: str,
+        *,
+        checkpoint: str | os.PathLike[str] | None = None,
+        checkpoint_every: int | None = None,
+        checkpoint_keep: int | None = None,
+    ) -> Job:
+        """Run a notebook cell on every worker, newcomers included; returns at once. The rest is as in `run`."""
+        return self._submit((source, checkpoints(checkpoint, checkpoint_every, checkpoint_keep)), None)
 
-    def _submit(self, cell: str | None, call: tuple[Any, Any, Any] | None) -> Job:
+    def _submit(self, cell: Cell | None, call: Call | None) -> Job:
         driver = self._running()
         if driver.world.active is not None or (self._jobs and not self._jobs[-1].done()):
             raise UsageError(f"{self._jobs[-1].name} is still running: wait for it or stop it first.")

@@ -13,6 +13,8 @@ from typing import Any
 import ipyparallel as ipp
 from ipyparallel.cluster.launcher import LocalControllerLauncher
 
+from nbelastic.driver.run import Call, Cell
+
 PROGRAM = "__import__('nbelastic.worker.program', fromlist=['call'])"
 Outcome = tuple[str, Any, str]
 
@@ -101,18 +103,17 @@ class Engines:
         waiting = self._loop.run_in_executor(None, result.wait_for_output, 2.0)
         waiting.add_done_callback(lambda _: done(result))
 
-    def run_cell(self, uuid: str, job: str, log_dir: str, source: str, done: Callable[[Outcome], None]) -> None:
+    def run_cell(self, uuid: str, job: str, log_dir: str, cell: Cell, done: Callable[[Outcome], None]) -> None:
         """Run a cell as a job's program."""
-        self._apply(uuid, done, "run_cell", job, log_dir, source)
+        source, checkpoints = cell
+        self._apply(uuid, done, "run_cell", job, log_dir, checkpoints, source)
 
-    def run_function(
-        self, uuid: str, job: str, log_dir: str, call: tuple[Any, Any, Any], done: Callable[[Outcome], None]
-    ) -> None:
-        """Run `call` = (function, args, kwargs) as a job's program."""
-        function, args, kwargs = call
-        self._apply(uuid, done, "call", job, log_dir, function, *args, **kwargs)
+    def run_function(self, uuid: str, job: str, log_dir: str, call: Call, done: Callable[[Outcome], None]) -> None:
+        """Run a function as a job's program."""
+        function, args, kwargs, checkpoints = call
+        self._apply(uuid, done, "call", job, log_dir, checkpoints, function, *args, **kwargs)
 
-    def _apply(self, uuid: str, done: Callable[[Outcome], None], name: str, *args: Any, **kwargs: Any) -> None:
+    def _apply(self, uuid: str, done: Callable[[Outcome], None], name: str, /, *args: Any, **kwargs: Any) -> None:
         result = self._view(uuid).apply_async(ipp.Reference(f"{PROGRAM}.{name}"), *args, **kwargs)
         result.add_done_callback(lambda _: self._loop.call_soon_threadsafe(self._settle, result, done))
 

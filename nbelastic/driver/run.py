@@ -2,23 +2,45 @@
 
 from __future__ import annotations
 
+import os
 from collections import deque
 from concurrent.futures import Future
 from typing import Any
 
 from nbelastic.core import messages as m
-from nbelastic.core.errors import JobError, JobStoppedError
+from nbelastic.core.errors import JobError, JobStoppedError, UsageError
 
+EVERY, KEEP = 100, 3  # commits between two checkpoints, and how many stay
 TAIL = 1000  # lines of output kept in memory a worker; the log files have all of it
+
+Checkpoints = tuple[str, int, int] | None  # the folder, commits between two, how many are kept
+Cell = tuple[str, Checkpoints]
+Call = tuple[Any, Any, Any, Checkpoints]  # function, args, kwargs
+
+
+def checkpoints(folder: str | os.PathLike[str] | None, every: int | None, keep: int | None) -> Checkpoints:
+    """A job's checkpoints as the workers are told of them. UsageError if they cannot be as asked for."""
+    if folder is None:
+        if every is not None or keep is not None:
+            given = "checkpoint_keep" if every is None else "checkpoint_every"
+            raise UsageError(f"{given} says nothing without checkpoint: name a folder too.")
+        return None
+    for name, number in (("checkpoint_every", every), ("checkpoint_keep", keep)):
+        if number is not None and (not isinstance(number, int) or number < 1):
+            raise UsageError(f"{name}={number!r}: a whole number, at least 1.")
+    path = os.path.abspath(os.path.expanduser(folder)) if os.fspath(folder) else ""
+    if not path or (os.path.exists(path) and not os.path.isdir(path)):
+        raise UsageError(f"checkpoint={os.fspath(folder)!r} is no folder.")
+    return path, EVERY if every is None else every, KEEP if keep is None else keep
 
 
 class Run:
     """Lives in the driver's thread; `future` and `lines` may be read from any."""
 
-    def __init__(self, name: str, cell: str | None, call: tuple[Any, Any, Any] | None) -> None:
+    def __init__(self, name: str, cell: Cell | None, call: Call | None) -> None:
         self.name = name
         self.cell = cell
-        self.call = call or (None, (), {})
+        self.call: Call = call or (None, (), {}, None)
         self.outcomes: dict[m.WorkerId, tuple[str, Any, str]] = {}
         self.future: Future[list[Any]] = Future()
         self.lines: dict[m.WorkerId, deque[tuple[str, str]]] = {}  # (stream, line)

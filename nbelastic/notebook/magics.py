@@ -170,11 +170,15 @@ class ElasticMagics(Magics):  # type: ignore[misc]  # IPython carries no types h
         argument("--job", dest="bind", metavar="VARIABLE", help="a variable to keep the Job in"),
         argument("--wait", action="store_true", help="return when the job has ended"),
         argument("--timeout", type=float, metavar="S", help="wait, but for no more than S seconds"),
+        argument("--checkpoint", metavar="FOLDER", help="begin with the newest checkpoint in it, and save there"),
+        argument("--checkpoint-every", type=int, metavar="N", help="commits between two checkpoints (100)"),
+        argument("--checkpoint-keep", type=int, metavar="K", help="how many checkpoints stay (3)"),
     )
     def elastic_run(self, options: Namespace, cell: str) -> Job:
         """Train: run this cell as the program of every worker. Returns at once, with a live Job."""
         self._check_variable(options.bind)
-        job = self._cluster().run_cell(cell)
+        plan = {name: value for name, value in vars(options).items() if name.startswith("checkpoint")}
+        job = self._cluster().run_cell(cell, **plan)
         if options.bind:
             self.shell.user_ns[options.bind] = job
         if options.wait or options.timeout is not None:

@@ -18,6 +18,7 @@ from nbelastic.core.errors import JobStoppedError
 from nbelastic.worker import boot
 from nbelastic.worker.session import Session, current
 
+Checkpoints = tuple[str, int, int] | None  # the folder, commits between two, how many are kept
 Outcome = tuple[str, Any, str]  # ("ok", value, "") or ("error", summary, traceback)
 
 
@@ -44,29 +45,45 @@ class _Stream(io.TextIOBase):
         return self._fd
 
 
-def call(job: str, log_dir: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Outcome:
+def call(
+    job: str, log_dir: str, checkpoints: Checkpoints, function: Callable[..., Any], /, *args: Any, **kwargs: Any
+) -> Outcome:
     """Run `function` as the program of `job`."""
-    return _run(job, log_dir, lambda: function(*args, **kwargs))
+    return _run(job, log_dir, checkpoints, lambda: function(*args, **kwargs))
 
 
-def run_cell(job: str, log_dir: str, source: str) -> Outcome:
+def run_cell(job: str, log_dir: str, checkpoints: Checkpoints, source: str) -> Outcome:
     """Run a notebook cell as the program of `job`, in the engine's own namespace; its last expression is its value."""
-    return _run(job, log_dir, lambda: _execute(job, source))
+    return _run(job, log_dir, checkpoints, lambda: _execute(job, source))
 
 
-def _run(job: str, log_dir: str, program: Callable[[], Any]) -> Outcome:
+def _run(job: str, log_dir: str, checkpoints: Checkpoints, program: Callable[[], Any]) -> Outcome:
     session = current()
     boot.redirect(Path(log_dir), str(session.worker))
     with _output(session):
         try:
             session.begin(job)
+            _plan(session, checkpoints)
             return "ok", program(), ""
         except BaseException as error:  # noqa: BLE001  (whatever it is, it ends the program and not the worker)
             text = "" if isinstance(error, JobStoppedError) else _describe(error)
             print(text or f"stopped: {error}", file=sys.stderr)
             return "error", _summary(error), text
         finally:
+            if session.checkpoints is not None:
+                session.checkpoints.finish()
             session.finish()
+
+
+def _plan(session: Session, checkpoints: Checkpoints) -> None:
+    """The job's checkpoints, if there are to be any. StateError if they cannot be written."""
+    if checkpoints is None:
+        return
+    from nbelastic.worker.saving import Plan
+
+    plan = Plan(*checkpoints, speaks=lambda: session.speaks)
+    plan.prepare()
+    session.checkpoints = plan
 
 
 @contextlib.contextmanager

@@ -11,7 +11,7 @@ import math
 import os
 import queue
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import torch
@@ -22,6 +22,9 @@ from nbelastic.link import Keys, Spoke
 from nbelastic.worker.rendezvous import Group, Offer, backend_for
 from nbelastic.worker.stuck import Blocked
 from nbelastic.worker.warm import WarmUp
+
+if TYPE_CHECKING:
+    from nbelastic.worker.saving import Plan
 
 REPEAT = 2.0  # seconds after which an unanswered word is said again
 ABORT_EVERY = 0.02
@@ -58,6 +61,7 @@ class Session:
         self.formed_at = 0.0
         self.attention = False
         self.used = False  # an elastic function has run in this job
+        self.checkpoints: Plan | None = None  # of this job
         self._hold: int | None = None  # commit number at which to wait for word of where to leave
         self._leave_at: int | None = None
         self._offer: Offer | None = None
@@ -86,6 +90,7 @@ class Session:
         self._quit = self._hold = self._leave_at = None
         self._inbox = queue.SimpleQueue()
         self.used = False
+        self.checkpoints = None
         self.report = {}
 
     def finish(self) -> None:
@@ -135,6 +140,8 @@ class Session:
 
     def formed(self, took: dict[str, float]) -> None:
         self.formed_at = time.monotonic()
+        if self.checkpoints is not None:
+            self.checkpoints.begun = True
         self.link.send(m.WorkerFormed(self.worker, self.group.epoch if self.group else 0, took))
 
     def committed(self, total: int) -> None:
