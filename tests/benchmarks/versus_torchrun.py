@@ -238,6 +238,7 @@ def main() -> None:
     parser.add_argument("--torchft", default=sys.executable, metavar="PYTHON", help="a Python that has torchft-nightly")
     parser.add_argument("--every-interface", action="store_true", help="let the peers listen where others reach them")
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # what was started is ended then too
     cases = tuple(options.only) or CASES
     plan = Plan(1, 2, 3.0, cases) if options.quick else Plan(options.rounds, 4, 5.0, cases)
     chosen = []
