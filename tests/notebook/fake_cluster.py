@@ -63,8 +63,9 @@ class FakeCluster:
         self.calls.append(("stop",))
         self.tell(phase="finished", reason="stopped by hand", hosts=(), workers=(), world_size=0)
 
-    def run_cell(self, source: str) -> FakeJob:
+    def run_cell(self, source: str, **options) -> FakeJob:
         self.job = FakeJob(source)
+        self.job.options = options
         self.job.error = self.raises
         return self.job
 

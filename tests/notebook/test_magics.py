@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from fake_cluster import FakeCluster
 from IPython.core.completer import provisionalcompleter
 from IPython.core.interactiveshell import InteractiveShell
 
 from nbelastic.core.errors import JobError, UsageError, WaitTimeoutError
+from nbelastic.driver.cluster import Cluster
+from nbelastic.driver.run import checkpoints
 from nbelastic.notebook import load_ipython_extension, unload_ipython_extension
 from nbelastic.notebook.magics import ElasticMagics
 
@@ -65,6 +69,7 @@ def run(ip, capsys, source):
         ("%%elastic_run\npass", "no cluster is running: start one with %elastic_start."),
         ("%%elastic\npass", "no cluster is running: start one with %elastic_start."),
         ("%elastic_add", "the following arguments are required: NEW; %elastic_add? shows the options."),
+        ("%%elastic_run --checkpoint-every x\npass", "argument --checkpoint-every: invalid int value: 'x'"),
         ("%elastic_scale", "say --min N, --max N or both."),
     ],
 )
@@ -181,6 +186,43 @@ def test_a_training_cell_returns_a_live_job_at_once(ip, magics, cluster):
     assert cluster.job.waited == [7.0]
 
 
+def test_a_training_cell_says_where_its_checkpoints_go(ip, magics, cluster):
+    """What is not given is left to the cluster."""
+    ip.run_cell("%%elastic_run --checkpoint ~/here --checkpoint-every 50 --checkpoint-keep 2\npass").raise_error()
+    assert cluster.job.options == {"checkpoint": "~/here", "checkpoint_every": 50, "checkpoint_keep": 2}
+    ip.run_cell("%%elastic_run\npass").raise_error()
+    assert set(cluster.job.options.values()) == {None}
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"checkpoint_every": 5}, "checkpoint_every says nothing without checkpoint: name a folder too."),
+        ({"checkpoint_keep": 5}, "checkpoint_keep says nothing without checkpoint: name a folder too."),
+        ({"checkpoint": "a", "checkpoint_every": 0}, "checkpoint_every=0: a whole number, at least 1."),
+        ({"checkpoint": "a", "checkpoint_keep": 1.5}, "checkpoint_keep=1.5: a whole number, at least 1."),
+        ({"checkpoint": ""}, "checkpoint='' is no folder."),
+        ({"checkpoint": __file__}, f"checkpoint={__file__!r} is no folder."),
+    ],
+)
+def test_checkpoints_that_cannot_be(given, said):
+    """Said at once, by a function's job and a cell's, before anything is sent to a worker."""
+    cluster = Cluster()
+    for submit in (lambda: cluster.run(print, **given), lambda: cluster.run_cell("pass", **given)):
+        with pytest.raises(UsageError) as caught:
+            submit()
+        assert str(caught.value) == said
+
+
+def test_checkpoints_as_the_workers_are_told_of_them(monkeypatch, tmp_path):
+    """An absolute path, whatever the worker's own folder is, and the defaults."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", "/home/me")
+    assert checkpoints(None, None, None) is None
+    assert checkpoints("here", None, None) == (str(tmp_path / "here"), 100, 3)
+    assert checkpoints(Path("~/here"), 7, 1) == ("/home/me/here", 7, 1)
+
+
 def test_a_failed_job_shows_the_remote_traceback_and_nothing_of_ours(ip, magics, cluster, capsys):
     """One line and the failing rank's traceback: no frame of the notebook's."""
     remote = "Traceback (most recent call last):\n  File <cell>, line 1\nZeroDivisionError: division by zero\n"
@@ -261,6 +303,7 @@ def test_every_magic_explains_itself(ip, magics, name):
         ("view = %elastic_logs --ta", {"--tail"}),
         ("%%elastic --s", {"--setup"}),
         ("%%elastic_run --w", {"--wait"}),
+        ("%%elastic_run --checkpoint-", {"--checkpoint-every", "--checkpoint-keep"}),
     ],
 )
 def test_tab_completes_options_and_known_values(ip, magics, cluster, line, offered):
