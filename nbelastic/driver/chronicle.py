@@ -26,6 +26,8 @@ class Chronicle:
         self.listener: Callable[[], None] | None = None
         self._changed_at = 0.0  # when the present change of the world began
         self._formed_at = 0.0
+        self._prepare_at = 0.0  # when the present change began to be prepared
+        self._prepared: dict[str, float] = {}
         self._took: dict[str, float] = {}
 
     def close(self) -> None:
@@ -46,13 +48,20 @@ class Chronicle:
         self.records.append(record)
         self._write({"at": now, "record": msgspec.to_builtins(record)})
 
+    def prepare(self, now: float) -> None:
+        self._prepare_at = now
+
     def begin_change(self, now: float) -> None:
         self._changed_at = now
+        self._prepared = {"prepare": (now - self._prepare_at) * 1000} if self._prepare_at else {}
         self._took = {}
+        self._prepare_at = 0.0
 
     def form(self, command: m.FormWorld, now: float) -> None:
         if not command.to:
-            self._took = {"gather": (now - self._changed_at) * 1000} if self._changed_at else {}
+            gather = {"gather": (now - self._changed_at) * 1000} if self._changed_at else {}
+            self._took = {**self._prepared, **gather}
+            self._prepared = {}
             self._formed_at = now
 
     def worker_formed(self, event: m.WorkerFormed) -> None:

@@ -180,7 +180,12 @@ class Driver:
                 self.fleet.run_program(w, self.runs[job], self._program_ended)
             case m.FormWorld():
                 self.chronicle.form(command, now)
-                self._form(command)
+                self._form(command, command.to or command.members)
+            case m.PrepareWorld(order=order):
+                self.chronicle.prepare(now)
+                self._form(order, order.members, m.Prepare)
+            case m.DropWorld(epoch=epoch, members=members):
+                to_workers(members, m.Drop(epoch))
             case m.AskLeave(epoch=epoch, members=members):
                 self.chronicle.begin_change(now)
                 to_workers(members, m.Leave(epoch))
@@ -202,12 +207,17 @@ class Driver:
             case _:
                 raise TypeError(f"{type(command).__name__} is no command that the driver knows")
 
-    def _form(self, command: m.FormWorld) -> None:
+    def _form(
+        self,
+        command: m.FormWorld,
+        to: tuple[m.WorkerId, ...],
+        wrap: Callable[[m.Formation], m.Message] = lambda formation: formation,
+    ) -> None:
         counts: dict[str, int] = {}
         for w in command.members:
             counts[w.host] = counts.get(w.host, 0) + 1
         for w, place in zip(command.members, places(command.members), strict=True):
-            if command.to and w not in command.to:
+            if w not in to:
                 continue
             formation = m.Formation(
                 command.epoch,
@@ -222,7 +232,7 @@ class Driver:
                 command.receivers,
                 tuple(counts.items()),
             )
-            self.fleet.to_workers((w,), formation)
+            self.fleet.to_workers((w,), wrap(formation))
 
     def _job_dir(self) -> Path:
         job = self.world.active

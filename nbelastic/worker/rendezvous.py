@@ -11,9 +11,11 @@ import contextlib
 import os
 import select
 import socket
+import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
+from concurrent.futures import Future, wait
 from datetime import timedelta
 from typing import Any
 
@@ -49,7 +51,6 @@ class Offer:
     """A fresh store on this worker's interface, in case it becomes rank 0 of the next epoch."""
 
     def __init__(self, address: str) -> None:
-        before = _sockets()
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         listener = socket.socket(family, socket.SOCK_STREAM)
         listener.bind((address, 0))
@@ -59,7 +60,6 @@ class Offer:
         self.store = TCPStore(
             address, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach(), timeout=TIMEOUT
         )
-        self.sockets = _sockets().keys() - before.keys()  # its owner is a client of it, too
 
 
 class _Opening:
@@ -69,7 +69,8 @@ class _Opening:
         self.before = before
 
     def targets(self) -> dict[str, int]:
-        return {inode: fd for inode, fd in _sockets().items() if inode not in self.before}
+        new = {inode: fd for inode, fd in _sockets().items() if inode not in self.before}
+        return {inode: fd for inode, fd in new.items() if _over_network(fd)}
 
 
 class _Opened:
@@ -92,56 +93,95 @@ class Group:
         # What an abort shuts down, replaced as a whole: another thread reads it at any moment.
         self._reach: _Opening | _Opened | None = None
         self._store: Any = None
+        self._offer: Offer | None = None  # the store's server, on rank 0
         self.subgroups: Any = None  # made on demand
         self._aborting: threading.Thread | None = None
+        self._made: Any = None  # gloo's half, if it was prepared
+        self.settled = True  # no thread prepares it
 
-    def form(self, formation: Formation, offer: Offer, waiting: Callable[[], object] = lambda: None) -> None:
+    def prepare(self, formation: Formation, offer: Offer | None) -> None:
+        """Collective, in a thread beside the training: what takes time in `form`. Raises what torch raises, or ValueError.
+
+        For gloo and the CPU only: NCCL's communicators are made by the first collective on the GPU that trains.
+        """
+        if self._backend != "gloo" or self._device.type != "cpu":
+            raise ValueError(f"{self._backend} on {self._device.type} is not prepared beside the training")
+        self._reach = opening = _Opening(_sockets())
+        store = self._open_store(formation, offer)
+        prefix = PrefixStore("prepared", store)
+        self._made = dist.ProcessGroupGloo(prefix, formation.rank, formation.world_size, timeout=TIMEOUT)
+        self._reach = _Opened(opening.targets())
+
+    def form(
+        self,
+        formation: Formation,
+        offer: Offer,
+        start: Callable[[Callable[[], None]], Future[None]],
+        waiting: Callable[[], object] = lambda: None,
+    ) -> None:
         """Collective. Raises what torch raises if a member dies or the epoch is aborted meanwhile.
 
         `waiting()` is called now and then, and may raise: gloo cannot be woken where it waits for a peer to connect that
-        never will, as there is no connection yet to shut down. So it waits in a thread that can be given up; nothing but
-        that thread is lost.
+        never will, as there is no connection yet to shut down. So it waits in the thread of `start`, which can be left
+        behind; nothing but that is lost.
         """
-        if self._device.type == "cuda":
+        made, self._made = self._made, None
+        if made is not None:
+            self._take_over(formation, made)
+        elif self._device.type == "cuda":
             self._connect(formation, offer)
-            return
-        failed: list[BaseException] = []
-        over = threading.Event()
+        else:
+            connecting = start(lambda: self._connect(formation, offer))
+            while not wait((connecting,), LOOK).done:
+                waiting()
+            connecting.result()
 
-        def connect() -> None:
-            try:
-                self._connect(formation, offer)
-            except BaseException as error:  # noqa: BLE001  (it is raised below)
-                failed.append(error)
-            finally:
-                over.set()
-
-        threading.Thread(target=connect, name="nbelastic-forming", daemon=True).start()
-        while not over.wait(LOOK):
-            waiting()
-        if failed:
-            raise failed.pop()
+    def _take_over(self, formation: Formation, made: Any) -> None:
+        """What was prepared becomes torch's default group: init_process_group is given it where it would make one."""
+        if isinstance(self._reach, _Opened):  # without what others had opened meanwhile and closed
+            now = _sockets()
+            self._reach = _Opened({inode: fd for inode, fd in self._reach.sockets.items() if now.get(inode) == fd})
+        maker = dist.distributed_c10d.ProcessGroupGloo
+        dist.distributed_c10d.ProcessGroupGloo = _Handover(made)
+        try:
+            self._init(formation)
+        finally:
+            dist.distributed_c10d.ProcessGroupGloo = maker
 
     def _connect(self, formation: Formation, offer: Offer) -> None:
-        mine = offer.sockets if formation.rank == 0 else ()
-        self._reach = opening = _Opening({inode: fd for inode, fd in _sockets().items() if inode not in mine})
+        self._reach = opening = _Opening(_sockets())
+        self._open_store(formation, offer)
+        self._init(formation)
+        self._reach = _Opened(opening.targets())
+
+    def _open_store(self, formation: Formation, offer: Offer | None) -> Any:
+        """A client of rank 0's store. On rank 0 too: the server's own client must outlive an abort of this group."""
+        if formation.rank == 0:
+            if offer is None or offer.endpoint != formation.store:
+                raise ValueError("the store that was offered is not there any more")
+            self._offer = offer
         host, _, port = formation.store.rpartition(":")
-        self._store = offer.store
-        if formation.rank != 0:
-            self._store = TCPStore(
-                host.strip("[]"), int(port), is_master=False, wait_for_workers=False, timeout=TIMEOUT
-            )
+        client = TCPStore(host.strip("[]"), int(port), is_master=False, wait_for_workers=False, timeout=TIMEOUT)
+        self._store = PrefixStore(f"epoch/{formation.epoch}", client)
+        return self._store
+
+    def _init(self, formation: Formation) -> None:
         # torch numbers groups, and the number is in the store's keys; a forming that failed has used one up here only.
         dist.distributed_c10d._world.group_count = 0
+        hook = sys.excepthook
         dist.init_process_group(
             self._backend,
-            store=PrefixStore(f"epoch/{formation.epoch}", self._store),
+            store=self._store,
             rank=formation.rank,
             world_size=formation.world_size,
             timeout=TIMEOUT,
             device_id=self._device if self._device.type == "cuda" else None,
         )
-        self._reach = _Opened(opening.targets())
+        sys.excepthook = hook  # torch wraps it once more each time
+
+    def drop(self) -> None:
+        """It was prepared for nothing."""
+        self._made = self._store = self._offer = None
 
     def abort(self) -> None:
         """Make every rank that blocks in this group raise. To be repeated until it has left: it may still be forming."""
@@ -185,21 +225,42 @@ class Group:
             poll.register(fd, select.POLLRDHUP)
         return not poll.poll(0)
 
-    def leave(self) -> None:
-        """Close it. The connections first: two ranks that leave on their own could wait for each other."""
+    def connections(self) -> Collection[str]:
+        """Those that are open, by inode."""
+        reach = self._reach
+        return reach.targets().keys() if reach is not None else ()
+
+    def leave(self, *, sparing: Collection[str] = ()) -> None:
+        """Close it. The connections first, but for these: two ranks that leave on their own could wait for each other."""
+        if isinstance(self._reach, _Opened):
+            kept = {inode: fd for inode, fd in self._reach.sockets.items() if inode not in sparing}
+            self._reach = _Opened(kept)
         self.abort()
         if self._aborting is not None:
             self._aborting.join(NCCL_PATIENCE)
             if self._aborting.is_alive():  # nothing on this GPU will move again in this process
                 os._exit(STUCK)
-        _kept.append([*dist.distributed_c10d._world.pg_map, self._store])
+        _kept.append([*dist.distributed_c10d._world.pg_map, self._store, self._offer])
         if dist.is_initialized():
             with contextlib.suppress(RuntimeError):  # an aborted group has nothing left to shut down in order
                 dist.destroy_process_group()
-        self._store = self.subgroups = None
+        self._store = self._offer = self.subgroups = None
         self._reach = None
         if len(_kept) > KEPT:
             threading.Thread(target=_kept.popleft().clear, name="nbelastic-drop", daemon=True).start()
+
+
+class _Handover:
+    """Stands in for the class of gloo's groups: to make one is to get the one that was made before."""
+
+    def __init__(self, made: Any) -> None:
+        self._made = made
+
+    def __call__(self, *_: Any, **__: Any) -> Any:
+        return self._made
+
+    def __instancecheck__(self, thing: Any) -> bool:
+        return thing is self._made
 
 
 def collectives() -> int:
@@ -222,6 +283,16 @@ def _sockets() -> dict[str, int]:
         if target.startswith("socket:"):
             found[target] = int(name)
     return found
+
+
+def _over_network(fd: int) -> bool:
+    """Whether it is no socket between processes of this machine, such as a data loader's."""
+    try:
+        duplicate = socket.socket(fileno=os.dup(fd))
+    except OSError:  # closed
+        return False
+    with duplicate:
+        return duplicate.family in (socket.AF_INET, socket.AF_INET6)
 
 
 def _shut_down(fd: int, inode: str) -> None:

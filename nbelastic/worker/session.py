@@ -19,6 +19,7 @@ import torch
 from nbelastic.core import messages as m
 from nbelastic.core.errors import JobStoppedError, NoWorldError
 from nbelastic.link import Keys, Spoke
+from nbelastic.worker.ahead import Ahead
 from nbelastic.worker.rendezvous import Group, Offer, backend_for
 from nbelastic.worker.stuck import Blocked
 from nbelastic.worker.warm import WarmUp
@@ -64,7 +65,9 @@ class Session:
         self.checkpoints: Plan | None = None  # of this job
         self._hold: int | None = None  # commit number at which to wait for word of where to leave
         self._leave_at: int | None = None
-        self._offer: Offer | None = None
+        self._coming: m.Formation | None = None  # what follows when this epoch is left
+        self._ahead = Ahead(self.address)
+        self._dropped: set[int] = set()  # epochs that were prepared for nothing
         self.warm_up = WarmUp()
         self._inbox: queue.SimpleQueue[m.Message] = queue.SimpleQueue()
         self.report: dict[str, float] = {}
@@ -86,8 +89,9 @@ class Session:
         self.warm_up.wait()
         self._backend = backend_for(*self._choice)
         self.leave_group()
+        self._ahead.abort()
         self.job, self.epoch, self.commits, self.total = job, 0, 0, 0
-        self._quit = self._hold = self._leave_at = None
+        self._quit = self._hold = self._leave_at = self._coming = None
         self._inbox = queue.SimpleQueue()
         self.used = False
         self.checkpoints = None
@@ -103,18 +107,19 @@ class Session:
         """Say that this worker is ready and wait for the world it will be in. JobStoppedError if the job ends."""
         if self.group is not None:
             self.epoch = max(self.epoch, self.group.epoch)
-        if self._offer is None:
+        if self._ahead.offer is None:
             self.leave_group()  # first: an abort shuts down whatever is opened while a group is being formed
-        offer, self._offer = self._offer or Offer(self.address), None
+        offer = self._ahead.take_offer()
         while True:
             if self._quit is not None:
                 raise JobStoppedError(self._quit.reason)
             ready = m.WorkerReady(self.worker, self.job, self.epoch, commit, clean, offer.endpoint)
             self.link.send(ready)
             self.leave_group()  # while the word is on its way
-            message = self._hear(REPEAT)
+            coming, self._coming = self._coming, None
+            message = coming or self._hear(REPEAT)
             match message:
-                case m.Formation(epoch=epoch) if epoch > max(self.epoch, self._aborted):
+                case m.Formation(epoch=epoch) if epoch > self.epoch and not self._over(epoch):
                     self.commits, self._hold, self._leave_at = 0, None, None
                     return message, offer
                 case m.Formation(epoch=epoch) | m.Abort(epoch=epoch):
@@ -122,19 +127,21 @@ class Session:
 
     def join(self, formation: m.Formation, offer: Offer) -> Group:
         """Form the epoch's process group. Raises what torch raises, or WorldAborted."""
-        self.group = Group(formation.epoch, device(self.worker.slot), self._backend)
-        if self._aborted >= formation.epoch:
+        prepared = self._ahead.take(formation.epoch)
+        self.group = prepared or Group(formation.epoch, device(self.worker.slot), self._backend)
+        if self._over(formation.epoch):
             raise WorldAborted
         since = 0.0
 
         def waiting() -> None:
             nonlocal since
-            if self._aborted >= formation.epoch or self._quit is not None:
+            if self._over(formation.epoch):
                 since = since or time.monotonic()
                 if time.monotonic() - since > FORMING_PATIENCE:
+                    self._ahead.leave_behind()
                     raise WorldAborted
 
-        self.group.form(formation, offer, waiting)
+        self.group.form(formation, offer, self._ahead.run, waiting)
         self.formation = formation
         return self.group
 
@@ -151,8 +158,9 @@ class Session:
         if self.commits == 1:
             self._first = (time.monotonic() - self.formed_at) * 1000
             self.link.wake()
-        elif self.commits == 2 and self._offer is None:
-            self._offer = Offer(self.address)  # the next epoch's store, before it is needed
+        elif self.commits == 2 and self.group is not None:  # the next epoch's store, before it is needed
+            epoch = self.group.epoch
+            self._ahead.make_offer(lambda store: self.link.send(m.StoreOffered(self.worker, epoch, store)))
         if self.attention:
             self._listen()
 
@@ -180,7 +188,9 @@ class Session:
                 self._hold = self._leave_at = None
             case m.Leave(epoch=e, commit=int(commit)) if e == epoch:
                 self._hold, self._leave_at = None, commit
-            case m.Abort(epoch=e) if e >= epoch:
+            case m.Formation():
+                self._coming = message
+            case m.Abort() | m.Drop() if self._over(epoch):
                 raise WorldAborted
 
     @property
@@ -192,7 +202,7 @@ class Session:
         """WorldAborted if the epoch is broken. The GPU is waited for: aborted kernels end as if all were well."""
         if where.type == "cuda":
             torch.cuda.current_stream(where).synchronize()
-        if self.group is not None and self._aborted >= self.group.epoch:
+        if self.group is not None and self._over(self.group.epoch):
             raise WorldAborted
 
     def judge(self, error: BaseException) -> bool:
@@ -201,10 +211,10 @@ class Session:
         epoch = self.group.epoch
         own = self.group.intact() or not _of_a_collective(error)
         raised = m.WorkerRaised(self.worker, epoch, own, f"{type(error).__name__}: {error}"[:ERROR_BOUND])
-        while self._aborted < epoch and self._quit is None:
+        while not self._over(epoch):
             self.link.send(raised)
             match self._hear(REPEAT):
-                case m.Abort(epoch=e) if e >= epoch:
+                case m.Abort() | m.Drop() if self._over(epoch):
                     return own and isinstance(self._hear(VERDICT), m.Quit)
                 case m.Quit():  # its own: the others raise
                     return True
@@ -217,7 +227,8 @@ class Session:
         self.formation = None
         group, self.group = self.group, None
         if group is not None:
-            group.leave()
+            following = self._ahead.group
+            group.leave(sparing=following.connections() if following is not None else ())
 
     def _hear(self, timeout: float) -> m.Message | None:
         try:
@@ -238,17 +249,32 @@ class Session:
                 if job != self.job:
                     return
                 self._quit = message
+            case m.Prepare(formation=formation):
+                self._prepare(formation)
+                return
+            case m.Drop(epoch=epoch):
+                self._dropped.add(epoch)
         self._inbox.put(message)
         self.attention = True
+
+    def _prepare(self, formation: m.Formation) -> None:
+        if not self._over(formation.epoch):
+            done = lambda error: self.link.send(m.WorkerPrepared(self.worker, formation.epoch, error))  # noqa: E731
+            self._ahead.prepare(formation, device(self.worker.slot), self._backend, done)
+
+    def _over(self, epoch: int) -> bool:
+        """Whether nobody is to be in this epoch any more. From any thread."""
+        return epoch <= self._aborted or epoch in self._dropped or self._quit is not None
 
     def _tick(self) -> float:
         now = time.monotonic()
         self._send_progress(now)
         self._send_output()
-        group = self.group
-        if group is None or (self._aborted < group.epoch and self._quit is None):
+        group, following = self.group, self._ahead.group
+        gone = following is None or not self._over(following.epoch) or self._ahead.abort()
+        if group is None or not self._over(group.epoch):
             self._blocked = None
-            return REPORT_EVERY
+            return REPORT_EVERY if gone else ABORT_EVERY
         group.abort()
         self._blocked = self._blocked or Blocked(now)
         if self._blocked.stuck_for(now) > ABORT_PATIENCE:

@@ -1,6 +1,7 @@
 """Forming, aborting and leaving an epoch's group, without any driver."""
 
 import os
+import sys
 import threading
 import time
 
@@ -9,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from nbelastic.core.messages import Formation
+from nbelastic.worker.ahead import Ahead
 from nbelastic.worker.rendezvous import Group, Offer, _shut_down
 
 
@@ -29,7 +31,7 @@ def form(epoch, size, *, abort_after=None):
     if abort_after is not None:
         thread.start()
     try:
-        group.form(formation(epoch, size, offer), offer)
+        group.form(formation(epoch, size, offer), offer, Ahead("127.0.0.1").run)
     finally:
         over.set()
         if abort_after is not None:
@@ -85,9 +87,92 @@ def test_a_peer_that_never_connects_costs_a_thread_only():
     group, offer = Group(1, torch.device("cpu"), "gloo"), Offer("127.0.0.1")
     began = time.monotonic()
     with pytest.raises(EnoughError):
-        group.form(formation(1, 2, offer), offer, enough)
+        group.form(formation(1, 2, offer), offer, Ahead("127.0.0.1").run, enough)
     assert time.monotonic() - began < 1
     group.leave()
     after = form(2, 1)
     dist.all_reduce(torch.ones(1))
     after.leave()
+
+
+def works():
+    one = torch.ones(3)
+    dist.all_reduce(one)
+    return one.tolist() == [1.0] * 3
+
+
+def prepare(ahead, epoch, size=1):
+    """What `Ahead` says of an attempt to prepare this epoch, as rank 0."""
+    offers, said = [], []
+    ahead.make_offer(offers.append)
+    ahead.run(lambda: None).result()
+    where = Formation(epoch, 0, size, 0, size, 0, 1, offers[0], 0, (), (("a", size),))
+    ahead.prepare(where, torch.device("cpu"), "gloo", said.append)
+    return where, said
+
+
+def test_a_group_is_prepared_beside_another_and_takes_its_place():
+    """Forty times: the old one works until it is left, the new one does at once, and nothing piles up."""
+    ahead, hook = Ahead("127.0.0.1"), sys.excepthook
+    group, files = form(1, 1), []
+    for epoch in range(2, 42):
+        where, said = prepare(ahead, epoch)
+        ahead.run(lambda: None).result()
+        assert said == [""]
+        assert works()
+        offer = ahead.take_offer()
+        group.leave(sparing=ahead.group.connections())
+        group = ahead.take(epoch)
+        group.form(where, offer, ahead.run)
+        assert works()
+        assert group.intact()
+        assert dist.get_backend() == "gloo"
+        files.append(len(os.listdir("/proc/self/fd")))
+    group.leave()
+    assert max(files[10:]) <= max(files[:10]) + 2
+    assert sys.excepthook is hook
+
+
+def test_what_was_prepared_for_nothing_is_dropped():
+    """It had been built, or waits for a peer that never comes: the group that trains is not touched, and the next is built."""
+    ahead, group = Ahead("127.0.0.1"), form(1, 1)
+    for epoch in (2, 3, 4):
+        where, said = prepare(ahead, epoch)
+        ahead.run(lambda: None).result()
+        assert ahead.abort()
+        assert ahead.group is None
+        assert (said, works(), group.intact()) == ([""], True, True)
+        _, said = prepare(ahead, epoch + 10, size=2)
+        assert not ahead.group.settled
+        while not ahead.abort():
+            time.sleep(0.02)
+        ahead.run(lambda: None).result()
+        assert len(said) == 1
+        assert "Error" in said[0]
+        assert (works(), group.intact()) == (True, True)
+    group.leave()
+
+
+def test_a_preparation_that_hangs_is_left_behind():
+    """The next one gets a thread of its own."""
+    ahead = Ahead("127.0.0.1")
+    held = threading.Event()
+    ahead.group = Group(1, torch.device("cpu"), "gloo")
+    ahead.group.settled = False
+    ahead.run(held.wait)
+    offer = ahead.take_offer()
+    assert offer.endpoint.startswith("127.0.0.1:")
+    held.set()
+
+
+def test_a_store_that_is_gone_is_said():
+    """Rank 0 has used its store meanwhile: the change is made without preparation."""
+    ahead = Ahead("127.0.0.1")
+    said = []
+    where = Formation(2, 0, 1, 0, 1, 0, 1, "127.0.0.1:1", 0, (), (("a", 1),))
+    ahead.prepare(where, torch.device("cpu"), "gloo", said.append)
+    ahead.run(lambda: None).result()
+    ahead.prepare(where, torch.device("cpu"), "cpu:gloo,cuda:nccl", said.append)
+    ahead.run(lambda: None).result()
+    assert "not there any more" in said[0]
+    assert "not prepared beside the training" in said[1]

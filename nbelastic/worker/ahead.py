@@ -1,0 +1,94 @@
+"""What a worker does for the next epoch while this one trains: it offers a store, and builds the group.
+
+All of it runs in one thread, one task after the other, so that a connection that one task opens is not taken for
+another's. A task that hangs in an epoch that will not be is left behind with its thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import torch
+
+from nbelastic.core.messages import Formation
+from nbelastic.worker.rendezvous import Group, Offer
+
+
+class Ahead:
+    """`offer` is the store for the next epoch, `group` is the next epoch's, if they are there yet."""
+
+    def __init__(self, address: str) -> None:
+        self._address = address
+        self._thread = _thread()
+        self.offer: Offer | None = None
+        self.group: Group | None = None
+
+    def run(self, task: Callable[[], Any]) -> Future[Any]:
+        """`task` in the thread, when what came before it is done."""
+        return self._thread.submit(task)
+
+    def leave_behind(self) -> None:
+        """What runs there hangs: what comes next gets a thread of its own."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+        self._thread = _thread()
+
+    def make_offer(self, then: Callable[[str], object]) -> None:
+        """A store, and word of where it is."""
+        self.run(lambda: then(self._make_offer().endpoint))
+
+    def take_offer(self) -> Offer:
+        """The store, made now if there is none."""
+        self._make_way()
+        offer: Offer = self.run(self._make_offer).result()
+        self.offer = None
+        return offer
+
+    def _make_offer(self) -> Offer:
+        self.offer = self.offer or Offer(self._address)
+        return self.offer
+
+    def prepare(self, formation: Formation, device: torch.device, backend: str, then: Callable[[str], object]) -> None:
+        """Build the group of `formation`; `then` is told why it could not be, or an empty text."""
+        self._make_way()
+        self.group = group = Group(formation.epoch, device, backend)
+        group.settled = False
+
+        def build() -> None:
+            try:
+                group.prepare(formation, self.offer)
+                error = ""
+            except Exception as failure:  # noqa: BLE001  (torch raises many kinds; the change is made without)
+                error = f"{type(failure).__name__}: {failure}"[:200]
+            group.settled = True
+            then(error)
+
+        self.run(build)
+
+    def take(self, epoch: int) -> Group | None:
+        """The group of this epoch, if it was prepared."""
+        group = self.group
+        if group is None or group.epoch != epoch:
+            return None
+        self.group = None
+        return group
+
+    def abort(self) -> bool:
+        """The group will not be. To be repeated until this says that it is gone."""
+        group = self.group
+        if group is None:
+            return True
+        group.abort()
+        if group.settled:
+            self.group = None
+            self.run(group.drop)
+        return group.settled
+
+    def _make_way(self) -> None:
+        if self.group is not None and not self.group.settled:
+            self.leave_behind()
+
+
+def _thread() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(1, thread_name_prefix="nbelastic-ahead")
