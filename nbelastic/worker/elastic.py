@@ -72,6 +72,8 @@ class _Loop:
         try:
             self._enter(formation, offer, left_at)
             value = call()
+            if session.checkpoints is not None:
+                session.checkpoints.ended(self._state)
             session.link.send(WorkerSucceeded(session.worker, formation.epoch))
         except WorldLeft:
             return "left", None

@@ -9,20 +9,22 @@ autograd's count of changes tell whether that holds; where it does not, tensors 
 
 from __future__ import annotations
 
-import random
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from nbelastic.core.errors import StateError
 from nbelastic.core.messages import Formation
+from nbelastic.worker import generators, saving
 from nbelastic.worker import optimizers as opt
 from nbelastic.worker.copies import Part
 from nbelastic.worker.optimizers import frozen
 from nbelastic.worker.rendezvous import collectives
+from nbelastic.worker.saving import Saving
 from nbelastic.worker.session import Session
 from nbelastic.worker.transfer import Channel, check_plain, describe, destinations, rebuild
 
@@ -115,7 +117,24 @@ class State:
         self._tensors.keep = bool(self._copying) or self._session is None
         self._take_note()
         if self._session is not None:
+            if self._session.checkpoints is not None:
+                self._session.checkpoints.committed(self)
             self._session.committed(self.commits)
+
+    def save(self, path: str | Path, *, keep: int = saving.KEEP) -> Saving:
+        """Write the state, as it is now, as a checkpoint into the folder `path`, of which the newest `keep` stay.
+
+        Returns as soon as the tensors are copied; `.wait()` for the rest. All ranks hold the same, so rank 0 alone writes.
+        StateError if the folder cannot be written.
+        """
+        return saving.save(self, path, keep=keep, writes=self._session is None or self._session.speaks)
+
+    def load(self, path: str | Path) -> Path:
+        """Become the checkpoint at `path`, or the newest of a folder that can be used; returns which that was.
+
+        Call it on all ranks, or on all before the elastic function. StateError if there is none that can be used.
+        """
+        return saving.load(self, path)
 
     def restore(self) -> None:
         """Back to the last commit. StateError if tensors have changed since and nothing was copied: one step a commit."""
@@ -144,7 +163,7 @@ class State:
             self._statistics.restore()
             for optimizer, groups in zip(self._of(torch.optim.Optimizer), note["groups"], strict=True):
                 opt.put_settings(optimizer, groups)
-            _set_random_states(note["random"])
+            generators.put(note["random"])
 
     @property
     def clean(self) -> bool:
@@ -169,6 +188,9 @@ class State:
 
     def sync(self, formation: Formation) -> None:
         """Collective: `formation.receivers` get the state of rank `formation.root`, in place."""
+        plan = self._session.checkpoints if self._session is not None else None
+        if plan is not None and self.commits == 0 and formation.rank == formation.root:
+            plan.resume(self)
         if formation.receivers:
             where = self._device()
             channel = Channel(formation.root, formation.receivers, formation.rank, formation.world_size, where)
@@ -332,7 +354,7 @@ class State:
             "buffers": buffers,
             "groups": [opt.settings(optimizer) for optimizer in optimizers],
             "entries": [opt.entries(optimizer) for optimizer in optimizers] if self._tensors.keep else [],
-            "random": _random_states(),
+            "random": generators.states(),
         }
 
 
@@ -351,7 +373,9 @@ class TorchState(State):
             if isinstance(value, torch.optim.LBFGS):
                 raise StateError(f"{name} is LBFGS, which changes parameters within a step: it cannot be recovered.")
             if isinstance(value, torch.nn.Module) and any(hasattr(p, "device_mesh") for p in value.parameters()):
-                raise StateError(f"{name} is sharded over ranks (DTensor, FSDP): a state holds what every rank has whole.")
+                raise StateError(
+                    f"{name} is sharded over ranks (DTensor, FSDP): a state holds what every rank has whole."
+                )
 
 
 def _shape(value: Any) -> tuple[Any, ...] | None:
@@ -361,21 +385,3 @@ def _shape(value: Any) -> tuple[Any, ...] | None:
     if isinstance(value, torch.Tensor):
         return tuple(value.shape), str(value.dtype).removeprefix("torch.")
     return tuple(value[2:4])
-
-
-def _random_states() -> dict[str, Any]:
-    states: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
-    if "numpy" in sys.modules:
-        states["numpy"] = sys.modules["numpy"].random.get_state()
-    if torch.cuda.is_initialized():
-        states["cuda"] = torch.cuda.get_rng_state()
-    return states
-
-
-def _set_random_states(states: dict[str, Any]) -> None:
-    torch.set_rng_state(states["torch"])
-    random.setstate(states["python"])
-    if "numpy" in states:
-        sys.modules["numpy"].random.set_state(states["numpy"])
-    if "cuda" in states:
-        torch.cuda.set_rng_state(states["cuda"])

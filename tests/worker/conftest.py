@@ -27,6 +27,7 @@ class FakeSession:
         self.committed_at = []
         self.checked = []
         self.speaks = True
+        self.checkpoints = None
         self.report = {}
 
     def check(self, where):

@@ -137,7 +137,7 @@ def test_what_was_prepared_for_nothing_is_dropped():
     """It had been built, or waits for a peer that never comes: the group that trains is not touched, and the next is built."""
     ahead, group = Ahead("127.0.0.1"), form(1, 1)
     for epoch in (2, 3, 4):
-        where, said = prepare(ahead, epoch)
+        _, said = prepare(ahead, epoch)
         ahead.run(lambda: None).result()
         assert ahead.abort()
         assert ahead.group is None
