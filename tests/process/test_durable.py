@@ -1,0 +1,154 @@
+"""A job that is lost as a whole goes on at its newest checkpoint: in another cluster, at another world size."""
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+import nbelastic as nbe
+from tests.process import programs
+from tests.process.observing import Training, ours, until
+
+
+def train(folder, width=16):
+    """Train until `folder/finish` exists, and write down where each world began."""
+    import torch
+
+    log = programs.Log(folder)
+    torch.manual_seed(os.getpid())
+    model = torch.nn.Linear(width, 4)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    state = nbe.TorchState(model=model, optimizer=optimizer, step=0)
+
+    @nbe.elastic
+    def loop(state):
+        ddp = torch.nn.parallel.DistributedDataParallel(state.model)
+        log(begin=state.step, commits=state.commits, sum=programs.checksum(model), epoch=programs.epoch())
+        while not programs.agreed(folder, "finish"):
+            loss = ddp(torch.randn(8, width)).pow(2).mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            state.step += 1
+            log(step=state.step, sum=programs.checksum(model), epoch=programs.epoch(), rank=nbe.rank())
+            state.commit()
+            time.sleep(programs.PAUSE)
+        return {"step": state.step, "commits": state.commits, "sum": programs.checksum(model)}
+
+    return loop(state)
+
+
+@pytest.fixture
+def runs(make, tmp_path):
+    """`runs(number, hosts)`: train on a cluster of its own, with the checkpoints in one folder for all of them."""
+
+    def start(number, hosts, every=5, **kwargs):
+        return Training(
+            make(hosts),
+            tmp_path / f"run{number}",
+            train,
+            checkpoint=tmp_path / "kept",
+            checkpoint_every=every,
+            **kwargs,
+        )
+
+    return start
+
+
+def kept(tmp_path):
+    """The checkpoints' numbers of commits, in the order in which they were written."""
+    return [int(path.name.rpartition("-")[2]) for path in sorted((tmp_path / "kept").glob("0*"))]
+
+
+def begun(training):
+    """Where the training began, as all ranks saw it."""
+    where = {(line["begin"], line["commits"], line["sum"]) for line in training.lines("begin") if line["epoch"] == 1}
+    assert len(where) == 1
+    return where.pop()
+
+
+def done(training):
+    (training.folder / "finish").touch()
+    results = training.job.result(timeout=30)
+    assert all(result == results[0] for result in results)
+    return results[0]
+
+
+@pytest.mark.parametrize(("before", "after"), [("localhost:3", "localhost:2"), ("localhost:1", "localhost:3")])
+def test_everything_is_killed_and_a_smaller_or_larger_world_goes_on(runs, tmp_path, before, after):
+    """Every process dies at once. The next job begins with the weights of the newest checkpoint, on all ranks."""
+    first = runs(1, before)
+    until(lambda: len(kept(tmp_path)) >= 2, what="two checkpoints")
+    for pid in ours(first.cluster):
+        os.kill(pid, signal.SIGKILL)
+    first.cluster.stop()
+    newest = kept(tmp_path)[-1]
+    second = runs(2, after)
+    second.runs(int(after[-1]))
+    step, commits, weights = begun(second)
+    assert step == commits == newest
+    assert {line["sum"] for line in first.lines() if line["step"] == newest} == {weights}
+    until(lambda: kept(tmp_path)[-1] > newest, what="the next checkpoint")
+    assert done(second)["step"] > newest
+    assert f"the training goes on at commit {newest}, from " in second.job.logs(rank=0)
+
+
+def test_a_job_that_has_ended_is_over(runs, tmp_path):
+    """The end is saved too: run again, the job begins where it ended."""
+    first = runs(1, "localhost:2", every=1000)
+    first.runs(2)
+    end = done(first)
+    assert kept(tmp_path) == [end["commits"]]
+    second = runs(2, "localhost:1", every=1000)
+    (second.folder / "finish").touch()
+    assert second.job.result(timeout=30) == [end]
+    assert kept(tmp_path) == [end["commits"]]
+
+
+def test_the_writing_rank_dies_and_the_next_one_writes(runs, tmp_path):
+    """Rank 0 is killed: nobody waits for its checkpoint, and the new rank 0 goes on with them."""
+    training = runs(1, "localhost:2")
+    victim = training.runs(2)[0]
+    until(lambda: kept(tmp_path), what="a checkpoint")
+    training.strike(victim)
+    last = kept(tmp_path)[-1]
+    until(lambda: kept(tmp_path)[-1] > last + 5, what="checkpoints of another rank")
+    done(training)
+    left = [path.name for path in (tmp_path / "kept").iterdir()]
+    assert len([name for name in left if not name.startswith(".")]) == 3
+
+
+def test_the_newest_is_damaged(runs, tmp_path):
+    """The one before it is used, and the log says why."""
+    first = runs(1, "localhost:2")
+    until(lambda: len(kept(tmp_path)) >= 2, what="two checkpoints")
+    done(first)
+    *_, before, newest = kept(tmp_path)
+    (damaged,) = (tmp_path / "kept").glob(f"*-commit-{newest}")
+    (damaged / "manifest").write_bytes(b"{")
+    second = runs(2, "localhost:2")
+    second.runs(2)
+    assert begun(second)[:2] == (before, before)
+    done(second)
+    assert f"checkpoint {damaged.name} is not used: manifest is damaged" in second.job.logs(rank=0)
+
+
+def test_a_folder_of_another_program(runs, tmp_path):
+    """Nothing in it fits: the job fails and says the first difference, and the checkpoints are left alone."""
+    first = runs(1, "localhost:2")
+    until(lambda: kept(tmp_path), what="a checkpoint")
+    done(first)
+    there = kept(tmp_path)
+    error = runs(2, "localhost:2", width=8).job.exception(timeout=30)
+    assert "StateError: no checkpoint in" in str(error)
+    assert "model.weight is ((4, 8), 'float32') here and ((4, 16), 'float32')" in str(error)
+    assert kept(tmp_path) == there
+
+
+def test_a_folder_that_cannot_be_written(make, tmp_path):
+    """The job fails at its beginning, with what the disk said."""
+    (tmp_path / "file").touch()
+    job = make("localhost:2").run(train, str(tmp_path), checkpoint=Path(tmp_path, "file", "below"))
+    assert "StateError: checkpoints cannot be written to" in str(job.exception(timeout=30))
