@@ -53,6 +53,12 @@ class _Loop:
 
     def run(self, call: Callable[[], R]) -> R:
         self._state.begin(self._session)
+        try:
+            return self._loop(call)
+        finally:
+            self._state.end()
+
+    def _loop(self, call: Callable[[], R]) -> R:
         left_at = 0.0
         while True:
             gathered, offer = self._session.gather(self._state.commits, clean=self._state.clean)

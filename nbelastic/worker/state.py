@@ -172,10 +172,8 @@ class State:
 
     def begin(self, session: Session) -> None:
         """The elastic loop begins: nothing has been committed yet, and the start is what a break returns to."""
+        self.end()
         self._session = session
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
         for optimizer in self._of(torch.optim.Optimizer):
             self._hooks.append(optimizer.register_step_pre_hook(self._stepping))
             trained = [p for p in opt.parameters(optimizer) if p.requires_grad and p.is_leaf]
@@ -185,6 +183,12 @@ class State:
         self._survey()
         check_plain(describe(self._small(), []))
         self._take_note()
+
+    def end(self) -> None:
+        """The elastic loop is over. Hooks that stayed would keep the model in memory: it and they would hold each other."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks, self._session = [], None
 
     def sync(self, formation: Formation) -> None:
         """Collective: `formation.receivers` get the state of rank `formation.root`, in place."""

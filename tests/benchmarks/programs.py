@@ -12,6 +12,7 @@ import nbelastic as nbe
 
 SLEEP = 0.005
 SIZE = (256, 1024)
+LARGE = 1024
 
 
 def model_and_optimizer() -> Any:
@@ -36,19 +37,47 @@ def one_step(ddp: Any, optimizer: Any) -> Any:
     return loss
 
 
-def record_steps(folder: str, steps: int) -> int:
-    """The elastic loop, committing every step. Each process appends its steps to a file of its own in `folder`."""
+def large_model_and_optimizer() -> Any:
+    """25 M parameters in 24 layers, SGD with momentum: 200 MB of state a rank."""
     import torch
 
-    model, optimizer = model_and_optimizer()
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*[torch.nn.Linear(LARGE, LARGE) for _ in range(24)])
+    return model, torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9)
+
+
+def one_large_step(ddp: Any, optimizer: Any) -> Any:
+    """As `one_step`, on a random batch of 8."""
+    import torch
+
+    loss = ddp(torch.randn(8, LARGE)).pow(2).mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    return loss
+
+
+def record_steps(folder: str, steps: int) -> int:
+    """The elastic loop, committing every step. Each process appends its steps to a file of its own in `folder`."""
+    return _record(folder, steps, *model_and_optimizer(), one_step)
+
+
+def record_large_steps(folder: str, steps: int) -> int:
+    """As `record_steps`, with 25 M parameters."""
+    return _record(folder, steps, *large_model_and_optimizer(), one_large_step)
+
+
+def _record(folder: str, steps: int, model: Any, optimizer: Any, step: Any) -> int:
+    import torch
+
     state = nbe.TorchState(model=model, optimizer=optimizer, step=0)
     with (Path(folder) / f"{os.getpid()}.jsonl").open("a", buffering=1) as log:
 
         @nbe.elastic
         def train(state: Any) -> int:
-            ddp = torch.nn.parallel.DistributedDataParallel(state.model)
+            ddp = torch.nn.parallel.DistributedDataParallel(state.model, init_sync=False)
             while state.step < steps:
-                one_step(ddp, optimizer)
+                step(ddp, optimizer)
                 state.step += 1
                 line = {
                     "t": time.time(),

@@ -42,10 +42,12 @@ def steps_in(folder: str) -> Steps:
 
 
 @contextmanager
-def training(hosts: str, **options: Any) -> Iterator[tuple[nbe.Cluster, str]]:
+def training(
+    hosts: str, program: Callable[[str, int], int] = programs.record_steps, **options: Any
+) -> Iterator[tuple[nbe.Cluster, str]]:
     """A cluster that trains for ever, and the folder of its steps."""
     with tempfile.TemporaryDirectory() as folder, nbe.Cluster(hosts, cooldown=(0, 0), **options) as cluster:
-        job = cluster.run(programs.record_steps, folder, 10**9)
+        job = cluster.run(program, folder, 10**9)
         yield cluster, folder
         job.stop()
         job.wait(timeout=20)
@@ -68,11 +70,13 @@ def start_once() -> float:
     return float(done.stdout.split()[-1])
 
 
-def faults(sig: signal.Signals, count: int, pause: float) -> dict[str, list[float]]:
+def faults(
+    sig: signal.Signals, count: int, pause: float, program: Callable[[str, int], int] = programs.record_steps
+) -> dict[str, list[float]]:
     """Signal random ranks of a running world of N, one after the other; times to the next step and to full size."""
     found: dict[str, list[float]] = {"next": [], "full": [], "lost": []}
     struck = []
-    with training(f"localhost:{N}", min=1, max=N) as (cluster, folder):
+    with training(f"localhost:{N}", program, min=1, max=N) as (cluster, folder):
         for number in range(count):
             cluster.wait(N, timeout=30)
             time.sleep(pause)
@@ -112,7 +116,9 @@ def longest_gap(steps: Steps, since: float, until: float) -> float:
     return max(b - a for a, b in pairwise(times))
 
 
-def planned(count: int) -> dict[str, list[float]]:
+def planned(
+    count: int, program: Callable[[str, int], int] = programs.record_steps, pause: float = 0.5
+) -> dict[str, list[float]]:
     """Add a host of one slot and remove it again, while N - 1 workers train: the longest time between two steps.
 
     `starting` is while the new host's template imports torch (on this same machine, so it takes CPU from the training),
@@ -120,20 +126,20 @@ def planned(count: int) -> dict[str, list[float]]:
     """
     found: dict[str, list[float]] = {"add": [], "remove": [], "starting": [], "undisturbed": [], "lost": []}
     spans = []
-    with training(f"localhost:{N - 1}", min=1) as (cluster, folder):
+    with training(f"localhost:{N - 1}", program, min=1) as (cluster, folder):
         cluster.wait(N - 1, timeout=30)
-        time.sleep(1)
+        time.sleep(2 * pause)
         for _ in range(count):
             times = [time.time()]
-            time.sleep(0.7)
+            time.sleep(pause + 0.2)
             times.append(time.time())
             cluster.add_host("127.0.0.2:1")
             cluster.wait(N, timeout=30)
-            time.sleep(0.5)
+            time.sleep(pause)
             times.append(time.time())
             cluster.remove_host("127.0.0.2")
             cluster.wait(N - 1, timeout=30)
-            time.sleep(0.5)
+            time.sleep(pause)
             spans.append([*times, time.time()])
             wait_until(lambda: len(cluster.hosts) == 1)
         steps = steps_in(folder)

@@ -1,0 +1,108 @@
+"""What the state costs with 25 M parameters: `python -m tests.benchmarks.state [--json FILE] [--only CASE …] [--quick]`.
+
+Four gloo workers, SGD with momentum (200 MB of state a rank). What a floor or a peer is meant by is measured in the same
+run, in turn with ours. Milliseconds, unless the name says otherwise.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import signal
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+
+import nbelastic as nbe
+from tests.benchmarks import programs, recovery, state_programs
+
+N = 4
+Figures = dict[str, list[float]]
+
+
+def every_step(rounds: int) -> Figures:
+    """A commit after each step, and the same steps without any, in turn."""
+    found: Figures = {"step": [], "commit": [], "step without": [], "MB": [], "MB without": []}
+    for _ in range(3):
+        for every, name in ((0, " without"), (1, "")):
+            with nbe.Cluster(f"localhost:{N}", min=N) as cluster:  # a new one, for the sake of the memory
+                ranks = cluster.run(state_programs.commits, rounds, every).result(timeout=300)
+            found[f"step{name}"] += ranks[0]["step"][3:]
+            found[f"MB{name}"] += [rank["MB"] for rank in ranks]
+            found["commit"] += ranks[0]["commit"][3:]
+    return found | {"commit, % of 100 ms": found["commit"]} | {"MB, ratio": _ratio(found["MB"], found["MB without"])}
+
+
+def every_tenth(rounds: int) -> Figures:
+    """A commit every ten steps: the copy of 200 MB, and the same bytes copied bare after each."""
+    with nbe.Cluster(f"localhost:{N}", min=N) as cluster:
+        rank = cluster.run(state_programs.commits, rounds, 10).result(timeout=600)[0]
+    commit, bare = rank["commit"][2:], rank["memcpy"][2:]  # the first allocate
+    return {"commit": commit, "memcpy": bare, "bandwidth, ratio": [b / c for b, c in zip(bare, commit, strict=True)]}
+
+
+def words(seconds: float) -> Figures:
+    """Microseconds of a commit of a counter, with and without a change being agreed on."""
+    with nbe.Cluster(f"localhost:{N}", min=1, cooldown=(0, 0)) as cluster:
+        cluster.wait(N, timeout=60)
+        quiet = cluster.run(state_programs.words, seconds).result(timeout=60)[0]
+        return {"commit, us": quiet["commit"], "news, us": quiet["news"]}
+
+
+def sync(rounds: int) -> Figures:
+    """The state to all other ranks, and to one; against the same bytes bare."""
+    with nbe.Cluster(f"localhost:{N}", min=N) as cluster:
+        found: Figures = cluster.run(state_programs.sync, rounds).result(timeout=300)[0]
+    for name in ("all", "one"):
+        found[f"{name}, ratio"] = [b / o for b, o in zip(found[f"bare {name}"], found[name], strict=True)]
+    return found
+
+
+def kill(count: int) -> Figures:
+    """SIGKILL to the next step, and the floor of it: a bare group and a step of three ranks that stand ready."""
+    with nbe.Cluster(f"localhost:{N - 1}", min=N - 1) as cluster:
+        bare = cluster.run(state_programs.floor, 10).result(timeout=300)[0]
+    found = recovery.faults(signal.SIGKILL, count, 3.0, programs.record_large_steps)
+    after = [seconds * 1000 for seconds in found["next"]]
+    floor = statistics.median(bare)
+    return {"next": after, "floor": bare, "ratio": [ms / floor for ms in after], "lost": found["lost"]}
+
+
+def planned(count: int) -> Figures:
+    """A worker added and removed: the longest gap between steps, in undisturbed steps."""
+    found = recovery.planned(count, programs.record_large_steps, 3.0)
+    step = statistics.median(found["undisturbed"])
+    gaps = {f"{name}, steps": [gap / step for gap in found[name]] for name in ("add", "remove")}
+    return {name: [s * 1000 for s in found[name]] for name in ("undisturbed", "add", "remove")} | gaps
+
+
+def _ratio(ours: list[float], theirs: list[float]) -> list[float]:
+    return [a / b for a, b in zip(ours, theirs, strict=True)]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", type=Path, help="write all values to this file")
+    parser.add_argument("--quick", action="store_true", help="a fifth of the rounds")
+    parser.add_argument("--only", nargs="*", default=[], help="only these cases")
+    options = parser.parse_args()
+    part = 5 if options.quick else 1
+    cases: dict[str, Callable[[], Figures]] = {
+        "every step": lambda: every_step(max(6, 20 // part)),
+        "every tenth": lambda: every_tenth(max(4, 12 // part)),
+        "words": lambda: words(10.0 / part),
+        "sync": lambda: sync(max(4, 20 // part)),
+        "kill": lambda: kill(max(3, 20 // part)),
+        "planned": lambda: planned(max(2, 10 // part)),
+    }
+    results = {}
+    for name, case in cases.items():
+        if not options.only or name in options.only:
+            results[name] = case()
+            recovery.show(name, results[name])
+    if options.json:
+        options.json.write_text(json.dumps(results, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

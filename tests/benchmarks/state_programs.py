@@ -1,0 +1,160 @@
+"""What `tests.benchmarks.state` runs on the workers: each function is a job's program."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import nbelastic as nbe
+from tests.benchmarks import programs
+
+
+def milliseconds(call: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    call()
+    return (time.perf_counter() - start) * 1000
+
+
+def commits(rounds: int, every: int) -> dict[str, Any]:
+    """Each step and each commit timed (ms), `every` steps a commit; with 0 no commit at all. Memory at the end, in MB.
+
+    Where tensors are copied, as many bytes are copied bare after each commit.
+    """
+    import psutil
+    import torch
+
+    model, optimizer = programs.large_model_and_optimizer()
+    state = nbe.TorchState(model=model, optimizer=optimizer) if every else nbe.ObjectState()
+    live = [p.detach() for p in model.parameters()] * 2
+    bare = [torch.empty_like(t) for t in live] if every > 1 else []
+    found: dict[str, Any] = {"step": [], "commit": [], "memcpy": []}
+
+    @nbe.elastic
+    def train(state: Any) -> None:
+        ddp = torch.nn.parallel.DistributedDataParallel(model, init_sync=False)
+        for _ in range(rounds):
+            for _ in range(max(1, every)):
+                found["step"].append(milliseconds(lambda: programs.one_large_step(ddp, optimizer)))
+            if every:
+                found["commit"].append(milliseconds(state.commit))
+            if bare:
+                found["memcpy"].append(milliseconds(lambda: [a.copy_(b) for a, b in zip(bare, live, strict=True)]))
+
+    train(state)
+    return {**found, "MB": psutil.Process().memory_info().rss / 1e6}
+
+
+def words(seconds: float) -> dict[str, list[float]]:
+    """Microseconds of a commit of a counter, and of the part that counts it and looks for news; over `seconds`."""
+    state = nbe.ObjectState(step=0)
+    found: dict[str, list[float]] = {"commit": [], "news": []}
+
+    @nbe.elastic
+    def train(state: Any) -> None:
+        session, end = state._session, time.monotonic() + seconds
+        counted = session.committed
+
+        def committed(total: int) -> None:
+            found["news"].append(milliseconds(lambda: counted(total)) * 1000)
+
+        session.committed = committed
+        try:
+            while time.monotonic() < end:
+                found["commit"].append(milliseconds(state.commit) * 1000)
+                time.sleep(0.001)
+        finally:
+            session.committed = counted
+
+    train(state)
+    return found
+
+
+def sync(rounds: int) -> dict[str, Any]:
+    """A state's way from rank 0 to all others and to the last one only, and the same bytes bare, in turn (ms)."""
+    import torch
+    import torch.distributed as dist
+
+    from nbelastic.worker.transfer import Channel, describe, destinations
+
+    model, optimizer = programs.large_model_and_optimizer()
+    model(torch.randn(8, programs.LARGE)).sum().backward()
+    optimizer.step()
+    state = nbe.TorchState(model=model, optimizer=optimizer)
+    flat = torch.cat([p.detach().flatten() for p in model.parameters()] * 2)
+    found: dict[str, Any] = {"all": [], "bare all": [], "one": [], "bare one": []}
+
+    def ours(receivers: range) -> None:
+        channel = Channel(0, receivers, nbe.rank(), nbe.size(), torch.device("cpu"))
+        if channel.takes_part:
+            tensors: list[Any] = []
+            described = channel.move_object(describe(state._contents(), tensors))
+            places = dict(destinations(described, state._contents(), torch.device("cpu")))
+            channel.move_tensors([places[index] for index in sorted(places)] if channel.receives else tensors)
+
+    def bare_to_last() -> None:
+        last = nbe.size() - 1
+        if nbe.rank() == 0:
+            dist.send(flat, last)
+        elif nbe.rank() == last:
+            dist.recv(flat, 0)
+
+    cases: dict[str, Callable[[], object]] = {
+        "all": lambda: ours(range(1, nbe.size())),
+        "bare all": lambda: dist.broadcast(flat, 0),
+        "one": lambda: ours(range(nbe.size() - 1, nbe.size())),
+        "bare one": bare_to_last,
+    }
+
+    @nbe.elastic
+    def run(_: Any) -> None:
+        for _ in range(rounds):
+            for name, case in cases.items():
+                dist.barrier()
+                found[name].append(milliseconds(lambda case=case: (case(), dist.barrier())))
+
+    run(nbe.ObjectState())
+    return found
+
+
+def floor(rounds: int) -> list[float]:
+    """A bare gloo group formed anew over a fresh store, and one step of DDP in it (ms, the slowest rank counts).
+
+    The ranks stand ready when the clock starts; nobody needs anybody's state.
+    """
+    import torch
+    import torch.distributed as dist
+
+    model, optimizer = programs.large_model_and_optimizer()
+    found: list[float] = []
+
+    @nbe.elastic
+    def run(_: Any) -> None:
+        rank, size = nbe.rank(), nbe.size()
+        for number in range(rounds):
+            ddp = torch.nn.parallel.DistributedDataParallel(model, init_sync=False)
+            programs.one_large_step(ddp, optimizer)
+            del ddp
+            port = [0]
+            store = None
+            if rank == 0:
+                store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+                port = [store.port]
+            dist.broadcast_object_list(port, 0)
+            dist.barrier()
+            start = time.perf_counter()
+            if store is None:
+                store = dist.TCPStore("127.0.0.1", port[0], is_master=False, wait_for_workers=False)
+            backend = dist.ProcessGroupGloo(dist.PrefixStore(f"bare/{number}", store), rank, size)
+            group = dist.ProcessGroup(dist.PrefixStore("g", store), rank, size)
+            group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+            group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
+            again = torch.nn.parallel.DistributedDataParallel(model, process_group=group, init_sync=False)
+            programs.one_large_step(again, optimizer)
+            took = torch.tensor([(time.perf_counter() - start) * 1000])
+            dist.all_reduce(took, dist.ReduceOp.MAX)
+            found.append(took.item())
+            del again
+
+    run(nbe.ObjectState())
+    return found
