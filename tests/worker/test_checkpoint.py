@@ -151,6 +151,16 @@ def test_a_second_save_waits_for_the_first(tmp_path):
     assert written(tmp_path) == ["000003-commit-3", "000004-commit-4", "000005-commit-5"]
 
 
+def test_a_state_s_own_methods(tmp_path, begun):
+    """`state.save()` and `state.load()` do it; in a world only the rank that speaks writes."""
+    state = begun(train(network(), 2))
+    path = state.save(tmp_path / "kept").wait()
+    assert network(seed=1).load(tmp_path / "kept") == path
+    state._session.speaks = False
+    assert state.save(tmp_path / "other").wait() is None
+    assert os.listdir(tmp_path) == ["kept"]
+
+
 def test_a_rank_that_does_not_write(tmp_path):
     """All ranks may call `save`; the one that does not write has nothing to wait for, and leaves no trace."""
     saved = saving.save(counter(1), tmp_path / "here", writes=False)
