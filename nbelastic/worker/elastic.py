@@ -10,7 +10,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import torch
 import torch.distributed as dist
 
-from nbelastic.core.errors import UsageError
+from nbelastic.core.errors import JobStoppedError, UsageError
 from nbelastic.core.messages import WorkerSucceeded
 from nbelastic.worker import session as _session
 from nbelastic.worker.session import Session, WorldAborted, WorldLeft
@@ -55,8 +55,16 @@ class _Loop:
         self._state.begin(self._session)
         try:
             return self._loop(call)
+        except JobStoppedError:
+            self._keep()
+            raise
         finally:
             self._state.end()
+
+    def _keep(self) -> None:
+        """The last checkpoint, if the job has them: also of a job that was stopped."""
+        if self._session.checkpoints is not None:
+            self._session.checkpoints.ended(self._state)
 
     def _loop(self, call: Callable[[], R]) -> R:
         left_at = 0.0
@@ -78,8 +86,7 @@ class _Loop:
         try:
             self._enter(formation, offer, left_at)
             value = call()
-            if session.checkpoints is not None:
-                session.checkpoints.ended(self._state)
+            self._keep()
             session.link.send(WorkerSucceeded(session.worker, formation.epoch))
         except WorldLeft:
             return "left", None

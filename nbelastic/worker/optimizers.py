@@ -54,13 +54,13 @@ def regroup(name: str, optimizer: Optimizer, wanted: dict[str, Any], names: Mapp
     by_name = {known: p for p, known in names.items()}
     theirs = wanted["names"]
     mine = [[names[p] for p in group["params"]] for group in optimizer.param_groups]
+    if any(here != there for here, there in zip(mine, theirs, strict=False)):
+        raise StateError(f"{name} has other parameters in its groups here than in the state that is received.")
+    missing = [key for group in theirs[len(mine) :] for key in group if key not in by_name]
+    if missing:
+        raise StateError(f"{name} has a group with {missing[0]} in the state that is received, and none here.")
     del optimizer.param_groups[len(theirs) :]
-    if mine[: len(theirs)] != theirs[: len(mine)]:
-        raise StateError(f"{name} has other parameters in its groups here than on the rank that sends the state.")
     for group, kept in zip(theirs[len(mine) :], wanted["groups"][len(mine) :], strict=True):
-        missing = [key for key in group if key not in by_name]
-        if missing:
-            raise StateError(f"{name} has a group with {missing[0]} on the rank that sends the state, and none here.")
         optimizer.add_param_group({**kept, "params": [by_name[key] for key in group]})
 
 

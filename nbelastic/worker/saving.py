@@ -220,7 +220,7 @@ class Plan:
         self._next = commits - commits % every + every
 
     def ended(self, state: State) -> None:
-        """The elastic function has returned: what it committed last is kept too."""
+        """The elastic function has returned, or was stopped: what it committed last is kept too."""
         if self._speaks() and state.clean:
             _settle()
             if state.commits > self._saved:

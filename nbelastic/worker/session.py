@@ -56,6 +56,7 @@ class Session:
         self.job = ""
         self.formation: m.Formation | None = None
         self.group: Group | None = None
+        self._rank = 0  # the last one it had in this job
         self.epoch = 0  # the last epoch that was left
         self.commits = 0  # in this epoch
         self.total = 0  # over all epochs
@@ -93,7 +94,7 @@ class Session:
         self.job, self.epoch, self.commits, self.total = job, 0, 0, 0
         self._quit = self._hold = self._leave_at = self._coming = None
         self._inbox = queue.SimpleQueue()
-        self.used = False
+        self.used, self._rank = False, 0
         self.checkpoints = None
         self.report = {}
 
@@ -142,7 +143,7 @@ class Session:
                     raise WorldAborted
 
         self.group.form(formation, offer, self._ahead.run, waiting)
-        self.formation = formation
+        self.formation, self._rank = formation, formation.rank
         return self.group
 
     def formed(self, took: dict[str, float]) -> None:
@@ -195,8 +196,8 @@ class Session:
 
     @property
     def speaks(self) -> bool:
-        """Whether what all ranks have to say is said by this one."""
-        return self.formation is None or self.formation.rank == 0
+        """Whether what all ranks have to say is said by this one: rank 0 of this world or, between worlds, of the last."""
+        return self._rank == 0
 
     def check(self, where: torch.device) -> None:
         """WorldAborted if the epoch is broken. The GPU is waited for: aborted kernels end as if all were well."""

@@ -26,7 +26,8 @@ import psutil
 import nbelastic as nbe
 from tests.benchmarks import programs
 
-Steps = list[dict[str, Any]]
+Step = dict[str, Any]
+Steps = list[Step]
 N = 4
 
 
@@ -116,9 +117,7 @@ def longest_gap(steps: Steps, since: float, until: float) -> float:
     return max(b - a for a, b in pairwise(times))
 
 
-def planned(
-    count: int, program: Callable[[str, int], int] = programs.record_steps, pause: float = 0.5
-) -> dict[str, list[float]]:
+def planned(count: int) -> dict[str, list[float]]:
     """Add a host of one slot and remove it again, while N - 1 workers train: the longest time between two steps.
 
     `starting` is while the new host's template imports torch (on this same machine, so it takes CPU from the training),
@@ -126,20 +125,20 @@ def planned(
     """
     found: dict[str, list[float]] = {"add": [], "remove": [], "starting": [], "undisturbed": [], "lost": []}
     spans = []
-    with training(f"localhost:{N - 1}", program, min=1) as (cluster, folder):
+    with training(f"localhost:{N - 1}", min=1) as (cluster, folder):
         cluster.wait(N - 1, timeout=30)
-        time.sleep(2 * pause)
+        time.sleep(1)
         for _ in range(count):
             times = [time.time()]
-            time.sleep(pause + 0.2)
+            time.sleep(0.7)
             times.append(time.time())
             cluster.add_host("127.0.0.2:1")
             cluster.wait(N, timeout=30)
-            time.sleep(pause)
+            time.sleep(0.5)
             times.append(time.time())
             cluster.remove_host("127.0.0.2")
             cluster.wait(N - 1, timeout=30)
-            time.sleep(pause)
+            time.sleep(0.5)
             spans.append([*times, time.time()])
             wait_until(lambda: len(cluster.hosts) == 1)
         steps = steps_in(folder)

@@ -10,7 +10,9 @@ import argparse
 import json
 import signal
 import statistics
+import time
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 
 import nbelastic as nbe
@@ -69,11 +71,34 @@ def kill(count: int) -> Figures:
 
 
 def planned(count: int) -> Figures:
-    """A worker added and removed: the longest gap between steps, in undisturbed steps."""
-    found = recovery.planned(count, programs.record_large_steps, 3.0)
-    step = statistics.median(found["undisturbed"])
-    gaps = {f"{name}, steps": [gap / step for gap in found[name]] for name in ("add", "remove")}
-    return {name: [s * 1000 for s in found[name]] for name in ("undisturbed", "add", "remove")} | gaps
+    """A worker added and removed, 3 to 4 and back: the longest of the three gaps between steps around the change.
+
+    Four workers on two cores take longer for a step than three do: undisturbed steps are those of four.
+    """
+    with recovery.training(f"localhost:{N - 1}", programs.record_large_steps, min=1) as (cluster, folder):
+        cluster.wait(N - 1, timeout=60)
+        time.sleep(5)
+        for _ in range(count):
+            cluster.add_host("127.0.0.2:1")
+            cluster.wait(N, timeout=60)
+            time.sleep(5)
+            cluster.remove_host("127.0.0.2")
+            cluster.wait(N - 1, timeout=60)
+            time.sleep(5)
+        steps = recovery.steps_in(folder)
+    firsts: dict[int, recovery.Step] = {}
+    for step in steps:
+        firsts.setdefault(step["step"], step)
+    ordered = [firsts[number] for number in sorted(firsts)]
+    gaps = [(b["t"] - a["t"]) * 1000 for a, b in pairwise(ordered)]
+    worlds = [(a["world"], b["world"]) for a, b in pairwise(ordered)]
+    usual = statistics.median(gap for gap, world in zip(gaps, worlds, strict=True) if world == (N, N))
+    found: Figures = {"step of four": [usual]}
+    for name, change in (("add", (N - 1, N)), ("remove", (N, N - 1))):
+        found[name] = [max(gaps[i : i + 3]) for i, world in enumerate(worlds) if world == change]
+        found[f"{name}, steps"] = [gap / usual for gap in found[name]]
+    found["lost"] = [float(max(firsts) - min(firsts) + 1 - len(firsts))]
+    return found
 
 
 def _ratio(ours: list[float], theirs: list[float]) -> list[float]:

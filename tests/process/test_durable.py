@@ -107,6 +107,21 @@ def test_a_job_that_has_ended_is_over(runs, tmp_path):
     assert kept(tmp_path) == [end["commits"]]
 
 
+def test_a_job_that_is_stopped_can_be_gone_on_with(runs, tmp_path):
+    """Stopped by hand, between two checkpoints: what it had committed last is saved, by one rank."""
+    first = runs(1, "localhost:2", every=1000)
+    first.runs(2)
+    until(lambda: len(first.lines("step")) > 10, what="ten steps")
+    first.job.stop()
+    until(lambda: kept(tmp_path), what="the last checkpoint")
+    first.cluster.stop()
+    (newest,) = kept(tmp_path)
+    assert newest >= max(line["step"] for line in first.lines("step")) - 1
+    second = runs(2, "localhost:2", every=1000)
+    second.runs(2)
+    assert begun(second)[:2] == (newest, newest)
+
+
 def test_the_writing_rank_dies_and_the_next_one_writes(runs, tmp_path):
     """Rank 0 is killed: nobody waits for its checkpoint, and the new rank 0 goes on with them."""
     training = runs(1, "localhost:2")
