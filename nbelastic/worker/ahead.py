@@ -1,11 +1,14 @@
 """What a worker does for the next epoch while this one trains: it offers a store, and builds the group.
 
 All of it runs in one thread, one task after the other, so that a connection that one task opens is not taken for
-another's. A task that hangs in an epoch that will not be is left behind with its thread.
+another's. A task that hangs in an epoch that will not be is left behind with its thread: gloo cannot be woken where it
+waits for a peer to connect that was killed or stopped just before.
 """
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -15,24 +18,30 @@ import torch
 from nbelastic.core.messages import Formation
 from nbelastic.worker.rendezvous import Group, Offer
 
+PATIENCE = 0.1  # seconds that a group which is aborted may go on being built
+
 
 class Ahead:
     """`offer` is the store for the next epoch, `group` is the next epoch's, if they are there yet."""
 
     def __init__(self, address: str) -> None:
         self._address = address
+        self._lock = threading.RLock()  # the link's thread and the main thread both change what follows
         self._thread = _thread()
+        self._aborted_at = 0.0  # since when the present group has been aborted
         self.offer: Offer | None = None
         self.group: Group | None = None
 
     def run(self, task: Callable[[], Any]) -> Future[Any]:
         """`task` in the thread, when what came before it is done."""
-        return self._thread.submit(task)
+        with self._lock:
+            return self._thread.submit(task)
 
     def leave_behind(self) -> None:
         """What runs there hangs: what comes next gets a thread of its own."""
-        self._thread.shutdown(wait=False, cancel_futures=True)
-        self._thread = _thread()
+        with self._lock:
+            self._thread.shutdown(wait=False, cancel_futures=True)
+            self._thread = _thread()
 
     def make_offer(self, then: Callable[[str], object]) -> None:
         """A store, and word of where it is."""
@@ -52,8 +61,9 @@ class Ahead:
     def prepare(self, formation: Formation, device: torch.device, backend: str, then: Callable[[str], object]) -> None:
         """Build the group of `formation`; `then` is told why it could not be, or an empty text."""
         self._make_way()
-        self.group = group = Group(formation.epoch, device, backend)
-        group.settled = False
+        group = Group(formation.epoch, device, backend)
+        group.settled, self._aborted_at = False, 0.0
+        self.group = group
 
         def build() -> None:
             try:
@@ -67,9 +77,10 @@ class Ahead:
         self.run(build)
 
     def take(self, epoch: int) -> Group | None:
-        """The group of this epoch, if it was prepared."""
+        """The group of this epoch, if it was prepared. Another one's is not to be in its way."""
         group = self.group
         if group is None or group.epoch != epoch:
+            self._make_way()
             return None
         self.group = None
         return group
@@ -80,14 +91,24 @@ class Ahead:
         if group is None:
             return True
         group.abort()
+        now = time.monotonic()
+        self._aborted_at = self._aborted_at or now
         if group.settled:
             self.group = None
             self.run(group.drop)
-        return group.settled
+        elif now - self._aborted_at > PATIENCE:
+            self._make_way()
+        return self.group is None
 
     def _make_way(self) -> None:
-        if self.group is not None and not self.group.settled:
+        """A group that is still being built is given up: an abort of it would reach whatever is opened from now on."""
+        with self._lock:
+            group = self.group
+            if group is None or group.settled:
+                return
+            self.group = None
             self.leave_behind()
+        group.give_up()
 
 
 def _thread() -> ThreadPoolExecutor:

@@ -19,12 +19,14 @@ _counts = attrgetter("_version")
 class Part:
     """Some of a state's tensors. With `keep` they are copied at each commit, as many of them as have changed.
 
-    Without it nothing is copied, and the live tensors have to do. Copies of GPU tensors lie in pinned memory of the host
-    and are made beside the training, on a stream of their own.
+    Without it nothing is copied, and the live tensors have to do. Copies of GPU tensors lie in pinned memory of the host.
+    With `beside` they are made on a stream of their own, which `settle` waits for: for tensors that only a step changes.
     """
 
-    def __init__(self, *, keep: bool) -> None:
+    def __init__(self, *, keep: bool, beside: bool = False) -> None:
         self.keep = keep
+        self._beside = beside
+        self._gpu: torch.device | None = None
         self._watched: Sequence[torch.Tensor] = ()
         self._changes: list[int] | None = []
         # By the live tensor's id: itself (so that the id stays its own), its copy, its count of changes at that time.
@@ -61,8 +63,8 @@ class Part:
 
     def restore(self) -> None:
         """Put back what was copied at the commit: all of it, as changes through `.data` are not counted."""
-        if self._stream is not None:
-            self._stream.synchronize()
+        if self._gpu is not None:
+            torch.cuda.synchronize(self._gpu)
         pairs = [(live, kept) for live, kept, _ in self._copies.values()]
         _copy_all([live for live, _ in pairs], [kept for _, kept in pairs])
         if pairs:
@@ -82,13 +84,14 @@ class Part:
                 sources.append(tensor)
             copies[id(tensor)] = (tensor, known[1], count)
         self._copies = copies
-        self._stream = _stream_for(sources, self._stream)
-        if self._stream is None:
+        self._gpu = next((t.device for t in tensors if t.device.type == "cuda"), None)
+        if self._gpu is None or not self._beside:
             _copy_all(places, sources)
             return
-        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+        self._stream = self._stream or torch.cuda.Stream(self._gpu)
+        self._stream.wait_stream(torch.cuda.current_stream(self._gpu))
         with torch.cuda.stream(self._stream):
-            _copy_all(places, sources, beside=True)
+            _copy_all(places, sources)
 
 
 def changes(tensors: Sequence[torch.Tensor]) -> list[int] | None:
@@ -110,12 +113,8 @@ def _place_for(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(tensor, requires_grad=False)
 
 
-def _stream_for(tensors: Sequence[torch.Tensor], known: torch.cuda.Stream | None) -> torch.cuda.Stream | None:
-    device = next((tensor.device for tensor in tensors if tensor.device.type == "cuda"), None)
-    return torch.cuda.Stream(device) if device is not None and known is None else known
-
-
-def _copy_all(places: list[torch.Tensor], sources: list[torch.Tensor], *, beside: bool = False) -> None:
+def _copy_all(places: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+    """In the order of the present stream; between GPU and pinned memory nobody waits for it."""
     with torch.no_grad():
         if places:
-            torch._foreach_copy_(places, sources, non_blocking=beside)
+            torch._foreach_copy_(places, sources, non_blocking=True)

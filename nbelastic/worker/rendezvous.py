@@ -98,6 +98,7 @@ class Group:
         self._aborting: threading.Thread | None = None
         self._made: Any = None  # gloo's half, if it was prepared
         self.settled = True  # no thread prepares it
+        self._given_up = False
 
     def prepare(self, formation: Formation, offer: Offer | None) -> None:
         """Collective, in a thread beside the training: what takes time in `form`. Raises what torch raises, or ValueError.
@@ -108,6 +109,8 @@ class Group:
             raise ValueError(f"{self._backend} on {self._device.type} is not prepared beside the training")
         self._reach = opening = _Opening(_sockets())
         store = self._open_store(formation, offer)
+        if self._given_up:
+            raise ValueError("it was given up")
         prefix = PrefixStore("prepared", store)
         self._made = dist.ProcessGroupGloo(prefix, formation.rank, formation.world_size, timeout=TIMEOUT)
         self._reach = _Opened(opening.targets())
@@ -178,6 +181,12 @@ class Group:
             device_id=self._device if self._device.type == "cuda" else None,
         )
         sys.excepthook = hook  # torch wraps it once more each time
+
+    def give_up(self) -> None:
+        """The thread that prepares it may hang, and is left to itself: from now on this reaches no connection."""
+        self._given_up = True
+        self.abort()
+        self._reach = None
 
     def drop(self) -> None:
         """It was prepared for nothing."""

@@ -54,7 +54,7 @@ class State:
         self._names: dict[torch.Tensor, str] = {}  # of all parameters
         self._grouped = 0  # how many parameters the optimizers held when the names were made
         self._buffers: list[dict[str, torch.Tensor | None]] = []  # of each submodule
-        self._tensors, self._statistics = Part(keep=True), Part(keep=True)
+        self._tensors, self._statistics = Part(keep=True, beside=True), Part(keep=True)
         self._copying = ""  # why tensors are copied at each commit
         self._steps: Counter[int] = Counter()  # those begun since the last commit, by the optimizer's id
         self._mark = 0  # the count of collectives at the first of them
