@@ -165,6 +165,33 @@ def test_a_preparation_that_hangs_is_left_behind():
     held.set()
 
 
+def test_a_preparation_that_cannot_be_woken_spoils_nothing_that_follows(monkeypatch):
+    """A peer was stopped before it connected. The epochs after it are formed beside the thread that waits for it."""
+    held = threading.Event()
+    with monkeypatch.context() as patch:
+        patch.setattr(dist, "ProcessGroupGloo", lambda *_, **__: held.wait())  # gloo waits for a peer to connect
+        ahead = Ahead("127.0.0.1")
+        prepare(ahead, 1, size=2)
+        while not ahead.group._reach:
+            time.sleep(0.01)
+        given_up = ahead.group
+        began = time.monotonic()
+        while not ahead.abort():
+            time.sleep(0.02)
+        assert 0.1 < time.monotonic() - began < 1
+        prepare(ahead, 2, size=2)
+    offer = Offer("127.0.0.1")
+    assert ahead.take(3) is None
+    group = Group(3, torch.device("cpu"), "gloo")
+    group.form(formation(3, 1, offer), offer, ahead.run)
+    given_up.abort()
+    assert ahead.abort()
+    assert works()
+    assert group.intact()
+    group.leave()
+    held.set()
+
+
 def test_a_store_that_is_gone_is_said():
     """Rank 0 has used its store meanwhile: the change is made without preparation."""
     ahead = Ahead("127.0.0.1")
