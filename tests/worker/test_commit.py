@@ -10,6 +10,7 @@ from torch import nn
 
 from nbelastic import StateError, TorchState
 from nbelastic.worker.session import WorldAborted
+from nbelastic.worker.transfer import describe
 
 
 @pytest.fixture
@@ -244,6 +245,55 @@ def test_groups_added_since_are_taken_away(group, begun):
     state.commit()
     state.restore()
     assert [group["lr"] for group in optimizer.param_groups] == [0.1, 0.01]
+
+
+def receive(state, sender):
+    """`state` becomes what `sender` is, as over a group."""
+    outgoing = []
+    described = describe(sender._contents(), outgoing)
+
+    def fill(places):
+        with torch.no_grad():
+            for place, tensor in zip(places, outgoing, strict=True):
+                place.copy_(tensor)
+
+    state._accept(described, torch.device("cpu"), fill)
+
+
+def unfreezing(seed):
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3))
+    optimizer = torch.optim.Adam(model[1].parameters(), lr=0.1)
+    return model, optimizer
+
+
+def test_a_newcomer_gets_the_groups_that_were_added(group, begun):
+    """Its own optimizer was made as in the beginning; what it lacks is made of its own parameters, by name."""
+    (model, optimizer), (mine, fresh) = unfreezing(1), unfreezing(2)
+    old = begun(TorchState(model=model, optimizer=optimizer))
+    optimizer.add_param_group({"params": list(model[0].parameters()), "lr": 0.01})
+    step(model, optimizer)
+    old.commit()
+    new = begun(TorchState(model=mine, optimizer=fresh))
+    receive(new, old)
+    assert weights(mine) == weights(model)
+    assert [group["lr"] for group in fresh.param_groups] == [0.1, 0.01]
+    step(model, optimizer)
+    step(mine, fresh)
+    assert weights(mine) == weights(model)
+    assert new.commits == 1
+
+
+def test_other_groups_are_refused_and_nothing_is_changed(group, begun):
+    """An optimizer with the same parameters in another order is another optimizer."""
+    (model, optimizer), (mine, _) = unfreezing(1), unfreezing(2)
+    old = begun(TorchState(model=model, optimizer=optimizer))
+    other = torch.optim.Adam([{"params": [mine[1].bias]}, {"params": [mine[1].weight]}])
+    new = begun(TorchState(model=mine, optimizer=other))
+    before = weights(mine)
+    with pytest.raises(StateError, match="other parameters in its groups"):
+        receive(new, old)
+    assert (weights(mine), len(other.param_groups)) == (before, 2)
 
 
 def test_an_optimizer_needs_its_model(group, begun):

@@ -1,0 +1,77 @@
+"""A death between the optimizer's step and the commit: the step counts once, or not at all."""
+
+import time
+from pathlib import Path
+
+import pytest
+
+import nbelastic as nbe
+from tests.process import programs
+from tests.process.observing import until
+
+RATE = 0.5
+
+
+def train(folder, several):
+    """One weight that each step lowers by RATE: it tells how many steps were really taken. Between the step and the
+    commit the ranks average a number, as a program that logs its loss does; whoever finds its name there waits instead.
+    """
+    import torch
+    import torch.distributed as dist
+
+    log = programs.Log(folder)
+    weight = torch.nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([weight], lr=RATE)
+    state = nbe.TorchState(weight=weight, optimizer=optimizer, step=0)
+
+    @nbe.elastic
+    def loop(state):
+        while not programs.agreed(folder, "finish"):
+            for _ in range(several):
+                optimizer.zero_grad()
+                weight.sum().backward()
+                dist.all_reduce(weight.grad)
+                weight.grad /= nbe.size()
+                optimizer.step()
+                state.step += 1
+            log(step=state.step, epoch=programs.epoch(), rank=nbe.rank(), weight=weight.item())
+            while (Path(folder) / f"wait-{nbe.rank()}-{nbe.size()}").exists():
+                time.sleep(0.01)
+            dist.all_reduce(torch.ones(1))
+            state.commit()
+            time.sleep(programs.PAUSE)
+        return state.step, weight.item()
+
+    return loop(state)
+
+
+@pytest.mark.parametrize("several", [1, 3])
+def test_a_step_is_not_taken_twice(trains, several):
+    """One dies when all have stepped and none could commit: the others go back to the commit, and on from there."""
+    training = trains("localhost:3", train, {"several": several}, min=1, max=3)
+    for victim in (0, 2, 1):
+        workers = training.runs(3)
+        wait = training.folder / f"wait-{victim}-3"
+        wait.touch()
+        until(lambda wait=wait: _stands(training), what="all to stand between step and commit")
+        training.strike(workers[victim])
+        wait.unlink()
+    training.runs(3)
+    (training.folder / "finish").touch()
+    results = training.job.result(timeout=30)
+    assert len(set(results)) == 1
+    step, weight = results[0]
+    assert weight == -RATE * step
+    assert all(line["weight"] == -RATE * line["step"] for line in training.lines())
+    assert "a collective runs between optimizer.step() and state.commit()" in training.job.logs() or several > 1
+
+
+def _stands(training):
+    """Whether all three have made the same step of this epoch, and none another for a while."""
+    epoch = training.cluster.status().epoch
+    last = {}
+    for line in training.lines():
+        if line["epoch"] == epoch:
+            last[line["pid"]] = line
+    still = all(time.time() - line["t"] > 0.3 for line in last.values())
+    return still and len(last) == 3 and len({line["step"] for line in last.values()}) == 1
