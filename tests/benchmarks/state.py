@@ -43,6 +43,14 @@ def every_tenth(rounds: int) -> Figures:
     return {"commit": commit, "memcpy": bare, "bandwidth, ratio": [b / c for b, c in zip(bare, commit, strict=True)]}
 
 
+def gpu(rounds: int) -> Figures:
+    """The copy of 200 MB from a GPU, and the same bytes bare into pinned memory."""
+    with nbe.Cluster("localhost:1", min=1) as cluster:
+        found: Figures = cluster.run(state_programs.gpu_commits, rounds).result(timeout=300)[0]
+    found = {name: values[2:] for name, values in found.items()}
+    return found | {"bandwidth, ratio": _ratio(found["bare"], found["copied"])}
+
+
 def words(seconds: float) -> Figures:
     """Microseconds of a commit of a counter, with and without a change being agreed on."""
     with nbe.Cluster(f"localhost:{N}", min=1, cooldown=(0, 0)) as cluster:
@@ -115,6 +123,7 @@ def main() -> None:
     cases: dict[str, Callable[[], Figures]] = {
         "every step": lambda: every_step(max(6, 20 // part)),
         "every tenth": lambda: every_tenth(max(4, 12 // part)),
+        "gpu": lambda: gpu(max(6, 30 // part)),
         "words": lambda: words(10.0 / part),
         "sync": lambda: sync(max(4, 20 // part)),
         "kill": lambda: kill(max(3, 20 // part)),
@@ -122,7 +131,10 @@ def main() -> None:
     }
     results = {}
     for name, case in cases.items():
-        if not options.only or name in options.only:
+        wanted = name in options.only or not options.only
+        if name == "gpu" and wanted and not Path("/dev/nvidia0").exists():
+            print("gpu          skipped: there is none here", flush=True)
+        elif wanted:
             results[name] = case()
             recovery.show(name, results[name])
     if options.json:

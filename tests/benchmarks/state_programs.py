@@ -45,6 +45,38 @@ def commits(rounds: int, every: int) -> dict[str, Any]:
     return {**found, "MB": psutil.Process().memory_info().rss / 1e6}
 
 
+def gpu_commits(rounds: int) -> dict[str, list[float]]:
+    """On one GPU: a commit every third step: how long the call takes, how long until the copy is there; the same bare."""
+    import torch
+
+    model, optimizer = programs.large_model_and_optimizer()
+    model.to(nbe.device())
+    state = nbe.TorchState(model=model, optimizer=optimizer)
+    live = [p.detach() for p in model.parameters()] * 2
+    bare = [torch.empty(t.shape, dtype=t.dtype, pin_memory=True) for t in live]
+    found: dict[str, list[float]] = {"commit": [], "copied": [], "bare": []}
+
+    def copy() -> None:
+        for place, tensor in zip(bare, live, strict=True):
+            place.copy_(tensor, non_blocking=True)
+        torch.cuda.synchronize()
+
+    @nbe.elastic
+    def train(state: Any) -> None:
+        for _ in range(rounds):
+            for _ in range(3):
+                model(torch.randn(8, programs.LARGE, device=nbe.device())).pow(2).mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            torch.cuda.synchronize()
+            found["commit"].append(milliseconds(state.commit))
+            found["copied"].append(found["commit"][-1] + milliseconds(torch.cuda.synchronize))
+            found["bare"].append(milliseconds(copy))
+
+    train(state)
+    return found
+
+
 def words(seconds: float) -> dict[str, list[float]]:
     """Microseconds of a commit of a counter, and of the part that counts it and looks for news; over `seconds`."""
     state = nbe.ObjectState(step=0)
