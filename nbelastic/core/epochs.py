@@ -78,6 +78,10 @@ def call_off(world: World, out: Commands) -> World:
         if there:
             out.append(m.DropWorld(plan.epoch, there))
         world = replace(world, plan=None, ahead=frozenset())
+        if (
+            stage is Stage.LEAVING
+        ):  # what they said when they left is old: they may have trained on there, or used a store
+            world = replace(world, undone=plan, awaiting=world.awaiting | world.ranked.intersection(plan.members))
     if stage is Stage.ASKED and world.members:
         out.append(m.Stay(world.epoch, world.members))
     if stage is Stage.ASKED or stage is Stage.PREPARING:
@@ -211,6 +215,7 @@ def enter(world: World, order: m.FormWorld, ahead: frozenset[m.WorkerId]) -> Wor
         order=order,
         plan=None,
         ahead=frozenset(),
+        undone=None,
         plainly=False,
         awaiting=world.ranked - ahead,
         waiting=waiting - world.ranked,

@@ -178,11 +178,14 @@ def _ready(world: World, event: m.WorkerReady, now: float, out: Commands) -> Wor
         world = replace(world, since=now if is_first else world.since)
         return put(replace(world, waiting=world.waiting | {w}, starting=less(world.starting, frozenset({w}))), worker)
     left = event.epoch >= world.epoch  # it may have been in a prepared epoch that came to nothing
+    last = world.undone.epoch if world.undone is not None and w in world.undone.members else world.epoch
     match world.stage:
-        case Stage.GATHERING | Stage.LEAVING if left:
+        case Stage.GATHERING | Stage.LEAVING if event.epoch >= last:
             return put(replace(world, awaiting=less(world.awaiting, frozenset({w}))), worker)
+        case Stage.LEAVING if left and w in world.awaiting:  # said before it was told that it will not be
+            out.append(m.AbortWorld(last, (w,), "the prepared epoch was called off"))
         case Stage.GATHERING if w in world.awaiting:  # it never heard of the epoch that broke
-            out.append(m.AbortWorld(world.epoch, (w,), "this epoch is over"))
+            out.append(m.AbortWorld(last, (w,), "this epoch is over"))
         case Stage.FORMING if not left and w in world.awaiting and world.order:  # it missed the order
             out.append(replace(world.order, to=(w,)))
         case Stage.FORMING | Stage.RUNNING | Stage.PREPARING | Stage.ASKED if left:  # nobody told it to leave

@@ -150,7 +150,8 @@ def _change(world: World, now: float, out: Commands) -> World:
         ahead = world.ahead
         world = epochs.release(world, plan.members, out)
         return epochs.complete(epochs.enter(world, plan, ahead), out)
-    world = epochs.call_off(world, out)
+    if plan is not None:  # they have to come back from there first
+        return progress(epochs.call_off(world, out), now, out)
     target = epochs.next_members(world)
     if len(target) >= world.limits.min:
         return epochs.form(world, target, out)

@@ -75,6 +75,53 @@ def test_the_joiner_dies_when_the_members_are_leaving(joined):
     assert len({story.fakes[w].commit for w in story.world.members}) == 1
 
 
+def stale(story):
+    """What those who leave have sent already, and arrives later than what follows."""
+    return [event for event in story.answers if isinstance(event, m.WorkerReady)]
+
+
+def test_what_was_said_before_the_prepared_world_is_old_when_that_comes_to_nothing():
+    """All had left and made a step there, but for one, when the joiner died: who is behind receives the newest state."""
+    story = with_stage(Stage.LEAVING)
+    late = stale(story)
+    story.hear(m.WorkerReady, "a/0#1")
+    for w in (wid("a/0#1"), wid("b/0#1")):
+        story.fakes[w].commit += 1
+    mark = story.mark()
+    story.kill("d/0#1")
+    story.send(*late)
+    assert story.commands(m.FormWorld, mark) == []
+    story.hear(m.WorkerReady)
+    order = story.last(m.FormWorld)
+    assert (order.epoch, order.root, order.receivers) == (3, 0, (2,))
+    story.quiet(2.0)
+    assert (len(story.names), story.world.stage, story.world.resets) == (4, Stage.RUNNING, 0)
+    assert len({story.fakes[w].commit for w in story.world.members}) == 1
+
+
+def test_what_is_wanted_changes_when_all_have_left():
+    """The maximum is lowered at the last moment: the next world is formed over a store that was not used for the other."""
+    story = with_stage(Stage.LEAVING)
+    story.scale(2, 3)
+    story.send(*stale(story))
+    assert story.last(m.DropWorld).epoch == 2
+    story.answer()
+    order = story.last(m.FormWorld)
+    assert (order.epoch, len(order.members), order.store) == (3, 3, "a/0#1@2")
+    assert story.world.stage is Stage.RUNNING
+
+
+def test_a_leaver_was_never_in_the_prepared_world():
+    """It has said that it has left; nothing more is expected of it when that world comes to nothing."""
+    story = Story("a:2", "b:1", min=1).run().commit(3).answer()
+    story.remove("b").answer(lambda e: not isinstance(e, m.WorkerReady))
+    story.kill("a/1#1").quiet(2.0)
+    assert (story.world.stage, story.world.resets) == (Stage.RUNNING, 1)
+    story = with_stage(Stage.LEAVING).remove("c")
+    story.hear(m.WorkerReady, "c/0#1").kill("d/0#1").quiet(2.0)
+    assert (story.world.stage, len(story.names), story.world.resets) == (Stage.RUNNING, 3, 0)
+
+
 @pytest.mark.parametrize("stage", [*BEFORE_LEAVING, Stage.LEAVING])
 def test_a_member_dies_while_the_next_world_is_prepared(stage):
     """One abort ends both epochs, for members and for those who wait in the prepared one."""
