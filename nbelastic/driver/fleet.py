@@ -58,6 +58,7 @@ class Fleet:
         self._settings, self._hub, self._keys, self._post = settings, hub, keys, post
         self._loop = asyncio.get_running_loop()
         self._agents: dict[str, LocalAgent] = {}
+        self._slots: dict[str, int] = {}  # of each agent's host
         self._engine_of: dict[m.WorkerId, str] = {}
         self._worker_of: dict[str, m.WorkerId] = {}
         self._setup_started: set[m.WorkerId] = set()
@@ -106,6 +107,7 @@ class Fleet:
         old = self._agents.pop(spec.name, None)
         if old is not None:
             old.kill()
+        self._slots[spec.name] = spec.slots  # they share this machine's cores
         agent = LocalAgent(spec.name, self._settings.run_dir, lambda code: self._agent_stopped(spec.name, agent, code))
         self._agents[spec.name] = agent
         config = {
@@ -120,7 +122,7 @@ class Fleet:
             "settings": {
                 "backend": self._settings.backend,
                 "slots": str(spec.slots),
-                "threads": str(max(1, (os.cpu_count() or 1) // spec.slots)),
+                "threads": str(max(1, (os.cpu_count() or 1) // sum(self._slots.values()))),
             },
         }
         self._hub.heard_at.pop(f"agent/{spec.name}", None)
@@ -149,6 +151,7 @@ class Fleet:
         if self._agents.get(host) is not agent:
             return
         del self._agents[host]
+        self._slots.pop(host, None)
         self._hub.forget(f"agent/{host}")
         said = agent.output()
         self._post(m.AgentLost(host, f"its agent ended with exit code {code}" + (f": {said}" if code and said else "")))
@@ -160,6 +163,7 @@ class Fleet:
     def kill_agent(self, host: str) -> None:
         """It is taken for lost: make sure that it is."""
         agent = self._agents.pop(host, None)
+        self._slots.pop(host, None)
         self._hub.forget(f"agent/{host}")
         if agent is not None:
             agent.kill()
