@@ -27,6 +27,7 @@ STAGES = {  # the world's, with the phase that people are shown
     "gathering": "gathering (waiting)",
     "forming": "forming",
     "running": "running",
+    "preparing": "preparing (running)",
     "asked": "asked (running)",
     "leaving": "leaving (running)",
     "stopping": "stopping",
@@ -71,11 +72,14 @@ class Seen:
         job = world.active
         situation = (
             stage_of(world),
+            len(world.hosts) > 0,
             *(min(len(ids), 2) for ids in counts),
             job and (job.formed, min(len(job.succeeded), 2), len(job.ended) > 0),
             len(world.members) + len(world.waiting) - world.limits.min,
             world.resets == world.limits.reset_limit,
             world.until < float("inf"),
+            world.plan is not None,
+            any(worker.store for worker in world.workers.values()),
             any(host.phase is HostPhase.STARTING for host in world.hosts.values()),
         )
         if situation in self.tried:
@@ -107,13 +111,19 @@ def _possible(world: World) -> list[m.Event]:
             events.append(m.AgentReady(name, 1))
         events += [m.HostRemoved(name), m.HostRemoved(name, now=True), m.AgentLost(name, "gone")]
     for w, worker in world.workers.items():
+        if worker.job:
+            events += [m.ProgramEnded(w, worker.job, error) for error in ("", "ValueError: bad")]
         if worker.state is WorkerState.STARTING:
             events += [m.WorkerRegistered(w), m.WorkerRegistered(w, "NameError: x")]
         events += [m.WorkerExited(w, -9), m.WorkerFroze(w, "stopped")]
+    if world.plan is not None:
+        events += [m.WorkerPrepared(w, world.plan.epoch, error) for w in world.plan.members for error in ("", "no")]
+    if world.stage is Stage.ASKED:
+        events += [m.WorkerOffered(w, world.epoch, 1) for w in world.awaiting]
     if world.active:
         events.append(m.JobStopRequested(world.active.name))
         inside = world.awaiting if world.stage is Stage.LEAVING else world.ranked
-        if world.stage in (Stage.RUNNING, Stage.ASKED, Stage.LEAVING):
+        if world.stage in (Stage.RUNNING, Stage.PREPARING, Stage.ASKED, Stage.LEAVING):
             events += [m.WorkerSucceeded(w, world.epoch) for w in inside - world.suspects]
         events += [m.WorkerRaised(w, world.epoch, intact, "RuntimeError") for w in inside for intact in (False, True)]
     return events
@@ -229,7 +239,7 @@ class Walk:
     def train(self) -> None:
         """Commits; or the function raises or returns somewhere."""
         story = self.story
-        if self.random.random() < 0.3 and story.world.stage is Stage.RUNNING:
+        if self.random.random() < 0.5 and story.world.stage in (Stage.RUNNING, Stage.PREPARING):
             story.commit(self.random.randint(1, 5))
         inside = self._inside()
         if not inside:
@@ -284,6 +294,8 @@ class Walk:
         if story.world.active is None:
             self.submit()
         story.quiet(2.0)
+        if story.world.stage is Stage.RUNNING:
+            story.commit(self.random.randint(1, 3)).answer()
 
     def _inside(self) -> list[m.WorkerId]:
         """Those that are in the function, in an epoch that they have formed."""
