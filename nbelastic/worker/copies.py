@@ -12,6 +12,7 @@ from operator import attrgetter
 import torch
 
 SMALL = 1 << 20  # bytes
+ALIGNED = 64  # bytes at which each copy begins
 
 _counts = attrgetter("_version")
 
@@ -74,17 +75,17 @@ class Part:
     def _copy(self, tensors: Sequence[torch.Tensor]) -> None:
         copies: dict[int, tuple[torch.Tensor, torch.Tensor, int | None]] = {}
         places, sources = [], []
+        self._gpu = next((t.device for t in tensors if t.device.type == "cuda"), None)
+        new = [t for t in tensors if not _alike(t, self._copies.get(id(t)))]
+        made = {id(t): place for t, place in zip(new, _places_for(new, pinned=self._gpu is not None), strict=True)}
         for tensor in tensors:
-            known = self._copies.get(id(tensor))
-            count = _count(tensor)
-            if known is None or known[1].shape != tensor.shape:
-                known = (tensor, _place_for(tensor), None)
+            place, count = made.get(id(tensor)), _count(tensor)
+            known = self._copies[id(tensor)] if place is None else (tensor, place, None)
             if known[2] is None or known[2] != count or tensor.nbytes <= SMALL:
                 places.append(known[1])
                 sources.append(tensor)
             copies[id(tensor)] = (tensor, known[1], count)
         self._copies = copies
-        self._gpu = next((t.device for t in tensors if t.device.type == "cuda"), None)
         if self._gpu is None or not self._beside:
             _copy_all(places, sources)
             return
@@ -107,10 +108,16 @@ def _count(tensor: torch.Tensor) -> int | None:
     return counted[0] if counted else None
 
 
-def _place_for(tensor: torch.Tensor) -> torch.Tensor:
-    if tensor.device.type == "cuda":
-        return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-    return torch.empty_like(tensor, requires_grad=False)
+def _alike(tensor: torch.Tensor, known: tuple[torch.Tensor, torch.Tensor, int | None] | None) -> bool:
+    return known is not None and (known[1].shape, known[1].dtype) == (tensor.shape, tensor.dtype)
+
+
+def _places_for(tensors: Sequence[torch.Tensor], *, pinned: bool) -> list[torch.Tensor]:
+    """Memory for copies, in one block: what is large enough goes back to the system when it is given up."""
+    lengths = [-(-tensor.nbytes // ALIGNED) * ALIGNED for tensor in tensors]
+    block = torch.empty(sum(lengths), dtype=torch.uint8, pin_memory=pinned)
+    parts = block.split(lengths)
+    return [p[: t.nbytes].view(t.dtype).view(t.shape) for p, t in zip(parts, tensors, strict=True)]
 
 
 def _copy_all(places: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
