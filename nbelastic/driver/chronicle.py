@@ -40,8 +40,8 @@ class Chronicle:
 
     def record(self, command: m.Record, now: float, took: dict[str, float] | None = None) -> None:
         """Add a line for people."""
-        if command.kind == "world-formed":
-            took = {**self._took, "form": (now - self._formed_at) * 1000}
+        if command.kind == "world-formed":  # the first step may have been made, and heard of, before
+            took = {**self._took, "form": (now - self._formed_at) * 1000} if self._formed_at else self._took
         record = EventRecord(
             time.time(), command.kind, command.text, command.host, command.worker, command.epoch, took or {}
         )

@@ -6,7 +6,8 @@ of BatchNorm's kernels to their running statistics: small tensors are copied wit
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from operator import attrgetter
 
 import torch
@@ -43,6 +44,14 @@ class Part:
         """Whether a watched tensor has changed since the last commit."""
         now = changes(self._watched)
         return now is None or now != self._changes
+
+    @contextlib.contextmanager
+    def unchanged(self) -> Iterator[None]:
+        """What is counted as a change inside leaves every number as it was."""
+        before = self.changed()
+        yield
+        if not before:
+            self._changes = changes(self._watched)
 
     def first_changed(self) -> torch.Tensor | None:
         now = changes(self._watched) or []

@@ -15,6 +15,7 @@ from nbelastic.core.messages import WorkerSucceeded
 from nbelastic.worker import session as _session
 from nbelastic.worker.session import Session, WorldAborted, WorldLeft
 from nbelastic.worker.state import State
+from nbelastic.worker.wrapping import wrapping
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -85,7 +86,8 @@ class _Loop:
         session = self._session
         try:
             self._enter(formation, offer, left_at)
-            value = call()
+            with wrapping(self._state._tensors):
+                value = call()
             self._keep()
             session.link.send(WorkerSucceeded(session.worker, formation.epoch))
         except WorldLeft:

@@ -11,6 +11,7 @@ from torch import nn
 from nbelastic import StateError, TorchState
 from nbelastic.worker.session import WorldAborted
 from nbelastic.worker.transfer import describe
+from nbelastic.worker.wrapping import wrapping
 
 
 @pytest.fixture
@@ -122,6 +123,28 @@ def test_a_tensor_that_changes_outside_an_optimizer_is_named(group, begun, capsy
     state.restore()
     assert weights(model) == before
     assert "nbelastic: model.bias changes outside an optimizer's step" in capsys.readouterr().err
+
+
+def test_wrapping_the_model_is_no_change(group, begun, capsys):
+    """DistributedDataParallel's constructor writes to the parameters what they are already."""
+    model, optimizer = network()
+    state = begun(TorchState(model=model, optimizer=optimizer))
+    step(model, optimizer)
+    state.commit()
+    for _ in range(2):
+        with wrapping(state._tensors):
+            ddp = nn.parallel.DistributedDataParallel(model)
+        assert state.clean
+        step(ddp, optimizer)
+        state.commit()
+        del ddp
+    assert (copies(state), capsys.readouterr().err) == (0, "")
+    with torch.no_grad():
+        model.bias.add_(1)
+    with wrapping(state._tensors):
+        ddp = nn.parallel.DistributedDataParallel(model)
+    assert not state.clean
+    del ddp
 
 
 def test_averaged_weights_updated_after_the_step_need_no_copies(group, begun):
