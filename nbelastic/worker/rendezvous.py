@@ -141,9 +141,6 @@ class Group:
 
     def _take_over(self, formation: Formation, made: Any) -> None:
         """What was prepared becomes torch's default group: init_process_group is given it where it would make one."""
-        if isinstance(self._reach, _Opened):  # without what others had opened meanwhile and closed
-            now = _sockets()
-            self._reach = _Opened({inode: fd for inode, fd in self._reach.sockets.items() if now.get(inode) == fd})
         maker = dist.distributed_c10d.ProcessGroupGloo
         dist.distributed_c10d.ProcessGroupGloo = _Handover(made)
         try:
