@@ -10,6 +10,7 @@ import contextlib
 import math
 import os
 import queue
+import threading
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -62,6 +63,7 @@ class Session:
         self.total = 0  # over all epochs
         self.formed_at = 0.0
         self.attention = False
+        self._promise = threading.Lock()  # a commit is counted, or a promise is made not to pass one: not both at once
         self.used = False  # an elastic function has run in this job
         self.checkpoints: Plan | None = None  # of this job
         self._hold: int | None = None  # commit number at which to wait for word of where to leave
@@ -154,7 +156,8 @@ class Session:
 
     def committed(self, total: int) -> None:
         """Count a commit; leave here if that was agreed. Costs nothing but the counting while there is no news."""
-        self.commits += 1
+        with self._promise:
+            self.commits += 1
         self.total = total
         if self.commits == 1:
             self._first = (time.monotonic() - self.formed_at) * 1000
@@ -166,8 +169,7 @@ class Session:
             self._listen()
 
     def _listen(self) -> None:
-        """Read what came: being asked where we are, told where to leave, aborted, or sent home."""
-        self.attention = False
+        """Read what came, wait at the commit that was promised not to be passed, leave at the one that was agreed."""
         while True:
             waiting = self._hold is not None and self.commits >= self._hold
             try:
@@ -177,18 +179,12 @@ class Session:
             self._heed(message)
         if self._leave_at is not None and self.commits >= self._leave_at:
             raise WorldLeft
-        self.attention = self._hold is not None or self._leave_at is not None
+        with self._promise:
+            self.attention = self._hold is not None or self._leave_at is not None or not self._inbox.empty()
 
     def _heed(self, message: m.Message | None) -> None:
         epoch = self.group.epoch if self.group else 0
         match message:
-            case m.Leave(epoch=e, commit=None) if e == epoch:
-                self._hold = self.commits + 1
-                self.link.send(m.WorkerOffered(self.worker, epoch, self.commits))
-            case m.Leave(epoch=e, commit=m.Leave.STAY) if e == epoch:
-                self._hold = self._leave_at = None
-            case m.Leave(epoch=e, commit=int(commit)) if e == epoch:
-                self._hold, self._leave_at = None, commit
             case m.Formation():
                 self._coming = message
             case m.Abort() | m.Drop() if self._over(epoch):
@@ -255,8 +251,26 @@ class Session:
                 return
             case m.Drop(epoch=epoch):
                 self._dropped.add(epoch)
-        self._inbox.put(message)
-        self.attention = True
+        with self._promise:
+            if isinstance(message, m.Leave):
+                self._arrange(message)
+            self._inbox.put(message)
+            self.attention = True
+
+    def _arrange(self, message: m.Leave) -> None:
+        """Where to leave this epoch. The promise is made here and not at a commit: the main thread may not get to one, as
+        others, who have made theirs, take no part in the step that it is in.
+        """
+        if self.group is None or message.epoch != self.group.epoch:
+            return
+        match message.commit:
+            case None:
+                self._hold = self.commits + 1
+                self.link.send(m.WorkerOffered(self.worker, message.epoch, self.commits))
+            case m.Leave.STAY:
+                self._hold = self._leave_at = None
+            case commit:
+                self._hold, self._leave_at = None, commit
 
     def _prepare(self, formation: m.Formation) -> None:
         if not self._over(formation.epoch):

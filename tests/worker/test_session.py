@@ -1,0 +1,96 @@
+"""Agreeing on the commit to leave at, without any driver."""
+
+from __future__ import annotations
+
+import queue
+import threading
+
+import msgspec
+import pytest
+import torch
+
+from nbelastic.core import messages as m
+from nbelastic.link import Keys
+from nbelastic.worker.rendezvous import Group
+from nbelastic.worker.session import Session, WorldLeft
+
+EPOCH = 7
+
+
+@pytest.fixture
+def session():
+    """In the middle of an epoch; what it says stays in its link."""
+    settings = {"worker": "a/0#1", "address": "127.0.0.1", "backend": "gloo", "slots": 1, "driver": "tcp://127.0.0.1:1"}
+    session = Session({**settings, "keys": msgspec.to_builtins(Keys.make())})
+    session.group = Group(EPOCH, torch.device("cpu"), "gloo")
+    session.commits = 3
+    return session
+
+
+def said(session):
+    return [msgspec.json.decode(frame, type=m.FromWorker) for frame in session.link._out]
+
+
+def test_a_question_is_answered_from_within_a_step(session):
+    """The others have promised to stop, and this rank waits for them in a collective: it does not get to a commit."""
+    session._receive(m.Leave(EPOCH))
+    assert said(session) == [m.WorkerOffered(session.worker, EPOCH, 3)]
+    passed = threading.Event()
+
+    def train():
+        session.committed(4)
+        passed.set()
+        with pytest.raises(WorldLeft):
+            session.committed(5)
+
+    thread = threading.Thread(target=train)
+    thread.start()
+    assert not passed.wait(0.2)
+    session._receive(m.Leave(EPOCH, 5))
+    thread.join(5)
+    assert (passed.is_set(), session.commits) == (True, 5)
+
+
+def test_a_change_that_is_called_off_holds_nobody(session):
+    """Asked, told to stay and asked again before the main thread has looked: the last word counts."""
+    session._receive(m.Leave(EPOCH))
+    session._receive(m.Leave(EPOCH, m.Leave.STAY))
+    session.committed(4)
+    session.committed(5)
+    assert not session.attention
+    for message in (m.Leave(EPOCH), m.Leave(EPOCH, m.Leave.STAY), m.Leave(EPOCH), m.Leave(EPOCH, 7)):
+        session._receive(message)
+    session.committed(6)
+    with pytest.raises(WorldLeft):
+        session.committed(7)
+
+
+def test_news_of_another_epoch_changes_nothing(session):
+    """The question was about a group that has been left."""
+    session._receive(m.Leave(EPOCH - 1))
+    session._receive(m.Leave(EPOCH - 1, 4))
+    session.committed(4)
+    assert said(session) == []
+
+
+def test_what_comes_while_one_listens_is_not_overheard(session):
+    """A message arrives after the last look into the inbox: the next commit looks again."""
+
+    class Late:
+        def __init__(self, inner):
+            self.inner, self.put, self.empty, self.message = inner, inner.put, inner.empty, m.Leave(EPOCH)
+
+        def get_nowait(self):
+            try:
+                return self.inner.get_nowait()
+            except queue.Empty:
+                message, self.message = self.message, None
+                if message is not None:
+                    session._receive(message)
+                raise
+
+    session._inbox = Late(session._inbox)
+    session.attention = True
+    session.committed(4)
+    assert session.attention
+    assert said(session) == [m.WorkerOffered(session.worker, EPOCH, 4)]
