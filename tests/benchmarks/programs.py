@@ -140,29 +140,3 @@ def timed(seconds: float, step: Any) -> float:
         go_on[0] = float(time.perf_counter() - start < seconds)
         dist.broadcast(go_on, 0)
     return done / (time.perf_counter() - start)
-
-
-def count_samples(epochs: int, samples: int) -> dict[str, Any]:
-    """The elastic loop over a dataset; the state keeps which part of each epoch every step has used."""
-    import torch
-
-    model, optimizer = model_and_optimizer()
-    sampler = nbe.ElasticSampler(range(samples))
-    state = nbe.TorchState(model=model, optimizer=optimizer, sampler=sampler, epoch=0, spans=[])
-
-    @nbe.elastic
-    def train(state: Any) -> None:
-        ddp = torch.nn.parallel.DistributedDataParallel(state.model)
-        for state.epoch in range(state.epoch, epochs):
-            state.sampler.set_epoch(state.epoch)
-            for _ in torch.utils.data.DataLoader(range(samples), batch_size=8, sampler=state.sampler):
-                before = state.sampler.used
-                one_step(ddp, optimizer)
-                state.sampler.record_batch(8)
-                state.spans.append((state.epoch, before, state.sampler.used))
-                time.sleep(SLEEP)
-                state.commit()
-
-    train(state)
-    weights = [p.detach().double().sum().item() for p in model.parameters()]
-    return {"spans": list(state.spans), "weights": weights, "commits": state.commits}

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from tests.benchmarks.chaos import run
+from tests.benchmarks import chaos, chaos_program
 
 
 def test_nothing_is_lost_whatever_happens():
-    """Fifteen kills, stops, joins and removals: every sample of every epoch is used once, all ranks hold the same weights."""
-    found = run(faults=15, seed=1, pause=0.6)
+    """Fifteen kills, stops, joins and removals: every sample is used once an epoch, ranks and losses are as if undisturbed."""
+    found = chaos.run(faults=15, seed=1, pause=0.5)
     assert found["faults"] == 15
-    assert found["every sample once"]
-    assert found["same weights"]
+    assert chaos.problems(found, chaos_program.alone(found["epochs"])) == []
