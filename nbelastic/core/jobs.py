@@ -123,6 +123,7 @@ def end(
         order=None,
         plan=None,
         ahead=frozenset(),
+        early=(),
         undone=None,
         awaiting=frozenset(),
         waiting=frozenset(),

@@ -31,7 +31,18 @@ def step(world: World, event: m.Event, now: float) -> tuple[World, tuple[m.Comma
     if worker is None or worker in world.workers:
         world = _take(world, event, now, out)
     world = planned.progress(world, now, out)
+    if world.early and world.plan is None:
+        world = _hear_early(world, now, out)
     return world, tuple(out)
+
+
+def _hear_early(world: World, now: float, out: Commands) -> World:
+    """What was planned is now, or has come to nothing: words of it that were waiting are heard."""
+    early, world = world.early, replace(world, early=())
+    for event in early:
+        if event.worker in world.workers:  # type: ignore[attr-defined]  # words and ends of programs have one
+            world = planned.progress(_take(world, event, now, out), now, out)
+    return world
 
 
 def deadline(world: World, now: float) -> float:
@@ -200,8 +211,12 @@ def _take_word(world: World, event: Word, now: float, out: Commands) -> World:
     """What members say of the elastic loop; news of a finished epoch is dropped."""
     w, plan = event.worker, world.plan
     if plan is not None and event.epoch == plan.epoch and w in plan.members:  # it is ahead of those who have not left
-        joined = isinstance(event, m.WorkerFormed) and world.stage is Stage.LEAVING
-        return replace(world, ahead=world.ahead | {w}) if joined else world
+        if world.stage is not Stage.LEAVING:
+            return world
+        if isinstance(event, m.WorkerFormed):
+            return replace(world, ahead=world.ahead | {w})
+        finished = isinstance(event, m.WorkerSucceeded)
+        return replace(world, early=(*world.early, event)) if finished else world
     if not world.active or event.epoch != world.epoch or w not in world.ranked:
         return world
     match event:
@@ -257,6 +272,8 @@ def _program_ended(world: World, event: m.ProgramEnded, now: float, out: Command
     worker, job = world.workers[w], world.active
     if worker.job != name:
         return world
+    if any(word.worker == w for word in world.early):  # type: ignore[attr-defined]  # so has this time
+        return replace(world, early=(*world.early, event))
     stopped = worker.state is WorkerState.STOPPED
     state = WorkerState.STOPPED if stopped else WorkerState.READY
     gone = frozenset({w})

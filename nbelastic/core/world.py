@@ -8,7 +8,7 @@ from heapq import nsmallest
 from msgspec import Struct
 from msgspec.structs import replace
 
-from nbelastic.core.messages import FormWorld, HostSpec, WorkerId
+from nbelastic.core.messages import Event, FormWorld, HostSpec, WorkerId
 
 NEVER = float("inf")
 
@@ -134,6 +134,7 @@ class World(Struct, frozen=True):
     undone: FormWorld | None = (
         None  # a plan that was called off when its members were leaving for it: they may be in it
     )
+    early: tuple[Event, ...] = ()  # of those ahead: that they have finished, which is heard when all have left this one
     numbered: int = 0  # the highest number that an epoch was given; a planned one may come to nothing
     prepare_by: float = NEVER
     plainly: bool = False  # the next change is made without preparation, as that failed

@@ -161,6 +161,7 @@ class Agent:
             self._link.send(m.WorkerExited(w, 0))
         elif kill:
             kill_group(forked.process.pid or 0)
+            forked.kill_at = time.monotonic()  # again until it is gone: one that was just forked leads no group yet
         else:
             kill_group(forked.process.pid or 0, signal.SIGTERM)
             forked.kill_at = time.monotonic() + GRACE

@@ -46,6 +46,19 @@ def test_some_have_joined_before_others_have_left():
     assert story.world.stage is Stage.RUNNING
 
 
+def test_one_finishes_in_the_next_epoch_before_others_have_left_this_one():
+    """The last step was at the agreed commit: who is first returns at once. It counts, and the change is not called off."""
+    story = with_stage(Stage.LEAVING)
+    story.hear(m.WorkerReady, "a/0#1").hear(m.WorkerFormed, "a/0#1").returned("a/0#1").ended("a/0#1")
+    assert (story.world.epoch, story.world.stage) == (1, Stage.LEAVING)
+    mark = story.mark()
+    story.answer()
+    assert story.commands(m.DropWorld, mark) + story.commands(m.AbortWorld, mark) == []
+    assert (story.world.epoch, story.job.succeeded) == (2, {wid("a/0#1")})
+    story.returned("b/0#1", "c/0#1", "d/0#1").ended("b/0#1", "c/0#1", "d/0#1")
+    assert (story.job.outcome, story.job.reason) == ("succeeded", "every rank finished")
+
+
 @pytest.mark.parametrize("stage", BEFORE_LEAVING)
 def test_the_joiner_dies_and_nobody_notices(stage):
     """What was prepared is dropped, the members stay, and nobody is aborted."""
