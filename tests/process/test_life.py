@@ -1,6 +1,7 @@
 """A cluster's life: what it opens, what it writes, and that nothing of it stays."""
 
 import os
+import signal
 import stat
 import subprocess
 import sys
@@ -165,7 +166,15 @@ def test_a_script_that_ends_leaves_nothing(tmp_path):
     until(lambda: not [child for child in children if alive(child.pid)], 5)
 
 
-def test_ctrl_c_in_start_leaves_it_starting(make):
+@pytest.fixture
+def interruptible():
+    """Ctrl-C is heard, also where the tests run in the background of a shell that has it ignored there."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_ctrl_c_in_start_leaves_it_starting(make, interruptible):
     """Interrupting a waiting `start()` or `wait()` gives the prompt back, and the cluster goes on."""
     cluster = make("localhost:2", wait=False)
 
