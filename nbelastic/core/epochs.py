@@ -78,9 +78,7 @@ def call_off(world: World, out: Commands) -> World:
         if there:
             out.append(m.DropWorld(plan.epoch, there))
         world = replace(world, plan=None, ahead=frozenset())
-        if (
-            stage is Stage.LEAVING
-        ):  # what they said when they left is old: they may have trained on there, or used a store
+        if stage is Stage.LEAVING:  # what they said when they left is old: they may have trained there, or used a store
             world = replace(world, undone=plan, awaiting=world.awaiting | world.ranked.intersection(plan.members))
     if stage is Stage.ASKED and world.members:
         out.append(m.Stay(world.epoch, world.members))

@@ -36,7 +36,7 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 
 from nbelastic.core.errors import StateError
-from nbelastic.worker.transfer import TENSOR
+from nbelastic.worker.transfer import TENSOR, why_not_plain
 
 FORMAT = 1
 MANIFEST = "manifest"
@@ -306,8 +306,7 @@ def _read_described(data: bytes) -> Any:
     try:
         return torch.load(io.BytesIO(data), weights_only=True)
     except Exception as error:  # noqa: BLE001  (torch raises many kinds)
-        why = str(error).rpartition("WeightsUnpickler error: ")[2].partition(". Please use")[0].partition("\n")[0]
-        raise StateError(f"the state holds something that is not plain data ({why[:200]})") from None
+        raise StateError(f"the state holds something that is not plain data ({why_not_plain(error)})") from None
 
 
 def read_tensors(path: Path, entries: Sequence[Entry], places: Sequence[torch.Tensor]) -> None:

@@ -153,10 +153,14 @@ def check_plain(value: Any) -> None:
         raise _not_plain(error) from None
 
 
+def why_not_plain(error: Exception) -> str:
+    """What torch minds about data that it shall load with `weights_only`, without its advice."""
+    return str(error).rpartition("WeightsUnpickler error: ")[2].partition(". Please use")[0].partition("\n")[0][:200]
+
+
 def _not_plain(error: Exception) -> StateError:
-    why = str(error).rpartition("WeightsUnpickler error: ")[2].partition(". Please use")[0].partition("\n")[0]
     return StateError(
-        f"the state holds something that is not plain data ({why[:200]}); keep numbers, text, lists, dicts and tensors "
+        f"the state holds something that is not plain data ({why_not_plain(error)}); keep numbers, text, lists, dicts and tensors "
         "in it, or allow the class with torch.serialization.add_safe_globals()."
     )
 
