@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import multiprocessing as mp
 import os
 from pathlib import Path
@@ -16,8 +17,10 @@ def boot(settings: dict[str, Any]) -> None:
     die_with_parent()
     mp.set_start_method(None, force=True)  # the fork server's is inherited; data loaders start as they do anywhere
     redirect(Path(settings["log_dir"]), settings["worker"])
+    faulthandler.enable(2)  # a crash in C leaves the Python stacks in the log
     os.environ["GLOO_SOCKET_IFNAME"] = settings["interface"]
     os.environ["NCCL_SOCKET_IFNAME"] = settings["interface"]
+    os.environ["IPP_CONNECTION_INFO"] = settings["engine"]  # before any thread: adding to the environment moves it
 
     from nbelastic.worker.engine import serve
     from nbelastic.worker.session import Session, start
@@ -25,7 +28,7 @@ def boot(settings: dict[str, Any]) -> None:
     session = Session(settings)
     start(session)
     session.warm_up.start()
-    serve(settings["engine"], settings["profile"])
+    serve(settings["profile"])
 
 
 def redirect(log_dir: Path, worker: str) -> None:

@@ -39,9 +39,8 @@ def _leave(*_: object) -> None:
     os._exit(0)
 
 
-def serve(connection: str, profile: str) -> None:
-    """Register with ipyparallel's controller (`connection`: its engine information as JSON) and take code for ever."""
-    os.environ["IPP_CONNECTION_INFO"] = connection
+def serve(profile: str) -> None:
+    """Register with the ipyparallel controller that the environment names, and take code for ever."""
     signal.signal(signal.SIGTERM, _leave)
     app = Engine.instance(log_level=40)
     app.initialize([f"--profile-dir={profile}", "--IPEngine.enable_nanny=False", "--log-level=40"])

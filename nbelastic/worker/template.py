@@ -19,6 +19,16 @@ from nbelastic.processes import die_with_parent  # noqa: E402
 
 die_with_parent()
 
+# ipyparallel, debugpy and IPython set these when an engine starts, beside threads in which torch reads the environment.
+# Adding a variable moves all of it, and the reader crashes; one that is there already is replaced in its place.
+os.environ.update(TERM="xterm-color", CLICOLOR="1", CLICOLOR_FORCE="1", FORCE_COLOR="1", PAGER="cat", GIT_PAGER="cat")
+for name, value in (
+    ("MPLBACKEND", "module://matplotlib_inline.backend_inline"),
+    ("PYDEVD_DISABLE_FILE_VALIDATION", "1"),
+    ("PYDEVD_USE_FRAME_EVAL", "NO"),
+):
+    os.environ.setdefault(name, value)
+
 PRELOAD = (
     "torch",
     "torch._dynamo",

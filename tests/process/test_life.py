@@ -239,3 +239,10 @@ def test_logs_begin_with_the_first_byte(make):
     agents = list(run_dir(cluster).glob("agent-*.log"))
     assert any("no_such_module_at_all" in file.read_text() for file in agents)
     assert {file.suffix for file in (cluster.log_dir / "idle").iterdir()} == {".out", ".err"}
+
+
+def test_the_environment_does_not_grow_beside_threads(make):
+    """No variable is added when a worker has several threads: C's getenv in another one would crash the process."""
+    cluster = make("localhost:1", preload=["tests.process.audit"])
+    ((_, out, _, error),) = cluster.execute("from tests.process import audit; print(audit.added)")
+    assert (out, error) == ("[]\n", None)
