@@ -27,6 +27,7 @@ import zmq.auth.asyncio
 import zmq.error
 
 from nbelastic.core import messages as m
+from nbelastic.core import wire
 
 log = logging.getLogger("nbelastic.link")
 T = TypeVar("T")
@@ -92,10 +93,13 @@ class Hub:
     Peers are named `agent/<host>` or `worker/<WorkerId>`. `heard_at` is when each was last heard (monotonic seconds).
     """
 
-    def __init__(self, keys: Keys, on_message: Callable[[str, m.Message | m.Event], None]) -> None:
+    def __init__(self, keys: Keys, on_message: Callable[[str, wire.Message | m.Event], None]) -> None:
         self._keys = keys
         self._on_message = on_message
-        self._decoders = {"agent": msgspec.json.Decoder(m.FromAgent), "worker": msgspec.json.Decoder(m.FromWorker)}
+        self._decoders = {
+            "agent": msgspec.json.Decoder(wire.FromAgent),
+            "worker": msgspec.json.Decoder(wire.FromWorker),
+        }
         self._tasks: list[asyncio.Task[None]] = []
         self._closing = False
         self.heard_at: dict[str, float] = {}
@@ -130,7 +134,7 @@ class Hub:
         self._socket.close()
         self._context.term()
 
-    def send(self, peer: str, message: m.Message) -> None:
+    def send(self, peer: str, message: wire.Message) -> None:
         """Fire and forget; a peer that is not connected does not get it (peers repeat what they still need)."""
         self._send(peer, encode(message))
 
@@ -158,13 +162,13 @@ class Hub:
                 self.heard_at[peer] = time.monotonic()
                 _guarded(self._on_message, peer, message)
 
-    def _decode(self, peer: str, frames: list[bytes]) -> m.Message | m.Event | None:
+    def _decode(self, peer: str, frames: list[bytes]) -> wire.Message | m.Event | None:
         role, _, name = peer.partition("/")
         decoder = self._decoders.get(role)
         try:
             if decoder is None or len(frames) != 2 or len(frames[1]) > MAX_MESSAGE:
                 raise msgspec.ValidationError("unknown role, several frames or too long")
-            message: m.Message | m.Event = decoder.decode(frames[1])
+            message: wire.Message | m.Event = decoder.decode(frames[1])
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             self._drop(peer, str(error))
             return None
@@ -209,7 +213,7 @@ class Spoke:
         keys: Keys,
         name: str,
         accepts: object,
-        on_message: Callable[[m.Message], None],
+        on_message: Callable[[wire.Message], None],
         *,
         tick: Callable[[], float] = lambda: HEARTBEAT,
     ) -> None:
@@ -229,7 +233,7 @@ class Spoke:
         self.heard_at = time.monotonic()
         self._thread.start()
 
-    def send(self, message: m.Message | m.Event) -> None:
+    def send(self, message: wire.Message | m.Event) -> None:
         self._out.append(encode(message))
         self.wake()
 

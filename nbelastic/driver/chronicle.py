@@ -11,6 +11,7 @@ from pathlib import Path
 import msgspec
 
 from nbelastic.core import messages as m
+from nbelastic.core import wire
 from nbelastic.driver.status import EventRecord
 from nbelastic.link import encode
 
@@ -69,7 +70,7 @@ class Chronicle:
         for phase, took in event.took.items():
             self._took[phase] = max(took, self._took.get(phase, 0.0))
 
-    def first_step(self, message: m.WorkerProgress, now: float) -> None:
+    def first_step(self, message: wire.WorkerProgress, now: float) -> None:
         """The first commit of an epoch, of whoever was first."""
         if not self._formed_at:
             return

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from nbelastic.core import messages as m
+from nbelastic.core import wire
 from nbelastic.core.errors import ClusterStoppedError, NbelasticError
 from nbelastic.core.membership import deadline, step
 from nbelastic.core.placement import places
@@ -183,22 +184,22 @@ class Driver:
                 self._form(command, command.to or command.members)
             case m.PrepareWorld(order=order):
                 self.chronicle.prepare(now)
-                self._form(order, order.members, m.Prepare)
+                self._form(order, order.members, wire.Prepare)
             case m.DropWorld(epoch=epoch, members=members):
-                to_workers(members, m.Drop(epoch))
+                to_workers(members, wire.Drop(epoch))
             case m.AskLeave(epoch=epoch, members=members):
                 self.chronicle.begin_change(now)
-                to_workers(members, m.Leave(epoch))
+                to_workers(members, wire.Leave(epoch))
             case m.LeaveAt(epoch=epoch, commit=commit, members=members):
-                to_workers(members, m.Leave(epoch, commit))
+                to_workers(members, wire.Leave(epoch, commit))
             case m.Stay(epoch=epoch, members=members):
-                to_workers(members, m.Leave(epoch, m.Leave.STAY))
+                to_workers(members, wire.Leave(epoch, wire.Leave.STAY))
             case m.AbortWorld(epoch=epoch, members=members, reason=reason):
                 self.chronicle.begin_change(now)
-                to_workers(members, m.Abort(epoch, reason))
+                to_workers(members, wire.Abort(epoch, reason))
             case m.StopProgram(job=job, workers=workers, reason=reason, culprit=culprit):
                 for w in workers:
-                    to_workers((w,), m.Quit(job, reason, own=w == culprit))
+                    to_workers((w,), wire.Quit(job, reason, own=w == culprit))
             case m.EndJob(job=job):
                 self.runs[job].end(command)
                 self._loop.call_later(self.world.limits.leave + 2, self.runs[job].settle, True)
@@ -211,7 +212,7 @@ class Driver:
         self,
         command: m.FormWorld,
         to: tuple[m.WorkerId, ...],
-        wrap: Callable[[m.Formation], m.Message] = lambda formation: formation,
+        wrap: Callable[[wire.Formation], wire.Message] = lambda formation: formation,
     ) -> None:
         counts: dict[str, int] = {}
         for w in command.members:
@@ -219,7 +220,7 @@ class Driver:
         for w, place in zip(command.members, places(command.members), strict=True):
             if w not in to:
                 continue
-            formation = m.Formation(
+            formation = wire.Formation(
                 command.epoch,
                 place.rank,
                 len(command.members),
@@ -244,21 +245,21 @@ class Driver:
         self._inbox.put_nowait(m.ProgramEnded(w, run.name, error))
         run.settle(False)
 
-    def _hear(self, peer: str, message: m.Message | m.Event) -> None:
+    def _hear(self, peer: str, message: wire.Message | m.Event) -> None:
         """A message came over the link."""
         now = time.monotonic()
         match message:
-            case m.AgentHello(host=host, pid=pid):
+            case wire.AgentHello(host=host, pid=pid):
                 self._inbox.put_nowait(m.AgentReady(host, pid))
-            case m.AgentSample(host=host, cpu=cpu, memory=memory, workers=workers):
+            case wire.AgentSample(host=host, cpu=cpu, memory=memory, workers=workers):
                 self.fleet.live.host_samples[host] = (cpu, memory)
                 self.fleet.live.worker_samples.update(workers)
                 self._publish()
-            case m.WorkerHello(worker=w, engine=engine):
+            case wire.WorkerHello(worker=w, engine=engine):
                 self.fleet.hello(w, engine)
-            case m.WorkerProgress():
+            case wire.WorkerProgress():
                 self._progress(message, now)
-            case m.WorkerOutput(worker=w):
+            case wire.WorkerOutput(worker=w):
                 run = self.fleet.program_of(w)
                 if run is not None:
                     run.hear(message)
@@ -269,7 +270,7 @@ class Driver:
             case _:
                 raise TypeError(f"{type(message).__name__} from {peer} is no message that the driver knows")
 
-    def _progress(self, message: m.WorkerProgress, now: float) -> None:
+    def _progress(self, message: wire.WorkerProgress, now: float) -> None:
         live, members = self.fleet.live, self.world.members
         if message.worker not in self.world.workers:
             return

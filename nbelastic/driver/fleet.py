@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from nbelastic.core import messages as m
+from nbelastic.core import wire
 from nbelastic.core.errors import HostError
 from nbelastic.driver.launchers import LocalAgent, address_of
 from nbelastic.driver.run import Run
@@ -86,7 +87,7 @@ class Fleet:
                 self._start_agent(spec)
             case m.StopAgent(host=host):
                 heard = f"agent/{host}" in self._hub.heard_at
-                self._hub.send(f"agent/{host}", m.Retire())
+                self._hub.send(f"agent/{host}", wire.Retire())
                 # One that has not spoken yet has no workers, and may not be there to hear it.
                 self._loop.call_later(3.0 if heard else 0.0, self._end_agent, host, self._agents.get(host))
             case m.StartWorker(worker=w):
@@ -95,7 +96,7 @@ class Fleet:
                 else:
                     self._spawn(w, log_dir)
             case m.StopWorker(worker=w, kill=kill):
-                self._hub.send(f"agent/{w.host}", m.Reap(w, kill))
+                self._hub.send(f"agent/{w.host}", wire.Reap(w, kill))
 
     def _start_agent(self, spec: m.HostSpec) -> None:
         try:
@@ -145,7 +146,7 @@ class Fleet:
 
     def _spawn(self, w: m.WorkerId, log_dir: Path) -> None:
         assert self._engines is not None
-        self._hub.send(f"agent/{w.host}", m.Spawn(w, str(log_dir), self._engines.connection))
+        self._hub.send(f"agent/{w.host}", wire.Spawn(w, str(log_dir), self._engines.connection))
 
     def _agent_stopped(self, host: str, agent: LocalAgent, code: int | None) -> None:
         if self._agents.get(host) is not agent:
@@ -173,7 +174,7 @@ class Fleet:
         self.pace = Pace()
         self.live.step, self.live.report, self.live.steps_per_second = 0, {}, None
 
-    def to_workers(self, workers: Iterable[m.WorkerId], message: m.Message) -> None:
+    def to_workers(self, workers: Iterable[m.WorkerId], message: wire.Message) -> None:
         for w in workers:
             self._hub.send(f"worker/{w}", message)
 

@@ -8,6 +8,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from nbelastic.core import messages as m
+from nbelastic.core import wire
 from nbelastic.core.errors import JobError, JobStoppedError, UsageError
 
 EVERY, KEEP = 100, 3  # commits between two checkpoints, and how many stay
@@ -48,7 +49,7 @@ class Run:
         self._end: m.EndJob | None = None
         self._rest: dict[tuple[m.WorkerId, str], str] = {}
 
-    def hear(self, output: m.WorkerOutput) -> None:
+    def hear(self, output: wire.WorkerOutput) -> None:
         """Keep the last lines of what a worker printed."""
         lines = self.lines.setdefault(output.worker, deque(maxlen=TAIL))
         if output.skipped:

@@ -24,6 +24,7 @@ import msgspec
 import psutil
 
 from nbelastic.core import messages as m
+from nbelastic.core import wire
 from nbelastic.host.interfaces import interface_of, outgoing_address
 from nbelastic.link import Keys, Spoke
 from nbelastic.processes import kill_group, state_of
@@ -64,7 +65,7 @@ class Agent:
 
     def __init__(self, config: Config) -> None:
         self._config = config
-        self._inbox: deque[m.Message] = deque()
+        self._inbox: deque[wire.Message] = deque()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._context = mp.get_context("forkserver")
         self._workers: dict[m.WorkerId, _Forked] = {}
@@ -74,7 +75,7 @@ class Agent:
         self._profile = Path(os.environ["NBELASTIC_RUN_DIR"]) / "profile"
         self._profile.mkdir(mode=0o700, parents=True, exist_ok=True)  # the engines' IPython profile: an empty one
         self._address = config.address or outgoing_address(driver)
-        self._link = Spoke(config.driver, config.keys, f"agent/{config.host}", m.ToAgent, self._receive)
+        self._link = Spoke(config.driver, config.keys, f"agent/{config.host}", wire.ToAgent, self._receive)
 
     def run(self) -> None:
         signal.signal(signal.SIGTERM, lambda *_: self._end())
@@ -86,7 +87,7 @@ class Agent:
             except ProcessLookupError:
                 return
         self._link.start()
-        self._link.send(m.AgentHello(self._config.host, os.getpid(), _versions()))
+        self._link.send(wire.AgentHello(self._config.host, os.getpid(), _versions()))
         watch_at = sample_at = 0.0
         while not self._done:
             sentinels = {forked.process.sentinel: w for w, forked in self._workers.items()}
@@ -110,7 +111,7 @@ class Agent:
         self._end_workers()
         self._link.close()
 
-    def _receive(self, message: m.Message) -> None:
+    def _receive(self, message: wire.Message) -> None:
         self._inbox.append(message)
         os.eventfd_write(self._wake, 1)
 
@@ -125,14 +126,14 @@ class Agent:
             os.eventfd_read(self._wake)
         while self._inbox:
             match self._inbox.popleft():
-                case m.Spawn() as order:
+                case wire.Spawn() as order:
                     self._spawn(order)
-                case m.Reap(worker=w, kill=kill):
+                case wire.Reap(worker=w, kill=kill):
                     self._reap(w, kill=kill)
-                case m.Retire():
+                case wire.Retire():
                     self._done = True
 
-    def _spawn(self, order: m.Spawn) -> None:
+    def _spawn(self, order: wire.Spawn) -> None:
         boot = getattr(importlib.import_module(ENTRY[0]), ENTRY[1])
         settings: dict[str, Any] = {
             "driver": self._config.driver,
@@ -191,7 +192,7 @@ class Agent:
             except psutil.NoSuchProcess:
                 continue
         used = psutil.virtual_memory().used
-        self._link.send(m.AgentSample(self._config.host, psutil.cpu_percent(), used, workers))
+        self._link.send(wire.AgentSample(self._config.host, psutil.cpu_percent(), used, workers))
 
     def _end_workers(self) -> None:
         for forked in self._workers.values():

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from nbelastic.core.messages import Formation
+from nbelastic.core.wire import Formation
 from nbelastic.worker.rendezvous import Group, Offer
 
 PATIENCE = 0.1  # seconds that a group which is aborted may go on being built

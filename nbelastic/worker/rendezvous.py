@@ -23,7 +23,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore
 
-from nbelastic.core.messages import STUCK, Formation
+from nbelastic.core.messages import STUCK
+from nbelastic.core.wire import Formation
 
 LOOK = 0.02  # seconds between looks at whether to go on waiting for a group
 TIMEOUT = timedelta(minutes=30)  # of a collective: a rank may well evaluate for long; aborts do not wait for it

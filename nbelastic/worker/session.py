@@ -18,6 +18,7 @@ import msgspec
 import torch
 
 from nbelastic.core import messages as m
+from nbelastic.core import wire
 from nbelastic.core.errors import JobStoppedError, NoWorldError
 from nbelastic.link import Keys, Spoke
 from nbelastic.worker.ahead import Ahead
@@ -55,7 +56,7 @@ class Session:
         self._choice: tuple[str, int] = (settings["backend"], int(settings["slots"]))
         self._backend = ""
         self.job = ""
-        self.formation: m.Formation | None = None
+        self.formation: wire.Formation | None = None
         self.group: Group | None = None
         self._rank = 0  # the last one it had in this job
         self.epoch = 0  # the last epoch that was left
@@ -68,24 +69,26 @@ class Session:
         self.checkpoints: Plan | None = None  # of this job
         self._hold: int | None = None  # commit number at which to wait for word of where to leave
         self._leave_at: int | None = None
-        self._coming: m.Formation | None = None  # what follows when this epoch is left
+        self._coming: wire.Formation | None = None  # what follows when this epoch is left
         self._ahead = Ahead(self.address)
         self._dropped: set[int] = set()  # epochs that were prepared for nothing
         self.warm_up = WarmUp()
-        self._inbox: queue.SimpleQueue[m.Message] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[wire.Message] = queue.SimpleQueue()
         self.report: dict[str, float] = {}
         self._reported: tuple[int, int] = (0, 0)
         self._report_at = 0.0
         self._first: float | None = None
         self._aborted = 0  # the newest epoch that was aborted
         self._blocked: Blocked | None = None
-        self._quit: m.Quit | None = None
+        self._quit: wire.Quit | None = None
         self._output: dict[str, list[str]] = {"out": [], "err": []}
         keys = msgspec.convert(settings["keys"], Keys)
-        self.link = Spoke(settings["driver"], keys, f"worker/{self.worker}", m.ToWorker, self._receive, tick=self._tick)
+        self.link = Spoke(
+            settings["driver"], keys, f"worker/{self.worker}", wire.ToWorker, self._receive, tick=self._tick
+        )
 
     def hello(self, engine: str) -> None:
-        self.link.send(m.WorkerHello(self.worker, os.getpid(), engine))
+        self.link.send(wire.WorkerHello(self.worker, os.getpid(), engine))
 
     def begin(self, job: str) -> None:
         """A new program: nothing of the last one counts. ValueError if the back end asked for cannot be had."""
@@ -106,7 +109,7 @@ class Session:
         if self._quit is not None:
             self.leave_group()
 
-    def gather(self, commit: int, *, clean: bool) -> tuple[m.Formation, Offer]:
+    def gather(self, commit: int, *, clean: bool) -> tuple[wire.Formation, Offer]:
         """Say that this worker is ready and wait for the world it will be in. JobStoppedError if the job ends."""
         if self.group is not None:
             self.epoch = max(self.epoch, self.group.epoch)
@@ -122,13 +125,13 @@ class Session:
             coming, self._coming = self._coming, None
             message = coming or self._hear(REPEAT)
             match message:
-                case m.Formation(epoch=epoch) if epoch > self.epoch and not self._over(epoch):
+                case wire.Formation(epoch=epoch) if epoch > self.epoch and not self._over(epoch):
                     self.commits, self._hold, self._leave_at = 0, None, None
                     return message, offer
-                case m.Formation(epoch=epoch) | m.Abort(epoch=epoch):
+                case wire.Formation(epoch=epoch) | wire.Abort(epoch=epoch):
                     self.epoch = max(self.epoch, epoch)  # aborted before it had begun: it has been left already
 
-    def join(self, formation: m.Formation, offer: Offer) -> Group:
+    def join(self, formation: wire.Formation, offer: Offer) -> Group:
         """Form the epoch's process group. Raises what torch raises, or WorldAborted."""
         prepared = self._ahead.take(formation.epoch)
         self.group = prepared or Group(formation.epoch, device(self.worker.slot), self._backend)
@@ -182,12 +185,12 @@ class Session:
         with self._promise:
             self.attention = self._hold is not None or self._leave_at is not None or not self._inbox.empty()
 
-    def _heed(self, message: m.Message | None) -> None:
+    def _heed(self, message: wire.Message | None) -> None:
         epoch = self.group.epoch if self.group else 0
         match message:
-            case m.Formation():
+            case wire.Formation():
                 self._coming = message
-            case m.Abort() | m.Drop() if self._over(epoch):
+            case wire.Abort() | wire.Drop() if self._over(epoch):
                 raise WorldAborted
 
     @property
@@ -211,9 +214,9 @@ class Session:
         while not self._over(epoch):
             self.link.send(raised)
             match self._hear(REPEAT):
-                case m.Abort() | m.Drop() if self._over(epoch):
-                    return own and isinstance(self._hear(VERDICT), m.Quit)
-                case m.Quit():  # its own: the others raise
+                case wire.Abort() | wire.Drop() if self._over(epoch):
+                    return own and isinstance(self._hear(VERDICT), wire.Quit)
+                case wire.Quit():  # its own: the others raise
                     return True
         if self._quit is not None:
             return self._quit.own
@@ -227,37 +230,37 @@ class Session:
             following = self._ahead.group
             group.leave(sparing=following.connections() if following is not None else ())
 
-    def _hear(self, timeout: float) -> m.Message | None:
+    def _hear(self, timeout: float) -> wire.Message | None:
         try:
             message = self._inbox.get(timeout=timeout)
         except queue.Empty:
             return None
-        if isinstance(message, m.Quit) and not message.own:
+        if isinstance(message, wire.Quit) and not message.own:
             raise JobStoppedError(message.reason)
         return message
 
     # ---- the link's thread ----
 
-    def _receive(self, message: m.Message) -> None:
+    def _receive(self, message: wire.Message) -> None:
         match message:
-            case m.Abort(epoch=epoch):
+            case wire.Abort(epoch=epoch):
                 self._aborted = max(self._aborted, epoch)
-            case m.Quit(job=job):
+            case wire.Quit(job=job):
                 if job != self.job:
                     return
                 self._quit = message
-            case m.Prepare(formation=formation):
+            case wire.Prepare(formation=formation):
                 self._prepare(formation)
                 return
-            case m.Drop(epoch=epoch):
+            case wire.Drop(epoch=epoch):
                 self._dropped.add(epoch)
         with self._promise:
-            if isinstance(message, m.Leave):
+            if isinstance(message, wire.Leave):
                 self._arrange(message)
             self._inbox.put(message)
             self.attention = True
 
-    def _arrange(self, message: m.Leave) -> None:
+    def _arrange(self, message: wire.Leave) -> None:
         """Where to leave this epoch. The promise is made here and not at a commit: the main thread may not get to one, as
         others, who have made theirs, take no part in the step that it is in.
         """
@@ -267,12 +270,12 @@ class Session:
             case None:
                 self._hold = self.commits + 1
                 self.link.send(m.WorkerOffered(self.worker, message.epoch, self.commits))
-            case m.Leave.STAY:
+            case wire.Leave.STAY:
                 self._hold = self._leave_at = None
             case commit:
                 self._hold, self._leave_at = None, commit
 
-    def _prepare(self, formation: m.Formation) -> None:
+    def _prepare(self, formation: wire.Formation) -> None:
         if not self._over(formation.epoch):
             done = lambda error: self.link.send(m.WorkerPrepared(self.worker, formation.epoch, error))  # noqa: E731
             self._ahead.prepare(formation, device(self.worker.slot), self._backend, done)
@@ -304,7 +307,7 @@ class Session:
             return
         self._reported, self._report_at = seen, now + REPORT_EVERY
         report = {name: value for name, value in self.report.items() if math.isfinite(value)}  # JSON has no other
-        self.link.send(m.WorkerProgress(self.worker, seen[0] or epoch, self.total, report, first))
+        self.link.send(wire.WorkerProgress(self.worker, seen[0] or epoch, self.total, report, first))
 
     def _send_output(self) -> None:
         for stream, parts in self._output.items():
@@ -313,7 +316,7 @@ class Session:
             self._output[stream] = []
             text = "".join(parts)
             skipped = max(0, len(text) - OUTPUT_BOUND)
-            self.link.send(m.WorkerOutput(self.worker, stream, text[skipped:], skipped))
+            self.link.send(wire.WorkerOutput(self.worker, stream, text[skipped:], skipped))
 
     def write(self, stream: str, text: str) -> None:
         """The program's output, from any thread; it is sent with the next tick."""
@@ -337,7 +340,7 @@ def start(session: Session) -> None:
     global _session
     _session = session
     session.link.start()
-    session.link.send(m.WorkerProgress(session.worker, 0, 0, {}))  # from now on its silence is noticed
+    session.link.send(wire.WorkerProgress(session.worker, 0, 0, {}))  # from now on its silence is noticed
 
 
 def current() -> Session:
@@ -354,7 +357,7 @@ def device(slot: int) -> torch.device:
     return torch.device("cpu")
 
 
-def world() -> m.Formation:
+def world() -> wire.Formation:
     """The formation this worker is in. NoWorldError outside an elastic function."""
     with contextlib.suppress(NoWorldError):
         formation = current().formation

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from nbelastic.core.errors import StateError
-from nbelastic.core.messages import Formation
+from nbelastic.core.wire import Formation
 from nbelastic.worker import generators, saving
 from nbelastic.worker import optimizers as opt
 from nbelastic.worker.copies import Part

@@ -8,6 +8,7 @@ import msgspec
 import pytest
 
 from nbelastic.core import messages as m
+from nbelastic.core import wire
 
 W = m.WorkerId("gpu-1.example.org", 3, 12)
 SPEC = m.HostSpec("::1", 4, "me")
@@ -29,12 +30,13 @@ FILL = {
     tuple[m.HostSpec, ...]: (SPEC,),
     tuple[tuple[str, int], ...]: (("a", 2), ("b", 1)),
     m.FormWorld: m.FormWorld(7, (W,), "127.0.0.1:1", 0, (1,)),
-    m.Formation: m.Formation(7, 0, 2, 0, 2, 0, 1, "127.0.0.1:1", 0, (1,), (("a", 2),)),
+    wire.Formation: wire.Formation(7, 0, 2, 0, 2, 0, 1, "127.0.0.1:1", 0, (1,), (("a", 2),)),
 }
 
 
 def kinds(base: type) -> list[type]:
-    return [kind for kind in vars(m).values() if isinstance(kind, type) and issubclass(kind, base) and kind is not base]
+    named = {**vars(m), **vars(wire)}.values()
+    return [kind for kind in named if isinstance(kind, type) and issubclass(kind, base) and kind is not base]
 
 
 def sample(kind: type, *, least: bool = False):
@@ -44,14 +46,14 @@ def sample(kind: type, *, least: bool = False):
     return kind(**{f.name: FILL[hints[f.name]] for f in fields})
 
 
-ALL = kinds(m.Event) + kinds(m.Command) + kinds(m.Message)
+ALL = kinds(m.Event) + kinds(m.Command) + kinds(wire.Message)
 WIRE = {
-    "FromAgent": typing.get_args(m.FromAgent),
-    "FromWorker": typing.get_args(m.FromWorker),
-    "ToAgent": typing.get_args(m.ToAgent),
-    "ToWorker": typing.get_args(m.ToWorker),
+    "FromAgent": typing.get_args(wire.FromAgent),
+    "FromWorker": typing.get_args(wire.FromWorker),
+    "ToAgent": typing.get_args(wire.ToAgent),
+    "ToWorker": typing.get_args(wire.ToWorker),
 }
-ON_WIRE = [(name, kind) for name, wire in WIRE.items() for kind in wire]
+ON_WIRE = [(name, kind) for name, union in WIRE.items() for kind in union]
 
 
 @pytest.mark.parametrize("least", [False, True])
@@ -59,7 +61,7 @@ ON_WIRE = [(name, kind) for name, wire in WIRE.items() for kind in wire]
 def test_a_message_comes_back_as_it_went(direction, kind, least):
     """Every message of each direction, encoded as JSON, is decoded by that direction's union as the same."""
     message = sample(kind, least=least)
-    assert msgspec.json.decode(msgspec.json.encode(message), type=getattr(m, direction)) == message
+    assert msgspec.json.decode(msgspec.json.encode(message), type=getattr(wire, direction)) == message
 
 
 @pytest.mark.parametrize("kind", ALL, ids=lambda kind: kind.__name__)
@@ -90,7 +92,7 @@ def test_what_belongs_to_another_direction_does_not_come_in(direction):
     others = [kind for name, kind in ON_WIRE if name != direction and kind not in WIRE[direction]]
     for kind in [*others, *kinds(m.Command)]:
         with pytest.raises(msgspec.ValidationError, match="Invalid value"):
-            msgspec.json.decode(msgspec.json.encode(sample(kind)), type=getattr(m, direction))
+            msgspec.json.decode(msgspec.json.encode(sample(kind)), type=getattr(wire, direction))
 
 
 def test_only_news_of_their_own_comes_from_workers_and_agents():
@@ -119,7 +121,7 @@ def test_only_news_of_their_own_comes_from_workers_and_agents():
 def test_junk_is_an_error_and_nothing_else(text):
     """Malformed, unknown, of the wrong type or incomplete: msgspec's error, and no object."""
     with pytest.raises(msgspec.DecodeError):
-        msgspec.json.decode(text, type=m.FromWorker)
+        msgspec.json.decode(text, type=wire.FromWorker)
 
 
 @pytest.mark.parametrize("w", [W, m.WorkerId("a", 0, 1), m.WorkerId("fe80::1%eth0", 11, 2), m.WorkerId("", 0, 0)])

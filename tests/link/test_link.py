@@ -13,6 +13,7 @@ import zmq
 
 from nbelastic import link
 from nbelastic.core import messages as m
+from nbelastic.core import wire
 from nbelastic.link import MAX_MESSAGE, Hub, Keys, Spoke, encode
 
 W = m.WorkerId("a", 0, 1)
@@ -50,7 +51,7 @@ async def until(true, patience=10.0):
 
 
 @asynccontextmanager
-async def spoke(there, name=NAME, accepts=m.ToWorker, keys=None):
+async def spoke(there, name=NAME, accepts=wire.ToWorker, keys=None):
     """A peer as agents and workers are; `.heard` is what reached it."""
     heard = []
     one = Spoke(there.hub.address, keys or there.keys.for_clients(), name, accepts, heard.append)
@@ -90,7 +91,7 @@ def test_messages_go_both_ways_in_order():
                 await until(lambda: len(there.heard) == 100)
                 assert [message.commit for message in there.of(NAME)] == list(range(100))
                 for epoch in range(100):
-                    there.hub.send(NAME, m.Abort(epoch, "because"))
+                    there.hub.send(NAME, wire.Abort(epoch, "because"))
                 await until(lambda: len(worker.heard) == 100)
                 assert [message.epoch for message in worker.heard] == list(range(100))
 
@@ -102,7 +103,7 @@ def test_a_message_before_anybody_listens_is_kept():
 
     async def story():
         async with place() as there:
-            one = Spoke(there.hub.address, there.keys.for_clients(), NAME, m.ToWorker, lambda _: None)
+            one = Spoke(there.hub.address, there.keys.for_clients(), NAME, wire.ToWorker, lambda _: None)
             one.send(GOOD)
             one.start()
             await until(lambda: there.of(NAME) == [GOOD])
@@ -128,13 +129,13 @@ def test_an_agent_may_speak_for_its_workers_only():
 
     async def story():
         async with place() as there:
-            async with spoke(there, "agent/a", m.ToAgent) as mine, spoke(there, "agent/b", m.ToAgent) as other:
+            async with spoke(there, "agent/a", wire.ToAgent) as mine, spoke(there, "agent/b", wire.ToAgent) as other:
                 other.send(m.WorkerExited(W, -9))
-                other.send(m.AgentHello("b", 1, {}))
+                other.send(wire.AgentHello("b", 1, {}))
                 await until(lambda: len(there.heard) == 1)
                 mine.send(m.WorkerExited(W, -9))
                 await until(lambda: len(there.heard) == 2)
-                assert there.heard == [("agent/b", m.AgentHello("b", 1, {})), ("agent/a", m.WorkerExited(W, -9))]
+                assert there.heard == [("agent/b", wire.AgentHello("b", 1, {})), ("agent/a", m.WorkerExited(W, -9))]
                 assert sum(there.hub.dropped.values()) == 1
 
     asyncio.run(story())
@@ -185,7 +186,7 @@ def test_a_returning_peer_takes_its_name_over():
                 async with spoke(there) as second:
                     second.send(GOOD)
                     await until(lambda: len(there.heard) == 2)
-                    there.hub.send(NAME, m.Abort(1, ""))
+                    there.hub.send(NAME, wire.Abort(1, ""))
                     await until(lambda: second.heard)
                     assert not first.heard
 
@@ -197,7 +198,7 @@ def test_sending_to_nobody_is_harmless():
 
     async def story():
         async with place() as there:
-            there.hub.send("worker/nobody/0#1", m.Abort(1, ""))
+            there.hub.send("worker/nobody/0#1", wire.Abort(1, ""))
             async with spoke(there) as worker:
                 worker.send(GOOD)
                 await until(lambda: there.heard)
@@ -221,11 +222,11 @@ def test_without_the_key_nobody_gets_anything(who):
             with stranger(there, keys=keys, curve=keys is not None) as socket:
                 for _ in range(10):
                     socket.send(encode(GOOD))
-                async with spoke(there, "agent/a", m.ToAgent) as good:  # time enough for a handshake
-                    good.send(m.AgentHello("a", 1, {}))
+                async with spoke(there, "agent/a", wire.ToAgent) as good:  # time enough for a handshake
+                    good.send(wire.AgentHello("a", 1, {}))
                     await until(lambda: there.of("agent/a"))
-                    there.hub.send(NAME, m.Abort(1, "secret"))
-                    there.hub.send("agent/a", m.Retire())
+                    there.hub.send(NAME, wire.Abort(1, "secret"))
+                    there.hub.send("agent/a", wire.Retire())
                     await until(lambda: good.heard)
                 assert socket.poll(100) == 0
             assert there.of(NAME) == []
@@ -242,8 +243,8 @@ NONSENSE = {
     "an unknown tag": b'{"type": "Explode"}',
     "no tag": b'{"worker": "a"}',
     "a field of another type": b'{"type": "WorkerFormed", "worker": 3, "epoch": "one"}',
-    "a message of the other direction": encode(m.Quit("job-1", "now")),
-    "an agent's message": encode(m.AgentHello("a", 1, {})),
+    "a message of the other direction": encode(wire.Quit("job-1", "now")),
+    "an agent's message": encode(wire.AgentHello("a", 1, {})),
     "deeply nested": b"[" * 100_000,
     "deeply nested fields": b'{"type":"WorkerFormed","x":' + b'{"x":' * 50_000 + b"1" + b"}" * 50_001,
     "another worker's word": encode(m.WorkerFormed(m.WorkerId("a", 0, 2), 1)),
@@ -284,9 +285,9 @@ def test_a_flood_in_one_message_costs_the_sender_its_connection():
     async def story():
         async with place() as there:
             with stranger(there) as socket:
-                async with spoke(there, "agent/a", m.ToAgent) as good:
+                async with spoke(there, "agent/a", wire.ToAgent) as good:
                     socket.send(b"x" * (64 * MAX_MESSAGE))
-                    good.send(m.AgentHello("a", 1, {}))
+                    good.send(wire.AgentHello("a", 1, {}))
                     await until(lambda: there.of("agent/a"))
                     assert there.of(NAME) == []
 
@@ -332,8 +333,8 @@ def mutated(rng):
     sources = [
         encode(GOOD),
         encode(m.WorkerReady(W, "job-1", 0, 0, True, "127.0.0.1:1")),
-        encode(m.WorkerProgress(W, 1, 2, {"loss": 0.5})),
-        encode(m.WorkerOutput(W, "out", "text")),
+        encode(wire.WorkerProgress(W, 1, 2, {"loss": 0.5})),
+        encode(wire.WorkerOutput(W, "out", "text")),
     ]
     data = bytearray(rng.choice(sources))
     match rng.randrange(7):
@@ -365,7 +366,7 @@ def test_ten_thousand_broken_messages():
     async def story():
         async with place() as there:
             with stranger(there) as socket:
-                async with spoke(there, "agent/a", m.ToAgent) as good:
+                async with spoke(there, "agent/a", wire.ToAgent) as good:
 
                     def pour():
                         for _ in range(count):
@@ -375,12 +376,12 @@ def test_ten_thousand_broken_messages():
                     sender = threading.Thread(target=pour)
                     sender.start()
                     for number in range(100):
-                        good.send(m.AgentSample("a", float(number), 1, {}))
+                        good.send(wire.AgentSample("a", float(number), 1, {}))
                         await asyncio.sleep(0.001)
                     await until(lambda: m.WorkerOffered(W, 9, 9) in there.of(NAME), patience=60)
                     sender.join()
-                    good.send(m.AgentHello("a", 1, {}))
-                    await until(lambda: m.AgentHello("a", 1, {}) in there.of("agent/a"))
+                    good.send(wire.AgentHello("a", 1, {}))
+                    await until(lambda: wire.AgentHello("a", 1, {}) in there.of("agent/a"))
                     assert len(there.of("agent/a")) == 101
                     assert sum(there.hub.dropped.values()) > count * 0.8
                     assert set(there.hub.heard_at) <= {NAME, "agent/a"}
@@ -399,9 +400,9 @@ def test_a_spoke_drops_what_it_does_not_know(caplog):
                 await until(lambda: there.heard)
                 for frame in (b"{", b'{"type":"Retire"}', b"[" * 100_000, b"\xff\xfe"):
                     there.hub._send(NAME, frame)
-                there.hub.send(NAME, m.Abort(1, ""))
+                there.hub.send(NAME, wire.Abort(1, ""))
                 await until(lambda: worker.heard)
-                assert worker.heard == [m.Abort(1, "")]
+                assert worker.heard == [wire.Abort(1, "")]
                 assert worker.dropped == 4
 
     with caplog.at_level(logging.WARNING, "nbelastic.link"):
@@ -429,8 +430,8 @@ def test_a_failing_receiver_does_not_silence_the_link(caplog):
             worker.send(GOOD)
             await until(lambda: len(heard) == 2)
             heard.clear()
-            there.hub.send(NAME, m.Abort(1, ""))
-            there.hub.send(NAME, m.Abort(1, ""))
+            there.hub.send(NAME, wire.Abort(1, ""))
+            there.hub.send(NAME, wire.Abort(1, ""))
             await until(lambda: len(heard) == 2)
         await there.hub.stop()
 

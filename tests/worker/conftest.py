@@ -2,7 +2,7 @@
 
 import pytest
 
-from nbelastic.core.messages import Formation
+from nbelastic.core.wire import Formation
 from nbelastic.worker import sampler
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from nbelastic.core.messages import Formation
+from nbelastic.core.wire import Formation
 from nbelastic.worker.ahead import Ahead
 from nbelastic.worker.rendezvous import Group, Offer, _shut_down
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from nbelastic.core import messages as m
+from nbelastic.core import wire
 from nbelastic.link import Keys
 from nbelastic.worker.rendezvous import Group
 from nbelastic.worker.session import Session, WorldLeft
@@ -28,12 +29,12 @@ def session():
 
 
 def said(session):
-    return [msgspec.json.decode(frame, type=m.FromWorker) for frame in session.link._out]
+    return [msgspec.json.decode(frame, type=wire.FromWorker) for frame in session.link._out]
 
 
 def test_a_question_is_answered_from_within_a_step(session):
     """The others have promised to stop, and this rank waits for them in a collective: it does not get to a commit."""
-    session._receive(m.Leave(EPOCH))
+    session._receive(wire.Leave(EPOCH))
     assert said(session) == [m.WorkerOffered(session.worker, EPOCH, 3)]
     passed = threading.Event()
 
@@ -46,19 +47,19 @@ def test_a_question_is_answered_from_within_a_step(session):
     thread = threading.Thread(target=train)
     thread.start()
     assert not passed.wait(0.2)
-    session._receive(m.Leave(EPOCH, 5))
+    session._receive(wire.Leave(EPOCH, 5))
     thread.join(5)
     assert (passed.is_set(), session.commits) == (True, 5)
 
 
 def test_a_change_that_is_called_off_holds_nobody(session):
     """Asked, told to stay and asked again before the main thread has looked: the last word counts."""
-    session._receive(m.Leave(EPOCH))
-    session._receive(m.Leave(EPOCH, m.Leave.STAY))
+    session._receive(wire.Leave(EPOCH))
+    session._receive(wire.Leave(EPOCH, wire.Leave.STAY))
     session.committed(4)
     session.committed(5)
     assert not session.attention
-    for message in (m.Leave(EPOCH), m.Leave(EPOCH, m.Leave.STAY), m.Leave(EPOCH), m.Leave(EPOCH, 7)):
+    for message in (wire.Leave(EPOCH), wire.Leave(EPOCH, wire.Leave.STAY), wire.Leave(EPOCH), wire.Leave(EPOCH, 7)):
         session._receive(message)
     session.committed(6)
     with pytest.raises(WorldLeft):
@@ -67,8 +68,8 @@ def test_a_change_that_is_called_off_holds_nobody(session):
 
 def test_news_of_another_epoch_changes_nothing(session):
     """The question was about a group that has been left."""
-    session._receive(m.Leave(EPOCH - 1))
-    session._receive(m.Leave(EPOCH - 1, 4))
+    session._receive(wire.Leave(EPOCH - 1))
+    session._receive(wire.Leave(EPOCH - 1, 4))
     session.committed(4)
     assert said(session) == []
 
@@ -78,7 +79,7 @@ def test_what_comes_while_one_listens_is_not_overheard(session):
 
     class Late:
         def __init__(self, inner):
-            self.inner, self.put, self.empty, self.message = inner, inner.put, inner.empty, m.Leave(EPOCH)
+            self.inner, self.put, self.empty, self.message = inner, inner.put, inner.empty, wire.Leave(EPOCH)
 
         def get_nowait(self):
             try:

@@ -1,0 +1,140 @@
+"""What goes over the link and is no event of the core, and what either end may say.
+
+An event that a worker or an agent sends is the same struct that `step` takes: one vocabulary.
+"""
+
+# mypy: disable-error-code="misc"
+# (msgspec hands `frozen` down to subclasses, which mypy's reading of dataclass_transform does not know)
+from __future__ import annotations
+
+from typing import ClassVar
+
+from msgspec import Struct
+
+from nbelastic.core import messages as m
+from nbelastic.core.messages import WorkerId
+
+
+class Message(Struct, frozen=True, tag=True):
+    """Something that goes over the wire and is no event of the core."""
+
+
+class AgentHello(Message):
+    host: str
+    pid: int
+    versions: dict[str, str]
+
+
+class AgentSample(Message):
+    """CPU in percent of one core and resident memory in bytes, of the host and of each worker (`str(WorkerId)`)."""
+
+    host: str
+    cpu: float
+    memory: int
+    workers: dict[str, tuple[float, int]]
+
+
+class WorkerHello(Message):
+    worker: WorkerId
+    pid: int
+    engine: str  # the engine's uuid: how ipyparallel's client will name it
+
+
+class WorkerProgress(Message):
+    """`first`: milliseconds from the world's forming to its first commit, sent once an epoch."""
+
+    worker: WorkerId
+    epoch: int
+    commit: int
+    report: dict[str, float]
+    first: float | None = None
+
+
+class WorkerOutput(Message):
+    """What the program wrote to `stream` (out or err) since the last one; `skipped` characters of it were left out."""
+
+    worker: WorkerId
+    stream: str
+    text: str
+    skipped: int = 0
+
+
+class Spawn(Message):
+    """To an agent: fork this worker. Logs go to `log_dir`; `engine` is ipyparallel's connection information (JSON)."""
+
+    worker: WorkerId
+    log_dir: str
+    engine: str
+
+
+class Reap(Message):
+    worker: WorkerId
+    kill: bool
+
+
+class Retire(Message):
+    """To an agent: stop every worker and end."""
+
+
+class Formation(Message):
+    """A `FormWorld` as one worker gets it. `hosts` lists (name, workers) in rank order."""
+
+    epoch: int
+    rank: int
+    world_size: int
+    local_rank: int
+    local_size: int
+    cross_rank: int
+    cross_size: int
+    store: str
+    root: int
+    receivers: tuple[int, ...]
+    hosts: tuple[tuple[str, int], ...]
+
+
+class Prepare(Message):
+    """A `PrepareWorld` as one worker gets it."""
+
+    formation: Formation
+
+
+class Drop(Message):
+    epoch: int
+
+
+class Leave(Message):
+    """`commit` None: say where you are (and hold at the next commit); a number: leave there; -1: stay after all."""
+
+    STAY: ClassVar[int] = -1
+    epoch: int
+    commit: int | None = None
+
+
+class Abort(Message):
+    epoch: int
+    reason: str
+
+
+class Quit(Message):
+    """The job is over for this worker; `own`: with its own error."""
+
+    job: str
+    reason: str
+    own: bool = False
+
+
+FromAgent = AgentHello | AgentSample | m.WorkerStarted | m.WorkerExited | m.WorkerFroze
+FromWorker = (
+    WorkerHello
+    | m.WorkerReady
+    | m.StoreOffered
+    | m.WorkerPrepared
+    | m.WorkerFormed
+    | m.WorkerOffered
+    | m.WorkerRaised
+    | m.WorkerSucceeded
+    | WorkerProgress
+    | WorkerOutput
+)
+ToAgent = Spawn | Reap | Retire
+ToWorker = Formation | Prepare | Drop | Leave | Abort | Quit
