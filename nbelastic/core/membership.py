@@ -116,7 +116,7 @@ def _take(world: World, event: m.Event, now: float, out: Commands) -> World:
             return jobs.end(world, "stopped", reason, now, out) if world.active and world.active.name == job else world
         case m.StopRequested(reason=reason):
             return _stop(world, reason, now, out)
-        case m.Ticked():
+        case m.Ticked() | m.Probed() | m.StoodStill() | m.WentOn() | m.WorkerAt():
             return world
         case _:
             raise TypeError(f"{type(event).__name__} is no event that step() knows")

@@ -35,6 +35,13 @@ class HostSpec(Struct, frozen=True):
     user: str = ""
 
 
+class Interface(Struct, frozen=True):
+    """A network interface of a host and one of its addresses: eth0, 10.0.0.2. IPv6 has no brackets and no scope."""
+
+    name: str
+    address: str
+
+
 class Event(Struct, frozen=True, tag=True):
     """Something that happened. Time is not in it: it is stamped on receipt, with the driver's clock."""
 
@@ -80,8 +87,27 @@ class Ticked(Event):
 
 # News of agents and of what agents see.
 class AgentReady(Event):
+    """An agent can start workers. The driver says so on the agent's hello.
+
+    `addresses` are in the agent's order of preference: first the one from which it reaches the driver; loopback ones only
+    on the driver's own machine, where they come first. On each of them, at `port`, its prober listens. `problem`, which
+    the driver finds in the hello, says why this host cannot be used ("nbelastic 0.2 there, 0.3 here").
+    """
+
     host: str
     pid: int
+    addresses: tuple[Interface, ...] = ()
+    port: int = 0
+    problem: str = ""
+
+
+class Probed(Event):
+    """The agent of `host` has done the `Probe` of this `number`: at the addresses in `reached`, `target` answered."""
+
+    host: str
+    target: str
+    reached: tuple[str, ...]
+    number: int = 0
 
 
 class AgentLost(Event):
@@ -102,7 +128,10 @@ class WorkerExited(Event):
 
 
 class WorkerFroze(Event):
-    """Its process is stopped or a zombie: it will not take part in anything."""
+    """Its process is stopped or a zombie, or was not heard of: it will not take part in anything.
+
+    A host's silence is its workers' too, and is said as `AgentLost` alone, or before them: then the host is to blame.
+    """
 
     worker: WorkerId
     state: str
@@ -174,6 +203,34 @@ class WorkerSucceeded(Event):
     epoch: int
 
 
+class StoodStill(Event):
+    """In a running world no commit was made for `seconds`. The driver says so every second or so while that lasts."""
+
+    epoch: int
+    seconds: float
+
+
+class WentOn(Event):
+    """After `StoodStill` commits are made again. The driver says so once."""
+
+    epoch: int
+
+
+class WorkerAt(Event):
+    """A member's answer to `Look`, from the thread of its link: how far the main thread is.
+
+    `commit` is the total since the job's beginning, as people are shown it and as `WorkerReady` has it, and unlike that
+    of `WorkerOffered`. `begun` counts the collectives begun in `epoch`. `place` is the innermost frame of the user's own
+    code, as "train.py:88 in load"; empty if there is none.
+    """
+
+    worker: WorkerId
+    epoch: int
+    commit: int
+    begun: int
+    place: str = ""
+
+
 class ProgramEnded(Event):
     """The whole program (cell or function) ended on this worker; `error` is empty if it ended well."""
 
@@ -192,6 +249,35 @@ class StartAgent(Command):
 
 class StopAgent(Command):
     host: str
+
+
+class Probe(Command):
+    """The agent of `host` is to find out at which of these addresses the prober of `target` answers: see `Probed`."""
+
+    host: str
+    target: str
+    addresses: tuple[str, ...]
+    port: int
+    number: int
+
+
+class Rehome(Command):
+    """From now on this host's workers use `address`, of `interface`: those to be started, and those that live.
+
+    Who lives keeps the connections of its epoch. It offers a new store at the new address: at once, by `WorkerReady` again
+    if it waits for a world and by `StoreOffered` if it trains.
+    """
+
+    host: str
+    address: str
+    interface: str
+
+
+class Look(Command):
+    """The world stands still: ask these members where they are. Each answers with `WorkerAt`."""
+
+    epoch: int
+    members: tuple[WorkerId, ...]
 
 
 class StartWorker(Command):

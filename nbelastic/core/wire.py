@@ -20,9 +20,13 @@ class Message(Struct, frozen=True, tag=True):
 
 
 class AgentHello(Message):
+    """`addresses` and `port`: as of `AgentReady`."""
+
     host: str
     pid: int
     versions: dict[str, str]
+    addresses: tuple[m.Interface, ...] = ()
+    port: int = 0
 
 
 class AgentSample(Message):
@@ -76,6 +80,28 @@ class Retire(Message):
     """To an agent: stop every worker and end."""
 
 
+class Probe(Message):
+    """To an agent: find out at which of `addresses` the prober of the host `target` answers, and say so with `Probed`."""
+
+    target: str
+    addresses: tuple[str, ...]
+    port: int
+    number: int
+
+
+class Rehome(Message):
+    """To an agent, for the workers it will start, and to each of its host's workers: your stores listen here from now on."""
+
+    address: str
+    interface: str
+
+
+class Look(Message):
+    """To a member: say where you are, with `WorkerAt`."""
+
+    epoch: int
+
+
 class Formation(Message):
     """A `FormWorld` as one worker gets it. `hosts` lists (name, workers) in rank order."""
 
@@ -123,7 +149,7 @@ class Quit(Message):
     own: bool = False
 
 
-FromAgent = AgentHello | AgentSample | m.WorkerStarted | m.WorkerExited | m.WorkerFroze
+FromAgent = AgentHello | AgentSample | m.Probed | m.WorkerStarted | m.WorkerExited | m.WorkerFroze
 FromWorker = (
     WorkerHello
     | m.WorkerReady
@@ -133,8 +159,9 @@ FromWorker = (
     | m.WorkerOffered
     | m.WorkerRaised
     | m.WorkerSucceeded
+    | m.WorkerAt
     | WorkerProgress
     | WorkerOutput
 )
-ToAgent = Spawn | Reap | Retire
-ToWorker = Formation | Prepare | Drop | Leave | Abort | Quit
+ToAgent = Spawn | Reap | Retire | Probe | Rehome
+ToWorker = Formation | Prepare | Drop | Leave | Abort | Quit | Rehome | Look

@@ -27,6 +27,7 @@ class Limits(Struct, frozen=True):
     prepare: float = 5.0  # how long the next world's process group may take to be built beside the training
     leave: float = 5.0  # how long a program that was told to stop may take
     healthy: float = 60.0  # a worker that lived this long has its slot's strikes forgiven
+    stall: float | None = None  # how long others wait for a member that is behind before it is replaced; None: for ever
 
     @property
     def wanted(self) -> float:

@@ -26,6 +26,8 @@ FILL = {
     dict[str, str]: {"torch": "2"},
     dict[str, tuple[float, int]]: {str(W): (99.5, 1 << 33)},
     tuple[int, ...]: (1, 2),
+    tuple[str, ...]: ("10.0.0.1", "fd00::1"),
+    tuple[m.Interface, ...]: (m.Interface("eth0", "10.0.0.1"), m.Interface("ib0", "fd00::1")),
     tuple[m.WorkerId, ...]: (W, m.WorkerId("b", 0, 1)),
     tuple[m.HostSpec, ...]: (SPEC,),
     tuple[tuple[str, int], ...]: (("a", 2), ("b", 1)),
