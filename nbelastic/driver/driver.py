@@ -284,25 +284,33 @@ class Driver:
         self._publish()
 
     async def _discover(self) -> None:
-        """Ask where hosts come from, once a second; the first failure is fatal, later ones are told once."""
-        last: Any = None
-        told = ""
-        while True:
-            try:
-                found = tuple(await self.settings.discovery.hosts())
-            except Exception as error:  # noqa: BLE001  (a third party's discovery may raise anything)
-                if last is None:
-                    self._inbox.put_nowait(m.StopRequested(f"host discovery failed: {error}"))
-                    return
-                if str(error) != told:
-                    told = str(error)
-                    self.chronicle.record(m.Record("discovery-failed", told), time.monotonic())
-            else:
-                told = ""
-                if found != last:
-                    last = found
-                    self._inbox.put_nowait(m.HostsDiscovered(found))
-            await asyncio.sleep(POLL)
+        """Ask where hosts come from, once a second; the first failure is fatal, a later one is told once, and its end."""
+        last: tuple[m.HostSpec, ...] | None = None
+        told, since = "", 0.0
+        lookout = hosts.Lookout(self.settings.discovery)
+        try:
+            while True:
+                try:
+                    found = await lookout.look()
+                except NbelasticError as error:
+                    if last is None:
+                        self._inbox.put_nowait(m.StopRequested(f"host discovery failed: {error}"))
+                        return
+                    since = since or time.monotonic()
+                    if hosts.gist(error) != told:
+                        told = hosts.gist(error)
+                        self.record(m.Record("discovery-failed", str(error)))
+                else:
+                    if told:
+                        away = f"host discovery answers again, after {time.monotonic() - since:.0f} s"
+                        self.record(m.Record("discovery-recovered", away))
+                        told, since = "", 0.0
+                    if found != last:
+                        last = found
+                        self._inbox.put_nowait(m.HostsDiscovered(found))
+                await asyncio.sleep(POLL)
+        finally:
+            await lookout.close()
 
     async def _listen_for_silence(self) -> None:
         """An agent or a worker not heard for `silence` is lost. If this thread itself was away, that says nothing."""

@@ -1,11 +1,18 @@
-"""Hosts that a script names: the list changes, the script breaks, and the training goes on."""
+"""Hosts that a script or a third party names: the list changes, it breaks, and the training goes on."""
 
+import asyncio
 import os
+import sys
+import threading
+import time
+from contextlib import contextmanager
 
 import pytest
 
 import nbelastic as nbe
-from tests.process.observing import until
+from nbelastic.core.messages import HostSpec
+from nbelastic.driver import discovery
+from tests.process.observing import alive, until
 
 
 @pytest.fixture
@@ -14,6 +21,14 @@ def script(tmp_path):
 
     class Script:
         path = tmp_path / "hosts.sh"
+        pids = tmp_path / "pids"
+
+        def hang(self):
+            """It never answers, and neither does the child that it waits for."""
+            self.write(f"sleep 1000 & echo $$ $! > {self.pids}; wait")
+
+        def processes(self):
+            return [int(pid) for pid in self.pids.read_text().split()] if self.pids.exists() else []
 
         def write(self, text):
             other = self.path.with_suffix(".new")
@@ -63,6 +78,7 @@ def test_a_script_that_fails_later_is_warned_about_once(trains, script):
     script.say("localhost:1")
     training.runs(1)
     assert len(failures()) == 2
+    assert [e.kind for e in training.cluster.events if "discovery" in e.kind][-1] == "discovery-recovered"
     training.finish()
 
 
@@ -77,5 +93,279 @@ def test_a_script_that_fails_at_first(script):
 
 def test_a_script_that_is_not_there(tmp_path):
     """The error names it and what to check."""
-    with pytest.raises(nbe.ClusterStoppedError, match=r"nowhere.sh cannot be run: No such file.*check its path"):
+    with pytest.raises((nbe.ClusterStoppedError, nbe.UsageError), match=r"nowhere.sh.*check its path"):
         nbe.Cluster(discovery=str(tmp_path / "nowhere.sh")).start(timeout=20)
+
+
+def test_a_script_that_hangs_later(trains, script, monkeypatch):
+    """It is warned about, its children are killed with it, and the training does not notice."""
+    monkeypatch.setattr(discovery, "TIMEOUT", 1.0)
+    script.say("localhost:1")
+    training = trains(None, discovery=str(script.path), min=1)
+    training.runs(1)
+    kinds = lambda: [event.kind for event in training.cluster.events if "discovery" in event.kind]
+    script.hang()
+    until(lambda: kinds() == ["discovery-failed"])
+    (text,) = [event.text for event in training.cluster.events if event.kind == "discovery-failed"]
+    assert "did not answer within 1 s" in text
+    until(script.processes)
+    script.say("localhost:1")
+    until(lambda: kinds() == ["discovery-failed", "discovery-recovered"])
+    until(lambda: not [pid for pid in script.processes() if alive(pid)])
+    training.finish()
+
+
+def test_a_stopped_cluster_leaves_no_script(make, script):
+    """A script that is under way when the cluster stops is killed with its children."""
+    script.say("localhost:1")
+    cluster = make(None, discovery=str(script.path))
+    script.hang()
+    until(script.processes)
+    assert [pid for pid in script.processes() if alive(pid)]
+    cluster.stop()
+    until(lambda: not [pid for pid in script.processes() if alive(pid)], 2)
+
+
+class BlockingHosts:
+    """Answers until told to block, and then blocks its thread as no coroutine should."""
+
+    def __init__(self):
+        self.go_on = threading.Event()
+        self.go_on.set()
+
+    async def hosts(self):
+        self.go_on.wait()
+        return [HostSpec("localhost", 1, "")]
+
+
+def test_a_third_partys_discovery_that_blocks(trains, monkeypatch):
+    """It delays nothing: it is warned about, the training and the driver go on, and it is asked again afterwards."""
+    monkeypatch.setattr(discovery, "PATIENCE", 0.5)
+    found = BlockingHosts()
+    training = trains(None, discovery=found, min=1)
+    training.runs(1)
+    kinds = lambda: [event.kind for event in training.cluster.events if "discovery" in event.kind]
+    found.go_on.clear()
+    try:
+        until(lambda: kinds() == ["discovery-failed"])
+        before = len(training.lines())
+        until(lambda: len(training.lines()) > before + 5)
+    finally:
+        found.go_on.set()
+    until(lambda: kinds()[-1] == "discovery-recovered")
+    assert kinds().count("discovery-recovered") == 1
+    training.finish()
+
+
+# ---- without a cluster ----
+
+
+def ask(found):
+    """One look, as the driver takes it."""
+
+    async def look():
+        lookout = discovery.Lookout(found)
+        try:
+            return [f"{host.name}:{host.slots}" for host in await lookout.look()]
+        finally:
+            await lookout.close()
+
+    return asyncio.run(look())
+
+
+def test_arguments_and_the_folder_of_the_start(script, monkeypatch):
+    """`./hosts.sh gpu '2 3'` is a script with two arguments, found from the folder in which it was named."""
+    script.write("echo $1-$#; cat more")
+    (script.path.parent / "more").write_text("c:3\n")
+    monkeypatch.chdir(script.path.parent)
+    found = discovery.find("./hosts.sh gpu '2 3'", None, 4)
+    monkeypatch.chdir("/")
+    assert ask(found) == ["gpu-2:4", "c:3"]
+
+
+def test_a_path_with_blanks_needs_no_quotes(script, tmp_path):
+    """What is a file as it stands is taken as one."""
+    script.say("a:1")
+    other = tmp_path / "my hosts.sh"
+    script.path.rename(other)
+    assert ask(discovery.find(str(other), 1)) == ["a:1"]
+
+
+def test_a_program_on_the_path(script, monkeypatch):
+    """`hosts.sh` without a folder is looked for here, then on the PATH."""
+    script.say("a:1")
+    monkeypatch.setenv("PATH", str(script.path.parent), prepend=":")
+    assert ask(discovery.find("hosts.sh", 1)) == ["a:1"]
+
+
+def test_a_script_gets_no_input(script):
+    """It cannot eat what was typed for somebody else."""
+    script.write("cat; echo a")
+    assert ask(discovery.ScriptDiscovery(str(script.path))) == ["a:1"]
+
+
+def test_what_a_script_leaves_behind_is_not_waited_for(script):
+    """A child in the background that keeps the output open neither delays the answer nor stays."""
+    script.write(f"sleep 1000 & echo $! > {script.pids}; echo a:2")
+    begun = time.monotonic()
+    assert ask(discovery.ScriptDiscovery(str(script.path))) == ["a:2"]
+    assert time.monotonic() - begun < 5
+    until(lambda: not alive(*script.processes()))
+
+
+def test_a_child_that_leaves_the_group_is_not_waited_for(script):
+    """As ssh's masters do: it stays, and the answer comes all the same."""
+    script.write(f"setsid sleep 1000 & echo $! > {script.pids}; echo a:2")
+    try:
+        assert ask(discovery.ScriptDiscovery(str(script.path))) == ["a:2"]
+    finally:
+        os.kill(*script.processes(), 9)
+
+
+@pytest.mark.parametrize("where", ["", " >&2"])
+def test_a_script_that_writes_without_end(script, where):
+    """After 1 MiB it is stopped."""
+    script.write(f"yes localhost:1{where}")
+    with pytest.raises(nbe.DiscoveryError, match="wrote more than 1 MiB"):
+        ask(discovery.ScriptDiscovery(str(script.path)))
+
+
+def test_much_output_below_the_limit_is_read(script):
+    """More than a pipe holds, on both streams."""
+    script.write("yes localhost:1 | head -n 60000; yes x | head -n 300000 >&2")
+    assert ask(discovery.ScriptDiscovery(str(script.path))) == ["localhost:1"]
+
+
+@pytest.mark.parametrize(
+    ("output", "hosts"),
+    [
+        ("", []),
+        ("h", ["h:4"]),
+        ("h:2\n\n\n  \nh:2\n", ["h:2"]),
+        ("[fe80::1]:2\nme@h:1\n", ["fe80::1:2", "h:1"]),
+    ],
+    ids=["nothing", "one without slots", "blank lines and a line twice", "IPv6 and a user"],
+)
+def test_what_scripts_may_print(script, output, hosts):
+    script.write(f"cat <<END\n{output}\nEND")
+    assert ask(discovery.ScriptDiscovery(str(script.path), 4)) == hosts
+
+
+@pytest.mark.parametrize("junk", ["h:x", "h:-1", "h:1:2", "h:0", "-oProxyCommand=x", "<html>"])
+def test_junk_is_named_with_its_line(script, junk):
+    script.write(f"cat <<END\na:1\n{junk}\nEND")
+    with pytest.raises(nbe.DiscoveryError, match=r"hosts\.sh printed something else than hosts: line 2: .*") as caught:
+        ask(discovery.ScriptDiscovery(str(script.path)))
+    assert junk in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["nowhere.sh", "./nowhere.sh", "/etc/passwd", "/tmp", "slurn"])
+def test_a_name_that_is_nothing(text):
+    """One line that names what there is."""
+    with pytest.raises(nbe.UsageError, match=r"is no executable file, nor an installed discovery \(.*slurm.*\)"):
+        discovery.find(text, 1)
+
+
+@pytest.mark.parametrize("text", ["", "  ", "it's"])
+def test_a_command_that_is_none(text):
+    with pytest.raises(nbe.UsageError, match=r"is empty|is no command"):
+        discovery.find(text, 1)
+
+
+# ---- third parties ----
+
+
+@contextmanager
+def installed(monkeypatch, folder, **modules):
+    """Packages that offer discoveries, as pip would have left them: `installed(…, cloud="def find(slots): …")`."""
+    for name, code in modules.items():
+        (folder / f"their_{name}.py").write_text(code)
+        info = folder / f"their_{name}-1.0.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: their-{name}\nVersion: 1.0\n")
+        (info / "entry_points.txt").write_text(f"[nbelastic.discovery]\n{name} = their_{name}:find\n")
+    with monkeypatch.context() as here:
+        here.syspath_prepend(folder)
+        yield
+
+
+CLOUD = """
+from nbelastic.core.messages import HostSpec
+class Cloud:
+    def __init__(self, slots):
+        self.slots = slots
+    async def hosts(self):
+        return [HostSpec("cloud1", self.slots or 8, "")]
+find = Cloud
+"""
+
+
+def test_an_installed_discovery_by_its_name(monkeypatch, tmp_path, script):
+    """It is called with the slots; None if nobody gave a number. A script of the same name does not hide it."""
+    script.say("a:1")
+    script.path.rename(tmp_path / "cloud")
+    monkeypatch.chdir(tmp_path)
+    with installed(monkeypatch, tmp_path, cloud=CLOUD):
+        assert ask(discovery.find("cloud", 2)) == ["cloud1:2"]
+        assert ask(discovery.find("cloud", None, 4)) == ["cloud1:8"]
+        assert ask(discovery.find("./cloud", None, 4)) == ["a:1"]
+        with pytest.raises(nbe.UsageError, match=r"\(cloud, slurm\)"):
+            discovery.find("clod", 1)
+
+
+@pytest.mark.parametrize(
+    ("code", "why"),
+    [
+        ("import nothing_of_that_name", "ModuleNotFoundError"),
+        ("def find(slots): return 1 / 0", "ZeroDivisionError"),
+        ("def find(slots): return 'a:1'", "has no hosts"),
+    ],
+)
+def test_an_installed_discovery_that_does_not_work(monkeypatch, tmp_path, code, why):
+    """One clear error that says whose it is."""
+    with installed(monkeypatch, tmp_path, broken=code):
+        monkeypatch.delitem(sys.modules, "their_broken", raising=False)
+        with pytest.raises(nbe.UsageError, match=rf"'broken' \(their_broken:find\) .*{why}"):
+            discovery.find("broken", 1)
+
+
+class Saying:
+    """A third party's discovery that gives or raises what it is told to."""
+
+    def __init__(self, said):
+        self.said = said
+
+    async def hosts(self):
+        if isinstance(self.said, Exception):
+            raise self.said
+        return self.said
+
+
+@pytest.mark.parametrize(
+    ("said", "why"),
+    [
+        (KeyError("x"), r"raised KeyError\('x'\)"),
+        (TimeoutError(), "raised TimeoutError"),
+        (None, "raised TypeError"),
+        (["a:1"], "gave 'a:1'"),
+        ([HostSpec("a", 0, "")], "at least 1 slot"),
+        ([HostSpec("-oProxyCommand=x", 1, "")], "is no host"),
+        ([HostSpec("a", 1, ""), HostSpec("a", 2, "")], "'a' more than once"),
+    ],
+)
+def test_nonsense_of_third_parties(said, why):
+    """Whatever they give or raise is an error that the driver understands."""
+    with pytest.raises(nbe.NbelasticError, match=why):
+        ask(Saying(said))
+
+
+def test_errors_that_differ_in_numbers_are_one(script):
+    """A script that writes the time of day to stderr is warned about once."""
+    script.write("echo down at $(date +%H:%M:%S.%N) >&2; exit 1")
+    texts = set()
+    for _ in range(2):
+        with pytest.raises(nbe.DiscoveryError) as caught:
+            ask(discovery.ScriptDiscovery(str(script.path)))
+        texts.add((str(caught.value), discovery.gist(caught.value)))
+    assert len(texts) == 2
+    assert len({gist for _, gist in texts}) == 1
