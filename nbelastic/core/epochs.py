@@ -6,12 +6,40 @@ from collections.abc import Iterable
 
 from msgspec.structs import replace
 
-from nbelastic.core import jobs, staffing
+from nbelastic.core import addresses, jobs, staffing
 from nbelastic.core import messages as m
 from nbelastic.core.placement import rank_order
-from nbelastic.core.world import NEVER, Job, Stage, Worker, WorkerState, World, because, less, put, seat
+from nbelastic.core.world import NEVER, HostPhase, Job, Stage, Worker, WorkerState, World, because, less, put, seat
 
 Commands = list[m.Command]
+
+
+def gone(world: World, w: m.WorkerId, why: str, now: float, out: Commands, *, blameless: bool = False) -> World:
+    """It died or will never answer: a strike against its slot unless it was told to end; a break if it was a member."""
+    if w in world.stopped:
+        world, why = staffing.vacate(world, w), f"{w} was stopped"
+    else:
+        world = staffing.vacate(world, w, restarts=1) if blameless else staffing.strike(world, w, why, now, out)
+        out.append(m.Record("worker-lost", why, host=w.host, worker=str(w), epoch=world.epoch))
+    world = lose(world, (w,), why, now, out)
+    return staffing.staff(staffing.retire_empty(world, w.host, out), now, out)
+
+
+def host_gone(world: World, name: str, reason: str, now: float, out: Commands, *, kind: str = "host-lost") -> World:
+    """The host is lost, and its workers with it; a record of this `kind` says why."""
+    host = world.hosts.get(name)
+    if host is None or host.phase is HostPhase.LOST:
+        return world
+    workers = staffing.on_host(world, name)
+    world = staffing.agent_lost(world, name, reason, now, out, kind=kind)
+    world = lose(world, workers, f"host {name} was lost ({reason})", now, out)
+    return staffing.staff(world, now, out)
+
+
+def leave_out(world: World, name: str, reason: str, now: float, out: Commands, *, kind: str) -> World:
+    """The host's agent is there but of no use: it is ended, and the host treated as a lost one."""
+    out.append(m.StopAgent(name))
+    return host_gone(world, name, reason, now, out, kind=kind)
 
 
 def lose(world: World, gone: Iterable[m.WorkerId], why: str, now: float, out: Commands, *, keep: bool = False) -> World:
@@ -154,7 +182,7 @@ def gather(world: World, now: float, out: Commands) -> World:
     if survivors < limits.min and ready < limits.most and not staffing.settled(world, now):
         reason = f"{ready} workers ready; {staffing.shortage(world, now)}"
         return because(replace(world, short_since=None), reason, world.since + limits.settle)
-    return form(world, next_members(world), out)
+    return form(world, next_members(world), now, out)
 
 
 def staying(world: World) -> tuple[m.WorkerId, ...]:
@@ -186,8 +214,14 @@ def release(world: World, staying: tuple[m.WorkerId, ...], out: Commands) -> Wor
     return staffing.stop_workers(world, sorted(leavers), out)
 
 
-def form(world: World, members: tuple[m.WorkerId, ...], out: Commands) -> World:
+def form(world: World, members: tuple[m.WorkerId, ...], now: float, out: Commands) -> World:
     """These are to form the next epoch; who has left the last one says so no more."""
+    moved = addresses.moving_until(world, members[0])
+    if now < moved:
+        address = world.hosts[members[0].host].address
+        reason = f"{len(members)} workers ready; {members[0]} is to offer a store at {address}"
+        return because(replace(world, short_since=None), reason, moved)
+    members = addresses.led(world, members)
     world = release(world, staying(world), out)
     order = formation(world.numbered + 1, [world.workers[w] for w in members])
     out.append(order)

@@ -11,7 +11,7 @@ from typing import assert_never
 
 from msgspec.structs import replace
 
-from nbelastic.core import epochs, jobs, planned, staffing
+from nbelastic.core import epochs, jobs, mesh, networks, planned, staffing, standstill
 from nbelastic.core import messages as m
 from nbelastic.core.world import NEVER, HostPhase, Stage, WorkerState, World, first, less, put
 
@@ -30,9 +30,15 @@ def step(world: World, event: m.Event, now: float) -> tuple[World, tuple[m.Comma
     worker = getattr(event, "worker", None)
     if worker is None or worker in world.workers:
         world = _take(world, event, now, out)
+    if world.probing:
+        world = networks.progress(world, now, out)
+    if world.mesh.pairs:
+        world = mesh.progress(world, now, out)
     world = planned.progress(world, now, out)
     if world.early and world.plan is None:
         world = _hear_early(world, now, out)
+    if world.still is not None:
+        world = standstill.explain(world)
     return world, tuple(out)
 
 
@@ -54,6 +60,8 @@ def deadline(world: World, now: float) -> float:
         world.linger_until or NEVER,
         world.suspect_since + limits.grace if world.suspects else NEVER,
         NEVER if world.short_since is None else world.short_since + limits.elastic_timeout,
+        world.mesh.until,
+        min((admission.until for admission in world.probing.values()), default=NEVER) if world.probing else NEVER,
     )
     return max(now, min(times))
 
@@ -95,17 +103,19 @@ def _take(world: World, event: m.Event, now: float, out: Commands) -> World:
             return planned.prepared(world, event)
         case m.HostAdded() | m.HostRemoved() | m.HostsDiscovered() | m.Scaled():
             return _take_order(world, event, now, out)
-        case m.AgentReady(host=name):
-            return staffing.agent_ready(world, name, now, out)
+        case m.AgentReady():
+            return networks.agent_ready(world, event, now, out)
         case m.AgentLost(host=name, reason=reason):
-            return _agent_lost(world, name, reason, now, out)
+            return epochs.host_gone(world, name, reason, now, out)
+        case m.Probed():
+            return mesh.probed(networks.probed(world, event), event)
         case m.WorkerStarted(worker=w, pid=pid):
             return put(world, replace(world.workers[w], pid=pid))
         case m.WorkerExited(worker=w, code=code):
-            return _gone(world, w, f"{w} died ({exit_text(code)})", now, out, blameless=code == m.STUCK)
+            return epochs.gone(world, w, f"{w} died ({exit_text(code)})", now, out, blameless=code == m.STUCK)
         case m.WorkerFroze(worker=w, state=state):
             out.append(m.StopWorker(w, kill=True))
-            return _gone(world, w, f"{w} froze ({state})", now, out)
+            return epochs.gone(world, w, f"{w} froze ({state})", now, out)
         case m.WorkerRegistered(worker=w, error=error):
             return jobs.registered(world, w, error, now, out)
         case m.ProgramEnded():
@@ -116,7 +126,9 @@ def _take(world: World, event: m.Event, now: float, out: Commands) -> World:
             return jobs.end(world, "stopped", reason, now, out) if world.active and world.active.name == job else world
         case m.StopRequested(reason=reason):
             return _stop(world, reason, now, out)
-        case m.Ticked() | m.Probed() | m.StoodStill() | m.WentOn() | m.WorkerAt():
+        case m.StoodStill() | m.WorkerAt() | m.WentOn():
+            return standstill.heard(world, event, now, out)
+        case m.Ticked():
             return world
         case _:
             raise TypeError(f"{type(event).__name__} is no event that step() knows")
@@ -159,16 +171,6 @@ def _remove(world: World, event: m.HostRemoved, now: float, out: Commands) -> Wo
     else:
         world = staffing.dismiss(world, workers, now, out)
     return staffing.retire_empty(world, name, out)
-
-
-def _agent_lost(world: World, name: str, reason: str, now: float, out: Commands) -> World:
-    host = world.hosts.get(name)
-    if host is None or host.phase is HostPhase.LOST:
-        return world
-    gone = staffing.on_host(world, name)
-    world = staffing.agent_lost(world, name, reason, now, out)
-    world = epochs.lose(world, gone, f"host {name} was lost ({reason})", now, out)
-    return staffing.staff(world, now, out)
 
 
 def _ready(world: World, event: m.WorkerReady, now: float, out: Commands) -> World:
@@ -249,10 +251,11 @@ def _break_unexplained(world: World, now: float, out: Commands) -> World:
     count, at = world.unexplained
     count = count + 1 if at == begun else 1
     culprit = min(world.suspects)
-    if count >= UNEXPLAINED:
+    if count >= UNEXPLAINED and not world.mesh.pairs:  # while probes are under way it may still be the network
         why = f"{_rank(world, culprit)} raised {world.complaint} ({count} times in a row, and no worker had died)"
         return jobs.end(world, "failed", why, now, out, culprit=culprit)
     why = f"connections of {first(world.suspects)} broke though every worker lives"
+    world = mesh.begin(world, now, out)
     return replace(epochs.break_epoch(world, why, now, out), unexplained=(count, begun))
 
 
@@ -308,17 +311,6 @@ def _program_returned(world: World, w: m.WorkerId, now: float, out: Commands) ->
     return jobs.finish(replace(world, job=replace(job, ended=job.ended | {w})), now, out)
 
 
-def _gone(world: World, w: m.WorkerId, why: str, now: float, out: Commands, *, blameless: bool = False) -> World:
-    """It died or will never answer: a strike against its slot unless it was told to end; a break if it was a member."""
-    if w in world.stopped:
-        world, why = staffing.vacate(world, w), f"{w} was stopped"
-    else:
-        world = staffing.vacate(world, w, restarts=1) if blameless else staffing.strike(world, w, why, now, out)
-        out.append(m.Record("worker-lost", why, host=w.host, worker=str(w), epoch=world.epoch))
-    world = epochs.lose(world, (w,), why, now, out)
-    return staffing.staff(staffing.retire_empty(world, w.host, out), now, out)
-
-
 def _stop(world: World, reason: str, now: float, out: Commands) -> World:
     if world.stopping:
         return world
@@ -331,6 +323,8 @@ def _stop(world: World, reason: str, now: float, out: Commands) -> World:
         stopped=frozenset(world.workers),
         starting=frozenset(),
         failed=frozenset(),
+        probing={},
+        still=None,
         wake_at=NEVER,
         linger_until=0.0,
     )

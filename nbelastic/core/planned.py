@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from nbelastic.core import epochs, staffing
+from nbelastic.core import addresses, epochs, staffing
 from nbelastic.core import messages as m
 from nbelastic.core.world import Stage, World, because, first
 
@@ -77,8 +77,12 @@ def _plan(world: World, now: float, out: Commands) -> World:
         return because(world, f"{text}; {why}{staffing.shortage(world, now)}")
     text = f"from {size} to {len(target)} workers"
     out.append(m.Record("change-planned", text, epoch=world.epoch))
-    first_of_them = world.workers[target[0]]
-    if world.plainly or not first_of_them.store or target[0] not in world.ranked or len(target) < world.limits.min:
+    if (
+        world.plainly
+        or not addresses.has_store(world, target[0])
+        or target[0] not in world.ranked
+        or len(target) < world.limits.min
+    ):
         return _ask(world, now, out)
     world = _prepare(world, target, now, out)
     return because(world, f"{text}: preparing epoch {world.numbered}", world.prepare_by)
@@ -154,5 +158,5 @@ def _change(world: World, now: float, out: Commands) -> World:
         return progress(epochs.call_off(world, out), now, out)
     target = epochs.next_members(world)
     if len(target) >= world.limits.min:
-        return epochs.form(world, target, out)
+        return epochs.form(world, target, now, out)
     return epochs.gather(replace(world, stage=Stage.GATHERING), now, out)

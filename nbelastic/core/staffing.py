@@ -28,9 +28,10 @@ def add(world: World, spec: m.HostSpec, now: float, out: Commands, *, by: str, b
     slots = tuple(replace(slot, strikes=0, cooling_until=0.0, reason="") for slot in old.slots)
     slots += (unused,) * (spec.slots - len(slots))
     phase = HostPhase.UP if old.phase is HostPhase.DRAINING else old.phase
-    host = replace(old, spec=spec, phase=phase, strikes=0, retry_at=0.0, by_hand=by_hand, reason="")
+    reason = old.reason if spec.name in world.probing else ""
+    host = replace(old, spec=spec, phase=phase, strikes=0, retry_at=0.0, by_hand=by_hand, reason=reason)
     out.append(m.Record("host-changed", f"{spec.name} has {_slots(spec.slots)} now, by {by}", host=spec.name))
-    world = _place(world, _fit(host, slots))
+    world = place(world, _fit(host, slots))
     back = frozenset(w for w in world.leaving if w.host == spec.name and w.slot < spec.slots)
     world = replace(world, leaving=world.leaving - back)
     return dismiss(world, [w for w in on_host(world, spec.name) if w.slot >= spec.slots], now, out)
@@ -55,7 +56,7 @@ def discovered(world: World, specs: tuple[m.HostSpec, ...], now: float, out: Com
 def drain(world: World, name: str, how: str, by: str, out: Commands) -> World:
     """The host is to leave: nothing new is started on it."""
     out.append(m.Record("host-removed", f"{name} is to leave {how}, by {by}", host=name))
-    return _place(world, replace(world.hosts[name], phase=HostPhase.DRAINING, reason="draining"))
+    return place(world, replace(world.hosts[name], phase=HostPhase.DRAINING, reason="draining"))
 
 
 def on_host(world: World, name: str) -> tuple[m.WorkerId, ...]:
@@ -104,27 +105,28 @@ def retire_empty(world: World, name: str, out: Commands) -> World:
     return _forget(world, name)
 
 
-def agent_ready(world: World, name: str, now: float, out: Commands) -> World:
-    host = world.hosts.get(name)
-    if host is None or host.phase is not HostPhase.STARTING:
-        return world
-    out.append(m.Record("host-up", f"{name} is up", host=name))
-    return staff(_place(world, replace(host, phase=HostPhase.UP, reason="", since=now)), now, out)
+def admit(world: World, host: Host, text: str, now: float, out: Commands) -> World:
+    """The host may be used: its workers are started."""
+    name, number = host.spec.name, world.admissions + 1
+    out.append(m.Record("host-up", text, host=name))
+    host = replace(host, phase=HostPhase.UP, reason="", since=now, admitted=number)
+    world = place(_stop_probing(world, name), host)
+    return staff(replace(world, admissions=number), now, out)
 
 
-def agent_lost(world: World, name: str, reason: str, now: float, out: Commands) -> World:
+def agent_lost(world: World, name: str, reason: str, now: float, out: Commands, *, kind: str = "host-lost") -> World:
     """The host is gone; it is tried again after a cooldown, unless it was to leave anyway."""
-    host = world.hosts[name]
+    host, world = world.hosts[name], _stop_probing(world, name)
     if host.phase is HostPhase.DRAINING:
         out.append(m.Record("host-gone", f"{name} has left ({reason})", host=name))
         return _forget(world, name)
     forgiven = host.phase is HostPhase.UP and now - host.since >= world.limits.healthy
     strikes = 1 if forgiven else host.strikes + 1
     wait = max(AGENT_RETRY, _cooldown(world, strikes))
-    out.append(m.Record("host-lost", f"{name}: {reason}; tried again in {wait:g} s", host=name))
+    out.append(m.Record(kind, f"{name}: {reason}; tried again in {wait:g} s", host=name))
     host = replace(host, phase=HostPhase.LOST, reason=reason, strikes=strikes, retry_at=now + wait)
     world = replace(world, wake_at=min(world.wake_at, host.retry_at))
-    return _place(world, _fit(host, tuple(replace(slot, busy=False) for slot in host.slots)))
+    return place(world, _fit(host, tuple(replace(slot, busy=False) for slot in host.slots)))
 
 
 def vacate(world: World, w: m.WorkerId, *, restarts: int = 0) -> World:
@@ -146,7 +148,7 @@ def strike(world: World, w: m.WorkerId, why: str, now: float, out: Commands) -> 
     reason = f"slot {w.slot} cools for {wait:g} s after {strikes} deaths: {why}"
     out.append(m.Record("slot-cooling", reason, host=w.host, worker=str(w)))
     world = _refit(world, w, replace(slot, cooling_until=now + wait, reason=reason))
-    return _place(world, replace(world.hosts[w.host], reason=reason))
+    return place(world, replace(world.hosts[w.host], reason=reason))
 
 
 def _cooldown(world: World, strikes: int) -> float:
@@ -230,7 +232,7 @@ def shortage(world: World, now: float) -> str:
         if len(parts) >= 3:
             break
         if host.phase is HostPhase.STARTING:
-            parts.append(f"{name} to start")
+            parts.append(f"{name}: {host.reason}" if name in world.probing else f"{name} to start")
         elif host.phase is HostPhase.LOST:
             parts.append(f"{name} (lost: {host.reason}; tried again in {_age(host.retry_at - now)})")
         elif not host.full:
@@ -270,15 +272,23 @@ def _fit(host: Host, slots: tuple[Slot, ...]) -> Host:
 
 def _refit(world: World, w: m.WorkerId, slot: Slot) -> World:
     host = world.hosts[w.host]
-    return _place(world, _fit(host, (*host.slots[: w.slot], slot, *host.slots[w.slot + 1 :])))
+    return place(world, _fit(host, (*host.slots[: w.slot], slot, *host.slots[w.slot + 1 :])))
 
 
-def _place(world: World, host: Host) -> World:
+def place(world: World, host: Host) -> World:
+    """With `host` in the place of what was known of it."""
     return replace(world, hosts={**world.hosts, host.spec.name: host})
 
 
 def _forget(world: World, name: str) -> World:
     """The host is gone. Should it come back, its workers will be new ones."""
+    world = _stop_probing(world, name)
     hosts = {n: host for n, host in world.hosts.items() if n != name}
     newest = max((slot.incarnation for slot in world.hosts[name].slots), default=0)
     return replace(world, hosts=hosts, incarnations={**world.incarnations, name: newest})
+
+
+def _stop_probing(world: World, name: str) -> World:
+    if name not in world.probing:
+        return world
+    return replace(world, probing={n: admission for n, admission in world.probing.items() if n != name})

@@ -8,7 +8,7 @@ from heapq import nsmallest
 from msgspec import Struct
 from msgspec.structs import replace
 
-from nbelastic.core.messages import Event, FormWorld, HostSpec, WorkerId
+from nbelastic.core.messages import Event, FormWorld, HostSpec, Interface, WorkerAt, WorkerId
 
 NEVER = float("inf")
 
@@ -92,6 +92,49 @@ class Host(Struct, frozen=True):
     strikes: int = 0
     retry_at: float = 0.0
     by_hand: bool = False
+    addresses: tuple[Interface, ...] = ()  # in its agent's order of preference
+    port: int = 0  # its prober's, on each of them
+    address: str = ""  # where its workers are reached; empty: its agent named none
+    agreed: tuple[str, ...] = ()  # where everybody who tried so far has reached it; empty: nobody has tried
+    moved_at: float = 0.0  # when its workers were told of another address; 0.0: never
+    admitted: int = 0  # a number that grows with every admission
+    apart: tuple[str, ...] = ()  # hosts that it did not reach when it was left out
+
+
+class Admission(Struct, frozen=True):
+    """A newcomer whose network is probed: its agent is ready, but nothing is started on it yet.
+
+    A probe is (who tries, whom), by hosts.
+    """
+
+    number: int  # of its probes
+    partners: tuple[str, ...]
+    until: float  # who has not answered by then will not
+    awaited: frozenset[tuple[str, str]]
+    answers: dict[tuple[str, str], tuple[str, ...]] = {}  # where it was reached
+
+
+class Mesh(Struct, frozen=True):
+    """A round of probes between the hosts of a world. A pair is (host, host), in the order of their names."""
+
+    number: int = 0
+    until: float = NEVER
+    awaited: frozenset[tuple[str, str]] = frozenset()  # probes
+    pairs: frozenset[tuple[str, str]] = frozenset()
+    cut: frozenset[tuple[str, str]] = frozenset()  # pairs of which one did not reach the other
+    failed: dict[tuple[str, str], int] = {}  # pairs, and in how many rounds in a row they were cut
+
+
+class Still(Struct, frozen=True):
+    """A running world in which nobody commits, and what is known of why."""
+
+    epoch: int
+    seconds: float = 0.0  # without a commit
+    unheard: frozenset[WorkerId] = frozenset()  # members that were asked where they are, and have not said
+    where: dict[WorkerId, WorkerAt] = {}
+    behind: dict[WorkerId, tuple[tuple[int, int], float]] = {}  # where they are, and since when they are seen there
+    told: frozenset[tuple[WorkerId, int]] = frozenset()  # of whom it was recorded, and at which commit
+    text: str = ""
 
 
 class Worker(Struct, frozen=True, gc=False):
@@ -150,6 +193,11 @@ class World(Struct, frozen=True):
     job: Job | None = None
     resets: int = 0
     joined: int = 0  # hosts so far
+    admissions: int = 0  # hosts that have come up so far
+    probing: dict[str, Admission] = {}  # newcomers, by name
+    probes: int = 0  # the last number that probes were given
+    mesh: Mesh = Mesh()
+    still: Still | None = None
     removed: frozenset[str] = frozenset()  # hosts removed by hand, which discovery may still list
     incarnations: dict[str, int] = {}  # the newest ones of hosts that have left
     reason: str = "no hosts yet"

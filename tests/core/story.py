@@ -32,6 +32,8 @@ class FakeWorker:
     clean: bool = True
     returned: bool = False  # from its elastic function
     offered: bool = False  # a store, in this epoch
+    begun: int = 0  # collectives, in this epoch
+    place: str = "train.py:9 in step"
 
 
 def wid(text: str) -> m.WorkerId:
@@ -50,6 +52,10 @@ class Story:
         self.fakes: dict[m.WorkerId, FakeWorker] = {}
         self.silent: set[m.WorkerId] = set()  # they answer nothing
         self.started: set[m.WorkerId] = set()  # every worker ever started
+        self.addresses: dict[str, tuple[str, ...]] = {}  # of hosts that have any, in their order of preference
+        self.homes: dict[str, str] = {}  # where their workers' stores are
+        self.cut: set[tuple[str, str]] = set()  # (host, address): what it does not reach
+        self.mute: set[str] = set()  # hosts whose agents answer no probes
         for host in hosts:
             self.add(host)
 
@@ -105,7 +111,10 @@ class Story:
             self.answer()
         return self
 
-    def add(self, host: str) -> Story:
+    def add(self, host: str, *addresses: str) -> Story:
+        """With `addresses`, its agent will name them."""
+        if addresses:
+            self.addresses[host.partition(":")[0]] = addresses
         self.send(m.HostAdded(parse_host(host, 1), "a test"))
         return self
 
@@ -141,9 +150,10 @@ class Story:
             fake = self.fakes[w]
             fake.commit += count
             fake.steps += count
+            fake.begun += count
             if fake.steps > 1 and not fake.offered:
                 fake.offered = True
-                self._say(w, m.StoreOffered(w, fake.epoch, f"{w}@{fake.epoch}"))
+                self._say(w, m.StoreOffered(w, fake.epoch, self.store(w, fake.epoch)))
         return self
 
     def kill(self, *workers: str, code: int = SIGKILL) -> Story:
@@ -173,6 +183,11 @@ class Story:
             self.hold_back(wid(name))
             self.send(m.WorkerSucceeded(wid(name), fake.epoch))
         return self
+
+    def stand_still(self, seconds: float = 3.0) -> Story:
+        """The driver says that nobody commits; who is asked answers."""
+        self.send(m.StoodStill(self.world.epoch, seconds))
+        return self.answer(lambda e: isinstance(e, m.WorkerAt | m.Probed))
 
     def hold_back(self, w: m.WorkerId) -> None:
         """If it was about to say that it has left its epoch, it has not got as far as that commit."""
@@ -233,7 +248,18 @@ class Story:
     def _obey(self, command: m.Command) -> None:
         match command:
             case m.StartAgent(host=host):
-                self.answers.append(m.AgentReady(host.name, 1))
+                self.answers.append(self._hello(host.name))
+            case m.Probe(host=prober, target=target, addresses=tried, number=number):
+                reached = tuple(address for address in tried if (prober, address) not in self.cut)
+                if prober not in self.mute:
+                    self.answers.append(m.Probed(prober, target, reached, number))
+            case m.Rehome(host=name, address=address):
+                self._rehome(name, address)
+            case m.Look(epoch=epoch, members=members):
+                for w in members:
+                    fake = self.fakes[w]
+                    self._unsay(w, m.WorkerAt)
+                    self._say(w, m.WorkerAt(w, epoch, fake.commit, fake.begun, fake.place))
             case m.StopAgent(host=name):
                 for w in [w for w in self.fakes if w.host == name]:
                     self._forget(w)
@@ -282,6 +308,26 @@ class Story:
             case m.EndJob() | m.Record():
                 pass
 
+    def _hello(self, name: str) -> m.AgentReady:
+        addresses = self.addresses.get(name, ())
+        if not addresses:
+            return m.AgentReady(name, 1)
+        self.homes[name] = addresses[0]
+        interfaces = (m.Interface("lo" if a.startswith("127.") else f"eth{i}", a) for i, a in enumerate(addresses))
+        return m.AgentReady(name, 1, tuple(interfaces), 4711)
+
+    def store(self, w: m.WorkerId, epoch: int) -> str:
+        return f"{self.homes[w.host]}:{w.slot}{epoch}" if w.host in self.homes else f"{w}@{epoch}"
+
+    def _rehome(self, name: str, address: str) -> None:
+        self.homes[name] = address
+        for w in [w for w, fake in self.fakes.items() if w.host == name and fake.job and not fake.returned]:
+            fake = self.fakes[w]
+            if not fake.epoch:
+                self._say_ready(w)
+            elif fake.offered:
+                self._say(w, m.StoreOffered(w, fake.epoch, self.store(w, fake.epoch)))
+
     def _form(self, order: m.FormWorld) -> None:
         for rank, w in enumerate(order.members):
             fake = self.fakes.get(w)
@@ -289,7 +335,7 @@ class Story:
                 continue
             if order != self.world.plan:  # else who has left the old epoch still says so
                 self._unsay(w, m.WorkerReady)
-            fake.epoch, fake.steps, fake.offered = order.epoch, 0, False
+            fake.epoch, fake.steps, fake.offered, fake.begun = order.epoch, 0, False, 0
             if rank in order.receivers:
                 source = self.fakes.get(order.members[order.root])
                 fake.commit, fake.clean = source.commit if source else fake.commit, True
@@ -323,7 +369,7 @@ class Story:
 
     def _say_ready(self, w: m.WorkerId) -> None:
         fake = self.fakes[w]
-        self._say(w, m.WorkerReady(w, fake.job, fake.left, fake.commit, fake.clean, f"{w}@{fake.left}"))
+        self._say(w, m.WorkerReady(w, fake.job, fake.left, fake.commit, fake.clean, self.store(w, fake.left)))
 
     def _say(self, w: m.WorkerId, *events: m.Event) -> None:
         if w in self.fakes and w not in self.silent:

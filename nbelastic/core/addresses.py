@@ -1,0 +1,45 @@
+"""Where hosts and their workers' stores are reached, as text; and which stores have been left behind by a move."""
+
+from __future__ import annotations
+
+from nbelastic.core.messages import WorkerId
+from nbelastic.core.placement import rank_order
+from nbelastic.core.world import Host, World
+
+PROBE_PATIENCE = 5.0  # seconds that an agent may take to say whom it reaches
+STORE_PATIENCE = 2.0  # seconds that a worker may take to offer a store where its host is now
+
+
+def is_loopback(address: str) -> bool:
+    """Whether only this machine itself is reached there."""
+    return address.startswith("127.") or address == "::1"
+
+
+def outward(host: Host) -> tuple[str, ...]:
+    """The addresses at which other machines may reach it, in its order of preference."""
+    return tuple(interface.address for interface in host.addresses if not is_loopback(interface.address))
+
+
+def address_of(store: str) -> str:
+    """Of "10.0.0.2:4711" and "[fd00::2]:4711": 10.0.0.2 and fd00::2."""
+    return store.rpartition("://")[2].rpartition(":")[0].strip("[]")
+
+
+def has_store(world: World, w: WorkerId) -> bool:
+    """It has offered a store, and where its host is now. A host that never moved has them all there."""
+    store, host = world.workers[w].store, world.hosts[w.host]
+    return bool(store) and (not host.moved_at or address_of(store) == host.address)
+
+
+def moving_until(world: World, w: WorkerId) -> float:
+    """Until when to wait for its store at the new address; 0.0 if it is there, or nobody moved."""
+    moved_at = world.hosts[w.host].moved_at
+    return moved_at + STORE_PATIENCE if moved_at and not has_store(world, w) else 0.0
+
+
+def led(world: World, members: tuple[WorkerId, ...]) -> tuple[WorkerId, ...]:
+    """`members` by rank, led by one whose store is where its host is, if there is one: most likely as they are."""
+    leader = next((w for w in members if has_store(world, w)), members[0])
+    if leader == members[0]:
+        return members
+    return rank_order((leader, *(w for w in members if w != leader)), (), {})

@@ -1,0 +1,107 @@
+"""Which hosts of a world do not reach one another, though the driver hears them all.
+
+Their probers are asked when a world stands still, and when connections broke though every worker lives. A pair that twice in
+a row did not answer one another, one way or the other, is cut: one of the two is left out, treated as a lost host.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from msgspec.structs import replace
+
+from nbelastic.core import epochs, staffing
+from nbelastic.core import messages as m
+from nbelastic.core.addresses import PROBE_PATIENCE, is_loopback
+from nbelastic.core.world import HostPhase, Mesh, World
+
+Commands = list[m.Command]
+Pair = tuple[str, str]
+FEW = 8  # hosts; up to so many are all probed with one another, of more only neighbours, and rank 0's host with all
+TWICE = 2  # rounds in a row in which two hosts do not reach one another: then one of them is left out
+
+
+def begin(world: World, now: float, out: Commands) -> World:
+    """Ask the members' hosts, unless they are being asked or are all on this machine."""
+    if world.mesh.pairs:
+        return world
+    names = tuple(name for name in dict.fromkeys(w.host for w in world.members) if _is_open(world, name))
+    pairs = frozenset(_pairs(names))
+    if not pairs:
+        return world
+    number = world.probes + 1
+    probes = [probe for one, other in sorted(pairs) for probe in ((one, other), (other, one))]
+    for prober, target in probes:
+        host = world.hosts[target]
+        out.append(m.Probe(prober, target, (host.address,), host.port, number))
+    awaited, until = frozenset(probes), now + PROBE_PATIENCE
+    mesh = replace(world.mesh, number=number, until=until, awaited=awaited, pairs=pairs, cut=frozenset())
+    return replace(world, probes=number, mesh=mesh)
+
+
+def probed(world: World, event: m.Probed) -> World:
+    """One more answer in the present round."""
+    mesh, probe, host = world.mesh, (event.host, event.target), world.hosts.get(event.target)
+    if event.number != mesh.number or probe not in mesh.awaited:
+        return world
+    cut = mesh.cut if host is not None and host.address in event.reached else mesh.cut | {_pair(*probe)}
+    return replace(world, mesh=replace(mesh, awaited=mesh.awaited - {probe}, cut=cut))
+
+
+def progress(world: World, now: float, out: Commands) -> World:
+    """A round that is complete, or had its time, is judged; after a cut there is another one at once."""
+    mesh = world.mesh
+    if world.active is None:
+        return replace(world, mesh=Mesh())
+    if mesh.awaited and now < mesh.until:
+        return world
+    silent = {_pair(*probe) for probe in mesh.awaited}  # the driver does not hear them either: that says nothing
+    failed = {pair: count for pair, count in mesh.failed.items() if pair in silent}
+    cut = {pair for pair in mesh.cut - silent if all(_is_open(world, name) for name in pair)}
+    failed |= {pair: mesh.failed.get(pair, 0) + 1 for pair in cut}
+    world = replace(world, mesh=Mesh(failed=failed))
+    broken = {pair for pair in cut if failed[pair] >= TWICE}
+    if broken:
+        world = replace(world, mesh=Mesh(), unexplained=(0, -1))
+        return _leave_out(world, mesh.pairs, broken, now, out)
+    return begin(world, now, out) if cut else world
+
+
+def _is_open(world: World, name: str) -> bool:
+    """Other machines may reach it."""
+    host = world.hosts.get(name)
+    there = host is not None and host.phase in (HostPhase.UP, HostPhase.DRAINING)
+    return host is not None and there and bool(host.port and host.address) and not is_loopback(host.address)
+
+
+def _pair(one: str, other: str) -> Pair:
+    return (one, other) if one < other else (other, one)
+
+
+def _pairs(names: tuple[str, ...]) -> list[Pair]:
+    if len(names) <= FEW:
+        return [_pair(one, other) for i, one in enumerate(names) for other in names[:i]]
+    ring = [_pair(name, names[i - 1]) for i, name in enumerate(names)]
+    return ring + [_pair(names[0], name) for name in names[1:]]
+
+
+def _leave_out(world: World, pairs: frozenset[Pair], broken: set[Pair], now: float, out: Commands) -> World:
+    """As few hosts as possible leave, so that those who stay reach one another."""
+    workers = Counter(w.host for w in world.members)
+    tried = Counter(name for pair in pairs for name in pair)
+    while broken:
+        counts = Counter(name for pair in broken for name in pair)
+        name = max(counts, key=lambda n: (counts[n], -workers[n], world.hosts[n].joined))
+        rivals = [n for n in counts if n != name and counts[n] == counts[name]]
+        if not rivals:
+            why = f"reaches {tried[name] - counts[name]} of {tried[name]} hosts"
+        elif all(workers[n] > workers[name] for n in rivals):
+            why = "has fewer workers"
+        else:
+            why = "is younger"
+        others = sorted(other for pair in broken if name in pair for other in pair if other != name)
+        text = f"{name} and {', '.join(others)} do not reach one another; {name} is left out, as it {why}"
+        world = staffing.place(world, replace(world.hosts[name], apart=tuple(others)))
+        world = epochs.leave_out(world, name, text, now, out, kind="host-unreachable")
+        broken = {pair for pair in broken if name not in pair}
+    return world

@@ -1,0 +1,186 @@
+"""Who reaches whom: hosts of other machines are admitted only where their peers reach them, and they their peers.
+
+While all hosts are on loopback addresses nothing is probed. With the first other one the cluster is *wide*: hosts on
+loopback addresses move to addresses that others may reach, and a newcomer and its partners (the hosts that were admitted
+first and last, which makes a ring) try one another before anything is started on it. It is Horovod's ring of driver and task
+services, without the barrier: newcomers are probed side by side, and a host that fits nowhere is left out with the reason.
+"""
+
+from __future__ import annotations
+
+from msgspec.structs import replace
+
+from nbelastic.core import epochs, staffing
+from nbelastic.core import messages as m
+from nbelastic.core.addresses import PROBE_PATIENCE, is_loopback, outward
+from nbelastic.core.world import Admission, Host, HostPhase, World
+
+Commands = list[m.Command]
+
+
+def agent_ready(world: World, event: m.AgentReady, now: float, out: Commands) -> World:
+    """The agent of a host that was starting is there: use the host, refuse it, or probe its network first."""
+    name = event.host
+    host = world.hosts.get(name)
+    if host is None or host.phase is not HostPhase.STARTING or name in world.probing:
+        return world
+    if event.problem:
+        return epochs.leave_out(world, name, event.problem, now, out, kind="host-refused")
+    host = replace(host, addresses=event.addresses, port=event.port, address="", agreed=(), moved_at=0.0)
+    if not event.addresses:
+        return staffing.admit(world, host, f"{name} is up", now, out)
+    first = event.addresses[0].address
+    if is_loopback(first) and not wide(world):
+        return staffing.admit(world, replace(host, address=first), f"{name} is up", now, out)
+    return _begin(_widen(world, now, out), host, now, out)
+
+
+def wide(world: World) -> bool:
+    """Whether there are hosts on other machines. O(hosts)"""
+    return any(host.address and not is_loopback(host.address) for host in world.hosts.values() if _is_there(host))
+
+
+def probed(world: World, event: m.Probed) -> World:
+    """An agent says whom it reached. What nobody asked for, or not any more, is no news."""
+    probe = (event.host, event.target)
+    name = next((n for n in probe if n in world.probing and world.probing[n].number == event.number), "")
+    admission = world.probing.get(name)
+    if admission is None or probe not in admission.awaited:
+        return world
+    answers = {**admission.answers, probe: event.reached}
+    admission = replace(admission, awaited=admission.awaited - {probe}, answers=answers)
+    return replace(world, probing={**world.probing, name: admission})
+
+
+def progress(world: World, now: float, out: Commands) -> World:
+    """Newcomers of which all is known are admitted or left out; who has lost a partner begins again with another."""
+    for name in tuple(world.probing):
+        admission = world.probing.get(name)
+        if admission is None:
+            continue
+        if not all(partner in world.hosts and _is_there(world.hosts[partner]) for partner in admission.partners):
+            world = _begin(world, world.hosts[name], now, out)
+        elif not admission.awaited or now >= admission.until:
+            world = _decide(world, world.hosts[name], admission, now, out)
+    return world
+
+
+def _is_there(host: Host) -> bool:
+    """It was admitted, and its agent lives."""
+    return host.phase in (HostPhase.UP, HostPhase.DRAINING)
+
+
+def _widen(world: World, now: float, out: Commands) -> World:
+    """Hosts on loopback addresses move to where others may reach them. Who has no such address stays."""
+    for host in world.hosts.values():
+        others = outward(host)
+        if others and is_loopback(host.address) and _is_there(host):
+            world = _move(world, host, others[0], now, out)
+    return world
+
+
+def _move(world: World, host: Host, address: str, now: float, out: Commands) -> World:
+    interface = next(interface.name for interface in host.addresses if interface.address == address)
+    out.append(m.Rehome(host.spec.name, address, interface))
+    if _is_there(host):
+        text = f"{host.spec.name} is reached at {address} ({interface}) now, no longer at {host.address}"
+        out.append(m.Record("host-moved", text, host=host.spec.name))
+    return staffing.place(world, replace(host, address=address, moved_at=now))
+
+
+def _partners(world: World, newcomer: Host) -> tuple[Host, ...]:
+    """Whom it has to reach: who was admitted first and last, and whom it did not reach when it was last here."""
+    there = [host for host in world.hosts.values() if host.address and _is_there(host)]
+    there = [host for host in there if host.phase is HostPhase.UP] or there
+    if not there:
+        return ()
+    by_age = sorted(there, key=lambda host: host.admitted)
+    chosen = {host.spec.name: host for host in (by_age[-1], by_age[0])}
+    chosen |= {host.spec.name: host for host in there if host.spec.name in newcomer.apart}
+    return tuple(chosen.values())
+
+
+def _known(host: Host) -> tuple[str, ...]:
+    """Where everybody who tried has reached it; before anybody has: all its addresses."""
+    return host.agreed or outward(host)
+
+
+def _begin(world: World, host: Host, now: float, out: Commands) -> World:
+    """Probe its network, or admit it at once if it is the first."""
+    name, own, partners = host.spec.name, outward(host), _partners(world, host)
+    if not own:
+        reason = f"has no address but {host.addresses[0].address}, and the other hosts are on other machines"
+        return epochs.leave_out(world, name, reason, now, out, kind="host-unreachable")
+    if not partners:
+        return _admit(world, host, own, now, out)
+    number = world.probes + 1
+    probes = [m.Probe(name, p.spec.name, _known(p), p.port, number) for p in partners]
+    probes += [m.Probe(p.spec.name, name, own, host.port, number) for p in partners]
+    probes = [probe for probe in probes if probe.addresses]
+    out.extend(probes)
+    names = tuple(p.spec.name for p in partners)
+    awaited = frozenset((probe.host, probe.target) for probe in probes)
+    admission = Admission(number, names, now + PROBE_PATIENCE, awaited)
+    world = staffing.place(world, replace(host, reason=f"its network is probed with {' and '.join(names)}"))
+    return replace(world, probes=number, probing={**world.probing, name: admission})
+
+
+def _decide(world: World, host: Host, admission: Admission, now: float, out: Commands) -> World:
+    """All have answered, or had their time."""
+    name = host.spec.name
+    partners = [world.hosts[partner] for partner in admission.partners]
+    own = outward(host)
+    for partner in partners:
+        own = tuple(a for a in own if a in admission.answers.get((partner.spec.name, name), ()))
+    met = {p.spec.name: _met(p, admission.answers.get((name, p.spec.name), ())) for p in partners}
+    if not own or not all(met.values()):
+        reason = _why_not(host, admission, partners, met)
+        return epochs.leave_out(world, name, reason, now, out, kind="host-unreachable")
+    for met_name, where in met.items():
+        world = _meet(world, world.hosts[met_name], where, now, out)
+    return _admit(world, host, own, now, out)
+
+
+def _met(partner: Host, reached: tuple[str, ...]) -> tuple[str, ...]:
+    """Of the addresses at which all others have reached it: where the newcomer has too."""
+    return tuple(address for address in _known(partner) if address in reached)
+
+
+def _meet(world: World, partner: Host, met: tuple[str, ...], now: float, out: Commands) -> World:
+    """The partner is where the newcomer reaches it; if it has to move, so do all hosts of its machine."""
+    left = partner.address
+    world = staffing.place(world, replace(partner, agreed=met))
+    if left in met:
+        return world
+    for host in world.hosts.values():
+        if host.address == left and met[0] in outward(host) and _is_there(host):
+            world = _move(world, host, met[0], now, out)
+    return world
+
+
+def _admit(world: World, host: Host, agreed: tuple[str, ...], now: float, out: Commands) -> World:
+    name, address = host.spec.name, agreed[0]
+    host = replace(host, address=host.addresses[0].address, agreed=agreed, apart=())
+    if address != host.address:  # its agent would have taken its first
+        world = _move(world, host, address, now, out)
+        host = world.hosts[name]
+    return staffing.admit(world, host, f"{name} is up at {address}", now, out)
+
+
+def _why_not(host: Host, admission: Admission, partners: list[Host], met: dict[str, tuple[str, ...]]) -> str:
+    """Who did not reach whom, in words."""
+    name, answers = host.spec.name, admission.answers
+    names = [p.spec.name for p in partners]
+    silent = sorted({prober for prober, _ in admission.awaited})
+    if name in silent:
+        return f"did not say within {PROBE_PATIENCE:g} s whether it reaches {' and '.join(names)}"
+    if silent:
+        return f"{' and '.join(silent)} did not say within {PROBE_PATIENCE:g} s whether {name} is reached"
+    apart = [f"{p.spec.name} at {p.address}" for p in partners if not met[p.spec.name]]
+    if apart:
+        return f"reaches the driver but not its peers ({', '.join(apart)})"
+    for other in names:
+        if not answers[other, name]:
+            return f"is not reached by {other} at any of {', '.join(outward(host))}"
+    where = " and ".join(f"by {other} only at {', '.join(answers[other, name])}" for other in names)
+    return f"is reached {where}"

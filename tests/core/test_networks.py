@@ -1,0 +1,377 @@
+"""Hosts on other machines: who reaches whom, where, and who is left out because of it."""
+
+from __future__ import annotations
+
+import pytest
+
+from nbelastic.core import messages as m
+from nbelastic.core.membership import deadline
+from nbelastic.core.world import HostPhase, Stage
+from tests.core.story import Story, wid
+
+LO = "127.0.0.1"
+
+
+def wide(count: int = 2, **limits) -> Story:
+    """gpu1, gpu2, … of two networks each, 10.0 and 10.1; all are up."""
+    story = Story(**{"min": 1, **limits})
+    for number in range(1, count + 1):
+        story.add(f"gpu{number}:1", f"10.0.0.{number}", f"10.1.0.{number}")
+    return story.answer()
+
+
+def phases(story: Story) -> dict[str, str]:
+    return {name: str(host.phase) for name, host in story.world.hosts.items()}
+
+
+def homes(story: Story) -> dict[str, str]:
+    return {name: host.address for name, host in story.world.hosts.items()}
+
+
+def test_on_one_machine_nothing_is_probed():
+    """While all hosts are on loopback addresses nobody is probed or moved; each is taken at its first address."""
+    story = Story(min=1)
+    story.add("localhost:1", LO, "10.0.0.9").add("127.0.0.2:1", "127.0.0.2", "10.0.0.9").run()
+    assert story.commands(m.Probe) == story.commands(m.Rehome) == []
+    assert homes(story) == {"localhost": LO, "127.0.0.2": "127.0.0.2"}
+
+
+def test_a_host_without_addresses_is_taken_as_it_is():
+    """An agent that names no address is believed: its host is up at once, beside others that were probed."""
+    story = wide(2)
+    mark = story.mark()
+    story.add("old:1").answer()
+    assert story.commands(m.Probe, mark) == []
+    assert phases(story) == {"gpu1": "up", "gpu2": "up", "old": "up"}
+
+
+def test_the_first_host_is_taken_at_its_first_address():
+    """There is nobody to probe it with: it is up at once."""
+    story = wide(1)
+    assert story.commands(m.Probe) == []
+    assert homes(story) == {"gpu1": "10.0.0.1"}
+    assert story.alive() == ["gpu1/0#1"]
+
+
+def test_a_newcomer_starts_nothing_before_it_is_probed():
+    """It and its partner try one another, both ways, and only then its workers are started."""
+    story = wide(1).add("gpu2:2", "10.0.0.2", "10.1.0.2")
+    mark = story.mark()
+    story.hear(m.AgentReady)
+    one, other = story.commands(m.Probe, mark)
+    assert one == m.Probe("gpu2", "gpu1", ("10.0.0.1", "10.1.0.1"), 4711, one.number)
+    assert other == m.Probe("gpu1", "gpu2", ("10.0.0.2", "10.1.0.2"), 4711, one.number)
+    assert story.alive("gpu2") == []
+    story.answer()
+    assert story.alive("gpu2") == ["gpu2/0#1", "gpu2/1#1"]
+
+
+def test_a_host_that_is_probed_is_a_wait_with_its_reason():
+    """Who waits for it reads with whom its network is probed."""
+    story = wide(1, min=2).submit().answer().add("gpu3:1", "10.0.0.3").hear(m.AgentReady)
+    assert story.world.reason == "1 of min 2 workers ready; waiting for gpu3: its network is probed with gpu1"
+    assert story.world.hosts["gpu3"].reason == "its network is probed with gpu1"
+    story.add("gpu3:2")
+    assert story.world.reason.endswith("gpu3: its network is probed with gpu1")
+    story.answer()
+    assert story.world.hosts["gpu3"].reason == ""
+
+
+def test_partners_are_the_first_and_the_last():
+    """A newcomer is probed with the host that was admitted first and the one that was admitted last: a ring."""
+    story = wide(3).add("gpu4:1", "10.0.0.4").hear(m.AgentReady)
+    assert story.world.probing["gpu4"].partners == ("gpu3", "gpu1")
+
+
+def test_eight_hosts_at_once_are_probed_side_by_side():
+    """A start is no chain of waits: all but the first are probed at the same time, with the first."""
+    story = Story(min=8)
+    for number in range(1, 9):
+        story.add(f"gpu{number}:1", f"10.0.0.{number}")
+    story.hear(m.AgentReady)
+    assert {name: a.partners for name, a in story.world.probing.items()} == {f"gpu{n}": ("gpu1",) for n in range(2, 9)}
+    story.run()
+    assert len(story.names) == 8
+
+
+def test_its_address_is_the_first_that_all_partners_reached():
+    """The first address is not reached by one of the partners: the second is taken, and the agent is told."""
+    story = wide(3)
+    story.cut.add(("gpu1", "10.0.0.4"))
+    story.add("gpu4:1", "10.0.0.4", "10.1.0.4").answer()
+    assert homes(story)["gpu4"] == "10.1.0.4"
+    assert story.commands(m.Rehome) == [m.Rehome("gpu4", "10.1.0.4", "eth1")]
+    kinds = [type(c) for c in story.said if isinstance(c, m.Rehome) or c == m.StartWorker(wid("gpu4/0#1"))]
+    assert kinds == [m.Rehome, m.StartWorker], "before it starts a worker"
+    assert story.records("host-moved") == [], "nobody was there before"
+    assert story.records("host-up")[-1] == "gpu4 is up at 10.1.0.4"
+
+
+def test_hosts_of_this_machine_move_when_another_machine_comes():
+    """With the first host of another machine, those on loopback addresses get addresses that it can reach."""
+    story = Story(min=1).add("localhost:1", LO, "10.0.0.9").run().commit(2).answer()
+    story.add("gpu1:1", "10.0.0.1").hear(m.AgentReady)
+    assert story.last(m.Rehome) == m.Rehome("localhost", "10.0.0.9", "eth1")
+    assert story.commands(m.Probe)[0].addresses == ("10.0.0.9",)
+    story.quiet(2.0)
+    assert story.world.order.store.startswith("10.0.0.9:")
+    assert story.records("host-moved") == ["localhost is reached at 10.0.0.9 (eth1) now, no longer at 127.0.0.1"]
+    assert story.world.resets == 0
+
+
+def test_a_host_of_this_machine_joins_others_at_an_outward_address():
+    """In a wide cluster a local host is not taken at its loopback address, though its agent names that first."""
+    story = wide(2).add("localhost:1", LO, "10.0.0.9").answer()
+    assert homes(story)["localhost"] == "10.0.0.9"
+    assert story.last(m.Rehome) == m.Rehome("localhost", "10.0.0.9", "eth1")
+
+
+def test_a_host_with_nothing_but_loopback_is_left_out():
+    """It could not be reached by anybody."""
+    story = wide(2).add("localhost:1", LO).answer()
+    reason = "has no address but 127.0.0.1, and the other hosts are on other machines"
+    assert story.world.hosts["localhost"].reason == reason
+    assert phases(story)["localhost"] == "lost"
+
+
+def test_a_newcomer_is_left_out_if_the_partner_has_nothing_but_loopback():
+    """The partner cannot be reached by anybody, and the newcomer hears so."""
+    story = Story(min=1).add("localhost:1", LO).answer().add("gpu1:1", "10.0.0.1").answer()
+    assert story.world.hosts["gpu1"].reason == "reaches the driver but not its peers (localhost at 127.0.0.1)"
+
+
+def test_a_partner_moves_to_where_all_reach_it():
+    """The newcomer does not reach the partner's present address, but another that all others have reached too."""
+    story = wide(2).run().commit(2).answer()
+    story.cut.add(("gpu3", "10.0.0.1"))
+    story.add("gpu3:1", "10.0.0.3").quiet(2.0)
+    assert homes(story) == {"gpu1": "10.1.0.1", "gpu2": "10.0.0.2", "gpu3": "10.0.0.3"}
+    assert story.last(m.Rehome) == m.Rehome("gpu1", "10.1.0.1", "eth1")
+    assert story.names == ["gpu1/0#1", "gpu2/0#1", "gpu3/0#1"]
+    assert story.world.order.store.startswith("10.1.0.1:")
+
+
+def test_a_partner_does_not_move_to_where_others_did_not_reach_it():
+    """Of the partner's two addresses one newcomer reached only the first, the next one only the second: it is left out."""
+    story = wide(1)
+    story.cut |= {("gpu2", "10.1.0.1"), ("gpu3", "10.0.0.1")}
+    story.add("gpu2:1", "10.0.0.2").answer().add("gpu3:1", "10.0.0.3").answer()
+    assert phases(story) == {"gpu1": "up", "gpu2": "up", "gpu3": "lost"}
+    assert story.world.hosts["gpu3"].reason == "reaches the driver but not its peers (gpu1 at 10.0.0.1)"
+    assert story.commands(m.Rehome) == []
+
+
+def test_two_newcomers_at_once_agree_on_the_partners_address():
+    """The same, probed side by side: who is heard first is in, and the other is left out."""
+    story = wide(1)
+    story.cut |= {("gpu2", "10.1.0.1"), ("gpu3", "10.0.0.1")}
+    story.add("gpu2:1", "10.0.0.2").add("gpu3:1", "10.0.0.3").hear(m.AgentReady).answer()
+    assert phases(story) == {"gpu1": "up", "gpu2": "up", "gpu3": "lost"}
+
+
+def test_hosts_of_one_machine_move_together():
+    """A partner that moves takes the others of its machine along: who cannot reach it there cannot reach them."""
+    story = Story(min=1)
+    for name in ("localhost", "127.0.0.2", "127.0.0.3"):
+        story.add(f"{name}:1", LO, "10.0.0.9", "10.1.0.9")
+    story.answer()
+    story.cut.add(("gpu1", "10.0.0.9"))
+    story.add("gpu1:1", "10.0.0.1").answer()
+    assert {address for name, address in homes(story).items() if name != "gpu1"} == {"10.1.0.9"}
+
+
+def test_who_does_not_reach_its_peers_is_left_out():
+    """It is lost with the reason and the addresses, its agent is ended, and it is tried again after a cooldown."""
+    story = wide(2)
+    story.cut |= {("gpu3", f"10.{net}.0.{peer}") for net in (0, 1) for peer in (1, 2)}
+    story.add("gpu3:1", "10.0.0.3").answer()
+    reason = "reaches the driver but not its peers (gpu2 at 10.0.0.2, gpu1 at 10.0.0.1)"
+    host = story.world.hosts["gpu3"]
+    assert (host.phase, host.reason, host.retry_at) == (HostPhase.LOST, reason, story.now + 5.0)
+    assert story.last(m.StopAgent) == m.StopAgent("gpu3")
+    assert story.records("host-unreachable") == [f"gpu3: {reason}; tried again in 5 s"]
+    assert story.records("host-lost") == []
+    assert story.alive("gpu3") == []
+    story.quiet(5.0)
+    assert story.world.hosts["gpu3"].retry_at == story.now + 10.0
+    story.cut.clear()
+    story.quiet(10.0)
+    assert phases(story)["gpu3"] == "up"
+
+
+def test_who_is_not_reached_is_left_out():
+    """A firewall lets it out, but nobody in: the reason names who tried, and where."""
+    story = wide(1)
+    story.cut |= {("gpu1", "10.0.0.3"), ("gpu1", "10.1.0.3")}
+    story.add("gpu3:1", "10.0.0.3", "10.1.0.3").answer()
+    assert story.world.hosts["gpu3"].reason == "is not reached by gpu1 at any of 10.0.0.3, 10.1.0.3"
+
+
+def test_who_is_reached_at_no_common_address_is_left_out():
+    """One partner reaches it at one address, the other at another: no world could have both."""
+    story = wide(2)
+    story.cut |= {("gpu1", "10.0.0.3"), ("gpu2", "10.1.0.3")}
+    story.add("gpu3:1", "10.0.0.3", "10.1.0.3").answer()
+    assert story.world.hosts["gpu3"].reason == "is reached by gpu2 only at 10.0.0.3 and by gpu1 only at 10.1.0.3"
+
+
+@pytest.mark.parametrize(
+    ("mute", "reason"),
+    [
+        ("gpu1", "gpu1 did not say within 5 s whether gpu2 is reached"),
+        ("gpu2", "did not say within 5 s whether it reaches gpu1"),
+    ],
+)
+def test_a_probe_without_an_answer_has_a_deadline(mute, reason):
+    """After 5 s the newcomer is left out, the reason says who said nothing, and nobody waits for ever."""
+    story = wide(1)
+    story.mute.add(mute)
+    story.add("gpu2:1", "10.0.0.2").answer()
+    assert deadline(story.world, story.now) == story.now + 5.0
+    story.wait(5.0)
+    assert story.world.hosts["gpu2"].reason == reason
+    story.mute.clear()
+    story.quiet(10.0)
+    assert phases(story)["gpu2"] == "up"
+
+
+def test_a_partner_that_is_lost_is_replaced():
+    """The newcomer begins again with who is there; what was said of the lost one is no news."""
+    story = wide(2).add("gpu3:1", "10.0.0.3").hear(m.AgentReady)
+    old = list(story.answers)
+    story.lose_host("gpu1")
+    assert story.world.probing["gpu3"].partners == ("gpu2",)
+    before = story.world
+    story.send(*(e for e in old if isinstance(e, m.Probed)))
+    assert story.world == before
+    story.answer()
+    assert phases(story) == {"gpu1": "lost", "gpu2": "up", "gpu3": "up"}
+
+
+def test_without_partners_left_a_newcomer_is_the_first():
+    """Its only partner is lost, or removed, while they are probed: there is nobody to probe it with."""
+    story = wide(1).add("gpu2:1", "10.0.0.2").hear(m.AgentReady)
+    story.lose_host("gpu1")
+    assert phases(story) == {"gpu1": "lost", "gpu2": "up"}
+    story = wide(1).add("gpu2:1", "10.0.0.2").hear(m.AgentReady)
+    story.remove("gpu1", now=True).answer()
+    assert phases(story) == {"gpu2": "up"}
+
+
+def test_a_newcomer_that_is_lost_while_it_is_probed_is_lost():
+    """The usual loss of a host; late answers are no news, and the next try is a new one."""
+    story = wide(1).add("gpu2:1", "10.0.0.2").hear(m.AgentReady)
+    old = [e for e in story.answers if isinstance(e, m.Probed)]
+    story.lose_host("gpu2", "its machine is gone")
+    assert story.world.probing == {}
+    assert story.world.hosts["gpu2"].reason == "its machine is gone"
+    story.quiet(5.0 - 1e-3).wait(2e-3).hear(m.AgentReady)
+    story.send(*old)
+    assert story.alive("gpu2") == []
+    story.answer()
+    assert story.alive("gpu2") == ["gpu2/0#1"]
+
+
+def test_a_newcomer_that_is_removed_while_it_is_probed_is_gone():
+    """Nothing of it is left, and its late answers find nobody."""
+    story = wide(1).add("gpu2:1", "10.0.0.2").hear(m.AgentReady)
+    old = [e for e in story.answers if isinstance(e, m.Probed)]
+    story.remove("gpu2")
+    assert (story.world.probing, phases(story)) == ({}, {"gpu1": "up"})
+    story.send(*old)
+    assert phases(story) == {"gpu1": "up"}
+
+
+def test_doubled_news_changes_nothing():
+    """A hello and an answer that come twice are one."""
+    story = wide(1).add("gpu2:1", "10.0.0.2").hear(m.AgentReady)
+    first, second = [e for e in story.answers if isinstance(e, m.Probed)]
+    hello = next(e for e in story.heard if isinstance(e, m.AgentReady) and e.host == "gpu2")
+    story.send(first)
+    before = story.world
+    story.send(first, hello, m.Probed("gpu2", "gpu1", ("10.0.0.1",), 999), m.Probed("gpu9", "gpu8", ()))
+    assert story.world == before
+    story.send(second)
+    before = story.world
+    story.send(second, first, hello)
+    assert story.world == before
+
+
+def test_stopping_ends_the_probing():
+    """A cluster that stops waits for no probe."""
+    story = wide(1).add("gpu2:1", "10.0.0.2").hear(m.AgentReady)
+    story.send(m.StopRequested("enough"))
+    assert story.world.probing == {}
+    story.quiet(1.0)
+    assert story.world.phase == "finished"
+
+
+def test_a_refused_host_is_lost_with_the_problem():
+    """What the driver found wrong with an agent is the reason; it is ended, recorded, and tried again after a cooldown."""
+    story = Story(min=1).add("gpu1:1")
+    story.send(m.AgentReady("gpu1", 1, problem="nbelastic 0.2 there, 0.3 here"))
+    host = story.world.hosts["gpu1"]
+    assert (host.phase, host.reason, host.retry_at) == (
+        HostPhase.LOST,
+        "nbelastic 0.2 there, 0.3 here",
+        story.now + 5.0,
+    )
+    assert story.last(m.StopAgent) == m.StopAgent("gpu1")
+    assert story.records("host-refused") == ["gpu1: nbelastic 0.2 there, 0.3 here; tried again in 5 s"]
+    story.submit()
+    assert "gpu1 (lost: nbelastic 0.2 there, 0.3 here; tried again in 5 s)" in story.world.reason
+
+
+# ---- stores, when a host has moved ----
+
+
+def local(**limits) -> Story:
+    """Two hosts of this machine, on loopback addresses until gpu1 comes."""
+    return Story(**{"min": 2, **limits}).add("localhost:1", LO, "10.0.0.9").add("127.0.0.2:1", LO, "10.0.0.9")
+
+
+def test_a_waiting_worker_offers_its_store_again():
+    """It waits for a world when its host moves: the world is formed with the store at the new address."""
+    story = local(min=3).submit().answer()
+    story.add("gpu1:1", "10.0.0.1").answer(lambda e: not (isinstance(e, m.WorkerReady) and e.worker.host != "gpu1"))
+    assert story.commands(m.FormWorld) == []
+    assert story.world.reason == "3 workers ready; localhost/0#1 is to offer a store at 10.0.0.9"
+    story.answer()
+    assert story.last(m.FormWorld).store.startswith("10.0.0.9:")
+
+
+def test_another_leads_if_rank_0_offers_no_new_store():
+    """After 2 s one whose store is where its host is becomes rank 0, and the world forms."""
+    story = local(min=3).submit().answer()
+    story.silent.add(wid("localhost/0#1"))
+    story.add("gpu1:1", "10.0.0.1").answer().quiet(2.0)
+    order = story.last(m.FormWorld)
+    assert order.members[0] == wid("127.0.0.2/0#1")
+    assert order.store.startswith("10.0.0.9:")
+
+
+def test_an_old_store_is_better_than_none():
+    """Nobody offers a new one: after 2 s the world is formed with what there is, for it may work; nothing hangs."""
+    story = local(min=2).submit().answer(lambda e: not isinstance(e, m.WorkerReady))
+    ready = [e for e in story.answers if isinstance(e, m.WorkerReady)]
+    story.answers.clear()
+    story.add("gpu1:1", "10.0.0.1").hear(m.AgentReady)
+    story.answers.clear()
+    story.send(*ready)
+    assert story.commands(m.FormWorld) == []
+    story.wait(2.0)
+    assert story.last(m.FormWorld).store.startswith(LO)
+
+
+def test_a_change_is_not_prepared_with_a_store_that_was_left_behind():
+    """The only store known is at the old address: the change is made plainly, with what its members offer on leaving."""
+    story = local().run().commit(3).answer()
+    story.silent |= set(story.world.members)
+    story.add("gpu1:1", "10.0.0.1").hear(m.AgentReady)
+    story.silent.clear()
+    mark = story.mark()
+    story.quiet(2.0)
+    assert story.commands(m.PrepareWorld, mark) == []
+    assert story.last(m.FormWorld).store.startswith("10.0.0.9:")
+    assert len(story.names) == 3
+    assert story.world.stage is Stage.RUNNING
