@@ -32,11 +32,12 @@ from nbelastic.core import wire
 log = logging.getLogger("nbelastic.link")
 T = TypeVar("T")
 
-HEARTBEAT = 1.0  # seconds between heartbeats, both ways
+HEARTBEAT = 1.0  # seconds between heartbeats, both ways, unless told otherwise
 MAX_MESSAGE = 1 << 20  # bytes; a longer one is dropped
 _FLOOD = 16 * MAX_MESSAGE  # a message of this size is not even read: it closes the sender's connection
 _SETTINGS = {
     zmq.LINGER: 500,
+    zmq.HANDSHAKE_IVL: 10000,
     zmq.MAXMSGSIZE: _FLOOD,
     zmq.HEARTBEAT_IVL: 2000,
     zmq.HEARTBEAT_TIMEOUT: 10000,
@@ -90,11 +91,14 @@ class _OnlyOurs:
 class Hub:
     """The driver's end. `on_message(peer, message)` is called in the loop's thread for every valid message.
 
-    Peers are named `agent/<host>` or `worker/<WorkerId>`. `heard_at` is when each was last heard (monotonic seconds).
+    Peers are named `agent/<host>~<number>` or `worker/<WorkerId>`. `heard_at` is when each was last heard (monotonic seconds).
     """
 
-    def __init__(self, keys: Keys, on_message: Callable[[str, wire.Message | m.Event], None]) -> None:
+    def __init__(
+        self, keys: Keys, on_message: Callable[[str, wire.Message | m.Event], None], heartbeat: float = HEARTBEAT
+    ) -> None:
         self._keys = keys
+        self._heartbeat = heartbeat
         self._on_message = on_message
         self._decoders = {
             "agent": msgspec.json.Decoder(wire.FromAgent),
@@ -175,7 +179,7 @@ class Hub:
         speaker = getattr(message, "worker", None) if role == "worker" else getattr(message, "host", None)
         if speaker is None:  # an agent's word on one of its workers
             speaker = getattr(message, "worker", m.WorkerId("", 0, 0)).host
-        if str(speaker) != name:
+        if str(speaker) != name.partition("~")[0]:  # of a host's agents one is the present one: they are numbered
             self._drop(peer, f"speaks for {str(speaker)[:80]!r}")
             return None
         return message
@@ -188,7 +192,7 @@ class Hub:
 
     async def _beat(self) -> None:
         while True:
-            await asyncio.sleep(HEARTBEAT)
+            await asyncio.sleep(self._heartbeat)
             for peer in list(self.heard_at):
                 self._send(peer, b"")
 
@@ -216,11 +220,13 @@ class Spoke:
         on_message: Callable[[wire.Message], None],
         *,
         tick: Callable[[], float] = lambda: HEARTBEAT,
+        heartbeat: float = HEARTBEAT,
     ) -> None:
         self._address, self._keys, self._name = address, keys, name
         self._decoder = msgspec.json.Decoder(accepts)
         self._on_message = on_message
         self._tick = tick
+        self._heartbeat = heartbeat
         self._out: deque[bytes] = deque()
         self._closing = False
         self._wake = -1
@@ -276,7 +282,7 @@ class Spoke:
         while True:
             now = time.monotonic()
             if now >= beat_at:
-                beat_at = now + HEARTBEAT
+                beat_at = now + self._heartbeat
                 self._out.append(b"")
             delay = min(_guarded(self._tick) or HEARTBEAT, beat_at - now)
             self._flush(socket)

@@ -12,6 +12,8 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
+from msgspec.structs import replace
+
 from nbelastic.core import messages as m
 from nbelastic.core.errors import (
     ClusterStoppedError,
@@ -20,10 +22,9 @@ from nbelastic.core.errors import (
 )
 from nbelastic.core.placement import parse_host
 from nbelastic.core.world import Limits
-from nbelastic.driver.discovery import FixedHosts, HostDiscovery, ScriptDiscovery
+from nbelastic.driver.discovery import FixedHosts, HostDiscovery, find
 from nbelastic.driver.driver import Driver, Settings
 from nbelastic.driver.job import Job, outcome
-from nbelastic.driver.launchers import address_of
 from nbelastic.driver.orders import execute_on_all, take
 from nbelastic.driver.places import RunDir, gpus
 from nbelastic.driver.run import Call, Cell, Run, checkpoints
@@ -44,6 +45,11 @@ class Cluster:
     `elastic_timeout` ends the job, `cooldown` is the range in which a slot's pause doubles from death to death
     (`(0, 0)`: none), an agent not heard for `silence` is lost. `reset_limit` bounds the recoveries of a job (planned
     changes do not count). `backend`: auto, gloo or nccl. `preload` names modules that the workers' template imports.
+
+    Hosts that are not this machine are started by ssh, or by `launcher`: the name of one of ipyparallel's batch launchers
+    (slurm, pbs, …), with `launcher_options` for it; there, `python` names the interpreter. `env` and `cwd` are the
+    agents' and workers' environment and folder. `nics` names the network interfaces to use, separated by commas; by
+    default the hosts find one that reaches all. A worker that others wait for longer than `stall` is replaced.
 
     Starts with `start()` or `with`; every call returns at once or says what it waits for.
     """
@@ -67,6 +73,11 @@ class Cluster:
         log_dir: str | Path | None = None,
         name: str | None = None,
         preload: Sequence[str] = (),
+        python: str | None = None,
+        env: Mapping[str, str] | None = None,
+        cwd: str | Path | None = None,
+        launcher: str = "ssh",
+        launcher_options: Mapping[str, str] | None = None,
     ) -> None:
         _check_bounds(min, max)
         _check(slots is None or slots >= 1, f"slots={slots}: at least 1.")
@@ -77,17 +88,13 @@ class Cluster:
         _check(reset_limit is None or reset_limit >= 0, f"reset_limit={reset_limit}: at least 0.")
         _check(0 <= cooldown[0] <= cooldown[1], f"cooldown={cooldown}: two numbers of seconds, the lower first.")
         _check(hosts is None or discovery is None, "give hosts or discovery, not both.")
-        _check(stall is None, "stall is not supported by this version: leave it out.")
-        _check(nics is None, "nics is not supported by this version: leave it out.")
+        _check(stall is None or stall > 0, f"stall={stall}: more than 0 seconds.")
         self.name = name or f"nbelastic-{os.getpid()}-{next(_numbers)}"
         self._run_dir = RunDir(self.name)
         self._default_slots = slots or gpus() or builtins.max(min, os.cpu_count() or 1)
         if isinstance(discovery, str):
-            discovery = ScriptDiscovery(discovery, self._default_slots)
+            discovery = find(discovery, self._default_slots)
         self._discovery = discovery or FixedHosts(hosts or "localhost", self._default_slots)
-        if isinstance(self._discovery, FixedHosts):
-            for spec in self._discovery.listed():
-                address_of(spec)
         self._limits = Limits(
             min=min,
             max=max,
@@ -95,8 +102,24 @@ class Cluster:
             elastic_timeout=float(elastic_timeout),
             reset_limit=reset_limit,
             cooldown=(float(cooldown[0]), float(cooldown[1])),
+            stall=None if stall is None else float(stall),
         )
-        self._backend, self._silence, self._preload = backend, float(silence), tuple(preload)
+        self._settings = Settings(
+            name=self.name,
+            limits=self._limits,
+            discovery=self._discovery,
+            backend=backend,
+            silence=float(silence),
+            log_dir=Path(),
+            run_dir=self._run_dir.path,
+            preload=tuple(preload),
+            environment={name: str(value) for name, value in (env or {}).items()},
+            nics=tuple(part.strip() for part in (nics or "").split(",") if part.strip()),
+            python=python,
+            cwd=str(cwd) if cwd is not None else None,
+            launcher=launcher,
+            launcher_options=dict(launcher_options or {}),
+        )
         self._log_dir = Path(log_dir) if log_dir is not None else None
         self._driver: Driver | None = None
         self._last: Driver | None = None
@@ -118,17 +141,7 @@ class Cluster:
         log_dir = (self._log_dir or self._run_dir.log_dir()).absolute()
         try:
             log_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-            settings = Settings(
-                name=self.name,
-                limits=self._limits,
-                discovery=self._discovery,
-                backend=self._backend,
-                silence=self._silence,
-                log_dir=log_dir,
-                run_dir=self._run_dir.path,
-                preload=self._preload,
-                environment={},
-            )
+            settings = replace(self._settings, log_dir=log_dir)
             driver = Driver(settings)
             driver.start()
         except BaseException:
@@ -245,7 +258,6 @@ class Cluster:
     def add_host(self, host: str, by: str = "you") -> None:
         """Add `name`, `name:slots` or `user@name:slots`; a host that is there gets these slots and is pardoned."""
         spec = parse_host(host, self._default_slots)
-        address_of(spec)
         self._running().post(m.HostAdded(spec, by))
         self._added.add(spec.name)
 

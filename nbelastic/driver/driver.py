@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from nbelastic import versions
 from nbelastic.core import messages as m
 from nbelastic.core import wire
 from nbelastic.core.errors import ClusterStoppedError, NbelasticError
@@ -45,6 +46,16 @@ class Settings(msgspec.Struct, frozen=True):
     run_dir: Path
     preload: tuple[str, ...]
     environment: dict[str, str]
+    nics: tuple[str, ...] = ()
+    python: str | None = None  # on hosts that are not this machine
+    cwd: str | None = None
+    launcher: str = "ssh"
+    launcher_options: dict[str, str] = {}
+
+    @property
+    def heartbeat(self) -> float:
+        """Seconds; several fit into the time after which silence means something."""
+        return min(1.0, self.silence / 4)
 
 
 class Driver:
@@ -119,7 +130,7 @@ class Driver:
     async def _main(self) -> None:
         self._inbox: asyncio.Queue[m.Event] = asyncio.Queue()
         keys = Keys.make()
-        self._hub = Hub(keys, self._hear)
+        self._hub = Hub(keys, self._hear, self.settings.heartbeat)
         await self._hub.start()
         self.fleet = Fleet(self.settings, self._hub, keys, self._inbox.put_nowait)
         self._publish()
@@ -248,15 +259,22 @@ class Driver:
     def _hear(self, peer: str, message: wire.Message | m.Event) -> None:
         """A message came over the link."""
         now = time.monotonic()
+        if peer.startswith("agent/") and peer != self.fleet.peer_of(peer[6:].rpartition("~")[0]):
+            self._hub.send(peer, wire.Retire())  # given up while it was not heard: it comes back from the dead
+            self._hub.forget(peer)
+            return
         match message:
-            case wire.AgentHello(host=host, pid=pid):
-                self._inbox.put_nowait(m.AgentReady(host, pid))
+            case wire.AgentHello():
+                problem = versions.difference(message.versions, versions.here())
+                ready = m.AgentReady(message.host, message.pid, message.addresses, message.port, problem)
+                self._inbox.put_nowait(ready)
             case wire.AgentSample(host=host, cpu=cpu, memory=memory, workers=workers):
                 self.fleet.live.host_samples[host] = (cpu, memory)
                 self.fleet.live.worker_samples.update(workers)
                 self._publish()
             case wire.WorkerHello(worker=w, engine=engine):
-                self.fleet.hello(w, engine)
+                if w in self.world.workers:
+                    self.fleet.hello(w, engine)
             case wire.WorkerProgress():
                 self._progress(message, now)
             case wire.WorkerOutput(worker=w):
@@ -314,7 +332,7 @@ class Driver:
 
     async def _listen_for_silence(self) -> None:
         """An agent or a worker not heard for `silence` is lost. If this thread itself was away, that says nothing."""
-        interval = min(1.0, self.settings.silence / 4)
+        silence, interval = self.settings.silence, self.settings.heartbeat
         last = time.monotonic()
         while True:
             await asyncio.sleep(interval)
@@ -323,15 +341,17 @@ class Driver:
             if late:
                 continue
             for host in self.world.hosts:
-                quiet = self._quiet_for(f"agent/{host}", now)
-                if quiet > self.settings.silence:
+                quiet = self._quiet_for(self.fleet.peer_of(host), now)
+                if quiet > silence:
                     self.fleet.kill_agent(host)
                     self._inbox.put_nowait(m.AgentLost(host, f"nothing heard of it for {quiet:.0f} s"))
             for w in self.world.workers:
                 quiet = self._quiet_for(f"worker/{w}", now)
-                if quiet > self.settings.silence:
+                # If its host is not heard either, that is the host's fault, and soon will be said so.
+                if quiet > silence and self._quiet_for(self.fleet.peer_of(w.host), now) < silence / 2:
                     self._hub.forget(f"worker/{w}")
-                    self._inbox.put_nowait(m.WorkerFroze(w, f"nothing heard of it for {quiet:.0f} s"))
+                    why = f"nothing heard of it for {quiet:.0f} s though its host answers"
+                    self._inbox.put_nowait(m.WorkerFroze(w, why))
 
     def _quiet_for(self, peer: str, now: float) -> float:
         """Seconds since it was heard; 0 if it has said nothing yet."""

@@ -31,10 +31,10 @@ def sendable(function: Any, args: Any, kwargs: Any) -> str:
 
 
 class ControllerLauncher(LocalControllerLauncher):  # type: ignore[misc]
-    """ipyparallel's controller, ending with the process that started it."""
+    """ipyparallel's controller, as `nbelastic.driver.controller` has it."""
 
     def find_args(self) -> list[str]:
-        code = "from nbelastic.processes import follow_parent; follow_parent(); from ipyparallel.controller.app import main; main()"
+        code = "from nbelastic.driver.controller import main; main()"
         return [sys.executable, "-c", code, *self.cluster_args, *self.controller_args]
 
 

@@ -14,8 +14,9 @@ import msgspec
 
 from nbelastic.core import messages as m
 from nbelastic.core import wire
-from nbelastic.core.errors import HostError
-from nbelastic.driver.launchers import LocalAgent, address_of
+from nbelastic.driver import ssh
+from nbelastic.driver.gate import Doors
+from nbelastic.driver.launchers import Agent, ProcessAgent, explain_local, local_command, locate
 from nbelastic.driver.run import Run
 from nbelastic.driver.status import Live
 from nbelastic.link import Hub, Keys
@@ -52,14 +53,32 @@ class Pace:
         return (last - first) / (end - start) if end - start >= 0.2 else None  # two messages at once say nothing
 
 
+class _Held:
+    """One start of an agent: who it is on the link, and, once it is known where the host is, its process."""
+
+    def __init__(self, peer: str) -> None:
+        self.peer = peer
+        self.agent: Agent | None = None
+        self.here = ""  # this machine's address towards a host that is not local
+        self.slots = 0  # of a local one
+        self.launching: asyncio.Task[None] | None = None
+
+    def kill(self) -> None:
+        if self.launching is not None:
+            self.launching.cancel()
+        if self.agent is not None:
+            self.agent.kill()
+
+
 class Fleet:
     """Lives in the driver's thread; `post` puts events into its inbox."""
 
     def __init__(self, settings: Settings, hub: Hub, keys: Keys, post: Callable[[m.Event], None]) -> None:
         self._settings, self._hub, self._keys, self._post = settings, hub, keys, post
         self._loop = asyncio.get_running_loop()
-        self._agents: dict[str, LocalAgent] = {}
-        self._slots: dict[str, int] = {}  # of each agent's host
+        self._held: dict[str, _Held] = {}  # by host
+        self._started = 0
+        self._doors = Doors()
         self._engine_of: dict[m.WorkerId, str] = {}
         self._worker_of: dict[str, m.WorkerId] = {}
         self._setup_started: set[m.WorkerId] = set()
@@ -73,63 +92,97 @@ class Fleet:
 
     async def stop(self) -> None:
         """End every agent and the controller."""
-        for agent in self._agents.values():
-            agent.kill()
+        for held in self._held.values():
+            held.kill()
         if self._starting is not None:
             self._starting.cancel()
             await asyncio.gather(self._starting, return_exceptions=True)
         if self._engines is not None:
             await self._engines.stop()
+        self._doors.close()
 
     def do(self, command: m.StartAgent | m.StopAgent | m.StartWorker | m.StopWorker, log_dir: Path) -> None:
         match command:
             case m.StartAgent(host=spec):
                 self._start_agent(spec)
             case m.StopAgent(host=host):
-                heard = f"agent/{host}" in self._hub.heard_at
-                self._hub.send(f"agent/{host}", wire.Retire())
-                # One that has not spoken yet has no workers, and may not be there to hear it.
-                self._loop.call_later(3.0 if heard else 0.0, self._end_agent, host, self._agents.get(host))
+                held = self._held.get(host)
+                if held is not None:
+                    heard = held.peer in self._hub.heard_at
+                    self._hub.send(held.peer, wire.Retire())
+                    # One that has not spoken yet has no workers, and may not be there to hear it.
+                    self._loop.call_later(3.0 if heard else 0.0, self._end, host, held)
             case m.StartWorker(worker=w):
                 if self._engines is None or not self._engines.connection:
                     self._spawns.append((w, log_dir))
                 else:
                     self._spawn(w, log_dir)
             case m.StopWorker(worker=w, kill=kill):
-                self._hub.send(f"agent/{w.host}", wire.Reap(w, kill))
+                self._to_agent(w.host, wire.Reap(w, kill))
+
+    def _to_agent(self, host: str, message: wire.Message) -> None:
+        if host in self._held:
+            self._hub.send(self._held[host].peer, message)
+
+    def peer_of(self, host: str) -> str:
+        """How the host's present agent is named on the link; empty if it has none."""
+        return self._held[host].peer if host in self._held else ""
 
     def _start_agent(self, spec: m.HostSpec) -> None:
+        self.kill_agent(spec.name)
+        self._started += 1
+        held = self._held[spec.name] = _Held(f"agent/{spec.name}~{self._started}")
+        held.launching = self._loop.create_task(self._launch(spec, held, self._started))
+
+    async def _launch(self, spec: m.HostSpec, held: _Held, number: int) -> None:
+        """Find out where the host is and start its agent there."""
         try:
-            address = address_of(spec)
-        except HostError as error:
-            self._post(m.AgentLost(spec.name, str(error)))
+            local, held.here = await locate(spec)
+            if local:
+                held.slots = spec.slots  # they share this machine's cores
+                threads = str(max(1, (os.cpu_count() or 1) // sum(each.slots for each in self._held.values())))
+                driver = self._hub.address
+            else:
+                threads, driver = "", self._doors.lead(held.here, self._hub.address)
+            agent = self._agent(spec, local, lambda why: self._agent_stopped(spec.name, held, why))
+            agent.start({**self._config(spec, local, number), "driver": driver, "threads": threads})
+        except OSError as error:  # no ssh here, say
+            held.launching = None
+            self._agent_stopped(spec.name, held, f"its agent cannot be started: {error}")
             return
-        self.live.addresses[spec.name] = address
-        old = self._agents.pop(spec.name, None)
-        if old is not None:
-            old.kill()
-        self._slots[spec.name] = spec.slots  # they share this machine's cores
-        agent = LocalAgent(spec.name, self._settings.run_dir, lambda code: self._agent_stopped(spec.name, agent, code))
-        self._agents[spec.name] = agent
-        config = {
-            "host": spec.name,
-            "driver": self._hub.address,
-            "keys": msgspec.to_builtins(self._keys.for_clients()),
-            "driver_pid": os.getpid(),
-            "lease": LEASE,
-            "address": address,
-            "path": list(sys.path),
-            "preload": list(self._settings.preload),
-            "settings": {
-                "backend": self._settings.backend,
-                "slots": str(spec.slots),
-                "threads": str(max(1, (os.cpu_count() or 1) // sum(self._slots.values()))),
-            },
-        }
-        self._hub.heard_at.pop(f"agent/{spec.name}", None)
-        agent.start(config, {**NCCL, **self._settings.environment})
+        held.agent, held.launching = agent, None
         if self._starting is None:  # after the agent: its template needs longer than the controller
             self._starting = self._loop.create_task(self._start_engines())
+
+    def _agent(self, spec: m.HostSpec, local: str, on_stop: Callable[[str], None]) -> Agent:
+        stem = "".join(c if c.isalnum() or c in ".-_" else "_" for c in spec.name)
+        log = self._settings.run_dir / f"agent-{stem}.log"
+        if local:
+            return ProcessAgent(local_command(), log, explain_local, on_stop)
+        python = self._settings.python
+        return ProcessAgent(
+            ssh.command(spec, python), log, lambda code, said: ssh.explain(spec, code, said, python), on_stop
+        )
+
+    def _config(self, spec: m.HostSpec, local: str, number: int) -> dict[str, Any]:
+        settings = self._settings
+        return {
+            "host": spec.name,
+            "number": number,
+            "keys": msgspec.to_builtins(self._keys.for_clients()),
+            "driver_pid": os.getpid() if local else 0,
+            "lease": max(LEASE, settings.silence),
+            "heartbeat": settings.heartbeat,
+            "address": local,
+            "nics": settings.nics,
+            "path": list(sys.path) if local else [],
+            "run_dir": str(settings.run_dir) if local else "",
+            "log_dir": str(settings.log_dir),
+            "preload": list(settings.preload),
+            "environment": {**NCCL, **settings.environment},
+            "cwd": settings.cwd or "",
+            "settings": {"backend": settings.backend, "slots": str(spec.slots)},
+        }
 
     async def _start_engines(self) -> None:
         from nbelastic.driver.engines import Engines
@@ -146,28 +199,28 @@ class Fleet:
 
     def _spawn(self, w: m.WorkerId, log_dir: Path) -> None:
         assert self._engines is not None
-        self._hub.send(f"agent/{w.host}", wire.Spawn(w, str(log_dir), self._engines.connection))
+        held = self._held.get(w.host)
+        if held is not None:
+            connection = self._doors.lead_engines(held.here, self._engines.connection)
+            self._hub.send(held.peer, wire.Spawn(w, str(log_dir), connection))
 
-    def _agent_stopped(self, host: str, agent: LocalAgent, code: int | None) -> None:
-        if self._agents.get(host) is not agent:
-            return
-        del self._agents[host]
-        self._slots.pop(host, None)
-        self._hub.forget(f"agent/{host}")
-        said = agent.output()
-        self._post(m.AgentLost(host, f"its agent ended with exit code {code}" + (f": {said}" if code and said else "")))
+    def _end(self, host: str, held: _Held) -> None:
+        held.kill()
+        if held.agent is None:
+            self._agent_stopped(host, held, "it was not started")
 
-    def _end_agent(self, host: str, agent: LocalAgent | None) -> None:
-        if agent is not None and self._agents.get(host) is agent:
-            agent.kill()
+    def _agent_stopped(self, host: str, held: _Held, why: str) -> None:
+        if self._held.get(host) is held:
+            del self._held[host]
+            self._hub.forget(held.peer)
+            self._post(m.AgentLost(host, why))
 
     def kill_agent(self, host: str) -> None:
         """It is taken for lost: make sure that it is."""
-        agent = self._agents.pop(host, None)
-        self._slots.pop(host, None)
-        self._hub.forget(f"agent/{host}")
-        if agent is not None:
-            agent.kill()
+        held = self._held.pop(host, None)
+        if held is not None:
+            self._hub.forget(held.peer)
+            held.kill()
 
     def begin_job(self) -> None:
         """What was measured belongs to the job before."""

@@ -1,89 +1,145 @@
-"""Start, poll and stop an agent on a host, over ipyparallel's launchers."""
+"""Start and stop an agent on a host, over ipyparallel's launchers: here as a process, elsewhere through ssh."""
 
 from __future__ import annotations
 
+import asyncio
+import getpass
 import json
 import os
 import socket
 import sys
 from collections.abc import Callable, Mapping
-from functools import cache
 from pathlib import Path
-from typing import Any
+from subprocess import PIPE, STDOUT, Popen
+from typing import Any, Protocol
 
 import psutil
 from ipyparallel.cluster.launcher import LocalProcessLauncher
 
-from nbelastic.core.errors import HostError
 from nbelastic.core.messages import HostSpec
+from nbelastic.driver import ssh
 from nbelastic.processes import kill_group
+
+OUTPUT = 4096  # bytes of an agent's output that are looked at when it ends
+
+
+class Agent(Protocol):
+    """An agent's process, as the driver holds it. `on_stop(why)` is called in the loop's thread, once."""
+
+    def start(self, config: Mapping[str, Any]) -> None:
+        """Returns at once."""
+
+    def kill(self) -> None:
+        """At once; its workers die with it."""
 
 
 class AgentLauncher(LocalProcessLauncher):  # type: ignore[misc]
-    """One agent as a local process."""
+    """ipyparallel's local launcher, for a process that is told something on its standard input, which stays open."""
 
-    def find_args(self) -> list[str]:
-        return [sys.executable, "-c", "from nbelastic.host.start import main; main()"]
+    said = b""
+
+    def start(self) -> None:
+        with open(self.output_file, "ab") as out:
+            process = self._popen_process = Popen(
+                self.args, stdin=PIPE, stdout=out, stderr=STDOUT, cwd=self.work_dir, start_new_session=True
+            )
+        assert process.stdin is not None
+        try:
+            process.stdin.write(self.said)
+            process.stdin.flush()
+        except BrokenPipeError:  # it has ended already: its exit tells why
+            pass
+        self.pid = process.pid
+        self.process = psutil.Process(process.pid)
+        self.notify_start(process.pid)
+        self._start_waiting()
+
+    def let_go(self) -> None:
+        """Close its standard input: an agent ends then."""
+        stdin = self._popen_process.stdin if self._popen_process is not None else None
+        if stdin is not None:
+            stdin.close()
 
 
-class LocalAgent:
-    """An agent on this machine. `on_stop(exit code)` is called in the loop's thread."""
+class ProcessAgent:
+    """An agent behind a process of this machine: itself, or the ssh client in front of it."""
 
-    def __init__(self, host: str, run_dir: Path, on_stop: Callable[[int | None], None]) -> None:
-        self._host, self._run_dir, self._on_stop = host, run_dir, on_stop
+    def __init__(
+        self, command: list[str], log: Path, explain: Callable[[int | None, str], str], on_stop: Callable[[str], None]
+    ) -> None:
+        self._command, self._log, self._explain, self._on_stop = command, log, explain, on_stop
 
-    def start(self, config: Mapping[str, Any], environment: Mapping[str, str]) -> None:
-        stem = "".join(c if c.isalnum() or c in ".-_" else "_" for c in self._host)
-        path = self._run_dir / f"agent-{stem}.json"
-        write_private(path, json.dumps(config))
-        self._launcher = AgentLauncher(
-            work_dir=os.getcwd(),
-            output_file=str(self._run_dir / f"agent-{stem}.log"),
-            environment={
-                "NBELASTIC_AGENT": str(path),
-                "NBELASTIC_RUN_DIR": str(self._run_dir),
-                "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or config["settings"]["threads"],
-                **environment,
-            },
-        )
-        self._launcher.on_stop(lambda data: self._on_stop(data.get("exit_code")))
-        self._launcher.start()
+    def start(self, config: Mapping[str, Any]) -> None:
+        self._begin = self._log.stat().st_size if self._log.exists() else 0
+        launcher = AgentLauncher(cmd_and_args=self._command, work_dir=os.getcwd(), output_file=str(self._log))
+        launcher.said = json.dumps(config).encode() + b"\n"
+        launcher.on_stop(self._stopped)
+        launcher.start()
+        self._launcher = launcher
 
-    def output(self) -> str:
-        """The last lines of what the agent printed."""
-        return "\n".join(self._launcher.get_output().strip().splitlines()[-5:])
+    def _stopped(self, data: Mapping[str, Any]) -> None:
+        self._launcher.let_go()
+        self._on_stop(self._explain(data.get("exit_code"), self._output()))
+
+    def _output(self) -> str:
+        """The end of what came out of it."""
+        if not self._log.exists():  # the cluster has been stopped meanwhile
+            return ""
+        with open(self._log, "rb") as file:
+            file.seek(max(self._begin, os.fstat(file.fileno()).st_size - OUTPUT))
+            return file.read().decode(errors="replace")
 
     def kill(self) -> None:
-        """The agent's workers die with it."""
+        self._launcher.let_go()
         if self._launcher.running:
             kill_group(self._launcher.pid)
 
 
-def address_of(spec: HostSpec) -> str:
-    """The address of a host that is this machine. HostError for any other: those need SSH."""
-    try:
-        found = {str(info[4][0]) for info in socket.getaddrinfo(spec.name, None)}
-    except OSError as error:
-        raise HostError(f"host {spec.name!r} is unknown ({error.strerror or error}): check its name.") from None
+def local_command() -> list[str]:
+    return [sys.executable, "-c", ssh.AGENT]
+
+
+def explain_local(code: int | None, said: str) -> str:
+    last = "; ".join(said.strip().splitlines()[-5:])
+    return f"its agent ended with exit code {code}" + (f": {last}" if code and last else "")
+
+
+async def locate(spec: HostSpec) -> tuple[str, str]:
+    """Where the host is: its loopback address if it is this machine, and this machine's address towards it if not.
+
+    One of the two is empty.
+    """
+    if not spec.user or spec.user == getpass.getuser():
+        local = own(await _addresses(spec.name))
+        if local:
+            return local, ""
+    found = await _addresses(await ssh.real_name(spec))
+    return "", outgoing(found[0] if found else "")
+
+
+def own(found: list[str]) -> str:
+    """Which of these addresses is this machine's, loopback ones first; empty if none is."""
     loopback = sorted(a for a in found if a.startswith("127.") or a == "::1")
     if loopback:
-        return loopback[0] if loopback[0] != "::1" or len(loopback) == 1 else loopback[1]
-    mine = found & own_addresses()
-    if not mine:
-        raise HostError(
-            f"host {spec.name!r} ({', '.join(sorted(found))}) is not this machine; this version starts workers only on "
-            "this machine: use localhost or a 127.x.y.z address."
-        )
-    return min(mine)
+        return loopback[0]
+    mine = {entry.address.partition("%")[0] for entries in psutil.net_if_addrs().values() for entry in entries}
+    return "127.0.0.1" if mine.intersection(found) else ""
 
 
-@cache
-def own_addresses() -> frozenset[str]:
-    return frozenset(a.address.partition("%")[0] for entries in psutil.net_if_addrs().values() for a in entries)
+def outgoing(target: str) -> str:
+    """Which address of this machine is towards `target`; for an unknown one (behind a jump host) towards the world."""
+    target = target or "198.51.100.1"  # nobody has this one (RFC 5737), and nothing is sent
+    with socket.socket(socket.AF_INET6 if ":" in target else socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((target, 9))
+        except OSError:
+            return "127.0.0.1"  # ssh will say why
+        return str(probe.getsockname()[0])
 
 
-def write_private(path: Path, text: str) -> None:
-    """Write `text` to a file that only its owner can read, from the first byte on."""
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    with os.fdopen(fd, "w") as file:
-        file.write(text)
+async def _addresses(name: str) -> list[str]:
+    try:
+        infos = await asyncio.get_running_loop().getaddrinfo(name, None, type=socket.SOCK_STREAM)
+    except OSError:
+        return []
+    return [str(info[4][0]) for info in infos]

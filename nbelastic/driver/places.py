@@ -5,11 +5,11 @@ from __future__ import annotations
 import fcntl
 import os
 import shutil
-import tempfile
 import time
 from pathlib import Path
 
 from nbelastic.core.errors import UsageError
+from nbelastic.folders import base
 
 
 class RunDir:
@@ -18,15 +18,12 @@ class RunDir:
     def __init__(self, name: str) -> None:
         if not name or not all(c.isalnum() or c in "-_." for c in name) or name.startswith("."):
             raise UsageError(f"{name!r} is no name for a cluster: use letters, digits, '-', '_' and '.'.")
-        self.base = Path(tempfile.gettempdir()) / f"nbelastic-{os.getuid()}"
+        self.base = base()
         self.path = self.base / name
         self._name = name
 
     def take(self) -> None:
         """Make the folder ours. UsageError if a cluster of that name is running."""
-        self.base.mkdir(mode=0o700, exist_ok=True)
-        if self.base.stat().st_uid != os.getuid() or self.base.stat().st_mode & 0o077:
-            raise UsageError(f"{self.base} belongs to somebody else or is open to others: remove it or set TMPDIR.")
         self._lock = os.open(self.base / f"{self._name}.lock", os.O_RDWR | os.O_CREAT, 0o600)
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

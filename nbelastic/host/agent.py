@@ -6,13 +6,14 @@ when the driver has been silent for the lease (on another one).
 
 from __future__ import annotations
 
+import contextlib
 import importlib
-import importlib.metadata
 import multiprocessing as mp
 import os
 import select
 import signal
 import sys
+import tempfile
 import time
 from collections import deque
 from multiprocessing import connection
@@ -23,8 +24,10 @@ from typing import Any
 import msgspec
 import psutil
 
+from nbelastic import versions
 from nbelastic.core import messages as m
 from nbelastic.core import wire
+from nbelastic.folders import base
 from nbelastic.host.interfaces import interface_of, outgoing_address
 from nbelastic.link import Keys, Spoke
 from nbelastic.processes import kill_group, state_of
@@ -37,16 +40,19 @@ ENTRY = ("nbelastic.worker.boot", "boot")  # by name: host and worker never impo
 
 
 class Config(msgspec.Struct, frozen=True):
-    """What the driver tells an agent at its start, in a 0600 file."""
+    """What the driver tells an agent at its start, beside what `start` has used already."""
 
     host: str
     driver: str  # the hub's endpoint
     keys: Keys
+    number: int  # of this agent: a later one of the same host is another
     driver_pid: int  # to watch, on the same machine; 0 elsewhere
-    lease: float
-    address: str  # where this host's stores listen; empty: the address that reaches the driver
-    path: tuple[str, ...]  # the notebook's sys.path, on the same machine
-    preload: tuple[str, ...]
+    lease: float  # seconds without the driver after which it ends, elsewhere
+    heartbeat: float  # seconds
+    address: str  # the loopback address, on the same machine; empty elsewhere
+    nics: tuple[str, ...]  # network interfaces to use; empty: any
+    run_dir: str  # for what only this run needs; empty: a new one
+    log_dir: str  # of the cluster, as its own machine has it
     settings: dict[str, str]  # for the workers
 
 
@@ -63,41 +69,61 @@ class _Forked:
 class Agent:
     """`run()` until told to end. Everything happens in the caller's thread; the link's thread only fills the inbox."""
 
-    def __init__(self, config: Config) -> None:
-        self._config = config
+    def __init__(self, config: Config, lifeline: int) -> None:
+        self._config, self._lifeline = config, lifeline
         self._inbox: deque[wire.Message] = deque()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._context = mp.get_context("forkserver")
         self._workers: dict[m.WorkerId, _Forked] = {}
         self._done = False
-        host_port = config.driver.removeprefix("tcp://")
-        driver = host_port.rpartition(":")[0].strip("[]")
-        self._profile = Path(os.environ["NBELASTIC_RUN_DIR"]) / "profile"
-        self._profile.mkdir(mode=0o700, parents=True, exist_ok=True)  # the engines' IPython profile: an empty one
-        self._address = config.address or outgoing_address(driver)
-        self._link = Spoke(config.driver, config.keys, f"agent/{config.host}", wire.ToAgent, self._receive)
+        peer = f"agent/{config.host}~{config.number}"
+        self._link = Spoke(config.driver, config.keys, peer, wire.ToAgent, self._receive, heartbeat=config.heartbeat)
 
     def run(self) -> None:
         signal.signal(signal.SIGTERM, lambda *_: self._end())
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        fds = [self._wake]
+        with contextlib.ExitStack() as at_end:
+            self._settle(at_end)
+            ends = self._ends()
+            self._link.start()
+            at_end.callback(self._link.close)
+            at_end.callback(self._end_workers)
+            self._link.send(self._hello())
+            self._serve(ends)
+
+    def _settle(self, at_end: contextlib.ExitStack) -> None:
+        """Where it is, and a folder."""
+        driver = self._config.driver.removeprefix("tcp://").rpartition(":")[0].strip("[]")
+        self._home = self._config.address or outgoing_address(driver)
+        run_dir = self._config.run_dir or at_end.enter_context(tempfile.TemporaryDirectory(prefix="run-", dir=base()))
+        self._profile = Path(run_dir) / "profile"  # the engines' IPython profile: an empty one
+        self._profile.mkdir(mode=0o700, parents=True, exist_ok=True)
+
+    def _hello(self) -> wire.AgentHello:
+        return wire.AgentHello(self._config.host, os.getpid(), versions.here())
+
+    def _ends(self) -> list[int]:
+        """Descriptors that become readable when there is nobody left to work for."""
+        fds = [self._lifeline] if self._lifeline >= 0 else []
         if self._config.driver_pid:
             try:
                 fds.append(os.pidfd_open(self._config.driver_pid))
             except ProcessLookupError:
-                return
-        self._link.start()
-        self._link.send(wire.AgentHello(self._config.host, os.getpid(), _versions()))
+                self._done = True
+        return fds
+
+    def _serve(self, ends: list[int]) -> None:
         watch_at = sample_at = 0.0
         while not self._done:
             sentinels = {forked.process.sentinel: w for w, forked in self._workers.items()}
             timeout = WATCH if self._workers else SAMPLE
-            ready = connection.wait([*fds, *sentinels], timeout)
+            ready = connection.wait([self._wake, *ends, *sentinels], timeout)
             now = time.monotonic()
-            if self._config.driver_pid and fds[1] in ready:
-                break
+            if not self._done and any(fd in ready for fd in ends):
+                return
             if not self._config.driver_pid and now - self._link.heard_at > self._config.lease:
-                break
+                print(f"the driver at {self._config.driver} is not heard any more", file=sys.stderr)
+                return
             for sentinel in ready:
                 if sentinel in sentinels:
                     self._exited(sentinels[sentinel])
@@ -108,8 +134,6 @@ class Agent:
             if now >= sample_at:
                 sample_at = now + SAMPLE
                 self._sample()
-        self._end_workers()
-        self._link.close()
 
     def _receive(self, message: wire.Message) -> None:
         self._inbox.append(message)
@@ -139,9 +163,10 @@ class Agent:
             "driver": self._config.driver,
             "keys": msgspec.to_builtins(self._config.keys),
             "worker": str(order.worker),
-            "address": self._address,
-            "interface": interface_of(self._address),
-            "log_dir": order.log_dir,
+            "address": self._home,
+            "interface": interface_of(self._home),
+            "log_dir": str(self._log_dir(order.log_dir)),
+            "heartbeat": self._config.heartbeat,
             "engine": order.engine,
             "profile": str(self._profile),
             **self._config.settings,
@@ -155,6 +180,12 @@ class Agent:
             self._link.send(m.WorkerExited(order.worker, process.exitcode or 1))
             return
         self._link.send(m.WorkerStarted(order.worker, process.pid))
+
+    def _log_dir(self, asked: str) -> Path:
+        """Elsewhere the driver's folder may not be writable, or not be there: ours has the same name."""
+        if self._config.driver_pid:
+            return Path(asked)
+        return base() / "logs" / Path(self._config.log_dir).name / Path(asked).name
 
     def _reap(self, w: m.WorkerId, *, kill: bool) -> None:
         forked = self._workers.get(w)
@@ -202,16 +233,6 @@ class Agent:
             kill_group(forked.process.pid or 0)
 
 
-def _versions() -> dict[str, str]:
-    found = {"python": sys.version.split()[0]}
-    for name in ("nbelastic", "torch", "ipyparallel"):
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            found[name] = ""
-    return found
-
-
-def run(config: bytes) -> None:
-    """Be the agent that `config` (JSON) describes."""
-    Agent(msgspec.json.decode(config, type=Config)).run()
+def run(config: bytes, lifeline: int) -> None:
+    """Be the agent that `config` (JSON) describes, until `lifeline` (a descriptor, or -1) becomes readable."""
+    Agent(msgspec.json.decode(config, type=Config), lifeline).run()

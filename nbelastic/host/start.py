@@ -8,20 +8,54 @@ import os
 import sys
 from multiprocessing import forkserver
 from pathlib import Path
+from typing import Any
 
 TEMPLATE = "nbelastic.worker.template"  # by name: host and worker never import one another
 
 
 def main() -> None:
-    """`NBELASTIC_AGENT` names the configuration file (0600: it holds the link's keys)."""
-    config = Path(os.environ.pop("NBELASTIC_AGENT")).read_bytes()
+    """The configuration holds the link's keys, so it comes on the standard input, or in a 0600 file.
+
+    The standard input stays open for as long as the driver wants the agent to live; a batch system has none to offer, and
+    there `NBELASTIC_AGENT` names the file.
+    """
+    file = os.environ.pop("NBELASTIC_AGENT", None)
+    config, lifeline = (Path(file).read_bytes(), -1) if file else _from_stdin()
     settings = json.loads(config)
-    if settings["path"]:
-        sys.path[:] = settings["path"]
-    os.environ["NBELASTIC_PRELOAD"] = ",".join(settings["preload"])
+    _arrange(settings)
     mp.get_context("forkserver").set_forkserver_preload([TEMPLATE])
     forkserver.ensure_running()
 
     from nbelastic.host import agent
 
-    agent.run(config)
+    agent.run(config, lifeline)
+
+
+def _from_stdin() -> tuple[bytes, int]:
+    """The first line, and a descriptor on which the end of the rest can be waited for."""
+    line = bytearray()
+    while not line.endswith(b"\n"):
+        byte = os.read(0, 1)  # no more: what follows is not ours to take
+        if not byte:
+            sys.exit("no configuration came on the standard input")
+        line += byte
+    lifeline = os.dup(0)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)  # workers inherit it
+    os.close(nothing)
+    return bytes(line), lifeline
+
+
+def _arrange(settings: dict[str, Any]) -> None:
+    """The environment, folder and paths that this process, the template and all workers have."""
+    os.environ.update(settings["environment"])
+    os.environ["NBELASTIC_PRELOAD"] = ",".join(settings["preload"])
+    threads = settings["threads"] or str(max(1, (os.cpu_count() or 1) // int(settings["settings"]["slots"])))
+    os.environ["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS") or threads
+    if settings["cwd"]:
+        try:
+            os.chdir(Path(settings["cwd"]).expanduser())
+        except OSError as error:
+            sys.exit(f"the folder {settings['cwd']} (cwd) cannot be entered here: {error.strerror}")
+    if settings["path"]:
+        sys.path[:] = settings["path"]

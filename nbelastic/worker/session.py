@@ -84,7 +84,13 @@ class Session:
         self._output: dict[str, list[str]] = {"out": [], "err": []}
         keys = msgspec.convert(settings["keys"], Keys)
         self.link = Spoke(
-            settings["driver"], keys, f"worker/{self.worker}", wire.ToWorker, self._receive, tick=self._tick
+            settings["driver"],
+            keys,
+            f"worker/{self.worker}",
+            wire.ToWorker,
+            self._receive,
+            tick=self._tick,
+            heartbeat=float(settings["heartbeat"]),
         )
 
     def hello(self, engine: str) -> None:

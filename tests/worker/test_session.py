@@ -22,6 +22,7 @@ EPOCH = 7
 def session():
     """In the middle of an epoch; what it says stays in its link."""
     settings = {"worker": "a/0#1", "address": "127.0.0.1", "backend": "gloo", "slots": 1, "driver": "tcp://127.0.0.1:1"}
+    settings["heartbeat"] = 1.0
     session = Session({**settings, "keys": msgspec.to_builtins(Keys.make())})
     session.group = Group(EPOCH, torch.device("cpu"), "gloo")
     session.commits = 3

@@ -1,0 +1,18 @@
+"""Entry of the controller's process: ipyparallel's controller, ending with the process that started it."""
+
+from __future__ import annotations
+
+import secrets
+
+from nbelastic.processes import follow_parent
+
+
+def main() -> None:
+    """CURVE keeps strangers out; the messages are signed as well, which ipyparallel leaves out then."""
+    follow_parent()
+
+    from ipyparallel.controller.app import IPController
+    from traitlets.config import Config
+
+    config = Config({"IPController": {"enable_curve": True}, "Session": {"key": secrets.token_hex(32).encode()}})
+    IPController.launch_instance(config=config)

@@ -1,0 +1,144 @@
+"""What other machines may connect to: doors on one address of this machine, each to one of our loopback ports.
+
+The hub and ipyparallel's controller listen on the loopback interface only. A process of its own stands before them as
+soon as a host is not local: a flood of connections fills its descriptors, not the kernel's. It looks into nothing: who
+comes through still needs the cluster's CURVE key.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import resource
+import socket
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterable
+
+MOST_OF_A_PEER = 128  # connections of one address through one door: a host has a few for each worker
+MOST = 4096  # through one door
+CHUNK = 1 << 16  # bytes
+
+
+class Gate:
+    """Doors from `address` to loopback ports; the process ends with this one, or with `close()`."""
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+        self._processes: list[subprocess.Popen[bytes]] = []
+
+    def open(self, ports: Iterable[int]) -> dict[int, int]:
+        """The port on `address` that leads to each of `ports`. OSError if the address is not this machine's."""
+        family = socket.AF_INET6 if ":" in self.address else socket.AF_INET
+        doors: dict[int, int] = {}
+        with contextlib.ExitStack() as listeners:
+            fds = {}
+            for port in ports:
+                listener = listeners.enter_context(socket.socket(family, socket.SOCK_STREAM))
+                listener.bind((self.address, 0))
+                listener.listen(256)
+                doors[port] = listener.getsockname()[1]
+                fds[listener.fileno()] = port
+            code = "from nbelastic.driver.gate import main; main()"
+            command = [sys.executable, "-c", code, json.dumps(list(fds.items()))]
+            process = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=list(fds), start_new_session=True)
+        self._processes.append(process)
+        return doors
+
+    def close(self) -> None:
+        for process in self._processes:
+            process.kill()
+            process.communicate()
+        self._processes = []
+
+
+class Doors:
+    """The gates of a cluster, one for each address of this machine that other hosts come to."""
+
+    def __init__(self) -> None:
+        self._gates: dict[str, Gate] = {}
+        self._links: dict[tuple[str, str], str] = {}
+
+    def lead(self, here: str, endpoint: str) -> str:
+        """The endpoint `tcp://127.0.0.1:<port>` as other machines come to it at `here`."""
+        if (here, endpoint) not in self._links:
+            port = int(endpoint.rpartition(":")[2])
+            self._links[here, endpoint] = f"tcp://{_bracketed(here)}:{self._gate(here).open([port])[port]}"
+        return self._links[here, endpoint]
+
+    def lead_engines(self, here: str, connection: str) -> str:
+        """ipyparallel's connection information (JSON) for engines that come to `here`; empty: on this machine."""
+        if not here:
+            return connection
+        if (here, connection) not in self._links:
+            info = json.loads(connection)
+            ports = {name: value for name, value in info.items() if isinstance(value, int | list)}
+            flat = [port for value in ports.values() for port in (value if isinstance(value, list) else [value])]
+            doors = self._gate(here).open(flat)
+            for name, value in ports.items():
+                info[name] = [doors[port] for port in value] if isinstance(value, list) else doors[value]
+            info["interface"] = f"tcp://{_bracketed(here)}"
+            self._links[here, connection] = json.dumps(info)
+        return self._links[here, connection]
+
+    def _gate(self, here: str) -> Gate:
+        return self._gates.setdefault(here, Gate(here))
+
+    def close(self) -> None:
+        for gate in self._gates.values():
+            gate.close()
+
+
+def _bracketed(address: str) -> str:
+    return f"[{address}]" if ":" in address else address
+
+
+class _Door:
+    """One listener and where it leads."""
+
+    def __init__(self, port: int) -> None:
+        self._port = port
+        self._open: Counter[str] = Counter()
+
+    async def pass_through(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        peer = str((writer.get_extra_info("peername") or ("?",))[0])
+        if self._open[peer] >= MOST_OF_A_PEER or self._open.total() >= MOST:
+            writer.transport.abort()
+            return
+        self._open[peer] += 1
+        try:
+            inner_reader, inner_writer = await asyncio.open_connection("127.0.0.1", self._port)
+            await asyncio.gather(_pump(reader, inner_writer), _pump(inner_reader, writer))
+        except OSError:
+            writer.transport.abort()
+        finally:
+            self._open[peer] -= 1
+            self._open += Counter()  # forget who has none
+
+
+async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """All that comes, until either side ends; then both do."""
+    try:
+        while data := await reader.read(CHUNK):
+            writer.write(data)
+            await writer.drain()
+    except OSError:
+        pass
+    finally:
+        writer.close()
+
+
+async def _serve(fds: dict[int, int]) -> None:
+    for fd, port in fds.items():
+        await asyncio.start_server(_Door(port).pass_through, sock=socket.socket(fileno=fd))
+    loop = asyncio.get_running_loop()
+    await loop.run_in_executor(None, sys.stdin.read)  # until the driver's process is gone
+
+
+def main() -> None:
+    """The process: `argv[1]` is a list of (descriptor of a listener, port that it leads to)."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    asyncio.run(_serve(dict(json.loads(sys.argv[1]))))
