@@ -93,9 +93,8 @@ class Network:
     def _build(self) -> None:
         """The switch, this process's place at it, the client's key."""
         self._subnet, self._second, self._subnet6 = free_subnets()
-        Path("/run/sshd").mkdir(
-            exist_ok=True
-        )  # sshd locks its unprivileged part up in it; a service would have made it
+        # sshd locks its unprivileged part up in this folder; a service would have made it
+        Path("/run/sshd").mkdir(exist_ok=True)
         machine.write_client(self.folder)
         ip("", f"netns add {self.switch}\n")
         for which in ("all", "default"):  # a switch has no addresses

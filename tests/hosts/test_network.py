@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Self
 
+import psutil
 import pytest
 
 from tests.hosts import network as networks
@@ -103,6 +104,13 @@ def test_hosts_reach_each_other_and_the_driver(network: Network) -> None:
                 assert connection.back()
 
 
+def test_the_machines_are_not_this_process_s_children(network: Network) -> None:
+    """What a test counts as started by a cluster is not mixed with what the network has started."""
+    network.slow("h1")
+    assert network.processes("h1")
+    assert psutil.Process().children(recursive=True) == []
+
+
 def test_a_cut_is_silent_and_a_healed_connection_goes_on(network: Network) -> None:
     """No reset, no error, both ways; what was sent meanwhile arrives afterwards. The other hosts notice nothing."""
     with (
@@ -174,17 +182,17 @@ def round_trip(connection: Connection) -> float:
 def test_a_slow_host_answers_late(network: Network) -> None:
     """An answer needs the delay, on connections that are open already too; after the healing it does not."""
     with Connection(network, DRIVER, "h1") as slowed, Connection(network, DRIVER, "h2") as other:
-        assert min(round_trip(slowed) for _ in range(3)) < 0.2
+        assert min(round_trip(slowed) for _ in range(10)) < 0.2
         network.slow("h1", delay=0.2)
         assert 0.2 <= min(round_trip(slowed) for _ in range(5)) < 2.0
-        assert min(round_trip(other) for _ in range(3)) < 0.2
+        assert min(round_trip(other) for _ in range(10)) < 0.2
         network.slow("h1", delay=0.02)
-        assert 0.02 <= min(round_trip(slowed) for _ in range(5)) < 0.2
+        assert 0.02 <= min(round_trip(slowed) for _ in range(10)) < 0.2
         network.cut("h1")
         assert not slowed.there(SILENCE)
         network.heal("h1")
         assert slowed.arrives(slowed.far) == b"."
-        assert min(round_trip(slowed) for _ in range(5)) < 0.2
+        assert min(round_trip(slowed) for _ in range(10)) < 0.2
 
 
 def test_a_lossy_network_loses_some_and_tcp_still_delivers_all(network: Network) -> None:
