@@ -24,13 +24,13 @@ from nbelastic.driver import discovery as hosts
 from nbelastic.driver.chronicle import Chronicle
 from nbelastic.driver.fleet import Fleet
 from nbelastic.driver.run import Run
+from nbelastic.driver.silence import Silence
 from nbelastic.driver.status import Status, snapshot
 from nbelastic.link import Hub, Keys
 
 T = TypeVar("T")
 
 POLL = 1.0  # seconds between looks at the host discovery
-LATE = 2.0  # a look at silence that comes later than this is not trusted: the driver itself was away
 CLOSING = 5.0  # seconds that agents have to end before they are killed
 
 
@@ -133,9 +133,12 @@ class Driver:
         self._hub = Hub(keys, self._hear, self.settings.heartbeat)
         await self._hub.start()
         self.fleet = Fleet(self.settings, self._hub, keys, self._inbox.put_nowait)
+        self._silence = Silence(
+            self.settings.silence, self.settings.heartbeat, self.fleet, lambda: self.world, self._inbox.put_nowait
+        )
         self._publish()
         self._ready.set()
-        tasks = [asyncio.create_task(self._discover()), asyncio.create_task(self._listen_for_silence())]
+        tasks = [asyncio.create_task(self._discover()), asyncio.create_task(self._silence.listen())]
         try:
             while self.world.phase != "finished":
                 event = await self._next()
@@ -214,6 +217,10 @@ class Driver:
             case m.EndJob(job=job):
                 self.runs[job].end(command)
                 self._loop.call_later(self.world.limits.leave + 2, self.runs[job].settle, True)
+            case m.Probe() | m.Rehome():
+                self.fleet.pass_on(command, self.world.workers)
+            case m.Look(epoch=epoch, members=members):
+                to_workers(members, wire.Look(epoch))
             case m.Record():
                 self.chronicle.record(command, now)
             case _:
@@ -293,6 +300,7 @@ class Driver:
         if message.worker not in self.world.workers:
             return
         live.steps[message.worker] = message.commit
+        self._silence.commits.made(message.epoch, message.commit, now)
         live.step = max(live.step, message.commit)
         if members and message.worker == members[0]:
             live.report = message.report
@@ -329,33 +337,6 @@ class Driver:
                 await asyncio.sleep(POLL)
         finally:
             await lookout.close()
-
-    async def _listen_for_silence(self) -> None:
-        """An agent or a worker not heard for `silence` is lost. If this thread itself was away, that says nothing."""
-        silence, interval = self.settings.silence, self.settings.heartbeat
-        last = time.monotonic()
-        while True:
-            await asyncio.sleep(interval)
-            now, late = time.monotonic(), time.monotonic() - last > interval + LATE
-            last = now
-            if late:
-                continue
-            for host in self.world.hosts:
-                quiet = self._quiet_for(self.fleet.peer_of(host), now)
-                if quiet > silence:
-                    self.fleet.kill_agent(host)
-                    self._inbox.put_nowait(m.AgentLost(host, f"nothing heard of it for {quiet:.0f} s"))
-            for w in self.world.workers:
-                quiet = self._quiet_for(f"worker/{w}", now)
-                # If its host is not heard either, that is the host's fault, and soon will be said so.
-                if quiet > silence and self._quiet_for(self.fleet.peer_of(w.host), now) < silence / 2:
-                    self._hub.forget(f"worker/{w}")
-                    why = f"nothing heard of it for {quiet:.0f} s though its host answers"
-                    self._inbox.put_nowait(m.WorkerFroze(w, why))
-
-    def _quiet_for(self, peer: str, now: float) -> float:
-        """Seconds since it was heard; 0 if it has said nothing yet."""
-        return now - self._hub.heard_at.get(peer, now)
 
     # ---- those who look on ----
 

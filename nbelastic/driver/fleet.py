@@ -128,6 +128,25 @@ class Fleet:
         """How the host's present agent is named on the link; empty if it has none."""
         return self._held[host].peer if host in self._held else ""
 
+    def quiet_for(self, who: str | m.WorkerId, now: float) -> float:
+        """Seconds since this host's agent, or this worker, was heard; 0 if it has said nothing yet."""
+        peer = self.peer_of(who) if isinstance(who, str) else f"worker/{who}"
+        return now - self._hub.heard_at.get(peer, now)
+
+    def forget(self, w: m.WorkerId) -> None:
+        """Its silence has been told of."""
+        self._hub.forget(f"worker/{w}")
+
+    def pass_on(self, command: m.Probe | m.Rehome, workers: Iterable[m.WorkerId]) -> None:
+        """What an agent is to do, and of a move what the workers of its host need to know."""
+        if isinstance(command, m.Probe):
+            probe = wire.Probe(command.target, command.addresses, command.port, command.number)
+            self._to_agent(command.host, probe)
+            return
+        move = wire.Rehome(command.address, command.interface)
+        self._to_agent(command.host, move)
+        self.to_workers([w for w in workers if w.host == command.host], move)
+
     def _start_agent(self, spec: m.HostSpec) -> None:
         self.kill_agent(spec.name)
         self._started += 1

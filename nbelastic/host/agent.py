@@ -12,10 +12,12 @@ import multiprocessing as mp
 import os
 import select
 import signal
+import socket
 import sys
 import tempfile
 import time
 from collections import deque
+from collections.abc import Iterator
 from multiprocessing import connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -27,8 +29,11 @@ import psutil
 from nbelastic import versions
 from nbelastic.core import messages as m
 from nbelastic.core import wire
+from nbelastic.core.addresses import is_loopback
 from nbelastic.folders import base
-from nbelastic.host.interfaces import interface_of, outgoing_address
+from nbelastic.host.interfaces import candidates
+from nbelastic.host.prober import TIMEOUT as PROBE_TIMEOUT
+from nbelastic.host.prober import Prober, endpoint
 from nbelastic.link import Keys, Spoke
 from nbelastic.processes import kill_group, state_of
 
@@ -67,7 +72,7 @@ class _Forked:
 
 
 class Agent:
-    """`run()` until told to end. Everything happens in the caller's thread; the link's thread only fills the inbox."""
+    """`run()` until told to end. What concerns workers happens in the caller's thread."""
 
     def __init__(self, config: Config, lifeline: int) -> None:
         self._config, self._lifeline = config, lifeline
@@ -92,15 +97,43 @@ class Agent:
             self._serve(ends)
 
     def _settle(self, at_end: contextlib.ExitStack) -> None:
-        """Where it is, and a folder."""
-        driver = self._config.driver.removeprefix("tcp://").rpartition(":")[0].strip("[]")
-        self._home = self._config.address or outgoing_address(driver)
-        run_dir = self._config.run_dir or at_end.enter_context(tempfile.TemporaryDirectory(prefix="run-", dir=base()))
+        """Where it is, how it is reached, and a folder."""
+        config = self._config
+        driver = config.driver.removeprefix("tcp://").rpartition(":")[0].strip("[]")
+        local = bool(config.address)
+        self._addresses = candidates(config.address or driver, config.nics, local)
+        self._home = (self._addresses[0].address, self._addresses[0].name)
+        # On the driver's machine nothing listens beyond loopback before there is a host elsewhere; its port is kept free.
+        self._port = at_end.enter_context(_reserved(self._home[0])) if local else 0
+        self._prober: Prober | None = None
+        at_end.callback(self._be_gone)
+        if not local:
+            self._be_reached()
+        run_dir = config.run_dir or at_end.enter_context(tempfile.TemporaryDirectory(prefix="run-", dir=base()))
         self._profile = Path(run_dir) / "profile"  # the engines' IPython profile: an empty one
         self._profile.mkdir(mode=0o700, parents=True, exist_ok=True)
 
+    def _be_reached(self) -> Prober:
+        if self._prober is None:
+            outward = [i.address for i in self._addresses if not is_loopback(i.address)]
+            self._prober = Prober(self._config.host, self._config.keys, outward, self._port)
+            self._prober.start()
+            self._port = self._prober.port
+        return self._prober
+
+    def _be_gone(self) -> None:
+        if self._prober is not None:
+            self._prober.close()
+
     def _hello(self) -> wire.AgentHello:
-        return wire.AgentHello(self._config.host, os.getpid(), versions.here())
+        return wire.AgentHello(self._config.host, os.getpid(), versions.here(), self._addresses, self._port)
+
+    def _probe(self, order: wire.Probe) -> None:
+        def done(reached: tuple[str, ...]) -> None:
+            self._link.send(m.Probed(self._config.host, order.target, reached, order.number))
+
+        endpoints = [endpoint(address, order.port) for address in order.addresses]
+        self._be_reached().probe(order.target, endpoints, PROBE_TIMEOUT, done)
 
     def _ends(self) -> list[int]:
         """Descriptors that become readable when there is nobody left to work for."""
@@ -136,6 +169,15 @@ class Agent:
                 self._sample()
 
     def _receive(self, message: wire.Message) -> None:
+        """In the link's thread, where networks are seen to: forking the first worker waits for the template's imports."""
+        match message:
+            case wire.Probe():
+                self._probe(message)
+                return
+            case wire.Rehome(address=address, interface=interface):
+                self._home = (address, interface)
+                self._be_reached()
+                return
         self._inbox.append(message)
         os.eventfd_write(self._wake, 1)
 
@@ -159,12 +201,13 @@ class Agent:
 
     def _spawn(self, order: wire.Spawn) -> None:
         boot = getattr(importlib.import_module(ENTRY[0]), ENTRY[1])
+        address, interface = self._home
         settings: dict[str, Any] = {
             "driver": self._config.driver,
             "keys": msgspec.to_builtins(self._config.keys),
             "worker": str(order.worker),
-            "address": self._home,
-            "interface": interface_of(self._home),
+            "address": address,
+            "interface": interface,
             "log_dir": str(self._log_dir(order.log_dir)),
             "heartbeat": self._config.heartbeat,
             "engine": order.engine,
@@ -231,6 +274,15 @@ class Agent:
         for forked in self._workers.values():
             forked.process.join(GRACE)
             kill_group(forked.process.pid or 0)
+
+
+@contextlib.contextmanager
+def _reserved(address: str) -> Iterator[int]:
+    """A free port, which nobody else gets meanwhile."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as holder:
+        holder.bind((address, 0))
+        yield int(holder.getsockname()[1])
 
 
 def run(config: bytes, lifeline: int) -> None:

@@ -47,6 +47,14 @@ class Ahead:
         """A store, and word of where it is."""
         self.run(lambda: then(self._make_offer().endpoint))
 
+    def move(self, address: str) -> None:
+        """Stores are offered at this address from now on; the one that lies ready is not."""
+
+        def discard() -> None:
+            self._address, self.offer = address, None
+
+        self.run(discard)
+
     def take_offer(self) -> Offer:
         """The store, made now if there is none."""
         self._make_way()

@@ -18,8 +18,7 @@ def boot(settings: dict[str, Any]) -> None:
     mp.set_start_method(None, force=True)  # the fork server's is inherited; data loaders start as they do anywhere
     redirect(Path(settings["log_dir"]), settings["worker"])
     faulthandler.enable(2)  # a crash in C leaves the Python stacks in the log
-    os.environ["GLOO_SOCKET_IFNAME"] = settings["interface"]
-    os.environ["NCCL_SOCKET_IFNAME"] = settings["interface"]
+    set_interface(settings["interface"])
     os.environ["IPP_CONNECTION_INFO"] = settings["engine"]  # before any thread: adding to the environment moves it
 
     from nbelastic.worker.engine import serve
@@ -29,6 +28,11 @@ def boot(settings: dict[str, Any]) -> None:
     start(session)
     session.warm_up.start()
     serve(settings["profile"])
+
+
+def set_interface(name: str) -> None:
+    """The network interface of the process groups that are made from now on: torch reads this for each."""
+    os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = name
 
 
 def redirect(log_dir: Path, worker: str) -> None:

@@ -22,9 +22,11 @@ from nbelastic.core import wire
 from nbelastic.core.errors import JobStoppedError, NoWorldError
 from nbelastic.link import Keys, Spoke
 from nbelastic.worker.ahead import Ahead
-from nbelastic.worker.rendezvous import Group, Offer, backend_for
+from nbelastic.worker.boot import set_interface
+from nbelastic.worker.rendezvous import Group, Offer, backend_for, collectives
 from nbelastic.worker.stuck import Blocked
 from nbelastic.worker.warm import WarmUp
+from nbelastic.worker.whereabouts import whereabouts
 
 if TYPE_CHECKING:
     from nbelastic.worker.saving import Plan
@@ -36,6 +38,7 @@ FORMING_PATIENCE = 0.1  # seconds that an aborted group may take to stop connect
 REPORT_EVERY = 0.25
 VERDICT = 0.25  # seconds within which the word that ends the job follows the abort, if the error is its end
 ERROR_BOUND = 500  # characters of an error's text; the traceback has all of it
+OFFERED_AT = 2  # commits of an epoch after which the next one's store is offered
 OUTPUT_BOUND = 64_000  # characters of output a stream that are kept for one sending
 
 
@@ -134,6 +137,8 @@ class Session:
                 case wire.Formation(epoch=epoch) if epoch > self.epoch and not self._over(epoch):
                     self.commits, self._hold, self._leave_at = 0, None, None
                     return message, offer
+                case wire.Rehome():  # nobody could connect to the old one
+                    offer = self._ahead.take_offer()
                 case wire.Formation(epoch=epoch) | wire.Abort(epoch=epoch):
                     self.epoch = max(self.epoch, epoch)  # aborted before it had begun: it has been left already
 
@@ -171,11 +176,16 @@ class Session:
         if self.commits == 1:
             self._first = (time.monotonic() - self.formed_at) * 1000
             self.link.wake()
-        elif self.commits == 2 and self.group is not None:  # the next epoch's store, before it is needed
-            epoch = self.group.epoch
-            self._ahead.make_offer(lambda store: self.link.send(m.StoreOffered(self.worker, epoch, store)))
+        elif self.commits == OFFERED_AT:  # the next epoch's store, before it is needed
+            self._offer_store()
         if self.attention:
             self._listen()
+
+    def _offer_store(self) -> None:
+        """For the epoch after this one, beside the training."""
+        if self.group is not None:
+            epoch = self.group.epoch
+            self._ahead.make_offer(lambda store: self.link.send(m.StoreOffered(self.worker, epoch, store)))
 
     def _listen(self) -> None:
         """Read what came, wait at the commit that was promised not to be passed, leave at the one that was agreed."""
@@ -258,6 +268,11 @@ class Session:
             case wire.Prepare(formation=formation):
                 self._prepare(formation)
                 return
+            case wire.Look(epoch=epoch):
+                self._say_where(epoch)
+                return
+            case wire.Rehome():
+                self._move(message)
             case wire.Drop(epoch=epoch):
                 self._dropped.add(epoch)
         with self._promise:
@@ -280,6 +295,21 @@ class Session:
                 self._hold = self._leave_at = None
             case commit:
                 self._hold, self._leave_at = None, commit
+
+    def _move(self, order: wire.Rehome) -> None:
+        """The next epoch's connections are made from another address; the present one keeps its own."""
+        set_interface(order.interface)
+        self.address = order.address
+        self._ahead.move(order.address)
+        if self.commits >= OFFERED_AT:
+            self._offer_store()
+
+    def _say_where(self, epoch: int) -> None:
+        if self.group is None or self.group.epoch != epoch:
+            return
+        with contextlib.suppress(RuntimeError):  # groups are being made: it will be asked again
+            at = m.WorkerAt(self.worker, epoch, self.total, collectives(), whereabouts())
+            self.link.send(at)
 
     def _prepare(self, formation: wire.Formation) -> None:
         if not self._over(formation.epoch):

@@ -1,0 +1,99 @@
+"""What is not heard: agents, workers, and commits of a world that runs."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from nbelastic.core import messages as m
+
+if TYPE_CHECKING:
+    from nbelastic.core.world import World
+    from nbelastic.driver.fleet import Fleet
+
+LATE = 2.0  # a look that comes later than this is not trusted: the driver itself was away
+AGAIN = 1.0  # seconds between words of the same standing still
+USUAL = 5.0  # times the epoch's usual time from commit to commit: that long is no standing still
+
+
+class Commits:
+    """When the world that runs made its last commit."""
+
+    def __init__(self) -> None:
+        self._seen = (0, -1)  # epoch and commits
+        self._at = 0.0
+        self._first = (0, 0.0)  # commits when the epoch was first heard of, and when
+        self._told_at = 0.0
+
+    def made(self, epoch: int, count: int, now: float) -> None:
+        if epoch != self._seen[0]:
+            self._first = (count, now)
+        if (epoch, count) > self._seen:
+            self._seen, self._at = (epoch, count), now
+
+    def _usual(self) -> float:
+        """Seconds from commit to commit in this epoch."""
+        made = self._seen[1] - self._first[0]
+        return (self._at - self._first[1]) / made if made > 0 else 0.0
+
+    def news(self, epoch: int, patience: float, now: float) -> m.StoodStill | m.WentOn | None:
+        """What there is to say of the world of `epoch`, which runs."""
+        if epoch != self._seen[0]:
+            self._seen, self._at, self._told_at, self._first = (epoch, -1), now, 0.0, (0, now)
+        if now - self._at <= max(patience, USUAL * self._usual()):
+            was_told, self._told_at = self._told_at, 0.0
+            return m.WentOn(epoch) if was_told else None
+        if now - self._told_at < AGAIN:
+            return None
+        self._told_at = now
+        return m.StoodStill(epoch, now - self._at)
+
+
+class Silence:
+    """Lives in the driver's thread."""
+
+    def __init__(
+        self,
+        silence: float,
+        heartbeat: float,
+        fleet: Fleet,
+        world: Callable[[], World],
+        post: Callable[[m.Event], None],
+    ) -> None:
+        self._silence, self._interval = silence, heartbeat
+        self._fleet, self._world, self._post = fleet, world, post
+        self.commits = Commits()
+
+    async def listen(self) -> None:
+        """For ever. If this thread itself was away, silence says nothing."""
+        last = time.monotonic()
+        while True:
+            await asyncio.sleep(self._interval)
+            now, late = time.monotonic(), time.monotonic() - last > self._interval + LATE
+            last = now
+            if late:
+                continue
+            world = self._world()
+            self._hosts(world, now)
+            self._workers(world, now)
+            if world.phase == "running":
+                news = self.commits.news(world.epoch, max(1.0, self._silence / 2), now)
+                if news is not None:
+                    self._post(news)
+
+    def _hosts(self, world: World, now: float) -> None:
+        for host in world.hosts:
+            quiet = self._fleet.quiet_for(host, now)
+            if quiet > self._silence:
+                self._fleet.kill_agent(host)
+                self._post(m.AgentLost(host, f"nothing heard of it for {quiet:.0f} s"))
+
+    def _workers(self, world: World, now: float) -> None:
+        for w in world.workers:
+            quiet = self._fleet.quiet_for(w, now)
+            # If its host is not heard either, that is the host's fault, and soon will be said so.
+            if quiet > self._silence and self._fleet.quiet_for(w.host, now) < self._silence / 2:
+                self._fleet.forget(w)
+                self._post(m.WorkerFroze(w, f"nothing heard of it for {quiet:.0f} s though its host answers"))
