@@ -17,6 +17,7 @@ from msgspec.structs import replace
 from nbelastic.core import messages as m
 from nbelastic.core.errors import (
     ClusterStoppedError,
+    HostError,
     NbelasticError,
     UsageError,
 )
@@ -132,7 +133,8 @@ class Cluster:
     def start(self, wait: bool = True, timeout: float | None = None) -> Self:
         """Start; returns when `min` workers are ready (`wait=False`: at once). Ctrl-C leaves it starting.
 
-        UsageError if it runs already, or another cluster of that name. WaitTimeoutError after `timeout` seconds
+        UsageError if it runs already, or another cluster of that name. HostError, and the end of it, if not one host could
+        be started. WaitTimeoutError after `timeout` seconds
         (default: elastic_timeout) and ClusterStoppedError, both with the reason.
         """
         if self._driver is not None:
@@ -153,7 +155,11 @@ class Cluster:
         if wait:
             low = self._limits.min
             limit = self._limits.elastic_timeout if timeout is None else timeout
-            self._wait(lambda d: True if d.ready_workers() >= low else None, limit, f"{low} ready workers")
+            try:
+                self._wait(lambda d: d.begun(low), limit, f"{low} ready workers")
+            except HostError:
+                self.stop()
+                raise
         return self
 
     def stop(self, timeout: float = 10.0) -> None:

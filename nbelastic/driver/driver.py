@@ -16,10 +16,10 @@ import msgspec
 from nbelastic import versions
 from nbelastic.core import messages as m
 from nbelastic.core import wire
-from nbelastic.core.errors import ClusterStoppedError, NbelasticError
+from nbelastic.core.errors import ClusterStoppedError, HostError, NbelasticError
 from nbelastic.core.membership import deadline, step
 from nbelastic.core.placement import places
-from nbelastic.core.world import Limits, WorkerState, World
+from nbelastic.core.world import HostPhase, Limits, WorkerState, World
 from nbelastic.driver import discovery as hosts
 from nbelastic.driver.chronicle import Chronicle
 from nbelastic.driver.fleet import Fleet
@@ -388,3 +388,12 @@ class Driver:
     def ready_workers(self) -> int:
         """How many workers can take code."""
         return sum(worker.state is WorkerState.READY for worker in self.world.workers.values())
+
+    def begun(self, low: int) -> bool | None:
+        """Whether `low` workers are ready. HostError if no host is left that could start one: each is named with its reason."""
+        if self.ready_workers() >= low:
+            return True
+        hosts = self.world.hosts.values()
+        if hosts and all(host.phase is HostPhase.LOST for host in hosts):
+            raise HostError("no host could be started: " + "; ".join(f"{host.spec.name}: {host.reason}" for host in hosts))
+        return None

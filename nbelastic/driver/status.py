@@ -83,9 +83,8 @@ class EventRecord(Struct, frozen=True):
 
 
 class Live(Struct):
-    """What the driver has heard beside the world: samples, progress, addresses."""
+    """What the driver has heard beside the world: samples and progress."""
 
-    addresses: dict[str, str] = {}
     host_samples: dict[str, tuple[float, int]] = {}
     worker_samples: dict[str, tuple[float, int]] = {}
     steps: dict[WorkerId, int] = {}
@@ -106,7 +105,7 @@ def snapshot(name: str, world: World, live: Live, now: float) -> Status:
         hosts.append(
             HostStatus(
                 host.spec.name,
-                live.addresses.get(host.spec.name, ""),
+                host.address,
                 host.spec.slots,
                 phase,
                 host.reason,
