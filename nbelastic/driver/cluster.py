@@ -24,11 +24,12 @@ from nbelastic.core.errors import (
 from nbelastic.core.placement import parse_host
 from nbelastic.core.world import Limits
 from nbelastic.driver.discovery import FixedHosts, HostDiscovery, find
-from nbelastic.driver.driver import Driver, Settings
+from nbelastic.driver.driver import Driver
 from nbelastic.driver.job import Job, outcome
 from nbelastic.driver.orders import execute_on_all, take
 from nbelastic.driver.places import RunDir, gpus
 from nbelastic.driver.run import Call, Cell, Run, checkpoints
+from nbelastic.driver.settings import Settings, check, check_bounds
 from nbelastic.driver.status import EventRecord, HostStatus, Status, WorkerStatus
 from nbelastic.driver.watchers import Watchers
 
@@ -80,22 +81,13 @@ class Cluster:
         launcher: str = "ssh",
         launcher_options: Mapping[str, str] | None = None,
     ) -> None:
-        _check_bounds(min, max)
-        _check(slots is None or slots >= 1, f"slots={slots}: at least 1.")
-        _check(backend in ("auto", "gloo", "nccl"), f"backend={backend!r}: choose auto, gloo or nccl.")
-        _check(spares >= 0, f"spares={spares}: at least 0.")
-        _check(elastic_timeout > 0, f"elastic_timeout={elastic_timeout}: more than 0 seconds.")
-        _check(silence >= 1, f"silence={silence}: at least 1 second.")
-        _check(reset_limit is None or reset_limit >= 0, f"reset_limit={reset_limit}: at least 0.")
-        _check(0 <= cooldown[0] <= cooldown[1], f"cooldown={cooldown}: two numbers of seconds, the lower first.")
-        _check(hosts is None or discovery is None, "give hosts or discovery, not both.")
-        _check(stall is None or stall > 0, f"stall={stall}: more than 0 seconds.")
+        check(slots is None or slots >= 1, f"slots={slots}: at least 1.")
+        check(hosts is None or discovery is None, "give hosts or discovery, not both.")
         self.name = name or f"nbelastic-{os.getpid()}-{next(_numbers)}"
         self._run_dir = RunDir(self.name)
         self._default_slots = slots or gpus() or builtins.max(min, os.cpu_count() or 1)
         if isinstance(discovery, str):
             discovery = find(discovery, self._default_slots)
-        self._discovery = discovery or FixedHosts(hosts or "localhost", self._default_slots)
         self._limits = Limits(
             min=min,
             max=max,
@@ -108,11 +100,10 @@ class Cluster:
         self._settings = Settings(
             name=self.name,
             limits=self._limits,
-            discovery=self._discovery,
+            discovery=discovery or FixedHosts(hosts or "localhost", self._default_slots),
+            run_dir=self._run_dir.path,
             backend=backend,
             silence=float(silence),
-            log_dir=Path(),
-            run_dir=self._run_dir.path,
             preload=tuple(preload),
             environment={name: str(value) for name, value in (env or {}).items()},
             nics=tuple(part.strip() for part in (nics or "").split(",") if part.strip()),
@@ -121,6 +112,7 @@ class Cluster:
             launcher=launcher,
             launcher_options=dict(launcher_options or {}),
         )
+        self._settings.check()
         self._log_dir = Path(log_dir) if log_dir is not None else None
         self._driver: Driver | None = None
         self._last: Driver | None = None
@@ -281,7 +273,7 @@ class Cluster:
         driver = self._running()
         low = driver.world.limits.min if min is None else min
         high = driver.world.limits.max if max is None else max
-        _check_bounds(low, high)
+        check_bounds(low, high)
         driver.post(m.Scaled(low, high, by))
 
     def order(self, message: Mapping[str, Any], by: str) -> None:
@@ -386,13 +378,3 @@ def _stop_all() -> None:
 
 
 atexit.register(_stop_all)
-
-
-def _check(fine: bool, problem: str) -> None:
-    if not fine:
-        raise UsageError(problem)
-
-
-def _check_bounds(low: int, high: int | None) -> None:
-    _check(low >= 1, f"min={low}: at least 1.")
-    _check(high is None or high >= low, f"min={low} is more than max={high}: lower min or raise max.")

@@ -11,19 +11,18 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeVar
 
-import msgspec
-
 from nbelastic import versions
 from nbelastic.core import messages as m
 from nbelastic.core import wire
 from nbelastic.core.errors import ClusterStoppedError, HostError, NbelasticError
 from nbelastic.core.membership import deadline, step
 from nbelastic.core.placement import places
-from nbelastic.core.world import HostPhase, Limits, WorkerState, World
+from nbelastic.core.world import HostPhase, WorkerState, World
 from nbelastic.driver import discovery as hosts
 from nbelastic.driver.chronicle import Chronicle
 from nbelastic.driver.fleet import Fleet
 from nbelastic.driver.run import Run
+from nbelastic.driver.settings import Settings
 from nbelastic.driver.silence import Silence
 from nbelastic.driver.status import Status, snapshot
 from nbelastic.link import Hub, Keys
@@ -32,30 +31,6 @@ T = TypeVar("T")
 
 POLL = 1.0  # seconds between looks at the host discovery
 CLOSING = 5.0  # seconds that agents have to end before they are killed
-
-
-class Settings(msgspec.Struct, frozen=True):
-    """What `Cluster` was asked for."""
-
-    name: str
-    limits: Limits
-    discovery: hosts.HostDiscovery
-    backend: str
-    silence: float
-    log_dir: Path
-    run_dir: Path
-    preload: tuple[str, ...]
-    environment: dict[str, str]
-    nics: tuple[str, ...] = ()
-    python: str | None = None  # on hosts that are not this machine
-    cwd: str | None = None
-    launcher: str = "ssh"
-    launcher_options: dict[str, str] = {}
-
-    @property
-    def heartbeat(self) -> float:
-        """Seconds; several fit into the time after which silence means something."""
-        return min(1.0, self.silence / 4)
 
 
 class Driver:
@@ -138,7 +113,8 @@ class Driver:
         )
         self._publish()
         self._ready.set()
-        tasks = [asyncio.create_task(self._discover()), asyncio.create_task(self._silence.listen())]
+        watches = (self._discover(), self._silence.listen(), self.fleet.look_after_jobs())
+        tasks = [asyncio.create_task(watch) for watch in watches]
         try:
             while self.world.phase != "finished":
                 event = await self._next()
@@ -395,5 +371,7 @@ class Driver:
             return True
         hosts = self.world.hosts.values()
         if hosts and all(host.phase is HostPhase.LOST for host in hosts):
-            raise HostError("no host could be started: " + "; ".join(f"{host.spec.name}: {host.reason}" for host in hosts))
+            raise HostError(
+                "no host could be started: " + "; ".join(f"{host.spec.name}: {host.reason}" for host in hosts)
+            )
         return None

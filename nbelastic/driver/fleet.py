@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import sys
 from collections import deque
 from collections.abc import Callable, Collection, Iterable
@@ -14,17 +15,17 @@ import msgspec
 
 from nbelastic.core import messages as m
 from nbelastic.core import wire
-from nbelastic.driver import ssh
 from nbelastic.driver.gate import Doors
-from nbelastic.driver.launchers import Agent, ProcessAgent, explain_local, local_command, locate
+from nbelastic.driver.launchers import Agent, BatchJobAgent, agent_for, batch_folder, locate
 from nbelastic.driver.run import Run
 from nbelastic.driver.status import Live
 from nbelastic.link import Hub, Keys
 
 if TYPE_CHECKING:
-    from nbelastic.driver.driver import Settings
     from nbelastic.driver.engines import Engines
+    from nbelastic.driver.settings import Settings
 
+JOBS = 2.0  # seconds between looks at batch jobs
 LEASE = 8.0  # seconds without the driver after which an agent on another machine ends
 NCCL = {  # before torch is imported: aborting NCCL from another thread needs its watchdog out of the way (torch's sources)
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
@@ -100,6 +101,17 @@ class Fleet:
         if self._engines is not None:
             await self._engines.stop()
         self._doors.close()
+        shutil.rmtree(batch_folder(self._settings.name), ignore_errors=True)
+
+    async def look_after_jobs(self) -> None:
+        """For ever: how do the batch jobs stand whose agents have not spoken yet? One that has failed says so then."""
+        while True:
+            await asyncio.sleep(JOBS)
+            self.live.jobs = {
+                host: await held.agent.state()
+                for host, held in list(self._held.items())
+                if isinstance(held.agent, BatchJobAgent) and held.peer not in self._hub.heard_at
+            }
 
     def do(self, command: m.StartAgent | m.StopAgent | m.StartWorker | m.StopWorker, log_dir: Path) -> None:
         match command:
@@ -156,14 +168,14 @@ class Fleet:
     async def _launch(self, spec: m.HostSpec, held: _Held, number: int) -> None:
         """Find out where the host is and start its agent there."""
         try:
-            local, held.here = await locate(spec)
+            local, held.here = await locate(spec, self._settings.launcher)
             if local:
                 held.slots = spec.slots  # they share this machine's cores
                 threads = str(max(1, (os.cpu_count() or 1) // sum(each.slots for each in self._held.values())))
                 driver = self._hub.address
             else:
                 threads, driver = "", self._doors.lead(held.here, self._hub.address)
-            agent = self._agent(spec, local, lambda why: self._agent_stopped(spec.name, held, why))
+            agent = agent_for(spec, local, self._settings, lambda why: self._agent_stopped(spec.name, held, why))
             agent.start({**self._config(spec, local, number), "driver": driver, "threads": threads})
         except OSError as error:  # no ssh here, say
             held.launching = None
@@ -172,16 +184,6 @@ class Fleet:
         held.agent, held.launching = agent, None
         if self._starting is None:  # after the agent: its template needs longer than the controller
             self._starting = self._loop.create_task(self._start_engines())
-
-    def _agent(self, spec: m.HostSpec, local: str, on_stop: Callable[[str], None]) -> Agent:
-        stem = "".join(c if c.isalnum() or c in ".-_" else "_" for c in spec.name)
-        log = self._settings.run_dir / f"agent-{stem}.log"
-        if local:
-            return ProcessAgent(local_command(), log, explain_local, on_stop)
-        python = self._settings.python
-        return ProcessAgent(
-            ssh.command(spec, python), log, lambda code, said: ssh.explain(spec, code, said, python), on_stop
-        )
 
     def _config(self, spec: m.HostSpec, local: str, number: int) -> dict[str, Any]:
         settings = self._settings

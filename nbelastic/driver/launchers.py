@@ -18,6 +18,8 @@ from ipyparallel.cluster.launcher import LocalProcessLauncher
 
 from nbelastic.core.messages import HostSpec
 from nbelastic.driver import ssh
+from nbelastic.driver.batch import BatchAgent
+from nbelastic.driver.settings import SSH, Settings
 from nbelastic.processes import kill_group
 
 OUTPUT = 4096  # bytes of an agent's output that are looked at when it ends
@@ -95,20 +97,59 @@ class ProcessAgent:
             kill_group(self._launcher.pid)
 
 
-def local_command() -> list[str]:
-    return [sys.executable, "-c", ssh.AGENT]
+class BatchJobAgent:
+    """An agent behind a job of a batch system."""
+
+    def __init__(self, host: str, settings: Settings, on_stop: Callable[[str], None]) -> None:
+        self._python, self._on_stop = settings.python, on_stop
+        folder = batch_folder(settings.name)  # the nodes must see it, and it holds keys for as long as jobs start
+        self._job = BatchAgent(settings.launcher, host, folder, settings.launcher_options, self._stopped)
+
+    def start(self, config: Mapping[str, Any]) -> None:
+        self._job.start(config, {}, self._python, None)
+
+    def _stopped(self, code: int | None) -> None:
+        said = "; ".join(self._job.output().strip().splitlines()[-5:])
+        self._on_stop(f"its batch job ended with exit code {code}" + (f": {said}" if code and said else ""))
+
+    def kill(self) -> None:
+        self._job.kill()
+
+    async def state(self) -> str:
+        """How the job stands, in a word or two."""
+        return await self._job.state()
 
 
-def explain_local(code: int | None, said: str) -> str:
+def batch_folder(name: str) -> Path:
+    """Home folders are shared among the nodes of a cluster, temporary ones are not."""
+    return Path.home() / ".nbelastic" / name
+
+
+def agent_for(spec: HostSpec, local: str, settings: Settings, on_stop: Callable[[str], None]) -> Agent:
+    """What will start the agent of this host."""
+    stem = "".join(c if c.isalnum() or c in ".-_" else "_" for c in spec.name)
+    log, python = settings.run_dir / f"agent-{stem}.log", settings.python
+    if local:
+        return ProcessAgent([sys.executable, "-c", ssh.AGENT], log, _explain_local, on_stop)
+    if settings.launcher != SSH:
+        return BatchJobAgent(spec.name, settings, on_stop)
+    return ProcessAgent(
+        ssh.command(spec, python), log, lambda code, said: ssh.explain(spec, code, said, python), on_stop
+    )
+
+
+def _explain_local(code: int | None, said: str) -> str:
     last = "; ".join(said.strip().splitlines()[-5:])
     return f"its agent ended with exit code {code}" + (f": {last}" if code and last else "")
 
 
-async def locate(spec: HostSpec) -> tuple[str, str]:
+async def locate(spec: HostSpec, launcher: str) -> tuple[str, str]:
     """Where the host is: its loopback address if it is this machine, and this machine's address towards it if not.
 
-    One of the two is empty.
+    One of the two is empty. A batch system chooses the machine itself, whatever the host is called here.
     """
+    if launcher != SSH and not spec.name.startswith(("localhost", "127.")):
+        return "", outgoing("")
     if not spec.user or spec.user == getpass.getuser():
         local = own(await _addresses(spec.name))
         if local:

@@ -92,6 +92,7 @@ class Live(Struct):
     report: dict[str, float] = {}
     steps_per_second: float | None = None
     log_dir: str = ""
+    jobs: dict[str, str] = {}  # how the batch jobs stand whose agents have not spoken yet, by host
 
 
 def snapshot(name: str, world: World, live: Live, now: float) -> Status:
@@ -108,7 +109,7 @@ def snapshot(name: str, world: World, live: Live, now: float) -> Status:
                 host.address,
                 host.spec.slots,
                 phase,
-                host.reason,
+                host.reason or live.jobs.get(host.spec.name, ""),
                 until - now if until else 0.0,
                 cpu,
                 memory,

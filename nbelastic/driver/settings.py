@@ -1,0 +1,64 @@
+"""What `Cluster` was asked for, and whether it can be."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from nbelastic.core.errors import UsageError
+from nbelastic.core.world import Limits
+from nbelastic.driver.batch import check_options
+from nbelastic.driver.discovery import HostDiscovery
+
+SSH = "ssh"  # the launcher that is no batch system's
+
+
+class Settings(msgspec.Struct, frozen=True):
+    """`log_dir` is known when a cluster starts. What `python` names is on hosts that are not this machine."""
+
+    name: str
+    limits: Limits
+    discovery: HostDiscovery
+    run_dir: Path
+    backend: str
+    silence: float
+    preload: tuple[str, ...]
+    environment: dict[str, str]
+    nics: tuple[str, ...]
+    python: str | None
+    cwd: str | None
+    launcher: str
+    launcher_options: dict[str, str]
+    log_dir: Path = Path()
+
+    @property
+    def heartbeat(self) -> float:
+        """Seconds; several fit into the time after which silence means something."""
+        return min(1.0, self.silence / 4)
+
+    def check(self) -> None:
+        """UsageError, in one line, for what cannot be."""
+        limits, cooldown = self.limits, self.limits.cooldown
+        check_bounds(limits.min, limits.max)
+        check(self.backend in ("auto", "gloo", "nccl"), f"backend={self.backend!r}: choose auto, gloo or nccl.")
+        check(limits.spares >= 0, f"spares={limits.spares}: at least 0.")
+        check(limits.elastic_timeout > 0, f"elastic_timeout={limits.elastic_timeout:g}: more than 0 seconds.")
+        check(self.silence >= 1, f"silence={self.silence:g}: at least 1 second.")
+        check(limits.stall is None or limits.stall > 0, f"stall={limits.stall}: more than 0 seconds.")
+        check(limits.reset_limit is None or limits.reset_limit >= 0, f"reset_limit={limits.reset_limit}: at least 0.")
+        check(0 <= cooldown[0] <= cooldown[1], f"cooldown={cooldown}: two numbers of seconds, the lower first.")
+        if self.launcher != SSH:
+            check_options(self.launcher, self.launcher_options)
+        else:
+            check(not self.launcher_options, "launcher_options go with a batch launcher: name it as launcher.")
+
+
+def check(fine: bool, problem: str) -> None:
+    if not fine:
+        raise UsageError(problem)
+
+
+def check_bounds(low: int, high: int | None) -> None:
+    check(low >= 1, f"min={low}: at least 1.")
+    check(high is None or high >= low, f"min={low} is more than max={high}: lower min or raise max.")
