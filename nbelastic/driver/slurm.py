@@ -34,6 +34,7 @@ class Job(NamedTuple):
     state: str
     nodes: str
     node_count: int
+    cpus: int
     tasks: int
     tasks_per_node: int  # 0: not asked for
     cpus_per_task: int
@@ -44,7 +45,7 @@ class SlurmDiscovery:
     """The nodes of this Slurm job that can be used now.
 
     Each has `slots`, or if nobody says so: one per GPU of the job there; without GPUs one per task of the job
-    (`--ntasks-per-node`, or `--ntasks` spread evenly); without either as many as the job has CPUs for
+    (`--ntasks-per-node` or `--ntasks`); without either as many as the job has CPUs for
     (`--cpus-per-task` each). A node that is down, drained, failing or silent is left out until it is back; a job that
     shrinks takes its nodes along. The controller is asked once in `every` seconds.
     """
@@ -123,6 +124,7 @@ def _job(text: str) -> Job:
         state=first(r"^\s+JobState=(\w+)", "UNKNOWN"),
         nodes=first(r"^\s+NodeList=(\S+)", ""),
         node_count=int(first(r"^\s+NumNodes=(\d+)", "1")),
+        cpus=int(first(r"\bNumCPUs=(\d+)", "1")),
         tasks=int(first(r"\bNumTasks=(\d+)", "1")),
         tasks_per_node=int(first(r"\bNtasksPerN:B:S:C=(\d+)", "0")),
         cpus_per_task=int(first(r"\bCPUs/Task=(\d+)", "1")),
@@ -137,9 +139,9 @@ def slots_on(job: Job, share: Share | None) -> int:
     if job.tasks_per_node:
         return job.tasks_per_node
     room = max(1, share.cpus // max(1, job.cpus_per_task)) if share is not None else 1
-    if job.tasks > job.node_count:  # else it is what Slurm puts there if nobody asks
-        return min(room, -(-job.tasks // job.node_count))
-    return room
+    if job.node_count < job.tasks and job.tasks * job.cpus_per_task < job.cpus:
+        return min(room, -(-job.tasks // job.node_count))  # it has more than its tasks need, whole nodes say
+    return room  # for its tasks; as many tasks as nodes is what Slurm says if nobody asked for a number
 
 
 def states(text: str) -> dict[str, str]:

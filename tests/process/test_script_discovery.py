@@ -91,6 +91,17 @@ def test_a_script_that_fails_at_first(script):
     cluster.stop()
 
 
+@pytest.mark.parametrize(("does", "why"), [("sleep 1000", "within 0.5 s"), ("echo a:1; echo b:x", "line 2: 'b:x'")])
+def test_a_script_that_hangs_or_prints_junk_at_first(script, monkeypatch, does, why):
+    """That is no start either."""
+    monkeypatch.setattr(discovery, "TIMEOUT", 0.5)
+    script.write(does)
+    cluster = nbe.Cluster(discovery=str(script.path))
+    with pytest.raises(nbe.ClusterStoppedError, match=why):
+        cluster.start(timeout=20)
+    cluster.stop()
+
+
 def test_a_script_that_is_not_there(tmp_path):
     """The error names it and what to check."""
     with pytest.raises((nbe.ClusterStoppedError, nbe.UsageError), match=r"nowhere.sh.*check its path"):

@@ -1,0 +1,59 @@
+"""A batch agent as the tests hold it."""
+
+import asyncio
+import time
+
+from nbelastic.driver.batch import BatchAgent
+
+PATIENCE = 40.0
+
+
+async def until(true, seconds=PATIENCE, what=""):
+    """The first true answer of `true()`, which may be a coroutine."""
+    end = time.monotonic() + seconds
+    while True:
+        answer = true()
+        if asyncio.iscoroutine(answer):
+            answer = await answer
+        if answer:
+            return answer
+        assert time.monotonic() < end, f"not within {seconds:g} s: {what or true}"
+        await asyncio.sleep(0.05)
+
+
+class Held:
+    """A BatchAgent and what it has told; `config` is for the real agent, if there is a hub for it to speak to."""
+
+    def __init__(self, folder, launcher="slurm", host="node1", **options):
+        self.stops = []
+        self.run_dir = folder / "run"
+        self.agent = BatchAgent(launcher, host, self.run_dir, options, self.stops.append)
+        self.host = host
+        self.config = {"settings": {"slots": "2"}, "keys": {"secret": "not-to-be-seen"}}
+
+    def start(self, environment=None, python=None, cwd=None):
+        self.agent.start(self.config, environment or {}, python, cwd)
+
+    def left(self):
+        """Files that may hold a secret."""
+        return sorted(path.name for path in self.run_dir.glob("*") if path.suffix in (".json", ".sh"))
+
+
+def job(held):
+    """Its number; empty before it is submitted."""
+    return held.agent._job
+
+
+async def ended(held):
+    """Its exit code, asked as the driver does: `state()` every now and then."""
+
+    async def told():
+        await held.agent.state()
+        return held.stops
+
+    (code,) = await until(told, what="the job to end")
+    return code
+
+
+async def is_(held, word):
+    return await held.agent.state() == word

@@ -1,0 +1,155 @@
+"""The nodes of a Slurm allocation are the hosts."""
+
+import asyncio
+import re
+
+import pytest
+
+import nbelastic as nbe
+from nbelastic.driver import discovery
+from nbelastic.driver import slurm as ours
+from tests.slurm.running import until
+
+JOB = """JobId=7 JobName=x NodeList=evil
+   JobState=RUNNING Reason=None Dependency=(null)
+   ReqNodeList=(null) ExcNodeList=(null)
+   NodeList={nodes}
+   NumNodes={n} NumCPUs={total} NumTasks={tasks} CPUs/Task={cpus} ReqB:S:C:T=0:0:*:*
+   TRES=cpu=64,node=2,billing=64
+   Socks/Node=* NtasksPerN:B:S:C={each}:0:*:* CoreSpec=*
+   JOB_GRES=(null)
+     Nodes={nodes} CPU_IDs={ids} Mem=0 GRES={gres}
+   MinCPUsNode=1 MinMemoryNode=0 MinTmpDiskNode=0
+"""
+
+
+@pytest.mark.parametrize(
+    ("options", "found"),
+    [
+        (["-N2", "--exclusive"], ["n1:4", "n2:4"]),
+        (["-N2", "--ntasks-per-node=3"], ["n1:3", "n2:3"]),
+        (["-N2", "--ntasks-per-node=1", "--cpus-per-task=2"], ["n1:1", "n2:1"]),
+        (["-N2", "-n6"], ["n1:4", "n2:2"]),
+        (["-N2", "-n6", "--exclusive"], ["n1:3", "n2:3"]),
+        (["-N1", "-n1", "-c2", "-w", "n2"], ["n2:1"]),
+        (["-N1", "-p", "gpu", "--gres=gpu:2"], ["g1:2"]),
+        (["-N1", "-p", "gpu", "--gres=gpu:1", "--ntasks-per-node=3"], ["g1:1"]),
+    ],
+    ids=" ".join,
+)
+def test_slots_are_what_the_job_was_given(slurm, options, found):
+    """GPUs if it has any, else tasks, else CPUs."""
+    with slurm.inside(*options) as look:
+        assert look() == found
+
+
+def test_a_drained_node_leaves_and_comes_back(slurm):
+    """Drained by an administrator while the job runs, it is not offered until it is resumed."""
+    with slurm.inside("-N2", "--ntasks-per-node=2") as look:
+        assert look() == ["n1:2", "n2:2"]
+        slurm("scontrol", "update", "nodename=n2", "state=drain", "reason=test")
+        assert look() == ["n1:2"]
+        slurm("scontrol", "update", "nodename=n2", "state=resume")
+        until(lambda: look() == ["n1:2", "n2:2"])
+
+
+def test_a_job_that_shrinks(slurm):
+    """A node that the job has given back is gone."""
+    with slurm.inside("-N2", "--ntasks-per-node=2") as look:
+        assert look() == ["n1:2", "n2:2"]
+        (job,) = slurm.jobs()
+        slurm("scontrol", "update", f"jobid={job}", "nodelist=n2")
+        assert look() == ["n2:2"]
+
+
+def test_a_job_that_does_not_run(slurm):
+    """Suspended, say: that is no answer, so that what was known holds."""
+    with slurm.inside("-N1") as look:
+        assert look() == ["n1:1"]
+        (job,) = slurm.jobs()
+        slurm("scontrol", "suspend", job)
+        assert "SUSPENDED" in " ".join(look())
+        slurm("scontrol", "resume", job)
+        assert look() == ["n1:1"]
+
+
+def test_the_controller_is_asked_seldom(slurm):
+    """Asked each second, it asks Slurm each 5 s (here: 1000 s)."""
+    with slurm.inside("-N2", every=1000.0) as look:
+        assert look() == ["n1:1", "n2:1"]
+        slurm("scontrol", "update", "nodename=n2", "state=drain", "reason=test")
+        assert look() == ["n1:1", "n2:1"]
+        slurm("scontrol", "update", "nodename=n2", "state=resume")
+
+
+def test_outside_an_allocation(monkeypatch):
+    """The error says what to do."""
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    with pytest.raises(nbe.DiscoveryError, match=r"in no Slurm job .*salloc or sbatch"):
+        discovery.find("slurm", None)
+
+
+def test_the_name_slurm_is_known(slurm, monkeypatch):
+    """`--discover slurm` finds it. A job that Slurm does not know is an error with Slurm's own words."""
+    monkeypatch.setenv("SLURM_JOB_ID", "4711")
+    found = discovery.find("slurm", 3)
+    assert isinstance(found, ours.SlurmDiscovery)
+    with pytest.raises(nbe.DiscoveryError, match="Invalid job id"):
+        asyncio.run(found.hosts())
+
+
+def test_without_slurm(monkeypatch):
+    """Where there is no scontrol, the error names it."""
+    monkeypatch.setenv("SLURM_JOB_ID", "1")
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(nbe.DiscoveryError, match="scontrol cannot be run"):
+        asyncio.run(ours.SlurmDiscovery().hosts())
+
+
+@pytest.mark.parametrize(
+    ("asked", "slots"),
+    [
+        ({"gres": "gpu:a100:4(IDX:0-3)"}, 4),
+        ({"gres": "gpu:7g.80gb:2(IDX:0-1),gpu:1(IDX:4)"}, 3),
+        ({"gres": "gpu:8,nic:2"}, 8),
+        ({"gres": "shard:6(0/6)"}, 16),
+        ({"each": 5}, 5),
+        ({"tasks": 7, "n": 2}, 4),
+        ({"tasks": 16, "n": 2, "total": 16}, 16),
+        ({"tasks": 2, "n": 2}, 16),
+        ({"cpus": 3}, 5),
+        ({"tasks": 100, "n": 2, "cpus": 4}, 4),
+    ],
+    ids=str,
+)
+def test_slots_from_what_scontrol_prints(asked, slots):
+    """Without a Slurm: typed GPUs, MIG slices, tasks that do not divide evenly, several CPUs a task."""
+    text = JOB.format(
+        **{
+            "nodes": "a[1-2]",
+            "n": 1,
+            "total": 64,
+            "tasks": 1,
+            "cpus": 1,
+            "each": 0,
+            "ids": "0-7,32-39",
+            "gres": "",
+            **asked,
+        }
+    )
+    (job,) = ours.jobs(text)
+    assert (job.state, job.nodes) == ("RUNNING", "a[1-2]")
+    assert ours.slots_on(job, job.shares["a[1-2]"]) == slots
+
+
+@pytest.mark.parametrize(
+    ("state", "gone"),
+    [
+        *((state, False) for state in ("IDLE", "ALLOCATED", "MIXED", "MIXED+PLANNED", "ALLOCATED+RESERVED")),
+        *((state, True) for state in ("MIXED+DRAIN", "DOWN", "DOWN*", "IDLE*", "IDLE+DRAIN+NOT_RESPONDING", "FAILING")),
+    ],
+)
+def test_states_of_nodes(state, gone):
+    text = f"NodeName=a1 Arch=x86_64 OS=Linux State of the art  State={state} ThreadsPerCore=1 Reason=State=IDLE"
+    found = ours.states(re.sub(r"State of the art ", "", text))
+    assert ours.away(found["a1"]) is gone
