@@ -56,6 +56,9 @@ class AgentLauncher(LocalProcessLauncher):  # type: ignore[misc]
         self.notify_start(process.pid)
         self._start_waiting()
 
+    def _log_output(self, stop_data: Mapping[str, Any] | None = None) -> None:
+        """Nothing: ipyparallel would print it all into the notebook, and remove the file before we look for the reason."""
+
     def let_go(self) -> None:
         """Close its standard input: an agent ends then."""
         stdin = self._popen_process.stdin if self._popen_process is not None else None
