@@ -7,6 +7,7 @@ and starts it; the keys are in the agent's configuration, 0600 too. Both lie in 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import os
 import re
@@ -85,6 +86,7 @@ _TEMPLATES = {
     ipp.LSFEngineSetLauncher: _LSF,
     ipp.HTCondorEngineSetLauncher: _HTCONDOR,
 }
+_numbers = itertools.count(1)
 _OURS = {"batch_file_name", "output_file", "environment", "engine_cmd", "engine_args", "output_limit", "stop_timeout"}
 _CANCEL = 'for i in 1 2 3; do "$@" && exit; sleep 2; done >/dev/null 2>&1 </dev/null &'
 # Slurm's words for a job's state (squeue's manual), and ours
@@ -162,14 +164,14 @@ class BatchAgent:
     ) -> None:
         """`options`: traits of the launcher's class, like `queue`. UsageError if it or they are not to be had."""
         stem = "".join(c if c.isascii() and (c.isalnum() or c in ".-_") else "_" for c in host)
-        self._config, self._script = run_dir / f"agent-{stem}.json", run_dir / f"agent-{stem}.sh"
-        self._log = run_dir / f"agent-{stem}.log"
-        self._run_dir, self._stem, self._on_stop = run_dir, stem, on_stop
+        own = f"agent-{stem}-{next(_numbers)}"  # a host's next agent may start before this one's job has gone
+        self._config, self._script, self._log = (run_dir / f"{own}.{kind}" for kind in ("json", "sh", "log"))
+        self._stem, self._on_stop = stem, on_stop
         self._launcher = _make(
             launcher,
             options,
             work_dir=str(run_dir),
-            batch_file_name=f"agent-{stem}.batch",
+            batch_file_name=f"{own}.batch",
             output_file=str(self._log),
         )
         self._slurm = isinstance(self._launcher, ipp.SlurmLauncher)
@@ -191,7 +193,7 @@ class BatchAgent:
         `python` is the nodes' interpreter (by default this one's path), `cwd` the agent's folder.
         """
         self._loop = asyncio.get_running_loop()
-        variables = {"NBELASTIC_AGENT": str(self._config), "NBELASTIC_RUN_DIR": str(self._run_dir), **environment}
+        variables = {"NBELASTIC_AGENT": str(self._config), **environment}
         lines = ["#!/bin/sh", *(f"export {name}={shlex.quote(value)}" for name, value in variables.items())]
         if cwd:
             lines.append(f"cd {shlex.quote(cwd)} || exit 1")

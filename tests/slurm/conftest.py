@@ -10,7 +10,7 @@ from nbelastic.driver import batch
 from tests.slurm.running import Slurm, programs, running_slurm, until
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")  # other tests look at what this process has started
 def slurm_daemons() -> Iterator[Slurm]:
     found = programs()
     missing = [name for name, path in found.items() if path is None]

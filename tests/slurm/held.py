@@ -34,6 +34,10 @@ class Held:
     def start(self, environment=None, python=None, cwd=None):
         self.agent.start(self.config, environment or {}, python, cwd)
 
+    def file(self, kind):
+        """The one of that kind; None if there is none."""
+        return next(self.run_dir.glob(f"agent-node1-*.{kind}"), None)
+
     def left(self):
         """Files that may hold a secret."""
         return sorted(path.name for path in self.run_dir.glob("*") if path.suffix in (".json", ".sh"))

@@ -74,16 +74,15 @@ def test_an_agent_speaks_from_its_job_and_retires(slurm, tmp_path):
             peer, pid = await hello(held, hub, keys, heard)
             assert slurm("squeue", "-h", "-o", "%j %D %C %T").split() == ["nbelastic-node1", "1", "2", "RUNNING"]
             assert await held.agent.state() == "running"
-            modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in held.run_dir.iterdir()}
-            assert modes["agent-node1.json"] == modes["agent-node1.sh"] == 0o600
+            assert {stat.S_IMODE(held.file(kind).stat().st_mode) for kind in ("json", "sh")} == {0o600}
             assert stat.S_IMODE(held.run_dir.stat().st_mode) == 0o700
             (number,) = slurm.jobs()
-            seen = (held.run_dir / "agent-node1.batch").read_text() + slurm("scontrol", "write", "batch", number, "-")
+            seen = held.file("batch").read_text() + slurm("scontrol", "write", "batch", number, "-")
             seen += "".join(" ".join(p.info["cmdline"] or ()) for p in psutil.process_iter(["cmdline"]))
             secrets = [keys.client_secret, keys.server_public, keys.client_public]
             assert [secret for secret in secrets if secret in seen] == []
-            assert "agent-node1.sh" in seen
-            assert keys.client_secret in (held.run_dir / "agent-node1.json").read_text()
+            assert held.file("sh").name in seen
+            assert keys.client_secret in held.file("json").read_text()
             hub.send(peer, wire.Retire())
             assert await ended(held) == 0
             assert "COMPLETED" in held.agent.output()
@@ -149,9 +148,9 @@ def test_environment_and_folder(slurm, tmp_path, stand_in):
         assert await ended(held) == 0
         lines = (tmp_path / "env").read_text().splitlines()
         assert lines[-2:] == [str(tmp_path / "a folder"), "from nbelastic.host.start import main; main()"]
-        assert f"NBELASTIC_AGENT={held.run_dir}/agent-node1.json" in lines
+        assert [line for line in lines if line.startswith(f"NBELASTIC_AGENT={held.run_dir}/agent-node1-")]
         assert lines[lines.index("TOKEN=it's $secret") + 1] == "2"
-        assert "secret" not in (held.run_dir / "agent-node1.batch").read_text()
+        assert "secret" not in held.file("batch").read_text()
 
     asyncio.run(story())
 
@@ -215,7 +214,7 @@ def test_a_kill_while_the_submission_is_under_way(slurm, tmp_path, stand_in):
     async def story():
         held = Held(tmp_path, submit_command=slow)
         held.start(python=stand_in("sleep 1000"))
-        await until((held.run_dir / "agent-node1.batch").exists)
+        await until(lambda: held.file("batch"))
         held.agent.kill()
         await until(lambda: held.stops)
 
@@ -267,5 +266,26 @@ def test_a_template_of_the_users_own(slurm, tmp_path, stand_in):
         held.start(python=stand_in("squeue -h -o %j; exit 4"))
         assert await ended(held) == 4
         assert held.agent.output().splitlines()[1:] == ["mine", "x-nbelastic-node1"]
+
+    asyncio.run(story())
+
+
+def test_the_next_agent_of_a_host(slurm, tmp_path, stand_in):
+    """It may start while the first one is still being cancelled: neither touches the other's files or output."""
+
+    async def story():
+        held, after = Held(tmp_path), Held(tmp_path)
+        held.start(python=stand_in("echo first; sleep 1000", "first"))
+        await until(lambda: is_(held, "running"))
+        await until(lambda: held.agent.output() == "first")
+        after.start(python=stand_in("echo second; sleep 1000", "second"))
+        held.agent.kill()
+        await until(lambda: is_(after, "running"))
+        await until(lambda: slurm.jobs() == [job(after)])
+        await until(lambda: after.agent.output() == "second")
+        assert len(after.left()) == 2
+        after.agent.kill()
+        await until(lambda: not slurm.jobs())
+        assert after.left() == []
 
     asyncio.run(story())

@@ -87,7 +87,7 @@ def test_other_batch_systems(launcher, tmp_path, monkeypatch, stand_in):
         await until((tmp_path / "seen").exists)
         assert msgspec.json.decode((tmp_path / "seen").read_bytes()) == held.config
         await until(lambda: job(held) == "17")
-        script = (held.run_dir / "agent-node1.batch").read_text()
+        script = held.file("batch").read_text()
         assert "node1" in script
         assert "{" not in script
         assert "not-to-be-seen" not in script
