@@ -260,9 +260,9 @@ class BatchAgent:
     def _submit(self, texts: Mapping[Path, str], slots: str) -> None:
         job, said = "", ""
         try:
-            for path, text in texts.items():
-                _write_private(path, text)
             if not self._killed:
+                for path, text in texts.items():
+                    _write_private(path, text)
                 self._prepare(slots)
                 job = str(self._launcher.start(1))
         except Exception as error:  # noqa: BLE001  (it may be a third party's launcher)
