@@ -87,7 +87,7 @@ class Cluster:
         self._run_dir = RunDir(self.name)
         self._default_slots = slots or gpus() or builtins.max(min, os.cpu_count() or 1)
         if isinstance(discovery, str):
-            discovery = find(discovery, self._default_slots)
+            discovery = find(discovery, slots, self._default_slots)
         self._limits = Limits(
             min=min,
             max=max,

@@ -50,7 +50,7 @@ class ElasticMagics(Magics):  # type: ignore[misc]  # IPython carries no types h
             "--discover",
             dest="discovery",
             metavar="SCRIPT",
-            help="a script that prints the hosts, one a line; run every second",
+            help="a script that prints the hosts, one a line, run every second; or a discovery's name, as slurm",
         ),
         argument("--slots", type=int, metavar="N", help="workers on a host that does not say how many"),
         argument("--backend", choices=("auto", "gloo", "nccl"), help="of torch.distributed (default auto)"),
@@ -59,8 +59,19 @@ class ElasticMagics(Magics):  # type: ignore[misc]  # IPython carries no types h
         argument("--reset-limit", type=int, metavar="N", help="breaks until a job ends (default: no limit)"),
         argument("--cooldown", type=float, nargs=2, metavar=("LOW", "HIGH"), help="seconds before a restart (5 300)"),
         argument("--silence", type=float, metavar="S", help="seconds until a silent worker counts as lost (10)"),
-        argument("--stall", type=float, metavar="S", help="seconds without a step until a job counts as stalled"),
-        argument("--nics", metavar="NAMES", help="network interfaces to use, separated by commas"),
+        argument("--stall", type=float, metavar="S", help="replace a worker that others wait for so long (never)"),
+        argument("--nics", metavar="NAMES", help="network interfaces to use, separated by commas (default: found)"),
+        argument("--python", metavar="PATH", help="the Python of hosts that are not this machine (this one's path)"),
+        argument("--env", action="append", metavar="NAME=VALUE", help="for agents and workers; may be given again"),
+        argument("--cwd", metavar="FOLDER", help="where workers run (default: here; elsewhere, the home folder)"),
+        argument("--launcher", metavar="NAME", help="ssh (default), or a batch system: slurm, pbs, lsf, sge, htcondor"),
+        argument(
+            "--launcher-option",
+            dest="launcher_options",
+            action="append",
+            metavar="NAME=VALUE",
+            help="of the batch system, as queue=gpu; may be given again",
+        ),
         argument("--log-dir", metavar="FOLDER", help="where logs and the event log go"),
         argument("--name", metavar="NAME", help="of this cluster"),
         argument("--preload", metavar="MODULES", help="modules to import before workers fork, separated by commas"),
@@ -251,12 +262,22 @@ class ElasticMagics(Magics):  # type: ignore[misc]  # IPython carries no types h
 
 
 def _as_python(options: dict[str, Any]) -> dict[str, Any]:
-    """Tuples, where the line has commas or blanks."""
+    """Tuples, where the line has commas or blanks; mappings, where it has equal signs."""
     if "preload" in options:
         options["preload"] = tuple(part.strip() for part in options["preload"].split(",") if part.strip())
     if "cooldown" in options:
         options["cooldown"] = tuple(options["cooldown"])
+    for name, flag in (("env", "--env"), ("launcher_options", "--launcher-option")):
+        if name in options:
+            options[name] = dict(_pair(flag, text) for text in options[name])
     return options
+
+
+def _pair(flag: str, text: str) -> tuple[str, str]:
+    name, equals, value = text.partition("=")
+    if not (name and equals):
+        raise UsageError(f"{flag} {text}: write NAME=VALUE.")
+    return name, value
 
 
 def _show_output(outputs: Iterable[tuple[str, str, str, str | None]]) -> None:

@@ -58,6 +58,8 @@ def run(ip, capsys, source):
         ("%elastic_start --backend mpi", "argument --backend: invalid choice: 'mpi'"),
         ("%elastic_start --hosts 'a", "No closing quotation; %elastic_start? shows the options."),
         ("%elastic_start --min 3 --max 2", "min=3 is more than max=2: lower --min."),
+        ("%elastic_start --env HOME", "--env HOME: write NAME=VALUE."),
+        ("%elastic_start --launcher-option =gpu", "--launcher-option =gpu: write NAME=VALUE."),
         ("%elastic_start --cluster 1x", "'1x' is no name for a variable."),
         ("%elastic", "no cluster is running: start one with %elastic_start."),
         ("%elastic_status", "no cluster is running: start one with %elastic_start."),
