@@ -315,11 +315,13 @@ def _stop(world: World, reason: str, now: float, out: Commands) -> World:
     if world.stopping:
         return world
     world = jobs.end(replace(world, stopping=reason), "stopped", f"the cluster was stopped: {reason}", now, out)
-    out.extend(m.StopAgent(name) for name in world.hosts)
+    # of the others nothing will be heard that one could wait for
+    there = {name: host for name, host in world.hosts.items() if host.phase is not HostPhase.LOST}
+    out.extend(m.StopAgent(name) for name in there)
     return replace(
         world,
         workers={w: replace(worker, state=WorkerState.STOPPED) for w, worker in world.workers.items()},
-        hosts={name: replace(host, phase=HostPhase.DRAINING) for name, host in world.hosts.items()},
+        hosts={name: replace(host, phase=HostPhase.DRAINING) for name, host in there.items()},
         stopped=frozenset(world.workers),
         starting=frozenset(),
         failed=frozenset(),

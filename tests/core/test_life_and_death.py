@@ -92,6 +92,21 @@ def test_a_cluster_can_be_stopped_at_any_point(stage):
     assert (story.world.phase, story.world.workers) == ("finished", {})
 
 
+def test_a_stop_does_not_wait_for_hosts_that_are_lost():
+    """Nothing will be heard of them: only those that are there are told and waited for; with none the cluster has ended."""
+    story = Story("a:1", "b:1").run()
+    story.lose_host("b")
+    mark = story.mark()
+    story.send(m.StopRequested("done"))
+    assert [c.host for c in story.commands(m.StopAgent, mark)] == ["a"]
+    assert (story.world.phase, list(story.world.hosts)) == ("stopping", ["a"])
+    story.answer()
+    assert story.world.phase == "finished"
+    nowhere = Story("a:1").lose_host("a")
+    nowhere.send(m.StopRequested("done"))
+    assert nowhere.world.phase == "finished"
+
+
 def test_a_death_before_ready_is_replaced():
     """A worker that dies while it starts, or before it has said ready, is replaced; no epoch is broken."""
     story = Story("a:2", min=2)
