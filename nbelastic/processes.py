@@ -21,9 +21,22 @@ def state_of(pid: int) -> str:
     return stat.rpartition(")")[2].split()[0]
 
 
-def die_with_parent() -> None:
-    """Ask the kernel for a SIGKILL when the thread that started this process ends (Linux)."""
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+def children_of(pid: int) -> list[int]:
+    """The processes that `pid` has started and that have not been waited for."""
+    found = []
+    for entry in filter(str.isdecimal, os.listdir("/proc")):
+        try:
+            parent = Path(f"/proc/{entry}/stat").read_text().rpartition(")")[2].split()[1]
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        if parent == str(pid):
+            found.append(int(entry))
+    return found
+
+
+def die_with_parent(sig: int = signal.SIGKILL) -> None:
+    """Ask the kernel for this signal when the thread that started this process ends (Linux)."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, sig)
 
 
 def kill_group(pid: int, sig: int = signal.SIGKILL) -> None:

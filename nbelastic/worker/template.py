@@ -7,17 +7,33 @@ the time, and what is loaded is frozen, so that collections in the workers do no
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import importlib
 import os
+import signal
 import sys
 import traceback
 
 gc.disable()
 
-from nbelastic.processes import die_with_parent  # noqa: E402
+from nbelastic.processes import children_of, die_with_parent, kill_group  # noqa: E402
 
-die_with_parent()
+
+def _end(*_: object) -> None:
+    """The agent is gone: the workers are killed, and what they have started. Only from here is it known what that is."""
+    for pid in children_of(os.getpid()):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)  # one that was just forked leads no group yet
+        kill_group(pid)
+    os._exit(1)
+
+
+os.setpgid(
+    0, 0
+)  # who kills the agent's group is not to kill this process as well: nobody would end the workers' groups
+signal.signal(signal.SIGTERM, _end)
+die_with_parent(signal.SIGTERM)
 
 # ipyparallel, debugpy and IPython set these when an engine starts, beside threads in which torch reads the environment.
 # Adding a variable moves all of it, and the reader crashes; one that is there already is replaced in its place.
