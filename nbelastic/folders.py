@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import os
+import shutil
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 from nbelastic.core.errors import UsageError
+
+_HELD = "run-"  # folders that a process holds by a lock for as long as it lives
 
 
 def base() -> Path:
@@ -17,3 +23,28 @@ def base() -> Path:
     if found.st_uid != os.getuid() or found.st_mode & 0o077 or path.is_symlink():
         raise UsageError(f"{path} belongs to somebody else or is open to others: remove it or set TMPDIR.")
     return path
+
+
+@contextlib.contextmanager
+def held_folder() -> Iterator[Path]:
+    """A folder in there while this process needs it. Those that killed processes have left are removed first."""
+    for left in base().glob(f"{_HELD}*"):
+        with contextlib.suppress(OSError), _locked(left):  # held: BlockingIOError
+            shutil.rmtree(left, ignore_errors=True)
+    new = Path(tempfile.mkdtemp(prefix="new-", dir=base()))  # under a name that nobody sweeps, until it is locked
+    with _locked(new):
+        path = new.rename(new.with_name(_HELD + new.name))
+        try:
+            yield path
+        finally:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(fd)

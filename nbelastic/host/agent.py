@@ -14,7 +14,6 @@ import select
 import signal
 import socket
 import sys
-import tempfile
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -30,7 +29,7 @@ from nbelastic import versions
 from nbelastic.core import messages as m
 from nbelastic.core import wire
 from nbelastic.core.addresses import is_loopback
-from nbelastic.folders import base
+from nbelastic.folders import base, held_folder
 from nbelastic.host.interfaces import candidates
 from nbelastic.host.prober import TIMEOUT as PROBE_TIMEOUT
 from nbelastic.host.prober import Prober, endpoint
@@ -109,7 +108,7 @@ class Agent:
         at_end.callback(self._be_gone)
         if not local:
             self._be_reached()
-        run_dir = config.run_dir or at_end.enter_context(tempfile.TemporaryDirectory(prefix="run-", dir=base()))
+        run_dir = config.run_dir or at_end.enter_context(held_folder())
         self._profile = Path(run_dir) / "profile"  # the engines' IPython profile: an empty one
         self._profile.mkdir(mode=0o700, parents=True, exist_ok=True)
 
