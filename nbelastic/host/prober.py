@@ -23,8 +23,8 @@ from nbelastic.link import Keys
 log = logging.getLogger("nbelastic.prober")
 
 TIMEOUT = 2.5  # seconds that are enough on a network with a round trip of 200 ms that loses every twentieth packet
-AGAIN = 0.4  # seconds after which an address that has not answered is tried by one more connection
-ATTEMPTS = 5  # connections to an address at most
+AGAIN = 0.2  # seconds after which an address that has not answered is tried by one more connection
+ATTEMPTS = 6  # connections to an address at most
 PORTS = 20  # free ports of the first address that are tried, until one is free on all
 CLOSING = 0.5  # seconds
 _ASKED = b"who"

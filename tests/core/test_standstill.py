@@ -1,0 +1,491 @@
+"""A running world in which nobody commits: who is behind, who is cut off, and what is done about it."""
+
+from __future__ import annotations
+
+import pytest
+
+from nbelastic.core import messages as m
+from nbelastic.core.membership import deadline
+from nbelastic.core.world import HostPhase, Stage, WorkerState
+from tests.core.story import Story, wid
+
+
+def training(*hosts: str, **limits) -> Story:
+    """Three workers on three hosts of this machine that have made three commits; the fourth step is under way."""
+    story = Story(*(hosts or ("a:1", "b:1", "c:1")), **{"min": 1, **limits}).run().commit(3).answer()
+    for w in story.world.members:
+        story.fakes[w].begun += 1
+    return story
+
+
+def wide(count: int, slots: int = 1, **limits) -> Story:
+    """The same on gpu1, gpu2, … with a network between them."""
+    story = Story(**{"min": 1, **limits})
+    for number in range(1, count + 1):
+        story.add(f"gpu{number}:{slots}", f"10.0.0.{number}")
+        story.answer()
+    return story.run().commit(3).answer()
+
+
+def behind(story: Story, worker: str, place: str = "train.py:88 in load") -> Story:
+    """It has not begun the collective that the others wait in."""
+    fake = story.fakes[wid(worker)]
+    fake.begun -= 1
+    fake.place = place
+    return story
+
+
+def sever(story: Story, one: str, other: str) -> Story:
+    """No packet passes between these hosts (given by their numbers), either way."""
+    story.cut |= {(f"gpu{one}", f"10.0.0.{other}"), (f"gpu{other}", f"10.0.0.{one}")}
+    return story
+
+
+def rounds(story: Story, count: int = 2) -> Story:
+    for number in range(count):
+        story.stand_still(3.0 + number)
+    return story
+
+
+# ---- who is behind ----
+
+
+def test_members_are_asked_where_they_are():
+    """Whenever the driver says that nobody commits, all members are asked, and until they answer the reason says that."""
+    story = training()
+    story.send(m.StoodStill(story.world.epoch, 3.0))
+    assert story.last(m.Look) == m.Look(story.world.epoch, story.world.members)
+    assert story.world.reason == "3 workers train in epoch 1; no commit for 3 s"
+    story.answer()
+    mark = story.mark()
+    story.stand_still(4.0)
+    assert len(story.commands(m.Look, mark)) == 1
+
+
+def test_on_one_machine_no_network_is_probed():
+    """Processes of one machine reach one another."""
+    story = rounds(training())
+    assert story.commands(m.Probe) == []
+
+
+def test_who_is_behind_is_named_with_its_line():
+    """The reason of the world, that of the worker and a record name the rank, how long, the commit and the place."""
+    story = behind(training(), "c/0#1").stand_still(31.0)
+    assert story.world.reason.endswith("; rank 2 (c/0#1) is 31 s behind at commit 3, in train.py:88 in load")
+    assert story.world.workers[wid("c/0#1")].reason == "31 s behind at commit 3, in train.py:88 in load"
+    assert story.records("worker-behind") == ["rank 2 (c/0#1) is 31 s behind at commit 3, in train.py:88 in load"]
+    assert [story.world.workers[wid(w)].reason for w in ("a/0#1", "b/0#1")] == ["", ""]
+
+
+def test_one_behind_by_a_commit_counts_too():
+    """Where no collective tells them apart, the number of commits does."""
+    story = training()
+    for w in ("a/0#1", "b/0#1"):
+        story.fakes[wid(w)].commit += 1
+    story.stand_still(5.0)
+    assert "rank 2 (c/0#1) is 5 s behind at commit 3" in story.world.reason
+
+
+def test_only_those_who_are_last_are_behind():
+    """Who waits in an earlier collective than others, for one who is earlier still, is not to blame."""
+    story = behind(behind(training(), "c/0#1"), "c/0#1")
+    behind(story, "b/0#1").stand_still(5.0)
+    assert "rank 2 (c/0#1) is 5 s behind" in story.world.reason
+    assert story.world.workers[wid("b/0#1")].reason == ""
+
+
+def test_several_behind_are_counted():
+    """The first is named, the others are counted; three at most are recorded."""
+    story = training("a:6")
+    for slot in range(1, 6):
+        behind(story, f"a/{slot}#1")
+    story.stand_still(5.0)
+    text = "rank 1 (a/1#1) is 5 s behind at commit 3, in train.py:88 in load (and 4 more)"
+    assert story.world.reason.endswith(text)
+    assert len(story.records("worker-behind")) == 3
+
+
+def test_being_behind_is_recorded_once():
+    """However long it lasts; at a later commit it is news again."""
+    story = behind(training(), "c/0#1")
+    for seconds in (3.0, 4.0, 5.0):
+        story.stand_still(seconds)
+    assert len(story.records("worker-behind")) == 1
+    story.fakes[wid("c/0#1")].begun += 1
+    story.commit()
+    story.send(m.WentOn(story.world.epoch))
+    behind(story, "c/0#1").stand_still(3.0)
+    assert len(story.records("worker-behind")) == 2
+
+
+def test_if_all_are_equally_far_nobody_is_behind():
+    """All are in the same place: it is named, and nobody is blamed."""
+    story = training().stand_still(31.0)
+    assert story.world.reason.endswith("; no commit for 31 s; all ranks are at commit 3, in train.py:9 in step")
+    assert story.records("worker-behind") == []
+
+
+def test_equally_far_in_different_places():
+    """Two of the places are shown, with their ranks."""
+    story = training()
+    story.fakes[wid("b/0#1")].place = "train.py:20 in evaluate"
+    story.stand_still(31.0)
+    text = "rank 0 (a/0#1) is in train.py:9 in step, rank 1 (b/0#1) is in train.py:20 in evaluate"
+    assert story.world.reason.endswith(f"no commit for 31 s; {text}")
+
+
+def test_who_does_not_answer_is_named():
+    """After a second in which the others have answered, the reason names the one that has not."""
+    story = training()
+    story.silent.add(wid("b/0#1"))
+    rounds(story)
+    assert "rank 1 (b/0#1) has not said where it is" in story.world.reason
+
+
+def test_a_place_that_is_unknown_is_left_out():
+    """No frame of the user's own code: the numbers alone."""
+    story = behind(training(), "c/0#1", place="").stand_still(5.0)
+    assert story.world.reason.endswith("rank 2 (c/0#1) is 5 s behind at commit 3")
+
+
+def test_going_on_clears_the_reasons():
+    """With the next commit nothing of it is left."""
+    story = behind(training(), "c/0#1").stand_still(31.0)
+    story.send(m.WentOn(story.world.epoch))
+    assert story.world.reason == "3 workers train in epoch 1"
+    assert story.world.still is None
+    assert all(worker.reason == "" for worker in story.world.workers.values())
+
+
+def test_catching_up_clears_the_workers_reason():
+    """It is no longer behind, though nobody commits yet."""
+    story = behind(training(), "c/0#1").stand_still(5.0)
+    story.fakes[wid("c/0#1")].begun += 1
+    story.stand_still(6.0)
+    assert story.world.workers[wid("c/0#1")].reason == ""
+    assert "all ranks" not in story.world.reason
+    assert "no commit for 6 s" in story.world.reason
+
+
+def test_a_break_clears_the_reasons():
+    """A worker dies: the world that stood still is no more."""
+    story = behind(training(), "c/0#1").stand_still(5.0)
+    story.kill("a/0#1")
+    assert story.world.still is None
+    assert "behind" not in story.world.reason
+    assert story.world.workers[wid("c/0#1")].reason == ""
+
+
+@pytest.mark.parametrize("stage", [Stage.PREPARING, Stage.ASKED, Stage.LEAVING])
+def test_a_change_that_hangs_has_its_reason(stage):
+    """A planned change waits for a commit that does not come: the reason says both."""
+    story = training(min=2).add("d:1")
+    missing = {Stage.PREPARING: m.WorkerPrepared, Stage.ASKED: m.WorkerOffered, Stage.LEAVING: m.WorkerReady}[stage]
+    story.answer(lambda e: not (isinstance(e, missing) and e.worker == wid("c/0#1")))
+    assert story.world.stage is stage
+    story.answers.clear()
+    behind(story, "c/0#1").stand_still(31.0)
+    assert "rank 2 (c/0#1) is 31 s behind" in story.world.reason
+    assert len(story.world.reason) > len("rank 2 (c/0#1) is 31 s behind at commit 3, in train.py:88 in load")
+
+
+def test_who_has_left_as_agreed_is_not_behind():
+    """In a planned change some have left their epoch, and count nothing in it: those still in it are behind."""
+    story = training(min=2).add("d:1")
+    story.answer(lambda e: not (isinstance(e, m.WorkerReady) and e.worker == wid("c/0#1")))
+    story.answers.clear()
+    for w in ("a/0#1", "b/0#1"):
+        story.fakes[wid(w)].begun = 0
+    story.stand_still(5.0)
+    assert "rank 2 (c/0#1) is 5 s behind" in story.world.reason
+
+
+def test_stale_and_strange_news_is_dropped():
+    """Of another epoch, of no member, without a standing still, doubled: the world stays as it is."""
+    story = training("a:1", "b:1", max=1, spares=1)
+    epoch = story.world.epoch
+    before = story.world
+    stranger = next(w for w in story.world.workers if w not in story.world.members)
+    story.send(m.WorkerAt(story.world.members[0], epoch, 3, 4), m.WentOn(epoch), m.StoodStill(epoch - 1, 9.0))
+    assert story.world == before
+    story.stand_still(5.0)
+    before = story.world
+    story.send(
+        m.WorkerAt(stranger, epoch, 3, 4), m.WorkerAt(story.world.members[0], epoch - 1, 3, 4), m.WentOn(epoch - 1)
+    )
+    assert story.world == before
+
+
+def test_without_a_job_nothing_stands_still():
+    """The job ended meanwhile: late words of the driver and of workers say nothing."""
+    story = training()
+    epoch = story.world.epoch
+    story.stop_job().send(m.StoodStill(epoch, 5.0))
+    assert story.commands(m.Look) == []
+    assert story.world.still is None
+
+
+def test_after_the_first_rank_has_finished_nobody_is_judged():
+    """The others get their time."""
+    story = training().returned("a/0#1")
+    story.send(m.StoodStill(story.world.epoch, 5.0))
+    assert story.commands(m.Look) == []
+
+
+# ---- stall ----
+
+
+def test_without_stall_nobody_is_killed():
+    """However long it is behind: a person sees it, and decides."""
+    story = behind(training(), "c/0#1")
+    for seconds in range(3, 3000, 100):
+        story.now += 100
+        story.stand_still(float(seconds))
+    assert story.commands(m.StopWorker) == []
+
+
+def test_who_is_behind_for_longer_than_stall_is_replaced():
+    """Killed like a frozen one: a strike, the reason told, the others go on, a new one is started."""
+    story = behind(training(stall=30.0, cooldown=(0.0, 0.0)), "c/0#1")
+    story.stand_still(5.0).now += 29.0
+    story.stand_still(34.0)
+    assert story.commands(m.StopWorker) == []
+    story.now += 1.0
+    story.send(m.StoodStill(story.world.epoch, 35.0))
+    assert story.last(m.StopWorker) == m.StopWorker(wid("c/0#1"), kill=True)
+    why = "c/0#1 stalled (35 s behind at commit 3, in train.py:88 in load; stall is 30 s)"
+    assert story.records("worker-lost") == story.records("world-broken") == [why]
+    assert story.world.hosts["c"].slots[0].strikes == 1
+    story.answers.clear()
+    for w in ("a/0#1", "b/0#1"):
+        story._abort(wid(w), 1)
+    story._say(wid("c/0#2"), m.WorkerRegistered(wid("c/0#2")))
+    story.quiet(2.0)
+    assert story.names == ["a/0#1", "b/0#1", "c/0#2"]
+
+
+def test_who_gets_on_is_not_stalled():
+    """It is behind but moves from one collective to the next: its time begins anew each time."""
+    story = behind(training(stall=30.0), "c/0#1")
+    for seconds in range(5, 100, 20):
+        story.stand_still(float(seconds)).now += 20.0
+        for fake in story.fakes.values():
+            fake.begun += 1
+    assert story.commands(m.StopWorker) == []
+
+
+def test_if_all_are_equally_far_nobody_is_killed():
+    """A long evaluation on all ranks is no stall."""
+    story = training(stall=30.0)
+    for seconds in range(5, 300, 20):
+        story.stand_still(float(seconds)).now += 20.0
+    assert story.commands(m.StopWorker) == []
+
+
+def test_all_that_stalled_are_replaced_in_one_break():
+    """Two are behind: both are killed, and the world breaks once."""
+    story = training("a:4", stall=30.0)
+    behind(behind(story, "a/2#1"), "a/3#1").stand_still(5.0).now += 30.0
+    story.send(m.StoodStill(story.world.epoch, 35.0))
+    assert len(story.commands(m.StopWorker)) == 2
+    assert story.world.resets == 1
+
+
+# ---- who is cut off ----
+
+
+def test_hosts_of_a_world_that_stands_still_probe_one_another():
+    """Each pair, both ways, at the present address; one round at a time."""
+    story = wide(3)
+    mark = story.mark()
+    story.send(m.StoodStill(story.world.epoch, 3.0), m.StoodStill(story.world.epoch, 4.0))
+    probes = story.commands(m.Probe, mark)
+    assert {(p.host, p.target) for p in probes} == {
+        (f"gpu{a}", f"gpu{b}") for a in (1, 2, 3) for b in (1, 2, 3) if a != b
+    }
+    assert len(probes) == 6
+    assert {p.addresses for p in probes if p.target == "gpu2"} == {("10.0.0.2",)}
+    story.answer()
+    story.stand_still(5.0)
+    assert len(story.commands(m.Probe, mark)) == 12
+
+
+def test_many_hosts_are_not_all_probed_with_one_another():
+    """Of ten hosts, neighbours in a ring and rank 0's with all: 17 pairs, not 45."""
+    story = wide(10)
+    mark = story.mark()
+    story.send(m.StoodStill(story.world.epoch, 3.0))
+    pairs = {frozenset((p.host, p.target)) for p in story.commands(m.Probe, mark)}
+    assert len(pairs) == 17
+
+
+def test_all_that_reach_one_another_stay():
+    """The network is well: nobody is left out, however long they stand still."""
+    story = rounds(wide(3), 10)
+    assert story.world.stage is Stage.RUNNING
+    assert story.records("host-unreachable") == []
+
+
+def test_the_younger_of_two_hosts_that_are_cut_off_is_left_out():
+    """Twice in a row they did not reach one another: the younger is treated as a lost host, and the reason names both."""
+    story = sever(wide(2), "1", "2").stand_still(5.0)
+    text = "gpu2 and gpu1 do not reach one another; gpu2 is left out, as it is younger"
+    host = story.world.hosts["gpu2"]
+    assert (host.phase, host.reason, host.retry_at) == (HostPhase.LOST, text, story.now + 5.0)
+    assert story.last(m.StopAgent) == m.StopAgent("gpu2")
+    assert story.records("host-unreachable") == [f"gpu2: {text}; tried again in 5 s"]
+    assert story.records("world-broken") == [f"host gpu2 was lost ({text})"]
+    story.answer()
+    assert (story.names, story.world.stage) == (["gpu1/0#1"], Stage.RUNNING)
+
+
+def test_one_direction_is_enough():
+    """A packet filter that lets one way through: they cannot train together."""
+    story = wide(2)
+    story.cut.add(("gpu1", "10.0.0.2"))
+    story.stand_still(5.0)
+    assert story.world.hosts["gpu2"].phase is HostPhase.LOST
+
+
+def test_once_is_not_enough():
+    """One round failed, the next did not: that was a hiccup."""
+    story = sever(wide(2), "1", "2")
+    story.send(m.StoodStill(story.world.epoch, 5.0))
+    first = [e for e in story.answers if isinstance(e, m.Probed)]
+    story.answers.clear()
+    story.cut.clear()
+    story.send(*first)
+    assert len([e for e in story.answers if isinstance(e, m.Probed)]) == 2, "asked again at once"
+    story.answer()
+    assert story.world.hosts["gpu2"].phase is HostPhase.UP
+    sever(story, "1", "2")
+    story.send(m.StoodStill(story.world.epoch, 6.0))
+    story.send(*[e for e in story.answers if isinstance(e, m.Probed)])
+    assert story.world.hosts["gpu2"].phase is HostPhase.UP, "it is counted anew"
+
+
+def test_the_host_with_fewer_workers_is_left_out():
+    """Less is lost with it."""
+    story = Story(min=1)
+    story.add("gpu1:1", "10.0.0.1").answer().add("gpu2:2", "10.0.0.2").answer().run().commit(3).answer()
+    sever(story, "1", "2").stand_still(5.0)
+    assert story.world.hosts["gpu1"].reason.endswith("gpu1 is left out, as it has fewer workers")
+    assert story.world.hosts["gpu2"].phase is HostPhase.UP
+
+
+def test_the_host_that_reaches_fewest_is_left_out():
+    """One that reaches nobody leaves, though it is the oldest."""
+    story = wide(4)
+    for other in "234":
+        sever(story, "1", other)
+    story.stand_still(5.0)
+    text = "gpu1 and gpu2, gpu3, gpu4 do not reach one another; gpu1 is left out, as it reaches 0 of 3 hosts"
+    assert story.world.hosts["gpu1"].reason == text
+    assert [name for name, host in story.world.hosts.items() if host.phase is HostPhase.UP] == ["gpu2", "gpu3", "gpu4"]
+
+
+def test_a_network_in_two_halves_keeps_the_older_half():
+    """As many leave as must, in one break."""
+    story = wide(4)
+    for one, other in (("1", "3"), ("1", "4"), ("2", "3"), ("2", "4")):
+        sever(story, one, other)
+    story.stand_still(5.0)
+    assert [name for name, host in story.world.hosts.items() if host.phase is HostPhase.UP] == ["gpu1", "gpu2"]
+    assert story.world.resets == 1
+
+
+def test_a_host_that_does_not_answer_is_not_cut_off():
+    """The driver does not hear it either: its silence is told in another way, and this round says nothing of it."""
+    story = sever(wide(2), "1", "2")
+    story.mute.add("gpu2")
+    for _ in range(4):
+        story.stand_still(5.0).wait(5.0)
+    assert story.world.hosts["gpu2"].phase is HostPhase.UP
+    assert deadline(story.world, story.now) > story.now
+
+
+def test_a_host_that_was_left_out_is_probed_with_whom_it_did_not_reach():
+    """It comes back after its cooldown, and is not admitted by other partners than those it was cut off from."""
+    story = sever(wide(5), "2", "4").stand_still(5.0)
+    assert story.world.hosts["gpu4"].phase is HostPhase.LOST
+    story.answer().wait(5.0).hear(m.AgentReady)
+    assert story.world.probing["gpu4"].partners == ("gpu5", "gpu1", "gpu2")
+    story.answer()
+    assert story.world.hosts["gpu4"].reason == "reaches the driver but not its peers (gpu2 at 10.0.0.2)"
+    story.cut.clear()
+    story.quiet(10.0)
+    assert story.world.hosts["gpu4"].phase is HostPhase.UP
+    assert len(story.names) == 5
+
+
+def test_going_on_does_not_hinder_a_round_that_has_begun():
+    """Commits go on while hosts are probed: nothing is broken by an answer that says all is well."""
+    story = wide(2)
+    story.send(m.StoodStill(story.world.epoch, 3.0), m.WentOn(story.world.epoch))
+    story.answer()
+    assert (story.world.stage, story.world.mesh.pairs) == (Stage.RUNNING, frozenset())
+
+
+def test_a_host_lost_in_the_middle_of_a_round_is_only_lost():
+    """Its answers do not come any more, the others' say nothing of it, and the round ends."""
+    story = sever(wide(3), "1", "3")
+    story.send(m.StoodStill(story.world.epoch, 3.0))
+    story.lose_host("gpu3", "its machine is gone").answer().wait(5.0)
+    assert story.world.hosts["gpu3"].reason == "its machine is gone"
+    assert story.records("host-unreachable") == []
+    assert [host.phase for name, host in story.world.hosts.items() if name != "gpu3"] == [HostPhase.UP] * 2
+
+
+def test_connections_that_break_though_all_live_are_the_networks():
+    """Two hosts are cut off before they have formed a world: not the program is to blame, and one of the two leaves."""
+    story = wide(3)
+    sever(story, "2", "3")
+    for _ in range(5):
+        if story.world.hosts["gpu3"].phase is not HostPhase.UP:
+            break
+        for w in ("gpu2/0#1", "gpu3/0#1"):
+            story.raised(w, "RuntimeError: connection reset", intact=False)
+        story.wait(1.0)
+        story.answer(lambda e: not isinstance(e, m.WorkerFormed) or e.worker.host == "gpu1")
+    assert story.world.active, story.job.reason
+    assert story.world.hosts["gpu3"].reason.startswith("gpu3 and gpu2 do not reach one another")
+    story.answer().wait(2.0)
+    story.answer()
+    assert story.names == ["gpu1/0#1", "gpu2/0#1"]
+
+
+def test_a_program_that_breaks_its_connections_is_to_blame_in_a_wide_cluster_too():
+    """The network was asked and is well: after three breaks at one commit the job ends with the program's error."""
+    story = wide(2)
+    for _ in range(4):  # the first of them at another commit
+        story.raised("gpu1/0#1", "RuntimeError: I closed it", intact=False)
+        story.wait(1.0)
+        story.answer()
+    assert story.job.outcome == "failed"
+    assert "I closed it (3 times in a row, and no worker had died)" in story.job.reason
+
+
+# ---- a host's silence is not its workers' ----
+
+
+def test_a_silent_host_is_named_once():
+    """Nothing is heard of a host and its workers: the driver says the host first, and the workers' news finds nobody."""
+    story = training("a:1", "b:2")
+    quiet = "nothing heard of it for 2 s"
+    mark = story.mark()
+    story.send(m.AgentLost("b", quiet), *(m.WorkerFroze(wid(w), quiet) for w in ("b/0#1", "b/1#1")))
+    assert story.commands(m.Record, mark) == [
+        m.Record("host-lost", f"b: {quiet}; tried again in 5 s", host="b"),
+        m.Record("world-broken", f"host b was lost ({quiet})", epoch=1),
+    ]
+    assert story.world.resets == 1
+    assert [slot.strikes for slot in story.world.hosts["b"].slots] == [0, 0]
+
+
+def test_a_silent_worker_of_a_host_that_is_heard_is_named():
+    """Its process is stopped: the worker is to blame, and its host stays."""
+    story = training("a:1", "b:2")
+    story.send(m.WorkerFroze(wid("b/0#1"), "nothing heard of it for 2 s"))
+    assert story.records("world-broken") == ["b/0#1 froze (nothing heard of it for 2 s)"]
+    assert story.world.hosts["b"].phase is HostPhase.UP
+    assert story.world.workers[wid("b/1#1")].state is WorkerState.RUNNING
