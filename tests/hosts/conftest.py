@@ -1,13 +1,21 @@
-"""Machines for the tests, of which nothing is left afterwards."""
+"""Machines and clusters for the tests, of which nothing is left afterwards."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 
+import nbelastic as nbe
 from tests.hosts.network import Network, missing
+from tests.hosts.observing import LONG, nothing_left
+from tests.process import programs
+from tests.process.observing import Training, alive, ours, until
+
+ROOT = Path(__file__).parents[2]  # workers import `tests` from here
 
 
 @pytest.fixture
@@ -19,3 +27,45 @@ def network(monkeypatch: pytest.MonkeyPatch) -> Iterator[Network]:
     with Network(3) as started:
         monkeypatch.setenv("PATH", started.path, prepend=os.pathsep)
         yield started
+
+
+@pytest.fixture
+def temporary(network: Network) -> Path:
+    """Where agents and workers have their temporary files: on all hosts the same folder, of this test alone."""
+    folder = network.folder / "tmp"
+    folder.mkdir()
+    return folder
+
+
+@pytest.fixture
+def make(network: Network, temporary: Path, tmp_path: Path) -> Iterator[Callable[..., nbe.Cluster]]:
+    """Start clusters on the network's hosts; they are stopped at the end, and nothing of them is left on any host."""
+    started: list[nbe.Cluster] = []
+    pids: set[int] = set()
+
+    def start(hosts: str | None = "h1:1,h2:1", **options: Any) -> nbe.Cluster:
+        options = {"cooldown": (0, 0), "log_dir": tmp_path / f"logs{len(started)}", "cwd": ROOT, **options}
+        options["env"] = {"TMPDIR": str(temporary), **options.get("env", {})}
+        wait = options.pop("wait", True)
+        cluster = nbe.Cluster(hosts, **options)
+        started.append(cluster)
+        cluster.start(wait=wait, timeout=LONG)
+        return cluster
+
+    yield start
+    for cluster in started:
+        pids |= ours(cluster)
+        cluster.stop()
+    network.heal()
+    until(lambda: not [pid for pid in pids if alive(pid)], LONG, "all processes to end")
+    nothing_left(network, temporary)
+
+
+@pytest.fixture
+def trains(make: Callable[..., nbe.Cluster], tmp_path: Path) -> Callable[..., Training]:
+    """Start a cluster and train on it: `trains("h1:1,h2:1", min=1)`."""
+
+    def start(hosts: str = "h1:1,h2:1", program: Any = programs.train, kwargs: Any = None, **options: Any) -> Training:
+        return Training(make(hosts, **options), tmp_path / "steps", program, **(kwargs or {}))
+
+    return start

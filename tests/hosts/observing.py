@@ -1,0 +1,75 @@
+"""What the tests see of clusters on several hosts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+import nbelastic as nbe
+from tests.hosts.network import DRIVER, Network
+from tests.process.observing import Training, until
+
+LONG = 60.0  # seconds: hosts start in five of them where the processors have nothing else to do
+
+
+def strays(network: Network) -> dict[int, str]:
+    """What runs on the hosts beside their SSH servers: process -> its command line."""
+    found = {}
+    for name, host in network.hosts.items():
+        if name == DRIVER:
+            continue
+        file = host.folder / "sshd.pid"
+        server = int(file.read_text()) if file.exists() else 0
+        for pid in network.processes(name) - {server}:
+            try:
+                found[pid] = " ".join(psutil.Process(pid).cmdline())
+            except psutil.NoSuchProcess:
+                continue
+    return found
+
+
+def nothing_left(network: Network, temporary: Path, timeout: float = LONG) -> None:
+    """No process on any host, and of our files there only logs. (A killed process's multiprocessing leaves its `pymp-…`.)"""
+    until(lambda: not strays(network), timeout, f"nothing to be left: {strays(network)}")
+    for path in temporary.rglob("*"):
+        python_s_own = path.relative_to(temporary).parts[0].startswith("pymp-")
+        logs = path.parent.name == "logs" or path.suffix in {".out", ".err"}
+        assert python_s_own or path.is_dir() or logs, path
+        assert not path.name.startswith(("run-", "new-")), path
+
+
+def texts(cluster: nbe.Cluster, kind: str, host: str = "") -> list[str]:
+    """Of the events of this kind (and host) their texts."""
+    return [event.text for event in cluster.events if event.kind == kind and (not host or event.host == host)]
+
+
+def reasons(cluster: nbe.Cluster) -> dict[str, str]:
+    return {host.name: host.reason for host in cluster.hosts}
+
+
+def phases(cluster: nbe.Cluster) -> dict[str, str]:
+    return {host.name: host.phase for host in cluster.hosts}
+
+
+def agent_of(worker: Any) -> psutil.Process:
+    """The agent of a worker: worker, template, agent."""
+    return psutil.Process(worker.pid).parent().parent()
+
+
+def on(training: Training, host: str) -> Any:
+    """The one worker on a host."""
+    (worker,) = [w for w in training.cluster.workers if w.host == host]
+    return worker
+
+
+def goes_on(training: Training, steps: int = 20) -> None:
+    """The training makes these many steps more."""
+    last = training.lines()[-1]["step"]
+    until(
+        lambda: training.job.done() or training.lines()[-1]["step"] >= last + steps,
+        LONG,
+        f"{steps} steps more; {training.cluster.status().reason}",
+    )
+    assert not training.job.done(), training.job.exception()
