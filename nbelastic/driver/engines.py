@@ -123,6 +123,8 @@ class Engines:
         except ipp.error.EngineError:
             return  # the engine died: its agent tells of that
         except ipp.RemoteError as error:  # outside the program: its value or the program itself cannot be sent
+            if error.ename == "EngineError":  # the same death, as the hub tells it
+                return
             outcome = ("error", f"{error.ename}: {error.evalue}", str(error.traceback))
         except Exception as error:  # noqa: BLE001  (a value that cannot be unpickled here is the program's error)
             outcome = ("error", f"the result cannot be read here: {type(error).__name__}: {error}", "")

@@ -8,11 +8,9 @@ import sysconfig
 import threading
 from types import FrameType
 
-import nbelastic
-
 _NOT_THE_USERS = (
     *{sysconfig.get_path(kind) + os.sep for kind in ("stdlib", "platstdlib", "purelib", "platlib")},
-    os.path.dirname(nbelastic.__file__) + os.sep,
+    os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep,  # nbelastic
     "<frozen",
 )
 
