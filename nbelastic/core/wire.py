@@ -38,6 +38,13 @@ class AgentSample(Message):
     workers: dict[str, tuple[float, int]]
 
 
+class AgentGoodbye(Message):
+    """It was told to end by somebody else than the driver: a batch system, an administrator, a shutdown."""
+
+    host: str
+    reason: str
+
+
 class WorkerHello(Message):
     worker: WorkerId
     pid: int
@@ -149,7 +156,7 @@ class Quit(Message):
     own: bool = False
 
 
-FromAgent = AgentHello | AgentSample | m.Probed | m.WorkerStarted | m.WorkerExited | m.WorkerFroze
+FromAgent = AgentHello | AgentSample | AgentGoodbye | m.Probed | m.WorkerStarted | m.WorkerExited | m.WorkerFroze
 FromWorker = (
     WorkerHello
     | m.WorkerReady

@@ -251,6 +251,9 @@ class Driver:
                 problem = versions.difference(message.versions, versions.here())
                 ready = m.AgentReady(message.host, message.pid, message.addresses, message.port, problem)
                 self._inbox.put_nowait(ready)
+            case wire.AgentGoodbye(host=host, reason=reason):
+                self.fleet.kill_agent(host)
+                self._inbox.put_nowait(m.AgentLost(host, reason))
             case wire.AgentSample(host=host, cpu=cpu, memory=memory, workers=workers):
                 self.fleet.live.host_samples[host] = (cpu, memory)
                 self.fleet.live.worker_samples.update(workers)

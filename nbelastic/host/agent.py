@@ -84,7 +84,7 @@ class Agent:
         self._link = Spoke(config.driver, config.keys, peer, wire.ToAgent, self._receive, heartbeat=config.heartbeat)
 
     def run(self) -> None:
-        signal.signal(signal.SIGTERM, lambda *_: self._end())
+        signal.signal(signal.SIGTERM, lambda *_: self._take_leave())
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         with contextlib.ExitStack() as at_end:
             self._settle(at_end)
@@ -180,7 +180,9 @@ class Agent:
         self._inbox.append(message)
         os.eventfd_write(self._wake, 1)
 
-    def _end(self) -> None:
+    def _take_leave(self) -> None:
+        """Say so first: those who train with its workers need not wait for silence."""
+        self._link.send(wire.AgentGoodbye(self._config.host, "its agent was told to end (SIGTERM)"))
         self._done = True
         os.eventfd_write(self._wake, 1)
 

@@ -101,6 +101,19 @@ def test_many_deaths_in_a_row(trains):
     assert lost == [f"{victim.id} died (SIGKILL)" for victim in victims]
 
 
+def test_an_agent_is_told_to_end(trains):
+    """SIGTERM to an agent, as a batch system sends it at a job's end: the host is lost at once, and with it its processes."""
+    training = trains("localhost:1,127.0.0.2:1", min=1, max=2)
+    victim = next(worker for worker in training.runs(2) if worker.host == "127.0.0.2")
+    agent = psutil.Process(victim.pid).parent().parent()
+    os.kill(agent.pid, signal.SIGTERM)
+    until(lambda: events(training, "host-lost"))
+    assert "told to end (SIGTERM)" in events(training, "host-lost")[0].text
+    until(lambda: not alive(victim.pid) and not alive(agent.pid))
+    training.runs(2)
+    assert len(training.finish()) == 2
+
+
 @pytest.mark.parametrize("which", [0, 1])
 def test_a_stopped_process_is_replaced_and_does_not_come_back(trains, which):
     """SIGSTOP: the others go on without it. Continued later, it is no ghost: it is gone."""
