@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -29,6 +29,7 @@ class Ahead:
         self._lock = threading.RLock()  # the link's thread and the main thread both change what follows
         self._thread = _thread()
         self._aborted_at = 0.0  # since when the present group has been aborted
+        self._peers: Collection[str] = ()  # the addresses of the present world's members
         self.offer: Offer | None = None
         self.group: Group | None = None
 
@@ -43,9 +44,20 @@ class Ahead:
             self._thread.shutdown(wait=False, cancel_futures=True)
             self._thread = _thread()
 
-    def make_offer(self, then: Callable[[str], object]) -> None:
-        """A store, and word of where it is."""
-        self.run(lambda: then(self._make_offer().endpoint))
+    def make_offer(self, peers: Collection[str], then: Callable[[str], object]) -> None:
+        """A store, and word of where it is. Until it is needed only `peers`, members now, can connect to it."""
+
+        def make() -> None:
+            self._peers = peers
+            offer = self._make_offer()
+            offer.admit_only(peers)
+            then(offer.endpoint)
+
+        self.run(make)
+
+    def _narrow(self) -> None:
+        if self.offer is not None:
+            self.offer.admit_only(self._peers)
 
     def move(self, address: str) -> None:
         """Stores are offered at this address from now on; the one that lies ready is not."""
@@ -56,9 +68,10 @@ class Ahead:
         self.run(discard)
 
     def take_offer(self) -> Offer:
-        """The store, made now if there is none."""
+        """The store, made now if there is none. All can connect, before anybody is told to."""
         self._make_way()
         offer: Offer = self.run(self._make_offer).result()
+        offer.admit_all()
         self.offer = None
         return offer
 
@@ -104,6 +117,7 @@ class Ahead:
         if group.settled:
             self.group = None
             self.run(group.drop)
+            self.run(self._narrow)
         elif now - self._aborted_at > PATIENCE:
             self._make_way()
         return self.group is None

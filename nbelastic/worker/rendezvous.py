@@ -13,8 +13,9 @@ import select
 import socket
 import sys
 import threading
+import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import Future, wait
 from datetime import timedelta
 from typing import Any
@@ -25,6 +26,7 @@ from torch.distributed import PrefixStore, TCPStore
 
 from nbelastic.core.messages import STUCK
 from nbelastic.core.wire import Formation
+from nbelastic.worker.admission import admit_all, admit_only, listeners, peers
 
 LOOK = 0.02  # seconds between looks at whether to go on waiting for a group
 TIMEOUT = timedelta(minutes=30)  # of a collective: a rank may well evaluate for long; aborts do not wait for it
@@ -58,9 +60,27 @@ class Offer:
         listener.listen(1024)
         port = listener.getsockname()[1]
         self.endpoint = f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
+        self._listener = listener.detach()  # the store's own from now on, and open for as long as that is there
         self.store = TCPStore(
-            address, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach(), timeout=TIMEOUT
+            address, port, is_master=True, wait_for_workers=False, master_listen_fd=self._listener, timeout=TIMEOUT
         )
+        _offers.add(self)
+
+    def admit_all(self) -> None:
+        """Who comes to form a group may come from a host that was not there when this was offered."""
+        admit_all(self._listener)
+
+    def admit_only(self, addresses: Iterable[str]) -> None:
+        """Nobody else is to change what is in it."""
+        admit_only(self._listener, addresses)
+
+    @staticmethod
+    def listeners() -> set[int]:
+        """Those of all stores in this process."""
+        return {offer._listener for offer in _offers}
+
+
+_offers: weakref.WeakSet[Offer] = weakref.WeakSet()
 
 
 class _Opening:
@@ -98,6 +118,7 @@ class Group:
         self.subgroups: Any = None  # made on demand
         self._aborting: threading.Thread | None = None
         self._made: Any = None  # gloo's half, if it was prepared
+        self.peers: Collection[str] = ()  # the addresses of the other members, once it is formed
         self.settled = True  # no thread prepares it
         self._given_up = False
 
@@ -114,7 +135,7 @@ class Group:
             raise ValueError("it was given up")
         prefix = PrefixStore("prepared", store)
         self._made = dist.ProcessGroupGloo(prefix, formation.rank, formation.world_size, timeout=TIMEOUT)
-        self._reach = _Opened(opening.targets())
+        self._complete(opening)
 
     def form(
         self,
@@ -139,6 +160,7 @@ class Group:
             while not wait((connecting,), LOOK).done:
                 waiting()
             connecting.result()
+        offer.admit_only(self.peers if offer is self._offer else ())
 
     def _take_over(self, formation: Formation, made: Any) -> None:
         """What was prepared becomes torch's default group: init_process_group is given it where it would make one."""
@@ -153,13 +175,23 @@ class Group:
         self._reach = opening = _Opening(_sockets())
         self._open_store(formation, offer)
         self._init(formation)
-        self._reach = _Opened(opening.targets())
+        self._complete(opening)
+
+    def _complete(self, opening: _Opening) -> None:
+        """All connections stand, and strangers have no business here any more. The store may get more from members."""
+        sockets = opening.targets()
+        self._reach = _Opened(sockets)
+        self.peers = peers(sockets.values())
+        if self._offer is not None:
+            self._offer.admit_only(self.peers)
+        _close_doors(sockets.values())
 
     def _open_store(self, formation: Formation, offer: Offer | None) -> Any:
         """A client of rank 0's store. On rank 0 too: the server's own client must outlive an abort of this group."""
         if formation.rank == 0:
             if offer is None or offer.endpoint != formation.store:
                 raise ValueError("the store that was offered is not there any more")
+            offer.admit_all()
             self._offer = offer
         host, _, port = formation.store.rpartition(":")
         client = TCPStore(host.strip("[]"), int(port), is_master=False, wait_for_workers=False, timeout=TIMEOUT)
@@ -219,6 +251,7 @@ class Group:
             yield
         finally:
             self._reach = _Opened(opening.targets())
+            _close_doors(self._reach.sockets.values())
 
     def intact(self) -> bool:
         """Whether every connection of the formed group still stands: then no collective failed for a peer's sake."""
@@ -277,6 +310,14 @@ def collectives() -> int:
         for group in dist.distributed_c10d._world.pg_map
         for kind in {str(kind.type) for kind in group._device_types}
     )
+
+
+def _close_doors(descriptors: Iterable[int]) -> None:
+    """Gloo makes a listener for each group, and no use of it once all members are connected."""
+    if os.environ.get("TORCH_GLOO_LAZY_INIT"):  # then they connect whenever they first need to
+        return
+    for fd in set(listeners(descriptors)) - Offer.listeners():
+        admit_only(fd, ())
 
 
 def _sockets() -> dict[str, int]:

@@ -184,8 +184,8 @@ class Session:
     def _offer_store(self) -> None:
         """For the epoch after this one, beside the training."""
         if self.group is not None:
-            epoch = self.group.epoch
-            self._ahead.make_offer(lambda store: self.link.send(m.StoreOffered(self.worker, epoch, store)))
+            epoch, peers = self.group.epoch, self.group.peers
+            self._ahead.make_offer(peers, lambda store: self.link.send(m.StoreOffered(self.worker, epoch, store)))
 
     def _listen(self) -> None:
         """Read what came, wait at the commit that was promised not to be passed, leave at the one that was agreed."""

@@ -105,7 +105,7 @@ def works():
 def prepare(ahead, epoch, size=1):
     """What `Ahead` says of an attempt to prepare this epoch, as rank 0."""
     offers, said = [], []
-    ahead.make_offer(offers.append)
+    ahead.make_offer({"127.0.0.1"}, offers.append)
     ahead.run(lambda: None).result()
     where = Formation(epoch, 0, size, 0, size, 0, 1, offers[0], 0, (), (("a", size),))
     ahead.prepare(where, torch.device("cpu"), "gloo", said.append)
