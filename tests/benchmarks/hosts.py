@@ -1,0 +1,134 @@
+"""Hosts by ssh: how fast they start, join, are missed: `python -m tests.benchmarks.hosts [--json FILE] [--quick]`.
+
+The hosts are network namespaces of this machine with an OpenSSH server each (`tests.hosts.network`; needs root). They
+share its cores, so a start of eight costs eight times the CPU of one here, which it would not on eight machines.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+
+import nbelastic as nbe
+from tests.benchmarks import programs
+from tests.benchmarks.recovery import show, steps_in, wait_until
+from tests.hosts.network import Network
+
+ROOT = Path(__file__).parents[2]  # workers import the programs from here
+LONG = 120.0
+
+
+@contextmanager
+def machines(count: int) -> Iterator[Network]:
+    with Network(count) as network:
+        before = os.environ["PATH"]
+        os.environ["PATH"] = f"{network.path}:{before}"
+        try:
+            yield network
+        finally:
+            os.environ["PATH"] = before
+
+
+def start(rounds: int) -> dict[str, list[float]]:
+    """Seconds from start() to all workers ready on one host and on eight, in turn; and the CPU seconds that it took."""
+    found: dict[str, list[float]] = {"one": [], "eight": [], "ratio": [], "one, cpu s": [], "eight, cpu s": []}
+    with machines(8):
+        for _ in range(rounds):
+            for name, count in (("one", 1), ("eight", 8)):
+                hosts = ",".join(f"h{number}:1" for number in range(1, count + 1))
+                began, used = time.monotonic(), sum(psutil.cpu_times()[:3])
+                with nbe.Cluster(hosts, min=count, cwd=ROOT):
+                    found[name].append(time.monotonic() - began)
+                    found[f"{name}, cpu s"].append(sum(psutil.cpu_times()[:3]) - used)
+            found["ratio"].append(found["eight"][-1] / found["one"][-1])
+    return found
+
+
+def discovered(rounds: int) -> dict[str, list[float]]:
+    """A host appears in the discovery script's answer while two others train: seconds until each thing has happened."""
+    found: dict[str, list[float]] = {"discover": [], "start": [], "join": [], "all": []}
+    with machines(3), tempfile.TemporaryDirectory() as folder:
+        listed, script = Path(folder) / "hosts.txt", Path(folder) / "hosts.sh"
+        listed.write_text("h1:1\nh2:1\n")
+        script.write_text(f"#!/bin/sh\ncat {listed}\n")
+        script.chmod(0o755)
+        with nbe.Cluster(discovery=str(script), min=1, cooldown=(0, 0), cwd=ROOT) as cluster:
+            job = cluster.run(programs.record_steps, folder, 10**9)
+            for _ in range(rounds):
+                cluster.wait(2, timeout=LONG)
+                seen, edited = len(cluster.events), time.time()
+                listed.write_text("h1:1\nh2:1\nh3:1\n")
+                cluster.wait(3, timeout=LONG)
+                news = {event.kind: event.time for event in reversed(cluster.events[seen:])}
+                found["discover"].append(news["host-added"] - edited)
+                found["start"].append(news["change-planned"] - news["host-added"])
+                found["join"].append(news["world-formed"] - news["change-planned"])
+                found["all"].append(news["world-formed"] - edited)
+                listed.write_text("h1:1\nh2:1\n")
+                wait_until(lambda: len(cluster.hosts) == 2, LONG)
+            job.stop()
+            job.wait(timeout=20)
+    return found
+
+
+def missed(rounds: int, fault: str, silence: float) -> dict[str, list[float]]:
+    """One of three hosts (two workers each) is killed, or cut off: seconds until the others make their next step."""
+    struck: list[float] = []
+    found: dict[str, list[float]] = {"next": [], "lost": []}
+    options = {"min": 1, "silence": silence, "cooldown": (0, 0), "cwd": ROOT}
+    with machines(3) as network, tempfile.TemporaryDirectory() as folder:
+        with nbe.Cluster("h1:2,h2:2,h3:2", **options) as cluster:
+            job = cluster.run(programs.record_steps, folder, 10**9)
+            for number in range(rounds):
+                cluster.wait(6, timeout=LONG)
+                time.sleep(1)
+                victim = f"h{number % 3 + 1}"  # rank 0's among them
+                struck.append(time.time())
+                getattr(network, fault)(victim)
+                wait_until(lambda name=victim: all(w.host != name for w in cluster.workers), LONG)
+                wait_until(lambda: cluster.status().phase == "running", LONG)
+                time.sleep(0.5)
+                network.reboot(victim)
+            job.stop()
+            job.wait(timeout=20)
+        steps = steps_in(folder)
+    for at in struck:
+        before = max(step["step"] for step in steps if step["t"] <= at)
+        after = next(step for step in steps if step["t"] > at and step["world"] < 6)
+        found["next"].append(after["t"] - at)
+        found["lost"].append(max(0.0, before - (after["step"] - 1)))
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", type=Path, help="write all values to this file")
+    parser.add_argument("--quick", action="store_true", help="a third of the rounds")
+    parser.add_argument("--only", nargs="*", default=[], help="only these cases")
+    options = parser.parse_args()
+    rounds = (lambda count: max(2, count // 3)) if options.quick else int
+    cases: dict[str, Callable[[], dict[str, list[float]]]] = {
+        "start": lambda: start(rounds(5)),
+        "discovered": lambda: discovered(rounds(10)),
+        "killed": lambda: missed(rounds(15), "kill", 10.0),
+        "cut off": lambda: missed(rounds(12), "cut", 2.0),
+    }
+    results = {}
+    for name, case in cases.items():
+        if not options.only or name in options.only:
+            results[name] = case()
+            show(name, results[name])
+    if options.json:
+        options.json.write_text(json.dumps(results, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
