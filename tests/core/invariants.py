@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import pairwise
 
+from nbelastic.core import addresses
 from nbelastic.core import messages as m
+from nbelastic.core.networks import wide
 from nbelastic.core.world import HostPhase, Stage, WorkerState, World
 
 
@@ -62,10 +64,42 @@ def faults(before: World, world: World, commands: tuple[m.Command, ...], now: fl
     wanted = world.limits.wanted
     if len(alive) - len(world.stopped) - len(world.leaving) > wanted and not world.failed and not world.stopping:
         yield f"{len(alive)} workers live, {wanted} are wanted"
+    yield from _faults_of_networks(world, now)
+    yield from _faults_of_standing_still(world)
     for command in commands:
         yield from _faults_of(command, before, world, now)
     if world.stage is Stage.FORMING and (world.order is None or world.order.members[0].host == ""):
         yield "a world forms without an order"
+
+
+def _faults_of_networks(world: World, now: float) -> Iterator[str]:
+    is_wide = wide(world)
+    for name, host in world.hosts.items():
+        there = host.phase in (HostPhase.UP, HostPhase.DRAINING) and not world.stopping
+        if there and host.addresses and host.address not in [i.address for i in host.addresses]:
+            yield f"{name} is used at {host.address!r}, which is none of its addresses"
+        if there and is_wide and addresses.is_loopback(host.address) and addresses.outward(host):
+            yield f"{name} is on {host.address} though others are on other machines"
+        if there and host.agreed and host.address not in host.agreed:
+            yield f"{name} is at {host.address}, where not all have reached it"
+    for name, admission in world.probing.items():
+        host = world.hosts.get(name)
+        if host is None or host.phase is not HostPhase.STARTING or "probed with" not in host.reason:
+            yield f"{name} is probed, but does not wait for that"
+        if now >= admission.until or not admission.awaited:
+            yield f"{name} waits for probes that are over"
+        if not all(partner in world.hosts for partner in admission.partners):
+            yield f"{name} is probed with hosts that have gone: {admission.partners}"
+
+
+def _faults_of_standing_still(world: World) -> Iterator[str]:
+    still = world.still
+    if still is not None and (still.epoch != world.epoch or still.text not in world.reason):
+        yield "a world stands still and does not say so, or another one does"
+    explained = still.behind.keys() if still is not None else set()
+    told = {w for w, worker in world.workers.items() if worker.reason} - world.failed - world.stopped
+    if told - explained:
+        yield f"{told - explained} are said to be behind, and are not"
 
 
 def _faults_of(command: m.Command, before: World, world: World, now: float) -> Iterator[str]:
@@ -79,6 +113,9 @@ def _faults_of(command: m.Command, before: World, world: World, now: float) -> I
                 yield f"a world of {len(members)}, outside [{world.limits.min}, {world.limits.max}]"
             if (command != world.plan and members != world.members) or not set(members) <= set(world.workers):
                 yield "the order names others than the members"
+            phases = {world.hosts[w.host].phase for w in members}
+            if not phases <= {HostPhase.UP, HostPhase.DRAINING}:
+                yield f"a member is on a host that was not admitted: {phases}"
             hosts = [w.host for w in members]
             if sum(a != b for a, b in pairwise(hosts)) != len(set(hosts)) - 1:
                 yield f"ranks are not packed by host: {hosts}"
@@ -91,6 +128,10 @@ def _faults_of(command: m.Command, before: World, world: World, now: float) -> I
                 yield f"rank {root} has not the newest state: {claims}"
             if not to and any(c != claims[root] and r not in receivers for r, c in enumerate(claims)):
                 yield f"somebody with an old state receives none: {claims}, {receivers}"
+        case m.PrepareWorld(order=order):
+            host = world.hosts[order.members[0].host]
+            if host.moved_at and addresses.address_of(order.store) != host.address:
+                yield f"an epoch is prepared at {order.store}, but its host is at {host.address} now"
         case m.StartWorker(worker=w):
             host = before.hosts.get(w.host) or world.hosts[w.host]
             if w in before.workers or world.hosts[w.host].phase is not HostPhase.UP:

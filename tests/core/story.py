@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from nbelastic.core import messages as m
+from nbelastic.core.addresses import STORE_PATIENCE, address_of
 from nbelastic.core.membership import deadline, step
 from nbelastic.core.placement import parse_host
 from nbelastic.core.world import Limits, Stage, WorkerState, World
@@ -55,6 +56,8 @@ class Story:
         self.addresses: dict[str, tuple[str, ...]] = {}  # of hosts that have any, in their order of preference
         self.homes: dict[str, str] = {}  # where their workers' stores are
         self.cut: set[tuple[str, str]] = set()  # (host, address): what it does not reach
+        self.stores: dict[m.WorkerId, str] = {}  # what each has offered last
+        self.prepared: set[int] = set()  # epochs
         self.mute: set[str] = set()  # hosts whose agents answer no probes
         for host in hosts:
             self.add(host)
@@ -72,7 +75,25 @@ class Story:
             for command in commands:
                 self._obey(command)
             check(before, self.world, commands, self.now)
+            self._check_stores(event, commands)
         return commands
+
+    def _check_stores(self, event: m.Event, commands: tuple[m.Command, ...]) -> None:
+        """No world is formed with a store that its host has left behind while somebody has offered a new one."""
+        for w in self.world.workers.keys() & {getattr(event, "worker", None)}:
+            if isinstance(event, m.WorkerReady | m.StoreOffered):
+                self.stores[w] = event.store
+        for order in commands:
+            host = self.world.hosts[order.members[0].host] if isinstance(order, m.FormWorld) else None
+            if host is None or order.to or not host.moved_at or address_of(order.store) == host.address:
+                continue
+            if order.epoch in self.prepared:
+                continue
+            assert self.now >= host.moved_at + STORE_PATIENCE, f"{order.store} was left for {host.address}"
+            hosts = {w: self.world.hosts[w.host] for w in order.members}
+            fresh = [w for w, h in hosts.items() if not h.moved_at or address_of(self.stores[w]) == h.address]
+            assert not fresh, f"{order.store} was left for {host.address}; {fresh} have offered others"
+        self.prepared |= {order.order.epoch for order in commands if isinstance(order, m.PrepareWorld)}
 
     def answer(self, which: Callable[[m.Event], bool] = lambda _: True, limit: int = 100_000) -> Story:
         """Hand in the fakes' answers, first come first served, until there are none (of those that `which` picks)."""

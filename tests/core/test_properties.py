@@ -15,6 +15,13 @@ from nbelastic.core.world import HostPhase, Stage
 from tests.core.story import IN_TIME, Story
 
 HOSTS = ("a", "b", "c")
+LOOPBACK, HERE = "127.0.0.1", "10.0.0.1"
+NETWORKS = (  # of the hosts a, b and c: their addresses
+    {},
+    {"a": (LOOPBACK, HERE), "b": ("127.0.0.2", HERE), "c": ("127.0.0.3", HERE)},
+    {"a": (LOOPBACK, HERE, "10.1.0.1"), "b": ("127.0.0.2", HERE, "10.1.0.1"), "c": ("10.0.0.3", "10.1.0.3")},
+    {"a": ("10.0.0.1", "10.1.0.1"), "b": ("10.0.0.2", "10.1.0.2"), "c": ("10.0.0.3", "10.1.0.3")},
+)
 CODES = (-9, -11, 0, 1, 3, m.STUCK)
 
 
@@ -27,12 +34,21 @@ class AnyStory(RuleBasedStateMachine):
         spares=st.integers(0, 1),
         reset_limit=st.sampled_from([None, None, None, 3]),
         cooldown=st.sampled_from([(0.0, 0.0), (5.0, 300.0), (1.0, 2.0)]),
+        stall=st.sampled_from([None, None, 2.0]),
+        network=st.sampled_from(NETWORKS),
     )
-    def begin(self, low, room, spares, reset_limit, cooldown):
+    def begin(self, low, room, spares, reset_limit, cooldown, stall, network):
         high = None if room is None else low + room
         self.story = Story(
-            min=low, max=high, spares=spares, reset_limit=reset_limit, cooldown=cooldown, elastic_timeout=1000.0
+            min=low,
+            max=high,
+            spares=spares,
+            reset_limit=reset_limit,
+            cooldown=cooldown,
+            elastic_timeout=1000.0,
+            stall=stall,
         )
+        self.story.addresses = dict(network)
         self.jobs = 0
         self.story.add("a:2").add("b:1")
         self.calm()
@@ -142,6 +158,92 @@ class AnyStory(RuleBasedStateMachine):
             story.add(f"{host}:{slots}")
         story.answer(lambda e: not (isinstance(e, missing) and e.worker in members))
 
+    # ---- networks, and standing still ----
+
+    @precondition(lambda self: self.story.addresses)
+    @rule(one=st.sampled_from(HOSTS), other=st.sampled_from(HOSTS), back=st.booleans(), data=st.data())
+    def sever(self, one, other, back, data):
+        """One host reaches another no longer, or at some addresses only; perhaps the other way too."""
+        assume(one != other)
+        known = self.story.addresses
+        gone = data.draw(st.sets(st.sampled_from(sorted(known[other])), min_size=1))
+        self.story.cut |= {(one, address) for address in gone}
+        if back:
+            self.story.cut |= {(other, address) for address in known[one]}
+
+    @precondition(lambda self: self.story.addresses)
+    @rule(host=st.sampled_from(HOSTS))
+    def fall_silent(self, host):
+        """Its agent answers no probes; when there are some, it does again."""
+        self.story.mute ^= {host}
+
+    @precondition(lambda self: self.story.cut or self.story.mute)
+    @rule()
+    def mend(self):
+        self.story.cut.clear()
+        self.story.mute.clear()
+
+    @precondition(lambda self: any(isinstance(e, m.Probed) for e in self.story.answers))
+    @rule(data=st.data())
+    def lose_an_answer(self, data):
+        probed = [e for e in self.story.answers if isinstance(e, m.Probed)]
+        self.story.answers.remove(data.draw(st.sampled_from(probed)))
+
+    @rule(host=st.sampled_from(HOSTS), slots=st.integers(1, 3))
+    def lose_and_find_again(self, host, slots):
+        """A host is lost and added: it is a newcomer, and its agent is heard, but not yet what it was asked."""
+        if host in self.story.world.hosts:
+            self.story.lose_host(host)
+        self.story.add(f"{host}:{slots}").hear(m.AgentReady)
+
+    @precondition(lambda self: self.story.world.stage is Stage.RUNNING and self.story.addresses)
+    @rule(back=st.booleans(), heard=st.integers(0, 12), data=st.data())
+    def come_apart(self, back, heard, data):
+        """Two hosts of the world reach one another no longer, and so it stands still; some of the answers are heard."""
+        story = self.story
+        hosts = sorted({w.host for w in story.world.members})
+        assume(len(hosts) > 1)
+        one, other = data.draw(st.permutations(hosts))[:2]
+        story.cut |= {(one, address) for address in story.addresses[other]}
+        if back:
+            story.cut |= {(other, address) for address in story.addresses[one]}
+        story.send(m.StoodStill(story.world.epoch, 3.0))
+        for _ in range(heard):
+            answer = next((e for e in story.answers if isinstance(e, m.WorkerAt | m.Probed)), None)
+            if answer is None:
+                return
+            story.answers.remove(answer)
+            story.send(answer)
+
+    @precondition(lambda self: self.story.world.stage in (Stage.RUNNING, Stage.ASKED, Stage.LEAVING))
+    @rule(seconds=st.sampled_from([0.0, 1.0, 3.0]), data=st.data())
+    def fall_behind(self, seconds, data):
+        """All but one wait in a collective, and say so twice."""
+        story = self.story
+        slow = data.draw(st.sampled_from(sorted(story.world.members)))
+        for w in story.world.ranked - {slow}:
+            story.fakes[w].begun += 1
+        for past in (0.0, seconds):
+            story.wait(past)
+            story.stand_still(3.0 + past)
+
+    @precondition(lambda self: any(isinstance(e, m.AgentReady) for e in self.story.answers))
+    @rule()
+    def refuse_an_agent(self):
+        hello = [e for e in self.story.answers if isinstance(e, m.AgentReady)]
+        self.story.answers.remove(hello[0])
+        self.story.send(m.AgentReady(hello[0].host, 1, problem="another version"))
+
+    @rule(late=st.sampled_from([0, 0, 0, 1]), seconds=st.sampled_from([3.0, 30.0]), answered=st.booleans())
+    def stand_still(self, late, seconds, answered):
+        self.story.send(m.StoodStill(self.story.world.epoch - late, seconds))
+        if answered:
+            self.story.answer(lambda e: isinstance(e, m.WorkerAt | m.Probed))
+
+    @rule(late=st.sampled_from([0, 0, 1]))
+    def go_on(self, late):
+        self.story.send(m.WentOn(self.story.world.epoch - late))
+
     # ---- words and time ----
 
     @precondition(lambda self: self.story.answers)
@@ -208,9 +310,11 @@ class AnyStory(RuleBasedStateMachine):
         if not hasattr(self, "story"):
             return
         story = self.story
+        story.cut.clear()
+        story.mute.clear()
         for name in [name for name in story.world.hosts if story.world.hosts[name].phase is not HostPhase.DRAINING]:
             story.add(f"{name}:{story.world.hosts[name].spec.slots}")  # pardoned
-        story.quiet(20.0)
+        story.quiet(40.0)
         world = story.world
         assert deadline(world, story.now) > story.now
         self._at_peace()
@@ -224,6 +328,8 @@ class AnyStory(RuleBasedStateMachine):
         job, limits = world.active, world.limits
         assert not world.suspects
         assert not world.stopped, "who was told to end has ended"
+        assert not world.probing
+        assert all(host.phase in (HostPhase.UP, HostPhase.DRAINING) for host in world.hosts.values())
         if job is None:
             assert all(not fake.job for fake in story.fakes.values()), "a program of no job runs on"
             return
@@ -272,6 +378,10 @@ class AnyStory(RuleBasedStateMachine):
 
 DOUBLED = (
     m.AgentReady,
+    m.Probed,
+    m.StoodStill,
+    m.WentOn,
+    m.WorkerAt,
     m.WorkerStarted,
     m.WorkerRegistered,
     m.WorkerExited,
