@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from nbelastic.core import messages as m
 from nbelastic.core.membership import deadline
@@ -189,3 +191,95 @@ def test_a_lost_host_comes_back_with_new_workers():
     before = story.world
     story.send(m.WorkerExited(wid("b/0#1"), -9))
     assert story.world == before
+
+
+LIVES = st.sampled_from([0.0, 0.5, 59.9, 60.0, 61.0, 200.0])
+COOLDOWNS = st.sampled_from([(0.0, 0.0), (1.0, 2.0), (5.0, 300.0), (5.0, 5.0)])
+BRIEF = settings(max_examples=150, deadline=None, derandomize=True, database=None)
+
+
+def cooling(strikes: int, cooldown: tuple[float, float]) -> float:
+    """The promise, written down once more: nothing, then the shortest, doubling up to the longest."""
+    low, high = cooldown
+    return min(high, low * 2.0 ** (strikes - 1)) if strikes else 0.0
+
+
+@BRIEF
+@given(lives=st.lists(st.tuples(st.integers(0, 1), LIVES, st.booleans()), max_size=20), cooldown=COOLDOWNS)
+def test_each_slot_has_its_own_strikes(lives, cooldown):
+    """Whatever dies when: each slot cools by its own deaths alone, visibly, until its time; adding the host pardons it."""
+    story = Story("a:2", min=1, cooldown=cooldown).answer()
+    strikes = [0, 0]
+    for index, life, pardoned in lives:
+        story.quiet(max(0.0, story.world.hosts["a"].slots[index].cooling_until - story.now))
+        w = next(w for w in story.world.workers if w.slot == index)
+        story.quiet(life)
+        lived = story.now - story.world.workers[w].since
+        story.kill(str(w))
+        strikes[index] = 1 if lived >= 60.0 else strikes[index] + 1
+        wait = cooling(strikes[index] - 1, cooldown)
+        slot = story.world.hosts["a"].slots[index]
+        assert slot.strikes == strikes[index]
+        assert slot.busy == (not wait)
+        if wait:
+            assert slot.cooling_until == story.now + wait
+            assert f"{w} died (SIGKILL)" in slot.reason
+            assert slot.reason == story.world.hosts["a"].reason
+            assert f"cools for {wait:g} s after {strikes[index]} deaths" in slot.reason
+        if pardoned:
+            story.add("a:2")
+            strikes = [0, 0]
+            assert all(slot.busy and not slot.strikes and not slot.reason for slot in story.world.hosts["a"].slots)
+            assert story.world.hosts["a"].reason == ""
+        story.answer()
+
+
+@BRIEF
+@given(
+    lives=st.lists(st.tuples(LIVES, st.sampled_from(["lost", "refused", "unreachable"]), st.booleans()), max_size=12),
+    cooldown=COOLDOWNS,
+)
+def test_a_hosts_strikes_are_its_own_losses(lives, cooldown):
+    """Lost, refused or unreachable: all count alike, a healthy spell forgives, and adding the host pardons it at once."""
+    story = Story(min=1, cooldown=cooldown).add("a:1", "10.0.0.1").answer().add("b:1", "10.0.0.2").answer()
+    strikes = 0
+    for life, way, pardoned in lives:
+        story.cut.clear()
+        story.quiet(max(0.0, story.world.hosts["b"].retry_at - story.now))
+        assert story.world.hosts["b"].phase is HostPhase.UP, story.world.hosts["b"].reason
+        story.quiet(life)
+        strikes = 1 if story.now - story.world.hosts["b"].since >= 60.0 else strikes + 1
+        story.lose_host("b", "its machine is gone")
+        if way != "lost":  # and when it is tried again, it is of no use
+            story.wait(story.world.hosts["b"].retry_at - story.now)
+            strikes += 1
+            if way == "refused":
+                story.answers.clear()
+                story.send(m.AgentReady("b", 1, problem="another version"))
+            else:
+                story.cut.add(("b", "10.0.0.1"))
+                story.answer()
+        host = story.world.hosts["b"]
+        assert (host.phase, host.strikes) == (HostPhase.LOST, strikes)
+        assert host.retry_at == story.now + max(1.0, cooling(strikes, cooldown))
+        assert host_cooling_until(host, story.now) == host.retry_at
+        expected = {"lost": "its machine is gone", "refused": "another version", "unreachable": "not its peers"}
+        assert expected[way] in host.reason
+        if pardoned:
+            story.cut.clear()
+            story.add("b:1")
+            strikes = 0
+            assert story.world.hosts["b"].phase is HostPhase.STARTING, "it is tried at once"
+            assert (story.world.hosts["b"].strikes, story.world.hosts["b"].reason) == (0, "")
+            story.answer()
+
+
+def test_adding_a_host_that_was_left_out_pardons_it():
+    """`%elastic_add` of an unreachable host probes it again at once, and not after its cooldown."""
+    story = Story(min=1).add("a:1", "10.0.0.1").answer()
+    story.cut.add(("b", "10.0.0.1"))
+    story.add("b:1", "10.0.0.2").answer()
+    assert story.world.hosts["b"].phase is HostPhase.LOST
+    story.cut.clear()
+    story.add("b:1").answer()
+    assert story.alive("b") == ["b/0#1"]
