@@ -19,7 +19,7 @@ from nbelastic.core.world import Stage, Still, World
 Commands = list[m.Command]
 AT_WORK = frozenset((Stage.RUNNING, Stage.PREPARING, Stage.ASKED, Stage.LEAVING))
 NAMED = 3  # of many that are behind
-LEFT = (1 << 62, 1 << 62)  # how far who has left as agreed is: nobody waits for it
+LEFT = (1 << 62, 1 << 62)  # how far those are who have left as agreed: they wait for all others
 
 
 def heard(world: World, event: m.StoodStill | m.WorkerAt | m.WentOn, now: float, out: Commands) -> World:
@@ -83,19 +83,19 @@ def _stood_still(world: World, event: m.StoodStill, now: float, out: Commands) -
 
 def _judge(world: World, still: Still, now: float, out: Commands) -> World:
     """Who is where, in words; and who has been behind for too long."""
-    at = {w: still.where[w] for w in world.members if w in still.where}
+    inside = [w for w in world.members if world.stage is not Stage.LEAVING or w in world.awaiting]
+    at = {w: still.where[w] for w in inside if w in still.where}
     age = f"{still.seconds:.0f} s"
     if not at:
         return replace(world, still=replace(still, text=f"no commit for {age}"))
-    left = world.ranked - world.awaiting if world.stage is Stage.LEAVING else frozenset()
-    far = {w: LEFT if w in left else (a.begun, a.commit) for w, a in at.items()}
-    least, most = min(far.values()), max(far.values())
+    far = {w: (a.begun, a.commit) for w, a in at.items()}
+    least, most = min(far.values()), max(far.values()) if len(inside) == len(world.members) else LEFT
     slow = [w for w in at if far[w] == least != most]
     before = still.behind
     behind = {w: before[w] if w in before and before[w][0] == far[w] else (far[w], now) for w in slow}
     if not slow:
         world = _tell(world, dict.fromkeys(before, ""))
-        text = f"no commit for {age}; {_where(world, at)}"
+        text = f"no commit for {age}; {_where(world, inside, at)}"
         return replace(world, still=replace(still, text=text, behind=behind))
     words = {w: f"{age} behind at commit {at[w].commit}" + (f", in {at[w].place}" * bool(at[w].place)) for w in slow}
     world = _tell(world, dict.fromkeys(before, "") | words)
@@ -116,15 +116,15 @@ def _record(
     return replace(still, told=still.told.union(news))
 
 
-def _where(world: World, at: dict[m.WorkerId, m.WorkerAt]) -> str:
+def _where(world: World, inside: list[m.WorkerId], at: dict[m.WorkerId, m.WorkerAt]) -> str:
     """Where members are that are equally far."""
     places = {a.place for a in at.values()}
     commit = max(a.commit for a in at.values())
-    if len(at) == len(world.members) and len(places) == 1:
+    if len(at) == len(inside) and len(places) == 1:
         where = f", in {places.pop()}" if all(places) else ""
         return f"all ranks are at commit {commit}{where}"
     parts = [f"{_rank(world, w)} is in {a.place}" for w, a in at.items() if a.place][:2]
-    unheard = [w for w in world.members if w not in at]
+    unheard = [w for w in inside if w not in at]
     parts += [f"{_rank(world, unheard[0])} has not said where it is"] if unheard else []
     return ", ".join(parts) or f"all ranks are at commit {commit}"
 

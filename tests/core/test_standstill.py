@@ -194,6 +194,16 @@ def test_who_has_left_as_agreed_is_not_behind():
     story = training(min=2).add("d:1")
     story.answer(lambda e: not (isinstance(e, m.WorkerReady) and e.worker == wid("c/0#1")))
     story.answers.clear()
+    story.silent |= {wid("a/0#1"), wid("b/0#1")}
+    rounds(story)
+    assert "rank 2 (c/0#1) is 4 s behind" in story.world.reason
+
+
+def test_who_has_left_and_counts_nothing_is_not_behind_either():
+    """It answers, but from no epoch."""
+    story = training(min=2).add("d:1")
+    story.answer(lambda e: not (isinstance(e, m.WorkerReady) and e.worker == wid("c/0#1")))
+    story.answers.clear()
     for w in ("a/0#1", "b/0#1"):
         story.fakes[wid(w)].begun = 0
     story.stand_still(5.0)
