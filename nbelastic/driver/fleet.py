@@ -62,6 +62,7 @@ class _Held:
         self.agent: Agent | None = None
         self.here = ""  # this machine's address towards a host that is not local
         self.slots = 0  # of a local one
+        self.move: wire.Rehome | None = None  # where its workers are since they no longer are where it began
         self.launching: asyncio.Task[None] | None = None
 
     def kill(self) -> None:
@@ -156,6 +157,8 @@ class Fleet:
             self._to_agent(command.host, probe)
             return
         move = wire.Rehome(command.address, command.interface)
+        if command.host in self._held:
+            self._held[command.host].move = move
         self._to_agent(command.host, move)
         self.to_workers([w for w in workers if w.host == command.host], move)
 
@@ -255,6 +258,9 @@ class Fleet:
     def hello(self, w: m.WorkerId, engine: str) -> None:
         """A worker says which engine it is."""
         self._engine_of[w], self._worker_of[engine] = engine, w
+        held = self._held.get(w.host)
+        if held is not None and held.move is not None:  # it may have come between its fork and its first word
+            self._hub.send(f"worker/{w}", held.move)
         self._begin_setup(w)
 
     def _engine_registered(self, engine: str) -> None:
