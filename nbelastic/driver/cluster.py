@@ -295,7 +295,8 @@ class Cluster:
         def there(driver: Driver) -> Status | None:
             active = driver.world.active
             if active is None:
-                return driver.status if driver.ready_workers() == world else None
+                submitted = bool(self._jobs) and not self._jobs[-1].done()  # and not begun yet
+                return driver.status if driver.ready_workers() == world and not submitted else None
             return driver.status if driver.world.phase == "running" and driver.status.world_size == world else None
 
         return self._wait(there, timeout, f"a world of {world}")
