@@ -1,0 +1,76 @@
+"""Hosts whose networks are not all alike: dead interfaces, several of them, IPv6 only, and peers out of reach."""
+
+import re
+
+from tests.hosts.observing import LONG, goes_on, phases, reasons, texts
+from tests.process.observing import until
+
+
+def addresses(cluster):
+    return {host.name: host.address for host in cluster.hosts}
+
+
+def test_dead_interfaces_are_not_used(network, trains):
+    """Each host has an interface that is up and leads nowhere, before or after the one that works: they train together."""
+    network.add("h4", "h5", dead="docker")  # both have the same address there
+    dead = "link add name later type veth peer name nowhere\nlink set nowhere up\naddr add 172.28.0.1/24 dev later\nlink set later up\n"
+    network.run("h1", "ip", "-batch", "-", input=dead)
+    training = trains("h4:1,h5:1,h1:1", min=3)
+    training.runs(3, timeout=LONG)
+    assert addresses(training.cluster) == {name: network[name].address for name in ("h4", "h5", "h1")}
+    assert len(training.finish(timeout=LONG)) == 3
+
+
+def test_hosts_meet_where_they_reach_each_other(network, trains):
+    """On the interface by which they reach the driver they do not reach one another: they train by their second one."""
+    network.add("h4", "h5", second=True)
+    for host, peer in (("h4", "h5"), ("h5", "h4")):
+        network.run(host, "ip", "neigh", "replace", network[peer].address, "lladdr", "02:6e:62:65:ff:fe", "dev", "eth0")
+    training = trains("h4:1,h5:1", min=2)
+    training.runs(2, timeout=LONG)
+    assert addresses(training.cluster) == {name: network[name].second_address for name in ("h4", "h5")}
+    assert len(training.finish(timeout=LONG)) == 2
+
+
+def test_the_user_names_the_interfaces(network, trains):
+    """`nics="eth1"`: hosts that have it train there; one that does not is told so, and left alone."""
+    network.add("h4", "h5", second=True)
+    training = trains("h1:1,h4:1,h5:1", min=2, nics="eth1", cooldown=(60, 60))
+    training.runs(2, timeout=LONG)
+    cluster = training.cluster
+    until(lambda: phases(cluster)["h1"] == "lost", LONG, "h1 to be refused")
+    assert reasons(cluster)["h1"].endswith("there is no network interface eth1 here: it has lo, eth0")
+    assert {name: addresses(cluster)[name] for name in ("h4", "h5")} == {
+        name: network[name].second_address for name in ("h4", "h5")
+    }
+    assert len(training.finish(timeout=LONG)) == 2
+
+
+def test_hosts_that_have_ipv6_only(network, trains):
+    """Given in brackets, or by a name: they train together over IPv6."""
+    for name in ("h1", "h2"):
+        network.run(name, "ip", "-4", "address", "flush", "dev", "eth0")
+    one = network["h1"].address6
+    training = trains(f"[{one}]:1,h2v6:1", min=2)
+    training.runs(2, timeout=LONG)
+    assert addresses(training.cluster) == {one: one, "h2v6": network["h2"].address6}
+    assert len(training.finish(timeout=LONG)) == 2
+
+
+def test_a_newcomer_that_does_not_reach_its_peers(network, trains):
+    """It reaches the driver, but not one of those who train: it is named and left out, they go on; healed, it joins by itself."""
+    training = trains("h1:1,h2:1", min=1, cooldown=(1, 2))
+    training.runs(2, timeout=LONG)
+    cluster = training.cluster
+    network.cut_between("h2", "h3")
+    cluster.add_host("h3:1")
+    (said, *_) = until(lambda: texts(cluster, "host-unreachable", "h3"), LONG, "h3 to be left out")
+    peer = re.escape(f"h2 at {network['h2'].address}")
+    assert re.fullmatch(rf"h3: reaches the driver but not its peers \({peer}\); tried again in [0-9.]+ s", said)
+    goes_on(training)
+    assert training.cluster.status().world_size == 2
+    assert not texts(cluster, "world-broken")
+    network.heal()
+    training.runs(3, timeout=LONG)
+    assert len(training.finish(timeout=LONG)) == 3
+    assert not texts(cluster, "world-broken")
