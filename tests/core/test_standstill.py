@@ -374,6 +374,18 @@ def test_once_is_not_enough():
     assert story.world.hosts["gpu2"].phase is HostPhase.UP, "it is counted anew"
 
 
+def test_an_answer_of_an_earlier_round_is_no_news():
+    """It comes late, doubled, in the middle of the next round: it is not counted there."""
+    story = sever(wide(2), "1", "2")
+    story.send(m.StoodStill(story.world.epoch, 5.0))
+    first = [e for e in story.answers if isinstance(e, m.Probed)]
+    story.send(*first)
+    before = story.world
+    story.send(*first)
+    assert story.world == before
+    assert story.world.hosts["gpu2"].phase is HostPhase.UP
+
+
 def test_the_host_with_fewer_workers_is_left_out():
     """Less is lost with it."""
     story = Story(min=1)
@@ -462,6 +474,19 @@ def test_connections_that_break_though_all_live_are_the_networks():
     story.answer().wait(2.0)
     story.answer()
     assert story.names == ["gpu1/0#1", "gpu2/0#1"]
+
+
+def test_the_program_is_not_blamed_before_the_network_is_known():
+    """The world breaks at one commit faster than hosts can be probed: the job waits for what the probes say."""
+    story = sever(wide(2), "1", "2")
+    for _ in range(4):
+        story.raised("gpu1/0#1", "RuntimeError: connection refused", intact=False)
+        story.wait(0.5).wait(0.5)
+        story.answer(lambda e: not isinstance(e, m.Probed))
+    assert story.world.active, story.job.reason
+    story.answer()
+    assert story.world.hosts["gpu2"].phase is HostPhase.LOST
+    assert story.world.active
 
 
 def test_a_program_that_breaks_its_connections_is_to_blame_in_a_wide_cluster_too():
