@@ -1,0 +1,177 @@
+"""The gate: bytes pass both ways, so many of one address and no more, and it ends with whoever opened it."""
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+
+import psutil
+import pytest
+
+from nbelastic.driver.gate import MOST_OF_A_PEER, Doors, Gate
+from tests.process.observing import alive, until
+
+
+@contextlib.contextmanager
+def echo():
+    """A loopback port where what is sent comes back."""
+
+    def answer(one):
+        with one, contextlib.suppress(OSError):
+            while data := one.recv(1 << 16):
+                one.sendall(data)
+
+    def listen():
+        with contextlib.suppress(OSError):
+            while True:
+                threading.Thread(target=answer, args=(server.accept()[0],), daemon=True).start()
+
+    with socket.create_server(("127.0.0.1", 0), backlog=512) as server:
+        thread = threading.Thread(target=listen, daemon=True)
+        thread.start()
+        yield server.getsockname()[1]
+        server.shutdown(socket.SHUT_RDWR)
+        thread.join()
+
+
+@contextlib.contextmanager
+def opened(port, address="127.0.0.1"):
+    """A gate before this port: the gate, and the address of its door."""
+    one = Gate(address)
+    try:
+        yield one, (address, one.open([port])[port])
+    finally:
+        one.close()
+
+
+def call(door, source=None):
+    return socket.create_connection(door, timeout=20, source_address=(source, 0) if source else None)
+
+
+def comes_back(one, data=b"there"):
+    one.sendall(data)
+    return one.recv(len(data)) == data
+
+
+def refused(one):
+    """Whether the other side has ended it."""
+    try:
+        return one.recv(1) == b""
+    except ConnectionResetError:
+        return True
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "::1"])
+def test_bytes_pass_both_ways(address):
+    """Much more than any buffer holds, unchanged and in order; and the end of one side is the end of the other."""
+    data = os.urandom(1 << 23)
+    with echo() as port, opened(port, address) as (_, door), call(door) as one:
+        sender = threading.Thread(target=one.sendall, args=(data,))
+        sender.start()
+        back = bytearray()
+        while len(back) < len(data):
+            back += one.recv(1 << 16)
+        sender.join()
+        assert back == data
+        one.shutdown(socket.SHUT_WR)
+        assert refused(one)
+
+
+def test_so_many_of_one_address_and_no_more():
+    """Past that the address is refused, another one is not; and who has gone makes room."""
+    with echo() as port, opened(port) as (_, door), contextlib.ExitStack() as stack:
+        ours = [stack.enter_context(call(door, "127.0.0.8")) for _ in range(MOST_OF_A_PEER)]
+        assert all(comes_back(one) for one in ours)
+        for _ in range(20):
+            assert refused(stack.enter_context(call(door, "127.0.0.8")))
+        assert comes_back(stack.enter_context(call(door, "127.0.0.9")))
+        assert all(comes_back(one) for one in ours)
+        for one in ours[:5]:
+            one.close()
+
+        def room():
+            with call(door, "127.0.0.8") as one, contextlib.suppress(OSError):
+                return comes_back(one)
+
+        until(room, what="room for another one")
+
+
+def test_nobody_behind_it():
+    """Where nothing listens any more, a caller is refused, and the gate goes on."""
+    with echo() as port:
+        with opened(port) as (one, door):
+            with call(door) as caller:
+                assert comes_back(caller)
+            other = one.open([1])[1]
+            with call((door[0], other)) as caller:
+                assert refused(caller)
+            with call(door) as caller:
+                assert comes_back(caller)
+
+
+def test_closing_leaves_nothing():
+    """No process, no open door, no descriptor; closing twice is fine."""
+    before = len(os.listdir("/proc/self/fd"))
+    with echo() as port:
+        with opened(port) as (one, door):
+            with call(door) as caller:
+                assert comes_back(caller)
+            (process,) = [child for child in psutil.Process().children() if "driver.gate" in " ".join(child.cmdline())]
+            one.close()
+        assert not alive(process.pid)
+        with pytest.raises(ConnectionRefusedError):
+            call(door)
+    until(lambda: len(os.listdir("/proc/self/fd")) <= before)
+
+
+OPENER = """
+import sys, time
+from nbelastic.driver.gate import Gate
+gate = Gate("127.0.0.1")
+print(gate.open([int(sys.argv[1])]).popitem()[1], gate._processes[0].pid, flush=True)
+time.sleep(1000)
+"""
+
+
+def test_it_ends_with_the_process_that_opened_it():
+    """Also where that was killed."""
+    with echo() as port:
+        with subprocess.Popen([sys.executable, "-c", OPENER, str(port)], stdout=subprocess.PIPE) as opener:
+            door, pid = map(int, opener.stdout.readline().split())
+            with call(("127.0.0.1", door)) as one:
+                assert comes_back(one)
+                opener.send_signal(signal.SIGKILL)
+                until(lambda: not alive(pid), what="the gate to end")
+                assert refused(one)
+
+
+def test_an_address_of_somebody_else():
+    """No gate there, and no process that waits for one."""
+    before = psutil.Process().children()
+    with pytest.raises(OSError, match="assign"):
+        Gate("198.51.100.7").open([1])
+    assert psutil.Process().children() == before
+
+
+def test_doors_for_engines():
+    """ipyparallel's connection information names doors instead of ports; each address has doors of its own, opened once."""
+    doors = Doors()
+    with echo() as port:
+        info = json.dumps({"registration": port, "task": [port, port], "key": "k", "interface": "tcp://127.0.0.1"})
+        try:
+            assert doors.lead_engines("", info) == info
+            first = json.loads(doors.lead_engines("127.0.0.1", info))
+            assert doors.lead_engines("127.0.0.1", info) == json.dumps(first)
+            assert first["interface"] == "tcp://127.0.0.1"
+            assert first["key"] == "k"
+            with call(("127.0.0.1", first["registration"])) as one, call(("127.0.0.1", first["task"][1])) as other:
+                assert comes_back(one)
+                assert comes_back(other)
+            assert doors.lead("::1", f"tcp://127.0.0.1:{port}").startswith("tcp://[::1]:")
+        finally:
+            doors.close()
+    assert not [child for child in psutil.Process().children() if "driver.gate" in " ".join(child.cmdline())]
