@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import multiprocessing as mp
 import os
+import resource
 import sys
 from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
 TEMPLATE = "nbelastic.worker.template"  # by name: host and worker never import one another
+DESCRIPTORS = 65536  # that a process may have open, where the host allows so many; 1024 is the usual limit
 
 
 def main() -> None:
@@ -47,10 +49,16 @@ def _from_stdin() -> tuple[bytes, int]:
 
 
 def _arrange(settings: dict[str, Any]) -> None:
-    """The environment, folder and paths that this process, the template and all workers have."""
+    """The environment, limits, folder and paths that this process, the template and all workers have."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if 0 <= soft < DESCRIPTORS:  # gloo ends a worker that has none left, and strangers' connections take one each
+        most = DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, DESCRIPTORS)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
     os.environ.update(settings["environment"])
     os.environ["NBELASTIC_PRELOAD"] = ",".join(settings["preload"])
     threads = settings["threads"] or str(max(1, (os.cpu_count() or 1) // int(settings["settings"]["slots"])))
+    # torch asks for the name of each address that its stores connect to; a lost answer would cost a new world 5 s.
+    os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:2")
     os.environ["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS") or threads
     if settings["cwd"]:
         try:
