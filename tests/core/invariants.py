@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import pairwise
+from typing import TYPE_CHECKING
 
 from nbelastic.core import addresses
 from nbelastic.core import messages as m
 from nbelastic.core.networks import wide
 from nbelastic.core.world import HostPhase, Stage, WorkerState, World
+
+if TYPE_CHECKING:
+    from tests.core.story import Story
 
 
 def check(before: World, world: World, commands: tuple[m.Command, ...], now: float) -> None:
@@ -100,6 +104,24 @@ def _faults_of_standing_still(world: World) -> Iterator[str]:
     told = {w for w, worker in world.workers.items() if worker.reason} - world.failed - world.stopped
     if told - explained:
         yield f"{told - explained} are said to be behind, and are not"
+
+
+def check_stores(story: Story, event: m.Event, commands: tuple[m.Command, ...]) -> None:
+    """No world is formed with a store that its host has left behind while somebody has offered a new one."""
+    for w in story.world.workers.keys() & {getattr(event, "worker", None)}:
+        if isinstance(event, m.WorkerReady | m.StoreOffered):
+            story.stores[w] = event.store
+    for order in commands:
+        host = story.world.hosts[order.members[0].host] if isinstance(order, m.FormWorld) else None
+        if host is None or order.to or not host.moved_at or addresses.address_of(order.store) == host.address:
+            continue
+        if order.epoch in story.prepared:
+            continue
+        assert story.now >= host.moved_at + addresses.STORE_PATIENCE, f"{order.store} was left for {host.address}"
+        hosts = {w: story.world.hosts[w.host] for w in order.members}
+        fresh = [w for w, h in hosts.items() if not h.moved_at or addresses.address_of(story.stores[w]) == h.address]
+        assert not fresh, f"{order.store} was left for {host.address}; {fresh} have offered others"
+    story.prepared |= {order.order.epoch for order in commands if isinstance(order, m.PrepareWorld)}
 
 
 def _faults_of(command: m.Command, before: World, world: World, now: float) -> Iterator[str]:

@@ -11,11 +11,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from nbelastic.core import messages as m
-from nbelastic.core.addresses import STORE_PATIENCE, address_of
 from nbelastic.core.membership import deadline, step
 from nbelastic.core.placement import parse_host
 from nbelastic.core.world import Limits, Stage, WorkerState, World
-from tests.core.invariants import check
+from tests.core.invariants import check, check_stores
 
 SIGKILL = -9
 IN_TIME = 1e-6
@@ -75,25 +74,8 @@ class Story:
             for command in commands:
                 self._obey(command)
             check(before, self.world, commands, self.now)
-            self._check_stores(event, commands)
+            check_stores(self, event, commands)
         return commands
-
-    def _check_stores(self, event: m.Event, commands: tuple[m.Command, ...]) -> None:
-        """No world is formed with a store that its host has left behind while somebody has offered a new one."""
-        for w in self.world.workers.keys() & {getattr(event, "worker", None)}:
-            if isinstance(event, m.WorkerReady | m.StoreOffered):
-                self.stores[w] = event.store
-        for order in commands:
-            host = self.world.hosts[order.members[0].host] if isinstance(order, m.FormWorld) else None
-            if host is None or order.to or not host.moved_at or address_of(order.store) == host.address:
-                continue
-            if order.epoch in self.prepared:
-                continue
-            assert self.now >= host.moved_at + STORE_PATIENCE, f"{order.store} was left for {host.address}"
-            hosts = {w: self.world.hosts[w.host] for w in order.members}
-            fresh = [w for w, h in hosts.items() if not h.moved_at or address_of(self.stores[w]) == h.address]
-            assert not fresh, f"{order.store} was left for {host.address}; {fresh} have offered others"
-        self.prepared |= {order.order.epoch for order in commands if isinstance(order, m.PrepareWorld)}
 
     def answer(self, which: Callable[[m.Event], bool] = lambda _: True, limit: int = 100_000) -> Story:
         """Hand in the fakes' answers, first come first served, until there are none (of those that `which` picks)."""
@@ -133,9 +115,7 @@ class Story:
         return self
 
     def add(self, host: str, *addresses: str) -> Story:
-        """With `addresses`, its agent will name them."""
-        if addresses:
-            self.addresses[host.partition(":")[0]] = addresses
+        self.addresses |= {host.partition(":")[0]: addresses} if addresses else {}
         self.send(m.HostAdded(parse_host(host, 1), "a test"))
         return self
 
@@ -167,8 +147,7 @@ class Story:
 
     def commit(self, count: int = 1) -> Story:
         """Every member makes commits: the job trains."""
-        for w in self.world.members:
-            fake = self.fakes[w]
+        for w, fake in [(w, self.fakes[w]) for w in self.world.members]:
             fake.commit += count
             fake.steps += count
             fake.begun += count
@@ -205,10 +184,12 @@ class Story:
             self.send(m.WorkerSucceeded(wid(name), fake.epoch))
         return self
 
-    def stand_still(self, seconds: float = 3.0) -> Story:
-        """The driver says that nobody commits; who is asked answers."""
-        self.send(m.StoodStill(self.world.epoch, seconds))
-        return self.answer(lambda e: isinstance(e, m.WorkerAt | m.Probed))
+    def stand_still(self, seconds: float = 3.0, times: int = 1) -> Story:
+        """The driver says that nobody commits, every second; who is asked answers."""
+        for number in range(times):
+            self.send(m.StoodStill(self.world.epoch, seconds + number))
+            self.answer(lambda e: isinstance(e, m.WorkerAt | m.Probed))
+        return self
 
     def hold_back(self, w: m.WorkerId) -> None:
         """If it was about to say that it has left its epoch, it has not got as far as that commit."""
@@ -261,8 +242,7 @@ class Story:
         return [str(w.id) for w in workers if w.state is not WorkerState.STOPPED and w.id.host.startswith(host)]
 
     def mark(self) -> int:
-        """To ask later what was commanded since."""
-        return len(self.said)
+        return len(self.said)  # to ask later what was commanded since
 
     # ---- the fakes ----
 
@@ -272,14 +252,11 @@ class Story:
                 self.answers.append(self._hello(host.name))
             case m.Probe(host=prober, target=target, addresses=tried, number=number):
                 reached = tuple(address for address in tried if (prober, address) not in self.cut)
-                if prober not in self.mute:
-                    self.answers.append(m.Probed(prober, target, reached, number))
+                self.answers += [m.Probed(prober, target, reached, number)] if prober not in self.mute else []
             case m.Rehome(host=name, address=address):
                 self._rehome(name, address)
             case m.Look(epoch=epoch, members=members):
-                for w in members:
-                    fake = self.fakes[w]
-                    self._unsay(w, m.WorkerAt)
+                for w, fake in [(w, self.fakes[w]) for w in members]:
                     self._say(w, m.WorkerAt(w, epoch, fake.commit, fake.begun, fake.place))
             case m.StopAgent(host=name):
                 for w in [w for w in self.fakes if w.host == name]:
@@ -330,11 +307,11 @@ class Story:
                 pass
 
     def _hello(self, name: str) -> m.AgentReady:
-        addresses = self.addresses.get(name, ())
-        if not addresses:
+        if name not in self.addresses:
             return m.AgentReady(name, 1)
-        self.homes[name] = addresses[0]
-        interfaces = (m.Interface("lo" if a.startswith("127.") else f"eth{i}", a) for i, a in enumerate(addresses))
+        self.homes[name] = self.addresses[name][0]
+        named = enumerate(self.addresses[name])
+        interfaces = [m.Interface("lo" if a.startswith("127.") else f"eth{i}", a) for i, a in named]
         return m.AgentReady(name, 1, tuple(interfaces), 4711)
 
     def store(self, w: m.WorkerId, epoch: int) -> str:
@@ -342,8 +319,9 @@ class Story:
 
     def _rehome(self, name: str, address: str) -> None:
         self.homes[name] = address
-        for w in [w for w, fake in self.fakes.items() if w.host == name and fake.job and not fake.returned]:
-            fake = self.fakes[w]
+        for w, fake in self.fakes.items():
+            if w.host != name or not fake.job or fake.returned:
+                continue
             if not fake.epoch:
                 self._say_ready(w)
             elif fake.offered:

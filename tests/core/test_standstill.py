@@ -1,11 +1,10 @@
-"""A running world in which nobody commits: who is behind, who is cut off, and what is done about it."""
+"""A running world in which nobody commits: who is behind, and what is done about it."""
 
 from __future__ import annotations
 
 import pytest
 
 from nbelastic.core import messages as m
-from nbelastic.core.membership import deadline
 from nbelastic.core.world import HostPhase, Stage, WorkerState
 from tests.core.story import Story, wid
 
@@ -18,32 +17,11 @@ def training(*hosts: str, **limits) -> Story:
     return story
 
 
-def wide(count: int, slots: int = 1, **limits) -> Story:
-    """The same on gpu1, gpu2, … with a network between them."""
-    story = Story(**{"min": 1, **limits})
-    for number in range(1, count + 1):
-        story.add(f"gpu{number}:{slots}", f"10.0.0.{number}")
-        story.answer()
-    return story.run().commit(3).answer()
-
-
 def behind(story: Story, worker: str, place: str = "train.py:88 in load") -> Story:
     """It has not begun the collective that the others wait in."""
     fake = story.fakes[wid(worker)]
     fake.begun -= 1
     fake.place = place
-    return story
-
-
-def sever(story: Story, one: str, other: str) -> Story:
-    """No packet passes between these hosts (given by their numbers), either way."""
-    story.cut |= {(f"gpu{one}", f"10.0.0.{other}"), (f"gpu{other}", f"10.0.0.{one}")}
-    return story
-
-
-def rounds(story: Story, count: int = 2) -> Story:
-    for number in range(count):
-        story.stand_still(3.0 + number)
     return story
 
 
@@ -64,7 +42,7 @@ def test_members_are_asked_where_they_are():
 
 def test_on_one_machine_no_network_is_probed():
     """Processes of one machine reach one another."""
-    story = rounds(training())
+    story = training().stand_still(times=2)
     assert story.commands(m.Probe) == []
 
 
@@ -138,7 +116,7 @@ def test_who_does_not_answer_is_named():
     """After a second in which the others have answered, the reason names the one that has not."""
     story = training()
     story.silent.add(wid("b/0#1"))
-    rounds(story)
+    story.stand_still(times=2)
     assert "rank 1 (b/0#1) has not said where it is" in story.world.reason
 
 
@@ -195,7 +173,7 @@ def test_who_has_left_as_agreed_is_not_behind():
     story.answer(lambda e: not (isinstance(e, m.WorkerReady) and e.worker == wid("c/0#1")))
     story.answers.clear()
     story.silent |= {wid("a/0#1"), wid("b/0#1")}
-    rounds(story)
+    story.stand_still(times=2)
     assert "rank 2 (c/0#1) is 4 s behind" in story.world.reason
 
 
@@ -299,205 +277,6 @@ def test_all_that_stalled_are_replaced_in_one_break():
     story.send(m.StoodStill(story.world.epoch, 35.0))
     assert len(story.commands(m.StopWorker)) == 2
     assert story.world.resets == 1
-
-
-# ---- who is cut off ----
-
-
-def test_hosts_of_a_world_that_stands_still_probe_one_another():
-    """Each pair, both ways, at the present address; one round at a time."""
-    story = wide(3)
-    mark = story.mark()
-    story.send(m.StoodStill(story.world.epoch, 3.0), m.StoodStill(story.world.epoch, 4.0))
-    probes = story.commands(m.Probe, mark)
-    assert {(p.host, p.target) for p in probes} == {
-        (f"gpu{a}", f"gpu{b}") for a in (1, 2, 3) for b in (1, 2, 3) if a != b
-    }
-    assert len(probes) == 6
-    assert {p.addresses for p in probes if p.target == "gpu2"} == {("10.0.0.2",)}
-    story.answer()
-    story.stand_still(5.0)
-    assert len(story.commands(m.Probe, mark)) == 12
-
-
-def test_many_hosts_are_not_all_probed_with_one_another():
-    """Of ten hosts, neighbours in a ring and rank 0's with all: 17 pairs, not 45."""
-    story = wide(10)
-    mark = story.mark()
-    story.send(m.StoodStill(story.world.epoch, 3.0))
-    pairs = {frozenset((p.host, p.target)) for p in story.commands(m.Probe, mark)}
-    assert len(pairs) == 17
-
-
-def test_all_that_reach_one_another_stay():
-    """The network is well: nobody is left out, however long they stand still."""
-    story = rounds(wide(3), 10)
-    assert story.world.stage is Stage.RUNNING
-    assert story.records("host-unreachable") == []
-
-
-def test_the_younger_of_two_hosts_that_are_cut_off_is_left_out():
-    """Twice in a row they did not reach one another: the younger is treated as a lost host, and the reason names both."""
-    story = sever(wide(2), "1", "2").stand_still(5.0)
-    text = "gpu2 and gpu1 do not reach one another; gpu2 is left out, as it is younger"
-    host = story.world.hosts["gpu2"]
-    assert (host.phase, host.reason, host.retry_at) == (HostPhase.LOST, text, story.now + 5.0)
-    assert story.last(m.StopAgent) == m.StopAgent("gpu2")
-    assert story.records("host-unreachable") == [f"gpu2: {text}; tried again in 5 s"]
-    assert story.records("world-broken") == [f"host gpu2 was lost ({text})"]
-    story.answer()
-    assert (story.names, story.world.stage) == (["gpu1/0#1"], Stage.RUNNING)
-
-
-def test_one_direction_is_enough():
-    """A packet filter that lets one way through: they cannot train together."""
-    story = wide(2)
-    story.cut.add(("gpu1", "10.0.0.2"))
-    story.stand_still(5.0)
-    assert story.world.hosts["gpu2"].phase is HostPhase.LOST
-
-
-def test_once_is_not_enough():
-    """One round failed, the next did not: that was a hiccup."""
-    story = sever(wide(2), "1", "2")
-    story.send(m.StoodStill(story.world.epoch, 5.0))
-    first = [e for e in story.answers if isinstance(e, m.Probed)]
-    story.answers.clear()
-    story.cut.clear()
-    story.send(*first)
-    assert len([e for e in story.answers if isinstance(e, m.Probed)]) == 2, "asked again at once"
-    story.answer()
-    assert story.world.hosts["gpu2"].phase is HostPhase.UP
-    sever(story, "1", "2")
-    story.send(m.StoodStill(story.world.epoch, 6.0))
-    story.send(*[e for e in story.answers if isinstance(e, m.Probed)])
-    assert story.world.hosts["gpu2"].phase is HostPhase.UP, "it is counted anew"
-
-
-def test_an_answer_of_an_earlier_round_is_no_news():
-    """It comes late, doubled, in the middle of the next round: it is not counted there."""
-    story = sever(wide(2), "1", "2")
-    story.send(m.StoodStill(story.world.epoch, 5.0))
-    first = [e for e in story.answers if isinstance(e, m.Probed)]
-    story.send(*first)
-    before = story.world
-    story.send(*first)
-    assert story.world == before
-    assert story.world.hosts["gpu2"].phase is HostPhase.UP
-
-
-def test_the_host_with_fewer_workers_is_left_out():
-    """Less is lost with it."""
-    story = Story(min=1)
-    story.add("gpu1:1", "10.0.0.1").answer().add("gpu2:2", "10.0.0.2").answer().run().commit(3).answer()
-    sever(story, "1", "2").stand_still(5.0)
-    assert story.world.hosts["gpu1"].reason.endswith("gpu1 is left out, as it has fewer workers")
-    assert story.world.hosts["gpu2"].phase is HostPhase.UP
-
-
-def test_the_host_that_reaches_fewest_is_left_out():
-    """One that reaches nobody leaves, though it is the oldest."""
-    story = wide(4)
-    for other in "234":
-        sever(story, "1", other)
-    story.stand_still(5.0)
-    text = "gpu1 and gpu2, gpu3, gpu4 do not reach one another; gpu1 is left out, as it reaches 0 of 3 hosts"
-    assert story.world.hosts["gpu1"].reason == text
-    assert [name for name, host in story.world.hosts.items() if host.phase is HostPhase.UP] == ["gpu2", "gpu3", "gpu4"]
-
-
-def test_a_network_in_two_halves_keeps_the_older_half():
-    """As many leave as must, in one break."""
-    story = wide(4)
-    for one, other in (("1", "3"), ("1", "4"), ("2", "3"), ("2", "4")):
-        sever(story, one, other)
-    story.stand_still(5.0)
-    assert [name for name, host in story.world.hosts.items() if host.phase is HostPhase.UP] == ["gpu1", "gpu2"]
-    assert story.world.resets == 1
-
-
-def test_a_host_that_does_not_answer_is_not_cut_off():
-    """The driver does not hear it either: its silence is told in another way, and this round says nothing of it."""
-    story = sever(wide(2), "1", "2")
-    story.mute.add("gpu2")
-    for _ in range(4):
-        story.stand_still(5.0).wait(5.0)
-    assert story.world.hosts["gpu2"].phase is HostPhase.UP
-    assert deadline(story.world, story.now) > story.now
-
-
-def test_a_host_that_was_left_out_is_probed_with_whom_it_did_not_reach():
-    """It comes back after its cooldown, and is not admitted by other partners than those it was cut off from."""
-    story = sever(wide(5), "2", "4").stand_still(5.0)
-    assert story.world.hosts["gpu4"].phase is HostPhase.LOST
-    story.answer().wait(5.0).hear(m.AgentReady)
-    assert story.world.probing["gpu4"].partners == ("gpu5", "gpu1", "gpu2")
-    story.answer()
-    assert story.world.hosts["gpu4"].reason == "reaches the driver but not its peers (gpu2 at 10.0.0.2)"
-    story.cut.clear()
-    story.quiet(10.0)
-    assert story.world.hosts["gpu4"].phase is HostPhase.UP
-    assert len(story.names) == 5
-
-
-def test_going_on_does_not_hinder_a_round_that_has_begun():
-    """Commits go on while hosts are probed: nothing is broken by an answer that says all is well."""
-    story = wide(2)
-    story.send(m.StoodStill(story.world.epoch, 3.0), m.WentOn(story.world.epoch))
-    story.answer()
-    assert (story.world.stage, story.world.mesh.pairs) == (Stage.RUNNING, frozenset())
-
-
-def test_a_host_lost_in_the_middle_of_a_round_is_only_lost():
-    """Its answers do not come any more, the others' say nothing of it, and the round ends."""
-    story = sever(wide(3), "1", "3")
-    story.send(m.StoodStill(story.world.epoch, 3.0))
-    story.lose_host("gpu3", "its machine is gone").answer().wait(5.0)
-    assert story.world.hosts["gpu3"].reason == "its machine is gone"
-    assert story.records("host-unreachable") == []
-    assert [host.phase for name, host in story.world.hosts.items() if name != "gpu3"] == [HostPhase.UP] * 2
-
-
-def test_connections_that_break_though_all_live_are_the_networks():
-    """Two hosts are cut off before they have formed a world: not the program is to blame, and one of the two leaves."""
-    story = wide(3)
-    sever(story, "2", "3")
-    for _ in range(5):
-        if story.world.hosts["gpu3"].phase is not HostPhase.UP:
-            break
-        for w in ("gpu2/0#1", "gpu3/0#1"):
-            story.raised(w, "RuntimeError: connection reset", intact=False)
-        story.wait(1.0)
-        story.answer(lambda e: not isinstance(e, m.WorkerFormed) or e.worker.host == "gpu1")
-    assert story.world.active, story.job.reason
-    assert story.world.hosts["gpu3"].reason.startswith("gpu3 and gpu2 do not reach one another")
-    story.answer().wait(2.0)
-    story.answer()
-    assert story.names == ["gpu1/0#1", "gpu2/0#1"]
-
-
-def test_the_program_is_not_blamed_before_the_network_is_known():
-    """The world breaks at one commit faster than hosts can be probed: the job waits for what the probes say."""
-    story = sever(wide(2), "1", "2")
-    for _ in range(4):
-        story.raised("gpu1/0#1", "RuntimeError: connection refused", intact=False)
-        story.wait(0.5).wait(0.5)
-        story.answer(lambda e: not isinstance(e, m.Probed))
-    assert story.world.active, story.job.reason
-    story.answer()
-    assert story.world.hosts["gpu2"].phase is HostPhase.LOST
-    assert story.world.active
-
-
-def test_a_program_that_breaks_its_connections_is_to_blame_in_a_wide_cluster_too():
-    """The network was asked and is well: after three breaks at one commit the job ends with the program's error."""
-    story = wide(2)
-    for _ in range(4):  # the first of them at another commit
-        story.raised("gpu1/0#1", "RuntimeError: I closed it", intact=False)
-        story.wait(1.0)
-        story.answer()
-    assert story.job.outcome == "failed"
-    assert "I closed it (3 times in a row, and no worker had died)" in story.job.reason
 
 
 # ---- a host's silence is not its workers' ----
