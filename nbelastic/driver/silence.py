@@ -28,10 +28,11 @@ class Commits:
         self._told_at = 0.0
 
     def made(self, epoch: int, count: int, now: float) -> None:
+        if (epoch, count) <= self._seen:
+            return
         if epoch != self._seen[0]:
             self._first = (count, now)
-        if (epoch, count) > self._seen:
-            self._seen, self._at = (epoch, count), now
+        self._seen, self._at = (epoch, count), now
 
     def _usual(self) -> float:
         """Seconds from commit to commit in this epoch."""

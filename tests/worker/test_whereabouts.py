@@ -1,0 +1,32 @@
+"""Where the main thread is, as another thread finds it."""
+
+import threading
+
+from nbelastic.worker.whereabouts import whereabouts
+
+
+def ask() -> str:
+    """From another thread, while this one waits in the standard library."""
+    found: list[str] = []
+    thread = threading.Thread(target=lambda: found.append(whereabouts()))
+    thread.start()
+    thread.join()
+    return found[0]
+
+
+def test_the_users_own_line_is_named():
+    """File, line and function of the innermost frame that is no library's: this one waits in `threading`."""
+    place = ask()
+    file, _, rest = place.partition(":")
+    line, _, function = rest.partition(" in ")
+    assert (file, function) == ("test_whereabouts.py", "ask")
+    assert line.isdecimal()
+
+
+def test_code_of_a_cell_is_called_cell():
+    """IPython's file names mean nothing to people."""
+    scope = {"ask": ask, "whereabouts": whereabouts, "threading": threading}
+    source = "found = []\nt = threading.Thread(target=lambda: found.append(whereabouts()))\nt.start()\n\nt.join()\n"
+    exec(compile(source, "/tmp/ipykernel_123/456.py", "exec"), scope)
+    assert scope["found"][0].startswith("cell:")
+    assert " in " not in scope["found"][0]
