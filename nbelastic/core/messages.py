@@ -220,8 +220,8 @@ class WorkerAt(Event):
     """A member's answer to `Look`, from the thread of its link: how far the main thread is.
 
     `commit` is the total since the job's beginning, as people are shown it and as `WorkerReady` has it, and unlike that
-    of `WorkerOffered`. `begun` counts the collectives begun in `epoch`. `place` is the innermost frame of the user's own
-    code, as "train.py:88 in load"; empty if there is none.
+    of `WorkerOffered`. `begun` counts the collectives begun in `epoch` since all have the state. `place` is the innermost
+    frame of the user's own code, as "train.py:88 in load"; empty if there is none.
     """
 
     worker: WorkerId

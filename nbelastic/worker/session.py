@@ -66,6 +66,7 @@ class Session:
         self.commits = 0  # in this epoch
         self.total = 0  # over all epochs
         self.formed_at = 0.0
+        self._ahead_by = 0  # collectives that were begun before training did, in this epoch
         self.attention = False
         self._promise = threading.Lock()  # a commit is counted, or a promise is made not to pass one: not both at once
         self.used = False  # an elastic function has run in this job
@@ -164,6 +165,7 @@ class Session:
 
     def formed(self, took: dict[str, float]) -> None:
         self.formed_at = time.monotonic()
+        self._ahead_by = collectives()  # who sent the state, or got it, has begun more by now than the others
         if self.checkpoints is not None:
             self.checkpoints.begun = True
         self.link.send(m.WorkerFormed(self.worker, self.group.epoch if self.group else 0, took))
@@ -308,7 +310,7 @@ class Session:
         if self.group is None or self.group.epoch != epoch:
             return
         with contextlib.suppress(RuntimeError):  # groups are being made: it will be asked again
-            at = m.WorkerAt(self.worker, epoch, self.total, collectives(), whereabouts())
+            at = m.WorkerAt(self.worker, epoch, self.total, collectives() - self._ahead_by, whereabouts())
             self.link.send(at)
 
     def _prepare(self, formation: wire.Formation) -> None:
