@@ -305,11 +305,17 @@ class _Handover:
 
 def collectives() -> int:
     """How many operations the groups of this process have begun so far: their sequence numbers together."""
-    return sum(
-        group._get_backend(torch.device(kind))._get_sequence_number_for_group()
-        for group in dist.distributed_c10d._world.pg_map
-        for kind in {str(kind.type) for kind in group._device_types}
-    )
+    return sum(_begun(group) for group in dist.distributed_c10d._world.pg_map)
+
+
+def collectives_of_all() -> int:
+    """Those of the default group, in which every rank takes part: who has begun fewer than another is behind it."""
+    return _begun(dist.group.WORLD) if dist.group.WORLD is not None else 0
+
+
+def _begun(group: Any) -> int:
+    kinds = {str(kind.type) for kind in group._device_types}
+    return sum(int(group._get_backend(torch.device(kind))._get_sequence_number_for_group()) for kind in kinds)
 
 
 def _close_doors(descriptors: Iterable[int]) -> None:

@@ -23,7 +23,7 @@ from nbelastic.core.errors import JobStoppedError, NoWorldError
 from nbelastic.link import Keys, Spoke
 from nbelastic.worker.ahead import Ahead
 from nbelastic.worker.boot import set_interface
-from nbelastic.worker.rendezvous import Group, Offer, backend_for, collectives
+from nbelastic.worker.rendezvous import Group, Offer, backend_for, collectives_of_all
 from nbelastic.worker.stuck import Blocked
 from nbelastic.worker.warm import WarmUp
 from nbelastic.worker.whereabouts import whereabouts
@@ -165,7 +165,7 @@ class Session:
 
     def formed(self, took: dict[str, float]) -> None:
         self.formed_at = time.monotonic()
-        self._ahead_by = collectives()  # who sent the state, or got it, has begun more by now than the others
+        self._ahead_by = collectives_of_all()  # who sent the state, or got it, has begun more by now than the others
         if self.checkpoints is not None:
             self.checkpoints.begun = True
         self.link.send(m.WorkerFormed(self.worker, self.group.epoch if self.group else 0, took))
@@ -310,7 +310,7 @@ class Session:
         if self.group is None or self.group.epoch != epoch:
             return
         with contextlib.suppress(RuntimeError):  # groups are being made: it will be asked again
-            at = m.WorkerAt(self.worker, epoch, self.total, collectives() - self._ahead_by, whereabouts())
+            at = m.WorkerAt(self.worker, epoch, self.total, collectives_of_all() - self._ahead_by, whereabouts())
             self.link.send(at)
 
     def _prepare(self, formation: wire.Formation) -> None:
