@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import os
 import shutil
+import stat
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,11 +19,19 @@ _HELD = "run-"  # folders that a process holds by a lock for as long as it lives
 def base() -> Path:
     """Made if it is not there. UsageError if somebody else could have put something into it."""
     path = Path(tempfile.gettempdir()) / f"nbelastic-{os.getuid()}"
-    path.mkdir(mode=0o700, exist_ok=True)
+    with contextlib.suppress(FileExistsError):  # or something else of that name
+        path.mkdir(mode=0o700)
     found = path.lstat()
-    if found.st_uid != os.getuid() or found.st_mode & 0o077 or path.is_symlink():
+    if found.st_uid != os.getuid() or found.st_mode & 0o077 or not stat.S_ISDIR(found.st_mode):
         raise UsageError(f"{path} belongs to somebody else or is open to others: remove it or set TMPDIR.")
     return path
+
+
+def make_private(folder: Path) -> None:
+    """Make it, and those around it that are not there yet, for their owner alone."""
+    if not folder.is_dir():
+        make_private(folder.parent)
+        folder.mkdir(mode=0o700, exist_ok=True)
 
 
 @contextlib.contextmanager

@@ -32,6 +32,7 @@ from nbelastic.driver.run import Call, Cell, Run, checkpoints
 from nbelastic.driver.settings import Settings, check, check_bounds
 from nbelastic.driver.status import EventRecord, HostStatus, Status, WorkerStatus
 from nbelastic.driver.watchers import Watchers
+from nbelastic.folders import make_private
 
 T = TypeVar("T")
 _numbers = itertools.count(1)
@@ -134,7 +135,7 @@ class Cluster:
         self._run_dir.take()
         log_dir = (self._log_dir or self._run_dir.log_dir()).absolute()
         try:
-            log_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+            make_private(log_dir)
             settings = replace(self._settings, log_dir=log_dir)
             driver = Driver(settings)
             driver.start()

@@ -8,6 +8,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from nbelastic.folders import make_private
 from nbelastic.processes import die_with_parent
 
 
@@ -37,7 +38,7 @@ def set_interface(name: str) -> None:
 
 def redirect(log_dir: Path, worker: str) -> None:
     """Point file descriptors 1 and 2 at this worker's own log files, appending: nothing is ever overwritten."""
-    log_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+    make_private(log_dir)
     stem = worker.replace("/", "-").replace("#", "-")
     for fd, ending in ((1, "out"), (2, "err")):
         file = os.open(log_dir / f"{stem}.{ending}", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
