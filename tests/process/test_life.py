@@ -246,3 +246,20 @@ def test_the_environment_does_not_grow_beside_threads(make):
     cluster = make("localhost:1", preload=["tests.process.audit"])
     ((_, out, _, error),) = cluster.execute("from tests.process import audit; print(audit.added)")
     assert (out, error) == ("[]\n", None)
+
+
+LIMITED = """
+import resource, sys
+import nbelastic as nbe
+
+if __name__ == "__main__":
+    resource.setrlimit(resource.RLIMIT_NOFILE, (512, 700))
+    with nbe.Cluster("localhost:1", log_dir=sys.argv[1]) as cluster:
+        print(cluster.run(resource.getrlimit, resource.RLIMIT_NOFILE).result(timeout=60))
+"""
+
+
+def test_workers_may_have_as_many_files_open_as_the_host_allows(tmp_path):
+    """However low the limit is that the notebook was started with."""
+    command = [sys.executable, "-c", LIMITED, str(tmp_path)]
+    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "[(700, 700)]\n"
