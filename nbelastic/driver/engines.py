@@ -16,6 +16,8 @@ from ipyparallel.cluster.launcher import LocalControllerLauncher
 from nbelastic.driver.run import Call, Cell
 
 PROGRAM = "__import__('nbelastic.worker.program', fromlist=['call'])"
+HEARTBEAT = 100  # milliseconds
+LONGER = 10.0  # seconds that ipyparallel waits longer for a silent engine than we do: it would throw its results away
 Outcome = tuple[str, Any, str]
 
 
@@ -41,9 +43,10 @@ class ControllerLauncher(LocalControllerLauncher):  # type: ignore[misc]
 class Engines:
     """The controller and a client. `on_engine(uuid)` is called in the loop's thread when an engine can be spoken to."""
 
-    def __init__(self, profile_dir: str, name: str, on_engine: Callable[[str], None]) -> None:
+    def __init__(self, profile_dir: str, name: str, silence: float, on_engine: Callable[[str], None]) -> None:
         self._profile_dir = profile_dir
         self._name = name
+        self._misses = int((silence + LONGER) * 1000 / HEARTBEAT)
         self._on_engine = on_engine
         self._ids: dict[str, int] = {}  # engine uuid -> ipyparallel's number
         self.client: Any = None
@@ -63,8 +66,8 @@ class Engines:
             controller_args=[
                 "--nodb",  # the hub's record of every message would grow for ever
                 "--usethreads",
-                "--HeartMonitor.period=100",  # an engine counts only after a heartbeat
-                "--HeartMonitor.max_heartmonitor_misses=100",
+                f"--HeartMonitor.period={HEARTBEAT}",  # an engine counts only after a heartbeat
+                f"--HeartMonitor.max_heartmonitor_misses={self._misses}",
                 "--log-level=40",
             ],
             log=log,

@@ -211,7 +211,9 @@ class Fleet:
     async def _start_engines(self) -> None:
         from nbelastic.driver.engines import Engines
 
-        self._engines = Engines(str(self._settings.run_dir / "ipython"), self._settings.name, self._engine_registered)
+        settings = self._settings
+        folder = str(settings.run_dir / "ipython")
+        self._engines = Engines(folder, settings.name, settings.silence, self._engine_registered)
         try:
             await self._engines.start()
         except Exception as error:  # noqa: BLE001  (whatever it is, there will be no cluster)
