@@ -65,6 +65,8 @@ def _unreached(target: str, said: str, last: str) -> str:
         return f"the host key of {target} is not known or has changed: run `ssh {target}` once in a terminal"
     if "Could not resolve hostname" in said:
         return f"{target} is an unknown name ({last}): check it, or add it to ~/.ssh/config"
+    if "closed by remote host" in said or "client_loop:" in said or "not responding" in said:  # after the login
+        return f"the ssh connection to {target} has ended ({last})"
     return f"{target} cannot be reached by ssh ({last})"
 
 
