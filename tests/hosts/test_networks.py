@@ -2,7 +2,9 @@
 
 import re
 
+from tests.hosts.network import DRIVER
 from tests.hosts.observing import LONG, goes_on, phases, reasons, texts
+from tests.process import programs
 from tests.process.observing import until
 
 
@@ -55,6 +57,26 @@ def test_hosts_that_have_ipv6_only(network, trains):
     training.runs(2, timeout=LONG)
     assert addresses(training.cluster) == {one: one, "h2v6": network["h2"].address6}
     assert len(training.finish(timeout=LONG)) == 2
+
+
+def test_this_machine_and_others_train_together(network, make, trains):
+    """From the start, or with a host that joins while this one trains alone: this one moves off its loopback address. A host drains."""
+    training = trains("localhost:1", min=1)
+    here = training.runs(1, timeout=LONG)
+    cluster = training.cluster
+    assert addresses(cluster) == {"localhost": "127.0.0.1"}
+    cluster.add_host("h1:1")
+    assert [w.host for w in training.runs(2, timeout=LONG)] == ["localhost", "h1"]
+    assert addresses(cluster) == {"localhost": network[DRIVER].address, "h1": network["h1"].address}
+    cluster.remove_host("h1")
+    assert [w.id for w in training.runs(1, timeout=LONG)] == [w.id for w in here]
+    until(lambda: [host.name for host in cluster.hosts] == ["localhost"], LONG, "h1 to leave")
+    assert len(training.finish(timeout=LONG)) == 1
+    assert not {event.kind for event in cluster.events} & {"world-broken", "host-lost", "worker-lost"}
+    cluster.stop()
+
+    rows = make("localhost:1,h1:1", min=2).run(programs.who).result(timeout=LONG)
+    assert [(row["rank"], row["cross"]) for row in rows] == [(0, (0, 2)), (1, (1, 2))]
 
 
 def test_a_newcomer_that_does_not_reach_its_peers(network, trains):
