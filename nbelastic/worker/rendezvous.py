@@ -173,8 +173,14 @@ class Group:
 
     def _connect(self, formation: Formation, offer: Offer) -> None:
         self._reach = opening = _Opening(_sockets())
-        self._open_store(formation, offer)
-        self._init(formation)
+        try:
+            self._open_store(formation, offer)
+            self._init(formation)
+        except Exception as error:
+            if isinstance(error, RuntimeError):
+                raise
+            # What torch makes of a store that somebody has changed: nothing that the user's program has raised.
+            raise RuntimeError(f"the group could not be formed: {type(error).__name__}: {error}") from error
         self._complete(opening)
 
     def _complete(self, opening: _Opening) -> None:

@@ -1,5 +1,6 @@
 """Forming, aborting and leaving an epoch's group, without any driver."""
 
+import contextlib
 import os
 import socket
 import sys
@@ -11,8 +12,9 @@ import torch
 import torch.distributed as dist
 
 from nbelastic.core.wire import Formation
+from nbelastic.worker.admission import listeners
 from nbelastic.worker.ahead import Ahead
-from nbelastic.worker.rendezvous import Group, Offer, _shut_down
+from nbelastic.worker.rendezvous import Group, Offer, _shut_down, _sockets
 
 
 def formation(epoch, size, offer):
@@ -226,3 +228,48 @@ def test_a_store_that_is_gone_is_said():
     ahead.run(lambda: None).result()
     assert "not there any more" in said[0]
     assert "not prepared beside the training" in said[1]
+
+
+def who_comes_in(port):
+    """Of these two addresses: where the members are, and a stranger's."""
+    found = []
+    for source in ("127.0.0.1", "127.0.0.9"):
+        with socket.socket() as caller:
+            caller.settimeout(0.3)
+            caller.bind((source, 0))
+            with contextlib.suppress(TimeoutError):
+                caller.connect(("127.0.0.1", port))
+                found.append(source)
+    return found
+
+
+def test_strangers_stay_outside_once_a_group_is_formed():
+    """Its gloo listener takes nobody any more, its store and the next one's only members; and what is taken is open."""
+    ahead, offer = Ahead("127.0.0.1"), Offer("127.0.0.1")
+    before = set(listeners(_sockets().values()))
+    group = Group(1, torch.device("cpu"), "gloo")
+    group.form(formation(1, 1, offer), offer, ahead.run)
+    (gloo,) = set(listeners(_sockets().values())) - before
+    with socket.socket(fileno=os.dup(gloo)) as one:
+        assert who_comes_in(one.getsockname()[1]) == []
+    assert who_comes_in(offer.store.port) == ["127.0.0.1"]
+    where = []
+    ahead.make_offer(group.peers, where.append)
+    ahead.run(lambda: None).result()
+    port = int(where[0].rpartition(":")[2])
+    assert who_comes_in(port) == ["127.0.0.1"]
+    assert ahead.take_offer().endpoint == where[0]
+    subgroup = dist.new_group([0])
+    dist.all_reduce(torch.ones(1), group=subgroup)
+    group.leave()
+
+
+def test_what_torch_makes_of_a_spoiled_store_is_a_failed_forming(monkeypatch):
+    """A stranger who changes its keys causes errors of any kind. They are not the program's."""
+
+    def spoiled(*_):
+        raise ValueError("basic_string::_M_create")
+
+    monkeypatch.setattr(Group, "_init", spoiled)
+    with pytest.raises(RuntimeError, match="could not be formed: ValueError: basic_string"):
+        form(1, 1)
