@@ -1,59 +1,35 @@
-"""The folder in which everything of ours lies is nobody else's, or there is none."""
+"""The folder of an agent's files: there while it lives, and gone after it, even if it was killed."""
 
-import os
+import subprocess
+import sys
 import tempfile
 
 import pytest
 
-from nbelastic.core.errors import UsageError
-from nbelastic.folders import base
+from nbelastic.folders import base, held_folder
 
-NOBODY = 65534
+DIES = "import os; from nbelastic.folders import held_folder; held = held_folder(); print(held.__enter__(), flush=True); os.kill(os.getpid(), 9)"
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def temporary(tmp_path, monkeypatch):
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    return tmp_path
+    """These tests' own temporary folder, for the processes that they start too."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", None)
 
 
-def test_it_is_made_for_its_owner_alone(temporary):
-    """Whatever the umask says; and it is found again."""
-    before = os.umask(0)
-    try:
-        assert base() == temporary / f"nbelastic-{os.getuid()}"
-    finally:
-        os.umask(before)
-    assert base().stat().st_mode & 0o777 == 0o700
+def test_a_folder_is_gone_when_it_is_no_longer_held():
+    with held_folder() as one:
+        (one / "profile").mkdir()
+        assert one.parent == base()
+        assert one.stat().st_mode & 0o077 == 0
+    assert list(base().iterdir()) == []
 
 
-@pytest.mark.parametrize("trick", ["open to others", "a link", "a file", "a link to nowhere"])
-def test_one_that_was_put_there_is_not_used(temporary, trick):
-    """Somebody else knows its name, and may be faster."""
-    place = temporary / f"nbelastic-{os.getuid()}"
-    mine = temporary / "mine"
-    mine.mkdir(mode=0o700)
-    match trick:
-        case "open to others":
-            place.mkdir()
-            place.chmod(0o770)
-        case "a link":
-            place.symlink_to(mine)
-        case "a file":
-            place.write_text("")
-        case _:
-            place.symlink_to(temporary / "nowhere")
-    with pytest.raises(UsageError, match="belongs to somebody else or is open to others"):
-        base()
-    assert not list(mine.iterdir())
-    assert not (temporary / "nowhere").exists()
-
-
-@pytest.mark.skipif(os.getuid() != 0, reason="only root can give a folder away")
-def test_somebody_else_s_is_not_used(temporary):
-    """Its owner could read and replace what is put into it, whatever its mode."""
-    place = temporary / f"nbelastic-{os.getuid()}"
-    place.mkdir(mode=0o700)
-    os.chown(place, NOBODY, NOBODY)
-    with pytest.raises(UsageError, match="belongs to somebody else"):
-        base()
+def test_what_a_killed_process_has_left_goes_and_what_others_hold_stays():
+    """The next one to come removes it; of two that live neither touches the other's."""
+    left = subprocess.run([sys.executable, "-c", DIES], capture_output=True, text=True, check=False).stdout.strip()
+    assert [str(path) for path in base().iterdir()] == [left]
+    with held_folder() as one, held_folder() as other:
+        assert sorted(base().iterdir()) == sorted([one, other])
+    assert list(base().iterdir()) == []
