@@ -57,12 +57,13 @@ def listeners(descriptors: Iterable[int]) -> list[int]:
 
 
 def peers(descriptors: Iterable[int]) -> frozenset[str]:
-    """The addresses at the other ends of those that are connections."""
+    """The addresses at both ends of those that are connections: others on this machine may come from any of its own."""
     found = set()
     for fd in descriptors:
         with _borrowed(fd) as ours, contextlib.suppress(OSError):  # a listener, or not connected any more
             if ours is not None:
-                found.add(str(ours.getpeername()[0]).partition("%")[0])
+                ends = (ours.getpeername(), ours.getsockname())
+                found.update(str(end[0]).partition("%")[0] for end in ends)
     return frozenset(found)
 
 

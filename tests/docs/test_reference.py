@@ -109,7 +109,9 @@ def test_every_kind_of_event_is_there_and_no_other():
                     assert ast.unparse(kind) == "f'job-{outcome}'", ast.unparse(kind)
                     kinds |= {"job-succeeded", "job-failed", "job-stopped"}
             if isinstance(node, ast.Call):  # of a function that makes it, and is told the kind
-                kinds |= {kw.value.value for kw in node.keywords if kw.arg == "kind" and isinstance(kw.value, ast.Constant)}
+                kinds |= {
+                    kw.value.value for kw in node.keywords if kw.arg == "kind" and isinstance(kw.value, ast.Constant)
+                }
             if isinstance(node, ast.FunctionDef):
                 named = zip(node.args.kwonlyargs, node.args.kw_defaults, strict=True)
                 kinds |= {value.value for arg, value in named if arg.arg == "kind" and value is not None}

@@ -41,7 +41,7 @@ def test_a_host_dies_and_comes_back(network, trains):
     training = trains("h1:1,h2:1,h3:1", min=1)
     training.runs(3, timeout=LONG)
     network.kill("h3")
-    lost(training, "h3")
+    assert re.match(r"h3: the ssh connection to h3 has ended \(.*\); tried again in", lost(training, "h3"))
     training.runs(2, timeout=LONG)
     goes_on(training)
     network.reboot("h3")
@@ -131,8 +131,8 @@ def holding(folder, **options):
 
 
 @pytest.mark.timeout(300)
-def test_failures_are_told_apart(network, trains):
-    """A stopped worker, a silent one, one that hangs, a host that is cut off, one that is dead: each is told as what it is."""
+def test_failures_of_workers_are_told_apart(network, trains):
+    """A worker that is stopped, one that is silent though its host is not, one that hangs: each is told as what it is."""
     kwargs = {"slow": {"hang": 1000.0}}
     training = trains("h1:1,h2:1,h3:1", min=1, silence=SILENCE, stall=3, program=holding, kwargs=kwargs)
     cluster = training.cluster
@@ -162,17 +162,4 @@ def test_failures_are_told_apart(network, trains):
         rf"{hung.id} stalled \(\d+ s behind at commit \d+, in programs.py:\d+ in _dawdle; stall is 3 s\)", said
     )
     assert not texts(cluster, "host-lost")
-
-    network.cut("h3")
-    assert re.match(r"h3: nothing heard of it for [2-9] s; tried again in", lost(training, "h3"))
-    network.heal()
-    training.runs(3, timeout=LONG)
-
-    known = len(texts(cluster, "host-lost", "h3"))
-    network.kill("h3")
-    said = lost(training, "h3", known)
-    assert re.match(r"h3: the ssh connection to h3 has ended \(", said)
-    training.runs(2, timeout=LONG)
-    network.reboot("h3")
-    training.runs(3, timeout=LONG)
     assert len(training.finish(timeout=LONG)) == 3
