@@ -58,7 +58,7 @@ def listeners(descriptors: Iterable[int]) -> list[int]:
 
 def peers(descriptors: Iterable[int]) -> frozenset[str]:
     """The addresses at both ends of those that are connections: others on this machine may come from any of its own."""
-    found = set()
+    found: set[str] = set()
     for fd in descriptors:
         with _borrowed(fd) as ours, contextlib.suppress(OSError):  # a listener, or not connected any more
             if ours is not None:
