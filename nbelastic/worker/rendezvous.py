@@ -190,7 +190,14 @@ class Group:
         self.peers = peers(sockets.values())
         if self._offer is not None:
             self._offer.admit_only(self.peers)
-        _close_doors(sockets.values())
+        self._close_doors(sockets.values())
+
+    def _close_doors(self, descriptors: Iterable[int]) -> None:
+        """Gloo makes a listener for each group, and no use of it once all members are connected."""
+        # NCCL's are among them otherwise, and it connects when it first needs to; so does gloo if it is told to.
+        if self._backend == "gloo" and not os.environ.get("TORCH_GLOO_LAZY_INIT"):
+            for fd in set(listeners(descriptors)) - Offer.listeners():
+                admit_only(fd, ())
 
     def _open_store(self, formation: Formation, offer: Offer | None) -> Any:
         """A client of rank 0's store. On rank 0 too: the server's own client must outlive an abort of this group."""
@@ -257,7 +264,7 @@ class Group:
             yield
         finally:
             self._reach = _Opened(opening.targets())
-            _close_doors(self._reach.sockets.values())
+            self._close_doors(self._reach.sockets.values())
 
     def intact(self) -> bool:
         """Whether every connection of the formed group still stands: then no collective failed for a peer's sake."""
@@ -322,14 +329,6 @@ def collectives_of_all() -> int:
 def _begun(group: Any) -> int:
     kinds = {str(kind.type) for kind in group._device_types}
     return sum(int(group._get_backend(torch.device(kind))._get_sequence_number_for_group()) for kind in kinds)
-
-
-def _close_doors(descriptors: Iterable[int]) -> None:
-    """Gloo makes a listener for each group, and no use of it once all members are connected."""
-    if os.environ.get("TORCH_GLOO_LAZY_INIT"):  # then they connect whenever they first need to
-        return
-    for fd in set(listeners(descriptors)) - Offer.listeners():
-        admit_only(fd, ())
 
 
 def _sockets() -> dict[str, int]:
