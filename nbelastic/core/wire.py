@@ -103,6 +103,12 @@ class Rehome(Message):
     interface: str
 
 
+class Expect(Message):
+    """To members: workers are being started on a host with these addresses, and may come to the store that is on offer."""
+
+    addresses: tuple[str, ...]
+
+
 class Look(Message):
     """To a member: say where you are, with `WorkerAt`."""
 
@@ -171,4 +177,4 @@ FromWorker = (
     | WorkerOutput
 )
 ToAgent = Spawn | Reap | Retire | Probe | Rehome
-ToWorker = Formation | Prepare | Drop | Leave | Abort | Quit | Rehome | Look
+ToWorker = Formation | Prepare | Drop | Leave | Abort | Quit | Rehome | Expect | Look

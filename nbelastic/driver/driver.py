@@ -148,6 +148,9 @@ class Driver:
         self.chronicle.note(event, now)
         for command in commands:
             self._do(command, now)
+        for name in {command.worker.host for command in commands if isinstance(command, m.StartWorker)}:
+            addresses = tuple(interface.address for interface in self.world.hosts[name].addresses)
+            self.fleet.to_workers(self.world.members, wire.Expect(addresses))
         if self.world.workers.keys() != before.workers.keys():
             self.fleet.keep_only(self.world.workers.keys())
         self._schedule(now)

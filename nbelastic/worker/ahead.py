@@ -30,6 +30,7 @@ class Ahead:
         self._thread = _thread()
         self._aborted_at = 0.0  # since when the present group has been aborted
         self._peers: Collection[str] = ()  # the addresses of the present world's members
+        self._expected: frozenset[str] = frozenset()  # those of hosts on which workers were started for the next one
         self.offer: Offer | None = None
         self.group: Group | None = None
 
@@ -45,19 +46,28 @@ class Ahead:
             self._thread = _thread()
 
     def make_offer(self, peers: Collection[str], then: Callable[[str], object]) -> None:
-        """A store, and word of where it is. Until it is needed only `peers`, members now, can connect to it."""
+        """A store, and word of where it is. Until it is needed only `peers`, members now, and who is expected can connect."""
 
         def make() -> None:
             self._peers = peers
             offer = self._make_offer()
-            offer.admit_only(peers)
+            self._narrow()
             then(offer.endpoint)
 
         self.run(make)
 
+    def expect(self, addresses: Collection[str]) -> None:
+        """Newcomers may come from there: a first packet that is dropped would cost them a second."""
+
+        def widen() -> None:
+            self._expected |= set(addresses)
+            self._narrow()
+
+        self.run(widen)
+
     def _narrow(self) -> None:
         if self.offer is not None:
-            self.offer.admit_only(self._peers)
+            self.offer.admit_only({*self._peers, *self._expected})
 
     def move(self, address: str) -> None:
         """Stores are offered at this address from now on; the one that lies ready is not."""

@@ -273,6 +273,9 @@ class Session:
             case wire.Look(epoch=epoch):
                 self._say_where(epoch)
                 return
+            case wire.Expect(addresses=addresses):
+                self._ahead.expect(addresses)
+                return
             case wire.Rehome():
                 self._move(message)
             case wire.Drop(epoch=epoch):

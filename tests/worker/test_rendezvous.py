@@ -258,6 +258,9 @@ def test_strangers_stay_outside_once_a_group_is_formed():
     ahead.run(lambda: None).result()
     port = int(where[0].rpartition(":")[2])
     assert who_comes_in(port) == ["127.0.0.1"]
+    ahead.expect(("127.0.0.9",))
+    ahead.run(lambda: None).result()
+    assert who_comes_in(port) == ["127.0.0.1", "127.0.0.9"]
     assert ahead.take_offer().endpoint == where[0]
     subgroup = dist.new_group([0])
     dist.all_reduce(torch.ones(1), group=subgroup)
