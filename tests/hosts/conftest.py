@@ -66,6 +66,8 @@ def trains(make: Callable[..., nbe.Cluster], tmp_path: Path) -> Callable[..., Tr
     """Start a cluster and train on it: `trains("h1:1,h2:1", min=1)`."""
 
     def start(hosts: str = "h1:1,h2:1", program: Any = programs.train, kwargs: Any = None, **options: Any) -> Training:
-        return Training(make(hosts, **options), tmp_path / "steps", program, **(kwargs or {}))
+        # the hosts share this machine's processors: those that train leave some to those that start
+        kwargs = {"pause": 0.05, **(kwargs or {})}
+        return Training(make(hosts, **options), tmp_path / "steps", program, **kwargs)
 
     return start
