@@ -82,6 +82,14 @@ def _state_lives(world: World) -> bool:
     return any(world.workers[w].has_state for ids in (world.members, world.waiting) for w in ids)
 
 
+def alone_holds_state(world: World, w: m.WorkerId) -> bool:
+    """Whether the job's training state would be lost with it."""
+    job = world.active
+    if job is None or not job.formed or not world.workers[w].has_state:
+        return False
+    return not any(world.workers[o].has_state for ids in (world.members, world.waiting) for o in ids if o != w)
+
+
 def break_epoch(world: World, why: str, now: float, out: Commands) -> World:
     """The epoch is broken: everyone else is aborted wherever it blocks, and the survivors gather."""
     job = world.active

@@ -116,6 +116,8 @@ def _take(world: World, event: m.Event, now: float, out: Commands) -> World:
         case m.WorkerFroze(worker=w, state=state):
             out.append(m.StopWorker(w, kill=True))
             return epochs.gone(world, w, f"{w} froze ({state})", now, out)
+        case m.RestartRequested(worker=w, by=by):
+            return _restart(world, w, by, now, out)
         case m.WorkerRegistered(worker=w, error=error):
             return jobs.registered(world, w, error, now, out)
         case m.ProgramEnded():
@@ -171,6 +173,18 @@ def _remove(world: World, event: m.HostRemoved, now: float, out: Commands) -> Wo
     else:
         world = staffing.dismiss(world, workers, now, out)
     return staffing.retire_empty(world, name, out)
+
+
+def _restart(world: World, w: m.WorkerId, by: str, now: float, out: Commands) -> World:
+    """A person has lost patience with it: it is killed and replaced, without a strike. Not if the job would be lost."""
+    if world.stopping or w in world.stopped:
+        return world
+    if epochs.alone_holds_state(world, w):
+        text = f"{by}: {w} is not restarted, as it alone holds the training state"
+        out.append(m.Record("order-refused", text, host=w.host, worker=str(w)))
+        return world
+    out.append(m.StopWorker(w, kill=True))
+    return epochs.gone(world, w, f"{w} was restarted by {by}", now, out, blameless=True)
 
 
 def _ready(world: World, event: m.WorkerReady, now: float, out: Commands) -> World:

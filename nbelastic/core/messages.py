@@ -68,6 +68,13 @@ class Scaled(Event):
     by: str = ""
 
 
+class RestartRequested(Event):
+    """Somebody wants another process in this worker's place, now."""
+
+    worker: WorkerId
+    by: str = ""
+
+
 class JobSubmitted(Event):
     job: str
 
@@ -111,8 +118,11 @@ class Probed(Event):
 
 
 class AgentLost(Event):
+    """`quiet`: seconds for which it was not heard, if that is how its end was noticed."""
+
     host: str
     reason: str
+    quiet: float = 0.0
 
 
 class WorkerStarted(Event):
@@ -131,10 +141,12 @@ class WorkerFroze(Event):
     """Its process is stopped or a zombie, or was not heard of: it will not take part in anything.
 
     A host's silence is its workers' too, and is said as `AgentLost` alone, or before them: then the host is to blame.
+    `quiet`: seconds for which it was not heard, if that is how it was noticed.
     """
 
     worker: WorkerId
     state: str
+    quiet: float = 0.0
 
 
 # News of workers themselves.

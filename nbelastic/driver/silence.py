@@ -89,7 +89,7 @@ class Silence:
             quiet = self._fleet.quiet_for(host, now)
             if quiet > self._silence:
                 self._fleet.kill_agent(host)
-                self._post(m.AgentLost(host, f"nothing heard of it for {quiet:.0f} s"))
+                self._post(m.AgentLost(host, f"nothing heard of it for {quiet:.0f} s", quiet))
 
     def _workers(self, world: World, now: float) -> None:
         for w in world.workers:
@@ -97,4 +97,5 @@ class Silence:
             # If its host is not heard either, that is the host's fault, and soon will be said so.
             if quiet > self._silence and self._fleet.quiet_for(w.host, now) < self._silence / 2:
                 self._fleet.forget(w)
-                self._post(m.WorkerFroze(w, f"nothing heard of it for {quiet:.0f} s though its host answers"))
+                why = f"nothing heard of it for {quiet:.0f} s though its host answers"
+                self._post(m.WorkerFroze(w, why, quiet))

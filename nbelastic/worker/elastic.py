@@ -68,24 +68,24 @@ class _Loop:
             self._session.checkpoints.ended(self._state)
 
     def _loop(self, call: Callable[[], R]) -> R:
-        left_at = 0.0
+        again = False
         while True:
             gathered, offer = self._session.gather(self._state.commits, clean=self._state.clean)
-            outcome, value = self._live(call, gathered, offer, left_at)
+            outcome, value = self._live(call, gathered, offer, again)
             if outcome == "returned":
                 return value  # type: ignore[return-value]
             if self._own is not None:
                 error, self._own = self._own, None
                 raise error
-            left_at = time.monotonic()
+            again = True
             if outcome == "aborted":
                 self._state.undo()
 
-    def _live(self, call: Callable[[], R], formation: Any, offer: Any, left_at: float) -> tuple[str, R | None]:
+    def _live(self, call: Callable[[], R], formation: Any, offer: Any, again: bool) -> tuple[str, R | None]:
         """One epoch. Nothing that it raised may outlive it: a traceback would keep the old group alive."""
         session = self._session
         try:
-            self._enter(formation, offer, left_at)
+            self._enter(formation, offer, again)
             with wrapping(self._state._tensors):
                 value = call()
             self._keep()
@@ -102,16 +102,15 @@ class _Loop:
             return "aborted", None
         return "returned", value
 
-    def _enter(self, formation: Any, offer: Any, left_at: float) -> None:
+    def _enter(self, formation: Any, offer: Any, again: bool) -> None:
         """Form the group, bring the state up to date, run the reset callbacks."""
         start = time.monotonic()
         self._session.join(formation, offer)
         joined = time.monotonic()
         self._state.sync(formation)
         synced = time.monotonic()
-        took = {"init": (joined - start) * 1000, "sync": (synced - joined) * 1000}
-        if left_at:
-            took["wait"] = (start - left_at) * 1000
+        took = {"form": (joined - start) * 1000, "sync": (synced - joined) * 1000}
+        if again:
             for callback in self._state.reset_callbacks:
                 callback()
         self._session.formed(took)

@@ -215,6 +215,30 @@ def test_a_stopped_process_never_comes_back_as_a_ghost():
     assert story.world == before
 
 
+def test_a_worker_is_restarted_at_once_and_without_a_strike():
+    """Somebody asks for another process in the place of rank 0: it is killed, the others go on, a new one joins."""
+    story = Story("a:3", min=2).run()
+    story._forget(wid("a/0#1"))
+    mark = story.mark()
+    story.send(m.RestartRequested(wid("a/0#1"), "dashboard"))
+    assert story.commands(m.StopWorker, mark) == [m.StopWorker(wid("a/0#1"), kill=True)]
+    assert [r.text for r in story.commands(m.Record, mark)][0] == "a/0#1 was restarted by dashboard"
+    story.quiet(3.0)
+    assert story.names == ["a/1#1", "a/2#1", "a/0#2"]
+    slot = story.world.hosts["a"].slots[0]
+    assert (slot.strikes, slot.restarts) == (0, 1)
+
+
+def test_who_alone_holds_the_state_is_not_restarted():
+    """The only member of a world: killing it would lose the training. The order is refused, and nothing happens."""
+    story = Story("a:1", min=1).run()
+    before, mark = story.world, story.mark()
+    story.send(m.RestartRequested(wid("a/0#1"), "dashboard"))
+    assert story.world == before
+    (refused,) = story.commands(m.Record, mark)
+    assert (refused.kind, "alone holds the training state" in refused.text) == ("order-refused", True)
+
+
 def test_a_worker_that_freezes_while_it_ends_is_no_strike():
     """One that was told to end and stops instead is killed, and its slot is not punished."""
     story = Story("a:1", "b:1", min=1, max=2)

@@ -97,6 +97,14 @@ class AnyStory(RuleBasedStateMachine):
         self.story.send(m.WorkerFroze(w, "stopped"))
 
     @rule(data=st.data())
+    def restart(self, data):
+        w = self._worker(data)
+        mark = self.story.mark()
+        self.story.send(m.RestartRequested(w, "a test"))
+        if m.StopWorker(w, kill=True) in self.story.commands(m.StopWorker, mark):
+            self.story._forget(w)
+
+    @rule(data=st.data())
     def lose_host(self, data):
         names = sorted(self.story.world.hosts)
         assume(names)
@@ -378,6 +386,7 @@ DOUBLED = (
     m.WorkerRegistered,
     m.WorkerExited,
     m.WorkerFroze,
+    m.RestartRequested,
     m.WorkerReady,
     m.StoreOffered,
     m.WorkerPrepared,
