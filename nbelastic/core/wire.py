@@ -30,12 +30,18 @@ class AgentHello(Message):
 
 
 class AgentSample(Message):
-    """CPU in percent of one core and resident memory in bytes, of the host and of each worker (`str(WorkerId)`)."""
+    """`cpu` in percent of all cores together; `memory` in use, `of` how much there is, in bytes.
+
+    `workers`: of each (`str(WorkerId)`) its CPU in percent of one core and its resident memory in bytes. `gpus`: of each
+    visible one its utilisation in percent, the MB in use and the MB there are.
+    """
 
     host: str
     cpu: float
     memory: int
     workers: dict[str, tuple[float, int]]
+    gpus: tuple[tuple[int, int, int], ...] = ()
+    of: int = 0
 
 
 class AgentGoodbye(Message):

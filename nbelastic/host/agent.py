@@ -1,4 +1,4 @@
-"""One process per host: it forks workers from a warm template, watches them, samples psutil and reports.
+"""One process per host: it forks workers from a warm template, watches them, samples psutil and NVML, and reports.
 
 It ends, and every worker with it, when the driver says so, when the driver's process dies (on the same machine), or
 when the driver has been silent for the lease (on another one).
@@ -30,6 +30,7 @@ from nbelastic.core import messages as m
 from nbelastic.core import wire
 from nbelastic.core.addresses import is_loopback
 from nbelastic.folders import base, held_folder
+from nbelastic.host.gpus import Gpus
 from nbelastic.host.interfaces import candidates
 from nbelastic.host.prober import TIMEOUT as PROBE_TIMEOUT
 from nbelastic.host.prober import Prober, endpoint
@@ -79,6 +80,7 @@ class Agent:
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._context = mp.get_context("forkserver")
         self._workers: dict[m.WorkerId, _Forked] = {}
+        self._gpus = Gpus()
         self._done = False
         peer = f"agent/{config.host}~{config.number}"
         self._link = Spoke(config.driver, config.keys, peer, wire.ToAgent, self._receive, heartbeat=config.heartbeat)
@@ -90,6 +92,7 @@ class Agent:
             self._settle(at_end)
             ends = self._ends()
             self._link.start()
+            at_end.callback(self._gpus.close)
             at_end.callback(self._link.close)
             at_end.callback(self._end_workers)
             self._link.send(self._hello())
@@ -266,8 +269,9 @@ class Agent:
                     workers[str(w)] = (forked.stats.cpu_percent(), forked.stats.memory_info().rss)
             except psutil.NoSuchProcess:
                 continue
-        used = psutil.virtual_memory().used
-        self._link.send(wire.AgentSample(self._config.host, psutil.cpu_percent(), used, workers))
+        memory, gpus = psutil.virtual_memory(), self._gpus.sample()
+        cpu = psutil.cpu_percent()
+        self._link.send(wire.AgentSample(self._config.host, cpu, memory.used, workers, gpus, memory.total))
 
     def _end_workers(self) -> None:
         for forked in self._workers.values():
