@@ -58,12 +58,14 @@ class WorkerHello(Message):
 
 
 class WorkerProgress(Message):
-    """`first`: milliseconds from the world's forming to its first commit, sent once an epoch."""
+    """`first`: milliseconds from the world's forming to its first commit, sent once an epoch. A reported None is what JSON
+    has no number for: not a number, or infinite.
+    """
 
     worker: WorkerId
     epoch: int
     commit: int
-    report: dict[str, float]
+    report: dict[str, float | None]
     first: float | None = None
 
 
@@ -74,6 +76,15 @@ class WorkerOutput(Message):
     stream: str
     text: str
     skipped: int = 0
+
+
+class StackShown(Message):
+    """The answer to `ShowStack`, from the thread of the link. `place` is as of `WorkerAt`; `text` the Python stack."""
+
+    worker: WorkerId
+    number: int
+    place: str
+    text: str
 
 
 class Spawn(Message):
@@ -119,6 +130,12 @@ class Look(Message):
     """To a member: say where you are, with `WorkerAt`."""
 
     epoch: int
+
+
+class ShowStack(Message):
+    """To a worker: say where each of your threads is, with `StackShown` of this `number`."""
+
+    number: int
 
 
 class Formation(Message):
@@ -181,6 +198,7 @@ FromWorker = (
     | m.WorkerAt
     | WorkerProgress
     | WorkerOutput
+    | StackShown
 )
 ToAgent = Spawn | Reap | Retire | Probe | Rehome
-ToWorker = Formation | Prepare | Drop | Leave | Abort | Quit | Rehome | Expect | Look
+ToWorker = Formation | Prepare | Drop | Leave | Abort | Quit | Rehome | Expect | Look | ShowStack

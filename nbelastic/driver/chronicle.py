@@ -24,11 +24,15 @@ class Chronicle:
     def __init__(self, path: Path) -> None:
         self._file = os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "ab")
         self.records: deque[EventRecord] = deque(maxlen=KEPT)
+        self.count = 0  # of all records so far
         self.listener: Callable[[], None] | None = None
         self._changed_at = 0.0  # when the present change of the world began
+        self._sign_at = 0.0  # when the first sign of a break came that has not been decided on
+        self._quiet = 0.0  # for how long who was lost had not been heard
         self._formed_at = 0.0
         self._prepare_at = 0.0  # when the present change began to be prepared
-        self._prepared: dict[str, float] = {}
+        self._prepared: dict[str, float] = {}  # what a change took before its members were told to leave
+        self._leaving = "leave"
         self._took: dict[str, float] = {}
 
     def close(self) -> None:
@@ -39,29 +43,54 @@ class Chronicle:
         """Write what `step` was given: the file replays any bug as a test. Ticks say nothing by themselves."""
         self._write({"at": now, "event": msgspec.to_builtins(event)})
 
-    def record(self, command: m.Record, now: float, took: dict[str, float] | None = None) -> None:
-        """Add a line for people."""
+    def sign(self, event: m.Event, now: float) -> None:
+        """Before `step` decides on it: is this the first that is heard of a break?"""
+        if isinstance(event, m.AgentLost | m.WorkerFroze):
+            self._quiet = max(self._quiet, event.quiet)
+        elif not isinstance(event, m.WorkerExited | m.WorkerRaised):
+            return
+        self._sign_at = self._sign_at or now
+
+    def calm(self) -> None:
+        """Nothing is suspected any more, or never was."""
+        self._sign_at = self._quiet = 0.0
+
+    def record(self, command: m.Record, now: float, size: int, took: dict[str, float] | None = None) -> None:
+        """Add a line for people. `size`: the world's."""
         if command.kind == "world-formed":  # the first step may have been made, and heard of, before
-            took = {**self._took, "form": (now - self._formed_at) * 1000} if self._formed_at else self._took
+            took = self._took
         record = EventRecord(
-            time.time(), command.kind, command.text, command.host, command.worker, command.epoch, took or {}
+            time.time(), command.kind, command.text, command.host, command.worker, command.epoch, took or {}, size
         )
         self.records.append(record)
+        self.count += 1
         self._write({"at": now, "record": msgspec.to_builtins(record)})
+
+    def kept(self) -> tuple[list[EventRecord], int]:
+        """The newest records, and how many there have been in all; from any thread."""
+        while True:
+            count, records = self.count, list(self.records)
+            if count == self.count:
+                return records, count
 
     def prepare(self, now: float) -> None:
         self._prepare_at = now
 
-    def begin_change(self, now: float) -> None:
+    def begin_change(self, now: float, *, broken: bool) -> None:
+        """The members are told to leave; `broken`: wherever they are."""
         self._changed_at = now
         self._prepared = {"prepare": (now - self._prepare_at) * 1000} if self._prepare_at else {}
+        if broken:
+            seen = now - self._sign_at if self._sign_at else 0.0
+            self._prepared["detect"] = (self._quiet + seen) * 1000
+        self._leaving = "abort" if broken else "leave"
         self._took = {}
         self._prepare_at = 0.0
 
     def form(self, command: m.FormWorld, now: float) -> None:
         if not command.to:
-            gather = {"gather": (now - self._changed_at) * 1000} if self._changed_at else {}
-            self._took = {**self._prepared, **gather}
+            left = {self._leaving: (now - self._changed_at) * 1000} if self._changed_at else {}
+            self._took = {**self._prepared, **left}
             self._prepared = {}
             self._formed_at = now
 
@@ -70,16 +99,16 @@ class Chronicle:
         for phase, took in event.took.items():
             self._took[phase] = max(took, self._took.get(phase, 0.0))
 
-    def first_step(self, message: wire.WorkerProgress, now: float) -> None:
+    def first_step(self, message: wire.WorkerProgress, now: float, size: int) -> None:
         """The first commit of an epoch, of whoever was first."""
         if not self._formed_at:
             return
         took = {**self._took, "first step": message.first or 0.0}
         if self._changed_at:
-            took["all"] = (now - self._changed_at) * 1000
+            took["all"] = (now - self._changed_at) * 1000 + took.get("detect", 0.0)
         self._formed_at = self._changed_at = 0.0
         text = f"first step of epoch {message.epoch}: commit {message.commit}"
-        self.record(m.Record("training", text, epoch=message.epoch), now, took)
+        self.record(m.Record("training", text, epoch=message.epoch), now, size, took)
 
     def notify(self) -> None:
         if self.listener is not None:

@@ -18,18 +18,19 @@ from nbelastic.core import messages as m
 from nbelastic.core.errors import (
     ClusterStoppedError,
     HostError,
-    NbelasticError,
     UsageError,
 )
 from nbelastic.core.placement import parse_host
 from nbelastic.core.world import Limits
+from nbelastic.driver import orders
 from nbelastic.driver.discovery import FixedHosts, HostDiscovery, find
 from nbelastic.driver.driver import Driver
 from nbelastic.driver.job import Job, outcome
-from nbelastic.driver.orders import execute_on_all, take
+from nbelastic.driver.orders import execute_on_all
 from nbelastic.driver.places import RunDir, gpus
 from nbelastic.driver.run import Call, Cell, Run, checkpoints
-from nbelastic.driver.settings import Settings, check, check_bounds
+from nbelastic.driver.settings import Settings, check
+from nbelastic.driver.stacks import WorkerStack, show_stacks
 from nbelastic.driver.status import EventRecord, HostStatus, Status, WorkerStatus
 from nbelastic.driver.watchers import Watchers
 from nbelastic.folders import make_private
@@ -256,37 +257,38 @@ class Cluster:
 
     def add_host(self, host: str, by: str = "you") -> None:
         """Add `name`, `name:slots` or `user@name:slots`; a host that is there gets these slots and is pardoned."""
-        spec = parse_host(host, self._default_slots)
-        self._running().post(m.HostAdded(spec, by))
-        self._added.add(spec.name)
+        order = orders.add_host(host, self._default_slots, by)
+        self._running().post(order.event)
+        self._added.add(parse_host(host, self._default_slots).name)
 
     def remove_host(self, host: str, now: bool = False, by: str = "you") -> None:
         """Its workers leave at the next commit (`now`: at once). UsageError if there is no such host."""
         driver = self._running()
-        if host not in driver.world.hosts and host not in self._added:
-            known = ", ".join(driver.world.hosts) or "none"
-            raise UsageError(f"there is no host {host!r}; the hosts are {known}.")
-        driver.post(m.HostRemoved(host, now, by))
+        known = dict.fromkeys([*driver.world.hosts, *self._added])
+        driver.post(orders.remove_host(known, host, now, by).event)
         self._added.discard(host)
 
     def scale(self, min: int | None = None, max: int | None = None, by: str = "you") -> None:  # noqa: A002
         """Change the bounds of the world size; what is not given stays."""
         driver = self._running()
-        low = driver.world.limits.min if min is None else min
-        high = driver.world.limits.max if max is None else max
-        check_bounds(low, high)
-        driver.post(m.Scaled(low, high, by))
+        driver.post(orders.scale(driver.world, min, max, True, by).event)
+
+    def restart(self, worker: str, by: str = "you") -> None:
+        """Kill this worker (its id, as `localhost/0#1`) and start another in its place; no strike against its slot.
+
+        A world that it is in heals as from any death. UsageError if there is no such worker, or if the training state
+        would be lost with it.
+        """
+        driver = self._running()
+        driver.post(orders.restart(driver.world, worker, by).event)
 
     def order(self, message: Mapping[str, Any], by: str) -> None:
-        """Take an order as the dashboard sends it. Raises nothing: a refusal becomes an event with its reason."""
-        try:
-            take(self, message, by)
-        except NbelasticError as error:
-            driver = self._driver
-            if driver is not None:
-                refused = m.Record("order-refused", f"{by}: {error}")
-                with contextlib.suppress(ClusterStoppedError):
-                    driver.call(driver.record, refused)
+        """Take an order as the dashboard sends it; what becomes of it is in `status().orders`, a refusal in `events` too.
+
+        ClusterStoppedError if the cluster does not run.
+        """
+        driver = self._running()
+        driver.call(orders.take, driver, message, self._default_slots, by)
 
     # ---- looking on ----
 
@@ -325,6 +327,34 @@ class Cluster:
         driver = self._driver or self._last
         return list(driver.chronicle.records) if driver is not None else []
 
+    def numbered_events(self) -> tuple[list[EventRecord], int]:
+        """The events that are kept, and how many there have been in all."""
+        driver = self._driver or self._last
+        return driver.chronicle.kept() if driver is not None else ([], 0)
+
+    def stacks(self, timeout: float = 2.0) -> list[WorkerStack]:
+        """Where every worker is at this moment: the Python stack of its main thread, taken by another one of its threads.
+
+        Who has not answered after `timeout` seconds has no text: its process is stopped, or C code holds the interpreter.
+        """
+        return outcome(self._ask_stacks(timeout), None, lambda: "stacks")
+
+    def ask_stacks(self, done: Callable[[list[WorkerStack]], object], timeout: float = 2.0) -> None:
+        """The same without waiting: `done(stacks)` is called in the driver's thread."""
+        self._ask_stacks(timeout).add_done_callback(lambda future: done([] if future.exception() else future.result()))
+
+    def _ask_stacks(self, timeout: float) -> Future[list[WorkerStack]]:
+        driver = self._running()
+        found: Future[list[WorkerStack]] = Future()
+        driver.call(show_stacks, driver, timeout, found)
+        return found
+
+    def trace(self) -> dict[str, Any]:
+        """The event log as Chrome trace JSON: write it into a file and open that in Perfetto."""
+        from nbelastic.driver.trace import trace
+
+        return trace(self.events, self.name)
+
     @property
     def log_dir(self) -> Path | None:
         """Where the logs of the present (or last) start are."""
@@ -339,6 +369,10 @@ class Cluster:
     def subscribe(self, callback: Callable[[Status], object]) -> Callable[[], None]:
         """Have `callback(status)` called after changes, at most 4 times a second, from another thread. Returns the undoing."""
         return self._watchers.add(callback)
+
+    def show_again(self) -> None:
+        """Have those who subscribed called soon, whether or not something has changed."""
+        self._watchers.changed()
 
     def dashboard(self) -> Any:
         """The widget (needs a notebook to be seen in)."""

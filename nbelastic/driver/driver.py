@@ -24,13 +24,15 @@ from nbelastic.driver.fleet import Fleet
 from nbelastic.driver.run import Run
 from nbelastic.driver.settings import Settings
 from nbelastic.driver.silence import Silence
-from nbelastic.driver.status import Status, snapshot
+from nbelastic.driver.status import HostSample, Status, snapshot
 from nbelastic.link import Hub, Keys
 
 T = TypeVar("T")
+NAN = float("nan")
 
 POLL = 1.0  # seconds between looks at the host discovery
 CLOSING = 5.0  # seconds that agents have to end before they are killed
+FAILURES = ("worker-lost", "host-lost", "world-broken")
 
 
 class Driver:
@@ -43,6 +45,7 @@ class Driver:
         self.runs: dict[str, Run] = {}
         self.finished = threading.Event()
         self._waiters: list[tuple[Callable[[Driver], Any], Future[Any]]] = []
+        self._asked: list[tuple[m.Event, Callable[[Driver], Any], Future[Any]]] = []  # become waiters with their events
         self._thread = threading.Thread(target=self._run, name="nbelastic-driver", daemon=True)
         self._failure: BaseException | None = None
         self._tick: asyncio.TimerHandle | None = None
@@ -76,14 +79,29 @@ class Driver:
         self.call(self.watch, predicate, future)
         return future
 
+    def ask(self, event: m.Event, predicate: Callable[[Driver], T | None], future: Future[T]) -> None:
+        """From the driver's own thread: take this event in; from then on `predicate` is asked, as with `when`."""
+        self._asked.append((event, predicate, future))
+        self._inbox.put_nowait(event)
+
     def take_in(self, event: m.Event) -> None:
         """`post` from the driver's own thread."""
         self._inbox.put_nowait(event)
 
     def record(self, record: m.Record) -> None:
         """Add a line to the event log, from the driver's own thread."""
-        self.chronicle.record(record, time.monotonic())
+        self._record(record, time.monotonic())
         self.chronicle.notify()
+
+    def _record(self, record: m.Record, now: float) -> None:
+        if record.kind in FAILURES:
+            self.fleet.live.failed_at = time.time()
+        self.chronicle.record(record, now, self._size)
+
+    @property
+    def _size(self) -> int:
+        """Of the world, or of what is left of it while it heals."""
+        return len(self.world.members) if self.world.active is not None else 0
 
     def join(self, timeout: float) -> None:
         self._thread.join(timeout)
@@ -100,6 +118,7 @@ class Driver:
             self._ready.set()
             self._end_waiters()
             self.finished.set()
+            self.chronicle.notify()
             self._loop.close()
 
     async def _main(self) -> None:
@@ -144,16 +163,23 @@ class Driver:
     def _take(self, event: m.Event) -> None:
         now = time.monotonic()
         before = self.world
+        if before.phase == "running":
+            self.chronicle.sign(event, now)
         self.world, commands = step(before, event, now)
         self.chronicle.note(event, now)
         for command in commands:
             self._do(command, now)
+        if not self.world.suspects:
+            self.chronicle.calm()
         for name in {command.worker.host for command in commands if isinstance(command, m.StartWorker)}:
             addresses = tuple(interface.address for interface in self.world.hosts[name].addresses)
             self.fleet.to_workers(self.world.members, wire.Expect(addresses))
         if self.world.workers.keys() != before.workers.keys():
             self.fleet.keep_only(self.world.workers.keys())
         self._schedule(now)
+        for asked in [asked for asked in self._asked if asked[0] is event]:
+            self._asked.remove(asked)
+            self._waiters.append(asked[1:])
         self._publish()
 
     def _schedule(self, now: float) -> None:
@@ -181,14 +207,14 @@ class Driver:
             case m.DropWorld(epoch=epoch, members=members):
                 to_workers(members, wire.Drop(epoch))
             case m.AskLeave(epoch=epoch, members=members):
-                self.chronicle.begin_change(now)
+                self.chronicle.begin_change(now, broken=False)
                 to_workers(members, wire.Leave(epoch))
             case m.LeaveAt(epoch=epoch, commit=commit, members=members):
                 to_workers(members, wire.Leave(epoch, commit))
             case m.Stay(epoch=epoch, members=members):
                 to_workers(members, wire.Leave(epoch, wire.Leave.STAY))
             case m.AbortWorld(epoch=epoch, members=members, reason=reason):
-                self.chronicle.begin_change(now)
+                self.chronicle.begin_change(now, broken=True)
                 to_workers(members, wire.Abort(epoch, reason))
             case m.StopProgram(job=job, workers=workers, reason=reason, culprit=culprit):
                 for w in workers:
@@ -201,7 +227,7 @@ class Driver:
             case m.Look(epoch=epoch, members=members):
                 to_workers(members, wire.Look(epoch))
             case m.Record():
-                self.chronicle.record(command, now)
+                self._record(command, now)
             case _:
                 raise TypeError(f"{type(command).__name__} is no command that the driver knows")
 
@@ -257,15 +283,19 @@ class Driver:
             case wire.AgentGoodbye(host=host, reason=reason):
                 self.fleet.kill_agent(host)
                 self._inbox.put_nowait(m.AgentLost(host, reason))
-            case wire.AgentSample(host=host, cpu=cpu, memory=memory, workers=workers):
-                self.fleet.live.host_samples[host] = (cpu, memory)
-                self.fleet.live.worker_samples.update(workers)
+            case wire.AgentSample(host=host):
+                sample = HostSample(message.cpu, message.memory, message.of, message.gpus)
+                self.fleet.live.host_samples[host] = sample
+                self.fleet.live.worker_samples.update(message.workers)
                 self._publish()
             case wire.WorkerHello(worker=w, engine=engine):
                 if w in self.world.workers:
                     self.fleet.hello(w, engine)
             case wire.WorkerProgress():
                 self._progress(message, now)
+            case wire.StackShown():
+                self.fleet.live.stacks[message.worker] = message
+                self._publish()
             case wire.WorkerOutput(worker=w):
                 run = self.fleet.program_of(w)
                 if run is not None:
@@ -283,12 +313,12 @@ class Driver:
             return
         live.steps[message.worker] = message.commit
         self._silence.commits.made(message.epoch, message.commit, now)
-        live.step = max(live.step, message.commit)
+        live.progress(message.commit, now)
         if members and message.worker == members[0]:
-            live.report = message.report
+            live.report_of({name: NAN if value is None else value for name, value in message.report.items()})
             live.steps_per_second = self.fleet.pace.rate(now, message.commit)
         if message.first is not None and message.epoch == self.world.epoch:
-            self.chronicle.first_step(message, now)
+            self.chronicle.first_step(message, now, self._size)
         self._publish()
 
     async def _discover(self) -> None:
@@ -349,18 +379,22 @@ class Driver:
         """Something outside the world has changed: ask those who wait again."""
         self._publish()
 
+    def later(self, seconds: float, function: Callable[[], object]) -> None:
+        """Call `function` in the driver's own thread, if it still runs then."""
+        self._loop.call_later(seconds, function)
+
     def drop_waiter(self, future: Future[Any]) -> None:
         """Whoever waited has given up."""
         self._waiters = [pair for pair in self._waiters if pair[1] is not future]
 
     def _end_waiters(self) -> None:
         reason = f": {self.world.stopping}" if self.world.stopping else ""
-        for _, future in self._waiters:
+        for future in [*(waiter[1] for waiter in self._waiters), *(asked[2] for asked in self._asked)]:
             with contextlib.suppress(Exception):
                 future.set_exception(
                     self._failure or ClusterStoppedError(f"the cluster {self.settings.name!r} has stopped{reason}.")
                 )
-        self._waiters = []
+        self._waiters, self._asked = [], []
 
     @property
     def why_ended(self) -> str:

@@ -251,7 +251,7 @@ class Fleet:
     def begin_job(self) -> None:
         """What was measured belongs to the job before."""
         self.pace = Pace()
-        self.live.step, self.live.report, self.live.steps_per_second = 0, {}, None
+        self.live.begin_job()
 
     def to_workers(self, workers: Iterable[m.WorkerId], message: wire.Message) -> None:
         for w in workers:
@@ -329,6 +329,7 @@ class Fleet:
             self._hub.forget(f"worker/{w}")
             self.live.steps.pop(w, None)
             self.live.worker_samples.pop(str(w), None)
+            self.live.stacks.pop(w, None)
             self._programs.pop(w, None)
 
     @property

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
+from concurrent import futures
 from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from nbelastic.core import messages as m
 from nbelastic.core.errors import JobError, JobStoppedError, UsageError, WaitTimeoutError
-from nbelastic.driver.run import Run
+from nbelastic.driver.progress import Progress, terminal
+from nbelastic.driver.progress import line as in_one_line
+from nbelastic.driver.run import Line, Run
 
 if TYPE_CHECKING:
     from nbelastic.driver.driver import Driver
@@ -19,23 +23,34 @@ T = TypeVar("T")
 _SLICE = 0.1  # seconds between looks at Ctrl-C while waiting
 
 
-def outcome(future: Future[T], timeout: float | None, what: Callable[[], str]) -> T:
-    """The future's result, waited for in slices, so that Ctrl-C is heard. WaitTimeoutError says `what` was waited for."""
+def outcome(
+    future: Future[T], timeout: float | None, what: Callable[[], str], meanwhile: Callable[[], object] = lambda: None
+) -> T:
+    """The future's result, waited for in slices, so that Ctrl-C is heard; after each `meanwhile` is called.
+
+    Its own error, whichever that is, or WaitTimeoutError, which says `what` was waited for.
+    """
     end = None if timeout is None else time.monotonic() + timeout
     while True:
         left = _SLICE if end is None else min(_SLICE, end - time.monotonic())
-        try:
-            return future.result(max(0.0, left))
-        except FutureTimeoutError:
-            if not future.done() and end is not None and time.monotonic() >= end:
-                raise WaitTimeoutError(f"{timeout:g} s were not enough for {what()}") from None
+        futures.wait([future], max(0.0, left))
+        if future.done():
+            return future.result()
+        if end is not None and time.monotonic() >= end:
+            raise WaitTimeoutError(f"{timeout:g} s were not enough for {what()}")
+        meanwhile()
 
 
 class Job:
-    """A running (or ended) program. `result()` gives one value per rank of the last world, by rank."""
+    """A running (or ended) program. `result()`, or `await`, gives one value per rank of the last world, by rank.
+
+    Who waits at a terminal sees meanwhile how it gets on.
+    """
 
     def __init__(self, driver: Driver, run: Run) -> None:
         self._driver, self._run = driver, run
+        self._bells: set[Callable[[], None]] = set()  # of those who await the end
+        run.future.add_done_callback(lambda _: self._ring())
 
     @property
     def name(self) -> str:
@@ -60,7 +75,48 @@ class Job:
 
         JobError with the first failing rank's remote traceback, JobStoppedError, or WaitTimeoutError with the reason.
         """
-        return outcome(self._run.future, timeout, lambda: f"{self.name}: {self._driver.status.reason}")
+        with Progress(self._line, terminal()) as progress:
+            return outcome(self._run.future, timeout, self._why, progress.show)
+
+    def __await__(self) -> Generator[Any, None, list[Any]]:
+        """What `result()` gives or raises; other tasks, and a notebook's widgets, go on meanwhile.
+
+        Cancelling it, or a timeout, ends the waiting and not the job.
+        """
+        return self._ended().__await__()
+
+    async def _ended(self) -> list[Any]:
+        """`asyncio.wrap_future` would hand a cancellation on to the run's future, and outlive the event loop."""
+        loop, bell = asyncio.get_running_loop(), asyncio.Event()
+
+        def ring() -> None:
+            with contextlib.suppress(RuntimeError):  # the loop was closed at this very moment
+                loop.call_soon_threadsafe(bell.set)
+
+        self._bells.add(ring)
+        try:
+            with Progress(self._line, terminal()) as progress:
+                while not self.done():
+                    with contextlib.suppress(TimeoutError):
+                        async with asyncio.timeout(progress.interval):
+                            await bell.wait()
+                    if not self.done():
+                        progress.show()
+        finally:
+            self._bells.discard(ring)
+        return self._run.future.result()
+
+    def _ring(self) -> None:
+        """In the driver's thread."""
+        for ring in list(self._bells):
+            ring()
+
+    def _why(self) -> str:
+        return f"{self.name}: {self._driver.status.reason}"
+
+    def _line(self) -> str:
+        status = self._driver.status
+        return in_one_line(status) if status.job == self.name else f"{self.name} submitted"
 
     def exception(self, timeout: float | None = None) -> JobError | None:
         """The error that `result()` would raise, or None."""
@@ -84,6 +140,17 @@ class Job:
         """The last `tail` lines that the program printed: of one rank, one worker, or all, each line with its worker."""
         return "\n".join(self._lines(rank, worker, tail))
 
+    def lines_since(self, number: int, worker: str | None = None) -> list[tuple[str, Line]]:
+        """What was printed after line `number`, with its worker: the newest 1,000 lines, in the order they were heard."""
+        return [(str(w), line) for w, line in self._run.since(number, worker)]
+
+    @property
+    def writers(self) -> list[tuple[str, int | None]]:
+        """The workers that have printed something, and their ranks in the present or last world."""
+        members = self._run.members or self._driver.world.members
+        ranks = {w: rank for rank, w in enumerate(members)}
+        return [(str(w), ranks.get(w)) for w in sorted(self._run.lines, key=lambda w: (ranks.get(w, len(ranks)), w))]
+
     def _lines(self, rank: int | None, worker: str | None, tail: int) -> Iterator[str]:
         members = self._run.members or self._driver.world.members
         if rank is not None:
@@ -94,8 +161,8 @@ class Job:
         for w, lines in sorted(self._run.lines.items(), key=lambda item: item[0]):
             if one and str(w) != worker:
                 continue
-            for _, line in list(lines)[-tail:]:
-                yield line if one else f"{w} | {line}"
+            for line in list(lines)[-tail:]:
+                yield line.text if one else f"{w} | {line.text}"
 
     def __repr__(self) -> str:
         return f"<Job {self.name}: {self.status}>"

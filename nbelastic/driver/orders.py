@@ -1,38 +1,175 @@
-"""Orders from the dashboard, and cells that run on all workers between jobs."""
+"""Orders of people: what they ask the driver for, and how it is told that they have been carried out.
+
+Each order is an event and a question. The question is asked of the driver after each event from then on: a text when it
+is done, None while it is under way, an NbelasticError if it will not be.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from nbelastic.core.errors import UsageError
-from nbelastic.core.world import WorkerState
+from msgspec.structs import replace
+
+from nbelastic.core import messages as m
+from nbelastic.core.epochs import alone_holds_state
+from nbelastic.core.errors import ClusterStoppedError, HostError, NbelasticError, UsageError
+from nbelastic.core.placement import parse_host
+from nbelastic.core.world import HostPhase, WorkerState, World
 from nbelastic.driver.fleet import error_of
+from nbelastic.driver.settings import check_bounds
+from nbelastic.driver.status import OrderStatus
 
 if TYPE_CHECKING:
-    from nbelastic.driver.cluster import Cluster
     from nbelastic.driver.driver import Driver
 
+KEPT = 8  # orders that are shown
+ID_BOUND = 64  # characters of an order's id
 
-def take(cluster: Cluster, message: Mapping[str, Any], by: str) -> None:
-    """Do what a button's message says. UsageError for what is none, or cannot be."""
+
+class Order(NamedTuple):
+    """`text` says it in words."""
+
+    text: str
+    event: m.Event
+    done: Callable[[Driver], str | None]
+
+
+def add_host(host: str, default_slots: int, by: str) -> Order:
+    """Done when it is up. UsageError if `host` is none; HostError, later, if it cannot be started."""
+    spec = parse_host(host, default_slots)
+
+    def done(driver: Driver) -> str | None:
+        there = driver.world.hosts.get(spec.name)
+        if there is None:
+            raise HostError(f"{spec.name} has left again.")
+        if there.phase is HostPhase.LOST:
+            raise HostError(f"{there.reason}; it is tried again.")
+        return f"up with {spec.slots} slots" if there.phase is HostPhase.UP else None
+
+    return Order(f"add {spec.name}:{spec.slots}", m.HostAdded(spec, by), done)
+
+
+def remove_host(known: Collection[str], host: str, now: bool, by: str) -> Order:
+    """Done when it has left. UsageError if it is none of those `known`."""
+    if host not in known:
+        raise UsageError(f"there is no host {host!r}; the hosts are {', '.join(known) or 'none'}.")
+
+    def done(driver: Driver) -> str | None:
+        there = driver.world.hosts.get(host)
+        if there is not None and there.phase is not HostPhase.DRAINING:
+            raise HostError(f"{host} was added again.")
+        return None if there is not None else "it has left"
+
+    return Order(f"remove {host}{' now' if now else ''}", m.HostRemoved(host, now, by), done)
+
+
+def restart(world: World, worker: str, by: str) -> Order:
+    """Done when another process is in its place. UsageError if there is no such worker, or if it alone has the state."""
+    known = {str(w): w for w in world.workers if w not in world.stopped}
+    if worker not in known:
+        raise UsageError(f"there is no worker {worker!r}; the workers are {', '.join(known) or 'none'}.")
+    w = known[worker]
+    if alone_holds_state(world, w):
+        raise UsageError(f"{worker} alone holds the training state, which would be lost: add a host first.")
+
+    def done(driver: Driver) -> str | None:
+        there = driver.world.workers
+        if w in there and w not in driver.world.stopped:
+            raise UsageError(f"{worker} alone holds the training state.")
+        new = next((other for other in there if (other.host, other.slot) == (w.host, w.slot) and other != w), None)
+        if new is not None and there[new].state is WorkerState.STARTING:
+            return None
+        return f"{new} is in its place" if new is not None else "it has ended"
+
+    return Order(f"restart {worker}", m.RestartRequested(w, by), done)
+
+
+def scale(world: World, low: int | None, high: int | None, keep_max: bool, by: str) -> Order:
+    """Done at once. What is None stays, but for `high` unless `keep_max`: then there is no limit. UsageError for wrong bounds."""
+    least = world.limits.min if low is None else low
+    most = world.limits.max if high is None and keep_max else high
+    check_bounds(least, most)
+    limit = "no max" if most is None else f"max {most}"
+    return Order(f"scale to min {least}, {limit}", m.Scaled(least, most, by), lambda _: "")
+
+
+def stop_job(world: World, by: str) -> Order:
+    """Done when it has ended. UsageError if none runs."""
+    job = world.active
+    if job is None:
+        raise UsageError("no job is running.")
+
+    def done(driver: Driver) -> str | None:
+        now = driver.world.job
+        return None if now is not None and now.name == job.name and not now.outcome else f"{job.name} has ended"
+
+    return Order(f"stop {job.name}", m.JobStopRequested(job.name, f"stopped by {by}"), done)
+
+
+def stop(by: str) -> Order:
+    """Done when the driver ends."""
+    return Order("stop the cluster", m.StopRequested(f"stopped by {by}"), lambda _: None)
+
+
+def read(message: Mapping[str, Any], world: World, default_slots: int, by: str) -> Order:
+    """The order that a button's message is. UsageError for what is none, or cannot be."""
     match dict(message):
         case {"order": "add_host", "host": str(host)}:
-            cluster.add_host(host, by=by)
+            return add_host(host, default_slots, by)
         case {"order": "remove_host", "host": str(host), **rest}:
-            cluster.remove_host(host, now=rest.get("now") is True, by=by)
+            return remove_host(world.hosts, host, rest.get("now") is True, by)
+        case {"order": "restart", "worker": str(worker)}:
+            return restart(world, worker, by)
         case {"order": "scale", **rest}:
             low, high = rest.get("min"), rest.get("max")
             if not all(bound is None or type(bound) is int for bound in (low, high)):
                 raise UsageError("min and max must be whole numbers.")
-            cluster.scale(low, high, by=by)
+            return scale(world, low, high, "max" not in rest, by)
         case {"order": "stop_job"}:
-            cluster.stop_job(by=by)
+            return stop_job(world, by)
         case {"order": "stop"}:
-            cluster.request_stop(by=by)
+            return stop(by)
         case _:
             raise UsageError("this is no order.")
+
+
+def take(driver: Driver, message: Mapping[str, Any], default_slots: int, by: str) -> None:
+    """In the driver's thread: carry out what a button's message asks for, and keep book of it."""
+    orders = driver.fleet.live.orders
+    key = str(message.get("id", ""))[:ID_BOUND] or f"order-{len(driver.chronicle.records)}"
+
+    def settle(word: str, why: str) -> None:
+        for i, order in enumerate(orders):
+            if order.id == key:
+                orders[i] = replace(order, word=word, why=why)
+        if word == "refused":
+            driver.record(m.Record("order-refused", f"{by}: {why}"))
+
+    def settled(future: Future[str]) -> None:
+        error = future.exception()
+        if error is None:
+            settle("done", future.result())
+        elif isinstance(error, ClusterStoppedError):  # that is what this one asked for, or nobody minds any more
+            settle("done", "")
+        else:
+            settle("refused", str(error))
+
+    try:
+        order = read(message, driver.world, default_slots, by)
+    except NbelasticError as error:
+        orders.append(OrderStatus(key, by, str(message.get("order", "")).replace("_", " ")[:ID_BOUND]))
+        settle("refused", str(error))
+    else:
+        orders.append(OrderStatus(key, by, order.text))
+        future: Future[str] = Future()
+        future.add_done_callback(settled)
+        driver.ask(order.event, order.done, future)
+    ended = [each for each in orders if each.word != "under way"]
+    for each in ended[: max(0, len(orders) - KEPT)]:
+        orders.remove(each)
+    driver.look()
 
 
 def execute_on_all(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections import deque
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, NamedTuple
 
 from nbelastic.core import messages as m
 from nbelastic.core import wire
@@ -35,6 +35,14 @@ def checkpoints(folder: str | os.PathLike[str] | None, every: int | None, keep: 
     return path, EVERY if every is None else every, KEEP if keep is None else keep
 
 
+class Line(NamedTuple):
+    """A line that a worker printed to `stream` (out or err); its number is the run's, over all workers."""
+
+    number: int
+    stream: str
+    text: str
+
+
 class Run:
     """Lives in the driver's thread; `future` and `lines` may be read from any."""
 
@@ -44,7 +52,8 @@ class Run:
         self.call: Call = call or (None, (), {}, None)
         self.outcomes: dict[m.WorkerId, tuple[str, Any, str]] = {}
         self.future: Future[list[Any]] = Future()
-        self.lines: dict[m.WorkerId, deque[tuple[str, str]]] = {}  # (stream, line)
+        self.lines: dict[m.WorkerId, deque[Line]] = {}  # the last ones of each
+        self.heard = 0  # lines so far
         self.members: tuple[m.WorkerId, ...] = ()
         self._end: m.EndJob | None = None
         self._rest: dict[tuple[m.WorkerId, str], str] = {}
@@ -53,11 +62,27 @@ class Run:
         """Keep the last lines of what a worker printed."""
         lines = self.lines.setdefault(output.worker, deque(maxlen=TAIL))
         if output.skipped:
-            lines.append((output.stream, f"… {output.skipped} characters are only in the log file …"))
+            self._add(lines, output.stream, f"… {output.skipped} characters are only in the log file …")
         key = (output.worker, output.stream)
         *whole, rest = (self._rest.get(key, "") + output.text).split("\n")
         self._rest[key] = rest[-10_000:]
-        lines.extend((output.stream, line) for line in whole)
+        for text in whole:
+            self._add(lines, output.stream, text)
+
+    def _add(self, lines: deque[Line], stream: str, text: str) -> None:
+        self.heard += 1
+        lines.append(Line(self.heard, stream, text))
+
+    def since(self, number: int, worker: str | None = None, most: int = TAIL) -> list[tuple[m.WorkerId, Line]]:
+        """The newest `most` lines after `number`, of one worker or of all, in the order in which they were heard."""
+        found = [
+            (w, line)
+            for w, lines in list(self.lines.items())
+            if (worker is None or str(w) == worker) and lines and lines[-1].number > number
+            for line in list(lines)
+            if line.number > number
+        ]
+        return sorted(found, key=lambda pair: pair[1].number)[-most:]
 
     def end(self, command: m.EndJob) -> None:
         self._end = command

@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
+import time
+from collections import deque
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from msgspec import Struct
 
+from nbelastic.core import wire
 from nbelastic.core.messages import WorkerId
 from nbelastic.core.placement import places
 from nbelastic.core.world import World, host_cooling_until
+
+BEHIND = 1.0  # seconds for which others must have been ahead
+CLOCK = time.time() - time.monotonic()  # of this process: a cooldown's end does not move from look to look
+CURVES = 4  # values whose history is kept
+POINTS = 100  # of a history
 
 
 class HostStatus(Struct, frozen=True):
     """`phase`: starting, up, cooling, draining, lost. `cooling_until`: seconds from now, 0.0 if it is not cooling.
 
-    `cpu` in percent of one core, `memory` in bytes in use on the host; None before the first sample.
+    `cpu` in percent of all its cores, `memory` in bytes in use on the host, of `memory_total`; None before the first
+    sample. `gpus`: of each the utilisation in percent, MB in use and MB there are. `slots_cooling`: slots that are
+    cooling, and how many seconds more.
     """
 
     name: str
@@ -25,12 +36,16 @@ class HostStatus(Struct, frozen=True):
     cooling_until: float
     cpu: float | None = None
     memory: int | None = None
+    memory_total: int | None = None
+    gpus: tuple[tuple[int, int, int], ...] = ()
+    slots_cooling: dict[int, float] = {}
 
 
 class WorkerStatus(Struct, frozen=True):
     """`state`: starting, ready, running, succeeded, failed, lost, stopped. `rank` and `local_rank` are None outside a world.
 
-    `step` is the number of commits so far; `cpu` in percent of one core, `memory` resident bytes.
+    `step` is the number of commits so far, `behind` how many others have made for a second and this one has not; `cpu` in
+    percent of one core, `memory` resident bytes.
     """
 
     id: str
@@ -46,12 +61,25 @@ class WorkerStatus(Struct, frozen=True):
     reason: str = ""
     cpu: float | None = None
     memory: int | None = None
+    behind: int = 0
+
+
+class OrderStatus(Struct, frozen=True):
+    """An order of a dashboard: `word` is under way, done or refused; `why` says more. `id` is the dashboard's own."""
+
+    id: str
+    by: str
+    text: str
+    word: str = "under way"
+    why: str = ""
 
 
 class Status(Struct, frozen=True):
     """All that can be seen of a cluster at one moment. `job` is the current or last job's name, `outcome` how it ended.
 
-    `report` holds what rank 0 last gave to `state.report()`; `steps_per_second` is measured over the last seconds.
+    `report` holds what rank 0 last gave to `state.report()`, `curves` how its first values went, oldest first, and `total`
+    how many steps there will be, if `report(total=...)` has said so; `steps_per_second` is measured over the last seconds.
+    `time`: of this look; `failed_at`: when a worker or host was lost last; both in seconds since the epoch of the clock.
     """
 
     name: str
@@ -68,10 +96,19 @@ class Status(Struct, frozen=True):
     step: int = 0
     report: dict[str, float] = {}
     steps_per_second: float | None = None
+    total: int | None = None
+    curves: dict[str, tuple[float, ...]] = {}
+    time: float = 0.0
+    failed_at: float | None = None
+    orders: tuple[OrderStatus, ...] = ()
 
 
-class EventRecord(Struct, frozen=True):
-    """One line of the event log. `time` in seconds since the epoch; `took`: milliseconds of each phase of a change."""
+@dataclass(frozen=True)  # and no msgspec.Struct: pandas makes a table of a list of these
+class EventRecord:
+    """One line of the event log. `time` in seconds since 1970; `took`: milliseconds of each phase of a change.
+
+    `size`: how many members the world has after it; 0 without a job.
+    """
 
     time: float
     kind: str
@@ -79,20 +116,89 @@ class EventRecord(Struct, frozen=True):
     host: str = ""
     worker: str = ""
     epoch: int = 0
-    took: dict[str, float] = {}
+    took: dict[str, float] = field(default_factory=dict)
+    size: int = 0
+
+
+class HostSample(Struct, frozen=True):
+    """As of `HostStatus`."""
+
+    cpu: float
+    memory: int
+    memory_total: int
+    gpus: tuple[tuple[int, int, int], ...]
 
 
 class Live(Struct):
     """What the driver has heard beside the world: samples and progress."""
 
-    host_samples: dict[str, tuple[float, int]] = {}
+    host_samples: dict[str, HostSample] = {}
     worker_samples: dict[str, tuple[float, int]] = {}
     steps: dict[WorkerId, int] = {}
     step: int = 0  # the newest commit of the present or last job
     report: dict[str, float] = {}
+    total: int | None = None
+    newest: deque[tuple[float, int]] = deque()  # when which commit was first heard of
+    curves: dict[str, Curve] = {}
     steps_per_second: float | None = None
+    failed_at: float | None = None
+    orders: list[OrderStatus] = []
+    stacks: dict[WorkerId, wire.StackShown] = {}  # each worker's last
+    asked: int = 0  # the number of the last question for stacks
     log_dir: str = ""
     jobs: dict[str, str] = {}  # how the batch jobs stand whose agents have not spoken yet, by host
+
+    def progress(self, commit: int, now: float) -> None:
+        """Some worker has made this commit."""
+        if commit > self.step:
+            self.step = commit
+            self.newest.append((now, commit))
+            while len(self.newest) > 2 and self.newest[1][0] < now - BEHIND:
+                self.newest.popleft()
+
+    def report_of(self, values: Mapping[str, float]) -> None:
+        """Rank 0 has reported these; `total` is ours."""
+        self.report = dict(values)
+        total = self.report.pop("total", None)
+        self.total = int(total) if total is not None and 0 < total < float("inf") else None
+        for name in list(self.report)[:CURVES]:
+            self.curves.setdefault(name, Curve()).add(self.report[name])
+
+    def begin_job(self) -> None:
+        """What was measured belongs to the job before."""
+        self.step, self.report, self.steps_per_second, self.total = 0, {}, None, None
+        self.newest, self.curves = deque(), {}
+
+    def behind(self, w: WorkerId, now: float) -> int:
+        """How many commits others had made a second ago and this one has not."""
+        own = self.steps.get(w)
+        if own is None:
+            return 0
+        then = max((commit for at, commit in self.newest if at <= now - BEHIND), default=0)
+        return max(0, then - own)
+
+
+class Curve:
+    """A value's history in at most `POINTS` points, each the mean of equally many reports."""
+
+    def __init__(self) -> None:
+        self._points: list[float] = []
+        self._each = 1  # reports a point
+        self._sum, self._count = 0.0, 0  # of the point that is being made
+
+    def add(self, value: float) -> None:
+        self._sum, self._count = self._sum + value, self._count + 1
+        if self._count < self._each:
+            return
+        self._points.append(self._sum / self._count)
+        self._sum, self._count = 0.0, 0
+        if len(self._points) == POINTS:
+            self._points = [(a + b) / 2 for a, b in zip(self._points[::2], self._points[1::2], strict=True)]
+            self._each *= 2
+
+    @property
+    def points(self) -> tuple[float, ...]:
+        return tuple(self._points)
 
 
 def snapshot(name: str, world: World, live: Live, now: float) -> Status:
@@ -102,7 +208,8 @@ def snapshot(name: str, world: World, live: Live, now: float) -> Status:
     for host in world.hosts.values():
         until = host_cooling_until(host, now)
         phase = "cooling" if until and host.phase == "up" else str(host.phase)
-        cpu, memory = live.host_samples.get(host.spec.name, (None, None))
+        sample = live.host_samples.get(host.spec.name)
+        cooling = {i: slot.cooling_until - now for i, slot in enumerate(host.slots) if slot.cooling_until > now}
         hosts.append(
             HostStatus(
                 host.spec.name,
@@ -111,8 +218,11 @@ def snapshot(name: str, world: World, live: Live, now: float) -> Status:
                 phase,
                 host.reason or live.jobs.get(host.spec.name, ""),
                 until - now if until else 0.0,
-                cpu,
-                memory,
+                cpu=sample.cpu if sample else None,
+                memory=sample.memory if sample else None,
+                memory_total=sample.memory_total if sample else None,
+                gpus=sample.gpus if sample else (),
+                slots_cooling=cooling,
             )
         )
     return Status(
@@ -124,22 +234,36 @@ def snapshot(name: str, world: World, live: Live, now: float) -> Status:
         min=world.limits.min,
         max=world.limits.max,
         hosts=tuple(hosts),
-        workers=_workers(world, live, {w: (p.rank, p.local_rank) for w, p in ranks.items()}),
+        workers=_workers(world, live, {w: (p.rank, p.local_rank) for w, p in ranks.items()}, now),
         job=world.job.name if world.job else None,
         outcome=world.job.outcome if world.job else "",
         step=live.step,
         report=live.report,
         steps_per_second=live.steps_per_second if world.active else None,
+        total=live.total,
+        curves={name: curve.points for name, curve in live.curves.items() if len(curve.points) > 1},
+        time=CLOCK + now,
+        failed_at=live.failed_at,
+        orders=tuple(live.orders),
     )
 
 
-def _workers(world: World, live: Live, ranks: Mapping[WorkerId, tuple[int, int]]) -> tuple[WorkerStatus, ...]:
+def _workers(
+    world: World, live: Live, ranks: Mapping[WorkerId, tuple[int, int]], now: float
+) -> tuple[WorkerStatus, ...]:
     rows = []
+    running = world.active is not None and world.phase == "running"
+    still = world.still.behind if world.still is not None else {}
     for w, worker in sorted(world.workers.items()):
         host = world.hosts.get(w.host)
         restarts = host.slots[w.slot].restarts if host and w.slot < len(host.slots) else 0
         rank, local_rank = ranks.get(w, (None, None))
         cpu, memory = live.worker_samples.get(str(w), (None, None))
+        behind = live.behind(w, now) if running and rank is not None else 0
+        reason = worker.reason
+        if w in still:  # at the same commit as the others, but not as far in its step
+            behind = max(1, behind)
+            reason = reason or f"behind the others for {now - still[w][1]:.0f} s"
         rows.append(
             WorkerStatus(
                 str(w),
@@ -152,9 +276,10 @@ def _workers(world: World, live: Live, ranks: Mapping[WorkerId, tuple[int, int]]
                 live.steps.get(w, worker.commit),
                 restarts,
                 live.log_dir,
-                worker.reason,
+                reason,
                 cpu,
                 memory,
+                behind,
             )
         )
     return tuple(rows)

@@ -1,25 +1,26 @@
-"""The live view: one widget a cluster, one trait down, orders up. It shows and sends; it decides nothing."""
+"""The live view: one widget a cluster. State goes down, orders and questions come up; it decides nothing."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import anywidget
-import msgspec
 import traitlets
 
-from nbelastic.driver.status import EventRecord, Status
+from nbelastic.core.errors import NbelasticError
+from nbelastic.driver.status import Status
+from nbelastic.notebook.answers import answer
+from nbelastic.notebook.frames import Frames
 from nbelastic.notebook.snapshot import settled_html, settled_text
 
 if TYPE_CHECKING:
     from nbelastic.driver.cluster import Cluster
 
-EVENTS = 24  # how many of the last events travel with each update
-_ORDERS = frozenset({"add_host", "remove_host", "scale", "stop_job", "stop"})
-_UNSEEN = ("address", "log_dir")  # of hosts and workers: the dashboard has no use for them
+UNANSWERED = 64  # answers that wait to be sent, at most
+_ORDERS = ("add_host", "remove_host", "restart", "scale", "stop_job", "stop")
 
 
 def _asset(name: str) -> str:
@@ -33,19 +34,23 @@ def _asset(name: str) -> str:
 class Dashboard(anywidget.AnyWidget):  # type: ignore[misc]  # anywidget carries no types here
     """A live view of `cluster`. Show it as often as you like: all views share one stream of updates.
 
-    The driver's thread alone writes `state`, at most 4 times a second and only when something has changed.
+    One thread writes: `state`, a key frame, or `change`, what has changed since, at most 4 times a second and only when
+    there is something new; and the answers to what views ask.
     """
 
     _esm = _asset("dashboard.js")
     _css = _asset("dashboard.css")
     state = traitlets.Dict().tag(sync=True)
+    change = traitlets.Dict().tag(sync=True)
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
         self._unsubscribe: Callable[[], None] | None = None
         self._status = cluster.status()
-        self._tail = Tail()
-        super().__init__(state=self._state())
+        self._frames = Frames()
+        self._frames.show(self._status, *cluster.numbered_events())
+        self._answers: deque[dict[str, Any]] = deque(maxlen=UNANSWERED)
+        super().__init__(state=self._frames.state, change=self._frames.change)
         self._answer_at_once()
         self.observe(lambda _: self._answer_at_once(), "comm")
         self.on_msg(self._take)
@@ -71,17 +76,32 @@ class Dashboard(anywidget.AnyWidget):  # type: ignore[misc]  # anywidget carries
         }
 
     def _show(self, status: Status) -> None:
-        """Called in the driver's thread."""
+        """Called in the watchers' thread, the only one that writes."""
+        while self._answers:
+            self.send(self._answers.popleft())
         self._status = status
-        self.state = self._state()
-
-    def _state(self) -> dict[str, Any]:
-        return {**as_json(self._status), "events": self._tail.look(self._cluster.events)}
+        if self._frames.show(status, *self._cluster.numbered_events()):
+            with self.hold_sync():  # a key frame never comes with the change of another one
+                self.state = self._frames.state
+                self.change = self._frames.change
 
     def _take(self, _: object, content: Any, __: object) -> None:
-        """An order of a person, straight into the driver's inbox; a refusal comes back as an event."""
-        if isinstance(content, dict) and content.get("order") in _ORDERS:
-            self._cluster.order(content, by="dashboard")
+        """A person's order, straight into the driver's inbox, or a view's question."""
+        if not isinstance(content, dict):
+            return
+        key = content.get("id")
+
+        def reply(said: dict[str, Any]) -> None:
+            self._answers.append({"reply": key, **said})
+            self._cluster.show_again()
+
+        if "ask" in content:
+            answer(self._cluster, content, reply)
+        elif str(content.get("order")) in _ORDERS:
+            try:
+                self._cluster.order(content, by="dashboard")
+            except NbelasticError as error:
+                reply({"error": str(error)})
 
     def _answer_at_once(self) -> None:
         """Have clicks handled while a cell runs.
@@ -92,39 +112,3 @@ class Dashboard(anywidget.AnyWidget):  # type: ignore[misc]  # anywidget carries
         """
         if hasattr(self.comm, "_reply_subshell_for"):
             self.comm._reply_subshell_for = lambda _, default: default
-
-
-class Tail:
-    """The last events, each with its number since the start. The cluster's own list forgets its oldest."""
-
-    def __init__(self) -> None:
-        self._count = 0
-        self._last: EventRecord | None = None
-
-    def look(self, events: Sequence[EventRecord]) -> list[dict[str, Any]]:
-        """The last of `events` as plain JSON; their numbers `n` go on from look to look."""
-        new = 0
-        for event in reversed(events):
-            if event is self._last:
-                break
-            new += 1
-        self._count += new
-        self._last = events[-1] if events else None
-        shown = events[-EVENTS:]
-        first = self._count - len(shown) + 1
-        return [{**msgspec.to_builtins(event), "n": n} for n, event in enumerate(shown, first)]
-
-
-def as_json(status: Status) -> dict[str, Any]:
-    """What of a status the widget gets, as plain JSON."""
-    state: dict[str, Any] = msgspec.to_builtins(status)
-    for row in (*state["hosts"], *state["workers"]):
-        for name in _UNSEEN:
-            row.pop(name, None)
-    state["report"] = {name: _finite(value) for name, value in status.report.items()}
-    return state
-
-
-def _finite(value: float) -> float | str:
-    """JSON has no NaN, and a loss that became one is worth seeing."""
-    return value if math.isfinite(value) else str(value)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from IPython.core.magic import Magics, magics_class
@@ -18,6 +20,7 @@ if TYPE_CHECKING:
 
     from nbelastic.driver.cluster import Cluster
     from nbelastic.driver.job import Job
+    from nbelastic.driver.stacks import WorkerStack
     from nbelastic.notebook.dashboard import Dashboard
     from nbelastic.notebook.snapshot import StatusView
 
@@ -145,6 +148,33 @@ class ElasticMagics(Magics):  # type: ignore[misc]  # IPython carries no types h
         """Print what the workers of the current or last job have printed."""
         print(self._job().logs(rank=options.rank, worker=options.worker, tail=options.tail).rstrip("\n"))
 
+    @magic(
+        "line",
+        argument("rank", nargs="?", type=int, metavar="RANK", help="the rank to look at (default: all workers)"),
+        argument("--timeout", type=float, default=2.0, metavar="S", help="how long to wait for answers (2)"),
+    )
+    def elastic_stacks(self, options: Namespace) -> None:
+        """Print where every worker is right now: its Python stack. Says why a training hangs."""
+        from nbelastic.notebook.answers import alike
+
+        stacks = self._cluster().stacks(timeout=options.timeout)
+        if options.rank is not None:
+            stacks = [stack for stack in stacks if stack.rank == options.rank]
+            if not stacks:
+                raise UsageError(f"there is no rank {options.rank} now.")
+        for group in alike(stacks):
+            print(_title(group), group[0].text, sep="\n")
+
+    @magic("line", argument("file", metavar="FILE", help="as trace.json; Perfetto and chrome://tracing open it"))
+    def elastic_trace(self, options: Namespace) -> None:
+        """Write the event log as a timeline (Chrome trace JSON)."""
+        path = Path(options.file).expanduser()
+        try:
+            path.write_text(json.dumps(self._cluster().trace()), encoding="utf-8")
+        except OSError as error:
+            raise UsageError(f"{path} cannot be written: {error.strerror}.") from None
+        print(f"{path} is written: open it at ui.perfetto.dev or chrome://tracing.")
+
     # Changing.
     @magic("line", argument("hosts", nargs="+", metavar="NEW", help="name, name:slots or user@name:slots"))
     def elastic_add(self, options: Namespace) -> None:
@@ -174,6 +204,13 @@ class ElasticMagics(Magics):  # type: ignore[misc]  # IPython carries no types h
         if options.min is None and options.max is None:
             raise UsageError("say --min N, --max N or both.")
         self._cluster().scale(min=options.min, max=options.max, by="%elastic_scale")
+
+    @magic("line", argument("workers", nargs="+", metavar="WORKER", help="the workers' ids, as in localhost/0#1"))
+    def elastic_restart(self, options: Namespace) -> None:
+        """Kill workers and start others in their places; a training goes on without a lost step. Returns at once."""
+        cluster = self._cluster()
+        for worker in options.workers:
+            cluster.restart(worker, by="%elastic_restart")
 
     # Running and waiting.
     @magic(
@@ -259,6 +296,16 @@ class ElasticMagics(Magics):  # type: ignore[misc]  # IPython carries no types h
     def _check_variable(self, name: str | None) -> None:
         if name is not None and not name.isidentifier():
             raise UsageError(f"{name!r} is no name for a variable.")
+
+
+def _title(group: Sequence[WorkerStack]) -> str:
+    """Who they are, where, and whether they are behind."""
+    ranks = [str(stack.rank) for stack in group if stack.rank is not None]
+    word = "rank" if len(ranks) == 1 else "ranks"
+    who = [f"{word} {', '.join(ranks)}"] if ranks else []
+    who.append(", ".join(stack.worker for stack in group))
+    where = group[0].place if group[0].text else "no answer: its process is stopped, or C code holds the interpreter"
+    return " · ".join(filter(None, (*who, where, group[0].note)))
 
 
 def _as_python(options: dict[str, Any]) -> dict[str, Any]:

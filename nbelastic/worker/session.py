@@ -26,7 +26,7 @@ from nbelastic.worker.boot import set_interface
 from nbelastic.worker.rendezvous import Group, Offer, backend_for, collectives_of_all
 from nbelastic.worker.stuck import Blocked
 from nbelastic.worker.warm import WarmUp
-from nbelastic.worker.whereabouts import whereabouts
+from nbelastic.worker.whereabouts import stack, whereabouts
 
 if TYPE_CHECKING:
     from nbelastic.worker.saving import Plan
@@ -273,6 +273,9 @@ class Session:
             case wire.Look(epoch=epoch):
                 self._say_where(epoch)
                 return
+            case wire.ShowStack(number=number):
+                self.link.send(wire.StackShown(self.worker, number, whereabouts(), stack()))
+                return
             case wire.Expect(addresses=addresses):
                 self._ahead.expect(addresses)
                 return
@@ -347,7 +350,7 @@ class Session:
         if first is None and (seen == self._reported or now < self._report_at):
             return
         self._reported, self._report_at = seen, now + REPORT_EVERY
-        report = {name: value for name, value in self.report.items() if math.isfinite(value)}  # JSON has no other
+        report = {name: value if math.isfinite(value) else None for name, value in self.report.items()}
         self.link.send(wire.WorkerProgress(self.worker, seen[0] or epoch, self.total, report, first))
 
     def _send_output(self) -> None:

@@ -93,7 +93,11 @@ class State:
         self.reset_callbacks.extend(callbacks)
 
     def report(self, **values: float) -> None:
-        """Numbers for the dashboard, as `report(loss=loss.item())`. The newest are sent a few times a second."""
+        """Numbers for the dashboard, as `report(loss=loss.item())`. The newest are sent a few times a second.
+
+        `total` is how many commits the job will make: `report(loss=loss.item(), total=3000)` lets the dashboard say how
+        long it will take.
+        """
         if self._session is not None:
             self._session.report = {name: float(value) for name, value in values.items()}
 

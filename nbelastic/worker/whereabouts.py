@@ -1,4 +1,4 @@
-"""Where the main thread is in the user's own code, asked from another thread."""
+"""Where the threads are, asked from another one."""
 
 from __future__ import annotations
 
@@ -6,21 +6,56 @@ import os
 import sys
 import sysconfig
 import threading
+import traceback
 from types import FrameType
 
-_NOT_THE_USERS = (
+STACK_BOUND = 64_000  # characters
+_LIBRARIES = (
     *{sysconfig.get_path(kind) + os.sep for kind in ("stdlib", "platstdlib", "purelib", "platlib")},
     os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep,  # nbelastic
     "<frozen",
 )
+_BELOW = ("/ipyparallel/", "/ipykernel/", "/IPython/", "/nbelastic/worker/program.py")  # what runs the user's program
+_LOOP = "/nbelastic/worker/elastic.py"
 
 
 def whereabouts() -> str:
     """Its innermost frame that is neither a library's nor ours, as `train.py:88 in load`; empty if there is none."""
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    while frame is not None and frame.f_code.co_filename.startswith(_NOT_THE_USERS):
+    main = sys._current_frames().get(threading.main_thread().ident or 0)
+    own = [frame for frame in _above(main) if _is_the_users(frame)]
+    return _in_words(own[-1]) if own else ""
+
+
+def stack() -> str:
+    """The main thread's Python stack, innermost call last, and that of each other thread that runs the user's code."""
+    frames = sys._current_frames()
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    parts = [_format(_above(frames.pop(threading.main_thread().ident or 0, None)))]
+    for ident, frame in frames.items():
+        whole = _above(frame)
+        if ident != threading.get_ident() and any(map(_is_the_users, whole)):
+            parts.append(f"Thread {names.get(ident, ident)}:\n{_format(whole)}")
+    return "\n".join(parts)[-STACK_BOUND:]
+
+
+def _above(frame: FrameType | None) -> list[FrameType]:
+    """The stack from the outermost frame to this one, without what is below the user's program."""
+    found = []
+    while frame is not None and not any(part in frame.f_code.co_filename for part in _BELOW):
+        if not frame.f_code.co_filename.endswith(_LOOP):
+            found.append(frame)
         frame = frame.f_back
-    return _in_words(frame) if frame is not None else ""
+    return found[::-1]
+
+
+def _format(frames: list[FrameType]) -> str:
+    if not any(map(_is_the_users, frames)):
+        return "It runs no code of yours.\n"
+    return "".join(traceback.StackSummary.extract((frame, frame.f_lineno) for frame in frames).format())
+
+
+def _is_the_users(frame: FrameType) -> bool:
+    return not frame.f_code.co_filename.startswith(_LIBRARIES)
 
 
 def _in_words(frame: FrameType) -> str:

@@ -14,7 +14,22 @@ from msgspec.structs import replace
 
 from nbelastic.core.errors import UsageError
 from nbelastic.core.placement import parse_host
+from nbelastic.driver.run import Line
+from nbelastic.driver.stacks import WorkerStack
 from nbelastic.driver.status import EventRecord, HostStatus, Status, WorkerStatus
+
+
+def merge(target: dict, patch: dict) -> dict:
+    """RFC 7386, as a view applies it."""
+    merged = dict(target)
+    for name, value in patch.items():
+        if value is None:
+            merged.pop(name, None)
+        elif isinstance(value, dict):
+            merged[name] = merge(merged[name] if isinstance(merged.get(name), dict) else {}, value)
+        else:
+            merged[name] = value
+    return merged
 
 
 class FakeJob:
@@ -23,6 +38,7 @@ class FakeJob:
         self.source = source
         self.error: BaseException | None = None
         self.waited: list[float | None] = []
+        self.lines: list[tuple[str, Line]] = []
 
     def result(self, timeout: float | None = None) -> list[object]:
         self.waited.append(timeout)
@@ -32,6 +48,14 @@ class FakeJob:
 
     def logs(self, rank: int | None = None, worker: str | None = None, tail: int = 100) -> str:
         return f"rank={rank} worker={worker} tail={tail}\n"
+
+    def lines_since(self, number: int, worker: str | None = None):
+        found = [pair for pair in self.lines if pair[1].number > number and worker in (None, pair[0])]
+        return found[-1000:]
+
+    @property
+    def writers(self):
+        return sorted({(w, int(w[-3])) for w, _ in self.lines})
 
     def __repr__(self) -> str:
         return "<Job job-1: running, 2 workers>"
@@ -45,6 +69,8 @@ class FakeCluster:
         self.options = {"hosts": hosts, "min": min, "max": max, **options}
         self.calls: list[tuple[object, ...]] = []
         self.events: list[EventRecord] = []
+        self.count = 0  # of all events
+        self.shown_stacks: list[WorkerStack] = []
         self.subscribers: list[object] = []
         self.job: FakeJob | None = None
         self.raises: BaseException | None = None
@@ -113,6 +139,25 @@ class FakeCluster:
         self.calls.append(("wait", world, timeout))
         self._raise()
 
+    def restart(self, worker: str, by: str = "the user") -> None:
+        self.calls.append(("restart", worker, by))
+
+    def stacks(self, timeout: float = 2.0):
+        self.calls.append(("stacks", timeout))
+        return self.shown_stacks
+
+    def ask_stacks(self, done, timeout: float = 2.0) -> None:
+        done(self.shown_stacks)
+
+    def trace(self):
+        return {"traceEvents": []}
+
+    def numbered_events(self):
+        return list(self.events), self.count
+
+    def show_again(self) -> None:
+        self.tell()
+
     def order(self, order: dict[str, object], by: str) -> None:
         self.calls.append(("order", order, by))
         try:
@@ -147,6 +192,7 @@ class FakeCluster:
     # What tests call.
     def record(self, kind: str, text: str, *, host: str = "", worker: str = "", **took: float) -> None:
         self.events.append(EventRecord(time.time(), kind, text, host, worker, self._status.epoch, took))
+        self.count += 1
 
     def tell(self, **changes: object) -> None:
         self._status = replace(self._status, **changes)

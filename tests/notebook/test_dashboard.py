@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 
 import pytest
-from fake_cluster import FakeCluster
+from fake_cluster import FakeCluster, merge
 from ipykernel.comm.comm import BaseComm
 
-from nbelastic.notebook.dashboard import EVENTS, Dashboard
+from nbelastic.driver.run import Line
+from nbelastic.driver.stacks import WorkerStack
+from nbelastic.notebook.dashboard import Dashboard
+from nbelastic.notebook.frames import EVENTS
 
 WIDGET = "application/vnd.jupyter.widget-view+json"
 
@@ -30,6 +33,12 @@ def click(dashboard, content):
     dashboard._handle_msg({"content": {"data": {"method": "custom", "content": content}}, "buffers": []})
 
 
+def seen(dashboard):
+    """What a view shows: the key frame, and what has changed since."""
+    change = dashboard.change
+    return merge(dashboard.state, change["patch"]) if change.get("base") == dashboard.state["n"] else dashboard.state
+
+
 def test_the_state_is_plain_json_whatever_was_reported(cluster, dashboard):
     """A loss that is NaN, an unlimited max and markup travel; what the view has no use for does not."""
     cluster.record("world-formed", "<b>1</b>", took=3.5)
@@ -38,28 +47,120 @@ def test_the_state_is_plain_json_whatever_was_reported(cluster, dashboard):
     assert state["report"] == {"loss": "nan", "lr": 0.1}
     assert state["max"] is None
     assert state["reason"] == "<script>alert(1)</script>"
-    assert not {"address", "log_dir"} & {*state["hosts"][0], *state["workers"][0]}
+    assert "/logs" not in json.dumps(state)
     assert state["events"][-1]["took"] == {"took": 3.5}
 
 
 def test_only_the_last_events_travel_and_keep_their_numbers(cluster, dashboard):
     """`n` tells a view which events are new, however many there have been and also when the oldest are forgotten."""
-    said = len(cluster.events)
     for _ in range(3):
         for i in range(50):
             cluster.record("worker-ready", f"number {i}")
-        said += 50
         del cluster.events[:-60]
         cluster.tell()
-        events = dashboard.state["events"]
-        assert [event["n"] for event in events] == list(range(said - EVENTS + 1, said + 1))
+        events = seen(dashboard)["events"]
+        assert [event["n"] for event in events] == list(range(cluster.count - EVENTS + 1, cluster.count + 1))
         assert events[-1]["text"] == "number 49"
 
 
-def test_one_trait_travels(dashboard):
-    """Besides anywidget's own and the layout there is `state`, and nothing else."""
+def test_two_traits_travel(dashboard):
+    """Besides anywidget's own and the layout there are the key frame and its change, and nothing else."""
     own = {name for name in dashboard.keys if not name.startswith("_")} - {"layout", "tabbable", "tooltip"}
-    assert own == {"state"}
+    assert own == {"state", "change"}
+
+
+def test_a_large_cluster_sends_changes(cluster, dashboard, monkeypatch):
+    """Once the key frame is there, an update has only what is new; the key frame is not sent again."""
+    cluster.add_host("big:400")
+    frame = dashboard.state
+    sent = []
+    monkeypatch.setattr(dashboard, "send_state", lambda key: sent.append(set(key)))
+    cluster.tell(step=77, time=cluster.status().time + 1)
+    assert dashboard.state is frame
+    assert sent == [{"change"}]
+    assert dashboard.change["patch"].keys() == {"time", "step"}
+    assert seen(dashboard)["step"] == 77
+
+
+def test_an_update_without_news_is_not_sent(cluster, dashboard, monkeypatch):
+    """Time alone is no news."""
+    monkeypatch.setattr(dashboard, "send_state", lambda key=None: pytest.fail(f"{key} was sent"))
+    cluster.tell(time=cluster.status().time + 1)
+
+
+@pytest.fixture
+def replies(dashboard, monkeypatch):
+    """What is sent to the views beside the state."""
+    sent = []
+    monkeypatch.setattr(dashboard, "send", sent.append)
+    return sent
+
+
+def test_a_view_asks_for_older_events(cluster, dashboard, replies):
+    """400 at a time, up to the oldest that is kept; and it is told which that is."""
+    for i in range(900):
+        cluster.record("worker-ready", f"number {i}")
+    del cluster.events[:-700]
+    oldest, before, seen = cluster.count - 699, None, []
+    for i in range(2):
+        click(dashboard, {"ask": "history", "id": f"q{i}", "before": before})
+        answer = replies.pop()
+        assert (answer["reply"], answer["oldest"]) == (f"q{i}", oldest)
+        seen = [event["n"] for event in answer["events"]] + seen
+        before = seen[0]
+    assert seen == list(range(oldest, cluster.count + 1))
+    click(dashboard, {"ask": "history", "id": "q", "before": before})
+    assert replies.pop()["events"] == []
+
+
+def test_a_view_tails_the_output(cluster, dashboard, replies):
+    """Of all workers or of one; each question goes on where the last answer ended; without a job there is nothing."""
+    click(dashboard, {"ask": "logs", "id": "q", "since": 0})
+    assert replies.pop() == {"reply": "q", "job": None, "lines": [], "next": 0, "writers": []}
+    job = cluster.run_cell("")
+    job.lines = [(f"a/{n % 2}#1", Line(n, "out" if n % 3 else "err", f"line {n}")) for n in range(1, 5)]
+    click(dashboard, {"ask": "logs", "id": "q", "worker": None, "since": 2})
+    answer = replies.pop()
+    assert answer["lines"] == [[3, "a/1#1", "err", "line 3"], [4, "a/0#1", "out", "line 4"]]
+    assert (answer["job"], answer["next"], answer["writers"]) == ("job-1", 4, [("a/0#1", 0), ("a/1#1", 1)])
+    click(dashboard, {"ask": "logs", "id": "q", "worker": "a/1#1", "since": 4})
+    assert (replies[-1]["lines"], replies.pop()["next"]) == ([], 4)
+
+
+def test_a_view_asks_where_everybody_is(cluster, dashboard, replies):
+    """Ranks with the same stack are one entry; who is silent is named."""
+    cluster.shown_stacks = [
+        WorkerStack("a/0#1", 0, "train.py:9", "all_reduce"),
+        WorkerStack("a/1#1", 1, "train.py:4 in load", "sleep", "1 commit behind"),
+        WorkerStack("b/0#1", 2, "train.py:9", "all_reduce"),
+        WorkerStack("b/1#1", None, "", ""),
+    ]
+    click(dashboard, {"ask": "stacks", "id": "s"})
+    assert replies.pop() == {
+        "reply": "s",
+        "stacks": [
+            {"workers": [["a/0#1", 0], ["b/0#1", 2]], "place": "train.py:9", "text": "all_reduce", "note": ""},
+            {
+                "workers": [["a/1#1", 1]],
+                "place": "train.py:4 in load",
+                "text": "sleep",
+                "note": "1 commit behind",
+            },
+        ],
+        "silent": [["b/1#1", None]],
+    }
+
+
+def test_what_is_no_question_is_answered_with_an_error(dashboard, replies):
+    """So that nobody waits; and a view may ask whether anybody is there."""
+    click(dashboard, {"ask": "me", "id": "x"})
+    click(dashboard, {"ask": "logs", "since": "now", "id": "y"})
+    click(dashboard, {"ask": "hello", "id": "z"})
+    assert replies == [
+        {"reply": "x", "error": "this is no question."},
+        {"reply": "y", "error": "this is no question."},
+        {"reply": "z"},
+    ]
 
 
 @pytest.mark.parametrize(
@@ -68,6 +169,7 @@ def test_one_trait_travels(dashboard):
         {"order": "add_host", "host": "127.0.0.2:2"},
         {"order": "remove_host", "host": "localhost", "now": False},
         {"order": "scale", "min": 1, "max": 2},
+        {"order": "restart", "worker": "localhost/0#1"},
         {"order": "stop_job"},
         {"order": "stop"},
     ],
@@ -100,7 +202,7 @@ def test_what_a_notebook_stores_is_stable_and_readable(cluster, dashboard):
 def test_a_cluster_that_ends_leaves_its_last_state(cluster, dashboard):
     """Finished: the view says so and takes no more orders."""
     cluster.stop()
-    assert dashboard.state["phase"] == "finished"
+    assert seen(dashboard)["phase"] == "finished"
 
 
 def test_a_closed_dashboard_costs_nothing(cluster, dashboard):

@@ -1,0 +1,84 @@
+"""What a view asks for beside the state that it is sent: older events, output, stacks, a trace."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from nbelastic.core.errors import NbelasticError, UsageError
+from nbelastic.driver.stacks import WorkerStack
+from nbelastic.notebook.frames import entries
+
+if TYPE_CHECKING:
+    from nbelastic.driver.cluster import Cluster
+
+HISTORY = 400  # events an answer
+
+Json = dict[str, Any]
+
+
+def answer(cluster: Cluster, question: Mapping[str, Any], reply: Callable[[Json], None]) -> None:
+    """Answer one question by `reply(answer)`: at once, or from the driver's thread when all is known. Raises nothing."""
+    try:
+        match dict(question):
+            case {"ask": "hello"}:
+                reply({})
+            case {"ask": "history", **rest}:
+                before = rest.get("before")
+                reply(_history(cluster, before if isinstance(before, int) else None))
+            case {"ask": "logs", "since": int(since), **rest}:
+                worker = rest.get("worker")
+                reply(_logs(cluster, worker if isinstance(worker, str) else None, since))
+            case {"ask": "stacks"}:
+                cluster.ask_stacks(lambda found: reply(_stacks(found)))
+            case {"ask": "trace"}:
+                reply({"trace": cluster.trace()})
+            case _:
+                raise UsageError("this is no question.")
+    except NbelasticError as error:
+        reply({"error": str(error)})
+
+
+def _history(cluster: Cluster, before: int | None) -> Json:
+    events, count = cluster.numbered_events()
+    oldest = count - len(events) + 1
+    end = len(events) if before is None else max(0, min(len(events), before - oldest))
+    start = max(0, end - HISTORY)
+    return {"events": entries(events[start:end], oldest + start), "oldest": oldest}
+
+
+def _logs(cluster: Cluster, worker: str | None, since: int) -> Json:
+    job = cluster.job
+    if job is None:
+        return {"job": None, "lines": [], "next": 0, "writers": []}
+    lines = job.lines_since(since, worker)
+    return {
+        "job": job.name,
+        "lines": [[line.number, w, line.stream, line.text] for w, line in lines],
+        "next": lines[-1][1].number if lines else since,
+        "writers": job.writers,
+    }
+
+
+def _stacks(found: Iterable[WorkerStack]) -> Json:
+    groups = [
+        {
+            "workers": [[stack.worker, stack.rank] for stack in group],
+            "place": group[0].place,
+            "text": group[0].text,
+            "note": group[0].note,
+        }
+        for group in alike(found)
+    ]
+    return {
+        "stacks": [group for group in groups if group["text"]],
+        "silent": [pair for group in groups if not group["text"] for pair in group["workers"]],
+    }
+
+
+def alike(stacks: Iterable[WorkerStack]) -> list[list[WorkerStack]]:
+    """Those of equal text and note together, in the order of their first."""
+    groups: dict[tuple[str, str], list[WorkerStack]] = {}
+    for stack in stacks:
+        groups.setdefault((stack.text, stack.note), []).append(stack)
+    return list(groups.values())

@@ -1,0 +1,145 @@
+"""Key frames and changes: whatever happens, a view that has both shows what there is, and little travels."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from fake_cluster import merge
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nbelastic.driver.status import EventRecord, HostStatus, OrderStatus, Status, WorkerStatus
+from nbelastic.notebook.frames import Frames, frame, patch
+
+LEAVES = st.none() | st.integers(0, 3) | st.sampled_from("ab") | st.lists(st.integers(0, 2), max_size=2)
+NAMES = st.sampled_from("xyz")
+VALUES = st.recursive(LEAVES, lambda inner: st.dictionaries(NAMES, inner, max_size=3), max_leaves=8)
+OBJECTS = st.dictionaries(NAMES, VALUES, max_size=3)
+
+
+def full(value):
+    """Without what is None: for a view that is the same as missing."""
+    return {k: full(v) for k, v in value.items() if v is not None} if isinstance(value, dict) else value
+
+
+@settings(max_examples=500, deadline=None, derandomize=True, database=None)
+@given(OBJECTS, OBJECTS)
+def test_a_patch_makes_the_new_of_the_old(old, new):
+    """For any two states; and there is no patch where they are the same."""
+    assert full(merge(full(old), patch(old, new))) == full(new)
+    assert patch(new, new) == {}
+
+
+def large(hosts=64, slots=8, step=0):
+    """A cluster of eight GPUs a host, in the middle of a long training, with names as they are in real life."""
+    rows = [
+        HostStatus(f"gpu-node-{h:03}", f"10.20.30.{h}", slots, "up", "", 0.0, 55.5, 200_000_000_000, 512_000_000_000)
+        for h in range(hosts)
+    ]
+    rows = [
+        HostStatus(*(getattr(row, name) for name in row.__struct_fields__[:9]), gpus=((97, 71_000, 81_559),) * slots)
+        for row in rows
+    ]
+    workers = [
+        WorkerStatus(
+            f"{row.name}/{s}#3",
+            row.name,
+            s,
+            h * slots + s,
+            s,
+            3_900_000 + s,
+            "running",
+            step,
+            2,
+            "/logs",
+            "",
+            101.5,
+            9e9,
+        )
+        for h, row in enumerate(rows)
+        for s in range(slots)
+    ]
+    curve = tuple(2.3 / (i + 1) for i in range(100))
+    return Status(
+        "large",
+        "running",
+        "512 workers train in epoch 12",
+        12,
+        512,
+        8,
+        None,
+        tuple(rows),
+        tuple(workers),
+        "job-1",
+        "",
+        step,
+        {"loss": 0.23, "accuracy": 0.9},
+        12.5,
+        curves={"loss": curve, "accuracy": curve},
+        time=1.7e9 + step,
+        orders=(OrderStatus("v-1", "dashboard", "add gpu-node-099:8"),) * 8,
+    )
+
+
+EVENTS = [
+    EventRecord(1.7e9 + i, "world-formed", "world of 512 at epoch 12" * 3, epoch=12, took={"form": 1.5})
+    for i in range(40)
+]
+
+
+def size(value):
+    return len(json.dumps(value, separators=(",", ":")))
+
+
+def test_64_hosts_of_8_slots_fit_into_50_kilobytes():
+    """The whole of it: every host, every worker, curves, events and orders."""
+    assert size(frame(large(), EVENTS, 40)) <= 50_000
+
+
+def test_a_step_of_a_large_cluster_is_a_small_change():
+    """Training goes on: the change has the step and little else; a view shows the same as with the whole."""
+    frames = Frames()
+    frames.show(large(), EVENTS, 40)
+    for step in range(1, 20):
+        assert frames.show(large(step=step), EVENTS, 40)
+        assert frames.state["n"] == 1
+        assert size(frames.change) < 200
+        assert merge(frames.state, frames.change["patch"])["step"] == step
+
+
+def test_when_much_has_changed_there_is_a_new_key_frame():
+    """A change that outgrows half of the whole is replaced by the whole, and starts again from nothing."""
+    frames = Frames()
+    frames.show(large(), EVENTS, 40)
+    assert frames.show(large(hosts=20), EVENTS, 40)
+    assert frames.state["n"] == 1
+    assert frames.show(large(hosts=64, slots=4), EVENTS, 40)
+    assert frames.show(large(hosts=10, slots=2), EVENTS, 40)
+    view = frames.state if not frames.change else merge(frames.state, frames.change["patch"])
+    assert len(view["hosts"]) == 10
+
+
+def test_a_small_cluster_is_sent_whole():
+    """Then there is nothing to put together."""
+    frames = Frames()
+    for n in (1, 2, 3):
+        frames.show(large(hosts=2, slots=2, step=n), EVENTS[:3], 3)
+        assert (frames.state["n"], frames.state["step"], frames.change) == (n, n, {})
+
+
+@pytest.mark.parametrize(("value", "shown"), [(0.123456789, 0.12346), (float("inf"), "inf"), (float("nan"), "nan")])
+def test_numbers_are_as_exact_as_they_are_shown(value, shown):
+    """And what JSON has no number for is text."""
+    status = Status("s", "running", "", 1, 0, 1, None, (), (), None, "", report={"loss": value})
+    assert frame(status, [], 0)["report"] == {"loss": shown}
+
+
+def test_a_cooldown_ends_at_a_time_that_does_not_move():
+    """From look to look the seconds that are left shrink; when it ends stays, and nothing is sent."""
+    frames = Frames()
+    for passed in (0.0, 1.0, 2.5):
+        host = HostStatus("a", "", 1, "cooling", "", 5.0 - passed, slots_cooling={0: 5.0 - passed})
+        status = Status("s", "waiting", "", 0, 0, 1, None, (host,), (), None, "", time=100.0 + passed)
+        assert frames.show(status, [], 0) == (passed == 0.0)
+    assert frames.state["hosts"]["a"]["until"] == frames.state["hosts"]["a"]["slots_until"]["0"] == 105.0
