@@ -1,0 +1,359 @@
+"""Waiting for a job: what is seen at a terminal meanwhile, and how it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import io
+import os
+import termios
+import threading
+from concurrent.futures import Future
+from types import SimpleNamespace
+
+import pytest
+from ipykernel.iostream import OutStream
+from msgspec.structs import replace
+
+from nbelastic.core.errors import JobError, JobStoppedError, WaitTimeoutError
+from nbelastic.driver import progress
+from nbelastic.driver.job import Job, outcome
+from nbelastic.driver.progress import INTERVAL, Progress, fitted, line, terminal
+from nbelastic.driver.run import Run
+from nbelastic.driver.status import Status
+
+WAITING = Status(
+    name="mine",
+    phase="waiting",
+    reason="1 of min 2 workers ready; waiting for gpu2",
+    epoch=1,
+    world_size=0,
+    min=2,
+    max=8,
+    hosts=(),
+    workers=(),
+    job="job-1",
+    outcome="",
+)
+RUNNING = replace(
+    WAITING,
+    phase="running",
+    reason="",
+    world_size=4,
+    step=1203,
+    total=3000,
+    steps_per_second=55.14,
+    report={"loss": 0.2321},
+)
+
+
+class Terminal(io.StringIO):
+    """A terminal: `lines` is what was to be seen, look by look."""
+
+    def isatty(self):
+        return True
+
+    @property
+    def lines(self):
+        return [text.removesuffix("\x1b[K") for text in self.getvalue().split("\r")[1:]]
+
+
+class LostTerminal(Terminal):
+    """Its window was closed."""
+
+    def write(self, text):
+        raise OSError("Input/output error")
+
+
+class FakeDriver:
+    """Its cluster goes through `story`, look by look. With the last of it the job ends, by `end`."""
+
+    def __init__(self, story, end):
+        self._story, self._end = list(story), end
+
+    @property
+    def status(self):
+        if len(self._story) > 1:
+            return self._story.pop(0)
+        end, self._end = self._end, lambda: None
+        end()
+        return self._story[0]
+
+
+@pytest.fixture
+def stderr(monkeypatch):
+    """`stderr(stream)`: that is the standard error from now on. (pytest puts its own into `sys` when a test begins.)"""
+    return lambda stream: monkeypatch.setattr(progress, "sys", SimpleNamespace(stderr=stream))
+
+
+@pytest.fixture
+def seen(stderr, monkeypatch):
+    """The standard error is a terminal of 100 columns."""
+    stream = Terminal()
+    stderr(stream)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "100")
+    return stream
+
+
+def job_of(*story, end=lambda run: run.future.set_result([7])):
+    run = Run("job-1", None, None)
+    return Job(FakeDriver(story or [RUNNING], lambda: end(run)), run)
+
+
+# ---- the line ----
+
+
+def test_a_job_that_trains_says_how_far_it_is():
+    assert line(RUNNING) == (
+        "job-1 running · 4 / 2–8 workers · step 1,203 of 3,000 · 55.1 steps/s · 0:33 left · loss 0.232"
+    )
+
+
+def test_a_job_that_waits_says_what_for():
+    assert line(WAITING) == "job-1 waiting: 1 of min 2 workers ready; waiting for gpu2"
+    assert line(replace(WAITING, job=None)) == "waiting: 1 of min 2 workers ready; waiting for gpu2"
+    assert line(replace(WAITING, phase="stopping", reason="")) == "job-1 stopping"
+
+
+def test_a_job_that_has_ended_says_how():
+    assert line(replace(RUNNING, outcome="failed")) == "job-1 failed"
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"total": None}, "4 / 2–8 workers · step 1,203 · 55.1 steps/s"),
+        ({"steps_per_second": None}, "4 / 2–8 workers · step 1,203 of 3,000"),
+        ({"steps_per_second": 0.0}, "4 / 2–8 workers · step 1,203 of 3,000"),
+        ({"max": None, "total": None}, "4 / 2+ workers · step 1,203 · 55.1 steps/s"),
+        ({"min": 8, "total": None}, "4 / 8 workers · step 1,203 · 55.1 steps/s"),
+        ({"steps_per_second": 0.25}, "4 / 2–8 workers · step 1,203 of 3,000 · 0.25 steps/s · 1:59:48 left"),
+        ({"steps_per_second": 55.0}, "4 / 2–8 workers · step 1,203 of 3,000 · 55.0 steps/s · 0:33 left"),
+        ({"step": 3000}, "4 / 2–8 workers · step 3,000 of 3,000 · 55.1 steps/s"),
+        ({"step": 3001}, "4 / 2–8 workers · step 3,001 of 3,000 · 55.1 steps/s"),
+        ({"step": 0}, "4 / 2–8 workers · step 0 of 3,000 · 55.1 steps/s · 0:55 left"),
+    ],
+)
+def test_what_is_not_known_is_not_said(change, text):
+    """No total, no pace yet, no upper bound, more steps than were told."""
+    assert line(replace(RUNNING, report={}, **change)) == f"job-1 running · {text}"
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (12345.0, "12,345"),
+        (1234.5, "1,234"),
+        (3.0, "3"),
+        (0.00012345, "0.000123"),
+        (1e-9, "1e-09"),
+        (-0.5, "-0.5"),
+        (float("nan"), "nan"),
+        (float("-inf"), "-inf"),
+        (1e20, "1e+20"),
+    ],
+)
+def test_a_reported_value_has_three_digits(value, text):
+    assert line(replace(RUNNING, report={"loss": value})).endswith(f"left · loss {text}")
+
+
+def test_what_is_too_long_for_the_terminal_is_cut():
+    """The last column stays free; nothing in the text can move the cursor."""
+    assert fitted("12345678", 9) == "12345678"
+    assert fitted("123456789", 9) == "1234567…"
+    assert len(fitted("x" * 500, 80)) == 79
+    assert fitted("one\ntwo\x1b[2J", 80) == "one two [2J"
+    assert fitted("123", 1) == "…"
+
+
+# ---- the terminal ----
+
+
+def test_only_a_terminal_shows_progress(stderr, monkeypatch, seen):
+    """Not a file, not a notebook's output, not an editor's, and not what is closed or not there."""
+    assert terminal() is seen
+    monkeypatch.setenv("TERM", "dumb")
+    assert terminal() is None
+    monkeypatch.delenv("TERM")
+    assert terminal() is seen
+    for other in (None, object(), io.StringIO()):
+        stderr(other)
+        assert terminal() is None
+    closed = Terminal()
+    closed.close()
+    closed.isatty = lambda: io.StringIO.isatty(closed)
+    stderr(closed)
+    assert terminal() is None
+
+
+def test_a_kernel_s_output_is_no_terminal():
+    """What ipykernel puts in the place of the standard error says so, unless it is made to say otherwise."""
+    assert inspect.signature(OutStream).parameters["isatty"].default is False
+
+
+def test_the_line_changes_at_most_four_times_a_second(seen):
+    """It is asked for only then, and cleared at the end."""
+    now, asked = [100.0], []
+    with Progress(lambda: asked.append(now[0]) or f"at {now[0]}", seen, lambda: now[0]) as shown:
+        for _ in range(9):
+            shown.show()
+            now[0] += 0.125
+    assert asked == [100.0, 100.25, 100.5, 100.75, 101.0]
+    assert seen.lines == ["at 100.0", "at 100.25", "at 100.5", "at 100.75", "at 101.0", ""]
+
+
+def test_what_was_never_shown_is_not_cleared(seen):
+    with Progress(lambda: "", seen):
+        pass
+    assert seen.getvalue() == ""
+
+
+def test_the_width_is_the_terminal_s_own():
+    """The standard output, whose width COLUMNS or the shell tell, may be a file."""
+    leader, follower = os.openpty()
+    try:
+        termios.tcsetwinsize(follower, (24, 20))
+        with (
+            open(follower, "w", encoding="utf-8", closefd=False) as stream,
+            Progress(lambda: "x" * 300, stream) as shown,
+        ):
+            shown.show()
+        assert os.read(leader, 4096).decode() == "\r" + "x" * 18 + "…\x1b[K\r\x1b[K"
+    finally:
+        os.close(leader)
+        os.close(follower)
+
+
+@pytest.mark.usefixtures("seen")
+def test_a_terminal_that_goes_away_disturbs_nobody(stderr):
+    stderr(LostTerminal())
+    future = Future()
+    threading.Thread(target=future.set_result, args=([7],)).start()
+    with Progress(lambda: "text", terminal()) as shown:
+        shown.show()
+        assert shown.interval is None, "there is nobody to look on any more"
+        assert outcome(future, None, str, shown.show) == [7]
+
+
+# ---- waiting ----
+
+
+def test_who_waits_at_a_terminal_sees_how_it_gets_on(seen):
+    """What the driver says of an earlier job is not said of this one."""
+    job = job_of(replace(RUNNING, job="job-0"), WAITING, RUNNING)
+    assert job.result() == [7]
+    assert seen.lines == ["job-1 submitted", line(WAITING), line(RUNNING), ""]
+
+
+def test_the_line_is_gone_before_the_error_comes(seen):
+    job = job_of(RUNNING, end=lambda run: run.future.set_exception(JobError("job-1 failed: rank 0 raised")))
+    with pytest.raises(JobError, match="rank 0 raised"):
+        job.result()
+    assert seen.lines == [line(RUNNING), ""]
+    assert isinstance(job.wait().exception(), JobError)
+
+
+def test_without_a_terminal_nothing_is_printed(stderr, capfd):
+    file = io.StringIO()
+    stderr(file)
+    job = job_of()
+    threading.Thread(target=job._run.future.set_result, args=([7],)).start()
+    assert job.result() == asyncio.run(awaited(job)) == [7]
+    assert (file.getvalue(), *capfd.readouterr()) == ("", "", "")
+
+
+def test_an_end_that_does_not_come_in_time_is_told_with_the_reason():
+    with pytest.raises(WaitTimeoutError, match="0 s were not enough for job-1: 1 of min 2 workers ready"):
+        job_of(WAITING, end=lambda run: None).result(timeout=0)
+
+
+@pytest.mark.parametrize("timeout", [None, 60.0])
+def test_an_error_that_is_itself_a_timeout_is_raised(timeout):
+    """And not taken for time that ran out while waiting: that went round for ever."""
+    future = Future()
+    future.set_exception(TimeoutError("the store did not answer"))
+    with pytest.raises(TimeoutError, match="the store did not answer"):
+        outcome(future, timeout, str)
+
+
+def test_a_timeout_of_its_own_that_comes_while_it_is_waited_for_is_raised_too():
+    future = Future()
+    with pytest.raises(TimeoutError, match="the store did not answer"):
+        outcome(future, None, str, lambda: future.set_exception(TimeoutError("the store did not answer")))
+
+
+# ---- awaiting ----
+
+
+async def awaited(job):
+    return await job
+
+
+def test_an_awaited_job_gives_its_result_while_others_go_on():
+    job = job_of()
+
+    async def both():
+        waiting = asyncio.ensure_future(awaited(job))
+        await asyncio.sleep(0)  # it waits, and we go on
+        threading.Thread(target=job._run.future.set_result, args=([1, 2],)).start()
+        return await asyncio.gather(waiting, awaited(job))
+
+    assert asyncio.run(both()) == [[1, 2], [1, 2]]
+    assert asyncio.run(awaited(job)) == [1, 2], "one that has ended too"
+
+
+@pytest.mark.parametrize("error", [JobError("rank 1 raised"), JobStoppedError("by hand"), TimeoutError("of its own")])
+def test_an_awaited_job_raises_what_result_raises(error):
+    job = job_of()
+
+    async def story():
+        asyncio.get_running_loop().call_soon(job._run.future.set_exception, error)
+        await job
+
+    with pytest.raises(type(error)) as caught:
+        asyncio.run(story())
+    assert caught.value is error
+
+
+def test_who_no_longer_awaits_a_job_does_it_no_harm():
+    """Cancelled, or out of time; and the loop may be closed when the job ends."""
+    job = job_of()
+
+    async def story():
+        waiting = asyncio.ensure_future(awaited(job))
+        await asyncio.sleep(0)
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(job, 0.001)
+
+    asyncio.run(story())
+    assert job.status == "running"
+    assert not job._bells, "nothing of it is left"
+    job._run.future.set_result([7])
+    assert job.result() == [7]
+
+
+def test_a_loop_that_was_closed_while_a_job_was_awaited_does_not_disturb_the_driver(caplog):
+    job = job_of()
+    loop = asyncio.new_event_loop()
+    waiting = loop.create_task(awaited(job))
+    loop.run_until_complete(asyncio.sleep(0))
+    loop.close()
+    job._run.future.set_result([7])
+    assert caplog.text == ""
+    waiting._log_destroy_pending = False
+    waiting.get_coro().close()
+
+
+def test_who_awaits_at_a_terminal_sees_how_it_gets_on(seen):
+    assert asyncio.run(awaited(job_of(WAITING, RUNNING))) == [7]
+    assert seen.lines == [line(WAITING), line(RUNNING), ""]
+
+
+def test_who_looks_on_looks_four_times_a_second(seen):
+    """And who does not, never: nothing wakes before the end."""
+    assert Progress(str, seen).interval == INTERVAL
+    assert Progress(str, None).interval is None
