@@ -66,7 +66,7 @@ def _number(value: float) -> str:
 def fitted(text: str, columns: int) -> str:
     """`text` in one line of a terminal of so many columns. The last stays free: writing there may begin a new line."""
     plain = "".join(c if c.isprintable() else " " for c in text)
-    return plain if len(plain) < columns else f"{plain[: max(0, columns - 2)]}…"
+    return plain if len(plain) < columns else f"{plain[: max(0, columns - 2)].rstrip(' ·')}…"
 
 
 def terminal() -> TextIO | None:

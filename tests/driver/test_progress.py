@@ -165,6 +165,7 @@ def test_what_is_too_long_for_the_terminal_is_cut():
     assert len(fitted("x" * 500, 80)) == 79
     assert fitted("one\ntwo\x1b[2J", 80) == "one two [2J"
     assert fitted("123", 1) == "…"
+    assert fitted("one · two", 8) == fitted("one · two", 7) == "one…"
 
 
 # ---- the terminal ----
