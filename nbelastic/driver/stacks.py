@@ -42,8 +42,9 @@ def show_stacks(driver: Driver, timeout: float, found: Future[list[WorkerStack]]
         found = []
         for w in (w for w in asked if str(w) in rows):
             row, said = rows[str(w)], answered.get(w, wire.StackShown(w, number, "", ""))
-            commits = f"{row.behind} commit{'s' if row.behind > 1 else ''} behind" if row.behind else ""
-            found.append(WorkerStack(row.id, row.rank, said.place, said.text, commits))
+            commits = f"{row.behind} commit{'s' if row.behind > 1 else ''} behind"
+            note = (row.reason or commits) if row.behind else ""
+            found.append(WorkerStack(row.id, row.rank, said.place, said.text, note))
         return sorted(found, key=lambda stack: (stack.rank is None, stack.rank, stack.worker))
 
     def give_up() -> None:

@@ -260,10 +260,8 @@ def _workers(
         rank, local_rank = ranks.get(w, (None, None))
         cpu, memory = live.worker_samples.get(str(w), (None, None))
         behind = live.behind(w, now) if running and rank is not None else 0
-        reason = worker.reason
-        if w in still:  # at the same commit as the others, but not as far in its step
+        if w in still:  # at the same commit as the others, it may be, but not as far in its step
             behind = max(1, behind)
-            reason = reason or f"behind the others for {now - still[w][1]:.0f} s"
         rows.append(
             WorkerStatus(
                 str(w),
@@ -276,7 +274,7 @@ def _workers(
                 live.steps.get(w, worker.commit),
                 restarts,
                 live.log_dir,
-                reason,
+                worker.reason,
                 cpu,
                 memory,
                 behind,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from IPython.core.interactiveshell import InteractiveShell
 from nbelastic.core.errors import JobError, UsageError, WaitTimeoutError
 from nbelastic.driver.cluster import Cluster
 from nbelastic.driver.run import checkpoints
+from nbelastic.driver.stacks import WorkerStack
 from nbelastic.notebook import load_ipython_extension, unload_ipython_extension
 from nbelastic.notebook.magics import ElasticMagics
 
@@ -73,6 +75,10 @@ def run(ip, capsys, source):
         ("%elastic_add", "the following arguments are required: NEW; %elastic_add? shows the options."),
         ("%%elastic_run --checkpoint-every x\npass", "argument --checkpoint-every: invalid int value: 'x'"),
         ("%elastic_scale", "say --min N, --max N or both."),
+        ("%elastic_restart a/0#1", "no cluster is running: start one with %elastic_start."),
+        ("%elastic_restart", "the following arguments are required: WORKER; %elastic_restart? shows the options."),
+        ("%elastic_stacks", "no cluster is running: start one with %elastic_start."),
+        ("%elastic_trace", "the following arguments are required: FILE; %elastic_trace? shows the options."),
     ],
 )
 def test_what_cannot_be_done_is_said_in_one_line(ip, magics, capsys, line, said):
@@ -324,3 +330,39 @@ def test_loading_twice_and_unloading(ip, capsys):
     unload_ipython_extension(ip)
     assert not [name for names in ip.magics_manager.magics.values() for name in names if "elastic" in name]
     assert ip.Completer.custom_matchers == []
+
+
+def test_stacks_are_printed_by_where_people_are(ip, cluster, capsys):
+    """Ranks with the same stack once, with their place; who is behind, and who does not answer."""
+    cluster.shown_stacks = [
+        WorkerStack("a/0#1", 0, "train.py:9", "  all_reduce\n"),
+        WorkerStack("a/1#1", 1, "train.py:4 in load", "  sleep\n", "3 s behind at commit 2"),
+        WorkerStack("b/0#1", 2, "train.py:9", "  all_reduce\n"),
+        WorkerStack("b/1#1", None, "", ""),
+    ]
+    assert run(ip, capsys, "%elastic_stacks") == (
+        "ranks 0, 2 · a/0#1, b/0#1 · train.py:9\n  all_reduce\n\n"
+        "rank 1 · a/1#1 · train.py:4 in load · 3 s behind at commit 2\n  sleep\n\n"
+        "b/1#1 · no answer: its process is stopped, or C code holds the interpreter"
+    )
+    assert run(ip, capsys, "%elastic_stacks 1").startswith("rank 1 · a/1#1")
+    assert run(ip, capsys, "%elastic_stacks 7") == "UsageError: there is no rank 7 now."
+
+
+def test_a_worker_is_restarted_and_the_log_says_by_what(ip, cluster):
+    """The magic's name is who asked."""
+    ip.run_cell("%elastic_restart localhost/0#1 localhost/1#1")
+    assert [call for call in cluster.calls if call[0] == "restart"] == [
+        ("restart", "localhost/0#1", "%elastic_restart"),
+        ("restart", "localhost/1#1", "%elastic_restart"),
+    ]
+
+
+def test_a_trace_is_written_and_a_folder_that_is_not_there_is_said(ip, cluster, capsys, tmp_path):
+    """As JSON, for Perfetto."""
+    file = tmp_path / "trace.json"
+    assert run(ip, capsys, f"%elastic_trace {file}").startswith(f"{file} is written")
+    assert json.loads(file.read_text()) == {"traceEvents": []}
+    missing = tmp_path / "no" / "trace.json"
+    said = run(ip, capsys, f"%elastic_trace {missing}")
+    assert said == f"UsageError: {missing} cannot be written: No such file or directory."

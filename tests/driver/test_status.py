@@ -1,0 +1,61 @@
+"""What is told beside the world: curves, who is behind, how much there is still to do."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+
+import pytest
+
+from nbelastic.driver.status import POINTS, Curve, Live
+from tests.core.story import wid
+
+
+@pytest.mark.parametrize("count", [1, 2, POINTS - 1, POINTS, 1000, 12345])
+def test_a_curve_keeps_its_shape_in_few_points(count):
+    """However many reports: fewer than 100 points, oldest first, from the first value to one of the last."""
+    curve = Curve()
+    for i in range(count):
+        curve.add(float(i))
+    points = curve.points
+    assert 0 < len(points) < POINTS
+    assert list(points) == sorted(points)
+    width = count / len(points)
+    assert points[0] <= width
+    assert points[-1] >= count - 3 * width
+
+
+def test_the_total_is_no_curve():
+    """`report(total=...)` is for the time that is left; not a number, or none at all, is no total."""
+    live = Live()
+    live.report_of({"loss": 0.5, "total": 300.0})
+    assert (live.total, live.report, set(live.curves)) == (300, {"loss": 0.5}, {"loss"})
+    for total in (math.nan, math.inf, -1.0):
+        live.report_of({"loss": 0.5, "total": total})
+        assert live.total is None
+
+
+def live_at(commits, **steps):
+    live = Live(newest=deque(), steps={wid(f"a/{name[1:]}#1"): step for name, step in steps.items()})
+    for at, commit in commits:
+        live.progress(commit, at)
+    return live
+
+
+def test_who_is_behind_for_a_second_is_behind():
+    """Others have made commit 8 more than a second ago; this one made 5 last."""
+    live = live_at([(10.0, 5), (11.0, 8), (12.5, 9)], w0=9, w1=5)
+    assert live.behind(wid("a/1#1"), 12.6) == 3
+    assert live.behind(wid("a/0#1"), 12.6) == 0
+
+
+def test_news_that_is_on_its_way_is_no_delay():
+    """Progress is told four times a second: that the others' came first says nothing."""
+    live = live_at([(10.0, 5), (12.5, 6)], w0=6, w1=5)
+    assert live.behind(wid("a/1#1"), 12.6) == 0
+
+
+def test_who_has_just_come_is_not_behind():
+    """It has made no commit yet; how far the others are is not its fault."""
+    live = live_at([(10.0, 5000), (12.0, 5001)], w0=5001)
+    assert live.behind(wid("a/1#1"), 14.0) == 0

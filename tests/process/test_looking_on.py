@@ -1,0 +1,120 @@
+"""What people see of a real training, and that what they order happens."""
+
+import json
+import os
+import signal
+import time
+
+import pytest
+
+import nbelastic as nbe
+from tests.process.observing import until
+
+
+def orders(cluster):
+    return {order.id: (order.word, order.why) for order in cluster.status().orders}
+
+
+def test_a_worker_is_restarted_by_hand(trains):
+    """The others go on, no step is lost, no slot is punished; the order is done when the new process is there."""
+    training = trains("localhost:3", min=1, max=3)
+    victim = training.runs(3)[1]
+    training.cluster.order({"order": "restart", "worker": victim.id, "id": "mine"}, by="a test")
+    until(lambda: orders(training.cluster).get("mine", ("",))[0] == "done")
+    assert orders(training.cluster)["mine"][1] == "localhost/1#2 is in its place"
+    ranks = training.runs(3)
+    assert victim.pid not in {w.pid for w in ranks}
+    training.finish()
+    texts = [event.text for event in training.cluster.events]
+    assert f"{victim.id} was restarted by a test" in texts
+    assert not [event for event in training.cluster.events if event.kind == "slot-cooling"]
+
+
+def test_an_order_that_cannot_be_carried_out_is_refused_with_its_reason(make):
+    """On the board and in the log."""
+    cluster = make("localhost:1")
+    cluster.order({"order": "remove_host", "host": "gpu7", "id": "x"}, by="dashboard")
+    until(lambda: orders(cluster).get("x", ("",))[0] == "refused")
+    why = "there is no host 'gpu7'; the hosts are localhost."
+    assert orders(cluster)["x"] == ("refused", why)
+    assert [event.text for event in cluster.events if event.kind == "order-refused"] == [f"dashboard: {why}"]
+
+
+def test_the_last_order_stops_the_cluster(make):
+    """And is done when everything has ended."""
+    cluster = make("localhost:1")
+    cluster.order({"order": "stop", "id": "last"}, by="dashboard")
+    until(lambda: cluster.status().phase == "finished")
+    until(lambda: orders(cluster)["last"][0] == "done")
+    with pytest.raises(nbe.ClusterStoppedError, match="stopped by dashboard"):
+        cluster.order({"order": "stop", "id": "again"}, by="dashboard")
+
+
+def hang(folder):
+    """Rank 1 goes to sleep in its third step, until it may go on; the others wait for it in their all_reduce."""
+    import torch
+    import torch.distributed as dist
+
+    state = nbe.ObjectState(step=0)
+
+    def load():
+        while not os.path.exists(f"{folder}/go"):
+            time.sleep(0.05)
+
+    @nbe.elastic
+    def loop(state):
+        while state.step < 5:
+            if nbe.rank() == 1 and state.step == 3:
+                load()
+            dist.all_reduce(torch.ones(1))
+            state.step += 1
+            state.commit()
+
+    loop(state)
+
+
+def test_stacks_tell_why_a_training_hangs(make, tmp_path):
+    """One rank sleeps in the user's own function, the others wait in all_reduce: each stack says so."""
+    cluster = make("localhost:3", min=3, silence=2)
+    job = cluster.run(hang, str(tmp_path))
+    cluster.wait(3)
+    stacks = until(lambda: (found := cluster.stacks()) and "in load" in found[1].place and found, what="the hang")
+    assert [stack.rank for stack in stacks] == [0, 1, 2]
+    assert stacks[1].text.splitlines()[-1].strip() == "time.sleep(0.05)"
+    assert "all_reduce" in stacks[0].text
+    assert "all_reduce" in stacks[2].text
+    assert all("ipykernel" not in stack.text and "elastic.py" not in stack.text for stack in stacks)
+    until(lambda: cluster.workers[1].behind, 20, "rank 1 to be marked")
+    assert [w.behind for w in cluster.workers] == [0, 1, 0]
+    assert "behind at commit 3, in test_looking_on.py" in cluster.workers[1].reason
+    assert "behind at commit 3" in cluster.stacks()[1].note
+    (tmp_path / "go").touch()
+    job.result(timeout=30)
+
+
+def test_a_stopped_process_has_no_stack_and_the_others_are_shown(make):
+    """Who does not answer in time is named, nobody waits for ever."""
+    cluster = make("localhost:2")
+    stopped, other = cluster.workers
+    until(lambda: all(stack.text for stack in cluster.stacks()))
+    os.kill(stopped.pid, signal.SIGSTOP)
+    stacks = {stack.worker: stack for stack in cluster.stacks(timeout=0.05)}
+    assert stacks[other.id].text == "It runs no code of yours.\n"
+    assert stopped.id not in stacks or stacks[stopped.id].text == ""
+
+
+def test_a_break_says_how_long_each_part_took(trains):
+    """Detecting, aborting, forming, bringing the state up to date, the first step: all are in the log, in milliseconds."""
+    training = trains("localhost:3", min=1)
+    training.strike(training.runs(3)[0])
+    training.runs(2)
+    training.finish()
+    (broken,) = [event for event in training.cluster.events if event.kind == "world-broken"]
+    assert (broken.size, "SIGKILL" in broken.text) == (2, True)
+    first = next(e for e in training.cluster.events if e.kind == "training" and e.epoch == broken.epoch + 1)
+    assert list(first.took)[:2] == ["detect", "abort"]
+    assert {"detect", "abort", "form", "sync", "first step", "all"} <= first.took.keys()
+    assert 0 <= first.took["detect"] < first.took["all"]
+    assert first.size == 2
+    trace = json.loads(json.dumps(training.cluster.trace()))
+    assert {e["name"] for e in trace["traceEvents"]} >= {"detect", "abort", "form", "sync", "first step"}
