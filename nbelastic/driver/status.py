@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -130,7 +129,10 @@ class HostSample(Struct, frozen=True):
 
 
 class Live(Struct):
-    """What the driver has heard beside the world: samples and progress."""
+    """What the driver has heard beside the world: samples and progress.
+
+    Written in the driver's thread, read by `snapshot` in any: what is iterated over is replaced, never changed.
+    """
 
     host_samples: dict[str, HostSample] = {}
     worker_samples: dict[str, tuple[float, int]] = {}
@@ -138,7 +140,7 @@ class Live(Struct):
     step: int = 0  # the newest commit of the present or last job
     report: dict[str, float] = {}
     total: int | None = None
-    newest: deque[tuple[float, int]] = deque()  # when which commit was first heard of
+    newest: tuple[tuple[float, int], ...] = ()  # when which commit was first heard of
     curves: dict[str, Curve] = {}
     steps_per_second: float | None = None
     failed_at: float | None = None
@@ -152,9 +154,9 @@ class Live(Struct):
         """Some worker has made this commit."""
         if commit > self.step:
             self.step = commit
-            self.newest.append((now, commit))
-            while len(self.newest) > 2 and self.newest[1][0] < now - BEHIND:
-                self.newest.popleft()
+            recent = [i for i, (at, _) in enumerate(self.newest) if at >= now - BEHIND]
+            oldest = max(0, recent[0] - 1) if recent else max(0, len(self.newest) - 1)
+            self.newest = (*self.newest[oldest:], (now, commit))
 
     def report_of(self, values: Mapping[str, float]) -> None:
         """Rank 0 has reported these; `total` is ours."""
@@ -162,12 +164,14 @@ class Live(Struct):
         total = self.report.pop("total", None)
         self.total = int(total) if total is not None and 0 < total < float("inf") else None
         for name in list(self.report)[:CURVES]:
-            self.curves.setdefault(name, Curve()).add(self.report[name])
+            if name not in self.curves:
+                self.curves = {**self.curves, name: Curve()}
+            self.curves[name].add(self.report[name])
 
     def begin_job(self) -> None:
         """What was measured belongs to the job before."""
         self.step, self.report, self.steps_per_second, self.total = 0, {}, None, None
-        self.newest, self.curves = deque(), {}
+        self.newest, self.curves = (), {}
 
     def behind(self, w: WorkerId, now: float) -> int:
         """How many commits others had made a second ago and this one has not."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import inspect
 import re
 from pathlib import Path
@@ -92,7 +93,8 @@ def test_every_field_of_a_status_is_there(struct):
     """In the table that follows the struct's name."""
     table = re.search(rf"`{struct.__name__}`(?:s)?:\n(.*?)\n\n", section("Status and events"), re.DOTALL)
     assert table, f"{struct.__name__} has no table"
-    for field in msgspec.structs.fields(struct):
+    fields = dataclasses.fields(struct) if dataclasses.is_dataclass(struct) else msgspec.structs.fields(struct)
+    for field in fields:
         assert f"`{field.name}`" in table[1], f"{struct.__name__}.{field.name} is missing"
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import deque
 
 import pytest
 
@@ -36,7 +35,7 @@ def test_the_total_is_no_curve():
 
 
 def live_at(commits, **steps):
-    live = Live(newest=deque(), steps={wid(f"a/{name[1:]}#1"): step for name, step in steps.items()})
+    live = Live(steps={wid(f"a/{name[1:]}#1"): step for name, step in steps.items()})
     for at, commit in commits:
         live.progress(commit, at)
     return live
