@@ -14,14 +14,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Self
 
-import psutil
 import pytest
 
 from tests.hosts import network as networks
 from tests.hosts.machine import without_python
 from tests.hosts.namespaces import names
 from tests.hosts.network import DRIVER, Network
-from tests.process.observing import alive, until
+from tests.process.observing import alive, descendants, until
 
 SILENCE = 0.6  # seconds: what arrives at all arrives in milliseconds
 PATIENCE = 30.0
@@ -108,7 +107,7 @@ def test_the_machines_are_not_this_process_s_children(network: Network) -> None:
     """What a test counts as started by a cluster is not mixed with what the network has started."""
     network.slow("h1")
     assert network.processes("h1")
-    assert psutil.Process().children(recursive=True) == []
+    assert not descendants()
 
 
 def test_a_cut_is_silent_and_a_healed_connection_goes_on(network: Network) -> None:

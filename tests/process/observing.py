@@ -9,6 +9,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any
 
@@ -35,10 +36,15 @@ def alive(pid: int) -> bool:
         return False
 
 
+def descendants() -> set[int]:
+    """All that this process has started, but for multiprocessing's resource tracker: once a test has needed it, it stays."""
+    found = {child.pid for child in psutil.Process().children(recursive=True)}
+    return found - {resource_tracker._resource_tracker._pid}
+
+
 def ours(cluster: nbe.Cluster) -> set[int]:
     """Every process of a running cluster: whatever this process has started, and the workers."""
-    children = {child.pid for child in psutil.Process().children(recursive=True)}
-    return children | {worker.pid for worker in cluster.workers if worker.pid}
+    return descendants() | {worker.pid for worker in cluster.workers if worker.pid}
 
 
 def ranked(cluster: nbe.Cluster) -> list[Any]:

@@ -15,7 +15,7 @@ import pytest
 import nbelastic as nbe
 from nbelastic import link
 from tests.process import programs
-from tests.process.observing import alive, ours, until
+from tests.process.observing import alive, descendants, ours, until
 
 
 def run_dir(cluster):
@@ -33,7 +33,7 @@ def test_nothing_is_left_after_a_stop(make):
     cluster.stop()
     assert time.monotonic() - began < 3
     until(lambda: not [pid for pid in pids if alive(pid)], 2)
-    assert not psutil.Process().children(recursive=True)
+    assert not descendants()
     assert not run_dir(cluster).exists()
     assert not run_dir(cluster).with_suffix(".lock").exists()
     cluster.stop()
@@ -52,7 +52,7 @@ def test_stopped_in_the_middle_of_everything(make, tmp_path):
     cluster.stop()
     with pytest.raises(nbe.JobStoppedError, match="stopped"):
         job.result(timeout=1)
-    assert not psutil.Process().children(recursive=True)
+    assert not descendants()
 
 
 def test_it_can_be_started_again(make):
