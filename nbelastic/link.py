@@ -28,6 +28,7 @@ import zmq.error
 
 from nbelastic.core import messages as m
 from nbelastic.core import wire
+from nbelastic.core.addresses import bracketed
 
 log = logging.getLogger("nbelastic.link")
 T = TypeVar("T")
@@ -123,7 +124,7 @@ class Hub:
         self._socket.curve_server = True
         self._socket.curve_secretkey = self._keys.server_secret.encode()
         self._socket.curve_publickey = self._keys.server_public.encode()
-        host = f"[{interface}]" if ":" in interface else interface
+        host = bracketed(interface)
         port = self._socket.bind_to_random_port(f"tcp://{host}")
         self.address = f"tcp://{host}:{port}"
         self._tasks = [asyncio.create_task(self._listen()), asyncio.create_task(self._beat())]

@@ -20,9 +20,14 @@ def outward(host: Host) -> tuple[str, ...]:
     return tuple(interface.address for interface in host.addresses if not is_loopback(interface.address))
 
 
-def address_of(store: str) -> str:
-    """Of "10.0.0.2:4711" and "[fd00::2]:4711": 10.0.0.2 and fd00::2."""
-    return store.rpartition("://")[2].rpartition(":")[0].strip("[]")
+def address_of(endpoint: str) -> str:
+    """Of "10.0.0.2:4711" and "tcp://[fd00::2]:4711": 10.0.0.2 and fd00::2."""
+    return endpoint.rpartition("://")[2].rpartition(":")[0].strip("[]")
+
+
+def bracketed(address: str) -> str:
+    """As it stands before a port: fd00::2 as "[fd00::2]", anything else as it is."""
+    return f"[{address}]" if ":" in address else address
 
 
 def has_store(world: World, w: WorkerId) -> bool:

@@ -27,13 +27,13 @@ from traitlets import List, TraitError, Unicode
 
 from nbelastic.core.errors import DiscoveryError, UsageError
 from nbelastic.driver.discovery import finish
+from nbelastic.driver.ssh import AGENT
 
 GROUP = "ipyparallel.engine_launchers"
 SUBMIT = 60.0  # seconds that a submission may take
 ASK = 20.0  # seconds that a question for a job's state may take
 EVERY = 2.0  # seconds between two of them; the controller is shared by many people
-OUTPUT = 4096  # bytes of the job's output that are looked at
-AGENT = "from nbelastic.host.start import main; main()"
+OUTPUT = 4096  # bytes of an agent's output that are looked at
 
 # Beside ipyparallel's own, which are made for many engines with srun: a step of srun would have one CPU only, and a job
 # that the batch system starts again by itself would be an agent that nobody expects.
@@ -215,11 +215,7 @@ class BatchAgent:
 
     def output(self) -> str:
         """What the batch system said if the job failed, and the last lines of what the agent printed."""
-        lines: list[str] = []
-        with suppress(OSError), open(self._log, "rb") as file:
-            file.seek(max(0, os.fstat(file.fileno()).st_size - OUTPUT))
-            lines = file.read().decode(errors="replace").strip().splitlines()[-5:]
-        return "\n".join(filter(None, [self._said, *lines]))
+        return "\n".join(filter(None, [self._said, *tail(self._log).strip().splitlines()[-5:]]))
 
     async def state(self) -> str:
         """A word for people: `queued (Resources)`, `running`; empty if it is not known (yet, or in this batch system).
@@ -307,6 +303,14 @@ class BatchAgent:
         for path in (self._config, self._script):
             with suppress(OSError):
                 path.unlink()
+
+
+def tail(log: Path, begin: int = 0) -> str:
+    """The end of what has been written after the first `begin` bytes; nothing if the file is not there (any more)."""
+    with suppress(OSError), open(log, "rb") as file:
+        file.seek(max(begin, os.fstat(file.fileno()).st_size - OUTPUT))
+        return file.read().decode(errors="replace")
+    return ""
 
 
 def _run(command: list[str], **settings: Any) -> str:

@@ -14,6 +14,7 @@ from contextlib import suppress
 from importlib.metadata import entry_points
 from typing import IO, NamedTuple, Protocol, runtime_checkable
 
+from nbelastic.core.addresses import bracketed
 from nbelastic.core.errors import DiscoveryError, NbelasticError, UsageError
 from nbelastic.core.messages import HostSpec
 from nbelastic.core.placement import parse_host, parse_hosts, parse_script_output
@@ -314,7 +315,7 @@ def _checked(found: Sequence[HostSpec], who: str) -> tuple[HostSpec, ...]:
     for host in hosts:
         if not isinstance(host, HostSpec) or not isinstance(host.slots, int) or host.slots < 1:
             raise DiscoveryError(f"{who} gave {host!r}: hosts are HostSpecs with at least 1 slot.")
-        parse_host(f"[{host.name}]" if ":" in host.name else host.name, 1)
+        parse_host(bracketed(host.name), 1)
     names = [host.name for host in hosts]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:

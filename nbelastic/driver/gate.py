@@ -17,6 +17,8 @@ import sys
 from collections import Counter
 from collections.abc import Iterable
 
+from nbelastic.core.addresses import bracketed
+
 MOST_OF_A_PEER = 128  # connections of one address through one door: a host has a few for each worker
 MOST = 4096  # through one door
 CHUNK = 1 << 16  # bytes
@@ -65,7 +67,7 @@ class Doors:
         """The endpoint `tcp://127.0.0.1:<port>` as other machines come to it at `here`."""
         if (here, endpoint) not in self._links:
             port = int(endpoint.rpartition(":")[2])
-            self._links[here, endpoint] = f"tcp://{_bracketed(here)}:{self._gate(here).open([port])[port]}"
+            self._links[here, endpoint] = f"tcp://{bracketed(here)}:{self._gate(here).open([port])[port]}"
         return self._links[here, endpoint]
 
     def lead_engines(self, here: str, connection: str) -> str:
@@ -79,7 +81,7 @@ class Doors:
             doors = self._gate(here).open(flat)
             for name, value in ports.items():
                 info[name] = [doors[port] for port in value] if isinstance(value, list) else doors[value]
-            info["interface"] = f"tcp://{_bracketed(here)}"
+            info["interface"] = f"tcp://{bracketed(here)}"
             self._links[here, connection] = json.dumps(info)
         return self._links[here, connection]
 
@@ -89,10 +91,6 @@ class Doors:
     def close(self) -> None:
         for gate in self._gates.values():
             gate.close()
-
-
-def _bracketed(address: str) -> str:
-    return f"[{address}]" if ":" in address else address
 
 
 class _Door:

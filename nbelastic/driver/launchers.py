@@ -9,6 +9,7 @@ import os
 import socket
 import sys
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from subprocess import PIPE, STDOUT, Popen
 from typing import Any, Protocol
@@ -16,13 +17,12 @@ from typing import Any, Protocol
 import psutil
 from ipyparallel.cluster.launcher import LocalProcessLauncher
 
+from nbelastic.core.addresses import is_loopback
 from nbelastic.core.messages import HostSpec
 from nbelastic.driver import ssh
-from nbelastic.driver.batch import BatchAgent
+from nbelastic.driver.batch import BatchAgent, tail
 from nbelastic.driver.settings import SSH, Settings
 from nbelastic.processes import kill_group
-
-OUTPUT = 4096  # bytes of an agent's output that are looked at when it ends
 
 
 class Agent(Protocol):
@@ -84,15 +84,7 @@ class ProcessAgent:
 
     def _stopped(self, data: Mapping[str, Any]) -> None:
         self._launcher.let_go()
-        self._on_stop(self._explain(data.get("exit_code"), self._output()))
-
-    def _output(self) -> str:
-        """The end of what came out of it."""
-        if not self._log.exists():  # the cluster has been stopped meanwhile
-            return ""
-        with open(self._log, "rb") as file:
-            file.seek(max(self._begin, os.fstat(file.fileno()).st_size - OUTPUT))
-            return file.read().decode(errors="replace")
+        self._on_stop(self._explain(data.get("exit_code"), tail(self._log, self._begin)))
 
     def kill(self) -> None:
         self._launcher.let_go()
@@ -112,8 +104,7 @@ class BatchJobAgent:
         self._job.start(config, {}, self._python, None)
 
     def _stopped(self, code: int | None) -> None:
-        said = "; ".join(self._job.output().strip().splitlines()[-5:])
-        self._on_stop(f"its batch job ended with exit code {code}" + (f": {said}" if code and said else ""))
+        self._on_stop(_ended("batch job", code, self._job.output()))
 
     def kill(self) -> None:
         self._job.kill()
@@ -133,7 +124,7 @@ def agent_for(spec: HostSpec, local: str, settings: Settings, on_stop: Callable[
     stem = "".join(c if c.isalnum() or c in ".-_" else "_" for c in spec.name)
     log, python = settings.run_dir / f"agent-{stem}.log", settings.python
     if local:
-        return ProcessAgent([sys.executable, "-c", ssh.AGENT], log, _explain_local, on_stop)
+        return ProcessAgent([sys.executable, "-c", ssh.AGENT], log, partial(_ended, "agent"), on_stop)
     if settings.launcher != SSH:
         return BatchJobAgent(spec.name, settings, on_stop)
     return ProcessAgent(
@@ -141,9 +132,10 @@ def agent_for(spec: HostSpec, local: str, settings: Settings, on_stop: Callable[
     )
 
 
-def _explain_local(code: int | None, said: str) -> str:
+def _ended(what: str, code: int | None, said: str) -> str:
+    """Why, in one line. `said`: what came out of it."""
     last = "; ".join(said.strip().splitlines()[-5:])
-    return f"its agent ended with exit code {code}" + (f": {last}" if code and last else "")
+    return f"its {what} ended with exit code {code}" + (f": {last}" if code and last else "")
 
 
 async def locate(spec: HostSpec, launcher: str) -> tuple[str, str]:
@@ -163,7 +155,7 @@ async def locate(spec: HostSpec, launcher: str) -> tuple[str, str]:
 
 def own(found: list[str]) -> str:
     """Which of these addresses is this machine's, loopback ones first; empty if none is."""
-    loopback = sorted(a for a in found if a.startswith("127.") or a == "::1")
+    loopback = sorted(filter(is_loopback, found))
     if loopback:
         return loopback[0]
     mine = {entry.address.partition("%")[0] for entries in psutil.net_if_addrs().values() for entry in entries}

@@ -28,7 +28,7 @@ import psutil
 from nbelastic import versions
 from nbelastic.core import messages as m
 from nbelastic.core import wire
-from nbelastic.core.addresses import is_loopback
+from nbelastic.core.addresses import address_of, is_loopback
 from nbelastic.folders import base, held_folder
 from nbelastic.host.gpus import Gpus
 from nbelastic.host.interfaces import candidates
@@ -101,9 +101,8 @@ class Agent:
     def _settle(self, at_end: contextlib.ExitStack) -> None:
         """Where it is, how it is reached, and a folder."""
         config = self._config
-        driver = config.driver.removeprefix("tcp://").rpartition(":")[0].strip("[]")
         local = bool(config.address)
-        self._addresses = candidates(config.address or driver, config.nics, local)
+        self._addresses = candidates(config.address or address_of(config.driver), config.nics, local)
         self._home = (self._addresses[0].address, self._addresses[0].name)
         # On the driver's machine nothing listens beyond loopback before there is a host elsewhere; its port is kept free.
         self._port = at_end.enter_context(_reserved(self._home[0])) if local else 0

@@ -18,6 +18,7 @@ from hmac import compare_digest
 import zmq
 from zmq.utils import z85
 
+from nbelastic.core.addresses import address_of, bracketed
 from nbelastic.link import Keys
 
 log = logging.getLogger("nbelastic.prober")
@@ -45,12 +46,7 @@ Done = Callable[[tuple[str, ...]], None]
 
 def endpoint(address: str, port: int) -> str:
     """Where the prober of a host with this address and port listens."""
-    return f"tcp://[{address}]:{port}" if ":" in address else f"tcp://{address}:{port}"
-
-
-def address_of(endpoint: str) -> str:
-    """The address in an endpoint."""
-    return endpoint.removeprefix("tcp://").rpartition(":")[0].strip("[]")
+    return f"tcp://{bracketed(address)}:{port}"
 
 
 class _Probe:
@@ -139,7 +135,7 @@ class Prober:
             port, bound = self._given, []
             for address in self._wanted:
                 try:
-                    server.bind(endpoint(address, port) if port else endpoint(address, 0))
+                    server.bind(endpoint(address, port))
                 except zmq.ZMQError as error:
                     errors[address] = str(error)
                     if error.errno == zmq.EADDRINUSE:

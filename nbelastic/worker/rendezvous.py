@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore
 
+from nbelastic.core.addresses import bracketed
 from nbelastic.core.messages import STUCK
 from nbelastic.core.wire import Formation
 from nbelastic.worker.admission import admit_all, admit_only, listeners, peers
@@ -59,7 +60,7 @@ class Offer:
         listener.bind((address, 0))
         listener.listen(1024)
         port = listener.getsockname()[1]
-        self.endpoint = f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
+        self.endpoint = f"{bracketed(address)}:{port}"
         self._listener = listener.detach()  # the store's own from now on, and open for as long as that is there
         self.store = TCPStore(
             address, port, is_master=True, wait_for_workers=False, master_listen_fd=self._listener, timeout=TIMEOUT

@@ -24,7 +24,7 @@ from nbelastic.link import Keys, Spoke
 from nbelastic.worker.ahead import Ahead
 from nbelastic.worker.boot import set_interface
 from nbelastic.worker.rendezvous import Group, Offer, backend_for, collectives_of_all
-from nbelastic.worker.stuck import Blocked
+from nbelastic.worker.stuck import Blocked, of_a_collective
 from nbelastic.worker.warm import WarmUp
 from nbelastic.worker.whereabouts import stack, whereabouts
 
@@ -227,7 +227,7 @@ class Session:
         """The user's function raised: was it a collective? The driver knows. True: the error is the program's own."""
         assert self.group is not None
         epoch = self.group.epoch
-        own = self.group.intact() or not _of_a_collective(error)
+        own = self.group.intact() or not of_a_collective(error)
         raised = m.WorkerRaised(self.worker, epoch, own, f"{type(error).__name__}: {error}"[:ERROR_BOUND])
         while not self._over(epoch):
             self.link.send(raised)
@@ -365,15 +365,6 @@ class Session:
     def write(self, stream: str, text: str) -> None:
         """The program's output, from any thread; it is sent with the next tick."""
         self._output[stream].append(text)
-
-
-def _of_a_collective(error: BaseException | None) -> bool:
-    """Whether it could be: torch.distributed raises RuntimeErrors, which the user's code may have wrapped."""
-    while error is not None:
-        if isinstance(error, RuntimeError):
-            return True
-        error = error.__cause__ or error.__context__
-    return False
 
 
 _session: Session | None = None

@@ -44,3 +44,12 @@ class Blocked:
     def _in_a_collective(self) -> bool:
         frame = sys._current_frames().get(self._ident)
         return frame is not None and any(part in frame.f_code.co_filename for part in WAITS)
+
+
+def of_a_collective(error: BaseException | None) -> bool:
+    """Whether `error` could be one's: torch.distributed raises RuntimeErrors, which the user's code may have wrapped."""
+    while error is not None:
+        if isinstance(error, RuntimeError):
+            return True
+        error = error.__cause__ or error.__context__
+    return False

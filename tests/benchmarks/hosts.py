@@ -6,12 +6,10 @@ share its cores, so a start of eight costs eight times the CPU of one here, whic
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -19,7 +17,7 @@ import psutil
 
 import nbelastic as nbe
 from tests.benchmarks import programs
-from tests.benchmarks.recovery import show, steps_in, wait_until
+from tests.benchmarks.recovery import Cases, run, steps_in, wait_until
 from tests.hosts.network import Network
 
 ROOT = Path(__file__).parents[2]  # workers import the programs from here
@@ -108,27 +106,17 @@ def missed(rounds: int, fault: str, silence: float) -> dict[str, list[float]]:
     return found
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", type=Path, help="write all values to this file")
-    parser.add_argument("--quick", action="store_true", help="a third of the rounds")
-    parser.add_argument("--only", nargs="*", default=[], help="only these cases")
-    options = parser.parse_args()
-    rounds = (lambda count: max(2, count // 3)) if options.quick else int
-    cases: dict[str, Callable[[], dict[str, list[float]]]] = {
+def cases(part: int) -> Cases:
+    def rounds(count: int) -> int:
+        return max(2, count // part)
+
+    return {
         "start": lambda: start(rounds(5)),
         "discovered": lambda: discovered(rounds(10)),
         "killed": lambda: missed(rounds(15), "kill", 10.0),
         "cut off": lambda: missed(rounds(12), "cut", 2.0),
     }
-    results = {}
-    for name, case in cases.items():
-        if not options.only or name in options.only:
-            results[name] = case()
-            show(name, results[name])
-    if options.json:
-        options.json.write_text(json.dumps(results, indent=1) + "\n")
 
 
 if __name__ == "__main__":
-    main()
+    run(__doc__, 3, cases)

@@ -28,6 +28,7 @@ from tests.benchmarks import programs
 
 Step = dict[str, Any]
 Steps = list[Step]
+Cases = dict[str, Callable[[], dict[str, list[float]]]]
 N = 4
 
 
@@ -211,14 +212,26 @@ def show(case: str, found: dict[str, list[float]]) -> None:
         )
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+def run(doc: str | None, part: int, cases: Callable[[int], Cases]) -> None:
+    """The command line: `cases(1)` has all rounds, `cases(part)` a part of them, for --quick. A case may find nothing."""
+    parser = argparse.ArgumentParser(description=doc)
     parser.add_argument("--json", type=Path, help="write all values to this file")
-    parser.add_argument("--quick", action="store_true", help="a tenth of the rounds")
+    parser.add_argument("--quick", action="store_true", help=f"1/{part} of the rounds")
     parser.add_argument("--only", nargs="*", default=[], help="only these cases")
     options = parser.parse_args()
-    part = 10 if options.quick else 1
-    cases: dict[str, Callable[[], dict[str, list[float]]]] = {
+    results = {}
+    for name, case in cases(part if options.quick else 1).items():
+        if not options.only or name in options.only:
+            found = case()
+            if found:
+                results[name] = found
+                show(name, found)
+    if options.json:
+        options.json.write_text(json.dumps(results, indent=1) + "\n")
+
+
+def cases(part: int) -> Cases:
+    return {
         "start": lambda: {"first step": [start_once() for _ in range(max(2, 7 // part))]},
         "kill": lambda: faults(signal.SIGKILL, max(5, 50 // part), 0.7),
         "stop": lambda: faults(signal.SIGSTOP, max(3, 20 // part), 0.7),
@@ -227,14 +240,7 @@ def main() -> None:
         "throughput": lambda: throughput(max(2, 7 // part), 5.0),
         "soak": lambda: soak(max(10, 100 // part)),
     }
-    results = {}
-    for name, case in cases.items():
-        if not options.only or name in options.only:
-            results[name] = case()
-            show(name, results[name])
-    if options.json:
-        options.json.write_text(json.dumps(results, indent=1) + "\n")
 
 
 if __name__ == "__main__":
-    main()
+    run(__doc__, 10, cases)

@@ -6,12 +6,9 @@ run, in turn with ours. Milliseconds, unless the name says otherwise.
 
 from __future__ import annotations
 
-import argparse
-import json
 import signal
 import statistics
 import time
-from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 
@@ -45,6 +42,9 @@ def every_tenth(rounds: int) -> Figures:
 
 def gpu(rounds: int) -> Figures:
     """The copy of 200 MB from a GPU, and the same bytes bare into pinned memory."""
+    if not Path("/dev/nvidia0").exists():
+        print("gpu          skipped: there is none here", flush=True)
+        return {}
     with nbe.Cluster("localhost:1", min=1) as cluster:
         found: Figures = cluster.run(state_programs.gpu_commits, rounds).result(timeout=300)[0]
     found = {name: values[2:] for name, values in found.items()}
@@ -113,14 +113,8 @@ def _ratio(ours: list[float], theirs: list[float]) -> list[float]:
     return [a / b for a, b in zip(ours, theirs, strict=True)]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", type=Path, help="write all values to this file")
-    parser.add_argument("--quick", action="store_true", help="a fifth of the rounds")
-    parser.add_argument("--only", nargs="*", default=[], help="only these cases")
-    options = parser.parse_args()
-    part = 5 if options.quick else 1
-    cases: dict[str, Callable[[], Figures]] = {
+def cases(part: int) -> recovery.Cases:
+    return {
         "every step": lambda: every_step(max(6, 20 // part)),
         "every tenth": lambda: every_tenth(max(4, 12 // part)),
         "gpu": lambda: gpu(max(6, 30 // part)),
@@ -129,17 +123,7 @@ def main() -> None:
         "kill": lambda: kill(max(3, 20 // part)),
         "planned": lambda: planned(max(2, 10 // part)),
     }
-    results = {}
-    for name, case in cases.items():
-        wanted = name in options.only or not options.only
-        if name == "gpu" and wanted and not Path("/dev/nvidia0").exists():
-            print("gpu          skipped: there is none here", flush=True)
-        elif wanted:
-            results[name] = case()
-            recovery.show(name, results[name])
-    if options.json:
-        options.json.write_text(json.dumps(results, indent=1) + "\n")
 
 
 if __name__ == "__main__":
-    main()
+    recovery.run(__doc__, 5, cases)

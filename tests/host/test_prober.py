@@ -12,6 +12,7 @@ from queue import Queue
 import pytest
 import zmq
 
+from nbelastic.core.addresses import address_of
 from nbelastic.host import prober
 from nbelastic.host.prober import Prober, endpoint
 from nbelastic.link import Keys
@@ -111,7 +112,7 @@ def test_an_endpoint_is_an_address_and_a_port():
     """IPv6 in brackets, as ZeroMQ wants it."""
     assert endpoint("10.0.0.1", 7) == "tcp://10.0.0.1:7"
     assert endpoint("fd00::2", 7) == "tcp://[fd00::2]:7"
-    assert prober.address_of("tcp://[fd00::2]:7") == "fd00::2"
+    assert address_of("tcp://[fd00::2]:7") == "fd00::2"
 
 
 def test_ipv6_is_reached_too():

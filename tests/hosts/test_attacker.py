@@ -21,7 +21,6 @@ from tests.hosts.observing import LONG, agent_of, on
 from tests.process.observing import ours, undisturbed, until
 
 ATTACKER = Path(__file__).with_name("attacker.py")
-PACE = {"pause": 0.05}  # seconds a step takes: the tests read what was written at each
 GROWTH = 50 << 20  # bytes that any of our processes may grow by under attack
 
 
@@ -174,6 +173,15 @@ def steps_go_on(training, steps=20):
     assert not training.job.done(), training.job.exception()
 
 
+def under_attack(network, trains):
+    """A training of two that has got going, and an attacker beside it."""
+    training = trains()
+    training.runs(2)
+    attacker = Attacker(network)
+    steps_go_on(training)
+    return training, attacker
+
+
 @contextlib.contextmanager
 def nothing_changes(training):
     """The training goes on in its epoch; nothing is taken in, nobody grows much, and in the end no descriptor is left over."""
@@ -194,10 +202,7 @@ def test_ten_thousand_broken_messages(network, trains):
     """Noise, half a greeting, other mechanisms, endless frames, HTTP, keys of another cluster, words of torch's store: at
     each door that opens at all. Those of the workers do not.
     """
-    training = trains(kwargs=PACE)
-    training.runs(2)
-    attacker = Attacker(network)
-    steps_go_on(training)
+    training, attacker = under_attack(network, trains)
     with nothing_changes(training):
         doors = Doors(network, training)
         sent = attacker.does("junk", doors.open, 10_000)
@@ -211,10 +216,7 @@ def test_ten_thousand_broken_messages(network, trains):
 @pytest.mark.timeout(300)
 def test_two_thousand_connections_at_each_door(network, trains):
     """They are refused or held, and do no harm; a host joins meanwhile, and a death is recovered from."""
-    training = trains(kwargs=PACE)
-    training.runs(2)
-    attacker = Attacker(network)
-    steps_go_on(training)
+    training, attacker = under_attack(network, trains)
     with nothing_changes(training):
         doors = Doors(network, training)
         with attacker.floods(doors.open, 2000) as standing:
