@@ -222,7 +222,7 @@ def test_a_worker_is_restarted_at_once_and_without_a_strike():
     mark = story.mark()
     story.send(m.RestartRequested(wid("a/0#1"), "dashboard"))
     assert story.commands(m.StopWorker, mark) == [m.StopWorker(wid("a/0#1"), kill=True)]
-    assert [r.text for r in story.commands(m.Record, mark)][0] == "a/0#1 was restarted by dashboard"
+    assert story.commands(m.Record, mark)[0].text == "a/0#1 was restarted by dashboard"
     story.quiet(3.0)
     assert story.names == ["a/1#1", "a/2#1", "a/0#2"]
     slot = story.world.hosts["a"].slots[0]

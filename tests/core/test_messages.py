@@ -23,6 +23,7 @@ FILL = {
     float | None: 1.5,
     m.WorkerId | None: W,
     dict[str, float]: {"loss": 0.25},
+    dict[str, float | None]: {"loss": 0.25, "accuracy": None},
     dict[str, str]: {"torch": "2"},
     dict[str, tuple[float, int]]: {str(W): (99.5, 1 << 33)},
     tuple[int, ...]: (1, 2),
@@ -31,6 +32,7 @@ FILL = {
     tuple[m.WorkerId, ...]: (W, m.WorkerId("b", 0, 1)),
     tuple[m.HostSpec, ...]: (SPEC,),
     tuple[tuple[str, int], ...]: (("a", 2), ("b", 1)),
+    tuple[tuple[int, int, int], ...]: ((0, 97, 1 << 33), (1, 0, 1 << 20)),
     m.FormWorld: m.FormWorld(7, (W,), "127.0.0.1:1", 0, (1,)),
     wire.Formation: wire.Formation(7, 0, 2, 0, 2, 0, 1, "127.0.0.1:1", 0, (1,), (("a", 2),)),
 }
