@@ -1,30 +1,322 @@
 // @ts-check
 /**
- * The live view of a cluster. It draws the one `state` that the driver sends and sends back what people ask for; it
- * decides nothing. Plain DOM, no build, no network. Text from outside goes through textContent only.
+ * The live view of a cluster. It draws what the kernel tells, sends back what people ask for, and decides nothing.
+ * Plain DOM, no build, no network; one file, because a widget is one module. Text from outside goes through
+ * textContent only. First come pure functions, then the panels from top to bottom, then the view that joins them.
  *
- * @typedef {{name: string, slots: number, phase: string, reason: string, cooling_until: number, cpu: ?number,
- *   memory: ?number}} Host
- * @typedef {{id: string, host: string, slot: number, rank: ?number, local_rank: ?number, pid: number, state: string,
- *   step: number, restarts: number, reason: string, cpu: ?number, memory: ?number}} Worker
+ * Down: `state`, a key frame, and `change`, a merge patch against it. Up: orders and questions as custom messages.
+ *
+ * @typedef {[?number, string, number, number, number, ?number, ?number, string]} Row  of a worker: rank, state, commits
+ *   behind the others, restarts, pid, percent of a core, MB, reason
+ * @typedef {{address: string, slots: number, phase: string, reason: string, until: number, cpu: ?number,
+ *   memory: ?number, of: ?number, gpus: number[][], workers: Record<string, Row>,
+ *   slots_until: Record<string, number>}} Host
  * @typedef {{n: number, time: number, kind: string, text: string, host: string, worker: string, epoch: number,
- *   took: Record<string, number>}} Entry  `time` in seconds since 1970, `took` in milliseconds
- * @typedef {{name: string, phase: string, reason: string, epoch: number, world_size: number, min: number, max: ?number,
- *   hosts: Host[], workers: Worker[], job: ?string, outcome: string, step: number, steps_per_second: ?number,
- *   report: Record<string, number|string>, events: Entry[]}} State
- * @typedef {{order: string, host?: string, now?: boolean}} Order
- * @typedef {{get(name: string): any, on(name: string, f: () => void): void, off(name: string, f: () => void): void,
+ *   size: number, took: Record<string, number>}} Entry  `time` in seconds since 1970, `took` in milliseconds
+ * @typedef {{id: string, by: string, text: string, word: string, why: string}} Told  what became of an order
+ * @typedef {{n: number, time: number, name: string, phase: string, reason: string, epoch: number, world_size: number,
+ *   min: number, max: ?number, job: ?string, outcome: string, step: number, total: ?number,
+ *   steps_per_second: ?number, report: Record<string, number|string>, curves: Record<string, number[]>,
+ *   failed_at: ?number, hosts: Record<string, Host>, events: Entry[], orders: Told[]}} State
+ * @typedef {[string, ?number]} Writer  a worker's id and its rank
+ * @typedef {{get(name: string): any, on(name: string, f: Function): void, off(name: string, f: Function): void,
  *   send(content: unknown): void}} Model
  */
 
-const COLUMNS = ["Rank", "Worker", "State", "Step", "Restarts", "CPU", "Memory"];
-const SHOWN_EVENTS = 8;
-const MOST_PIPS = 64;
 const PATIENCE = 3000; // ms until an order without an answer says so
-const SURE = 4000; // ms in which the second click on "stop cluster" counts
+const SURE = 4000; // ms in which the second click on what is asked twice counts
 const NEWS = 5000; // ms that an answered order stays in sight; a refused one stays three times as long
+const FORGOTTEN = 60_000; // ms after which an order that nobody ever answered leaves
+const QUIET = 10_000; // ms without a word after which the kernel is asked whether it is there
+const DEAF = 5000; // ms that it has for its answer
+const POLL = 500; // ms between two looks at the logs
+const KEPT = 1000; // lines of the logs
+const CLOSE = 200; // lines among which equal ones of different ranks are folded into one
+const ROOMY = 16; // up to so many slots, each tells more of itself
+const MOST_NEWS = 24; // more changes than this at once are not lit up one by one
 
-/** @param {string} tag @param {Record<string, string>} [attributes] @param {...(Node|string)} children */
+// ---- Pure: what is shown, and in which words -----------------------------------------------------------------------
+
+/** A JSON merge patch (RFC 7386). What the patch does not name stays the same object. @returns {any} */
+export function merge(/** @type {any} */ target, /** @type {any} */ patch) {
+  const plain = (/** @type {any} */ x) => typeof x === "object" && x !== null && !Array.isArray(x);
+  if (!plain(patch)) return patch;
+  const merged = plain(target) ? { ...target } : {};
+  for (const [name, value] of Object.entries(patch)) {
+    if (value === null) delete merged[name];
+    else merged[name] = merge(merged[name], value);
+  }
+  return merged;
+}
+
+const EMPTY = {
+  n: 0, time: 0, name: "", phase: "", reason: "", epoch: 0, world_size: 0, min: 0, max: null, job: null, outcome: "",
+  step: 0, total: null, steps_per_second: null, report: {}, curves: {}, failed_at: null, hosts: {}, events: [], orders: [],
+};
+
+/** What a view shows: the key frame, with the change where it belongs to it. A missing value is null. @returns {State} */
+export function shown(/** @type {any} */ frame, /** @type {any} */ change) {
+  const state = frame && change && change.base === frame.n ? merge(frame, change.patch ?? {}) : frame;
+  return { ...EMPTY, ...state };
+}
+
+export const plural = (/** @type {number} */ n, /** @type {string} */ word) => `${n} ${word}${n === 1 ? "" : "s"}`;
+
+const GROUPED = new Intl.NumberFormat("en");
+
+export function number(/** @type {number|string} */ n) {
+  if (typeof n === "string") return n;
+  return Number.isInteger(n) ? GROUPED.format(n) : Number(n.toPrecision(3)).toString();
+}
+
+/** `4 / 2–8`, `4 / 4` or `3 / 2+`. */
+export function size(/** @type {number} */ now, /** @type {number} */ min, /** @type {?number} */ max) {
+  return `${now} / ${max === null ? `${min}+` : min === max ? min : `${min}–${max}`}`;
+}
+
+/** `320 MB` or `3.3 GB`; in the unit of `like` if that is given. */
+export function megabytes(/** @type {?number} */ n, /** @type {?number} */ of = null) {
+  if (n === null || n === undefined) return "";
+  const big = (of ?? n) >= 1000;
+  const text = (/** @type {number} */ m) => (big ? (m / 1000).toFixed(m < 99_950 ? 1 : 0) : String(Math.round(m)));
+  return `${text(n)}${of ? ` / ${text(of)}` : ""}\u00a0${big ? "GB" : "MB"}`;
+}
+
+export const percent = (/** @type {?number} */ n) => (n === null || n === undefined ? "" : `${Math.round(n)}\u00a0%`);
+
+/** `8 s`, `3 min`, `2 h 5 min`, `1 d 3 h`: as exact as one wants to know it. */
+export function duration(/** @type {number} */ seconds) {
+  const s = Math.max(0, Math.round(seconds));
+  if (s < 120) return `${s} s`;
+  const minutes = Math.floor(s / 60);
+  if (minutes < 60) return `${minutes} min`;
+  const hours = Math.floor(minutes / 60);
+  if (hours < 24) return minutes % 60 ? `${hours} h ${minutes % 60} min` : `${hours} h`;
+  return hours % 24 ? `${Math.floor(hours / 24)} d ${hours % 24} h` : `${hours / 24} d`;
+}
+
+export function milliseconds(/** @type {number} */ ms) {
+  if (ms >= 10_000) return `${(ms / 1000).toFixed(1)} s`;
+  return `${ms < 10 ? Number(ms.toFixed(1)) : GROUPED.format(Math.round(ms))} ms`;
+}
+
+const clock = (/** @type {number} */ seconds) => new Date(seconds * 1000).toTimeString().slice(0, 8);
+
+/** Numbers in order, neighbours joined: `0–3, 6`. */
+export function ranges(/** @type {number[]} */ numbers) {
+  const sorted = [...new Set(numbers)].sort((a, b) => a - b);
+  /** @type {number[][]} */
+  const runs = [];
+  for (const n of sorted) {
+    const run = runs[runs.length - 1];
+    if (run && run[1] === n - 1) run[1] = n;
+    else runs.push([n, n]);
+  }
+  return runs.map(([a, b]) => (a === b ? `${a}` : b === a + 1 ? `${a}, ${b}` : `${a}–${b}`)).join(", ");
+}
+
+/** `rank 0`, `ranks 0–3`; those without a rank go by their ids. */
+export function who(/** @type {Writer[]} */ writers) {
+  const ranks = writers.flatMap(([, rank]) => (rank === null || rank === undefined ? [] : [rank]));
+  const others = writers.filter(([, rank]) => rank === null || rank === undefined).map(([id]) => id);
+  const words = ranks.length ? [`${ranks.length === 1 ? "rank" : "ranks"} ${ranges(ranks)}`] : [];
+  return [...words, ...others.slice(0, 3), ...(others.length > 3 ? [`${others.length - 3} more`] : [])].join(", ");
+}
+
+/** good, bad, busy or quiet: the four colours. Each comes with a sign and a word. */
+export function tone(/** @type {string} */ word) {
+  if (/lost|failed|broken|refused|killed|raised|unreachable|stalled|cooling|behind/.test(word)) return "bad";
+  if (/running|formed|training|up$|succeeded|ready|recovered|pardoned/.test(word)) return "good";
+  if (/start|form|drain|plan|stopping|waiting|remove|added|changed|scaled/.test(word)) return "busy";
+  return "quiet";
+}
+
+/** @type {Record<string, string>} */
+const SIGNS = {
+  starting: "◔", ready: "○", running: "●", succeeded: "✓", failed: "!", lost: "✕", stopped: "■", cooling: "◷", empty: "–",
+  up: "●", draining: "↓",
+};
+/** @type {Record<string, string>} */
+const SHORT = { starting: "start", succeeded: "done", stopped: "stop", cooling: "cool" };
+/** @type {Record<string, string>} */
+const TONES = { cooling: "busy", ready: "ready", empty: "quiet" };
+const toneOf = (/** @type {string} */ state) => TONES[state] ?? tone(state);
+
+/** How long the job will still take, in words; nothing where nobody can know. */
+export function eta(/** @type {State} */ state) {
+  const { step, total, steps_per_second: speed } = state;
+  if (!state.job || state.outcome || !total || !speed || step >= total) return "";
+  return `about ${duration((total - step) / speed)}`;
+}
+
+export function sinceFailure(/** @type {?number} */ at, /** @type {number} */ now) {
+  return at === null ? "no failure yet" : `${duration(now - at)} since the last failure`;
+}
+
+/**
+ * The slots of a host in order, each with its newest worker; older ones that still live have a place of their own.
+ * @param {string} name @param {Host} host
+ * @returns {{key: string, id: string, slot: number, row: ?Row, until: number}[]}
+ */
+export function slotsOf(name, host) {
+  /** @type {Map<number, {slot: number, incarnation: number, id: string, row: Row}[]>} */
+  const bySlot = new Map();
+  for (const [place, row] of Object.entries(host.workers)) {
+    const [slot, incarnation] = place.split("#").map(Number);
+    const worker = { slot, incarnation, id: `${name}/${place}`, row };
+    bySlot.get(slot)?.push(worker) ?? bySlot.set(slot, [worker]);
+  }
+  const numbers = new Set([...Array(host.slots).keys(), ...bySlot.keys()]);
+  return [...numbers].sort((a, b) => a - b).flatMap((slot) => {
+    const workers = (bySlot.get(slot) ?? []).sort((a, b) => b.incarnation - a.incarnation);
+    const until = host.slots_until[slot] ?? 0;
+    const first = { key: String(slot), id: workers[0]?.id ?? "", slot, row: workers[0]?.row ?? null, until };
+    const others = workers.slice(1).filter(({ row }) => /^(starting|ready|running)$/.test(row[1]));
+    return [first, ...others.map(({ id, row }) => ({ key: id, id, slot, row, until: 0 }))];
+  });
+}
+
+/** A slot's state in a word: its worker's, else cooling or empty. */
+export function stateOf(/** @type {{row: ?Row, until: number}} */ slot, /** @type {number} */ now) {
+  if (slot.row) return slot.row[1];
+  return slot.until > now ? "cooling" : "empty";
+}
+
+/** What a screen reader is told when `before` becomes `after`: phases, sizes and losses, not every number. */
+export function announcement(/** @type {State} */ before, /** @type {State} */ after) {
+  const news = [];
+  if (after.phase !== before.phase) news.push(`${after.phase}: ${after.reason}`);
+  else if (after.world_size !== before.world_size) news.push(`${plural(after.world_size, "worker")} in the world`);
+  const last = before.events.length ? before.events[before.events.length - 1].n : 0;
+  const losses = after.events.filter((entry) => entry.n > last && tone(entry.kind) === "bad").map((entry) => entry.text);
+  news.push(...losses.slice(0, 3));
+  if (losses.length > 3) news.push(`and ${losses.length - 3} more`);
+  return news.join(". ");
+}
+
+/** The path of a curve in a box of `width` by `height`; where a value is no number it has a gap. */
+export function sparkline(/** @type {number[]} */ points, width = 100, height = 24) {
+  const known = points.filter(Number.isFinite);
+  if (known.length < 2) return "";
+  const low = Math.min(...known);
+  const span = Math.max(...known) - low;
+  const x = (/** @type {number} */ i) => +((i * width) / (points.length - 1)).toFixed(1);
+  const y = (/** @type {number} */ v) => +(span ? height - ((v - low) * height) / span : height / 2).toFixed(1);
+  return points.map((v, i) => (Number.isFinite(v) ? `${Number.isFinite(points[i - 1]) ? "L" : "M"}${x(i)} ${y(v)}` : "")).join("");
+}
+
+/** The number of the newest entry before which others are missing; 0 if none is. */
+export function gap(/** @type {Entry[]} */ entries) {
+  for (let i = entries.length - 1; i > 0; i -= 1) if (entries[i - 1].n < entries[i].n - 1) return entries[i].n;
+  return 0;
+}
+
+/** Is it a change of the world, a failure, or both? The timeline is filtered by it. */
+export function kinds(/** @type {Entry} */ entry) {
+  const change = Object.keys(entry.took ?? {}).length > 0 || /^(world-|training|change-|plan-|scaled)/.test(entry.kind);
+  const failure = tone(entry.kind) === "bad";
+  return [change ? "change" : "", failure ? "failure" : ""].filter(Boolean).join(" ");
+}
+
+/**
+ * The size of the world over time as a step line in a box of 100 by 100, and where on it each event stands.
+ * @param {Entry[]} entries oldest first @param {number} now
+ */
+export function chart(entries, now) {
+  if (!entries.length) return null;
+  const from = entries[0].time;
+  const to = Math.max(now, entries[entries.length - 1].time, from + 1);
+  const most = Math.max(1, ...entries.map((entry) => entry.size ?? 0));
+  const x = (/** @type {number} */ time) => +(((time - from) * 100) / (to - from)).toFixed(2);
+  const y = (/** @type {number} */ size) => +(100 - (size * 100) / most).toFixed(2);
+  let size = entries[0].size ?? 0;
+  let path = `M0 ${y(size)}`;
+  for (const entry of entries) {
+    if (entry.size === undefined || entry.size === size) continue;
+    size = entry.size;
+    path += `H${x(entry.time)}V${y(size)}`;
+  }
+  return { from, to, most, size, path: `${path}H100`, marks: entries.map((entry) => ({ entry, x: x(entry.time) })) };
+}
+
+const PHASES = ["prepare", "detect", "abort", "form", "connect", "sync", "first step"];
+
+/** The phases of a change one after the other: where each begins and how long it is, in percent of the whole. */
+export function waterfall(/** @type {Record<string, number>} */ took) {
+  const order = (/** @type {string} */ name) => (PHASES.includes(name) ? PHASES.indexOf(name) : PHASES.length - 1.5);
+  const parts = Object.entries(took).filter(([name]) => name !== "all").sort(([a], [b]) => order(a) - order(b));
+  const whole = Math.max(parts.reduce((sum, [, ms]) => sum + ms, 0), took.all ?? 0, 0.001);
+  let begun = 0;
+  return parts.map(([name, ms]) => {
+    const bar = { name, ms, from: (begun * 100) / whole, share: (ms * 100) / whole };
+    begun += ms;
+    return bar;
+  });
+}
+
+/** Why the change that ends in `entry` was made: what was planned, added, removed or lost since the change before it. */
+export function why(/** @type {Entry[]} */ entries, /** @type {Entry} */ entry) {
+  /** @type {string[]} */
+  const reasons = [];
+  for (let i = entries.findIndex((other) => other.n === entry.n) - 1; i >= 0 && reasons.length < 4; i -= 1) {
+    if (entries[i].took?.all !== undefined || /^job-/.test(entries[i].kind)) break;
+    if (/lost|broken|planned|plan-|removed|added|changed|scaled|killed|gone|failed/.test(entries[i].kind)) {
+      reasons.unshift(entries[i].text);
+    }
+  }
+  return reasons;
+}
+
+/** A line as a terminal would leave it: without colours, and of a progress bar its last state. */
+export function clean(/** @type {string} */ text) {
+  if (!/[\u001b\r]/.test(text)) return text;
+  const plain = text.replace(/\u001b\[[0-9;?]*[ -/]*[@-~]/g, "").replace(/\r+$/, "");
+  return plain.slice(plain.lastIndexOf("\r") + 1);
+}
+
+/** @typedef {{seq: number, stream: string, text: string, writers: string[]}} Line */
+
+/** Lines of many writers; equal ones of different writers close together are one. Each writer's order is kept. */
+export class Fold {
+  constructor(most = KEPT) {
+    this.most = most;
+    /** @type {Line[]} */
+    this.lines = [];
+    this.seq = 0;
+    /** @type {Map<string, number>} the last line each writer has a part in */
+    this.last = new Map();
+  }
+
+  /** Returns the line that was made or joined. @param {string} writer @param {string} stream @param {string} text */
+  add(writer, stream, text) {
+    const first = Math.max((this.last.get(writer) ?? -1) + 1, this.seq - CLOSE);
+    for (let i = Math.max(0, first - (this.seq - this.lines.length)); i < this.lines.length; i += 1) {
+      const line = this.lines[i];
+      if (line.text === text && line.stream === stream && !line.writers.includes(writer)) {
+        line.writers.push(writer);
+        this.last.set(writer, line.seq);
+        return line;
+      }
+    }
+    const line = { seq: this.seq++, stream, text, writers: [writer] };
+    this.lines.push(line);
+    this.last.set(writer, line.seq);
+    return line;
+  }
+
+  /** Forget the oldest lines beyond the most that are kept; returns them. */
+  trim() {
+    return this.lines.splice(0, Math.max(0, this.lines.length - this.most));
+  }
+}
+
+// ---- The page: small tools -----------------------------------------------------------------------------------------
+
+/**
+ * @template {keyof HTMLElementTagNameMap} T
+ * @param {T} tag @param {Record<string, string>} [attributes] @param {...(Node|string)} children
+ * @returns {HTMLElementTagNameMap[T]}
+ */
 export function element(tag, attributes = {}, ...children) {
   const node = document.createElement(tag);
   for (const [name, value] of Object.entries(attributes)) node.setAttribute(name, value);
@@ -32,356 +324,1284 @@ export function element(tag, attributes = {}, ...children) {
   return node;
 }
 
+function drawing(/** @type {string} */ tag, /** @type {Record<string, string>} */ attributes, /** @type {Node[]} */ ...children) {
+  const node = document.createElementNS("http://www.w3.org/2000/svg", tag);
+  for (const [name, value] of Object.entries(attributes)) node.setAttribute(name, value);
+  node.append(...children);
+  return node;
+}
+
 /** Change a node's text only if it differs: selections and screen readers are left in peace. */
-function say(/** @type {HTMLElement} */ node, /** @type {string} */ text) {
+function say(/** @type {Element} */ node, /** @type {string} */ text) {
   if (node.textContent !== text) node.textContent = text;
 }
 
-/** Change an attribute only if it differs. */
-function mark(/** @type {HTMLElement} */ node, /** @type {string} */ name, /** @type {string} */ value) {
-  if (node.getAttribute(name) !== value) node.setAttribute(name, value);
+/** Change an attribute only if it differs; null takes it away. */
+function mark(/** @type {Element} */ node, /** @type {string} */ name, /** @type {?string} */ value) {
+  if (node.getAttribute(name) === value) return;
+  if (value === null) node.removeAttribute(name);
+  else node.setAttribute(name, value);
+}
+
+/** A button without an order keeps the focus: it is only said to be disabled, and does nothing. */
+function disable(/** @type {Element} */ button, /** @type {boolean} */ off) {
+  mark(button, "aria-disabled", off ? "true" : null);
+}
+
+function button(/** @type {string} */ text, /** @type {() => void} */ act, more = "", /** @type {string} */ label = "") {
+  const node = element("button", { type: "button", class: `nbe-button ${more}`.trim() }, text);
+  if (label) node.setAttribute("aria-label", label);
+  node.addEventListener("click", () => node.hasAttribute("aria-disabled") || act());
+  return node;
+}
+
+/** A button whose act is asked twice, the second time in the words of `sure`. */
+function twice(/** @type {Timers} */ timers, /** @type {string} */ text, /** @type {string} */ sure, /** @type {() => void} */ act, more = "", label = "") {
+  /** @type {?number} */
+  let asked = null;
+  const calm = () => {
+    if (asked !== null) timers.cancel(asked);
+    asked = null;
+    node.classList.remove("nbe-sure");
+    say(node, text);
+    if (label) mark(node, "aria-label", label);
+  };
+  const node = button(text, () => {
+    if (asked !== null) {
+      calm();
+      act();
+      return;
+    }
+    asked = timers.later(calm, SURE);
+    node.classList.add("nbe-sure");
+    say(node, sure);
+    if (label) mark(node, "aria-label", `${label}: really?`);
+  }, more, label);
+  return node;
+}
+
+/** Light a node up for a moment; the style sheet knows how, and whether motion is welcome. */
+function light(/** @type {Element} */ node) {
+  node.classList.add("nbe-news");
 }
 
 /**
- * Keep one child of `parent` per item, in the items' order; those that stay are not touched, so focus stays too.
- * Children without a `data-key` are none of the items': they stay in front.
- * @template T
- * @param {HTMLElement} parent @param {T[]} items @param {(item: T) => string} key
- * @param {(item: T) => HTMLElement} make @param {(node: HTMLElement, item: T) => void} fill
+ * One part of the page per item, in the items' order. Those that stay are not touched, so their focus stays too.
+ * @template T, C
+ * @typedef {{node: Element, draw(item: T, context: C): void}} Part
  */
-export function keep(parent, items, key, make, fill) {
-  const children = Array.from(parent.children);
-  const old = new Map(children.filter((n) => n.hasAttribute("data-key")).map((n) => [n.getAttribute("data-key"), n]));
-  let last = children.filter((n) => !n.hasAttribute("data-key")).pop();
-  for (const item of items) {
-    const name = key(item);
-    const node = /** @type {HTMLElement} */ (old.get(name)) ?? make(item);
-    old.delete(name);
-    mark(node, "data-key", name);
-    fill(node, item);
-    const next = last ? last.nextElementSibling : parent.firstElementChild;
-    if (next !== node) parent.insertBefore(node, next);
-    last = node;
+
+/** @template T, C */
+class Many {
+  /** @param {Element} parent @param {(key: string, item: T) => Part<T, C>} make */
+  constructor(parent, make) {
+    this.parent = parent;
+    this.make = make;
+    this.first = parent.lastElementChild; // what was there before stays in front
+    /** @type {Map<string, Part<T, C>>} */
+    this.parts = new Map();
   }
-  for (const node of old.values()) node.remove();
-}
 
-export const plural = (/** @type {number} */ n, /** @type {string} */ word) => `${n} ${word}${n === 1 ? "" : "s"}`;
-
-/** `2 / 2–4`, `4 / 4` or `3 / 2+`. @param {State} state */
-export function size(state) {
-  const { world_size: now, min, max } = state;
-  return `${now} / ${max === null ? `${min}+` : min === max ? min : `${min}–${max}`}`;
-}
-
-export function bytes(/** @type {?number} */ n) {
-  if (n === null || n === undefined) return "";
-  return n < 1e9 ? `${Math.round(n / 1e6)} MB` : `${(n / 1e9).toFixed(1)} GB`;
-}
-
-const percent = (/** @type {?number} */ n) => (n === null || n === undefined ? "" : `${Math.round(n)} %`);
-
-export function number(/** @type {number|string} */ n) {
-  if (typeof n === "string") return n;
-  return Number.isInteger(n) ? n.toLocaleString() : n.toPrecision(3);
-}
-
-/** good, bad, busy or quiet: the four colours. */
-export function tone(/** @type {string} */ word) {
-  if (/lost|failed|broken|refused|killed|raised/.test(word)) return "bad";
-  if (/running|formed|up$|succeeded|ready/.test(word)) return "good";
-  if (/start|form|cool|drain|plan|stopping|waiting|remove/.test(word)) return "busy";
-  return "quiet";
-}
-
-/** What became of an order, read from the state: null while nothing tells. */
-export function answer(
-  /** @type {Order} */ order,
-  /** @type {number} */ since,
-  /** @type {State} */ state,
-) {
-  const host = (order.host ?? "").replace(/^.*@/, "").replace(/:\d+$/, "").replace(/^\[|\]$/g, "");
-  for (const entry of state.events.filter((e) => e.n > since)) {
-    const about = !entry.host || entry.host === host;
-    if (entry.kind === "order-refused" && about) return { word: "refused", text: entry.text, n: entry.n };
-    if (order.order === "add_host" && /^host-(added|changed)$/.test(entry.kind) && about) return { word: "done" };
-    if (order.order === "remove_host" && /^host-(removed|gone)$/.test(entry.kind) && about) return { word: "done" };
-    if (order.order === "stop_job" && /^job-(stopped|failed|succeeded)$/.test(entry.kind)) return { word: "done" };
+  /** @param {[string, T][]} items @param {C} context */
+  draw(items, context) {
+    const wanted = new Set(items.map(([key]) => key));
+    for (const [key, part] of this.parts) {
+      if (wanted.has(key)) continue;
+      // Focus does not fall out of the view when what had it goes.
+      if (part.node.contains(document.activeElement)) this.parent.closest("section")?.focus({ preventScroll: true });
+      part.node.remove();
+      this.parts.delete(key);
+    }
+    let last = this.first;
+    for (const [key, item] of items) {
+      let part = this.parts.get(key);
+      if (!part) this.parts.set(key, (part = this.make(key, item)));
+      const next = last ? last.nextElementSibling : this.parent.firstElementChild;
+      if (next !== part.node) this.parent.insertBefore(part.node, next);
+      last = part.node;
+      part.draw(item, context);
+    }
   }
-  if (order.order === "stop" && state.phase === "finished") return { word: "done" };
-  if (order.order === "remove_host" && !state.hosts.some((h) => h.name === host)) return { word: "done" };
-  return null;
 }
 
-/** One view of the model. `render` makes it, `close` takes it away with all its timers and listeners. */
+/** All timers of a view, so that closing it ends them. */
+class Timers {
+  constructor() {
+    /** @type {Set<number>} */
+    this.running = new Set();
+  }
+
+  later(/** @type {() => void} */ act, /** @type {number} */ ms) {
+    const timer = window.setTimeout(() => (this.running.delete(timer), act()), ms);
+    this.running.add(timer);
+    return timer;
+  }
+
+  cancel(/** @type {number} */ timer) {
+    clearTimeout(timer);
+    this.running.delete(timer);
+  }
+
+  close() {
+    for (const timer of this.running) clearTimeout(timer);
+    this.running.clear();
+  }
+}
+
+/** What goes up and comes back: orders, and questions with their answers. */
+class Wire {
+  /** @param {Model} model @param {Timers} timers @param {() => void} heard called when an answer came */
+  constructor(model, timers, heard) {
+    this.model = model;
+    this.timers = timers;
+    this.heard = heard;
+    this.mine = `${Array.from(crypto.getRandomValues(new Uint32Array(2)), (n) => n.toString(36)).join("")}-`;
+    this.count = 0;
+    /** @type {Map<string, {ask: string, answer: (reply: any) => void, timer: number}>} */
+    this.open = new Map();
+    this.take = (/** @type {any} */ content) => this.taken(content);
+    model.on("msg:custom", this.take);
+  }
+
+  close() {
+    this.model.off("msg:custom", this.take);
+    this.open.clear();
+  }
+
+  send(/** @type {Record<string, unknown>} */ content) {
+    const id = this.mine + ++this.count;
+    this.model.send({ ...content, id });
+    return id;
+  }
+
+  /**
+   * Ask; `answer` gets the reply, which has an `error` if there is none. One question of a kind at a time: a second one
+   * is not asked.
+   * @param {string} ask @param {Record<string, unknown>} about @param {(reply: any) => void} answer
+   */
+  ask(ask, about, answer, patience = 10_000) {
+    if ([...this.open.values()].some((question) => question.ask === ask)) return;
+    const id = this.mine + ++this.count;
+    const silent = () => this.settle(id, { error: `no answer from the kernel for ${patience / 1000} s` });
+    this.open.set(id, { ask, answer, timer: this.timers.later(silent, patience) });
+    try {
+      this.model.send({ ask, ...about, id });
+    } catch (error) {
+      this.settle(id, { error: `the kernel does not listen: ${error}` });
+    }
+  }
+
+  taken(/** @type {any} */ content) {
+    if (typeof content?.reply !== "string" || !content.reply.startsWith(this.mine)) return;
+    this.heard();
+    this.settle(content.reply, content);
+  }
+
+  settle(/** @type {string} */ id, /** @type {any} */ reply) {
+    const question = this.open.get(id);
+    if (!question) return;
+    this.open.delete(id);
+    this.timers.cancel(question.timer);
+    question.answer(reply);
+  }
+}
+
+// ---- Orders: sent at once, answered by the kernel ------------------------------------------------------------------
+
+class Orders {
+  /** @param {Wire} wire @param {Timers} timers */
+  constructor(wire, timers) {
+    this.wire = wire;
+    this.timers = timers;
+    /** @type {Map<string, Told & {settled?: () => void, told?: boolean}>} */
+    this.shown = new Map();
+    /** @type {?Set<string>} those whose answer has been seen; null before the first look */
+    this.over = null;
+    this.node = element("ul", { class: "nbe-orders", role: "status", "aria-live": "polite", "aria-label": "Orders" });
+    this.list = new Many(this.node, () => {
+      const node = element("li");
+      return { node, draw: (/** @type {Told} */ told) => this.fill(node, told) };
+    });
+  }
+
+  /** @param {Record<string, unknown>} order @param {string} text @param {() => void} [settled] */
+  send(order, text, settled) {
+    /** @type {Told & {settled?: () => void}} */
+    const told = { id: "", by: "", text, word: "sent", why: "", settled };
+    try {
+      told.id = this.wire.send(order);
+      this.timers.later(() => {
+        if (told.word === "sent") told.why = "no answer yet; is the kernel busy or gone?";
+        this.show();
+      }, PATIENCE);
+      this.timers.later(() => told.word === "sent" && this.drop(told.id), FORGOTTEN);
+    } catch (error) {
+      told.id = `unsent ${text}`;
+      Object.assign(told, { word: "refused", why: `the kernel does not listen: ${error}` });
+      this.timers.later(() => this.drop(told.id), 3 * NEWS);
+    }
+    this.shown.set(told.id, told);
+    this.show();
+  }
+
+  drop(/** @type {string} */ id) {
+    if (this.shown.delete(id)) this.show();
+  }
+
+  draw(/** @type {Told[]} */ told) {
+    const first = this.over === null;
+    const over = (this.over ??= new Set());
+    for (const order of told) {
+      const settled = order.word !== "under way";
+      if (over.has(order.id)) continue;
+      if (settled) over.add(order.id);
+      if (settled && first && !this.shown.has(order.id)) continue; // answered before this view was there
+      const mine = this.shown.get(order.id);
+      const by = mine || order.id.startsWith(this.wire.mine) ? "" : order.by;
+      this.shown.set(order.id, { ...mine, ...order, by, told: true });
+      if (!settled) continue;
+      mine?.settled?.();
+      this.timers.later(() => this.drop(order.id), order.word === "refused" ? 3 * NEWS : NEWS);
+    }
+    const known = new Set(told.map((order) => order.id));
+    for (const [id, order] of this.shown) {
+      if (order.told && order.word === "under way" && !known.has(id)) this.shown.delete(id); // older than the last few
+    }
+    this.show();
+  }
+
+  show() {
+    this.list.draw([...this.shown], null);
+  }
+
+  fill(/** @type {Element} */ node, /** @type {Told} */ { word, text, by, why }) {
+    mark(node, "data-word", word);
+    say(node, `${text}${by ? ` (by ${by})` : ""}: ${word}${why ? `, ${why}` : ""}`);
+  }
+}
+
+// ---- At a glance ---------------------------------------------------------------------------------------------------
+
+/** A name, a value and, if there is one, its curve. */
+class Figure {
+  constructor(/** @type {string} */ name) {
+    this.name = name;
+    this.value = element("span");
+    this.dd = element("dd", {}, this.value);
+    this.node = element("div", {}, element("dt", {}, name), this.dd);
+    /** @type {?{svg: Element, line: Element, title: Element}} */
+    this.curve = null;
+    /** @type {?number[]} */
+    this.points = null;
+  }
+
+  draw(/** @type {{value: string, points?: number[], title?: string}} */ { value, points, title }) {
+    say(this.value, value);
+    mark(this.node, "title", title ?? null);
+    if (points === this.points || (points && this.points && String(points) === String(this.points))) return;
+    this.points = points ?? null;
+    const path = points ? sparkline(points) : "";
+    if (!path) {
+      this.curve?.svg.remove();
+      this.curve = null;
+      return;
+    }
+    const curve = (this.curve ??= this.makeCurve());
+    const known = /** @type {number[]} */ (points).filter(Number.isFinite);
+    const words = `${this.name} from ${number(known[0])} to ${number(known[known.length - 1])}`;
+    mark(curve.line, "d", path);
+    mark(curve.svg, "aria-label", words);
+    say(curve.title, words);
+  }
+
+  makeCurve() {
+    const line = drawing("path", { "vector-effect": "non-scaling-stroke" });
+    const title = drawing("title", {});
+    const box = { class: "nbe-curve", viewBox: "0 -2 100 28", preserveAspectRatio: "none", role: "img" };
+    const svg = drawing("svg", box, title, line);
+    this.dd.append(svg);
+    return { svg, line, title };
+  }
+}
+
+class Glance {
+  constructor() {
+    this.phase = element("strong", { class: "nbe-phase" });
+    this.reason = element("span", { class: "nbe-reason" });
+    this.since = element("p", { class: "nbe-since" });
+    this.facts = element("dl", { class: "nbe-facts" });
+    this.figures = new Many(this.facts, (name) => new Figure(name));
+    this.done = element("div", { class: "nbe-done" });
+    this.bar = element("div", { class: "nbe-progress", role: "progressbar", "aria-label": "Steps done" }, this.done);
+    this.spoken = element("p", { class: "nbe-hidden", role: "status", "aria-label": "News" });
+    const words = element("p", { class: "nbe-state" }, this.phase, " ", this.reason);
+    const head = element("header", { class: "nbe-head" }, words, this.since);
+    this.node = element("div", {}, head, this.facts, this.bar, this.spoken);
+    /** @type {?State} */
+    this.before = null;
+  }
+
+  draw(/** @type {State} */ state, /** @type {Record<string, number>} */ counts, /** @type {number} */ now) {
+    const training = Boolean(state.job) && !state.outcome;
+    const ready = counts.ready ?? 0;
+    const idle = state.phase === "waiting" && !training && ready >= state.min;
+    say(this.phase, idle ? "ready" : state.phase);
+    mark(this.phase, "data-tone", idle ? "good" : tone(state.phase));
+    say(this.reason, state.reason);
+    say(this.since, state.phase === "finished" ? "" : sinceFailure(state.failed_at, now));
+    this.figures.draw(this.items(state, training, ready), null);
+    const total = training ? state.total : null;
+    mark(this.bar, "hidden", total ? null : "");
+    if (total) {
+      const share = Math.min(100, (state.step * 100) / total);
+      this.done.style.width = `${share.toFixed(2)}%`;
+      mark(this.bar, "aria-valuenow", String(Math.round(share)));
+      mark(this.bar, "aria-valuetext", `${number(state.step)} of ${number(total)} steps`);
+    }
+    if (this.before) {
+      const news = announcement(this.before, state);
+      if (news) say(this.spoken, news);
+    }
+    this.before = state;
+  }
+
+  items(/** @type {State} */ state, /** @type {boolean} */ training, /** @type {number} */ ready) {
+    const limits = `at least ${state.min}, at most ${state.max ?? "any number of"} workers`;
+    /** @type {[string, {value: string, points?: number[], title?: string}][]} */
+    const items = [];
+    if (state.job) items.push(["Job", { value: `${state.job}${state.outcome ? ` ${state.outcome}` : ""}` }]);
+    if (state.phase !== "finished") {
+      const name = training ? "Workers" : "Workers ready";
+      items.push([name, { value: size(training ? state.world_size : ready, state.min, state.max), title: limits }]);
+    }
+    items.push(["Epoch", { value: number(state.epoch), title: "One more with every change of the world" }]);
+    items.push(["Step", { value: state.total ? `${number(state.step)} of ${number(state.total)}` : number(state.step) }]);
+    if (training && state.steps_per_second !== null) items.push(["Steps per second", { value: number(state.steps_per_second) }]);
+    if (eta(state)) items.push(["Time left", { value: eta(state) }]);
+    for (const name of new Set([...Object.keys(state.report), ...Object.keys(state.curves)])) {
+      const points = state.curves[name];
+      items.push([name, { value: number(state.report[name] ?? points?.[points.length - 1] ?? ""), points }]);
+    }
+    return items;
+  }
+}
+
+// ---- The board: hosts, their slots and who works in them -----------------------------------------------------------
+
+/**
+ * What all parts of the board know in a drawing.
+ * @typedef {{state: State, now: number, roomy: boolean, gpus: boolean, over: boolean, changes: Element[],
+ *   fresh: boolean}} Context
+ * @typedef {ReturnType<typeof slotsOf>[0]} Slot
+ * @typedef {{send: Orders["send"], timers: Timers, openLog: (id: string) => void, id: string}} Rim
+ */
+
+class Chip {
+  constructor(/** @type {HostRow} */ host) {
+    this.sign = element("span", { class: "nbe-sign", "aria-hidden": "true" });
+    this.name = element("b");
+    this.word = element("span", { class: "nbe-word" });
+    this.more = element("small");
+    this.node = element("button", { type: "button", class: "nbe-chip", tabindex: "-1" }, this.sign, this.name, this.word, this.more);
+    this.node.addEventListener("click", () => host.board.toggle(host.name, this));
+    this.host = host;
+    this.face = "";
+    this.state = "";
+    this.id = "";
+    /** @type {?Slot} */
+    this.slot = null;
+  }
+
+  draw(/** @type {Slot} */ slot, /** @type {Context} */ context) {
+    this.slot = slot;
+    const { roomy, now } = context;
+    const [rank, , behind, restarts, , cpu, memory, reason] = slot.row ?? [null, "", 0, 0, 0, null, null, ""];
+    const state = stateOf(slot, now);
+    const left = state === "cooling" ? duration(slot.until - now) : "";
+    const open = this.host.board.open === this;
+    const step = slot.row && state === "running" ? `step ${number(context.state.step - behind)}` : "";
+    const use = [step, percent(cpu), megabytes(memory), left && `${left} left`];
+    const signs = [behind ? `−${behind}` : "", restarts ? `↻${restarts}` : ""].filter(Boolean).join(" ");
+    const more = roomy ? use.filter(Boolean).join(" · ") : signs;
+    const face = `${rank}|${state}|${behind}|${restarts}|${more}|${open}|${reason}|${slot.id}`;
+    if (face === this.face) return;
+    this.face = face;
+    const name = rank !== null ? String(rank) : roomy ? `slot ${slot.slot}` : (SHORT[state] ?? state);
+    mark(this.node, "data-rank", rank === null ? null : "");
+    say(this.sign, SIGNS[state] ?? "?");
+    say(this.name, name);
+    say(this.word, roomy ? [state, behind && `${behind} behind`, restarts && `↻${restarts}`].filter(Boolean).join(" · ") : "");
+    say(this.more, more);
+    const words = [
+      rank === null ? `slot ${slot.slot}` : `rank ${rank}, slot ${slot.slot}`, state, left && `for ${left}`,
+      behind && `${plural(behind, "commit")} behind`, restarts && plural(restarts, "restart"), reason,
+    ].filter(Boolean).join(", ");
+    mark(this.node, "aria-label", words);
+    mark(this.node, "title", words);
+    mark(this.node, "data-state", state);
+    mark(this.node, "data-tone", toneOf(state));
+    mark(this.node, "data-behind", behind ? "" : null);
+    mark(this.node, "aria-expanded", String(open));
+    mark(this.node, "aria-controls", open ? this.host.board.detail.node.id : null);
+    if (this.state !== state || this.id !== slot.id) context.changes.push(this.node);
+    this.state = state;
+    this.id = slot.id;
+  }
+}
+
+/** A figure with a thin bar below it. */
+class Meter {
+  constructor(/** @type {string} */ name, more = "") {
+    this.text = element("span");
+    this.bar = element("i", { class: "nbe-meter", "aria-hidden": "true" });
+    this.node = element("td", { role: "cell", class: `nbe-use ${more}`.trim(), "data-label": name }, this.text, this.bar);
+    this.share = -1;
+  }
+
+  draw(/** @type {string} */ text, /** @type {?number} */ share, /** @type {string} */ title = "") {
+    say(this.text, text || "–");
+    mark(this.node, "title", title || null);
+    const rounded = share === null ? 0 : Math.min(100, Math.round(share));
+    if (rounded !== this.share) this.bar.style.setProperty("--nbe-share", `${rounded}%`);
+    this.share = rounded;
+  }
+}
+
+class HostRow {
+  constructor(/** @type {Board} */ board, /** @type {string} */ name) {
+    this.board = board;
+    this.name = name;
+    const { send, timers } = board.rim;
+    this.address = element("small");
+    this.sign = element("span", { class: "nbe-sign", "aria-hidden": "true" });
+    this.phase = element("span");
+    this.reason = element("small");
+    this.state = element("td", { role: "cell", class: "nbe-hoststate" }, element("span", {}, this.sign, this.phase), this.reason);
+    this.cpu = new Meter("CPU");
+    this.memory = new Meter("Memory");
+    this.gpu = new Meter("GPU", "nbe-gpu");
+    this.slots = element("div", { class: "nbe-chips", role: "group", "aria-label": `Slots of ${name}` });
+    this.chips = new Many(this.slots, () => new Chip(this));
+    const order = { order: "remove_host", host: name };
+    this.remove = button("Remove", () => send({ ...order, now: false }, `remove ${name}`), "nbe-small", `Remove host ${name}`);
+    const now = () => send({ ...order, now: true }, `remove ${name} now`);
+    this.now = twice(timers, "Now", "Sure?", now, "nbe-small nbe-danger", `Remove ${name} now`);
+    this.remove.title = "Let its workers leave at the next commit";
+    this.now.title = "End its workers at once";
+    this.row = element("tr", { role: "row", class: "nbe-hostrow" },
+      element("th", { role: "rowheader", scope: "row" }, element("span", {}, name), this.address),
+      this.state, this.cpu.node, this.memory.node, this.gpu.node,
+      element("td", { role: "cell", class: "nbe-slots" }, this.slots),
+      element("td", { role: "cell", class: "nbe-acts" }, element("div", {}, this.remove, this.now)),
+    );
+    this.node = element("tbody", { role: "rowgroup" }, this.row);
+    this.before = "";
+  }
+
+  draw(/** @type {Host} */ host, /** @type {Context} */ context) {
+    const { now, over } = context;
+    say(this.address, host.address === this.name ? "" : host.address);
+    say(this.sign, SIGNS[host.phase] ?? "○");
+    say(this.phase, host.phase);
+    mark(this.state, "data-tone", toneOf(host.phase));
+    const left = host.until > now ? `again in ${duration(host.until - now)}` : "";
+    say(this.reason, [host.reason === host.phase ? "" : host.reason, left].filter(Boolean).join(" · "));
+    this.cpu.draw(percent(host.cpu), host.cpu);
+    this.memory.draw(megabytes(host.memory, host.of), host.memory && host.of ? (host.memory * 100) / host.of : null);
+    if (context.gpus) this.drawGpus(host.gpus);
+    this.chips.draw(slotsOf(this.name, host).map((slot) => [slot.key, slot]), context);
+    if (!this.slots.querySelector("[tabindex='0']")) this.slots.firstElementChild?.setAttribute("tabindex", "0");
+    disable(this.remove, over || host.phase === "draining");
+    disable(this.now, over);
+    if (this.before !== host.phase) context.changes.push(this.row);
+    this.before = host.phase;
+  }
+
+  drawGpus(/** @type {number[][]} */ gpus) {
+    if (!gpus.length) return this.gpu.draw("", null);
+    const sum = (/** @type {number} */ i) => gpus.reduce((all, gpu) => all + (gpu[i] ?? 0), 0);
+    const use = sum(0) / gpus.length;
+    const each = gpus.map(([share, used, total], i) => `GPU ${i}: ${share} %, ${megabytes(used, total)}`).join("\n");
+    this.gpu.draw(`${percent(use)} · ${megabytes(sum(1), sum(2))}`, use, each);
+  }
+}
+
+/** What one slot tells of itself when its chip is opened. */
+class Detail {
+  constructor(/** @type {Board} */ board) {
+    const { send, openLog, id } = board.rim;
+    this.title = element("b");
+    this.facts = element("dl", { class: "nbe-facts" });
+    this.figures = new Many(this.facts, (name) => new Figure(name));
+    this.reason = element("p");
+    this.worker = "";
+    this.log = button("Log", () => openLog(this.worker), "nbe-small");
+    this.restart = button("Restart", () => send({ order: "restart", worker: this.worker }, `restart ${this.worker}`), "nbe-small");
+    this.close = button("Close", () => board.shut(), "nbe-small");
+    const head = element("div", { class: "nbe-bar" }, this.title, element("span", { class: "nbe-gap" }), this.log, this.restart, this.close);
+    this.cell = element("td", { role: "cell", colspan: "7" }, head, this.facts, this.reason);
+    this.node = element("tr", { role: "row", class: "nbe-detail", id: `${id}detail` }, this.cell);
+    this.node.addEventListener("keydown", (event) => event.key === "Escape" && board.shut());
+  }
+
+  draw(/** @type {Slot} */ slot, /** @type {Context} */ { state, now, over }) {
+    this.worker = slot.id;
+    const word = stateOf(slot, now);
+    say(this.title, slot.id || `Slot ${slot.slot}`);
+    /** @type {[string, {value: string}][]} */
+    const facts = [["State", { value: word === "cooling" ? `cooling, ${duration(slot.until - now)} left` : word }]];
+    if (slot.row) {
+      const [rank, , behind, restarts, pid, cpu, memory] = slot.row;
+      facts.push(["Rank", { value: rank === null ? "none" : String(rank) }], ["Process", { value: String(pid) }]);
+      if (word === "running") facts.push(["Step", { value: number(state.step - behind) }]);
+      if (behind) facts.push(["Behind", { value: plural(behind, "commit") }]);
+      facts.push(["Restarts", { value: String(restarts) }], ["CPU", { value: percent(cpu) || "–" }]);
+      facts.push(["Memory", { value: megabytes(memory) || "–" }]);
+    }
+    this.figures.draw(facts, null);
+    say(this.reason, slot.row?.[7] ?? "");
+    disable(this.log, !slot.row);
+    disable(this.restart, over || !slot.row);
+  }
+}
+
+class Board {
+  constructor(/** @type {Rim} */ rim) {
+    this.rim = rim;
+    /** @type {?Chip} */
+    this.open = null;
+    this.legend = element("span", { class: "nbe-legend" });
+    this.counts = new Many(this.legend, (state) => this.makeCount(state));
+    const hint = element("span", { class: "nbe-hidden" }, ". The arrow keys go from slot to slot.");
+    const caption = element("caption", { class: "nbe-title" }, element("span", {}, "Hosts"), hint, this.legend);
+    const head = ["Host", "State", "CPU", "Memory", "GPU", "Slots", "Orders"].map((name) =>
+      element("th", { role: "columnheader", scope: "col", class: name === "GPU" ? "nbe-gpu" : "" }, name));
+    const thead = element("thead", { role: "rowgroup" }, element("tr", { role: "row" }, ...head));
+    this.table = element("table", { role: "table", class: "nbe-table" }, caption, thead);
+    this.node = element("div", { class: "nbe-board" }, this.table);
+    this.detail = new Detail(this);
+    this.hosts = new Many(this.table, (name) => new HostRow(this, name));
+    this.table.addEventListener("keydown", (event) => this.step(event));
+    this.fresh = true;
+    /** @type {?(() => void)} */
+    this.redraw = null;
+  }
+
+  makeCount(/** @type {string} */ state) {
+    const sign = element("span", { class: "nbe-sign", "aria-hidden": "true" }, SIGNS[state] ?? "?");
+    const words = element("span");
+    const draw = (/** @type {number} */ n) => say(words, `${number(n)} ${state}`);
+    return { node: element("span", { "data-tone": toneOf(state) }, sign, words), draw };
+  }
+
+  /** How many slots there are in each state. */
+  count(/** @type {State} */ state, /** @type {number} */ now) {
+    /** @type {Record<string, number>} */
+    const counts = {};
+    for (const [name, host] of Object.entries(state.hosts)) {
+      for (const slot of slotsOf(name, host)) {
+        const word = stateOf(slot, now);
+        counts[word] = (counts[word] ?? 0) + 1;
+      }
+    }
+    return counts;
+  }
+
+  draw(/** @type {State} */ state, /** @type {Record<string, number>} */ counts, /** @type {number} */ now) {
+    const hosts = Object.entries(state.hosts);
+    const roomy = Object.values(counts).reduce((sum, n) => sum + n, 0) <= ROOMY;
+    const gpus = hosts.some(([, host]) => host.gpus.length > 0);
+    const over = state.phase === "finished" || state.phase === "stopping";
+    /** @type {Context} */
+    const context = { state, now, roomy, gpus, over, changes: [], fresh: this.fresh };
+    mark(this.table, "data-gpus", gpus ? "" : null);
+    mark(this.table, "data-roomy", roomy ? "" : null);
+    mark(this.node, "data-many", roomy ? null : "");
+    const order = Object.keys(SIGNS).filter((word) => counts[word]);
+    this.counts.draw(order.map((word) => [word, counts[word]]), null);
+    this.hosts.draw(hosts, context);
+    if (!this.fresh && context.changes.length <= MOST_NEWS) context.changes.forEach(light);
+    this.fresh = false;
+    if (this.open && !this.open.node.isConnected) this.shut();
+    if (this.open?.slot) this.detail.draw(this.open.slot, context);
+  }
+
+  toggle(/** @type {string} */ name, /** @type {Chip} */ chip) {
+    if (this.open === chip) return this.shut();
+    this.open = chip;
+    this.hosts.parts.get(name)?.node.append(this.detail.node);
+    this.redraw?.();
+  }
+
+  shut() {
+    const chip = this.open;
+    const focused = this.detail.node.contains(document.activeElement);
+    this.open = null;
+    this.detail.node.remove();
+    if (focused) chip?.node.focus();
+    this.redraw?.();
+  }
+
+  /** The arrow keys: left and right among all slots, up and down from host to host. */
+  step(/** @type {KeyboardEvent} */ event) {
+    const moves = { ArrowLeft: [0, -1], ArrowRight: [0, 1], ArrowUp: [-1, 0], ArrowDown: [1, 0] };
+    const move = moves[/** @type {keyof typeof moves} */ (event.key)];
+    const chip = event.target instanceof Element ? event.target.closest(".nbe-chip") : null;
+    if (!move || !chip) return;
+    event.preventDefault();
+    const groups = Array.from(this.table.querySelectorAll(".nbe-chips"), (group) => Array.from(group.children));
+    const row = groups.findIndex((group) => group.includes(chip));
+    const all = groups.flat();
+    const same = groups[row + move[0]]?.[Math.min(groups[row].indexOf(chip), groups[row + move[0]].length - 1)];
+    const next = move[1] ? all[all.indexOf(chip) + move[1]] : same;
+    if (!(next instanceof HTMLElement)) return;
+    for (const other of next.parentElement?.children ?? []) mark(other, "tabindex", other === next ? "0" : "-1");
+    next.focus();
+  }
+}
+
+// ---- Steering ------------------------------------------------------------------------------------------------------
+
+class Steering {
+  constructor(/** @type {Orders} */ orders, /** @type {Timers} */ timers) {
+    const plain = { type: "text", placeholder: "name:slots", spellcheck: "false", autocomplete: "off", required: "" };
+    this.host = element("input", plain);
+    const name = element("label", {}, element("span", { class: "nbe-hidden" }, "Host to add"), this.host);
+    this.addHost = this.submit("Add host");
+    this.adding = this.form([name, this.addHost], () => {
+      const host = this.host.value.trim();
+      if (host) orders.send({ order: "add_host", host }, `add ${host}`);
+      this.host.value = "";
+    });
+    this.min = element("input", { type: "number", min: "1", required: "", size: "4" });
+    this.max = element("input", { type: "number", min: "1", placeholder: "no limit", size: "4" });
+    this.apply = this.submit("Apply");
+    const fields = [element("label", {}, "min ", this.min), element("label", {}, "max ", this.max)];
+    this.scaling = this.form([...fields, this.apply], () => {
+      const [min, max] = [Number(this.min.value), this.max.value === "" ? null : Number(this.max.value)];
+      orders.send({ order: "scale", min, max }, `scale to ${max === null ? `${min} or more` : `${min}–${max}`}`, () => this.edit(false));
+    });
+    this.scaling.addEventListener("input", () => this.edit(true));
+    this.stopJob = button("Stop job", () => orders.send({ order: "stop_job" }, "stop the job"));
+    const stop = () => orders.send({ order: "stop" }, "stop the cluster");
+    this.stop = twice(timers, "Stop cluster", "Really stop it?", stop, "nbe-danger");
+    const stops = element("div", { class: "nbe-bar" }, this.stopJob, this.stop);
+    this.node = element("div", { class: "nbe-controls", role: "group", "aria-label": "Steering" }, this.adding, this.scaling, stops);
+    this.edited = false;
+  }
+
+  submit(/** @type {string} */ text) {
+    return element("button", { type: "submit", class: "nbe-button" }, text);
+  }
+
+  form(/** @type {HTMLElement[]} */ parts, /** @type {() => void} */ act) {
+    const form = element("form", { class: "nbe-bar" }, ...parts);
+    form.addEventListener("submit", (event) => {
+      event.preventDefault();
+      if (!parts[parts.length - 1].hasAttribute("aria-disabled")) act();
+    });
+    return form;
+  }
+
+  /** While somebody types, what is typed stays; the kernel's values come back when the order is answered. */
+  edit(/** @type {boolean} */ edited) {
+    this.edited = edited;
+    disable(this.apply, !edited);
+  }
+
+  draw(/** @type {State} */ state, /** @type {boolean} */ gone) {
+    const over = gone || state.phase === "finished" || state.phase === "stopping";
+    if (!this.edited) {
+      const [min, max] = [String(state.min), state.max === null ? "" : String(state.max)];
+      if (this.min.value !== min) this.min.value = min;
+      if (this.max.value !== max) this.max.value = max;
+    }
+    for (const field of [this.host, this.min, this.max]) field.disabled = over;
+    for (const node of [this.addHost, this.stop]) disable(node, over);
+    disable(this.apply, over || !this.edited);
+    disable(this.stopJob, over || !state.job || state.outcome !== "");
+  }
+}
+
+// ---- Timeline ------------------------------------------------------------------------------------------------------
+
+class Happening {
+  constructor(/** @type {Timeline} */ timeline, /** @type {Entry} */ entry) {
+    const mood = tone(entry.kind);
+    const sign = element("span", { class: "nbe-sign", "aria-hidden": "true" }, { bad: "✕", good: "●", busy: "◔", quiet: "·" }[mood]);
+    const time = element("time", { datetime: new Date(entry.time * 1000).toISOString() }, clock(entry.time));
+    const took = Object.keys(entry.took ?? {}).length > 0;
+    const all = entry.took?.all;
+    const text = element("span", {}, entry.text, all === undefined ? "" : ` · ${milliseconds(all)} in all`);
+    this.node = element("li", { "data-tone": mood, "data-kinds": kinds(entry), title: entry.kind }, time, sign);
+    if (!took) {
+      this.node.append(text);
+      return;
+    }
+    const details = element("details", {}, element("summary", {}, text));
+    const fill = () => details.childElementCount === 1 && details.append(...explain(timeline.entries, entry));
+    details.addEventListener("toggle", fill);
+    this.node.append(details);
+  }
+
+  draw() {} // what has happened does not change
+}
+
+/** A change in full: how long each phase took, and why it was made. */
+function explain(/** @type {Entry[]} */ entries, /** @type {Entry} */ entry) {
+  const rows = waterfall(entry.took).map(({ name, ms, from, share }) => {
+    const bar = element("i", { class: "nbe-span" });
+    bar.style.marginLeft = `${from.toFixed(2)}%`;
+    bar.style.width = `${share.toFixed(2)}%`;
+    return element("tr", {}, element("th", { scope: "row" }, name), element("td", {}, milliseconds(ms)), element("td", { "aria-hidden": "true" }, bar));
+  });
+  if (entry.took.all !== undefined) {
+    const cells = [element("th", { scope: "row" }, "all"), element("td", {}, milliseconds(entry.took.all)), element("td")];
+    rows.push(element("tr", { class: "nbe-all" }, ...cells));
+  }
+  const caption = element("caption", { class: "nbe-hidden" }, "How long each phase took");
+  const parts = [element("table", { class: "nbe-waterfall" }, caption, element("tbody", {}, ...rows))];
+  const reasons = why(entries, entry);
+  const list = element("ul", { class: "nbe-why" }, ...reasons.map((reason) => element("li", {}, reason)));
+  return reasons.length ? [element("div", { class: "nbe-why" }, element("b", {}, "Why"), list), ...parts] : parts;
+}
+
+class Timeline {
+  /** @param {Wire} wire */
+  constructor(wire) {
+    this.wire = wire;
+    /** @type {Map<number, Entry>} */
+    this.known = new Map();
+    /** @type {Entry[]} oldest first */
+    this.entries = [];
+    this.oldest = 0; // the number of the first that the kernel keeps; 0: not asked yet
+    this.now = 0;
+    this.opened = false;
+    this.line = drawing("path", { "vector-effect": "non-scaling-stroke" });
+    this.svg = drawing("svg", { class: "nbe-steps", viewBox: "0 0 100 100", preserveAspectRatio: "none", role: "img" }, this.line);
+    this.most = element("span");
+    this.from = element("time");
+    this.to = element("time");
+    this.rug = element("div", { class: "nbe-rug", "aria-hidden": "true" });
+    this.marks = new Many(this.rug, (_, { entry }) => this.makeMark(entry));
+    this.chart = element("div", { class: "nbe-chart" },
+      element("span", { class: "nbe-axis", "aria-hidden": "true" }, this.most, element("span", {}, "0")),
+      element("div", { class: "nbe-plot" }, this.svg, this.rug),
+      element("span", { class: "nbe-times", "aria-hidden": "true" }, this.from, this.to),
+    );
+    this.filter = element("select", {}, ...[["all", "all"], ["change", "changes"], ["failure", "failures"]].map(
+      ([value, text]) => element("option", { value }, text)));
+    this.filter.addEventListener("change", () => this.show());
+    this.earlier = button("Earlier", () => this.ask(this.entries[0]?.n ?? null), "nbe-small");
+    this.trace = button("Save trace", () => this.save(), "nbe-small");
+    this.trace.title = "A file for Perfetto or chrome://tracing";
+    this.note = element("span", { class: "nbe-note", role: "status" });
+    this.log = element("ol", { class: "nbe-log", "aria-label": "Events, newest first", tabindex: "0" });
+    this.list = new Many(this.log, (_, entry) => new Happening(this, entry));
+    const label = element("label", {}, "Show ", this.filter);
+    const bar = element("div", { class: "nbe-bar" }, label, this.earlier, this.note, element("span", { class: "nbe-gap" }), this.trace);
+    this.node = element("div", {}, this.chart, bar, this.log);
+  }
+
+  makeMark(/** @type {Entry} */ entry) {
+    const word = kinds(entry).split(" ").pop() || "other";
+    const node = element("span", { "data-kind": word, "data-tone": tone(entry.kind), title: `${clock(entry.time)} ${entry.text}` });
+    node.textContent = { change: "▲", failure: "✕", other: "" }[word] ?? "";
+    node.addEventListener("click", () => this.reveal(entry.n));
+    const draw = (/** @type {{x: number}} */ { x }) => mark(node, "style", `left:${x}%`);
+    return { node, draw };
+  }
+
+  reveal(/** @type {number} */ n) {
+    this.filter.value = "all";
+    this.show();
+    const item = this.list.parts.get(String(n))?.node;
+    item?.scrollIntoView({ block: "nearest" });
+    if (item) light(item);
+  }
+
+  open() {
+    this.opened = true;
+    if (this.oldest) this.mend();
+    else this.ask(null);
+    this.show();
+  }
+
+  shut() {
+    this.opened = false;
+  }
+
+  ask(/** @type {?number} */ before) {
+    this.wire.ask("history", { before }, (reply) => {
+      say(this.note, reply.error ?? "");
+      if (reply.error) return;
+      this.oldest = reply.oldest ?? 1;
+      if (this.add(reply.events) && this.opened) this.mend();
+      this.show();
+    });
+  }
+
+  /** More may have happened than the last few events tell, while nobody looked: ask for what is missing. */
+  mend() {
+    const missing = gap(this.entries);
+    if (missing > this.oldest) this.ask(missing);
+  }
+
+  add(/** @type {Entry[]} */ entries) {
+    const fresh = entries.filter((entry) => !this.known.has(entry.n));
+    for (const entry of fresh) this.known.set(entry.n, entry);
+    if (fresh.length) this.entries = [...this.known.values()].sort((a, b) => a.n - b.n);
+    return fresh.length > 0;
+  }
+
+  draw(/** @type {State} */ state, /** @type {number} */ now) {
+    const fresh = this.add(state.events);
+    if (!this.opened) return;
+    if (fresh && this.oldest) this.mend();
+    const end = this.entries[this.entries.length - 1]?.time ?? 0;
+    const at = state.phase === "finished" ? end : now;
+    if (!fresh && Math.abs(at - this.now) < Math.max(1, (this.now - (this.entries[0]?.time ?? at)) / 300)) return;
+    this.now = at;
+    this.show();
+  }
+
+  show() {
+    const kind = this.filter.value;
+    const listed = this.entries.filter((entry) => kind === "all" || kinds(entry).includes(kind)).reverse();
+    this.list.draw(listed.map((entry) => [String(entry.n), entry]), null);
+    mark(this.log, "data-empty", listed.length ? null : kind === "all" ? "Nothing has happened yet." : `No ${kind}s among the events shown.`);
+    disable(this.earlier, !this.oldest || (this.entries[0]?.n ?? 0) <= this.oldest);
+    this.drawChart();
+  }
+
+  drawChart() {
+    const shape = chart(this.entries, this.now);
+    mark(this.chart, "hidden", shape ? null : "");
+    if (!shape) return;
+    mark(this.line, "d", shape.path);
+    const words = `Size of the world from ${clock(shape.from)} to ${clock(shape.to)}: ${shape.size} now, ${shape.most} at most, ${plural(this.entries.length, "event")}`;
+    mark(this.svg, "aria-label", words);
+    say(this.most, String(shape.most));
+    say(this.from, clock(shape.from));
+    say(this.to, clock(shape.to));
+    this.marks.draw(shape.marks.map((at) => [String(at.entry.n), at]), null);
+  }
+
+  save() {
+    say(this.note, "asking for the trace …");
+    this.wire.ask("trace", {}, (reply) => {
+      say(this.note, reply.error ?? "");
+      if (reply.error) return;
+      const address = URL.createObjectURL(new Blob([JSON.stringify(reply.trace)], { type: "application/json" }));
+      element("a", { href: address, download: "nbelastic-trace.json" }).click();
+      this.wire.timers.later(() => URL.revokeObjectURL(address), 10_000);
+    }, 30_000);
+  }
+}
+
+// ---- Logs ----------------------------------------------------------------------------------------------------------
+
+class Logs {
+  /** @param {Wire} wire @param {Timers} timers @param {() => boolean} visible */
+  constructor(wire, timers, visible) {
+    this.wire = wire;
+    this.timers = timers;
+    this.visible = visible;
+    this.worker = element("select");
+    this.worker.addEventListener("change", () => this.restart());
+    this.choices = new Many(this.worker, (value) => {
+      const node = element("option", { value });
+      return { node, draw: (/** @type {string} */ text) => say(node, text) };
+    });
+    this.search = element("input", { type: "search", placeholder: "Search", "aria-label": "Search the lines", spellcheck: "false" });
+    this.search.addEventListener("input", () => this.sift());
+    this.follow = button("Follow", () => this.setFollow(!this.following), "nbe-small nbe-toggle");
+    this.note = element("span", { class: "nbe-note", role: "status" });
+    this.box = element("div", { class: "nbe-lines", role: "region", "aria-label": "Lines of the logs", tabindex: "0" });
+    this.box.addEventListener("scroll", () => this.scrolled());
+    const gap = element("span", { class: "nbe-gap" });
+    const bar = element("div", { class: "nbe-bar" }, element("label", {}, "Of ", this.worker), this.search, this.follow, gap, this.note);
+    this.node = element("div", {}, bar, this.box);
+    /** @type {Writer[]} */
+    this.writers = [];
+    this.fold = new Fold();
+    /** @type {Map<number, {node: HTMLElement, who: HTMLElement}>} */
+    this.lines = new Map();
+    this.since = 0;
+    this.round = 0; // an answer to a question of an earlier round is not for what is shown now
+    this.opened = false;
+    this.polling = 0;
+    /** @type {?string} */
+    this.job = null;
+    this.top = 0;
+    this.following = true;
+    this.setFollow(true);
+    this.choose();
+  }
+
+  open() {
+    this.opened = true;
+    this.poll();
+  }
+
+  shut() {
+    this.opened = false;
+    this.timers.cancel(this.polling);
+  }
+
+  pick(/** @type {string} */ id) {
+    this.choose(id);
+    this.worker.value = id;
+    this.restart();
+    this.worker.focus();
+  }
+
+  /** Begin with nothing: another worker's lines, or another job's. */
+  restart() {
+    this.fold = new Fold();
+    this.lines.clear();
+    this.since = 0;
+    this.round += 1;
+    this.box.replaceChildren();
+    this.setFollow(true);
+    if (this.opened) this.poll();
+  }
+
+  poll() {
+    this.timers.cancel(this.polling);
+    this.polling = this.timers.later(() => this.poll(), POLL);
+    if (!this.opened || !this.visible()) return;
+    const round = this.round;
+    this.wire.ask("logs", { worker: this.worker.value || null, since: this.since }, (reply) => {
+      if (round !== this.round) return this.poll(); // asked for others meanwhile
+      if (!this.opened) return;
+      if (reply.error) return say(this.note, reply.error);
+      if (reply.job !== this.job && this.since) {
+        this.job = reply.job;
+        return this.restart();
+      }
+      this.job = reply.job;
+      this.writers = reply.writers ?? [];
+      this.choose();
+      this.add(reply.lines.filter((/** @type {[number]} */ [n]) => n > this.since));
+      this.since = reply.next;
+    });
+  }
+
+  choose(id = this.worker.value) {
+    const known = this.writers.map(([worker]) => worker);
+    const writers = id && !known.includes(id) ? [...this.writers, /** @type {Writer} */ ([id, null])] : this.writers;
+    const sorted = [...writers].sort((a, b) => (a[1] ?? Infinity) - (b[1] ?? Infinity) || (a[0] < b[0] ? -1 : 1));
+    const text = (/** @type {Writer} */ [worker, rank]) => (rank === null ? worker : `rank ${rank} · ${worker}`);
+    /** @type {[string, string][]} */
+    const choices = sorted.map((writer) => [writer[0], text(writer)]);
+    this.choices.draw([["", "all ranks"], ...choices], null);
+  }
+
+  add(/** @type {[number, string, string, string][]} */ lines) {
+    const touched = new Set(lines.map(([, worker, stream, text]) => this.fold.add(worker, stream, clean(text))));
+    for (const { seq } of this.fold.trim()) {
+      this.lines.get(seq)?.node.remove();
+      this.lines.delete(seq);
+    }
+    const ranks = new Map(this.writers);
+    const wanted = this.search.value.toLowerCase();
+    const fresh = document.createDocumentFragment();
+    for (const line of touched) {
+      if (!this.fold.lines.length || line.seq < this.fold.lines[0].seq) continue;
+      let shown = this.lines.get(line.seq);
+      if (!shown) {
+        shown = this.makeLine(line, wanted);
+        fresh.append(shown.node);
+        this.lines.set(line.seq, shown);
+      }
+      say(shown.who, who(line.writers.map((id) => [id, ranks.get(id) ?? null])));
+    }
+    this.box.append(fresh);
+    if (touched.size) this.tell();
+    if (this.following) this.bottom();
+  }
+
+  makeLine(/** @type {Line} */ { stream, text }, /** @type {string} */ wanted) {
+    const name = element("span", { class: "nbe-who" });
+    const tag = element("span", { class: "nbe-stream" }, stream === "err" ? "err" : "");
+    const node = element("div", { class: "nbe-line", "data-stream": stream }, name, tag, element("span", {}, text));
+    node.hidden = wanted !== "" && !text.toLowerCase().includes(wanted);
+    return { node, who: name };
+  }
+
+  sift() {
+    const wanted = this.search.value.toLowerCase();
+    for (const { seq, text } of this.fold.lines) {
+      const node = this.lines.get(seq)?.node;
+      if (node) node.hidden = wanted !== "" && !text.toLowerCase().includes(wanted);
+    }
+    this.tell();
+    if (this.following) this.bottom();
+  }
+
+  tell() {
+    const all = this.fold.lines.length;
+    const wanted = this.search.value.toLowerCase();
+    const found = wanted ? this.fold.lines.filter(({ text }) => text.toLowerCase().includes(wanted)).length : all;
+    say(this.note, `${found === all ? "" : `${found} of `}${plural(all, "line")}${this.job ? ` of ${this.job}` : ""}`);
+  }
+
+  setFollow(/** @type {boolean} */ on) {
+    this.following = on;
+    mark(this.follow, "aria-pressed", String(on));
+    if (on) this.bottom();
+  }
+
+  bottom() {
+    this.box.scrollTop = this.box.scrollHeight;
+    this.top = this.box.scrollTop;
+  }
+
+  scrolled() {
+    const away = this.box.scrollHeight - this.box.clientHeight - this.box.scrollTop;
+    if (this.following && this.box.scrollTop < this.top && away > 8) this.setFollow(false);
+    this.top = this.box.scrollTop;
+  }
+}
+
+// ---- Stacks --------------------------------------------------------------------------------------------------------
+
+class Stacks {
+  /** @param {Wire} wire */
+  constructor(wire) {
+    this.wire = wire;
+    this.now = button("Stacks now", () => this.ask(), "nbe-small");
+    this.note = element("span", { class: "nbe-note", role: "status" }, "Where is every rank at this moment?");
+    this.list = element("div", { class: "nbe-stacks" });
+    this.node = element("div", {}, element("div", { class: "nbe-bar" }, this.now, this.note), this.list);
+  }
+
+  open() {}
+
+  shut() {}
+
+  ask() {
+    disable(this.now, true);
+    say(this.note, "asking all ranks …");
+    this.wire.ask("stacks", {}, (reply) => {
+      disable(this.now, false);
+      if (reply.error) return say(this.note, reply.error);
+      const silent = reply.silent.length ? ` No answer from ${who(reply.silent)}.` : "";
+      say(this.note, `At ${clock(Date.now() / 1000)}.${silent}`);
+      this.list.replaceChildren(...reply.stacks.map((/** @type {any} */ group, /** @type {number} */ i) => {
+        const head = element("summary", {}, element("b", {}, who(group.workers)), " ", element("code", {}, group.place));
+        if (group.note) head.append(" ", element("em", {}, group.note));
+        const ids = element("p", { class: "nbe-note" }, group.workers.map((/** @type {Writer} */ [id]) => id).join(", "));
+        const node = element("details", group.note ? { "data-behind": "" } : {}, head, ids, element("pre", { tabindex: "0" }, group.text));
+        node.open = i === 0 || Boolean(group.note);
+        return node;
+      }));
+    });
+  }
+}
+
+// ---- The panels below the board, one at a time ---------------------------------------------------------------------
+
+/** @typedef {{node: HTMLElement, open(): void, shut(): void}} Panel */
+
+class Tabs {
+  /** @param {string} id @param {[string, Panel][]} panels */
+  constructor(id, panels) {
+    this.list = element("div", { class: "nbe-tabs", role: "tablist", "aria-label": "More" });
+    this.node = element("div", {}, this.list);
+    this.at = -1;
+    this.tabs = panels.map(([name, panel], i) => {
+      const names = { tab: `${id}tab${i}`, panel: `${id}panel${i}` };
+      const tab = element("button", { type: "button", role: "tab", id: names.tab, "aria-controls": names.panel }, name);
+      tab.addEventListener("click", () => this.select(i));
+      const box = element("div", { class: "nbe-panel", role: "tabpanel", id: names.panel, "aria-labelledby": names.tab, hidden: "" }, panel.node);
+      this.list.append(tab);
+      this.node.append(box);
+      return { tab, box, panel };
+    });
+    this.list.addEventListener("keydown", (event) => {
+      const last = this.tabs.length - 1;
+      const places = { ArrowLeft: this.at ? this.at - 1 : last, ArrowRight: this.at < last ? this.at + 1 : 0, Home: 0, End: last };
+      const place = places[/** @type {keyof typeof places} */ (event.key)];
+      if (place === undefined) return;
+      event.preventDefault();
+      this.select(place);
+      this.tabs[place].tab.focus();
+    });
+  }
+
+  select(/** @type {number} */ at) {
+    if (at === this.at) return;
+    this.tabs[this.at]?.panel.shut();
+    this.at = at;
+    this.tabs.forEach(({ tab, box }, i) => {
+      mark(tab, "aria-selected", String(i === at));
+      mark(tab, "tabindex", i === at ? "0" : "-1");
+      box.hidden = i !== at;
+    });
+    this.tabs[at].panel.open();
+  }
+}
+
+// ---- The view ------------------------------------------------------------------------------------------------------
+
+/** One view of the model. It is made with all its timers and listeners, and `close` takes all of them away. */
 class View {
   /** @param {Model} model @param {HTMLElement} el */
   constructor(model, el) {
     this.model = model;
-    /** @type {{id: number, order: Order, text: string, since: number, word: string, why: string}[]} */
-    this.orders = [];
-    /** @type {?ReturnType<typeof setTimeout>} */
-    this.sure = null; // set while a second click would stop the cluster
-    this.sent = 0;
-    this.refused = 0; // the last refusal that an order has taken for its own
-    /** @type {Set<ReturnType<typeof setTimeout>>} */
-    this.timers = new Set();
-    this.update = () => this.draw(model.get("state"));
-    this.root = this.build();
+    this.timers = new Timers();
+    this.wire = new Wire(model, this.timers, () => this.heard());
+    this.orders = new Orders(this.wire, this.timers);
+    this.inSight = true;
+    const visible = () => this.inSight && !document.hidden;
+    const id = `nbe-${this.wire.mine}`;
+    this.glance = new Glance();
+    const send = this.orders.send.bind(this.orders);
+    this.board = new Board({ send, timers: this.timers, openLog: (worker) => this.openLog(worker), id });
+    this.board.redraw = () => this.soon();
+    this.steering = new Steering(this.orders, this.timers);
+    this.timeline = new Timeline(this.wire);
+    this.logs = new Logs(this.wire, this.timers, visible);
+    this.tabs = new Tabs(id, [["Timeline", this.timeline], ["Logs", this.logs], ["Stacks", new Stacks(this.wire)]]);
+    this.dead = element("p", { class: "nbe-dead", role: "alert", hidden: "" });
+    const parts = [this.glance, this.board, this.steering, this.orders, this.tabs].map((part) => part.node);
+    this.root = element("section", { class: "nbe", "aria-label": "Elastic cluster", tabindex: "-1" }, this.dead, ...parts);
     el.append(this.root);
-    model.on("change:state", this.update);
-    this.update();
+    this.frame = 0;
+    this.skew = Infinity; // seconds that this clock is ahead of the kernel's
+    this.lastWord = Date.now();
+    this.asked = 0; // when the kernel was asked whether it is there; 0: it was not, or has answered
+    this.cut = false; // the comm is closed: nothing can be asked
+    this.listen();
+    this.draw();
+    this.tabs.select(0);
+    this.tick();
+  }
+
+  listen() {
+    const { model, root } = this;
+    const update = () => this.updated();
+    const view = this;
+    /** anywidget calls with its own view as `this`; others may call with anything. @this {any} */
+    const live = function () {
+      view.connection(this?.model?.comm_live ?? this?.comm_live);
+    };
+    const back = () => document.hidden || this.soon();
+    const sight = new IntersectionObserver((seen) => {
+      this.inSight = seen[seen.length - 1].isIntersecting;
+      this.soon();
+    }, { rootMargin: "200px" });
+    const dim = (/** @type {Event} */ event) => event.target instanceof Element && event.target.classList.remove("nbe-news");
+    // The notebook's shortcuts are not meant by what is typed or pressed here.
+    const mine = (/** @type {KeyboardEvent} */ event) => event.ctrlKey || event.metaKey || event.altKey || event.stopPropagation();
+    model.on("change:state", update);
+    model.on("change:change", update);
+    model.on("comm_live_update", live);
+    document.addEventListener("visibilitychange", back);
+    root.addEventListener("animationend", dim);
+    root.addEventListener("animationcancel", dim);
+    root.addEventListener("keydown", mine);
+    sight.observe(root);
+    this.deafen = () => {
+      model.off("change:state", update);
+      model.off("change:change", update);
+      model.off("comm_live_update", live);
+      document.removeEventListener("visibilitychange", back);
+      sight.disconnect();
+    };
   }
 
   close() {
-    this.model.off("change:state", this.update);
-    for (const timer of this.timers) clearTimeout(timer);
-    this.timers.clear();
+    this.deafen?.();
+    this.wire.close();
+    this.timers.close();
+    cancelAnimationFrame(this.frame);
     this.root.remove();
   }
 
-  later(/** @type {() => void} */ f, /** @type {number} */ ms) {
-    const timer = setTimeout(() => (this.timers.delete(timer), f()), ms);
-    this.timers.add(timer);
-    return timer;
+  state() {
+    return shown(this.model.get("state"), this.model.get("change"));
   }
 
-  build() {
-    this.phase = element("strong", { class: "nbe-phase" });
-    this.reason = element("span", { class: "nbe-reason" });
-    this.pips = element("div", { class: "nbe-pips", "aria-hidden": "true" });
-    this.facts = element("dl", { class: "nbe-facts" });
-    this.table = this.buildTable();
-    this.list = element("ul", { class: "nbe-orders", role: "status", "aria-live": "polite", "aria-label": "Orders" });
-    this.log = element("ol", { class: "nbe-log", "aria-label": "Last events, newest first" });
-    return element(
-      "section",
-      { class: "nbe", "aria-label": "Elastic cluster" },
-      element(
-        "header",
-        { class: "nbe-head" },
-        element("p", { class: "nbe-state", role: "status", "aria-live": "polite" }, this.phase, " ", this.reason),
-        this.pips,
-      ),
-      this.facts,
-      element("div", { class: "nbe-scroll" }, this.table),
-      this.buildControls(),
-      this.list,
-      element("h4", { class: "nbe-title" }, "Events"),
-      this.log,
-    );
+  updated() {
+    this.heard();
+    const { time } = this.state();
+    if (time) this.skew = Math.min(this.skew, Date.now() / 1000 - time); // delays on the way only make it larger
+    this.soon();
   }
 
-  buildTable() {
-    const head = COLUMNS.map((name) => element("th", { scope: "col", class: `nbe-${name.toLowerCase()}` }, name));
-    return element(
-      "table",
-      { class: "nbe-table" },
-      element("caption", { class: "nbe-title" }, "Hosts and workers"),
-      element("thead", {}, element("tr", {}, ...head)),
-    );
-  }
-
-  buildControls() {
-    const field = /** @type {HTMLInputElement} */ (
-      element("input", { type: "text", placeholder: "name:slots", size: "16", spellcheck: "false", required: "" })
-    );
-    field.setAttribute("autocomplete", "off");
-    this.add = element("button", { type: "submit", class: "nbe-button" }, "Add host");
-    const form = element(
-      "form",
-      { class: "nbe-form" },
-      element("label", { class: "nbe-label" }, element("span", { class: "nbe-hidden" }, "Host to add"), field),
-      this.add,
-    );
-    form.addEventListener("submit", (event) => {
-      event.preventDefault();
-      const host = field.value.trim();
-      if (host) this.send({ order: "add_host", host }, `add ${host}`);
-      field.value = "";
+  /** Draw in the next frame, once, whatever comes until then. */
+  soon() {
+    if (this.frame || !this.inSight) return;
+    this.frame = requestAnimationFrame(() => {
+      this.frame = 0;
+      this.draw();
     });
-    form.addEventListener("keydown", (event) => event.stopPropagation()); // the notebook's shortcuts are not meant
-    this.stopJob = element("button", { type: "button", class: "nbe-button" }, "Stop job");
-    this.stopJob.addEventListener("click", () => this.send({ order: "stop_job" }, "stop the job"));
-    this.stop = element("button", { type: "button", class: "nbe-button nbe-danger" }, "Stop cluster");
-    this.stop.addEventListener("click", () => this.askTwice());
-    const gap = element("span", { class: "nbe-gap" });
-    return element("div", { class: "nbe-controls" }, form, gap, this.stopJob, this.stop);
   }
 
-  askTwice() {
-    if (this.sure) {
-      clearTimeout(this.sure);
-      this.calm();
-      this.send({ order: "stop" }, "stop the cluster");
-      return;
-    }
-    this.sure = this.later(() => this.calm(), SURE);
-    this.stop.classList.add("nbe-sure");
-    say(this.stop, "Really stop it?");
-  }
-
-  calm() {
-    this.sure = null;
-    this.stop.classList.remove("nbe-sure");
-    say(this.stop, "Stop cluster");
-  }
-
-  send(/** @type {Order} */ order, /** @type {string} */ text) {
-    const events = this.model.get("state").events;
-    const since = Math.max(this.refused, events.length ? events[events.length - 1].n : 0);
-    const pending = { id: ++this.sent, order, text, since, word: "sent", why: "" };
-    this.orders.push(pending);
-    try {
-      this.model.send(order);
-    } catch (error) {
-      this.settle(pending, "refused", `the kernel does not listen: ${error}`);
-    }
-    this.later(() => {
-      if (pending.word === "sent") pending.why = "no answer yet; is the kernel busy or gone?";
-      this.drawOrders();
-    }, PATIENCE);
-    this.drawOrders();
-  }
-
-  settle(/** @type {View["orders"][0]} */ pending, /** @type {string} */ word, /** @type {string} */ why) {
-    pending.word = word;
-    pending.why = why;
-    const drop = () => {
-      this.orders = this.orders.filter((order) => order !== pending);
-      this.drawOrders();
-    };
-    this.later(drop, word === "refused" ? 3 * NEWS : NEWS);
-  }
-
-  draw(/** @type {State} */ state) {
-    if (!state || !state.phase) return;
-    for (const pending of this.orders.filter((order) => order.word === "sent")) {
-      const news = answer(pending.order, Math.max(pending.since, this.refused), state);
-      if (news) this.settle(pending, news.word, news.text ?? "");
-      if (news?.n) this.refused = news.n;
-    }
-    this.drawHead(state);
-    this.drawHosts(state);
-    this.drawOrders();
-    this.drawLog(state);
-    const over = state.phase === "finished" || state.phase === "stopping";
-    for (const button of [this.add, this.stop]) button.toggleAttribute("disabled", over);
-    this.stopJob.toggleAttribute("disabled", over || !state.job || state.outcome !== "");
-  }
-
-  drawHead(/** @type {State} */ state) {
-    const training = Boolean(state.job) && !state.outcome;
-    const ready = state.workers.filter((worker) => worker.state === "ready").length;
-    const idle = state.phase === "waiting" && !training && ready >= state.min;
+  draw() {
+    const state = this.state();
+    if (!state.phase) return;
+    if (this.skew === Infinity) this.skew = Date.now() / 1000 - state.time;
+    const now = Date.now() / 1000 - this.skew;
+    const counts = this.board.count(state, now);
     mark(this.root, "data-phase", state.phase);
-    say(this.phase, idle ? "ready" : state.phase);
-    mark(this.phase, "data-tone", idle ? "good" : tone(state.phase));
-    say(this.reason, state.reason);
-    const workers = state.workers.slice().sort(byRank).slice(0, MOST_PIPS);
-    const room = Math.min(state.max ?? 0, MOST_PIPS);
-    const pips = workers.map((w) => ({ tone: w.rank === null ? `${tone(w.state)} out` : tone(w.state), title: w.id }));
-    while (pips.length < room) pips.push({ tone: "empty", title: "" });
-    const named = pips.map((pip, i) => ({ ...pip, key: String(i) }));
-    keep(this.pips, named, (pip) => pip.key, () => element("i"), (node, pip) => {
-      mark(node, "class", `nbe-pip nbe-${pip.tone.replace(" ", " nbe-")}`);
-      mark(node, "title", pip.title);
-    });
-    const facts = [training ? ["World", size(state)] : ["Ready", size({ ...state, world_size: ready })]];
-    facts.push(["Epoch", String(state.epoch)], ["Step", number(state.step)]);
-    if (training && state.steps_per_second !== null) facts.push(["Steps/s", number(state.steps_per_second)]);
-    if (state.job) facts.unshift(["Job", `${state.job}${state.outcome ? ` ${state.outcome}` : ""}`]);
-    facts.push(...Object.entries(state.report).map(([name, value]) => [name, number(value)]));
-    const pair = () => element("div", {}, element("dt"), element("dd"));
-    keep(this.facts, facts, ([name]) => name, pair, (node, [name, value]) => {
-      say(/** @type {HTMLElement} */ (node.children[0]), name);
-      say(/** @type {HTMLElement} */ (node.children[1]), value);
-    });
+    this.glance.draw(state, counts, now);
+    this.board.draw(state, counts, now);
+    this.steering.draw(state, this.cut);
+    this.orders.draw(state.orders);
+    this.timeline.draw(state, now);
   }
 
-  drawHosts(/** @type {State} */ state) {
-    const groups = state.hosts.map((host) => ({
-      host,
-      workers: state.workers.filter((w) => w.host === host.name).sort(byRank),
-    }));
-    const table = /** @type {HTMLElement} */ (this.table);
-    keep(table, groups, ({ host }) => host.name, ({ host }) => this.makeHost(host), (node, { host, workers }) =>
-      fillHost(node, host, workers, state.phase),
-    );
+  /** Once a second: what counts down, and whether the kernel is still there. */
+  tick() {
+    this.timers.later(() => this.tick(), 1000);
+    if (!document.hidden) this.soon();
+    const finished = this.state().phase === "finished";
+    const quiet = Date.now() - this.lastWord;
+    if (finished || this.cut || quiet < QUIET) return;
+    if (!this.asked || Date.now() - this.asked > 6 * DEAF) {
+      this.asked = this.asked || Date.now();
+      this.wire.ask("hello", {}, () => {}, 6 * DEAF);
+    }
+    if (Date.now() - this.asked >= DEAF) this.bury(`No word from the kernel for ${duration(quiet / 1000)}: it is busy, was restarted or is gone.`);
   }
 
-  makeHost(/** @type {Host} */ host) {
-    const remove = element("button", { type: "button", class: "nbe-button nbe-small" }, "Remove");
-    remove.setAttribute("aria-label", `Remove host ${host.name}`);
-    const order = { order: "remove_host", host: host.name, now: false };
-    remove.addEventListener("click", () => this.send(order, `remove ${host.name}`));
-    const name = element("th", { scope: "rowgroup", colspan: String(COLUMNS.length) });
-    const words = element("span", { class: "nbe-host" }, element("b"), element("span"), element("span"), remove);
-    name.append(words);
-    return element("tbody", {}, element("tr", { class: "nbe-hostrow" }, name));
+  bury(/** @type {string} */ why) {
+    say(this.dead, `${why} What is shown is from ${clock(this.lastWord / 1000)}.`);
+    this.dead.hidden = false;
+    this.root.classList.add("nbe-gone");
   }
 
-  drawOrders() {
-    keep(this.list, this.orders, (order) => String(order.id), () => element("li"), (node, order) => {
-      mark(node, "data-word", order.word);
-      say(node, `${order.text}: ${order.word}${order.why ? `, ${order.why}` : ""}`);
-    });
+  /** A word from the kernel: it lives. */
+  heard() {
+    this.lastWord = Date.now();
+    this.asked = 0;
+    this.cut = false;
+    if (this.dead.hidden) return;
+    this.dead.hidden = true;
+    this.root.classList.remove("nbe-gone");
+    this.soon();
   }
 
-  drawLog(/** @type {State} */ state) {
-    const entries = state.events.slice(-SHOWN_EVENTS).reverse();
-    const make = () => element("li", {}, element("time"), element("span"));
-    keep(this.log, entries, (entry) => String(entry.n), make, (node, entry) => {
-      const when = new Date(entry.time * 1000);
-      const took = Object.entries(entry.took).map(([name, ms]) => `${name} ${number(ms)} ms`);
-      mark(node, "data-tone", tone(entry.kind));
-      mark(node, "title", [entry.kind, ...took].join(" · "));
-      mark(/** @type {HTMLElement} */ (node.children[0]), "datetime", when.toISOString());
-      say(/** @type {HTMLElement} */ (node.children[0]), when.toTimeString().slice(0, 8));
-      const all = entry.took.all ? ` · ${number(Math.round(entry.took.all))} ms in all` : "";
-      say(/** @type {HTMLElement} */ (node.children[1]), entry.text + all);
-    });
+  connection(/** @type {boolean|undefined} */ live) {
+    if (live === false) {
+      this.cut = true;
+      if (this.state().phase !== "finished") this.bury("The connection to the kernel is closed: it was restarted or is gone.");
+      this.soon();
+    } else {
+      this.asked = Date.now();
+      this.wire.ask("hello", {}, () => {}, DEAF);
+    }
   }
-}
 
-/** Members first, by rank. @param {Worker} a @param {Worker} b */
-function byRank(a, b) {
-  return (a.rank ?? Infinity) - (b.rank ?? Infinity) || (a.id < b.id ? -1 : 1);
-}
-
-/** @param {HTMLElement} body @param {Host} host @param {Worker[]} workers @param {string} phase */
-function fillHost(body, host, workers, phase) {
-  const [name, state, use, remove] = /** @type {HTMLElement[]} */ (
-    Array.from(body.querySelector(".nbe-host")?.children ?? [])
-  );
-  const cooling = host.cooling_until > 0 ? `${Math.ceil(host.cooling_until)} s to go` : "";
-  say(name, host.name);
-  const why = host.reason === host.phase ? "" : host.reason;
-  say(state, [plural(host.slots, "slot"), host.phase, why, cooling].filter(Boolean).join(" · "));
-  mark(state, "data-tone", tone(host.phase));
-  say(use, [percent(host.cpu), bytes(host.memory)].filter(Boolean).join(" · "));
-  remove.toggleAttribute("disabled", phase === "finished" || phase === "stopping" || host.phase === "draining");
-  keep(body, workers, (worker) => worker.id, makeWorker, fillWorker);
-}
-
-function makeWorker() {
-  const cells = COLUMNS.map((name) => element("td", { class: `nbe-${name.toLowerCase()}` }));
-  cells[1].append(element("span", { class: "nbe-of" }), element("span")); // host/ and slot#incarnation
-  return element("tr", {}, ...cells);
-}
-
-/** @param {HTMLElement} row @param {Worker} worker */
-function fillWorker(row, worker) {
-  const { id, state, step, restarts, cpu, memory } = worker;
-  const [rank, name, ...others] = /** @type {HTMLElement[]} */ (Array.from(row.children));
-  const [host, own] = /** @type {HTMLElement[]} */ (Array.from(name.children));
-  say(rank, worker.rank === null ? "–" : String(worker.rank));
-  say(host, `${worker.host}/`);
-  say(own, id.slice(worker.host.length + 1));
-  const texts = [state, number(step), String(restarts), percent(cpu), bytes(memory)];
-  texts.forEach((text, i) => say(others[i], text));
-  mark(others[0], "data-tone", tone(state));
-  mark(row, "title", [`process ${worker.pid}`, worker.reason].filter(Boolean).join(" · "));
+  openLog(/** @type {string} */ worker) {
+    this.tabs.select(1);
+    this.logs.pick(worker);
+    this.logs.node.scrollIntoView({ block: "nearest" });
+  }
 }
 
 /** @param {{model: Model, el: HTMLElement}} context */

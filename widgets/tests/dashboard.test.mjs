@@ -1,206 +1,140 @@
-// The widget's promises, each as a short story: `node --test` in widgets/, nothing to install.
+// The pure half of the dashboard: what is shown, and in which words. Drawing is tested in a real browser.
 import assert from "node:assert/strict";
-import { mock, test } from "node:test";
+import { test } from "node:test";
 
-import { Element } from "./dom.mjs";
-import dashboard, { answer, bytes, number, size, tone } from "../dashboard.js";
+import {
+  Fold, announcement, chart, clean, duration, eta, gap, kinds, megabytes, merge, milliseconds, number, ranges, shown,
+  sinceFailure, size, slotsOf, sparkline, stateOf, tone, waterfall, who, why,
+} from "../dashboard.js";
 
-const worker = (id, rank, more = {}) => ({
-  id, host: id.split("/")[0], slot: 0, rank, local_rank: rank, pid: 7, state: "running", step: 5, restarts: 0, reason: "",
-  cpu: 97, memory: 3e8, ...more,
-});
-const host = (name, more = {}) => ({
-  name, slots: 2, phase: "up", reason: "", cooling_until: 0, cpu: null, memory: null, ...more,
-});
-const event = (n, kind, text, more = {}) => ({ n, time: 1.7e9, kind, text, host: "", worker: "", epoch: 1, took: {}, ...more });
-const state = (more = {}) => ({
-  name: "c", phase: "running", reason: "world of 2", epoch: 3, world_size: 2, min: 2, max: 4, hosts: [host("a")],
-  workers: [worker("a/0#1", 0), worker("a/1#1", 1)], job: "job-1", outcome: "", step: 5, report: {},
-  steps_per_second: null, events: [], ...more,
-});
+const NB = "\u00a0"; // a number does not leave its unit
 
-class Model {
-  constructor(first) {
-    this.state = first;
-    this.listeners = [];
-    this.sent = [];
-  }
-  get() {
-    return this.state;
-  }
-  on(_, f) {
-    this.listeners.push(f);
-  }
-  off(_, f) {
-    this.listeners = this.listeners.filter((g) => g !== f);
-  }
-  send(order) {
-    this.sent.push(order);
-  }
-  tell(more) {
-    this.state = { ...this.state, ...more };
-    for (const f of this.listeners) f();
-  }
+function event(n, kind, text, more = {}) {
+  return { n, time: n, kind, text, host: "", worker: "", epoch: 1, size: 2, took: {}, ...more };
 }
 
-function show(first = state()) {
-  mock.timers.reset();
-  mock.timers.enable({ apis: ["setTimeout"] });
-  const model = new Model(first);
-  const el = new Element("div");
-  const close = dashboard.render({ model, el });
-  const button = (text) => el.all((n) => n.tagName === "BUTTON" && n.textContent === text)[0];
-  const orders = () => el.querySelector(".nbe-orders").children.map((li) => li.textContent);
-  const add = (text) => {
-    el.all((n) => n.tagName === "INPUT")[0].value = text;
-    el.querySelector(".nbe-form").fire("submit");
-  };
-  const rows = () => el.all((n) => n.tagName === "TBODY").flatMap((b) => b.children.map((row) => row.textContent));
-  return { model, el, close, button, orders, add, rows };
+function host(workers, more = {}) {
+  return { slots: 2, phase: "up", until: 0, gpus: [], workers, slots_until: {}, ...more };
 }
 
-test("it says phase, reason, world, epoch, job and report at a glance", () => {
-  const { el } = show(state({ steps_per_second: 55.123, report: { loss: 0.23171, lr: "nan" } }));
-  assert.equal(el.querySelector(".nbe-state").textContent, "running world of 2");
-  const facts = el.querySelector(".nbe-facts").children.map((pair) => pair.children.map((n) => n.textContent).join("="));
-  assert.deepEqual(facts, ["Job=job-1", "World=2 / 2–4", "Epoch=3", "Step=5", "Steps/s=55.1", "loss=0.232", "lr=nan"]);
-  assert.equal(el.querySelector(".nbe-pips").children.length, 4);
+test("a merge patch adds, replaces and deletes, and leaves the rest as the same objects", () => {
+  const before = { a: { x: 1, y: [1, 2] }, b: { z: 3 }, c: 4 };
+  const after = merge(before, { a: { y: [3], w: { deep: null, kept: 1 } }, c: null });
+  assert.deepEqual(after, { a: { x: 1, y: [3], w: { kept: 1 } }, b: { z: 3 } });
+  assert.equal(after.b, before.b);
+  assert.deepEqual(before, { a: { x: 1, y: [1, 2] }, b: { z: 3 }, c: 4 });
 });
 
-test("between jobs it says how many are ready", () => {
-  const workers = [worker("a/0#1", null, { state: "ready" }), worker("a/1#1", null, { state: "ready" })];
-  const { el, model } = show(state({ phase: "waiting", reason: "no job", world_size: 0, job: null, workers }));
-  assert.equal(el.querySelector(".nbe-state").textContent, "ready no job");
-  assert.equal(el.querySelector(".nbe-facts").children[0].textContent, "Ready2 / 2–4");
-  model.tell({ workers: workers.slice(1), reason: "1 of min 2" });
-  assert.equal(el.querySelector(".nbe-state").textContent, "waiting 1 of min 2");
+test("a change counts only with the key frame it was made for; what is missing is null", () => {
+  const frame = { n: 3, phase: "running", step: 1, max: 4 };
+  assert.equal(shown(frame, { base: 3, patch: { step: 9 } }).step, 9);
+  assert.equal(shown(frame, { base: 2, patch: { step: 9 } }).step, 1);
+  assert.equal(shown(frame, { base: 3, patch: { max: null } }).max, null);
+  assert.equal(shown(frame, {}).failed_at, null);
+  assert.deepEqual(shown(undefined, undefined).hosts, {});
 });
 
-test("each host has its workers, by rank, and those that stay are not touched", () => {
-  const { el, model, rows } = show(state({ workers: [worker("a/1#1", 1), worker("a/0#1", 0)] }));
-  assert.deepEqual(rows().map((text) => text.slice(0, 6)), ["a2 slo", "0a/0#1", "1a/1#1"]);
-  const [first] = el.all((n) => n.tagName === "TBODY");
-  const step = first.children[1].children[3];
-  const writes = first.children[1].children[1].writes;
-  model.tell({ hosts: [host("a"), host("b")], workers: [worker("a/0#1", 0, { step: 6 }), worker("b/0#1", 1)] });
-  assert.equal(el.all((n) => n.tagName === "TBODY")[0], first);
-  assert.equal(step.textContent, "6");
-  assert.equal(first.children[1].children[1].writes, writes);
-  assert.deepEqual(rows().map((text) => text.slice(0, 6)), ["a2 slo", "0a/0#1", "b2 slo", "1b/0#1"]);
-  model.tell({ hosts: [host("b")] });
-  assert.equal(el.all((n) => n.tagName === "TBODY").length, 1);
+test("sizes, times and numbers are short and exact enough", () => {
+  assert.deepEqual([size(4, 2, 8), size(4, 4, 4), size(3, 2, null)], ["4 / 2–8", "4 / 4", "3 / 2+"]);
+  assert.deepEqual([8, 119, 180, 7200, 7500, 100_000].map(duration), ["8 s", "119 s", "3 min", "2 h", "2 h 5 min", "1 d 3 h"]);
+  assert.deepEqual([megabytes(320), megabytes(3250), megabytes(null)], [`320${NB}MB`, `3.3${NB}GB`, ""]);
+  assert.equal(megabytes(512, 128_000), `0.5 / 128${NB}GB`);
+  assert.deepEqual([4.54, 85.4, 1234, 12_340].map(milliseconds), ["4.5 ms", "85 ms", "1,234 ms", "12.3 s"]);
+  assert.deepEqual([1234567, 0.23171, 0.000123, "nan"].map(number), ["1,234,567", "0.232", "0.000123", "nan"]);
 });
 
-test("what comes from outside stays text", () => {
-  const markup = "<img src=x onerror=alert(1)>";
-  const { el } = show(state({ reason: markup, hosts: [host(markup)], events: [event(1, "host-up", markup)] }));
-  assert.equal(el.querySelector(".nbe-reason").textContent, markup);
-  assert.equal(el.all((n) => n.tagName === "IMG").length, 0);
+test("what is left is told only while it is known", () => {
+  const job = { job: "j", outcome: "", step: 400, total: 1000, steps_per_second: 10 };
+  assert.equal(eta(job), "about 60 s");
+  for (const unknown of [{ total: null }, { steps_per_second: null }, { steps_per_second: 0 }, { outcome: "failed" }, { step: 1000 }]) {
+    assert.equal(eta({ ...job, ...unknown }), "");
+  }
+  assert.deepEqual([sinceFailure(null, 9), sinceFailure(100, 300)], ["no failure yet", "3 min since the last failure"]);
 });
 
-test("an order is shown at once, then done, then gone", () => {
-  const { model, add, orders } = show();
-  add(" b:2 ");
-  assert.deepEqual(model.sent, [{ order: "add_host", host: "b:2" }]);
-  assert.deepEqual(orders(), ["add b:2: sent"]);
-  model.tell({ events: [event(1, "host-added", "b with 2 slots", { host: "b" })] });
-  assert.deepEqual(orders(), ["add b:2: done"]);
-  mock.timers.tick(6000);
-  assert.deepEqual(orders(), []);
+test("ranks that follow one another are joined; who has none goes by name", () => {
+  assert.equal(ranges([3, 0, 1, 2, 6, 8, 9]), "0–3, 6, 8, 9");
+  assert.equal(who([["a/0#1", 0]]), "rank 0");
+  assert.equal(who([["a/0#1", 0], ["a/1#1", 1], ["a/2#1", 2], ["b/0#2", null]]), "ranks 0–2, b/0#2");
 });
 
-test("a refusal says why, and belongs to one order only", () => {
-  const { model, add, orders } = show(state({ events: [event(1, "order-refused", "old news")] }));
-  add("x:0");
-  add("b:1");
-  const refused = event(2, "order-refused", "'x:0': at least 1 slot");
-  model.tell({ events: [refused] });
-  assert.deepEqual(orders(), ["add x:0: refused, 'x:0': at least 1 slot", "add b:1: sent"]);
-  model.tell({ events: [refused, event(3, "host-added", "b", { host: "b" })] });
-  assert.deepEqual(orders()[1], "add b:1: done");
+test("each slot has its newest worker; an older one that lives stands beside it; an empty one may cool", () => {
+  const row = (state) => [null, state, 0, 0, 1, null, null, ""];
+  const slots = slotsOf("a", host({ "0#1": row("running"), "0#3": row("starting"), "0#2": row("lost") }, { slots_until: { 1: 50 } }));
+  assert.deepEqual(slots.map((slot) => slot.id), ["a/0#3", "a/0#1", ""]);
+  assert.deepEqual(slots.map((slot) => stateOf(slot, 10)), ["starting", "running", "cooling"]);
+  assert.equal(stateOf(slots[2], 60), "empty");
+  assert.deepEqual(slotsOf("a", host({ "5#1": row("running") })).map((slot) => slot.slot), [0, 1, 5]);
 });
 
-test("an order without an answer says so", () => {
-  const { add, orders } = show();
-  add("b:2");
-  mock.timers.tick(3500);
-  assert.deepEqual(orders(), ["add b:2: sent, no answer yet; is the kernel busy or gone?"]);
+test("a screen reader hears of phases, sizes and losses, not of every number", () => {
+  const before = { phase: "running", reason: "", world_size: 3, step: 1, events: [event(1, "worker-lost", "old")] };
+  assert.equal(announcement(before, { ...before, step: 2 }), "");
+  const events = [...before.events, event(2, "worker-lost", "gpu2/0#1 died"), event(3, "worker-ready", "ready")];
+  assert.equal(announcement(before, { ...before, world_size: 2, events }), "2 workers in the world. gpu2/0#1 died");
+  assert.equal(announcement(before, { ...before, phase: "waiting", reason: "1 of min 2" }), "waiting: 1 of min 2");
 });
 
-test("a kernel that cannot be reached refuses", () => {
-  const { model, button, orders } = show();
-  model.send = () => {
-    throw new Error("comm is closed");
-  };
-  button("Stop job").fire("click");
-  assert.match(orders()[0], /^stop the job: refused, .*comm is closed/);
+test("a curve is drawn from low to high, with gaps where a value is no number", () => {
+  assert.equal(sparkline([1, 3, 2], 100, 20), "M0 20L50 0L100 10");
+  assert.equal(sparkline([1, NaN, 2, 3], 99, 20), "M0 20M66 10L99 0");
+  assert.equal(sparkline([5, 5], 10, 20), "M0 10L10 10");
+  assert.equal(sparkline([5]), "");
 });
 
-test("an empty host is no order", () => {
-  const { model, add } = show();
-  add("  ");
-  assert.deepEqual(model.sent, []);
+test("the size of the world is a step line up to now, with every event on it", () => {
+  const shape = chart([event(0, "world-formed", "", { size: 2 }), event(50, "worker-lost", "", { size: 1 }), event(60, "x", "", { size: 1 })], 100);
+  assert.equal(shape.path, "M0 0H50V50H100");
+  assert.deepEqual(shape.marks.map(({ x }) => x), [0, 50, 60]);
+  assert.deepEqual([shape.size, shape.most], [1, 2]);
+  assert.equal(chart([], 100), null);
 });
 
-test("hosts are removed one by one", () => {
-  const { model, button, orders } = show();
-  button("Remove").fire("click");
-  assert.deepEqual(model.sent, [{ order: "remove_host", host: "a", now: false }]);
-  model.tell({ hosts: [host("a", { phase: "draining" })], events: [event(1, "host-removed", "a is to leave", { host: "a" })] });
-  assert.deepEqual(orders(), ["remove a: done"]);
-  assert.ok(button("Remove").hasAttribute("disabled"));
+test("events are changes, failures, both or neither; a hole between them is found", () => {
+  const told = ["world-broken", "training", "worker-lost", "host-up"].map((kind) => kinds(event(1, kind, "")));
+  assert.deepEqual(told, ["change failure", "change", "failure", ""]);
+  assert.equal(kinds(event(1, "host-up", "", { took: { all: 3 } })), "change");
+  assert.equal(gap([event(1), event(2), event(7), event(8)]), 7);
+  assert.equal(gap([event(5), event(6)]), 0);
+  assert.deepEqual(["worker-lost", "world-formed", "host-added", "job-stopped"].map(tone), ["bad", "good", "busy", "quiet"]);
 });
 
-test("stopping the cluster is asked twice, and only for a moment", () => {
-  const { model, button } = show();
-  button("Stop cluster").fire("click");
-  assert.deepEqual(model.sent, []);
-  mock.timers.tick(4500);
-  button("Stop cluster").fire("click");
-  assert.deepEqual(model.sent, []);
-  button("Really stop it?").fire("click");
-  assert.deepEqual(model.sent, [{ order: "stop" }]);
-  assert.ok(button("Stop cluster"));
+test("the phases of a change follow one another; unknown ones come before the first step, the whole is none", () => {
+  const bars = waterfall({ all: 100, "first step": 40, warm: 10, abort: 50 });
+  assert.deepEqual(bars.map(({ name, from, share }) => [name, from, share]), [["abort", 0, 50], ["warm", 50, 10], ["first step", 60, 40]]);
+  assert.equal(waterfall({ connect: 150, all: 100 })[0].share, 100);
 });
 
-test("a finished cluster takes no orders; a finished job cannot be stopped", () => {
-  const { model, el, button } = show(state({ outcome: "succeeded" }));
-  assert.ok(button("Stop job").hasAttribute("disabled"));
-  model.tell({ phase: "finished", hosts: [], workers: [] });
-  assert.ok(el.all((n) => n.tagName === "BUTTON").every((n) => n.hasAttribute("disabled")));
+test("a change was made because of what happened since the one before it", () => {
+  const done = { took: { all: 10 } };
+  const entries = [
+    event(1, "worker-lost", "long ago"), event(2, "training", "", done), event(3, "worker-ready", "no reason"),
+    event(4, "worker-lost", "b/0#1 died"), event(5, "world-broken", "connection reset"), event(6, "training", "", done),
+  ];
+  assert.deepEqual(why(entries, entries[5]), ["b/0#1 died", "connection reset"]);
 });
 
-test("the last events come newest first, eight of them", () => {
-  const events = Array.from({ length: 20 }, (_, i) => event(i + 1, "worker-ready", `number ${i + 1}`));
-  const { el, model } = show(state({ events }));
-  const texts = () => el.querySelector(".nbe-log").children.map((li) => li.children[1].textContent);
-  assert.equal(texts().length, 8);
-  assert.equal(texts()[0], "number 20");
-  model.tell({ events: [...events, event(21, "world-formed", "number 21", { took: { form: 14.25, all: 30.4 } })] });
-  assert.equal(texts()[0], "number 21 · 30 ms in all");
-  assert.equal(el.querySelector(".nbe-log").children[0].getAttribute("title"), "world-formed · form 14.3 ms · all 30.4 ms");
+test("a line is shown as a terminal would leave it", () => {
+  assert.equal(clean("\u001b[31mred\u001b[0m and plain"), "red and plain");
+  assert.equal(clean("10 %\r50 %\r100 %\r"), "100 %");
 });
 
-test("a closed view leaves nothing behind", () => {
-  const { el, model, close, add } = show();
-  add("b:2");
-  close();
-  assert.equal(model.listeners.length, 0);
-  assert.equal(el.children.length, 0);
-  mock.timers.tick(60000);
+test("equal lines of different ranks close together are one; each rank's order is kept", () => {
+  const fold = new Fold();
+  for (const text of ["x", "y", "x"]) fold.add("a", "out", text);
+  for (const text of ["x", "y", "x", "z"]) fold.add("b", "out", text);
+  fold.add("b", "err", "z");
+  assert.deepEqual(fold.lines.map(({ text, writers }) => `${text}:${writers.join("")}`), ["x:ab", "y:ab", "x:ab", "z:b", "z:b"]);
+  fold.add("a", "out", "y"); // a's own y came long before: this is another
+  assert.equal(fold.lines.at(-1).writers.join(""), "a");
 });
 
-test("before the first state there is an empty view, and no error", () => {
-  const { el } = show({});
-  assert.equal(el.children.length, 1);
-});
-
-test("numbers, sizes and colours", () => {
-  assert.equal(size(state({ max: null })), "2 / 2+");
-  assert.equal(size(state({ max: 2 })), "2 / 2");
-  assert.equal(bytes(3.2e8), "320 MB");
-  assert.equal(bytes(3.25e9), "3.3 GB");
-  assert.equal(number(0.000123), "0.000123");
-  assert.deepEqual(["worker-lost", "world-formed", "cooling", "stopped"].map(tone), ["bad", "good", "busy", "quiet"]);
-  assert.equal(answer({ order: "add_host", host: "u@b:2" }, 0, state({ events: [event(1, "host-added", "", { host: "b" })] })).word, "done");
+test("equal lines far apart stay apart, and only the last lines are kept", () => {
+  const fold = new Fold(500);
+  fold.add("a", "out", "far");
+  for (let i = 0; i < 600; i += 1) fold.add("a", "out", `line ${i}`);
+  assert.equal(fold.add("b", "out", "far").writers.length, 1);
+  assert.equal(fold.trim().length, 102);
+  assert.deepEqual([fold.lines.length, fold.lines[0].text], [500, "line 101"]);
+  assert.equal(fold.add("c", "out", "line 599").writers.join(""), "ac");
 });
