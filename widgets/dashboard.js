@@ -517,8 +517,9 @@ class Orders {
     this.shown = new Map();
     /** @type {?Set<string>} those whose answer has been seen; null before the first look */
     this.over = null;
-    this.node = element("ul", { class: "nbe-orders", role: "status", "aria-live": "polite", "aria-label": "Orders" });
-    this.list = new Many(this.node, () => {
+    const list = element("ul", { class: "nbe-orders" });
+    this.node = element("div", { role: "status", "aria-live": "polite", "aria-label": "Orders" }, list);
+    this.list = new Many(list, () => {
       const node = element("li");
       return { node, draw: (/** @type {Told} */ told) => this.fill(node, told) };
     });
@@ -557,7 +558,7 @@ class Orders {
       if (settled) over.add(order.id);
       if (settled && first && !this.shown.has(order.id)) continue; // answered before this view was there
       const mine = this.shown.get(order.id);
-      const by = mine || order.id.startsWith(this.wire.mine) ? "" : order.by;
+      const by = order.id.startsWith(this.wire.mine) ? "" : order.by;
       this.shown.set(order.id, { ...mine, ...order, by, told: true });
       if (!settled) continue;
       mine?.settled?.();
@@ -754,12 +755,15 @@ class Meter {
   constructor(/** @type {string} */ name, more = "") {
     this.text = element("span");
     this.bar = element("i", { class: "nbe-meter", "aria-hidden": "true" });
-    this.node = element("td", { role: "cell", class: `nbe-use ${more}`.trim(), "data-label": name }, this.text, this.bar);
+    this.small = element("small");
+    const parts = [this.text, this.bar, this.small];
+    this.node = element("td", { role: "cell", class: `nbe-use ${more}`.trim(), "data-label": name }, ...parts);
     this.share = -1;
   }
 
-  draw(/** @type {string} */ text, /** @type {?number} */ share, /** @type {string} */ title = "") {
+  draw(/** @type {string} */ text, /** @type {?number} */ share, small = "", title = "") {
     say(this.text, text || "–");
+    say(this.small, small);
     mark(this.node, "title", title || null);
     const rounded = share === null ? 0 : Math.min(100, Math.round(share));
     if (rounded !== this.share) this.bar.style.setProperty("--nbe-share", `${rounded}%`);
@@ -807,7 +811,8 @@ class HostRow {
     const left = host.until > now ? `again in ${duration(host.until - now)}` : "";
     say(this.reason, [host.reason === host.phase ? "" : host.reason, left].filter(Boolean).join(" · "));
     this.cpu.draw(percent(host.cpu), host.cpu);
-    this.memory.draw(megabytes(host.memory, host.of), host.memory && host.of ? (host.memory * 100) / host.of : null);
+    const full = host.memory && host.of ? (host.memory * 100) / host.of : null;
+    this.memory.draw(megabytes(host.memory, host.of), full);
     if (context.gpus) this.drawGpus(host.gpus);
     this.chips.draw(slotsOf(this.name, host).map((slot) => [slot.key, slot]), context);
     if (!this.slots.querySelector("[tabindex='0']")) this.slots.firstElementChild?.setAttribute("tabindex", "0");
@@ -822,7 +827,7 @@ class HostRow {
     const sum = (/** @type {number} */ i) => gpus.reduce((all, gpu) => all + (gpu[i] ?? 0), 0);
     const use = sum(0) / gpus.length;
     const each = gpus.map(([share, used, total], i) => `GPU ${i}: ${share} %, ${megabytes(used, total)}`).join("\n");
-    this.gpu.draw(`${percent(use)} · ${megabytes(sum(1), sum(2))}`, use, each);
+    this.gpu.draw(percent(use), use, megabytes(sum(1), sum(2)), each);
   }
 }
 
@@ -1217,10 +1222,10 @@ class Logs {
     this.search.addEventListener("input", () => this.sift());
     this.follow = button("Follow", () => this.setFollow(!this.following), "nbe-small nbe-toggle");
     this.note = element("span", { class: "nbe-note", role: "status" });
-    this.box = element("div", { class: "nbe-lines", role: "region", "aria-label": "Lines of the logs", tabindex: "0" });
+    this.box = element("div", { class: "nbe-lines", role: "region", "aria-label": "Log", tabindex: "0" });
     this.box.addEventListener("scroll", () => this.scrolled());
     const gap = element("span", { class: "nbe-gap" });
-    const bar = element("div", { class: "nbe-bar" }, element("label", {}, "Of ", this.worker), this.search, this.follow, gap, this.note);
+    const bar = element("div", { class: "nbe-bar" }, element("label", {}, "Lines of ", this.worker), this.search, this.follow, gap, this.note);
     this.node = element("div", {}, bar, this.box);
     /** @type {Writer[]} */
     this.writers = [];
