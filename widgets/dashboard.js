@@ -153,27 +153,36 @@ export function sinceFailure(/** @type {?number} */ at, /** @type {number} */ no
   return at === null ? "no failure yet" : `${duration(now - at)} since the last failure`;
 }
 
+/** @typedef {{key: string, id: string, slot: number, row: ?Row, until: number}} Slot */
+
+/** @type {WeakMap<Host, Slot[]>} a host that no update has touched is the same object, with the same slots */
+const SEEN = new WeakMap();
+
 /**
  * The slots of a host in order, each with its newest worker; older ones that still live have a place of their own.
- * @param {string} name @param {Host} host
- * @returns {{key: string, id: string, slot: number, row: ?Row, until: number}[]}
+ * @param {string} name @param {Host} host @returns {Slot[]}
  */
 export function slotsOf(name, host) {
+  const seen = SEEN.get(host);
+  if (seen) return seen;
   /** @type {Map<number, {slot: number, incarnation: number, id: string, row: Row}[]>} */
   const bySlot = new Map();
   for (const [place, row] of Object.entries(host.workers)) {
-    const [slot, incarnation] = place.split("#").map(Number);
+    const at = place.indexOf("#");
+    const [slot, incarnation] = [Number(place.slice(0, at)), Number(place.slice(at + 1))];
     const worker = { slot, incarnation, id: `${name}/${place}`, row };
     bySlot.get(slot)?.push(worker) ?? bySlot.set(slot, [worker]);
   }
   const numbers = new Set([...Array(host.slots).keys(), ...bySlot.keys()]);
-  return [...numbers].sort((a, b) => a - b).flatMap((slot) => {
+  const slots = [...numbers].sort((a, b) => a - b).flatMap((slot) => {
     const workers = (bySlot.get(slot) ?? []).sort((a, b) => b.incarnation - a.incarnation);
     const until = host.slots_until[slot] ?? 0;
     const first = { key: String(slot), id: workers[0]?.id ?? "", slot, row: workers[0]?.row ?? null, until };
     const others = workers.slice(1).filter(({ row }) => /^(starting|ready|running)$/.test(row[1]));
     return [first, ...others.map(({ id, row }) => ({ key: id, id, slot, row, until: 0 }))];
   });
+  SEEN.set(host, slots);
+  return slots;
 }
 
 /** A slot's state in a word: its worker's, else cooling or empty. */
@@ -693,7 +702,6 @@ class Glance {
  * What all parts of the board know in a drawing.
  * @typedef {{state: State, now: number, roomy: boolean, gpus: boolean, over: boolean, changes: Element[],
  *   fresh: boolean}} Context
- * @typedef {ReturnType<typeof slotsOf>[0]} Slot
  * @typedef {{send: Orders["send"], timers: Timers, openLog: (id: string) => void, id: string}} Rim
  */
 
@@ -720,10 +728,11 @@ class Chip {
     const state = stateOf(slot, now);
     const left = state === "cooling" ? duration(slot.until - now) : "";
     const open = this.host.board.open === this;
-    const step = slot.row && state === "running" ? `step ${number(context.state.step - behind)}` : "";
-    const use = [step, percent(cpu), megabytes(memory), left && `${left} left`];
-    const signs = [behind ? `−${behind}` : "", restarts ? `↻${restarts}` : ""].filter(Boolean).join(" ");
-    const more = roomy ? use.filter(Boolean).join(" · ") : signs;
+    let more = `${behind ? `−${behind}` : ""} ${restarts ? `↻${restarts}` : ""}`.trim();
+    if (roomy) {
+      const step = state === "running" ? `step ${number(context.state.step - behind)}` : "";
+      more = [step, percent(cpu), megabytes(memory), left && `${left} left`].filter(Boolean).join(" · ");
+    }
     const face = `${rank}|${state}|${behind}|${restarts}|${more}|${open}|${reason}|${slot.id}`;
     if (face === this.face) return;
     this.face = face;
@@ -800,6 +809,10 @@ class HostRow {
     );
     this.node = element("tbody", { role: "rowgroup" }, this.row);
     this.before = "";
+    /** @type {?Element} */
+    this.home = null;
+    /** @type {?number[][]} */
+    this.gpus = null;
   }
 
   draw(/** @type {Host} */ host, /** @type {Context} */ context) {
@@ -815,14 +828,23 @@ class HostRow {
     this.memory.draw(megabytes(host.memory, host.of), full);
     if (context.gpus) this.drawGpus(host.gpus);
     this.chips.draw(slotsOf(this.name, host).map((slot) => [slot.key, slot]), context);
-    if (!this.slots.querySelector("[tabindex='0']")) this.slots.firstElementChild?.setAttribute("tabindex", "0");
+    if (!this.slots.contains(this.home)) this.stop(this.slots.firstElementChild);
     disable(this.remove, over || host.phase === "draining");
     disable(this.now, over);
     if (this.before !== host.phase) context.changes.push(this.row);
     this.before = host.phase;
   }
 
+  /** The tab key stops at this slot of the row, and at no other. */
+  stop(/** @type {?Element} */ chip) {
+    if (this.home) mark(this.home, "tabindex", "-1");
+    if (chip) mark(chip, "tabindex", "0");
+    this.home = chip;
+  }
+
   drawGpus(/** @type {number[][]} */ gpus) {
+    if (gpus === this.gpus) return;
+    this.gpus = gpus;
     if (!gpus.length) return this.gpu.draw("", null);
     const sum = (/** @type {number} */ i) => gpus.reduce((all, gpu) => all + (gpu[i] ?? 0), 0);
     const use = sum(0) / gpus.length;
@@ -885,8 +907,14 @@ class Board {
     this.table = element("table", { role: "table", class: "nbe-table" }, caption, thead);
     this.node = element("div", { class: "nbe-board" }, this.table);
     this.detail = new Detail(this);
+    /** @type {Many<Host, Context>} */
     this.hosts = new Many(this.table, (name) => new HostRow(this, name));
     this.table.addEventListener("keydown", (event) => this.step(event));
+    // One stop for the tab key in each row: the slot that had the focus last.
+    this.table.addEventListener("focusin", ({ target }) => {
+      const row = target instanceof Element && target.closest(".nbe-chip") && this.rowOf(target);
+      if (row) row.stop(/** @type {Element} */ (target));
+    });
     this.fresh = true;
     /** @type {?(() => void)} */
     this.redraw = null;
@@ -931,6 +959,11 @@ class Board {
     if (this.open?.slot) this.detail.draw(this.open.slot, context);
   }
 
+  rowOf(/** @type {Element} */ node) {
+    const rows = /** @type {Iterable<HostRow>} */ (this.hosts.parts.values());
+    return [...rows].find((row) => row.node.contains(node));
+  }
+
   toggle(/** @type {string} */ name, /** @type {Chip} */ chip) {
     if (this.open === chip) return this.shut();
     this.open = chip;
@@ -960,7 +993,6 @@ class Board {
     const same = groups[row + move[0]]?.[Math.min(groups[row].indexOf(chip), groups[row + move[0]].length - 1)];
     const next = move[1] ? all[all.indexOf(chip) + move[1]] : same;
     if (!(next instanceof HTMLElement)) return;
-    for (const other of next.parentElement?.children ?? []) mark(other, "tabindex", other === next ? "0" : "-1");
     next.focus();
   }
 }

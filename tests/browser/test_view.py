@@ -622,9 +622,7 @@ def test_nothing_is_cut_off(view, width, scheme, output_path):
         if name == "Logs":
             expect(view.page.locator(".nbe-line")).to_have_count(1)
         view.page.screenshot(path=f"{output_path}/{scheme}-{width}-{name.lower()}.png", full_page=True)
-        parts = (
-            ".nbe, .nbe-board, .nbe-chip, .nbe-controls, .nbe-orders, .nbe-panel, .nbe-log, .nbe-lines, .nbe-detail td"
-        )
+        parts = ".nbe, .nbe-board, .nbe-chip, .nbe-use > span, .nbe-controls, .nbe-orders, .nbe-panel, .nbe-log, .nbe-lines, .nbe-detail td"
         cut = "nodes => nodes.filter((n) => n.scrollWidth > n.clientWidth + 1).map((n) => n.className)"
         assert view.page.locator(parts).evaluate_all(cut) == []
         boxes = [b.bounding_box() for b in view.page.get_by_role("button").all() if b.is_visible()]
