@@ -33,6 +33,7 @@ const POLL = 500; // ms between two looks at the logs
 const KEPT = 1000; // lines of the logs
 const CLOSE = 200; // lines among which equal ones of different ranks are folded into one
 const ROOMY = 16; // up to so many slots, each tells more of itself
+const MOST_EVENTS = 4000; // in the timeline; a view may be open for weeks
 const MOST_NEWS = 24; // more changes than this at once are not lit up one by one
 
 // ---- Pure: what is shown, and in which words -----------------------------------------------------------------------
@@ -50,11 +51,29 @@ export function merge(/** @type {any} */ target, /** @type {any} */ patch) {
 }
 
 const EMPTY = {
-  n: 0, time: 0, name: "", phase: "", reason: "", epoch: 0, world_size: 0, min: 0, max: null, job: null, outcome: "",
-  step: 0, total: null, steps_per_second: null, report: {}, curves: {}, failed_at: null, hosts: {}, events: [], orders: [],
+  n: 0,
+  time: 0,
+  name: "",
+  phase: "",
+  reason: "",
+  epoch: 0,
+  world_size: 0,
+  min: 0,
+  max: null,
+  job: null,
+  outcome: "",
+  step: 0,
+  total: null,
+  steps_per_second: null,
+  report: {},
+  curves: {},
+  failed_at: null,
+  hosts: {},
+  events: [],
+  orders: [],
 };
 
-/** What a view shows: the key frame, with the change where it belongs to it. A missing value is null. @returns {State} */
+/** What a view shows: the key frame, with the change that belongs to it. What is missing is null. @returns {State} */
 export function shown(/** @type {any} */ frame, /** @type {any} */ change) {
   const state = frame && change && change.base === frame.n ? merge(frame, change.patch ?? {}) : frame;
   return { ...EMPTY, ...state };
@@ -133,8 +152,17 @@ export function tone(/** @type {string} */ word) {
 
 /** @type {Record<string, string>} */
 const SIGNS = {
-  starting: "◔", ready: "○", running: "●", succeeded: "✓", failed: "!", lost: "✕", stopped: "■", cooling: "◷", empty: "–",
-  up: "●", draining: "↓",
+  starting: "◔",
+  ready: "○",
+  running: "●",
+  succeeded: "✓",
+  failed: "!",
+  lost: "✕",
+  stopped: "■",
+  cooling: "◷",
+  empty: "–",
+  up: "●",
+  draining: "↓",
 };
 /** @type {Record<string, string>} */
 const SHORT = { starting: "start", succeeded: "done", stopped: "stop", cooling: "cool" };
@@ -174,13 +202,15 @@ export function slotsOf(name, host) {
     bySlot.get(slot)?.push(worker) ?? bySlot.set(slot, [worker]);
   }
   const numbers = new Set([...Array(host.slots).keys(), ...bySlot.keys()]);
-  const slots = [...numbers].sort((a, b) => a - b).flatMap((slot) => {
-    const workers = (bySlot.get(slot) ?? []).sort((a, b) => b.incarnation - a.incarnation);
-    const until = host.slots_until[slot] ?? 0;
-    const first = { key: String(slot), id: workers[0]?.id ?? "", slot, row: workers[0]?.row ?? null, until };
-    const others = workers.slice(1).filter(({ row }) => /^(starting|ready|running)$/.test(row[1]));
-    return [first, ...others.map(({ id, row }) => ({ key: id, id, slot, row, until: 0 }))];
-  });
+  const slots = [...numbers]
+    .sort((a, b) => a - b)
+    .flatMap((slot) => {
+      const workers = (bySlot.get(slot) ?? []).sort((a, b) => b.incarnation - a.incarnation);
+      const until = host.slots_until[slot] ?? 0;
+      const first = { key: String(slot), id: workers[0]?.id ?? "", slot, row: workers[0]?.row ?? null, until };
+      const others = workers.slice(1).filter(({ row }) => /^(starting|ready|running)$/.test(row[1]));
+      return [first, ...others.map(({ id, row }) => ({ key: id, id, slot, row, until: 0 }))];
+    });
   SEEN.set(host, slots);
   return slots;
 }
@@ -197,7 +227,9 @@ export function announcement(/** @type {State} */ before, /** @type {State} */ a
   if (after.phase !== before.phase) news.push(`${after.phase}: ${after.reason}`);
   else if (after.world_size !== before.world_size) news.push(`${plural(after.world_size, "worker")} in the world`);
   const last = before.events.length ? before.events[before.events.length - 1].n : 0;
-  const losses = after.events.filter((entry) => entry.n > last && tone(entry.kind) === "bad").map((entry) => entry.text);
+  const losses = after.events
+    .filter((entry) => entry.n > last && tone(entry.kind) === "bad")
+    .map((entry) => entry.text);
   news.push(...losses.slice(0, 3));
   if (losses.length > 3) news.push(`and ${losses.length - 3} more`);
   return news.join(". ");
@@ -211,7 +243,9 @@ export function sparkline(/** @type {number[]} */ points, width = 100, height = 
   const span = Math.max(...known) - low;
   const x = (/** @type {number} */ i) => +((i * width) / (points.length - 1)).toFixed(1);
   const y = (/** @type {number} */ v) => +(span ? height - ((v - low) * height) / span : height / 2).toFixed(1);
-  return points.map((v, i) => (Number.isFinite(v) ? `${Number.isFinite(points[i - 1]) ? "L" : "M"}${x(i)} ${y(v)}` : "")).join("");
+  return points
+    .map((v, i) => (Number.isFinite(v) ? `${Number.isFinite(points[i - 1]) ? "L" : "M"}${x(i)} ${y(v)}` : ""))
+    .join("");
 }
 
 /** The number of the newest entry before which others are missing; 0 if none is. */
@@ -253,8 +287,14 @@ const PHASES = ["prepare", "detect", "abort", "form", "connect", "sync", "first 
 /** The phases of a change one after the other: where each begins and how long it is, in percent of the whole. */
 export function waterfall(/** @type {Record<string, number>} */ took) {
   const order = (/** @type {string} */ name) => (PHASES.includes(name) ? PHASES.indexOf(name) : PHASES.length - 1.5);
-  const parts = Object.entries(took).filter(([name]) => name !== "all").sort(([a], [b]) => order(a) - order(b));
-  const whole = Math.max(parts.reduce((sum, [, ms]) => sum + ms, 0), took.all ?? 0, 0.001);
+  const parts = Object.entries(took)
+    .filter(([name]) => name !== "all")
+    .sort(([a], [b]) => order(a) - order(b));
+  const whole = Math.max(
+    parts.reduce((sum, [, ms]) => sum + ms, 0),
+    took.all ?? 0,
+    0.001,
+  );
   let begun = 0;
   return parts.map(([name, ms]) => {
     const bar = { name, ms, from: (begun * 100) / whole, share: (ms * 100) / whole };
@@ -263,7 +303,7 @@ export function waterfall(/** @type {Record<string, number>} */ took) {
   });
 }
 
-/** Why the change that ends in `entry` was made: what was planned, added, removed or lost since the change before it. */
+/** Why the change that ends in `entry` was made: what was planned, added or lost since the change before it. */
 export function why(/** @type {Entry[]} */ entries, /** @type {Entry} */ entry) {
   /** @type {string[]} */
   const reasons = [];
@@ -333,7 +373,11 @@ export function element(tag, attributes = {}, ...children) {
   return node;
 }
 
-function drawing(/** @type {string} */ tag, /** @type {Record<string, string>} */ attributes, /** @type {Node[]} */ ...children) {
+function drawing(
+  /** @type {string} */ tag,
+  /** @type {Record<string, string>} */ attributes,
+  /** @type {Node[]} */ ...children
+) {
   const node = document.createElementNS("http://www.w3.org/2000/svg", tag);
   for (const [name, value] of Object.entries(attributes)) node.setAttribute(name, value);
   node.append(...children);
@@ -357,7 +401,12 @@ function disable(/** @type {Element} */ button, /** @type {boolean} */ off) {
   mark(button, "aria-disabled", off ? "true" : null);
 }
 
-function button(/** @type {string} */ text, /** @type {() => void} */ act, more = "", /** @type {string} */ label = "") {
+function button(
+  /** @type {string} */ text,
+  /** @type {() => void} */ act,
+  more = "",
+  /** @type {string} */ label = "",
+) {
   const node = element("button", { type: "button", class: `nbe-button ${more}`.trim() }, text);
   if (label) node.setAttribute("aria-label", label);
   node.addEventListener("click", () => node.hasAttribute("aria-disabled") || act());
@@ -365,7 +414,14 @@ function button(/** @type {string} */ text, /** @type {() => void} */ act, more 
 }
 
 /** A button whose act is asked twice, the second time in the words of `sure`. */
-function twice(/** @type {Timers} */ timers, /** @type {string} */ text, /** @type {string} */ sure, /** @type {() => void} */ act, more = "", label = "") {
+function twice(
+  /** @type {Timers} */ timers,
+  /** @type {string} */ text,
+  /** @type {string} */ sure,
+  /** @type {() => void} */ act,
+  more = "",
+  label = "",
+) {
   /** @type {?number} */
   let asked = null;
   const calm = () => {
@@ -375,17 +431,22 @@ function twice(/** @type {Timers} */ timers, /** @type {string} */ text, /** @ty
     say(node, text);
     if (label) mark(node, "aria-label", label);
   };
-  const node = button(text, () => {
-    if (asked !== null) {
-      calm();
-      act();
-      return;
-    }
-    asked = timers.later(calm, SURE);
-    node.classList.add("nbe-sure");
-    say(node, sure);
-    if (label) mark(node, "aria-label", `${label}: really?`);
-  }, more, label);
+  const node = button(
+    text,
+    () => {
+      if (asked !== null) {
+        calm();
+        act();
+        return;
+      }
+      asked = timers.later(calm, SURE);
+      node.classList.add("nbe-sure");
+      say(node, sure);
+      if (label) mark(node, "aria-label", `${label}: really?`);
+    },
+    more,
+    label,
+  );
   return node;
 }
 
@@ -685,8 +746,12 @@ class Glance {
       items.push([name, { value: size(training ? state.world_size : ready, state.min, state.max), title: limits }]);
     }
     items.push(["Epoch", { value: number(state.epoch), title: "One more with every change of the world" }]);
-    items.push(["Step", { value: state.total ? `${number(state.step)} of ${number(state.total)}` : number(state.step) }]);
-    if (training && state.steps_per_second !== null) items.push(["Steps per second", { value: number(state.steps_per_second) }]);
+    items.push([
+      "Step",
+      { value: state.total ? `${number(state.step)} of ${number(state.total)}` : number(state.step) },
+    ]);
+    if (training && state.steps_per_second !== null)
+      items.push(["Steps per second", { value: number(state.steps_per_second) }]);
     if (eta(state)) items.push(["Time left", { value: eta(state) }]);
     for (const name of new Set([...Object.keys(state.report), ...Object.keys(state.curves)])) {
       const points = state.curves[name];
@@ -711,7 +776,14 @@ class Chip {
     this.name = element("b");
     this.word = element("span", { class: "nbe-word" });
     this.more = element("small");
-    this.node = element("button", { type: "button", class: "nbe-chip", tabindex: "-1" }, this.sign, this.name, this.word, this.more);
+    this.node = element(
+      "button",
+      { type: "button", class: "nbe-chip", tabindex: "-1" },
+      this.sign,
+      this.name,
+      this.word,
+      this.more,
+    );
     this.node.addEventListener("click", () => host.board.toggle(host.name, this));
     this.host = host;
     this.face = "";
@@ -740,12 +812,21 @@ class Chip {
     mark(this.node, "data-rank", rank === null ? null : "");
     say(this.sign, SIGNS[state] ?? "?");
     say(this.name, name);
-    say(this.word, roomy ? [state, behind && `${behind} behind`, restarts && `↻${restarts}`].filter(Boolean).join(" · ") : "");
+    say(
+      this.word,
+      roomy ? [state, behind && `${behind} behind`, restarts && `↻${restarts}`].filter(Boolean).join(" · ") : "",
+    );
     say(this.more, more);
     const words = [
-      rank === null ? `slot ${slot.slot}` : `rank ${rank}, slot ${slot.slot}`, state, left && `for ${left}`,
-      behind && `${plural(behind, "commit")} behind`, restarts && plural(restarts, "restart"), reason,
-    ].filter(Boolean).join(", ");
+      rank === null ? `slot ${slot.slot}` : `rank ${rank}, slot ${slot.slot}`,
+      state,
+      left && `for ${left}`,
+      behind && `${plural(behind, "commit")} behind`,
+      restarts && plural(restarts, "restart"),
+      reason,
+    ]
+      .filter(Boolean)
+      .join(", ");
     mark(this.node, "aria-label", words);
     mark(this.node, "title", words);
     mark(this.node, "data-state", state);
@@ -789,21 +870,36 @@ class HostRow {
     this.sign = element("span", { class: "nbe-sign", "aria-hidden": "true" });
     this.phase = element("span");
     this.reason = element("small");
-    this.state = element("td", { role: "cell", class: "nbe-hoststate" }, element("span", {}, this.sign, this.phase), this.reason);
+    this.state = element(
+      "td",
+      { role: "cell", class: "nbe-hoststate" },
+      element("span", {}, this.sign, this.phase),
+      this.reason,
+    );
     this.cpu = new Meter("CPU");
     this.memory = new Meter("Memory");
     this.gpu = new Meter("GPU", "nbe-gpu");
     this.slots = element("div", { class: "nbe-chips", role: "group", "aria-label": `Slots of ${name}` });
     this.chips = new Many(this.slots, () => new Chip(this));
     const order = { order: "remove_host", host: name };
-    this.remove = button("Remove", () => send({ ...order, now: false }, `remove ${name}`), "nbe-small", `Remove host ${name}`);
+    this.remove = button(
+      "Remove",
+      () => send({ ...order, now: false }, `remove ${name}`),
+      "nbe-small",
+      `Remove host ${name}`,
+    );
     const now = () => send({ ...order, now: true }, `remove ${name} now`);
     this.now = twice(timers, "Now", "Sure?", now, "nbe-small nbe-danger", `Remove ${name} now`);
     this.remove.title = "Let its workers leave at the next commit";
     this.now.title = "End its workers at once";
-    this.row = element("tr", { role: "row", class: "nbe-hostrow" },
+    this.row = element(
+      "tr",
+      { role: "row", class: "nbe-hostrow" },
       element("th", { role: "rowheader", scope: "row" }, element("span", {}, name), this.address),
-      this.state, this.cpu.node, this.memory.node, this.gpu.node,
+      this.state,
+      this.cpu.node,
+      this.memory.node,
+      this.gpu.node,
       element("td", { role: "cell", class: "nbe-slots" }, this.slots),
       element("td", { role: "cell", class: "nbe-acts" }, element("div", {}, this.remove, this.now)),
     );
@@ -827,7 +923,10 @@ class HostRow {
     const full = host.memory && host.of ? (host.memory * 100) / host.of : null;
     this.memory.draw(megabytes(host.memory, host.of), full);
     if (context.gpus) this.drawGpus(host.gpus);
-    this.chips.draw(slotsOf(this.name, host).map((slot) => [slot.key, slot]), context);
+    this.chips.draw(
+      slotsOf(this.name, host).map((slot) => [slot.key, slot]),
+      context,
+    );
     if (!this.slots.contains(this.home)) this.stop(this.slots.firstElementChild);
     disable(this.remove, over || host.phase === "draining");
     disable(this.now, over);
@@ -863,9 +962,21 @@ class Detail {
     this.reason = element("p");
     this.worker = "";
     this.log = button("Log", () => openLog(this.worker), "nbe-small");
-    this.restart = button("Restart", () => send({ order: "restart", worker: this.worker }, `restart ${this.worker}`), "nbe-small");
+    this.restart = button(
+      "Restart",
+      () => send({ order: "restart", worker: this.worker }, `restart ${this.worker}`),
+      "nbe-small",
+    );
     this.close = button("Close", () => board.shut(), "nbe-small");
-    const head = element("div", { class: "nbe-bar" }, this.title, element("span", { class: "nbe-gap" }), this.log, this.restart, this.close);
+    const head = element(
+      "div",
+      { class: "nbe-bar" },
+      this.title,
+      element("span", { class: "nbe-gap" }),
+      this.log,
+      this.restart,
+      this.close,
+    );
     this.cell = element("td", { role: "cell", colspan: "7" }, head, this.facts, this.reason);
     this.node = element("tr", { role: "row", class: "nbe-detail", id: `${id}detail` }, this.cell);
     this.node.addEventListener("keydown", (event) => event.key === "Escape" && board.shut());
@@ -902,7 +1013,8 @@ class Board {
     const hint = element("span", { class: "nbe-hidden" }, ". The arrow keys go from slot to slot.");
     const caption = element("caption", { class: "nbe-title" }, element("span", {}, "Hosts"), hint, this.legend);
     const head = ["Host", "State", "CPU", "Memory", "GPU", "Slots", "Orders"].map((name) =>
-      element("th", { role: "columnheader", scope: "col", class: name === "GPU" ? "nbe-gpu" : "" }, name));
+      element("th", { role: "columnheader", scope: "col", class: name === "GPU" ? "nbe-gpu" : "" }, name),
+    );
     const thead = element("thead", { role: "rowgroup" }, element("tr", { role: "row" }, ...head));
     this.table = element("table", { role: "table", class: "nbe-table" }, caption, thead);
     this.node = element("div", { class: "nbe-board" }, this.table);
@@ -951,7 +1063,10 @@ class Board {
     mark(this.table, "data-roomy", roomy ? "" : null);
     mark(this.node, "data-many", roomy ? null : "");
     const order = Object.keys(SIGNS).filter((word) => counts[word]);
-    this.counts.draw(order.map((word) => [word, counts[word]]), null);
+    this.counts.draw(
+      order.map((word) => [word, counts[word]]),
+      null,
+    );
     this.hosts.draw(hosts, context);
     if (!this.fresh && context.changes.length <= MOST_NEWS) context.changes.forEach(light);
     this.fresh = false;
@@ -1016,14 +1131,22 @@ class Steering {
     const fields = [element("label", {}, "min ", this.min), element("label", {}, "max ", this.max)];
     this.scaling = this.form([...fields, this.apply], () => {
       const [min, max] = [Number(this.min.value), this.max.value === "" ? null : Number(this.max.value)];
-      orders.send({ order: "scale", min, max }, `scale to ${max === null ? `${min} or more` : `${min}–${max}`}`, () => this.edit(false));
+      orders.send({ order: "scale", min, max }, `scale to ${max === null ? `${min} or more` : `${min}–${max}`}`, () =>
+        this.edit(false),
+      );
     });
     this.scaling.addEventListener("input", () => this.edit(true));
     this.stopJob = button("Stop job", () => orders.send({ order: "stop_job" }, "stop the job"));
     const stop = () => orders.send({ order: "stop" }, "stop the cluster");
     this.stop = twice(timers, "Stop cluster", "Really stop it?", stop, "nbe-danger");
     const stops = element("div", { class: "nbe-bar" }, this.stopJob, this.stop);
-    this.node = element("div", { class: "nbe-controls", role: "group", "aria-label": "Steering" }, this.adding, this.scaling, stops);
+    this.node = element(
+      "div",
+      { class: "nbe-controls", role: "group", "aria-label": "Steering" },
+      this.adding,
+      this.scaling,
+      stops,
+    );
     this.edited = false;
   }
 
@@ -1065,7 +1188,11 @@ class Steering {
 class Happening {
   constructor(/** @type {Timeline} */ timeline, /** @type {Entry} */ entry) {
     const mood = tone(entry.kind);
-    const sign = element("span", { class: "nbe-sign", "aria-hidden": "true" }, { bad: "✕", good: "●", busy: "◔", quiet: "·" }[mood]);
+    const sign = element(
+      "span",
+      { class: "nbe-sign", "aria-hidden": "true" },
+      { bad: "✕", good: "●", busy: "◔", quiet: "·" }[mood],
+    );
     const time = element("time", { datetime: new Date(entry.time * 1000).toISOString() }, clock(entry.time));
     const took = Object.keys(entry.took ?? {}).length > 0;
     const all = entry.took?.all;
@@ -1090,10 +1217,20 @@ function explain(/** @type {Entry[]} */ entries, /** @type {Entry} */ entry) {
     const bar = element("i", { class: "nbe-span" });
     bar.style.marginLeft = `${from.toFixed(2)}%`;
     bar.style.width = `${share.toFixed(2)}%`;
-    return element("tr", {}, element("th", { scope: "row" }, name), element("td", {}, milliseconds(ms)), element("td", { "aria-hidden": "true" }, bar));
+    return element(
+      "tr",
+      {},
+      element("th", { scope: "row" }, name),
+      element("td", {}, milliseconds(ms)),
+      element("td", { "aria-hidden": "true" }, bar),
+    );
   });
   if (entry.took.all !== undefined) {
-    const cells = [element("th", { scope: "row" }, "all"), element("td", {}, milliseconds(entry.took.all)), element("td")];
+    const cells = [
+      element("th", { scope: "row" }, "all"),
+      element("td", {}, milliseconds(entry.took.all)),
+      element("td"),
+    ];
     rows.push(element("tr", { class: "nbe-all" }, ...cells));
   }
   const caption = element("caption", { class: "nbe-hidden" }, "How long each phase took");
@@ -1115,19 +1252,32 @@ class Timeline {
     this.now = 0;
     this.opened = false;
     this.line = drawing("path", { "vector-effect": "non-scaling-stroke" });
-    this.svg = drawing("svg", { class: "nbe-steps", viewBox: "0 0 100 100", preserveAspectRatio: "none", role: "img" }, this.line);
+    this.svg = drawing(
+      "svg",
+      { class: "nbe-steps", viewBox: "0 0 100 100", preserveAspectRatio: "none", role: "img" },
+      this.line,
+    );
     this.most = element("span");
     this.from = element("time");
     this.to = element("time");
     this.rug = element("div", { class: "nbe-rug", "aria-hidden": "true" });
     this.marks = new Many(this.rug, (_, { entry }) => this.makeMark(entry));
-    this.chart = element("div", { class: "nbe-chart" },
+    this.chart = element(
+      "div",
+      { class: "nbe-chart" },
       element("span", { class: "nbe-axis", "aria-hidden": "true" }, this.most, element("span", {}, "0")),
       element("div", { class: "nbe-plot" }, this.svg, this.rug),
       element("span", { class: "nbe-times", "aria-hidden": "true" }, this.from, this.to),
     );
-    this.filter = element("select", {}, ...[["all", "all"], ["change", "changes"], ["failure", "failures"]].map(
-      ([value, text]) => element("option", { value }, text)));
+    this.filter = element(
+      "select",
+      {},
+      ...[
+        ["all", "all"],
+        ["change", "changes"],
+        ["failure", "failures"],
+      ].map(([value, text]) => element("option", { value }, text)),
+    );
     this.filter.addEventListener("change", () => this.show());
     this.earlier = button("Earlier", () => this.ask(this.entries[0]?.n ?? null), "nbe-small");
     this.trace = button("Save trace", () => this.save(), "nbe-small");
@@ -1136,13 +1286,25 @@ class Timeline {
     this.log = element("ol", { class: "nbe-log", "aria-label": "Events, newest first", tabindex: "0" });
     this.list = new Many(this.log, (_, entry) => new Happening(this, entry));
     const label = element("label", {}, "Show ", this.filter);
-    const bar = element("div", { class: "nbe-bar" }, label, this.earlier, this.note, element("span", { class: "nbe-gap" }), this.trace);
+    const bar = element(
+      "div",
+      { class: "nbe-bar" },
+      label,
+      this.earlier,
+      this.note,
+      element("span", { class: "nbe-gap" }),
+      this.trace,
+    );
     this.node = element("div", {}, this.chart, bar, this.log);
   }
 
   makeMark(/** @type {Entry} */ entry) {
     const word = kinds(entry).split(" ").pop() || "other";
-    const node = element("span", { "data-kind": word, "data-tone": tone(entry.kind), title: `${clock(entry.time)} ${entry.text}` });
+    const node = element("span", {
+      "data-kind": word,
+      "data-tone": tone(entry.kind),
+      title: `${clock(entry.time)} ${entry.text}`,
+    });
     node.textContent = { change: "▲", failure: "✕", other: "" }[word] ?? "";
     node.addEventListener("click", () => this.reveal(entry.n));
     const draw = (/** @type {{x: number}} */ { x }) => mark(node, "style", `left:${x}%`);
@@ -1188,6 +1350,7 @@ class Timeline {
     const fresh = entries.filter((entry) => !this.known.has(entry.n));
     for (const entry of fresh) this.known.set(entry.n, entry);
     if (fresh.length) this.entries = [...this.known.values()].sort((a, b) => a.n - b.n);
+    for (const { n } of this.entries.splice(0, Math.max(0, this.entries.length - MOST_EVENTS))) this.known.delete(n);
     return fresh.length > 0;
   }
 
@@ -1205,9 +1368,17 @@ class Timeline {
   show() {
     const kind = this.filter.value;
     const listed = this.entries.filter((entry) => kind === "all" || kinds(entry).includes(kind)).reverse();
-    this.list.draw(listed.map((entry) => [String(entry.n), entry]), null);
-    mark(this.log, "data-empty", listed.length ? null : kind === "all" ? "Nothing has happened yet." : `No ${kind}s among the events shown.`);
-    disable(this.earlier, !this.oldest || (this.entries[0]?.n ?? 0) <= this.oldest);
+    this.list.draw(
+      listed.map((entry) => [String(entry.n), entry]),
+      null,
+    );
+    mark(
+      this.log,
+      "data-empty",
+      listed.length ? null : kind === "all" ? "Nothing has happened yet." : `No ${kind}s among the events shown.`,
+    );
+    const first = this.entries[0]?.n ?? 0;
+    disable(this.earlier, !this.oldest || first <= this.oldest || this.entries.length >= MOST_EVENTS);
     this.drawChart();
   }
 
@@ -1216,23 +1387,33 @@ class Timeline {
     mark(this.chart, "hidden", shape ? null : "");
     if (!shape) return;
     mark(this.line, "d", shape.path);
-    const words = `Size of the world from ${clock(shape.from)} to ${clock(shape.to)}: ${shape.size} now, ${shape.most} at most, ${plural(this.entries.length, "event")}`;
+    const span = `from ${clock(shape.from)} to ${clock(shape.to)}`;
+    const count = plural(this.entries.length, "event");
+    const words = `Size of the world ${span}: ${shape.size} now, ${shape.most} at most, ${count}`;
     mark(this.svg, "aria-label", words);
     say(this.most, String(shape.most));
     say(this.from, clock(shape.from));
     say(this.to, clock(shape.to));
-    this.marks.draw(shape.marks.map((at) => [String(at.entry.n), at]), null);
+    this.marks.draw(
+      shape.marks.map((at) => [String(at.entry.n), at]),
+      null,
+    );
   }
 
   save() {
     say(this.note, "asking for the trace …");
-    this.wire.ask("trace", {}, (reply) => {
-      say(this.note, reply.error ?? "");
-      if (reply.error) return;
-      const address = URL.createObjectURL(new Blob([JSON.stringify(reply.trace)], { type: "application/json" }));
-      element("a", { href: address, download: "nbelastic-trace.json" }).click();
-      this.wire.timers.later(() => URL.revokeObjectURL(address), 10_000);
-    }, 30_000);
+    this.wire.ask(
+      "trace",
+      {},
+      (reply) => {
+        say(this.note, reply.error ?? "");
+        if (reply.error) return;
+        const address = URL.createObjectURL(new Blob([JSON.stringify(reply.trace)], { type: "application/json" }));
+        element("a", { href: address, download: "nbelastic-trace.json" }).click();
+        this.wire.timers.later(() => URL.revokeObjectURL(address), 10_000);
+      },
+      30_000,
+    );
   }
 }
 
@@ -1250,14 +1431,27 @@ class Logs {
       const node = element("option", { value });
       return { node, draw: (/** @type {string} */ text) => say(node, text) };
     });
-    this.search = element("input", { type: "search", placeholder: "Search", "aria-label": "Search the lines", spellcheck: "false" });
+    this.search = element("input", {
+      type: "search",
+      placeholder: "Search",
+      "aria-label": "Search the lines",
+      spellcheck: "false",
+    });
     this.search.addEventListener("input", () => this.sift());
     this.follow = button("Follow", () => this.setFollow(!this.following), "nbe-small nbe-toggle");
     this.note = element("span", { class: "nbe-note", role: "status" });
     this.box = element("div", { class: "nbe-lines", role: "region", "aria-label": "Log", tabindex: "0" });
     this.box.addEventListener("scroll", () => this.scrolled());
     const gap = element("span", { class: "nbe-gap" });
-    const bar = element("div", { class: "nbe-bar" }, element("label", {}, "Lines of ", this.worker), this.search, this.follow, gap, this.note);
+    const bar = element(
+      "div",
+      { class: "nbe-bar" },
+      element("label", {}, "Lines of ", this.worker),
+      this.search,
+      this.follow,
+      gap,
+      this.note,
+    );
     this.node = element("div", {}, bar, this.box);
     /** @type {Writer[]} */
     this.writers = [];
@@ -1426,14 +1620,32 @@ class Stacks {
       if (reply.error) return say(this.note, reply.error);
       const silent = reply.silent.length ? ` No answer from ${who(reply.silent)}.` : "";
       say(this.note, `At ${clock(Date.now() / 1000)}.${silent}`);
-      this.list.replaceChildren(...reply.stacks.map((/** @type {any} */ group, /** @type {number} */ i) => {
-        const head = element("summary", {}, element("b", {}, who(group.workers)), " ", element("code", {}, group.place));
-        if (group.note) head.append(" ", element("em", {}, group.note));
-        const ids = element("p", { class: "nbe-note" }, group.workers.map((/** @type {Writer} */ [id]) => id).join(", "));
-        const node = element("details", group.note ? { "data-behind": "" } : {}, head, ids, element("pre", { tabindex: "0" }, group.text));
-        node.open = i === 0 || Boolean(group.note);
-        return node;
-      }));
+      this.list.replaceChildren(
+        ...reply.stacks.map((/** @type {any} */ group, /** @type {number} */ i) => {
+          const head = element(
+            "summary",
+            {},
+            element("b", {}, who(group.workers)),
+            " ",
+            element("code", {}, group.place),
+          );
+          if (group.note) head.append(" ", element("em", {}, group.note));
+          const ids = element(
+            "p",
+            { class: "nbe-note" },
+            group.workers.map((/** @type {Writer} */ [id]) => id).join(", "),
+          );
+          const node = element(
+            "details",
+            group.note ? { "data-behind": "" } : {},
+            head,
+            ids,
+            element("pre", { tabindex: "0" }, group.text),
+          );
+          node.open = i === 0 || Boolean(group.note);
+          return node;
+        }),
+      );
     });
   }
 }
@@ -1452,14 +1664,23 @@ class Tabs {
       const names = { tab: `${id}tab${i}`, panel: `${id}panel${i}` };
       const tab = element("button", { type: "button", role: "tab", id: names.tab, "aria-controls": names.panel }, name);
       tab.addEventListener("click", () => this.select(i));
-      const box = element("div", { class: "nbe-panel", role: "tabpanel", id: names.panel, "aria-labelledby": names.tab, hidden: "" }, panel.node);
+      const box = element(
+        "div",
+        { class: "nbe-panel", role: "tabpanel", id: names.panel, "aria-labelledby": names.tab, hidden: "" },
+        panel.node,
+      );
       this.list.append(tab);
       this.node.append(box);
       return { tab, box, panel };
     });
     this.list.addEventListener("keydown", (event) => {
       const last = this.tabs.length - 1;
-      const places = { ArrowLeft: this.at ? this.at - 1 : last, ArrowRight: this.at < last ? this.at + 1 : 0, Home: 0, End: last };
+      const places = {
+        ArrowLeft: this.at ? this.at - 1 : last,
+        ArrowRight: this.at < last ? this.at + 1 : 0,
+        Home: 0,
+        End: last,
+      };
       const place = places[/** @type {keyof typeof places} */ (event.key)];
       if (place === undefined) return;
       event.preventDefault();
@@ -1501,10 +1722,19 @@ class View {
     this.steering = new Steering(this.orders, this.timers);
     this.timeline = new Timeline(this.wire);
     this.logs = new Logs(this.wire, this.timers, visible);
-    this.tabs = new Tabs(id, [["Timeline", this.timeline], ["Logs", this.logs], ["Stacks", new Stacks(this.wire)]]);
+    this.tabs = new Tabs(id, [
+      ["Timeline", this.timeline],
+      ["Logs", this.logs],
+      ["Stacks", new Stacks(this.wire)],
+    ]);
     this.dead = element("p", { class: "nbe-dead", role: "alert", hidden: "" });
     const parts = [this.glance, this.board, this.steering, this.orders, this.tabs].map((part) => part.node);
-    this.root = element("section", { class: "nbe", "aria-label": "Elastic cluster", tabindex: "-1" }, this.dead, ...parts);
+    this.root = element(
+      "section",
+      { class: "nbe", "aria-label": "Elastic cluster", tabindex: "-1" },
+      this.dead,
+      ...parts,
+    );
     el.append(this.root);
     this.frame = 0;
     this.skew = Infinity; // seconds that this clock is ahead of the kernel's
@@ -1526,13 +1756,18 @@ class View {
       view.connection(this?.model?.comm_live ?? this?.comm_live);
     };
     const back = () => document.hidden || this.soon();
-    const sight = new IntersectionObserver((seen) => {
-      this.inSight = seen[seen.length - 1].isIntersecting;
-      this.soon();
-    }, { rootMargin: "200px" });
-    const dim = (/** @type {Event} */ event) => event.target instanceof Element && event.target.classList.remove("nbe-news");
+    const sight = new IntersectionObserver(
+      (seen) => {
+        this.inSight = seen[seen.length - 1].isIntersecting;
+        this.soon();
+      },
+      { rootMargin: "200px" },
+    );
+    const dim = (/** @type {Event} */ event) =>
+      event.target instanceof Element && event.target.classList.remove("nbe-news");
     // The notebook's shortcuts are not meant by what is typed or pressed here.
-    const mine = (/** @type {KeyboardEvent} */ event) => event.ctrlKey || event.metaKey || event.altKey || event.stopPropagation();
+    const mine = (/** @type {KeyboardEvent} */ event) =>
+      event.ctrlKey || event.metaKey || event.altKey || event.stopPropagation();
     model.on("change:state", update);
     model.on("change:change", update);
     model.on("comm_live_update", live);
@@ -1603,7 +1838,8 @@ class View {
       this.asked = this.asked || Date.now();
       this.wire.ask("hello", {}, () => {}, 6 * DEAF);
     }
-    if (Date.now() - this.asked >= DEAF) this.bury(`No word from the kernel for ${duration(quiet / 1000)}: it is busy, was restarted or is gone.`);
+    if (Date.now() - this.asked >= DEAF)
+      this.bury(`No word from the kernel for ${duration(quiet / 1000)}: it is busy, was restarted or is gone.`);
   }
 
   bury(/** @type {string} */ why) {
@@ -1626,7 +1862,8 @@ class View {
   connection(/** @type {boolean|undefined} */ live) {
     if (live === false) {
       this.cut = true;
-      if (this.state().phase !== "finished") this.bury("The connection to the kernel is closed: it was restarted or is gone.");
+      if (this.state().phase !== "finished")
+        this.bury("The connection to the kernel is closed: it was restarted or is gone.");
       this.soon();
     } else {
       this.asked = Date.now();

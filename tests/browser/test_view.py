@@ -51,9 +51,9 @@ def crowd():
             [worker(0), worker(1, behind=3), worker(2), worker(None, "starting")], gpus=[[93, 61e3, 80e3]]
         ),
         long: host(
-            slots, slots=5, slots_until={"3": NOW + 3000}, phase="draining", reason="to leave at the next commit"
+            slots, slots=5, slots_until={"3": NOW + 3030}, phase="draining", reason="to leave at the next commit"
         ),
-        "gpu3": host([], slots=2, phase="cooling", reason="ssh said: connection refused", until=NOW + 3000, cpu=None),
+        "gpu3": host([], slots=2, phase="cooling", reason="ssh said: connection refused", until=NOW + 3030, cpu=None),
     }
     report = {"loss": 0.2134, "a-report-with-a-rather-long-name": 123456, "lr": "nan"}
     events = [event(6, "order-refused", "a-word-of-one-hundred-letters-" * 4), event(7, "training", took=CHANGE)]

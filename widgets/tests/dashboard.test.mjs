@@ -3,8 +3,29 @@ import assert from "node:assert/strict";
 import { test } from "node:test";
 
 import {
-  Fold, announcement, chart, clean, duration, eta, gap, kinds, megabytes, merge, milliseconds, number, ranges, shown,
-  sinceFailure, size, slotsOf, sparkline, stateOf, tone, waterfall, who, why,
+  Fold,
+  announcement,
+  chart,
+  clean,
+  duration,
+  eta,
+  gap,
+  kinds,
+  megabytes,
+  merge,
+  milliseconds,
+  number,
+  ranges,
+  shown,
+  sinceFailure,
+  size,
+  slotsOf,
+  sparkline,
+  stateOf,
+  tone,
+  waterfall,
+  who,
+  why,
 } from "../dashboard.js";
 
 const NB = "\u00a0"; // a number does not leave its unit
@@ -36,7 +57,14 @@ test("a change counts only with the key frame it was made for; what is missing i
 
 test("sizes, times and numbers are short and exact enough", () => {
   assert.deepEqual([size(4, 2, 8), size(4, 4, 4), size(3, 2, null)], ["4 / 2–8", "4 / 4", "3 / 2+"]);
-  assert.deepEqual([8, 119, 180, 7200, 7500, 100_000].map(duration), ["8 s", "119 s", "3 min", "2 h", "2 h 5 min", "1 d 3 h"]);
+  assert.deepEqual([8, 119, 180, 7200, 7500, 100_000].map(duration), [
+    "8 s",
+    "119 s",
+    "3 min",
+    "2 h",
+    "2 h 5 min",
+    "1 d 3 h",
+  ]);
   assert.deepEqual([megabytes(320), megabytes(3250), megabytes(null)], [`320${NB}MB`, `3.3${NB}GB`, ""]);
   assert.equal(megabytes(512, 128_000), `0.5 / 128${NB}GB`);
   assert.deepEqual([4.54, 85.4, 1234, 12_340].map(milliseconds), ["4.5 ms", "85 ms", "1,234 ms", "12.3 s"]);
@@ -46,7 +74,13 @@ test("sizes, times and numbers are short and exact enough", () => {
 test("what is left is told only while it is known", () => {
   const job = { job: "j", outcome: "", step: 400, total: 1000, steps_per_second: 10 };
   assert.equal(eta(job), "about 60 s");
-  for (const unknown of [{ total: null }, { steps_per_second: null }, { steps_per_second: 0 }, { outcome: "failed" }, { step: 1000 }]) {
+  for (const unknown of [
+    { total: null },
+    { steps_per_second: null },
+    { steps_per_second: 0 },
+    { outcome: "failed" },
+    { step: 1000 },
+  ]) {
     assert.equal(eta({ ...job, ...unknown }), "");
   }
   assert.deepEqual([sinceFailure(null, 9), sinceFailure(100, 300)], ["no failure yet", "3 min since the last failure"]);
@@ -55,16 +89,36 @@ test("what is left is told only while it is known", () => {
 test("ranks that follow one another are joined; who has none goes by name", () => {
   assert.equal(ranges([3, 0, 1, 2, 6, 8, 9]), "0–3, 6, 8, 9");
   assert.equal(who([["a/0#1", 0]]), "rank 0");
-  assert.equal(who([["a/0#1", 0], ["a/1#1", 1], ["a/2#1", 2], ["b/0#2", null]]), "ranks 0–2, b/0#2");
+  assert.equal(
+    who([
+      ["a/0#1", 0],
+      ["a/1#1", 1],
+      ["a/2#1", 2],
+      ["b/0#2", null],
+    ]),
+    "ranks 0–2, b/0#2",
+  );
 });
 
 test("each slot has its newest worker; an older one that lives stands beside it; an empty one may cool", () => {
   const row = (state) => [null, state, 0, 0, 1, null, null, ""];
-  const slots = slotsOf("a", host({ "0#1": row("running"), "0#3": row("starting"), "0#2": row("lost") }, { slots_until: { 1: 50 } }));
-  assert.deepEqual(slots.map((slot) => slot.id), ["a/0#3", "a/0#1", ""]);
-  assert.deepEqual(slots.map((slot) => stateOf(slot, 10)), ["starting", "running", "cooling"]);
+  const slots = slotsOf(
+    "a",
+    host({ "0#1": row("running"), "0#3": row("starting"), "0#2": row("lost") }, { slots_until: { 1: 50 } }),
+  );
+  assert.deepEqual(
+    slots.map((slot) => slot.id),
+    ["a/0#3", "a/0#1", ""],
+  );
+  assert.deepEqual(
+    slots.map((slot) => stateOf(slot, 10)),
+    ["starting", "running", "cooling"],
+  );
   assert.equal(stateOf(slots[2], 60), "empty");
-  assert.deepEqual(slotsOf("a", host({ "5#1": row("running") })).map((slot) => slot.slot), [0, 1, 5]);
+  assert.deepEqual(
+    slotsOf("a", host({ "5#1": row("running") })).map((slot) => slot.slot),
+    [0, 1, 5],
+  );
 });
 
 test("a screen reader hears of phases, sizes and losses, not of every number", () => {
@@ -83,9 +137,19 @@ test("a curve is drawn from low to high, with gaps where a value is no number", 
 });
 
 test("the size of the world is a step line up to now, with every event on it", () => {
-  const shape = chart([event(0, "world-formed", "", { size: 2 }), event(50, "worker-lost", "", { size: 1 }), event(60, "x", "", { size: 1 })], 100);
+  const shape = chart(
+    [
+      event(0, "world-formed", "", { size: 2 }),
+      event(50, "worker-lost", "", { size: 1 }),
+      event(60, "x", "", { size: 1 }),
+    ],
+    100,
+  );
   assert.equal(shape.path, "M0 0H50V50H100");
-  assert.deepEqual(shape.marks.map(({ x }) => x), [0, 50, 60]);
+  assert.deepEqual(
+    shape.marks.map(({ x }) => x),
+    [0, 50, 60],
+  );
   assert.deepEqual([shape.size, shape.most], [1, 2]);
   assert.equal(chart([], 100), null);
 });
@@ -96,20 +160,36 @@ test("events are changes, failures, both or neither; a hole between them is foun
   assert.equal(kinds(event(1, "host-up", "", { took: { all: 3 } })), "change");
   assert.equal(gap([event(1), event(2), event(7), event(8)]), 7);
   assert.equal(gap([event(5), event(6)]), 0);
-  assert.deepEqual(["worker-lost", "world-formed", "host-added", "job-stopped"].map(tone), ["bad", "good", "busy", "quiet"]);
+  assert.deepEqual(["worker-lost", "world-formed", "host-added", "job-stopped"].map(tone), [
+    "bad",
+    "good",
+    "busy",
+    "quiet",
+  ]);
 });
 
 test("the phases of a change follow one another; unknown ones come before the first step, the whole is none", () => {
   const bars = waterfall({ all: 100, "first step": 40, warm: 10, abort: 50 });
-  assert.deepEqual(bars.map(({ name, from, share }) => [name, from, share]), [["abort", 0, 50], ["warm", 50, 10], ["first step", 60, 40]]);
+  assert.deepEqual(
+    bars.map(({ name, from, share }) => [name, from, share]),
+    [
+      ["abort", 0, 50],
+      ["warm", 50, 10],
+      ["first step", 60, 40],
+    ],
+  );
   assert.equal(waterfall({ connect: 150, all: 100 })[0].share, 100);
 });
 
 test("a change was made because of what happened since the one before it", () => {
   const done = { took: { all: 10 } };
   const entries = [
-    event(1, "worker-lost", "long ago"), event(2, "training", "", done), event(3, "worker-ready", "no reason"),
-    event(4, "worker-lost", "b/0#1 died"), event(5, "world-broken", "connection reset"), event(6, "training", "", done),
+    event(1, "worker-lost", "long ago"),
+    event(2, "training", "", done),
+    event(3, "worker-ready", "no reason"),
+    event(4, "worker-lost", "b/0#1 died"),
+    event(5, "world-broken", "connection reset"),
+    event(6, "training", "", done),
   ];
   assert.deepEqual(why(entries, entries[5]), ["b/0#1 died", "connection reset"]);
 });
@@ -124,7 +204,10 @@ test("equal lines of different ranks close together are one; each rank's order i
   for (const text of ["x", "y", "x"]) fold.add("a", "out", text);
   for (const text of ["x", "y", "x", "z"]) fold.add("b", "out", text);
   fold.add("b", "err", "z");
-  assert.deepEqual(fold.lines.map(({ text, writers }) => `${text}:${writers.join("")}`), ["x:ab", "y:ab", "x:ab", "z:b", "z:b"]);
+  assert.deepEqual(
+    fold.lines.map(({ text, writers }) => `${text}:${writers.join("")}`),
+    ["x:ab", "y:ab", "x:ab", "z:b", "z:b"],
+  );
   fold.add("a", "out", "y"); // a's own y came long before: this is another
   assert.equal(fold.lines.at(-1).writers.join(""), "a");
 });
