@@ -47,11 +47,12 @@ def base_url():
 
 
 class Lab:
-    """A server of its own folder, settings and port, with a token."""
+    """A server of its own folder, settings and port, with a token. `app`: lab, or notebook for Jupyter Notebook 7."""
 
-    def __init__(self, folder: Path, theme: str) -> None:
+    def __init__(self, folder: Path, theme: str, app: str) -> None:
         self.folder = folder
         self.theme = theme
+        self.app = app
         self.token = secrets.token_hex(16)
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
@@ -63,8 +64,9 @@ class Lab:
         path = os.pathsep.join([str(ROOT), str(ROOT / "tests" / "notebook")])
         settings = {"JUPYTERLAB_SETTINGS_DIR": str(self.folder / "settings"), "PYTHONPATH": path}
         self.log = (self.folder / "lab.log").open("wb")
-        command = [sys.executable, "-m", "jupyterlab", "--no-browser", "--allow-root", "--ip=127.0.0.1"]
-        command += [f"--port={self.port}", "--ServerApp.port_retries=0", "--LabApp.expose_app_in_browser=True"]
+        module, name = {"lab": ("jupyterlab", "LabApp"), "notebook": ("notebook", "JupyterNotebookApp")}[self.app]
+        command = [sys.executable, "-m", module, "--no-browser", "--allow-root", "--ip=127.0.0.1"]
+        command += [f"--port={self.port}", "--ServerApp.port_retries=0", f"--{name}.expose_app_in_browser=True"]
         command += [f"--ServerApp.root_dir={self.folder / 'work'}", f"--IdentityProvider.token={self.token}"]
         self.process = subprocess.Popen(
             command, env={**os.environ, **places, **settings}, stdout=self.log, stderr=subprocess.STDOUT
@@ -97,10 +99,13 @@ class Lab:
         ]
         notebook = {"cells": made, "metadata": kernel, "nbformat": 4, "nbformat_minor": 5}
         (self.folder / "work" / name).write_text(json.dumps(notebook))
-        return f"http://127.0.0.1:{self.port}/lab/tree/{name}?token={self.token}"
+        place = "lab/tree" if self.app == "lab" else "notebooks"
+        return f"http://127.0.0.1:{self.port}/{place}/{name}?token={self.token}"
 
     def _write_settings(self) -> None:
         (self.folder / "work").mkdir()
+        if self.app != "lab":  # it knows few of JupyterLab's settings
+            return
         themes = {"apputils-extension/themes": {"theme": THEMES[self.theme]}}
         for name, content in {**SETTINGS, **themes}.items():
             path = self.folder / "settings" / "@jupyterlab" / f"{name}.jupyterlab-settings"
@@ -121,6 +126,8 @@ class Lab:
 
 @pytest.fixture
 def lab(request, tmp_path):
-    """Parametrize indirectly with `light` or `dark`."""
-    with Lab(tmp_path, getattr(request, "param", "light")) as lab:
+    """Parametrize indirectly with a theme, `light` or `dark`, or with `notebook` for Jupyter Notebook 7."""
+    wanted = getattr(request, "param", "light")
+    theme, app = ("light", "notebook") if wanted == "notebook" else (wanted, "lab")
+    with Lab(tmp_path, theme, app) as lab:
         yield lab

@@ -1,0 +1,115 @@
+"""What the dashboard costs: `python -m tests.benchmarks.dashboard [--json FILE] [--quick]`.
+
+The driver's CPU with four workers at rest and in training, with a dashboard and without; and of a cluster of 64 hosts
+with 8 slots what the kernel computes and sends.
+"""
+
+from __future__ import annotations
+
+import time
+
+from msgspec import json
+from msgspec.structs import replace
+
+import nbelastic as nbe
+from nbelastic.driver.status import EventRecord, HostStatus, Status, WorkerStatus
+from nbelastic.notebook.dashboard import Dashboard
+from nbelastic.notebook.frames import Frames
+from tests.benchmarks import recovery
+from tests.benchmarks.recovery import Cases, training
+
+HOSTS, SLOTS = 64, 8
+
+
+def busy(seconds: float) -> float:
+    """This process's CPU in percent of a core."""
+    began = time.process_time()
+    time.sleep(seconds)
+    return (time.process_time() - began) / seconds * 100
+
+
+def driver(rounds: int, seconds: float) -> dict[str, list[float]]:
+    """Percent of a core: the kernel's process with four workers, at rest and while they train (a step takes 5 ms)."""
+    found: dict[str, list[float]] = {}
+    with nbe.Cluster("localhost:4", min=4) as cluster:
+        found["rest"] = [busy(seconds) for _ in range(rounds)]
+        shown = Dashboard(cluster)
+        found["rest, shown"] = [busy(seconds) for _ in range(rounds)]
+        shown.close()
+    with training("localhost:4", min=4) as (cluster, _):
+        cluster.wait(4)
+        found["training"] = [busy(seconds) for _ in range(rounds)]
+        shown = Dashboard(cluster)
+        found["training, shown"] = [busy(seconds) for _ in range(rounds)]
+        shown.close()
+    return found
+
+
+def wide(step: int) -> Status:
+    """512 workers in the middle of a training; every worker's CPU and memory are new with each step."""
+    hosts = tuple(
+        HostStatus(
+            f"gpu-node-{h:03}",
+            f"10.20.30.{h}",
+            SLOTS,
+            "up",
+            "",
+            0.0,
+            50.0 + (h + step) % 9,
+            2 * 10**11,
+            5 * 10**11,
+            ((97, 71_000, 81_559),) * SLOTS,
+        )
+        for h in range(HOSTS)
+    )
+    workers = tuple(
+        WorkerStatus(
+            f"{host.name}/{s}#1",
+            host.name,
+            s,
+            h * SLOTS + s,
+            s,
+            10_000 + s,
+            "running",
+            step,
+            0,
+            "",
+            "",
+            95.0 + (h + s + step) % 10,
+            9 * 10**9,
+        )
+        for h, host in enumerate(hosts)
+        for s in range(SLOTS)
+    )
+    curve = tuple(2.3 / (i + 1) for i in range(99))
+    status = Status("wide", "running", "512 workers train", 3, 512, 8, None, hosts, workers, "job-1", "", step)
+    return replace(status, report={"loss": 0.2}, curves={"loss": curve}, time=1.7e9 + step)
+
+
+def large(rounds: int) -> dict[str, list[float]]:
+    """64 × 8: milliseconds to make an update of a status, and kilobytes of it: the whole, a step's, a second's samples."""
+    events = [EventRecord(1.7e9, "world-formed", "world of 512 at epoch 3", epoch=3, took={"form": 1.0})] * 12
+    found: dict[str, list[float]] = {name: [] for name in ("make, ms", "whole, kB", "step, kB", "samples, kB")}
+    for _ in range(rounds):
+        frames, first = Frames(), wide(0)
+        frames.show(first, events, 12)
+        found["whole, kB"].append(len(json.encode(frames.state)) / 1000)
+        frames.show(replace(first, step=1, time=first.time + 0.25), events, 12)
+        found["step, kB"].append(len(json.encode(frames.change)) / 1000)
+        second = wide(2)
+        began = time.perf_counter()
+        frames.show(second, events, 12)
+        found["make, ms"].append((time.perf_counter() - began) * 1000)
+        found["samples, kB"].append(len(json.encode(frames.change or frames.state)) / 1000)
+    return found
+
+
+def cases(part: int) -> Cases:
+    return {
+        "driver": lambda: driver(max(2, 5 // part), 5.0),
+        "large": lambda: large(max(5, 50 // part)),
+    }
+
+
+if __name__ == "__main__":
+    recovery.run(__doc__, 5, cases)
