@@ -57,8 +57,6 @@ class Chronicle:
 
     def record(self, command: m.Record, now: float, size: int, took: dict[str, float] | None = None) -> None:
         """Add a line for people. `size`: the world's."""
-        if command.kind == "world-formed":  # the first step may have been made, and heard of, before
-            took = self._took
         record = EventRecord(
             time.time(), command.kind, command.text, command.host, command.worker, command.epoch, took or {}, size
         )

@@ -311,7 +311,8 @@ class Driver:
         live, members = self.fleet.live, self.world.members
         if message.worker not in self.world.workers:
             return
-        live.steps[message.worker] = message.commit
+        if message.commit:  # who has just come has made none yet
+            live.steps[message.worker] = message.commit
         self._silence.commits.made(message.epoch, message.commit, now)
         live.progress(message.commit, now)
         if members and message.worker == members[0]:

@@ -11,8 +11,8 @@ from types import FrameType
 
 STACK_BOUND = 64_000  # characters
 _LIBRARIES = (
-    *{sysconfig.get_path(kind) + os.sep for kind in ("stdlib", "platstdlib", "purelib", "platlib")},
-    os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep,  # nbelastic
+    *dict.fromkeys(sysconfig.get_path(kind) + os.sep for kind in ("purelib", "platlib", "stdlib", "platstdlib")),
+    os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep,  # nbelastic itself
     "<frozen",
 )
 _BELOW = ("/ipyparallel/", "/ipykernel/", "/IPython/", "/nbelastic/worker/program.py")  # what runs the user's program
@@ -51,7 +51,10 @@ def _above(frame: FrameType | None) -> list[FrameType]:
 def _format(frames: list[FrameType]) -> str:
     if not any(map(_is_the_users, frames)):
         return "It runs no code of yours.\n"
-    return "".join(traceback.StackSummary.extract((frame, frame.f_lineno) for frame in frames).format())
+    text = "".join(traceback.StackSummary.extract((frame, frame.f_lineno) for frame in frames).format())
+    for folder in _LIBRARIES:  # torch/nn/modules/module.py says enough
+        text = text.replace(f'"{folder}', '"')
+    return text
 
 
 def _is_the_users(frame: FrameType) -> bool:

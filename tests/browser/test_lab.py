@@ -13,18 +13,23 @@ from playwright.sync_api import expect
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(300)]
 
 LOAD = "%load_ext nbelastic"
-START = "%elastic_start --min 2 --max 4 --hosts localhost:2 --cooldown 0 0"
+START = "%elastic_start --min 2 --max 4 --hosts localhost:2 --cooldown 0 0 --silence 2"
 TRAIN = """%%elastic_run --job job
-import time
+import os, time
 import torch, torch.distributed as dist
 import nbelastic as nbe
 
 state = nbe.ObjectState(step=0)
 
+def load():
+    while nbe.rank() == 1 and os.path.exists("slow"):
+        time.sleep(0.05)
+
 @nbe.elastic
 def train(state):
     while True:
         time.sleep(0.02)
+        load()
         dist.all_reduce(torch.ones(1))
         state.step += 1
         state.report(loss=2 / (1 + state.step / 100), total=100_000)
@@ -34,7 +39,7 @@ def train(state):
 
 train(state)
 """
-BUSY = "import time; time.sleep(20); print('slept')"
+BUSY = "import time; time.sleep(25); print('slept')"
 NOT_OURS = "undefined (reading 'schema')"  # Notebook 7.6 says it of its own settings
 KERNEL_READY = """() => {
     const kernel = window.jupyterapp?.shell.currentWidget?.sessionContext?.session?.kernel;
@@ -103,9 +108,16 @@ def test_a_day_of_work_while_a_cell_sleeps(lab, page, notebook, output_path):
     expect(view.locator(".nbe-facts").first).to_contain_text("4 / 2–4", timeout=12_000)
     view.get_by_role("tab", name="Logs").click()
     expect(view.locator(".nbe-lines")).to_contain_text("step 100", timeout=5_000)
+    view.screenshot(path=f"{output_path}/logs.png")
     view.get_by_role("tab", name="Stacks").click()
+    slow = lab.folder / "work" / "slow"
+    slow.touch()
+    expect(chip(view, "rank 1, slot 1, running, 1 commit behind")).to_be_visible(timeout=12_000)
     view.get_by_role("button", name="Stacks now").click()
-    expect(view.locator(".nbe-stacks")).to_contain_text("train(state)", timeout=5_000)
+    expect(view.locator(".nbe-stacks")).to_contain_text("in load", timeout=5_000)
+    expect(view.locator(".nbe-stacks")).to_contain_text("all_reduce")
+    view.screenshot(path=f"{output_path}/stacks.png")
+    slow.unlink()
     assert complaints_of_axe(page) == []
     view.get_by_role("tab", name="Timeline").click()
     chip(view, "rank 1").click()
@@ -119,7 +131,7 @@ def test_a_day_of_work_while_a_cell_sleeps(lab, page, notebook, output_path):
     expect(prompt(page, 3)).to_have_text("[*]:")
     view.get_by_role("button", name="Remove host 127.0.0.2").click()
     expect(view.locator(".nbe-table")).not_to_contain_text("127.0.0.2", timeout=10_000)
-    expect(prompt(page, 3)).to_have_text("[4]:", timeout=25_000)
+    expect(prompt(page, 3)).to_have_text("[4]:", timeout=30_000)
     run(4)
     expect(page.locator(".jp-OutputArea-executeResult").last).to_contain_text("world 2 / 2–4")
     run(5)
@@ -214,5 +226,5 @@ def test_in_jupyter_notebook_7(lab, page, notebook):
     expect(prompt(page, 2)).to_have_text("[*]:")
     view.get_by_role("button", name="Remove host 127.0.0.2").click()
     expect(view.locator(".nbe-table")).not_to_contain_text("127.0.0.2", timeout=10_000)
-    expect(prompt(page, 2)).to_have_text("[3]:", timeout=25_000)
+    expect(prompt(page, 2)).to_have_text("[3]:", timeout=30_000)
     run(3)

@@ -98,7 +98,8 @@ def test_a_stopped_process_has_no_stack_and_the_others_are_shown(make):
     stopped, other = cluster.workers
     until(lambda: all(stack.text for stack in cluster.stacks()))
     os.kill(stopped.pid, signal.SIGSTOP)
-    stacks = {stack.worker: stack for stack in cluster.stacks(timeout=0.05)}
+    look = lambda: {stack.worker: stack for stack in cluster.stacks(timeout=0.05)}
+    stacks = until(lambda: (found := look())[other.id].text and found, what="the other's answer")
     assert stacks[other.id].text == "It runs no code of yours.\n"
     assert stopped.id not in stacks or stacks[stopped.id].text == ""
 
