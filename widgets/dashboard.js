@@ -310,7 +310,7 @@ export function why(/** @type {Entry[]} */ entries, /** @type {Entry} */ entry) 
   for (let i = entries.findIndex((other) => other.n === entry.n) - 1; i >= 0 && reasons.length < 4; i -= 1) {
     if (entries[i].took?.all !== undefined || /^job-/.test(entries[i].kind)) break;
     if (/lost|broken|planned|plan-|removed|added|changed|scaled|killed|gone|failed/.test(entries[i].kind)) {
-      reasons.unshift(entries[i].text);
+      if (!reasons.includes(entries[i].text)) reasons.unshift(entries[i].text); // a death, and the break that it is
     }
   }
   return reasons;

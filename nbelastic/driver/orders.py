@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from nbelastic.driver.driver import Driver
 
 KEPT = 8  # orders that are shown
+PENDING = 32  # that may be under way: a page that has gone wild is not let in
 ID_BOUND = 64  # characters of an order's id
 
 
@@ -46,7 +47,7 @@ def add_host(host: str, default_slots: int, by: str) -> Order:
             raise HostError(f"{spec.name} has left again.")
         if there.phase is HostPhase.LOST:
             raise HostError(f"{there.reason}; it is tried again.")
-        return f"up with {spec.slots} slots" if there.phase is HostPhase.UP else None
+        return f"up with {spec.slots} slot{'s' if spec.slots > 1 else ''}" if there.phase is HostPhase.UP else None
 
     return Order(f"add {spec.name}:{spec.slots}", m.HostAdded(spec, by), done)
 
@@ -157,6 +158,9 @@ def take(driver: Driver, message: Mapping[str, Any], default_slots: int, by: str
             settle("refused", str(error))
 
     try:
+        ends = message.get("order") in ("stop", "stop_job")
+        if not ends and sum(each.word == "under way" for each in orders) >= PENDING:
+            raise UsageError(f"{PENDING} orders are under way already: wait for one to be done.")
         order = read(message, driver.world, default_slots, by)
     except NbelasticError as error:
         orders.append(OrderStatus(key, by, str(message.get("order", "")).replace("_", " ")[:ID_BOUND]))

@@ -222,7 +222,7 @@ def test_in_jupyter_notebook_7(lab, page, notebook):
     expect(prompt(page, 2)).to_have_text("[*]:")
     view.get_by_label("Host to add").fill("127.0.0.2:1")
     view.get_by_role("button", name="Add host").click()
-    expect(view.get_by_role("status", name="Orders")).to_contain_text("up with 1 slots", timeout=10_000)
+    expect(view.get_by_role("status", name="Orders")).to_contain_text("up with 1 slot", timeout=10_000)
     expect(prompt(page, 2)).to_have_text("[*]:")
     view.get_by_role("button", name="Remove host 127.0.0.2").click()
     expect(view.locator(".nbe-table")).not_to_contain_text("127.0.0.2", timeout=10_000)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
+import sys
+import threading
 
 import pytest
 
-from nbelastic.driver.status import POINTS, Curve, Live
+from nbelastic.core.world import Limits, World
+from nbelastic.driver.status import POINTS, Curve, Live, snapshot
 from tests.core.story import wid
 
 
@@ -58,3 +61,28 @@ def test_who_has_just_come_is_not_behind():
     """It has made no commit yet; how far the others are is not its fault."""
     live = live_at([(10.0, 5000), (12.0, 5001)], w0=5001)
     assert live.behind(wid("a/1#1"), 14.0) == 0
+
+
+def test_it_may_be_read_while_it_is_written():
+    """The driver's thread writes, others look at the same time: nobody stumbles over a container that changes."""
+    live, stop = Live(), threading.Event()
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+
+    def write():
+        for i in range(20_000):
+            live.progress(i, i / 1000)
+            live.report_of({f"value {i % 7}": 1.0})
+            if i % 500 == 0:
+                live.begin_job()
+        stop.set()
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    try:
+        while not stop.is_set():
+            live.behind(wid("a/0#1"), 3.0)
+            snapshot("s", World(Limits()), live, 1.0)
+    finally:
+        writer.join()
+        sys.setswitchinterval(before)
