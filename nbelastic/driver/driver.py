@@ -293,9 +293,10 @@ class Driver:
                     self.fleet.hello(w, engine)
             case wire.WorkerProgress():
                 self._progress(message, now)
-            case wire.StackShown():
-                self.fleet.live.stacks[message.worker] = message
-                self._publish()
+            case wire.StackShown(worker=w):
+                if w in self.world.workers:
+                    self.fleet.live.stacks[w] = message
+                    self._publish()
             case wire.WorkerOutput(worker=w):
                 run = self.fleet.program_of(w)
                 if run is not None:

@@ -142,19 +142,23 @@ def take(driver: Driver, message: Mapping[str, Any], default_slots: int, by: str
     key = str(message.get("id", ""))[:ID_BOUND] or f"order-{len(driver.chronicle.records)}"
 
     def settle(word: str, why: str) -> None:
-        for i, order in enumerate(orders):
-            if order.id == key:
-                orders[i] = replace(order, word=word, why=why)
-        if word == "refused":
-            driver.record(m.Record("order-refused", f"{by}: {why}"))
+        for i, each in enumerate(orders):
+            if each.id == key:
+                orders[i] = replace(each, word=word, why=why)
+
+    def refuse(error: BaseException) -> None:
+        settle("refused", str(error))
+        driver.record(m.Record("order-refused", f"{by}: {error}"))
 
     def settled(future: Future[str]) -> None:
         error = future.exception()
         if error is None:
             settle("done", future.result())
-        elif isinstance(error, ClusterStoppedError):  # that is what this one asked for, or nobody minds any more
+        elif not isinstance(error, ClusterStoppedError):
+            refuse(error)
+        elif message["order"] == "stop":
             settle("done", "")
-        else:
+        else:  # the log is closed
             settle("refused", str(error))
 
     try:
@@ -164,7 +168,7 @@ def take(driver: Driver, message: Mapping[str, Any], default_slots: int, by: str
         order = read(message, driver.world, default_slots, by)
     except NbelasticError as error:
         orders.append(OrderStatus(key, by, str(message.get("order", "")).replace("_", " ")[:ID_BOUND]))
-        settle("refused", str(error))
+        refuse(error)
     else:
         orders.append(OrderStatus(key, by, order.text))
         future: Future[str] = Future()
