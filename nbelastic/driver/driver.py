@@ -21,10 +21,11 @@ from nbelastic.core.world import HostPhase, WorkerState, World
 from nbelastic.driver import discovery as hosts
 from nbelastic.driver.chronicle import Chronicle
 from nbelastic.driver.fleet import Fleet
+from nbelastic.driver.live import HostSample
 from nbelastic.driver.run import Run
 from nbelastic.driver.settings import Settings
 from nbelastic.driver.silence import Silence
-from nbelastic.driver.status import HostSample, Status, snapshot
+from nbelastic.driver.status import Status, snapshot
 from nbelastic.link import Hub, Keys
 
 T = TypeVar("T")

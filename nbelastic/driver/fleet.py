@@ -17,8 +17,8 @@ from nbelastic.core import messages as m
 from nbelastic.core import wire
 from nbelastic.driver.gate import Doors
 from nbelastic.driver.launchers import Agent, BatchJobAgent, agent_for, batch_folder, locate
+from nbelastic.driver.live import Live
 from nbelastic.driver.run import Run
-from nbelastic.driver.status import Live
 from nbelastic.link import Hub, Keys
 
 if TYPE_CHECKING:

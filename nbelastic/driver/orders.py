@@ -18,8 +18,8 @@ from nbelastic.core.errors import ClusterStoppedError, HostError, NbelasticError
 from nbelastic.core.placement import parse_host
 from nbelastic.core.world import HostPhase, WorkerState, World
 from nbelastic.driver.fleet import error_of
+from nbelastic.driver.live import OrderStatus
 from nbelastic.driver.settings import check_bounds
-from nbelastic.driver.status import OrderStatus
 
 if TYPE_CHECKING:
     from nbelastic.driver.driver import Driver

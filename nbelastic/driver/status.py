@@ -8,15 +8,12 @@ from dataclasses import dataclass, field
 
 from msgspec import Struct
 
-from nbelastic.core import wire
 from nbelastic.core.messages import WorkerId
 from nbelastic.core.placement import places
 from nbelastic.core.world import World, host_cooling_until
+from nbelastic.driver.live import Live, OrderStatus
 
-BEHIND = 1.0  # seconds for which others must have been ahead
 CLOCK = time.time() - time.monotonic()  # of this process: a cooldown's end does not move from look to look
-CURVES = 4  # values whose history is kept
-POINTS = 100  # of a history
 
 
 class HostStatus(Struct, frozen=True):
@@ -63,16 +60,6 @@ class WorkerStatus(Struct, frozen=True):
     behind: int = 0
 
 
-class OrderStatus(Struct, frozen=True):
-    """An order of a dashboard: `word` is under way, done or refused; `why` says more. `id` is the dashboard's own."""
-
-    id: str
-    by: str
-    text: str
-    word: str = "under way"
-    why: str = ""
-
-
 class Status(Struct, frozen=True):
     """All that can be seen of a cluster at one moment. `job` is the current or last job's name, `outcome` how it ended.
 
@@ -117,92 +104,6 @@ class EventRecord:
     epoch: int = 0
     took: dict[str, float] = field(default_factory=dict)
     size: int = 0
-
-
-class HostSample(Struct, frozen=True):
-    """As of `HostStatus`."""
-
-    cpu: float
-    memory: int
-    memory_total: int
-    gpus: tuple[tuple[int, int, int], ...]
-
-
-class Live(Struct):
-    """What the driver has heard beside the world: samples and progress.
-
-    Written in the driver's thread, read by `snapshot` in any: what is iterated over is replaced, never changed.
-    """
-
-    host_samples: dict[str, HostSample] = {}
-    worker_samples: dict[str, tuple[float, int]] = {}
-    steps: dict[WorkerId, int] = {}
-    step: int = 0  # the newest commit of the present or last job
-    report: dict[str, float] = {}
-    total: int | None = None
-    newest: tuple[tuple[float, int], ...] = ()  # when which commit was first heard of
-    curves: dict[str, Curve] = {}
-    steps_per_second: float | None = None
-    failed_at: float | None = None
-    orders: list[OrderStatus] = []
-    stacks: dict[WorkerId, wire.StackShown] = {}  # each worker's last
-    asked: int = 0  # the number of the last question for stacks
-    log_dir: str = ""
-    jobs: dict[str, str] = {}  # how the batch jobs stand whose agents have not spoken yet, by host
-
-    def progress(self, commit: int, now: float) -> None:
-        """Some worker has made this commit."""
-        if commit > self.step:
-            self.step = commit
-            recent = [i for i, (at, _) in enumerate(self.newest) if at >= now - BEHIND]
-            oldest = max(0, recent[0] - 1) if recent else max(0, len(self.newest) - 1)
-            self.newest = (*self.newest[oldest:], (now, commit))
-
-    def report_of(self, values: Mapping[str, float]) -> None:
-        """Rank 0 has reported these; `total` is ours."""
-        self.report = dict(values)
-        total = self.report.pop("total", None)
-        self.total = int(total) if total is not None and 0 < total < float("inf") else None
-        for name in list(self.report)[:CURVES]:
-            if name not in self.curves:
-                self.curves = {**self.curves, name: Curve()}
-            self.curves[name].add(self.report[name])
-
-    def begin_job(self) -> None:
-        """What was measured belongs to the job before."""
-        self.step, self.report, self.steps_per_second, self.total = 0, {}, None, None
-        self.newest, self.curves = (), {}
-
-    def behind(self, w: WorkerId, now: float) -> int:
-        """How many commits others had made a second ago and this one has not."""
-        own = self.steps.get(w)
-        if own is None:
-            return 0
-        then = max((commit for at, commit in self.newest if at <= now - BEHIND), default=0)
-        return max(0, then - own)
-
-
-class Curve:
-    """A value's history in at most `POINTS` points, each the mean of equally many reports."""
-
-    def __init__(self) -> None:
-        self._points: list[float] = []
-        self._each = 1  # reports a point
-        self._sum, self._count = 0.0, 0  # of the point that is being made
-
-    def add(self, value: float) -> None:
-        self._sum, self._count = self._sum + value, self._count + 1
-        if self._count < self._each:
-            return
-        self._points.append(self._sum / self._count)
-        self._sum, self._count = 0.0, 0
-        if len(self._points) == POINTS:
-            self._points = [(a + b) / 2 for a, b in zip(self._points[::2], self._points[1::2], strict=True)]
-            self._each *= 2
-
-    @property
-    def points(self) -> tuple[float, ...]:
-        return tuple(self._points)
 
 
 def snapshot(name: str, world: World, live: Live, now: float) -> Status:

@@ -9,7 +9,8 @@ import threading
 import pytest
 
 from nbelastic.core.world import Limits, World
-from nbelastic.driver.status import POINTS, Curve, Live, snapshot
+from nbelastic.driver.live import POINTS, Curve, Live
+from nbelastic.driver.status import snapshot
 from tests.core.story import wid
 
 
