@@ -9,6 +9,7 @@ import os
 import socket
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from subprocess import PIPE, STDOUT, Popen
@@ -63,7 +64,8 @@ class AgentLauncher(LocalProcessLauncher):  # type: ignore[misc]
         """Close its standard input: an agent ends then."""
         stdin = self._popen_process.stdin if self._popen_process is not None else None
         if stdin is not None:
-            stdin.close()
+            with suppress(BrokenPipeError):  # it has ended, and what it was told is still in the buffer
+                stdin.close()
 
 
 class ProcessAgent:
