@@ -70,12 +70,13 @@ class WorkerProgress(Message):
 
 
 class WorkerOutput(Message):
-    """What the program wrote to `stream` (out or err) since the last one; `skipped` characters of it were left out."""
+    """What the program of `job` wrote to `stream` (out or err) since the last one; `skipped` characters of it were left out."""
 
     worker: WorkerId
     stream: str
     text: str
     skipped: int = 0
+    job: str = ""
 
 
 class StackShown(Message):

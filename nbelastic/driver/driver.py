@@ -298,10 +298,9 @@ class Driver:
                 if w in self.world.workers:
                     self.fleet.live.stacks[w] = message
                     self._publish()
-            case wire.WorkerOutput(worker=w):
-                run = self.fleet.program_of(w)
-                if run is not None:
-                    run.hear(message)
+            case wire.WorkerOutput(job=job):
+                if job in self.runs:  # the last words of one may come when the next has begun
+                    self.runs[job].hear(message)
             case m.Event():
                 if isinstance(message, m.WorkerFormed):
                     self.chronicle.worker_formed(message)

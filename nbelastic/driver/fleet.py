@@ -85,7 +85,6 @@ class Fleet:
         self._worker_of: dict[str, m.WorkerId] = {}
         self._setup_started: set[m.WorkerId] = set()
         self._spawns: list[tuple[m.WorkerId, Path]] = []  # wait for the controller
-        self._programs: dict[m.WorkerId, Run] = {}
         self._engines: Engines | None = None
         self._starting: asyncio.Task[None] | None = None
         self.setup_cells: list[str] = []
@@ -302,7 +301,6 @@ class Fleet:
         self, w: m.WorkerId, run: Run, ended: Callable[[m.WorkerId, Run, tuple[str, Any, str]], None]
     ) -> None:
         assert self._engines is not None
-        self._programs[w] = run
         log_dir = str(self._settings.log_dir / run.name)
 
         def done(outcome: tuple[str, Any, str]) -> None:
@@ -313,10 +311,6 @@ class Fleet:
             self._engines.run_cell(engine, run.name, log_dir, run.cell, done)
         else:
             self._engines.run_function(engine, run.name, log_dir, run.call, done)
-
-    def program_of(self, w: m.WorkerId) -> Run | None:
-        """The run whose program it has, or had last: its last words may come after its end."""
-        return self._programs.get(w)
 
     def keep_only(self, workers: Collection[m.WorkerId]) -> None:
         """Forget what was known of workers that are gone."""
@@ -330,7 +324,6 @@ class Fleet:
             self.live.steps.pop(w, None)
             self.live.worker_samples.pop(str(w), None)
             self.live.stacks.pop(w, None)
-            self._programs.pop(w, None)
 
     @property
     def client(self) -> Any:

@@ -32,7 +32,7 @@ class _Stream(io.TextIOBase):
         self._file = open(fd, "w", encoding="utf-8", errors="replace", buffering=1, closefd=False)  # noqa: SIM115
 
     def write(self, text: str) -> int:
-        self._session.write(self._name, text)
+        self._session.printed.write(self._name, text)
         return self._file.write(text)
 
     def flush(self) -> None:

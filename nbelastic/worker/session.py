@@ -23,6 +23,7 @@ from nbelastic.core.errors import JobStoppedError, NoWorldError
 from nbelastic.link import Keys, Spoke
 from nbelastic.worker.ahead import Ahead
 from nbelastic.worker.boot import set_interface
+from nbelastic.worker.printed import Printed
 from nbelastic.worker.rendezvous import Group, Offer, backend_for, collectives_of_all
 from nbelastic.worker.stuck import Blocked, of_a_collective
 from nbelastic.worker.warm import WarmUp
@@ -39,7 +40,6 @@ REPORT_EVERY = 0.25
 VERDICT = 0.25  # seconds within which the word that ends the job follows the abort, if the error is its end
 ERROR_BOUND = 500  # characters of an error's text; the traceback has all of it
 OFFERED_AT = 2  # commits of an epoch after which the next one's store is offered
-OUTPUT_BOUND = 64_000  # characters of output a stream that are kept for one sending
 
 
 class WorldAborted(BaseException):
@@ -85,7 +85,7 @@ class Session:
         self._aborted = 0  # the newest epoch that was aborted
         self._blocked: Blocked | None = None
         self._quit: wire.Quit | None = None
-        self._output: dict[str, list[str]] = {"out": [], "err": []}
+        self.printed = Printed()  # is sent with the next tick
         keys = msgspec.convert(settings["keys"], Keys)
         self.link = Spoke(
             settings["driver"],
@@ -107,6 +107,7 @@ class Session:
         self.leave_group()
         self._ahead.abort()
         self.job, self.epoch, self.commits, self.total = job, 0, 0, 0
+        self.printed.job = job
         self._quit = self._hold = self._leave_at = self._coming = None
         self._inbox = queue.SimpleQueue()
         self.used, self._rank = False, 0
@@ -346,7 +347,9 @@ class Session:
 
     def _send_progress(self, now: float) -> None:
         epoch, seen = self.epoch, (self.group.epoch if self.group else 0, self.commits)
-        first, self._first = self._first, None
+        first = self._first
+        if first is not None:  # else the main thread may be about to say it
+            self._first = None
         if first is None and (seen == self._reported or now < self._report_at):
             return
         self._reported, self._report_at = seen, now + REPORT_EVERY
@@ -354,17 +357,8 @@ class Session:
         self.link.send(wire.WorkerProgress(self.worker, seen[0] or epoch, self.total, report, first))
 
     def _send_output(self) -> None:
-        for stream, parts in self._output.items():
-            if not parts:
-                continue
-            self._output[stream] = []
-            text = "".join(parts)
-            skipped = max(0, len(text) - OUTPUT_BOUND)
-            self.link.send(wire.WorkerOutput(self.worker, stream, text[skipped:], skipped))
-
-    def write(self, stream: str, text: str) -> None:
-        """The program's output, from any thread; it is sent with the next tick."""
-        self._output[stream].append(text)
+        for job, stream, text, skipped in self.printed.take():
+            self.link.send(wire.WorkerOutput(self.worker, stream, text, skipped, job))
 
 
 _session: Session | None = None

@@ -282,6 +282,17 @@ def test_each_worker_has_its_log_files(cluster):
     assert {file: file.read_bytes() for file in folder.iterdir()} == before
 
 
+def test_jobs_in_quick_succession_keep_their_words_apart(cluster):
+    """Each ends with its words on their way, and the next begins at once: all of them arrive, where they belong."""
+    jobs = []
+    for number in range(20):
+        jobs.append(cluster.run(print, f"job {number}"))
+        jobs[-1].result(timeout=20)
+    until(lambda: all(len(job.logs().splitlines()) >= 3 for job in jobs))
+    for number, job in enumerate(jobs):
+        assert [line.partition(" | ")[2] for line in job.logs().splitlines()] == [f"job {number}"] * 3
+
+
 def test_logs_of_a_job(cluster):
     """`job.logs()` shows what was printed: of all, of one rank, of one worker."""
 

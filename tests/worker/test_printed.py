@@ -1,0 +1,59 @@
+"""What a program prints reaches its job: all of it, once."""
+
+from __future__ import annotations
+
+import sys
+import threading
+
+from nbelastic.worker.printed import BOUND, Printed
+
+
+def test_nothing_is_lost_while_it_is_taken(monkeypatch):
+    """Two threads print and a third takes what there is, all the time: every word arrives, in each one's order."""
+    monkeypatch.setattr("nbelastic.worker.printed.BOUND", 10**9)
+    printed, done, found = Printed(), threading.Event(), []
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+
+    def write(name):
+        for i in range(20_000):
+            printed.write("out", f"{name}{i} ")
+
+    def take():
+        while not done.is_set():
+            found.extend(text for _, _, text, _ in printed.take())
+
+    writers = [threading.Thread(target=write, args=(name,)) for name in "ab"]
+    taker = threading.Thread(target=take)
+    for thread in (*writers, taker):
+        thread.start()
+    for writer in writers:
+        writer.join()
+    done.set()
+    taker.join()
+    sys.setswitchinterval(before)
+    found.extend(text for _, _, text, _ in printed.take())
+    words = "".join(found).split()
+    for name in "ab":
+        assert [word for word in words if word[0] == name] == [f"{name}{i}" for i in range(20_000)]
+
+
+def test_of_too_much_the_end_is_kept():
+    """And it is said how much was left out; an empty stream says nothing."""
+    printed = Printed()
+    printed.write("err", "x" * BOUND)
+    printed.write("err", "the end")
+    ((_, stream, text, skipped),) = printed.take()
+    assert (stream, len(text), text[-7:], skipped) == ("err", BOUND, "the end", 7)
+    assert list(printed.take()) == []
+
+
+def test_the_last_words_of_a_job_are_not_the_next_ones():
+    """Though they are taken when that has begun."""
+    printed = Printed()
+    printed.job = "job-1"
+    printed.write("out", "the")
+    printed.write("out", " end\n")
+    printed.job = "job-2"
+    printed.write("out", "hello")
+    assert list(printed.take()) == [("job-1", "out", "the end\n", 0), ("job-2", "out", "hello", 0)]
