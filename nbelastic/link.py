@@ -58,6 +58,12 @@ def encode(message: object) -> bytes:
         return json.dumps(msgspec.to_builtins(message), ensure_ascii=False).encode(errors="replace")
 
 
+def machine() -> str:
+    """Which machine this is, and which of its process tables is seen: the same text means that pids mean the same."""
+    with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+        return f"{file.read().strip()} {os.readlink('/proc/self/ns/pid')}"
+
+
 class Keys(msgspec.Struct, frozen=True):
     """A cluster's CURVE key pairs (Z85 text). They never appear in argv, logs or `repr`."""
 
@@ -92,7 +98,7 @@ class _OnlyOurs:
 class Hub:
     """The driver's end. `on_message(peer, message)` is called in the loop's thread for every valid message.
 
-    Peers are named `agent/<host>~<number>` or `worker/<WorkerId>`. `heard_at` is when each was last heard (monotonic seconds).
+    Peers are named `agent/<host>~<number>`, `worker/<WorkerId>` or `node/<host>~<number>`. `heard_at` is when each was last heard (monotonic seconds).
     """
 
     def __init__(
@@ -104,6 +110,7 @@ class Hub:
         self._decoders = {
             "agent": msgspec.json.Decoder(wire.FromAgent),
             "worker": msgspec.json.Decoder(wire.FromWorker),
+            "node": msgspec.json.Decoder(wire.FromNode),
         }
         self._tasks: list[asyncio.Task[None]] = []
         self._closing = False

@@ -12,6 +12,7 @@ from typing import ClassVar
 from msgspec import Struct
 
 from nbelastic.core import messages as m
+from nbelastic.core import script_messages as s
 from nbelastic.core.messages import WorkerId
 
 
@@ -186,7 +187,99 @@ class Quit(Message):
     own: bool = False
 
 
-FromAgent = AgentHello | AgentSample | AgentGoodbye | m.Probed | m.WorkerStarted | m.WorkerExited | m.WorkerFroze
+class Script(Message):
+    """What `Cluster.run_script` was asked for. Times in seconds; `redirects` and `tee` are in torchrun's own words."""
+
+    job: str
+    target: str  # a file's absolute path, a module's name, or a program
+    arguments: tuple[str, ...] = ()
+    module: bool = False
+    no_python: bool = False
+    cold: bool = False
+    role: str = "default"
+    max_restarts: int = 0
+    monitor_interval: float = 0.1
+    redirects: str = "0"
+    tee: str = "0"
+    environment: dict[str, str] = {}
+    cwd: str = ""
+    exit_barrier: float = 300.0
+    shutdown: float = 30.0
+    unset: tuple[str, ...] = ()  # variables of the agents that a script is not to have
+
+
+class Launch(Message):
+    """To an agent: start a node for this script. Its logs go to `log_dir`; `number` tells it from later ones."""
+
+    number: int
+    log_dir: str
+    script: Script
+
+
+class Recall(Message):
+    """To an agent: end that node; `kill`: at once and without asking."""
+
+    number: int
+    kill: bool = False
+
+
+class LaunchEnded(Message):
+    """From an agent: the node's process has ended. `code` as of `WorkerExited`."""
+
+    host: str
+    number: int
+    code: int
+
+
+class NodeHello(Message):
+    """A guest's first words, until it is answered. `machine`: which one it is on, so that its end can be watched."""
+
+    host: str
+    pid: int
+    machine: str
+    versions: dict[str, str]
+
+
+class NodeSample(Message):
+    """Of each worker of a node, by local rank: CPU in percent of one core, resident memory in bytes."""
+
+    host: str
+    round: int
+    workers: tuple[tuple[float, int], ...]
+
+
+class Round(Message):
+    """A `FormRound` as one node gets it. `places` are of each seat, by group rank: see `rounds.places`."""
+
+    round: int
+    rank: int
+    seats: tuple[s.Seat, ...]
+    places: tuple[tuple[int, int, int, int], ...]
+    store: str
+    restarts: int
+    job: str
+
+
+class LeaveRound(Message):
+    round: int
+    reason: str
+
+
+class Wait(Message):
+    """Not yet, and why. `full`: because there is no room."""
+
+    reason: str
+    full: bool = False
+
+
+class Dismiss(Message):
+    """The node is to end; `error`: as one that has failed."""
+
+    reason: str
+    error: bool = True
+
+
+FromAgent = LaunchEnded | AgentHello | AgentSample | AgentGoodbye | m.Probed | m.WorkerStarted | m.WorkerExited | m.WorkerFroze
 FromWorker = (
     WorkerHello
     | m.WorkerReady
@@ -201,5 +294,9 @@ FromWorker = (
     | WorkerOutput
     | StackShown
 )
-ToAgent = Spawn | Reap | Retire | Probe | Rehome
+FromNode = (
+    NodeHello | NodeSample | WorkerOutput | s.NodeReady | s.NodeStarted | s.NodeFailed | s.NodeSucceeded | s.NodeLeft
+)
+ToAgent = Launch | Recall | Spawn | Reap | Retire | Probe | Rehome
+ToNode = Round | LeaveRound | Wait | Dismiss | Rehome
 ToWorker = Formation | Prepare | Drop | Leave | Abort | Quit | Rehome | Expect | Look | ShowStack

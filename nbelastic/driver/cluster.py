@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, Self, TypeVar, Unpack
 
 from msgspec.structs import replace
 
@@ -29,6 +29,7 @@ from nbelastic.driver.job import Job, outcome
 from nbelastic.driver.orders import execute_on_all
 from nbelastic.driver.places import RunDir, gpus
 from nbelastic.driver.run import Call, Cell, Run, checkpoints
+from nbelastic.driver.script import Options, script_for
 from nbelastic.driver.settings import Settings, check
 from nbelastic.driver.stacks import WorkerStack, show_stacks
 from nbelastic.driver.status import EventRecord, HostStatus, Status, WorkerStatus
@@ -214,11 +215,36 @@ class Cluster:
         """Run a notebook cell on every worker, newcomers included; returns at once. The rest is as in `run`."""
         return self._submit((source, checkpoints(checkpoint, checkpoint_every, checkpoint_keep)), None)
 
-    def _submit(self, cell: Cell | None, call: Call | None) -> Job:
+    def run_script(self, path: str | os.PathLike[str], *args: Any, **options: Unpack[Options]) -> Job:
+        """Run an unmodified torchrun script on every host, with a worker a slot; returns at once.
+
+        Options, with torchrun's meanings: `module=False`, `no_python=False`, `max_restarts=0`, `monitor_interval=0.1`,
+        `nproc=None` (workers a host instead of its slots), `role="default"`, `redirects="0"`, `tee="0"`, and `env`,
+        `exit_barrier_timeout=300`, `shutdown_timeout=30` (seconds). `cold=True` starts fresh interpreters instead of
+        forks. A change of the hosts restarts all workers, as does one that fails, up to `max_restarts` times.
+        UsageError if a job runs already, or for what cannot be.
+        """
+        driver = self._may_submit()
+        limit = self._limits.elastic_timeout
+        script, terms = script_for(self._next_job(), path, args, options, driver.settings, limit)
+        run = Run(script.job, None, None)
+        job = Job(driver, run)
+        self._jobs.append(job)
+        driver.call(driver.scripts.submit, run, script, terms)
+        return job
+
+    def _next_job(self) -> str:
+        return f"job-{len(self._jobs) + 1}"
+
+    def _may_submit(self) -> Driver:
         driver = self._running()
         if driver.world.active is not None or (self._jobs and not self._jobs[-1].done()):
             raise UsageError(f"{self._jobs[-1].name} is still running: wait for it or stop it first.")
-        run = Run(f"job-{len(self._jobs) + 1}", cell, call)
+        return driver
+
+    def _submit(self, cell: Cell | None, call: Call | None) -> Job:
+        driver = self._may_submit()
+        run = Run(self._next_job(), cell, call)
         job = Job(driver, run)
         self._jobs.append(job)
 
@@ -250,8 +276,9 @@ class Cluster:
     def stop_job(self, by: str = "you") -> None:
         """Stop the running job, if there is one."""
         driver = self._running()
-        if driver.world.active is not None:
-            driver.post(m.JobStopRequested(driver.world.active.name, f"stopped by {by}"))
+        active = driver.world.active.name if driver.world.active is not None else ""
+        if active or driver.scripts.active is not None:
+            driver.post(m.JobStopRequested(active or self._jobs[-1].name, f"stopped by {by}"))
 
     # ---- orders: they return at once ----
 
@@ -296,6 +323,9 @@ class Cluster:
         """Wait until `world` workers run in one world (or, with no job, are ready). WaitTimeoutError says for what."""
 
         def there(driver: Driver) -> Status | None:
+            if driver.scripts.active is not None:
+                status = driver.status
+                return status if status.phase == "running" and status.world_size == world else None
             active = driver.world.active
             if active is None:
                 submitted = bool(self._jobs) and not self._jobs[-1].done()  # and not begun yet

@@ -23,6 +23,7 @@ from nbelastic.driver.chronicle import Chronicle
 from nbelastic.driver.fleet import Fleet
 from nbelastic.driver.live import HostSample
 from nbelastic.driver.run import Run
+from nbelastic.driver.scripts import Scripts
 from nbelastic.driver.settings import Settings
 from nbelastic.driver.silence import Silence
 from nbelastic.driver.status import Status, snapshot
@@ -131,6 +132,7 @@ class Driver:
         self._silence = Silence(
             self.settings.silence, self.settings.heartbeat, self.fleet, lambda: self.world, self._inbox.put_nowait
         )
+        self.scripts = Scripts(self, self._hub)
         self._publish()
         self._ready.set()
         watches = (self._discover(), self._silence.listen(), self.fleet.look_after_jobs())
@@ -147,6 +149,7 @@ class Driver:
                 self._tick.cancel()
             await self.fleet.stop()
             await self._hub.stop()
+            self.scripts.close()
             for run in self.runs.values():
                 run.abandon(f"the cluster {self.settings.name!r} was stopped")
             self.chronicle.close()
@@ -177,6 +180,7 @@ class Driver:
             self.fleet.to_workers(self.world.members, wire.Expect(addresses))
         if self.world.workers.keys() != before.workers.keys():
             self.fleet.keep_only(self.world.workers.keys())
+        self.scripts.observe(event, now)
         self._schedule(now)
         for asked in [asked for asked in self._asked if asked[0] is event]:
             self._asked.remove(asked)
@@ -225,6 +229,8 @@ class Driver:
                 self._loop.call_later(self.world.limits.leave + 2, self.runs[job].settle, True)
             case m.Probe() | m.Rehome():
                 self.fleet.pass_on(command, self.world.workers)
+                if isinstance(command, m.Rehome):
+                    self.scripts.rehome(command.host, wire.Rehome(command.address, command.interface))
             case m.Look(epoch=epoch, members=members):
                 to_workers(members, wire.Look(epoch))
             case m.Record():
@@ -276,7 +282,12 @@ class Driver:
             self._hub.send(peer, wire.Retire())  # given up while it was not heard: it comes back from the dead
             self._hub.forget(peer)
             return
+        if peer.startswith("node/"):
+            self.scripts.hear(peer, message, now)
+            return
         match message:
+            case wire.LaunchEnded():
+                self.scripts.launch_ended(message, now)
             case wire.AgentHello():
                 problem = versions.difference(message.versions, versions.here())
                 ready = m.AgentReady(message.host, message.pid, message.addresses, message.port, problem)
@@ -357,7 +368,8 @@ class Driver:
     @property
     def status(self) -> Status:
         """A snapshot, from any thread: the world is immutable, and only those who look pay for it."""
-        return snapshot(self.settings.name, self.world, self.fleet.live, time.monotonic())
+        status = snapshot(self.settings.name, self.world, self.fleet.live, time.monotonic())
+        return self.scripts.shown(status)
 
     def _publish(self) -> None:
         for predicate, future in list(self._waiters):

@@ -130,9 +130,10 @@ class Fleet:
                 else:
                     self._spawn(w, log_dir)
             case m.StopWorker(worker=w, kill=kill):
-                self._to_agent(w.host, wire.Reap(w, kill))
+                self.to_agent(w.host, wire.Reap(w, kill))
 
-    def _to_agent(self, host: str, message: wire.Message) -> None:
+    def to_agent(self, host: str, message: wire.Message) -> None:
+        """A host without one does not get it."""
         if host in self._held:
             self._hub.send(self._held[host].peer, message)
 
@@ -153,12 +154,12 @@ class Fleet:
         """What an agent is to do, and of a move what the workers of its host need to know."""
         if isinstance(command, m.Probe):
             probe = wire.Probe(command.target, command.addresses, command.port, command.number)
-            self._to_agent(command.host, probe)
+            self.to_agent(command.host, probe)
             return
         move = wire.Rehome(command.address, command.interface)
         if command.host in self._held:
             self._held[command.host].move = move
-        self._to_agent(command.host, move)
+        self.to_agent(command.host, move)
         self.to_workers([w for w in workers if w.host == command.host], move)
 
     def _start_agent(self, spec: m.HostSpec) -> None:

@@ -32,6 +32,7 @@ from nbelastic.core.addresses import address_of, is_loopback
 from nbelastic.folders import base, held_folder
 from nbelastic.host.gpus import Gpus
 from nbelastic.host.interfaces import candidates
+from nbelastic.host.nodes import Nodes
 from nbelastic.host.prober import TIMEOUT as PROBE_TIMEOUT
 from nbelastic.host.prober import Prober, endpoint
 from nbelastic.link import Keys, Spoke
@@ -80,6 +81,8 @@ class Agent:
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._context = mp.get_context("forkserver")
         self._workers: dict[m.WorkerId, _Forked] = {}
+        known = ("host", "driver", "keys", "heartbeat")
+        self._nodes = Nodes(self._context, {name: msgspec.to_builtins(getattr(config, name)) for name in known})
         self._gpus = Gpus()
         self._done = False
         peer = f"agent/{config.host}~{config.number}"
@@ -95,6 +98,7 @@ class Agent:
             at_end.callback(self._gpus.close)
             at_end.callback(self._link.close)
             at_end.callback(self._end_workers)
+            at_end.callback(self._nodes.close)
             self._link.send(self._hello())
             self._serve(ends)
 
@@ -150,8 +154,8 @@ class Agent:
         watch_at = sample_at = 0.0
         while not self._done:
             sentinels = {forked.process.sentinel: w for w, forked in self._workers.items()}
-            timeout = WATCH if self._workers else SAMPLE
-            ready = connection.wait([self._wake, *ends, *sentinels], timeout)
+            timeout = WATCH if self._workers or self._nodes.sentinels else SAMPLE
+            ready = connection.wait([self._wake, *ends, *sentinels, *self._nodes.sentinels], timeout)
             now = time.monotonic()
             if not self._done and any(fd in ready for fd in ends):
                 return
@@ -161,6 +165,8 @@ class Agent:
             for sentinel in ready:
                 if sentinel in sentinels:
                     self._exited(sentinels[sentinel])
+            for news in self._nodes.watch(now):
+                self._link.send(news)
             self._obey()
             if now >= watch_at:
                 watch_at = now + WATCH
@@ -199,6 +205,10 @@ class Agent:
                     self._spawn(order)
                 case wire.Reap(worker=w, kill=kill):
                     self._reap(w, kill=kill)
+                case wire.Launch() as order:
+                    self._nodes.launch(order, self._home, str(self._log_dir(order.log_dir)))
+                case wire.Recall(number=number, kill=kill):
+                    self._nodes.recall(number, kill=kill)
                 case wire.Retire():
                     self._done = True
 

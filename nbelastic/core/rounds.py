@@ -1,0 +1,431 @@
+"""`advance(group, event, now) -> (group, commands)`: who is in the next round of a script, and when the group restarts.
+
+A script knows nothing of changes, so any change ends its workers and starts them again, as in torchelastic. Decided here:
+who is in (hosts by seniority, survivors first, whole nodes up to `max`), what counts against `max_restarts` (workers that
+fail; never a change of the membership), and which failure was the first. Every "not yet" has its reason.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from enum import StrEnum
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from nbelastic.core import messages as m
+from nbelastic.core import script_messages as s
+
+NEVER = float("inf")
+STARTS = 3  # of a node in a row that came to nothing: then its host cannot run this script
+CONSEQUENCES = (-15, -2)  # a worker that was told to end says nothing of why
+Commands = list[m.Command]
+
+
+class Stage(StrEnum):
+    GATHERING = "gathering"  # who is to be in the next round reports ready
+    RUNNING = "running"
+    ENDED = "ended"
+
+
+class GroupState(StrEnum):
+    """Of a node's workers, as torch's elastic agent has it."""
+
+    INIT = "INIT"
+    HEALTHY = "HEALTHY"
+    UNHEALTHY = "UNHEALTHY"
+    STOPPED = "STOPPED"
+    SUCCEEDED = "SUCCEEDED"
+    FAILED = "FAILED"
+    UNKNOWN = "UNKNOWN"
+
+
+class Terms(Struct, frozen=True):
+    """What the user allows. `nproc`: workers a host, instead of its slots. Times in seconds."""
+
+    max_restarts: int = 0
+    nproc: int | None = None
+    elastic_timeout: float = 600.0
+    settle: float = 1.0  # the last call: how long enough nodes wait for others that are on their way
+    grace: float = 1.0  # how long an exception waits for the news of a lost host, which would explain it
+    leave: float = 35.0  # how long a node may take to end its workers
+
+
+class Node(Struct, frozen=True):
+    joined: int  # its seniority
+    slots: int
+    guest: bool = False
+    role: str = ""
+    state: GroupState = GroupState.INIT
+    ready: bool = False  # it waits for a round
+    store: str = ""
+    starts: int = 1  # in a row that came to nothing, this one included
+    retry_at: float = 0.0  # not started before; 0.0: it is started
+    pid: int = 0
+    pids: tuple[int, ...] = ()
+
+
+class Group(Struct, frozen=True):
+    """A script's job. `seats` are those of the present or last round, by group rank."""
+
+    job: str
+    terms: Terms
+    min: int = 1
+    max: int | None = None
+    stage: Stage = Stage.GATHERING
+    round: int = 0
+    nodes: dict[str, Node] = {}
+    joined: int = 0
+    seats: tuple[s.Seat, ...] = ()
+    restarts: int = 0
+    failures: tuple[tuple[str, s.Failure], ...] = ()  # of this round: on which node
+    judge_at: float = NEVER  # when what failed is judged, whatever is not known by then
+    leave_by: float = NEVER
+    since: float = 0.0  # since when there are enough, or a better round could be had
+    enough: bool = False
+    short_since: float | None = None
+    until: float = NEVER
+    reason: str = "no host is up yet"
+    outcome: str = ""
+
+    @property
+    def size(self) -> int:
+        """How many workers the present or last round has."""
+        return sum(seat.workers for seat in self.seats)
+
+
+def advance(group: Group, event: m.Event, now: float) -> tuple[Group, tuple[m.Command, ...]]:
+    """The group after `event`, received at `now` (seconds, monotonic), and what is to be done."""
+    out: Commands = []
+    if group.stage is not Stage.ENDED:
+        group = _take(group, event, now, out)
+    if group.stage is not Stage.ENDED:
+        group = _progress(replace(group, until=NEVER), now, out)
+    return group, tuple(out)
+
+
+def deadline(group: Group) -> float:
+    """When to send `Passed` if nothing else happens; infinity if never."""
+    if group.stage is Stage.ENDED:
+        return NEVER
+    short = NEVER if group.short_since is None else group.short_since + group.terms.elastic_timeout
+    retries = (node.retry_at for node in group.nodes.values() if node.retry_at)
+    return min(group.until, group.judge_at, group.leave_by, short, *retries)
+
+
+def places(seats: tuple[s.Seat, ...]) -> tuple[tuple[int, int, int, int], ...]:
+    """Of each node: its first rank, the world size, the first rank within its role, and the role's size."""
+    roles: dict[str, int] = {}
+    for seat in seats:
+        roles[seat.role] = roles.get(seat.role, 0) + seat.workers
+    world = sum(seat.workers for seat in seats)
+    found, rank, in_role = [], 0, dict.fromkeys(roles, 0)
+    for seat in seats:
+        found.append((rank, world, in_role[seat.role], roles[seat.role]))
+        rank += seat.workers
+        in_role[seat.role] += seat.workers
+    return tuple(found)
+
+
+# ---- what has happened ----
+
+
+def _take(group: Group, event: m.Event, now: float, out: Commands) -> Group:
+    match event:
+        case s.HostsSeen():
+            return _hosts(group, event, now, out)
+        case s.NodeReady():
+            return _ready(group, event, now)
+        case s.NodeStarted(host=host, round=number, pids=pids):
+            node = group.nodes.get(host)
+            return group if node is None or number != group.round else _put(group, host, replace(node, pids=pids))
+        case s.NodeFailed():
+            return _failed(group, event, now)
+        case s.NodeSucceeded(host=host, round=number) if _in_round(group, host, number):
+            return _put(group, host, replace(group.nodes[host], state=GroupState.SUCCEEDED, starts=0))
+        case s.NodeLeft(host=host, reason=reason):
+            return _left(group, host, reason, now, out)
+        case s.ScriptStopped(reason=reason):
+            return _end(group, "stopped", reason, out)
+    return group
+
+
+def _hosts(group: Group, event: s.HostsSeen, now: float, out: Commands) -> Group:
+    """Those that have come are started; of those that have gone nothing more is expected."""
+    group = replace(group, min=event.min, max=event.max)
+    there = dict(event.hosts)
+    for host in [host for host, node in group.nodes.items() if not node.guest and host not in there]:
+        out.append(s.EndNode(host, f"{host} has left the cluster", error=False))
+        group = _gone(group, host, f"host {host} has gone", now, out)
+    for host, slots in there.items():
+        wanted = group.terms.nproc or slots
+        node = group.nodes.get(host)
+        if node is None:
+            group = _put(replace(group, joined=group.joined + 1), host, Node(group.joined, wanted))
+            out.append(s.StartNode(host))
+        elif node.slots != wanted and not node.guest:
+            group = _put(group, host, replace(node, slots=wanted))
+    return group
+
+
+def _ready(group: Group, event: s.NodeReady, now: float) -> Group:
+    host, node = event.host, group.nodes.get(event.host)
+    if node is None:
+        if not event.guest or event.job not in ("", group.job):
+            return group  # of another job, or of a host that has left
+        node = Node(group.joined, event.workers, guest=True)
+        group = replace(group, joined=group.joined + 1)
+    if group.stage is Stage.RUNNING and _seated(group, host):
+        if event.round != group.round or node.state is GroupState.SUCCEEDED:
+            return group  # said before it heard of the round
+        if node.state is GroupState.HEALTHY:  # nobody told it to leave: its workers failed, and it cannot say how
+            group = _failed(group, s.NodeFailed(host, event.round), now)
+            node = group.nodes[host]
+    elif node.state in (GroupState.HEALTHY, GroupState.UNHEALTHY) and event.round != group.round:
+        return group
+    state = GroupState.STOPPED if node.state is GroupState.HEALTHY else node.state
+    node = replace(
+        node, ready=True, store=event.store, role=event.role, state=state, starts=0, pid=event.pid, pids=(), retry_at=0.0
+    )
+    return _put(group, host, node)
+
+
+def _failed(group: Group, event: s.NodeFailed, now: float) -> Group:
+    """Its workers have failed. Judged at once if that explains itself, else when all have spoken, or the grace is over."""
+    host = event.host
+    if not _in_round(group, host, event.round):
+        return group
+    group = _put(group, host, replace(group.nodes[host], state=GroupState.UNHEALTHY, pids=(), starts=0))
+    if group.stage is not Stage.RUNNING:
+        return group
+    unknown = s.Failure(_first_rank(group, host), 0, 1, "its workers failed")
+    failures = group.failures + tuple((host, each) for each in event.failures or (unknown,))
+    return replace(group, failures=failures, judge_at=min(group.judge_at, now + group.terms.grace))
+
+
+def _left(group: Group, host: str, reason: str, now: float, out: Commands) -> Group:
+    """A node has ended. One of ours, whose host is still there, is started again."""
+    node = group.nodes.get(host)
+    if node is None or node.retry_at:
+        return group
+    group = _gone(group, host, f"{host}: {reason}", now, out)
+    if node.guest or _finishing(group) or group.stage is Stage.ENDED:
+        return group
+    if node.starts >= STARTS:
+        return _end(group, "failed", f"the elastic agent on {host} has ended {STARTS} times in a row: {reason}", out)
+    again = Node(node.joined, node.slots, starts=node.starts + 1, retry_at=now + 0.5 * node.starts)
+    return _put(group, host, again)
+
+
+def _gone(group: Group, host: str, why: str, now: float, out: Commands) -> Group:
+    """It will not take part any more. The others cannot go on without it, unless some have finished."""
+    node = group.nodes[host]
+    group = replace(group, nodes={name: other for name, other in group.nodes.items() if name != host})
+    if node.guest:
+        out.append(m.Record("host-gone", why, host=host))
+    if not _seated(group, host) or group.stage is not Stage.RUNNING:
+        return group
+    if node.state is GroupState.SUCCEEDED or _finishing(group):
+        state = node.state if node.state is GroupState.SUCCEEDED else GroupState.UNKNOWN
+        return _put(group, host, replace(node, state=state, ready=False, pids=()))
+    out.append(m.Record("world-broken", why, host=host, epoch=group.round))
+    return _leave(group, why, now, out)
+
+
+# ---- what follows from it ----
+
+
+def _progress(group: Group, now: float, out: Commands) -> Group:
+    """One step further where that is possible, and the reason where it is not."""
+    for host, node in group.nodes.items():
+        if node.retry_at and now >= node.retry_at:
+            out.append(s.StartNode(host))
+            group = _put(group, host, replace(node, retry_at=0.0))
+    if group.stage is Stage.RUNNING:
+        return _run(group, now, out)
+    late = _not_left(group)
+    if late and now >= group.leave_by:
+        for host in late:
+            out.append(s.EndNode(host, f"it did not end its workers within {group.terms.leave:g} s"))
+        group = replace(group, leave_by=NEVER)
+    if late:
+        return replace(group, reason=f"round {group.round} is over; not yet ended on {', '.join(late)}")
+    return _gather(replace(group, leave_by=NEVER), now, out)
+
+
+def _run(group: Group, now: float, out: Commands) -> Group:
+    states = {seat.host: group.nodes[seat.host].state for seat in group.seats}
+    done = [host for host, state in states.items() if state is GroupState.SUCCEEDED]
+    if group.failures:
+        return _judge(group, now, out)
+    if done:
+        missing = [host for host, state in states.items() if state is GroupState.UNKNOWN]
+        if len(done) + len(missing) == len(states):
+            lost = f", but {', '.join(missing)} did not" if missing else ""
+            return _end(group, "succeeded", f"every worker ended well{lost}", out)
+        return replace(group, reason=f"{len(done)} of {len(states)} nodes have finished")
+    text = f"{group.size} workers on {len(group.seats)} nodes in round {group.round}"
+    target = _target(group)
+    if target == group.seats or sum(seat.workers for seat in target) < group.min:
+        return replace(group, reason=text, enough=False)
+    since = group.since if group.enough else now
+    group = replace(group, enough=True, since=since)
+    coming = _coming(group)
+    if coming and now < since + group.terms.settle and not _full(group, target):
+        return replace(group, until=since + group.terms.settle, reason=f"{text}; waiting for {', '.join(coming)}")
+    size = sum(seat.workers for seat in target)
+    change = f"from {group.size} to {size} workers"
+    out.append(m.Record("change-planned", change, epoch=group.round))
+    return _progress(_leave(group, change, now, out), now, out)
+
+
+def _judge(group: Group, now: float, out: Commands) -> Group:
+    """Workers have failed, and no node is known to be lost: restart, if restarts are left."""
+    host, first = first_failure(group.failures)
+    spoken = all(group.nodes[seat.host].state is not GroupState.HEALTHY for seat in group.seats)
+    decisive = first.code < 0 and group.restarts < group.terms.max_restarts
+    if not (spoken or decisive or now >= group.judge_at):
+        return replace(group, reason=f"rank {first.rank} on {host} failed ({first.error}); are all nodes there?")
+    text = f"rank {first.rank} on {host} failed: {first.error}"
+    if _finishing(group) or group.restarts >= group.terms.max_restarts:
+        used = f" after {group.restarts} restarts" if group.terms.max_restarts else ""
+        return _end(group, "failed", text + used, out, failure=first, host=host)
+    count = group.restarts + 1
+    why = f"{text}; restart {count} of {group.terms.max_restarts}"
+    out.append(m.Record("world-broken", why, host=host, epoch=group.round))
+    return _progress(_leave(replace(group, restarts=count), why, now, out), now, out)
+
+
+def first_failure(failures: Iterable[tuple[str, s.Failure]]) -> tuple[str, s.Failure]:
+    """The one that explains the others: one killed by a signal before one that raised, and an earlier before a later one."""
+
+    def order(each: tuple[str, s.Failure]) -> tuple[bool, bool, float, int]:
+        code = each[1].code
+        return code in CONSEQUENCES, code > 0, each[1].at, each[1].rank
+
+    return min(failures, key=order)
+
+
+def _leave(group: Group, why: str, now: float, out: Commands) -> Group:
+    """The round is over: whoever is still in it ends its workers."""
+    inside = tuple(seat.host for seat in group.seats if seat.host in group.nodes)
+    if inside:
+        out.append(s.LeaveRound(group.round, inside, why))
+    return replace(
+        group,
+        stage=Stage.GATHERING,
+        failures=(),
+        judge_at=NEVER,
+        leave_by=now + group.terms.leave,
+        enough=False,
+    )
+
+
+def _not_left(group: Group) -> list[str]:
+    return [
+        seat.host
+        for seat in group.seats
+        if (node := group.nodes.get(seat.host)) is not None and not node.ready and node.state in _INSIDE
+    ]
+
+
+_INSIDE = (GroupState.HEALTHY, GroupState.UNHEALTHY)
+
+
+def _gather(group: Group, now: float, out: Commands) -> Group:
+    """Form a round as soon as there are enough, and those on their way had their last call."""
+    target = _target(group)
+    size = sum(seat.workers for seat in target)
+    coming = _coming(group)
+    waiting = f"; waiting for {', '.join(coming)}" if coming else ""
+    if size < group.min or not target:
+        since = group.short_since if group.short_since is not None else now
+        reason = f"{size} of min {group.min} workers ready{waiting or '; add a host or lower min'}"
+        if now >= since + group.terms.elastic_timeout:
+            return _end(group, "failed", f"{reason} for {group.terms.elastic_timeout:g} s (elastic_timeout)", out)
+        return replace(group, short_since=since, enough=False, reason=reason)
+    group = replace(group, short_since=None, since=group.since if group.enough else now, enough=True)
+    if coming and now < group.since + group.terms.settle and not _full(group, target):
+        return replace(group, until=group.since + group.terms.settle, reason=f"{size} workers ready{waiting}")
+    return _form(group, target, out)
+
+
+def _form(group: Group, target: tuple[s.Seat, ...], out: Commands) -> Group:
+    number = group.round + 1
+    out.append(s.FormRound(number, target, group.nodes[target[0].host].store, group.restarts))
+    size = sum(seat.workers for seat in target)
+    out.append(m.Record("world-formed", f"{size} workers on {len(target)} nodes in round {number}", epoch=number))
+    seated = {seat.host for seat in target}
+    nodes = {
+        host: replace(node, state=GroupState.HEALTHY, ready=False, store="") if host in seated else node
+        for host, node in group.nodes.items()
+    }
+    group = replace(group, stage=Stage.RUNNING, round=number, seats=target, nodes=nodes, enough=False, failures=())
+    return replace(group, reason=f"{size} workers on {len(target)} nodes in round {number}")
+
+
+def _target(group: Group) -> tuple[s.Seat, ...]:
+    """Who would be in a round that forms now, by group rank: survivors first, in their order; whole guests, up to `max`."""
+    order = {seat.host: rank for rank, seat in enumerate(group.seats)}
+    inside = group.stage is Stage.RUNNING
+    able = {
+        host: node
+        for host, node in group.nodes.items()
+        if node.ready or (inside and host in order and node.state is GroupState.HEALTHY)
+    }
+    room = group.max if group.max is not None else NEVER
+    seats = []
+    for host, node in sorted(able.items(), key=lambda item: (order.get(item[0], len(order)), item[1].joined)):
+        workers = node.slots if node.guest else int(min(node.slots, room))
+        if 0 < workers <= room:
+            seats.append(s.Seat(host, workers, node.role))
+            room -= workers
+    return tuple(seats)
+
+
+def _full(group: Group, target: tuple[s.Seat, ...]) -> bool:
+    return group.max is not None and sum(seat.workers for seat in target) >= group.max
+
+
+def _coming(group: Group) -> list[str]:
+    """Nodes that have been started and are not ready yet."""
+    inside = {seat.host for seat in group.seats} if group.stage is Stage.RUNNING else set()
+    return [h for h, node in group.nodes.items() if not (node.ready or node.guest or node.retry_at or h in inside)]
+
+
+def _end(
+    group: Group, outcome: str, reason: str, out: Commands, *, failure: s.Failure | None = None, host: str = ""
+) -> Group:
+    bad = outcome != "succeeded"
+    for name, node in group.nodes.items():
+        # who has finished ends by itself: it waits only for the others to finish, and would take a word for an error
+        if bad or node.state is not GroupState.SUCCEEDED:
+            out.append(s.EndNode(name, f"{group.job} {outcome}: {reason}", error=bad))
+    out.append(s.EndScript(outcome, reason, group.seats, failure, host))
+    out.append(m.Record(f"job-{outcome}", f"{group.job} {outcome}: {reason}", host=host))
+    states = {
+        name: replace(node, state=GroupState.FAILED if bad and node.state in _INSIDE else node.state)
+        for name, node in group.nodes.items()
+    }
+    return replace(group, stage=Stage.ENDED, outcome=outcome, reason=reason, nodes=states)
+
+
+def _finishing(group: Group) -> bool:
+    return any(node.state is GroupState.SUCCEEDED for node in group.nodes.values())
+
+
+def _seated(group: Group, host: str) -> bool:
+    return any(seat.host == host for seat in group.seats)
+
+
+def _in_round(group: Group, host: str, number: int) -> bool:
+    return number == group.round and _seated(group, host) and host in group.nodes
+
+
+def _first_rank(group: Group, host: str) -> int:
+    hosts = [seat.host for seat in group.seats]
+    return places(group.seats)[hosts.index(host)][0]
+
+
+def _put(group: Group, host: str, node: Node) -> Group:
+    return replace(group, nodes={**group.nodes, host: node})

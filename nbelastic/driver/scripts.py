@@ -1,0 +1,380 @@
+"""Scripts in the driver: the one `Group`, its nodes on the link, and what people see of them.
+
+Hosts, and which of them are up, are the world's affair; who is in a round is `core.rounds`'s. Here it is carried out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from msgspec.structs import replace
+
+from nbelastic import versions
+from nbelastic.core import messages as m
+from nbelastic.core import rounds, wire
+from nbelastic.core import script_messages as s
+from nbelastic.core.membership import exit_text
+from nbelastic.core.rounds import Group, GroupState, Stage, Terms, advance, deadline
+from nbelastic.core.world import HostPhase
+from nbelastic.driver.run import Run
+from nbelastic.driver.status import HostStatus, Status, WorkerStatus
+from nbelastic.link import Hub, machine
+
+if TYPE_CHECKING:
+    from nbelastic.driver.driver import Driver
+
+
+
+
+class Scripts:
+    """Lives in the driver's thread; `shown` may be called from any."""
+
+    def __init__(self, driver: Driver, hub: Hub) -> None:
+        self._driver, self._hub = driver, hub
+        self._loop = asyncio.get_running_loop()
+        self._group: Group | None = None
+        self._run: Run | None = None
+        self._script = wire.Script("", "")
+        self._seen: s.HostsSeen | None = None
+        self._started = 0
+        self._numbers: dict[str, int] = {}  # of the present node of each host of ours
+        self._guests: dict[str, str] = {}  # nodes that came by themselves: how they are named on the link
+        self._watched: dict[str, int] = {}  # a pidfd for each guest on this machine
+        self._waiting: dict[str, s.NodeReady] = {}  # guests for whom there is no script yet
+        self._orders: dict[str, wire.Round] = {}  # of the present round, by host
+        self._samples: dict[m.WorkerId, tuple[float, int]] = {}
+        self._timer: asyncio.TimerHandle | None = None
+        self._silence = self._loop.create_task(self._listen())
+
+    def close(self) -> None:
+        """The cluster has stopped: guests are told."""
+        self._silence.cancel()
+        if self._timer is not None:
+            self._timer.cancel()
+        for host in list(self._guests):
+            self._forget(host)
+
+    @property
+    def active(self) -> Group | None:
+        """The script that still has to run, if any."""
+        return self._group if self._group is not None and self._group.stage is not Stage.ENDED else None
+
+    # ---- what happens ----
+
+    def submit(self, run: Run, script: wire.Script, terms: Terms) -> None:
+        """A new script. There is no other, and no job."""
+        self._driver.runs[run.name] = run
+        self._driver.fleet.begin_job()
+        self._run, self._script, self._seen = run, script, None
+        self._orders, self._samples = {}, {}
+        self._group = Group(run.name, terms)
+        self._driver.record(m.Record("job-started", f"{run.name} was submitted: {script.target}"))
+        now = time.monotonic()
+        self._look_at_hosts(now)
+        for ready in list(self._waiting.values()):
+            self._advance(ready, now)
+        self._driver.look()
+
+    def observe(self, event: m.Event, now: float) -> None:
+        """After the world has taken `event` in."""
+        world = self._driver.world
+        if world.stopping:
+            for host in list(self._guests):
+                self._send(host, wire.Dismiss(f"the cluster {self._driver.settings.name!r} was stopped: it is closed"))
+        if self.active is None:
+            return
+        if world.stopping:
+            self._advance(s.ScriptStopped(f"the cluster was stopped: {world.stopping}"), now)
+        elif isinstance(event, m.JobStopRequested) and event.job == self.active.job:
+            self._advance(s.ScriptStopped(event.reason), now)
+        elif isinstance(event, m.HostRemoved) and event.name in self._guests:
+            self._send(event.name, wire.Dismiss(f"removed by {event.by}", error=False))
+        else:
+            self._look_at_hosts(now)
+
+    def _look_at_hosts(self, now: float) -> None:
+        world = self._driver.world
+        up = (host for host in world.hosts.values() if host.phase is HostPhase.UP)
+        found = tuple((host.spec.name, host.spec.slots) for host in sorted(up, key=lambda host: host.joined))
+        seen = s.HostsSeen(found, world.limits.min, world.limits.max)
+        if seen != self._seen:
+            self._seen = seen
+            self._advance(seen, now)
+
+    def hear(self, peer: str, message: wire.Message | m.Event, now: float) -> None:
+        """A node has said something."""
+        match message:
+            case wire.WorkerOutput():
+                if self._run is not None and (self._is_present(message.worker.host, peer)):
+                    self._run.hear(message)
+                return
+            case wire.NodeHello():
+                self._greet(peer, message)
+                return
+        host: str = message.host  # type: ignore[union-attr]  # all others have one
+        if not self._is_present(host, peer):
+            if not isinstance(message, s.NodeLeft):
+                self._hub.send(peer, wire.Dismiss(f"this node of {host} was given up"))
+            self._hub.forget(peer)
+            return
+        match message:
+            case wire.NodeSample(round=number, workers=workers):
+                ids = (m.WorkerId(host, rank, number) for rank in range(len(workers)))
+                self._samples.update(zip(ids, workers, strict=True))
+            case s.NodeReady():
+                self._ready(message, now)
+            case s.NodeLeft():
+                self._advance(message, now)
+                if host in self._guests:
+                    self._forget(host)
+            case m.Event():
+                self._advance(message, now)
+
+    def launch_ended(self, message: wire.LaunchEnded, now: float) -> None:
+        """An agent tells of the end of a node's process."""
+        if self._numbers.get(message.host) == message.number:
+            self._hub.forget(self._peer(message.host))
+            del self._numbers[message.host]
+            self._advance(s.NodeLeft(message.host, f"its node ended ({exit_text(message.code)})", broken=True), now)
+
+    def _greet(self, peer: str, hello: wire.NodeHello) -> None:
+        """A guest has come, from a terminal."""
+        problem = versions.difference(hello.versions, versions.here())
+        if hello.host in self._driver.world.hosts:
+            problem = f"a host of the cluster is named {hello.host} already"
+        if problem or self._driver.world.stopping:
+            self._hub.send(peer, wire.Dismiss(problem or "the cluster is closed: it is stopping"))
+            return
+        if self._guests.get(hello.host) != peer:
+            self._forget(hello.host)
+            self._guests[hello.host] = peer
+            if hello.machine == machine():
+                self._watch(hello.host, hello.pid)
+            self._driver.record(m.Record("host-up", f"{hello.host} has come from a terminal", host=hello.host))
+        self._hub.send(peer, wire.Wait(self._why_not()))
+
+    def _why_not(self) -> str:
+        name = self._driver.settings.name
+        return self.active.reason if self.active is not None else f"no script runs in the cluster {name!r} yet"
+
+    def _ready(self, ready: s.NodeReady, now: float) -> None:
+        host = ready.host
+        if ready.guest:
+            self._waiting[host] = ready
+        group = self.active
+        if group is None or (ready.guest and ready.job not in ("", group.job)):
+            if not ready.guest:
+                self._send(host, wire.Dismiss("its script has ended"))
+            else:
+                self._send(host, wire.Wait(self._why_not()))
+            return
+        self._advance(ready, now)
+        order, group = self._orders.get(host), self.active
+        if group is None:
+            return
+        if order is not None and ready.round < order.round == group.round and group.stage is Stage.RUNNING:
+            self._send(host, order)  # again: it may not have heard it
+        elif ready.guest and host in group.nodes and group.nodes[host].ready:
+            room = group.max is None or group.size + ready.workers <= group.max
+            full = group.stage is Stage.RUNNING and not room
+            reason = f"the cluster is full: {group.size} of max {group.max} workers" if full else group.reason
+            self._send(host, wire.Wait(reason, full))
+
+    def _advance(self, event: m.Event, now: float) -> None:
+        assert self._group is not None or self._run is None
+        if self._group is None:
+            return
+        self._group, commands = advance(self._group, event, now)
+        self._driver.chronicle.note_script(event, now)
+        for command in commands:
+            self._do(command)
+        self._schedule(now)
+        self._driver.look()
+
+    def _schedule(self, now: float) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        at = deadline(self._group) if self._group is not None else rounds.NEVER
+        if at != rounds.NEVER:
+            self._timer = self._loop.call_later(max(0.0, at - now), self._pass)
+
+    def _pass(self) -> None:
+        self._advance(s.Passed(), time.monotonic())
+
+    # ---- what is done ----
+
+    def _do(self, command: m.Command) -> None:
+        match command:
+            case s.StartNode(host=host):
+                self._started += 1
+                self._numbers[host] = self._started
+                log_dir = str(self._driver.settings.log_dir / self._script.job)
+                self._driver.fleet.to_agent(host, wire.Launch(self._started, log_dir, self._script))
+            case s.EndNode(host=host, reason=reason, error=error):
+                self._send(host, wire.Dismiss(reason, error))
+                if host in self._numbers:
+                    self._driver.fleet.to_agent(host, wire.Recall(self._numbers[host]))
+            case s.FormRound():
+                self._form(command)
+            case s.LeaveRound(round=number, hosts=hosts, reason=reason):
+                for host in hosts:
+                    self._send(host, wire.LeaveRound(number, reason))
+            case s.EndScript():
+                self._end(command)
+            case m.Record():
+                self._driver.record(command)
+            case _:
+                raise TypeError(f"{type(command).__name__} is no command of a script")
+
+    def _form(self, command: s.FormRound) -> None:
+        places = rounds.places(command.seats)
+        self._orders = {}
+        for rank, seat in enumerate(command.seats):
+            self._waiting.pop(seat.host, None)
+            order = wire.Round(
+                command.round, rank, command.seats, places, command.store, command.restarts, self._script.job
+            )
+            self._orders[seat.host] = order
+            self._send(seat.host, order)
+
+    def _end(self, command: s.EndScript) -> None:
+        run, group = self._run, self._group
+        assert run is not None
+        assert group is not None
+        members = workers_of(command.seats, group.round)
+        culprit = None
+        if command.failure is not None:
+            culprit = m.WorkerId(command.host, command.failure.local_rank, group.round)
+            run.outcomes[culprit] = ("error", command.failure.error, command.failure.traceback)
+        run.end(m.EndJob(run.name, command.outcome, command.reason, members, culprit))
+        self._orders = {}
+
+    def _send(self, host: str, message: wire.Message) -> None:
+        peer = self._peer(host)
+        if peer:
+            self._hub.send(peer, message)
+
+    def _peer(self, host: str) -> str:
+        return self._guests.get(host) or (f"node/{host}~{self._numbers[host]}" if host in self._numbers else "")
+
+    def _is_present(self, host: str, peer: str) -> bool:
+        return peer == self._peer(host)
+
+    def rehome(self, host: str, move: wire.Rehome) -> None:
+        """The host's nodes offer their stores elsewhere from now on."""
+        if host in self._numbers:
+            self._send(host, move)
+
+    # ---- guests that vanish ----
+
+    def _watch(self, host: str, pid: int) -> None:
+        try:
+            fd = os.pidfd_open(pid)
+        except OSError:
+            return
+        self._watched[host] = fd
+        self._loop.add_reader(fd, self._vanished, host, "its process has ended")
+
+    def _vanished(self, host: str, why: str) -> None:
+        self._advance(s.NodeLeft(host, why, broken=True), time.monotonic())
+        self._forget(host)
+
+    def _forget(self, host: str) -> None:
+        peer = self._guests.pop(host, None)
+        self._waiting.pop(host, None)
+        if peer is not None:
+            self._hub.forget(peer)
+        fd = self._watched.pop(host, None)
+        if fd is not None:
+            self._loop.remove_reader(fd)
+            with suppress(OSError):
+                os.close(fd)
+
+    async def _listen(self) -> None:
+        """For ever: guests that are not heard are lost."""
+        settings = self._driver.settings
+        while True:
+            await asyncio.sleep(settings.heartbeat)
+            now = time.monotonic()
+            for host, peer in list(self._guests.items()):
+                quiet = now - self._hub.heard_at.get(peer, now)
+                if quiet > settings.silence:
+                    self._vanished(host, f"nothing heard of it for {quiet:.0f} s")
+
+    # ---- those who look on ----
+
+    def shown(self, status: Status) -> Status:
+        """`status` with the script in it, if that is the present or last job."""
+        group = self._group
+        if group is None or number_of(status.job) > number_of(group.job):
+            return status
+        if group.stage is Stage.ENDED:
+            outcome = group.outcome if status.job is None or number_of(status.job) < number_of(group.job) else ""
+            return replace(status, job=group.job, outcome=outcome, hosts=status.hosts + self._guest_rows(None))
+        running = group.stage is Stage.RUNNING
+        return replace(
+            status,
+            phase=status.phase if status.phase in ("stopping", "finished") else "running" if running else "waiting",
+            reason=group.reason,
+            epoch=group.round,
+            world_size=group.size if running else 0,
+            hosts=tuple(_with_state(host, group) for host in status.hosts) + self._guest_rows(group),
+            workers=self._rows(group, status) if running else (),
+            job=group.job,
+            outcome="",
+        )
+
+    def _guest_rows(self, group: Group | None) -> tuple[HostStatus, ...]:
+        rows = []
+        for host in list(self._guests):
+            node = group.nodes.get(host) if group is not None else None
+            ready = self._waiting.get(host)
+            slots = node.slots if node is not None else ready.workers if ready is not None else 0
+            reason = f"torchrun: worker group {node.state}" if node is not None else "torchrun: waits for a script"
+            rows.append(HostStatus(host, "", slots, "up", reason, 0.0))
+        return tuple(rows)
+
+    def _rows(self, group: Group, status: Status) -> tuple[WorkerStatus, ...]:
+        rows = []
+        log_dir = f"{self._driver.settings.log_dir}/{group.job}"
+        for rank, w in enumerate(workers_of(group.seats, group.round)):
+            node = group.nodes.get(w.host)
+            pids = node.pids if node is not None else ()
+            pid = pids[w.slot] if w.slot < len(pids) else 0
+            state = _STATES.get(node.state, "lost") if node is not None else "lost"
+            cpu, memory = self._samples.get(w, (None, None))
+            rows.append(
+                WorkerStatus(
+                    str(w), w.host, w.slot, rank, w.slot, pid, state, 0, group.restarts, log_dir, cpu=cpu, memory=memory
+                )
+            )
+        return tuple(rows)
+
+
+_STATES = {
+    GroupState.HEALTHY: "running",
+    GroupState.UNHEALTHY: "failed",
+    GroupState.SUCCEEDED: "succeeded",
+    GroupState.STOPPED: "stopped",
+    GroupState.INIT: "starting",
+}
+
+
+def workers_of(seats: tuple[s.Seat, ...], number: int) -> tuple[m.WorkerId, ...]:
+    """The workers of round `number`, by rank. Those of another round are others."""
+    return tuple(m.WorkerId(seat.host, local, number) for seat in seats for local in range(seat.workers))
+
+
+def number_of(job: str | None) -> int:
+    """Of `job-3`: 3."""
+    return int(job.rpartition("-")[2]) if job else 0
+
+
+def _with_state(host: HostStatus, group: Group) -> HostStatus:
+    node = group.nodes.get(host.name)
+    return host if node is None or host.reason else replace(host, reason=f"worker group {node.state}")

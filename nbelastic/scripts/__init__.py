@@ -1,0 +1,1 @@
+"""What runs beside torch's elastic agent: the rendezvous that asks the driver, and scripts started by a fork."""

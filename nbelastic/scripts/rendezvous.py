@@ -1,0 +1,231 @@
+"""A rendezvous handler of torchelastic's that decides nothing: it asks the driver.
+
+Each time a node waits for a round it offers a fresh TCPStore; the round uses the one of its first node, so no round sees
+keys of another. Ranks are the driver's too: the first node writes them where torch's agents look for them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import socket
+import sys
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import NoReturn
+
+from torch.distributed import DistError, Store, TCPStore
+from torch.distributed.elastic.agent.server.api import _RoleInstanceInfo
+from torch.distributed.elastic.rendezvous.api import (
+    RendezvousClosedError,
+    RendezvousGracefulExitError,
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousStoreInfo,
+    RendezvousTimeoutError,
+)
+
+from nbelastic.core import script_messages as s
+from nbelastic.core import wire
+from nbelastic.link import Spoke
+
+BACKEND = "nbelastic"
+AGAIN = 0.5  # seconds between words of the same waiting
+PATIENCE = 1.0  # seconds for one try to reach the store of a round's first node
+STORE = 300.0  # seconds that torch's agents and workers wait for a key, as with torch's own handlers
+
+
+class DriverRendezvous(RendezvousHandler):  # type: ignore[misc]  # torch carries no types here
+    """One node's side. `hear` is called in the link's thread, all else in the main one.
+
+    `before_round(round)` is called with each round that this node is in, before torch sees it.
+    """
+
+    def __init__(
+        self,
+        link: Callable[[Callable[[wire.Message], None]], Spoke],
+        ready: s.NodeReady,
+        address: str,
+        *,
+        timeout: float | None = None,
+        before_round: Callable[[wire.Round], None] = lambda _: None,
+        told: Callable[[str], None] = lambda _: None,
+        leaves: bool = False,
+    ) -> None:
+        self._ready, self._address, self._timeout = ready, address, timeout
+        self._before_round, self._told, self._leaves = before_round, told, leaves
+        self._orders: queue.Queue[wire.Round | wire.Rehome | wire.Wait | wire.Dismiss] = queue.Queue()
+        self._dismissed: wire.Dismiss | None = None
+        self._left = 0  # the newest round that is to be left
+        self._store: TCPStore | None = None
+        self._round: wire.Round | None = None
+        self.link = link(self.hear)
+
+    def hear(self, message: wire.Message) -> None:
+        match message:
+            case wire.LeaveRound(round=number):
+                self._left = max(self._left, number)
+            case wire.Dismiss():
+                self._dismissed = message
+                self._orders.put(message)
+            case wire.Round() | wire.Wait():
+                self._orders.put(message)
+            case wire.Rehome(address=address):
+                self._address = address
+                self._orders.put(message)
+
+    # ---- what torch's agent asks ----
+
+    def get_backend(self) -> str:
+        return BACKEND
+
+    @property
+    def use_agent_store(self) -> bool:
+        """Workers meet in the round's store, unless torch's own switch says otherwise."""
+        return os.environ.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "0") != "1"
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Wait for the next round. RendezvousTimeoutError, RendezvousClosedError, each with the driver's reason."""
+        end = time.monotonic() + self._timeout if self._timeout is not None else None
+        while True:
+            self._round = order = self._wait_for_round(end)
+            store = self._enter(order)
+            if store is not None:
+                break
+        self._before_round(order)
+        return RendezvousInfo(store, order.rank, len(order.seats), self._bootstrap(order, store))
+
+    def is_closed(self) -> bool:
+        return self._dismissed is not None
+
+    def set_closed(self) -> None:
+        """Only the driver closes."""
+
+    def num_nodes_waiting(self) -> int:
+        """Not 0: end the workers and come back."""
+        if self._dismissed is not None:
+            self._end(self._dismissed)
+        return int(self._round is not None and self._left >= self._round.round)
+
+    def get_run_id(self) -> str:
+        """The job's name, once it is known."""
+        return self._round.job if self._round is not None else self._ready.job or "none"
+
+    def shutdown(self) -> bool:
+        """After the end of torch's agent."""
+        self._store = None
+        return True
+
+    # ---- how ----
+
+    @property
+    def round(self) -> wire.Round | None:
+        """The one that this node is in, or was in last."""
+        return self._round
+
+    def _wait_for_round(self, end: float | None) -> wire.Round:
+        """Say that this node is ready, again and again, until it is seated."""
+        last = self._round.round if self._round is not None else 0
+        reason = "the driver has not answered"
+        port = self._offer()
+        while True:
+            if self._dismissed is not None:
+                self._end(self._dismissed)
+            store = f"{_bracketed(self._address)}:{port}"
+            self.link.send(_with(self._ready, round=last, store=store, pid=os.getpid()))
+            try:
+                order = self._orders.get(timeout=AGAIN)
+            except queue.Empty:
+                order = None
+            match order:
+                case wire.Round(round=number) if number > last and number > self._left:
+                    return order
+                case wire.Rehome():
+                    port = self._offer()
+                case wire.Wait():
+                    if order.reason != reason:
+                        self._told(order.reason)
+                    reason = order.reason
+                    if order.full and self._leaves:
+                        raise RendezvousClosedError(reason)
+                    time.sleep(AGAIN / 5)
+            if end is not None and time.monotonic() > end:
+                raise RendezvousTimeoutError(f"no round within {self._timeout:g} s: {reason}")
+
+    def _offer(self) -> int:
+        """A fresh store, on this node's address alone; its port."""
+        family = socket.AF_INET6 if ":" in self._address else socket.AF_INET
+        with socket.socket(family, socket.SOCK_STREAM) as listener:
+            listener.bind((self._address, 0))
+            listener.listen(1024)
+            port = int(listener.getsockname()[1])
+            self._store = TCPStore(
+                self._address,
+                port,
+                is_master=True,
+                wait_for_workers=False,
+                timeout=timedelta(seconds=STORE),
+                master_listen_fd=listener.detach(),
+            )
+        return port
+
+    def _enter(self, order: wire.Round) -> Store | None:
+        """The round's store, with this node's ranks in it; None if the round is over before that."""
+        host, port = _endpoint(order.store)
+        if order.rank == 0:
+            store = self._store
+            assert store is not None
+            _write_ranks(store, order)
+            return store
+        self._store = None
+        while self._left < order.round and self._dismissed is None:
+            try:
+                store = TCPStore(host, port, is_master=False, timeout=timedelta(seconds=PATIENCE))
+                store.wait([f"{RANKS}{order.rank}"], timedelta(seconds=PATIENCE))
+            except DistError:
+                continue
+            store.set_timeout(timedelta(seconds=STORE))
+            return store
+        return None
+
+    def _bootstrap(self, order: wire.Round, store: Store) -> RendezvousStoreInfo:
+        host, port = _endpoint(order.store)
+        if self.use_agent_store:
+            return RendezvousStoreInfo(host, port)
+        return RendezvousStoreInfo.build(order.rank, store, host)
+
+    def _end(self, dismissal: wire.Dismiss) -> NoReturn:
+        if self._ready.guest:
+            if dismissal.error:
+                raise RendezvousClosedError(dismissal.reason)
+            print(f"nbelastic: {dismissal.reason}", file=sys.stderr)
+            raise SystemExit(0)
+        raise RendezvousGracefulExitError(dismissal.reason)
+
+
+RANKS, ROLES = "torchelastic/assigned_ranks/", "torchelastic/role_info/"  # where torch's agents look
+
+
+def _write_ranks(store: Store, order: wire.Round) -> None:
+    """All that torch's agents tell one another before they start workers: none of them has to wait for another."""
+    for rank, seat in enumerate(order.seats):
+        store.set(f"{ROLES}{rank}", _RoleInstanceInfo(seat.role, rank, seat.workers).serialize())
+    for rank, numbers in enumerate(order.places):
+        store.set(f"{RANKS}{rank}", json.dumps(numbers))
+
+
+def _endpoint(text: str) -> tuple[str, int]:
+    host, _, port = text.rpartition(":")
+    return host.strip("[]"), int(port)
+
+
+def _bracketed(address: str) -> str:
+    return f"[{address}]" if ":" in address else address
+
+
+def _with(ready: s.NodeReady, **changes: object) -> s.NodeReady:
+    from msgspec.structs import replace
+
+    return replace(ready, **changes)
