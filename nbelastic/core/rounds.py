@@ -397,10 +397,7 @@ def _end(
     group: Group, outcome: str, reason: str, out: Commands, *, failure: s.Failure | None = None, host: str = ""
 ) -> Group:
     bad = outcome != "succeeded"
-    for name, node in group.nodes.items():
-        # who has finished ends by itself: it waits only for the others to finish, and would take a word for an error
-        if bad or node.state is not GroupState.SUCCEEDED:
-            out.append(s.EndNode(name, f"{group.job} {outcome}: {reason}", error=bad))
+    out.extend(s.EndNode(name, f"{group.job} {outcome}: {reason}", error=bad) for name in group.nodes)
     out.append(s.EndScript(outcome, reason, group.seats, failure, host))
     out.append(m.Record(f"job-{outcome}", f"{group.job} {outcome}: {reason}", host=host))
     states = {

@@ -27,6 +27,7 @@ from nbelastic.driver.discovery import FixedHosts, HostDiscovery, find
 from nbelastic.driver.driver import Driver
 from nbelastic.driver.job import Job, outcome
 from nbelastic.driver.orders import execute_on_all
+from nbelastic.driver.launchers import outgoing
 from nbelastic.driver.places import RunDir, gpus
 from nbelastic.driver.run import Call, Cell, Run, checkpoints
 from nbelastic.driver.script import Options, script_for
@@ -232,6 +233,18 @@ class Cluster:
         self._jobs.append(job)
         driver.call(driver.scripts.submit, run, script, terms)
         return job
+
+    def connection_file(self, host: str | None = None) -> Path:
+        """The file (0600) with which a terminal's torchrun joins: `--rdzv-backend=nbelastic --rdzv-endpoint=<file>`.
+
+        It is for terminals of this machine; with a `host`, for one there, to which it has to be copied (`scp -p`). It
+        holds the cluster's keys, and is of no use after its stop. HostError if it cannot be made.
+        """
+        driver = self._running()
+        found: Future[Path] = Future()
+        here = outgoing(host) if host is not None else ""
+        driver.call(driver.scripts.file_for, here, found)
+        return outcome(found, None, lambda: "the cluster file")
 
     def _next_job(self) -> str:
         return f"job-{len(self._jobs) + 1}"

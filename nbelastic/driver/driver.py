@@ -132,7 +132,7 @@ class Driver:
         self._silence = Silence(
             self.settings.silence, self.settings.heartbeat, self.fleet, lambda: self.world, self._inbox.put_nowait
         )
-        self.scripts = Scripts(self, self._hub)
+        self.scripts = Scripts(self, self._hub, keys.for_clients())
         self._publish()
         self._ready.set()
         watches = (self._discover(), self._silence.listen(), self.fleet.look_after_jobs())

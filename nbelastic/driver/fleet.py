@@ -137,6 +137,10 @@ class Fleet:
         if host in self._held:
             self._hub.send(self._held[host].peer, message)
 
+    def lead(self, here: str, endpoint: str) -> str:
+        """Where other machines, to which this one is `here`, come to one of its loopback endpoints."""
+        return self._doors.lead(here, endpoint)
+
     def peer_of(self, host: str) -> str:
         """How the host's present agent is named on the link; empty if it has none."""
         return self._held[host].peer if host in self._held else ""

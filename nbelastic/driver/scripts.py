@@ -8,21 +8,24 @@ from __future__ import annotations
 import asyncio
 import os
 import time
+from concurrent.futures import Future
 from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
-from nbelastic import versions
+from nbelastic import clusterfile, versions
 from nbelastic.core import messages as m
 from nbelastic.core import rounds, wire
 from nbelastic.core import script_messages as s
+from nbelastic.core.errors import HostError
 from nbelastic.core.membership import exit_text
 from nbelastic.core.rounds import Group, GroupState, Stage, Terms, advance, deadline
 from nbelastic.core.world import HostPhase
 from nbelastic.driver.run import Run
 from nbelastic.driver.status import HostStatus, Status, WorkerStatus
-from nbelastic.link import Hub, machine
+from nbelastic.link import Hub, Keys, machine
 
 if TYPE_CHECKING:
     from nbelastic.driver.driver import Driver
@@ -33,8 +36,8 @@ if TYPE_CHECKING:
 class Scripts:
     """Lives in the driver's thread; `shown` may be called from any."""
 
-    def __init__(self, driver: Driver, hub: Hub) -> None:
-        self._driver, self._hub = driver, hub
+    def __init__(self, driver: Driver, hub: Hub, keys: Keys) -> None:
+        self._driver, self._hub, self._keys = driver, hub, keys
         self._loop = asyncio.get_running_loop()
         self._group: Group | None = None
         self._run: Run | None = None
@@ -217,7 +220,7 @@ class Scripts:
                 self._driver.fleet.to_agent(host, wire.Launch(self._started, log_dir, self._script))
             case s.EndNode(host=host, reason=reason, error=error):
                 self._send(host, wire.Dismiss(reason, error))
-                if host in self._numbers:
+                if error and host in self._numbers:
                     self._driver.fleet.to_agent(host, wire.Recall(self._numbers[host]))
             case s.FormRound():
                 self._form(command)
@@ -295,6 +298,21 @@ class Scripts:
             with suppress(OSError):
                 os.close(fd)
 
+    def file_for(self, here: str, found: Future[Path]) -> None:
+        """The cluster file for this machine; or, with its address `here` towards another one, for that."""
+        settings, address = self._driver.settings, self._hub.address
+        name = clusterfile.NAME
+        try:
+            if here:
+                address = self._driver.fleet.lead(here, address)
+                name = f"cluster-{here.replace(':', '_')}.json"
+            path = settings.run_dir / name
+            clusterfile.ClusterFile(settings.name, address, self._keys).write(path)
+        except OSError as error:
+            found.set_exception(HostError(f"no cluster file can be made: {error}"))
+        else:
+            found.set_result(path)
+
     async def _listen(self) -> None:
         """For ever: guests that are not heard are lost."""
         settings = self._driver.settings
@@ -312,10 +330,9 @@ class Scripts:
         """`status` with the script in it, if that is the present or last job."""
         group = self._group
         if group is None or number_of(status.job) > number_of(group.job):
-            return status
+            return replace(status, hosts=status.hosts + self._guest_rows(None))
         if group.stage is Stage.ENDED:
-            outcome = group.outcome if status.job is None or number_of(status.job) < number_of(group.job) else ""
-            return replace(status, job=group.job, outcome=outcome, hosts=status.hosts + self._guest_rows(None))
+            return replace(status, job=group.job, outcome=group.outcome, hosts=status.hosts + self._guest_rows(None))
         running = group.stage is Stage.RUNNING
         return replace(
             status,

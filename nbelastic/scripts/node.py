@@ -108,7 +108,8 @@ class Node:
 
         reason, broken = "it has ended", False
         try:
-            self._agent.run()
+            if self._agent.run() is not None:
+                self._rendezvous.linger()
         except SignalException as end:
             reason = f"it was told to end ({end.sigval.name})"
         except Exception as error:

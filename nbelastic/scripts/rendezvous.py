@@ -34,6 +34,7 @@ from nbelastic.link import Spoke
 BACKEND = "nbelastic"
 AGAIN = 0.5  # seconds between words of the same waiting
 PATIENCE = 1.0  # seconds for one try to reach the store of a round's first node
+FAREWELL = 2.0  # seconds that the first node's store stays, at most, when it has finished
 STORE = 300.0  # seconds that torch's agents and workers wait for a key, as with torch's own handlers
 
 
@@ -117,6 +118,14 @@ class DriverRendezvous(RendezvousHandler):  # type: ignore[misc]  # torch carrie
         """After the end of torch's agent."""
         self._store = None
         return True
+
+    def linger(self) -> None:
+        """At the end: the others may still be reading the store of the first node, so it stays until all have finished."""
+        if self._round is not None and self._round.rank == 0 and len(self._round.seats) > 1:
+            end = time.monotonic() + FAREWELL
+            while self._dismissed is None and time.monotonic() < end:
+                time.sleep(0.02)
+            time.sleep(0.2)
 
     # ---- how ----
 
