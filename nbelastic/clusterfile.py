@@ -60,4 +60,6 @@ def find(endpoint: str, keys: str = "") -> ClusterFile:
         found = read(path)
         if found.address.rpartition(":")[2] == port:
             return found
-    raise UsageError(f"no cluster of this machine listens at port {port}: name its cluster file, or --rdzv-conf keys=FILE.")
+    raise UsageError(
+        f"no cluster of this machine listens at port {port}: name its cluster file, or --rdzv-conf keys=FILE."
+    )

@@ -185,7 +185,15 @@ def _ready(group: Group, event: s.NodeReady, now: float) -> Group:
         return group
     state = GroupState.STOPPED if node.state is GroupState.HEALTHY else node.state
     node = replace(
-        node, ready=True, store=event.store, role=event.role, state=state, starts=0, pid=event.pid, pids=(), retry_at=0.0
+        node,
+        ready=True,
+        store=event.store,
+        role=event.role,
+        state=state,
+        starts=0,
+        pid=event.pid,
+        pids=(),
+        retry_at=0.0,
     )
     return _put(group, host, node)
 

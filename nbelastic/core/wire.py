@@ -279,7 +279,9 @@ class Dismiss(Message):
     error: bool = True
 
 
-FromAgent = LaunchEnded | AgentHello | AgentSample | AgentGoodbye | m.Probed | m.WorkerStarted | m.WorkerExited | m.WorkerFroze
+FromAgent = (
+    LaunchEnded | AgentHello | AgentSample | AgentGoodbye | m.Probed | m.WorkerStarted | m.WorkerExited | m.WorkerFroze
+)
 FromWorker = (
     WorkerHello
     | m.WorkerReady

@@ -26,8 +26,8 @@ from nbelastic.driver import orders
 from nbelastic.driver.discovery import FixedHosts, HostDiscovery, find
 from nbelastic.driver.driver import Driver
 from nbelastic.driver.job import Job, outcome
-from nbelastic.driver.orders import execute_on_all
 from nbelastic.driver.launchers import outgoing
+from nbelastic.driver.orders import execute_on_all
 from nbelastic.driver.places import RunDir, gpus
 from nbelastic.driver.run import Call, Cell, Run, checkpoints
 from nbelastic.driver.script import Options, script_for
@@ -226,8 +226,7 @@ class Cluster:
         UsageError if a job runs already, or for what cannot be.
         """
         driver = self._may_submit()
-        limit = self._limits.elastic_timeout
-        script, terms = script_for(self._next_job(), path, args, options, driver.settings, limit)
+        script, terms = script_for(self._next_job(), path, args, options, driver.settings)
         run = Run(script.job, None, None)
         job = Job(driver, run)
         self._jobs.append(job)

@@ -34,7 +34,11 @@ class Options(TypedDict, total=False):
 
 
 def script_for(
-    job: str, path: str | os.PathLike[str], arguments: Sequence[Any], options: Options, settings: Settings, elastic: float
+    job: str,
+    path: str | os.PathLike[str],
+    arguments: Sequence[Any],
+    options: Options,
+    settings: Settings,
 ) -> tuple[wire.Script, Terms]:
     """What the nodes are told, and the group's terms. UsageError, in one line, for what cannot be."""
     given: dict[str, Any] = dict(options)
@@ -59,7 +63,9 @@ def script_for(
         unset=tuple(name for name in NCCL if name not in settings.environment),
         **given,
     )
-    terms = Terms(max_restarts=restarts, nproc=nproc, elastic_timeout=elastic, leave=shutdown + 5.0)
+    terms = Terms(
+        max_restarts=restarts, nproc=nproc, elastic_timeout=settings.limits.elastic_timeout, leave=shutdown + 5.0
+    )
     return script, terms
 
 

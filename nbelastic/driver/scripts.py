@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from nbelastic.driver.driver import Driver
 
 
-
-
 class Scripts:
     """Lives in the driver's thread; `shown` may be called from any."""
 
@@ -341,7 +339,7 @@ class Scripts:
             epoch=group.round,
             world_size=group.size if running else 0,
             hosts=tuple(_with_state(host, group) for host in status.hosts) + self._guest_rows(group),
-            workers=self._rows(group, status) if running else (),
+            workers=self._rows(group) if running else (),
             job=group.job,
             outcome="",
         )
@@ -356,7 +354,7 @@ class Scripts:
             rows.append(HostStatus(host, "", slots, "up", reason, 0.0))
         return tuple(rows)
 
-    def _rows(self, group: Group, status: Status) -> tuple[WorkerStatus, ...]:
+    def _rows(self, group: Group) -> tuple[WorkerStatus, ...]:
         rows = []
         log_dir = f"{self._driver.settings.log_dir}/{group.job}"
         for rank, w in enumerate(workers_of(group.seats, group.round)):

@@ -16,7 +16,7 @@ import msgspec
 from nbelastic.core import wire
 from nbelastic.processes import kill_group, state_of
 
-ENTRY = ("nbelastic.scripts.node", "boot")  # by name: host and scripts never import one another
+ENTRY = ("nbelastic.scripts.boot", "boot")  # by name: host and scripts never import one another
 GRACE = 5.0  # seconds between SIGTERM, which the workers are sent too, and SIGKILL
 AGAIN = 0.1  # seconds
 
@@ -42,7 +42,7 @@ class Nodes:
     def launch(self, order: wire.Launch, home: tuple[str, str], log_dir: str) -> None:
         """Fork one. `home`: the address and the interface of its stores."""
         boot = getattr(importlib.import_module(ENTRY[0]), ENTRY[1])
-        template = vars(forkserver._forkserver)  # type: ignore[attr-defined]
+        template = vars(forkserver._forkserver)
         settings: dict[str, Any] = {
             **self._known,
             "number": order.number,

@@ -62,6 +62,14 @@ def magic(kind: Kind, *arguments: Argument) -> Callable[[Callable[..., object]],
     return decorate
 
 
+def pair(flag: str, text: str) -> tuple[str, str]:
+    """Of NAME=VALUE. UsageError for anything else."""
+    name, equals, value = text.partition("=")
+    if not (name and equals):
+        raise UsageError(f"{flag} {text}: write NAME=VALUE.")
+    return name, value
+
+
 def show_in_one_line(error: KeyboardInterrupt) -> None:
     """Have IPython show it as our own errors, without a traceback."""
     text = "KeyboardInterrupt: no longer waiting; the cluster goes on, and %elastic shows it."

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from argparse import ArgumentParser, Namespace
+from argparse import REMAINDER, ArgumentParser, Namespace
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,7 +13,8 @@ from IPython.core.magic import Magics, magics_class
 from IPython.display import display
 
 from nbelastic.core.errors import JobError, UsageError
-from nbelastic.notebook.arguments import argument, completion, magic
+from nbelastic.notebook.arguments import argument, completion, magic, pair
+from nbelastic.notebook.scripts import SCRIPT_OPTIONS, script_options
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
@@ -214,19 +215,36 @@ class ElasticMagics(Magics):  # type: ignore[misc]  # IPython carries no types h
 
     # Running and waiting.
     @magic(
-        "cell",
+        "line_cell",
         argument("--job", dest="bind", metavar="VARIABLE", help="a variable to keep the Job in"),
         argument("--wait", action="store_true", help="return when the job has ended"),
         argument("--timeout", type=float, metavar="S", help="wait, but for no more than S seconds"),
-        argument("--checkpoint", metavar="FOLDER", help="begin with the newest checkpoint in it, and save there"),
-        argument("--checkpoint-every", type=int, metavar="N", help="commits between two checkpoints (100)"),
-        argument("--checkpoint-keep", type=int, metavar="K", help="how many checkpoints stay (3)"),
+        argument(
+            "--checkpoint", metavar="FOLDER", help="of a cell: begin with the newest checkpoint in it, save there"
+        ),
+        argument("--checkpoint-every", type=int, metavar="N", help="of a cell: commits between two checkpoints (100)"),
+        argument("--checkpoint-keep", type=int, metavar="K", help="of a cell: how many checkpoints stay (3)"),
+        *SCRIPT_OPTIONS,
+        argument("script", nargs=REMAINDER, metavar="SCRIPT", help="a torchrun script and its arguments; no cell then"),
     )
-    def elastic_run(self, options: Namespace, cell: str) -> Job:
-        """Train: run this cell as the program of every worker. Returns at once, with a live Job."""
+    def elastic_run(self, options: Namespace, cell: str | None) -> Job:
+        """Train: %%elastic_run runs its cell as the program of every worker, %elastic_run a torchrun script.
+
+        Returns at once, with a live Job.
+        """
         self._check_variable(options.bind)
         plan = {name: value for name, value in vars(options).items() if name.startswith("checkpoint")}
-        job = self._cluster().run_cell(cell, **plan)
+        script = script_options(options)
+        if cell is None:
+            if not options.script:
+                raise UsageError("name a script, or write %%elastic_run above a cell.")
+            if any(value is not None for value in plan.values()):
+                raise UsageError("--checkpoint and its kin go with a cell: a script saves its own.")
+            job = self._cluster().run_script(*options.script, **script)
+        elif options.script or script:
+            raise UsageError("a script and its options go without a cell: write %elastic_run.")
+        else:
+            job = self._cluster().run_cell(cell, **plan)
         if options.bind:
             self.shell.user_ns[options.bind] = job
         if options.wait or options.timeout is not None:
@@ -316,15 +334,8 @@ def _as_python(options: dict[str, Any]) -> dict[str, Any]:
         options["cooldown"] = tuple(options["cooldown"])
     for name, flag in (("env", "--env"), ("launcher_options", "--launcher-option")):
         if name in options:
-            options[name] = dict(_pair(flag, text) for text in options[name])
+            options[name] = dict(pair(flag, text) for text in options[name])
     return options
-
-
-def _pair(flag: str, text: str) -> tuple[str, str]:
-    name, equals, value = text.partition("=")
-    if not (name and equals):
-        raise UsageError(f"{flag} {text}: write NAME=VALUE.")
-    return name, value
 
 
 def _show_output(outputs: Iterable[tuple[str, str, str, str | None]]) -> None:

@@ -28,6 +28,7 @@ TAIL = 4000  # bytes of a worker's stderr that are told where it left no error f
 def worker_spec(script: wire.Script, rendezvous: DriverRendezvous, known: tuple[str, ...]) -> WorkerSpec:
     """What torch's agent is to start: a script in forks of the template, or a command."""
     entrypoint: Callable[..., None] | str
+    arguments: tuple[Any, ...]
     if script.no_python:
         entrypoint, arguments = script.target, script.arguments
     elif script.cold:
@@ -50,9 +51,7 @@ def worker_spec(script: wire.Script, rendezvous: DriverRendezvous, known: tuple[
 class JobAgent(LocalElasticAgent):  # type: ignore[misc]  # torch carries no types here
     """`tell` sends to the driver. Everything but `workers` belongs to the main thread."""
 
-    def __init__(
-        self, spec: WorkerSpec, script: wire.Script, logs: JobLogs, tell: Callable[[m.Event], None]
-    ) -> None:
+    def __init__(self, spec: WorkerSpec, script: wire.Script, logs: JobLogs, tell: Callable[[m.Event], None]) -> None:
         super().__init__(
             spec,
             logs,
@@ -124,9 +123,9 @@ class JobAgent(LocalElasticAgent):  # type: ignore[misc]  # torch carries no typ
         codes = self._codes()
         for rank, failure in result.failures.items():
             codes[rank - first] = failure.exitcode
-        return tuple(
-            self._failure(first, local_rank, code) for local_rank, code in sorted(codes.items()) if code
-        ) or (s.Failure(first, 0, 1, f"the worker group is {result.state.name}"),)
+        return tuple(self._failure(first, local_rank, code) for local_rank, code in sorted(codes.items()) if code) or (
+            s.Failure(first, 0, 1, f"the worker group is {result.state.name}"),
+        )
 
     def _codes(self) -> dict[int, int]:
         context = self._pcontext

@@ -5,10 +5,7 @@ Its main thread is torch's. The link's thread speaks with the driver, follows th
 
 from __future__ import annotations
 
-import json
-import multiprocessing as mp
 import os
-import signal
 import sys
 import time
 from multiprocessing import forkserver, resource_tracker
@@ -17,61 +14,24 @@ from typing import Any
 
 import msgspec
 import psutil
+from torch.distributed.elastic.multiprocessing import SignalException
 
 from nbelastic.core import script_messages as s
 from nbelastic.core import wire
-from nbelastic.folders import make_private
 from nbelastic.link import Keys, Spoke
-from nbelastic.processes import die_with_parent, kill_group
+from nbelastic.scripts.elastic_agent import JobAgent, worker_spec
+from nbelastic.scripts.output import JobLogs, Tail
+from nbelastic.scripts.rendezvous import DriverRendezvous
 
 LOOK = 0.1  # seconds between looks at what the workers have written
 SAMPLE = 1.0  # seconds between samples of their CPU and memory
 CLOSE = 2.0  # seconds
 
 
-def boot(settings: dict[str, Any]) -> None:
-    """Be the node that `settings` describes, until its script has ended."""
-    os.setsid()
-    die_with_parent()
-    mp.set_start_method(None, force=True)
-    script = msgspec.convert(settings["script"], wire.Script)
-    folder = Path(settings["log_dir"])
-    make_private(folder)
-    _redirect(folder / f"{settings['host']}-elastic.log")
-    _arrange(script, settings)
-    Node(settings, script, folder).run()
-
-
-def _redirect(path: Path) -> None:
-    """What torch's agent says of itself."""
-    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-    for fd in (1, 2):
-        os.dup2(file, fd)
-    os.close(file)
-
-
-def _arrange(script: wire.Script, settings: dict[str, Any]) -> None:
-    """The environment and folder that the workers inherit: those of the host's agent, not the template's."""
-    for name in set(os.environ) - set(settings["environment"]):
-        del os.environ[name]
-    os.environ.update(settings["environment"])
-    for name in (*script.unset, "NBELASTIC_PRELOAD"):
-        os.environ.pop(name, None)
-    os.environ.update(script.environment)
-    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-        os.environ.setdefault(name, settings["interface"])
-    if script.cwd and os.path.isdir(script.cwd):
-        os.chdir(script.cwd)
-
-
 class Node:
     """`run()` in the main thread."""
 
     def __init__(self, settings: dict[str, Any], script: wire.Script, folder: Path) -> None:
-        from nbelastic.scripts.elastic_agent import JobAgent, worker_spec
-        from nbelastic.scripts.output import JobLogs, Tail
-        from nbelastic.scripts.rendezvous import DriverRendezvous
-
         self._host, self._settings = settings["host"], settings
         self._logs = JobLogs(folder, self._host, script.redirects, script.tee)
         self._tail = Tail(self._logs)
@@ -79,10 +39,9 @@ class Node:
         self._stats: dict[int, psutil.Process] = {}
         if not script.cold:
             _use_template(settings["template"])
+        self._agent: JobAgent | None = None
         ready = s.NodeReady(self._host, 0, "", script.role)
-        self._rendezvous = DriverRendezvous(
-            self._connect, ready, settings["address"], before_round=lambda order: self._agent.begin(order)
-        )
+        self._rendezvous = DriverRendezvous(self._connect, ready, settings["address"], before_round=self._begin)
         self._agent = JobAgent(
             worker_spec(script, self._rendezvous, tuple(os.environ)), script, self._logs, self._rendezvous.link.send
         )
@@ -103,12 +62,17 @@ class Node:
         link.start()
         return link
 
-    def run(self) -> None:
-        from torch.distributed.elastic.multiprocessing import SignalException
+    def _begin(self, order: wire.Round) -> None:
+        if self._agent is not None:
+            self._agent.begin(order)
 
+    def run(self) -> None:
+        """Until the script has ended, or this node's part in it."""
+        agent = self._agent
+        assert agent is not None
         reason, broken = "it has ended", False
         try:
-            if self._agent.run() is not None:
+            if agent.run() is not None:
                 self._rendezvous.linger()
         except SignalException as end:
             reason = f"it was told to end ({end.sigval.name})"
@@ -116,7 +80,7 @@ class Node:
             reason, broken = f"its elastic agent raised {type(error).__name__}: {error}", True
             raise
         finally:
-            self._agent.kill_groups()
+            agent.kill_groups()
             link = self._rendezvous.link
             for output in self._tail.read():
                 link.send(output)
@@ -127,19 +91,19 @@ class Node:
 
     def _tick(self) -> float:
         """In the link's thread."""
-        link = self._rendezvous.link if hasattr(self, "_rendezvous") else None
-        if link is None or not hasattr(self, "_agent"):
+        agent = self._agent
+        if agent is None:
             return LOOK
+        link = self._rendezvous.link
         for output in self._tail.read():
             link.send(output)
         now = time.monotonic()
         if now >= self._sampled_at + SAMPLE:
             self._sampled_at = now
-            self._sample(link)
+            self._sample(link, *agent.workers)
         return LOOK
 
-    def _sample(self, link: Spoke) -> None:
-        pids, number = self._agent.workers
+    def _sample(self, link: Spoke, pids: tuple[int, ...], number: int) -> None:
         self._stats = {pid: stats for pid, stats in self._stats.items() if pid in pids}
         found = []
         try:
@@ -158,10 +122,10 @@ class _Template(forkserver.ForkServer):
 
     def __init__(self, found: dict[str, Any]) -> None:
         super().__init__()
-        vars(self).update(found, _forkserver_alive_fd=forkserver._forkserver._forkserver_alive_fd)  # type: ignore[attr-defined]
+        vars(self).update(found, _forkserver_alive_fd=vars(forkserver._forkserver)["_forkserver_alive_fd"])
 
     def ensure_running(self) -> None:
-        resource_tracker.ensure_running()  # type: ignore[attr-defined]
+        resource_tracker.ensure_running()
 
 
 def _use_template(found: dict[str, Any]) -> None:

@@ -79,7 +79,7 @@ class Tail:
                 data = self._broken.pop(path, b"") * (begin == at) + file.read(MOST)
         except OSError:
             return None
-        self._at[path] = begin + MOST if size > begin + MOST else size
+        self._at[path] = min(size, begin + MOST)
         if size <= at:
             return None
         whole = _whole(data)

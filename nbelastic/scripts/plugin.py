@@ -27,7 +27,7 @@ from nbelastic.core import script_messages as s
 from nbelastic.core import wire
 from nbelastic.core.errors import UsageError
 from nbelastic.link import HEARTBEAT, Keys, Spoke, machine
-from nbelastic.scripts.rendezvous import BACKEND, DriverRendezvous
+from nbelastic.scripts.rendezvous import DriverRendezvous
 from nbelastic.scripts.warm import own_part
 
 JOIN = 600.0  # seconds until a waiting node gives up: torch's own default
@@ -76,8 +76,17 @@ def _launch_config() -> LaunchConfig | None:
     return None
 
 
+def _failures() -> dict[int, ProcessFailure]:
+    """Why torch's agent comes back, by rank: it does not say so."""
+    frame: Any = sys._getframe()
+    while frame is not None and frame.f_code.co_name != "_invoke_run":
+        frame = frame.f_back
+    result = frame.f_locals.get("run_result") if frame is not None else None
+    return dict(result.failures) if result is not None else {}
+
+
 def _towards(address: str) -> str:
-    """This machine's address towards the driver."""
+    """The address of this machine towards the driver."""
     host, _, port = address.removeprefix("tcp://").rpartition(":")
     host = host.strip("[]")
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_DGRAM) as probe:
@@ -98,7 +107,7 @@ def reach(address: str, keys: Keys, name: str) -> None:
     connected, end = False, time.monotonic() + HANDSHAKE
     try:
         link.connect(address)
-        while (left := end - time.monotonic()) > 0 and monitor.poll(left * 1000):
+        while (left := end - time.monotonic()) > 0 and monitor.poll(int(left * 1000)):
             event = recv_monitor_message(monitor)["event"]
             if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 return
@@ -137,6 +146,9 @@ class GuestRendezvous(DriverRendezvous):
         return link
 
     def next_rendezvous(self) -> RendezvousInfo:
+        failures = tuple(_failure(rank, failure) for rank, failure in _failures().items())
+        if failures and self.round is not None:
+            self.link.send(s.NodeFailed(self._name, self.round.round, failures))
         if time.monotonic() - self.link.heard_at > HANDSHAKE:
             raise RendezvousClosedError(f"the cluster {self._found.name!r} is closed: its driver is gone.")
         return super().next_rendezvous()

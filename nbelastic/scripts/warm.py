@@ -18,7 +18,17 @@ from typing import Any
 from nbelastic.processes import kill_group
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
-CONTRACT = ("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "MASTER_", "TORCH")
+CONTRACT = (
+    "RANK",
+    "LOCAL_RANK",
+    "GROUP_RANK",
+    "ROLE_",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "GROUP_WORLD_SIZE",
+    "MASTER_",
+    "TORCH",
+)
 INTERRUPTED = 130
 
 
@@ -90,7 +100,7 @@ def _be_fresh(known: tuple[str, ...]) -> None:
 
 def _unbuffered(fd: int) -> io.TextIOWrapper:
     raw = open(fd, "wb", buffering=0, closefd=False)  # noqa: SIM115
-    return io.TextIOWrapper(raw, "utf-8", "backslashreplace", write_through=True)  # type: ignore[arg-type]
+    return io.TextIOWrapper(raw, "utf-8", "backslashreplace", write_through=True)
 
 
 _OURS = (os.path.dirname(os.path.abspath(__file__)), "<frozen runpy>", runpy.__file__)

@@ -51,6 +51,7 @@ PRELOAD = (
     "torch.distributed",
     "torch.nn.parallel",
     "torch.optim",
+    "nbelastic.scripts.node",
     "nbelastic.worker.boot",
     "nbelastic.worker.elastic",
     "nbelastic.worker.engine",

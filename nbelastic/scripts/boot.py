@@ -1,0 +1,52 @@
+"""From a fork of the template to a host's node. Imports little: the agent loads it too."""
+
+from __future__ import annotations
+
+import multiprocessing as mp
+import os
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from nbelastic.core import wire
+from nbelastic.folders import make_private
+from nbelastic.processes import die_with_parent
+
+
+def boot(settings: dict[str, Any]) -> None:
+    """Be the node that `settings` describes, until its script has ended."""
+    os.setsid()
+    die_with_parent()
+    mp.set_start_method(None, force=True)
+    script = msgspec.convert(settings["script"], wire.Script)
+    folder = Path(settings["log_dir"])
+    make_private(folder)
+    _redirect(folder / f"{settings['host']}-elastic.log")
+    _arrange(script, settings)
+
+    from nbelastic.scripts.node import Node
+
+    Node(settings, script, folder).run()
+
+
+def _redirect(path: Path) -> None:
+    """What torch's agent says of itself."""
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    for fd in (1, 2):
+        os.dup2(file, fd)
+    os.close(file)
+
+
+def _arrange(script: wire.Script, settings: dict[str, Any]) -> None:
+    """The environment and folder that the workers inherit: those of the host's agent, not the template's."""
+    for name in set(os.environ) - set(settings["environment"]):
+        del os.environ[name]
+    os.environ.update(settings["environment"])
+    for name in (*script.unset, "NBELASTIC_PRELOAD"):
+        os.environ.pop(name, None)
+    os.environ.update(script.environment)
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        os.environ.setdefault(name, settings["interface"])
+    if script.cwd and os.path.isdir(script.cwd):
+        os.chdir(script.cwd)
