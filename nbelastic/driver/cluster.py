@@ -303,7 +303,7 @@ class Cluster:
     def remove_host(self, host: str, now: bool = False, by: str = "you") -> None:
         """Its workers leave at the next commit (`now`: at once). UsageError if there is no such host."""
         driver = self._running()
-        known = dict.fromkeys([*driver.world.hosts, *self._added])
+        known = dict.fromkeys([*driver.world.hosts, *driver.scripts.guests, *self._added])
         driver.post(orders.remove_host(known, host, now, by).event)
         self._added.discard(host)
 

@@ -64,6 +64,11 @@ class Scripts:
         """The script that still has to run, if any."""
         return self._group if self._group is not None and self._group.stage is not Stage.ENDED else None
 
+    @property
+    def guests(self) -> list[str]:
+        """The hosts that have come by themselves, from terminals."""
+        return list(self._guests)
+
     # ---- what happens ----
 
     def submit(self, run: Run, script: wire.Script, terms: Terms) -> None:
@@ -140,7 +145,10 @@ class Scripts:
         if self._numbers.get(message.host) == message.number:
             self._hub.forget(self._peer(message.host))
             del self._numbers[message.host]
-            self._advance(s.NodeLeft(message.host, f"its node ended ({exit_text(message.code)})", broken=True), now)
+            why = f"its node ended ({exit_text(message.code)})"
+            if message.code > 0:
+                why += f"; {message.host}-elastic.log in the job's logs says more"
+            self._advance(s.NodeLeft(message.host, why, broken=True), now)
 
     def _greet(self, peer: str, hello: wire.NodeHello) -> None:
         """A guest has come, from a terminal."""

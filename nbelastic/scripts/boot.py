@@ -13,6 +13,8 @@ from nbelastic.core import wire
 from nbelastic.folders import make_private
 from nbelastic.processes import die_with_parent
 
+SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"  # torchrun's own default
+
 
 def boot(settings: dict[str, Any]) -> None:
     """Be the node that `settings` describes, until its script has ended."""
@@ -46,6 +48,7 @@ def _arrange(script: wire.Script, settings: dict[str, Any]) -> None:
     for name in (*script.unset, "NBELASTIC_PRELOAD"):
         os.environ.pop(name, None)
     os.environ.update(script.environment)
+    os.environ.setdefault("TORCHELASTIC_SIGNALS_TO_HANDLE", SIGNALS)
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         os.environ.setdefault(name, settings["interface"])
     if script.cwd and os.path.isdir(script.cwd):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import sys
 import time
@@ -138,6 +139,7 @@ class JobAgent(LocalElasticAgent):  # type: ignore[misc]  # torch carries no typ
         error, text, at = _ended(code), "", time.time()
         try:
             at = path.stat().st_mtime
+            path.chmod(0o600)
             said = json.loads(path.read_text())["message"]
             error, text = (said, "") if isinstance(said, str) else (said["message"], said["extraInfo"]["py_callstack"])
         except (OSError, ValueError, KeyError, TypeError):  # it left none, or one of its own making
@@ -168,5 +170,6 @@ def _last_traceback(path: Path) -> str:
             said = file.read().decode(errors="replace")
     except OSError:
         return ""
+    said = re.sub(r"^\[rank\d+\]: ", "", said, flags=re.MULTILINE)  # torch's mark, where a process group stands
     begin = said.rfind("Traceback (most recent call last):")
     return said[begin:] if begin >= 0 else ""

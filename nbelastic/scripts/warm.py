@@ -18,16 +18,10 @@ from typing import Any
 from nbelastic.processes import kill_group
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
-CONTRACT = (
-    "RANK",
-    "LOCAL_RANK",
-    "GROUP_RANK",
-    "ROLE_",
-    "WORLD_SIZE",
-    "LOCAL_WORLD_SIZE",
-    "GROUP_WORLD_SIZE",
-    "MASTER_",
-    "TORCH",
+CONTRACT = (  # what torch's agent sets, beside all that begins with TORCHELASTIC_
+    *("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT"),
+    *("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE"),
+    *("TORCH_NCCL_ASYNC_ERROR_HANDLING", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES"),
 )
 INTERRUPTED = 130
 
@@ -90,8 +84,8 @@ def _be_fresh(known: tuple[str, ...]) -> None:
     """Without what the template has set for itself and for engines."""
     for each in SIGNALS:
         signal.signal(each, signal.SIG_DFL if each != signal.SIGINT else signal.default_int_handler)
-    for name in set(os.environ) - set(known):
-        if not name.startswith(CONTRACT) and name not in ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES"):
+    for name in set(os.environ) - set(known) - set(CONTRACT):
+        if not name.startswith("TORCHELASTIC_"):
             del os.environ[name]
     mp.set_start_method(None, force=True)  # the fork server's is inherited; data loaders start as they do anywhere
     sys.stdin = open(os.devnull, encoding="utf-8")  # noqa: SIM115

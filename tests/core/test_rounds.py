@@ -1,0 +1,348 @@
+"""Scripts: who is in the next round, when all begin again, and what counts. The scenarios of torch's elastic agents."""
+
+from __future__ import annotations
+
+import pytest
+
+from nbelastic.core import messages as m
+from nbelastic.core import script_messages as s
+from nbelastic.core.rounds import Group, GroupState, Stage, Terms, advance, deadline, first_failure, places
+
+
+class Play:
+    """A group and faithful fakes of its nodes: they start, come ready and leave rounds as they are told."""
+
+    def __init__(self, *hosts: str, **terms) -> None:
+        self.bounds = (terms.pop("min", 1), terms.pop("max", None))
+        self.group = Group("job-1", Terms(**terms))
+        self.now = 100.0
+        self.hosts = dict(self.parsed(host) for host in hosts)
+        self.mute: set[str] = set()  # hosts whose nodes do not start
+        self.said: list[m.Command] = []
+        self.rounds: dict[str, int] = {}  # that each node has left last
+        self.look()
+
+    @staticmethod
+    def parsed(host: str) -> tuple[str, int]:
+        name, _, slots = host.partition(":")
+        return name, int(slots or 1)
+
+    def look(self, *hosts: str) -> Play:
+        if hosts:
+            self.hosts = dict(self.parsed(host) for host in hosts)
+        return self.send(s.HostsSeen(tuple(self.hosts.items()), *self.bounds))
+
+    def send(self, event: m.Event) -> Play:
+        self.group, commands = advance(self.group, event, self.now)
+        self.said += commands
+        for command in commands:
+            match command:
+                case s.StartNode(host=host) if host not in self.mute:
+                    self.rounds[host] = 0
+                    self.ready(host)
+                case s.LeaveRound(round=number, hosts=inside):
+                    for host in inside:
+                        self.rounds[host] = number
+                        self.ready(host)
+                case s.FormRound(round=number, seats=seats):
+                    for seat in seats:
+                        self.rounds[seat.host] = number
+        return self
+
+    def ready(self, host: str, **more) -> Play:
+        number = self.rounds.get(host, 0)
+        return self.send(s.NodeReady(host, number, f"{host}:{number + 4000}", more.pop("role", "default"), **more))
+
+    def guest(self, host: str, workers: int = 1, **more) -> Play:
+        return self.ready(host, workers=workers, guest=True, **more)
+
+    def wait(self, seconds: float) -> Play:
+        end = self.now + seconds
+        for _ in range(100):
+            at = max(self.now, deadline(self.group))
+            if at > end:
+                self.now = end
+                return self
+            self.now = at
+            self.send(s.Passed())
+        raise AssertionError(f"a hot loop: {self.group.reason}")
+
+    def fail(self, host: str, code: int = 1, rank: int = 0, at: float = 1.0, error: str = "boom") -> Play:
+        """Its worker fails; it ends the others and comes back."""
+        number = self.group.round
+        self.send(s.NodeFailed(host, number, (s.Failure(rank, 0, code, error, f"trace of {error}", at),)))
+        return self.ready(host) if (self.group.stage, self.group.round) == (Stage.RUNNING, number) else self
+
+    def succeed(self, *hosts: str) -> Play:
+        for host in hosts:
+            self.send(s.NodeSucceeded(host, self.group.round))
+        return self
+
+    def records(self, kind: str) -> list[str]:
+        return [command.text for command in self.said if isinstance(command, m.Record) and command.kind == kind]
+
+    @property
+    def seats(self) -> list[tuple[str, int]]:
+        return [(seat.host, seat.workers) for seat in self.group.seats]
+
+    @property
+    def end(self) -> s.EndScript:
+        return next(command for command in self.said if isinstance(command, s.EndScript))
+
+
+def test_hosts_that_are_there_make_a_round():
+    """Every host gets a worker a slot; the first one's store is the round's; nothing has been restarted."""
+    play = Play("a:2", "b:1")
+    form = [command for command in play.said if isinstance(command, s.FormRound)]
+    assert len(form) == 1
+    assert (form[0].round, form[0].store, form[0].restarts) == (1, "a:4000", 0)
+    assert play.seats == [("a", 2), ("b", 1)]
+    assert play.group.nodes["a"].state is GroupState.HEALTHY
+
+
+def test_ranks_count_through_hosts_and_roles():
+    """As torch's agents assign them: global ranks by node, role ranks within each role, with unequal hosts."""
+    seats = (s.Seat("a", 2, "trainer"), s.Seat("b", 1, "reader"), s.Seat("c", 3, "trainer"))
+    assert places(seats) == ((0, 6, 0, 5), (2, 6, 0, 1), (3, 6, 2, 5))
+
+
+def test_too_few_wait_and_say_so():
+    """A round needs `min` workers; after `elastic_timeout` seconds without them the job fails, with the reason."""
+    play = Play("a:1", min=2, elastic_timeout=60)
+    assert play.group.reason == "1 of min 2 workers ready; add a host or lower min"
+    play.wait(59)
+    assert play.group.stage is Stage.GATHERING
+    play.wait(2)
+    assert play.end.outcome == "failed"
+    assert "(elastic_timeout)" in play.end.reason
+
+
+def test_the_last_call():
+    """Enough nodes wait for those that are starting, but no longer than the settle time."""
+    play = Play("a", "b", settle=1.0)
+    assert play.seats == [("a", 1), ("b", 1)]
+    late = Play.__new__(Play)
+    Play.__init__(late, settle=1.0)
+    late.mute = {"b"}
+    late.look("a:1", "b:1")
+    assert late.group.stage is Stage.GATHERING
+    assert "waiting for b" in late.group.reason
+    late.wait(1.1)
+    assert late.seats == [("a", 1)]
+
+
+def test_a_late_host_restarts_the_group_and_that_does_not_count():
+    """The workers leave their round when it is ready, and not before; old hosts keep low ranks."""
+    play = Play("a:2", settle=1.0)
+    play.mute = {"b"}
+    play.look("a:2", "b:2")
+    assert play.group.stage is Stage.RUNNING
+    assert play.group.round == 1
+    play.ready("b")
+    assert play.seats == [("a", 2), ("b", 2)]
+    assert (play.group.round, play.group.restarts) == (2, 0)
+
+
+def test_a_lost_host_restarts_the_others_at_once():
+    """torchrun's other agents would go on waiting for it; here they are told, and it does not count."""
+    play = Play("a:2", "b:2", "c:2")
+    play.look("a:2", "c:2")
+    assert play.seats == [("a", 2), ("c", 2)]
+    assert (play.group.round, play.group.restarts) == (2, 0)
+    assert play.records("world-broken") == ["host b has gone"]
+
+
+def test_the_host_of_rank_0_is_lost():
+    """The next one leads: no host is special."""
+    play = Play("a:2", "b:2").look("b:2")
+    assert play.seats == [("b", 2)]
+
+
+def test_a_host_leaves_and_returns():
+    """Torch's scenario of two agents: one leaves, the other goes on alone; it comes back, and both train."""
+    play = Play("a:1", "b:1").look("a:1").look("a:1", "b:1")
+    assert play.seats == [("a", 1), ("b", 1)]
+    assert play.group.round == 3
+    assert play.group.restarts == 0
+
+
+def test_below_min_the_survivors_wait():
+    """And go on when there are enough again."""
+    play = Play("a:2", "b:2", min=4).look("a:2")
+    assert play.group.stage is Stage.GATHERING
+    play.look("a:2", "b:2")
+    assert play.seats == [("a", 2), ("b", 2)]
+
+
+def test_a_failed_worker_restarts_the_whole_group():
+    """On all hosts, counted once, though the others' collectives broke too."""
+    play = Play("a:2", "b:2", max_restarts=1)
+    play.send(s.NodeFailed("a", 1, (s.Failure(0, 0, 1, "boom", at=1.0),)))
+    assert play.group.stage is Stage.RUNNING
+    play.ready("a").fail("b", rank=2, at=2.0, error="connection reset")
+    assert (play.group.round, play.group.restarts) == (2, 1)
+
+
+def test_a_signal_explains_itself():
+    """No word of the others is waited for."""
+    play = Play("a:2", "b:2", max_restarts=1)
+    play.fail("a", code=-9)
+    assert (play.group.round, play.group.restarts) == (2, 1)
+
+
+def test_when_no_restarts_are_left_the_first_failure_is_the_job_s():
+    """Sad and flaky workers: the error of the first that failed, with its rank, its host and its traceback."""
+    play = Play("a:1", "b:1", max_restarts=1).fail("a", code=-9)
+    play.send(s.NodeFailed("b", 2, (s.Failure(1, 0, 1, "connection reset", "late", 6.0),)))
+    play.send(s.NodeFailed("a", 2, (s.Failure(0, 0, 1, "KeyError: 'x'", "Traceback …", 5.0),)))
+    assert play.end.outcome == "failed"
+    assert play.end.reason == "rank 0 on a failed: KeyError: 'x' after 1 restarts"
+    assert (play.end.host, play.end.failure.traceback) == ("a", "Traceback …")
+
+
+@pytest.mark.parametrize(
+    ("codes", "first"),
+    [((1, -9), 1), ((-15, 1), 1), ((1, 1), 0), ((-15, -11), 1)],
+    ids=["a signal before an exception", "ended by its node", "by time", "a crash"],
+)
+def test_which_failure_was_the_first(codes, first):
+    """A killed worker leaves no time of its own, and the others' broken connections may be noted before it is seen."""
+    failures = [("h", s.Failure(rank, rank, code, "", at=float(rank))) for rank, code in enumerate(codes)]
+    assert first_failure(failures)[1].rank == first
+
+
+def test_an_exception_that_a_lost_host_explains_is_no_failure():
+    """Collectives break before the news of the host's end comes: `max_restarts=0` survives it."""
+    play = Play("a:1", "b:1", grace=1.0)
+    play.fail("a", error="connection reset")
+    assert "are all nodes there?" in play.group.reason
+    play.look("a:1")
+    assert play.seats == [("a", 1)]
+    assert play.group.restarts == 0
+
+
+def test_an_exception_that_nothing_explains_is_judged_after_the_grace():
+    """The other host's workers hang: its node never speaks of this failure."""
+    play = Play("a:1", "b:1", max_restarts=1, grace=1.0).fail("a")
+    play.wait(0.9)
+    assert play.group.round == 1
+    play.wait(0.2)
+    assert (play.group.round, play.group.restarts) == (2, 1)
+
+
+def test_news_of_an_old_round_are_dropped():
+    """A failure and a success that were said too late change nothing."""
+    play = Play("a:1", "b:1").look("a:1")
+    before = play.group
+    play.send(s.NodeFailed("a", 1)).send(s.NodeSucceeded("a", 1)).send(s.NodeStarted("a", 1, (7,)))
+    assert play.group == before
+
+
+def test_max_is_kept():
+    """Hosts come in by seniority; of the last one only some slots are used; a guest comes whole or waits."""
+    play = Play("a:2", "b:2", max=3)
+    assert play.seats == [("a", 2), ("b", 1)]
+    play.guest("g", 1)
+    assert play.seats == [("a", 2), ("b", 1)]
+    play.look("a:2")
+    assert play.seats == [("a", 2), ("g", 1)]
+
+
+def test_scaling_up_and_down():
+    """New bounds restart the group if they change who is in."""
+    play = Play("a:2", "b:2")
+    play.bounds = (1, 2)
+    play.look()
+    assert play.seats == [("a", 2)]
+    play.bounds = (1, None)
+    play.look()
+    assert play.seats == [("a", 2), ("b", 2)]
+    assert play.group.restarts == 0
+
+
+def test_slots_that_change():
+    """The host's node runs as many workers as there are slots now; `nproc` is what was asked for."""
+    assert Play("a:1").look("a:3").seats == [("a", 3)]
+    assert Play("a:1", nproc=2).look("a:3").seats == [("a", 2)]
+
+
+def test_a_host_beyond_max_disturbs_nobody():
+    """Nor does its going."""
+    play = Play("a:2", max=2).look("a:2", "b:2").look("a:2")
+    assert play.group.round == 1
+
+
+def test_all_succeed():
+    """The job ends when every node's workers have ended well."""
+    play = Play("a:1", "b:1").succeed("a")
+    assert play.group.stage is Stage.RUNNING
+    play.succeed("b")
+    assert play.end.outcome == "succeeded"
+
+
+def test_who_comes_when_some_have_finished_disturbs_nobody():
+    """And a host that is lost then restarts nothing: who finished keeps what it has."""
+    play = Play("a:1", "b:1").succeed("a").look("a:1", "b:1", "c:1")
+    assert play.group.round == 1
+    play.look("a:1", "c:1")
+    assert play.end.outcome == "succeeded"
+    assert play.end.reason == "every worker ended well, but b did not"
+
+
+def test_a_failure_after_some_have_finished_fails_the_job():
+    """Those who finished are gone: a round without them would be another training."""
+    play = Play("a:1", "b:1", max_restarts=5).succeed("a")
+    play.fail("b").wait(2)
+    assert play.end.outcome == "failed"
+
+
+def test_a_node_that_dies_is_started_again():
+    """Its host is still there. After three times in vain the job fails, and says why."""
+    play = Play("a:1", "b:1")
+    play.send(s.NodeLeft("b", "its node ended (SIGKILL)", broken=True))
+    assert play.seats == [("a", 1), ("b", 1)]
+    assert (play.group.round, play.group.restarts) == (2, 0)
+    play.mute = {"b"}
+    for _ in range(4):  # the first one had worked
+        play.send(s.NodeLeft("b", "its node ended (exit code 1)", broken=True)).wait(3)
+    assert play.end.reason == "the elastic agent on b has ended 3 times in a row: its node ended (exit code 1)"
+
+
+def test_guests_join_and_leave():
+    """Two terminals and a host of ours train together; one that ends is no failure."""
+    play = Play("a:1").guest("t1", 2).guest("t2", 1)
+    assert play.seats == [("a", 1), ("t1", 2), ("t2", 1)]
+    play.send(s.NodeLeft("t1", "its process has ended"))
+    assert play.seats == [("a", 1), ("t2", 1)]
+    assert play.group.restarts == 0
+
+
+def test_a_guest_for_another_job_is_not_taken():
+    """`--rdzv-id` names the job."""
+    assert Play("a:1").guest("t", 1, job="job-7").seats == [("a", 1)]
+
+
+def test_a_guest_that_comes_back_unasked_has_failed():
+    """torch's own agent does not say so: it just asks for another round."""
+    play = Play("a:1", max_restarts=3).guest("t", 1).guest("t", 1)
+    play.wait(1.1)
+    assert play.group.restarts == 1
+
+
+def test_a_node_that_does_not_end_its_workers_is_ended():
+    """The others do not wait for it for ever."""
+    play = Play("a:1", "b:1", leave=10.0)
+    play.group, _ = advance(play.group, s.HostsSeen((("a", 1), ("b", 1), ("c", 1)), 1, None), play.now)
+    play.group, commands = advance(play.group, s.NodeReady("c", 0, "c:1", "default"), play.now)
+    assert any(isinstance(command, s.LeaveRound) for command in commands)
+    play.ready("a").wait(11)
+    ended = [command.host for command in play.said if isinstance(command, s.EndNode)]
+    assert ended == ["b"]
+
+
+def test_a_stop_ends_every_node():
+    """With the reason."""
+    play = Play("a:1", "b:1").send(s.ScriptStopped("stopped by you"))
+    assert (play.end.outcome, play.end.reason) == ("stopped", "stopped by you")
+    assert {command.host for command in play.said if isinstance(command, s.EndNode)} == {"a", "b"}
+    assert play.group.reason == "stopped by you"

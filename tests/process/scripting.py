@@ -1,0 +1,96 @@
+"""Scripts that train on a cluster, terminals' torchruns, and what is seen of both."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import nbelastic as nbe
+from tests.process.observing import ranked, until
+
+SCRIPTS = Path(__file__).parent / "scripts"
+TELL, TRAIN = SCRIPTS / "tell.py", SCRIPTS / "train.py"
+FOR_EVER = 10**9
+
+
+def told(folder: Path, restarts: int = 0) -> list[dict[str, Any]]:
+    """What each rank told, by rank."""
+    files = sorted(folder.glob(f"*-{restarts}.json"), key=lambda path: int(path.name.partition("-")[0]))
+    return [json.loads(path.read_text()) for path in files]
+
+
+class ScriptTraining:
+    """`train.py` on a cluster, until told to finish."""
+
+    def __init__(self, cluster: nbe.Cluster, folder: Path, steps: int = FOR_EVER, **options: Any) -> None:
+        self.cluster, self.folder = cluster, folder
+        folder.mkdir(exist_ok=True)
+        self.job = cluster.run_script(TRAIN, folder, steps, **options)
+
+    def lines(self) -> list[dict[str, Any]]:
+        found = []
+        for file in self.folder.glob("*.jsonl"):
+            for text in file.read_text().splitlines():
+                try:
+                    found.append(json.loads(text))
+                except ValueError:  # the last line of a killed process
+                    continue
+        return sorted(found, key=lambda line: line["t"])
+
+    def runs(self, world: int, timeout: float = 40.0) -> list[Any]:
+        """Wait until `world` workers train together; they, by rank."""
+
+        def stepped() -> bool:
+            status = self.cluster.status()
+            pids = {w.pid for w in status.workers}
+            now = {line["pid"] for line in self.lines() if line["world"] == world}
+            return self.job.done() or (status.world_size == world and 0 not in pids and now >= pids)
+
+        until(stepped, timeout, f"a step of {world} ranks; {self.cluster.status().reason}")
+        assert not self.job.done(), self.job.exception()
+        return ranked(self.cluster)
+
+    def finish(self, timeout: float = 40.0) -> list[dict[str, Any]]:
+        """End it; no step is missing. Its lines."""
+        (self.folder / "finish").touch()
+        self.job.result(timeout=timeout)
+        lines = self.lines()
+        made = sorted({line["step"] for line in lines})
+        assert made == list(range(1, len(made) + 1)), "a step is missing"
+        return lines
+
+
+@contextmanager
+def torchrun(*arguments: Any, **environment: str) -> Iterator[subprocess.Popen[str]]:
+    """A terminal's torchrun; ended at the end. Its output is in `.stdout`."""
+    command = [sys.executable, "-m", "torch.distributed.run", *map(str, arguments)]
+    with subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, **environment},
+        start_new_session=True,
+    ) as process:
+        try:
+            yield process
+        finally:
+            process.terminate()
+            try:
+                process.wait(15)
+            except subprocess.TimeoutExpired:
+                process.kill()
+
+
+def joining(cluster_file: Path | str, *more: Any, workers: int = 1) -> tuple[Any, ...]:
+    """torchrun's options with which it becomes a host of a cluster."""
+    return (
+        *("--rdzv-backend=nbelastic", f"--rdzv-endpoint={cluster_file}"),
+        *("--nnodes=1:4", f"--nproc-per-node={workers}", *more),
+    )

@@ -1,0 +1,71 @@
+"""A script that tells what it was given: `tell.py FOLDER [WORD …]`; each WORD is something to do after that."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import sys
+import threading
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+
+class Local:
+    """A class of the main module: it is pickled by that name."""
+
+
+def world() -> list[float]:
+    """Every rank takes part in one sum."""
+    dist.init_process_group("gloo")
+    total = torch.tensor([float(os.environ["RANK"]), 1.0])
+    dist.all_reduce(total)
+    dist.destroy_process_group()
+    return total.tolist()
+
+
+def tell(folder: Path) -> None:
+    told = {
+        "argv": sys.argv,
+        "name": __name__,
+        "file": __file__,
+        "spec": str(getattr(__spec__, "name", None)),
+        "main": sys.modules["__main__"].Local is Local,
+        "pickled": pickle.loads(pickle.dumps(Local())).__class__.__module__,
+        "path": sys.path[0],
+        "cwd": os.getcwd(),
+        "environment": dict(os.environ),
+        "threads": [thread.name for thread in threading.enumerate()],
+        "pid": os.getpid(),
+        "sum": world(),
+    }
+    (folder / f"{os.environ['RANK']}-{os.environ['TORCHELASTIC_RESTART_COUNT']}.json").write_text(json.dumps(told))
+
+
+def main() -> None:
+    folder, words = Path(sys.argv[1]), sys.argv[2:]
+    tell(folder)
+    rank = int(os.environ["RANK"])
+    print(f"rank {rank} speaks", flush=True)
+    print(f"rank {rank} complains", file=sys.stderr)
+    for word in words:
+        match word.partition("="):
+            case "raise", _, which if rank == int(which):
+                raise KeyError(f"of rank {rank}")
+            case "raise", _, _:
+                time.sleep(600)
+            case "flaky", _, count if int(os.environ["TORCHELASTIC_RESTART_COUNT"]) < int(count):
+                raise RuntimeError("not yet")
+            case "exit", _, code:
+                sys.exit(int(code) if code.isdecimal() else code or None)
+            case "leave", _, code:
+                os._exit(int(code))
+            case "sleep", _, seconds:
+                time.sleep(float(seconds) * rank)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,59 @@
+"""A plain DDP script for torchrun, with a checkpoint after every step: `train.py FOLDER STEPS`.
+
+The data of a step are the same in a world of any size. FOLDER/finish ends it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+BATCH = 12
+
+
+def main() -> None:
+    folder, steps = Path(sys.argv[1]), int(sys.argv[2])
+    dist.init_process_group("gloo")
+    rank, world = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(0)
+    model = torch.nn.Linear(8, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    checkpoint, step = folder / "checkpoint.pt", 0
+    if checkpoint.exists():
+        saved = torch.load(checkpoint)
+        model.load_state_dict(saved["model"])
+        optimizer.load_state_dict(saved["optimizer"])
+        step = saved["step"]
+    ddp = torch.nn.parallel.DistributedDataParallel(model)
+    with open(folder / f"{os.getpid()}.jsonl", "a", buffering=1) as log:
+        while step < steps:
+            x = torch.randn(BATCH, 8, generator=torch.Generator().manual_seed(step))[rank::world]
+            loss = ddp(x).pow(2).sum() * world / BATCH
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            step += 1
+            said = {"t": time.time(), "step": step, "rank": rank, "world": world, "pid": os.getpid()}
+            log.write(json.dumps({**said, "restarts": int(os.environ["TORCHELASTIC_RESTART_COUNT"])}) + "\n")
+            if rank == 0:
+                state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}
+                torch.save(state, partial := folder / "partial.pt")
+                os.replace(partial, checkpoint)
+            ending = torch.tensor([float((folder / "finish").exists())])
+            dist.all_reduce(ending)
+            if ending.item():
+                break
+            time.sleep(0.01)
+    if rank == 0:
+        print(f"done at {step}")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

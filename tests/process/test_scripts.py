@@ -1,0 +1,200 @@
+"""Unmodified torchrun scripts on a cluster: what they are given, how they end, what is shown."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import nbelastic as nbe
+from tests.process.observing import alive, until
+from tests.process.scripting import TELL, TRAIN, ScriptTraining, told, torchrun
+
+CONTRACT = (
+    *("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "ROLE_NAME"),
+    *("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE"),
+    *("TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS", "TORCHELASTIC_USE_AGENT_STORE"),
+    *("TORCH_NCCL_ASYNC_ERROR_HANDLING", "OMP_NUM_THREADS"),
+)
+DIFFERENT = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE")  # there, with other values
+OURS_ALONE = {
+    "GLOO_SOCKET_IFNAME",
+    "NCCL_SOCKET_IFNAME",
+    "RES_OPTIONS",
+    "LINES",
+    "COLUMNS",
+}  # the last two: a terminal's
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[nbe.Cluster]:
+    """One host with two slots, for one script after the other."""
+    os.environ["OMP_NUM_THREADS"] = "1"
+    with nbe.Cluster("localhost:2", min=2, cooldown=(0, 0), log_dir=tmp_path_factory.mktemp("logs")) as cluster:
+        yield cluster
+    del os.environ["OMP_NUM_THREADS"]
+
+
+@pytest.fixture
+def by_torchrun(tmp_path: Path) -> list[dict]:
+    """What torchrun gives a script, over its own c10d rendezvous."""
+    (folder := tmp_path / "theirs").mkdir()
+    own = ("--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1", "--rdzv-id=theirs")
+    with torchrun(*own, "--nproc-per-node=2", "--max-restarts=3", TELL, folder, "word", OMP_NUM_THREADS="1") as run:
+        assert run.wait(60) == 0, run.stdout.read()
+    return told(folder)
+
+
+@pytest.mark.parametrize("cold", [False, True], ids=["warm", "cold"])
+def test_a_script_is_given_what_torchrun_gives(pair, by_torchrun, tmp_path, cold):
+    """Environment, arguments, `__main__`, path and folder: in forks of the template as in fresh interpreters."""
+    (folder := tmp_path / "ours").mkdir()
+    pair.run_script(TELL, folder, "word", max_restarts=3, cold=cold).result(timeout=60)
+    ours = told(folder)
+    assert len(ours) == len(by_torchrun) == 2
+    for mine, theirs in zip(ours, by_torchrun, strict=True):
+        given, expected = mine["environment"], theirs["environment"]
+        assert {name: given.get(name) for name in CONTRACT} == {name: expected.get(name) for name in CONTRACT}
+        assert [name for name in DIFFERENT if not given.get(name)] == []
+        assert set(given) - set(expected) <= OURS_ALONE
+        assert set(expected) - set(given) == set()
+        assert mine["argv"][0] == theirs["argv"][0] == str(TELL)
+        for what in ("name", "file", "spec", "main", "pickled", "path", "cwd", "sum"):
+            assert mine[what] == theirs[what], what
+
+
+def test_a_module(pair, tmp_path):
+    """`-m`: found from the working folder, with the arguments after its name."""
+    pair.run_script("tests.process.scripts.tell", tmp_path, "--flag", module=True).result(timeout=60)
+    first = told(tmp_path)[0]
+    assert first["argv"][1:] == [str(tmp_path), "--flag"]
+    assert first["argv"][0] == str(TELL)
+    assert (first["name"], first["main"]) == ("__main__", True)
+
+
+def test_a_program(pair, tmp_path):
+    """`no_python`: anything that can be run, with its output."""
+    program = tmp_path / "program.sh"
+    program.write_text('#!/bin/sh\necho "$RANK of $WORLD_SIZE says $1, $OURS"\n')
+    program.chmod(0o755)
+    job = pair.run_script(program, "hello", no_python=True, env={"OURS": "yes"})
+    assert job.result(timeout=60) == [None, None]
+    until(lambda: len(job.logs().splitlines()) == 2, what="both lines")
+    assert job.logs(rank=1) == "1 of 2 says hello, yes"
+
+
+@pytest.mark.parametrize("cold", [False, True], ids=["warm", "cold"])
+def test_the_error_of_the_first_that_failed(pair, tmp_path, cold):
+    """Its rank, and its own traceback from its own first line on; the others, who would have slept on, are ended."""
+    job = pair.run_script(TELL, tmp_path, "raise=1", cold=cold)
+    with pytest.raises(nbe.JobError, match="rank 1 on localhost failed: ") as caught:
+        job.result(timeout=60)
+    assert caught.value.rank == 1
+    lines = caught.value.remote_traceback.splitlines()
+    assert (lines[0], lines[-1]) == ("Traceback (most recent call last):", "KeyError: 'of rank 1'"), lines
+    assert [line.split(",")[0] for line in lines if line.startswith("  File")] == [f'  File "{TELL}"'] * 2
+    assert "KeyError" in job.logs(rank=1)
+    until(lambda: not [one["pid"] for one in told(tmp_path) if alive(one["pid"])], what="both to end")
+
+
+@pytest.mark.parametrize(
+    ("word", "error"),
+    [
+        ("exit=3", "exit code 3"),
+        ("leave=4", "exit code 4"),
+        ("exit=sorry", "exit code 1"),
+        ("exit=", ""),
+        ("leave=0", ""),
+    ],
+)
+def test_how_scripts_end(pair, tmp_path, word, error):
+    """`sys.exit` and `os._exit`, with any code: what counts is what a fresh interpreter would have ended with."""
+    error_or_none = pair.run_script(TELL, tmp_path, word).exception(timeout=60)
+    assert (error in str(error_or_none)) if error else error_or_none is None
+
+
+def test_a_flaky_script(pair, tmp_path):
+    """It fails twice, and restarts are left: the group begins again, and knows how often it has."""
+    job = pair.run_script(TELL, tmp_path, "flaky=2", max_restarts=2)
+    assert job.result(timeout=60) == [None, None]
+    assert [len(told(tmp_path, restarts)) for restarts in range(3)] == [2, 2, 2]
+    (again := tmp_path / "again").mkdir()
+    with pytest.raises(nbe.JobError, match="not yet after 1 restarts"):
+        pair.run_script(TELL, again, "flaky=2", max_restarts=1).result(timeout=60)
+
+
+def test_streams_that_are_redirected_are_in_files_alone(pair, tmp_path):
+    """torchrun's `--redirects` and `--tee`, by stream and by local rank."""
+    job = pair.run_script(TELL, tmp_path, redirects="0:3,1:1", tee="1:0")
+    job.result(timeout=60)
+    until(lambda: "complains" in job.logs(), what="what is shown")
+    assert job.logs().split(" | ", 1)[1] == "rank 1 complains"
+    files = sorted(path.name for path in (pair.log_dir / job.name).glob("localhost-*-1.*"))
+    assert files == [f"localhost-{rank}-1.{ending}" for rank in range(2) for ending in ("err", "out")]
+    assert (pair.log_dir / job.name / "localhost-0-1.out").read_text() == "rank 0 speaks\n"
+    assert not [path for path in (pair.log_dir / job.name).iterdir() if path.stat().st_mode & 0o077]
+
+
+def test_more_workers_than_slots(pair, tmp_path):
+    """`nproc` says how many a host has, as torchrun's `--nproc-per-node` does; `role` names them."""
+    pair.run_script(TELL, tmp_path, nproc=3, role="trainer").result(timeout=60)
+    assert [one["environment"]["ROLE_NAME"] for one in told(tmp_path)] == ["trainer"] * 3
+    assert told(tmp_path)[0]["sum"] == [3.0, 3.0]
+
+
+def test_one_job_at_a_time(pair, tmp_path):
+    """A script is a job like any other; it can be stopped, and a function can follow."""
+    training = ScriptTraining(pair, tmp_path / "training")
+    pids = {worker.pid for worker in training.runs(2)}
+    with pytest.raises(nbe.UsageError, match="is still running"):
+        pair.run(len, [])
+    training.job.stop()
+    assert isinstance(training.job.exception(timeout=30), nbe.JobStoppedError)
+    until(lambda: not any(alive(pid) for pid in pids), what="its workers to end")
+    assert pair.run(len, []).result(timeout=30) == [0, 0]
+    assert pair.status().job != training.job.name
+
+
+def test_what_is_shown_while_it_runs(pair, tmp_path):
+    """A row for every rank, with its process; the state of the host's worker group; the reason."""
+    training = ScriptTraining(pair, tmp_path / "training")
+    rows = training.runs(2)
+    status = pair.status()
+    assert (status.phase, status.world_size, status.job, status.outcome) == ("running", 2, training.job.name, "")
+    assert [(row.id, row.rank, row.state) for row in rows] == [
+        ("localhost/0#1", 0, "running"),
+        ("localhost/1#1", 1, "running"),
+    ]
+    assert status.hosts[0].reason == "worker group HEALTHY"
+    until(lambda: all(row.memory for row in pair.workers), what="samples")
+    training.finish()
+
+
+def test_the_results_are_torchrun_s(pair, tmp_path):
+    """The same script, the same steps, under torchrun's c10d rendezvous and under ours: the same parameters, to the bit."""
+    (theirs := tmp_path / "theirs").mkdir()
+    own = ("--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1")
+    with torchrun(*own, "--nproc-per-node=2", TRAIN, theirs, 20, OMP_NUM_THREADS="1") as run:
+        assert run.wait(60) == 0, run.stdout.read()
+    ours = ScriptTraining(pair, tmp_path / "ours", steps=20)
+    ours.job.result(timeout=60)
+    one, other = (torch.load(folder / "checkpoint.pt") for folder in (theirs, ours.folder))
+    assert one["step"] == other["step"] == 20
+    assert all(torch.equal(value, other["model"][name]) for name, value in one["model"].items())
+
+
+def test_options_that_cannot_be(pair, tmp_path):
+    """One line, before anything is started."""
+    for options, text in (
+        ({"max_restarts": -1}, "max_restarts=-1"),
+        ({"nproc": 0}, "nproc=0"),
+        ({"redirects": "4"}, "redirects='4'"),
+        ({"module": True, "no_python": True}, "exclude each other"),
+    ):
+        with pytest.raises(nbe.UsageError, match=text):
+            pair.run_script(TELL, **options)
+    with pytest.raises(nbe.UsageError, match="there is no file"):
+        pair.run_script(tmp_path / "nothing.py")

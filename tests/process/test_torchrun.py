@@ -1,0 +1,129 @@
+"""A terminal's torchrun joins a cluster, trains with it, and leaves; or is told in one line why it cannot."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Iterator
+
+import pytest
+
+import nbelastic as nbe
+from nbelastic.link import Keys
+from tests.process.observing import until
+from tests.process.scripting import FOR_EVER, TELL, TRAIN, ScriptTraining, joining, told, torchrun
+
+
+@pytest.fixture(scope="module")
+def lone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[nbe.Cluster]:
+    """One host with one slot, and room for two workers more."""
+    with nbe.Cluster("localhost:1", max=3, cooldown=(0, 0), log_dir=tmp_path_factory.mktemp("logs")) as cluster:
+        yield cluster
+
+
+def test_two_terminals_and_a_host_train_together(lone, tmp_path):
+    """They are shown as hosts, take part in the ranks, one leaves cleanly, one is killed, and all end well together."""
+    training = ScriptTraining(lone, tmp_path / "training")
+    training.runs(1)
+    options = joining(lone.connection_file(), "--max-restarts=3")
+    with torchrun(*options, TRAIN, training.folder, FOR_EVER) as first:
+        training.runs(2)
+        with torchrun(*options, TRAIN, training.folder, FOR_EVER) as second:
+            rows = training.runs(3)
+            names = [host.name for host in lone.hosts]
+            assert names[0] == "localhost"
+            assert [row.host for row in rows] == names
+            assert {name.rpartition("-")[2] for name in names[1:]} == {str(first.pid), str(second.pid)}
+            second.send_signal(signal.SIGINT)
+            training.runs(2)
+            assert second.wait(20) != 0
+        with torchrun(*options, TRAIN, training.folder, FOR_EVER) as third:
+            training.runs(3)
+            os.killpg(third.pid, signal.SIGKILL)
+            training.runs(2)
+        assert [host.name for host in lone.hosts] == names[:2]
+        lines = training.finish()
+        assert first.wait(20) == 0
+    assert {line["restarts"] for line in lines} == {0}
+    until(lambda: len(lone.hosts) == 1, what="the guest to leave")
+
+
+def test_a_worker_of_a_terminal_fails(lone, tmp_path):
+    """All begin again; when no restarts are left its error is the job's, with its traceback."""
+    job = lone.run_script(TELL, tmp_path, "raise=1", max_restarts=1)
+    with torchrun(*joining(lone.connection_file(), "--max-restarts=3"), TELL, tmp_path, "raise=1") as run:
+        with pytest.raises(nbe.JobError, match="rank 1 on torchrun-") as caught:
+            job.result(timeout=60)
+        assert run.wait(20) != 0
+        assert "job-2 failed: rank 1 on torchrun-" in run.stdout.read()
+    assert caught.value.rank == 1
+    assert len(told(tmp_path, restarts=1)) == 2
+
+
+def test_a_terminal_waits_for_a_script(lone, tmp_path):
+    """It may come first. A job's name as its id means that job alone; what is removed by hand ends well."""
+    name = f"job-{int(lone.job.name.partition('-')[2]) + 1}"
+    with torchrun(*joining(lone.connection_file(), f"--rdzv-id={name}"), TRAIN, tmp_path / "t", FOR_EVER) as run:
+        until(lambda: len(lone.hosts) == 2, what="the guest")
+        assert lone.hosts[1].reason == "torchrun: waits for a script"
+        training = ScriptTraining(lone, tmp_path / "t")
+        assert training.job.name == name
+        training.runs(2)
+        lone.remove_host(lone.hosts[1].name)
+        training.runs(1)
+        assert run.wait(20) == 0
+        assert "removed by you" in run.stdout.read()
+    training.finish()
+
+
+def test_a_full_cluster(lone, tmp_path):
+    """A spare waits, and says for what; `spare=0` ends at once; `join_timeout` ends the waiting."""
+    training = ScriptTraining(lone, tmp_path / "training", nproc=3)
+    training.runs(3)
+    for option, error in (("spare=0", "RendezvousClosedError"), ("join_timeout=2", "RendezvousTimeoutError")):
+        with torchrun(*joining(lone.connection_file(), f"--rdzv-conf={option}"), TRAIN, training.folder, 1) as run:
+            assert run.wait(40) != 0
+            said = run.stdout.read()
+        assert error in said
+        assert "the cluster is full: 3 of max 3 workers" in said
+    assert training.runs(3)
+    assert lone.status().epoch == 1
+    training.finish()
+
+
+def test_a_key_of_another_start(lone, tmp_path):
+    """It is told so, and the cluster does not notice."""
+    strange = tmp_path / "cluster.json"
+    told = json.loads(lone.connection_file().read_text())
+    for part in ("client", "server"):
+        keys = Keys.make()
+        changed = {f"{part}_public": getattr(keys, f"{part}_public"), f"{part}_secret": getattr(keys, f"{part}_secret")}
+        strange.write_text(json.dumps({**told, "keys": {**told["keys"], **changed}}))
+        strange.chmod(0o600)
+        with torchrun(*joining(strange), TELL, tmp_path) as run:
+            assert run.wait(40) != 0
+            assert "does not accept this key" in run.stdout.read()
+    assert len(lone.hosts) == 1
+
+
+def test_a_file_that_others_can_read_is_refused(lone, tmp_path):
+    """As is one that is not there: it holds keys, and they are the cluster's."""
+    copy = tmp_path / "cluster.json"
+    copy.write_bytes(lone.connection_file().read_bytes())
+    copy.chmod(0o644)
+    assert lone.connection_file().stat().st_mode & 0o777 == 0o600
+    for file, error in ((copy, "is open to others"), (tmp_path / "none.json", "No such file")):
+        with torchrun(*joining(file), TELL, tmp_path) as run:
+            assert run.wait(40) != 0
+            assert error in run.stdout.read()
+
+
+def test_by_host_and_port(lone, tmp_path):
+    """The keys are those of the cluster of this machine that listens there."""
+    endpoint = json.loads(lone.connection_file().read_text())["address"].removeprefix("tcp://")
+    training = ScriptTraining(lone, tmp_path / "training")
+    with torchrun(*joining(endpoint), TRAIN, training.folder, FOR_EVER) as run:
+        training.runs(2)
+        training.finish()
+        assert run.wait(40) == 0
