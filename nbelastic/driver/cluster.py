@@ -319,6 +319,7 @@ class Cluster:
         would be lost with it.
         """
         driver = self._running()
+        driver.scripts.refuse_to_restart()
         driver.post(orders.restart(driver.world, worker, by).event)
 
     def order(self, message: Mapping[str, Any], by: str) -> None:
@@ -387,6 +388,8 @@ class Cluster:
 
     def _ask_stacks(self, timeout: float) -> Future[list[WorkerStack]]:
         driver = self._running()
+        if driver.scripts.active is not None:
+            raise UsageError("a script's workers cannot be asked where they are: use py-spy.")
         found: Future[list[WorkerStack]] = Future()
         driver.call(show_stacks, driver, timeout, found)
         return found

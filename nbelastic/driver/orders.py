@@ -165,7 +165,7 @@ def take(driver: Driver, message: Mapping[str, Any], default_slots: int, by: str
         ends = message.get("order") in ("stop", "stop_job")
         if not ends and sum(each.word == "under way" for each in orders) >= PENDING:
             raise UsageError(f"{PENDING} orders are under way already: wait for one to be done.")
-        order = read(message, driver.world, default_slots, by)
+        order = driver.scripts.order(message, by) or read(message, driver.world, default_slots, by)
     except NbelasticError as error:
         orders.append(OrderStatus(key, by, str(message.get("order", "")).replace("_", " ")[:ID_BOUND]))
         refuse(error)

@@ -8,10 +8,11 @@ from __future__ import annotations
 import asyncio
 import os
 import time
+from collections.abc import Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
 
@@ -19,10 +20,11 @@ from nbelastic import clusterfile, versions
 from nbelastic.core import messages as m
 from nbelastic.core import rounds, wire
 from nbelastic.core import script_messages as s
-from nbelastic.core.errors import HostError
+from nbelastic.core.errors import HostError, UsageError
 from nbelastic.core.membership import exit_text
 from nbelastic.core.rounds import Group, GroupState, Stage, Terms, advance, deadline
 from nbelastic.core.world import HostPhase
+from nbelastic.driver.orders import Order
 from nbelastic.driver.run import Run
 from nbelastic.driver.status import HostStatus, Status, WorkerStatus
 from nbelastic.link import Hub, Keys, machine
@@ -278,6 +280,33 @@ class Scripts:
         """The host's nodes offer their stores elsewhere from now on."""
         if host in self._numbers:
             self._send(host, move)
+
+    def order(self, message: Mapping[str, Any], by: str) -> Order | None:
+        """The order that a button's message is, if it concerns a script or a guest. UsageError for what cannot be."""
+        group = self.active
+        match dict(message):
+            case {"order": "remove_host", "host": str(host)} if host in self._guests:
+                gone = "it has left"
+                return Order(
+                    f"remove {host}",
+                    m.HostRemoved(host, by=by),
+                    lambda driver: None if host in driver.scripts.guests else gone,
+                )
+            case {"order": "stop_job"} if group is not None:
+                ended = f"{group.job} has ended"
+                return Order(
+                    f"stop {group.job}",
+                    m.JobStopRequested(group.job, f"stopped by {by}"),
+                    lambda driver: None if driver.scripts.active is not None else ended,
+                )
+            case {"order": "restart"}:
+                self.refuse_to_restart()
+        return None
+
+    def refuse_to_restart(self) -> None:
+        """UsageError while a script runs."""
+        if self.active is not None:
+            raise UsageError(f"{self.active.job} is a script: its workers only begin again together.")
 
     # ---- guests that vanish ----
 

@@ -15,13 +15,14 @@ import nbelastic
 
 ROOT = Path(nbelastic.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
-FOLDERS = ("core", "driver", "host", "worker", "notebook")
+FOLDERS = ("core", "driver", "host", "worker", "scripts", "notebook")
 MAY = {
     "core": {"core"},
     "link": {"core", "link"},
     "driver": {"core", "link", "driver"},
     "host": {"core", "link", "host"},
     "worker": {"core", "link", "worker"},
+    "scripts": {"core", "link", "scripts"},
     "notebook": {"core", "driver", "notebook"},
 }
 CLOCKS_AND_DOORS = {
