@@ -272,7 +272,7 @@ def _run(group: Group, now: float, out: Commands) -> Group:
             lost = f", but {', '.join(missing)} did not" if missing else ""
             return _end(group, "succeeded", f"every worker ended well{lost}", out)
         return replace(group, reason=f"{len(done)} of {len(states)} nodes have finished")
-    text = f"{group.size} workers on {len(group.seats)} nodes in round {group.round}"
+    text = f"{_described(group.seats)} in round {group.round}"
     target = _target(group)
     if target == group.seats or sum(seat.workers for seat in target) < group.min:
         return replace(group, reason=text, enough=False)
@@ -361,15 +361,20 @@ def _gather(group: Group, now: float, out: Commands) -> Group:
 def _form(group: Group, target: tuple[s.Seat, ...], out: Commands) -> Group:
     number = group.round + 1
     out.append(s.FormRound(number, target, group.nodes[target[0].host].store, group.restarts))
-    size = sum(seat.workers for seat in target)
-    out.append(m.Record("world-formed", f"{size} workers on {len(target)} nodes in round {number}", epoch=number))
+    text = f"{_described(target)} in round {number}"
+    out.append(m.Record("world-formed", text, epoch=number))
     seated = {seat.host for seat in target}
     nodes = {
         host: replace(node, state=GroupState.HEALTHY, ready=False, store="") if host in seated else node
         for host, node in group.nodes.items()
     }
     group = replace(group, stage=Stage.RUNNING, round=number, seats=target, nodes=nodes, enough=False, failures=())
-    return replace(group, reason=f"{size} workers on {len(target)} nodes in round {number}")
+    return replace(group, reason=text)
+
+
+def _described(seats: tuple[s.Seat, ...]) -> str:
+    workers, nodes = sum(seat.workers for seat in seats), len(seats)
+    return f"{workers} worker{'s' if workers != 1 else ''} on {nodes} node{'s' if nodes != 1 else ''}"
 
 
 def _target(group: Group) -> tuple[s.Seat, ...]:

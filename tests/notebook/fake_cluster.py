@@ -95,6 +95,11 @@ class FakeCluster:
         self.job.error = self.raises
         return self.job
 
+    def run_script(self, path: str, *arguments: str, **options: object) -> FakeJob:
+        self.job = FakeJob(" ".join((path, *arguments)))
+        self.job.options = options
+        return self.job
+
     def execute(self, source: str, *, setup: bool = False, timeout: float | None = None):
         self.calls.append(("execute", source, setup, timeout))
         self._raise()

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from fake_cluster import FakeCluster
 from IPython.core.completer import provisionalcompleter
+from IPython.core.error import UsageError as IPythonUsageError
 from IPython.core.interactiveshell import InteractiveShell
 
 from nbelastic.core.errors import JobError, UsageError, WaitTimeoutError
@@ -200,6 +201,33 @@ def test_a_training_cell_says_where_its_checkpoints_go(ip, magics, cluster):
     assert cluster.job.options == {"checkpoint": "~/here", "checkpoint_every": 50, "checkpoint_keep": 2}
     ip.run_cell("%%elastic_run\npass").raise_error()
     assert set(cluster.job.options.values()) == {None}
+
+
+def test_a_script_and_its_options(ip, magics, cluster):
+    """torchrun's options before the script, the script's own after it; the Job is the value, as that of a cell."""
+    line = "--max-restarts 3 --nproc 2 -t 3 --env A=b --job job train.py --epochs 10 --max-restarts 9 -m"
+    assert ip.run_line_magic("elastic_run", line) is cluster.job is ip.user_ns["job"]
+    assert cluster.job.source == "train.py --epochs 10 --max-restarts 9 -m"
+    assert cluster.job.options == {"max_restarts": 3, "nproc": 2, "tee": "3", "env": {"A": "b"}}
+    ip.run_line_magic("elastic_run", "-m --cold --wait my.training")
+    assert (cluster.job.options, cluster.job.waited) == ({"module": True, "cold": True}, [None])
+
+
+@pytest.mark.parametrize(
+    ("line", "cell", "said"),
+    [
+        ("", None, "name a script, or write %%elastic_run above a cell."),
+        ("--checkpoint there train.py", None, "--checkpoint and its kin go with a cell: a script saves its own."),
+        ("--cold", "pass", "a script and its options go without a cell: write %elastic_run."),
+        ("train.py", "pass", "a script and its options go without a cell: write %elastic_run."),
+        ("--env A train.py", None, "--env A: write NAME=VALUE."),
+    ],
+)
+def test_scripts_and_cells_are_not_mixed(ip, magics, cluster, line, cell, said):
+    """One line says what to write instead."""
+    with pytest.raises((UsageError, IPythonUsageError)) as caught:
+        magics.elastic_run(line) if cell is None else magics.elastic_run(line, cell)
+    assert said in str(caught.value)
 
 
 @pytest.mark.parametrize(

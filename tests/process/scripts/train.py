@@ -30,6 +30,7 @@ def main() -> None:
         model.load_state_dict(saved["model"])
         optimizer.load_state_dict(saved["optimizer"])
         step = saved["step"]
+    loss = torch.zeros(())
     ddp = torch.nn.parallel.DistributedDataParallel(model)
     with open(folder / f"{os.getpid()}.jsonl", "a", buffering=1) as log:
         while step < steps:
@@ -52,6 +53,7 @@ def main() -> None:
             time.sleep(0.01)
     if rank == 0:
         print(f"done at {step}")
+    del ddp, loss  # a reducer that holds the group's last reference can hang in torch, with the GIL held
     dist.destroy_process_group()
 
 
