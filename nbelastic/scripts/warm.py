@@ -24,6 +24,7 @@ CONTRACT = (  # what torch's agent sets, beside all that begins with TORCHELASTI
     *("TORCH_NCCL_ASYNC_ERROR_HANDLING", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES"),
 )
 INTERRUPTED = 130
+MOST = 20_000  # characters of a traceback that are told: a message has bounds
 
 
 def run(target: str, module: bool, known: tuple[str, ...], *arguments: str) -> None:
@@ -102,7 +103,7 @@ _TORCHS = os.path.join("torch", "distributed", "elastic", "multiprocessing")
 
 
 def own_part(text: str) -> str:
-    """A traceback (as text) without the frames of those who ran the script."""
+    """A traceback (as text) without the frames of those who ran the script; of a very long one the beginning and the end."""
     lines, kept, skipping = text.splitlines(keepends=True), [], False
     for line in lines:
         if line.startswith('  File "'):
@@ -111,4 +112,5 @@ def own_part(text: str) -> str:
             skipping = False
         if not skipping:
             kept.append(line)
-    return "".join(kept)
+    text = "".join(kept)
+    return text if len(text) <= MOST else f"{text[: MOST // 2]}\n…\n{text[-MOST // 2 :]}"

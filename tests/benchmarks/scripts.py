@@ -5,7 +5,8 @@ judged by the same code from the script's own lines.
 
 kill: next   from SIGKILL of a random worker to the first completed step of a worker that was started after it
 start        from the order (ours: in a running cluster; torchrun: the command) to the first step
-join         from the start of a terminal's torchrun to the first step at the new size; `own` of it until it is heard of
+join         from the start of a terminal's torchrun, with one worker, to the first step at the new size
+alone        from the start of the same torchrun, over its own rendezvous and alone, to its first step
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ def ours(count: int, joins: int) -> dict[str, list[float]]:
         began = time.time()
         job = cluster.run_script(TRAIN, folder, FOR_EVER, max_restarts=1000, env={"OMP_NUM_THREADS": "1"})
         start = found(lambda: steps_in(folder), "ours starts")[0]["t"] - began
-        values = {"start": [start], "kill: next": kills(folder, count), "join": [], "join: own": []}
+        values = {"start": [start], "kill: next": kills(folder, count), "join": []}
         for _ in range(joins):
             found(lambda: members(folder), "a world of full size")
             began = time.time()
@@ -84,9 +85,7 @@ def ours(count: int, joins: int) -> dict[str, list[float]]:
                     lambda began=began: [s for s in steps_in(folder) if s["world"] == N + 1 and s["t"] > began],
                     "a join",
                 )
-                come = [e.time for e in cluster.events if e.kind == "host-up" and e.time > began]
                 values["join"].append(first[0]["t"] - began)
-                values["join: own"].append(come[0] - began)
         job.stop()
         job.wait(timeout=20)
     return values
@@ -119,6 +118,13 @@ def theirs(count: int) -> dict[str, list[float]]:
         return {"start": [start], "kill: next": kills(folder, count)}
 
 
+def alone() -> float:
+    with tempfile.TemporaryDirectory() as folder:
+        began = time.time()
+        with torchrun(*ALONE, "--nproc-per-node=1", TRAIN, folder, FOR_EVER, **OWN_STORE):
+            return float(found(lambda: steps_in(folder), "torchrun starts")[0]["t"] - began)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path)
@@ -130,6 +136,7 @@ def main() -> None:
         for name, got in (("nbelastic", ours(count, joins)), ("torchrun", theirs(count))):
             for what, numbers in got.items():
                 values[name].setdefault(what, []).extend(numbers)
+        values["torchrun"].setdefault("alone", []).extend(alone() for _ in range(joins))
     for name, each in values.items():
         for what, numbers in each.items():
             middle = statistics.median(numbers)

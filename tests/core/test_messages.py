@@ -8,10 +8,13 @@ import msgspec
 import pytest
 
 from nbelastic.core import messages as m
+from nbelastic.core import script_messages as s
 from nbelastic.core import wire
 
 W = m.WorkerId("gpu-1.example.org", 3, 12)
 SPEC = m.HostSpec("::1", 4, "me")
+FAILURE = s.Failure(3, 1, -9, "SIGKILL", "Traceback …\n", 0.5)
+SEAT = s.Seat("gpu-1", 4, "trainer")
 FILL = {
     str: "text ü \n",
     int: 7,
@@ -34,12 +37,19 @@ FILL = {
     tuple[tuple[str, int], ...]: (("a", 2), ("b", 1)),
     tuple[tuple[int, int, int], ...]: ((0, 97, 1 << 33), (1, 0, 1 << 20)),
     m.FormWorld: m.FormWorld(7, (W,), "127.0.0.1:1", 0, (1,)),
+    s.Failure: FAILURE,
+    s.Failure | None: FAILURE,
+    tuple[s.Failure, ...]: (FAILURE,),
+    tuple[s.Seat, ...]: (SEAT, s.Seat("b", 1, "reader")),
+    tuple[tuple[float, int], ...]: ((99.5, 1 << 33),),
+    tuple[tuple[int, int, int, int], ...]: ((0, 5, 0, 4), (4, 5, 0, 1)),
+    wire.Script: wire.Script("job-1", "/home/me/train.py", ("--epochs", "10"), environment={"A": "b"}),
     wire.Formation: wire.Formation(7, 0, 2, 0, 2, 0, 1, "127.0.0.1:1", 0, (1,), (("a", 2),)),
 }
 
 
 def kinds(base: type) -> list[type]:
-    named = {**vars(m), **vars(wire)}.values()
+    named = {**vars(m), **vars(s), **vars(wire)}.values()
     return [kind for kind in named if isinstance(kind, type) and issubclass(kind, base) and kind is not base]
 
 
@@ -54,6 +64,8 @@ ALL = kinds(m.Event) + kinds(m.Command) + kinds(wire.Message)
 WIRE = {
     "FromAgent": typing.get_args(wire.FromAgent),
     "FromWorker": typing.get_args(wire.FromWorker),
+    "FromNode": typing.get_args(wire.FromNode),
+    "ToNode": typing.get_args(wire.ToNode),
     "ToAgent": typing.get_args(wire.ToAgent),
     "ToWorker": typing.get_args(wire.ToWorker),
 }
