@@ -6,7 +6,7 @@ judged by the same code from the script's own lines.
 kill: next   from SIGKILL of a random worker to the first completed step of a worker that was started after it
 start        from the order (ours: in a running cluster; torchrun: the command) to the first step
 join         from the start of a terminal's torchrun, with one worker, to the first step at the new size
-alone        from the start of the same torchrun, over its own rendezvous and alone, to its first step
+alone        the same torchrun over its own rendezvous, a world of one, beside the four that train: to its first step
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def ours(count: int, joins: int) -> dict[str, list[float]]:
         began = time.time()
         job = cluster.run_script(TRAIN, folder, FOR_EVER, max_restarts=1000, env={"OMP_NUM_THREADS": "1"})
         start = found(lambda: steps_in(folder), "ours starts")[0]["t"] - began
-        values = {"start": [start], "kill: next": kills(folder, count), "join": []}
+        values = {"start": [start], "kill: next": kills(folder, count), "join": [], "alone": []}
         for _ in range(joins):
             found(lambda: members(folder), "a world of full size")
             began = time.time()
@@ -86,6 +86,8 @@ def ours(count: int, joins: int) -> dict[str, list[float]]:
                     "a join",
                 )
                 values["join"].append(first[0]["t"] - began)
+            found(lambda: members(folder), "a world of full size")
+            values["alone"].append(alone())
         job.stop()
         job.wait(timeout=20)
     return values
@@ -136,7 +138,6 @@ def main() -> None:
         for name, got in (("nbelastic", ours(count, joins)), ("torchrun", theirs(count))):
             for what, numbers in got.items():
                 values[name].setdefault(what, []).extend(numbers)
-        values["torchrun"].setdefault("alone", []).extend(alone() for _ in range(joins))
     for name, each in values.items():
         for what, numbers in each.items():
             middle = statistics.median(numbers)
