@@ -196,7 +196,6 @@ class Scripts:
             self._send(host, wire.Wait(reason, full))
 
     def _advance(self, event: m.Event, now: float) -> None:
-        assert self._group is not None or self._run is None
         if self._group is None:
             return
         self._group, commands = advance(self._group, event, now)

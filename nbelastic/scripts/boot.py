@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing as mp
 import os
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ def boot(settings: dict[str, Any]) -> None:
     script = msgspec.convert(settings["script"], wire.Script)
     folder = Path(settings["log_dir"])
     make_private(folder)
+    tempfile.tempdir = str(folder)  # torch keeps what its workers raised in pickles: not where others could put theirs
     _redirect(folder / f"{settings['host']}-elastic.log")
     _arrange(script, settings)
 

@@ -91,11 +91,13 @@ class JobAgent(LocalElasticAgent):  # type: ignore[misc]  # torch carries no typ
         self.kill_groups()
 
     def kill_groups(self) -> None:
-        """What the workers had started, too."""
+        """What the workers had started, too; and torch's own notes of what they raised."""
         pids, number = self.workers
         for pid in pids:
             kill_group(pid)
         self.workers = ((), number)
+        for path in getattr(getattr(self._pcontext, "_pc", None), "error_files", ()):
+            Path(path).unlink(missing_ok=True)
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         self._note_quiet_ends()
