@@ -7,91 +7,14 @@ fail; never a change of the membership), and which failure was the first. Every 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from enum import StrEnum
-
-from msgspec import Struct
 from msgspec.structs import replace
 
 from nbelastic.core import messages as m
 from nbelastic.core import script_messages as s
+from nbelastic.core.group import NEVER, Group, GroupState, Node, Stage, first_failure, places
 
-NEVER = float("inf")
 STARTS = 3  # of a node in a row that came to nothing: then its host cannot run this script
-CONSEQUENCES = (-15, -2)  # a worker that was told to end says nothing of why
 Commands = list[m.Command]
-
-
-class Stage(StrEnum):
-    GATHERING = "gathering"  # who is to be in the next round reports ready
-    RUNNING = "running"
-    ENDED = "ended"
-
-
-class GroupState(StrEnum):
-    """Of a node's workers, as torch's elastic agent has it."""
-
-    INIT = "INIT"
-    HEALTHY = "HEALTHY"
-    UNHEALTHY = "UNHEALTHY"
-    STOPPED = "STOPPED"
-    SUCCEEDED = "SUCCEEDED"
-    FAILED = "FAILED"
-    UNKNOWN = "UNKNOWN"
-
-
-class Terms(Struct, frozen=True):
-    """What the user allows. `nproc`: workers a host, instead of its slots. Times in seconds."""
-
-    max_restarts: int = 0
-    nproc: int | None = None
-    elastic_timeout: float = 600.0
-    settle: float = 1.0  # the last call: how long enough nodes wait for others that are on their way
-    grace: float = 1.0  # how long an exception waits for the news of a lost host, which would explain it
-    leave: float = 35.0  # how long a node may take to end its workers
-
-
-class Node(Struct, frozen=True):
-    joined: int  # its seniority
-    slots: int
-    guest: bool = False
-    role: str = ""
-    state: GroupState = GroupState.INIT
-    ready: bool = False  # it waits for a round
-    store: str = ""
-    starts: int = 1  # in a row that came to nothing, this one included
-    retry_at: float = 0.0  # not started before; 0.0: it is started
-    pid: int = 0
-    pids: tuple[int, ...] = ()
-
-
-class Group(Struct, frozen=True):
-    """A script's job. `seats` are those of the present or last round, by group rank."""
-
-    job: str
-    terms: Terms
-    min: int = 1
-    max: int | None = None
-    stage: Stage = Stage.GATHERING
-    round: int = 0
-    nodes: dict[str, Node] = {}
-    joined: int = 0
-    seats: tuple[s.Seat, ...] = ()
-    restarts: int = 0
-    failures: tuple[tuple[str, s.Failure], ...] = ()  # of this round: on which node
-    judge_at: float = NEVER  # when what failed is judged, whatever is not known by then
-    leave_by: float = NEVER
-    since: float = 0.0  # since when there are enough, or a better round could be had
-    enough: bool = False
-    short_since: float | None = None
-    until: float = NEVER
-    reason: str = "no host is up yet"
-    outcome: str = ""
-
-    @property
-    def size(self) -> int:
-        """How many workers the present or last round has."""
-        return sum(seat.workers for seat in self.seats)
 
 
 def advance(group: Group, event: m.Event, now: float) -> tuple[Group, tuple[m.Command, ...]]:
@@ -111,20 +34,6 @@ def deadline(group: Group) -> float:
     short = NEVER if group.short_since is None else group.short_since + group.terms.elastic_timeout
     retries = (node.retry_at for node in group.nodes.values() if node.retry_at)
     return min(group.until, group.judge_at, group.leave_by, short, *retries)
-
-
-def places(seats: tuple[s.Seat, ...]) -> tuple[tuple[int, int, int, int], ...]:
-    """Of each node: its first rank, the world size, the first rank within its role, and the role's size."""
-    roles: dict[str, int] = {}
-    for seat in seats:
-        roles[seat.role] = roles.get(seat.role, 0) + seat.workers
-    world = sum(seat.workers for seat in seats)
-    found, rank, in_role = [], 0, dict.fromkeys(roles, 0)
-    for seat in seats:
-        found.append((rank, world, in_role[seat.role], roles[seat.role]))
-        rank += seat.workers
-        in_role[seat.role] += seat.workers
-    return tuple(found)
 
 
 # ---- what has happened ----
@@ -302,16 +211,6 @@ def _judge(group: Group, now: float, out: Commands) -> Group:
     why = f"{text}; restart {count} of {group.terms.max_restarts}"
     out.append(m.Record("world-broken", why, host=host, epoch=group.round))
     return _progress(_leave(replace(group, restarts=count), why, now, out), now, out)
-
-
-def first_failure(failures: Iterable[tuple[str, s.Failure]]) -> tuple[str, s.Failure]:
-    """The one that explains the others: one killed by a signal before one that raised, and an earlier before a later one."""
-
-    def order(each: tuple[str, s.Failure]) -> tuple[bool, bool, float, int]:
-        code = each[1].code
-        return code in CONSEQUENCES, code > 0, each[1].at, each[1].rank
-
-    return min(failures, key=order)
 
 
 def _leave(group: Group, why: str, now: float, out: Commands) -> Group:

@@ -249,7 +249,7 @@ class NodeSample(Message):
 
 
 class Round(Message):
-    """A `FormRound` as one node gets it. `places` are of each seat, by group rank: see `rounds.places`."""
+    """A `FormRound` as one node gets it. `places` are of each seat, by group rank: see `group.places`."""
 
     round: int
     rank: int

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, TypedDict
 
 from nbelastic.core import wire
-from nbelastic.core.rounds import Terms
+from nbelastic.core.group import Terms
 from nbelastic.driver.fleet import NCCL
 from nbelastic.driver.settings import Settings, check
 

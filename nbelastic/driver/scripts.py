@@ -14,19 +14,19 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from msgspec.structs import replace
-
 from nbelastic import clusterfile, versions
 from nbelastic.core import messages as m
-from nbelastic.core import rounds, wire
 from nbelastic.core import script_messages as s
+from nbelastic.core import wire
 from nbelastic.core.errors import HostError, UsageError
+from nbelastic.core.group import NEVER, Group, Stage, Terms, places
 from nbelastic.core.membership import exit_text
-from nbelastic.core.rounds import Group, GroupState, Stage, Terms, advance, deadline
+from nbelastic.core.rounds import advance, deadline
 from nbelastic.core.world import HostPhase
 from nbelastic.driver.orders import Order
 from nbelastic.driver.run import Run
-from nbelastic.driver.status import HostStatus, Status, WorkerStatus
+from nbelastic.driver.script_status import with_script, workers_of
+from nbelastic.driver.status import Status
 from nbelastic.link import Hub, Keys, machine
 
 if TYPE_CHECKING:
@@ -209,8 +209,8 @@ class Scripts:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        at = deadline(self._group) if self._group is not None else rounds.NEVER
-        if at != rounds.NEVER:
+        at = deadline(self._group) if self._group is not None else NEVER
+        if at != NEVER:
             self._timer = self._loop.call_later(max(0.0, at - now), self._pass)
 
     def _pass(self) -> None:
@@ -242,12 +242,12 @@ class Scripts:
                 raise TypeError(f"{type(command).__name__} is no command of a script")
 
     def _form(self, command: s.FormRound) -> None:
-        places = rounds.places(command.seats)
+        by_node = places(command.seats)
         self._orders = {}
         for rank, seat in enumerate(command.seats):
             self._waiting.pop(seat.host, None)
             order = wire.Round(
-                command.round, rank, command.seats, places, command.store, command.restarts, self._script.job
+                command.round, rank, command.seats, by_node, command.store, command.restarts, self._script.job
             )
             self._orders[seat.host] = order
             self._send(seat.host, order)
@@ -362,70 +362,6 @@ class Scripts:
 
     def shown(self, status: Status) -> Status:
         """`status` with the script in it, if that is the present or last job."""
-        group = self._group
-        if group is None or number_of(status.job) > number_of(group.job):
-            return replace(status, hosts=status.hosts + self._guest_rows(None))
-        if group.stage is Stage.ENDED:
-            return replace(status, job=group.job, outcome=group.outcome, hosts=status.hosts + self._guest_rows(None))
-        running = group.stage is Stage.RUNNING
-        return replace(
-            status,
-            phase=status.phase if status.phase in ("stopping", "finished") else "running" if running else "waiting",
-            reason=group.reason,
-            epoch=group.round,
-            world_size=group.size if running else 0,
-            hosts=tuple(_with_state(host, group) for host in status.hosts) + self._guest_rows(group),
-            workers=self._rows(group) if running else (),
-            job=group.job,
-            outcome="",
-        )
-
-    def _guest_rows(self, group: Group | None) -> tuple[HostStatus, ...]:
-        rows = []
-        for host in list(self._guests):
-            node = group.nodes.get(host) if group is not None else None
-            ready = self._waiting.get(host)
-            slots = node.slots if node is not None else ready.workers if ready is not None else 0
-            reason = f"torchrun: worker group {node.state}" if node is not None else "torchrun: waits for a script"
-            rows.append(HostStatus(host, "", slots, "up", reason, 0.0))
-        return tuple(rows)
-
-    def _rows(self, group: Group) -> tuple[WorkerStatus, ...]:
-        rows = []
-        log_dir = f"{self._driver.settings.log_dir}/{group.job}"
-        for rank, w in enumerate(workers_of(group.seats, group.round)):
-            node = group.nodes.get(w.host)
-            pids = node.pids if node is not None else ()
-            pid = pids[w.slot] if w.slot < len(pids) else 0
-            state = _STATES.get(node.state, "lost") if node is not None else "lost"
-            cpu, memory = self._samples.get(w, (None, None))
-            rows.append(
-                WorkerStatus(
-                    str(w), w.host, w.slot, rank, w.slot, pid, state, 0, group.restarts, log_dir, cpu=cpu, memory=memory
-                )
-            )
-        return tuple(rows)
-
-
-_STATES = {
-    GroupState.HEALTHY: "running",
-    GroupState.UNHEALTHY: "failed",
-    GroupState.SUCCEEDED: "succeeded",
-    GroupState.STOPPED: "stopped",
-    GroupState.INIT: "starting",
-}
-
-
-def workers_of(seats: tuple[s.Seat, ...], number: int) -> tuple[m.WorkerId, ...]:
-    """The workers of round `number`, by rank. Those of another round are others."""
-    return tuple(m.WorkerId(seat.host, local, number) for seat in seats for local in range(seat.workers))
-
-
-def number_of(job: str | None) -> int:
-    """Of `job-3`: 3."""
-    return int(job.rpartition("-")[2]) if job else 0
-
-
-def _with_state(host: HostStatus, group: Group) -> HostStatus:
-    node = group.nodes.get(host.name)
-    return host if node is None or host.reason else replace(host, reason=f"worker group {node.state}")
+        waiting = {host: ready.workers for host, ready in list(self._waiting.items())}
+        folder = str(self._driver.settings.log_dir)
+        return with_script(status, self._group, list(self._guests), waiting, samples=self._samples, log_dir=folder)

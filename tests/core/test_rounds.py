@@ -6,7 +6,8 @@ import pytest
 
 from nbelastic.core import messages as m
 from nbelastic.core import script_messages as s
-from nbelastic.core.rounds import Group, GroupState, Stage, Terms, advance, deadline, first_failure, places
+from nbelastic.core.group import Group, GroupState, Stage, Terms, first_failure, places
+from nbelastic.core.rounds import advance, deadline
 
 
 class Play:

@@ -1,0 +1,95 @@
+"""What people see of a script: the status with its rounds, ranks and terminals in it. Pure functions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from msgspec.structs import replace
+
+from nbelastic.core import messages as m
+from nbelastic.core import script_messages as s
+from nbelastic.core.group import Group, GroupState, Stage
+from nbelastic.driver.status import HostStatus, Status, WorkerStatus
+
+_STATES = {
+    GroupState.HEALTHY: "running",
+    GroupState.UNHEALTHY: "failed",
+    GroupState.SUCCEEDED: "succeeded",
+    GroupState.STOPPED: "stopped",
+    GroupState.INIT: "starting",
+}
+
+
+def with_script(
+    status: Status,
+    group: Group | None,
+    guests: Sequence[str],
+    waiting: Mapping[str, int],
+    *,
+    samples: Mapping[m.WorkerId, tuple[float, int]],
+    log_dir: str,
+) -> Status:
+    """`status` with `group` in it, if that is the present or last job.
+
+    `guests`: hosts that have come from terminals; `waiting`: how many workers each of them would bring that waits for a
+    script. `samples`: of each worker the CPU (percent of a core) and memory (bytes).
+    """
+    current = group is not None and number_of(status.job) <= number_of(group.job)
+    if group is None or not current:
+        return replace(status, hosts=status.hosts + _guest_rows(None, guests, waiting))
+    if group.stage is Stage.ENDED:
+        hosts = status.hosts + _guest_rows(None, guests, waiting)
+        return replace(status, job=group.job, outcome=group.outcome, hosts=hosts)
+    running = group.stage is Stage.RUNNING
+    return replace(
+        status,
+        phase=status.phase if status.phase in ("stopping", "finished") else "running" if running else "waiting",
+        reason=group.reason,
+        epoch=group.round,
+        world_size=group.size if running else 0,
+        hosts=tuple(_with_state(host, group) for host in status.hosts) + _guest_rows(group, guests, waiting),
+        workers=_rows(group, samples, f"{log_dir}/{group.job}") if running else (),
+        job=group.job,
+        outcome="",
+    )
+
+
+def _guest_rows(group: Group | None, guests: Sequence[str], waiting: Mapping[str, int]) -> tuple[HostStatus, ...]:
+    rows = []
+    for host in guests:
+        node = group.nodes.get(host) if group is not None else None
+        slots = node.slots if node is not None else waiting.get(host, 0)
+        reason = f"torchrun: worker group {node.state}" if node is not None else "torchrun: waits for a script"
+        rows.append(HostStatus(host, "", slots, "up", reason, 0.0))
+    return tuple(rows)
+
+
+def _rows(group: Group, samples: Mapping[m.WorkerId, tuple[float, int]], log_dir: str) -> tuple[WorkerStatus, ...]:
+    rows = []
+    for rank, w in enumerate(workers_of(group.seats, group.round)):
+        node = group.nodes.get(w.host)
+        pids = node.pids if node is not None else ()
+        pid = pids[w.slot] if w.slot < len(pids) else 0
+        state = _STATES.get(node.state, "lost") if node is not None else "lost"
+        cpu, memory = samples.get(w, (None, None))
+        rows.append(
+            WorkerStatus(
+                str(w), w.host, w.slot, rank, w.slot, pid, state, 0, group.restarts, log_dir, cpu=cpu, memory=memory
+            )
+        )
+    return tuple(rows)
+
+
+def workers_of(seats: tuple[s.Seat, ...], number: int) -> tuple[m.WorkerId, ...]:
+    """The workers of round `number`, by rank. Those of another round are others."""
+    return tuple(m.WorkerId(seat.host, local, number) for seat in seats for local in range(seat.workers))
+
+
+def number_of(job: str | None) -> int:
+    """Of `job-3`: 3."""
+    return int(job.rpartition("-")[2]) if job else 0
+
+
+def _with_state(host: HostStatus, group: Group) -> HostStatus:
+    node = group.nodes.get(host.name)
+    return host if node is None or host.reason else replace(host, reason=f"worker group {node.state}")
