@@ -20,8 +20,14 @@ def outward(host: Host) -> tuple[str, ...]:
     return tuple(interface.address for interface in host.addresses if not is_loopback(interface.address))
 
 
+def parted(endpoint: str) -> tuple[str, int]:
+    """Of "10.0.0.2:4711" and "tcp://[fd00::2]:4711": 10.0.0.2 and fd00::2, with their ports. ValueError if there is none."""
+    address, _, port = endpoint.rpartition("://")[2].rpartition(":")
+    return address.strip("[]"), int(port)
+
+
 def address_of(endpoint: str) -> str:
-    """Of "10.0.0.2:4711" and "tcp://[fd00::2]:4711": 10.0.0.2 and fd00::2."""
+    """The first part of that, whatever the second is."""
     return endpoint.rpartition("://")[2].rpartition(":")[0].strip("[]")
 
 

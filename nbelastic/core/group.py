@@ -8,8 +8,8 @@ from enum import StrEnum
 from msgspec import Struct
 
 from nbelastic.core import script_messages as s
+from nbelastic.core.world import NEVER
 
-NEVER = float("inf")
 CONSEQUENCES = (-15, -2)  # a worker that was told to end says nothing of why
 
 

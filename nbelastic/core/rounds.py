@@ -11,7 +11,8 @@ from msgspec.structs import replace
 
 from nbelastic.core import messages as m
 from nbelastic.core import script_messages as s
-from nbelastic.core.group import NEVER, Group, GroupState, Node, Stage, first_failure, places
+from nbelastic.core.group import Group, GroupState, Node, Stage, first_failure, places
+from nbelastic.core.world import NEVER
 
 STARTS = 3  # of a node in a row that came to nothing: then its host cannot run this script
 Commands = list[m.Command]

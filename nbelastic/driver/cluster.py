@@ -296,9 +296,9 @@ class Cluster:
 
     def add_host(self, host: str, by: str = "you") -> None:
         """Add `name`, `name:slots` or `user@name:slots`; a host that is there gets these slots and is pardoned."""
-        order = orders.add_host(host, self._default_slots, by)
-        self._running().post(order.event)
-        self._added.add(parse_host(host, self._default_slots).name)
+        spec = parse_host(host, self._default_slots)
+        self._running().post(orders.add_host(spec, by).event)
+        self._added.add(spec.name)
 
     def remove_host(self, host: str, now: bool = False, by: str = "you") -> None:
         """Its workers leave at the next commit (`now`: at once). UsageError if there is no such host."""
@@ -367,8 +367,7 @@ class Cluster:
     @property
     def events(self) -> list[EventRecord]:
         """The event log so far."""
-        driver = self._driver or self._last
-        return list(driver.chronicle.records) if driver is not None else []
+        return self.numbered_events()[0]
 
     def numbered_events(self) -> tuple[list[EventRecord], int]:
         """The events that are kept, and how many there have been in all."""

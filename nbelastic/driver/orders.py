@@ -37,9 +37,8 @@ class Order(NamedTuple):
     done: Callable[[Driver], str | None]
 
 
-def add_host(host: str, default_slots: int, by: str) -> Order:
-    """Done when it is up. UsageError if `host` is none; HostError, later, if it cannot be started."""
-    spec = parse_host(host, default_slots)
+def add_host(spec: m.HostSpec, by: str) -> Order:
+    """Done when it is up. HostError, later, if it cannot be started."""
 
     def done(driver: Driver) -> str | None:
         there = driver.world.hosts.get(spec.name)
@@ -118,7 +117,7 @@ def read(message: Mapping[str, Any], world: World, default_slots: int, by: str) 
     """The order that a button's message is. UsageError for what is none, or cannot be."""
     match dict(message):
         case {"order": "add_host", "host": str(host)}:
-            return add_host(host, default_slots, by)
+            return add_host(parse_host(host, default_slots), by)
         case {"order": "remove_host", "host": str(host), **rest}:
             return remove_host(world.hosts, host, rest.get("now") is True, by)
         case {"order": "restart", "worker": str(worker)}:

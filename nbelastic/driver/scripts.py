@@ -19,10 +19,10 @@ from nbelastic.core import messages as m
 from nbelastic.core import script_messages as s
 from nbelastic.core import wire
 from nbelastic.core.errors import HostError, UsageError
-from nbelastic.core.group import NEVER, Group, Stage, Terms, places
+from nbelastic.core.group import Group, Stage, Terms, places
 from nbelastic.core.membership import exit_text
 from nbelastic.core.rounds import advance, deadline
-from nbelastic.core.world import HostPhase
+from nbelastic.core.world import NEVER, HostPhase
 from nbelastic.driver.orders import Order
 from nbelastic.driver.run import Run
 from nbelastic.driver.script_status import with_script, workers_of

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import signal
 import sys
 import time
 from collections.abc import Callable
@@ -18,6 +17,7 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from nbelastic.core import messages as m
 from nbelastic.core import script_messages as s
 from nbelastic.core import wire
+from nbelastic.core.membership import exit_text
 from nbelastic.processes import kill_group
 from nbelastic.scripts.output import JobLogs
 from nbelastic.scripts.rendezvous import DriverRendezvous
@@ -138,7 +138,7 @@ class JobAgent(LocalElasticAgent):  # type: ignore[misc]  # torch carries no typ
 
     def _failure(self, first: int, local_rank: int, code: int) -> s.Failure:
         path = self._logs.error_files[local_rank]
-        error, text, at = _ended(code), "", time.time()
+        error, text, at = exit_text(code), "", time.time()
         try:
             at = path.stat().st_mtime
             path.chmod(0o600)
@@ -148,15 +148,6 @@ class JobAgent(LocalElasticAgent):  # type: ignore[misc]  # torch carries no typ
             if code > 0:
                 text = _last_traceback(path.with_name(path.name.replace(".error.json", ".err")))
         return s.Failure(first + local_rank, local_rank, code, _line(error), own_part(text), at)
-
-
-def _ended(code: int) -> str:
-    if code >= 0:
-        return f"exit code {code}"
-    try:
-        return signal.Signals(-code).name
-    except ValueError:
-        return f"signal {-code}"
 
 
 def _line(text: str) -> str:

@@ -27,6 +27,7 @@ from zmq.utils.monitor import recv_monitor_message
 from nbelastic import clusterfile, versions
 from nbelastic.core import script_messages as s
 from nbelastic.core import wire
+from nbelastic.core.addresses import parted
 from nbelastic.core.errors import UsageError
 from nbelastic.link import HEARTBEAT, Keys, Spoke, machine
 from nbelastic.scripts.rendezvous import DriverRendezvous
@@ -84,10 +85,9 @@ def _failures() -> dict[int, ProcessFailure]:
 
 def _towards(address: str) -> str:
     """The address of this machine towards the driver."""
-    host, _, port = address.removeprefix("tcp://").rpartition(":")
-    host = host.strip("[]")
+    host, port = parted(address)
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((host, int(port)))
+        probe.connect((host, port))
         return str(probe.getsockname()[0])
 
 

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import NoReturn
 
+from msgspec.structs import replace
 from torch.distributed import DistError, Store, TCPStore
 from torch.distributed.elastic.agent.server.api import _RoleInstanceInfo
 from torch.distributed.elastic.rendezvous.api import (
@@ -29,6 +30,7 @@ from torch.distributed.elastic.rendezvous.api import (
 
 from nbelastic.core import script_messages as s
 from nbelastic.core import wire
+from nbelastic.core.addresses import bracketed, parted
 from nbelastic.link import Spoke
 
 BACKEND = "nbelastic"
@@ -142,8 +144,8 @@ class DriverRendezvous(RendezvousHandler):  # type: ignore[misc]  # torch carrie
         while True:
             if self._dismissed is not None:
                 self._end(self._dismissed)
-            store = f"{_bracketed(self._address)}:{port}"
-            self.link.send(_with(self._ready, round=last, store=store, pid=os.getpid()))
+            store = f"{bracketed(self._address)}:{port}"
+            self.link.send(replace(self._ready, round=last, store=store, pid=os.getpid()))
             try:
                 order = self._orders.get(timeout=AGAIN)
             except queue.Empty:
@@ -182,7 +184,7 @@ class DriverRendezvous(RendezvousHandler):  # type: ignore[misc]  # torch carrie
 
     def _enter(self, order: wire.Round) -> Store | None:
         """The round's store, with this node's ranks in it; None if the round is over before that."""
-        host, port = _endpoint(order.store)
+        host, port = parted(order.store)
         if order.rank == 0:
             store = self._store
             assert store is not None
@@ -200,7 +202,7 @@ class DriverRendezvous(RendezvousHandler):  # type: ignore[misc]  # torch carrie
         return None
 
     def _bootstrap(self, order: wire.Round, store: Store) -> RendezvousStoreInfo:
-        host, port = _endpoint(order.store)
+        host, port = parted(order.store)
         if self.use_agent_store:
             return RendezvousStoreInfo(host, port)
         return RendezvousStoreInfo.build(order.rank, store, host)
@@ -223,18 +225,3 @@ def _write_ranks(store: Store, order: wire.Round) -> None:
         store.set(f"{ROLES}{rank}", _RoleInstanceInfo(seat.role, rank, seat.workers).serialize())
     for rank, numbers in enumerate(order.places):
         store.set(f"{RANKS}{rank}", json.dumps(numbers))
-
-
-def _endpoint(text: str) -> tuple[str, int]:
-    host, _, port = text.rpartition(":")
-    return host.strip("[]"), int(port)
-
-
-def _bracketed(address: str) -> str:
-    return f"[{address}]" if ":" in address else address
-
-
-def _with(ready: s.NodeReady, **changes: object) -> s.NodeReady:
-    from msgspec.structs import replace
-
-    return replace(ready, **changes)

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore
 
-from nbelastic.core.addresses import bracketed
+from nbelastic.core.addresses import bracketed, parted
 from nbelastic.core.messages import STUCK
 from nbelastic.core.wire import Formation
 from nbelastic.worker.admission import admit_all, admit_only, listeners, peers
@@ -207,8 +207,7 @@ class Group:
                 raise ValueError("the store that was offered is not there any more")
             offer.admit_all()
             self._offer = offer
-        host, _, port = formation.store.rpartition(":")
-        client = TCPStore(host.strip("[]"), int(port), is_master=False, wait_for_workers=False, timeout=TIMEOUT)
+        client = TCPStore(*parted(formation.store), is_master=False, wait_for_workers=False, timeout=TIMEOUT)
         self._store = PrefixStore(f"epoch/{formation.epoch}", client)
         return self._store
 

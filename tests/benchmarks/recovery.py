@@ -25,22 +25,12 @@ import psutil
 
 import nbelastic as nbe
 from tests.benchmarks import programs
+from tests.process.observing import lines_in as steps_in
 
 Step = dict[str, Any]
 Steps = list[Step]
 Cases = dict[str, Callable[[], dict[str, list[float]]]]
 N = 4
-
-
-def steps_in(folder: str) -> Steps:
-    found = []
-    for file in Path(folder).glob("*.jsonl"):
-        for line in file.read_text().splitlines():
-            try:
-                found.append(json.loads(line))
-            except ValueError:  # the last line of a killed process
-                continue
-    return sorted(found, key=lambda step: step["t"])
 
 
 @contextmanager

@@ -82,8 +82,8 @@ def test_it_may_be_read_while_it_is_written():
     writer.start()
     try:
         while not stop.is_set():
-            live.behind(wid("a/0#1"), 3.0)
-            snapshot("s", World(Limits()), live, 1.0)
+            assert live.behind(wid("a/0#1"), 3.0) == 0
+            assert 0 <= snapshot("s", World(Limits()), live, 1.0).step < 20_000
     finally:
         writer.join()
         sys.setswitchinterval(before)

@@ -51,6 +51,18 @@ def ranked(cluster: nbe.Cluster) -> list[Any]:
     return sorted((w for w in cluster.workers if w.rank is not None), key=lambda w: w.rank)
 
 
+def lines_in(folder: str | Path) -> list[dict[str, Any]]:
+    """What the processes of a training have written, by time."""
+    found = []
+    for file in Path(folder).glob("*.jsonl"):
+        for text in file.read_text().splitlines():
+            try:
+                found.append(json.loads(text))
+            except ValueError:  # the last line of a killed process
+                continue
+    return sorted(found, key=lambda line: line["t"])
+
+
 class Training:
     """A job that trains until told to finish, and what its processes have written."""
 
@@ -62,16 +74,7 @@ class Training:
         self.job = cluster.run(program, str(folder), *args, **kwargs)
 
     def lines(self, key: str = "step") -> list[dict[str, Any]]:
-        found = []
-        for file in self.folder.glob("*.jsonl"):
-            for text in file.read_text().splitlines():
-                try:
-                    line = json.loads(text)
-                except ValueError:  # the last line of a killed process
-                    continue
-                if key in line:
-                    found.append(line)
-        return sorted(found, key=lambda line: line["t"])
+        return [line for line in lines_in(self.folder) if key in line]
 
     def runs(self, world: int, timeout: float = 30.0) -> list[Any]:
         """Wait until `world` workers train together, all of them have made steps in that world; they, by rank."""

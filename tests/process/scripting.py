@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import nbelastic as nbe
-from tests.process.observing import ranked, until
+from tests.process.observing import lines_in, ranked, until
 
 SCRIPTS = Path(__file__).parent / "scripts"
 TELL, TRAIN = SCRIPTS / "tell.py", SCRIPTS / "train.py"
@@ -34,14 +34,7 @@ class ScriptTraining:
         self.job = cluster.run_script(TRAIN, folder, steps, **options)
 
     def lines(self) -> list[dict[str, Any]]:
-        found = []
-        for file in self.folder.glob("*.jsonl"):
-            for text in file.read_text().splitlines():
-                try:
-                    found.append(json.loads(text))
-                except ValueError:  # the last line of a killed process
-                    continue
-        return sorted(found, key=lambda line: line["t"])
+        return lines_in(self.folder)
 
     def runs(self, world: int, timeout: float = 40.0) -> list[Any]:
         """Wait until `world` workers train together; they, by rank."""
