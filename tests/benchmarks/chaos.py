@@ -37,6 +37,7 @@ STANDSTILL = 3.0  # seconds without a step after which one is told what the clus
 ALLOWED = {"sockets": 8, "files": 16, "threads": 6, "MB": 30}
 
 Look = dict[str, float]
+CRASHES = ("SIGSEGV", "SIGABRT", "SIGBUS", "SIGILL", "SIGFPE")  # none of the faults is one of these
 
 
 class Watch:
@@ -161,6 +162,15 @@ def look(process: psutil.Process) -> Look:
     }
 
 
+def looks(**processes: psutil.Process) -> dict[str, Look]:
+    """Without those that have ended: the one that no fault hits may still be forked anew, where gloo has lost its wake-up."""
+    found = {}
+    for name, process in processes.items():
+        with suppress(psutil.NoSuchProcess):
+            found[name] = look(process)
+    return found
+
+
 def settle(cluster: nbe.Cluster, job: nbe.Job, storm: Storm, watch: Watch) -> None:
     """Back to the four workers of the beginning."""
     watch.pids |= ours(cluster)
@@ -205,14 +215,14 @@ def storm_through(cluster: nbe.Cluster, faults: int, seed: int, pause: float, jo
     while cluster.status().epoch < WARM and sum(done.values()) < faults // 2 and not job.done():
         rage(1)
     settle(cluster, job, storm, watch)
-    before = {"driver": look(driver), "elder": look(elder)}
+    before = looks(driver=driver, elder=elder)
     rage(faults // 2 - sum(done.values()))
     settle(cluster, job, storm, watch)
-    after = {"elder": look(elder)} if elder.is_running() else {}
+    after = looks(elder=elder)
     storm.spared = 0
     rage(faults - faults // 2)
     settle(cluster, job, storm, watch)
-    after["driver"] = look(driver)
+    after |= looks(driver=driver)
     watch.pids |= ours(cluster)
     return {
         "faults": sum(done.values()),
@@ -252,6 +262,7 @@ def run(faults: int, seed: int, pause: float, epochs: int | None = None) -> dict
         "same bits": all(result["parameters"] == first["parameters"] for result in results),
         "worlds": sum(text.startswith("world of") for text in texts),
         "unexplained breaks": [text for text in texts if "though every worker lives" in text],
+        "crashes": [text for text in texts if any(name in text for name in CRASHES)],
         "lost wake-ups": sum("exit code 75" in text for text in texts),
         "curve": list(struct.unpack(f"{first['steps']}d", bytes.fromhex(first["curve"]))),
     }
@@ -273,7 +284,11 @@ def farthest(curve: list[float], other: list[float]) -> float:
 
 def problems(found: dict[str, Any], *curves: list[float]) -> list[str]:
     """What did not hold, in words."""
-    bad = [f"{name}: {found[name]}" for name in ("steps lost", "left running", "unexplained breaks") if found[name]]
+    bad = [
+        f"{name}: {found[name]}"
+        for name in ("steps lost", "left running", "unexplained breaks", "crashes")
+        if found[name]
+    ]
     bad += [f"not {name}" for name in ("used once", "same bits") if not found[name]]
     for other in curves:
         distance = farthest(found["curve"], other)
