@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
+import hmac
 import json
 import logging
 import os
@@ -35,6 +37,8 @@ T = TypeVar("T")
 
 HEARTBEAT = 1.0  # seconds between heartbeats, both ways, unless told otherwise
 MAX_MESSAGE = 1 << 20  # bytes; a longer one is dropped
+ASK_AGAIN = 0.25  # seconds between two welcomes for one who has not said who it is
+PORTS = 20000  # the hub's are from here up to the system's own range: see `_ports`
 _FLOOD = 16 * MAX_MESSAGE  # a message of this size is not even read: it closes the sender's connection
 _SETTINGS = {
     zmq.LINGER: 500,
@@ -46,6 +50,8 @@ _SETTINGS = {
     zmq.RCVHWM: 10000,
     zmq.IPV6: 1,
 }
+
+FIRST = (wire.AgentHello, wire.WorkerHere, wire.NodeHello, wire.TakeOver)  # what says who one is
 
 _encoder = msgspec.json.Encoder()
 
@@ -80,9 +86,27 @@ class Keys(msgspec.Struct, frozen=True):
         pairs = [key.decode() for _ in range(2) for key in zmq.curve_keypair()]
         return Keys(*pairs)
 
+    def proof(self, term: int) -> str:
+        """That one has the driver's secret, in words that say nothing of it."""
+        return hmac.new(self.server_secret.encode(), f"driver {term}".encode(), hashlib.sha256).hexdigest()
+
     def for_clients(self) -> Keys:
         """What agents and workers get: all but the driver's secret."""
         return msgspec.structs.replace(self, server_secret="")
+
+
+def _ports() -> tuple[int, int]:
+    """Where a hub's port may be: below those that the system gives to connections.
+
+    A hub must find its port free when it comes back. And who tries to connect again and again to a port out of the system's
+    range, at which nobody listens, gets that very port for its own end one day, and is connected to itself.
+    """
+    try:
+        with open("/proc/sys/net/ipv4/ip_local_port_range", encoding="ascii") as file:
+            low = int(file.read().split()[0])
+    except OSError:
+        low = 32768
+    return (PORTS, low) if low > PORTS + 1000 else (1024, 65536)
 
 
 class _OnlyOurs:
@@ -98,19 +122,28 @@ class _OnlyOurs:
 class Hub:
     """The driver's end. `on_message(peer, message)` is called in the loop's thread for every valid message.
 
-    Peers are named `agent/<host>~<number>`, `worker/<WorkerId>` or `node/<host>~<number>`. `heard_at` is when each was last heard (monotonic seconds).
+    Peers are named `agent/<host>~<number>`, `worker/<WorkerId>`, `node/<host>~<number>` or `driver/<pid>`. `heard_at` is
+    when each was last heard (monotonic seconds). With a `term` above 1 others have been here before: who is not known gets
+    a welcome until it says who it is, and nothing else that it says is heard.
     """
 
     def __init__(
-        self, keys: Keys, on_message: Callable[[str, wire.Message | m.Event], None], heartbeat: float = HEARTBEAT
+        self,
+        keys: Keys,
+        on_message: Callable[[str, wire.Message | m.Event], None],
+        heartbeat: float = HEARTBEAT,
+        term: int = 1,
     ) -> None:
         self._keys = keys
+        self._term = term
+        self._welcomed: dict[str, float] = {}  # when, by peer
         self._heartbeat = heartbeat
         self._on_message = on_message
         self._decoders = {
             "agent": msgspec.json.Decoder(wire.FromAgent),
             "worker": msgspec.json.Decoder(wire.FromWorker),
             "node": msgspec.json.Decoder(wire.FromNode),
+            "driver": msgspec.json.Decoder(wire.FromDriver),
         }
         self._tasks: list[asyncio.Task[None]] = []
         self._closing = False
@@ -118,8 +151,8 @@ class Hub:
         self.dropped: Counter[str] = Counter()
         self.address = ""
 
-    async def start(self, interface: str = "127.0.0.1") -> None:
-        """Listen on a free port of `interface` (an address, not a name)."""
+    async def start(self, interface: str = "127.0.0.1", port: int = 0) -> None:
+        """Listen on this port, or a free one, of `interface` (an address, not a name). OSError if the port is taken."""
         self._context = zmq.asyncio.Context()
         self._auth = zmq.auth.asyncio.AsyncioAuthenticator(self._context)
         self._auth.start()
@@ -132,7 +165,14 @@ class Hub:
         self._socket.curve_secretkey = self._keys.server_secret.encode()
         self._socket.curve_publickey = self._keys.server_public.encode()
         host = bracketed(interface)
-        port = self._socket.bind_to_random_port(f"tcp://{host}")
+        try:
+            if port:
+                self._socket.bind(f"tcp://{host}:{port}")
+            else:
+                port = self._socket.bind_to_random_port(f"tcp://{host}", *_ports())
+        except zmq.ZMQError as error:
+            await self.stop()
+            raise OSError(error.errno, f"{error.strerror}: {host}:{port}") from None
         self.address = f"tcp://{host}:{port}"
         self._tasks = [asyncio.create_task(self._listen()), asyncio.create_task(self._beat())]
 
@@ -154,6 +194,7 @@ class Hub:
         """It is gone for good."""
         self.heard_at.pop(peer, None)
         self.dropped.pop(peer, None)
+        self._welcomed.pop(peer, None)
 
     def _send(self, peer: str, frame: bytes) -> None:
         if self._closing:
@@ -165,14 +206,25 @@ class Hub:
         while True:
             frames = await self._socket.recv_multipart()
             peer = frames[0].decode(errors="replace")
+            known = peer in self.heard_at or self._term == 1
             if len(frames) == 2 and not frames[1]:
                 if peer in self.heard_at:
                     self.heard_at[peer] = time.monotonic()
+                elif not known:
+                    self._welcome(peer)
                 continue
             message = self._decode(peer, frames)
-            if message is not None:
+            if message is not None and not known and not isinstance(message, FIRST):
+                self._welcome(peer)
+            elif message is not None:
                 self.heard_at[peer] = time.monotonic()
                 _guarded(self._on_message, peer, message)
+
+    def _welcome(self, peer: str) -> None:
+        now = time.monotonic()
+        if peer.partition("/")[0] in self._decoders and now - self._welcomed.get(peer, 0.0) > ASK_AGAIN:
+            self._welcomed[peer] = now
+            self._send(peer, encode(wire.Welcome(self._term)))
 
     def _decode(self, peer: str, frames: list[bytes]) -> wire.Message | m.Event | None:
         role, _, name = peer.partition("/")
@@ -184,6 +236,8 @@ class Hub:
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             self._drop(peer, str(error))
             return None
+        if role == "driver":
+            return message
         speaker = getattr(message, "worker", None) if role == "worker" else getattr(message, "host", None)
         if speaker is None:  # an agent's word on one of its workers
             speaker = getattr(message, "worker", m.WorkerId("", 0, 0)).host
@@ -240,6 +294,7 @@ class Spoke:
         self._wake = -1
         self._thread = threading.Thread(target=self._run, name="nbelastic-link", daemon=True)
         self.heard_at = 0.0
+        self.away = False
         self.dropped = 0
 
     def start(self) -> None:
@@ -250,6 +305,10 @@ class Spoke:
     def send(self, message: wire.Message | m.Event) -> None:
         self._out.append(encode(message))
         self.wake()
+
+    def unsay(self) -> None:
+        """Forget what has not gone out."""
+        self._out.clear()
 
     def wake(self) -> None:
         """Make the thread tick now."""
@@ -271,7 +330,8 @@ class Spoke:
             socket.setsockopt(option, value)
         socket.setsockopt(zmq.IDENTITY, self._name.encode())
         socket.setsockopt(zmq.RECONNECT_IVL, 100)
-        socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
+        socket.setsockopt(zmq.RECONNECT_IVL_MAX, 300)
+        socket.setsockopt(zmq.IMMEDIATE, 1)  # what cannot go out stays with us, and we know that it did not
         socket.curve_serverkey = self._keys.server_public.encode()
         socket.curve_publickey = self._keys.client_public.encode()
         socket.curve_secretkey = self._keys.client_secret.encode()
@@ -291,21 +351,24 @@ class Spoke:
             now = time.monotonic()
             if now >= beat_at:
                 beat_at = now + self._heartbeat
-                self._out.append(b"")
+                if not self._out:  # anything is a sign of life
+                    self._out.append(b"")
             delay = min(_guarded(self._tick) or HEARTBEAT, beat_at - now)
             self._flush(socket)
             if self._closing:
                 return
+            poller.modify(socket, zmq.POLLIN | zmq.POLLOUT if self._out else zmq.POLLIN)
             ready = dict(poller.poll(int(max(0.0, delay) * 1000) + 1))
             if self._wake in ready:
                 with contextlib.suppress(BlockingIOError):
                     os.eventfd_read(self._wake)
-            while socket in ready:
+            while ready.get(socket, 0) & zmq.POLLIN:
                 try:
                     frame = socket.recv(zmq.NOBLOCK)
                 except zmq.Again:
                     break
                 self.heard_at = time.monotonic()
+                self.away = False
                 if frame:
                     self._receive(frame)
 
@@ -313,7 +376,8 @@ class Spoke:
         while self._out:
             try:
                 socket.send(self._out[0], zmq.NOBLOCK)
-            except zmq.Again:  # thousands are queued: the driver is away; keep what comes within bounds
+            except zmq.Again:  # there is no driver; or it does not read, and thousands are queued
+                self.away = True
                 while len(self._out) > 1000:
                     self._out.popleft()
                 return

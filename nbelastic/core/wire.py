@@ -20,14 +20,31 @@ class Message(Struct, frozen=True, tag=True):
     """Something that goes over the wire and is no event of the core."""
 
 
+class Welcome(Message):
+    """From a driver that has taken the cluster over, to everybody whom it does not know yet: say who and where you are.
+
+    `term` counts the cluster's drivers. Who has been welcomed with a higher one does not answer.
+    """
+
+    term: int
+
+
 class AgentHello(Message):
-    """`addresses` and `port`: as of `AgentReady`."""
+    """`addresses` and `port`: as of `AgentReady`. The rest is told to a driver that has taken over.
+
+    `address`: where its workers are reached now. `workers`: those that live, and their pids. `newest`: the highest
+    incarnation that each slot has had. `nodes`: the scripts' nodes that live.
+    """
 
     host: str
     pid: int
     versions: dict[str, str]
     addresses: tuple[m.Interface, ...] = ()
     port: int = 0
+    address: str = ""
+    workers: tuple[tuple[WorkerId, int], ...] = ()
+    newest: dict[int, int] = {}
+    nodes: tuple[int, ...] = ()
 
 
 class AgentSample(Message):
@@ -56,6 +73,35 @@ class WorkerHello(Message):
     worker: WorkerId
     pid: int
     engine: str  # the engine's uuid: how ipyparallel's client will name it
+
+
+class WorkerHere(Message):
+    """To a driver that has taken over: all that it needs to know of this worker.
+
+    `engine` is empty as long as there is none. `job` is that of its newest program, `busy` whether that runs. `left` is the last epoch that it has
+    left, `epoch` the one it is in (0: none), of `size` members, `formed` whether its group stands. `numbered` is the highest
+    epoch that it has heard of. `bound`: it was asked to leave, and has promised not to go on by itself. `commit` counts from
+    the job's beginning, `holds` says whether it has had the job's state, `store` is what it offers for the next epoch.
+    `word` is its last one, if that still waits for an answer. `reports`: what it has reported meanwhile, by commit.
+    """
+
+    worker: WorkerId
+    pid: int
+    engine: str = ""
+    job: str = ""
+    busy: bool = False
+    left: int = 0
+    epoch: int = 0
+    rank: int = 0
+    size: int = 0
+    formed: bool = False
+    numbered: int = 0
+    bound: bool = False
+    commit: int = 0
+    holds: bool = False
+    store: str = ""
+    word: m.WorkerReady | m.WorkerRaised | m.WorkerSucceeded | None = None
+    reports: tuple[tuple[int, dict[str, float | None]], ...] = ()
 
 
 class WorkerProgress(Message):
@@ -279,11 +325,23 @@ class Dismiss(Message):
     error: bool = True
 
 
+class TakeOver(Message):
+    """From a new driver of this cluster to the one that is there: let go of it.
+
+    `by` says who it is, in words; `proof` that it has the driver's own secret, which agents and workers have not.
+    """
+
+    term: int
+    by: str
+    proof: str
+
+
 FromAgent = (
     LaunchEnded | AgentHello | AgentSample | AgentGoodbye | m.Probed | m.WorkerStarted | m.WorkerExited | m.WorkerFroze
 )
 FromWorker = (
     WorkerHello
+    | WorkerHere
     | m.WorkerReady
     | m.StoreOffered
     | m.WorkerPrepared
@@ -299,6 +357,7 @@ FromWorker = (
 FromNode = (
     NodeHello | NodeSample | WorkerOutput | s.NodeReady | s.NodeStarted | s.NodeFailed | s.NodeSucceeded | s.NodeLeft
 )
-ToAgent = Launch | Recall | Spawn | Reap | Retire | Probe | Rehome
-ToNode = Round | LeaveRound | Wait | Dismiss | Rehome
-ToWorker = Formation | Prepare | Drop | Leave | Abort | Quit | Rehome | Expect | Look | ShowStack
+FromDriver = TakeOver
+ToAgent = Welcome | Launch | Recall | Spawn | Reap | Retire | Probe | Rehome
+ToNode = Welcome | Round | LeaveRound | Wait | Dismiss | Rehome
+ToWorker = Welcome | Formation | Prepare | Drop | Leave | Abort | Quit | Rehome | Expect | Look | ShowStack

@@ -6,6 +6,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -16,15 +17,27 @@ from nbelastic.driver.status import EventRecord
 from nbelastic.link import encode
 
 KEPT = 10_000  # records in memory; the file has all
+LONGEST = 32 << 20  # bytes of a file of another driver that are read
+
+
+class _Line(msgspec.Struct):
+    record: EventRecord
+
+
+_RECORD = msgspec.json.Decoder(_Line)
 
 
 class Chronicle:
     """Lives in the driver's thread; `records` may be read from any."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, again: bool = False) -> None:
+        """`again`: go on with what another driver has written."""
+        before = _read(path) if again else ([], True)
         self._file = os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "ab")
-        self.records: deque[EventRecord] = deque(maxlen=KEPT)
-        self.count = 0  # of all records so far
+        self.records: deque[EventRecord] = deque(before[0], maxlen=KEPT)
+        self.count = len(self.records)  # of all records so far
+        if not before[1]:  # it was killed in the middle of a line
+            self._file.write(b"\n")
         self.listener: Callable[[], None] | None = None
         self._changed_at = 0.0  # when the present change of the world began
         self._sign_at = 0.0  # when the first sign of a break came that has not been decided on
@@ -119,3 +132,15 @@ class Chronicle:
     def _write(self, line: dict[str, object]) -> None:
         self._file.write(encode(line) + b"\n")
         self._file.flush()
+
+
+def _read(path: Path) -> tuple[list[EventRecord], bool]:
+    """The newest records in the file, and whether its last line is whole."""
+    records, line = [], b"\n"
+    with suppress(FileNotFoundError), open(path, "rb") as file:
+        file.seek(max(0, os.fstat(file.fileno()).st_size - LONGEST))
+        for line in file:
+            if b'"record"' in line:
+                with suppress(msgspec.DecodeError):  # cut off, at either end
+                    records.append(_RECORD.decode(line).record)
+    return records, line.endswith(b"\n")

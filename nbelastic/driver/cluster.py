@@ -23,17 +23,21 @@ from nbelastic.core.errors import (
 from nbelastic.core.placement import parse_host
 from nbelastic.core.world import Limits
 from nbelastic.driver import orders
-from nbelastic.driver.discovery import FixedHosts, HostDiscovery, find
+from nbelastic.driver.discovery import FixedHosts, HostDiscovery
+from nbelastic.driver.discovery import find as find_discovery
 from nbelastic.driver.driver import Driver
 from nbelastic.driver.job import Job, outcome
+from nbelastic.driver.keeper import Keeper
 from nbelastic.driver.launchers import outgoing
 from nbelastic.driver.orders import execute_on_all
 from nbelastic.driver.places import RunDir, gpus
 from nbelastic.driver.run import Call, Cell, Run, checkpoints
+from nbelastic.driver.saved import Saved, SavedJob, arguments_of, begin, find, kept_arguments, read
 from nbelastic.driver.script import Options, script_for
 from nbelastic.driver.settings import Settings, check
 from nbelastic.driver.stacks import WorkerStack, show_stacks
 from nbelastic.driver.status import EventRecord, HostStatus, Status, WorkerStatus
+from nbelastic.driver.takeover import pack, request
 from nbelastic.driver.watchers import Watchers
 from nbelastic.folders import make_private
 
@@ -56,6 +60,9 @@ class Cluster:
     (slurm, pbs, …), with `launcher_options` for it; there, `python` names the interpreter. `env` and `cwd` are the
     agents' and workers' environment and folder. `nics` names the network interfaces to use, separated by commas; by
     default the hosts find one that reaches all. A worker that others wait for longer than `stall` is replaced.
+
+    With `keep` all but this process lives on when this process ends: `Cluster.attach` takes it over from another one.
+    After `lease` seconds without a driver it ends, with a last checkpoint if the job has checkpoints.
 
     Starts with `start()` or `with`; every call returns at once or says what it waits for.
     """
@@ -84,14 +91,17 @@ class Cluster:
         cwd: str | Path | None = None,
         launcher: str = "ssh",
         launcher_options: Mapping[str, str] | None = None,
+        keep: bool = False,
+        lease: float = 3600.0,
     ) -> None:
+        given = {name: value for name, value in locals().items() if name != "self"}
         check(slots is None or slots >= 1, f"slots={slots}: at least 1.")
         check(hosts is None or discovery is None, "give hosts or discovery, not both.")
         self.name = name or f"nbelastic-{os.getpid()}-{next(_numbers)}"
         self._run_dir = RunDir(self.name)
         self._default_slots = slots or gpus() or builtins.max(min, os.cpu_count() or 1)
         if isinstance(discovery, str):
-            discovery = find(discovery, slots, self._default_slots)
+            discovery = find_discovery(discovery, slots, self._default_slots)
         self._limits = Limits(
             min=min,
             max=max,
@@ -115,13 +125,18 @@ class Cluster:
             cwd=str(cwd) if cwd is not None else None,
             launcher=launcher,
             launcher_options=dict(launcher_options or {}),
+            lease=float(lease) if keep else None,
         )
         self._settings.check()
+        given["slots"] = self._default_slots
+        self._arguments = kept_arguments(given, self._settings.discovery)
+        self._found: Saved | None = None  # of the driver before this one
         self._log_dir = Path(log_dir) if log_dir is not None else None
         self._driver: Driver | None = None
         self._last: Driver | None = None
         self._watchers = Watchers(self.status)
         self._jobs: list[Job] = []
+        self._jobs_before = 0  # those of other drivers; one of them may be among ours
         self._added: set[str] = set()  # hosts of which the driver may not have taken notice yet
 
     # ---- life ----
@@ -135,19 +150,15 @@ class Cluster:
         """
         if self._driver is not None:
             raise UsageError(f"the cluster {self.name!r} is running already.")
-        self._run_dir.take()
+        begin(self._run_dir)
         log_dir = (self._log_dir or self._run_dir.log_dir()).absolute()
         try:
             make_private(log_dir)
-            settings = replace(self._settings, log_dir=log_dir)
-            driver = Driver(settings)
-            driver.start()
+            driver = self._drive(log_dir)
         except BaseException:
             self._run_dir.release()
             raise
-        self._driver = self._last = driver
-        driver.chronicle.listener = self._watchers.changed
-        _running[self.name] = self
+        self._take(driver)
         if wait:
             low = self._limits.min
             limit = self._limits.elastic_timeout if timeout is None else timeout
@@ -158,6 +169,54 @@ class Cluster:
                 raise
         return self
 
+    def _drive(self, log_dir: Path) -> Driver:
+        """Start the driver's thread."""
+        keeper = Keeper(self._run_dir, self._arguments, self._found) if self._settings.keep is not None else None
+        driver = Driver(replace(self._settings, log_dir=log_dir), keeper)
+        driver.start()
+        return driver
+
+    def _take(self, driver: Driver) -> None:
+        self._driver = self._last = driver
+        driver.chronicle.listener = self._watchers.changed
+        _running[self.name] = self
+
+    @classmethod
+    def attach(cls, name: str | None = None, discovery: str | HostDiscovery | None = None) -> Self:
+        """Take over a cluster that was started with `keep`: its kernel has died, or lets go of it now.
+
+        `name` (or its run folder) can be left out if there is only one. Its job comes back as `job`, with what it has
+        printed; a training goes on undisturbed. `discovery`: where hosts come from, if that was an object of your own;
+        without it the hosts stay as they are. UsageError, in one line, for a cluster that is not there, not yours, damaged,
+        of another version, or whose driver does not let go.
+        """
+        folder = find(name)
+        run_dir = RunDir(folder.name)
+        request(read(folder), run_dir)
+        try:
+            found = read(folder)  # as its last driver has left it
+            self = cls(**arguments_of(found, discovery))
+            self._run_dir, self._found = run_dir, found
+            self._jobs_before = found.submitted - (found.job is not None)
+            driver = self._drive(Path(found.log_dir))
+        except BaseException:
+            run_dir.let_go()
+            raise
+        self._take(driver)
+        if found.job is not None and found.job.name in driver.runs:
+            self._jobs.append(Job(driver, driver.runs[found.job.name]))
+        return self
+
+    def detach(self) -> None:
+        """Let go of a cluster that is kept: it lives on, for `attach`. UsageError for one that is not."""
+        driver = self._running()
+        check(self._settings.keep is not None, f"the cluster {self.name!r} is not kept: start it with keep=True.")
+        driver.call(driver.release, f"the cluster {self.name!r} was detached: attach to it again")
+        driver.join(10.0)
+        self._driver = None
+        _running.pop(self.name, None)
+        self._watchers.changed()
+
     def stop(self, timeout: float = 10.0) -> None:
         """Stop the job, the workers and everything else that was started. Stopping twice is fine."""
         driver, self._driver = self._driver, None
@@ -166,7 +225,8 @@ class Cluster:
         with contextlib.suppress(ClusterStoppedError):
             driver.post(m.StopRequested("stopped by hand"))
         driver.join(timeout)
-        self._run_dir.release()
+        if not driver.let_go:  # else it is another driver's
+            self._run_dir.release()
         _running.pop(self.name, None)
         self._watchers.changed()
 
@@ -246,7 +306,7 @@ class Cluster:
         return outcome(found, None, lambda: "the cluster file")
 
     def _next_job(self) -> str:
-        return f"job-{len(self._jobs) + 1}"
+        return f"job-{self._jobs_before + len(self._jobs) + 1}"
 
     def _may_submit(self) -> Driver:
         driver = self._running()
@@ -260,9 +320,13 @@ class Cluster:
         job = Job(driver, run)
         self._jobs.append(job)
 
+        kept = SavedJob(run.name, cell, pack(run.name, call, self._run_dir.path) if call and driver.keeper else "")
+
         def submit() -> None:
             driver.runs[run.name] = run
             driver.fleet.begin_job()
+            if driver.keeper is not None:
+                driver.keeper.submit(kept)
             driver.take_in(m.JobSubmitted(run.name))
 
         driver.call(submit)
@@ -452,9 +516,13 @@ _running: dict[str, Cluster] = {}
 
 
 def _stop_all() -> None:
-    """At the kernel's end: nothing of ours stays. (A killed kernel is noticed by the agents.)"""
+    """At the kernel's end: nothing of ours stays but what is kept. (A killed kernel is noticed by the agents.)"""
     for cluster in list(_running.values()):
-        cluster.stop(timeout=2.0)
+        if cluster._settings.keep is None:
+            cluster.stop(timeout=2.0)
+        else:
+            with contextlib.suppress(ClusterStoppedError):
+                cluster.detach()
 
 
 atexit.register(_stop_all)

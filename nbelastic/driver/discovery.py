@@ -78,6 +78,11 @@ class ScriptDiscovery:
         self._words = [_program(words[0]), *words[1:]]
 
     @property
+    def words(self) -> tuple[str, ...]:
+        """The command, with the script's full path."""
+        return tuple(self._words)
+
+    @property
     def program(self) -> str:
         """The script's full path, or its bare name if it is nowhere to be found."""
         return self._words[0]

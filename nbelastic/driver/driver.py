@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hmac
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeVar
@@ -14,6 +15,7 @@ from typing import Any, TypeVar
 from nbelastic import versions
 from nbelastic.core import messages as m
 from nbelastic.core import wire
+from nbelastic.core.addresses import parted
 from nbelastic.core.errors import ClusterStoppedError, HostError, NbelasticError
 from nbelastic.core.membership import deadline, step
 from nbelastic.core.placement import places
@@ -21,16 +23,17 @@ from nbelastic.core.world import HostPhase, WorkerState, World
 from nbelastic.driver import discovery as hosts
 from nbelastic.driver.chronicle import Chronicle
 from nbelastic.driver.fleet import Fleet
-from nbelastic.driver.live import HostSample
+from nbelastic.driver.keeper import Keeper
+from nbelastic.driver.live import NAN, HostSample
 from nbelastic.driver.run import Run
 from nbelastic.driver.scripts import Scripts
 from nbelastic.driver.settings import Settings
 from nbelastic.driver.silence import Silence
 from nbelastic.driver.status import Status, snapshot
+from nbelastic.driver.takeover import Arrivals, take_over
 from nbelastic.link import Hub, Keys
 
 T = TypeVar("T")
-NAN = float("nan")
 
 POLL = 1.0  # seconds between looks at the host discovery
 CLOSING = 5.0  # seconds that agents have to end before they are killed
@@ -40,10 +43,14 @@ FAILURES = ("worker-lost", "host-lost", "world-broken")
 class Driver:
     """Everything below `_main` happens in the driver's thread; `post`, `call` and `when` are for the others."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, keeper: Keeper | None = None) -> None:
         self.settings = settings
+        self.keeper = keeper
         self.world = World(settings.limits)
-        self.chronicle = Chronicle(settings.log_dir / "events.jsonl")
+        self.chronicle = Chronicle(
+            settings.log_dir / "events.jsonl", again=keeper is not None and keeper.found is not None
+        )
+        self.let_go = ""  # why, if the cluster lives on without this driver
         self.runs: dict[str, Run] = {}
         self.finished = threading.Event()
         self._waiters: list[tuple[Callable[[Driver], Any], Future[Any]]] = []
@@ -105,6 +112,11 @@ class Driver:
         """Of the world, or of what is left of it while it heals."""
         return len(self.world.members) if self.world.active is not None else 0
 
+    @property
+    def address(self) -> str:
+        """Where it listens: `tcp://127.0.0.1:4711`."""
+        return self._hub.address
+
     def join(self, timeout: float) -> None:
         self._thread.join(timeout)
 
@@ -125,34 +137,48 @@ class Driver:
 
     async def _main(self) -> None:
         self._inbox: asyncio.Queue[m.Event] = asyncio.Queue()
-        keys = Keys.make()
-        self._hub = Hub(keys, self._hear, self.settings.heartbeat)
-        await self._hub.start()
-        self.fleet = Fleet(self.settings, self._hub, keys, self._inbox.put_nowait)
+        saved = self.keeper.found if self.keeper is not None else None
+        self._arrivals = Arrivals(saved) if saved is not None else None
+        self.keys = saved.keys if saved is not None else Keys.make()
+        self.term = saved.term + 1 if saved is not None else 1
+        self._hub = Hub(self.keys, self._hear, self.settings.heartbeat, self.term)
+        await self._hub.start(port=parted(saved.address)[1] if saved is not None else 0)
+        self.fleet = Fleet(self.settings, self._hub, self.keys, self._inbox.put_nowait)
         self._silence = Silence(
             self.settings.silence, self.settings.heartbeat, self.fleet, lambda: self.world, self._inbox.put_nowait
         )
-        self.scripts = Scripts(self, self._hub, keys.for_clients())
+        self.scripts = Scripts(self, self._hub, self.keys.for_clients())
+        if saved is not None and self._arrivals is not None:
+            await asyncio.gather(self.fleet.adopt(saved), self._arrivals.wait())
+            arrivals, self._arrivals = self._arrivals, None
+            take_over(self, saved, arrivals)
+        self._save()
         self._publish()
         self._ready.set()
         watches = (self._discover(), self._silence.listen(), self.fleet.look_after_jobs())
         tasks = [asyncio.create_task(watch) for watch in watches]
         try:
-            while self.world.phase != "finished":
+            while self.world.phase != "finished" and not self.let_go:
                 event = await self._next()
                 self._take(event)
+        except BaseException:
+            if self.keeper is not None:
+                self.let_go = self.let_go or f"the driver of {self.settings.name!r} has failed; it lives on without one"
+            raise
         finally:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             if self._tick is not None:
                 self._tick.cancel()
-            await self.fleet.stop()
+            await (self.fleet.release() if self.let_go else self.fleet.stop())
             await self._hub.stop()
             self.scripts.close()
             for run in self.runs.values():
-                run.abandon(f"the cluster {self.settings.name!r} was stopped")
+                run.abandon(self.let_go or f"the cluster {self.settings.name!r} was stopped")
             self.chronicle.close()
+            if self.keeper is not None:
+                self.keeper.close(gone=not self.let_go)
 
     async def _next(self) -> m.Event:
         if not self.world.stopping:
@@ -173,6 +199,21 @@ class Driver:
         self.chronicle.note(event, now)
         for command in commands:
             self._do(command, now)
+        self._after(event, before, commands, now)
+
+    def carry_out(self, commands: Iterable[m.Command], now: float) -> None:
+        """What was decided when this driver took over."""
+        for command in commands:
+            self._do(command, now)
+        self._schedule(now)
+
+    def release(self, why: str) -> None:
+        """Let go of the cluster, from the driver's own thread: it lives on for another driver."""
+        if not self.let_go:
+            self.let_go = why
+            self._inbox.put_nowait(m.Ticked())
+
+    def _after(self, event: m.Event, before: World, commands: tuple[m.Command, ...], now: float) -> None:
         if not self.world.suspects:
             self.chronicle.calm()
         for name in {command.worker.host for command in commands if isinstance(command, m.StartWorker)}:
@@ -185,7 +226,13 @@ class Driver:
         for asked in [asked for asked in self._asked if asked[0] is event]:
             self._asked.remove(asked)
             self._waiters.append(asked[1:])
+        self._save()
         self._publish()
+
+    def _save(self) -> None:
+        """What another driver would need, if it has changed."""
+        if self.keeper is not None:
+            self.keeper.save(self)
 
     def _schedule(self, now: float) -> None:
         if self._tick is not None:
@@ -202,7 +249,7 @@ class Driver:
                 self.fleet.do(command, self._job_dir())
             case m.RunProgram(worker=w, job=job):
                 self.fleet.live.steps.pop(w, None)
-                self.fleet.run_program(w, self.runs[job], self._program_ended)
+                self.fleet.run_program(w, self.runs[job], self.program_ended)
             case m.FormWorld():
                 self.chronicle.form(command, now)
                 self._form(command, command.to or command.members)
@@ -269,7 +316,7 @@ class Driver:
         job = self.world.active
         return self.settings.log_dir / (job.name if job else "idle")
 
-    def _program_ended(self, w: m.WorkerId, run: Run, outcome: tuple[str, Any, str]) -> None:
+    def program_ended(self, w: m.WorkerId, run: Run, outcome: tuple[str, Any, str]) -> None:
         run.outcomes[w] = outcome
         error = "" if outcome[0] == "ok" else outcome[1] or "an error without a message"
         self._inbox.put_nowait(m.ProgramEnded(w, run.name, error))
@@ -278,6 +325,10 @@ class Driver:
     def _hear(self, peer: str, message: wire.Message | m.Event) -> None:
         """A message came over the link."""
         now = time.monotonic()
+        if isinstance(message, wire.TakeOver):
+            if message.term > self.term and hmac.compare_digest(message.proof, self.keys.proof(message.term)):
+                self.release(f"the cluster {self.settings.name!r} was taken over by {message.by}")
+            return
         if peer.startswith("agent/") and peer != self.fleet.peer_of(peer[6:].rpartition("~")[0]):
             self._hub.send(peer, wire.Retire())  # given up while it was not heard: it comes back from the dead
             self._hub.forget(peer)
@@ -288,6 +339,10 @@ class Driver:
         match message:
             case wire.LaunchEnded():
                 self.scripts.launch_ended(message, now)
+            case wire.AgentHello() | wire.WorkerHere() if self._arrivals is not None:
+                self._arrivals.hear(message)
+            case wire.WorkerHere(worker=w):
+                self._late(message)
             case wire.AgentHello():
                 problem = versions.difference(message.versions, versions.here())
                 ready = m.AgentReady(message.host, message.pid, message.addresses, message.port, problem)
@@ -312,12 +367,34 @@ class Driver:
             case wire.WorkerOutput(job=job):
                 if job in self.runs:  # the last words of one may come when the next has begun
                     self.runs[job].hear(message)
+                if self.keeper is not None:
+                    self.keeper.output(message)
             case m.Event():
                 if isinstance(message, m.WorkerFormed):
                     self.chronicle.worker_formed(message)
                 self._inbox.put_nowait(message)
             case _:
                 raise TypeError(f"{type(message).__name__} from {peer} is no message that the driver knows")
+
+    def find(self, here: wire.WorkerHere) -> None:
+        """A worker that another driver has started."""
+        if here.engine:
+            self.fleet.hello(here.worker, here.engine)
+        live = self.fleet.live
+        if here.commit:
+            live.steps[here.worker] = here.commit
+        if here.rank == 0 and here.holds:
+            for _, report in here.reports:
+                live.report_of(_numbers(report))
+
+    def _late(self, here: wire.WorkerHere) -> None:
+        """It was not heard when this driver took over; or it has just started, and has nothing to tell yet."""
+        if here.worker not in self.world.workers:
+            return
+        if here.busy:
+            self._inbox.put_nowait(m.WorkerFroze(here.worker, "it answered a new driver too late"))
+        else:
+            self.find(here)
 
     def _progress(self, message: wire.WorkerProgress, now: float) -> None:
         live, members = self.fleet.live, self.world.members
@@ -328,8 +405,10 @@ class Driver:
         self._silence.commits.made(message.epoch, message.commit, now)
         live.progress(message.commit, now)
         if members and message.worker == members[0]:
-            live.report_of({name: NAN if value is None else value for name, value in message.report.items()})
+            live.report_of(_numbers(message.report))
             live.steps_per_second = self.fleet.pace.rate(now, message.commit)
+        if self.keeper is not None:
+            self.keeper.live(self, now)
         if message.first is not None and message.epoch == self.world.epoch:
             self.chronicle.first_step(message, now, self._size)
         self._publish()
@@ -402,7 +481,8 @@ class Driver:
         self._waiters = [pair for pair in self._waiters if pair[1] is not future]
 
     def _end_waiters(self) -> None:
-        reason = f": {self.world.stopping}" if self.world.stopping else ""
+        why = self.let_go or self.world.stopping
+        reason = f": {why}" if why else ""
         for future in [*(waiter[1] for waiter in self._waiters), *(asked[2] for asked in self._asked)]:
             with contextlib.suppress(Exception):
                 future.set_exception(
@@ -413,7 +493,11 @@ class Driver:
     @property
     def why_ended(self) -> str:
         """Who stopped it, or what failed."""
-        return self.world.stopping or (f"its driver failed: {self._failure!r}" if self._failure is not None else "")
+        return (
+            self.let_go
+            or self.world.stopping
+            or (f"its driver failed: {self._failure!r}" if self._failure is not None else "")
+        )
 
     def ready_workers(self) -> int:
         """How many workers can take code."""
@@ -429,3 +513,7 @@ class Driver:
                 "no host could be started: " + "; ".join(f"{host.spec.name}: {host.reason}" for host in hosts)
             )
         return None
+
+
+def _numbers(report: Mapping[str, float | None]) -> dict[str, float]:
+    return {name: NAN if value is None else value for name, value in report.items()}

@@ -8,6 +8,7 @@ import shutil
 import sys
 from collections import deque
 from collections.abc import Callable, Collection, Iterable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,9 +17,10 @@ import msgspec
 from nbelastic.core import messages as m
 from nbelastic.core import wire
 from nbelastic.driver.gate import Doors
-from nbelastic.driver.launchers import Agent, BatchJobAgent, agent_for, batch_folder, locate
+from nbelastic.driver.launchers import AdoptedAgent, Agent, BatchJobAgent, agent_for, batch_folder, locate
 from nbelastic.driver.live import Live
 from nbelastic.driver.run import Run
+from nbelastic.driver.saved import Saved, SavedAgent
 from nbelastic.link import Hub, Keys
 
 if TYPE_CHECKING:
@@ -57,8 +59,9 @@ class Pace:
 class _Held:
     """One start of an agent: who it is on the link, and, once it is known where the host is, its process."""
 
-    def __init__(self, peer: str) -> None:
-        self.peer = peer
+    def __init__(self, host: str, number: int) -> None:
+        self.number = number
+        self.peer = f"agent/{host}~{number}"
         self.agent: Agent | None = None
         self.here = ""  # this machine's address towards a host that is not local
         self.slots = 0  # of a local one
@@ -80,10 +83,11 @@ class Fleet:
         self._loop = asyncio.get_running_loop()
         self._held: dict[str, _Held] = {}  # by host
         self._started = 0
-        self._doors = Doors()
+        self._doors = Doors(settings.keep)
         self._engine_of: dict[m.WorkerId, str] = {}
         self._worker_of: dict[str, m.WorkerId] = {}
         self._setup_started: set[m.WorkerId] = set()
+        self.set_up: frozenset[m.WorkerId] = frozenset()  # on these the setup cells have run
         self._spawns: list[tuple[m.WorkerId, Path]] = []  # wait for the controller
         self._engines: Engines | None = None
         self._starting: asyncio.Task[None] | None = None
@@ -102,6 +106,59 @@ class Fleet:
             await self._engines.stop()
         self._doors.close()
         shutil.rmtree(batch_folder(self._settings.name), ignore_errors=True)
+
+    async def release(self) -> None:
+        """Let go of all that another driver is to have: nothing of it ends."""
+        for held in self._held.values():
+            if isinstance(held.agent, AdoptedAgent):
+                held.agent.release()
+        if self._starting is not None:
+            await asyncio.gather(self._starting, return_exceptions=True)
+        if self._engines is not None:
+            await self._engines.release()
+
+    async def adopt(self, saved: Saved) -> None:
+        """What another driver has started. Whatever of it is gone is said by events."""
+        self._started = saved.started
+        self.setup_cells = list(saved.setup_cells)
+        self.set_up = frozenset(saved.set_up)
+        self._doors.adopt(saved.doors, saved.gates)
+        for host, old in saved.agents.items():
+            held = self._held[host] = _Held(host, old.number)
+            held.here, held.move = old.here, old.move
+            held.slots = next((h.spec.slots for h in saved.world.hosts if h.spec.name == host and not old.here), 0)
+            stopped = partial(self._agent_stopped, host, held)
+            held.agent = AdoptedAgent(old.process, stopped)
+            held.agent.start({})
+        if saved.agents:
+            self._starting = self._loop.create_task(self._start_engines(saved.controller))
+            await self._starting
+
+    def agents(self) -> dict[str, SavedAgent]:
+        """Those that run, for another driver."""
+        return {
+            host: SavedAgent(held.number, held.agent.process, held.here, held.move)
+            for host, held in self._held.items()
+            if held.agent is not None
+        }
+
+    @property
+    def started(self) -> int:
+        """How many agents so far."""
+        return self._started
+
+    @property
+    def doors(self) -> Doors:
+        return self._doors
+
+    @property
+    def controller(self) -> str:
+        """Its process, as `pid@start`; empty if there is none yet."""
+        return self._engines.process if self._engines is not None else ""
+
+    def answers(self, host: str) -> bool:
+        """Whether something of its agent may still be there."""
+        return host in self._held
 
     async def look_after_jobs(self) -> None:
         """For ever: how do the batch jobs stand whose agents have not spoken yet? One that has failed says so then."""
@@ -169,7 +226,7 @@ class Fleet:
     def _start_agent(self, spec: m.HostSpec) -> None:
         self.kill_agent(spec.name)
         self._started += 1
-        held = self._held[spec.name] = _Held(f"agent/{spec.name}~{self._started}")
+        held = self._held[spec.name] = _Held(spec.name, self._started)
         held.launching = self._loop.create_task(self._launch(spec, held, self._started))
 
     async def _launch(self, spec: m.HostSpec, held: _Held, number: int) -> None:
@@ -198,8 +255,9 @@ class Fleet:
             "host": spec.name,
             "number": number,
             "keys": msgspec.to_builtins(self._keys.for_clients()),
-            "driver_pid": os.getpid() if local else 0,
-            "lease": max(LEASE, settings.silence),
+            "driver_pid": os.getpid() if local and settings.lease is None else 0,
+            "lease": max(LEASE, settings.silence) if settings.lease is None else settings.lease,
+            "keep": settings.lease is not None,
             "heartbeat": settings.heartbeat,
             "address": local,
             "nics": settings.nics,
@@ -212,14 +270,15 @@ class Fleet:
             "settings": {"backend": settings.backend, "slots": str(spec.slots)},
         }
 
-    async def _start_engines(self) -> None:
+    async def _start_engines(self, process: str = "") -> None:
+        """Start ipyparallel's controller, or connect to the one behind `process`."""
         from nbelastic.driver.engines import Engines
 
         settings = self._settings
         folder = str(settings.run_dir / "ipython")
-        self._engines = Engines(folder, settings.name, settings.silence, self._engine_registered)
+        self._engines = Engines(folder, settings.name, settings.silence, self._engine_registered, keep=settings.keep)
         try:
-            await self._engines.start()
+            await (self._engines.attach(process) if process else self._engines.start())
         except Exception as error:  # noqa: BLE001  (whatever it is, there will be no cluster)
             self._post(m.StopRequested(f"ipyparallel's controller could not be started: {error}"))
             return
@@ -264,6 +323,8 @@ class Fleet:
     def hello(self, w: m.WorkerId, engine: str) -> None:
         """A worker says which engine it is."""
         self._engine_of[w], self._worker_of[engine] = engine, w
+        if w in self.set_up:  # by another driver
+            self._setup_started.add(w)
         held = self._held.get(w.host)
         if held is not None and held.move is not None:  # it may have come between its fork and its first word
             self._hub.send(f"worker/{w}", held.move)
@@ -285,6 +346,7 @@ class Fleet:
         if w not in self._setup_started:
             return
         if done == len(self.setup_cells):
+            self.set_up |= {w}
             self._post(m.WorkerRegistered(w))
             return
 
@@ -317,12 +379,20 @@ class Fleet:
         else:
             self._engines.run_function(engine, run.name, log_dir, run.call, done)
 
+    def await_outcome(
+        self, w: m.WorkerId, run: Run, ended: Callable[[m.WorkerId, Run, tuple[str, Any, str]], None]
+    ) -> None:
+        """What `run_program` would have told, of a program that another driver has started."""
+        if self._engines is not None and w in self._engine_of:
+            self._engines.await_outcome(self._engine_of[w], run.name, lambda outcome: ended(w, run, outcome))
+
     def keep_only(self, workers: Collection[m.WorkerId]) -> None:
         """Forget what was known of workers that are gone."""
         for w in [w for w in self._engine_of if w not in workers]:
             engine = self._engine_of.pop(w)
             self._worker_of.pop(engine, None)
             self._setup_started.discard(w)
+            self.set_up -= {w}
             if self._engines is not None:
                 self._engines.forget(engine)
             self._hub.forget(f"worker/{w}")

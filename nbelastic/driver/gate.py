@@ -16,19 +16,26 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterable
+from pathlib import Path
 
 from nbelastic.core.addresses import bracketed
+from nbelastic.presence import identity, lives, outlast
+from nbelastic.processes import kill_group
 
 MOST_OF_A_PEER = 128  # connections of one address through one door: a host has a few for each worker
 MOST = 4096  # through one door
 CHUNK = 1 << 16  # bytes
 
 
-class Gate:
-    """Doors from `address` to loopback ports; the process ends with this one, or with `close()`."""
+Keep = tuple[Path, float]  # a process outlives the driver: where that names itself, and the lease in seconds
 
-    def __init__(self, address: str) -> None:
+
+class Gate:
+    """Doors from `address` to loopback ports; the process ends with this one (or within the lease), or with `close()`."""
+
+    def __init__(self, address: str, keep: Keep | None = None) -> None:
         self.address = address
+        self._keep = [str(part) for part in keep or ()]
         self._processes: list[subprocess.Popen[bytes]] = []
 
     def open(self, ports: Iterable[int]) -> dict[int, int]:
@@ -44,10 +51,16 @@ class Gate:
                 doors[port] = listener.getsockname()[1]
                 fds[listener.fileno()] = port
             code = "from nbelastic.driver.gate import main; main()"
-            command = [sys.executable, "-c", code, json.dumps(list(fds.items()))]
-            process = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=list(fds), start_new_session=True)
+            command = [sys.executable, "-c", code, json.dumps(list(fds.items())), *self._keep]
+            stdin = subprocess.DEVNULL if self._keep else subprocess.PIPE
+            process = subprocess.Popen(command, stdin=stdin, pass_fds=list(fds), start_new_session=True)
         self._processes.append(process)
         return doors
+
+    @property
+    def processes(self) -> list[str]:
+        """Those of it, as `pid@start`."""
+        return [identity(process.pid) for process in self._processes]
 
     def close(self) -> None:
         for process in self._processes:
@@ -59,12 +72,48 @@ class Gate:
 class Doors:
     """The gates of a cluster, one for each address of this machine that other hosts come to."""
 
-    def __init__(self) -> None:
+    def __init__(self, keep: Keep | None = None) -> None:
+        self._keep = keep
         self._gates: dict[str, Gate] = {}
         self._links: dict[tuple[str, str], str] = {}
+        self._adopted: tuple[str, ...] = ()
+
+    def adopt(self, links: Iterable[tuple[str, str, str]], processes: tuple[str, ...]) -> None:
+        """Those of another driver. If one of them is gone, those who came through it are lost, and new ones are made."""
+        if all(map(lives, processes)):
+            self._links = {(here, endpoint): link for here, endpoint, link in links}
+        self._adopted = processes
+
+    @property
+    def links(self) -> tuple[tuple[str, str, str], ...]:
+        """Where they are and lead: for another driver."""
+        return tuple((*key, link) for key, link in self._links.items())
+
+    @property
+    def processes(self) -> tuple[str, ...]:
+        """Of all gates, as `pid@start`."""
+        return (*self._adopted, *(process for gate in self._gates.values() for process in gate.processes))
+
+    def _forget_dead(self) -> None:
+        """Nobody comes through a gate whose process has ended: the next who asks gets a new one."""
+        for here, gate in list(self._gates.items()):
+            if not all(map(lives, gate.processes)):
+                gate.close()
+                del self._gates[here]
+                self._links = {key: link for key, link in self._links.items() if key[0] != here}
+        if not all(map(lives, self._adopted)):
+            self._end_adopted()
+            gates = self._gates
+            self._links = {key: link for key, link in self._links.items() if key[0] in gates}
+
+    def _end_adopted(self) -> None:
+        for process in filter(lives, self._adopted):
+            kill_group(int(process.partition("@")[0]))
+        self._adopted = ()
 
     def lead(self, here: str, endpoint: str) -> str:
         """The endpoint `tcp://127.0.0.1:<port>` as other machines come to it at `here`."""
+        self._forget_dead()
         if (here, endpoint) not in self._links:
             port = int(endpoint.rpartition(":")[2])
             self._links[here, endpoint] = f"tcp://{bracketed(here)}:{self._gate(here).open([port])[port]}"
@@ -74,6 +123,7 @@ class Doors:
         """ipyparallel's connection information (JSON) for engines that come to `here`; empty: on this machine."""
         if not here:
             return connection
+        self._forget_dead()
         if (here, connection) not in self._links:
             info = json.loads(connection)
             ports = {name: value for name, value in info.items() if isinstance(value, int | list)}
@@ -86,9 +136,10 @@ class Doors:
         return self._links[here, connection]
 
     def _gate(self, here: str) -> Gate:
-        return self._gates.setdefault(here, Gate(here))
+        return self._gates.setdefault(here, Gate(here, self._keep))
 
     def close(self) -> None:
+        self._end_adopted()
         for gate in self._gates.values():
             gate.close()
 
@@ -132,11 +183,14 @@ async def _serve(fds: dict[int, int]) -> None:
     for fd, port in fds.items():
         await asyncio.start_server(_Door(port).pass_through, sock=socket.socket(fileno=fd))
     loop = asyncio.get_running_loop()
-    await loop.run_in_executor(None, sys.stdin.read)  # until the driver's process is gone
+    if len(sys.argv) > 2:
+        await loop.run_in_executor(None, outlast, Path(sys.argv[2]), float(sys.argv[3]))
+    else:
+        await loop.run_in_executor(None, sys.stdin.read)  # until the driver's process is gone
 
 
 def main() -> None:
-    """The process: `argv[1]` is a list of (descriptor of a listener, port that it leads to)."""
+    """The process: `argv[1]` is a list of (descriptor of a listener, port that it leads to), the rest a `Keep`."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     asyncio.run(_serve(dict(json.loads(sys.argv[1]))))

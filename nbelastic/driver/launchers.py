@@ -9,11 +9,11 @@ import os
 import socket
 import sys
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 from subprocess import PIPE, STDOUT, Popen
-from typing import Any, Protocol
+from typing import IO, Any, Protocol
 
 import psutil
 from ipyparallel.cluster.launcher import LocalProcessLauncher
@@ -23,11 +23,17 @@ from nbelastic.core.messages import HostSpec
 from nbelastic.driver import ssh
 from nbelastic.driver.batch import BatchAgent, tail
 from nbelastic.driver.settings import SSH, Settings
+from nbelastic.presence import identity, lives
 from nbelastic.processes import kill_group
 
 
 class Agent(Protocol):
-    """An agent's process, as the driver holds it. `on_stop(why)` is called in the loop's thread, once."""
+    """An agent's process, as the driver holds it. `on_stop(why)` is called in the loop's thread, once.
+
+    `process`: which one of this machine it is, or has before it (`pid@start`); empty: none.
+    """
+
+    process: str
 
     def start(self, config: Mapping[str, Any]) -> None:
         """Returns at once."""
@@ -40,18 +46,19 @@ class AgentLauncher(LocalProcessLauncher):  # type: ignore[misc]
     """ipyparallel's local launcher, for a process that is told something on its standard input, which stays open."""
 
     said = b""
+    keep = False  # it is to outlive this process
 
     def start(self) -> None:
-        with open(self.output_file, "ab") as out:
+        with ExitStack() as ours:
+            out = ours.enter_context(open(self.output_file, "ab"))
+            stdin = ours.enter_context(_endless()) if self.keep else PIPE
             process = self._popen_process = Popen(
-                self.args, stdin=PIPE, stdout=out, stderr=STDOUT, cwd=self.work_dir, start_new_session=True
+                self.args, stdin=stdin, stdout=out, stderr=STDOUT, cwd=self.work_dir, start_new_session=True
             )
-        assert process.stdin is not None
-        try:
-            process.stdin.write(self.said)
-            process.stdin.flush()
-        except BrokenPipeError:  # it has ended already: its exit tells why
-            pass
+            with suppress(BrokenPipeError):  # it has ended already: its exit tells why
+                pipe: IO[bytes] = stdin if process.stdin is None else process.stdin  # type: ignore[assignment]
+                pipe.write(self.said)
+                pipe.flush()
         self.pid = process.pid
         self.process = psutil.Process(process.pid)
         self.notify_start(process.pid)
@@ -68,21 +75,39 @@ class AgentLauncher(LocalProcessLauncher):  # type: ignore[misc]
                 stdin.close()
 
 
+def _endless() -> IO[bytes]:
+    """A pipe whose reader is its writer too: it never comes to its end as long as that lives."""
+    reader, writer = os.pipe()
+    try:
+        return os.fdopen(os.open(f"/proc/self/fd/{reader}", os.O_RDWR | os.O_CLOEXEC), "r+b", buffering=0)
+    finally:
+        os.close(reader)
+        os.close(writer)
+
+
 class ProcessAgent:
     """An agent behind a process of this machine: itself, or the ssh client in front of it."""
 
     def __init__(
-        self, command: list[str], log: Path, explain: Callable[[int | None, str], str], on_stop: Callable[[str], None]
+        self,
+        command: list[str],
+        log: Path,
+        explain: Callable[[int | None, str], str],
+        on_stop: Callable[[str], None],
+        keep: bool,
     ) -> None:
-        self._command, self._log, self._explain, self._on_stop = command, log, explain, on_stop
+        self._command, self._log, self._explain, self._on_stop, self._keep = command, log, explain, on_stop, keep
+        self.process = ""
 
     def start(self, config: Mapping[str, Any]) -> None:
         self._begin = self._log.stat().st_size if self._log.exists() else 0
         launcher = AgentLauncher(cmd_and_args=self._command, work_dir=os.getcwd(), output_file=str(self._log))
         launcher.said = json.dumps(config).encode() + b"\n"
+        launcher.keep = self._keep
         launcher.on_stop(self._stopped)
         launcher.start()
         self._launcher = launcher
+        self.process = identity(launcher.pid)
 
     def _stopped(self, data: Mapping[str, Any]) -> None:
         self._launcher.let_go()
@@ -94,8 +119,46 @@ class ProcessAgent:
             kill_group(self._launcher.pid)
 
 
+class AdoptedAgent:
+    """An agent that another driver has started: behind this process (`pid@start`) of this machine."""
+
+    def __init__(self, process: str, on_stop: Callable[[str], None]) -> None:
+        self.process, self._on_stop = process, on_stop
+        self._pid = int(process.partition("@")[0] or 0)
+        self._watched = -1
+
+    def start(self, config: Mapping[str, Any]) -> None:  # noqa: ARG002  (the other driver has told it)
+        loop = asyncio.get_running_loop()
+        try:
+            self._watched = os.pidfd_open(self._pid)
+        except (ProcessLookupError, OSError):
+            loop.call_soon(self._on_stop, "its process was gone")
+            return
+        if not lives(self.process):  # another one has its number by now
+            self._ended()
+            return
+        loop.add_reader(self._watched, self._ended)
+
+    def _ended(self) -> None:
+        self.release()
+        self._on_stop("its process has ended")
+
+    def release(self) -> None:
+        """Look at it no more."""
+        fd, self._watched = self._watched, -1
+        if fd >= 0:
+            asyncio.get_running_loop().remove_reader(fd)
+            os.close(fd)
+
+    def kill(self) -> None:
+        if lives(self.process):
+            kill_group(self._pid)
+
+
 class BatchJobAgent:
     """An agent behind a job of a batch system."""
+
+    process = ""
 
     def __init__(self, host: str, settings: Settings, on_stop: Callable[[str], None]) -> None:
         self._python, self._on_stop = settings.python, on_stop
@@ -124,13 +187,13 @@ def batch_folder(name: str) -> Path:
 def agent_for(spec: HostSpec, local: str, settings: Settings, on_stop: Callable[[str], None]) -> Agent:
     """What will start the agent of this host."""
     stem = "".join(c if c.isalnum() or c in ".-_" else "_" for c in spec.name)
-    log, python = settings.run_dir / f"agent-{stem}.log", settings.python
+    log, python, keep = settings.run_dir / f"agent-{stem}.log", settings.python, settings.lease is not None
     if local:
-        return ProcessAgent([sys.executable, "-c", ssh.AGENT], log, partial(_ended, "agent"), on_stop)
+        return ProcessAgent([sys.executable, "-c", ssh.AGENT], log, partial(_ended, "agent"), on_stop, keep)
     if settings.launcher != SSH:
         return BatchJobAgent(spec.name, settings, on_stop)
     return ProcessAgent(
-        ssh.command(spec, python), log, lambda code, said: ssh.explain(spec, code, said, python), on_stop
+        ssh.command(spec, python), log, lambda code, said: ssh.explain(spec, code, said, python), on_stop, keep
     )
 
 

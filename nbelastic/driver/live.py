@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from msgspec import Struct
 
 from nbelastic.core import wire
 from nbelastic.core.messages import WorkerId
 
+NAN = float("nan")
 BEHIND = 1.0  # seconds for which others must have been ahead
 CURVES = 4  # values whose history is kept
 POINTS = 100  # of a history
@@ -31,6 +32,16 @@ class HostSample(Struct, frozen=True):
     memory: int
     memory_total: int
     gpus: tuple[tuple[int, int, int], ...]
+
+
+class SavedLive(Struct, frozen=True):
+    """What of it another driver cannot ask for. `curves`: points, and how many reports each stands for."""
+
+    step: int = 0
+    report: dict[str, float | None] = {}
+    total: int | None = None
+    failed_at: float | None = None
+    curves: dict[str, tuple[list[float | None], int]] = {}
 
 
 class Live(Struct):
@@ -78,6 +89,17 @@ class Live(Struct):
         self.step, self.report, self.steps_per_second, self.total = 0, {}, None, None
         self.newest, self.curves = (), {}
 
+    def saved(self) -> SavedLive:
+        """For another driver."""
+        curves = {name: curve.saved() for name, curve in self.curves.items()}
+        return SavedLive(self.step, dict(self.report), self.total, self.failed_at, curves)
+
+    def recall(self, saved: SavedLive) -> None:
+        """As another driver has left it."""
+        self.step, self.total, self.failed_at = saved.step, saved.total, saved.failed_at
+        self.report = {name: NAN if value is None else value for name, value in saved.report.items()}
+        self.curves = {name: Curve(*of) for name, of in saved.curves.items()}
+
     def behind(self, w: WorkerId, now: float) -> int:
         """How many commits others had made a second ago and this one has not."""
         own = self.steps.get(w)
@@ -90,9 +112,9 @@ class Live(Struct):
 class Curve:
     """A value's history in at most `POINTS` points, each the mean of equally many reports."""
 
-    def __init__(self) -> None:
-        self._points: list[float] = []
-        self._each = 1  # reports a point
+    def __init__(self, points: Sequence[float | None] = (), each: int = 1) -> None:
+        self._points = [NAN if point is None else point for point in points]
+        self._each = each  # reports a point
         self._sum, self._count = 0.0, 0  # of the point that is being made
 
     def add(self, value: float) -> None:
@@ -104,6 +126,10 @@ class Curve:
         if len(self._points) == POINTS:
             self._points = [(a + b) / 2 for a, b in zip(self._points[::2], self._points[1::2], strict=True)]
             self._each *= 2
+
+    def saved(self) -> tuple[list[float | None], int]:
+        """The points, and how many reports each stands for."""
+        return list(self._points), self._each
 
     @property
     def points(self) -> tuple[float, ...]:

@@ -10,6 +10,9 @@ from pathlib import Path
 
 from nbelastic.core.errors import UsageError
 from nbelastic.folders import base
+from nbelastic.presence import identity, lives
+
+LOOK = 0.02  # seconds between looks at a lock that somebody is about to let go
 
 
 class RunDir:
@@ -19,34 +22,76 @@ class RunDir:
         if not name or not all(c.isalnum() or c in "-_." for c in name) or name.startswith("."):
             raise UsageError(f"{name!r} is no name for a cluster: use letters, digits, '-', '_' and '.'.")
         self.base = base()
+        self.name = name
         self.path = self.base / name
-        self._name = name
+        self.lock = self.base / f"{name}.lock"
+        self._held = -1
 
-    def take(self) -> None:
-        """Make the folder ours. UsageError if a cluster of that name is running."""
-        self._lock = os.open(self.base / f"{self._name}.lock", os.O_RDWR | os.O_CREAT, 0o600)
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            holder = os.pread(self._lock, 20, 0).decode() or "unknown"
-            os.close(self._lock)
-            raise UsageError(
-                f"a cluster named {self._name!r} is running already (process {holder}): stop it or choose another name."
-            ) from None
-        os.ftruncate(self._lock, 0)
-        os.pwrite(self._lock, str(os.getpid()).encode(), 0)
-        shutil.rmtree(self.path, ignore_errors=True)  # of a dead driver
+    def hold(self, patience: float = 0.0) -> None:
+        """Be the one driver of this name. UsageError if there is one, and it does not let go within `patience` seconds."""
+        path, end = self.lock, time.monotonic() + patience
+        while True:
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if path.exists() and os.path.samestat(path.stat(), os.fstat(fd)):
+                    break
+                os.close(fd)  # it was removed by who held it
+                continue
+            except BlockingIOError:
+                os.close(fd)
+            if time.monotonic() > end:
+                raise UsageError(
+                    f"a cluster named {self.name!r} is running already (process {holder(path) or 'unknown'}): "
+                    "stop it or choose another name."
+                )
+            time.sleep(LOOK)
+        self._held = fd
+        os.ftruncate(fd, 0)
+        os.pwrite(fd, identity(os.getpid()).encode(), 0)
+
+    @property
+    def held(self) -> bool:
+        """By us."""
+        return self._held >= 0
+
+    @property
+    def driver(self) -> int:
+        """The process that holds it; 0: none."""
+        return holder(self.lock)
+
+    def make(self) -> None:
+        """A new folder, without what a dead driver has left."""
+        shutil.rmtree(self.path, ignore_errors=True)
         self.path.mkdir(mode=0o700)
 
     def release(self) -> None:
         """Remove it: there are keys in it."""
         shutil.rmtree(self.path, ignore_errors=True)
-        (self.base / f"{self._name}.lock").unlink(missing_ok=True)
-        os.close(self._lock)
+        self.lock.unlink(missing_ok=True)
+        self._close()
+
+    def let_go(self) -> None:
+        """All stays as it is, for another driver."""
+        os.ftruncate(self._held, 0)
+        self._close()
+
+    def _close(self) -> None:
+        held, self._held = self._held, -1
+        os.close(held)
 
     def log_dir(self) -> Path:
         """A new folder for the logs of this start."""
-        return self.base / "logs" / f"{self._name}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+        return self.base / "logs" / f"{self.name}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+
+
+def holder(lock: Path) -> int:
+    """The process that holds it, as far as it still lives; 0: none."""
+    try:
+        who = lock.read_text()
+    except OSError:
+        return 0
+    return int(who.partition("@")[0]) if lives(who) else 0
 
 
 def gpus() -> int:

@@ -15,7 +15,10 @@ SSH = "ssh"  # the launcher that is no batch system's
 
 
 class Settings(msgspec.Struct, frozen=True):
-    """`log_dir` is known when a cluster starts. What `python` names is on hosts that are not this machine."""
+    """`log_dir` is known when a cluster starts. What `python` names is on hosts that are not this machine.
+
+    `lease`: for how many seconds all but the driver lives on without one; None: not at all.
+    """
 
     name: str
     limits: Limits
@@ -30,12 +33,18 @@ class Settings(msgspec.Struct, frozen=True):
     cwd: str | None
     launcher: str
     launcher_options: dict[str, str]
+    lease: float | None = None
     log_dir: Path = Path()
 
     @property
     def heartbeat(self) -> float:
         """Seconds; several fit into the time after which silence means something."""
         return min(1.0, self.silence / 4)
+
+    @property
+    def keep(self) -> tuple[Path, float] | None:
+        """For processes that outlive the driver: where it names itself, and the lease."""
+        return None if self.lease is None else (self.run_dir.with_name(f"{self.run_dir.name}.lock"), self.lease)
 
     def check(self) -> None:
         """UsageError, in one line, for what cannot be."""
@@ -45,6 +54,10 @@ class Settings(msgspec.Struct, frozen=True):
         check(limits.spares >= 0, f"spares={limits.spares}: at least 0.")
         check(limits.elastic_timeout > 0, f"elastic_timeout={limits.elastic_timeout:g}: more than 0 seconds.")
         check(self.silence >= 1, f"silence={self.silence:g}: at least 1 second.")
+        check(
+            self.lease is None or self.lease >= self.silence,
+            f"lease={self.lease}: at least silence={self.silence:g} s.",
+        )
         check(limits.stall is None or limits.stall > 0, f"stall={limits.stall}: more than 0 seconds.")
         check(limits.reset_limit is None or limits.reset_limit >= 0, f"reset_limit={limits.reset_limit}: at least 0.")
         check(0 <= cooldown[0] <= cooldown[1], f"cooldown={cooldown}: two numbers of seconds, the lower first.")

@@ -1,7 +1,8 @@
 """One process per host: it forks workers from a warm template, watches them, samples psutil and NVML, and reports.
 
 It ends, and every worker with it, when the driver says so, when the driver's process dies (on the same machine), or
-when the driver has been silent for the lease (on another one).
+when the driver has been silent for the lease (on another one). One that is to outlive the driver tells the next one what
+there is, and gives its workers time for a last checkpoint when none has come for the lease.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ from nbelastic.processes import kill_group, state_of
 WATCH = 0.1  # seconds between looks at the workers' process states
 FROZEN_LOOKS = 2  # a process found stopped this many times in a row is reported
 SAMPLE = 1.0
+LAST = 60.0  # seconds that workers have for a last checkpoint when the lease is over
 GRACE = 1.0  # seconds between SIGTERM and SIGKILL
 ENTRY = ("nbelastic.worker.boot", "boot")  # by name: host and worker never import one another
 
@@ -52,8 +54,9 @@ class Config(msgspec.Struct, frozen=True):
     driver: str  # the hub's endpoint
     keys: Keys
     number: int  # of this agent: a later one of the same host is another
-    driver_pid: int  # to watch, on the same machine; 0 elsewhere
+    driver_pid: int  # to watch, on the same machine; 0 elsewhere, and if it outlives the driver
     lease: float  # seconds without the driver after which it ends, elsewhere
+    keep: bool  # it outlives the driver, on the same machine too
     heartbeat: float  # seconds
     address: str  # the loopback address, on the same machine; empty elsewhere
     nics: tuple[str, ...]  # network interfaces to use; empty: any
@@ -85,6 +88,8 @@ class Agent:
         self._nodes = Nodes(self._context, {name: msgspec.to_builtins(getattr(config, name)) for name in known})
         self._gpus = Gpus()
         self._done = False
+        self._term = 0  # of the newest driver
+        self._newest: dict[int, int] = {}  # the highest incarnation of each slot
         peer = f"agent/{config.host}~{config.number}"
         self._link = Spoke(config.driver, config.keys, peer, wire.ToAgent, self._receive, heartbeat=config.heartbeat)
 
@@ -131,7 +136,27 @@ class Agent:
             self._prober.close()
 
     def _hello(self) -> wire.AgentHello:
-        return wire.AgentHello(self._config.host, os.getpid(), versions.here(), self._addresses, self._port)
+        workers = tuple((w, forked.process.pid or 0) for w, forked in self._workers.items())
+        return wire.AgentHello(
+            self._config.host,
+            os.getpid(),
+            versions.here(),
+            self._addresses,
+            self._port,
+            self._home[0],
+            workers,
+            dict(self._newest),
+            self._nodes.numbers,
+        )
+
+    def _introduce(self, term: int) -> None:
+        """A driver has taken over: all that it needs to know, and nothing of what the last one has missed."""
+        if term >= self._term:
+            self._term = term
+            self._link.unsay()
+            self._link.send(self._hello())
+            for forked in self._workers.values():
+                forked.frozen = 0  # is said again
 
     def _probe(self, order: wire.Probe) -> None:
         def done(reached: tuple[str, ...]) -> None:
@@ -159,7 +184,7 @@ class Agent:
             now = time.monotonic()
             if not self._done and any(fd in ready for fd in ends):
                 return
-            if not self._config.driver_pid and now - self._link.heard_at > self._config.lease:
+            if not self._config.driver_pid and self._forsaken(now):
                 print(f"the driver at {self._config.driver} is not heard any more", file=sys.stderr)
                 return
             for sentinel in ready:
@@ -174,6 +199,11 @@ class Agent:
             if now >= sample_at:
                 sample_at = now + SAMPLE
                 self._sample()
+
+    def _forsaken(self, now: float) -> bool:
+        """Nobody has come for the lease, and workers that end by themselves then have ended."""
+        over = now - self._link.heard_at - self._config.lease
+        return over > (LAST if self._config.keep and self._workers else 0.0)
 
     def _receive(self, message: wire.Message) -> None:
         """In the link's thread, where networks are seen to: forking the first worker waits for the template's imports."""
@@ -209,6 +239,8 @@ class Agent:
                     self._nodes.launch(order, self._home, str(self._log_dir(order.log_dir)))
                 case wire.Recall(number=number, kill=kill):
                     self._nodes.recall(number, kill=kill)
+                case wire.Welcome(term=term):
+                    self._introduce(term)
                 case wire.Retire():
                     self._done = True
 
@@ -225,10 +257,12 @@ class Agent:
             "heartbeat": self._config.heartbeat,
             "engine": order.engine,
             "profile": str(self._profile),
+            "lease": self._config.lease if self._config.keep else 0.0,
             **self._config.settings,
         }
         process = self._context.Process(target=boot, args=(settings,), daemon=False, name=str(order.worker))
         process.start()
+        self._newest[order.worker.slot] = max(order.worker.incarnation, self._newest.get(order.worker.slot, 0))
         assert process.pid is not None
         try:
             self._workers[order.worker] = _Forked(process)
@@ -239,7 +273,7 @@ class Agent:
 
     def _log_dir(self, asked: str) -> Path:
         """Elsewhere the driver's folder may not be writable, or not be there: ours has the same name."""
-        if self._config.driver_pid:
+        if self._config.address:
             return Path(asked)
         return base() / "logs" / Path(self._config.log_dir).name / Path(asked).name
 

@@ -39,6 +39,11 @@ class Nodes:
         """Descriptors that become readable when one ends."""
         return [started.process.sentinel for started in self._started.values()]
 
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """Of those that have not ended."""
+        return tuple(self._started)
+
     def launch(self, order: wire.Launch, home: tuple[str, str], log_dir: str) -> None:
         """Fork one. `home`: the address and the interface of its stores."""
         boot = getattr(importlib.import_module(ENTRY[0]), ENTRY[1])

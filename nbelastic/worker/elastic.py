@@ -89,7 +89,7 @@ class _Loop:
             with wrapping(self._state._tensors):
                 value = call()
             self._keep()
-            session.link.send(WorkerSucceeded(session.worker, formation.epoch))
+            session.succeed(WorkerSucceeded(session.worker, formation.epoch))
         except WorldLeft:
             return "left", None
         except WorldAborted:

@@ -15,6 +15,7 @@ class Printed:
 
     def __init__(self) -> None:
         self.job = ""
+        self._dropped = {"out": 0, "err": 0}  # characters that were not taken in time
         self._parts: dict[str, deque[tuple[str, str]]] = {"out": deque(), "err": deque()}
 
     def write(self, stream: str, text: str) -> None:
@@ -26,7 +27,18 @@ class Printed:
         """
         for stream, parts in self._parts.items():
             taken = [parts.popleft() for _ in range(len(parts))]
+            dropped, self._dropped[stream] = self._dropped[stream], 0
             for job, own in groupby(taken, itemgetter(0)):
                 text = "".join(part for _, part in own)
                 skipped = max(0, len(text) - BOUND)
-                yield job, stream, text[skipped:], skipped
+                yield job, stream, text[skipped:], skipped + dropped
+                dropped = 0
+
+    def trim(self) -> None:
+        """Nobody takes it: keep the last `BOUND` characters a stream, in whole pieces, and count what goes. In the link's thread."""
+        for stream, parts in self._parts.items():
+            held = sum(len(text) for _, text in tuple(parts))
+            while held > BOUND and len(parts) > 1:
+                size = len(parts.popleft()[1])
+                held -= size
+                self._dropped[stream] += size

@@ -21,6 +21,7 @@ from nbelastic.core import messages as m
 from nbelastic.core import wire
 from nbelastic.core.errors import JobStoppedError, NoWorldError
 from nbelastic.link import Keys, Spoke
+from nbelastic.worker.account import Account
 from nbelastic.worker.ahead import Ahead
 from nbelastic.worker.boot import set_interface
 from nbelastic.worker.printed import Printed
@@ -86,6 +87,9 @@ class Session:
         self._blocked: Blocked | None = None
         self._quit: wire.Quit | None = None
         self.printed = Printed()  # is sent with the next tick
+        self.account = Account()
+        self._lease = float(settings["lease"])  # seconds without a driver; 0.0: another process sees to that
+        self._term = 0  # of the newest driver
         keys = msgspec.convert(settings["keys"], Keys)
         self.link = Spoke(
             settings["driver"],
@@ -98,10 +102,12 @@ class Session:
         )
 
     def hello(self, engine: str) -> None:
+        self.account.engine = engine
         self.link.send(wire.WorkerHello(self.worker, os.getpid(), engine))
 
     def begin(self, job: str) -> None:
         """A new program: nothing of the last one counts. ValueError if the back end asked for cannot be had."""
+        self.account.begin()
         self.warm_up.wait()
         self._backend = backend_for(*self._choice)
         self.leave_group()
@@ -116,6 +122,7 @@ class Session:
 
     def finish(self) -> None:
         """The program has ended. A group that stands is kept: other ranks may not have read its last words yet."""
+        self.account.busy = False
         self.link.wake()  # the program's last output is to arrive before the next one's
         if self._quit is not None:
             self.leave_group()
@@ -131,6 +138,7 @@ class Session:
             if self._quit is not None:
                 raise JobStoppedError(self._quit.reason)
             ready = m.WorkerReady(self.worker, self.job, self.epoch, commit, clean, offer.endpoint)
+            self.account.word = ready
             self.link.send(ready)
             self.leave_group()  # while the word is on its way
             coming, self._coming = self._coming, None
@@ -138,6 +146,7 @@ class Session:
             match message:
                 case wire.Formation(epoch=epoch) if epoch > self.epoch and not self._over(epoch):
                     self.commits, self._hold, self._leave_at = 0, None, None
+                    self.account.word = None
                     return message, offer
                 case wire.Rehome():  # nobody could connect to the old one
                     offer = self._ahead.take_offer()
@@ -169,7 +178,13 @@ class Session:
         self._ahead_by = collectives_of_all()  # who sent the state, or got it, has begun more by now than the others
         if self.checkpoints is not None:
             self.checkpoints.begun = True
+        self.account.formed = self.account.holds = True
         self.link.send(m.WorkerFormed(self.worker, self.group.epoch if self.group else 0, took))
+
+    def succeed(self, word: m.WorkerSucceeded) -> None:
+        """The elastic function has returned."""
+        self.account.word = word
+        self.link.send(word)
 
     def committed(self, total: int) -> None:
         """Count a commit; leave here if that was agreed. Costs nothing but the counting while there is no news."""
@@ -213,6 +228,17 @@ class Session:
                 raise WorldAborted
 
     @property
+    def last_rank(self) -> int:
+        """In this world or, between worlds, in the last."""
+        return self._rank
+
+    @property
+    def offered(self) -> str:
+        """The store for the next epoch, if there is one."""
+        offer = self._ahead.offer
+        return offer.endpoint if offer is not None else ""
+
+    @property
     def speaks(self) -> bool:
         """Whether what all ranks have to say is said by this one: rank 0 of this world or, between worlds, of the last."""
         return self._rank == 0
@@ -230,6 +256,7 @@ class Session:
         epoch = self.group.epoch
         own = self.group.intact() or not of_a_collective(error)
         raised = m.WorkerRaised(self.worker, epoch, own, f"{type(error).__name__}: {error}"[:ERROR_BOUND])
+        self.account.word = raised
         while not self._over(epoch):
             self.link.send(raised)
             match self._hear(REPEAT):
@@ -244,6 +271,7 @@ class Session:
     def leave_group(self) -> None:
         """Close the epoch's group, if there is one."""
         self.formation = None
+        self.account.formed = False
         group, self.group = self.group, None
         if group is not None:
             following = self._ahead.group
@@ -261,7 +289,15 @@ class Session:
     # ---- the link's thread ----
 
     def _receive(self, message: wire.Message) -> None:
+        self.account.hear(message)
         match message:
+            case wire.Welcome(term=term):
+                if term >= self._term:
+                    self._term = term
+                    self.link.unsay()  # it would make no sense to who has not heard the rest
+                    bound = self._hold is not None or self._leave_at is not None
+                    self.link.send(self.account.statement(self, os.getpid(), bound=bound))
+                return
             case wire.Abort(epoch=epoch):
                 self._aborted = max(self._aborted, epoch)
             case wire.Quit(job=job):
@@ -331,8 +367,11 @@ class Session:
 
     def _tick(self) -> float:
         now = time.monotonic()
+        if self.link.away:
+            self._be_alone(now)
+        else:
+            self._send_output()
         self._send_progress(now)
-        self._send_output()
         group, following = self.group, self._ahead.group
         gone = following is None or not self._over(following.epoch) or self._ahead.abort()
         if group is None or not self._over(group.epoch):
@@ -345,6 +384,20 @@ class Session:
             os._exit(m.STUCK)
         return ABORT_EVERY
 
+    def _be_alone(self, now: float) -> None:
+        """There is no driver. A broken world is left, as far as that goes, and nobody waits for ever."""
+        self.printed.trim()
+        word, group = self.account.word, self.group
+        if isinstance(word, m.WorkerRaised) and not word.intact and group is not None and word.epoch == group.epoch:
+            group.abort()  # those who wait for this one are to raise as well
+        if self._lease and now - self.link.heard_at > self._lease:
+            if not self.account.busy:
+                os._exit(0)
+            if self._quit is None:  # as if it were stopped: with a last checkpoint, if the job has those
+                reason = f"no driver has come for {self._lease:g} s (lease)"
+                self._receive(wire.Abort(self.account.numbered, reason))
+                self._receive(wire.Quit(self.job, reason))
+
     def _send_progress(self, now: float) -> None:
         epoch, seen = self.epoch, (self.group.epoch if self.group else 0, self.commits)
         first = self._first
@@ -354,6 +407,9 @@ class Session:
             return
         self._reported, self._report_at = seen, now + REPORT_EVERY
         report = {name: value if math.isfinite(value) else None for name, value in self.report.items()}
+        if self.link.away:
+            self.account.reports.add(self.total, report)
+            return
         self.link.send(wire.WorkerProgress(self.worker, seen[0] or epoch, self.total, report, first))
 
     def _send_output(self) -> None:

@@ -1,0 +1,131 @@
+"""Writes down, while a cluster that is kept runs, what its next driver is to find; and reads it as that one."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+import nbelastic
+from nbelastic.clusterfile import replace_private
+from nbelastic.core import wire
+from nbelastic.core.takeover import SavedWorld, summary
+from nbelastic.core.world import World
+from nbelastic.driver.live import SavedLive
+from nbelastic.driver.places import RunDir
+from nbelastic.driver.saved import Saved, SavedJob, fingerprint
+from nbelastic.link import encode
+
+if TYPE_CHECKING:
+    from nbelastic.driver.driver import Driver
+
+LIVE = "live.json"
+OUTPUT = "output.jsonl"
+EVERY = 1.0  # seconds between two writings of what changes all the time
+MOST = 4 << 20  # bytes of output in a file; there are two of them
+
+
+class Keeper:
+    """Lives in the driver's thread. `found`: what the driver before this one has left; None: this is the first."""
+
+    def __init__(self, run_dir: RunDir, arguments: Mapping[str, Any], found: Saved | None = None) -> None:
+        self.found = found
+        self.submitted = found.submitted if found is not None else 0
+        self.job = found.job if found is not None else None
+        self._run_dir, self._arguments = run_dir, dict(arguments)
+        self._last: Saved | None = None
+        self._of: tuple[World | None, SavedWorld] = (None, SavedWorld())
+        self._output: Any = None
+        self._live_at = 0.0
+
+    def submit(self, job: SavedJob) -> None:
+        """A new job; it is saved with the next event."""
+        self.submitted += 1
+        if self.job is not None and self.job.program:
+            (self._run_dir.path / self.job.program).unlink(missing_ok=True)
+        self.job = job
+        for path in self._outputs():
+            path.unlink(missing_ok=True)
+        if self._output is not None:
+            self._output.close()
+            self._output = None
+
+    def save(self, driver: Driver) -> None:
+        """Write it down if it has changed."""
+        if self._of[0] is not driver.world:
+            self._of = (driver.world, summary(driver.world))
+        fleet = driver.fleet
+        saved = Saved(
+            nbelastic.__version__,
+            fingerprint(),
+            driver.settings.name,
+            driver.term,
+            driver.address,
+            driver.keys,
+            self._arguments,
+            str(driver.settings.log_dir),
+            self._of[1],
+            fleet.agents(),
+            fleet.controller,
+            fleet.doors.processes,
+            fleet.doors.links,
+            fleet.started,
+            self.submitted,
+            self.job,
+            tuple(fleet.setup_cells),
+            tuple(sorted(fleet.set_up)),
+        )
+        if saved != self._last:
+            saved.write(self._run_dir.path)
+            self._last = saved
+
+    def live(self, driver: Driver, now: float) -> None:
+        """Curves and the like, now and then."""
+        if now - self._live_at > EVERY:
+            self._live_at = now
+            replace_private(self._run_dir.path / LIVE, encode(driver.fleet.live.saved()))
+
+    def output(self, message: wire.WorkerOutput) -> None:
+        """What a worker has printed."""
+        if self._output is None:
+            path = self._run_dir.path / OUTPUT
+            self._output = os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "ab")
+        self._output.write(encode(message) + b"\n")
+        self._output.flush()
+        if self._output.tell() > MOST:
+            self._output.close()
+            self._output = None
+            new, old = self._outputs()[::-1]
+            new.replace(old)
+
+    def _outputs(self) -> tuple[Path, Path]:
+        path = self._run_dir.path / OUTPUT
+        return path.with_suffix(".old"), path
+
+    def recall(self, driver: Driver) -> None:
+        """As the next driver: what was printed so far, and how the curves went."""
+        for message in self._printed():
+            if message.job in driver.runs:
+                driver.runs[message.job].hear(message)
+        with suppress(OSError, msgspec.DecodeError):
+            live = msgspec.json.decode((self._run_dir.path / LIVE).read_bytes(), type=SavedLive)
+            driver.fleet.live.recall(live)
+
+    def _printed(self) -> Iterator[wire.WorkerOutput]:
+        decoder = msgspec.json.Decoder(wire.WorkerOutput)
+        for path in self._outputs():
+            with suppress(OSError), open(path, "rb") as file:
+                for line in file:
+                    with suppress(msgspec.DecodeError):  # the last one may have been cut off
+                        yield decoder.decode(line)
+
+    def close(self, *, gone: bool) -> None:
+        """The driver ends; `gone`: and the cluster with it."""
+        if self._output is not None:
+            self._output.close()
+        if not gone:
+            self._run_dir.let_go()

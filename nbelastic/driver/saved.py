@@ -1,0 +1,242 @@
+"""What a cluster that outlives its kernel leaves for the next one, in its run folder: settings, keys, hosts, the job.
+
+All of it is its owner's alone (0700, 0600). A file is replaced as a whole: a kill at any byte leaves the one before.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shlex
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+import nbelastic
+from nbelastic.clusterfile import replace_private
+from nbelastic.core import wire
+from nbelastic.core.addresses import bracketed
+from nbelastic.core.errors import UsageError
+from nbelastic.core.messages import HostSpec, WorkerId
+from nbelastic.core.takeover import SavedWorld
+from nbelastic.driver.discovery import FixedHosts, HostDiscovery, ScriptDiscovery
+from nbelastic.driver.places import RunDir, holder
+from nbelastic.folders import base
+from nbelastic.link import Keys, encode
+from nbelastic.presence import lives
+
+NAME = "state.json"
+
+
+class SavedAgent(msgspec.Struct, frozen=True):
+    """An agent: which one of its host's, the process behind it on this machine (its own, or ssh's) as `pid@start`, this
+    machine's address towards the host, and where its workers have moved.
+    """
+
+    number: int
+    process: str
+    here: str = ""
+    move: wire.Rehome | None = None
+
+
+class SavedJob(msgspec.Struct, frozen=True):
+    """The newest job. `cell` is its program, or `program` names the file that the function is in."""
+
+    name: str
+    cell: tuple[str, tuple[str, int, int] | None] | None = None
+    program: str = ""
+    script: wire.Script | None = None
+
+
+class Saved(msgspec.Struct, frozen=True):
+    """`arguments`: those of `Cluster`. `term`: how many drivers it has had. `submitted`: how many jobs."""
+
+    version: str
+    wire: str
+    name: str
+    term: int
+    address: str
+    keys: Keys
+    arguments: dict[str, Any]
+    log_dir: str
+    world: SavedWorld
+    agents: dict[str, SavedAgent] = {}
+    controller: str = ""
+    gates: tuple[str, ...] = ()
+    doors: tuple[tuple[str, str, str], ...] = ()
+    started: int = 0
+    submitted: int = 0
+    job: SavedJob | None = None
+    setup_cells: tuple[str, ...] = ()
+    set_up: tuple[WorkerId, ...] = ()
+
+    def write(self, folder: Path) -> None:
+        replace_private(folder / NAME, encode(self))
+
+    @property
+    def processes(self) -> list[str]:
+        """All on this machine that are to outlive the driver."""
+        return [self.controller, *self.gates, *(agent.process for agent in self.agents.values())]
+
+
+class _Versions(msgspec.Struct):
+    """What every version's file begins with."""
+
+    version: str
+    wire: str
+    name: str
+
+
+class ClusterInfo(msgspec.Struct, frozen=True):
+    """A cluster of this machine and user. `driver`: its kernel's process, 0 if there is none. `problem`: why it cannot be
+    attached to.
+    """
+
+    name: str
+    driver: int
+    kept: bool
+    hosts: tuple[str, ...] = ()
+    job: str = ""
+    problem: str = ""
+
+
+@cache
+def fingerprint() -> str:
+    """Of everything that goes over the link: two versions with the same one understand each other."""
+    every = wire.FromAgent | wire.FromWorker | wire.FromNode | wire.ToAgent | wire.ToWorker | wire.ToNode
+    schema = msgspec.json.encode(msgspec.json.schema(every), order="sorted")
+    return hashlib.sha256(schema).hexdigest()[:16]
+
+
+def read(folder: Path) -> Saved:
+    """UsageError if it is not there, not whole, somebody else's, or of a version that speaks otherwise."""
+    path = folder / NAME
+    try:
+        with open(path, "rb") as file:
+            found, data = os.fstat(file.fileno()), file.read()
+    except FileNotFoundError:
+        raise UsageError(f"there is no kept cluster {folder.name!r} here: {_others()}.") from None
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read: {error.strerror}.") from None
+    if found.st_uid != os.getuid():
+        raise UsageError(f"the cluster {folder.name!r} belongs to another user (uid {found.st_uid}).")
+    if found.st_mode & 0o077:
+        raise UsageError(f"{path} is open to others, and holds keys: chmod 600 it.")
+    try:
+        theirs = msgspec.json.decode(data, type=_Versions)
+        if theirs.wire == fingerprint():
+            return msgspec.json.decode(data, type=Saved)
+    except msgspec.DecodeError as error:
+        raise UsageError(
+            f"{path} is damaged ({error}): the cluster cannot be attached to, and ends within its lease."
+        ) from None
+    raise UsageError(
+        f"the cluster {folder.name!r} was started by nbelastic {theirs.version}, this is {nbelastic.__version__}, and "
+        "they do not speak the same language: attach with that version."
+    )
+
+
+def _others() -> str:
+    names = ", ".join(info.name for info in clusters() if info.kept)
+    return f"there are {names}" if names else "none is kept on this machine"
+
+
+def find(name: str | None) -> Path:
+    """The run folder of the kept cluster of this name, or in this folder; of the only one there is. UsageError if there is none."""
+    if name is not None:
+        return Path(name).resolve() if os.sep in name else RunDir(name).path
+    kept = [info.name for info in clusters() if info.kept]
+    if len(kept) != 1:
+        raise UsageError(f"say which cluster: {', '.join(kept)}." if kept else "no cluster is kept on this machine.")
+    return base() / kept[0]
+
+
+def kept_arguments(given: Mapping[str, Any], discovery: HostDiscovery) -> dict[str, Any]:
+    """What `Cluster` was called with, such that it can be written down and used in another folder."""
+    kept = {name: value for name, value in given.items() if value is not None and name != "discovery"}
+    kept |= {name: os.path.abspath(value) for name, value in kept.items() if name == "log_dir"}
+    kept |= {name: os.fspath(value) for name, value in kept.items() if name in ("cwd", "python")}
+    kept |= {name: {k: str(v) for k, v in kept[name].items()} for name in ("env", "launcher_options") if name in kept}
+    kept |= {name: list(kept[name]) for name in ("preload", "cooldown") if name in kept}
+    if isinstance(discovery, FixedHosts):
+        kept["hosts"] = [_written(spec) for spec in discovery.listed()]
+    elif isinstance(discovery, ScriptDiscovery):
+        kept["discovery"] = shlex.join(discovery.words)
+    elif isinstance(given["discovery"], str):
+        kept["discovery"] = given["discovery"]
+    else:
+        kept["own discovery"] = True
+    return kept
+
+
+def arguments_of(saved: Saved, discovery: str | HostDiscovery | None) -> dict[str, Any]:
+    """What `Cluster` is to be called with again."""
+    arguments = {**saved.arguments, "name": saved.name, "log_dir": saved.log_dir}
+    own = arguments.pop("own discovery", False)
+    if discovery is not None:
+        arguments.pop("hosts", None)
+        arguments["discovery"] = discovery
+    elif own:  # nobody says more than there are
+        arguments["hosts"] = [_written(host.spec) for host in saved.world.hosts if not host.by_hand]
+    return arguments
+
+
+def _written(spec: HostSpec) -> str:
+    return f"{spec.user}@{bracketed(spec.name)}:{spec.slots}" if spec.user else f"{bracketed(spec.name)}:{spec.slots}"
+
+
+def clusters() -> list[ClusterInfo]:
+    """All of this user on this machine that live, by name. What dead ones have left is removed."""
+    return sorted(_found(), key=lambda info: info.name)
+
+
+def _found() -> Iterator[ClusterInfo]:
+    folder = base()
+    for lock in folder.glob("*.lock"):
+        name = lock.name.removesuffix(".lock")
+        driver = holder(lock)
+        kept = (folder / name / NAME).exists()
+        problem, hosts, job = "", tuple[str, ...](), ""
+        if kept:
+            try:
+                saved = read(folder / name)
+            except UsageError as error:
+                problem = str(error)
+            else:
+                if not driver and not any(map(lives, saved.processes)):
+                    _sweep(name)
+                    continue
+                hosts = tuple(host.spec.name for host in saved.world.hosts)
+                job = saved.world.job if not saved.world.outcome else ""
+        elif not driver:
+            _sweep(name)
+            continue
+        yield ClusterInfo(name, driver, kept, hosts, job, problem)
+
+
+def _sweep(name: str) -> None:
+    """It is dead: no process of it is left, and nobody will ask for its keys."""
+    run_dir = RunDir(name)
+    with suppress(UsageError):  # somebody takes the name at this moment
+        run_dir.hold()
+        run_dir.release()
+
+
+def begin(run_dir: RunDir) -> None:
+    """Take the name for a new cluster. UsageError if there is one of that name, with or without a driver."""
+    run_dir.hold()
+    try:
+        kept = any(map(lives, read(run_dir.path).processes))
+    except UsageError:  # there is none, or nobody can attach to it
+        kept = False
+    if kept:
+        run_dir.let_go()
+        raise UsageError(
+            f"a cluster named {run_dir.name!r} was kept and lives on without a driver: attach to it, or choose another "
+            "name."
+        )
+    run_dir.make()

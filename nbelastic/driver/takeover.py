@@ -1,0 +1,169 @@
+"""Taking a cluster over whose driver is gone, and letting go of one for another driver."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from nbelastic.core import messages as m
+from nbelastic.core import takeover, wire
+from nbelastic.core.errors import UsageError
+from nbelastic.core.takeover import missing
+from nbelastic.driver.places import RunDir
+from nbelastic.driver.run import Call, Run
+from nbelastic.driver.saved import Saved, SavedJob
+from nbelastic.link import Spoke
+from nbelastic.presence import lives
+
+if TYPE_CHECKING:
+    from nbelastic.driver.driver import Driver
+
+PATIENCE = 3.0  # seconds that agents and workers whose processes live may take to say where they are
+LATE = 5.0  # seconds within which the results of a job that is over are there
+LETTING_GO = 5.0  # seconds that a driver may take to let go
+
+
+class Arrivals:
+    """Who has said who it is, until all have, or have had their time. Lives in the driver's thread."""
+
+    def __init__(self, saved: Saved) -> None:
+        self._saved = saved
+        self._complete = asyncio.Event()
+        self.agents: dict[str, wire.AgentHello] = {}
+        self.workers: dict[m.WorkerId, wire.WorkerHere] = {}
+
+    def hear(self, message: wire.AgentHello | wire.WorkerHere) -> None:
+        if isinstance(message, wire.AgentHello):
+            self.agents[message.host] = message
+        else:
+            self.workers[message.worker] = message
+        self._look()
+
+    def _look(self) -> None:
+        gone = {host for host, agent in self._saved.agents.items() if agent.process and not lives(agent.process)}
+        here = {host.spec.name for host in self._saved.world.hosts if host.spec.name in self._saved.agents}
+        awaited = set(missing(self._saved.world, self.agents, self.workers))
+        if not awaited - gone - ({host.spec.name for host in self._saved.world.hosts} - here):
+            self._complete.set()
+
+    async def wait(self) -> None:
+        self._look()
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._complete.wait(), PATIENCE)
+
+
+def request(saved: Saved, run_dir: RunDir) -> None:
+    """Be the one driver: whoever is it is told to let go. UsageError if it does not."""
+    with suppress(UsageError):  # there is one
+        run_dir.hold()
+    if run_dir.held:
+        return
+    order = wire.TakeOver(saved.term + 1, f"process {os.getpid()}", saved.keys.proof(saved.term + 1))
+    link = Spoke(saved.address, saved.keys, f"driver/{os.getpid()}", wire.ToWorker, lambda _: None)
+    link.start()
+    try:
+        link.send(order)
+        run_dir.hold(LETTING_GO)
+    except UsageError:
+        raise UsageError(
+            f"the cluster {run_dir.name!r} has a driver that does not let go of it (process {run_dir.driver}): it is "
+            "stopped or busy; end that kernel, then attach again."
+        ) from None
+    finally:
+        link.close()
+
+
+def pack(job: str, call: Call, folder: Path) -> str:
+    """Write what a function job runs into a file of the run folder; the file's name."""
+    from ipyparallel.serialize import pack_apply_message
+
+    function, args, kwargs, plan = call
+    parts = [bytes(part) for part in pack_apply_message(function, args, kwargs)]
+    name = f"{job}.program"
+    path = folder / name
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+        file.write(msgspec.msgpack.encode((parts, plan)))
+    return name
+
+
+def unpack(job: SavedJob, folder: Path) -> Run:
+    """The job's program again, for workers that join later."""
+    if job.cell is not None:
+        return Run(job.name, job.cell, None)
+    if not job.program:
+        return Run(job.name, None, None)
+    try:
+        return Run(job.name, None, _call(folder / job.program))
+    except Exception as error:  # noqa: BLE001  (whatever the user's modules raise here)
+        text = f"{type(error).__name__}: {error}"
+        return Run(job.name, None, (_Unreadable(job.name, text), (), {}, None))
+
+
+def _call(path: Path) -> Call:
+    """It was written by this user, into a folder that is closed to all others."""
+    from ipyparallel.serialize import unpack_apply_message
+
+    parts, plan = msgspec.msgpack.decode(path.read_bytes(), type=tuple[list[bytes], Any])
+    function, args, kwargs = unpack_apply_message(parts, g={}, copy=True)
+    return function, args, kwargs, tuple(plan) if plan is not None else None
+
+
+class _Unreadable:
+    """Stands for a function that this kernel cannot read."""
+
+    def __init__(self, job: str, why: str) -> None:
+        self._job, self._why = job, why
+
+    def __call__(self, *_: Any, **__: Any) -> None:
+        raise RuntimeError(f"the function of {self._job} cannot be read by this kernel ({self._why})")
+
+
+def take_over(driver: Driver, saved: Saved, arrivals: Arrivals) -> None:
+    """All who live have spoken: this is the world."""
+    now = time.monotonic()
+    if saved.job is not None:
+        driver.runs[saved.job.name] = unpack(saved.job, driver.settings.run_dir)
+    driver.world, commands = takeover.resume(
+        saved.world, arrivals.agents, arrivals.workers, frozenset(saved.set_up), now
+    )
+    if driver.keeper is not None:
+        driver.keeper.recall(driver)
+    driver.record(m.Record("driver-came", f"driver {saved.term + 1} has taken over (process {os.getpid()})"))
+    for here in arrivals.workers.values():
+        if here.worker in driver.world.workers:
+            driver.find(here)
+    for host in saved.agents:
+        if host not in arrivals.agents:
+            driver.fleet.kill_agent(host)
+    driver.carry_out(commands, now)
+    job = driver.world.job
+    if job is not None and job.name in driver.runs:
+        run = driver.runs[job.name]
+        those = [w for w, here in arrivals.workers.items() if here.job == job.name and w in driver.world.workers]
+        over = m.EndJob(job.name, job.outcome, job.reason, job.ranks) if job.outcome else None
+        _ask_for_outcomes(driver, run, those, over)
+
+
+def _ask_for_outcomes(driver: Driver, run: Run, workers: list[m.WorkerId], over: m.EndJob | None) -> None:
+    """The last driver was to be told; so is this one. Of a job that is over already nothing more is to be decided."""
+    left = set(workers)
+
+    def told(w: m.WorkerId, run: Run, outcome: tuple[str, Any, str]) -> None:
+        if over is None:
+            driver.program_ended(w, run, outcome)
+            return
+        run.outcomes[w] = outcome
+        left.discard(w)
+        if not left:
+            run.end(over)
+
+    for w in workers:
+        driver.fleet.await_outcome(w, run, told)
+    if over is not None:
+        driver.later(LATE if workers else 0.0, lambda: run.end(over))

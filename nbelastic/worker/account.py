@@ -1,0 +1,92 @@
+"""What a worker tells a driver that has taken the cluster over, and what it keeps for it meanwhile."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from nbelastic.core import messages as m
+from nbelastic.core import wire
+
+if TYPE_CHECKING:
+    from nbelastic.worker.session import Session
+
+KEPT = 256  # reports; when there are more, every other one goes
+
+Report = dict[str, float | None]
+
+
+class Reports:
+    """Of a time without a driver, however long: thinned out evenly, the last one always among them."""
+
+    def __init__(self) -> None:
+        self._kept: list[tuple[int, Report]] = []
+        self._every = self._skipped = 0
+        self._last: tuple[int, Report] | None = None
+
+    def add(self, commit: int, report: Report) -> None:
+        self._last = (commit, report)
+        self._skipped += 1
+        if self._skipped < self._every:
+            return
+        self._skipped = 0
+        self._kept.append(self._last)
+        if len(self._kept) == KEPT:
+            self._kept = self._kept[::2]
+            self._every = max(1, self._every) * 2
+
+    def take(self) -> tuple[tuple[int, Report], ...]:
+        """All, by commit; from now on there are none."""
+        kept, last = self._kept, self._last
+        self.__init__()  # type: ignore[misc]
+        return (*kept, last) if last is not None and last not in kept else tuple(kept)
+
+
+class Account:
+    """Each thing is written before the word that tells the same is sent: what a new driver has not heard, it finds here."""
+
+    def __init__(self) -> None:
+        self.engine = ""
+        self.busy = False  # a program runs
+        self.formed = False  # the group of this epoch stands, and has the state
+        self.holds = False  # it has had the job's state
+        self.word: m.WorkerReady | m.WorkerRaised | m.WorkerSucceeded | None = None
+        self.numbered = 0  # the highest epoch that it has heard of
+        self.reports = Reports()
+
+    def begin(self) -> None:
+        """A new program."""
+        self.busy, self.formed, self.holds, self.word = True, False, False, None
+        self.reports = Reports()
+
+    def hear(self, message: wire.Message) -> None:
+        """Epochs are numbered on from the highest that anybody knows."""
+        match message:
+            case wire.Prepare(formation=formation):
+                self.numbered = max(self.numbered, formation.epoch)
+            case wire.Formation(epoch=epoch) | wire.Abort(epoch=epoch) | wire.Drop(epoch=epoch):
+                self.numbered = max(self.numbered, epoch)
+
+    def statement(self, session: Session, pid: int, *, bound: bool) -> wire.WorkerHere:
+        """In the link's thread, while the main thread goes on."""
+        formation, group = session.formation, session.group
+        epoch = group.epoch if group is not None else 0
+        at = formation if formation is not None and formation.epoch == epoch else None
+        return wire.WorkerHere(
+            session.worker,
+            pid,
+            self.engine,
+            session.job,
+            self.busy,
+            session.epoch,
+            epoch,
+            at.rank if at is not None else session.last_rank,
+            at.world_size if at is not None else 0,
+            self.formed and at is not None,
+            max(self.numbered, session.epoch, epoch),
+            bound,
+            session.total,
+            self.holds,
+            session.offered,
+            self.word,
+            self.reports.take(),
+        )
