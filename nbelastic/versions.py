@@ -18,6 +18,11 @@ def here() -> dict[str, str]:
     return found
 
 
+def ours() -> str:
+    """Of nbelastic here."""
+    return here()["nbelastic"]
+
+
 def difference(there: Mapping[str, str], ours: Mapping[str, str]) -> str:
     """What makes the two unfit for one cluster, both versions named; empty if nothing does.
 

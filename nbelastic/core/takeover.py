@@ -97,14 +97,14 @@ def resume(
 ) -> tuple[World, tuple[m.Command, ...]]:
     """The world at `now` and what is to be done. `set_up`: the workers on which the setup cells have run."""
     out: Commands = []
-    world = _workers(_hosts(saved, agents, now), saved, agents, heard, set_up, now)
+    world = _workers(_hosts(saved, agents, now), agents, heard, set_up, now)
     job = world.active
     if job is not None:
         inside = {w: here for w, here in heard.items() if w in world.workers and here.job == job.name}
         world = _world(world, inside, now, out)
         world = _send_on(world, inside, now, out)
     world = _lost(world, saved, heard, now, out)
-    world = _stop_others(world, heard, now, out)
+    world = _stop_others(world, now, out)
     for host in saved.hosts:
         if host.leaving and host.spec.name in world.hosts:
             world = _then(world, m.HostRemoved(host.spec.name), now, out)
@@ -172,7 +172,6 @@ def _hosts(saved: SavedWorld, agents: Mapping[str, AgentHello], now: float) -> W
 
 def _workers(
     world: World,
-    saved: SavedWorld,
     agents: Mapping[str, AgentHello],
     heard: Mapping[m.WorkerId, WorkerHere],
     set_up: frozenset[m.WorkerId],
@@ -180,10 +179,11 @@ def _workers(
 ) -> World:
     """All whom an agent has. Who has not said a word is starting, or will be found to be frozen."""
     workers: dict[m.WorkerId, Worker] = {}
-    for name, agent in agents.items():
-        for w, pid in agent.workers if name in world.hosts else ():
+    name = world.active.name if world.active else ""
+    for host, agent in agents.items():
+        for w, pid in agent.workers if host in world.hosts else ():
             here = heard.get(w, WorkerHere(w, pid))
-            job = here.job if here.busy or (world.active and here.job == saved.job) else ""
+            job = here.job if here.busy or here.job == name else ""
             state = WorkerState.READY if w in set_up or job else WorkerState.STARTING
             if job and here.epoch:
                 state = WorkerState.RUNNING
@@ -272,7 +272,7 @@ def _lost(world: World, saved: SavedWorld, heard: Mapping[m.WorkerId, WorkerHere
     return world
 
 
-def _stop_others(world: World, heard: Mapping[m.WorkerId, WorkerHere], now: float, out: Commands) -> World:
+def _stop_others(world: World, now: float, out: Commands) -> World:
     """Programs of a job that is over."""
     name = world.active.name if world.active else ""
     late = tuple(w for w, worker in world.workers.items() if worker.job and worker.job != name)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-import nbelastic
+from nbelastic import versions
 from nbelastic.clusterfile import replace_private
 from nbelastic.core import wire
 from nbelastic.core.takeover import SavedWorld, summary
@@ -60,7 +60,7 @@ class Keeper:
             self._of = (driver.world, summary(driver.world))
         fleet = driver.fleet
         saved = Saved(
-            nbelastic.__version__,
+            versions.ours(),
             fingerprint(),
             driver.settings.name,
             driver.term,

@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-import nbelastic
+from nbelastic import versions
 from nbelastic.clusterfile import replace_private
 from nbelastic.core import wire
 from nbelastic.core.addresses import bracketed
@@ -135,7 +135,7 @@ def read(folder: Path) -> Saved:
             f"{path} is damaged ({error}): the cluster cannot be attached to, and ends within its lease."
         ) from None
     raise UsageError(
-        f"the cluster {folder.name!r} was started by nbelastic {theirs.version}, this is {nbelastic.__version__}, and "
+        f"the cluster {folder.name!r} was started by nbelastic {theirs.version}, this is {versions.ours()}, and "
         "they do not speak the same language: attach with that version."
     )
 
