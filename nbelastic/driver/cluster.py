@@ -27,8 +27,8 @@ from nbelastic.driver.discovery import FixedHosts, HostDiscovery
 from nbelastic.driver.discovery import find as find_discovery
 from nbelastic.driver.driver import Driver
 from nbelastic.driver.job import Job, outcome
-from nbelastic.driver.keeper import Keeper
 from nbelastic.driver.launchers import outgoing
+from nbelastic.driver.notes import Notes
 from nbelastic.driver.orders import execute_on_all
 from nbelastic.driver.places import RunDir, gpus
 from nbelastic.driver.run import Call, Cell, Run, checkpoints
@@ -171,8 +171,8 @@ class Cluster:
 
     def _drive(self, log_dir: Path) -> Driver:
         """Start the driver's thread."""
-        keeper = Keeper(self._run_dir, self._arguments, self._found) if self._settings.keep is not None else None
-        driver = Driver(replace(self._settings, log_dir=log_dir), keeper)
+        notes = Notes(self._run_dir, self._arguments, self._found) if self._settings.keep is not None else None
+        driver = Driver(replace(self._settings, log_dir=log_dir), notes)
         driver.start()
         return driver
 
@@ -206,6 +206,13 @@ class Cluster:
         if found.job is not None and found.job.name in driver.runs:
             self._jobs.append(Job(driver, driver.runs[found.job.name]))
         return self
+
+    def close(self) -> None:
+        """What befits the end of its kernel: let go of it if it is kept, else stop it."""
+        if self._settings.keep is None or self._driver is None or self._driver.finished.is_set():
+            self.stop(timeout=2.0)
+        else:
+            self.detach()
 
     def detach(self) -> None:
         """Let go of a cluster that is kept: it lives on, for `attach`. UsageError for one that is not."""
@@ -320,13 +327,13 @@ class Cluster:
         job = Job(driver, run)
         self._jobs.append(job)
 
-        kept = SavedJob(run.name, cell, pack(run.name, call, self._run_dir.path) if call and driver.keeper else "")
+        kept = SavedJob(run.name, cell, pack(run.name, call, self._run_dir.path) if call and driver.notes else "")
 
         def submit() -> None:
             driver.runs[run.name] = run
             driver.fleet.begin_job()
-            if driver.keeper is not None:
-                driver.keeper.submit(kept)
+            if driver.notes is not None:
+                driver.notes.submit(kept)
             driver.take_in(m.JobSubmitted(run.name))
 
         driver.call(submit)
@@ -518,11 +525,7 @@ _running: dict[str, Cluster] = {}
 def _stop_all() -> None:
     """At the kernel's end: nothing of ours stays but what is kept. (A killed kernel is noticed by the agents.)"""
     for cluster in list(_running.values()):
-        if cluster._settings.keep is None:
-            cluster.stop(timeout=2.0)
-        else:
-            with contextlib.suppress(ClusterStoppedError):
-                cluster.detach()
+        cluster.close()
 
 
 atexit.register(_stop_all)

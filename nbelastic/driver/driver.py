@@ -23,8 +23,8 @@ from nbelastic.core.world import HostPhase, WorkerState, World
 from nbelastic.driver import discovery as hosts
 from nbelastic.driver.chronicle import Chronicle
 from nbelastic.driver.fleet import Fleet
-from nbelastic.driver.keeper import Keeper
 from nbelastic.driver.live import NAN, HostSample
+from nbelastic.driver.notes import Notes
 from nbelastic.driver.run import Run
 from nbelastic.driver.scripts import Scripts
 from nbelastic.driver.settings import Settings
@@ -43,12 +43,12 @@ FAILURES = ("worker-lost", "host-lost", "world-broken")
 class Driver:
     """Everything below `_main` happens in the driver's thread; `post`, `call` and `when` are for the others."""
 
-    def __init__(self, settings: Settings, keeper: Keeper | None = None) -> None:
+    def __init__(self, settings: Settings, notes: Notes | None = None) -> None:
         self.settings = settings
-        self.keeper = keeper
+        self.notes = notes
         self.world = World(settings.limits)
         self.chronicle = Chronicle(
-            settings.log_dir / "events.jsonl", again=keeper is not None and keeper.found is not None
+            settings.log_dir / "events.jsonl", again=notes is not None and notes.found is not None
         )
         self.let_go = ""  # why, if the cluster lives on without this driver
         self.runs: dict[str, Run] = {}
@@ -137,7 +137,7 @@ class Driver:
 
     async def _main(self) -> None:
         self._inbox: asyncio.Queue[m.Event] = asyncio.Queue()
-        saved = self.keeper.found if self.keeper is not None else None
+        saved = self.notes.found if self.notes is not None else None
         self._arrivals = Arrivals(saved) if saved is not None else None
         self.keys = saved.keys if saved is not None else Keys.make()
         self.term = saved.term + 1 if saved is not None else 1
@@ -162,7 +162,7 @@ class Driver:
                 event = await self._next()
                 self._take(event)
         except BaseException:
-            if self.keeper is not None:
+            if self.notes is not None:
                 self.let_go = self.let_go or f"the driver of {self.settings.name!r} has failed; it lives on without one"
             raise
         finally:
@@ -177,8 +177,8 @@ class Driver:
             for run in self.runs.values():
                 run.abandon(self.let_go or f"the cluster {self.settings.name!r} was stopped")
             self.chronicle.close()
-            if self.keeper is not None:
-                self.keeper.close(gone=not self.let_go)
+            if self.notes is not None:
+                self.notes.close(gone=not self.let_go)
 
     async def _next(self) -> m.Event:
         if not self.world.stopping:
@@ -231,8 +231,8 @@ class Driver:
 
     def _save(self) -> None:
         """What another driver would need, if it has changed."""
-        if self.keeper is not None:
-            self.keeper.save(self)
+        if self.notes is not None:
+            self.notes.save(self)
 
     def _schedule(self, now: float) -> None:
         if self._tick is not None:
@@ -367,8 +367,8 @@ class Driver:
             case wire.WorkerOutput(job=job):
                 if job in self.runs:  # the last words of one may come when the next has begun
                     self.runs[job].hear(message)
-                if self.keeper is not None:
-                    self.keeper.output(message)
+                if self.notes is not None:
+                    self.notes.output(message)
             case m.Event():
                 if isinstance(message, m.WorkerFormed):
                     self.chronicle.worker_formed(message)
@@ -407,8 +407,8 @@ class Driver:
         if members and message.worker == members[0]:
             live.report_of(_numbers(message.report))
             live.steps_per_second = self.fleet.pace.rate(now, message.commit)
-        if self.keeper is not None:
-            self.keeper.live(self, now)
+        if self.notes is not None:
+            self.notes.live(self, now)
         if message.first is not None and message.epoch == self.world.epoch:
             self.chronicle.first_step(message, now, self._size)
         self._publish()

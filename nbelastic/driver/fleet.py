@@ -115,7 +115,7 @@ class Fleet:
         if self._starting is not None:
             await asyncio.gather(self._starting, return_exceptions=True)
         if self._engines is not None:
-            await self._engines.release()
+            await self._engines.detach()
 
     async def adopt(self, saved: Saved) -> None:
         """What another driver has started. Whatever of it is gone is said by events."""
@@ -278,7 +278,7 @@ class Fleet:
         folder = str(settings.run_dir / "ipython")
         self._engines = Engines(folder, settings.name, settings.silence, self._engine_registered, keep=settings.keep)
         try:
-            await (self._engines.attach(process) if process else self._engines.start())
+            await (self._engines.attach() if process else self._engines.start())
         except Exception as error:  # noqa: BLE001  (whatever it is, there will be no cluster)
             self._post(m.StopRequested(f"ipyparallel's controller could not be started: {error}"))
             return

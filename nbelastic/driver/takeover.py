@@ -132,8 +132,8 @@ def take_over(driver: Driver, saved: Saved, arrivals: Arrivals) -> None:
     driver.world, commands = takeover.resume(
         saved.world, arrivals.agents, arrivals.workers, frozenset(saved.set_up), now
     )
-    if driver.keeper is not None:
-        driver.keeper.recall(driver)
+    if driver.notes is not None:
+        driver.notes.recall(driver)
     driver.record(m.Record("driver-came", f"driver {saved.term + 1} has taken over (process {os.getpid()})"))
     for here in arrivals.workers.values():
         if here.worker in driver.world.workers:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from nbelastic.driver.job import Job
     from nbelastic.driver.stacks import WorkerStack
     from nbelastic.notebook.dashboard import Dashboard
-    from nbelastic.notebook.snapshot import StatusView
+    from nbelastic.notebook.snapshot import ClusterList, StatusView
 
 
 def make_cluster(hosts: str | None, **options: Any) -> Cluster:
@@ -33,13 +33,25 @@ def make_cluster(hosts: str | None, **options: Any) -> Cluster:
     return Cluster(hosts, **options)
 
 
+def attach_cluster(name: str | None) -> Cluster:
+    """One that was kept."""
+    from nbelastic.driver.cluster import Cluster
+
+    return Cluster.attach(name)
+
+
 @magics_class
 class ElasticMagics(Magics):  # type: ignore[misc]  # IPython carries no types here
     """Keeps the notebook's one cluster, running or last, and its dashboard."""
 
-    def __init__(self, shell: InteractiveShell, make: Callable[..., Cluster] = make_cluster) -> None:
+    def __init__(
+        self,
+        shell: InteractiveShell,
+        make: Callable[..., Cluster] = make_cluster,
+        attach: Callable[[str | None], Cluster] = attach_cluster,
+    ) -> None:
         super().__init__(shell)
-        self.make = make
+        self.make, self.attach = make, attach
         self.cluster: Cluster | None = None
         self.dashboard: Dashboard | None = None
         self._matcher = completion(self._parser, self._known)
@@ -79,6 +91,10 @@ class ElasticMagics(Magics):  # type: ignore[misc]  # IPython carries no types h
         argument("--log-dir", metavar="FOLDER", help="where logs and the event log go"),
         argument("--name", metavar="NAME", help="of this cluster"),
         argument("--preload", metavar="MODULES", help="modules to import before workers fork, separated by commas"),
+        argument(
+            "--keep", action="store_true", default=None, help="live on when this kernel ends: %%elastic_attach then"
+        ),
+        argument("--lease", type=float, metavar="S", help="with --keep: seconds without a kernel until it ends (3600)"),
         argument("--no-wait", action="store_true", help="return at once instead of waiting for --min workers"),
         argument("--timeout", type=float, metavar="S", help="how many seconds to wait for them"),
         argument("--no-dashboard", action="store_true", help="do not show the dashboard"),
@@ -86,11 +102,10 @@ class ElasticMagics(Magics):  # type: ignore[misc]  # IPython carries no types h
     )
     def elastic_start(self, options: Namespace) -> None:
         """Start a cluster of workers, on this machine or on --hosts, and show its dashboard."""
-        if self.cluster is not None:
-            if self.cluster.status().phase != "finished":
-                raise UsageError("a cluster is running already: %elastic shows it, %elastic_stop ends it.")
-            self.cluster.stop()
+        self._make_way()
         self._check_variable(options.bind)
+        if options.lease is not None and not options.keep:
+            raise UsageError("--lease says nothing without --keep.")
         given = {name: value for name, value in vars(options).items() if value is not None}
         wait = not given.pop("no_wait")
         timeout = given.pop("timeout", None)
@@ -105,6 +120,44 @@ class ElasticMagics(Magics):  # type: ignore[misc]  # IPython carries no types h
         self.cluster.start(wait=wait, timeout=timeout)
         if wait:
             self.cluster.client.activate()  # %px and %%px speak to these engines
+
+    @magic(
+        "line",
+        argument("name", nargs="?", metavar="KEPT", help="as %%elastic_list shows it; not needed if there is only one"),
+        argument("--job", dest="job", metavar="VARIABLE", help="a variable to keep its Job in"),
+        argument("--no-dashboard", action="store_true", help="do not show the dashboard"),
+        argument("--cluster", dest="bind", metavar="VARIABLE", help="a variable to keep the Cluster in"),
+    )
+    def elastic_attach(self, options: Namespace) -> None:
+        """Take over a cluster that was started with --keep, after its kernel has died or been restarted.
+
+        Its job goes on, and comes back with what it has printed. A kernel that still has it loses it to this one.
+        """
+        self._make_way()
+        for variable in (options.bind, options.job):
+            self._check_variable(variable)
+        self.cluster = self.attach(options.name)
+        self.dashboard = None
+        for variable, value in ((options.bind, self.cluster), (options.job, self.cluster.job)):
+            if variable:
+                self.shell.user_ns[variable] = value
+        if not options.no_dashboard:
+            self._show()
+        self.cluster.client.activate()
+
+    @magic("line")
+    def elastic_detach(self, _: Namespace) -> None:
+        """Let go of a cluster that was started with --keep: it lives on, until %elastic_attach or the end of its lease."""
+        self._cluster().detach()
+        self.cluster = None
+
+    @magic("line")
+    def elastic_list(self, _: Namespace) -> ClusterList:
+        """Show your clusters on this machine: with a kernel, or kept and waiting for one."""
+        from nbelastic.driver.saved import clusters
+        from nbelastic.notebook.snapshot import ClusterList
+
+        return ClusterList(clusters())
 
     @magic("line", argument("--job", action="store_true", help="stop only the job; the workers stay"))
     def elastic_stop(self, options: Namespace) -> None:
@@ -270,14 +323,21 @@ class ElasticMagics(Magics):  # type: ignore[misc]  # IPython carries no types h
         self.shell.Completer.custom_matchers.append(self._matcher)
 
     def unregister(self) -> None:
-        """Stop the cluster and take away what `register` gave."""
+        """Stop the cluster, or let go of a kept one, and take away what `register` gave."""
         if self.cluster is not None:
-            self.cluster.stop()
+            self.cluster.close()
         known = self.shell.magics_manager.magics
         for kind, names in self.magics.items():
             for name in names:
                 known[kind].pop(name, None)
         self.shell.Completer.custom_matchers.remove(self._matcher)
+
+    def _make_way(self) -> None:
+        """For another cluster. UsageError if the one there is runs."""
+        if self.cluster is not None:
+            if self.cluster.status().phase != "finished":
+                raise UsageError("a cluster is running already: %elastic shows it, %elastic_stop ends it.")
+            self.cluster.stop()
 
     def _cluster(self) -> Cluster:
         if self.cluster is None:
@@ -304,8 +364,9 @@ class ElasticMagics(Magics):  # type: ignore[misc]  # IPython carries no types h
     def _known(self) -> dict[str, Callable[[], Iterable[str]]]:
         cluster = self.cluster
         if cluster is None:
-            return {"HOST": lambda: ["localhost"]}
+            return {"HOST": lambda: ["localhost"], "KEPT": _kept}
         return {
+            "KEPT": _kept,
             "HOST": lambda: [host.name for host in cluster.hosts],
             "RANK": lambda: [str(worker.rank) for worker in cluster.workers if worker.rank is not None],
             "WORKER": lambda: [worker.id for worker in cluster.workers],
@@ -314,6 +375,12 @@ class ElasticMagics(Magics):  # type: ignore[misc]  # IPython carries no types h
     def _check_variable(self, name: str | None) -> None:
         if name is not None and not name.isidentifier():
             raise UsageError(f"{name!r} is no name for a variable.")
+
+
+def _kept() -> list[str]:
+    from nbelastic.driver.saved import clusters
+
+    return [info.name for info in clusters() if info.kept]
 
 
 def _title(group: Sequence[WorkerStack]) -> str:

@@ -6,12 +6,16 @@ compared when the notebook is checked.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Sequence
 from html import escape
 
+from nbelastic.driver.saved import ClusterInfo
 from nbelastic.driver.status import HostStatus, Status, WorkerStatus
 
 _HOST_COLUMNS = ("host", "slots", "state", "why")
+NONE = "No cluster is running."
+_CLUSTER_COLUMNS = ("cluster", "kernel", "hosts", "job", "why")
 _WORKER_COLUMNS = ("rank", "worker", "state", "step", "restarts", "why")
 
 
@@ -33,6 +37,19 @@ class StatusView:
         hosts = _html_table("Hosts", _HOST_COLUMNS, map(_host, status.hosts))
         workers = _html_table("Workers", _WORKER_COLUMNS, _workers(status))
         return f"<div><strong>{escape(headline(status))}</strong>{lines}{hosts}{workers}</div>"
+
+
+class ClusterList:
+    """What `%elastic_list` shows; `clusters` is the list itself."""
+
+    def __init__(self, clusters: list[ClusterInfo]) -> None:
+        self.clusters = clusters
+
+    def __repr__(self) -> str:
+        return _text_table(_CLUSTER_COLUMNS, map(_cluster, self.clusters)) or NONE
+
+    def _repr_html_(self) -> str:
+        return _html_table("Clusters", _CLUSTER_COLUMNS, map(_cluster, self.clusters)) or f"<div>{NONE}</div>"
 
 
 def limits(least: int, most: int | None) -> str:
@@ -76,6 +93,12 @@ def _progress(status: Status) -> list[str]:
     if _training(status) and status.steps_per_second is not None:
         parts.append(f"{status.steps_per_second:.1f} steps/s")
     return [" · ".join([*parts, *(f"{name} {value:.4g}" for name, value in status.report.items())])]
+
+
+def _cluster(info: ClusterInfo) -> tuple[str, ...]:
+    kernel = "this one" if info.driver == os.getpid() else f"process {info.driver}" if info.driver else "none"
+    why = info.problem or ("" if info.driver else f"%elastic_attach {info.name}")
+    return info.name, kernel, ", ".join(info.hosts), info.job, why
 
 
 def _host(host: HostStatus) -> tuple[str, ...]:

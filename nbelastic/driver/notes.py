@@ -29,7 +29,7 @@ EVERY = 1.0  # seconds between two writings of what changes all the time
 MOST = 4 << 20  # bytes of output in a file; there are two of them
 
 
-class Keeper:
+class Notes:
     """Lives in the driver's thread. `found`: what the driver before this one has left; None: this is the first."""
 
     def __init__(self, run_dir: RunDir, arguments: Mapping[str, Any], found: Saved | None = None) -> None:
