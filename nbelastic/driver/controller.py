@@ -1,26 +1,151 @@
-"""Entry of the controller's process: ipyparallel's controller, ending with the process that started it."""
+"""Entry of the controller's process: ipyparallel's controller, ending with the process that started it or with a lease."""
 
 from __future__ import annotations
 
+import json
+import os
 import secrets
+import sys
+import threading
+from pathlib import Path
 from typing import Any
 
-from nbelastic.processes import follow_parent
+import zmq
+from ipyparallel.controller import app, heartmonitor
+from ipyparallel.controller import hub as hubs
+from traitlets import Set
+from traitlets.config import Config
+
+from nbelastic.presence import identity, outlast
+from nbelastic.processes import die_with_parent, follow_parent, kill_group
 
 
 def main() -> None:
-    """CURVE keeps strangers out; the messages are signed as well, which ipyparallel leaves out then."""
-    follow_parent()
+    """`argv[1]` is JSON: `files` (stem of our files), `ready` (a descriptor, closed when it can be spoken to) and `keep`
+    (file and lease of `presence.outlast`, or null: follow the parent). What comes after is ipyparallel's.
 
-    from ipyparallel.controller import heartmonitor
-    from ipyparallel.controller.app import IPController
-    from traitlets.config import Config
+    CURVE keeps strangers out; the messages are signed as well, which ipyparallel leaves out then. One that is started
+    again has the ports and keys of the one before: engines and clients come back to it by themselves.
+    """
+    options = json.loads(sys.argv[1])
+    threading.excepthook = _fall  # a controller without one of its threads is none, and the next one may be
+    if options["keep"] is None:
+        follow_parent()
+    else:
+        threading.Thread(target=_outlast, args=options["keep"], name="nbelastic-outlast", daemon=True).start()
+    stem = options["files"]
+    replace(Path(f"{stem}.process"), identity(os.getpid()))
+    keys = _keys(Path(f"{stem}.keys"))
+    app.Hub, app.start_heartmonitor = Hub, start_heartmonitor
+    config = Config(
+        {
+            "Controller": {
+                "enable_curve": True,
+                "curve_publickey": keys["public"].encode(),
+                "curve_secretkey": keys["secret"].encode(),
+                "reuse_files": True,
+                "restore_engines": True,
+            },
+            "Session": {"key": keys["key"].encode()},
+        }
+    )
+    Controller.ready = options["ready"]
+    Controller.launch_instance(argv=sys.argv[2:], config=config)
 
+
+def replace(file: Path, text: str) -> None:
+    """All of it or nothing, for our eyes."""
+    new = file.with_name(f"{file.name}.new")
+    with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as opened:
+        opened.write(text)
+    new.replace(file)
+
+
+def _keys(file: Path) -> dict[str, str]:
+    """Those of the controller before, if there was one."""
+    try:
+        found: dict[str, str] = json.loads(file.read_text())
+    except FileNotFoundError:
+        public, secret = zmq.curve_keypair()
+        found = {"public": public.decode(), "secret": secret.decode(), "key": secrets.token_hex(32)}
+        replace(file, json.dumps(found))
+    return found
+
+
+def _outlast(file: str, lease: float) -> None:
+    outlast(Path(file), lease)
+    kill_group(os.getpgrp())
+
+
+def _fall(args: threading.ExceptHookArgs) -> None:
+    threading.__excepthook__(args)
+    kill_group(os.getpgrp())
+
+
+class Controller(app.IPController):  # type: ignore[misc]
+    """ipyparallel's, which says when it is there and does not stay without its heart monitor."""
+
+    ready: int
+
+    def start(self) -> None:
+        os.write(self.ready, b".")
+        os.close(self.ready)  # before the heart monitor is forked: who waits at the other end sees this process end
+        super().start()
+
+    def init_signal(self) -> None:
+        """The last step of the start."""
+        super().init_signal()
+        threading.Thread(target=self._watch, name="nbelastic-heart-monitor", daemon=True).start()
+
+    def _watch(self) -> None:
+        self.heartmonitor_process.join()
+        kill_group(os.getpgrp())
+
+
+def start_heartmonitor(*args: Any, **options: Any) -> None:
+    """The heart monitor's process, which holds the ports of the controller's: it must not outlive it."""
+    die_with_parent()
     heartmonitor.HeartMonitor.handle_pong = _hear
-    config = Config({"IPController": {"enable_curve": True}, "Session": {"key": secrets.token_hex(32).encode()}})
-    IPController.launch_instance(config=config)
+    heartmonitor.start_heartmonitor(*args, **options)
 
 
 def _hear(monitor: Any, message: list[bytes]) -> None:
     """Any answer is a heartbeat. To ipyparallel those of far engines, with a round trip of two of its periods, are all too old."""
     monitor.responses.add(message[0])
+
+
+class Hub(hubs.Hub):  # type: ignore[misc]
+    """ipyparallel's, to which engines that knew the one before say again who they are, with the number they had.
+
+    Those that have died meanwhile do not: ipyparallel's own way, a list of the engines in a file, keeps them for ever. An
+    engine's heart may be heard before its word.
+    """
+
+    beating = Set()
+
+    def handle_new_heart(self, heart: bytes) -> None:
+        self.beating.add(heart)
+        super().handle_new_heart(heart)
+
+    def handle_stopped_heart(self, heart: bytes) -> None:
+        self.beating.discard(heart)
+        super().handle_stopped_heart(heart)
+
+    def register_engine(self, reg: bytes, msg: dict[str, Any]) -> None:
+        heart = msg["content"]["uuid"].encode()
+        if heart in self.by_ident or heart in self.incoming_registrations:
+            return  # it was answered: engines say it whenever their connections are new
+        super().register_engine(reg, msg)
+        self._save_engine_state()
+        if heart in self.beating:
+            self.finish_registration(heart)
+
+    def _save_engine_state(self) -> None:
+        """No number is given twice."""
+        if self.engine_state_file:
+            replace(Path(self.engine_state_file), str(self._idcounter))
+
+    def _load_engine_state(self) -> None:
+        file = Path(self.engine_state_file)
+        if file.exists():
+            self._idcounter = int(file.read_text())

@@ -1,24 +1,33 @@
-"""The only module that knows ipyparallel's controller and client."""
+"""The only module that knows ipyparallel's client. (Its controller: `controller` in that process, `caretaker` in ours.)"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
-import logging
-import os
-import sys
 from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import ipyparallel as ipp
-from ipyparallel.cluster.launcher import LocalControllerLauncher
+import zmq
+from zmq.eventloop.zmqstream import ZMQStream
+from zmq.utils.monitor import parse_monitor_message
 
+from nbelastic.driver.caretaker import Caretaker
 from nbelastic.driver.run import Call, Cell
 
 PROGRAM = "__import__('nbelastic.worker.program', fromlist=['call'])"
 HEARTBEAT = 100  # milliseconds
 LONGER = 10.0  # seconds that ipyparallel waits longer for a silent engine than we do: it would throw its results away
+REACH = 5.0  # seconds that a controller may take to answer
+PAUSE = 10.0  # at most, in seconds, between two starts of a controller that ends at once
 Outcome = tuple[str, Any, str]
+
+
+class ControllerLostError(Exception):
+    """The answer to a call was lost with the controller."""
 
 
 def sendable(function: Any, args: Any, kwargs: Any) -> str:
@@ -32,74 +41,282 @@ def sendable(function: Any, args: Any, kwargs: Any) -> str:
     return ""
 
 
-class ControllerLauncher(LocalControllerLauncher):  # type: ignore[misc]
-    """ipyparallel's controller, as `nbelastic.driver.controller` has it."""
+class _Context(zmq.Context[Any]):
+    """The kernel's context for one client, of whose sockets it is seen when they are connected."""
 
-    def find_args(self) -> list[str]:
-        code = "from nbelastic.driver.controller import main; main()"
-        return [sys.executable, "-c", code, *self.cluster_args, *self.controller_args]
+    monitors: list[zmq.Socket[bytes]]  # declared: what a context is not known to have is an option to ZeroMQ
+
+    def __init__(self) -> None:
+        super().__init__(shadow=zmq.Context.instance())
+        self.monitors = []
+
+    def socket(self, socket_type: int, *args: Any, **options: Any) -> Any:
+        made = super().socket(socket_type, *args, **options)
+        if socket_type != zmq.PAIR:  # a monitor
+            self.monitors.append(made.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED))
+        return made
+
+
+class _Program:
+    """A program whose outcome is waited for."""
+
+    def __init__(self, job: str, done: Callable[[Outcome], None], request: tuple[Any, Any] | None) -> None:
+        self.job, self.done = job, done
+        self.request = request  # None: an earlier driver has sent it
+        self.sent = request is None
 
 
 class Engines:
-    """The controller and a client. `on_engine(uuid)` is called in the loop's thread when an engine can be spoken to."""
+    """The controller and a client. `on_engine(uuid)` is called in the loop's thread when an engine can be spoken to.
 
-    def __init__(self, profile_dir: str, name: str, silence: float, on_engine: Callable[[str], None]) -> None:
+    A controller that ends unasked is started again in its place, the engines come back to it, and `on_again()` is called.
+    What was asked for meanwhile waits; of programs that ran the outcomes are asked for again; cells have failed with
+    ControllerLostError. With `keep`, a file and a lease for `presence.outlast`, it outlives this process.
+    """
+
+    def __init__(
+        self,
+        profile_dir: str,
+        name: str,
+        silence: float,
+        on_engine: Callable[[str], None],
+        *,
+        keep: tuple[Path, float] | None = None,
+        on_again: Callable[[], None] = lambda: None,
+    ) -> None:
         self._profile_dir = profile_dir
         self._name = name
-        self._misses = int((silence + LONGER) * 1000 / HEARTBEAT)
-        self._on_engine = on_engine
-        self._ids: dict[str, int] = {}  # engine uuid -> ipyparallel's number
+        misses = int((silence + LONGER) * 1000 / HEARTBEAT)
+        arguments = [
+            "--nodb",  # the hub's record of every message would grow for ever
+            "--usethreads",
+            f"--HeartMonitor.period={HEARTBEAT}",  # an engine counts only after a heartbeat
+            f"--HeartMonitor.max_heartmonitor_misses={misses}",
+            "--log-level=40",
+        ]
+        self._caretaker = Caretaker(Path(profile_dir), name, arguments, keep)
+        self._on_engine, self._on_again = on_engine, on_again
+        self._ids: dict[str, int] = {}  # engine uuid -> ipyparallel's number, of those that can be spoken to
+        self._programs: dict[str, list[_Program]] = {}  # engine uuid -> those without an outcome
+        self._held: dict[str, list[Callable[[], None]]] = {}  # what waits for an engine
+        self._watching: asyncio.Task[None] | None = None
+        self._streams: list[ZMQStream] = []
+        self._connected: set[int] = set()  # sockets of the client
+        self._all_connected = asyncio.Event()
         self.client: Any = None
         self.connection = ""
 
+    @property
+    def process(self) -> str:
+        """The controller's, as pid@start."""
+        return self._caretaker.process
+
+    # ---- beginning and end ----
+
     async def start(self) -> None:
         """Start the controller and connect to it."""
-        os.makedirs(self._profile_dir, mode=0o700, exist_ok=True)
+        await self._caretaker.begin()
+        await self._reach()
+
+    async def attach(self, process: str = "") -> None:
+        """Connect to the controller that an earlier kernel has started; one that has ended is started again in its place.
+
+        `on_engine` is called for every engine that is there. `process`: as that kernel knew it; it may be another by now.
+        """
+        if not self._caretaker.adopt(process):
+            await self._start_again()
+        await self._reach()
+
+    async def release(self) -> None:
+        """Leave the controller, and all that runs, to a later kernel."""
+        await self._close()
+        self._caretaker.leave()
+
+    async def stop(self) -> None:
+        """End client and controller. It has nothing to tidy up, and asking it takes longer than the kernel has at its end."""
+        await self._close()
+        await self._caretaker.end()
+
+    async def _close(self) -> None:
+        if self._watching is not None:
+            self._watching.cancel()
+            await asyncio.gather(self._watching, return_exceptions=True)
+        if self.client is not None:
+            for stream in self._streams:
+                self.client._io_loop.add_callback(stream.close)
+            await self._loop.run_in_executor(None, self.client.close)
+
+    async def _reach(self) -> None:
         self._loop = asyncio.get_running_loop()
-        log = logging.getLogger("nbelastic.ipyparallel")
-        log.setLevel(logging.CRITICAL)  # what matters is raised; the rest is the controller's own chatter
-        self._cluster = ipp.Cluster(
-            n=0,
-            profile_dir=self._profile_dir,
-            cluster_id=self._name,
-            controller_launcher_class=ControllerLauncher,
-            controller_args=[
-                "--nodb",  # the hub's record of every message would grow for ever
-                "--usethreads",
-                f"--HeartMonitor.period={HEARTBEAT}",  # an engine counts only after a heartbeat
-                f"--HeartMonitor.max_heartmonitor_misses={self._misses}",
-                "--log-level=40",
-            ],
-            log=log,
-            shutdown_atexit=False,
-            delay=0,
-        )
-        await self._cluster.start_controller()
-        info = await self._cluster.controller.get_connection_info()
-        self.connection = json.dumps(info["engine"])
-        self.client = await self._loop.run_in_executor(None, self._connect, info["client"])
+        self._watching = self._loop.create_task(self._watch())
+        while self.client is None:
+            process = self.process
+            connecting = self._loop.run_in_executor(None, self._connect, self._caretaker.information("client"))
+            try:
+                self.client = await asyncio.shield(connecting)
+            except TimeoutError:
+                if process == self.process:  # else it was another's to answer
+                    raise
+            except asyncio.CancelledError:
+                connecting.add_done_callback(lambda made: made.exception() or made.result().close())
+                raise
+        self.connection = json.dumps(self._caretaker.information("engine"))
+        await self._meet()
 
     def _connect(self, info: dict[str, Any]) -> Any:
-        client = ipp.Client(connection_info=info, timeout=30, cluster_id=self._name, profile_dir=self._profile_dir)
-        client._registration_callbacks.append(self._registered)
+        context = _Context()
+        try:
+            client = ipp.Client(
+                connection_info=info,
+                timeout=REACH,
+                cluster_id=self._name,
+                profile_dir=self._profile_dir,
+                context=context,
+            )
+        except BaseException:
+            for monitor in context.monitors:
+                monitor.close()
+            raise
+        client._registration_callbacks.append(self._noticed)
+        client._io_loop.add_callback(self._monitor, client, context.monitors)
         return client
 
-    def _registered(self, event: dict[str, Any]) -> None:
-        """In the client's thread."""
-        if event["event"] == "register":
-            self._ids[event["uuid"]] = int(event["id"])
-            self._loop.call_soon_threadsafe(self._on_engine, event["uuid"])
+    # ---- the client's thread ----
+
+    def _monitor(self, client: Any, monitors: list[Any]) -> None:
+        for number, monitor in enumerate(monitors):
+            stream = ZMQStream(monitor, client._io_loop)
+            self._streams.append(stream)
+            stream.on_recv(partial(self._connection_changed, number, len(monitors)))
+
+    def _connection_changed(self, number: int, of: int, message: list[bytes]) -> None:
+        up = parse_monitor_message(message)["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED
+        self._loop.call_soon_threadsafe(self._count, number, of, up)
+
+    def _noticed(self, event: dict[str, Any]) -> None:
+        heard = self._registered if event["event"] == "register" else self._unregistered
+        self._loop.call_soon_threadsafe(heard, event["uuid"], int(event["id"]))
+
+    def _fail_all(self) -> None:
+        """What was asked for has no answer any more: it would have come to a connection that is gone."""
+        error = ControllerLostError(
+            "ipyparallel's controller ended before the answer came: how far it ran is not known."
+        )
+        try:
+            raise error
+        except ControllerLostError:
+            content = ipp.error.wrap_exception()
+        for number in list(self.client.outstanding):
+            message = self.client.session.msg("apply_reply", content=content)
+            message["parent_header"]["msg_id"] = number
+            self.client._handle_apply_reply(message)
+        for waiting in self.client._outstanding_dict.values():
+            waiting.clear()
+        for future in list(self.client._futures.values()):
+            if not future.done():
+                future.set_exception(error)
+
+    # ---- the loop's thread ----
+
+    def _count(self, number: int, of: int, up: bool) -> None:
+        if up:
+            self._connected.add(number)
+        else:
+            self._connected.discard(number)
+        (self._all_connected.set if len(self._connected) == of else self._all_connected.clear)()
+
+    async def _watch(self) -> None:
+        """For ever: have a controller."""
+        while True:
+            await self._caretaker.ended()
+            self._connected.clear()
+            self._all_connected.clear()
+            self._ids.clear()
+            if self.client is not None:
+                self.client._io_loop.add_callback(self._fail_all)
+            await self._start_again()
+            if self.client is not None:
+                meeting = self._loop.create_task(self._meet())
+                ending = self._loop.create_task(self._caretaker.ended())
+                await asyncio.wait((meeting, ending), return_when=asyncio.FIRST_COMPLETED)
+                ending.cancel()
+                if meeting.done():
+                    self._on_again()
+                else:
+                    meeting.cancel()
+                await asyncio.gather(meeting, ending, return_exceptions=True)
+
+    async def _start_again(self) -> None:
+        pause = 0.1
+        while True:
+            try:
+                await self._caretaker.again()
+            except (OSError, RuntimeError):
+                await asyncio.sleep(pause)  # its port may be taken for a moment
+                pause = min(2 * pause, PAUSE)
+            else:
+                return
+
+    async def _meet(self) -> None:
+        """Wait until all of the client is connected, then get to know the engines that are there already."""
+        await self._all_connected.wait()
+        answered: asyncio.Future[dict[str, str]] = self._loop.create_future()
+
+        def settle(engines: dict[str, str]) -> None:
+            if not answered.done():
+                answered.set_result(engines)
+
+        def answer(future: Any) -> None:
+            engines = {} if future.exception() else dict(future.result()["content"]["engines"])
+            self.client._update_engines(engines)
+            with contextlib.suppress(RuntimeError):
+                self._loop.call_soon_threadsafe(settle, engines)
+
+        self.client._send(self.client._query_socket, "connection_request").add_done_callback(answer)
+        for number, uuid in (await answered).items():
+            self._registered(uuid, int(number))
+
+    def _registered(self, uuid: str, number: int) -> None:
+        if self._ids.get(uuid) == number:
+            return
+        self._ids[uuid] = number
+        for program in list(self._programs.get(uuid, ())):
+            self._ask(uuid, program)
+        for call in self._held.pop(uuid, ()):
+            call()
+        self._on_engine(uuid)
+
+    def _unregistered(self, uuid: str, number: int) -> None:
+        if self._ids.get(uuid) == number:
+            del self._ids[uuid]
 
     def knows(self, uuid: str) -> bool:
         return uuid in self._ids
 
     def forget(self, uuid: str) -> None:
+        """It is gone."""
+        self._programs.pop(uuid, None)
+        self._held.pop(uuid, None)
         self._ids.pop(uuid, None)
+        if self.client is not None:
+            self.client._io_loop.add_callback(self._drop, uuid)
+
+    def _drop(self, uuid: str) -> None:
+        """In the client's thread: the controller tells only of those that it has heard itself."""
+        for number in [number for number in self.client._ids if self.client._engines.get(number) == uuid]:
+            self.client._unregister_engine({"content": {"id": number, "uuid": uuid}})
 
     def execute(self, uuid: str, source: str, done: Callable[[Any], None]) -> None:
         """Run a cell on one engine; `done(AsyncResult)` is called in the loop's thread."""
-        result = self._view(uuid).execute(source, silent=False)
-        result.add_done_callback(lambda _: self._loop.call_soon_threadsafe(self._with_output, result, done))
+
+        def send() -> None:
+            result = self._view(uuid).execute(source, silent=False)
+            result.add_done_callback(lambda _: self._loop.call_soon_threadsafe(self._with_output, result, done))
+
+        if uuid in self._ids:
+            send()
+        else:
+            self._held.setdefault(uuid, []).append(send)
 
     def _with_output(self, result: Any, done: Callable[[Any], None]) -> None:
         """What was printed comes by another socket than the answer, and may come later."""
@@ -109,49 +326,55 @@ class Engines:
     def run_cell(self, uuid: str, job: str, log_dir: str, cell: Cell, done: Callable[[Outcome], None]) -> None:
         """Run a cell as a job's program."""
         source, checkpoints = cell
-        self._apply(uuid, done, "run_cell", job, log_dir, checkpoints, source)
+        self._begin(uuid, _Program(job, done, (("run_cell", job, log_dir, checkpoints, source), {})))
 
     def run_function(self, uuid: str, job: str, log_dir: str, call: Call, done: Callable[[Outcome], None]) -> None:
         """Run a function as a job's program."""
         function, args, kwargs, checkpoints = call
-        self._apply(uuid, done, "call", job, log_dir, checkpoints, function, *args, **kwargs)
+        self._begin(uuid, _Program(job, done, (("call", job, log_dir, checkpoints, function, *args), kwargs)))
 
-    def _apply(self, uuid: str, done: Callable[[Outcome], None], name: str, /, *args: Any, **kwargs: Any) -> None:
-        result = self._view(uuid).apply_async(ipp.Reference(f"{PROGRAM}.{name}"), *args, **kwargs)
-        result.add_done_callback(lambda _: self._loop.call_soon_threadsafe(self._settle, result, done))
+    def await_outcome(self, uuid: str, job: str, done: Callable[[Outcome], None]) -> None:
+        """Have the outcome of a program that runs or has run; an error if the engine's newest was that of another job."""
+        self._begin(uuid, _Program(job, done, None))
 
-    def _settle(self, result: Any, done: Callable[[Outcome], None]) -> None:
+    def _begin(self, uuid: str, program: _Program) -> None:
+        self._programs.setdefault(uuid, []).append(program)
+        if uuid in self._ids:
+            self._ask(uuid, program)
+
+    def _ask(self, uuid: str, program: _Program) -> None:
+        """Send a program, or ask what became of it."""
+        request = (("outcome", program.job), {}) if program.sent else program.request
+        assert request is not None
+        program.sent = True
+        (name, *rest), kwargs = request
+        result = self._view(uuid).apply_async(ipp.Reference(f"{PROGRAM}.{name}"), *rest, **kwargs)
+        result.add_done_callback(lambda _: self._loop.call_soon_threadsafe(self._settle, uuid, program, result))
+
+    def _settle(self, uuid: str, program: _Program, result: Any) -> None:
         try:
             outcome: Outcome = result.get(timeout=0)
         except ipp.error.EngineError:
             return  # the engine died: its agent tells of that
         except ipp.RemoteError as error:  # outside the program: its value or the program itself cannot be sent
-            if error.ename == "EngineError":  # the same death, as the hub tells it
+            if error.ename in ("EngineError", "ControllerLostError"):  # the same death, as the hub tells it; or its own
                 return
             outcome = ("error", f"{error.ename}: {error.evalue}", str(error.traceback))
         except Exception as error:  # noqa: BLE001  (a value that cannot be unpickled here is the program's error)
             outcome = ("error", f"the result cannot be read here: {type(error).__name__}: {error}", "")
         self.client.purge_local_results(result)
-        done(outcome)
+        waiting = self._programs.get(uuid, [])
+        if program not in waiting:
+            return
+        if outcome[0] == "none" and program.request is not None:  # it was lost on the way there
+            program.sent = False
+            self._ask(uuid, program)
+            return
+        waiting.remove(program)
+        program.done(outcome if outcome[0] != "none" else ("error", f"this worker has not run {program.job}", ""))
 
     def _view(self, uuid: str) -> Any:
         view = self.client.direct_view(self._ids[uuid])
         view.block = False
         view.track = False
         return view
-
-    async def stop(self) -> None:
-        """End client and controller."""
-        if self.client is not None:
-            await self._loop.run_in_executor(None, self.client.close)
-        if getattr(self, "_cluster", None) is not None and self._cluster.controller is not None:
-            self._cluster.controller.stop_seconds_until_kill = 1
-            await self._loop.run_in_executor(None, self._kill_controller)
-
-    def _kill_controller(self) -> None:
-        """It has nothing to tidy up, and asking it takes longer than the kernel has at its end."""
-        from nbelastic.processes import kill_group
-
-        launcher = self._cluster.controller
-        kill_group(launcher.pid)
-        launcher._wait_thread.join(2.0)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import sys
+import threading
 from typing import Any
 
 import zmq
@@ -12,8 +14,12 @@ from ipykernel.iostream import OutStream
 from ipyparallel.controller import heartmonitor
 from ipyparallel.engine import app as engine_app
 from ipyparallel.engine.app import IPEngine
+from zmq.utils.monitor import recv_monitor_message
 
 from nbelastic.worker.session import current
+
+REPEAT = 2.0  # seconds after which an unanswered word is said again
+FOR_EVER = ("--IPEngine.timeout=1e6", "--IPEngine.max_heartbeat_misses=0")  # the agent knows when there is nobody left
 
 
 class Stream(OutStream):  # type: ignore[misc]
@@ -35,9 +41,59 @@ class Heart(heartmonitor.Heart):  # type: ignore[misc]
 
 
 class Engine(IPEngine):  # type: ignore[misc]
-    """ipyparallel's engine without its signal handling: the agent ends workers, and a worker has nothing to tidy up."""
+    """ipyparallel's engine without its signal handling: the agent ends workers, and a worker has nothing to tidy up.
+
+    It outlives its controller, and says again who it is when it is connected to the next one.
+    """
 
     out_stream_factory = Stream
+
+    async def register(self) -> None:
+        """A controller that ends before it answers leaves the word to the next one: it is said until there is an answer."""
+        repeating = asyncio.ensure_future(self._repeat())
+        try:
+            await super().register()
+        finally:
+            repeating.cancel()
+
+    async def _repeat(self) -> None:
+        while True:
+            await asyncio.sleep(REPEAT)
+            self._say_who()
+
+    def _say_who(self) -> None:
+        content = {"uuid": self.ident} if self.id is None else {"uuid": self.ident, "id": self.id}
+        self.session.send(self.registrar, "registration_request", content=content)
+
+    async def complete_registration(self, *args: Any) -> None:
+        await super().complete_registration(*args)
+        monitors = {}
+        for socket, name in ((self.shell_socket, "mux"), (self.iopub_socket, "iopub")):
+            port = str(self.connection_info[name])
+            monitors[socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)] = port
+        threading.Thread(target=self._watch, args=(monitors,), name="nbelastic-controller", daemon=True).start()
+
+    def _watch(self, monitors: dict[zmq.Socket[bytes], str]) -> None:
+        """For ever: say who this is whenever code can come, and what it prints can go, by new connections.
+
+        The connections come back one by one, and what is sent by one that is not there yet is lost. From here on the
+        registrar is this thread's.
+        """
+        poller = zmq.Poller()
+        for monitor in monitors:
+            poller.register(monitor, zmq.POLLIN)
+        there: set[str] = set()
+        while True:
+            for monitor, _ in poller.poll():
+                event, port = recv_monitor_message(monitor), monitors[monitor]
+                if event["endpoint"].decode().rpartition(":")[2] != port:  # of another scheduler
+                    continue
+                if event["event"] == zmq.EVENT_DISCONNECTED:
+                    there.discard(port)
+                else:
+                    there.add(port)
+                    if len(there) == len(monitors):
+                        self._say_who()
 
     def init_signal(self) -> None:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -57,7 +113,7 @@ def serve(profile: str) -> None:
     zmq.Context.instance().setsockopt(zmq.IPV6, 1)  # of all sockets of the engine; ZeroMQ and ipyparallel leave it off
     engine_app.Heart = Heart
     app = Engine.instance(log_level=40)
-    app.initialize([f"--profile-dir={profile}", "--IPEngine.enable_nanny=False", "--log-level=40"])
+    app.initialize([f"--profile-dir={profile}", "--IPEngine.enable_nanny=False", *FOR_EVER, "--log-level=40"])
     del os.environ["IPP_CONNECTION_INFO"]  # it holds a key: nothing that the user starts shall inherit it
     current().hello(app.ident)
     app.start()

@@ -21,6 +21,8 @@ from nbelastic.worker.session import Session, current
 Checkpoints = tuple[str, int, int] | None  # the folder, commits between two, how many are kept
 Outcome = tuple[str, Any, str]  # ("ok", value, "") or ("error", summary, traceback)
 
+_newest: tuple[str, Outcome | None] = ("", None)  # the last program's job, and what became of it
+
 
 class _Stream(io.TextIOBase):
     """Writes to the worker's log file at once, and to the notebook with the link's next tick."""
@@ -57,7 +59,25 @@ def run_cell(job: str, log_dir: str, checkpoints: Checkpoints, source: str) -> O
     return _run(job, log_dir, checkpoints, lambda: _execute(job, source))
 
 
+def outcome(job: str) -> Outcome:
+    """What became of the newest program, for who did not hear it: it is kept until the next one begins.
+
+    `("none", None, "")` if that was not the program of `job`, which has not begun here then. As all calls it waits for its
+    turn: a program that runs has ended by then.
+    """
+    newest, kept = _newest
+    return kept if newest == job and kept is not None else ("none", None, "")
+
+
 def _run(job: str, log_dir: str, checkpoints: Checkpoints, program: Callable[[], Any]) -> Outcome:
+    global _newest
+    _newest = (job, None)
+    found = _outcome(job, log_dir, checkpoints, program)
+    _newest = (job, found)
+    return found
+
+
+def _outcome(job: str, log_dir: str, checkpoints: Checkpoints, program: Callable[[], Any]) -> Outcome:
     session = current()
     boot.redirect(Path(log_dir), str(session.worker))
     with _output(session):

@@ -1,0 +1,168 @@
+"""The controller's process: started, watched, started again in its place, found by a later kernel."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import random
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from nbelastic.presence import identity, lives
+from nbelastic.processes import kill_group
+
+CODE = "from nbelastic.driver.controller import main; main()"
+PORTS = 16  # that ipyparallel's controller listens on
+LOWEST = 10_000  # of those that we choose
+LAST_WORDS = 2000  # characters of its output in an error
+
+
+class Caretaker:
+    """One cluster's controller. Its files are in the profile's folder, and for their owner alone."""
+
+    def __init__(self, profile: Path, name: str, arguments: Sequence[str], keep: tuple[Path, float] | None) -> None:
+        self._profile, self._name = profile, name
+        self._arguments = arguments
+        self._keep = keep
+        self._stem = profile / "security" / f"ipcontroller-{name}"
+        self._log = profile / "log" / f"ipcontroller-{name}.log"
+        self._state = profile / "log" / f"engines{name}.json"
+        self._child: subprocess.Popen[bytes] | None = None
+        self.process = ""  # pid@start
+
+    def information(self, kind: str) -> dict[str, Any]:
+        """How an `engine` or a `client` comes to it: addresses and keys."""
+        found: dict[str, Any] = json.loads(self._file(f"-{kind}.json").read_text())
+        return found
+
+    def _file(self, ending: str) -> Path:
+        return self._stem.with_name(self._stem.name + ending)
+
+    async def begin(self) -> None:
+        """Start one that knows nothing of any before. RuntimeError with its last words if it ends instead."""
+        for folder in (self._stem.parent, self._log.parent):
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self.adopt()
+        await self.end()
+        for file in (*map(self._file, ("-client.json", "-engine.json", ".keys", ".process")), self._state):
+            file.unlink(missing_ok=True)
+        await self.again()
+
+    def adopt(self, process: str = "") -> bool:
+        """Take the one over that an earlier kernel has started; whether it lives. Its own word counts more than `process`."""
+        self.process = process
+        with contextlib.suppress(FileNotFoundError):
+            self.process = self._file(".process").read_text()
+        return lives(self.process)
+
+    async def again(self) -> None:
+        """Start it where the one before was, of which nothing is left then. RuntimeError with its last words."""
+        await self.end()
+        ours, theirs = os.pipe()
+        keep = self._keep and (str(self._keep[0]), self._keep[1])
+        options = json.dumps({"files": str(self._stem), "ready": theirs, "keep": keep})
+        where = (f"--profile-dir={self._profile}", f"--cluster-id={self._name}", *_ports())
+        try:
+            with self._log.open("ab") as output:
+                self._child = subprocess.Popen(  # noqa: ASYNC220  (milliseconds)
+                    [sys.executable, "-c", CODE, options, *where, *self._arguments],
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,  # a file: nobody has to be there to read it
+                    stderr=output,
+                    start_new_session=True,
+                    pass_fds=[theirs],
+                )
+            os.close(theirs)
+            theirs = -1
+            await _readable(ours)
+            if not os.read(ours, 1):
+                raise RuntimeError(
+                    f"it ended at its start: {self._log.read_text(errors='replace')[-LAST_WORDS:].strip()}"
+                )
+            self.process = self._file(".process").read_text()
+        finally:
+            os.close(ours)
+            if theirs >= 0:
+                os.close(theirs)
+
+    async def ended(self) -> None:
+        """Return when its process has ended, child of ours or not."""
+        with contextlib.suppress(ProcessLookupError):
+            fd = os.pidfd_open(self._pid)
+            try:
+                if self._child is not None or lives(self.process):  # the number may be another's by now
+                    await _readable(fd)
+            finally:
+                os.close(fd)
+        self._reap()
+
+    async def end(self) -> None:
+        """End it and all of its group; return when they are gone, and their ports free."""
+        pid = self._pid
+        if pid and (self._child is not None or identity(pid) in ("", self.process)):  # a group may outlive its leader
+            members = _group(pid)
+            kill_group(pid)
+            for fd in members:
+                try:
+                    await _readable(fd)
+                finally:
+                    os.close(fd)
+        self._reap()
+
+    def leave(self) -> None:
+        """It is to outlive this process."""
+        if self._child is not None:
+            self._child.returncode = 0  # nobody need miss it
+        self._child = None
+
+    @property
+    def _pid(self) -> int:
+        return self._child.pid if self._child is not None else int(self.process.partition("@")[0] or 0)
+
+    def _reap(self) -> None:
+        if self._child is not None and self._child.poll() is not None:
+            self._child = None
+
+
+async def _readable(fd: int) -> None:
+    loop = asyncio.get_running_loop()
+    there = asyncio.Event()
+    loop.add_reader(fd, there.set)
+    try:
+        await there.wait()
+    finally:
+        loop.remove_reader(fd)
+
+
+def _group(leader: int) -> list[int]:
+    """Descriptors of the processes of a group, which become readable as they end."""
+    found = []
+    for entry in filter(str.isdecimal, os.listdir("/proc")):
+        with contextlib.suppress(ProcessLookupError):
+            if os.getpgid(int(entry)) == leader:
+                found.append(os.pidfd_open(int(entry)))
+    return found
+
+
+def _ports() -> list[str]:
+    """Free ones that the system does not give to outgoing connections: to come again, the controller needs the same.
+
+    Nobody holds them while it is away; and who tries to connect to such a port of its own range may meet itself there.
+    """
+    lowest = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    if lowest - LOWEST < 100 * PORTS:
+        return []  # ipyparallel chooses
+    found: list[int] = []
+    for port in random.sample(range(LOWEST, lowest), 10 * PORTS):
+        with socket.socket() as trial, contextlib.suppress(OSError):
+            trial.bind(("127.0.0.1", port))
+            found.append(port)
+        if len(found) == PORTS:
+            break
+    return [f"--ports={','.join(map(str, found))}"]
