@@ -32,7 +32,17 @@ from nbelastic.driver.notes import Notes
 from nbelastic.driver.orders import execute_on_all
 from nbelastic.driver.places import RunDir, gpus
 from nbelastic.driver.run import Call, Cell, Run, checkpoints
-from nbelastic.driver.saved import Saved, SavedJob, arguments_of, begin, find, kept_arguments, read
+from nbelastic.driver.saved import (
+    ClusterInfo,
+    Saved,
+    SavedJob,
+    arguments_of,
+    begin,
+    clusters,
+    find,
+    kept_arguments,
+    read,
+)
 from nbelastic.driver.script import Options, script_for
 from nbelastic.driver.settings import Settings, check
 from nbelastic.driver.stacks import WorkerStack, show_stacks
@@ -206,6 +216,11 @@ class Cluster:
         if found.job is not None and found.job.name in driver.runs:
             self._jobs.append(Job(driver, driver.runs[found.job.name]))
         return self
+
+    @staticmethod
+    def all() -> list[ClusterInfo]:
+        """Your clusters on this machine: with a kernel, or kept and waiting for one."""
+        return clusters()
 
     def close(self) -> None:
         """What befits the end of its kernel: let go of it if it is kept, else stop it."""

@@ -16,6 +16,7 @@ from ipyparallel.controller import hub as hubs
 from traitlets import Set
 from traitlets.config import Config
 
+from nbelastic.driver.saved import sweep
 from nbelastic.presence import identity, outlast
 from nbelastic.processes import die_with_parent, follow_parent, kill_group
 
@@ -73,7 +74,9 @@ def _keys(file: Path) -> dict[str, str]:
 
 
 def _outlast(file: str, lease: float) -> None:
+    """Nobody has come: what the cluster has written, keys among it, goes as well."""
     outlast(Path(file), lease)
+    sweep(Path(file).name.removesuffix(".lock"))
     kill_group(os.getpgrp())
 
 

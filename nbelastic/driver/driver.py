@@ -383,6 +383,7 @@ class Driver:
         live = self.fleet.live
         if here.commit:
             live.steps[here.worker] = here.commit
+            live.progress(here.commit, time.monotonic())
         if here.rank == 0 and here.holds:
             for _, report in here.reports:
                 live.report_of(_numbers(report))

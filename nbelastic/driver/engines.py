@@ -132,6 +132,11 @@ class Engines:
         await self._close()
         self._caretaker.leave()
 
+    async def detach(self) -> None:
+        """Leave the controller, and all that runs, to another kernel."""
+        await self._close()
+        self._caretaker.leave()
+
     async def stop(self) -> None:
         """End client and controller. It has nothing to tidy up, and asking it takes longer than the kernel has at its end."""
         await self._close()

@@ -208,17 +208,17 @@ def _found() -> Iterator[ClusterInfo]:
                 problem = str(error)
             else:
                 if not driver and not any(map(lives, saved.processes)):
-                    _sweep(name)
+                    sweep(name)
                     continue
                 hosts = tuple(host.spec.name for host in saved.world.hosts)
                 job = saved.world.job if not saved.world.outcome else ""
         elif not driver:
-            _sweep(name)
+            sweep(name)
             continue
         yield ClusterInfo(name, driver, kept, hosts, job, problem)
 
 
-def _sweep(name: str) -> None:
+def sweep(name: str) -> None:
     """It is dead: no process of it is left, and nobody will ask for its keys."""
     run_dir = RunDir(name)
     with suppress(UsageError):  # somebody takes the name at this moment

@@ -1,0 +1,107 @@
+"""A kernel that can be killed, what it leaves, and who takes that over."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import nbelastic as nbe
+from nbelastic.driver.saved import Saved, read
+from nbelastic.folders import base
+from tests.process.observing import Training, alive, descendants, until
+
+MARK = "NBELASTIC_TEST_KERNEL"  # in the environment of the kernel, and so of all that it starts
+ROOT = Path(__file__).parents[2]
+
+
+class Kernel:
+    """A process that has started a kept cluster and trains on it."""
+
+    def __init__(
+        self,
+        name: str,
+        folder: Path,
+        hosts: str = "localhost:3",
+        program: str = "train",
+        arguments: dict[str, Any] | None = None,
+        **options: Any,
+    ) -> None:
+        self.name, self.folder = name, folder
+        folder.mkdir(exist_ok=True)
+        said = {
+            "name": name,
+            "folder": str(folder),
+            "hosts": hosts,
+            "program": program,
+            "arguments": arguments or {},
+            "options": {"log_dir": str(folder.parent / "logs"), "lease": 60.0, **options},
+        }
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "tests.process.kernel", json.dumps(said)],
+            cwd=ROOT,
+            env={**os.environ, MARK: name},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
+
+    def ready(self) -> Kernel:
+        """It has a cluster, and a job if it was to have one."""
+        assert self.process.stdout is not None
+        assert self.process.stdout.readline() == b"ready\n"
+        return self
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+    def end(self) -> None:
+        """As a kernel that is restarted: it has some time for its own end."""
+        self.process.communicate(timeout=20)
+
+    @property
+    def saved(self) -> Saved:
+        return read(base() / self.name)
+
+    def processes(self) -> dict[int, str]:
+        """All that it has started and that live, and what those have started: pid and command line."""
+        found = {}
+        wanted = f"{MARK}={self.name}".encode()
+        for entry in filter(str.isdecimal, os.listdir("/proc")):
+            try:
+                environment = Path(f"/proc/{entry}/environ").read_bytes()
+                command = Path(f"/proc/{entry}/cmdline").read_bytes()
+            except OSError:
+                continue
+            if wanted in environment.split(b"\0") and int(entry) != self.process.pid and alive(int(entry)):
+                found[int(entry)] = command.replace(b"\0", b" ").decode(errors="replace")
+        return found
+
+    def steps(self) -> list[dict[str, Any]]:
+        return Found(None, None, self.folder).lines()
+
+    def makes_steps(self, world: int) -> None:
+        """Wait until `world` processes have made steps together."""
+        until(lambda: len({line["pid"] for line in self.steps() if line["world"] == world}) >= world, 30, "steps")
+
+    def left(self) -> list[str]:
+        """What is left of the cluster: processes, folders and locks."""
+        found = self.processes() | dict.fromkeys(descendants(), "started by this process")
+        files = [str(path) for path in base().glob(f"{self.name}*")]
+        return [*(f"{pid} {command}" for pid, command in found.items()), *files]
+
+
+class Found(Training):
+    """The training that a kernel has begun, seen through another one's cluster."""
+
+    def __init__(self, cluster: nbe.Cluster | None, job: nbe.Job | None, folder: Path) -> None:
+        self.cluster, self.job, self.folder = cluster, job, folder  # type: ignore[assignment]
+
+
+def attached(kernel: Kernel) -> Found:
+    """Its cluster and its job, in this process."""
+    cluster = nbe.Cluster.attach(kernel.name)
+    return Found(cluster, cluster.job, kernel.folder)
