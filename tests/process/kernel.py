@@ -1,5 +1,7 @@
 """A notebook's kernel, as far as a cluster knows it: starts one that is kept, trains on it, and waits to be killed.
 
+With `"attach": n` it takes over the one of that name, and says how many seconds it took, and until n workers trained.
+
 `python -m tests.process.kernel '{"name": …, "folder": …, "hosts": …, "options": {…}, "program": …, "arguments": {…}}'`
 """
 
@@ -7,6 +9,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 
 import nbelastic as nbe
 from tests.process import programs
@@ -14,6 +17,14 @@ from tests.process import programs
 
 def main() -> None:
     said = json.loads(sys.argv[1])
+    if said.get("attach"):
+        start = time.monotonic()
+        cluster = nbe.Cluster.attach(said["name"])
+        attached = time.monotonic()
+        cluster.wait(said["attach"], timeout=60)
+        print(json.dumps([attached - start, time.monotonic() - start]), flush=True)
+        sys.stdin.read()
+        return
     cluster = nbe.Cluster(said["hosts"], name=said["name"], keep=True, cooldown=(0, 0), **said["options"])
     cluster.start(timeout=60)
     if said["program"]:

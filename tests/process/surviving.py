@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 import nbelastic as nbe
 from nbelastic.driver.saved import Saved, read
 from nbelastic.folders import base
@@ -40,10 +42,13 @@ class Kernel:
             "arguments": arguments or {},
             "options": {"log_dir": str(folder.parent / "logs"), "lease": 60.0, **options},
         }
-        self.process = subprocess.Popen(
+        self.process = self._begin(said)
+
+    def _begin(self, said: dict[str, Any]) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(
             [sys.executable, "-m", "tests.process.kernel", json.dumps(said)],
             cwd=ROOT,
-            env={**os.environ, MARK: name},
+            env={**os.environ, MARK: self.name},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
         )
@@ -53,6 +58,25 @@ class Kernel:
         assert self.process.stdout is not None
         assert self.process.stdout.readline() == b"ready\n"
         return self
+
+    def again(self, world: int) -> tuple[float, float]:
+        """Another kernel, after this one was killed: seconds until it had the cluster, and until `world` workers trained."""
+        self.process = self._begin({"name": self.name, "attach": world})
+        assert self.process.stdout is not None
+        attached, whole = json.loads(self.process.stdout.readline())
+        return attached, whole
+
+    def part(self, part: str) -> int:
+        """A process of it: controller, or of the last host agent, template or worker."""
+        saved = self.saved
+        if part == "controller":
+            return int(saved.controller.partition("@")[0])
+        agent = int(saved.agents[max(saved.agents, key=lambda host: host != "localhost")].process.partition("@")[0])
+        if part == "agent":
+            return agent
+        children = psutil.Process(agent).children(recursive=True)
+        template = next(child for child in children if "forkserver" in " ".join(child.cmdline()) and child.children())
+        return template.pid if part == "template" else next(child.pid for child in template.children())
 
     def kill(self) -> None:
         self.process.kill()
