@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import ipyparallel as ipp
 import zmq
@@ -21,6 +22,8 @@ from nbelastic.driver.run import Call, Cell
 PROGRAM = "__import__('nbelastic.worker.program', fromlist=['call'])"
 HEARTBEAT = 100  # milliseconds
 LONGER = 10.0  # seconds that ipyparallel waits longer for a silent engine than we do: it would throw its results away
+SOON = 10  # milliseconds after which a client tries to connect again; engines, whose answers it wants, wait for ten times that
+LOST = "ipyparallel's controller ended before the answer came: how far it ran is not known"
 REACH = 5.0  # seconds that a controller may take to answer
 PAUSE = 10.0  # at most, in seconds, between two starts of a controller that ends at once
 Outcome = tuple[str, Any, str]
@@ -42,7 +45,10 @@ def sendable(function: Any, args: Any, kwargs: Any) -> str:
 
 
 class _Context(zmq.Context[Any]):
-    """The kernel's context for one client, of whose sockets it is seen when they are connected."""
+    """The kernel's context for one client: of its sockets it is seen when they are connected, and they come back soon.
+
+    A socket without an identity gets one from the controller, and from the next controller another: answers to it are lost.
+    """
 
     monitors: list[zmq.Socket[bytes]]  # declared: what a context is not known to have is an option to ZeroMQ
 
@@ -53,8 +59,54 @@ class _Context(zmq.Context[Any]):
     def socket(self, socket_type: int, *args: Any, **options: Any) -> Any:
         made = super().socket(socket_type, *args, **options)
         if socket_type != zmq.PAIR:  # a monitor
+            made.setsockopt(zmq.RECONNECT_IVL, SOON)
+            if socket_type == zmq.DEALER:
+                made.setsockopt(zmq.IDENTITY, uuid4().bytes)
             self.monitors.append(made.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED))
         return made
+
+
+class _Client(ipp.Client):  # type: ignore[misc]
+    """ipyparallel's, which prints what comes too late."""
+
+    def _handle_apply_reply(self, msg: dict[str, Any]) -> None:
+        if self._waits_for(msg):
+            super()._handle_apply_reply(msg)
+
+    def _handle_execute_reply(self, msg: dict[str, Any]) -> None:
+        if self._waits_for(msg):
+            super()._handle_execute_reply(msg)
+
+    def _waits_for(self, msg: dict[str, Any]) -> bool:
+        coalesced = self._should_use_metadata_msg_id(msg)
+        return (msg["metadata"]["original_msg_id"] if coalesced else msg["parent_header"]["msg_id"]) in self.outstanding
+
+    def fail(self, calls: Iterable[str]) -> None:
+        """In its thread: no answer comes to these any more."""
+        try:
+            raise ControllerLostError(LOST)  # noqa: TRY301  (what is wrapped is the present exception)
+        except ControllerLostError:
+            content = ipp.error.wrap_exception()
+        for call in set(calls) & self.outstanding:
+            message = self.session.msg("apply_reply", content=content)
+            message["parent_header"]["msg_id"] = call
+            self._handle_apply_reply(message)
+
+    def fail_unbound(self) -> None:
+        """In its thread: the controller is gone, and with it what it kept itself: what was not for one engine, and questions."""
+        bound: set[str] = set().union(*list(self._outstanding_dict.values()))
+        self.fail(self.outstanding - bound)
+        for call, future in list(self._futures.items()):
+            if call not in bound and not future.done():
+                future.set_exception(ControllerLostError(LOST))
+        self.end_output(set(self._output_futures) - bound)
+
+    def end_output(self, calls: Iterable[str]) -> None:
+        """No more output comes of these."""
+        for call in calls:
+            printed = self._output_futures.get(call)
+            if printed is not None and not printed.done():
+                printed.set_result(None)
 
 
 class _Program:
@@ -64,14 +116,16 @@ class _Program:
         self.job, self.done = job, done
         self.request = request  # None: an earlier driver has sent it
         self.sent = request is None
+        self.asked = False  # an answer is on its way
 
 
 class Engines:
     """The controller and a client. `on_engine(uuid)` is called in the loop's thread when an engine can be spoken to.
 
     A controller that ends unasked is started again in its place, the engines come back to it, and `on_again()` is called.
-    What was asked for meanwhile waits; of programs that ran the outcomes are asked for again; cells have failed with
-    ControllerLostError. With `keep`, a file and a lease for `presence.outlast`, it outlives this process.
+    What was asked for meanwhile waits. Answers that were lost with it are asked for again if they were programs' outcomes;
+    cells fail with ControllerLostError then. With `keep`, a file and a lease for `presence.outlast`, it outlives this
+    process.
     """
 
     def __init__(
@@ -99,6 +153,7 @@ class Engines:
         self._ids: dict[str, int] = {}  # engine uuid -> ipyparallel's number, of those that can be spoken to
         self._programs: dict[str, list[_Program]] = {}  # engine uuid -> those without an outcome
         self._held: dict[str, list[Callable[[], None]]] = {}  # what waits for an engine
+        self._gone: set[str] = set()  # engines that have died, of which the controller has not said so
         self._watching: asyncio.Task[None] | None = None
         self._streams: list[ZMQStream] = []
         self._connected: set[int] = set()  # sockets of the client
@@ -171,7 +226,7 @@ class Engines:
     def _connect(self, info: dict[str, Any]) -> Any:
         context = _Context()
         try:
-            client = ipp.Client(
+            client = _Client(
                 connection_info=info,
                 timeout=REACH,
                 cluster_id=self._name,
@@ -202,25 +257,6 @@ class Engines:
         heard = self._registered if event["event"] == "register" else self._unregistered
         self._loop.call_soon_threadsafe(heard, event["uuid"], int(event["id"]))
 
-    def _fail_all(self) -> None:
-        """What was asked for has no answer any more: it would have come to a connection that is gone."""
-        error = ControllerLostError(
-            "ipyparallel's controller ended before the answer came: how far it ran is not known."
-        )
-        try:
-            raise error
-        except ControllerLostError:
-            content = ipp.error.wrap_exception()
-        for number in list(self.client.outstanding):
-            message = self.client.session.msg("apply_reply", content=content)
-            message["parent_header"]["msg_id"] = number
-            self.client._handle_apply_reply(message)
-        for waiting in self.client._outstanding_dict.values():
-            waiting.clear()
-        for future in list(self.client._futures.values()):
-            if not future.done():
-                future.set_exception(error)
-
     # ---- the loop's thread ----
 
     def _count(self, number: int, of: int, up: bool) -> None:
@@ -238,7 +274,9 @@ class Engines:
             self._all_connected.clear()
             self._ids.clear()
             if self.client is not None:
-                self.client._io_loop.add_callback(self._fail_all)
+                self.client._io_loop.add_callback(self.client.fail_unbound)
+            for uuid in self._gone:
+                self._drop(uuid)
             await self._start_again()
             if self.client is not None:
                 meeting = self._loop.create_task(self._meet())
@@ -285,31 +323,49 @@ class Engines:
         if self._ids.get(uuid) == number:
             return
         self._ids[uuid] = number
-        for program in list(self._programs.get(uuid, ())):
-            self._ask(uuid, program)
+        self._sort_out(uuid)
+        for program in self._programs.get(uuid, ()):
+            if not program.asked:
+                self._ask(uuid, program)
         for call in self._held.pop(uuid, ()):
             call()
         self._on_engine(uuid)
 
+    def _sort_out(self, uuid: str) -> None:
+        """Which answers were lost with the last controller? Those that have not come when a later call is answered."""
+        calls = set(self.client._outstanding_dict.get(uuid, ()))
+        if not calls:
+            return
+        last = self._view(uuid).apply_async(ipp.Reference(f"{PROGRAM}.outcome"), "")
+        add = self.client._io_loop.add_callback
+        last.add_done_callback(lambda _: add(self.client.fail, calls))
+        printed = self.client._output_futures.get(last.msg_ids[0]) or last
+        printed.add_done_callback(lambda _: add(self.client.end_output, calls))
+
     def _unregistered(self, uuid: str, number: int) -> None:
         if self._ids.get(uuid) == number:
             del self._ids[uuid]
+        self._programs.pop(uuid, None)
+        self._gone.discard(uuid)
 
     def knows(self, uuid: str) -> bool:
         return uuid in self._ids
 
     def forget(self, uuid: str) -> None:
-        """It is gone."""
-        self._programs.pop(uuid, None)
+        """It is gone. Its controller will notice; the next one will never have heard of it."""
         self._held.pop(uuid, None)
-        self._ids.pop(uuid, None)
-        if self.client is not None:
-            self.client._io_loop.add_callback(self._drop, uuid)
+        if self._ids.pop(uuid, None) is None:
+            self._drop(uuid)
+        else:
+            self._gone.add(uuid)
 
     def _drop(self, uuid: str) -> None:
-        """In the client's thread: the controller tells only of those that it has heard itself."""
-        for number in [number for number in self.client._ids if self.client._engines.get(number) == uuid]:
-            self.client._unregister_engine({"content": {"id": number, "uuid": uuid}})
+        def drop() -> None:
+            for number in [number for number in self.client._ids if self.client._engines.get(number) == uuid]:
+                self.client._unregister_engine({"content": {"id": number, "uuid": uuid}})
+
+        if self.client is not None:
+            self.client._io_loop.add_callback(drop)
 
     def execute(self, uuid: str, source: str, done: Callable[[Any], None]) -> None:
         """Run a cell on one engine; `done(AsyncResult)` is called in the loop's thread."""
@@ -351,32 +407,38 @@ class Engines:
         """Send a program, or ask what became of it."""
         request = (("outcome", program.job), {}) if program.sent else program.request
         assert request is not None
-        program.sent = True
+        program.sent = program.asked = True
         (name, *rest), kwargs = request
         result = self._view(uuid).apply_async(ipp.Reference(f"{PROGRAM}.{name}"), *rest, **kwargs)
         result.add_done_callback(lambda _: self._loop.call_soon_threadsafe(self._settle, uuid, program, result))
 
     def _settle(self, uuid: str, program: _Program, result: Any) -> None:
+        program.asked = False
         try:
             outcome: Outcome = result.get(timeout=0)
         except ipp.error.EngineError:
             return  # the engine died: its agent tells of that
         except ipp.RemoteError as error:  # outside the program: its value or the program itself cannot be sent
-            if error.ename in ("EngineError", "ControllerLostError"):  # the same death, as the hub tells it; or its own
+            if error.ename == "EngineError":  # the same death, as the hub tells it
                 return
-            outcome = ("error", f"{error.ename}: {error.evalue}", str(error.traceback))
+            lost = error.ename == ControllerLostError.__name__
+            outcome = ("none" if lost else "error", f"{error.ename}: {error.evalue}", str(error.traceback))
         except Exception as error:  # noqa: BLE001  (a value that cannot be unpickled here is the program's error)
+            lost = False
             outcome = ("error", f"the result cannot be read here: {type(error).__name__}: {error}", "")
+        else:
+            lost = False
         self.client.purge_local_results(result)
         waiting = self._programs.get(uuid, [])
         if program not in waiting:
             return
-        if outcome[0] == "none" and program.request is not None:  # it was lost on the way there
-            program.sent = False
-            self._ask(uuid, program)
+        if outcome[0] != "none" or (program.request is None and not lost):
+            waiting.remove(program)
+            program.done(outcome if outcome[0] != "none" else ("error", f"this worker has not run {program.job}", ""))
             return
-        waiting.remove(program)
-        program.done(outcome if outcome[0] != "none" else ("error", f"this worker has not run {program.job}", ""))
+        program.sent = lost  # else it was lost on the way there
+        if uuid in self._ids:
+            self._ask(uuid, program)
 
     def _view(self, uuid: str) -> Any:
         view = self.client.direct_view(self._ids[uuid])
