@@ -152,7 +152,7 @@ class Driver:
             await asyncio.gather(self.fleet.adopt(saved), self._arrivals.wait())
             arrivals, self._arrivals = self._arrivals, None
             take_over(self, saved, arrivals)
-        self._save()
+        self.save()
         self._publish()
         self._ready.set()
         watches = (self._discover(), self._silence.listen(), self.fleet.look_after_jobs())
@@ -226,10 +226,10 @@ class Driver:
         for asked in [asked for asked in self._asked if asked[0] is event]:
             self._asked.remove(asked)
             self._waiters.append(asked[1:])
-        self._save()
+        self.save()
         self._publish()
 
-    def _save(self) -> None:
+    def save(self) -> None:
         """What another driver would need, if it has changed."""
         if self.notes is not None:
             self.notes.save(self)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+from msgspec.structs import replace
 
 from nbelastic import versions
 from nbelastic.clusterfile import replace_private
@@ -53,6 +54,11 @@ class Notes:
         if self._output is not None:
             self._output.close()
             self._output = None
+
+    def job_goes_on(self, **news: Any) -> None:
+        """Something of a script that is to be written down."""
+        if self.job is not None:
+            self.job = replace(self.job, **news)
 
     def save(self, driver: Driver) -> None:
         """Write it down if it has changed."""

@@ -21,7 +21,8 @@ from nbelastic.clusterfile import replace_private
 from nbelastic.core import wire
 from nbelastic.core.addresses import bracketed
 from nbelastic.core.errors import UsageError
-from nbelastic.core.messages import HostSpec, WorkerId
+from nbelastic.core.group import Terms
+from nbelastic.core.messages import EndJob, HostSpec, WorkerId
 from nbelastic.core.takeover import SavedWorld
 from nbelastic.driver.discovery import FixedHosts, HostDiscovery, ScriptDiscovery
 from nbelastic.driver.places import RunDir, holder
@@ -44,12 +45,17 @@ class SavedAgent(msgspec.Struct, frozen=True):
 
 
 class SavedJob(msgspec.Struct, frozen=True):
-    """The newest job. `cell` is its program, or `program` names the file that the function is in."""
+    """The newest job. `cell` is its program, or `program` names the file that the function is in, or it is a script.
+
+    Of that one, which the world knows nothing of, the number of the last round is here, and how it ended.
+    """
 
     name: str
     cell: tuple[str, tuple[str, int, int] | None] | None = None
     program: str = ""
-    script: wire.Script | None = None
+    script: tuple[wire.Script, Terms] | None = None
+    round: int = 0
+    over: EndJob | None = None
 
 
 class Saved(msgspec.Struct, frozen=True):

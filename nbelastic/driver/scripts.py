@@ -25,6 +25,7 @@ from nbelastic.core.rounds import advance, deadline
 from nbelastic.core.world import NEVER, HostPhase
 from nbelastic.driver.orders import Order
 from nbelastic.driver.run import Run
+from nbelastic.driver.saved import SavedJob
 from nbelastic.driver.script_status import with_script, workers_of
 from nbelastic.driver.status import Status
 from nbelastic.link import Hub, Keys, machine
@@ -75,12 +76,28 @@ class Scripts:
 
     def submit(self, run: Run, script: wire.Script, terms: Terms) -> None:
         """A new script. There is no other, and no job."""
-        self._driver.runs[run.name] = run
         self._driver.fleet.begin_job()
+        if self._driver.notes is not None:
+            self._driver.notes.submit(SavedJob(run.name, script=(script, terms)))
+        self._begin(run, script, Group(run.name, terms), "was submitted")
+
+    def begin_again(self, run: Run, job: SavedJob, nodes: Mapping[str, tuple[int, ...]]) -> None:
+        """A script of another driver: its hosts' `nodes` are ended, and others start it anew. Guests are asked to come back."""
+        assert job.script is not None
+        script, terms = job.script
+        for host, numbers in nodes.items():
+            for number in numbers:
+                self._started = max(self._started, number)
+                self._driver.fleet.to_agent(host, wire.Recall(number, kill=True))
+        # what was begun last may not have been written down
+        self._begin(run, script, Group(run.name, terms, round=job.round + 1), "begins again, as its driver was lost")
+
+    def _begin(self, run: Run, script: wire.Script, group: Group, how: str) -> None:
+        self._driver.runs[run.name] = run
         self._run, self._script, self._seen = run, script, None
         self._orders, self._samples = {}, {}
-        self._group = Group(run.name, terms)
-        self._driver.record(m.Record("job-started", f"{run.name} was submitted: {script.target}"))
+        self._group = group
+        self._driver.record(m.Record("job-started", f"{run.name} {how}: {script.target}"))
         now = time.monotonic()
         self._look_at_hosts(now)
         for ready in list(self._waiting.values()):
@@ -203,6 +220,7 @@ class Scripts:
         for command in commands:
             self._do(command)
         self._schedule(now)
+        self._driver.save()
         self._driver.look()
 
     def _schedule(self, now: float) -> None:
@@ -251,6 +269,8 @@ class Scripts:
             )
             self._orders[seat.host] = order
             self._send(seat.host, order)
+        if self._driver.notes is not None:
+            self._driver.notes.job_goes_on(round=command.round)
 
     def _end(self, command: s.EndScript) -> None:
         run, group = self._run, self._group
@@ -261,7 +281,10 @@ class Scripts:
         if command.failure is not None:
             culprit = m.WorkerId(command.host, command.failure.local_rank, group.round)
             run.outcomes[culprit] = ("error", command.failure.error, command.failure.traceback)
-        run.end(m.EndJob(run.name, command.outcome, command.reason, members, culprit))
+        end = m.EndJob(run.name, command.outcome, command.reason, members, culprit)
+        run.end(end)
+        if self._driver.notes is not None:
+            self._driver.notes.job_goes_on(over=end)
         self._orders = {}
 
     def _send(self, host: str, message: wire.Message) -> None:

@@ -142,6 +142,11 @@ def take_over(driver: Driver, saved: Saved, arrivals: Arrivals) -> None:
         if host not in arrivals.agents:
             driver.fleet.kill_agent(host)
     driver.carry_out(commands, now)
+    nodes = {host: agent.nodes for host, agent in arrivals.agents.items()}
+    if saved.job is not None and saved.job.over is not None:
+        driver.runs[saved.job.name].end(saved.job.over)
+    elif saved.job is not None and saved.job.script is not None:
+        driver.scripts.begin_again(driver.runs[saved.job.name], saved.job, nodes)
     job = driver.world.job
     if job is not None and job.name in driver.runs:
         run = driver.runs[job.name]

@@ -132,9 +132,19 @@ class GuestRendezvous(DriverRendezvous):
         super().__init__(self._connect, ready, address, told=_tell, **options)
         self._started = 0  # the newest round whose workers the driver was told of
         self._here = True
-        hello = wire.NodeHello(self._name, os.getpid(), machine(), versions.here())
-        self.link.send(hello)
+        self._say_hello()
         atexit.register(self._leave, "its process has ended")
+
+    def _say_hello(self) -> None:
+        self.link.send(wire.NodeHello(self._name, os.getpid(), machine(), versions.here()))
+
+    def hear(self, message: wire.Message) -> None:
+        if isinstance(message, wire.Welcome):  # a new driver, for whom the script begins again
+            self.link.unsay()
+            self._say_hello()
+            if self.round is not None:
+                message = wire.LeaveRound(self.round.round, "a new driver has come")
+        super().hear(message)
 
     def _connect(self, hear: Callable[[wire.Message], None]) -> Spoke:
         peer = f"node/{self._name}~{os.getpid()}"

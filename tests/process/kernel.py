@@ -13,6 +13,7 @@ import time
 
 import nbelastic as nbe
 from tests.process import programs
+from tests.process.scripting import FOR_EVER, TRAIN
 
 
 def main() -> None:
@@ -27,7 +28,9 @@ def main() -> None:
         return
     cluster = nbe.Cluster(said["hosts"], name=said["name"], keep=True, cooldown=(0, 0), **said["options"])
     cluster.start(timeout=60)
-    if said["program"]:
+    if said["program"] == "script":
+        cluster.run_script(TRAIN, said["folder"], FOR_EVER, **said["arguments"])
+    elif said["program"]:
         cluster.run(getattr(programs, said["program"]), said["folder"], **said["arguments"])
     print("ready", flush=True)
     sys.stdin.read()  # its end is an ordinary one of the kernel

@@ -183,3 +183,33 @@ def who() -> dict[str, Any]:
 
     found: dict[str, Any] = loop(nbe.ObjectState())
     return found
+
+
+def say(folder: str) -> str:
+    """No training: each rank says who it is."""
+
+    @nbe.elastic
+    def loop(_: Any) -> str:
+        return f"rank {nbe.rank()}"
+
+    who = loop(nbe.ObjectState())
+    print(f"I am {who}")
+    return who
+
+
+def fail_later(folder: str) -> None:
+    """Train; rank 1 raises an error of its own when `folder/go` is there."""
+    import torch
+    import torch.distributed as dist
+
+    @nbe.elastic
+    def loop(state: Any) -> None:
+        while True:
+            dist.all_reduce(torch.ones(1))
+            if nbe.rank() == 1 and (Path(folder) / "go").exists():
+                (Path(folder) / "failed").touch()
+                raise ValueError("no such luck")
+            state.commit()
+            time.sleep(PAUSE)
+
+    loop(nbe.ObjectState())

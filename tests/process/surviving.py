@@ -15,6 +15,7 @@ import nbelastic as nbe
 from nbelastic.driver.saved import Saved, read
 from nbelastic.folders import base
 from tests.process.observing import Training, alive, descendants, until
+from tests.process.scripting import ScriptTraining
 
 MARK = "NBELASTIC_TEST_KERNEL"  # in the environment of the kernel, and so of all that it starts
 ROOT = Path(__file__).parents[2]
@@ -123,6 +124,13 @@ class Found(Training):
 
     def __init__(self, cluster: nbe.Cluster | None, job: nbe.Job | None, folder: Path) -> None:
         self.cluster, self.job, self.folder = cluster, job, folder  # type: ignore[assignment]
+
+
+class FoundScript(ScriptTraining):
+    """The same of a script."""
+
+    def __init__(self, cluster: nbe.Cluster, job: nbe.Job, folder: Path) -> None:
+        self.cluster, self.job, self.folder = cluster, job, folder
 
 
 def attached(kernel: Kernel) -> Found:

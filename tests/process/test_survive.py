@@ -11,8 +11,12 @@ from typing import Any
 import pytest
 
 import nbelastic as nbe
+from nbelastic.driver.saved import NAME, fingerprint
+from nbelastic.folders import base
+from tests.process import programs
 from tests.process.observing import alive, undisturbed, until
-from tests.process.surviving import Kernel, attached
+from tests.process.scripting import FOR_EVER, TRAIN, joining, torchrun
+from tests.process.surviving import FoundScript, Kernel, attached
 
 WORLD = 3
 
@@ -120,3 +124,109 @@ def test_the_newer_driver_wins(kept):
         assert newer.cluster.status().epoch == 1
     assert len(newer.finish()) == WORLD
     newer.cluster.stop()
+
+
+def test_a_script_begins_again(kept):
+    """It knows of restarts only, so a new driver starts it anew, from its checkpoint; a terminal's torchrun comes along."""
+    kernel = kept(program="script", hosts="localhost:2", arguments={"max_restarts": 0})
+    until(lambda: len({line["pid"] for line in kernel.steps()}) == 2, 30, "steps")
+    kernel.kill()
+    cluster = nbe.Cluster.attach(kernel.name)
+    training = FoundScript(cluster, cluster.job, kernel.folder)
+    training.runs(2)
+    assert "job-1 begins again" in " ".join(event.text for event in cluster.events)
+    options = joining(cluster.connection_file(), "--max-restarts=0")
+    with torchrun(*options, TRAIN, kernel.folder, FOR_EVER) as guest:
+        training.runs(3)
+        cluster.detach()
+        cluster = nbe.Cluster.attach(kernel.name)
+        training = FoundScript(cluster, cluster.job, kernel.folder)
+        training.runs(3)
+        training.finish()
+        assert guest.wait(20) == 0
+    cluster.stop()
+
+
+def test_a_job_that_ends_meanwhile(kept):
+    """Its results are there for the next kernel, and for the one after; what it has printed is too."""
+    kernel = kept(program="say")
+    kernel.kill()
+    cluster = nbe.Cluster.attach(kernel.name)
+    assert cluster.job.result(timeout=20) == ["rank 0", "rank 1", "rank 2"]
+    cluster.detach()
+    cluster = nbe.Cluster.attach(kernel.name)
+    assert cluster.job.result(timeout=20) == ["rank 0", "rank 1", "rank 2"]
+    assert "I am rank 1" in cluster.job.logs()
+    training = cluster.run(programs.say, str(kernel.folder))
+    assert training.name == "job-2"
+    assert len(training.result(timeout=20)) == WORLD
+    cluster.stop()
+
+
+def test_an_error_meanwhile(kept):
+    """The user's own error is the job's, with its traceback, though nobody was there to hear it."""
+    kernel = kept(program="fail_later")
+    kernel.kill()
+    (kernel.folder / "go").touch()
+    until(lambda: (kernel.folder / "failed").exists(), what="the error")
+    cluster = nbe.Cluster.attach(kernel.name)
+    with pytest.raises(nbe.JobError, match="no such luck") as caught:
+        cluster.job.result(timeout=20)
+    assert caught.value.rank == 1
+    assert "fail_later" in caught.value.remote_traceback
+    cluster.stop()
+
+
+def test_setup_cells_run_once(kept):
+    """On workers of another driver they have run; those that come later run them, though this kernel never saw them."""
+    kernel = kept(program="")
+    kernel.kill()
+    cluster = nbe.Cluster.attach(kernel.name)
+    cluster.execute("counted = globals().get('counted', 0) + 1", setup=True)
+    cluster.detach()
+    cluster = nbe.Cluster.attach(kernel.name)
+    cluster.restart(cluster.workers[0].id)
+    cluster.wait(WORLD, timeout=20)
+    until(lambda: all(w.state == "ready" for w in cluster.workers) and len(cluster.workers) == WORLD)
+    assert [out for _, out, _, _ in cluster.execute("print(counted)")] == ["1\n"] * WORLD
+    cluster.stop()
+
+
+def test_a_driver_that_does_not_answer(kept):
+    """A stopped kernel keeps its cluster; who wants it is told which process to end."""
+    kernel = kept(program="")
+    kernel.process.send_signal(signal.SIGSTOP)
+    with pytest.raises(nbe.UsageError, match=f"process {kernel.process.pid}.*end that kernel"):
+        nbe.Cluster.attach(kernel.name)
+    kernel.kill()
+    nbe.Cluster.attach(kernel.name).stop()
+
+
+def test_files_that_cannot_be_used(kept, tmp_path):
+    """Each gets a line that says what is wrong; none of them costs the cluster anything."""
+    kernel = kept(program="")
+    kernel.kill()
+    path = base() / kernel.name / NAME
+    whole = path.read_bytes()
+    for broken, said in (
+        (whole[: len(whole) // 2], "is damaged"),
+        (b"", "is damaged"),
+        (whole.replace(f'"wire":"{fingerprint()}"'.encode(), b'"wire":"0"'), "was started by nbelastic"),
+    ):
+        path.write_bytes(broken)
+        with pytest.raises(nbe.UsageError, match=said):
+            nbe.Cluster.attach(kernel.name)
+    path.write_bytes(whole)
+    path.chmod(0o644)
+    with pytest.raises(nbe.UsageError, match="chmod 600"):
+        nbe.Cluster.attach(kernel.name)
+    path.chmod(0o600)
+    os.chown(path, 12345, -1)
+    with pytest.raises(nbe.UsageError, match="another user"):
+        nbe.Cluster.attach(kernel.name)
+    os.chown(path, os.getuid(), -1)
+    with pytest.raises(nbe.UsageError, match="attach to it"):
+        nbe.Cluster("localhost:1", name=kernel.name).start()
+    with pytest.raises(nbe.UsageError, match="no kept cluster 'nobody'"):
+        nbe.Cluster.attach("nobody")
+    nbe.Cluster.attach(kernel.name).stop()
