@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 from collections.abc import Callable, Iterator
@@ -19,6 +20,7 @@ from tests.process.scripting import FOR_EVER, TRAIN, joining, torchrun
 from tests.process.surviving import FoundScript, Kernel, attached
 
 WORLD = 3
+_numbers = itertools.count()
 
 
 @pytest.fixture
@@ -27,7 +29,7 @@ def kept(tmp_path: Path) -> Iterator[Callable[..., Kernel]]:
     started: list[Kernel] = []
 
     def start(**options: Any) -> Kernel:
-        kernel = Kernel(f"kept-{os.getpid()}-{len(started)}", tmp_path / f"steps{len(started)}", **options)
+        kernel = Kernel(f"kept-{os.getpid()}-{next(_numbers)}", tmp_path / f"steps{len(started)}", **options)
         started.append(kernel)
         return kernel.ready()
 
@@ -168,7 +170,7 @@ def test_an_error_meanwhile(kept):
     kernel = kept(program="fail_later")
     kernel.kill()
     (kernel.folder / "go").touch()
-    until(lambda: (kernel.folder / "failed").exists(), what="the error")
+    until((kernel.folder / "failed").exists, what="the error")
     cluster = nbe.Cluster.attach(kernel.name)
     with pytest.raises(nbe.JobError, match="no such luck") as caught:
         cluster.job.result(timeout=20)
