@@ -395,6 +395,8 @@ class Driver:
             self._inbox.put_nowait(m.WorkerFroze(here.worker, "it answered a new driver too late"))
         else:
             self.find(here)
+            if here.worker in self.fleet.set_up:
+                self._inbox.put_nowait(m.WorkerRegistered(here.worker))
 
     def _progress(self, message: wire.WorkerProgress, now: float) -> None:
         live, members = self.fleet.live, self.world.members
