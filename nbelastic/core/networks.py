@@ -32,7 +32,7 @@ def agent_ready(world: World, event: m.AgentReady, now: float, out: Commands) ->
     first = event.addresses[0].address
     if is_loopback(first) and not wide(world):
         return staffing.admit(world, replace(host, address=first), f"{name} is up", now, out)
-    return _begin(_widen(world, now, out), host, now, out)
+    return _begin(widen(world, now, out), host, now, out)
 
 
 def wide(world: World) -> bool:
@@ -70,7 +70,7 @@ def _is_there(host: Host) -> bool:
     return host.phase in (HostPhase.UP, HostPhase.DRAINING)
 
 
-def _widen(world: World, now: float, out: Commands) -> World:
+def widen(world: World, now: float, out: Commands) -> World:
     """Hosts on loopback addresses move to where others may reach them. Who has no such address stays."""
     for host in world.hosts.values():
         others = outward(host)

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from msgspec import Struct
 from msgspec.structs import replace
 
-from nbelastic.core import epochs, jobs, staffing
+from nbelastic.core import epochs, jobs, networks, staffing
 from nbelastic.core import messages as m
 from nbelastic.core.addresses import is_loopback
 from nbelastic.core.membership import step
@@ -20,21 +20,23 @@ from nbelastic.core.wire import AgentHello, WorkerHere
 from nbelastic.core.world import Host, HostPhase, Job, Limits, Slot, Stage, Worker, WorkerState, World, first, seat
 
 Commands = list[m.Command]
+Heard = Mapping[m.WorkerId, WorkerHere]
 GONE = "while no driver was there"
+UNSAVED = 1000  # probes: more than the last driver can have begun without writing it down
 
 
 class SavedHost(Struct, frozen=True):
-    """`newest`: the highest incarnation of its workers so far. `leaving`: it was to be drained."""
+    """`newest`: the highest incarnation of its workers so far."""
 
     spec: m.HostSpec
     joined: int
     by_hand: bool
     newest: int
-    leaving: bool
+    phase: HostPhase
 
 
 class SavedWorld(Struct, frozen=True):
-    """What of a world its agents and workers cannot know."""
+    """What of a world its agents and workers cannot know. `gathering`: its last break was counted."""
 
     limits: Limits = Limits()
     hosts: tuple[SavedHost, ...] = ()
@@ -42,7 +44,10 @@ class SavedWorld(Struct, frozen=True):
     incarnations: dict[str, int] = {}
     joined: int = 0
     numbered: int = 0
+    probes: int = 0
     members: tuple[m.WorkerId, ...] = ()
+    stopped: tuple[m.WorkerId, ...] = ()
+    gathering: bool = False
     job: str = ""
     outcome: str = ""
     reason: str = ""
@@ -55,29 +60,28 @@ def summary(world: World) -> SavedWorld:
     """Of this one."""
     hosts = tuple(
         SavedHost(
-            host.spec,
-            host.joined,
-            host.by_hand,
-            max((slot.incarnation for slot in host.slots), default=0),
-            host.phase is HostPhase.DRAINING,
+            host.spec, host.joined, host.by_hand, max((slot.incarnation for slot in host.slots), default=0), host.phase
         )
         for host in world.hosts.values()
     )
     job = world.job or Job("")
     return SavedWorld(
-        world.limits,
-        hosts,
-        tuple(sorted(world.removed)),
-        world.incarnations,
-        world.joined,
-        world.numbered,
-        world.members,
-        job.name,
-        job.outcome,
-        job.reason,
-        job.formed,
-        job.ranks,
-        world.resets,
+        limits=world.limits,
+        hosts=hosts,
+        removed=tuple(sorted(world.removed)),
+        incarnations=world.incarnations,
+        joined=world.joined,
+        numbered=world.numbered,
+        probes=world.probes,
+        members=world.members,
+        stopped=tuple(sorted(world.stopped)),
+        gathering=world.stage is Stage.GATHERING,
+        job=job.name,
+        outcome=job.outcome,
+        reason=job.reason,
+        formed=job.formed,
+        ranks=job.ranks,
+        resets=world.resets,
     )
 
 
@@ -91,24 +95,33 @@ def missing(saved: SavedWorld, agents: Mapping[str, AgentHello], workers: Iterab
 def resume(
     saved: SavedWorld,
     agents: Mapping[str, AgentHello],
-    heard: Mapping[m.WorkerId, WorkerHere],
+    heard: Heard,
     set_up: frozenset[m.WorkerId],
     now: float,
+    *,
+    problems: Mapping[str, str] | None = None,
 ) -> tuple[World, tuple[m.Command, ...]]:
-    """The world at `now` and what is to be done. `set_up`: the workers on which the setup cells have run."""
+    """The world at `now` and what is to be done. `set_up`: the workers on which the setup cells have run. `problems`: of
+    agents that cannot be used, why.
+    """
     out: Commands = []
-    world = _workers(_hosts(saved, agents, now), agents, heard, set_up, now)
-    job = world.active
-    if job is not None:
-        inside = {w: here for w, here in heard.items() if w in world.workers and here.job == job.name}
-        world = _world(world, inside, now, out)
-        world = _send_on(world, inside, now, out)
+    world = _workers(_hosts(saved, agents, now, out), agents, heard, set_up, now)
+    world = staffing.stop_workers(world, saved.stopped, out)
     world = _lost(world, saved, heard, now, out)
+    job = world.active
+    inside = {}
+    if job is not None:
+        inside = {w: here for w, here in heard.items() if here.job == job.name and _is_there(world, w)}
+        world = _world(world, saved, inside, now, out)
     world = _stop_others(world, now, out)
-    for host in saved.hosts:
-        if host.leaving and host.spec.name in world.hosts:
-            world = _then(world, m.HostRemoved(host.spec.name), now, out)
-    world = staffing.staff(world, now, out)
+    world = staffing.staff(_let_go(world, now, out), now, out)
+    if world.active is not None:
+        world = _send_on(world, inside, now, out)
+    for name, host in tuple(world.hosts.items()):
+        if host.phase is HostPhase.STARTING and name in agents:
+            agent, problem = agents[name], (problems or {}).get(name, "")
+            ready = m.AgentReady(name, agent.pid, agent.addresses, agent.port, problem)
+            world = _then(world, ready, now, out)
     return _then(world, m.Ticked(), now, out), tuple(out)
 
 
@@ -118,157 +131,221 @@ def _then(world: World, event: m.Event, now: float, out: Commands) -> World:
     return world
 
 
-def _hosts(saved: SavedWorld, agents: Mapping[str, AgentHello], now: float) -> World:
+def _is_there(world: World, w: m.WorkerId) -> bool:
+    return w in world.workers and w not in world.stopped
+
+
+def _hosts(saved: SavedWorld, agents: Mapping[str, AgentHello], now: float, out: Commands) -> World:
     hosts = {}
     for number, old in enumerate(sorted(saved.hosts, key=lambda host: host.joined), 1):
         name = old.spec.name
-        agent = agents.get(name)
-        if agent is None:
-            slots = (Slot(incarnation=old.newest),) * old.spec.slots
-            hosts[name] = Host(
-                old.spec,
-                old.joined,
-                slots,
-                phase=HostPhase.LOST,
-                reason=f"its agent was lost {GONE}",
-                retry_at=now,
-                by_hand=old.by_hand,
-            )
-            continue
-        busy = {w.slot for w, _ in agent.workers}
-        count = max([old.spec.slots, *(slot + 1 for slot in busy), *(slot + 1 for slot in agent.newest)])
-        slots = tuple(Slot(incarnation=agent.newest.get(i, old.newest), busy=i in busy) for i in range(count))
-        address = agent.address or (agent.addresses[0].address if agent.addresses else "")
-        hosts[name] = Host(
-            old.spec,
-            old.joined,
-            slots,
-            full=all(slot.busy for slot in slots[: old.spec.slots]),
-            since=now,
-            phase=HostPhase.UP,
-            by_hand=old.by_hand,
-            addresses=agent.addresses,
-            port=agent.port,
-            address=address,
-            agreed=(address,) if address and not is_loopback(address) else (),
-            admitted=number,
-        )
+        if name in agents and old.phase is not HostPhase.LOST:
+            hosts[name] = _found(old, agents[name], number, now)
+        else:
+            hosts[name] = _without_agent(old, now, out)
+    unwanted = [name for name in agents if name not in hosts or hosts[name].phase is HostPhase.LOST]
+    out.extend(m.StopAgent(name) for name in unwanted)  # it was told already, and may not have heard
     job = None
     if saved.job:
         job = Job(saved.job, formed=saved.formed, ranks=saved.ranks, outcome=saved.outcome, reason=saved.reason)
-    return World(
+    world = World(
         saved.limits,
         hosts=hosts,
         job=job,
         resets=saved.resets,
         joined=saved.joined,
         numbered=saved.numbered,
+        probes=saved.probes + UNSAVED,
         admissions=len(hosts),
         removed=frozenset(saved.removed),
         incarnations=saved.incarnations,
         since=now,
     )
+    return networks.widen(world, now, out) if networks.wide(world) else world
+
+
+def _found(old: SavedHost, agent: AgentHello, number: int, now: float) -> Host:
+    """Its agent lives. One that was not admitted yet is admitted like any other."""
+    if old.phase is HostPhase.STARTING and not agent.workers:
+        return Host(old.spec, old.joined, (Slot(old.newest),) * old.spec.slots, by_hand=old.by_hand)
+    busy = {w.slot: w.incarnation for w, _ in agent.workers}
+    count = max([old.spec.slots, *(slot + 1 for slot in busy), *(slot + 1 for slot in agent.newest)])
+    slots = tuple(
+        Slot(busy[i], busy=True) if i in busy else Slot(max(old.newest, agent.newest.get(i, 0))) for i in range(count)
+    )
+    address = agent.address or (agent.addresses[0].address if agent.addresses else "")
+    draining = old.phase is HostPhase.DRAINING
+    return Host(
+        old.spec,
+        old.joined,
+        slots,
+        full=all(slot.busy for slot in slots[: old.spec.slots]),
+        since=now,
+        phase=HostPhase.DRAINING if draining else HostPhase.UP,
+        reason="draining" if draining else "",
+        by_hand=old.by_hand,
+        addresses=agent.addresses,
+        port=agent.port,
+        address=address,
+        agreed=(address,) if address and not is_loopback(address) else (),
+        admitted=number,
+    )
+
+
+def _without_agent(old: SavedHost, now: float, out: Commands) -> Host:
+    """It is tried again at once, unless it was to leave. It may have started workers of which nothing was saved."""
+    slots = (Slot(old.newest + 1),) * old.spec.slots
+    if old.phase is HostPhase.DRAINING:
+        return Host(old.spec, old.joined, slots, phase=HostPhase.DRAINING, by_hand=old.by_hand)
+    why = f"its agent was lost {GONE}"
+    if old.phase is HostPhase.UP:
+        out.append(m.Record("host-lost", f"{old.spec.name}: {why}", host=old.spec.name))
+    return Host(old.spec, old.joined, slots, phase=HostPhase.LOST, reason=why, retry_at=now, by_hand=old.by_hand)
 
 
 def _workers(
-    world: World,
-    agents: Mapping[str, AgentHello],
-    heard: Mapping[m.WorkerId, WorkerHere],
-    set_up: frozenset[m.WorkerId],
-    now: float,
+    world: World, agents: Mapping[str, AgentHello], heard: Heard, set_up: frozenset[m.WorkerId], now: float
 ) -> World:
     """All whom an agent has. Who has not said a word is starting, or will be found to be frozen."""
     workers: dict[m.WorkerId, Worker] = {}
     name = world.active.name if world.active else ""
-    for host, agent in agents.items():
-        for w, pid in agent.workers if host in world.hosts else ():
-            here = heard.get(w, WorkerHere(w, pid))
-            job = here.job if here.busy or here.job == name else ""
-            state = WorkerState.READY if w in set_up or job else WorkerState.STARTING
-            if job and here.epoch:
-                state = WorkerState.RUNNING
-            workers[w] = Worker(
-                w,
-                state,
-                since=now,
-                pid=pid,
-                job=job,
-                epoch=here.left,
-                commit=here.commit,
-                store=here.store,
-                has_state=bool(job) and here.holds,
-            )
+    there = [agents[host] for host in world.hosts if host in agents and world.hosts[host].phase is not HostPhase.LOST]
+    for w, pid in (pair for agent in there for pair in agent.workers):
+        here = heard.get(w)
+        if here is None:
+            workers[w] = Worker(w, WorkerState.STARTING, since=now, pid=pid)
+            continue
+        job = here.job if here.busy or here.job == name else ""
+        state = WorkerState.READY if w in set_up or job else WorkerState.STARTING
+        workers[w] = Worker(
+            w,
+            WorkerState.RUNNING if job and here.epoch else state,
+            since=now,
+            pid=pid,
+            job=job,
+            epoch=here.left,
+            commit=here.commit,
+            store=here.store,
+            has_state=bool(job) and here.holds,
+        )
     starting = frozenset(w for w, worker in workers.items() if worker.state is WorkerState.STARTING)
     numbered = max([world.numbered, *(here.numbered for here in heard.values())])
-    return replace(world, workers=workers, starting=starting, numbered=numbered)
+    return replace(world, workers=workers, starting=starting, numbered=numbered, epoch=numbered)
 
 
-def _world(world: World, inside: Mapping[m.WorkerId, WorkerHere], now: float, out: Commands) -> World:
-    """Who trains with whom. `inside`: those in the job's program."""
-    job = world.active
-    assert job is not None
-    holders = [w for w in sorted(inside, key=lambda w: (inside[w].rank, w)) if inside[w].holds]
-    if not holders:
-        return jobs.end(world, "failed", _nobody(), now, out) if job.formed else world
-    epoch = max(inside[w].epoch for w in holders)
-    finished = frozenset(w for w in holders if isinstance(inside[w].word, m.WorkerSucceeded))
-    job = replace(job, formed=True, succeeded=finished, ranks=tuple(holders))
-    world = replace(seat(world, tuple(holders)), job=job, stage=Stage.RUNNING)
-    if _whole(inside, epoch):
-        order = m.FormWorld(epoch, tuple(holders), "", 0, ())
-        for later in range(epoch + 1, world.numbered + 1):  # prepared, and not to be
-            out.append(m.DropWorld(later, tuple(inside)))
-        if any(here.bound for here in inside.values()):
-            out.append(m.Stay(epoch, world.members))
-        text = f"{len(holders)} workers train on in epoch {epoch}"
-        out.append(m.Record("world-found", text, epoch=epoch))
-        return replace(world, epoch=epoch, order=order)
-    # an abort counts for older epochs too, and so reaches whoever was on the way to another
-    world = replace(world, epoch=world.numbered)
-    newcomers = tuple(w for w in inside if w not in world.ranked)
-    if newcomers:
-        out.append(m.AbortWorld(world.epoch, newcomers, "a new driver forms the world anew"))
-    return epochs.break_epoch(world, "the world was not whole any more when a new driver came", now, out)
-
-
-def _nobody() -> str:
-    return f"no worker is left that holds the training state: the last one was lost {GONE}"
-
-
-def _whole(inside: Mapping[m.WorkerId, WorkerHere], epoch: int) -> bool:
-    """All members of the epoch are in it, and nobody else holds the state. An error of the user's own takes nothing from that."""
-    group = [here for here in inside.values() if here.holds or here.epoch]
-    ranks = sorted(here.rank for here in group)
-    return all(here.epoch == epoch and here.formed and _calm(here.word) for here in group) and ranks == list(
-        range(group[0].size)
-    )
-
-
-def _calm(word: object) -> bool:
-    return not isinstance(word, m.WorkerReady) and (not isinstance(word, m.WorkerRaised) or word.intact)
-
-
-def _send_on(world: World, inside: Mapping[m.WorkerId, WorkerHere], now: float, out: Commands) -> World:
-    """Their last words are heard now; who has not heard of the job yet is told."""
-    on_the_way = (w for w, here in inside.items() if here.busy and w not in world.ranked)
-    world = replace(world, starting=world.starting.union(on_the_way))
-    for here in inside.values():
-        if here.word is not None and not isinstance(here.word, m.WorkerSucceeded):
-            world = _then(world, here.word, now, out)
-    for w, worker in list(world.workers.items()):
-        if worker.state is WorkerState.READY and not worker.job:
-            world = jobs.run_next(world, w, out)
-    return world
-
-
-def _lost(world: World, saved: SavedWorld, heard: Mapping[m.WorkerId, WorkerHere], now: float, out: Commands) -> World:
+def _lost(world: World, saved: SavedWorld, heard: Heard, now: float, out: Commands) -> World:
     """Members that are gone, or that do not answer though their processes live."""
     gone = frozenset(w for w in saved.members if w not in world.workers)
     if gone:
         out.append(m.Record("worker-lost", f"{first(gone)} lost {GONE}"))
     for w in saved.members:
-        if w in world.workers and w not in heard:
-            world = _then(world, m.WorkerFroze(w, "it did not answer a new driver"), now, out)
+        if _is_there(world, w) and w not in heard:
+            out.append(m.StopWorker(w, kill=True))
+            world = epochs.gone(world, w, f"{w} froze (it did not answer a new driver)", now, out)
+    return world
+
+
+def _world(world: World, saved: SavedWorld, inside: Heard, now: float, out: Commands) -> World:
+    """Who trains with whom. `inside`: those in the job's program."""
+    job = world.active
+    assert job is not None
+    holders = tuple(w for w in sorted(inside, key=lambda w: (inside[w].rank, w)) if inside[w].holds)
+    finished = frozenset(w for w in holders if isinstance(inside[w].word, m.WorkerSucceeded))
+    told = [w for w in inside if inside[w].stopped]
+    if told and not finished:
+        return _end(seat(world, holders), inside, told, now, out)
+    if not holders:
+        if job.formed:
+            why = f"no worker is left that holds the training state: the last one was lost {GONE}"
+            return jobs.end(world, "failed", why, now, out)
+        return _call_back(world, inside, out)
+    late = frozenset(told).intersection(holders)
+    world = replace(world, linger_until=now + world.limits.leave if late else 0.0)
+    job = replace(job, formed=True, succeeded=finished, late=late)
+    members = _whole(inside)
+    if members:
+        return _go_on(replace(world, job=replace(job, ranks=members)), members, inside, out)
+    ranks = saved.ranks if set(holders) <= set(saved.ranks) else holders
+    world = replace(seat(world, holders), job=replace(job, ranks=ranks), stage=Stage.RUNNING)
+    world = _call_back(world, inside, out)
+    why = "the world was not whole any more when a new driver came"
+    if not finished and (saved.gathering or not any(inside[w].epoch for w in holders)):  # it had been broken, or left
+        return replace(jobs.abort(world, why, out), stage=Stage.GATHERING, awaiting=world.ranked)
+    return epochs.break_epoch(world, why, now, out)
+
+
+def _whole(inside: Heard) -> tuple[m.WorkerId, ...]:
+    """The members, by rank, of the newest epoch that stands, if all of them are in it; else nobody."""
+    formed = [here for here in inside.values() if here.formed]
+    epoch = max((here.epoch for here in formed), default=0)
+    there = {here.rank: here for here in formed if here.epoch == epoch and _calm(here.word)}
+    whole = bool(there) and len(there) == next(iter(there.values())).size
+    return tuple(there[rank].worker for rank in sorted(there)) if whole else ()
+
+
+def _calm(word: object) -> bool:
+    """An error of the user's own takes nothing from a world."""
+    return not isinstance(word, m.WorkerReady) and (not isinstance(word, m.WorkerRaised) or word.intact)
+
+
+def _go_on(world: World, members: tuple[m.WorkerId, ...], inside: Heard, out: Commands) -> World:
+    """Nobody of this world is disturbed. What was to follow it will not be."""
+    epoch = inside[members[0]].epoch
+    world = _call_back(seat(world, members), inside, out)
+    for later in range(epoch + 1, max(inside[w].numbered for w in members) + 1):
+        out.append(m.DropWorld(later, members))
+    if any(inside[w].bound for w in members):
+        out.append(m.Stay(epoch, members))
+    out.append(m.Record("world-found", f"{len(members)} workers train on in epoch {epoch}", epoch=epoch))
+    return replace(world, epoch=epoch, stage=Stage.RUNNING, order=m.FormWorld(epoch, members, "", 0, ()))
+
+
+def _call_back(world: World, inside: Heard, out: Commands) -> World:
+    """Who is no member and has heard of an epoch that will not be: an abort counts for all up to its number."""
+    those = (w for w, here in inside.items() if w not in world.ranked and here.busy)
+    away = tuple(w for w in those if inside[w].epoch or inside[w].numbered > inside[w].left)
+    if away:
+        out.append(m.AbortWorld(world.numbered, away, "a new driver forms the world anew"))
+    return world
+
+
+def _end(world: World, inside: Heard, told: list[m.WorkerId], now: float, out: Commands) -> World:
+    """Some were told that the job is over, by a driver that could not write that down any more."""
+    for w in world.members:
+        word = inside[w].word
+        if isinstance(word, m.WorkerRaised) and word.intact:
+            why = f"rank {inside[w].rank} ({w}) raised {word.error}"
+            return jobs.end(world, "failed", why, now, out, culprit=w)
+    return jobs.end(world, "stopped", inside[told[0]].stopped, now, out)
+
+
+def _let_go(world: World, now: float, out: Commands) -> World:
+    """Workers for which there is no place any more leave, and hosts that have none of them."""
+    for name, host in tuple(world.hosts.items()):
+        surplus = [
+            w for w in staffing.on_host(world, name) if host.phase is HostPhase.DRAINING or w.slot >= host.spec.slots
+        ]
+        world = staffing.retire_empty(staffing.dismiss(world, surplus, now, out), name, out)
+    return world
+
+
+def _send_on(world: World, inside: Heard, now: float, out: Commands) -> World:
+    """Their last words are heard now, newcomers' first; who has not heard of the job yet is told."""
+    job = world.active
+    assert job is not None
+    ended = any(not here.busy and (here.holds or not job.formed) for here in inside.values())
+    if not ended:
+        for w, worker in tuple(world.workers.items()):
+            if worker.state is WorkerState.READY and not worker.job:
+                world = jobs.run_next(world, w, out)
+    there = [w for w in inside if _is_there(world, w)]
+    on_the_way = (w for w in there if inside[w].busy and w not in world.ranked)
+    world = replace(world, starting=world.starting.union(on_the_way))
+    for w in sorted(there, key=lambda w: (w in world.ranked, inside[w].rank, w)):
+        word = inside[w].word
+        old = isinstance(word, m.WorkerReady) and w in world.ranked and word.epoch < world.epoch  # it will say it anew
+        if word is not None and not isinstance(word, m.WorkerSucceeded) and not old:
+            world = _then(world, word, now, out)
     return world
 
 

@@ -79,9 +79,10 @@ class WorkerHere(Message):
     """To a driver that has taken over: all that it needs to know of this worker.
 
     `engine` is empty as long as there is none. `job` is that of its newest program, `busy` whether that runs. `left` is the last epoch that it has
-    left, `epoch` the one it is in (0: none), of `size` members, `formed` whether its group stands. `numbered` is the highest
+    left, `epoch` the one it is in (0: none), of `size` members, `formed` whether its group stands and is not to be left. `numbered` is the highest
     epoch that it has heard of. `bound`: it was asked to leave, and has promised not to go on by itself. `commit` counts from
     the job's beginning, `holds` says whether it has had the job's state, `store` is what it offers for the next epoch.
+    `stopped`: why it was told that the job is over for it, if it was, and not with its own error.
     `word` is its last one, if that still waits for an answer. `reports`: what it has reported meanwhile, by commit.
     """
 
@@ -100,6 +101,7 @@ class WorkerHere(Message):
     commit: int = 0
     holds: bool = False
     store: str = ""
+    stopped: str = ""
     word: m.WorkerReady | m.WorkerRaised | m.WorkerSucceeded | None = None
     reports: tuple[tuple[int, dict[str, float | None]], ...] = ()
 

@@ -196,6 +196,7 @@ class Driver:
         if before.phase == "running":
             self.chronicle.sign(event, now)
         self.world, commands = step(before, event, now)
+        self._save()  # first: a driver that is killed now has told nobody what the next one cannot know
         self.chronicle.note(event, now)
         for command in commands:
             self._do(command, now)
@@ -396,6 +397,8 @@ class Driver:
             self._inbox.put_nowait(m.WorkerFroze(here.worker, "it answered a new driver too late"))
         else:
             self.find(here)
+            if here.worker in self.fleet.set_up:
+                self._inbox.put_nowait(m.WorkerRegistered(here.worker))
 
     def _progress(self, message: wire.WorkerProgress, now: float) -> None:
         live, members = self.fleet.live, self.world.members

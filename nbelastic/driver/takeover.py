@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from nbelastic import versions
 from nbelastic.core import messages as m
 from nbelastic.core import takeover, wire
 from nbelastic.core.errors import UsageError
@@ -129,8 +130,14 @@ def take_over(driver: Driver, saved: Saved, arrivals: Arrivals) -> None:
     now = time.monotonic()
     if saved.job is not None:
         driver.runs[saved.job.name] = unpack(saved.job, driver.settings.run_dir)
+    ours = versions.here()
     driver.world, commands = takeover.resume(
-        saved.world, arrivals.agents, arrivals.workers, frozenset(saved.set_up), now
+        saved.world,
+        arrivals.agents,
+        arrivals.workers,
+        frozenset(saved.set_up),
+        now,
+        problems={host: versions.difference(agent.versions, ours) for host, agent in arrivals.agents.items()},
     )
     if driver.notes is not None:
         driver.notes.recall(driver)
@@ -160,12 +167,9 @@ def _ask_for_outcomes(driver: Driver, run: Run, workers: list[m.WorkerId], over:
     left = set(workers)
 
     def told(w: m.WorkerId, run: Run, outcome: tuple[str, Any, str]) -> None:
-        if over is None:
-            driver.program_ended(w, run, outcome)
-            return
-        run.outcomes[w] = outcome
+        driver.program_ended(w, run, outcome)  # also of a job that is over: the worker is free then
         left.discard(w)
-        if not left:
+        if over is not None and not left:
             run.end(over)
 
     for w in workers:

@@ -66,7 +66,7 @@ class Account:
             case wire.Formation(epoch=epoch) | wire.Abort(epoch=epoch) | wire.Drop(epoch=epoch):
                 self.numbered = max(self.numbered, epoch)
 
-    def statement(self, session: Session, pid: int, *, bound: bool) -> wire.WorkerHere:
+    def statement(self, session: Session, pid: int, *, bound: bool, over: bool, stopped: str) -> wire.WorkerHere:
         """In the link's thread, while the main thread goes on."""
         formation, group = session.formation, session.group
         epoch = group.epoch if group is not None else 0
@@ -81,12 +81,13 @@ class Account:
             epoch,
             at.rank if at is not None else session.last_rank,
             at.world_size if at is not None else 0,
-            self.formed and at is not None,
+            self.formed and at is not None and not over,
             max(self.numbered, session.epoch, epoch),
             bound,
             session.total,
             self.holds,
             session.offered,
+            stopped,
             self.word,
             self.reports.take(),
         )

@@ -295,8 +295,7 @@ class Session:
                 if term >= self._term:
                     self._term = term
                     self.link.unsay()  # it would make no sense to who has not heard the rest
-                    bound = self._hold is not None or self._leave_at is not None
-                    self.link.send(self.account.statement(self, os.getpid(), bound=bound))
+                    self.link.send(self._statement())
                 return
             case wire.Abort(epoch=epoch):
                 self._aborted = max(self._aborted, epoch)
@@ -325,6 +324,16 @@ class Session:
                 self._arrange(message)
             self._inbox.put(message)
             self.attention = True
+
+    def _statement(self) -> wire.WorkerHere:
+        group, told = self.group, self._quit
+        return self.account.statement(
+            self,
+            os.getpid(),
+            bound=self._hold is not None or self._leave_at is not None,
+            over=group is not None and self._over(group.epoch),
+            stopped=told.reason if told is not None and not told.own else "",
+        )
 
     def _arrange(self, message: wire.Leave) -> None:
         """Where to leave this epoch. The promise is made here and not at a commit: the main thread may not get to one, as

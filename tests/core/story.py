@@ -34,6 +34,17 @@ class FakeWorker:
     offered: bool = False  # a store, in this epoch
     begun: int = 0  # collectives, in this epoch
     place: str = "train.py:9 in step"
+    rank: int = 0  # in its epoch or, between epochs, in the last
+    size: int = 0  # of its epoch
+    was: tuple[int, int] = (0, 0)  # rank and size in the epoch before
+    formed: bool = False  # the group of its epoch stands
+    holds: bool = False  # it has had the job's state
+    numbered: int = 0  # the highest epoch that it has heard of
+    bound: bool = False  # it has promised not to go on by itself
+    word: m.WorkerReady | m.WorkerRaised | m.WorkerSucceeded | None = None  # the last one, if it waits for an answer
+    ended: tuple[str, str] = ("", "")  # the job of a program that has ended, and its error
+    stands: int = 0  # the epoch whose group it has kept when its program ended
+    stopped: str = ""  # why it was told to stop
 
 
 def wid(text: str) -> m.WorkerId:
@@ -58,6 +69,8 @@ class Story:
         self.stores: dict[m.WorkerId, str] = {}  # what each has offered last
         self.prepared: set[int] = set()  # epochs
         self.mute: set[str] = set()  # hosts whose agents answer no probes
+        self.agents: dict[str, dict[int, int]] = {}  # those that live: the newest incarnation of each slot
+        self.set_up: set[m.WorkerId] = set()  # on them the setup cells have run
         for host in hosts:
             self.add(host)
 
@@ -68,7 +81,7 @@ class Story:
         commands: tuple[m.Command, ...] = ()
         for event in events:
             before = self.world
-            self.heard.append(event)
+            self.hear_of(event)
             self.world, commands = step(before, event, self.now)
             self.said.extend(commands)
             for command in commands:
@@ -76,6 +89,20 @@ class Story:
             check(before, self.world, commands, self.now)
             check_stores(self, event, commands)
         return commands
+
+    def hear_of(self, event: m.Event) -> None:
+        """What a worker says is so."""
+        self.heard.append(event)
+        fake = self.fakes.get(getattr(event, "worker", None))
+        if fake is None:
+            return
+        match event:
+            case m.WorkerRegistered(worker=w, error=""):
+                self.set_up.add(w)
+            case m.WorkerFormed(epoch=epoch) if epoch == fake.epoch:
+                fake.formed = fake.holds = True
+            case m.WorkerRaised(epoch=epoch) | m.WorkerSucceeded(epoch=epoch) if epoch == fake.epoch:
+                fake.word = event
 
     def answer(self, which: Callable[[m.Event], bool] = lambda _: True, limit: int = 100_000) -> Story:
         """Hand in the fakes' answers, first come first served, until there are none (of those that `which` picks)."""
@@ -165,11 +192,16 @@ class Story:
         return self
 
     def lose_host(self, name: str, reason: str = "its machine is gone") -> Story:
+        self.end_agent(name)
+        self.send(m.AgentLost(name, reason))
+        return self
+
+    def end_agent(self, name: str) -> None:
+        """Its workers end with it."""
+        self.agents.pop(name, None)
         for w in [w for w in self.fakes if w.host == name]:
             self._forget(w)
         self.answers = [e for e in self.answers if getattr(e, "host", "") != name]
-        self.send(m.AgentLost(name, reason))
-        return self
 
     def raised(self, worker: str, error: str = "ValueError: no", *, intact: bool = True) -> Story:
         self.send(m.WorkerRaised(wid(worker), self.world.epoch, intact, error))
@@ -195,7 +227,9 @@ class Story:
         """If it was about to say that it has left its epoch, it has not got as far as that commit."""
         fake = self.fakes[w]
         if any(isinstance(e, m.WorkerReady) and e.worker == w for e in self.answers) or not fake.epoch:
-            fake.epoch = fake.left
+            if fake.epoch:
+                fake.rank, fake.size = fake.was
+            fake.epoch, fake.formed, fake.word = fake.left, True, None
             self._unsay(w, m.WorkerReady, m.WorkerFormed)
         self._unsay(w, m.WorkerOffered)
 
@@ -203,10 +237,16 @@ class Story:
         """The program ends."""
         for name in workers:
             fake = self.fakes[wid(name)]
-            job, fake.job, fake.epoch = fake.job, "", 0
+            job = fake.job
+            self.end_program(wid(name), error)
             self._unsay(wid(name), m.WorkerReady, m.WorkerFormed, m.WorkerOffered, m.ProgramEnded)
             self.send(m.ProgramEnded(wid(name), job, error))
         return self
+
+    def end_program(self, w: m.WorkerId, error: str) -> None:
+        fake = self.fakes[w]
+        fake.ended, fake.stands = (fake.job, error), fake.epoch
+        fake.job, fake.epoch = "", 0
 
     def finish(self) -> Story:
         """All ranks return and end."""
@@ -249,6 +289,8 @@ class Story:
     def _obey(self, command: m.Command) -> None:
         match command:
             case m.StartAgent(host=host):
+                self.end_agent(host.name)
+                self.agents[host.name] = {}
                 self.answers.append(self._hello(host.name))
             case m.Probe(host=prober, target=target, addresses=tried, number=number):
                 reached = tuple(address for address in tried if (prober, address) not in self.cut)
@@ -259,36 +301,38 @@ class Story:
                 for w, fake in [(w, self.fakes[w]) for w in members]:
                     self._say(w, m.WorkerAt(w, epoch, fake.commit, fake.begun, fake.place))
             case m.StopAgent(host=name):
-                for w in [w for w in self.fakes if w.host == name]:
-                    self._forget(w)
-                self.answers = [e for e in self.answers if getattr(e, "host", "") != name]
+                self.end_agent(name)
                 if self.world.stopping:
                     self.answers.append(m.AgentLost(name, "it was told to end"))
             case m.StartWorker(worker=w):
                 assert w not in self.started, f"{w} was started twice"
                 self.started.add(w)
                 self.fakes[w] = FakeWorker()
+                self.agents[w.host][w.slot] = w.incarnation
                 self._say(w, m.WorkerStarted(w, 1000 + len(self.started)), m.WorkerRegistered(w))
             case m.StopWorker(worker=w, kill=kill):
                 self._forget(w)
                 self.answers.append(m.WorkerExited(w, SIGKILL if kill else 0))
             case m.RunProgram(worker=w, job=job):
                 assert not self.fakes[w].job, f"{w} still runs {self.fakes[w].job}"
-                self.fakes[w] = FakeWorker(job)
+                self.fakes[w] = FakeWorker(job, numbered=self.fakes[w].numbered)
                 self._say_ready(w)
             case m.FormWorld():
                 self._form(command)
             case m.PrepareWorld(order=order):
                 for w in order.members:
+                    self._hear_of_epoch(w, order.epoch)
                     self._say(w, m.WorkerPrepared(w, order.epoch))
             case m.DropWorld(epoch=epoch, members=members):
                 for w in members:
+                    self._hear_of_epoch(w, epoch)
                     self._unsay(w, m.WorkerPrepared)
                     if self.fakes[w].epoch == epoch:
                         self._abort(w, epoch)
             case m.AskLeave(epoch=epoch, members=members):
                 for w in members:
                     if not self.fakes[w].returned:
+                        self.fakes[w].bound = True
                         self._say(w, m.WorkerOffered(w, epoch, self.fakes[w].steps))
             case m.LeaveAt(members=members, commit=commit):
                 for w in members:
@@ -296,13 +340,13 @@ class Story:
             case m.Stay(epoch=epoch, members=members):
                 for w in members:
                     self._unsay(w, m.WorkerReady)
-                    self.fakes[w].epoch, self.fakes[w].left = epoch, epoch - 1
+                    self._stay(self.fakes[w], epoch)
             case m.AbortWorld(epoch=epoch, members=members):
                 for w in members:
                     self._abort(w, epoch)
-            case m.StopProgram(job=job, workers=workers, culprit=culprit):
+            case m.StopProgram(workers=workers):
                 for w in workers:
-                    self._quit(w, job, "its own error" if w == culprit else "the job was stopped")
+                    self._quit(w, command)
             case m.EndJob() | m.Record():
                 pass
 
@@ -310,9 +354,11 @@ class Story:
         if name not in self.addresses:
             return m.AgentReady(name, 1)
         self.homes[name] = self.addresses[name][0]
-        named = enumerate(self.addresses[name])
-        interfaces = [m.Interface("lo" if a.startswith("127.") else f"eth{i}", a) for i, a in named]
-        return m.AgentReady(name, 1, tuple(interfaces), 4711)
+        return m.AgentReady(name, 1, self.interfaces(name), 4711)
+
+    def interfaces(self, name: str) -> tuple[m.Interface, ...]:
+        named = enumerate(self.addresses.get(name, ()))
+        return tuple(m.Interface("lo" if a.startswith("127.") else f"eth{i}", a) for i, a in named)
 
     def store(self, w: m.WorkerId, epoch: int) -> str:
         return f"{self.homes[w.host]}:{w.slot}{epoch}" if w.host in self.homes else f"{w}@{epoch}"
@@ -328,47 +374,70 @@ class Story:
                 self._say(w, m.StoreOffered(w, fake.epoch, self.store(w, fake.epoch)))
 
     def _form(self, order: m.FormWorld) -> None:
+        is_plan = self.world.plan is not None and order.epoch == self.world.plan.epoch
         for rank, w in enumerate(order.members):
             fake = self.fakes.get(w)
             if (order.to and w not in order.to) or fake is None or order.epoch <= fake.left:
                 continue
-            if order != self.world.plan:  # else who has left the old epoch still says so
+            if not is_plan:  # else who has left the old epoch still says so
                 self._unsay(w, m.WorkerReady)
+            self._hear_of_epoch(w, order.epoch)
+            fake.was, fake.rank, fake.size = (fake.rank, fake.size), rank, len(order.members)
             fake.epoch, fake.steps, fake.offered, fake.begun = order.epoch, 0, False, 0
+            fake.formed, fake.bound, fake.word = False, False, None
             if rank in order.receivers:
                 source = self.fakes.get(order.members[order.root])
                 fake.commit, fake.clean = source.commit if source else fake.commit, True
-            elif order == self.world.plan:
+            elif is_plan:
                 assert fake.commit == self.fakes[order.members[order.root]].commit, f"{w} is not up to date"
             self._say(w, m.WorkerFormed(w, order.epoch))
+
+    def _hear_of_epoch(self, w: m.WorkerId, epoch: int) -> None:
+        if w in self.fakes:
+            self.fakes[w].numbered = max(self.fakes[w].numbered, epoch)
+
+    def _stay(self, fake: FakeWorker, epoch: int) -> None:
+        """It goes on, or back, as it has not left yet."""
+        if fake.epoch not in (0, epoch):
+            fake.rank, fake.size = fake.was
+        fake.epoch, fake.left, fake.formed, fake.bound = epoch, epoch - 1, True, False
+        if not fake.returned and isinstance(fake.word, m.WorkerReady):
+            fake.word = None
 
     def _leave(self, w: m.WorkerId, commit: int) -> None:
         fake = self.fakes[w]
         if fake.returned:
             return
         fake.commit += commit - fake.steps
-        fake.left, fake.epoch = fake.epoch, 0
+        fake.left, fake.epoch, fake.formed = fake.epoch, 0, False
         self._say_ready(w)
 
     def _abort(self, w: m.WorkerId, epoch: int) -> None:
         fake = self.fakes.get(w)
+        self._hear_of_epoch(w, epoch)
         if fake is None or not fake.job or fake.returned:
             return
         self._unsay(w, m.WorkerFormed, m.WorkerOffered, m.WorkerReady)
-        fake.left, fake.epoch = max(fake.left, epoch), 0
+        fake.left, fake.epoch, fake.formed, fake.bound = max(fake.left, epoch), 0, False, False
         self._say_ready(w)
 
-    def _quit(self, w: m.WorkerId, job: str, error: str) -> None:
+    def _quit(self, w: m.WorkerId, order: m.StopProgram) -> None:
         fake = self.fakes.get(w)
-        if fake is None or fake.job != job:
+        if fake is None or fake.job != order.job:
             return
         self._unsay(w, m.WorkerFormed, m.WorkerOffered, m.WorkerReady)
-        fake.job, fake.epoch = "", 0
-        self._say(w, m.ProgramEnded(w, job, "" if fake.returned else error))
+        own = w == order.culprit
+        error = "" if fake.returned else "its own error" if own else "the job was stopped"
+        self.end_program(w, error)
+        fake.stands, fake.formed, fake.stopped = 0, False, "" if own else order.reason
+        if own:
+            fake.word = m.WorkerRaised(w, fake.left, intact=True, error=error)
+        self._say(w, m.ProgramEnded(w, order.job, error))
 
     def _say_ready(self, w: m.WorkerId) -> None:
         fake = self.fakes[w]
-        self._say(w, m.WorkerReady(w, fake.job, fake.left, fake.commit, fake.clean, self.store(w, fake.left)))
+        fake.word = m.WorkerReady(w, fake.job, fake.left, fake.commit, fake.clean, self.store(w, fake.left))
+        self._say(w, fake.word)
 
     def _say(self, w: m.WorkerId, *events: m.Event) -> None:
         if w in self.fakes and w not in self.silent:

@@ -35,6 +35,12 @@ FILL = {
     tuple[m.WorkerId, ...]: (W, m.WorkerId("b", 0, 1)),
     tuple[m.HostSpec, ...]: (SPEC,),
     tuple[tuple[str, int], ...]: (("a", 2), ("b", 1)),
+    tuple[tuple[m.WorkerId, int], ...]: ((W, 4711),),
+    tuple[tuple[int, dict[str, float | None]], ...]: ((8, {"loss": 0.25}), (9, {"loss": None})),
+    dict[int, int]: {0: 3, 1: 1},
+    m.WorkerReady | m.WorkerRaised | m.WorkerSucceeded | None: m.WorkerRaised(
+        W, 7, intact=True, error="ValueError: no"
+    ),
     tuple[tuple[int, int, int], ...]: ((0, 97, 1 << 33), (1, 0, 1 << 20)),
     m.FormWorld: m.FormWorld(7, (W,), "127.0.0.1:1", 0, (1,)),
     s.Failure: FAILURE,
@@ -50,7 +56,8 @@ FILL = {
 
 def kinds(base: type) -> list[type]:
     named = {**vars(m), **vars(s), **vars(wire)}.values()
-    return [kind for kind in named if isinstance(kind, type) and issubclass(kind, base) and kind is not base]
+    found = [kind for kind in named if isinstance(kind, type) and issubclass(kind, base) and kind is not base]
+    return list(dict.fromkeys(found))
 
 
 def sample(kind: type, *, least: bool = False):
@@ -65,6 +72,7 @@ WIRE = {
     "FromAgent": typing.get_args(wire.FromAgent),
     "FromWorker": typing.get_args(wire.FromWorker),
     "FromNode": typing.get_args(wire.FromNode),
+    "FromDriver": (wire.FromDriver,),
     "ToNode": typing.get_args(wire.ToNode),
     "ToAgent": typing.get_args(wire.ToAgent),
     "ToWorker": typing.get_args(wire.ToWorker),

@@ -11,7 +11,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from nbelastic.core import messages as m
 from nbelastic.core.membership import deadline
+from nbelastic.core.placement import parse_host
 from nbelastic.core.world import HostPhase, Stage
+from tests.core.away import Away
 from tests.core.story import IN_TIME, Story
 
 HOSTS = ("a", "b", "c")
@@ -164,6 +166,69 @@ class AnyStory(RuleBasedStateMachine):
         else:
             story.add(f"{host}:{slots}")
         story.answer(lambda e: not (isinstance(e, missing) and e.worker in members))
+
+    # ---- drivers ----
+
+    @precondition(lambda self: not self.story.world.stopping)
+    @rule(data=st.data(), reached=st.integers(0, 12), written=st.booleans(), things=st.integers(0, 3))
+    def the_driver_dies(self, data, reached, written, things):
+        """At any moment, most likely in the middle of something; something may happen until a new one comes."""
+        story = self.story
+        last = self._last_event(data)
+        leaving = {e.worker for e in story.answers if isinstance(e, m.WorkerReady)} & story.world.ranked
+        leaving = sorted(leaving) if story.world.stage is Stage.LEAVING and last is None else []
+        held = data.draw(st.sets(st.sampled_from(leaving))) if leaving else ()
+        away = Away(story, last, reached=reached, written=written, held=held)
+        for _ in range(things):
+            self._happens(away, data)
+        frozen = sorted(map(str, story.fakes)) if data.draw(st.integers(0, 5)) == 5 else []
+        late = sorted(story.agents) if data.draw(st.integers(0, 5)) == 5 else []
+        away.new_driver(frozen=frozen and [data.draw(st.sampled_from(frozen))], late=late[:1])
+
+    def _last_event(self, data) -> m.Event | None:
+        """With which the driver is busy when it dies."""
+        story = self.story
+        events = [None, None, m.Scaled(1, 2), m.Scaled(2, None), m.HostAdded(parse_host("c:2", 1)), m.HostRemoved("a")]
+        events += story.answers[:3]
+        if story.world.active is not None:
+            events += [m.JobStopRequested(story.job.name)]
+        else:
+            events += [m.JobSubmitted(f"job-{self.jobs + 1}")]
+        if story.fakes:
+            events += [m.WorkerExited(data.draw(st.sampled_from(sorted(story.fakes))), -9)]
+        last = data.draw(st.sampled_from(events))
+        match last:
+            case m.JobSubmitted():
+                self.jobs += 1
+            case m.WorkerExited(worker=w):
+                story._forget(w)
+        if last in story.answers:
+            story.answers.remove(last)
+        return last
+
+    def _happens(self, away, data):
+        """While no driver is there."""
+        fakes = self.story.fakes
+        inside = sorted(str(w) for w, fake in fakes.items() if fake.formed and fake.epoch and not fake.returned)
+        every, hosts = sorted(map(str, fakes)), sorted(self.story.agents)
+        noticed = data.draw(st.booleans())
+        match data.draw(st.sampled_from(["form", "form", "commit", "kill", "host", "error", "return", "end"])):
+            case "form":
+                away.form()
+            case "commit":
+                away.form().commit(3)
+            case "kill" if every:
+                away.kill(data.draw(st.sampled_from(every)), noticed=noticed)
+            case "host" if hosts:
+                away.lose_host(data.draw(st.sampled_from(hosts)), noticed=noticed)
+            case "error" if inside:
+                away.raised(data.draw(st.sampled_from(inside)))
+            case "return" if inside:
+                away.returned(*(inside if noticed else inside[:1]))
+            case "end" if inside:
+                away.returned(*inside).ended(
+                    *inside[: 1 + noticed], error=data.draw(st.sampled_from(["", "", "KeyError: x"]))
+                )
 
     # ---- networks, and standing still ----
 

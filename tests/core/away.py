@@ -1,0 +1,180 @@
+"""A time without a driver, played by the story's fakes: what each of them knows is what it tells the next one."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator
+
+from msgspec.structs import replace
+
+from nbelastic.core import messages as m
+from nbelastic.core.membership import step
+from nbelastic.core.takeover import resume, summary
+from nbelastic.core.wire import AgentHello, WorkerHere
+from nbelastic.core.world import World
+from tests.core.invariants import check
+from tests.core.story import FakeWorker, Story, wid
+
+ALL = 1_000_000
+
+
+class Away:
+    """The driver is killed while it deals with `last`: that many of its commands, each to one worker, have `reached` them.
+
+    `written`: it had saved the world after `last`, else the one before. `held`: workers that are about to leave their epoch as
+    agreed, and have not got as far. What was on its way to the driver is lost.
+    """
+
+    def __init__(
+        self,
+        story: Story,
+        last: m.Event | None = None,
+        *,
+        reached: int = ALL,
+        written: bool = True,
+        held: Collection[m.WorkerId] = (),
+    ) -> None:
+        self._story = story
+        self.saved = summary(story.world)
+        if last is not None:
+            story.hear_of(last)
+            story.world, commands = step(story.world, last, story.now)
+            self.saved = summary(story.world) if written else self.saved
+            for command in list(_one_by_one(commands))[:reached]:
+                story._obey(command)
+        for w in held:
+            story.hold_back(w)
+            story.fakes[w].bound = True
+        story.answers = []
+
+    # ---- what happens meanwhile ----
+
+    def kill(self, *names: str, noticed: bool = True) -> Away:
+        """Processes die; `noticed`: who trained with them has lost a connection, and says so to nobody."""
+        for name in names:
+            epoch = self._story.fakes[wid(name)].epoch
+            self._story._forget(wid(name))
+            if noticed and epoch:
+                self.break_off(epoch)
+        return self
+
+    def break_off(self, epoch: int) -> None:
+        for w, fake in self._story.fakes.items():
+            waits = fake.bound or fake.returned or isinstance(fake.word, m.WorkerRaised)
+            if fake.job and fake.epoch == epoch and not waits:
+                fake.word = m.WorkerRaised(w, epoch, intact=False, error="RuntimeError: Connection closed")
+
+    def lose_host(self, name: str, *, noticed: bool = True) -> Away:
+        epochs = {fake.epoch for w, fake in self._story.fakes.items() if w.host == name and fake.job and fake.epoch}
+        self._story.end_agent(name)
+        for epoch in epochs if noticed else ():
+            self.break_off(epoch)
+        return self
+
+    def form(self) -> Away:
+        """Worlds of which all members are on the way form without a driver."""
+        for members in self._worlds():
+            for fake in members:
+                fake.formed = fake.holds = True
+        return self
+
+    def commit(self, count: int = 1) -> Away:
+        """Worlds that are whole train on."""
+        for members in self._worlds():
+            if all(fake.formed and fake.word is None and not fake.bound for fake in members):
+                for fake in members:
+                    fake.commit, fake.steps, fake.begun = fake.commit + count, fake.steps + count, fake.begun + count
+        return self
+
+    def raised(self, name: str, error: str = "ValueError: no") -> Away:
+        """The user's own error."""
+        fake = self._story.fakes[wid(name)]
+        fake.word = m.WorkerRaised(wid(name), fake.epoch, intact=True, error=error)
+        return self
+
+    def returned(self, *names: str) -> Away:
+        for name in names:
+            fake = self._story.fakes[wid(name)]
+            fake.returned, fake.word = True, m.WorkerSucceeded(wid(name), fake.epoch)
+        return self
+
+    def ended(self, *names: str, error: str = "") -> Away:
+        for name in names:
+            self._story.end_program(wid(name), error)
+        return self
+
+    def _worlds(self) -> list[list[FakeWorker]]:
+        by_epoch: dict[int, list[FakeWorker]] = {}
+        for fake in self._story.fakes.values():
+            if fake.job and fake.epoch:
+                by_epoch.setdefault(fake.epoch, []).append(fake)
+        return [members for members in by_epoch.values() if len(members) == members[0].size]
+
+    # ---- a new driver ----
+
+    def new_driver(self, *, frozen: Iterable[str] = (), late: Iterable[str] = ()) -> Story:
+        """It comes and hears everybody but those who are `frozen`, and the agents of hosts that are `late`."""
+        story = self._story
+        for name in late:  # whoever says nothing is killed
+            story.end_agent(name)
+        mute = {wid(name) for name in frozen} | story.silent
+        heard = {w: self._statement(w) for w in story.fakes if w not in mute}
+        agents = {name: self.hello(name) for name in story.agents}
+        set_up = frozenset(story.set_up.intersection(story.fakes))
+        story.world, commands = resume(self.saved, agents, heard, set_up, story.now)
+        story.stores |= {w: here.store for w, here in heard.items()}
+        story.said.extend(commands)
+        for command in commands:
+            story._obey(command)
+        world = story.world
+        check(World(world.limits, numbered=world.numbered), world, commands, story.now)
+        for w, here in heard.items():
+            if w in story.fakes and here.job == self.saved.job and not here.busy and here.job:
+                story._say(w, m.ProgramEnded(w, *story.fakes[w].ended))
+            elif w in story.fakes and w not in set_up and not here.busy:
+                story._say(w, m.WorkerRegistered(w))
+        story.answers += [m.WorkerFroze(w, "stopped") for w in sorted(mute) if w in story.fakes]
+        return story
+
+    def hello(self, name: str) -> AgentHello:
+        story = self._story
+        workers = tuple((w, 1000) for w in story.fakes if w.host == name)
+        interfaces, home = story.interfaces(name), story.homes.get(name, "")
+        return AgentHello(name, 1, {}, interfaces, 4711, home, workers, dict(story.agents[name]))
+
+    def _statement(self, w: m.WorkerId) -> WorkerHere:
+        story = self._story
+        fake = story.fakes[w]
+        epoch = fake.epoch or fake.stands
+        return WorkerHere(
+            w,
+            1000,
+            str(w),
+            fake.job or fake.ended[0],
+            bool(fake.job),
+            fake.left,
+            epoch,
+            fake.rank,
+            fake.size,
+            fake.formed and bool(epoch),
+            fake.numbered,
+            fake.bound,
+            fake.commit,
+            fake.holds,
+            story.store(w, epoch) if fake.offered and epoch else "",
+            fake.stopped,
+            fake.word,
+        )
+
+
+def _one_by_one(commands: Iterable[m.Command]) -> Iterator[m.Command]:
+    """What goes to several workers goes to one after the other."""
+    for command in commands:
+        match command:
+            case m.FormWorld(members=members, to=to):
+                yield from (replace(command, to=(w,)) for w in to or members)
+            case m.StopProgram(workers=workers):
+                yield from (replace(command, workers=(w,)) for w in workers)
+            case m.DropWorld() | m.AskLeave() | m.LeaveAt() | m.Stay() | m.AbortWorld() | m.Look():
+                yield from (replace(command, members=(w,)) for w in command.members)
+            case _:
+                yield command
