@@ -1,0 +1,50 @@
+"""An engine without agent and driver: it outlives every kernel, until its standard input ends.
+
+`python lone_engine.py <file with the connection information> <profile>`; prints its uuid.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from nbelastic.worker import session
+from nbelastic.worker.engine import FOR_EVER, Engine
+from nbelastic.worker.printed import Printed
+
+
+class LoneSession:
+    """What a program needs of its worker's session."""
+
+    worker = "lone/0#1"
+    checkpoints = None
+    printed = Printed()
+    link = SimpleNamespace(wake=lambda: None)
+
+    def begin(self, job: str) -> None:
+        pass
+
+    def finish(self) -> None:
+        pass
+
+
+def main(connection: str, profile: str) -> None:
+    def follow() -> None:
+        os.read(0, 1)
+        os._exit(0)
+
+    threading.Thread(target=follow, daemon=True).start()
+    os.environ["IPP_CONNECTION_INFO"] = Path(connection).read_text()
+    session._session = LoneSession()
+    app: Any = Engine.instance(log_level=40)
+    app.initialize([f"--profile-dir={profile}", "--IPEngine.enable_nanny=False", *FOR_EVER, "--log-level=40"])
+    print(app.ident, flush=True)
+    app.start()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
