@@ -29,6 +29,7 @@ import zmq.auth.asyncio
 import zmq.error
 
 from nbelastic.core import messages as m
+from nbelastic.core import script_messages as s
 from nbelastic.core import wire
 from nbelastic.core.addresses import bracketed
 
@@ -51,7 +52,6 @@ _SETTINGS = {
     zmq.IPV6: 1,
 }
 
-FIRST = (wire.AgentHello, wire.WorkerHere, wire.NodeHello, wire.TakeOver)  # what says who one is
 
 _encoder = msgspec.json.Encoder()
 
@@ -214,7 +214,7 @@ class Hub:
                     self._welcome(peer)
                 continue
             message = self._decode(peer, frames)
-            if message is not None and not known and not isinstance(message, FIRST):
+            if message is not None and not known and not _introduces(message):
                 self._welcome(peer)
             elif message is not None:
                 self.heard_at[peer] = time.monotonic()
@@ -257,6 +257,12 @@ class Hub:
             await asyncio.sleep(self._heartbeat)
             for peer in list(self.heard_at):
                 self._send(peer, b"")
+
+
+def _introduces(message: wire.Message | m.Event) -> bool:
+    """Whether it says who one is, and all that one is to be known for. A host's own node has nothing else to say."""
+    first = (wire.AgentHello, wire.WorkerHere, wire.NodeHello, wire.TakeOver)
+    return isinstance(message, first) or (isinstance(message, s.NodeReady) and not message.guest)
 
 
 def _swallow_unreachable(future: asyncio.Future[object]) -> None:

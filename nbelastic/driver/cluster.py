@@ -349,9 +349,14 @@ class Cluster:
             driver.fleet.begin_job()
             if driver.notes is not None:
                 driver.notes.submit(kept)
+                driver.save()
             driver.take_in(m.JobSubmitted(run.name))
+            written.set_result(None)
 
+        written: Future[None] = Future()
         driver.call(submit)
+        if driver.notes is not None:  # from here on nobody can forget it
+            outcome(written, None, lambda: "the job to be written down")
         return job
 
     def execute(self, source: str, *, setup: bool = False, timeout: float | None = None) -> list[Executed]:

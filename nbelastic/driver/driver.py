@@ -196,7 +196,7 @@ class Driver:
         if before.phase == "running":
             self.chronicle.sign(event, now)
         self.world, commands = step(before, event, now)
-        self._save()  # first: a driver that is killed now has told nobody what the next one cannot know
+        self.save()  # first: a driver that is killed now has told nobody what the next one cannot know
         self.chronicle.note(event, now)
         for command in commands:
             self._do(command, now)

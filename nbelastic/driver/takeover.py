@@ -155,7 +155,9 @@ def take_over(driver: Driver, saved: Saved, arrivals: Arrivals) -> None:
     elif saved.job is not None and saved.job.script is not None:
         driver.scripts.begin_again(driver.runs[saved.job.name], saved.job, nodes)
     job = driver.world.job
-    if job is not None and job.name in driver.runs:
+    if saved.job is not None and saved.job.script is None and (job is None or job.name != saved.job.name):
+        driver.take_in(m.JobSubmitted(saved.job.name))  # the last driver was killed before it had begun it
+    elif job is not None and job.name in driver.runs:
         run = driver.runs[job.name]
         those = [w for w, here in arrivals.workers.items() if here.job == job.name and w in driver.world.workers]
         over = m.EndJob(job.name, job.outcome, job.reason, job.ranks) if job.outcome else None
