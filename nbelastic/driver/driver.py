@@ -148,16 +148,17 @@ class Driver:
             self.settings.silence, self.settings.heartbeat, self.fleet, lambda: self.world, self._inbox.put_nowait
         )
         self.scripts = Scripts(self, self._hub, self.keys.for_clients())
-        if saved is not None and self._arrivals is not None:
-            await asyncio.gather(self.fleet.adopt(saved), self._arrivals.wait())
-            arrivals, self._arrivals = self._arrivals, None
-            take_over(self, saved, arrivals)
-        self.save()
-        self._publish()
-        self._ready.set()
-        watches = (self._discover(), self._silence.listen(), self.fleet.look_after_jobs())
-        tasks = [asyncio.create_task(watch) for watch in watches]
+        tasks: list[asyncio.Task[None]] = []
         try:
+            if saved is not None and self._arrivals is not None:
+                await asyncio.gather(self.fleet.adopt(saved), self._arrivals.wait())
+                arrivals, self._arrivals = self._arrivals, None
+                take_over(self, saved, arrivals)
+            self.save()
+            self._publish()
+            self._ready.set()
+            watches = (self._discover(), self._silence.listen(), self.fleet.look_after_jobs())
+            tasks = [asyncio.create_task(watch) for watch in watches]
             while self.world.phase != "finished" and not self.let_go:
                 event = await self._next()
                 self._take(event)

@@ -16,6 +16,7 @@ import msgspec
 
 from nbelastic.core import messages as m
 from nbelastic.core import wire
+from nbelastic.core.errors import HostError
 from nbelastic.driver.gate import Doors
 from nbelastic.driver.launchers import AdoptedAgent, Agent, BatchJobAgent, agent_for, batch_folder, locate
 from nbelastic.driver.live import Live
@@ -279,7 +280,9 @@ class Fleet:
         self._engines = Engines(folder, settings.name, settings.silence, self._engine_registered, keep=settings.keep)
         try:
             await (self._engines.attach() if process else self._engines.start())
-        except Exception as error:  # noqa: BLE001  (whatever it is, there will be no cluster)
+        except Exception as error:
+            if process:  # there is a cluster, and it is not to end for that
+                raise HostError(f"ipyparallel's controller does not answer ({error}): attach again.") from error
             self._post(m.StopRequested(f"ipyparallel's controller could not be started: {error}"))
             return
         for w, log_dir in self._spawns:

@@ -72,9 +72,10 @@ class RunDir:
         self._close()
 
     def let_go(self) -> None:
-        """All stays as it is, for another driver."""
-        os.ftruncate(self._held, 0)
-        self._close()
+        """All stays as it is, for another driver. Twice is fine."""
+        if self.held:
+            os.ftruncate(self._held, 0)
+            self._close()
 
     def _close(self) -> None:
         held, self._held = self._held, -1
