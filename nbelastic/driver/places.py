@@ -79,7 +79,8 @@ class RunDir:
 
     def _close(self) -> None:
         held, self._held = self._held, -1
-        os.close(held)
+        if held >= 0:
+            os.close(held)
 
     def log_dir(self) -> Path:
         """A new folder for the logs of this start."""
