@@ -31,7 +31,7 @@ from torch.distributed.elastic.rendezvous.api import (
 
 from nbelastic.core import script_messages as s
 from nbelastic.core import wire
-from nbelastic.core.addresses import bracketed, parted
+from nbelastic.core.addresses import address_of, bracketed, parted
 from nbelastic.link import Spoke
 from nbelastic.nics import interface_of
 
@@ -68,7 +68,8 @@ class DriverRendezvous(RendezvousHandler):  # type: ignore[misc]  # torch carrie
         self._orders: queue.Queue[wire.Round | wire.Rehome | wire.Wait | wire.Dismiss] = queue.Queue()
         self._dismissed: wire.Dismiss | None = None
         self._left = 0  # the newest round that is to be left
-        self._store: TCPStore | None = None
+        self._offers: dict[str, TCPStore] = {}  # since the last round
+        self._store: TCPStore | None = None  # of the present round, if it is this node's
         self._round: wire.Round | None = None
         self.link = link(self.hear)
 
@@ -146,28 +147,30 @@ class DriverRendezvous(RendezvousHandler):  # type: ignore[misc]  # torch carrie
         """Say that this node is ready, again and again, until it is seated."""
         last = self._round.round if self._round is not None else 0
         reason = "the driver has not answered"
-        store = self._offer()
+        store, said_at = self._offer(), 0.0
         while True:
             if self._dismissed is not None:
                 self._end(self._dismissed)
             self._mind_driver()
-            self.link.send(replace(self._ready, round=last, store=store, pid=os.getpid()))
+            now = time.monotonic()
+            if now >= said_at + AGAIN:
+                said_at = now
+                self.link.send(replace(self._ready, round=last, store=store, pid=os.getpid()))
             try:
-                order = self._orders.get(timeout=AGAIN)
+                order = self._orders.get(timeout=max(0.0, said_at + AGAIN - now))
             except queue.Empty:
                 order = None
             match order:
                 case wire.Round(round=number) if number > last and number > self._left:
                     return order
-                case wire.Rehome():
-                    store = self._offer()
+                case wire.Rehome() if self._home[0] != address_of(store):
+                    store, said_at = self._offer(), 0.0
                 case wire.Wait():
                     if order.reason != reason:
                         self._told(order.reason)
                     reason = order.reason
                     if order.full and self._leaves:
                         raise RendezvousClosedError(reason)
-                    time.sleep(AGAIN / 5)
             if end is not None and time.monotonic() > end:
                 raise RendezvousTimeoutError(f"no round within {self._timeout:g} s: {reason}")
 
@@ -175,7 +178,7 @@ class DriverRendezvous(RendezvousHandler):  # type: ignore[misc]  # torch carrie
         """Whether somebody else ends this node if the driver is gone."""
 
     def _offer(self) -> str:
-        """A fresh store, on this node's address alone; where it is."""
+        """A fresh store, on this node's address alone; where it is. Earlier ones stay: a round may be forming with one."""
         address, interface = self._home
         for name in self._nics:
             os.environ[name] = interface or interface_of(address)
@@ -184,7 +187,8 @@ class DriverRendezvous(RendezvousHandler):  # type: ignore[misc]  # torch carrie
             listener.bind((address, 0))
             listener.listen(1024)
             port = int(listener.getsockname()[1])
-            self._store = TCPStore(
+            endpoint = f"{bracketed(address)}:{port}"
+            self._offers[endpoint] = TCPStore(
                 address,
                 port,
                 is_master=True,
@@ -192,7 +196,7 @@ class DriverRendezvous(RendezvousHandler):  # type: ignore[misc]  # torch carrie
                 timeout=timedelta(seconds=STORE),
                 master_listen_fd=listener.detach(),
             )
-        return f"{bracketed(address)}:{port}"
+        return endpoint
 
     def _enter(self, order: wire.Round) -> Store | None:
         """The round's store, with this node's ranks in it; None if the round is over before that.
@@ -200,12 +204,13 @@ class DriverRendezvous(RendezvousHandler):  # type: ignore[misc]  # torch carrie
         RendezvousConnectionError if it cannot be reached from here.
         """
         host, port = parted(order.store)
+        self._store = self._offers.get(order.store)
+        self._offers.clear()
         if order.rank == 0:
             store = self._store
             assert store is not None
             _write_ranks(store, order)
             return store
-        self._store = None
         end = time.monotonic() + REACH
         while self._left < order.round and self._dismissed is None:
             self._mind_driver()
