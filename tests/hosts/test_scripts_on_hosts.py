@@ -185,7 +185,7 @@ def test_terminals_on_two_machines_and_none_of_the_hosts(network, make, terminal
     with terminal("h3", files["h3"], TRAIN, training.folder, FOR_EVER) as again:
         training.runs(2, timeout=LONG)
         assert {line["restarts"] for line in training.finish(timeout=LONG)} == {0}
-        assert again.wait() == 0
+        assert again.wait() == 0, again.said
 
 
 @pytest.mark.timeout(300)
@@ -202,7 +202,7 @@ def test_a_cluster_of_one_machine_becomes_wide(network, make, tmp_path):
         cluster.remove_host("localhost")
         training.runs(2, timeout=LONG)
         assert {line["restarts"] for line in training.finish(timeout=LONG)} == {0}
-        assert run.wait(LONG) == 0
+        assert run.wait(LONG) == 0, run.stdout.read()
     assert not texts(cluster, "world-broken")
     assert cluster.status().failed_at is None
 
