@@ -16,11 +16,12 @@ NAME = "cluster.json"
 
 
 class ClusterFile(msgspec.Struct, frozen=True):
-    """`address`: of the driver's end of the link, `tcp://127.0.0.1:4711`."""
+    """`address`: of the driver's end of the link, `tcp://127.0.0.1:4711`. `lease`: how long (seconds) it may be silent."""
 
     name: str
     address: str
     keys: Keys
+    lease: float
 
     def write(self, path: Path) -> None:
         """Mode 0600. One that was there is replaced."""

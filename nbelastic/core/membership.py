@@ -105,6 +105,8 @@ def _take(world: World, event: m.Event, now: float, out: Commands) -> World:
             return _take_order(world, event, now, out)
         case m.AgentReady():
             return networks.agent_ready(world, event, now, out)
+        case m.DoorOpened(address=address):
+            return networks.open_door(world, address, now, out)
         case m.AgentLost(host=name, reason=reason):
             return epochs.host_gone(world, name, reason, now, out)
         case m.Probed():

@@ -68,6 +68,12 @@ class Scaled(Event):
     by: str = ""
 
 
+class DoorOpened(Event):
+    """Terminals of other machines are let in: they come to this machine at `address`."""
+
+    address: str
+
+
 class RestartRequested(Event):
     """Somebody wants another process in this worker's place, now."""
 

@@ -1,7 +1,7 @@
 """Who reaches whom: hosts of other machines are admitted only where their peers reach them, and they their peers.
 
-While all hosts are on loopback addresses nothing is probed. With the first other one the cluster is *wide*: hosts on
-loopback addresses move to addresses that others may reach, and a newcomer and its partners (the hosts that were admitted
+While all hosts are on loopback addresses nothing is probed. With the first other one, or when terminals of other machines are
+let in, the cluster is *wide*: hosts on loopback addresses move to addresses that others may reach, and a newcomer and its partners (the hosts that were admitted
 first and last, which makes a ring) try one another before anything is started on it. It is Horovod's ring of driver and task
 services, without the barrier: newcomers are probed side by side, and a host that fits nowhere is left out with the reason.
 """
@@ -36,8 +36,15 @@ def agent_ready(world: World, event: m.AgentReady, now: float, out: Commands) ->
 
 
 def wide(world: World) -> bool:
-    """Whether there are hosts on other machines. O(hosts)"""
-    return any(host.address and not is_loopback(host.address) for host in world.hosts.values() if _is_there(host))
+    """Whether there are hosts on other machines, or may be terminals there. O(hosts)"""
+    return bool(world.door) or any(
+        host.address and not is_loopback(host.address) for host in world.hosts.values() if _is_there(host)
+    )
+
+
+def open_door(world: World, address: str, now: float, out: Commands) -> World:
+    """Terminals of other machines come to the driver's machine at `address`: what is on it has to be reached there, too."""
+    return _widen(replace(world, door=world.door or address), now, out)
 
 
 def probed(world: World, event: m.Probed) -> World:
@@ -73,7 +80,7 @@ def _is_there(host: Host) -> bool:
 def widen(world: World, now: float, out: Commands) -> World:
     """Hosts on loopback addresses move to where others may reach them. Who has no such address stays."""
     for host in world.hosts.values():
-        others = outward(host)
+        others = _own(world, host)
         if others and is_loopback(host.address) and _is_there(host):
             world = _move(world, host, others[0], now, out)
     return world
@@ -100,6 +107,11 @@ def _partners(world: World, newcomer: Host) -> tuple[Host, ...]:
     return tuple(chosen.values())
 
 
+def _own(world: World, host: Host) -> tuple[str, ...]:
+    """The addresses at which others may reach it: first of all where terminals come to, if that is its machine."""
+    return tuple(sorted(outward(host), key=lambda address: address != world.door))
+
+
 def _known(host: Host) -> tuple[str, ...]:
     """Where everybody who tried has reached it; before anybody has: all its addresses."""
     return host.agreed or outward(host)
@@ -107,7 +119,7 @@ def _known(host: Host) -> tuple[str, ...]:
 
 def _begin(world: World, host: Host, now: float, out: Commands) -> World:
     """Probe its network, or admit it at once if it is the first."""
-    name, own, partners = host.spec.name, outward(host), _partners(world, host)
+    name, own, partners = host.spec.name, _own(world, host), _partners(world, host)
     if not own:
         reason = f"has no address but {host.addresses[0].address}, and the other hosts are on other machines"
         return epochs.leave_out(world, name, reason, now, out, kind="host-unreachable")
@@ -129,7 +141,7 @@ def _decide(world: World, host: Host, admission: Admission, now: float, out: Com
     """All have answered, or had their time."""
     name = host.spec.name
     partners = [world.hosts[partner] for partner in admission.partners]
-    own = outward(host)
+    own = _own(world, host)
     for partner in partners:
         own = tuple(a for a in own if a in admission.answers.get((partner.spec.name, name), ()))
     met = {p.spec.name: _met(p, admission.answers.get((name, p.spec.name), ())) for p in partners}

@@ -46,6 +46,9 @@ def _take(group: Group, event: m.Event, now: float, out: Commands) -> Group:
             return _hosts(group, event, now, out)
         case s.NodeReady():
             return _ready(group, event, now)
+        case s.NodeMoved(host=host):
+            node = group.nodes.get(host)
+            return group if node is None else _put(group, host, replace(node, ready=False, store=""))
         case s.NodeStarted(host=host, round=number, pids=pids):
             node = group.nodes.get(host)
             return group if node is None or number != group.round else _put(group, host, replace(node, pids=pids))
@@ -53,8 +56,8 @@ def _take(group: Group, event: m.Event, now: float, out: Commands) -> Group:
             return _failed(group, event, now)
         case s.NodeSucceeded(host=host, round=number) if _in_round(group, host, number):
             return _put(group, host, replace(group.nodes[host], state=GroupState.SUCCEEDED, starts=0))
-        case s.NodeLeft(host=host, reason=reason):
-            return _left(group, host, reason, now, out)
+        case s.NodeLeft():
+            return _left(group, event, now, out)
         case s.ScriptStopped(reason=reason):
             return _end(group, "stopped", reason, out)
     return group
@@ -66,7 +69,9 @@ def _hosts(group: Group, event: s.HostsSeen, now: float, out: Commands) -> Group
     there = dict(event.hosts)
     for host in [host for host, node in group.nodes.items() if not node.guest and host not in there]:
         out.append(s.EndNode(host, f"{host} has left the cluster", error=False))
-        group = _gone(group, host, f"host {host} has gone", now, out)
+        lost = host in event.lost
+        why = f"host {host} was lost" if lost else f"host {host} leaves"
+        group = _gone(group, host, why, now, out, broken=lost)
     for host, slots in there.items():
         wanted = group.terms.nproc or slots
         node = group.nodes.get(host)
@@ -121,12 +126,14 @@ def _failed(group: Group, event: s.NodeFailed, now: float) -> Group:
     return replace(group, failures=failures, judge_at=min(group.judge_at, now + group.terms.grace))
 
 
-def _left(group: Group, host: str, reason: str, now: float, out: Commands) -> Group:
+def _left(group: Group, event: s.NodeLeft, now: float, out: Commands) -> Group:
     """A node has ended. One of ours, whose host is still there, is started again."""
+    host, reason = event.host, event.reason
     node = group.nodes.get(host)
     if node is None or node.retry_at:
         return group
-    group = _gone(group, host, f"{host}: {reason}", now, out)
+    meant = node.guest and not event.broken and node.state is not GroupState.UNHEALTHY  # somebody ended their torchrun
+    group = _gone(group, host, f"{host}: {reason}", now, out, broken=not meant)
     if node.guest or _finishing(group) or group.stage is Stage.ENDED:
         return group
     if node.starts >= STARTS:
@@ -135,8 +142,11 @@ def _left(group: Group, host: str, reason: str, now: float, out: Commands) -> Gr
     return _put(group, host, again)
 
 
-def _gone(group: Group, host: str, why: str, now: float, out: Commands) -> Group:
-    """It will not take part any more. The others cannot go on without it, unless some have finished."""
+def _gone(group: Group, host: str, why: str, now: float, out: Commands, *, broken: bool) -> Group:
+    """It will not take part any more. The others cannot go on without it, unless some have finished.
+
+    `broken`: nobody wanted that.
+    """
     node = group.nodes[host]
     group = replace(group, nodes={name: other for name, other in group.nodes.items() if name != host})
     if node.guest:
@@ -146,7 +156,8 @@ def _gone(group: Group, host: str, why: str, now: float, out: Commands) -> Group
     if node.state is GroupState.SUCCEEDED or _finishing(group):
         state = node.state if node.state is GroupState.SUCCEEDED else GroupState.UNKNOWN
         return _put(group, host, replace(node, state=state, ready=False, pids=()))
-    out.append(m.Record("world-broken", why, host=host, epoch=group.round))
+    kind = "world-broken" if broken else "change-planned"
+    out.append(m.Record(kind, why, host=host, epoch=group.round))
     return _leave(group, why, now, out)
 
 

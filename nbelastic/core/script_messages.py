@@ -52,6 +52,12 @@ class NodeReady(Event):
     pid: int = 0
 
 
+class NodeMoved(Event):
+    """Its store is to be elsewhere: what it has offered does not count any more."""
+
+    host: str
+
+
 class NodeStarted(Event):
     """The workers of its round run; `pids` by local rank (none if it cannot know them)."""
 
@@ -84,11 +90,15 @@ class NodeLeft(Event):
 
 
 class HostsSeen(Event):
-    """The cluster's hosts that are up, the oldest first, with their slots; and how many workers there may be."""
+    """The cluster's hosts that are up, the oldest first, with their slots; and how many workers there may be.
+
+    `lost`: those that are not up because something has happened to them. Who is in neither has left as somebody wanted.
+    """
 
     hosts: tuple[tuple[str, int], ...]
     min: int
     max: int | None
+    lost: tuple[str, ...] = ()
 
 
 class ScriptStopped(Event):

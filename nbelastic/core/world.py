@@ -194,6 +194,7 @@ class World(Struct, frozen=True):
     resets: int = 0
     joined: int = 0  # hosts so far
     admissions: int = 0  # hosts that have come up so far
+    door: str = ""  # where terminals of other machines come to the driver's machine, if they are let in
     probing: dict[str, Admission] = {}  # newcomers, by name
     probes: int = 0  # the last number that probes were given
     mesh: Mesh = Mesh()

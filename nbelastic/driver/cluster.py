@@ -27,7 +27,6 @@ from nbelastic.driver.discovery import FixedHosts, HostDiscovery
 from nbelastic.driver.discovery import find as find_discovery
 from nbelastic.driver.driver import Driver
 from nbelastic.driver.job import Job, outcome
-from nbelastic.driver.launchers import outgoing
 from nbelastic.driver.notes import Notes
 from nbelastic.driver.orders import execute_on_all
 from nbelastic.driver.places import RunDir, gpus
@@ -318,13 +317,13 @@ class Cluster:
     def connection_file(self, host: str | None = None) -> Path:
         """The file (0600) with which a terminal's torchrun joins: `--rdzv-backend=nbelastic --rdzv-endpoint=<file>`.
 
-        It is for terminals of this machine; with a `host`, for one there, to which it has to be copied (`scp -p`). It
-        holds the cluster's keys, and is of no use after its stop. HostError if it cannot be made.
+        It is for terminals of this machine; with a `host` (a name that ssh knows, or an address), for one there, to which
+        it has to be copied (`scp -p`). It holds the cluster's keys, and is of no use after its stop. HostError if it
+        cannot be made.
         """
         driver = self._running()
         found: Future[Path] = Future()
-        here = outgoing(host) if host is not None else ""
-        driver.call(driver.scripts.file_for, here, found)
+        driver.call(driver.scripts.invitations.make, parse_host(host, 1) if host is not None else None, found)
         return outcome(found, None, lambda: "the cluster file")
 
     def _next_job(self) -> str:

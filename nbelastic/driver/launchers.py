@@ -218,6 +218,19 @@ async def locate(spec: HostSpec, launcher: str) -> tuple[str, str]:
     return "", outgoing(found[0] if found else "")
 
 
+async def here_towards(spec: HostSpec) -> str:
+    """The address of this machine towards a host that ssh knows; empty: it is this one. OSError if there is no way."""
+    found = await _addresses(spec.name) or await _addresses(await ssh.real_name(spec))
+    if not found:
+        raise OSError(f"{spec.name} is an unknown name: check it, or give the address")
+    if own(found):
+        return ""
+    here = outgoing(found[0])
+    if is_loopback(here):
+        raise OSError(f"there is no way from here to {spec.name} ({found[0]})")
+    return here
+
+
 def own(found: list[str]) -> str:
     """Which of these addresses is this machine's, loopback ones first; empty if none is."""
     loopback = sorted(filter(is_loopback, found))

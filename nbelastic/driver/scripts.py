@@ -9,24 +9,25 @@ import asyncio
 import os
 import time
 from collections.abc import Mapping
-from concurrent.futures import Future
 from contextlib import suppress
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nbelastic import clusterfile, versions
+from nbelastic import versions
 from nbelastic.core import messages as m
+from nbelastic.core import networks, wire
 from nbelastic.core import script_messages as s
-from nbelastic.core import wire
-from nbelastic.core.errors import HostError, UsageError
+from nbelastic.core.addresses import address_of, is_loopback
+from nbelastic.core.errors import UsageError
 from nbelastic.core.group import Group, Stage, Terms, places
 from nbelastic.core.membership import exit_text
 from nbelastic.core.rounds import advance, deadline
 from nbelastic.core.world import NEVER, HostPhase
+from nbelastic.driver.invitations import Invitations
 from nbelastic.driver.orders import Order
 from nbelastic.driver.run import Run
 from nbelastic.driver.saved import SavedJob
 from nbelastic.driver.script_status import with_script, workers_of
+from nbelastic.driver.silence import LATE
 from nbelastic.driver.status import Status
 from nbelastic.link import Hub, Keys, machine
 
@@ -38,7 +39,7 @@ class Scripts:
     """Lives in the driver's thread; `shown` may be called from any."""
 
     def __init__(self, driver: Driver, hub: Hub, keys: Keys) -> None:
-        self._driver, self._hub, self._keys = driver, hub, keys
+        self._driver, self._hub = driver, hub
         self._loop = asyncio.get_running_loop()
         self._group: Group | None = None
         self._run: Run | None = None
@@ -53,10 +54,12 @@ class Scripts:
         self._samples: dict[m.WorkerId, tuple[float, int]] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._silence = self._loop.create_task(self._listen())
+        self.invitations = Invitations(driver.settings, driver.fleet, hub.address, keys, driver.take_in)
 
     def close(self) -> None:
         """The cluster has stopped: guests are told."""
         self._silence.cancel()
+        self.invitations.close()
         if self._timer is not None:
             self._timer.cancel()
         for host in list(self._guests):
@@ -101,7 +104,7 @@ class Scripts:
         now = time.monotonic()
         self._look_at_hosts(now)
         for ready in list(self._waiting.values()):
-            self._advance(ready, now)
+            self._ready(ready, now)
         self._driver.look()
 
     def observe(self, event: m.Event, now: float) -> None:
@@ -119,13 +122,36 @@ class Scripts:
         elif isinstance(event, m.HostRemoved) and event.name in self._guests:
             self._send(event.name, wire.Dismiss(f"removed by {event.by}", error=False))
         else:
+            self._look_at_homes(now)
             self._look_at_hosts(now)
+
+    def _look_at_homes(self, now: float) -> None:
+        """What a node has offered where it no longer is, is not used. It hears of the move, and offers again."""
+        for host, node in list(self.active.nodes.items()) if self.active is not None else []:
+            if node.ready and self._misplaced(host, node.store, guest=node.guest) is not None:
+                self._advance(s.NodeMoved(host), now)
+
+    def _misplaced(self, host: str, store: str, *, guest: bool) -> wire.Rehome | None:
+        """Where this node's stores have to be, if that is not where this one is."""
+        world, at = self._driver.world, address_of(store)
+        if guest:  # one of this machine offers what only this machine reaches, until there are others
+            here = self._driver.fleet.here or world.door
+            moves = host in self._watched and is_loopback(at) and not is_loopback(here) and networks.wide(world)
+            return wire.Rehome(here, "") if moves and here else None
+        home = world.hosts.get(host)
+        if home is None or home.address in ("", at):
+            return None
+        interface = next((i.name for i in home.addresses if i.address == home.address), "")
+        return wire.Rehome(home.address, interface)
 
     def _look_at_hosts(self, now: float) -> None:
         world = self._driver.world
         up = (host for host in world.hosts.values() if host.phase is HostPhase.UP)
         found = tuple((host.spec.name, host.spec.slots) for host in sorted(up, key=lambda host: host.joined))
-        seen = s.HostsSeen(found, world.limits.min, world.limits.max)
+        nodes = self._group.nodes if self._group is not None else ()
+        ill = (HostPhase.LOST, HostPhase.STARTING)
+        lost = tuple(name for name in nodes if name in world.hosts and world.hosts[name].phase in ill)
+        seen = s.HostsSeen(found, world.limits.min, world.limits.max, lost)
         if seen != self._seen:
             self._seen = seen
             self._advance(seen, now)
@@ -193,6 +219,10 @@ class Scripts:
         host = ready.host
         if ready.guest:
             self._waiting[host] = ready
+        move = self._misplaced(host, ready.store, guest=ready.guest)
+        if move is not None:
+            self._send(host, move)
+            return
         group = self.active
         if group is None or (ready.guest and ready.job not in ("", group.job)):
             if not ready.guest:
@@ -355,30 +385,16 @@ class Scripts:
             with suppress(OSError):
                 os.close(fd)
 
-    def file_for(self, here: str, found: Future[Path]) -> None:
-        """The cluster file for this machine; or, with its address `here` towards another one, for that."""
-        settings, address = self._driver.settings, self._hub.address
-        name = clusterfile.NAME
-        try:
-            if here:
-                address = self._driver.fleet.lead(here, address)
-                name = f"cluster-{here.replace(':', '_')}.json"
-            path = settings.run_dir / name
-            clusterfile.ClusterFile(settings.name, address, self._keys).write(path)
-        except OSError as error:
-            found.set_exception(HostError(f"no cluster file can be made: {error}"))
-        else:
-            found.set_result(path)
-
     async def _listen(self) -> None:
-        """For ever: guests that are not heard are lost."""
-        settings = self._driver.settings
+        """For ever: guests that are not heard are lost. Not if it is this process that has not listened."""
+        settings, last = self._driver.settings, time.monotonic()
         while True:
             await asyncio.sleep(settings.heartbeat)
-            now = time.monotonic()
+            now, late = time.monotonic(), time.monotonic() - last > settings.heartbeat + LATE
+            last = now
             for host, peer in list(self._guests.items()):
                 quiet = now - self._hub.heard_at.get(peer, now)
-                if quiet > settings.silence:
+                if quiet > settings.silence and not late:
                     self._vanished(host, f"nothing heard of it for {quiet:.0f} s")
 
     # ---- those who look on ----

@@ -11,8 +11,8 @@ import psutil
 
 from nbelastic.core.addresses import is_loopback
 from nbelastic.core.messages import Interface
+from nbelastic.nics import LOOPBACK
 
-LOOPBACK = "lo"
 ANYWHERE = (
     "192.0.2.1",
     "2001:db8::1",
@@ -28,16 +28,6 @@ def outgoing_address(driver: str) -> str:
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect((driver, 9))
         return str(probe.getsockname()[0]).partition("%")[0]
-
-
-def interface_of(address: str) -> str:
-    """The name of the interface that has `address`; the loopback interface for any loopback address."""
-    if is_loopback(address):
-        return LOOPBACK
-    for name, addresses in psutil.net_if_addrs().items():
-        if any(entry.address.partition("%")[0] == address for entry in addresses):
-            return name
-    raise OSError(f"no interface of this machine has the address {address}")
 
 
 def candidates(driver: str, nics: Sequence[str] = (), local: bool = False) -> tuple[Interface, ...]:

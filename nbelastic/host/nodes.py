@@ -52,8 +52,7 @@ class Nodes:
             **self._known,
             "number": order.number,
             "log_dir": log_dir,
-            "address": home[0],
-            "interface": home[1],
+            "home": home,
             "script": msgspec.to_builtins(order.script),
             "environment": dict(os.environ),
             # how its workers find the template; Python 3.14 has a key as well

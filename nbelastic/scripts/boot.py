@@ -51,7 +51,5 @@ def _arrange(script: wire.Script, settings: dict[str, Any]) -> None:
         os.environ.pop(name, None)
     os.environ.update(script.environment)
     os.environ.setdefault("TORCHELASTIC_SIGNALS_TO_HANDLE", SIGNALS)
-    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-        os.environ.setdefault(name, settings["interface"])
     if script.cwd and os.path.isdir(script.cwd):
         os.chdir(script.cwd)

@@ -30,6 +30,7 @@ from nbelastic.core import wire
 from nbelastic.core.addresses import parted
 from nbelastic.core.errors import UsageError
 from nbelastic.link import HEARTBEAT, Keys, Spoke, machine
+from nbelastic.nics import interface_of
 from nbelastic.scripts.rendezvous import DriverRendezvous
 from nbelastic.scripts.warm import own_part
 
@@ -47,6 +48,7 @@ def create(params: RendezvousParameters) -> GuestRendezvous:
         found = clusterfile.find(params.endpoint, params.get("keys", ""))
     except UsageError as error:
         raise RendezvousConnectionError(str(error)) from None
+    home = _home(params.local_addr or "", found.address)
     reach(found.address, found.keys, found.name)
     config = _launch_config()
     workers = params.get_as_int("nproc") or (config.nproc_per_node if config is not None else 1)
@@ -57,7 +59,7 @@ def create(params: RendezvousParameters) -> GuestRendezvous:
     return GuestRendezvous(
         found,
         ready,
-        params.local_addr or _towards(found.address),
+        home,
         timeout=float(params.get("join_timeout") or JOIN),
         leaves=not params.get_as_bool("spare", True),
     )
@@ -83,12 +85,22 @@ def _failures() -> dict[int, ProcessFailure]:
     return dict(result.failures) if result is not None else {}
 
 
+def _home(local: str, driver: str) -> tuple[str, str]:
+    """Where the others reach this machine: at `local`, or else at its address towards the driver's; and the interface."""
+    try:
+        address = socket.gethostbyname(local) if local and ":" not in local else local or _towards(driver)
+        return address, interface_of(address)
+    except OSError as error:
+        where = f"--local-addr {local}" if local else f"towards the driver at {driver}"
+        raise RendezvousConnectionError(f"there is no address of this machine {where}: {error}.") from None
+
+
 def _towards(address: str) -> str:
     """The address of this machine towards the driver."""
     host, port = parted(address)
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host, port))
-        return str(probe.getsockname()[0])
+        return str(probe.getsockname()[0]).partition("%")[0]
 
 
 def reach(address: str, keys: Keys, name: str) -> None:
@@ -127,9 +139,11 @@ def reach(address: str, keys: Keys, name: str) -> None:
 class GuestRendezvous(DriverRendezvous):
     """A terminal's node. torch's agent is its own: what becomes of the workers is seen from here."""
 
-    def __init__(self, found: clusterfile.ClusterFile, ready: s.NodeReady, address: str, **options: Any) -> None:
+    def __init__(
+        self, found: clusterfile.ClusterFile, ready: s.NodeReady, home: tuple[str, str], **options: Any
+    ) -> None:
         self._found, self._name = found, ready.host
-        super().__init__(self._connect, ready, address, told=_tell, **options)
+        super().__init__(self._connect, ready, home, told=_tell, **options)
         self._started = 0  # the newest round whose workers the driver was told of
         self._here = True
         self._say_hello()
@@ -156,11 +170,19 @@ class GuestRendezvous(DriverRendezvous):
         failures = tuple(_failure(rank, failure) for rank, failure in _failures().items())
         if failures and self.round is not None:
             self.link.send(s.NodeFailed(self._name, self.round.round, failures))
-        if time.monotonic() - self.link.heard_at > HANDSHAKE:
-            raise RendezvousClosedError(f"the cluster {self._found.name!r} is closed: its driver is gone.")
         return super().next_rendezvous()
 
+    def _mind_driver(self) -> None:
+        """Nobody else would end this node. RendezvousClosedError if the driver is gone, or cut off from here."""
+        quiet = time.monotonic() - self.link.heard_at
+        if quiet > self._found.lease:
+            raise RendezvousClosedError(
+                f"the driver of the cluster {self._found.name!r} has not been heard for {quiet:.0f} s: "
+                "it is gone, or cut off from here."
+            )
+
     def num_nodes_waiting(self) -> int:
+        self._mind_driver()
         order = self.round
         if order is not None and order.round > self._started:
             pids = _workers()
@@ -193,14 +215,16 @@ class GuestRendezvous(DriverRendezvous):
         elif order is not None and error is None and not self.is_closed():
             self.link.send(s.NodeSucceeded(self._name, order.round))
             self.linger()
-        self._leave("it has ended" if error is None else f"it has ended with {type(error).__name__}")
+        dismissed = isinstance(error, SystemExit) and not error.code
+        reason = "it has ended" if error is None or dismissed else f"it has ended with {type(error).__name__}"
+        self._leave(reason, broken=error is not None and not dismissed)
         return super().shutdown()
 
-    def _leave(self, reason: str) -> None:
+    def _leave(self, reason: str, *, broken: bool = False) -> None:
         """Once: by torchrun's end, or by its process's."""
         if self._here:
             self._here = False
-            self.link.send(s.NodeLeft(self._name, reason))
+            self.link.send(s.NodeLeft(self._name, reason, broken))
             self.link.close()
 
 

@@ -41,7 +41,7 @@ class Node:
             _use_template(settings["template"])
         self._agent: JobAgent | None = None
         ready = s.NodeReady(self._host, 0, "", script.role)
-        self._rendezvous = DriverRendezvous(self._connect, ready, settings["address"], before_round=self._begin)
+        self._rendezvous = DriverRendezvous(self._connect, ready, settings["home"], before_round=self._begin)
         self._agent = JobAgent(
             worker_spec(script, self._rendezvous, tuple(os.environ)), script, self._logs, self._rendezvous.link.send
         )

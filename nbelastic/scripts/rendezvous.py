@@ -21,6 +21,7 @@ from torch.distributed import DistError, Store, TCPStore
 from torch.distributed.elastic.agent.server.api import _RoleInstanceInfo
 from torch.distributed.elastic.rendezvous.api import (
     RendezvousClosedError,
+    RendezvousConnectionError,
     RendezvousGracefulExitError,
     RendezvousHandler,
     RendezvousInfo,
@@ -30,19 +31,23 @@ from torch.distributed.elastic.rendezvous.api import (
 
 from nbelastic.core import script_messages as s
 from nbelastic.core import wire
-from nbelastic.core.addresses import bracketed, parted
+from nbelastic.core.addresses import address_of, bracketed, parted
 from nbelastic.link import Spoke
+from nbelastic.nics import interface_of
 
 BACKEND = "nbelastic"
+NICS = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 AGAIN = 0.5  # seconds between words of the same waiting
 PATIENCE = 1.0  # seconds for one try to reach the store of a round's first node
 FAREWELL = 2.0  # seconds that the first node's store stays, at most, when it has finished
+REACH = 30.0  # seconds in which it has to be reached
 STORE = 300.0  # seconds that torch's agents and workers wait for a key, as with torch's own handlers
 
 
 class DriverRendezvous(RendezvousHandler):  # type: ignore[misc]  # torch carries no types here
     """One node's side. `hear` is called in the link's thread, all else in the main one.
 
+    `home`: the address where this node offers its stores, and the interface on which its workers meet the others.
     `before_round(round)` is called with each round that this node is in, before torch sees it.
     """
 
@@ -50,19 +55,21 @@ class DriverRendezvous(RendezvousHandler):  # type: ignore[misc]  # torch carrie
         self,
         link: Callable[[Callable[[wire.Message], None]], Spoke],
         ready: s.NodeReady,
-        address: str,
+        home: tuple[str, str],
         *,
         timeout: float | None = None,
         before_round: Callable[[wire.Round], None] = lambda _: None,
         told: Callable[[str], None] = lambda _: None,
         leaves: bool = False,
     ) -> None:
-        self._ready, self._address, self._timeout = ready, address, timeout
+        self._ready, self._home, self._timeout = ready, home, timeout
+        self._nics = tuple(name for name in NICS if name not in os.environ)  # that the user has not set
         self._before_round, self._told, self._leaves = before_round, told, leaves
         self._orders: queue.Queue[wire.Round | wire.Rehome | wire.Wait | wire.Dismiss] = queue.Queue()
         self._dismissed: wire.Dismiss | None = None
         self._left = 0  # the newest round that is to be left
-        self._store: TCPStore | None = None
+        self._offers: dict[str, TCPStore] = {}  # since the last round
+        self._store: TCPStore | None = None  # of the present round, if it is this node's
         self._round: wire.Round | None = None
         self.link = link(self.hear)
 
@@ -75,8 +82,8 @@ class DriverRendezvous(RendezvousHandler):  # type: ignore[misc]  # torch carrie
                 self._orders.put(message)
             case wire.Round() | wire.Wait():
                 self._orders.put(message)
-            case wire.Rehome(address=address):
-                self._address = address
+            case wire.Rehome(address=address, interface=interface):
+                self._home = (address, interface)
                 self._orders.put(message)
 
     # ---- what torch's agent asks ----
@@ -140,60 +147,82 @@ class DriverRendezvous(RendezvousHandler):  # type: ignore[misc]  # torch carrie
         """Say that this node is ready, again and again, until it is seated."""
         last = self._round.round if self._round is not None else 0
         reason = "the driver has not answered"
-        port = self._offer()
+        store, said_at = self._offer(), 0.0
         while True:
             if self._dismissed is not None:
                 self._end(self._dismissed)
-            store = f"{bracketed(self._address)}:{port}"
-            self.link.send(replace(self._ready, round=last, store=store, pid=os.getpid()))
+            self._mind_driver()
+            now = time.monotonic()
+            if now >= said_at + AGAIN:
+                said_at = now
+                self.link.send(replace(self._ready, round=last, store=store, pid=os.getpid()))
             try:
-                order = self._orders.get(timeout=AGAIN)
+                order = self._orders.get(timeout=max(0.0, said_at + AGAIN - now))
             except queue.Empty:
                 order = None
             match order:
                 case wire.Round(round=number) if number > last and number > self._left:
                     return order
-                case wire.Rehome():
-                    port = self._offer()
+                case wire.Rehome() if self._home[0] != address_of(store):
+                    store, said_at = self._offer(), 0.0
                 case wire.Wait():
                     if order.reason != reason:
                         self._told(order.reason)
                     reason = order.reason
                     if order.full and self._leaves:
                         raise RendezvousClosedError(reason)
-                    time.sleep(AGAIN / 5)
             if end is not None and time.monotonic() > end:
                 raise RendezvousTimeoutError(f"no round within {self._timeout:g} s: {reason}")
 
-    def _offer(self) -> int:
-        """A fresh store, on this node's address alone; its port."""
-        family = socket.AF_INET6 if ":" in self._address else socket.AF_INET
+    def _mind_driver(self) -> None:
+        """Whether somebody else ends this node if the driver is gone."""
+
+    def _offer(self) -> str:
+        """A fresh store, on this node's address alone; where it is. Earlier ones stay: a round may be forming with one."""
+        address, interface = self._home
+        for name in self._nics:
+            os.environ[name] = interface or interface_of(address)
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
         with socket.socket(family, socket.SOCK_STREAM) as listener:
-            listener.bind((self._address, 0))
+            listener.bind((address, 0))
             listener.listen(1024)
             port = int(listener.getsockname()[1])
-            self._store = TCPStore(
-                self._address,
+            endpoint = f"{bracketed(address)}:{port}"
+            self._offers[endpoint] = TCPStore(
+                address,
                 port,
                 is_master=True,
                 wait_for_workers=False,
                 timeout=timedelta(seconds=STORE),
                 master_listen_fd=listener.detach(),
             )
-        return port
+        return endpoint
 
     def _enter(self, order: wire.Round) -> Store | None:
-        """The round's store, with this node's ranks in it; None if the round is over before that."""
+        """The round's store, with this node's ranks in it; None if the round is over before that.
+
+        RendezvousConnectionError if it cannot be reached from here.
+        """
         host, port = parted(order.store)
+        self._store = self._offers.get(order.store)
+        self._offers.clear()
         if order.rank == 0:
             store = self._store
             assert store is not None
             _write_ranks(store, order)
             return store
-        self._store = None
+        end = time.monotonic() + REACH
         while self._left < order.round and self._dismissed is None:
+            self._mind_driver()
             try:
                 store = TCPStore(host, port, is_master=False, timeout=timedelta(seconds=PATIENCE))
+            except DistError:
+                if time.monotonic() > end:
+                    raise RendezvousConnectionError(
+                        f"the store of {order.seats[0].host} at {order.store} is not reached from {self._home[0]}"
+                    ) from None
+                continue
+            try:
                 store.wait([f"{RANKS}{order.rank}"], timedelta(seconds=PATIENCE))
             except DistError:
                 continue

@@ -18,10 +18,11 @@ from typing import Any
 from nbelastic.processes import kill_group
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
-CONTRACT = (  # what torch's agent sets, beside all that begins with TORCHELASTIC_
+CONTRACT = (  # what torch's agent and the rendezvous set, beside all that begins with TORCHELASTIC_
     *("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT"),
     *("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE"),
     *("TORCH_NCCL_ASYNC_ERROR_HANDLING", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES"),
+    *("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"),
 )
 INTERRUPTED = 130
 MOST = 20_000  # characters of a traceback that are told: a message has bounds

@@ -36,6 +36,20 @@ def test_on_one_machine_nothing_is_probed():
     assert homes(story) == {"localhost": LO, "127.0.0.2": "127.0.0.2"}
 
 
+def test_terminals_of_other_machines_are_let_in():
+    """Hosts of this machine move to where those come to it, if they have that address; so do those that come later."""
+    story = Story(min=1)
+    story.add("localhost:1", LO, "10.0.0.9", "192.168.0.9").run()
+    story.send(m.DoorOpened("192.168.0.9"))
+    assert homes(story) == {"localhost": "192.168.0.9"}
+    story.add("127.0.0.2:1", "127.0.0.2", "10.0.0.9", "192.168.0.9").answer()
+    assert homes(story) == {"localhost": "192.168.0.9", "127.0.0.2": "192.168.0.9"}
+    for host in ("localhost", "127.0.0.2"):
+        story.send(m.AgentLost(host, "killed"))
+    story.add("127.0.0.3:1", "127.0.0.3", "10.0.0.9").answer()
+    assert homes(story)["127.0.0.3"] == "10.0.0.9"
+
+
 def test_a_host_without_addresses_is_taken_as_it_is():
     """An agent that names no address is believed: its host is up at once, beside others that were probed."""
     story = wide(2)

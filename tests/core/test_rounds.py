@@ -19,6 +19,7 @@ class Play:
         self.now = 100.0
         self.hosts = dict(self.parsed(host) for host in hosts)
         self.mute: set[str] = set()  # hosts whose nodes do not start
+        self.lost: tuple[str, ...] = ()
         self.said: list[m.Command] = []
         self.rounds: dict[str, int] = {}  # that each node has left last
         self.look()
@@ -31,7 +32,7 @@ class Play:
     def look(self, *hosts: str) -> Play:
         if hosts:
             self.hosts = dict(self.parsed(host) for host in hosts)
-        return self.send(s.HostsSeen(tuple(self.hosts.items()), *self.bounds))
+        return self.send(s.HostsSeen(tuple(self.hosts.items()), *self.bounds, self.lost))
 
     def send(self, event: m.Event) -> Play:
         self.group, commands = advance(self.group, event, self.now)
@@ -147,10 +148,34 @@ def test_a_late_host_restarts_the_group_and_that_does_not_count():
 def test_a_lost_host_restarts_the_others_at_once():
     """torchrun's other agents would go on waiting for it; here they are told, and it does not count."""
     play = Play("a:2", "b:2", "c:2")
+    play.lost = ("b",)
     play.look("a:2", "c:2")
     assert play.seats == [("a", 2), ("c", 2)]
     assert (play.group.round, play.group.restarts) == (2, 0)
-    assert play.records("world-broken") == ["host b has gone"]
+    assert play.records("world-broken") == ["host b was lost"]
+
+
+def test_a_removed_host_is_no_failure():
+    """Somebody wanted that: the others begin again, and nothing is broken. So it is with a terminal that is ended."""
+    play = Play("a:1", "b:1").guest("t", 1)
+    assert play.seats == [("a", 1), ("b", 1), ("t", 1)]
+    play.look("a:1")
+    play.send(s.NodeLeft("t", "it was ended by SIGINT"))
+    assert play.seats == [("a", 1)]
+    assert play.records("change-planned")[-2:] == ["host b leaves", "t: it was ended by SIGINT"]
+    assert not play.records("world-broken")
+    play.guest("t", 1).send(s.NodeLeft("t", "nothing heard of it for 10 s", broken=True))
+    assert play.records("world-broken") == ["t: nothing heard of it for 10 s"]
+
+
+def test_what_a_node_has_offered_where_it_no_longer_is():
+    """Its host has moved to another address: no round is formed with that store, but with the next one that it offers."""
+    play = Play("a:1", min=2)
+    play.send(s.NodeMoved("a")).guest("t", 1)
+    assert play.seats == []
+    play.send(s.NodeReady("a", 0, "elsewhere:1", "default"))
+    assert play.seats == [("a", 1), ("t", 1)]
+    assert [command.store for command in play.said if isinstance(command, s.FormRound)] == ["elsewhere:1"]
 
 
 def test_the_host_of_rank_0_is_lost():

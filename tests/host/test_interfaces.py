@@ -10,7 +10,8 @@ import pytest
 
 from nbelastic.core.messages import Interface
 from nbelastic.host import interfaces
-from nbelastic.host.interfaces import candidates, interface_of, outgoing_address
+from nbelastic.host.interfaces import candidates, outgoing_address
+from nbelastic.nics import interface_of
 
 NETWORK = {
     "lo": ["127.0.0.1", "::1"],

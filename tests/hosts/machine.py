@@ -9,16 +9,18 @@ import re
 import shutil
 import subprocess
 import sys
+import uuid
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
 from tests.hosts.namespaces import ENVIRONMENT, command
 
-# What a host has of its own beside the network. $0: its name; $1: its /etc/hosts; $2: what is not on its disk, a line each; then the command.
+# What a host has of its own beside the network. $0: its name; $1: its folder; $2: what is not on its disk, a line each; then the command.
 BOOT = """set -e
 hostname "$0"
-mount --bind "$1" /etc/hosts
+mount --bind "$1/hosts" /etc/hosts
+mount --bind "$1/boot_id" /proc/sys/kernel/random/boot_id
 echo "$2" | while read -r folder; do [ -z "$folder" ] || mount -t tmpfs none "$folder"; done
 shift 2
 exec "$@"
@@ -57,7 +59,7 @@ class Host:
         """What to put before a command to have it run there."""
         if not self.namespace:
             return []
-        own = ["unshare", "--uts", "sh", "-c", BOOT, self.name, str(self.folder / "hosts"), "\n".join(self.hides)]
+        own = ["unshare", "--uts", "sh", "-c", BOOT, self.name, str(self.folder), "\n".join(self.hides)]
         return ["ip", "netns", "exec", self.namespace, *own]
 
     def dead_address(self) -> str:
@@ -73,6 +75,7 @@ def furnish(host: Host) -> None:
     """A host's own files."""
     host.folder.mkdir()
     (host.folder / "hosts").touch()
+    (host.folder / "boot_id").write_text(f"{uuid.uuid4()}\n")
     command("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", host.name, "-f", str(host.folder / "host_key"))
     lines = [
         f"ListenAddress {host.address}",

@@ -4,7 +4,7 @@
                              |  |---p1--  h1: eth0, sshd
                              |------p2--  h2: eth0, sshd       no packet leaves these namespaces
 
-What the hosts have of their own: addresses, routes, loopback, abstract sockets, host name, /etc/hosts, SSH keys. What they share with this
+What the hosts have of their own: addresses, routes, loopback, abstract sockets, host name, boot id, /etc/hosts, SSH keys. What they share with this
 machine: files, process numbers, clock, processors, memory.
 """
 

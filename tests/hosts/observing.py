@@ -35,7 +35,7 @@ def nothing_left(network: Network, temporary: Path, timeout: float = LONG) -> No
     until(lambda: not strays(network), timeout, f"nothing to be left: {strays(network)}")
     for path in temporary.rglob("*"):
         python_s_own = path.relative_to(temporary).parts[0].startswith("pymp-")
-        logs = path.parent.name == "logs" or path.suffix in {".out", ".err"}
+        logs = path.parent.name == "logs" or path.name.endswith((".out", ".err", ".log", ".error.json"))
         assert python_s_own or path.is_dir() or logs, path
         assert not path.name.startswith(("run-", "new-")), path
 

@@ -30,8 +30,10 @@ def test_a_group_that_is_struck(make: Callable[..., nbe.Cluster], tmp_path):
     training.runs(3)  # it is tried again
     cluster.add_host("127.0.0.3:1")
     training.runs(4)
+    broken = [event.text for event in cluster.events if event.kind == "world-broken"]
     cluster.remove_host("localhost")  # with rank 0
     assert [row.host for row in training.runs(2)] == ["127.0.0.2", "127.0.0.3"]
+    assert [event.text for event in cluster.events if event.kind == "world-broken"] == broken, "a removal is no failure"
     lines = training.finish()
     assert max(line["restarts"] for line in lines) == 1, "changes of the membership do not count"
 

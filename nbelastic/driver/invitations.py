@@ -1,0 +1,54 @@
+"""Cluster files, with which terminals' torchruns come: for this machine, and for others, which are let in by that."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+
+from nbelastic import clusterfile
+from nbelastic.core import messages as m
+from nbelastic.core.errors import ClusterStoppedError, HostError
+from nbelastic.driver.fleet import LEASE, Fleet
+from nbelastic.driver.launchers import here_towards
+from nbelastic.driver.settings import Settings
+from nbelastic.link import Keys
+
+
+class Invitations:
+    """Lives in the driver's thread. `address` is the hub's; `post` puts events into the driver's inbox."""
+
+    def __init__(
+        self, settings: Settings, fleet: Fleet, address: str, keys: Keys, post: Callable[[m.Event], None]
+    ) -> None:
+        self._settings, self._fleet, self._address, self._keys, self._post = settings, fleet, address, keys, post
+        self._made: dict[Future[Path], asyncio.Task[None]] = {}  # just now
+
+    def make(self, there: m.HostSpec | None, found: Future[Path]) -> None:
+        """The cluster file for this machine (None), or for another one; HostError if there can be none."""
+        task = self._made[found] = asyncio.get_running_loop().create_task(self._make(there, found))
+        task.add_done_callback(lambda _: self._made.pop(found, None))
+
+    async def _make(self, there: m.HostSpec | None, found: Future[Path]) -> None:
+        settings, name, address = self._settings, clusterfile.NAME, self._address
+        try:
+            here = await here_towards(there) if there is not None else ""
+            if here:
+                address = self._fleet.lead(here, address)
+                name = f"cluster-{here.replace(':', '_')}.json"
+                self._post(m.DoorOpened(here))
+            path = settings.run_dir / name
+            lease = max(LEASE, settings.silence)
+            clusterfile.ClusterFile(settings.name, address, self._keys, lease).write(path)
+        except OSError as error:
+            found.set_exception(HostError(f"no cluster file can be made: {error}"))
+        else:
+            found.set_result(path)
+
+    def close(self) -> None:
+        """Nobody waits for what will not be made any more."""
+        for found, task in self._made.items():
+            task.cancel()
+            if not found.done():
+                found.set_exception(ClusterStoppedError(f"the cluster {self._settings.name!r} has stopped."))

@@ -1,0 +1,235 @@
+"""Scripts on hosts that are reached by ssh, and terminals' torchruns on other machines."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+import nbelastic as nbe
+from nbelastic.link import Keys
+from tests.hosts.conftest import ROOT
+from tests.hosts.network import Network
+from tests.hosts.observing import LONG, texts
+from tests.process.observing import alive, until
+from tests.process.scripting import FOR_EVER, TELL, TRAIN, ScriptTraining, joining, told, torchrun
+
+SILENCE = 2.0
+
+
+class Terminal:
+    """A command that somebody has typed at a terminal of a host, through ssh."""
+
+    def __init__(self, process: subprocess.Popen[str], output: Path) -> None:
+        self._process, self._output = process, output
+
+    def press_ctrl_c(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write("\x03")
+        self._process.stdin.flush()
+
+    def wait(self) -> int:
+        return self._process.wait(LONG)
+
+    @property
+    def said(self) -> str:
+        lines = self._output.read_text().replace("\r", "").splitlines()
+        return "\n".join(line for line in lines if not line.startswith("Connection to "))  # that is ssh's own
+
+
+@pytest.fixture
+def terminal(network: Network, temporary: Path, tmp_path: Path) -> Callable[..., Any]:
+    """`with terminal("h3", file, script, ...) as run:` torchrun on a host, with a cluster file that is there."""
+
+    @contextmanager
+    def start(host: str, file: str, *arguments: Any) -> Iterator[Terminal]:
+        words = [sys.executable, "-m", "torch.distributed.run", *joining(file, "--max-restarts=3"), *arguments]
+        command = f"cd {ROOT} && TMPDIR={temporary} exec {shlex.join(map(str, words))}"
+        output = tmp_path / f"terminal-{len(list(tmp_path.glob('terminal-*')))}"
+        with open(output, "wb") as out:
+            process = subprocess.Popen(
+                [f"{network.path}/ssh", "-tt", host, command],
+                stdin=subprocess.PIPE,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                text=True,
+                start_new_session=True,
+            )
+        with process:
+            try:
+                yield Terminal(process, output)
+            finally:
+                process.terminate()  # the terminal is closed: what runs there gets SIGHUP
+
+    return start
+
+
+@pytest.fixture
+def carry(network: Network) -> Callable[..., str]:
+    """Copy a file to a host, as its owner would: where it is then."""
+
+    def copy(file: Path, host: str) -> str:
+        there = network.folder / f"copy-on-{host}.json"
+        command = ["scp", "-O", "-p", "-q", "-F", str(network.ssh_config), str(file), f"{host}:{there}"]
+        subprocess.run(command, check=True, timeout=LONG)
+        assert there.stat().st_mode & 0o777 == 0o600
+        return str(there)
+
+    return copy
+
+
+def guests(cluster: nbe.Cluster) -> list[str]:
+    return [host.name for host in cluster.hosts if host.name.startswith("torchrun-")]
+
+
+@pytest.mark.timeout(300)
+def test_a_script_on_hosts_that_die_are_cut_off_and_come(network, make, tmp_path):
+    """Each time the others begin again at once, smaller, and grow again: with those that come back, and with one more."""
+    cluster = make("h1:1,h2:1", min=1, silence=SILENCE)
+    training = ScriptTraining(cluster, tmp_path / "training")
+    assert [row.host for row in training.runs(2, timeout=LONG)] == ["h1", "h2"]
+    network.kill("h2")
+    training.runs(1, timeout=LONG)
+    network.reboot("h2")
+    before = training.runs(2, timeout=LONG)
+    network.cut("h1")  # with rank 0, and the round's store
+    assert [row.host for row in training.runs(1, timeout=LONG)] == ["h2"]
+    until(lambda: not alive(before[0].pid), LONG, "the lease to end what is cut off")
+    network.heal("h1")
+    assert [row.host for row in training.runs(2, timeout=LONG)] == ["h2", "h1"]
+    cluster.add_host("h3:1")
+    training.runs(3, timeout=LONG)
+    lines = training.finish(timeout=LONG)
+    assert {line["restarts"] for line in lines} == {0}
+    assert training.job.result() == [None] * 3
+    assert "done at" in training.job.logs(rank=0)
+    assert texts(cluster, "world-broken") == ["host h2 was lost", "host h1 was lost"]
+
+
+@pytest.mark.timeout(300)
+def test_a_terminal_on_another_machine(network, make, terminal, carry, tmp_path):
+    """It joins a notebook's own host and one by ssh: one world, at addresses that all reach. Ctrl-C ends it, and the rest go on."""
+    cluster = make("localhost:1,h1:1", min=2, silence=SILENCE)
+    file = carry(cluster.connection_file(network["h3"].address), "h3")
+    cluster.scale(min=3)
+    with terminal("h3", file, TELL, tmp_path) as run:
+        job = cluster.run_script(TELL, tmp_path)
+        job.result(timeout=LONG)
+        assert run.wait() == 0, run.said
+    rows = [one["environment"] for one in told(tmp_path)]
+    assert [one["sum"] for one in told(tmp_path)] == [[3.0, 3.0]] * 3
+    assert {row["WORLD_SIZE"] for row in rows} == {"3"}
+    assert len({(row["MASTER_ADDR"], row["MASTER_PORT"]) for row in rows}) == 1
+    assert rows[0]["MASTER_ADDR"] in {network["driver"].address, network["h1"].address}
+    cluster.scale(min=1)
+    training = ScriptTraining(cluster, tmp_path / "training")
+    training.runs(2, timeout=LONG)
+    with terminal("h3", file, TRAIN, training.folder, FOR_EVER) as run:
+        hosts = [row.host for row in training.runs(3, timeout=LONG)]
+        assert hosts[:2] == ["localhost", "h1"]
+        assert guests(cluster) == hosts[2:]
+        assert cluster.hosts[2].reason == "torchrun: worker group HEALTHY"
+        run.press_ctrl_c()
+        assert run.wait() != 0
+        training.runs(2, timeout=LONG)
+    assert not guests(cluster)
+    assert {line["restarts"] for line in training.finish(timeout=LONG)} == {0}
+
+
+def torchrun_of(guest: str) -> int:
+    """Its process: the number is in its name."""
+    return int(guest.rpartition("-")[2])
+
+
+@pytest.mark.timeout(300)
+def test_terminals_on_two_machines_and_none_of_the_hosts(network, make, terminal, carry, tmp_path):
+    """The notebook's host is reached from outside then. One is killed, one cut off: both are missed, and what they leave behind ends."""
+    cluster = make("localhost:1", silence=SILENCE)
+    files = {host: carry(cluster.connection_file(network[host].address), host) for host in ("h2", "h3")}
+    cluster.scale(min=3)
+    cluster.run_script(TELL, tmp_path)
+    with terminal("h2", files["h2"], TELL, tmp_path) as one, terminal("h3", files["h3"], TELL, tmp_path) as other:
+        assert (one.wait(), other.wait()) == (0, 0), (one.said, other.said)
+    cluster.job.result(timeout=LONG)
+    rows = [one["environment"] for one in told(tmp_path)]
+    assert [one["sum"] for one in told(tmp_path)] == [[3.0, 3.0]] * 3
+    assert {row["MASTER_ADDR"] for row in rows} == {network["driver"].address}
+    assert [row["GLOO_SOCKET_IFNAME"] for row in rows] == [network.name, "eth0", "eth0"]
+
+    cluster.scale(min=1)
+    training = ScriptTraining(cluster, tmp_path / "training")
+    training.runs(1, timeout=LONG)
+    with terminal("h2", files["h2"], TRAIN, training.folder, FOR_EVER):
+        killed = training.runs(2, timeout=LONG)[1]
+        os.kill(torchrun_of(killed.host), signal.SIGKILL)
+        training.runs(1, timeout=LONG)
+        until(lambda: not alive(killed.pid), LONG, "the orphan to end")
+        (why,) = texts(cluster, "host-gone", killed.host)
+        assert why.startswith(f"{killed.host}: nothing heard of it for ")
+    with terminal("h3", files["h3"], TRAIN, training.folder, FOR_EVER):
+        cut = training.runs(2, timeout=LONG)[1]
+        network.cut("h3")
+        training.runs(1, timeout=LONG)
+        until(lambda: not alive(cut.pid) and not alive(torchrun_of(cut.host)), LONG, "what is cut off to end")
+        network.heal("h3")
+    with terminal("h3", files["h3"], TRAIN, training.folder, FOR_EVER) as again:
+        training.runs(2, timeout=LONG)
+        assert {line["restarts"] for line in training.finish(timeout=LONG)} == {0}
+        assert again.wait() == 0, again.said
+
+
+@pytest.mark.timeout(300)
+def test_a_cluster_of_one_machine_becomes_wide(network, make, tmp_path):
+    """A script trains on this machine, with a terminal's torchrun, at loopback addresses; then a host elsewhere joins: all move."""
+    cluster = make("localhost:1", min=1)
+    training = ScriptTraining(cluster, tmp_path / "training")
+    training.runs(1, timeout=LONG)
+    with torchrun(*joining(cluster.connection_file()), TRAIN, training.folder, FOR_EVER) as run:
+        training.runs(2, timeout=LONG)
+        cluster.add_host("h1:1")
+        hosts = [row.host for row in training.runs(3, timeout=LONG)]
+        assert hosts == ["localhost", *guests(cluster), "h1"]
+        cluster.remove_host("localhost")
+        training.runs(2, timeout=LONG)
+        assert {line["restarts"] for line in training.finish(timeout=LONG)} == {0}
+        assert run.wait(LONG) == 0, run.stdout.read()
+    assert not texts(cluster, "world-broken")
+    assert cluster.status().failed_at is None
+
+
+def test_who_cannot_come_from_another_machine(network, make, terminal, carry, tmp_path):
+    """A wrong key, and a cluster that has stopped: one line each. An unknown machine: there is no file for it."""
+    cluster = make("localhost:1")
+    with pytest.raises(nbe.HostError, match=r"nowhere\.invalid is an unknown name"):
+        cluster.connection_file("nowhere.invalid")
+    file = cluster.connection_file("h3")  # as ssh knows it
+    content = json.loads(file.read_text())
+    assert content["address"].startswith(f"tcp://{network['driver'].address}:")
+    old = tmp_path / "old.json"
+    keys = msgspec.to_builtins(Keys.make().for_clients())
+    old.write_text(json.dumps({**content, "keys": keys}))
+    old.chmod(0o600)
+
+    def last_words(there: str) -> str:
+        with terminal("h3", there, TELL, tmp_path) as run:
+            assert run.wait() != 0
+            return run.said.splitlines()[-1]
+
+    refused = last_words(carry(old, "h3"))
+    assert refused.endswith(f"does not accept this key: is the file of {cluster.name!r}'s present start?")
+    assert not guests(cluster)
+    there = carry(file, "h3")
+    cluster.stop()
+    assert last_words(there).endswith(
+        f"nobody listens at {content['address']}: the cluster {cluster.name!r} is closed."
+    )

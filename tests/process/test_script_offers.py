@@ -1,0 +1,65 @@
+"""A node's stores: which one a round uses when the node is moved meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from nbelastic.core import script_messages as s
+from nbelastic.core import wire
+from nbelastic.core.addresses import parted
+from nbelastic.core.group import places
+from nbelastic.scripts.rendezvous import DriverRendezvous
+
+
+class MovingDriver:
+    """It moves the node when that first says that it is ready, more than once, and then forms a round with the offer `taken`."""
+
+    def __init__(self, *moves: str, taken: int) -> None:
+        self._moves, self._taken = moves, taken
+        self.offers: list[str] = []
+
+    def connect(self, hear: Callable[[wire.Message], None]) -> Any:
+        self._hear = hear
+        return self
+
+    def send(self, message: Any) -> None:
+        self.offers.append(message.store)
+        if len(self.offers) == 1:
+            for address in self._moves:
+                self._hear(wire.Rehome(address, "lo"))
+        if len(self.offers) > self._taken:
+            seats = (s.Seat("a", 1, "default"),)
+            store = self.offers[self._taken]
+            self._hear(wire.Round(1, 0, seats, places(seats), store, 0, "job-1"))
+
+
+@pytest.fixture(autouse=True)
+def _own_interfaces(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        monkeypatch.setenv(name, "lo")
+
+
+@pytest.mark.parametrize(
+    ("moves", "taken", "address"),
+    [
+        (("127.0.0.1", "127.0.0.1"), 0, "127.0.0.1"),  # it is there already
+        (("127.0.0.2", "127.0.0.2"), 0, "127.0.0.1"),  # the round was formed before it could say where it is now
+        (("127.0.0.2", "127.0.0.2"), 1, "127.0.0.2"),
+    ],
+)
+def test_a_round_uses_what_was_offered_for_it(moves, taken, address):
+    """Moves that are said twice, or too late, take nothing away: the round's store is there, with the ranks in it."""
+    driver = MovingDriver(*moves, taken=taken)
+    rendezvous = DriverRendezvous(driver.connect, s.NodeReady("a", 0, "", "default"), ("127.0.0.1", "lo"), timeout=10)
+    info = rendezvous.next_rendezvous()
+    assert parted(driver.offers[taken]) == (
+        info.bootstrap_store_info.master_addr,
+        info.bootstrap_store_info.master_port,
+    )
+    assert info.bootstrap_store_info.master_addr == address
+    assert info.store.port == info.bootstrap_store_info.master_port
+    assert info.store.get("torchelastic/assigned_ranks/0") == b"[0, 1, 0, 1]"
+    assert len(set(driver.offers)) == len({address.rpartition(":")[0] for address in driver.offers})
