@@ -44,7 +44,7 @@ def wide(world: World) -> bool:
 
 def open_door(world: World, address: str, now: float, out: Commands) -> World:
     """Terminals of other machines come to the driver's machine at `address`: what is on it has to be reached there, too."""
-    return _widen(replace(world, door=world.door or address), now, out)
+    return widen(replace(world, door=world.door or address), now, out)
 
 
 def probed(world: World, event: m.Probed) -> World:

@@ -54,6 +54,7 @@ class SavedWorld(Struct, frozen=True):
     formed: bool = False
     ranks: tuple[m.WorkerId, ...] = ()
     resets: int = 0
+    door: str = ""
 
 
 def summary(world: World) -> SavedWorld:
@@ -82,6 +83,7 @@ def summary(world: World) -> SavedWorld:
         formed=job.formed,
         ranks=job.ranks,
         resets=world.resets,
+        door=world.door,
     )
 
 
@@ -159,6 +161,7 @@ def _hosts(saved: SavedWorld, agents: Mapping[str, AgentHello], now: float, out:
         admissions=len(hosts),
         removed=frozenset(saved.removed),
         incarnations=saved.incarnations,
+        door=saved.door,
         since=now,
     )
     return networks.widen(world, now, out) if networks.wide(world) else world

@@ -119,12 +119,15 @@ class WorkerProgress(Message):
 
 
 class WorkerOutput(Message):
-    """What the program of `job` wrote to `stream` (out or err) since the last one; `skipped` characters of it were left out."""
+    """What the program of `job` wrote to `stream` (out or err), up to position `end` of all that it has written there.
+
+    It may be said again, and some may be missing: the positions tell.
+    """
 
     worker: WorkerId
     stream: str
     text: str
-    skipped: int = 0
+    end: int
     job: str = ""
 
 

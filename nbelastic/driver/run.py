@@ -57,14 +57,19 @@ class Run:
         self.members: tuple[m.WorkerId, ...] = ()
         self._end: m.EndJob | None = None
         self._rest: dict[tuple[m.WorkerId, str], str] = {}
+        self._heard_to: dict[tuple[m.WorkerId, str], int] = {}  # which position
 
     def hear(self, output: wire.WorkerOutput) -> None:
         """Keep the last lines of what a worker printed."""
         lines = self.lines.setdefault(output.worker, deque(maxlen=TAIL))
-        if output.skipped:
-            self._add(lines, output.stream, f"… {output.skipped} characters are only in the log file …")
         key = (output.worker, output.stream)
-        *whole, rest = (self._rest.get(key, "") + output.text).split("\n")
+        known, begin = self._heard_to.get(key, 0), output.end - len(output.text)
+        if output.end <= known:
+            return
+        self._heard_to[key] = output.end
+        if begin > known:
+            self._add(lines, output.stream, f"… {begin - known} characters are only in the log file …")
+        *whole, rest = (self._rest.get(key, "") + output.text[max(0, known - begin) :]).split("\n")
         self._rest[key] = rest[-10_000:]
         for text in whole:
             self._add(lines, output.stream, text)

@@ -57,6 +57,7 @@ class Tail:
     def __init__(self, logs: JobLogs) -> None:
         self._logs = logs
         self._at: dict[Path, int] = {}
+        self._said: dict[Path, int] = {}  # characters, or bytes of what is too long to be shown
         self._broken: dict[Path, bytes] = {}  # a character whose rest has not come yet
 
     def read(self) -> list[wire.WorkerOutput]:
@@ -85,7 +86,9 @@ class Tail:
         whole = _whole(data)
         if whole < len(data):
             self._broken[path] = data[whole:]
-        return wire.WorkerOutput(w, stream, data[:whole].decode("utf-8", "replace"), begin - at)
+        text = data[:whole].decode("utf-8", "replace")
+        self._said[path] = self._said.get(path, 0) + begin - at + len(text)
+        return wire.WorkerOutput(w, stream, text, self._said[path])
 
 
 def _whole(data: bytes) -> int:

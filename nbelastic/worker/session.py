@@ -295,6 +295,7 @@ class Session:
                 if term >= self._term:
                     self._term = term
                     self.link.unsay()  # it would make no sense to who has not heard the rest
+                    self.printed.hold()
                     self.link.send(self._statement())
                 return
             case wire.Abort(epoch=epoch):
@@ -395,7 +396,7 @@ class Session:
 
     def _be_alone(self, now: float) -> None:
         """There is no driver. A broken world is left, as far as that goes, and nobody waits for ever."""
-        self.printed.trim()
+        self.printed.hold()
         word, group = self.account.word, self.group
         if isinstance(word, m.WorkerRaised) and not word.intact and group is not None and word.epoch == group.epoch:
             group.abort()  # those who wait for this one are to raise as well
@@ -422,8 +423,8 @@ class Session:
         self.link.send(wire.WorkerProgress(self.worker, seen[0] or epoch, self.total, report, first))
 
     def _send_output(self) -> None:
-        for job, stream, text, skipped in self.printed.take():
-            self.link.send(wire.WorkerOutput(self.worker, stream, text, skipped, job))
+        for job, stream, text, end in self.printed.take():
+            self.link.send(wire.WorkerOutput(self.worker, stream, text, end, job))
 
 
 _session: Session | None = None

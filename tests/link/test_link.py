@@ -334,7 +334,7 @@ def mutated(rng):
         encode(GOOD),
         encode(m.WorkerReady(W, "job-1", 0, 0, True, "127.0.0.1:1")),
         encode(wire.WorkerProgress(W, 1, 2, {"loss": 0.5})),
-        encode(wire.WorkerOutput(W, "out", "text")),
+        encode(wire.WorkerOutput(W, "out", "text", 4)),
     ]
     data = bytearray(rng.choice(sources))
     match rng.randrange(7):

@@ -43,8 +43,8 @@ def test_of_too_much_the_end_is_kept():
     printed = Printed()
     printed.write("err", "x" * BOUND)
     printed.write("err", "the end")
-    ((_, stream, text, skipped),) = printed.take()
-    assert (stream, len(text), text[-7:], skipped) == ("err", BOUND, "the end", 7)
+    ((_, stream, text, end),) = printed.take()
+    assert (stream, len(text), text[-7:], end) == ("err", BOUND, "the end", BOUND + 7)
     assert list(printed.take()) == []
 
 
@@ -56,4 +56,22 @@ def test_the_last_words_of_a_job_are_not_the_next_ones():
     printed.write("out", " end\n")
     printed.job = "job-2"
     printed.write("out", "hello")
-    assert list(printed.take()) == [("job-1", "out", "the end\n", 0), ("job-2", "out", "hello", 0)]
+    assert list(printed.take()) == [("job-1", "out", "the end\n", 8), ("job-2", "out", "hello", 5)]
+
+
+def test_what_a_driver_has_not_heard_is_said_again():
+    """Whatever was under way when it was killed, and what was written while there was none, up to the bound."""
+    printed = Printed()
+    printed.write("out", "one ")
+    assert list(printed.take()) == [("", "out", "one ", 4)]
+    printed.hold()
+    printed.write("out", "two ")
+    printed.hold()
+    printed.write("out", "three")
+    assert list(printed.take()) == [("", "out", "one two three", 13)]
+    assert list(printed.take()) == []
+    printed.hold()
+    printed.write("out", "x" * BOUND)
+    printed.hold()
+    ((_, _, text, end),) = printed.take()
+    assert (len(text), end) == (BOUND, BOUND + 13)
