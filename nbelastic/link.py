@@ -38,11 +38,12 @@ T = TypeVar("T")
 
 HEARTBEAT = 1.0  # seconds between heartbeats, both ways, unless told otherwise
 MAX_MESSAGE = 1 << 20  # bytes; a longer one is dropped
+PARTING = 500  # milliseconds for the last words of an end that closes
 ASK_AGAIN = 0.25  # seconds between two welcomes for one who has not said who it is
 PORTS = 20000  # the hub's are from here up to the system's own range: see `_ports`
 _FLOOD = 16 * MAX_MESSAGE  # a message of this size is not even read: it closes the sender's connection
 _SETTINGS = {
-    zmq.LINGER: 500,
+    zmq.LINGER: PARTING,
     zmq.HANDSHAKE_IVL: 10000,
     zmq.MAXMSGSIZE: _FLOOD,
     zmq.HEARTBEAT_IVL: 2000,
@@ -362,6 +363,8 @@ class Spoke:
             delay = min(_guarded(self._tick) or HEARTBEAT, beat_at - now)
             self._flush(socket)
             if self._closing:
+                if self._out and socket.poll(PARTING, zmq.POLLOUT):
+                    self._flush(socket)
                 return
             poller.modify(socket, zmq.POLLIN | zmq.POLLOUT if self._out else zmq.POLLIN)
             ready = dict(poller.poll(int(max(0.0, delay) * 1000) + 1))

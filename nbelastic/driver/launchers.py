@@ -94,7 +94,8 @@ class ProcessAgent:
         log: Path,
         explain: Callable[[int | None, str], str],
         on_stop: Callable[[str], None],
-        keep: bool,
+        *,
+        keep: bool = False,
     ) -> None:
         self._command, self._log, self._explain, self._on_stop, self._keep = command, log, explain, on_stop, keep
         self.process = ""
@@ -189,11 +190,11 @@ def agent_for(spec: HostSpec, local: str, settings: Settings, on_stop: Callable[
     stem = "".join(c if c.isalnum() or c in ".-_" else "_" for c in spec.name)
     log, python, keep = settings.run_dir / f"agent-{stem}.log", settings.python, settings.lease is not None
     if local:
-        return ProcessAgent([sys.executable, "-c", ssh.AGENT], log, partial(_ended, "agent"), on_stop, keep)
+        return ProcessAgent([sys.executable, "-c", ssh.AGENT], log, partial(_ended, "agent"), on_stop, keep=keep)
     if settings.launcher != SSH:
         return BatchJobAgent(spec.name, settings, on_stop)
     return ProcessAgent(
-        ssh.command(spec, python), log, lambda code, said: ssh.explain(spec, code, said, python), on_stop, keep
+        ssh.command(spec, python), log, lambda code, said: ssh.explain(spec, code, said, python), on_stop, keep=keep
     )
 
 

@@ -92,7 +92,7 @@ class ElasticMagics(Magics):  # type: ignore[misc]  # IPython carries no types h
         argument("--name", metavar="NAME", help="of this cluster"),
         argument("--preload", metavar="MODULES", help="modules to import before workers fork, separated by commas"),
         argument(
-            "--keep", action="store_true", default=None, help="live on when this kernel ends: %%elastic_attach then"
+            "--keep", action="store_true", default=None, help="live on when this kernel ends; another one attaches"
         ),
         argument("--lease", type=float, metavar="S", help="with --keep: seconds without a kernel until it ends (3600)"),
         argument("--no-wait", action="store_true", help="return at once instead of waiting for --min workers"),
@@ -123,7 +123,7 @@ class ElasticMagics(Magics):  # type: ignore[misc]  # IPython carries no types h
 
     @magic(
         "line",
-        argument("name", nargs="?", metavar="KEPT", help="as %%elastic_list shows it; not needed if there is only one"),
+        argument("name", nargs="?", metavar="KEPT", help="as elastic_list shows it; not needed if there is only one"),
         argument("--job", dest="job", metavar="VARIABLE", help="a variable to keep its Job in"),
         argument("--no-dashboard", action="store_true", help="do not show the dashboard"),
         argument("--cluster", dest="bind", metavar="VARIABLE", help="a variable to keep the Cluster in"),

@@ -89,6 +89,13 @@ class FakeCluster:
         self.calls.append(("stop",))
         self.tell(phase="finished", reason="stopped by hand", hosts=(), workers=(), world_size=0)
 
+    def close(self) -> None:
+        self.stop()
+
+    def detach(self) -> None:
+        self.calls.append(("detach",))
+        self.tell(phase="finished", reason="detached", hosts=(), workers=(), world_size=0)
+
     def run_cell(self, source: str, **options) -> FakeJob:
         self.job = FakeJob(source)
         self.job.options = options
