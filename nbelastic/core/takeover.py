@@ -59,10 +59,8 @@ class SavedWorld(Struct, frozen=True):
 def summary(world: World) -> SavedWorld:
     """Of this one."""
     hosts = tuple(
-        SavedHost(
-            host.spec, host.joined, host.by_hand, max((slot.incarnation for slot in host.slots), default=0), host.phase
-        )
-        for host in world.hosts.values()
+        SavedHost(host.spec, host.joined, host.by_hand, staffing.newest(world, name), host.phase)
+        for name, host in world.hosts.items()
     )
     job = world.job or Job("")
     return SavedWorld(
@@ -158,7 +156,7 @@ def _hosts(saved: SavedWorld, agents: Mapping[str, AgentHello], now: float, out:
         probes=saved.probes + UNSAVED,
         admissions=len(hosts),
         removed=frozenset(saved.removed),
-        incarnations=saved.incarnations,
+        incarnations={**saved.incarnations, **{old.spec.name: old.newest for old in saved.hosts}},
         since=now,
     )
     return networks.widen(world, now, out) if networks.wide(world) else world
