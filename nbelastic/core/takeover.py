@@ -164,7 +164,7 @@ def _hosts(saved: SavedWorld, agents: Mapping[str, AgentHello], now: float, out:
 
 def _found(old: SavedHost, agent: AgentHello, number: int, now: float) -> Host:
     """Its agent lives. One that was not admitted yet is admitted like any other."""
-    if old.phase is HostPhase.STARTING and not agent.workers:
+    if old.phase is HostPhase.STARTING and not agent.newest:
         return Host(old.spec, old.joined, (Slot(old.newest),) * old.spec.slots, by_hand=old.by_hand)
     busy = {w.slot: w.incarnation for w, _ in agent.workers}
     count = max([old.spec.slots, *(slot + 1 for slot in busy), *(slot + 1 for slot in agent.newest)])
