@@ -284,8 +284,12 @@ def _forget(world: World, name: str) -> World:
     """The host is gone. Should it come back, its workers will be new ones."""
     world = _stop_probing(world, name)
     hosts = {n: host for n, host in world.hosts.items() if n != name}
-    newest = max((slot.incarnation for slot in world.hosts[name].slots), default=0)
-    return replace(world, hosts=hosts, incarnations={**world.incarnations, name: newest})
+    return replace(world, hosts=hosts, incarnations={**world.incarnations, name: newest(world, name)})
+
+
+def newest(world: World, name: str) -> int:
+    """The highest incarnation of the host's workers so far, those of slots that it no longer has included."""
+    return max([world.incarnations.get(name, 0), *(slot.incarnation for slot in world.hosts[name].slots)])
 
 
 def _stop_probing(world: World, name: str) -> World:

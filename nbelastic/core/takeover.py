@@ -60,10 +60,8 @@ class SavedWorld(Struct, frozen=True):
 def summary(world: World) -> SavedWorld:
     """Of this one."""
     hosts = tuple(
-        SavedHost(
-            host.spec, host.joined, host.by_hand, max((slot.incarnation for slot in host.slots), default=0), host.phase
-        )
-        for host in world.hosts.values()
+        SavedHost(host.spec, host.joined, host.by_hand, staffing.newest(world, name), host.phase)
+        for name, host in world.hosts.items()
     )
     job = world.job or Job("")
     return SavedWorld(
@@ -160,7 +158,7 @@ def _hosts(saved: SavedWorld, agents: Mapping[str, AgentHello], now: float, out:
         probes=saved.probes + UNSAVED,
         admissions=len(hosts),
         removed=frozenset(saved.removed),
-        incarnations=saved.incarnations,
+        incarnations={**saved.incarnations, **{old.spec.name: old.newest for old in saved.hosts}},
         door=saved.door,
         since=now,
     )
@@ -169,7 +167,7 @@ def _hosts(saved: SavedWorld, agents: Mapping[str, AgentHello], now: float, out:
 
 def _found(old: SavedHost, agent: AgentHello, number: int, now: float) -> Host:
     """Its agent lives. One that was not admitted yet is admitted like any other."""
-    if old.phase is HostPhase.STARTING and not agent.workers:
+    if old.phase is HostPhase.STARTING and not agent.newest:
         return Host(old.spec, old.joined, (Slot(old.newest),) * old.spec.slots, by_hand=old.by_hand)
     busy = {w.slot: w.incarnation for w, _ in agent.workers}
     count = max([old.spec.slots, *(slot + 1 for slot in busy), *(slot + 1 for slot in agent.newest)])

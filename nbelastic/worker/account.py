@@ -46,15 +46,18 @@ class Account:
 
     def __init__(self) -> None:
         self.engine = ""
-        self.busy = False  # a program runs
+        self.job = ""  # that of the newest program
+        self.busy = False  # it runs
+        self.beginning = False  # what the session knows is still of the one before
         self.formed = False  # the group of this epoch stands, and has the state
         self.holds = False  # it has had the job's state
         self.word: m.WorkerReady | m.WorkerRaised | m.WorkerSucceeded | None = None
         self.numbered = 0  # the highest epoch that it has heard of
         self.reports = Reports()
 
-    def begin(self) -> None:
+    def begin(self, job: str) -> None:
         """A new program."""
+        self.job, self.beginning = job, True
         self.busy, self.formed, self.holds, self.word = True, False, False, None
         self.reports = Reports()
 
@@ -68,6 +71,9 @@ class Account:
 
     def statement(self, session: Session, pid: int, *, bound: bool, over: bool, stopped: str) -> wire.WorkerHere:
         """In the link's thread, while the main thread goes on."""
+        if self.beginning:
+            numbered = max(self.numbered, session.epoch)
+            return wire.WorkerHere(session.worker, pid, self.engine, self.job, self.busy, numbered=numbered)
         formation, group = session.formation, session.group
         epoch = group.epoch if group is not None else 0
         at = formation if formation is not None and formation.epoch == epoch else None
@@ -75,7 +81,7 @@ class Account:
             session.worker,
             pid,
             self.engine,
-            session.job,
+            self.job,
             self.busy,
             session.epoch,
             epoch,

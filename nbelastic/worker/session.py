@@ -107,7 +107,7 @@ class Session:
 
     def begin(self, job: str) -> None:
         """A new program: nothing of the last one counts. ValueError if the back end asked for cannot be had."""
-        self.account.begin()
+        self.account.begin(job)
         self.warm_up.wait()
         self._backend = backend_for(*self._choice)
         self.leave_group()
@@ -119,6 +119,7 @@ class Session:
         self.used, self._rank = False, 0
         self.checkpoints = None
         self.report = {}
+        self.account.beginning = False
 
     def finish(self) -> None:
         """The program has ended. A group that stands is kept: other ranks may not have read its last words yet."""

@@ -668,6 +668,26 @@ def test_no_incarnation_is_used_twice():
     assert trains(story)
 
 
+def test_a_host_that_was_admitted_unsaved():
+    """Its first worker was started, which was not written down, and has died: the next one has another number."""
+    story = Story("a:1", min=1)
+    (last,) = story.answers
+    Away(story, last, written=False).kill("a/0#1").new_driver().answer()
+    assert story.alive() == ["a/0#2"]
+
+
+def test_slots_that_come_back_have_new_workers():
+    """The host had more slots once: their workers' numbers are not used again, though its new agent never knew of them."""
+    story = Story("a:3", min=1).answer()
+    story.add("a:1").answer()
+    story.lose_host("a").add("a:1").answer()
+    Away(story).new_driver().answer()
+    Away(story).new_driver().answer()
+    story.remove("a").answer()
+    story.add("a:3").answer()
+    assert story.alive() == ["a/0#3", "a/1#3", "a/2#3"]
+
+
 def test_resets_count_on():
     """Breaks before, at and after the takeover are one count."""
     story = three(reset_limit=3)
