@@ -7,6 +7,7 @@ import contextlib
 import json
 import os
 import random
+import signal
 import socket
 import subprocess
 import sys
@@ -14,8 +15,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from nbelastic.folders import make_private
 from nbelastic.presence import identity, lives
-from nbelastic.processes import kill_group
+from nbelastic.processes import state_of
 
 CODE = "from nbelastic.driver.controller import main; main()"
 PORTS = 16  # that ipyparallel's controller listens on
@@ -47,7 +49,7 @@ class Caretaker:
     async def begin(self) -> None:
         """Start one that knows nothing of any before. RuntimeError with its last words if it ends instead."""
         for folder in (self._stem.parent, self._log.parent):
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            make_private(folder)
         self.adopt()
         await self.end()
         for file in (*map(self._file, ("-client.json", "-engine.json", ".keys", ".process")), self._state):
@@ -106,13 +108,15 @@ class Caretaker:
         """End it and all of its group; return when they are gone, and their ports free."""
         pid = self._pid
         if pid and (self._child is not None or identity(pid) in ("", self.process)):  # a group may outlive its leader
-            members = _group(pid)
-            kill_group(pid)
-            for fd in members:
-                try:
-                    await _readable(fd)
-                finally:
-                    os.close(fd)
+            while members := _group(pid):  # again: one may have been forked meanwhile
+                for fd in members:
+                    with contextlib.suppress(ProcessLookupError):
+                        signal.pidfd_send_signal(fd, signal.SIGKILL)
+                for fd in members:
+                    try:
+                        await _readable(fd)
+                    finally:
+                        os.close(fd)
         self._reap()
 
     def leave(self) -> None:
@@ -141,12 +145,20 @@ async def _readable(fd: int) -> None:
 
 
 def _group(leader: int) -> list[int]:
-    """Descriptors of the processes of a group, which become readable as they end."""
+    """Descriptors of the controller's processes, which become readable as they end.
+
+    What is left of its group is told by the command line: the group's number may be another's by now.
+    """
     found = []
-    for entry in filter(str.isdecimal, os.listdir("/proc")):
-        with contextlib.suppress(ProcessLookupError):
-            if os.getpgid(int(entry)) == leader:
-                found.append(os.pidfd_open(int(entry)))
+    for pid in map(int, filter(str.isdecimal, os.listdir("/proc"))):
+        with contextlib.suppress(ProcessLookupError, FileNotFoundError):
+            if os.getpgid(pid) != leader or state_of(pid) in "ZX":
+                continue
+            fd = os.pidfd_open(pid)
+            if pid == leader or CODE.encode() in Path(f"/proc/{pid}/cmdline").read_bytes():
+                found.append(fd)
+            else:
+                os.close(fd)
     return found
 
 

@@ -1,15 +1,15 @@
-"""The only module that knows ipyparallel's client. (Its controller: `controller` in that process, `caretaker` in ours.)"""
+"""Engines as the driver needs them. What it takes of ipyparallel is here, in `client`, and in `controller` (a process)."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import json
-from collections.abc import Callable, Iterable
+import logging
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
-from uuid import uuid4
 
 import ipyparallel as ipp
 import zmq
@@ -17,20 +17,16 @@ from zmq.eventloop.zmqstream import ZMQStream
 from zmq.utils.monitor import parse_monitor_message
 
 from nbelastic.driver.caretaker import Caretaker
+from nbelastic.driver.client import Client, Context, ControllerLostError
 from nbelastic.driver.run import Call, Cell
 
 PROGRAM = "__import__('nbelastic.worker.program', fromlist=['call'])"
 HEARTBEAT = 100  # milliseconds
 LONGER = 10.0  # seconds that ipyparallel waits longer for a silent engine than we do: it would throw its results away
-SOON = 10  # milliseconds after which a client tries to connect again; engines, whose answers it wants, wait for ten times that
-LOST = "ipyparallel's controller ended before the answer came: how far it ran is not known"
-REACH = 5.0  # seconds that a controller may take to answer
+REACH, PATIENCE = 5.0, 30.0  # seconds after which a controller is asked again, and that it may take to answer
 PAUSE = 10.0  # at most, in seconds, between two starts of a controller that ends at once
 Outcome = tuple[str, Any, str]
-
-
-class ControllerLostError(Exception):
-    """The answer to a call was lost with the controller."""
+log = logging.getLogger("nbelastic")
 
 
 def sendable(function: Any, args: Any, kwargs: Any) -> str:
@@ -42,71 +38,6 @@ def sendable(function: Any, args: Any, kwargs: Any) -> str:
     except Exception as error:  # noqa: BLE001  (pickling fails in many ways)
         return f"{type(error).__name__}: {error}"
     return ""
-
-
-class _Context(zmq.Context[Any]):
-    """The kernel's context for one client: of its sockets it is seen when they are connected, and they come back soon.
-
-    A socket without an identity gets one from the controller, and from the next controller another: answers to it are lost.
-    """
-
-    monitors: list[zmq.Socket[bytes]]  # declared: what a context is not known to have is an option to ZeroMQ
-
-    def __init__(self) -> None:
-        super().__init__(shadow=zmq.Context.instance())
-        self.monitors = []
-
-    def socket(self, socket_type: int, *args: Any, **options: Any) -> Any:
-        made = super().socket(socket_type, *args, **options)
-        if socket_type != zmq.PAIR:  # a monitor
-            made.setsockopt(zmq.RECONNECT_IVL, SOON)
-            if socket_type == zmq.DEALER:
-                made.setsockopt(zmq.IDENTITY, uuid4().bytes)
-            self.monitors.append(made.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED))
-        return made
-
-
-class _Client(ipp.Client):  # type: ignore[misc]
-    """ipyparallel's, which prints what comes too late."""
-
-    def _handle_apply_reply(self, msg: dict[str, Any]) -> None:
-        if self._waits_for(msg):
-            super()._handle_apply_reply(msg)
-
-    def _handle_execute_reply(self, msg: dict[str, Any]) -> None:
-        if self._waits_for(msg):
-            super()._handle_execute_reply(msg)
-
-    def _waits_for(self, msg: dict[str, Any]) -> bool:
-        coalesced = self._should_use_metadata_msg_id(msg)
-        return (msg["metadata"]["original_msg_id"] if coalesced else msg["parent_header"]["msg_id"]) in self.outstanding
-
-    def fail(self, calls: Iterable[str]) -> None:
-        """In its thread: no answer comes to these any more."""
-        try:
-            raise ControllerLostError(LOST)  # noqa: TRY301  (what is wrapped is the present exception)
-        except ControllerLostError:
-            content = ipp.error.wrap_exception()
-        for call in set(calls) & self.outstanding:
-            message = self.session.msg("apply_reply", content=content)
-            message["parent_header"]["msg_id"] = call
-            self._handle_apply_reply(message)
-
-    def fail_unbound(self) -> None:
-        """In its thread: the controller is gone, and with it what it kept itself: what was not for one engine, and questions."""
-        bound: set[str] = set().union(*list(self._outstanding_dict.values()))
-        self.fail(self.outstanding - bound)
-        for call, future in list(self._futures.items()):
-            if call not in bound and not future.done():
-                future.set_exception(ControllerLostError(LOST))
-        self.end_output(set(self._output_futures) - bound)
-
-    def end_output(self, calls: Iterable[str]) -> None:
-        """No more output comes of these."""
-        for call in calls:
-            printed = self._output_futures.get(call)
-            if printed is not None and not printed.done():
-                printed.set_result(None)
 
 
 class _Program:
@@ -156,6 +87,8 @@ class Engines:
         self._gone: set[str] = set()  # engines that have died, of which the controller has not said so
         self._watching: asyncio.Task[None] | None = None
         self._streams: list[ZMQStream] = []
+        self._term = 0  # how many controllers have ended
+        self._met = -1  # the term of the one whose engines we know of
         self._connected: set[int] = set()  # sockets of the client
         self._all_connected = asyncio.Event()
         self.client: Any = None
@@ -179,7 +112,7 @@ class Engines:
         `on_engine` is called for every engine that is there. `process`: as that kernel knew it; it may be another by now.
         """
         if not self._caretaker.adopt(process):
-            await self._start_again()
+            await self._caretaker.again()
         await self._reach()
 
     async def release(self) -> None:
@@ -209,13 +142,13 @@ class Engines:
     async def _reach(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._watching = self._loop.create_task(self._watch())
+        late = self._loop.time() + PATIENCE
         while self.client is None:
-            process = self.process
             connecting = self._loop.run_in_executor(None, self._connect, self._caretaker.information("client"))
             try:
                 self.client = await asyncio.shield(connecting)
-            except TimeoutError:
-                if process == self.process:  # else it was another's to answer
+            except TimeoutError:  # it may have ended meanwhile, and the next one has not heard the question
+                if self._loop.time() > late:
                     raise
             except asyncio.CancelledError:
                 connecting.add_done_callback(lambda made: made.exception() or made.result().close())
@@ -224,9 +157,9 @@ class Engines:
         await self._meet()
 
     def _connect(self, info: dict[str, Any]) -> Any:
-        context = _Context()
+        context = Context()
         try:
-            client = _Client(
+            client = Client(
                 connection_info=info,
                 timeout=REACH,
                 cluster_id=self._name,
@@ -254,7 +187,7 @@ class Engines:
         self._loop.call_soon_threadsafe(self._count, number, of, up)
 
     def _noticed(self, event: dict[str, Any]) -> None:
-        heard = self._registered if event["event"] == "register" else self._unregistered
+        heard = self._came if event["event"] == "register" else self._unregistered
         self._loop.call_soon_threadsafe(heard, event["uuid"], int(event["id"]))
 
     # ---- the loop's thread ----
@@ -270,6 +203,7 @@ class Engines:
         """For ever: have a controller."""
         while True:
             await self._caretaker.ended()
+            self._term += 1
             self._connected.clear()
             self._all_connected.clear()
             self._ids.clear()
@@ -284,6 +218,7 @@ class Engines:
                 await asyncio.wait((meeting, ending), return_when=asyncio.FIRST_COMPLETED)
                 ending.cancel()
                 if meeting.done():
+                    meeting.result()
                     self._on_again()
                 else:
                     meeting.cancel()
@@ -294,8 +229,11 @@ class Engines:
         while True:
             try:
                 await self._caretaker.again()
-            except (OSError, RuntimeError):
-                await asyncio.sleep(pause)  # its port may be taken for a moment
+            except (OSError, RuntimeError) as error:  # one of its ports may be taken for a moment
+                log.warning(
+                    "ipyparallel's controller has ended and could not be started again, which is tried on: %s", error
+                )
+                await asyncio.sleep(pause)
                 pause = min(2 * pause, PAUSE)
             else:
                 return
@@ -303,6 +241,7 @@ class Engines:
     async def _meet(self) -> None:
         """Wait until all of the client is connected, then get to know the engines that are there already."""
         await self._all_connected.wait()
+        term = self._met = self._term
         answered: asyncio.Future[dict[str, str]] = self._loop.create_future()
 
         def settle(engines: dict[str, str]) -> None:
@@ -317,7 +256,12 @@ class Engines:
 
         self.client._send(self.client._query_socket, "connection_request").add_done_callback(answer)
         for number, uuid in (await answered).items():
-            self._registered(uuid, int(number))
+            if self._term == term:
+                self._registered(uuid, int(number))
+
+    def _came(self, uuid: str, number: int) -> None:
+        if self._met == self._term:  # else the last controller said so, or this one before we asked it for all
+            self._registered(uuid, number)
 
     def _registered(self, uuid: str, number: int) -> None:
         if self._ids.get(uuid) == number:
@@ -355,6 +299,7 @@ class Engines:
         """It is gone. Its controller will notice; the next one will never have heard of it."""
         self._held.pop(uuid, None)
         if self._ids.pop(uuid, None) is None:
+            self._programs.pop(uuid, None)
             self._drop(uuid)
         else:
             self._gone.add(uuid)

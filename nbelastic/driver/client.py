@@ -1,0 +1,84 @@
+"""ipyparallel's client, which knows what to do when its controller ends and another one comes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+from uuid import uuid4
+
+import ipyparallel as ipp
+import zmq
+
+SOON = (
+    10  # milliseconds after which it tries to connect again; engines, whose answers it wants, wait for ten times that
+)
+LOST = "ipyparallel's controller ended before the answer came: how far it ran is not known"
+
+
+class ControllerLostError(Exception):
+    """The answer to a call was lost with the controller."""
+
+
+class Context(zmq.Context[Any]):
+    """The kernel's context for one client: of its sockets it is seen when they are connected, and they come back soon.
+
+    A socket without an identity gets one from the controller, and from the next controller another: answers to it are lost.
+    """
+
+    monitors: list[zmq.Socket[bytes]]  # declared: what a context is not known to have is an option to ZeroMQ
+
+    def __init__(self) -> None:
+        super().__init__(shadow=zmq.Context.instance())
+        self.monitors = []
+
+    def socket(self, socket_type: int, *args: Any, **options: Any) -> Any:
+        made = super().socket(socket_type, *args, **options)
+        if socket_type != zmq.PAIR:  # a monitor
+            made.setsockopt(zmq.RECONNECT_IVL, SOON)
+            if socket_type == zmq.DEALER:
+                made.setsockopt(zmq.IDENTITY, uuid4().bytes)
+            self.monitors.append(made.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED))
+        return made
+
+
+class Client(ipp.Client):  # type: ignore[misc]
+    """ipyparallel's, which prints what comes too late."""
+
+    def _handle_apply_reply(self, msg: dict[str, Any]) -> None:
+        if self._waits_for(msg):
+            super()._handle_apply_reply(msg)
+
+    def _handle_execute_reply(self, msg: dict[str, Any]) -> None:
+        if self._waits_for(msg):
+            super()._handle_execute_reply(msg)
+
+    def _waits_for(self, msg: dict[str, Any]) -> bool:
+        coalesced = self._should_use_metadata_msg_id(msg)
+        return (msg["metadata"]["original_msg_id"] if coalesced else msg["parent_header"]["msg_id"]) in self.outstanding
+
+    def fail(self, calls: Iterable[str]) -> None:
+        """In its thread: no answer comes to these any more."""
+        try:
+            raise ControllerLostError(LOST)  # noqa: TRY301  (what is wrapped is the present exception)
+        except ControllerLostError:
+            content = ipp.error.wrap_exception()
+        for call in set(calls) & self.outstanding:
+            message = self.session.msg("apply_reply", content=content)
+            message["parent_header"]["msg_id"] = call
+            self._handle_apply_reply(message)
+
+    def fail_unbound(self) -> None:
+        """In its thread: the controller is gone, and with it what it kept itself: what was not for one engine, and questions."""
+        bound: set[str] = set().union(*list(self._outstanding_dict.values()))
+        self.fail(self.outstanding - bound)
+        for call, future in list(self._futures.items()):
+            if call not in bound and not future.done():
+                future.set_exception(ControllerLostError(LOST))
+        self.end_output(set(self._output_futures) - bound)
+
+    def end_output(self, calls: Iterable[str]) -> None:
+        """No more output comes of these."""
+        for call in calls:
+            printed = self._output_futures.get(call)
+            if printed is not None and not printed.done():
+                printed.set_result(None)
