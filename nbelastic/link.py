@@ -184,6 +184,7 @@ class Hub:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._auth.stop()
+        await asyncio.sleep(0)  # its task ends now, and not when another socket has the number of its own
         self._socket.close()
         self._context.term()
 

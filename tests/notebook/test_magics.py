@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
-from fake_cluster import FakeCluster
+from fake_cluster import FakeCluster, FakeJob
 from IPython.core.completer import provisionalcompleter
 from IPython.core.error import UsageError as IPythonUsageError
 from IPython.core.interactiveshell import InteractiveShell
@@ -14,9 +15,11 @@ from IPython.core.interactiveshell import InteractiveShell
 from nbelastic.core.errors import JobError, UsageError, WaitTimeoutError
 from nbelastic.driver.cluster import Cluster
 from nbelastic.driver.run import checkpoints
+from nbelastic.driver.saved import ClusterInfo
 from nbelastic.driver.stacks import WorkerStack
 from nbelastic.notebook import load_ipython_extension, unload_ipython_extension
 from nbelastic.notebook.magics import ElasticMagics
+from nbelastic.notebook.snapshot import ClusterList
 
 
 @pytest.fixture
@@ -30,9 +33,19 @@ def ip(monkeypatch):
     shell.history_manager.end_session()
 
 
+def attach(name):
+    """A cluster of this name that was kept, with its job."""
+    if name == "nobody":
+        raise UsageError("there is no kept cluster 'nobody' here: none is kept on this machine.")
+    cluster = FakeCluster(name=name)
+    cluster.start()
+    cluster.job = FakeJob()
+    return cluster
+
+
 @pytest.fixture
 def magics(ip):
-    magics = ElasticMagics(ip, make=FakeCluster)
+    magics = ElasticMagics(ip, make=FakeCluster, attach=attach)
     magics.register()
     yield magics
     magics.unregister()
@@ -119,6 +132,51 @@ def test_a_second_cluster_is_refused_until_the_first_has_finished(ip, magics, cl
     assert run(ip, capsys, "%elastic_stop\n%elastic_stop") == ""
     assert run(ip, capsys, "%elastic_start --no-dashboard") == ""
     assert magics.cluster is not cluster
+
+
+def test_attaching_gives_what_starting_gives(ip, magics, capsys):
+    """The cluster, its job, the dashboard; one line if there is none; and none while another one runs."""
+    assert run(ip, capsys, "%elastic_attach nobody").startswith("UsageError: there is no kept cluster 'nobody'")
+    assert magics.cluster is None
+    ip.run_cell("%elastic_attach survivor --cluster c --job j")
+    assert ip.user_ns["c"] is magics.cluster
+    assert magics.cluster.options["name"] == "survivor"
+    assert ip.user_ns["j"] is magics.cluster.job
+    assert "application/vnd.jupyter.widget-view+json" in ip.displayed[0]
+    assert "a cluster is running already" in run(ip, capsys, "%elastic_attach other")
+
+
+def test_letting_go(ip, magics, cluster, capsys):
+    """The cluster is another kernel's then, and this one may start another."""
+    assert run(ip, capsys, "%elastic_detach") == ""
+    assert cluster.calls[-1] == ("detach",)
+    assert "no cluster is running" in run(ip, capsys, "%elastic_detach")
+
+
+def test_a_lease_needs_keeping(ip, magics, capsys):
+    """Options that say nothing are refused; with --keep both are handed over."""
+    assert run(ip, capsys, "%elastic_start --lease 5") == "UsageError: --lease says nothing without --keep."
+    ip.run_cell("%elastic_start --keep --lease 60 --no-dashboard")
+    assert magics.cluster.options == {"hosts": None, "min": 1, "max": None, "keep": True, "lease": 60.0}
+
+
+def test_the_list_of_clusters():
+    """In plain text and in HTML; what is wrong with one is said; names are no markup."""
+    shown = ClusterList(
+        [
+            ClusterInfo("mine", os.getpid(), True, ("a", "b"), "job-1"),
+            ClusterInfo("kept", 0, True, ("a",)),
+            ClusterInfo("<b>", 4711, True, problem="it is damaged"),
+        ]
+    )
+    assert repr(shown).splitlines() == [
+        "cluster  kernel        hosts  job    why",
+        "mine     this one      a, b   job-1",
+        "kept     none          a             %elastic_attach kept",
+        "<b>      process 4711                it is damaged",
+    ]
+    assert "&lt;b&gt;" in shown._repr_html_()
+    assert repr(ClusterList([])) == "No cluster is running."
 
 
 def test_stopping_nothing_is_no_error(ip, magics, capsys):

@@ -168,6 +168,7 @@ def test_a_job_that_ends_meanwhile(kept):
 def test_an_error_meanwhile(kept):
     """The user's own error is the job's, with its traceback, though nobody was there to hear it."""
     kernel = kept(program="fail_later")
+    until((kernel.folder / "begun").exists, what="the world")
     kernel.kill()
     (kernel.folder / "go").touch()
     until((kernel.folder / "failed").exists, what="the error")
@@ -187,9 +188,10 @@ def test_setup_cells_run_once(kept):
     cluster.execute("counted = globals().get('counted', 0) + 1", setup=True)
     cluster.detach()
     cluster = nbe.Cluster.attach(kernel.name)
-    cluster.restart(cluster.workers[0].id)
-    cluster.wait(WORLD, timeout=20)
-    until(lambda: all(w.state == "ready" for w in cluster.workers) and len(cluster.workers) == WORLD)
+    victim = cluster.workers[0].id
+    cluster.restart(victim)
+    until(lambda: victim not in [w.id for w in cluster.workers])
+    until(lambda: [w.state for w in cluster.workers] == ["ready"] * WORLD)
     assert [out for _, out, _, _ in cluster.execute("print(counted)")] == ["1\n"] * WORLD
     cluster.stop()
 

@@ -1,0 +1,158 @@
+"""What a kept cluster leaves for its next driver: whole or not there, its owner's alone, and understood or refused."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+from msgspec.structs import replace
+
+from nbelastic.core import messages as m
+from nbelastic.core.errors import UsageError
+from nbelastic.core.takeover import SavedHost, SavedWorld
+from nbelastic.core.world import HostPhase
+from nbelastic.driver import saved as saved_module
+from nbelastic.driver.chronicle import Chronicle
+from nbelastic.driver.discovery import FixedHosts, ScriptDiscovery
+from nbelastic.driver.places import RunDir
+from nbelastic.driver.saved import NAME, Saved, SavedAgent, arguments_of, begin, clusters, find, kept_arguments, read
+from nbelastic.folders import base
+from nbelastic.link import Keys
+from nbelastic.presence import identity, lives
+
+US = identity(os.getpid())
+
+
+@pytest.fixture(autouse=True)
+def _own_temporary_folder(tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+
+
+def example(name: str = "train", process: str = US) -> Saved:
+    world = SavedWorld(hosts=(SavedHost(m.HostSpec("a", 2), 0, False, 1, HostPhase.UP),), job="job-1")
+    return Saved(
+        "0.1.0", saved_module.fingerprint(), name, 1, "tcp://127.0.0.1:20001", Keys.make(), {}, "/logs", world,
+        agents={"a": SavedAgent(1, process)},
+    )  # fmt: skip
+
+
+def left(name: str = "train", process: str = US) -> RunDir:
+    """A cluster whose driver is gone."""
+    run_dir = RunDir(name)
+    run_dir.hold()
+    run_dir.make()
+    example(name, process).write(run_dir.path)
+    run_dir.let_go()
+    return run_dir
+
+
+def test_a_kill_at_any_byte_leaves_what_was_there(monkeypatch):
+    """Written beside the old one, which is replaced as a whole."""
+    run_dir = left()
+    before = read(run_dir.path)
+    data = json.dumps({"any": "thing"}).encode()
+    for cut in range(len(data)):
+        (run_dir.path / f".{NAME}.new").write_bytes(data[:cut])
+        assert read(run_dir.path) == before
+    replace(before, term=2).write(run_dir.path)
+    assert read(run_dir.path).term == 2
+    assert (run_dir.path / NAME).stat().st_mode & 0o777 == 0o600
+
+
+def test_what_is_listed():
+    """Clusters with and without a driver, whatever is wrong with them; what is dead is swept away, keys and all."""
+    kept, dead, running, broken = left("kept"), left("dead", "1@1"), RunDir("running"), left("broken")
+    running.hold()
+    (broken.path / NAME).write_text("{")
+    found = {info.name: info for info in clusters()}
+    assert found.keys() == {"kept", "running", "broken"}
+    assert (found["kept"].driver, found["kept"].hosts, found["kept"].job) == (0, ("a",), "job-1")
+    assert found["running"].driver == os.getpid()
+    assert "damaged" in found["broken"].problem
+    assert not dead.path.exists()
+    assert not dead.lock.exists()
+    assert kept.path.exists()
+    running.release()
+
+
+def test_a_name_is_one_cluster_s():
+    """While that lives, with a driver or without; then it is free."""
+    run_dir = left()
+    with pytest.raises(UsageError, match="lives on without a driver: attach to it"):
+        begin(RunDir("train"))
+    replace(example(), agents={"a": SavedAgent(1, "1@1")}).write(run_dir.path)
+    again = RunDir("train")
+    begin(again)
+    with pytest.raises(UsageError, match=f"running already .process {os.getpid()}."):
+        RunDir("train").hold()
+    assert list(again.path.iterdir()) == []
+    again.release()
+    assert list(base().iterdir()) == []
+
+
+def test_which_one_is_meant():
+    """The only one, if none is named; a name; or a folder."""
+    with pytest.raises(UsageError, match="no cluster is kept"):
+        find(None)
+    run_dir = left("one")
+    assert find(None) == find("one") == find(str(run_dir.path)) == run_dir.path
+    left("two")
+    with pytest.raises(UsageError, match="say which cluster: one, two"):
+        find(None)
+
+
+def test_arguments_are_understood_elsewhere(tmp_path, monkeypatch):
+    """In another folder, by another process: JSON, and paths that lead to the same files."""
+    monkeypatch.chdir(tmp_path)
+    script = tmp_path / "hosts.sh"
+    script.write_text("#!/bin/sh\\necho a")
+    script.chmod(0o755)
+    given = {"min": 2, "max": None, "hosts": None, "discovery": "./hosts.sh gpu", "preload": ("numpy",), "name": None}
+    kept = kept_arguments(given, ScriptDiscovery("./hosts.sh gpu"))
+    assert kept == {"min": 2, "discovery": f"{script} gpu", "preload": ["numpy"]}
+    fixed = kept_arguments(
+        {"discovery": None, "env": {"A": 1}, "log_dir": Path("logs")}, FixedHosts("u@h:2,[fd00::1]:1")
+    )
+    assert fixed == {"hosts": ["u@h:2", "[fd00::1]:1"], "env": {"A": "1"}, "log_dir": str(tmp_path / "logs")}
+    assert json.loads(json.dumps([kept, fixed])) == [kept, fixed]
+
+
+def test_a_discovery_of_one_s_own():
+    """It is given again; or the hosts stay as they are."""
+
+    class Mine:
+        async def hosts(self):
+            return ()
+
+    kept = kept_arguments({"discovery": Mine()}, Mine())
+    found = replace(example(), arguments=kept)
+    assert arguments_of(found, None) == {"name": "train", "log_dir": "/logs", "hosts": ["a:2"]}
+    mine = Mine()
+    assert arguments_of(found, mine) == {"name": "train", "log_dir": "/logs", "discovery": mine}
+
+
+def test_a_process_is_its_number_and_its_start():
+    """Numbers are used again."""
+    assert lives(US)
+    assert not lives(US + "0")
+    assert not lives("")
+    assert identity(2**22 + 1) == ""
+
+
+def test_the_history_goes_on(tmp_path):
+    """The next driver has the records of the last one, though that was killed in the middle of a line."""
+    path = tmp_path / "events.jsonl"
+    first = Chronicle(path)
+    first.record(m.Record("job-started", "one"), 1.0, 2)
+    first.close()
+    with path.open("a") as file:
+        file.write('{"at": 2, "record": {"time": 1, "kind": "cut')
+    second = Chronicle(path, again=True)
+    second.record(m.Record("job-ended", "two"), 3.0, 2)
+    second.close()
+    assert [record.text for record in second.kept()[0]] == ["one", "two"]
+    third = Chronicle(path, again=True)
+    assert [record.text for record in third.kept()[0]] == ["one", "two"]
+    third.close()

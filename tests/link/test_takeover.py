@@ -1,0 +1,112 @@
+"""A hub takes over from another: on the same address, whom it has to ask who they are, and what is believed."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import threading
+import time
+
+import pytest
+
+from nbelastic.core import messages as m
+from nbelastic.core import wire
+from nbelastic.core.addresses import parted
+from nbelastic.link import Hub, Keys, Spoke
+
+W = m.WorkerId("a", 0, 1)
+NAME = f"worker/{W}"
+
+
+async def until(true, patience=10.0):
+    end = time.monotonic() + patience
+    while not true():
+        assert time.monotonic() < end, "this did not come about in time"
+        await asyncio.sleep(0.005)
+
+
+class Worker:
+    """As a real one: it says who it is when it is welcomed."""
+
+    def __init__(self, address, keys):
+        self.heard = []
+        self.link = Spoke(address, keys.for_clients(), NAME, wire.ToWorker, self.hear, heartbeat=0.1)
+
+    def hear(self, message):
+        self.heard.append(message)
+        if isinstance(message, wire.Welcome):
+            self.link.unsay()
+            self.link.send(wire.WorkerHere(W, os.getpid(), commit=7))
+
+
+async def hub_at(keys, heard, term, port=0):
+    hub = Hub(keys, lambda peer, message: heard.append(message), heartbeat=0.1, term=term)
+    await hub.start(port=port)
+    return hub
+
+
+def test_who_lives_on_is_asked_who_it_is():
+    """The next driver hears nothing of a worker before that has said who it is, and then all; the worker knew it was alone."""
+
+    async def story():
+        keys, first, second = Keys.make(), [], []
+        hub = await hub_at(keys, first, 1)
+        port = parted(hub.address)[1]
+        worker = Worker(hub.address, keys)
+        worker.link.start()
+        worker.link.send(m.WorkerFormed(W, 1))
+        await until(lambda: first == [m.WorkerFormed(W, 1)])
+        assert worker.heard == [], "a first driver welcomes nobody: all are its own"
+        await hub.stop()
+        worker.link.send(m.WorkerOffered(W, 1, 5))
+        await until(lambda: worker.link.away)
+        hub = await hub_at(keys, second, 2, port)
+        try:
+            await until(lambda: second)
+            assert not worker.link.away
+            assert worker.heard[0] == wire.Welcome(2)
+            assert second[0] == wire.WorkerHere(W, os.getpid(), commit=7)
+            worker.link.send(m.WorkerSucceeded(W, 1))
+            await until(lambda: m.WorkerSucceeded(W, 1) in second)
+            assert {type(message) for message in second} == {wire.WorkerHere, m.WorkerSucceeded}
+        finally:
+            await asyncio.to_thread(worker.link.close)
+            await hub.stop()
+
+    asyncio.run(story())
+
+
+def test_a_port_that_is_taken_is_said():
+    """By an OSError, at once; nothing of the hub is left."""
+
+    async def story():
+        with socket.socket() as other:
+            other.bind(("127.0.0.1", 0))
+            other.listen()
+            with pytest.raises(OSError, match="in use"):
+                await hub_at(Keys.make(), [], 2, other.getsockname()[1])
+
+    before = threading.active_count()
+    asyncio.run(story())
+    assert threading.active_count() == before
+
+
+def test_a_port_is_none_that_the_system_gives_away():
+    """Else it might be taken when a driver comes back; or a worker that tries to come back might meet itself there."""
+
+    async def story():
+        hub = await hub_at(Keys.make(), [], 1)
+        await hub.stop()
+        return parted(hub.address)[1]
+
+    with open("/proc/sys/net/ipv4/ip_local_port_range", encoding="ascii") as file:
+        low = int(file.read().split()[0])
+    assert all(asyncio.run(story()) < low for _ in range(20))
+
+
+def test_only_who_has_the_driver_s_secret_can_prove_it():
+    """Agents and workers have keys, and none that takes a cluster over."""
+    keys = Keys.make()
+    assert keys.proof(2) == keys.proof(2)
+    assert len({keys.proof(2), keys.proof(3), keys.for_clients().proof(2), Keys.make().proof(2)}) == 4
