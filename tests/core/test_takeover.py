@@ -443,6 +443,18 @@ def test_the_users_own_error_ends_the_job():
     assert len(story.names) == 3
 
 
+def test_an_error_comes_before_newcomers():
+    """A newcomer waits and a member has raised: no change is begun for a job that fails, and no program."""
+    story = three().add("c:1").add("d:1")
+    story.hear(m.AgentReady).hear(m.WorkerRegistered, "c/0#1")
+    away = Away(story).raised("a/1#1")
+    story.set_up.add(wid("d/0#1"))
+    mark = story.mark()
+    away.new_driver()
+    assert story.job.outcome == "failed"
+    assert {type(command) for command in disturbed(story, mark)} == {m.AbortWorld, m.StopProgram}
+
+
 @pytest.mark.parametrize("reached", range(8))
 @pytest.mark.parametrize("written", [True, False])
 def test_a_job_that_was_failing_fails(reached, written):
