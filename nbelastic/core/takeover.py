@@ -331,21 +331,24 @@ def _let_go(world: World, now: float, out: Commands) -> World:
 
 
 def _send_on(world: World, inside: Heard, now: float, out: Commands) -> World:
-    """Their last words are heard now, newcomers' first; who has not heard of the job yet is told."""
+    """Their last words are heard now: errors, then newcomers, then members. Who has not heard of the job yet is told."""
     job = world.active
     assert job is not None
-    ended = any(not here.busy and (here.holds or not job.formed) for here in inside.values())
-    if not ended:
+    there = [w for w in inside if _is_there(world, w)]
+    words = {w: inside[w].word for w in sorted(there, key=lambda w: (w in world.ranked, inside[w].rank, w))}
+    on_the_way = (w for w in there if inside[w].busy and w not in world.ranked)
+    world = replace(world, starting=world.starting.union(on_the_way))
+    for word in words.values():
+        if isinstance(word, m.WorkerRaised):
+            world = _then(world, word, now, out)
+    if all(here.busy or (job.formed and not here.holds) for here in inside.values()):  # else it comes to its end
         for w, worker in tuple(world.workers.items()):
             if worker.state is WorkerState.READY and not worker.job:
                 world = jobs.run_next(world, w, out)
-    there = [w for w in inside if _is_there(world, w)]
-    on_the_way = (w for w in there if inside[w].busy and w not in world.ranked)
-    world = replace(world, starting=world.starting.union(on_the_way))
-    for w in sorted(there, key=lambda w: (w in world.ranked, inside[w].rank, w)):
-        word = inside[w].word
-        old = isinstance(word, m.WorkerReady) and w in world.ranked and word.epoch < world.epoch  # it will say it anew
-        if word is not None and not isinstance(word, m.WorkerSucceeded) and not old:
+    for w, word in words.items():
+        if isinstance(word, m.WorkerReady) and (
+            w not in world.ranked or word.epoch >= world.epoch
+        ):  # else it says it anew
             world = _then(world, word, now, out)
     return world
 

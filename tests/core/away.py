@@ -10,11 +10,21 @@ from nbelastic.core import messages as m
 from nbelastic.core.membership import step
 from nbelastic.core.takeover import resume, summary
 from nbelastic.core.wire import AgentHello, WorkerHere
-from nbelastic.core.world import World
+from nbelastic.core.world import Stage, World
 from tests.core.invariants import check
 from tests.core.story import FakeWorker, Story, wid
 
 ALL = 1_000_000
+DISTURBING = (
+    m.AbortWorld,
+    m.FormWorld,
+    m.StopProgram,
+    m.StopWorker,
+    m.AskLeave,
+    m.LeaveAt,
+    m.RunProgram,
+    m.StartWorker,
+)
 
 
 class Away:
@@ -178,3 +188,20 @@ def _one_by_one(commands: Iterable[m.Command]) -> Iterator[m.Command]:
                 yield from (replace(command, members=(w,)) for w in command.members)
             case _:
                 yield command
+
+
+def three(**limits) -> Story:
+    """Three workers that train on two hosts, at commit 5."""
+    return Story("a:2", "b:1", min=2, cooldown=(0.0, 0.0), **limits).run().commit(5)
+
+
+def disturbed(story: Story, mark: int) -> list[m.Command]:
+    return [command for command in story.said[mark:] if isinstance(command, DISTURBING)]
+
+
+def trains(story: Story, *names: str) -> bool:
+    """These do, by rank, and no step that was committed is lost."""
+    world, fakes = story.world, story.fakes
+    at = {fakes[w].commit for w in world.members}
+    there = all(fakes[w].epoch == world.epoch and fakes[w].formed for w in world.members)
+    return world.stage is Stage.RUNNING and there and len(at) == 1 and (not names or story.names == list(names))

@@ -22,7 +22,7 @@ EPOCH = 7
 def session():
     """In the middle of an epoch; what it says stays in its link."""
     settings = {"worker": "a/0#1", "address": "127.0.0.1", "backend": "gloo", "slots": 1, "driver": "tcp://127.0.0.1:1"}
-    settings["heartbeat"] = 1.0
+    settings["heartbeat"], settings["lease"] = 1.0, 0.0
     session = Session({**settings, "keys": msgspec.to_builtins(Keys.make())})
     session.group = Group(EPOCH, torch.device("cpu"), "gloo")
     session.commits = 3
@@ -96,3 +96,49 @@ def test_what_comes_while_one_listens_is_not_overheard(session):
     session.committed(4)
     assert session.attention
     assert said(session) == [m.WorkerOffered(session.worker, EPOCH, 4)]
+
+
+def test_a_new_driver_hears_that_a_promise_was_made(session):
+    """And that an epoch that is over is not to be gone on with; what was said before is not said again."""
+    session.job = session.account.job = "job"
+    session.formation = wire.Formation(EPOCH, 1, 2, 1, 2, 0, 1, "", 0, (), (("a", 2),))
+    session.account.busy = session.account.formed = session.account.holds = True
+    session._receive(wire.Leave(EPOCH))
+    session._receive(wire.Welcome(2))
+    (here,) = said(session)
+    assert (here.job, here.busy, here.epoch, here.rank, here.size) == ("job", True, EPOCH, 1, 2)
+    assert (here.formed, here.holds, here.bound, here.numbered, here.stopped) == (True, True, True, EPOCH, "")
+    session._receive(wire.Abort(EPOCH + 1, "gone"))
+    session._receive(wire.Welcome(3))
+    session._receive(wire.Welcome(2))
+    (here,) = said(session)
+    assert (here.formed, here.holds, here.numbered) == (False, True, EPOCH + 1)
+
+
+@pytest.mark.parametrize(("own", "stopped"), [(False, "the job is over"), (True, "")])
+def test_a_new_driver_hears_who_was_told_to_stop(session, own, stopped):
+    """Why, unless it was told to end with its own error."""
+    session.job = session.account.job = "job"
+    session._receive(wire.Quit("job", "the job is over", own=own))
+    session._receive(wire.Welcome(2))
+    (here,) = said(session)
+    assert (here.job, here.stopped) == ("job", stopped)
+
+
+def test_a_new_driver_hears_of_a_program_that_begins(session):
+    """Its job's name and that it runs, and nothing of what is still there of the one before."""
+    session.job = "job-1"
+    session._receive(wire.Quit("job-1", "the job is over"))
+    heard = []
+
+    def warming():
+        session._receive(wire.Welcome(2))
+        heard.extend(said(session))
+
+    session.warm_up.wait = warming
+    session.begin("job-2")
+    (here,) = heard
+    assert (here.job, here.busy, here.stopped, here.epoch, here.formed) == ("job-2", True, "", 0, False)
+    session._receive(wire.Welcome(3))
+    (here,) = said(session)
+    assert (here.job, here.busy, here.stopped) == ("job-2", True, "")
