@@ -12,6 +12,7 @@ import msgspec
 import pytest
 
 import nbelastic as nbe
+from nbelastic.driver.saved import ClusterInfo
 from nbelastic.driver.status import EventRecord, HostStatus, Status, WorkerStatus
 from nbelastic.notebook.magics import ElasticMagics
 
@@ -88,7 +89,7 @@ def test_the_samplers_methods_are_there(name):
     assert f"`{name}(" in section("Sampler")
 
 
-@pytest.mark.parametrize("struct", [Status, HostStatus, WorkerStatus, EventRecord])
+@pytest.mark.parametrize("struct", [Status, HostStatus, WorkerStatus, EventRecord, ClusterInfo])
 def test_every_field_of_a_status_is_there(struct):
     """In the table that follows the struct's name."""
     table = re.search(rf"`{struct.__name__}`(?:s)?:\n(.*?)\n\n", section("Status and events"), re.DOTALL)
