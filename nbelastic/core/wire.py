@@ -33,7 +33,7 @@ class AgentHello(Message):
     """`addresses` and `port`: as of `AgentReady`. The rest is told to a driver that has taken over.
 
     `address`: where its workers are reached now. `workers`: those that live, and their pids. `newest`: the highest
-    incarnation that each slot has had. `nodes`: the scripts' nodes that live.
+    incarnation that each slot has had. `nodes`: the scripts' nodes that live; `ended`: exit codes of those that do not.
     """
 
     host: str
@@ -45,6 +45,7 @@ class AgentHello(Message):
     workers: tuple[tuple[WorkerId, int], ...] = ()
     newest: dict[int, int] = {}
     nodes: tuple[int, ...] = ()
+    ended: dict[int, int] = {}
 
 
 class AgentSample(Message):

@@ -12,6 +12,8 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeVar
 
+from msgspec.structs import replace
+
 from nbelastic import versions
 from nbelastic.core import messages as m
 from nbelastic.core import wire
@@ -142,8 +144,13 @@ class Driver:
         self.keys = saved.keys if saved is not None else Keys.make()
         self.term = saved.term + 1 if saved is not None else 1
         self._hub = Hub(self.keys, self._hear, self.settings.heartbeat, self.term)
-        await self._hub.start(port=parted(saved.address)[1] if saved is not None else 0)
-        self.fleet = Fleet(self.settings, self._hub, self.keys, self._inbox.put_nowait)
+        try:
+            await self._hub.start(port=parted(saved.address)[1] if saved is not None else 0)
+        except OSError as error:
+            raise HostError(
+                f"the driver cannot listen: {error.strerror}; end who has that port, then try again."
+            ) from None
+        self.fleet = Fleet(self.settings, self._hub, self.keys, self._inbox.put_nowait, self.record)
         self._silence = Silence(
             self.settings.silence, self.settings.heartbeat, self.fleet, lambda: self.world, self._inbox.put_nowait
         )
@@ -176,7 +183,7 @@ class Driver:
             await self._hub.stop()
             self.scripts.close()
             for run in self.runs.values():
-                run.abandon(self.let_go or f"the cluster {self.settings.name!r} was stopped")
+                run.abandon(f"the cluster {self.settings.name!r} was stopped", self.let_go)
             self.chronicle.close()
             if self.notes is not None:
                 self.notes.close(gone=not self.let_go)
@@ -452,8 +459,8 @@ class Driver:
     @property
     def status(self) -> Status:
         """A snapshot, from any thread: the world is immutable, and only those who look pay for it."""
-        status = snapshot(self.settings.name, self.world, self.fleet.live, time.monotonic())
-        return self.scripts.shown(status)
+        status = self.scripts.shown(snapshot(self.settings.name, self.world, self.fleet.live, time.monotonic()))
+        return replace(status, phase="finished", reason=self.let_go, world_size=0) if self.let_go else status
 
     def _publish(self) -> None:
         for predicate, future in list(self._waiters):

@@ -79,8 +79,15 @@ class _Held:
 class Fleet:
     """Lives in the driver's thread; `post` puts events into its inbox."""
 
-    def __init__(self, settings: Settings, hub: Hub, keys: Keys, post: Callable[[m.Event], None]) -> None:
-        self._settings, self._hub, self._keys, self._post = settings, hub, keys, post
+    def __init__(
+        self,
+        settings: Settings,
+        hub: Hub,
+        keys: Keys,
+        post: Callable[[m.Event], None],
+        record: Callable[[m.Record], None],
+    ) -> None:
+        self._settings, self._hub, self._keys, self._post, self._record = settings, hub, keys, post, record
         self._loop = asyncio.get_running_loop()
         self._held: dict[str, _Held] = {}  # by host
         self._started = 0
@@ -282,7 +289,14 @@ class Fleet:
 
         settings = self._settings
         folder = str(settings.run_dir / "ipython")
-        self._engines = Engines(folder, settings.name, settings.silence, self._engine_registered, keep=settings.keep)
+        self._engines = Engines(
+            folder,
+            settings.name,
+            settings.silence,
+            self._engine_registered,
+            keep=settings.keep,
+            on_again=self._controller_came_again,
+        )
         try:
             await (self._engines.attach() if process else self._engines.start())
         except Exception as error:
@@ -342,6 +356,9 @@ class Fleet:
         w = self._worker_of.get(engine)
         if w is not None:
             self._begin_setup(w)
+
+    def _controller_came_again(self) -> None:
+        self._record(m.Record("controller-started", "ipyparallel's controller had ended; it was started again"))
 
     def _begin_setup(self, w: m.WorkerId) -> None:
         assert self._engines is not None

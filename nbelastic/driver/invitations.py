@@ -39,7 +39,7 @@ class Invitations:
                 name = f"cluster-{here.replace(':', '_')}.json"
                 self._post(m.DoorOpened(here))
             path = settings.run_dir / name
-            lease = max(LEASE, settings.silence)
+            lease = max(LEASE, settings.silence) if settings.lease is None else settings.lease
             clusterfile.ClusterFile(settings.name, address, self._keys, lease).write(path)
         except OSError as error:
             found.set_exception(HostError(f"no cluster file can be made: {error}"))

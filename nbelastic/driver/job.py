@@ -11,7 +11,7 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from nbelastic.core import messages as m
-from nbelastic.core.errors import JobError, JobStoppedError, UsageError, WaitTimeoutError
+from nbelastic.core.errors import ClusterStoppedError, JobError, JobStoppedError, UsageError, WaitTimeoutError
 from nbelastic.driver.progress import Progress, terminal
 from nbelastic.driver.progress import line as in_one_line
 from nbelastic.driver.run import Line, Run
@@ -58,13 +58,15 @@ class Job:
 
     @property
     def status(self) -> str:
-        """running, succeeded, failed or stopped."""
+        """running, succeeded, failed, stopped; or detached: another kernel has it."""
         future = self._run.future
         if not future.done():
             return "running"
         error = future.exception()
         if error is None:
             return "succeeded"
+        if isinstance(error, ClusterStoppedError):
+            return "detached"
         return "stopped" if isinstance(error, JobStoppedError) else "failed"
 
     def done(self) -> bool:

@@ -121,7 +121,7 @@ class ProcessAgent:
 
 
 class AdoptedAgent:
-    """An agent that another driver has started: behind this process (`pid@start`) of this machine."""
+    """An agent that another driver has started: behind this process (`pid@start`) of this machine, if it has one."""
 
     def __init__(self, process: str, on_stop: Callable[[str], None]) -> None:
         self.process, self._on_stop = process, on_stop
@@ -129,10 +129,12 @@ class AdoptedAgent:
         self._watched = -1
 
     def start(self, config: Mapping[str, Any]) -> None:  # noqa: ARG002  (the other driver has told it)
+        if not self.process:  # a batch job's: only the link tells of it
+            return
         loop = asyncio.get_running_loop()
         try:
             self._watched = os.pidfd_open(self._pid)
-        except (ProcessLookupError, OSError):
+        except OSError:
             loop.call_soon(self._on_stop, "its process was gone")
             return
         if not lives(self.process):  # another one has its number by now

@@ -16,9 +16,10 @@ from nbelastic.clusterfile import replace_private
 from nbelastic.core import wire
 from nbelastic.core.takeover import SavedWorld, summary
 from nbelastic.core.world import World
+from nbelastic.driver.discovery import FixedHosts
 from nbelastic.driver.live import SavedLive
 from nbelastic.driver.places import RunDir
-from nbelastic.driver.saved import Saved, SavedJob, fingerprint
+from nbelastic.driver.saved import Saved, SavedJob, fingerprint, written
 from nbelastic.link import encode
 
 if TYPE_CHECKING:
@@ -64,7 +65,10 @@ class Notes:
         """Write it down if it has changed."""
         if self._of[0] is not driver.world:
             self._of = (driver.world, summary(driver.world))
-        fleet = driver.fleet
+        fleet, agents = driver.fleet, driver.fleet.agents()
+        discovery = driver.settings.discovery
+        if isinstance(discovery, FixedHosts):  # it may have been told of others
+            self._arguments["hosts"] = written(discovery.listed())
         saved = Saved(
             versions.ours(),
             fingerprint(),
@@ -75,12 +79,13 @@ class Notes:
             self._arguments,
             str(driver.settings.log_dir),
             self._of[1],
-            fleet.agents(),
+            agents,
             fleet.controller,
             fleet.doors.processes,
             fleet.doors.links,
             fleet.started,
             self.submitted,
+            tuple(filter(None, (fleet.controller, *fleet.doors.processes, *(a.process for a in agents.values())))),
             self.job,
             tuple(fleet.setup_cells),
             tuple(sorted(fleet.set_up)),

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from nbelastic.core import messages as m
 from nbelastic.core import wire
-from nbelastic.core.errors import JobError, JobStoppedError, UsageError
+from nbelastic.core.errors import ClusterStoppedError, JobError, JobStoppedError, UsageError
 
 EVERY, KEEP = 100, 3  # commits between two checkpoints, and how many stay
 TAIL = 1000  # lines of output kept in memory a worker; the log files have all of it
@@ -116,8 +116,10 @@ class Run:
             JobError(f"{self.name} failed: {end.reason}", rank=rank, worker=worker, remote_traceback=remote)
         )
 
-    def abandon(self, reason: str) -> None:
-        """The cluster is gone: nobody shall wait for ever."""
+    def abandon(self, reason: str, elsewhere: str = "") -> None:
+        """The cluster is gone, or is another driver's (`elsewhere` says whose): nobody shall wait for ever."""
         self.settle(True)
-        if not self.future.done():
+        if elsewhere and not self.future.done():
+            self.future.set_exception(ClusterStoppedError(f"{elsewhere}; {self.name} goes on there."))
+        elif not self.future.done():
             self.future.set_exception(JobStoppedError(f"{self.name} was stopped: {reason}"))

@@ -8,11 +8,12 @@ from __future__ import annotations
 import hashlib
 import os
 import shlex
-from collections.abc import Iterator, Mapping
+import stat
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -31,6 +32,7 @@ from nbelastic.link import Keys, encode
 from nbelastic.presence import lives
 
 NAME = "state.json"
+T = TypeVar("T")
 
 
 class SavedAgent(msgspec.Struct, frozen=True):
@@ -47,7 +49,8 @@ class SavedAgent(msgspec.Struct, frozen=True):
 class SavedJob(msgspec.Struct, frozen=True):
     """The newest job. `cell` is its program, or `program` names the file that the function is in, or it is a script.
 
-    Of that one, which the world knows nothing of, the number of the last round is here, and how it ended.
+    Of that one, which the world knows nothing of, the number of the last round is here, the nodes of the hosts, and how it
+    ended.
     """
 
     name: str
@@ -55,6 +58,7 @@ class SavedJob(msgspec.Struct, frozen=True):
     program: str = ""
     script: tuple[wire.Script, Terms] | None = None
     round: int = 0
+    nodes: dict[str, int] = {}
     over: EndJob | None = None
 
 
@@ -76,17 +80,20 @@ class Saved(msgspec.Struct, frozen=True):
     doors: tuple[tuple[str, str, str], ...] = ()
     started: int = 0
     submitted: int = 0
+    processes: tuple[str, ...] = ()  # all on this machine that are to outlive the driver
     job: SavedJob | None = None
     setup_cells: tuple[str, ...] = ()
     set_up: tuple[WorkerId, ...] = ()
 
+    @property
+    def running(self) -> str:
+        """The name of the job that is to go on; empty: none."""
+        if self.job is None or self.job.over is not None:
+            return ""
+        return "" if self.world.job == self.job.name and self.world.outcome else self.job.name
+
     def write(self, folder: Path) -> None:
         replace_private(folder / NAME, encode(self))
-
-    @property
-    def processes(self) -> list[str]:
-        """All on this machine that are to outlive the driver."""
-        return [self.controller, *self.gates, *(agent.process for agent in self.agents.values())]
 
 
 class _Versions(msgspec.Struct):
@@ -95,6 +102,7 @@ class _Versions(msgspec.Struct):
     version: str
     wire: str
     name: str
+    processes: tuple[str, ...] = ()
 
 
 class ClusterInfo(msgspec.Struct, frozen=True):
@@ -120,6 +128,20 @@ def fingerprint() -> str:
 
 def read(folder: Path) -> Saved:
     """UsageError if it is not there, not whole, somebody else's, or of a version that speaks otherwise."""
+    theirs, data = _begin_to_read(folder)
+    path = folder / NAME
+    if stat.S_IMODE(path.stat().st_mode) & 0o077:
+        raise UsageError(f"{path} is open to others, and holds keys: chmod 600 it.")
+    if theirs.wire != fingerprint():
+        raise UsageError(
+            f"the cluster {folder.name!r} was started by nbelastic {theirs.version}, this is {versions.ours()}, and they "
+            "do not speak the same language: attach with that version."
+        )
+    return _decoded(path, data, Saved)
+
+
+def _begin_to_read(folder: Path) -> tuple[_Versions, bytes]:
+    """What every version understands, and all of the file."""
     path = folder / NAME
     try:
         with open(path, "rb") as file:
@@ -130,20 +152,16 @@ def read(folder: Path) -> Saved:
         raise UsageError(f"{path} cannot be read: {error.strerror}.") from None
     if found.st_uid != os.getuid():
         raise UsageError(f"the cluster {folder.name!r} belongs to another user (uid {found.st_uid}).")
-    if found.st_mode & 0o077:
-        raise UsageError(f"{path} is open to others, and holds keys: chmod 600 it.")
+    return _decoded(path, data, _Versions), data
+
+
+def _decoded(path: Path, data: bytes, kind: type[T]) -> T:
     try:
-        theirs = msgspec.json.decode(data, type=_Versions)
-        if theirs.wire == fingerprint():
-            return msgspec.json.decode(data, type=Saved)
+        return msgspec.json.decode(data, type=kind)
     except msgspec.DecodeError as error:
         raise UsageError(
             f"{path} is damaged ({error}): the cluster cannot be attached to, and ends within its lease."
         ) from None
-    raise UsageError(
-        f"the cluster {folder.name!r} was started by nbelastic {theirs.version}, this is {versions.ours()}, and "
-        "they do not speak the same language: attach with that version."
-    )
 
 
 def _others() -> str:
@@ -153,8 +171,15 @@ def _others() -> str:
 
 def find(name: str | None) -> Path:
     """The run folder of the kept cluster of this name, or in this folder; of the only one there is. UsageError if there is none."""
+    if name is not None and os.sep in name:
+        folder = Path(name).expanduser().resolve()
+        if folder.parent != base().resolve():
+            raise UsageError(
+                f"{folder} is not in {base()}, where clusters of this kernel are: set TMPDIR as it was there."
+            )
+        return folder
     if name is not None:
-        return Path(name).resolve() if os.sep in name else RunDir(name).path
+        return RunDir(name).path
     kept = [info.name for info in clusters() if info.kept]
     if len(kept) != 1:
         raise UsageError(f"say which cluster: {', '.join(kept)}." if kept else "no cluster is kept on this machine.")
@@ -169,7 +194,7 @@ def kept_arguments(given: Mapping[str, Any], discovery: HostDiscovery) -> dict[s
     kept |= {name: {k: str(v) for k, v in kept[name].items()} for name in ("env", "launcher_options") if name in kept}
     kept |= {name: list(kept[name]) for name in ("preload", "cooldown") if name in kept}
     if isinstance(discovery, FixedHosts):
-        kept["hosts"] = [_written(spec) for spec in discovery.listed()]
+        kept["hosts"] = written(discovery.listed())
     elif isinstance(discovery, ScriptDiscovery):
         kept["discovery"] = shlex.join(discovery.words)
     elif isinstance(given["discovery"], str):
@@ -187,12 +212,13 @@ def arguments_of(saved: Saved, discovery: str | HostDiscovery | None) -> dict[st
         arguments.pop("hosts", None)
         arguments["discovery"] = discovery
     elif own:  # nobody says more than there are
-        arguments["hosts"] = [_written(host.spec) for host in saved.world.hosts if not host.by_hand]
+        arguments["hosts"] = written(host.spec for host in saved.world.hosts if not host.by_hand)
     return arguments
 
 
-def _written(spec: HostSpec) -> str:
-    return f"{spec.user}@{bracketed(spec.name)}:{spec.slots}" if spec.user else f"{bracketed(spec.name)}:{spec.slots}"
+def written(specs: Iterable[HostSpec]) -> list[str]:
+    """As people write them."""
+    return [(f"{spec.user}@" if spec.user else "") + f"{bracketed(spec.name)}:{spec.slots}" for spec in specs]
 
 
 def clusters() -> list[ClusterInfo]:
@@ -206,22 +232,22 @@ def _found() -> Iterator[ClusterInfo]:
         name = lock.name.removesuffix(".lock")
         driver = holder(lock)
         kept = (folder / name / NAME).exists()
-        problem, hosts, job = "", tuple[str, ...](), ""
         if kept:
             try:
-                saved = read(folder / name)
-            except UsageError as error:
-                problem = str(error)
-            else:
-                if not driver and not any(map(lives, saved.processes)):
+                theirs, _ = _begin_to_read(folder / name)
+                if not driver and not any(map(lives, theirs.processes)):
                     sweep(name)
                     continue
-                hosts = tuple(host.spec.name for host in saved.world.hosts)
-                job = saved.world.job if not saved.world.outcome else ""
-        elif not driver:
+                saved = read(folder / name)
+            except UsageError as error:
+                yield ClusterInfo(name, driver, kept, problem=str(error))
+                continue
+            hosts = tuple(host.spec.name for host in saved.world.hosts)
+            yield ClusterInfo(name, driver, kept, hosts, saved.running)
+        elif driver:
+            yield ClusterInfo(name, driver, kept)
+        else:
             sweep(name)
-            continue
-        yield ClusterInfo(name, driver, kept, hosts, job, problem)
 
 
 def sweep(name: str) -> None:
@@ -236,13 +262,19 @@ def begin(run_dir: RunDir) -> None:
     """Take the name for a new cluster. UsageError if there is one of that name, with or without a driver."""
     run_dir.hold()
     try:
-        kept = any(map(lives, read(run_dir.path).processes))
-    except UsageError:  # there is none, or nobody can attach to it
-        kept = False
-    if kept:
+        _be_dead(run_dir)
+    except UsageError:
         run_dir.let_go()
-        raise UsageError(
-            f"a cluster named {run_dir.name!r} was kept and lives on without a driver: attach to it, or choose another "
-            "name."
-        )
+        raise
     run_dir.make()
+
+
+def _be_dead(run_dir: RunDir) -> None:
+    """UsageError if a cluster of this name lives, or may."""
+    if (run_dir.path / NAME).exists():
+        theirs, _ = _begin_to_read(run_dir.path)
+        if any(map(lives, theirs.processes)):
+            raise UsageError(
+                f"a cluster named {run_dir.name!r} was kept and lives on without a driver: attach to it, or choose "
+                "another name."
+            )

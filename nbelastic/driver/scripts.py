@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
+from msgspec.structs import replace
+
 from nbelastic import versions
 from nbelastic.core import messages as m
 from nbelastic.core import networks, wire
@@ -162,6 +164,8 @@ class Scripts:
             case wire.WorkerOutput():
                 if self._run is not None and (self._is_present(message.worker.host, peer)):
                     self._run.hear(message)
+                    if self._driver.notes is not None:
+                        self._driver.notes.output(replace(message, job=self._run.name))
                 return
             case wire.NodeHello():
                 self._greet(peer, message)
@@ -273,6 +277,8 @@ class Scripts:
                 self._numbers[host] = self._started
                 log_dir = str(self._driver.settings.log_dir / self._script.job)
                 self._driver.fleet.to_agent(host, wire.Launch(self._started, log_dir, self._script))
+                if self._driver.notes is not None:
+                    self._driver.notes.job_goes_on(nodes=dict(self._numbers))
             case s.EndNode(host=host, reason=reason, error=error):
                 self._send(host, wire.Dismiss(reason, error))
                 if error and host in self._numbers:

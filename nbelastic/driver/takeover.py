@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+from msgspec.structs import replace
 
 from nbelastic import versions
 from nbelastic.core import messages as m
@@ -149,11 +150,8 @@ def take_over(driver: Driver, saved: Saved, arrivals: Arrivals) -> None:
         if host not in arrivals.agents:
             driver.fleet.kill_agent(host)
     driver.carry_out(commands, now)
-    nodes = {host: agent.nodes for host, agent in arrivals.agents.items()}
-    if saved.job is not None and saved.job.over is not None:
-        driver.runs[saved.job.name].end(saved.job.over)
-    elif saved.job is not None and saved.job.script is not None:
-        driver.scripts.begin_again(driver.runs[saved.job.name], saved.job, nodes)
+    if saved.job is not None and saved.job.script is not None:
+        _go_on_with_script(driver, saved.job, arrivals)
     job = driver.world.job
     if saved.job is not None and saved.job.script is None and (job is None or job.name != saved.job.name):
         driver.take_in(m.JobSubmitted(saved.job.name))  # the last driver was killed before it had begun it
@@ -162,6 +160,24 @@ def take_over(driver: Driver, saved: Saved, arrivals: Arrivals) -> None:
         those = [w for w, here in arrivals.workers.items() if here.job == job.name and w in driver.world.workers]
         over = m.EndJob(job.name, job.outcome, job.reason, job.ranks) if job.outcome else None
         _ask_for_outcomes(driver, run, those, over)
+
+
+def _go_on_with_script(driver: Driver, job: SavedJob, arrivals: Arrivals) -> None:
+    """It has ended, while a driver was there or well without one; or it begins again."""
+    codes = [
+        arrivals.agents[host].ended.get(node) if host in arrivals.agents else None for host, node in job.nodes.items()
+    ]
+    if job.over is None and codes and all(code == 0 for code in codes):
+        job = replace(
+            job, over=m.EndJob(job.name, "succeeded", "every worker ended well, while no driver was there", ())
+        )
+        if driver.notes is not None:
+            driver.notes.job_goes_on(over=job.over)
+    if job.over is not None:
+        driver.runs[job.name].end(job.over)
+    else:
+        nodes = {host: agent.nodes for host, agent in arrivals.agents.items()}
+        driver.scripts.begin_again(driver.runs[job.name], job, nodes)
 
 
 def _ask_for_outcomes(driver: Driver, run: Run, workers: list[m.WorkerId], over: m.EndJob | None) -> None:

@@ -147,6 +147,7 @@ class Agent:
             workers,
             dict(self._newest),
             self._nodes.numbers,
+            self._nodes.ended,
         )
 
     def _introduce(self, term: int) -> None:

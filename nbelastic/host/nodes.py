@@ -19,6 +19,7 @@ from nbelastic.processes import kill_group, state_of
 ENTRY = ("nbelastic.scripts.boot", "boot")  # by name: host and scripts never import one another
 GRACE = 5.0  # seconds between SIGTERM, which the workers are sent too, and SIGKILL
 AGAIN = 0.1  # seconds
+KNOWN = 16  # exit codes that are kept
 
 
 class _Started:
@@ -33,6 +34,7 @@ class Nodes:
     def __init__(self, context: ForkServerContext, known: dict[str, Any]) -> None:
         self._context, self._known = context, known
         self._started: dict[int, _Started] = {}
+        self.ended: dict[int, int] = {}  # the exit codes of the last ones
 
     @property
     def sentinels(self) -> list[int]:
@@ -81,6 +83,7 @@ class Nodes:
             if now >= started.kill_at or state_of(pid) in "Tt":
                 kill_group(pid)
             if started.process.exitcode is not None:
+                self.ended = {**dict(list(self.ended.items())[1 - KNOWN :]), number: started.process.exitcode}
                 ended.append(wire.LaunchEnded(self._known["host"], number, started.process.exitcode))
                 started.process.close()
                 del self._started[number]

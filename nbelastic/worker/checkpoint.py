@@ -116,6 +116,11 @@ def listed(folder: Path) -> list[Path]:
     return [path for *_, path in sorted(found, reverse=True)]
 
 
+def commits_of(path: Path) -> int:
+    """Of one that is `listed`."""
+    return int(path.name.rpartition("-")[2])
+
+
 def is_one(path: Path) -> bool:
     """Whether `path` is a checkpoint, rather than a folder of them."""
     return _NAME.fullmatch(path.name) is not None or (path / MANIFEST).exists()

@@ -71,6 +71,10 @@ def outcome(job: str) -> Outcome:
 
 def _run(job: str, log_dir: str, checkpoints: Checkpoints, program: Callable[[], Any]) -> Outcome:
     global _newest
+    if (
+        _newest[0] == job and _newest[1] is not None
+    ):  # a driver that came meanwhile could not know that it was on its way
+        return _newest[1]
     _newest = (job, None)
     found = _outcome(job, log_dir, checkpoints, program)
     _newest = (job, found)

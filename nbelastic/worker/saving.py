@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from nbelastic.worker.state import State
 
 KEEP = 3  # checkpoints
+TURN = 2.0  # seconds that each rank has for the last one, if there is no driver
+LOOK = 0.1  # seconds between looks for it
 
 
 class Copies:
@@ -219,12 +221,25 @@ class Plan:
             self._write(state)
         self._next = commits - commits % every + every
 
-    def ended(self, state: State) -> None:
-        """The elastic function has returned, or was stopped: what it committed last is kept too."""
-        if self._speaks() and state.clean:
+    def ended(self, state: State, alone: int = 0) -> None:
+        """The elastic function has returned, or was stopped: what it committed last is kept too.
+
+        `alone`: the rank, if there is no driver. Then rank 0 may have died, and the next one writes instead, and so on: each
+        after it has seen that none of those before has.
+        """
+        if state.clean and (self._speaks() or (alone and self._missed(state.commits, alone * TURN))):
             _settle()
             if state.commits > self._saved:
                 self._write(state)
+
+    def _missed(self, commits: int, patience: float) -> bool:
+        """Whether nobody has written a checkpoint of this commit, or a later one, after so many seconds."""
+        end = time.monotonic() + patience
+        while not any(checkpoint.commits_of(path) >= commits for path in checkpoint.listed(self._folder)[:1]):
+            if time.monotonic() > end:
+                return True
+            time.sleep(LOOK)
+        return False
 
     def finish(self) -> None:
         """The program has ended: wait for the checkpoint that is being written, and give the memory back."""

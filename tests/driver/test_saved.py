@@ -17,7 +17,18 @@ from nbelastic.driver import saved as saved_module
 from nbelastic.driver.chronicle import Chronicle
 from nbelastic.driver.discovery import FixedHosts, ScriptDiscovery
 from nbelastic.driver.places import RunDir
-from nbelastic.driver.saved import NAME, Saved, SavedAgent, arguments_of, begin, clusters, find, kept_arguments, read
+from nbelastic.driver.saved import (
+    NAME,
+    Saved,
+    SavedAgent,
+    SavedJob,
+    arguments_of,
+    begin,
+    clusters,
+    find,
+    kept_arguments,
+    read,
+)
 from nbelastic.folders import base
 from nbelastic.link import Keys
 from nbelastic.presence import identity, lives
@@ -34,7 +45,7 @@ def example(name: str = "train", process: str = US) -> Saved:
     world = SavedWorld(hosts=(SavedHost(m.HostSpec("a", 2), 0, False, 1, HostPhase.UP),), job="job-1")
     return Saved(
         "0.1.0", saved_module.fingerprint(), name, 1, "tcp://127.0.0.1:20001", Keys.make(), {}, "/logs", world,
-        agents={"a": SavedAgent(1, process)},
+        agents={"a": SavedAgent(1, process)}, processes=(process,), job=SavedJob("job-1"),
     )  # fmt: skip
 
 
@@ -82,7 +93,7 @@ def test_a_name_is_one_cluster_s():
     run_dir = left()
     with pytest.raises(UsageError, match="lives on without a driver: attach to it"):
         begin(RunDir("train"))
-    replace(example(), agents={"a": SavedAgent(1, "1@1")}).write(run_dir.path)
+    example(process="1@1").write(run_dir.path)
     again = RunDir("train")
     begin(again)
     with pytest.raises(UsageError, match=f"running already .process {os.getpid()}."):

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 import nbelastic as nbe
@@ -120,8 +121,10 @@ def test_the_newer_driver_wins(kept):
         newer.runs(WORLD)
         with pytest.raises(nbe.ClusterStoppedError, match="taken over by process"):
             older.cluster.scale(max=5)
-        with pytest.raises(nbe.JobStoppedError, match="taken over"):
+        with pytest.raises(nbe.ClusterStoppedError, match=r"taken over by process \d+; job-1 goes on there"):
             older.job.result(timeout=5)
+        assert (older.job.status, older.cluster.status().phase) == ("detached", "finished")
+        assert "taken over" in older.cluster.status().reason
         older.cluster.stop()  # is nothing to the newer
         assert newer.cluster.status().epoch == 1
     assert len(newer.finish()) == WORLD
@@ -147,6 +150,34 @@ def test_a_script_begins_again(kept):
         training.finish()
         assert guest.wait(20) == 0
     cluster.stop()
+
+
+def test_a_script_that_ends_meanwhile(kept):
+    """Its end is known to the agents, so it does not begin again."""
+    kernel = kept(program="script", hosts="localhost:2")
+    pids = until(lambda: {line["pid"] for line in kernel.steps() if line["world"] == 2}, 30, "steps")
+    node = psutil.Process(next(iter(pids))).ppid()
+    kernel.kill()
+    (kernel.folder / "finish").touch()
+    until(lambda: not any(map(alive, [*pids, node])), what="the script to end")
+    cluster = nbe.Cluster.attach(kernel.name)
+    assert cluster.job.result(timeout=10) == []
+    assert "begins again" not in " ".join(event.text for event in cluster.events)
+    cluster.stop()
+
+
+def test_rank_0_and_nobody_come(kept, tmp_path):
+    """Who is left writes the last checkpoint."""
+    folder = tmp_path / "checkpoints"
+    kernel = kept(lease=10.0, arguments={"checkpoint": str(folder), "checkpoint_every": 1_000_000})
+    kernel.makes_steps(WORLD)
+    kernel.kill()
+    first = next(line["pid"] for line in kernel.steps() if line["rank"] == 0)
+    os.kill(first, signal.SIGKILL)
+    until(lambda: not kernel.left(), 60, "nothing to be left")
+    last = max(line["step"] for line in kernel.steps())
+    (only,) = [int(path.name.rpartition("-")[2]) for path in folder.iterdir()]
+    assert only in range(last - 1, last + 1)
 
 
 def test_a_job_that_ends_meanwhile(kept):
