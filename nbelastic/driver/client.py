@@ -25,11 +25,13 @@ class Context(zmq.Context[Any]):
     A socket without an identity gets one from the controller, and from the next controller another: answers to it are lost.
     """
 
-    monitors: list[zmq.Socket[bytes]]  # declared: what a context is not known to have is an option to ZeroMQ
+    # declared: what a context is not known to have is an option to ZeroMQ
+    monitors: list[zmq.Socket[bytes]]
+    watched: list[zmq.Socket[bytes]]
 
     def __init__(self) -> None:
         super().__init__(shadow=zmq.Context.instance())
-        self.monitors = []
+        self.monitors, self.watched = [], []
 
     def socket(self, socket_type: int, *args: Any, **options: Any) -> Any:
         made = super().socket(socket_type, *args, **options)
@@ -37,12 +39,30 @@ class Context(zmq.Context[Any]):
             made.setsockopt(zmq.RECONNECT_IVL, SOON)
             if socket_type == zmq.DEALER:
                 made.setsockopt(zmq.IDENTITY, uuid4().bytes)
+            self.watched.append(made)
             self.monitors.append(made.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED))
         return made
 
+    def end(self) -> None:
+        """Watch no more; nobody else uses the sockets now.
+
+        In this order: a socket that has something to tell when nobody is at the monitor's other end any more waits there for
+        ever, with it the one thread that all of ZeroMQ in this process has, and from then on no client hears anything.
+        """
+        for made in self.watched:
+            if not made.closed:
+                made.disable_monitor()
+        for monitor in self.monitors:
+            monitor.close(linger=0)
+
 
 class Client(ipp.Client):  # type: ignore[misc]
-    """ipyparallel's, which prints what comes too late."""
+    """ipyparallel's, which prints what comes too late. Its context is one of ours."""
+
+    def close(self, linger: int | None = None) -> None:
+        self._stop_io_thread()
+        self._context.end()
+        super().close(linger=linger)
 
     def _handle_apply_reply(self, msg: dict[str, Any]) -> None:
         if self._waits_for(msg):

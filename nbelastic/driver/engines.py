@@ -86,7 +86,6 @@ class Engines:
         self._held: dict[str, list[Callable[[], None]]] = {}  # what waits for an engine
         self._gone: set[str] = set()  # engines that have died, of which the controller has not said so
         self._watching: asyncio.Task[None] | None = None
-        self._streams: list[ZMQStream] = []
         self._term = 0  # how many controllers have ended
         self._met = -1  # the term of the one whose engines we know of
         self._connected: set[int] = set()  # sockets of the client
@@ -115,11 +114,6 @@ class Engines:
             await self._caretaker.again()
         await self._reach()
 
-    async def release(self) -> None:
-        """Leave the controller, and all that runs, to a later kernel."""
-        await self._close()
-        self._caretaker.leave()
-
     async def detach(self) -> None:
         """Leave the controller, and all that runs, to another kernel."""
         await self._close()
@@ -135,8 +129,6 @@ class Engines:
             self._watching.cancel()
             await asyncio.gather(self._watching, return_exceptions=True)
         if self.client is not None:
-            for stream in self._streams:
-                self.client._io_loop.add_callback(stream.close)
             await self._loop.run_in_executor(None, self.client.close)
 
     async def _reach(self) -> None:
@@ -167,8 +159,9 @@ class Engines:
                 context=context,
             )
         except BaseException:
-            for monitor in context.monitors:
-                monitor.close()
+            context.end()
+            for made in context.watched:
+                made.close(linger=0)
             raise
         client._registration_callbacks.append(self._noticed)
         client._io_loop.add_callback(self._monitor, client, context.monitors)
@@ -179,7 +172,6 @@ class Engines:
     def _monitor(self, client: Any, monitors: list[Any]) -> None:
         for number, monitor in enumerate(monitors):
             stream = ZMQStream(monitor, client._io_loop)
-            self._streams.append(stream)
             stream.on_recv(partial(self._connection_changed, number, len(monitors)))
 
     def _connection_changed(self, number: int, of: int, message: list[bytes]) -> None:

@@ -272,7 +272,7 @@ def test_another_kernel_goes_on(keep, dies):
         assert await asyncio.wait_for(kept.there.get(), 20) == kept.uuid
         kept.there.put_nowait(kept.uuid)
         await kept.check(engines)
-        await engines.release()
+        await engines.detach()
         assert lives(engines.process)
 
         last = kept.engines()

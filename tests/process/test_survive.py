@@ -156,10 +156,10 @@ def test_a_script_that_ends_meanwhile(kept):
     """Its end is known to the agents, so it does not begin again."""
     kernel = kept(program="script", hosts="localhost:2")
     pids = until(lambda: {line["pid"] for line in kernel.steps() if line["world"] == 2}, 30, "steps")
-    node = psutil.Process(next(iter(pids))).ppid()
+    template = psutil.Process(next(iter(pids))).parent()
     kernel.kill()
     (kernel.folder / "finish").touch()
-    until(lambda: not any(map(alive, [*pids, node])), what="the script to end")
+    until(lambda: len(template.children()) == 2, what="the script and its node to end, of which the engines are left")
     cluster = nbe.Cluster.attach(kernel.name)
     assert cluster.job.result(timeout=10) == []
     assert "begins again" not in " ".join(event.text for event in cluster.events)
