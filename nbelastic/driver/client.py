@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 from uuid import uuid4
 
 import ipyparallel as ipp
 import zmq
+from zmq.eventloop.zmqstream import ZMQStream
+from zmq.utils.monitor import parse_monitor_message
 
 SOON = (
     10  # milliseconds after which it tries to connect again; engines, whose answers it wants, wait for ten times that
@@ -25,11 +28,11 @@ class Context(zmq.Context[Any]):
     A socket without an identity gets one from the controller, and from the next controller another: answers to it are lost.
     """
 
-    monitors: list[zmq.Socket[bytes]]  # declared: what a context is not known to have is an option to ZeroMQ
+    watched: list[tuple[Any, Any]]  # sockets and their monitors; declared, as all else is an option to ZeroMQ
 
     def __init__(self) -> None:
         super().__init__(shadow=zmq.Context.instance())
-        self.monitors = []
+        self.watched = []
 
     def socket(self, socket_type: int, *args: Any, **options: Any) -> Any:
         made = super().socket(socket_type, *args, **options)
@@ -37,12 +40,42 @@ class Context(zmq.Context[Any]):
             made.setsockopt(zmq.RECONNECT_IVL, SOON)
             if socket_type == zmq.DEALER:
                 made.setsockopt(zmq.IDENTITY, uuid4().bytes)
-            self.monitors.append(made.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED))
+            monitor = made.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
+            self.watched.append((made, monitor))
         return made
+
+    def unwatch(self) -> None:
+        """Before any of its sockets is closed: ZeroMQ's thread, which is the whole kernel's, waits for who does not read."""
+        for socket, monitor in self.watched:
+            socket.disable_monitor()
+            monitor.close()
+        self.watched = []
 
 
 class Client(ipp.Client):  # type: ignore[misc]
     """ipyparallel's, which prints what comes too late."""
+
+    def watch(self, changed: Callable[[bool], object]) -> None:
+        """Have `changed(whether all is connected)` called in its thread."""
+        self._io_loop.add_callback(self._watch, changed)
+
+    def _watch(self, changed: Callable[[bool], object]) -> None:
+        there: set[int] = set()
+
+        def heard(number: int, message: list[bytes]) -> None:
+            up = parse_monitor_message(message)["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED
+            (there.add if up else there.discard)(number)
+            changed(len(there) == len(self._context.watched))
+
+        for number, (_, monitor) in enumerate(self._context.watched):
+            ZMQStream(monitor, self._io_loop).on_recv(partial(heard, number))
+
+    def close(self, linger: int | None = None) -> None:
+        if self._io_thread is None:
+            self._context.unwatch()
+        elif not self._closed:
+            self._io_loop.add_callback(self._context.unwatch)  # the last thing but one that its thread does
+        super().close(linger)
 
     def _handle_apply_reply(self, msg: dict[str, Any]) -> None:
         if self._waits_for(msg):
