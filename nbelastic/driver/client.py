@@ -28,7 +28,7 @@ class Context(zmq.Context[Any]):
     A socket without an identity gets one from the controller, and from the next controller another: answers to it are lost.
     """
 
-    watched: list[tuple[Any, Any]]  # sockets and their monitors; declared, as all else is an option to ZeroMQ
+    watched: list[tuple[Any, Any]]  # sockets, and who reads of each; declared, as all else is an option to ZeroMQ
 
     def __init__(self) -> None:
         super().__init__(shadow=zmq.Context.instance())
@@ -46,9 +46,9 @@ class Context(zmq.Context[Any]):
 
     def unwatch(self) -> None:
         """Before any of its sockets is closed: ZeroMQ's thread, which is the whole kernel's, waits for who does not read."""
-        for socket, monitor in self.watched:
+        for socket, reader in self.watched:
             socket.disable_monitor()
-            monitor.close()
+            reader.close()
         self.watched = []
 
 
@@ -61,14 +61,17 @@ class Client(ipp.Client):  # type: ignore[misc]
 
     def _watch(self, changed: Callable[[bool], object]) -> None:
         there: set[int] = set()
+        of = len(self._context.watched)
 
         def heard(number: int, message: list[bytes]) -> None:
             up = parse_monitor_message(message)["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED
             (there.add if up else there.discard)(number)
-            changed(len(there) == len(self._context.watched))
+            changed(len(there) == of)
 
-        for number, (_, monitor) in enumerate(self._context.watched):
-            ZMQStream(monitor, self._io_loop).on_recv(partial(heard, number))
+        for number, (socket, monitor) in enumerate(self._context.watched):
+            stream = ZMQStream(monitor, self._io_loop)
+            stream.on_recv(partial(heard, number))
+            self._context.watched[number] = (socket, stream)
 
     def close(self, linger: int | None = None) -> None:
         if self._io_thread is None:
