@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 from uuid import uuid4
 
 import ipyparallel as ipp
 import zmq
+from zmq.eventloop.zmqstream import ZMQStream
+from zmq.utils.monitor import parse_monitor_message
 
 SOON = (
     10  # milliseconds after which it tries to connect again; engines, whose answers it wants, wait for ten times that
@@ -25,13 +28,11 @@ class Context(zmq.Context[Any]):
     A socket without an identity gets one from the controller, and from the next controller another: answers to it are lost.
     """
 
-    # declared: what a context is not known to have is an option to ZeroMQ
-    monitors: list[zmq.Socket[bytes]]
-    watched: list[zmq.Socket[bytes]]
+    watched: list[tuple[Any, Any]]  # sockets, and who reads of each; declared, as all else is an option to ZeroMQ
 
     def __init__(self) -> None:
         super().__init__(shadow=zmq.Context.instance())
-        self.monitors, self.watched = [], []
+        self.watched = []
 
     def socket(self, socket_type: int, *args: Any, **options: Any) -> Any:
         made = super().socket(socket_type, *args, **options)
@@ -39,30 +40,45 @@ class Context(zmq.Context[Any]):
             made.setsockopt(zmq.RECONNECT_IVL, SOON)
             if socket_type == zmq.DEALER:
                 made.setsockopt(zmq.IDENTITY, uuid4().bytes)
-            self.watched.append(made)
-            self.monitors.append(made.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED))
+            monitor = made.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
+            self.watched.append((made, monitor))
         return made
 
-    def end(self) -> None:
-        """Watch no more; nobody else uses the sockets now.
-
-        In this order: a socket that has something to tell when nobody is at the monitor's other end any more waits there for
-        ever, with it the one thread that all of ZeroMQ in this process has, and from then on no client hears anything.
-        """
-        for made in self.watched:
-            if not made.closed:
-                made.disable_monitor()
-        for monitor in self.monitors:
-            monitor.close(linger=0)
+    def unwatch(self) -> None:
+        """Before any of its sockets is closed: ZeroMQ's thread, which is the whole kernel's, waits for who does not read."""
+        for socket, reader in self.watched:
+            socket.disable_monitor()
+            reader.close()
+        self.watched = []
 
 
 class Client(ipp.Client):  # type: ignore[misc]
-    """ipyparallel's, which prints what comes too late. Its context is one of ours."""
+    """ipyparallel's, which prints what comes too late."""
+
+    def watch(self, changed: Callable[[bool], object]) -> None:
+        """Have `changed(whether all is connected)` called in its thread."""
+        self._io_loop.add_callback(self._watch, changed)
+
+    def _watch(self, changed: Callable[[bool], object]) -> None:
+        there: set[int] = set()
+        of = len(self._context.watched)
+
+        def heard(number: int, message: list[bytes]) -> None:
+            up = parse_monitor_message(message)["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED
+            (there.add if up else there.discard)(number)
+            changed(len(there) == of)
+
+        for number, (socket, monitor) in enumerate(self._context.watched):
+            stream = ZMQStream(monitor, self._io_loop)
+            stream.on_recv(partial(heard, number))
+            self._context.watched[number] = (socket, stream)
 
     def close(self, linger: int | None = None) -> None:
-        self._stop_io_thread()
-        self._context.end()
-        super().close(linger=linger)
+        if self._io_thread is None:
+            self._context.unwatch()
+        elif not self._closed:
+            self._io_loop.add_callback(self._context.unwatch)  # the last thing but one that its thread does
+        super().close(linger)
 
     def _handle_apply_reply(self, msg: dict[str, Any]) -> None:
         if self._waits_for(msg):

@@ -7,14 +7,10 @@ import contextlib
 import json
 import logging
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import ipyparallel as ipp
-import zmq
-from zmq.eventloop.zmqstream import ZMQStream
-from zmq.utils.monitor import parse_monitor_message
 
 from nbelastic.driver.caretaker import Caretaker
 from nbelastic.driver.client import Client, Context, ControllerLostError
@@ -88,7 +84,6 @@ class Engines:
         self._watching: asyncio.Task[None] | None = None
         self._term = 0  # how many controllers have ended
         self._met = -1  # the term of the one whose engines we know of
-        self._connected: set[int] = set()  # sockets of the client
         self._all_connected = asyncio.Event()
         self.client: Any = None
         self.connection = ""
@@ -115,7 +110,7 @@ class Engines:
         await self._reach()
 
     async def detach(self) -> None:
-        """Leave the controller, and all that runs, to another kernel."""
+        """Leave the controller, and all that runs, to a later kernel."""
         await self._close()
         self._caretaker.leave()
 
@@ -149,34 +144,18 @@ class Engines:
         await self._meet()
 
     def _connect(self, info: dict[str, Any]) -> Any:
-        context = Context()
-        try:
-            client = Client(
-                connection_info=info,
-                timeout=REACH,
-                cluster_id=self._name,
-                profile_dir=self._profile_dir,
-                context=context,
-            )
-        except BaseException:
-            context.end()
-            for made in context.watched:
-                made.close(linger=0)
-            raise
+        client = Client(
+            connection_info=info,
+            timeout=REACH,
+            cluster_id=self._name,
+            profile_dir=self._profile_dir,
+            context=Context(),
+        )
         client._registration_callbacks.append(self._noticed)
-        client._io_loop.add_callback(self._monitor, client, context.monitors)
+        client.watch(lambda connected: self._loop.call_soon_threadsafe(self._note, connected))
         return client
 
     # ---- the client's thread ----
-
-    def _monitor(self, client: Any, monitors: list[Any]) -> None:
-        for number, monitor in enumerate(monitors):
-            stream = ZMQStream(monitor, client._io_loop)
-            stream.on_recv(partial(self._connection_changed, number, len(monitors)))
-
-    def _connection_changed(self, number: int, of: int, message: list[bytes]) -> None:
-        up = parse_monitor_message(message)["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED
-        self._loop.call_soon_threadsafe(self._count, number, of, up)
 
     def _noticed(self, event: dict[str, Any]) -> None:
         heard = self._came if event["event"] == "register" else self._unregistered
@@ -184,20 +163,15 @@ class Engines:
 
     # ---- the loop's thread ----
 
-    def _count(self, number: int, of: int, up: bool) -> None:
-        if up:
-            self._connected.add(number)
-        else:
-            self._connected.discard(number)
-        (self._all_connected.set if len(self._connected) == of else self._all_connected.clear)()
+    def _note(self, connected: bool) -> None:
+        (self._all_connected.set if connected else self._all_connected.clear)()
 
     async def _watch(self) -> None:
         """For ever: have a controller."""
         while True:
             await self._caretaker.ended()
             self._term += 1
-            self._connected.clear()
-            self._all_connected.clear()
+            self._all_connected.clear()  # the client will say so too, but later
             self._ids.clear()
             if self.client is not None:
                 self.client._io_loop.add_callback(self.client.fail_unbound)
