@@ -164,7 +164,12 @@ class Driver:
             self.save()
             self._publish()
             self._ready.set()
-            watches = (self._discover(), self._silence.listen(), self.fleet.look_after_jobs())
+            watches = (
+                self._discover(),
+                self._silence.listen(),
+                self.fleet.look_after_jobs(),
+                self.fleet.look_after_gates(),
+            )
             tasks = [asyncio.create_task(watch) for watch in watches]
             while self.world.phase != "finished" and not self.let_go:
                 event = await self._next()

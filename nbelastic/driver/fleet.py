@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from nbelastic.driver.engines import Engines
     from nbelastic.driver.settings import Settings
 
+GATES = 0.5  # seconds between looks at the gates
 JOBS = 2.0  # seconds between looks at batch jobs
 LEASE = 8.0  # seconds without the driver after which an agent on another machine ends
 NCCL = {  # before torch is imported: aborting NCCL from another thread needs its watchdog out of the way (torch's sources)
@@ -177,6 +178,12 @@ class Fleet:
                 for host, held in list(self._held.items())
                 if isinstance(held.agent, BatchJobAgent) and held.peer not in self._hub.heard_at
             }
+
+    async def look_after_gates(self) -> None:
+        """For ever."""
+        while True:
+            await asyncio.sleep(GATES)
+            self._doors.mend()
 
     def do(self, command: m.StartAgent | m.StopAgent | m.StartWorker | m.StopWorker, log_dir: Path) -> None:
         match command:

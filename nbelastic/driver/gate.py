@@ -15,8 +15,10 @@ import socket
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+
+import msgspec
 
 from nbelastic.core.addresses import bracketed
 from nbelastic.presence import identity, lives, outlast
@@ -30,43 +32,79 @@ CHUNK = 1 << 16  # bytes
 Keep = tuple[Path, float]  # a process outlives the driver: where that names itself, and the lease in seconds
 
 
+class SavedGate(msgspec.Struct, frozen=True):
+    """A process of a gate, as `pid@start`, and its doors on `address`: port there by port here."""
+
+    process: str
+    address: str
+    doors: dict[int, int]
+
+
 class Gate:
-    """Doors from `address` to loopback ports; the process ends with this one (or within the lease), or with `close()`."""
+    """Doors from `address` to loopback ports; their processes end with this one (or within the lease), or with `close()`."""
 
     def __init__(self, address: str, keep: Keep | None = None) -> None:
         self.address = address
         self._keep = [str(part) for part in keep or ()]
-        self._processes: list[subprocess.Popen[bytes]] = []
+        self._children: dict[str, subprocess.Popen[bytes]] = {}
+        self._doors: dict[str, dict[int, int]] = {}  # by process
 
     def open(self, ports: Iterable[int]) -> dict[int, int]:
         """The port on `address` that leads to each of `ports`. OSError if the address is not this machine's."""
+        return self._open(dict.fromkeys(ports, 0))
+
+    def _open(self, wanted: Mapping[int, int]) -> dict[int, int]:
+        """The same at these ports there; 0: any."""
         family = socket.AF_INET6 if ":" in self.address else socket.AF_INET
         doors: dict[int, int] = {}
         with contextlib.ExitStack() as listeners:
             fds = {}
-            for port in ports:
+            for port, there in wanted.items():
                 listener = listeners.enter_context(socket.socket(family, socket.SOCK_STREAM))
-                listener.bind((self.address, 0))
+                listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                listener.bind((self.address, there))
                 listener.listen(256)
                 doors[port] = listener.getsockname()[1]
                 fds[listener.fileno()] = port
             code = "from nbelastic.driver.gate import main; main()"
             command = [sys.executable, "-c", code, json.dumps(list(fds.items())), *self._keep]
             stdin = subprocess.DEVNULL if self._keep else subprocess.PIPE
-            process = subprocess.Popen(command, stdin=stdin, pass_fds=list(fds), start_new_session=True)
-        self._processes.append(process)
+            child = subprocess.Popen(command, stdin=stdin, pass_fds=list(fds), start_new_session=True)
+        process = identity(child.pid)
+        self._children[process], self._doors[process] = child, doors
         return doors
 
+    def adopt(self, process: str, doors: dict[int, int]) -> None:
+        """One that another driver has opened."""
+        self._doors[process] = doors
+
+    def mend(self) -> None:
+        """A process that has ended is started again, with the same doors: who came through comes back by itself."""
+        for process, doors in list(self._doors.items()):
+            if not lives(process):
+                self._end(process)
+                try:
+                    self._open(doors)
+                except OSError:  # its port is taken for the moment
+                    self._doors[process] = doors
+
     @property
-    def processes(self) -> list[str]:
-        """Those of it, as `pid@start`."""
-        return [identity(process.pid) for process in self._processes]
+    def saved(self) -> list[SavedGate]:
+        """For another driver."""
+        return [SavedGate(process, self.address, doors) for process, doors in self._doors.items()]
+
+    def _end(self, process: str) -> None:
+        del self._doors[process]
+        child = self._children.pop(process, None)
+        if child is not None:
+            child.kill()
+            child.communicate()
+        elif lives(process):
+            kill_group(int(process.partition("@")[0]))
 
     def close(self) -> None:
-        for process in self._processes:
-            process.kill()
-            process.communicate()
-        self._processes = []
+        for process in list(self._doors):
+            self._end(process)
 
 
 class Doors:
@@ -76,13 +114,18 @@ class Doors:
         self._keep = keep
         self._gates: dict[str, Gate] = {}
         self._links: dict[tuple[str, str], str] = {}
-        self._adopted: tuple[str, ...] = ()
 
-    def adopt(self, links: Iterable[tuple[str, str, str]], processes: tuple[str, ...]) -> None:
-        """Those of another driver. If one of them is gone, those who came through it are lost, and new ones are made."""
-        if all(map(lives, processes)):
-            self._links = {(here, endpoint): link for here, endpoint, link in links}
-        self._adopted = processes
+    def adopt(self, links: Iterable[tuple[str, str, str]], gates: Iterable[SavedGate]) -> None:
+        """Those of another driver."""
+        self._links = {(here, endpoint): link for here, endpoint, link in links}
+        for gate in gates:
+            self._gate(gate.address).adopt(gate.process, gate.doors)
+        self.mend()
+
+    def mend(self) -> None:
+        """To be called now and then: processes that have ended are started again."""
+        for gate in self._gates.values():
+            gate.mend()
 
     @property
     def links(self) -> tuple[tuple[str, str, str], ...]:
@@ -90,30 +133,12 @@ class Doors:
         return tuple((*key, link) for key, link in self._links.items())
 
     @property
-    def processes(self) -> tuple[str, ...]:
-        """Of all gates, as `pid@start`."""
-        return (*self._adopted, *(process for gate in self._gates.values() for process in gate.processes))
-
-    def _forget_dead(self) -> None:
-        """Nobody comes through a gate whose process has ended: the next who asks gets a new one."""
-        for here, gate in list(self._gates.items()):
-            if not all(map(lives, gate.processes)):
-                gate.close()
-                del self._gates[here]
-                self._links = {key: link for key, link in self._links.items() if key[0] != here}
-        if not all(map(lives, self._adopted)):
-            self._end_adopted()
-            gates = self._gates
-            self._links = {key: link for key, link in self._links.items() if key[0] in gates}
-
-    def _end_adopted(self) -> None:
-        for process in filter(lives, self._adopted):
-            kill_group(int(process.partition("@")[0]))
-        self._adopted = ()
+    def saved(self) -> tuple[SavedGate, ...]:
+        """The processes, for another driver."""
+        return tuple(process for gate in self._gates.values() for process in gate.saved)
 
     def lead(self, here: str, endpoint: str) -> str:
         """The endpoint `tcp://127.0.0.1:<port>` as other machines come to it at `here`."""
-        self._forget_dead()
         if (here, endpoint) not in self._links:
             port = int(endpoint.rpartition(":")[2])
             self._links[here, endpoint] = f"tcp://{bracketed(here)}:{self._gate(here).open([port])[port]}"
@@ -123,7 +148,6 @@ class Doors:
         """ipyparallel's connection information (JSON) for engines that come to `here`; empty: on this machine."""
         if not here:
             return connection
-        self._forget_dead()
         if (here, connection) not in self._links:
             info = json.loads(connection)
             ports = {name: value for name, value in info.items() if isinstance(value, int | list)}
@@ -139,7 +163,6 @@ class Doors:
         return self._gates.setdefault(here, Gate(here, self._keep))
 
     def close(self) -> None:
-        self._end_adopted()
         for gate in self._gates.values():
             gate.close()
 

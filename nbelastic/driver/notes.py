@@ -65,7 +65,7 @@ class Notes:
         """Write it down if it has changed."""
         if self._of[0] is not driver.world:
             self._of = (driver.world, summary(driver.world))
-        fleet, agents = driver.fleet, driver.fleet.agents()
+        fleet, agents, gates = driver.fleet, driver.fleet.agents(), driver.fleet.doors.saved
         discovery = driver.settings.discovery
         if isinstance(discovery, FixedHosts):  # it may have been told of others
             self._arguments["hosts"] = written(discovery.listed())
@@ -81,11 +81,15 @@ class Notes:
             self._of[1],
             agents,
             fleet.controller,
-            fleet.doors.processes,
+            gates,
             fleet.doors.links,
             fleet.started,
             self.submitted,
-            tuple(filter(None, (fleet.controller, *fleet.doors.processes, *(a.process for a in agents.values())))),
+            tuple(
+                filter(
+                    None, (fleet.controller, *(gate.process for gate in gates), *(a.process for a in agents.values()))
+                )
+            ),
             self.job,
             tuple(fleet.setup_cells),
             tuple(sorted(fleet.set_up)),

@@ -26,6 +26,7 @@ from nbelastic.core.group import Terms
 from nbelastic.core.messages import EndJob, HostSpec, WorkerId
 from nbelastic.core.takeover import SavedWorld
 from nbelastic.driver.discovery import FixedHosts, HostDiscovery, ScriptDiscovery
+from nbelastic.driver.gate import SavedGate
 from nbelastic.driver.places import RunDir, holder
 from nbelastic.folders import base
 from nbelastic.link import Keys, encode
@@ -76,7 +77,7 @@ class Saved(msgspec.Struct, frozen=True):
     world: SavedWorld
     agents: dict[str, SavedAgent] = {}
     controller: str = ""
-    gates: tuple[str, ...] = ()
+    gates: tuple[SavedGate, ...] = ()
     doors: tuple[tuple[str, str, str], ...] = ()
     started: int = 0
     submitted: int = 0

@@ -132,7 +132,7 @@ OPENER = """
 import sys, time
 from nbelastic.driver.gate import Gate
 gate = Gate("127.0.0.1")
-print(gate.open([int(sys.argv[1])]).popitem()[1], gate._processes[0].pid, flush=True)
+print(gate.open([int(sys.argv[1])]).popitem()[1], list(gate._children.values())[0].pid, flush=True)
 time.sleep(1000)
 """
 
@@ -147,6 +147,31 @@ def test_it_ends_with_the_process_that_opened_it():
                 opener.send_signal(signal.SIGKILL)
                 until(lambda: not alive(pid), what="the gate to end")
                 assert refused(one)
+
+
+def test_one_that_is_killed_is_opened_again():
+    """At the same ports, by whoever has it then: callers come back; what it leads to has not noticed."""
+    with echo() as port:
+        doors, other = Doors(), Doors()
+        try:
+            link = doors.lead("127.0.0.1", f"tcp://127.0.0.1:{port}")
+            door = ("127.0.0.1", int(link.rpartition(":")[2]))
+            for who in (doors, other):
+                if who is other:
+                    other.adopt(doors.links, doors.saved)
+                    assert other.saved == doors.saved
+                with call(door) as one:
+                    assert comes_back(one)
+                    (gate,) = who.saved
+                    os.kill(int(gate.process.partition("@")[0]), signal.SIGKILL)
+                    assert refused(one)
+                who.mend()
+                with call(door) as one:
+                    assert comes_back(one)
+            assert other.lead("127.0.0.1", f"tcp://127.0.0.1:{port}") == link
+        finally:
+            other.close()
+            doors.close()
 
 
 def test_an_address_of_somebody_else():

@@ -1,0 +1,106 @@
+"""The kernel dies, and its cluster is on other machines: ssh clients, gates and hosts outlive it, or end."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import nbelastic as nbe
+from tests.hosts.conftest import ROOT
+from tests.hosts.network import Network
+from tests.hosts.observing import LONG, nothing_left, texts
+from tests.process.observing import alive, until
+from tests.process.surviving import Found, Kernel, attached
+
+
+@pytest.fixture
+def kept(network: Network, temporary: Path, tmp_path: Path) -> Iterator[Callable[..., Kernel]]:
+    """A kernel with a kept cluster on h1 and h2; at the end whoever has it stops it, and nothing of it is left anywhere."""
+    started: list[Kernel] = []
+
+    def start(**options: Any) -> Kernel:
+        options = {"env": {"TMPDIR": str(temporary)}, "cwd": str(ROOT), "silence": 2.0, **options}
+        kernel = Kernel(f"far-{os.getpid()}-{tmp_path.name}", tmp_path / "steps", "h1:1,h2:1", **options)
+        started.append(kernel)
+        return kernel.ready()
+
+    yield start
+    for kernel in started:
+        kernel.kill()
+        if any(info.name == kernel.name for info in nbe.Cluster.all()):
+            nbe.Cluster.attach(kernel.name).stop()
+        until(lambda kernel=kernel: not kernel.left(), LONG, f"nothing to be left of {kernel.name}: {kernel.left()}")
+    network.heal()
+    nothing_left(network, temporary)
+
+
+def whole(kernel: Kernel, world: int = 2) -> Found:
+    """It is attached to, and trains."""
+    training = attached(kernel)
+    training.runs(world, LONG)
+    return training
+
+
+def end(training: Found) -> None:
+    training.finish(LONG)
+    training.cluster.stop()
+
+
+def test_the_kernel_alone(kept):
+    """Hosts behind ssh and a gate go on, and are there again for the next kernel, which nobody who trains notices."""
+    kernel = kept()
+    kernel.makes_steps(2)
+    kernel.kill()
+    made = len(kernel.steps())
+    until(lambda: len(kernel.steps()) > made + 30, LONG, "steps without a driver")
+    training = whole(kernel)
+    assert training.cluster.status().epoch == 1
+    assert texts(training.cluster, "host-lost") == []
+    end(training)
+
+
+def test_the_kernel_and_a_host(kept, network):
+    """Who is left waits with its state; the host is lost to the next kernel, and comes back when it is there again."""
+    kernel = kept()
+    kernel.makes_steps(2)
+    kernel.kill()
+    network.power_off("h2")
+    training = whole(kernel, 1)
+    network.reboot("h2")
+    training.runs(2, LONG)
+    end(training)
+
+
+def test_the_kernel_and_its_gate(kept):
+    """It is opened again with the same doors, and all come back."""
+    kernel = kept()
+    kernel.makes_steps(2)
+    gates = [int(gate.process.partition("@")[0]) for gate in kernel.saved.gates]
+    assert gates
+    kernel.kill()
+    for gate in gates:
+        os.kill(gate, signal.SIGKILL)
+    until(lambda: not any(map(alive, gates)), what="the gates to end")
+    training = whole(kernel)
+    assert training.cluster.status().epoch == 1
+    gates = [int(gate.process.partition("@")[0]) for gate in kernel.saved.gates]
+    for gate in gates:
+        os.kill(gate, signal.SIGKILL)
+    until(lambda: not any(map(alive, gates)), what="the gates to end")
+    made = len(kernel.steps())
+    until(lambda: len(kernel.steps()) > made + 30, LONG, "steps")
+    assert training.cluster.status().epoch == 1
+    end(training)
+
+
+def test_nobody_comes(kept):
+    """Hosts elsewhere end with the lease, too."""
+    kernel = kept(lease=5.0)
+    kernel.makes_steps(2)
+    kernel.kill()
+    until(lambda: not kernel.left(), LONG, "nothing to be left")
