@@ -68,8 +68,10 @@ class Gate:
                 fds[listener.fileno()] = port
             code = "from nbelastic.driver.gate import main; main()"
             command = [sys.executable, "-c", code, json.dumps(list(fds.items())), *self._keep]
-            stdin = subprocess.DEVNULL if self._keep else subprocess.PIPE
-            child = subprocess.Popen(command, stdin=stdin, pass_fds=list(fds), start_new_session=True)
+            stdin, out = (subprocess.DEVNULL, subprocess.DEVNULL) if self._keep else (subprocess.PIPE, None)
+            child = subprocess.Popen(
+                command, stdin=stdin, stdout=out, stderr=out, pass_fds=list(fds), start_new_session=True
+            )
         process = identity(child.pid)
         self._children[process], self._doors[process] = child, doors
         return doors
