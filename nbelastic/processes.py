@@ -6,6 +6,7 @@ import ctypes
 import os
 import select
 import signal
+import subprocess
 import threading
 from pathlib import Path
 
@@ -45,6 +46,11 @@ def kill_group(pid: int, sig: int = signal.SIGKILL) -> None:
         os.killpg(pid, sig)
     except (ProcessLookupError, PermissionError):
         return
+
+
+def leave(child: subprocess.Popen[bytes]) -> None:
+    """It may outlive this process, and is another one's from now on; if it ends before, it is not to stay as a zombie."""
+    threading.Thread(target=child.wait, name="nbelastic-leave", daemon=True).start()
 
 
 def follow_parent() -> None:

@@ -17,7 +17,7 @@ from typing import Any
 
 from nbelastic.folders import make_private
 from nbelastic.presence import identity, lives
-from nbelastic.processes import state_of
+from nbelastic.processes import leave, state_of
 
 CODE = "from nbelastic.driver.controller import main; main()"
 PORTS = 16  # that ipyparallel's controller listens on
@@ -122,7 +122,7 @@ class Caretaker:
     def leave(self) -> None:
         """It is to outlive this process."""
         if self._child is not None:
-            self._child.returncode = 0  # nobody need miss it
+            leave(self._child)
         self._child = None
 
     @property

@@ -125,6 +125,7 @@ class Fleet:
             await asyncio.gather(self._starting, return_exceptions=True)
         if self._engines is not None:
             await self._engines.detach()
+        self._doors.leave()
 
     async def adopt(self, saved: Saved) -> None:
         """What another driver has started. Whatever of it is gone is said by events."""

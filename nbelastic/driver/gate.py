@@ -22,7 +22,7 @@ import msgspec
 
 from nbelastic.core.addresses import bracketed
 from nbelastic.presence import identity, lives, outlast
-from nbelastic.processes import kill_group
+from nbelastic.processes import kill_group, leave
 
 MOST_OF_A_PEER = 128  # connections of one address through one door: a host has a few for each worker
 MOST = 4096  # through one door
@@ -104,6 +104,12 @@ class Gate:
         elif lives(process):
             kill_group(int(process.partition("@")[0]))
 
+    def leave(self) -> None:
+        """All that is open is another driver's from now on."""
+        for child in self._children.values():
+            leave(child)
+        self._children, self._doors = {}, {}
+
     def close(self) -> None:
         for process in list(self._doors):
             self._end(process)
@@ -163,6 +169,11 @@ class Doors:
 
     def _gate(self, here: str) -> Gate:
         return self._gates.setdefault(here, Gate(here, self._keep))
+
+    def leave(self) -> None:
+        """To another driver."""
+        for gate in self._gates.values():
+            gate.leave()
 
     def close(self) -> None:
         for gate in self._gates.values():
