@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import hashlib
 import hmac
 import json
 import logging
 import os
+import random
 import select
 import threading
 import time
@@ -96,8 +98,8 @@ class Keys(msgspec.Struct, frozen=True):
         return msgspec.structs.replace(self, server_secret="")
 
 
-def _ports() -> tuple[int, int]:
-    """Where a hub's port may be: below those that the system gives to connections.
+def _ports() -> list[int]:
+    """Where a hub's port may be: some below those that the system gives to connections.
 
     A hub must find its port free when it comes back. And who tries to connect again and again to a port out of the system's
     range, at which nobody listens, gets that very port for its own end one day, and is connected to itself.
@@ -107,7 +109,8 @@ def _ports() -> tuple[int, int]:
             low = int(file.read().split()[0])
     except OSError:
         low = 32768
-    return (PORTS, low) if low > PORTS + 1000 else (1024, 65536)
+    of = range(PORTS, low) if low > PORTS + 1000 else range(1024, 65536)
+    return random.SystemRandom().sample(of, 100)  # the other dice are the user's
 
 
 class _OnlyOurs:
@@ -165,17 +168,24 @@ class Hub:
         self._socket.curve_server = True
         self._socket.curve_secretkey = self._keys.server_secret.encode()
         self._socket.curve_publickey = self._keys.server_public.encode()
-        host = bracketed(interface)
         try:
-            if port:
-                self._socket.bind(f"tcp://{host}:{port}")
-            else:
-                port = self._socket.bind_to_random_port(f"tcp://{host}", *_ports())
+            self._bind(bracketed(interface), [port] if port else _ports())
         except zmq.ZMQError as error:
             await self.stop()
-            raise OSError(error.errno, f"{error.strerror}: {host}:{port}") from None
-        self.address = f"tcp://{host}:{port}"
+            raise OSError(error.errno, f"{error.strerror}: {interface}, port {port}") from None
         self._tasks = [asyncio.create_task(self._listen()), asyncio.create_task(self._beat())]
+
+    def _bind(self, host: str, ports: list[int]) -> None:
+        """To the first of these that is free."""
+        for port in ports:
+            try:
+                self._socket.bind(f"tcp://{host}:{port}")
+            except zmq.ZMQError as error:
+                if error.errno != errno.EADDRINUSE or port == ports[-1]:
+                    raise
+            else:
+                self.address = f"tcp://{host}:{port}"
+                return
 
     async def stop(self) -> None:
         """Close; what was sent before has half a second to go out."""

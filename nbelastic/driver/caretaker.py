@@ -171,7 +171,8 @@ def _ports() -> list[str]:
     if lowest - LOWEST < 100 * PORTS:
         return []  # ipyparallel chooses
     found: list[int] = []
-    for port in random.sample(range(LOWEST, lowest), 10 * PORTS):
+    dice = random.SystemRandom()  # the other one is the user's
+    for port in dice.sample(range(LOWEST, lowest), 10 * PORTS):
         with socket.socket() as trial, contextlib.suppress(OSError):
             trial.bind(("127.0.0.1", port))
             found.append(port)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import random
 import socket
 import threading
 import time
@@ -102,7 +103,9 @@ def test_a_port_is_none_that_the_system_gives_away():
 
     with open("/proc/sys/net/ipv4/ip_local_port_range", encoding="ascii") as file:
         low = int(file.read().split()[0])
+    before = random.getstate()
     assert all(asyncio.run(story()) < low for _ in range(20))
+    assert random.getstate() == before, "the user's dice are not thrown for that"
 
 
 def test_only_who_has_the_driver_s_secret_can_prove_it():
