@@ -35,6 +35,7 @@ def config_of(held, hub, keys):
         "driver": hub.address,
         "keys": msgspec.to_builtins(keys.for_clients()),
         "driver_pid": 0,
+        "keep": False,
         "lease": 30.0,
         "heartbeat": 1.0,
         "address": "",
