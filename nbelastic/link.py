@@ -15,12 +15,11 @@ import hmac
 import json
 import logging
 import os
-import random
 import select
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -30,6 +29,7 @@ import zmq.auth
 import zmq.auth.asyncio
 import zmq.error
 
+from nbelastic import ports
 from nbelastic.core import messages as m
 from nbelastic.core import script_messages as s
 from nbelastic.core import wire
@@ -42,7 +42,8 @@ HEARTBEAT = 1.0  # seconds between heartbeats, both ways, unless told otherwise
 MAX_MESSAGE = 1 << 20  # bytes; a longer one is dropped
 PARTING = 500  # milliseconds for the last words of an end that closes
 ASK_AGAIN = 0.25  # seconds between two welcomes for one who has not said who it is
-PORTS = 20000  # the hub's are from here up to the system's own range: see `_ports`
+PORTS = 20000  # the hub's are from here on: see `ports.chosen`
+TRIES = 100  # of them
 _FLOOD = 16 * MAX_MESSAGE  # a message of this size is not even read: it closes the sender's connection
 _SETTINGS = {
     zmq.LINGER: PARTING,
@@ -96,21 +97,6 @@ class Keys(msgspec.Struct, frozen=True):
     def for_clients(self) -> Keys:
         """What agents and workers get: all but the driver's secret."""
         return msgspec.structs.replace(self, server_secret="")
-
-
-def _ports() -> list[int]:
-    """Where a hub's port may be: some below those that the system gives to connections.
-
-    A hub must find its port free when it comes back. And who tries to connect again and again to a port out of the system's
-    range, at which nobody listens, gets that very port for its own end one day, and is connected to itself.
-    """
-    try:
-        with open("/proc/sys/net/ipv4/ip_local_port_range", encoding="ascii") as file:
-            low = int(file.read().split()[0])
-    except OSError:
-        low = 32768
-    of = range(PORTS, low) if low > PORTS + 1000 else range(1024, 65536)
-    return random.SystemRandom().sample(of, 100)  # the other dice are the user's
 
 
 class _OnlyOurs:
@@ -169,14 +155,14 @@ class Hub:
         self._socket.curve_secretkey = self._keys.server_secret.encode()
         self._socket.curve_publickey = self._keys.server_public.encode()
         try:
-            self._bind(bracketed(interface), [port] if port else _ports())
+            self._bind(bracketed(interface), [port] if port else ports.chosen(TRIES, PORTS) or ["*"])
         except zmq.ZMQError as error:
             await self.stop()
             raise OSError(error.errno, f"{error.strerror}: {interface}, port {port}") from None
         self._tasks = [asyncio.create_task(self._listen()), asyncio.create_task(self._beat())]
 
-    def _bind(self, host: str, ports: list[int]) -> None:
-        """To the first of these that is free."""
+    def _bind(self, host: str, ports: Sequence[int | str]) -> None:
+        """To the first of these that is free; `*` is any."""
         for port in ports:
             try:
                 self._socket.bind(f"tcp://{host}:{port}")
@@ -184,7 +170,7 @@ class Hub:
                 if error.errno != errno.EADDRINUSE or port == ports[-1]:
                     raise
             else:
-                self.address = f"tcp://{host}:{port}"
+                self.address = str(self._socket.getsockopt_string(zmq.LAST_ENDPOINT))
                 return
 
     async def stop(self) -> None:

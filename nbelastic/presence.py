@@ -5,23 +5,26 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
+from nbelastic.processes import stat_of
+
 LOOK = 1.0  # seconds between looks
 
 
 def identity(pid: int) -> str:
     """The process as `pid@start`: numbers are used again, with another start. Empty if there is none."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except (FileNotFoundError, ProcessLookupError):
-        return ""
-    state, *fields = stat.rpartition(")")[2].split()
+    state, *fields = stat_of(pid)
     return "" if state in "ZX" else f"{pid}@{fields[18]}"  # field 22: clock ticks from the machine's start
+
+
+def pid_of(who: str) -> int:
+    """The process number in an identity; 0 if that is empty, or is none."""
+    pid = who.partition("@")[0]
+    return int(pid) if pid.isdecimal() else 0
 
 
 def lives(who: str) -> bool:
     """Whether the process of this identity does."""
-    pid = who.partition("@")[0]
-    return pid.isdecimal() and identity(int(pid)) == who
+    return bool(who) and identity(pid_of(who)) == who
 
 
 def outlast(file: Path, lease: float) -> None:

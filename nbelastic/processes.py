@@ -15,24 +15,21 @@ _PR_SET_PDEATHSIG = 1
 
 def state_of(pid: int) -> str:
     """The state letter of `/proc/<pid>/stat` (R, S, D, T, t, Z, …); X if there is no such process."""
+    return stat_of(pid)[0]
+
+
+def stat_of(pid: int) -> list[str]:
+    """What `/proc/<pid>/stat` has behind the name, the state letter first; ["X"] if there is no such process."""
     try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
-        return "X"
-    return stat.rpartition(")")[2].split()[0]
+        return ["X"]
 
 
 def children_of(pid: int) -> list[int]:
     """The processes that `pid` has started and that have not been waited for."""
-    found = []
-    for entry in filter(str.isdecimal, os.listdir("/proc")):
-        try:
-            parent = Path(f"/proc/{entry}/stat").read_text().rpartition(")")[2].split()[1]
-        except (FileNotFoundError, ProcessLookupError):
-            continue
-        if parent == str(pid):
-            found.append(int(entry))
-    return found
+    every = map(int, filter(str.isdecimal, os.listdir("/proc")))
+    return [one for one in every if stat_of(one)[1:2] == [str(pid)]]
 
 
 def die_with_parent(sig: int = signal.SIGKILL) -> None:

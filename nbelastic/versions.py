@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import platform
 from collections.abc import Mapping
+from functools import cache
 
 
 def here() -> dict[str, str]:
@@ -18,6 +19,7 @@ def here() -> dict[str, str]:
     return found
 
 
+@cache
 def ours() -> str:
     """Of nbelastic here."""
     return here()["nbelastic"]

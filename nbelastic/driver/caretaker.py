@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import json
 import os
-import random
 import signal
 import socket
 import subprocess
@@ -15,8 +14,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from nbelastic import ports
 from nbelastic.folders import make_private
-from nbelastic.presence import identity, lives
+from nbelastic.presence import identity, lives, pid_of
 from nbelastic.processes import leave, state_of
 
 CODE = "from nbelastic.driver.controller import main; main()"
@@ -127,7 +127,7 @@ class Caretaker:
 
     @property
     def _pid(self) -> int:
-        return self._child.pid if self._child is not None else int(self.process.partition("@")[0] or 0)
+        return self._child.pid if self._child is not None else pid_of(self.process)
 
     def _reap(self) -> None:
         if self._child is not None and self._child.poll() is not None:
@@ -163,19 +163,12 @@ def _group(leader: int) -> list[int]:
 
 
 def _ports() -> list[str]:
-    """Free ones that the system does not give to outgoing connections: to come again, the controller needs the same.
-
-    Nobody holds them while it is away; and who tries to connect to such a port of its own range may meet itself there.
-    """
-    lowest = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
-    if lowest - LOWEST < 100 * PORTS:
-        return []  # ipyparallel chooses
+    """Free ones: to come again, the controller needs the same. None: ipyparallel chooses."""
     found: list[int] = []
-    dice = random.SystemRandom()  # the other one is the user's
-    for port in dice.sample(range(LOWEST, lowest), 10 * PORTS):
+    for port in ports.chosen(10 * PORTS, LOWEST):
         with socket.socket() as trial, contextlib.suppress(OSError):
             trial.bind(("127.0.0.1", port))
             found.append(port)
         if len(found) == PORTS:
             break
-    return [f"--ports={','.join(map(str, found))}"]
+    return [f"--ports={','.join(map(str, found))}"] if found else []

@@ -7,7 +7,7 @@ import contextlib
 import hmac
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeVar
@@ -25,7 +25,7 @@ from nbelastic.core.world import HostPhase, WorkerState, World
 from nbelastic.driver import discovery as hosts
 from nbelastic.driver.chronicle import Chronicle
 from nbelastic.driver.fleet import Fleet
-from nbelastic.driver.live import NAN, HostSample
+from nbelastic.driver.live import HostSample, numbers
 from nbelastic.driver.notes import Notes
 from nbelastic.driver.run import Run
 from nbelastic.driver.scripts import Scripts
@@ -60,7 +60,6 @@ class Driver:
         self._thread = threading.Thread(target=self._run, name="nbelastic-driver", daemon=True)
         self._failure: BaseException | None = None
         self._tick: asyncio.TimerHandle | None = None
-        self._messages: dict[str, Callable[[Any], None]] = {}
 
     # ---- from other threads ----
 
@@ -400,7 +399,7 @@ class Driver:
             live.progress(here.commit, time.monotonic())
         if here.rank == 0 and here.holds:
             for _, report in here.reports:
-                live.report_of(_numbers(report))
+                live.report_of(numbers(report))
 
     def _late(self, here: wire.WorkerHere) -> None:
         """It was not heard when this driver took over; or it has just started, and has nothing to tell yet."""
@@ -422,7 +421,7 @@ class Driver:
         self._silence.commits.made(message.epoch, message.commit, now)
         live.progress(message.commit, now)
         if members and message.worker == members[0]:
-            live.report_of(_numbers(message.report))
+            live.report_of(numbers(message.report))
             live.steps_per_second = self.fleet.pace.rate(now, message.commit)
         if self.notes is not None:
             self.notes.live(self, now)
@@ -530,7 +529,3 @@ class Driver:
                 "no host could be started: " + "; ".join(f"{host.spec.name}: {host.reason}" for host in hosts)
             )
         return None
-
-
-def _numbers(report: Mapping[str, float | None]) -> dict[str, float]:
-    return {name: NAN if value is None else value for name, value in report.items()}

@@ -166,10 +166,6 @@ class Fleet:
         """Its process, as `pid@start`; empty if there is none yet."""
         return self._engines.process if self._engines is not None else ""
 
-    def answers(self, host: str) -> bool:
-        """Whether something of its agent may still be there."""
-        return host in self._held
-
     async def look_after_jobs(self) -> None:
         """For ever: how do the batch jobs stand whose agents have not spoken yet? One that has failed says so then."""
         while True:

@@ -21,7 +21,7 @@ from pathlib import Path
 import msgspec
 
 from nbelastic.core.addresses import bracketed
-from nbelastic.presence import identity, lives, outlast
+from nbelastic.presence import identity, lives, outlast, pid_of
 from nbelastic.processes import kill_group, leave
 
 MOST_OF_A_PEER = 128  # connections of one address through one door: a host has a few for each worker
@@ -102,7 +102,7 @@ class Gate:
             child.kill()
             child.communicate()
         elif lives(process):
-            kill_group(int(process.partition("@")[0]))
+            kill_group(pid_of(process))
 
     def leave(self) -> None:
         """All that is open is another driver's from now on."""

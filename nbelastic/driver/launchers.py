@@ -23,7 +23,7 @@ from nbelastic.core.messages import HostSpec
 from nbelastic.driver import ssh
 from nbelastic.driver.batch import BatchAgent, tail
 from nbelastic.driver.settings import SSH, Settings
-from nbelastic.presence import identity, lives
+from nbelastic.presence import identity, lives, pid_of
 from nbelastic.processes import kill_group
 
 
@@ -125,7 +125,7 @@ class AdoptedAgent:
 
     def __init__(self, process: str, on_stop: Callable[[str], None]) -> None:
         self.process, self._on_stop = process, on_stop
-        self._pid = int(process.partition("@")[0] or 0)
+        self._pid = pid_of(process)
         self._watched = -1
 
     def start(self, config: Mapping[str, Any]) -> None:  # noqa: ARG002  (the other driver has told it)

@@ -15,6 +15,11 @@ CURVES = 4  # values whose history is kept
 POINTS = 100  # of a history
 
 
+def numbers(report: Mapping[str, float | None]) -> dict[str, float]:
+    """As it was before JSON, which has no number for what is infinite or none."""
+    return {name: NAN if value is None else value for name, value in report.items()}
+
+
 class OrderStatus(Struct, frozen=True):
     """An order of a dashboard: `word` is under way, done or refused; `why` says more. `id` is the dashboard's own."""
 
@@ -97,7 +102,7 @@ class Live(Struct):
     def recall(self, saved: SavedLive) -> None:
         """As another driver has left it."""
         self.step, self.total, self.failed_at = saved.step, saved.total, saved.failed_at
-        self.report = {name: NAN if value is None else value for name, value in saved.report.items()}
+        self.report = numbers(saved.report)
         self.curves = {name: Curve(*of) for name, of in saved.curves.items()}
 
     def behind(self, w: WorkerId, now: float) -> int:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from nbelastic.core.errors import UsageError
 from nbelastic.folders import base
-from nbelastic.presence import identity, lives
+from nbelastic.presence import identity, lives, pid_of
 
 LOOK = 0.02  # seconds between looks at a lock that somebody is about to let go
 
@@ -93,7 +93,7 @@ def holder(lock: Path) -> int:
         who = lock.read_text()
     except OSError:
         return 0
-    return int(who.partition("@")[0]) if lives(who) else 0
+    return pid_of(who) if lives(who) else 0
 
 
 def gpus() -> int:

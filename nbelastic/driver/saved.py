@@ -129,9 +129,9 @@ def fingerprint() -> str:
 
 def read(folder: Path) -> Saved:
     """UsageError if it is not there, not whole, somebody else's, or of a version that speaks otherwise."""
-    theirs, data = _begin_to_read(folder)
+    theirs, data, mode = _begin_to_read(folder)
     path = folder / NAME
-    if stat.S_IMODE(path.stat().st_mode) & 0o077:
+    if stat.S_IMODE(mode) & 0o077:
         raise UsageError(f"{path} is open to others, and holds keys: chmod 600 it.")
     if theirs.wire != fingerprint():
         raise UsageError(
@@ -141,8 +141,8 @@ def read(folder: Path) -> Saved:
     return _decoded(path, data, Saved)
 
 
-def _begin_to_read(folder: Path) -> tuple[_Versions, bytes]:
-    """What every version understands, and all of the file."""
+def _begin_to_read(folder: Path) -> tuple[_Versions, bytes, int]:
+    """What every version understands, all of the file, and its mode."""
     path = folder / NAME
     try:
         with open(path, "rb") as file:
@@ -153,7 +153,7 @@ def _begin_to_read(folder: Path) -> tuple[_Versions, bytes]:
         raise UsageError(f"{path} cannot be read: {error.strerror}.") from None
     if found.st_uid != os.getuid():
         raise UsageError(f"the cluster {folder.name!r} belongs to another user (uid {found.st_uid}).")
-    return _decoded(path, data, _Versions), data
+    return _decoded(path, data, _Versions), data, found.st_mode
 
 
 def _decoded(path: Path, data: bytes, kind: type[T]) -> T:
@@ -235,7 +235,7 @@ def _found() -> Iterator[ClusterInfo]:
         kept = (folder / name / NAME).exists()
         if kept:
             try:
-                theirs, _ = _begin_to_read(folder / name)
+                theirs, *_ = _begin_to_read(folder / name)
                 if not driver and not any(map(lives, theirs.processes)):
                     sweep(name)
                     continue
@@ -273,7 +273,7 @@ def begin(run_dir: RunDir) -> None:
 def _be_dead(run_dir: RunDir) -> None:
     """UsageError if a cluster of this name lives, or may."""
     if (run_dir.path / NAME).exists():
-        theirs, _ = _begin_to_read(run_dir.path)
+        theirs, *_ = _begin_to_read(run_dir.path)
         if any(map(lives, theirs.processes)):
             raise UsageError(
                 f"a cluster named {run_dir.name!r} was kept and lives on without a driver: attach to it, or choose "

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-import nbelastic as nbe
+from nbelastic.presence import pid_of
 from tests.hosts.conftest import ROOT
 from tests.hosts.network import Network
 from tests.hosts.observing import LONG, nothing_left, texts
 from tests.process.observing import alive, until
-from tests.process.surviving import Found, Kernel, attached
+from tests.process.surviving import Found, Kernel, attached, end_all
 
 
 @pytest.fixture
@@ -30,11 +30,7 @@ def kept(network: Network, temporary: Path, tmp_path: Path) -> Iterator[Callable
         return kernel.ready()
 
     yield start
-    for kernel in started:
-        kernel.kill()
-        if any(info.name == kernel.name for info in nbe.Cluster.all()):
-            nbe.Cluster.attach(kernel.name).stop()
-        until(lambda kernel=kernel: not kernel.left(), LONG, f"nothing to be left of {kernel.name}: {kernel.left()}")
+    end_all(started, LONG)
     network.heal()
     nothing_left(network, temporary)
 
@@ -80,7 +76,7 @@ def test_the_kernel_and_its_gate(kept):
     """It is opened again with the same doors, and all come back."""
     kernel = kept()
     kernel.makes_steps(2)
-    gates = [int(gate.process.partition("@")[0]) for gate in kernel.saved.gates]
+    gates = [pid_of(gate.process) for gate in kernel.saved.gates]
     assert gates
     kernel.kill()
     for gate in gates:
@@ -88,7 +84,7 @@ def test_the_kernel_and_its_gate(kept):
     until(lambda: not any(map(alive, gates)), what="the gates to end")
     training = whole(kernel)
     assert training.cluster.status().epoch == 1
-    gates = [int(gate.process.partition("@")[0]) for gate in kernel.saved.gates]
+    gates = [pid_of(gate.process) for gate in kernel.saved.gates]
     for gate in gates:
         os.kill(gate, signal.SIGKILL)
     until(lambda: not any(map(alive, gates)), what="the gates to end")

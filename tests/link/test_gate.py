@@ -13,6 +13,7 @@ import psutil
 import pytest
 
 from nbelastic.driver.gate import MOST_OF_A_PEER, Doors, Gate
+from nbelastic.presence import pid_of
 from tests.process.observing import alive, until
 
 
@@ -163,7 +164,7 @@ def test_one_that_is_killed_is_opened_again():
                 with call(door) as one:
                     assert comes_back(one)
                     (gate,) = who.saved
-                    os.kill(int(gate.process.partition("@")[0]), signal.SIGKILL)
+                    os.kill(pid_of(gate.process), signal.SIGKILL)
                     assert refused(one)
                 who.mend()
                 with call(door) as one:

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import psutil
 import nbelastic as nbe
 from nbelastic.driver.saved import Saved, read
 from nbelastic.folders import base
+from nbelastic.presence import pid_of
 from tests.process.observing import Training, alive, descendants, until
 from tests.process.scripting import ScriptTraining
 
@@ -71,8 +73,8 @@ class Kernel:
         """A process of it: controller, or of the last host agent, template or worker."""
         saved = self.saved
         if part == "controller":
-            return int(saved.controller.partition("@")[0])
-        agent = int(saved.agents[max(saved.agents, key=lambda host: host != "localhost")].process.partition("@")[0])
+            return pid_of(saved.controller)
+        agent = pid_of(saved.agents[max(saved.agents, key=lambda host: host != "localhost")].process)
         if part == "agent":
             return agent
         children = psutil.Process(agent).children(recursive=True)
@@ -124,6 +126,15 @@ class Found(Training):
 
     def __init__(self, cluster: nbe.Cluster | None, job: nbe.Job | None, folder: Path) -> None:
         self.cluster, self.job, self.folder = cluster, job, folder  # type: ignore[assignment]
+
+
+def end_all(kernels: Iterable[Kernel], timeout: float) -> None:
+    """Whoever has their clusters stops them, and nothing of them is left."""
+    for kernel in kernels:
+        kernel.kill()
+        if any(info.name == kernel.name for info in nbe.Cluster.all()):
+            nbe.Cluster.attach(kernel.name).stop()
+        until(lambda kernel=kernel: not kernel.left(), timeout, f"nothing to be left of {kernel.name}")
 
 
 class FoundScript(ScriptTraining):

@@ -20,21 +20,21 @@ import pytest
 
 import nbelastic as nbe
 from nbelastic.driver.engines import Engines
-from nbelastic.presence import identity, lives
+from nbelastic.presence import identity, lives, pid_of
 from tests.process.observing import alive, until
 
 HERE = Path(__file__).parent
 
 
-def pid_of(cluster: nbe.Cluster) -> int:
+def controller_of(cluster: nbe.Cluster) -> int:
     """The controller's."""
-    return int(cluster._driver.fleet._engines.process.partition("@")[0])
+    return pid_of(cluster._driver.fleet._engines.process)
 
 
 def killed(cluster: nbe.Cluster) -> int:
     """Kill the controller; how many have been started again so far."""
     before = started_again(cluster)
-    os.kill(pid_of(cluster), signal.SIGKILL)
+    os.kill(controller_of(cluster), signal.SIGKILL)
     return before
 
 
@@ -92,7 +92,7 @@ def test_a_cell_outlives_the_controller(make, tmp_path):
 @contextmanager
 def deaf(cluster: nbe.Cluster) -> Iterator[None]:
     """What is sent to the controller in here is lost: it is stopped, and killed afterwards."""
-    victim = pid_of(cluster)
+    victim = controller_of(cluster)
     os.kill(victim, signal.SIGSTOP)
     until(lambda: psutil.Process(victim).status() == psutil.STATUS_STOPPED)
     yield
@@ -177,7 +177,7 @@ def test_the_next_controller_has_no_ghosts(make):
 def test_the_heart_monitor_is_part_of_it(make):
     """Killed alone, it takes the controller along, and both are started again."""
     cluster = make("localhost:1", min=1)
-    before = pid_of(cluster)
+    before = controller_of(cluster)
     (monitor,) = psutil.Process(before).children()
     monitor.kill()
     again(cluster, 0)
@@ -195,7 +195,7 @@ class Kept:
     def start(self, lease: float) -> Self:
         self.kernel = self._run("kept_kernel.py", self.folder, lease)
         self.controller = self.kernel.stdout.readline().strip()
-        self.group = [psutil.Process(int(self.controller.partition("@")[0]))]
+        self.group = [psutil.Process(pid_of(self.controller))]
         self.group += self.group[0].children(recursive=True)
         (self.folder / "profile").mkdir()
         self.uuid = (
@@ -273,7 +273,7 @@ def test_another_kernel_goes_on(keep, dies):
         assert (engines.process == kept.controller) is (dies == "kernel")
         (kept.folder / "go").touch()
         await kept.check(engines)
-        os.kill(int(engines.process.partition("@")[0]), signal.SIGKILL)  # it may be no child of ours
+        os.kill(pid_of(engines.process), signal.SIGKILL)  # it may be no child of ours
         assert await asyncio.wait_for(kept.there.get(), 20) == kept.uuid
         kept.there.put_nowait(kept.uuid)
         await kept.check(engines)

@@ -18,7 +18,7 @@ from nbelastic.folders import base
 from tests.process import programs
 from tests.process.observing import alive, undisturbed, until
 from tests.process.scripting import FOR_EVER, TRAIN, joining, torchrun
-from tests.process.surviving import FoundScript, Kernel, attached
+from tests.process.surviving import FoundScript, Kernel, attached, end_all
 
 WORLD = 3
 _numbers = itertools.count()
@@ -35,11 +35,7 @@ def kept(tmp_path: Path) -> Iterator[Callable[..., Kernel]]:
         return kernel.ready()
 
     yield start
-    for kernel in started:
-        kernel.kill()
-        if any(info.name == kernel.name for info in nbe.Cluster.all()):
-            nbe.Cluster.attach(kernel.name).stop()
-        until(lambda kernel=kernel: not kernel.left(), 10, f"nothing to be left of {kernel.name}")
+    end_all(started, 10)
 
 
 def test_a_killed_kernel_costs_no_step(kept):
@@ -85,16 +81,28 @@ def test_a_kernel_and_another_part_die(kept, part, first):
     training.cluster.stop()
 
 
-def test_nobody_comes(kept, tmp_path):
+@pytest.fixture
+def forsaken(kept: Callable[..., Kernel], tmp_path: Path) -> Callable[[bool], None]:
+    """Kill the kernel of a training that has checkpoints, and rank 0 with it or not, and wait for the end of the lease."""
+
+    def story(with_rank_0: bool) -> None:
+        folder = tmp_path / "checkpoints"
+        kernel = kept(lease=10.0, arguments={"checkpoint": str(folder), "checkpoint_every": 1_000_000})
+        kernel.makes_steps(WORLD)
+        kernel.kill()
+        if with_rank_0:
+            os.kill(next(line["pid"] for line in kernel.steps() if line["rank"] == 0), signal.SIGKILL)
+        until(lambda: not kernel.left(), 60 if with_rank_0 else 40, "nothing to be left")
+        last = max(line["step"] for line in kernel.steps())
+        (only,) = [int(path.name.rpartition("-")[2]) for path in folder.iterdir()]
+        assert only in range(last - 1, last + 1)
+
+    return story
+
+
+def test_nobody_comes(forsaken):
     """All ends within the lease, after a last checkpoint; then nothing is left, and the name is free again."""
-    folder = tmp_path / "checkpoints"
-    kernel = kept(lease=10.0, arguments={"checkpoint": str(folder), "checkpoint_every": 1_000_000})
-    kernel.makes_steps(WORLD)
-    kernel.kill()
-    until(lambda: not kernel.left(), 40, "nothing to be left")
-    last = max(line["step"] for line in kernel.steps())
-    newest = max(path.name for path in folder.iterdir())
-    assert int(newest.rpartition("-")[2]) in range(last - 1, last + 1)
+    forsaken(with_rank_0=False)
 
 
 def test_an_ordinary_restart(kept):
@@ -166,18 +174,9 @@ def test_a_script_that_ends_meanwhile(kept):
     cluster.stop()
 
 
-def test_rank_0_and_nobody_come(kept, tmp_path):
+def test_rank_0_and_nobody_come(forsaken):
     """Who is left writes the last checkpoint."""
-    folder = tmp_path / "checkpoints"
-    kernel = kept(lease=10.0, arguments={"checkpoint": str(folder), "checkpoint_every": 1_000_000})
-    kernel.makes_steps(WORLD)
-    kernel.kill()
-    first = next(line["pid"] for line in kernel.steps() if line["rank"] == 0)
-    os.kill(first, signal.SIGKILL)
-    until(lambda: not kernel.left(), 60, "nothing to be left")
-    last = max(line["step"] for line in kernel.steps())
-    (only,) = [int(path.name.rpartition("-")[2]) for path in folder.iterdir()]
-    assert only in range(last - 1, last + 1)
+    forsaken(with_rank_0=True)
 
 
 def test_a_job_that_ends_meanwhile(kept):
