@@ -170,7 +170,8 @@ class Hub:
                 if error.errno != errno.EADDRINUSE or port == ports[-1]:
                     raise
             else:
-                self.address = str(self._socket.getsockopt_string(zmq.LAST_ENDPOINT))
+                chosen = self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2]
+                self.address = f"tcp://{host}:{chosen}"  # ZeroMQ would call it [::ffff:127.0.0.1]
                 return
 
     async def stop(self) -> None:

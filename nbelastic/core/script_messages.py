@@ -12,6 +12,8 @@ from msgspec import Struct
 
 from nbelastic.core.messages import Command, Event
 
+UNDONE = 76  # exit code of a node that ends before its workers have succeeded: it was dismissed, or they have failed
+
 
 class Failure(Struct, frozen=True):
     """How a worker ended. `rank` is of the round; `code` as of `subprocess`: negative is the signal that killed it.

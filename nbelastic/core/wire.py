@@ -119,6 +119,13 @@ class WorkerProgress(Message):
     first: float | None = None
 
 
+class WorkerBusy(Message):
+    """A program of `job` runs in it; empty: none. Said at each change, and again and again."""
+
+    worker: WorkerId
+    job: str
+
+
 class WorkerOutput(Message):
     """What the program of `job` wrote to `stream` (out or err), up to position `end` of all that it has written there.
 
@@ -357,6 +364,7 @@ FromWorker = (
     | m.WorkerSucceeded
     | m.WorkerAt
     | WorkerProgress
+    | WorkerBusy
     | WorkerOutput
     | StackShown
 )

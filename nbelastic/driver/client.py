@@ -15,11 +15,11 @@ from zmq.utils.monitor import parse_monitor_message
 SOON = (
     10  # milliseconds after which it tries to connect again; engines, whose answers it wants, wait for ten times that
 )
-LOST = "ipyparallel's controller ended before the answer came: how far it ran is not known"
+LOST = "the answer was lost with ipyparallel's controller, or a connection to it: how far it ran is not known"
 
 
 class ControllerLostError(Exception):
-    """The answer to a call was lost with the controller."""
+    """The answer to a call was lost, with the controller or on its way."""
 
 
 class Context(zmq.Context[Any]):

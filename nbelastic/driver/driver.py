@@ -25,7 +25,7 @@ from nbelastic.core.world import HostPhase, WorkerState, World
 from nbelastic.driver import discovery as hosts
 from nbelastic.driver.chronicle import Chronicle
 from nbelastic.driver.fleet import Fleet
-from nbelastic.driver.live import HostSample, numbers
+from nbelastic.driver.live import numbers
 from nbelastic.driver.notes import Notes
 from nbelastic.driver.run import Run
 from nbelastic.driver.scripts import Scripts
@@ -363,16 +363,16 @@ class Driver:
             case wire.AgentGoodbye(host=host, reason=reason):
                 self.fleet.kill_agent(host)
                 self._inbox.put_nowait(m.AgentLost(host, reason))
-            case wire.AgentSample(host=host):
-                sample = HostSample(message.cpu, message.memory, message.of, message.gpus)
-                self.fleet.live.host_samples[host] = sample
-                self.fleet.live.worker_samples.update(message.workers)
+            case wire.AgentSample():
+                self.fleet.live.sample_of(message)
                 self._publish()
             case wire.WorkerHello(worker=w, engine=engine):
                 if w in self.world.workers:
                     self.fleet.hello(w, engine)
             case wire.WorkerProgress():
                 self._progress(message, now)
+            case wire.WorkerBusy():
+                self.fleet.busy(message)
             case wire.StackShown(worker=w):
                 if w in self.world.workers:
                     self.fleet.live.stacks[w] = message

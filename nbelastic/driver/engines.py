@@ -21,6 +21,8 @@ HEARTBEAT = 100  # milliseconds
 LONGER = 10.0  # seconds that ipyparallel waits longer for a silent engine than we do: it would throw its results away
 REACH, PATIENCE = 5.0, 30.0  # seconds after which a controller is asked again, and that it may take to answer
 PAUSE = 10.0  # at most, in seconds, between two starts of a controller that ends at once
+LOOK = 1.0  # seconds between two looks at what is not answered
+IDLE = (2, 4, 8, 16)  # looks without an answer of who runs nothing, after which it is asked; then every 16th
 Outcome = tuple[str, Any, str]
 log = logging.getLogger("nbelastic")
 
@@ -51,7 +53,8 @@ class Engines:
 
     A controller that ends unasked is started again in its place, the engines come back to it, and `on_again()` is called.
     What was asked for meanwhile waits. Answers that were lost with it are asked for again if they were programs' outcomes;
-    cells fail with ControllerLostError then. With `keep`, a file and a lease for `presence.outlast`, it outlives this
+    cells fail with ControllerLostError then. So it is with what a broken connection has lost: engines are asked that have
+    not answered and, as `busy` tells, run no program. With `keep`, a file and a lease for `presence.outlast`, it outlives this
     process.
     """
 
@@ -81,7 +84,9 @@ class Engines:
         self._programs: dict[str, list[_Program]] = {}  # engine uuid -> those without an outcome
         self._held: dict[str, list[Callable[[], None]]] = {}  # what waits for an engine
         self._gone: set[str] = set()  # engines that have died, of which the controller has not said so
-        self._watching: asyncio.Task[None] | None = None
+        self._busy: dict[str, str] = {}  # engine uuid -> the job whose program it says that it runs
+        self._idle: dict[str, int] = {}  # engine uuid -> for how many looks it has not answered, without running any
+        self._tasks: list[asyncio.Task[None]] = []
         self._term = 0  # how many controllers have ended
         self._met = -1  # the term of the one whose engines we know of
         self._all_connected = asyncio.Event()
@@ -120,15 +125,15 @@ class Engines:
         await self._caretaker.end()
 
     async def _close(self) -> None:
-        if self._watching is not None:
-            self._watching.cancel()
-            await asyncio.gather(self._watching, return_exceptions=True)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
         if self.client is not None:
             await self._loop.run_in_executor(None, self.client.close)
 
     async def _reach(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self._watching = self._loop.create_task(self._watch())
+        self._tasks = [self._loop.create_task(self._watch()), self._loop.create_task(self._look_for_lost())]
         late = self._loop.time() + PATIENCE
         while self.client is None:
             connecting = self._loop.run_in_executor(None, self._connect, self._caretaker.information("client"))
@@ -190,6 +195,20 @@ class Engines:
                     meeting.cancel()
                 await asyncio.gather(meeting, ending, return_exceptions=True)
 
+    async def _look_for_lost(self) -> None:
+        """For ever: ask those that should have answered. A connection that breaks takes along what is on its way."""
+        while True:
+            await asyncio.sleep(LOOK)
+            for uuid in self._ids:
+                waits = bool(self.client._outstanding_dict.get(uuid)) and not self._busy.get(uuid)
+                self._idle[uuid] = looks = self._idle.get(uuid, 0) + 1 if waits else 0
+                if looks in IDLE or (looks and looks % IDLE[-1] == 0):
+                    self._sort_out(uuid)
+
+    def busy(self, uuid: str, job: str) -> None:
+        """The engine runs a program of this job; empty: none."""
+        self._busy[uuid] = job
+
     async def _start_again(self) -> None:
         pause = 0.1
         while True:
@@ -242,7 +261,9 @@ class Engines:
         self._on_engine(uuid)
 
     def _sort_out(self, uuid: str) -> None:
-        """Which answers were lost with the last controller? Those that have not come when a later call is answered."""
+        """Which answers were lost, with the last controller or a connection? Those that have not come when a later call is
+        answered.
+        """
         calls = set(self.client._outstanding_dict.get(uuid, ()))
         if not calls:
             return
@@ -263,7 +284,8 @@ class Engines:
 
     def forget(self, uuid: str) -> None:
         """It is gone. Its controller will notice; the next one will never have heard of it."""
-        self._held.pop(uuid, None)
+        for known in (self._held, self._busy, self._idle):
+            known.pop(uuid, None)
         if self._ids.pop(uuid, None) is None:
             self._programs.pop(uuid, None)
             self._drop(uuid)

@@ -356,6 +356,11 @@ class Fleet:
             self._hub.send(f"worker/{w}", held.move)
         self._begin_setup(w)
 
+    def busy(self, message: wire.WorkerBusy) -> None:
+        """A worker says what it is doing."""
+        if self._engines is not None and message.worker in self._engine_of:
+            self._engines.busy(self._engine_of[message.worker], message.job)
+
     def _engine_registered(self, engine: str) -> None:
         w = self._worker_of.get(engine)
         if w is not None:

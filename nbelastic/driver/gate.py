@@ -27,6 +27,7 @@ from nbelastic.processes import kill_group, leave
 MOST_OF_A_PEER = 128  # connections of one address through one door: a host has a few for each worker
 MOST = 4096  # through one door
 CHUNK = 1 << 16  # bytes
+ALIVE = ((socket.TCP_KEEPIDLE, 30), (socket.TCP_KEEPINTVL, 10), (socket.TCP_KEEPCNT, 60))  # seconds, seconds, times
 
 
 Keep = tuple[Path, float]  # a process outlives the driver: where that names itself, and the lease in seconds
@@ -193,6 +194,12 @@ class _Door:
             writer.transport.abort()
             return
         self._open[peer] += 1
+        outer: socket.socket = writer.get_extra_info(
+            "socket"
+        )  # silent while it trains, and forgotten by firewalls then
+        outer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for option, value in ALIVE:
+            outer.setsockopt(socket.IPPROTO_TCP, option, value)
         try:
             inner_reader, inner_writer = await asyncio.open_connection("127.0.0.1", self._port)
             await asyncio.gather(_pump(reader, inner_writer), _pump(inner_reader, writer))

@@ -79,6 +79,11 @@ class Live(Struct):
             oldest = max(0, recent[0] - 1) if recent else max(0, len(self.newest) - 1)
             self.newest = (*self.newest[oldest:], (now, commit))
 
+    def sample_of(self, message: wire.AgentSample) -> None:
+        """An agent has measured its host and its workers."""
+        self.host_samples[message.host] = HostSample(message.cpu, message.memory, message.of, message.gpus)
+        self.worker_samples.update(message.workers)
+
     def report_of(self, values: Mapping[str, float]) -> None:
         """Rank 0 has reported these; `total` is ours."""
         self.report = dict(values)

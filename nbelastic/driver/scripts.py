@@ -195,7 +195,7 @@ class Scripts:
             self._hub.forget(self._peer(message.host))
             del self._numbers[message.host]
             why = f"its node ended ({exit_text(message.code)})"
-            if message.code > 0:
+            if message.code not in (0, s.UNDONE):
                 why += f"; {message.host}-elastic.log in the job's logs says more"
             self._advance(s.NodeLeft(message.host, why, broken=True), now)
 

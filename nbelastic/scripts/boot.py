@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import multiprocessing as mp
 import os
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from nbelastic.core import script_messages as s
 from nbelastic.core import wire
 from nbelastic.folders import make_private
 from nbelastic.processes import die_with_parent
@@ -31,7 +33,8 @@ def boot(settings: dict[str, Any]) -> None:
 
     from nbelastic.scripts.node import Node
 
-    Node(settings, script, folder).run()
+    if not Node(settings, script, folder).run():
+        sys.exit(s.UNDONE)
 
 
 def _redirect(path: Path) -> None:

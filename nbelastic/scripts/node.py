@@ -66,13 +66,14 @@ class Node:
         if self._agent is not None:
             self._agent.begin(order)
 
-    def run(self) -> None:
-        """Until the script has ended, or this node's part in it."""
+    def run(self) -> bool:
+        """Until the script has ended, or this node's part in it. Whether all its workers have succeeded."""
         agent = self._agent
         assert agent is not None
-        reason, broken = "it has ended", False
+        reason, broken, result = "it has ended", False, None
         try:
-            if agent.run() is not None:
+            result = agent.run()
+            if result is not None:
                 self._rendezvous.linger()
         except SignalException as end:
             reason = f"it was told to end ({end.sigval.name})"
@@ -88,6 +89,7 @@ class Node:
             link.close()
             self._rendezvous.shutdown()
             sys.stdout.flush()
+        return result is not None and not result.is_failed()
 
     def _tick(self) -> float:
         """In the link's thread."""

@@ -38,6 +38,7 @@ ABORT_EVERY = 0.02
 ABORT_PATIENCE = 0.3  # seconds that an aborted main thread may sleep in a collective
 FORMING_PATIENCE = 0.1  # seconds that an aborted group may take to stop connecting before it is left behind
 REPORT_EVERY = 0.25
+BUSY_EVERY = 5.0
 VERDICT = 0.25  # seconds within which the word that ends the job follows the abort, if the error is its end
 ERROR_BOUND = 500  # characters of an error's text; the traceback has all of it
 OFFERED_AT = 2  # commits of an epoch after which the next one's store is offered
@@ -82,6 +83,7 @@ class Session:
         self.report: dict[str, float] = {}
         self._reported: tuple[int, int] = (0, 0)
         self._report_at = 0.0
+        self._busy, self._busy_at = "", 0.0
         self._first: float | None = None
         self._aborted = 0  # the newest epoch that was aborted
         self._blocked: Blocked | None = None
@@ -382,6 +384,7 @@ class Session:
             self._be_alone(now)
         else:
             self._send_output()
+            self._send_busy(now)
         self._send_progress(now)
         group, following = self.group, self._ahead.group
         gone = following is None or not self._over(following.epoch) or self._ahead.abort()
@@ -422,6 +425,12 @@ class Session:
             self.account.reports.add(self.total, report)
             return
         self.link.send(wire.WorkerProgress(self.worker, seen[0] or epoch, self.total, report, first))
+
+    def _send_busy(self, now: float) -> None:
+        job = self.account.job if self.account.busy else ""
+        if job != self._busy or now >= self._busy_at:
+            self._busy, self._busy_at = job, now + BUSY_EVERY
+            self.link.send(wire.WorkerBusy(self.worker, job))
 
     def _send_output(self) -> None:
         for job, stream, text, end in self.printed.take():

@@ -11,15 +11,17 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any, Self
 
+import ipyparallel as ipp
 import psutil
 import pytest
 
 import nbelastic as nbe
 from nbelastic.driver.engines import Engines
+from nbelastic.driver.gate import Doors
 from nbelastic.presence import identity, lives, pid_of
 from tests.process.observing import alive, until
 
@@ -89,20 +91,24 @@ def test_a_cell_outlives_the_controller(make, tmp_path):
     assert [row[1:] for row in rows] == [("done\n", "", None)] * 2
 
 
+def stop(victim: int) -> None:
+    os.kill(victim, signal.SIGSTOP)
+    until(lambda: psutil.Process(victim).status() == psutil.STATUS_STOPPED)
+
+
 @contextmanager
 def deaf(cluster: nbe.Cluster) -> Iterator[None]:
     """What is sent to the controller in here is lost: it is stopped, and killed afterwards."""
     victim = controller_of(cluster)
-    os.kill(victim, signal.SIGSTOP)
-    until(lambda: psutil.Process(victim).status() == psutil.STATUS_STOPPED)
+    stop(victim)
     yield
     os.kill(victim, signal.SIGKILL)
 
 
-def unread(port: int) -> bool:
-    """Whether something has come to this port that its process has not read."""
+def unread(port: int, at: int = 1) -> bool:
+    """Whether something has come to this port (`at=2`: from this port) that a process has not read."""
     rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
-    return any(row[1].endswith(f":{port:04X}") and not row[4].endswith(":00000000") for row in rows)
+    return any(row[at].endswith(f":{port:04X}") and not row[4].endswith(":00000000") for row in rows)
 
 
 def port_of(cluster: nbe.Cluster, side: str) -> int:
@@ -184,6 +190,11 @@ def test_the_heart_monitor_is_part_of_it(make):
     assert not alive(before)
 
 
+def run(script: str, *args: object) -> subprocess.Popen[str]:
+    command = [sys.executable, str(HERE / script), *map(str, args)]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+
 class Kept:
     """A controller whose kernel is a process of its own, and an engine that belongs to neither."""
 
@@ -205,8 +216,7 @@ class Kept:
         return self
 
     def _run(self, script: str, *args: object) -> Any:
-        command = [sys.executable, str(HERE / script), *map(str, args)]
-        self.processes.append(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True))
+        self.processes.append(run(script, *args))
         return self.processes[-1]
 
     def kill_kernel(self) -> None:
@@ -310,3 +320,36 @@ def test_it_shows_no_secret(keep):
     security = [path for path in files if path.parent.name == "security"]
     assert len(security) == 4
     assert {path.stat().st_mode & 0o777 for path in security} == {0o600}
+
+
+def test_what_a_broken_connection_takes_along(tmp_path):
+    """It was on its way through a gate that is killed: a cell fails, a program runs, once, and is heard of."""
+
+    async def go_on() -> None:
+        there: asyncio.Queue[str] = asyncio.Queue()
+        engines, doors = Engines(str(tmp_path / "ipython"), "behind", 8.0, there.put_nowait), Doors()
+        await engines.start()
+        (tmp_path / "connection").write_text(doors.lead_engines("127.0.0.1", engines.connection))
+        (tmp_path / "profile").mkdir()
+        with run("lone_engine.py", tmp_path / "connection", tmp_path / "profile") as engine, closing(engine.stdin):
+            uuid = await asyncio.wait_for(there.get(), 20)
+            (gate,) = [pid_of(gate.process) for gate in doors.saved]
+            stop(gate)
+            cell: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+            engines.execute(uuid, "1 + 1", cell.set_result)
+            outcome: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+            source = f"with open('{tmp_path}/ran', 'a') as file:\n    file.write('ran ')\n7"
+            engines.run_cell(uuid, "job-1", str(tmp_path), (source, None), outcome.set_result)
+            port = int(json.loads(engines.connection)["mux"])
+            until(lambda: unread(port, at=2), what="something to come to the gate")
+            os.kill(gate, signal.SIGKILL)
+            until(lambda: not alive(gate))
+            doors.mend()
+            assert await asyncio.wait_for(outcome, 30) == ("ok", 7, "")
+            assert (tmp_path / "ran").read_text() == "ran "
+            with pytest.raises(ipp.RemoteError, match="ControllerLostError"):
+                (await asyncio.wait_for(cell, 30)).get()
+        await engines.stop()
+        doors.close()
+
+    asyncio.run(go_on())
