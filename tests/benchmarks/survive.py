@@ -1,8 +1,10 @@
-"""Kernels die under a training: `python -m tests.benchmarks.survive [--json FILE] [--quick]`.
+"""Parts of a cluster die under a training: `python -m tests.benchmarks.survive [--json FILE] [--quick]`.
 
-`kernel`: SIGKILL, some steps without a driver, and another process attaches: seconds until it has the cluster, and until all
-workers train; how long the training stood still at the longest, with the kill and the attaching in it, against as long a
-time before; steps lost. The other cases kill a second part of the cluster with the kernel, and count what was left running.
+`kernel`: SIGKILL, some steps without a driver, and another process attaches: seconds until it has the cluster (with and
+without its imports), and until all workers train; how long the training stood still at the longest, with the kill and the
+attaching in it, against as long a time before; steps lost. `kernel and …`: a second part is killed with the kernel. `… alone`:
+a part is killed while its kernel lives; seconds until all train again, or until there is another controller. At the end of
+each case nothing is left running.
 """
 
 from __future__ import annotations
@@ -12,16 +14,20 @@ import os
 import signal
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
 import nbelastic as nbe
+from nbelastic.presence import lives
 from tests.benchmarks.recovery import Cases, run
 from tests.process.observing import alive, until
 from tests.process.surviving import Found, Kernel
 
 WORLD = 4
 SPELL = 2.0  # seconds without a driver
+PATIENCE = 60.0  # seconds; what takes longer hangs
 PARTS = ("worker", "agent", "template", "controller")
 
 
@@ -31,45 +37,89 @@ def longest(steps: list[dict], begin: float, end: float) -> float:
     return max(b - a for a, b in itertools.pairwise(times))
 
 
+def kill(victim: int) -> None:
+    os.kill(victim, signal.SIGKILL)
+    until(lambda: not alive(victim))
+
+
+def lost(steps: list[dict]) -> float:
+    """Of what all made together: steps that nobody made, or that one process made twice."""
+    numbers = {line["step"] for line in steps}
+    twice = len(steps) - len({(line["pid"], line["step"]) for line in steps})
+    return float(max(numbers) - len(numbers) + twice)
+
+
+@contextmanager
+def kept(hosts: str) -> Iterator[Kernel]:
+    """A kernel with a kept cluster on which all train; at the end another one ends all."""
+    with tempfile.TemporaryDirectory() as folder:
+        kernel = Kernel(f"survive-{os.getpid()}", Path(folder) / "steps", hosts).ready()
+        yield kernel
+        kernel.kill()
+        cluster = nbe.Cluster.attach(kernel.name)
+        Found(cluster, cluster.job, kernel.folder).finish()
+        cluster.stop()
+        until(lambda: not kernel.left(), 15, "nothing to be left")
+
+
 def survive(rounds: int, part: str = "") -> dict[str, list[float]]:
     """Kill the kernel, and another part a moment later, again and again; another kernel makes it whole each time."""
-    found: dict[str, list[float]] = {"attach": [], "whole": []}
+    found: dict[str, list[float]] = {"attach": [], "attach, imports": [], "whole": [], "steps lost": []}
     if not part:
         found |= {"stood still": [], "undisturbed": []}
-    with tempfile.TemporaryDirectory() as folder:
-        hosts = f"localhost:{WORLD}" if not part else f"localhost:{WORLD - 1},127.0.0.2:1"
-        kernel = Kernel(f"survive-{os.getpid()}", Path(folder) / "steps", hosts).ready()
+    with kept(f"localhost:{WORLD}" if not part else f"localhost:{WORLD - 1},127.0.0.2:1") as kernel:
         for _ in range(rounds):
             kernel.makes_steps(WORLD)
             time.sleep(2 * SPELL)
             begun = time.time()
             kernel.kill()
             if part:
-                victim = kernel.part(part)
-                os.kill(victim, signal.SIGKILL)
-                until(lambda victim=victim: not alive(victim))
+                kill(kernel.part(part))
             time.sleep(SPELL)
-            attached, whole = kernel.again(WORLD)
-            found["attach"].append(attached)
+            imported, attached, whole = kernel.again(WORLD)
+            found["attach"].append(attached - imported)
+            found["attach, imports"].append(attached)
             found["whole"].append(whole)
+            found["steps lost"].append(lost(kernel.steps()))
             if not part:
                 now = time.time()
                 found["stood still"].append(longest(kernel.steps(), begun, now))
                 found["undisturbed"].append(longest(kernel.steps(), begun - (now - begun), begun))
-        kernel.kill()
-        cluster = nbe.Cluster.attach(kernel.name)
-        training = Found(cluster, cluster.job, kernel.folder)
-        training.finish()  # no step is lost, and none made twice
-        cluster.stop()
-        until(lambda: not kernel.left(), 15, "nothing to be left")
-        found["steps lost"] = [0.0]
     return found
+
+
+def alone(rounds: int, part: str) -> dict[str, list[float]]:
+    """Kill a part again and again, while its kernel lives."""
+    found: dict[str, list[float]] = {"whole": [], "steps lost": []}
+    with kept(f"localhost:{WORLD - 1},127.0.0.2:1") as kernel:
+        for _ in range(rounds):
+            all_train(kernel, time.time())
+            begun = time.time()
+            kill(kernel.part(part))
+            if part == "controller":
+                until(lambda: lives(kernel.saved.controller), PATIENCE, "another controller")
+            else:
+                all_train(kernel, begun)
+            found["whole"].append(time.time() - begun)
+            found["steps lost"].append(lost(kernel.steps()))
+    return found
+
+
+def all_train(kernel: Kernel, since: float) -> None:
+    """Wait until all have made a step together, after `since`."""
+
+    def there() -> bool:
+        made = {line["pid"] for line in kernel.steps() if line["world"] == WORLD and line["t"] > since}
+        return len([pid for pid in made if alive(pid)]) == WORLD
+
+    until(there, PATIENCE, f"{WORLD} workers to train")
 
 
 def cases(part: int) -> Cases:
     rounds = max(3, 20 // part)
     with_another = {f"kernel and {name}": partial(survive, rounds, name) for name in PARTS}
-    return {"kernel": partial(survive, rounds), **with_another}
+    by_itself = {f"{name} alone": partial(alone, rounds, name) for name in PARTS}
+    return {"kernel": partial(survive, rounds), **with_another, **by_itself}
 
 
 if __name__ == "__main__":

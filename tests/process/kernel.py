@@ -1,6 +1,7 @@
 """A notebook's kernel, as far as a cluster knows it: starts one that is kept, trains on it, and waits to be killed.
 
-With `"attach": n` it takes over the one of that name, and says how many seconds it took, and until n workers trained.
+With `"attach": n` it takes over the one of that name, and says how many seconds the imports took, until it had the cluster,
+and until n workers trained.
 
 `python -m tests.process.kernel '{"name": …, "folder": …, "hosts": …, "options": {…}, "program": …, "arguments": {…}}'`
 """
@@ -20,10 +21,12 @@ def main() -> None:
     said = json.loads(sys.argv[1])
     if said.get("attach"):
         start = time.monotonic()
-        cluster = nbe.Cluster.attach(said["name"])
-        attached = time.monotonic()
+        attach = nbe.Cluster.attach
+        times = [time.monotonic() - start]
+        cluster = attach(said["name"])
+        times.append(time.monotonic() - start)
         cluster.wait(said["attach"], timeout=60)
-        print(json.dumps([attached - start, time.monotonic() - start]), flush=True)
+        print(json.dumps([*times, time.monotonic() - start]), flush=True)
         sys.stdin.read()
         return
     cluster = nbe.Cluster(said["hosts"], name=said["name"], keep=True, cooldown=(0, 0), **said["options"])

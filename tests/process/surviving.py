@@ -62,12 +62,12 @@ class Kernel:
         assert self.process.stdout.readline() == b"ready\n"
         return self
 
-    def again(self, world: int) -> tuple[float, float]:
-        """Another kernel, after this one was killed: seconds until it had the cluster, and until `world` workers trained."""
+    def again(self, world: int) -> tuple[float, float, float]:
+        """Another kernel, after this one was killed: seconds until it had imported all, had the cluster, and `world` trained."""
         self.process = self._begin({"name": self.name, "attach": world})
         assert self.process.stdout is not None
-        attached, whole = json.loads(self.process.stdout.readline())
-        return attached, whole
+        imported, attached, whole = json.loads(self.process.stdout.readline())
+        return imported, attached, whole
 
     def part(self, part: str) -> int:
         """A process of it: controller, or of the last host agent, template or worker."""
