@@ -7,7 +7,7 @@ not is broken like any other in which somebody has died, and its survivors gathe
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -100,12 +100,13 @@ def resume(
     now: float,
     *,
     problems: Mapping[str, str] | None = None,
+    coming: Collection[str] = (),
 ) -> tuple[World, tuple[m.Command, ...]]:
     """The world at `now` and what is to be done. `set_up`: the workers on which the setup cells have run. `problems`: of
-    agents that cannot be used, why.
+    agents that cannot be used, why. `coming`: hosts that were to start, whose agents may still be on their way.
     """
     out: Commands = []
-    world = _workers(_hosts(saved, agents, now, out), agents, heard, set_up, now)
+    world = _workers(_hosts(saved, agents, coming, now, out), agents, heard, set_up, now)
     world = staffing.stop_workers(world, saved.stopped, out)
     world = _lost(world, saved, heard, now, out)
     job = world.active
@@ -135,12 +136,16 @@ def _is_there(world: World, w: m.WorkerId) -> bool:
     return w in world.workers and w not in world.stopped
 
 
-def _hosts(saved: SavedWorld, agents: Mapping[str, AgentHello], now: float, out: Commands) -> World:
+def _hosts(
+    saved: SavedWorld, agents: Mapping[str, AgentHello], coming: Collection[str], now: float, out: Commands
+) -> World:
     hosts = {}
     for number, old in enumerate(sorted(saved.hosts, key=lambda host: host.joined), 1):
         name = old.spec.name
         if name in agents and old.phase is not HostPhase.LOST:
             hosts[name] = _found(old, agents[name], number, now)
+        elif name in coming and old.phase is HostPhase.STARTING:
+            hosts[name] = _starting(old)
         else:
             hosts[name] = _without_agent(old, now, out)
     unwanted = [name for name in agents if name not in hosts or hosts[name].phase is HostPhase.LOST]
@@ -165,10 +170,14 @@ def _hosts(saved: SavedWorld, agents: Mapping[str, AgentHello], now: float, out:
     return networks.widen(world, now, out) if networks.wide(world) else world
 
 
+def _starting(old: SavedHost) -> Host:
+    return Host(old.spec, old.joined, (Slot(old.newest),) * old.spec.slots, by_hand=old.by_hand)
+
+
 def _found(old: SavedHost, agent: AgentHello, number: int, now: float) -> Host:
     """Its agent lives. One that was not admitted yet is admitted like any other."""
     if old.phase is HostPhase.STARTING and not agent.newest:
-        return Host(old.spec, old.joined, (Slot(old.newest),) * old.spec.slots, by_hand=old.by_hand)
+        return _starting(old)
     busy = {w.slot: w.incarnation for w, _ in agent.workers}
     count = max([old.spec.slots, *(slot + 1 for slot in busy), *(slot + 1 for slot in agent.newest)])
     slots = tuple(

@@ -7,7 +7,6 @@ and starts it; the keys are in the agent's configuration, 0600 too. Both lie in 
 from __future__ import annotations
 
 import asyncio
-import itertools
 import json
 import os
 import re
@@ -86,7 +85,6 @@ _TEMPLATES = {
     ipp.LSFEngineSetLauncher: _LSF,
     ipp.HTCondorEngineSetLauncher: _HTCONDOR,
 }
-_numbers = itertools.count(1)
 _OURS = {"batch_file_name", "output_file", "environment", "engine_cmd", "engine_args", "output_limit", "stop_timeout"}
 _CANCEL = 'for i in 1 2 3; do "$@" && exit; sleep 2; done >/dev/null 2>&1 </dev/null &'
 # Slurm's words for a job's state (squeue's manual), and ours
@@ -161,10 +159,15 @@ class BatchAgent:
         run_dir: Path,
         options: Mapping[str, Any],
         on_stop: Callable[[int | None], None],
+        *,
+        number: int,
     ) -> None:
-        """`options`: traits of the launcher's class, like `queue`. UsageError if it or they are not to be had."""
+        """`options`: traits of the launcher's class, like `queue`. UsageError if it or they are not to be had.
+
+        `number` is another one for each: a host's next agent may start before this one's job has gone.
+        """
         stem = "".join(c if c.isascii() and (c.isalnum() or c in ".-_") else "_" for c in host)
-        own = f"agent-{stem}-{next(_numbers)}"  # a host's next agent may start before this one's job has gone
+        own = f"agent-{stem}-{number}"
         self._config, self._script, self._log = (run_dir / f"{own}.{kind}" for kind in ("json", "sh", "log"))
         self._stem, self._on_stop = stem, on_stop
         self._launcher = _make(
@@ -177,7 +180,7 @@ class BatchAgent:
         self._slurm = isinstance(self._launcher, ipp.SlurmLauncher)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._lock = threading.Lock()
-        self._job = ""  # its number, once it is submitted
+        self.job = ""  # its number, once it is submitted
         self._killed = self._over = False
         self._said = ""  # of the batch system
         self._state = ""
@@ -202,11 +205,16 @@ class BatchAgent:
         texts = {self._config: json.dumps(config), self._script: "\n".join(lines) + "\n"}
         threading.Thread(target=self._submit, args=(texts, slots), name="nbelastic-submit").start()
 
+    def adopt(self, job: str) -> None:
+        """Instead of `start`: the job is there, by an earlier driver."""
+        self._loop = asyncio.get_running_loop()
+        self.job = job
+
     def kill(self) -> None:
         """Cancel the job, wherever it is, and return at once. It is tried three times, even if this process ends."""
         with self._lock:
             self._killed = True
-            job = self._job
+            job = self.job
         if job and not self._over:
             self._cancel(job)
         self._clean()
@@ -222,11 +230,11 @@ class BatchAgent:
 
         With Slurm the controller is asked, at most every 2 s, and if the job has ended `on_stop` is called.
         """
-        if not self._job or not self._slurm or self._over or time.monotonic() < self._asked_at + EVERY:
+        if not self.job or not self._slurm or self._over or time.monotonic() < self._asked_at + EVERY:
             return self._state
         self._asked_at = time.monotonic()
         try:
-            code, out, err = await finish(["scontrol", "-o", "show", "job", self._job], ASK)
+            code, out, err = await finish(["scontrol", "-o", "show", "job", self.job], ASK)
         except DiscoveryError:
             return self._state
         if code and "Invalid job id" not in err:  # the controller is busy or away
@@ -235,7 +243,7 @@ class BatchAgent:
         reason = _field(out, "Reason").replace("_", " ")
         why = f" ({reason})" if reason not in ("", "None") else ""
         if code or word in _ENDED:
-            self._state, self._said = "", f"Slurm job {self._job}: {word}{why}"
+            self._state, self._said = "", f"Slurm job {self.job}: {word}{why}"
             self._clean()
             self._end(_exit_code(word, _field(out, "ExitCode")))
         else:
@@ -264,7 +272,7 @@ class BatchAgent:
         except Exception as error:  # noqa: BLE001  (it may be a third party's launcher)
             said = str(error) or repr(error)
         with self._lock:
-            self._job = job
+            self.job = job
             killed = self._killed
         if killed and job:
             self._cancel(job)

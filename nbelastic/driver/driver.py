@@ -38,6 +38,7 @@ from nbelastic.link import Hub, Keys
 T = TypeVar("T")
 
 POLL = 1.0  # seconds between looks at the host discovery
+JOBS = 2.0  # seconds between looks at batch jobs
 CLOSING = 5.0  # seconds that agents have to end before they are killed
 FAILURES = ("worker-lost", "host-lost", "world-broken")
 
@@ -166,7 +167,7 @@ class Driver:
             watches = (
                 self._discover(),
                 self._silence.listen(),
-                self.fleet.look_after_jobs(),
+                self._look_after_jobs(),
                 self.fleet.look_after_gates(),
             )
             tasks = [asyncio.create_task(watch) for watch in watches]
@@ -428,6 +429,13 @@ class Driver:
         if message.first is not None and message.epoch == self.world.epoch:
             self.chronicle.first_step(message, now, self._size)
         self._publish()
+
+    async def _look_after_jobs(self) -> None:
+        """For ever, those of a batch system."""
+        while True:
+            await asyncio.sleep(JOBS)
+            await self.fleet.look_after_jobs()
+            self.save()  # one has its number only a while after it was submitted
 
     async def _discover(self) -> None:
         """Ask where hosts come from, once a second; the first failure is fatal, a later one is told once, and its end."""

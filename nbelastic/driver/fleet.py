@@ -18,8 +18,9 @@ from nbelastic.core import messages as m
 from nbelastic.core import wire
 from nbelastic.core.errors import HostError
 from nbelastic.driver.gate import Doors
-from nbelastic.driver.launchers import AdoptedAgent, Agent, BatchJobAgent, agent_for, batch_folder, locate
+from nbelastic.driver.launchers import AdoptedAgent, Agent, BatchJobAgent, agent_for, locate
 from nbelastic.driver.live import Live
+from nbelastic.driver.places import batch_folder
 from nbelastic.driver.run import Run
 from nbelastic.driver.saved import Saved, SavedAgent
 from nbelastic.link import Hub, Keys
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
     from nbelastic.driver.settings import Settings
 
 GATES = 0.5  # seconds between looks at the gates
-JOBS = 2.0  # seconds between looks at batch jobs
 LEASE = 8.0  # seconds without the driver after which an agent on another machine ends
 NCCL = {  # before torch is imported: aborting NCCL from another thread needs its watchdog out of the way (torch's sources)
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
@@ -138,8 +138,12 @@ class Fleet:
             held.here, held.move = old.here, old.move
             held.slots = next((h.spec.slots for h in saved.world.hosts if h.spec.name == host and not old.here), 0)
             stopped = partial(self._agent_stopped, host, held)
-            held.agent = AdoptedAgent(old.process, stopped)
-            held.agent.start({})
+            if old.job:
+                held.agent = batch = BatchJobAgent(host, self._settings, stopped, old.number)
+                batch.adopt(old.job)
+            else:
+                held.agent = AdoptedAgent(old.process, stopped)
+                held.agent.start({})
         if saved.agents:
             self._starting = self._loop.create_task(self._start_engines(saved.controller))
             await self._starting
@@ -147,7 +151,7 @@ class Fleet:
     def agents(self) -> dict[str, SavedAgent]:
         """Those that run, for another driver."""
         return {
-            host: SavedAgent(held.number, held.agent.process, held.here, held.move)
+            host: SavedAgent(held.number, held.agent.process, held.here, held.move, held.agent.job)
             for host, held in self._held.items()
             if held.agent is not None
         }
@@ -167,14 +171,12 @@ class Fleet:
         return self._engines.process if self._engines is not None else ""
 
     async def look_after_jobs(self) -> None:
-        """For ever: how do the batch jobs stand whose agents have not spoken yet? One that has failed says so then."""
-        while True:
-            await asyncio.sleep(JOBS)
-            self.live.jobs = {
-                host: await held.agent.state()
-                for host, held in list(self._held.items())
-                if isinstance(held.agent, BatchJobAgent) and held.peer not in self._hub.heard_at
-            }
+        """How do the batch jobs stand whose agents have not spoken yet? One that has failed says so then."""
+        self.live.jobs = {
+            host: await held.agent.state()
+            for host, held in list(self._held.items())
+            if isinstance(held.agent, BatchJobAgent) and held.peer not in self._hub.heard_at
+        }
 
     async def look_after_gates(self) -> None:
         """For ever."""
@@ -256,7 +258,8 @@ class Fleet:
                 driver = self._hub.address
             else:
                 threads, driver = "", self._doors.lead(held.here, self._hub.address)
-            agent = agent_for(spec, local, self._settings, lambda why: self._agent_stopped(spec.name, held, why))
+            stopped = partial(self._agent_stopped, spec.name, held)
+            agent = agent_for(spec, local, self._settings, stopped, number)
             agent.start({**self._config(spec, local, number), "driver": driver, "threads": threads})
         except OSError as error:  # no ssh here, say
             held.launching = None

@@ -22,6 +22,7 @@ from nbelastic.core.addresses import is_loopback
 from nbelastic.core.messages import HostSpec
 from nbelastic.driver import ssh
 from nbelastic.driver.batch import BatchAgent, tail
+from nbelastic.driver.places import batch_folder
 from nbelastic.driver.settings import SSH, Settings
 from nbelastic.presence import identity, lives, pid_of
 from nbelastic.processes import kill_group
@@ -30,10 +31,14 @@ from nbelastic.processes import kill_group
 class Agent(Protocol):
     """An agent's process, as the driver holds it. `on_stop(why)` is called in the loop's thread, once.
 
-    `process`: which one of this machine it is, or has before it (`pid@start`); empty: none.
+    `process`: which one of this machine it is, or has before it (`pid@start`); empty: none. `job`: that of a batch system.
     """
 
-    process: str
+    @property
+    def process(self) -> str: ...
+
+    @property
+    def job(self) -> str: ...
 
     def start(self, config: Mapping[str, Any]) -> None:
         """Returns at once."""
@@ -88,6 +93,8 @@ def _endless() -> IO[bytes]:
 class ProcessAgent:
     """An agent behind a process of this machine: itself, or the ssh client in front of it."""
 
+    job = ""
+
     def __init__(
         self,
         command: list[str],
@@ -123,13 +130,15 @@ class ProcessAgent:
 class AdoptedAgent:
     """An agent that another driver has started: behind this process (`pid@start`) of this machine, if it has one."""
 
+    job = ""
+
     def __init__(self, process: str, on_stop: Callable[[str], None]) -> None:
         self.process, self._on_stop = process, on_stop
         self._pid = pid_of(process)
         self._watched = -1
 
     def start(self, config: Mapping[str, Any]) -> None:  # noqa: ARG002  (the other driver has told it)
-        if not self.process:  # a batch job's: only the link tells of it
+        if not self.process:  # a job that was about to be submitted: only the link tells of it
             return
         loop = asyncio.get_running_loop()
         try:
@@ -159,42 +168,47 @@ class AdoptedAgent:
 
 
 class BatchJobAgent:
-    """An agent behind a job of a batch system."""
+    """An agent behind a job of a batch system. `number`: which one of the cluster's agents it is."""
 
     process = ""
 
-    def __init__(self, host: str, settings: Settings, on_stop: Callable[[str], None]) -> None:
+    def __init__(self, host: str, settings: Settings, on_stop: Callable[[str], None], number: int) -> None:
         self._python, self._on_stop = settings.python, on_stop
-        folder = batch_folder(settings.name)  # the nodes must see it, and it holds keys for as long as jobs start
-        self._job = BatchAgent(settings.launcher, host, folder, settings.launcher_options, self._stopped)
+        folder = batch_folder(settings.name)
+        self._batch = BatchAgent(
+            settings.launcher, host, folder, settings.launcher_options, self._stopped, number=number
+        )
+
+    @property
+    def job(self) -> str:
+        return self._batch.job
 
     def start(self, config: Mapping[str, Any]) -> None:
-        self._job.start(config, {}, self._python, None)
+        self._batch.start(config, {}, self._python, None)
+
+    def adopt(self, job: str) -> None:
+        """Instead of `start`: another driver has submitted it."""
+        self._batch.adopt(job)
 
     def _stopped(self, code: int | None) -> None:
-        self._on_stop(_ended("batch job", code, self._job.output()))
+        self._on_stop(_ended("batch job", code, self._batch.output()))
 
     def kill(self) -> None:
-        self._job.kill()
+        self._batch.kill()
 
     async def state(self) -> str:
         """How the job stands, in a word or two."""
-        return await self._job.state()
+        return await self._batch.state()
 
 
-def batch_folder(name: str) -> Path:
-    """Home folders are shared among the nodes of a cluster, temporary ones are not."""
-    return Path.home() / ".nbelastic" / name
-
-
-def agent_for(spec: HostSpec, local: str, settings: Settings, on_stop: Callable[[str], None]) -> Agent:
-    """What will start the agent of this host."""
+def agent_for(spec: HostSpec, local: str, settings: Settings, on_stop: Callable[[str], None], number: int) -> Agent:
+    """What will start the agent of this host, the cluster's `number`-th."""
     stem = "".join(c if c.isalnum() or c in ".-_" else "_" for c in spec.name)
     log, python, keep = settings.run_dir / f"agent-{stem}.log", settings.python, settings.lease is not None
     if local:
         return ProcessAgent([sys.executable, "-c", ssh.AGENT], log, partial(_ended, "agent"), on_stop, keep=keep)
     if settings.launcher != SSH:
-        return BatchJobAgent(spec.name, settings, on_stop)
+        return BatchJobAgent(spec.name, settings, on_stop, number)
     return ProcessAgent(
         ssh.command(spec, python), log, lambda code, said: ssh.explain(spec, code, said, python), on_stop, keep=keep
     )

@@ -96,6 +96,14 @@ def holder(lock: Path) -> int:
     return pid_of(who) if lives(who) else 0
 
 
+def batch_folder(name: str) -> Path:
+    """Where batch jobs of this cluster find what they are to run, and its keys, for as long as jobs start.
+
+    Home folders are shared among the nodes of a cluster, temporary ones are not.
+    """
+    return Path.home() / ".nbelastic" / name
+
+
 def gpus() -> int:
     """How many GPUs this process may use. torch is not asked: a kernel never imports it."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")

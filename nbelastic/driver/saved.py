@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import os
 import shlex
+import shutil
 import stat
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
@@ -27,7 +28,7 @@ from nbelastic.core.messages import EndJob, HostSpec, WorkerId
 from nbelastic.core.takeover import SavedWorld
 from nbelastic.driver.discovery import FixedHosts, HostDiscovery, ScriptDiscovery
 from nbelastic.driver.gate import SavedGate
-from nbelastic.driver.places import RunDir, holder
+from nbelastic.driver.places import RunDir, batch_folder, holder
 from nbelastic.folders import base
 from nbelastic.link import Keys, encode
 from nbelastic.presence import lives
@@ -38,13 +39,14 @@ T = TypeVar("T")
 
 class SavedAgent(msgspec.Struct, frozen=True):
     """An agent: which one of its host's, the process behind it on this machine (its own, or ssh's) as `pid@start`, this
-    machine's address towards the host, and where its workers have moved.
+    machine's address towards the host, where its workers have moved, and its job in a batch system.
     """
 
     number: int
     process: str
     here: str = ""
     move: wire.Rehome | None = None
+    job: str = ""
 
 
 class SavedJob(msgspec.Struct, frozen=True):
@@ -256,6 +258,7 @@ def sweep(name: str) -> None:
     run_dir = RunDir(name)
     with suppress(UsageError):  # somebody takes the name at this moment
         run_dir.hold()
+        shutil.rmtree(batch_folder(name), ignore_errors=True)
         run_dir.release()
 
 

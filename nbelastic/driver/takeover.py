@@ -17,6 +17,7 @@ from nbelastic.core import messages as m
 from nbelastic.core import takeover, wire
 from nbelastic.core.errors import UsageError
 from nbelastic.core.takeover import missing
+from nbelastic.core.world import HostPhase
 from nbelastic.driver.places import RunDir
 from nbelastic.driver.run import Call, Run
 from nbelastic.driver.saved import Saved, SavedJob
@@ -49,6 +50,7 @@ class Arrivals:
 
     def _look(self) -> None:
         gone = {host for host, agent in self._saved.agents.items() if agent.process and not lives(agent.process)}
+        gone |= coming(self._saved)
         here = {host.spec.name for host in self._saved.world.hosts if host.spec.name in self._saved.agents}
         awaited = set(missing(self._saved.world, self.agents, self.workers))
         if not awaited - gone - ({host.spec.name for host in self._saved.world.hosts} - here):
@@ -58,6 +60,12 @@ class Arrivals:
         self._look()
         with suppress(TimeoutError):
             await asyncio.wait_for(self._complete.wait(), PATIENCE)
+
+
+def coming(saved: Saved) -> set[str]:
+    """Hosts whose agents have a job that may not have begun."""
+    starting = {host.spec.name for host in saved.world.hosts if host.phase is HostPhase.STARTING}
+    return {host for host, agent in saved.agents.items() if agent.job and host in starting}
 
 
 def request(saved: Saved, run_dir: RunDir) -> None:
@@ -139,6 +147,7 @@ def take_over(driver: Driver, saved: Saved, arrivals: Arrivals) -> None:
         frozenset(saved.set_up),
         now,
         problems={host: versions.difference(agent.versions, ours) for host, agent in arrivals.agents.items()},
+        coming=coming(saved),
     )
     if driver.notes is not None:
         driver.notes.recall(driver)
@@ -147,7 +156,7 @@ def take_over(driver: Driver, saved: Saved, arrivals: Arrivals) -> None:
         if here.worker in driver.world.workers:
             driver.find(here)
     for host in saved.agents:
-        if host not in arrivals.agents:
+        if host not in arrivals.agents and host not in coming(saved):
             driver.fleet.kill_agent(host)
     driver.carry_out(commands, now)
     if saved.job is not None and saved.job.script is not None:

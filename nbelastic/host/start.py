@@ -7,6 +7,7 @@ import multiprocessing as mp
 import os
 import resource
 import sys
+from contextlib import suppress
 from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ def main() -> None:
     there `NBELASTIC_AGENT` names the file.
     """
     file = os.environ.pop("NBELASTIC_AGENT", None)
-    config, lifeline = (Path(file).read_bytes(), -1) if file else _from_stdin()
+    config, lifeline = (_from_file(Path(file)), -1) if file else _from_stdin()
     settings = json.loads(config)
     _arrange(settings)
     mp.get_context("forkserver").set_forkserver_preload([TEMPLATE])
@@ -31,6 +32,14 @@ def main() -> None:
     from nbelastic.host import agent
 
     agent.run(config, lifeline)
+
+
+def _from_file(path: Path) -> bytes:
+    """Nobody else needs it."""
+    config = path.read_bytes()
+    with suppress(OSError):
+        path.unlink()
+    return config
 
 
 def _from_stdin() -> tuple[bytes, int]:

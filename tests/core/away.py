@@ -121,16 +121,20 @@ class Away:
 
     # ---- a new driver ----
 
-    def new_driver(self, *, frozen: Iterable[str] = (), late: Iterable[str] = ()) -> Story:
-        """It comes and hears everybody but those who are `frozen`, and the agents of hosts that are `late`."""
+    def new_driver(
+        self, *, frozen: Iterable[str] = (), late: Iterable[str] = (), coming: Collection[str] = ()
+    ) -> Story:
+        """It comes and hears everybody but those who are `frozen`, and the agents of hosts that are `late`, which are ended,
+        or `coming`, which it knows of and hears afterwards.
+        """
         story = self._story
         for name in late:  # whoever says nothing is killed
             story.end_agent(name)
         mute = {wid(name) for name in frozen} | story.silent
         heard = {w: self._statement(w) for w in story.fakes if w not in mute}
-        agents = {name: self.hello(name) for name in story.agents}
+        agents = {name: self.hello(name) for name in story.agents if name not in coming}
         set_up = frozenset(story.set_up.intersection(story.fakes))
-        story.world, commands = resume(self.saved, agents, heard, set_up, story.now)
+        story.world, commands = resume(self.saved, agents, heard, set_up, story.now, coming=coming)
         story.stores |= {w: here.store for w, here in heard.items()}
         story.said.extend(commands)
         for command in commands:
@@ -143,6 +147,9 @@ class Away:
             elif w in story.fakes and w not in set_up and not here.busy:
                 story._say(w, m.WorkerRegistered(w))
         story.answers += [m.WorkerFroze(w, "stopped") for w in sorted(mute) if w in story.fakes]
+        story.answers += [
+            m.AgentReady(name, 1, story.interfaces(name), 4711) for name in coming if name in story.agents
+        ]
         return story
 
     def hello(self, name: str) -> AgentHello:

@@ -52,6 +52,27 @@ def test_an_agent_that_does_not_speak_in_time_is_started_anew():
     assert story.world.hosts["b"].phase is HostPhase.UP
 
 
+def test_a_host_that_is_still_on_its_way():
+    """Its job waits in a queue: it is not submitted again, keeps its host starting, and is admitted when it speaks."""
+    story = Story("a:1", min=1).answer()
+    story.add("b:1")
+    mark = story.mark()
+    Away(story).new_driver(coming=["b"])
+    assert story.world.hosts["b"].phase is HostPhase.STARTING
+    story.answer()
+    assert story.commands(m.StartAgent, mark) == []
+    assert story.alive() == ["a/0#1", "b/0#1"]
+
+
+def test_a_host_that_was_there_is_not_on_its_way():
+    """Its job runs, and its agent does not speak: it is lost, and tried again."""
+    story = Story("a:1", "b:1", min=1).answer()
+    mark = story.mark()
+    story.end_agent("b")
+    Away(story).new_driver(coming=["b"]).answer()
+    assert [command.host.name for command in story.commands(m.StartAgent, mark)] == ["b"]
+
+
 @pytest.mark.parametrize("reached", [0, 1, 3])
 def test_workers_that_never_heard_of_the_job_are_told(reached):
     """The driver dies as it starts the programs: who has not got one gets it, nobody gets two."""

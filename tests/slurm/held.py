@@ -1,11 +1,13 @@
 """A batch agent as the tests hold it."""
 
 import asyncio
+import itertools
 import time
 
 from nbelastic.driver.batch import BatchAgent
 
 PATIENCE = 40.0
+_numbers = itertools.count(1)
 
 
 async def until(true, seconds=PATIENCE, what=""):
@@ -27,7 +29,7 @@ class Held:
     def __init__(self, folder, launcher="slurm", host="node1", **options):
         self.stops = []
         self.run_dir = folder / "run"
-        self.agent = BatchAgent(launcher, host, self.run_dir, options, self.stops.append)
+        self.agent = BatchAgent(launcher, host, self.run_dir, options, self.stops.append, number=next(_numbers))
         self.host = host
         self.config = {"settings": {"slots": "2"}, "keys": {"secret": "not-to-be-seen"}}
 
@@ -45,7 +47,7 @@ class Held:
 
 def job(held):
     """Its number; empty before it is submitted."""
-    return held.agent._job
+    return held.agent.job
 
 
 async def ended(held):

@@ -1,10 +1,13 @@
 """A cluster whose hosts are Slurm jobs."""
 
+import os
+
 import pytest
 
 import nbelastic as nbe
 from tests.process.observing import Training, until
 from tests.process.programs import train
+from tests.process.surviving import Kernel, attached, end_all
 
 
 @pytest.fixture
@@ -38,3 +41,62 @@ def test_a_cancelled_job_is_a_lost_host(slurm, training):
     slurm("scancel", jobs(slurm)["nbelastic-two"])
     training.runs(2)
     training.finish()
+
+
+@pytest.fixture
+def kept(slurm, tmp_path, monkeypatch):
+    """A kernel with a kept cluster whose hosts are jobs, each on a node of its own; nothing of it is left."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    options = {"launcher": "slurm", "launcher_options": {"options": "--exclusive"}, "silence": 3.0}
+    started = []
+
+    def start(hosts):
+        started.append(Kernel(f"jobs-{os.getpid()}", tmp_path / "steps", hosts, **options))
+        return started[-1].ready()
+
+    yield start
+    end_all(started, 20)
+    until(lambda: not slurm.jobs(), what="all jobs to end")
+    assert not (tmp_path / ".nbelastic" / started[-1].name).exists()
+
+
+def test_jobs_outlive_a_kernel(slurm, kept):
+    """The next kernel has the same jobs, and trains on without a new epoch; a host that is removed gives its job back."""
+    kernel = kept("one:1,two:1")
+    kernel.makes_steps(2)
+    before = jobs(slurm)
+    until(lambda: all(agent.job for agent in kernel.saved.agents.values()), what="the jobs to be written down")
+    kernel.kill()
+    training = attached(kernel)
+    training.runs(2)
+    assert jobs(slurm) == before
+    assert training.cluster.status().epoch == 1
+    training.cluster.remove_host("two")
+    until(lambda: set(jobs(slurm)) == {"nbelastic-one"}, what="the job to end")
+    training.finish()
+
+
+def test_a_job_that_waits_outlives_a_kernel(slurm, kept):
+    """It keeps its place in the queue, joins when its turn has come, and is cancelled if it has not by the end."""
+    slurm("scontrol", "update", "nodename=n2", "state=drain", "reason=test")
+    kernel = kept("one:1,two:1")
+    kernel.makes_steps(1)
+    until(lambda: kernel.saved.agents.keys() == {"one", "two"} and all(a.job for a in kernel.saved.agents.values()))
+    before = jobs(slurm)
+    assert len(before) == 2
+    kernel.kill()
+    training = attached(kernel)
+    training.runs(1)
+    assert jobs(slurm) == before
+    slurm("scontrol", "update", "nodename=n2", "state=resume")
+    training.runs(2)
+    assert jobs(slurm) == before
+    training.cluster.add_host("three:1")
+    until(lambda: "nbelastic-three" in jobs(slurm))
+    until(lambda: "three" in kernel.saved.agents and kernel.saved.agents["three"].job)
+    training.cluster.detach()
+    training = attached(kernel)
+    assert "nbelastic-three" in jobs(slurm)
+    training.finish()
+    training.cluster.stop()
+    until(lambda: not slurm.jobs(), what="the job that waits to be cancelled")

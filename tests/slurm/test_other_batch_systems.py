@@ -50,7 +50,7 @@ def test_options_that_are_none(launcher, options, why, tmp_path, monkeypatch):
     with pytest.raises(nbe.UsageError, match=why):
         batch.check_options(launcher, options)
     with pytest.raises(nbe.UsageError, match=why):
-        BatchAgent(launcher, "a", tmp_path / "run", options, print)
+        BatchAgent(launcher, "a", tmp_path / "run", options, print, number=1)
     assert list(tmp_path.iterdir()) == []
 
 
