@@ -25,14 +25,22 @@ GONE = "while no driver was there"
 UNSAVED = 1000  # probes: more than the last driver can have begun without writing it down
 
 
-class SavedHost(Struct, frozen=True):
-    """`newest`: the highest incarnation of its workers so far."""
+class SavedHost(Struct, frozen=True, omit_defaults=True):
+    """`newest`: the highest incarnation of its workers so far. Times are of the clock of this machine (monotonic)."""
 
     spec: m.HostSpec
     joined: int
     by_hand: bool
     newest: int
     phase: HostPhase
+    slots: tuple[Slot, ...] = ()
+    strikes: int = 0
+    retry_at: float = 0.0
+    reason: str = ""
+
+    def slot(self, number: int, **now: object) -> Slot:
+        """What is to be remembered of it, and how it is `now`."""
+        return replace(self.slots[number] if number < len(self.slots) else Slot(), **now)
 
 
 class SavedWorld(Struct, frozen=True):
@@ -60,7 +68,17 @@ class SavedWorld(Struct, frozen=True):
 def summary(world: World) -> SavedWorld:
     """Of this one."""
     hosts = tuple(
-        SavedHost(host.spec, host.joined, host.by_hand, staffing.newest(world, name), host.phase)
+        SavedHost(
+            host.spec,
+            host.joined,
+            host.by_hand,
+            staffing.newest(world, name),
+            host.phase,
+            host.slots,
+            host.strikes,
+            host.retry_at,
+            host.reason,
+        )
         for name, host in world.hosts.items()
     )
     job = world.job or Job("")
@@ -171,7 +189,11 @@ def _hosts(
 
 
 def _starting(old: SavedHost) -> Host:
-    return Host(old.spec, old.joined, (Slot(old.newest),) * old.spec.slots, by_hand=old.by_hand)
+    return Host(old.spec, old.joined, _empty(old, old.newest), strikes=old.strikes, by_hand=old.by_hand)
+
+
+def _empty(old: SavedHost, newest: int) -> tuple[Slot, ...]:
+    return tuple(old.slot(number, incarnation=newest, busy=False) for number in range(old.spec.slots))
 
 
 def _found(old: SavedHost, agent: AgentHello, number: int, now: float) -> Host:
@@ -181,7 +203,8 @@ def _found(old: SavedHost, agent: AgentHello, number: int, now: float) -> Host:
     busy = {w.slot: w.incarnation for w, _ in agent.workers}
     count = max([old.spec.slots, *(slot + 1 for slot in busy), *(slot + 1 for slot in agent.newest)])
     slots = tuple(
-        Slot(busy[i], busy=True) if i in busy else Slot(max(old.newest, agent.newest.get(i, 0))) for i in range(count)
+        old.slot(i, incarnation=busy.get(i, max(old.newest, agent.newest.get(i, 0))), busy=i in busy)
+        for i in range(count)
     )
     address = agent.address or (agent.addresses[0].address if agent.addresses else "")
     draining = old.phase is HostPhase.DRAINING
@@ -193,6 +216,7 @@ def _found(old: SavedHost, agent: AgentHello, number: int, now: float) -> Host:
         since=now,
         phase=HostPhase.DRAINING if draining else HostPhase.UP,
         reason="draining" if draining else "",
+        strikes=old.strikes,
         by_hand=old.by_hand,
         addresses=agent.addresses,
         port=agent.port,
@@ -203,14 +227,18 @@ def _found(old: SavedHost, agent: AgentHello, number: int, now: float) -> Host:
 
 
 def _without_agent(old: SavedHost, now: float, out: Commands) -> Host:
-    """It is tried again at once, unless it was to leave. It may have started workers of which nothing was saved."""
-    slots = (Slot(old.newest + 1),) * old.spec.slots
+    """It is tried again at once, unless it was to leave, or was lost before and is to wait. It may have started workers of
+    which nothing was saved.
+    """
+    host = Host(old.spec, old.joined, _empty(old, old.newest + 1), strikes=old.strikes, by_hand=old.by_hand)
     if old.phase is HostPhase.DRAINING:
-        return Host(old.spec, old.joined, slots, phase=HostPhase.DRAINING, by_hand=old.by_hand)
+        return replace(host, phase=HostPhase.DRAINING)
+    if old.phase is HostPhase.LOST:
+        return replace(host, phase=HostPhase.LOST, reason=old.reason, retry_at=max(now, old.retry_at))
     why = f"its agent was lost {GONE}"
     if old.phase is HostPhase.UP:
         out.append(m.Record("host-lost", f"{old.spec.name}: {why}", host=old.spec.name))
-    return Host(old.spec, old.joined, slots, phase=HostPhase.LOST, reason=why, retry_at=now, by_hand=old.by_hand)
+    return replace(host, phase=HostPhase.LOST, reason=why, retry_at=now)
 
 
 def _workers(

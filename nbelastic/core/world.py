@@ -68,7 +68,7 @@ class HostPhase(StrEnum):
     LOST = "lost"
 
 
-class Slot(Struct, frozen=True, gc=False):
+class Slot(Struct, frozen=True, gc=False, omit_defaults=True):
     """A place for one process. `strikes` are deaths not yet forgiven."""
 
     incarnation: int = 0

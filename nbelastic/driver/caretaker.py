@@ -119,6 +119,11 @@ class Caretaker:
                         os.close(fd)
         self._reap()
 
+    @property
+    def stopped(self) -> bool:
+        """Somebody has stopped it (SIGSTOP), and nothing is passed on."""
+        return state_of(self._pid) in "Tt"
+
     def leave(self) -> None:
         """It is to outlive this process."""
         if self._child is not None:

@@ -22,6 +22,7 @@ LONGER = 10.0  # seconds that ipyparallel waits longer for a silent engine than 
 REACH, PATIENCE = 5.0, 30.0  # seconds after which a controller is asked again, and that it may take to answer
 PAUSE = 10.0  # at most, in seconds, between two starts of a controller that ends at once
 LOOK = 1.0  # seconds between two looks at what is not answered
+STILL = 5  # looks at a stopped controller after which it is ended
 IDLE = (2, 4, 8, 16)  # looks without an answer of who runs nothing, after which it is asked; then every 16th
 Outcome = tuple[str, Any, str]
 log = logging.getLogger("nbelastic")
@@ -133,7 +134,7 @@ class Engines:
 
     async def _reach(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self._tasks = [self._loop.create_task(self._watch()), self._loop.create_task(self._look_for_lost())]
+        self._tasks = [self._loop.create_task(self._watch()), self._loop.create_task(self._look())]
         late = self._loop.time() + PATIENCE
         while self.client is None:
             connecting = self._loop.run_in_executor(None, self._connect, self._caretaker.information("client"))
@@ -195,10 +196,14 @@ class Engines:
                     meeting.cancel()
                 await asyncio.gather(meeting, ending, return_exceptions=True)
 
-    async def _look_for_lost(self) -> None:
-        """For ever: ask those that should have answered. A connection that breaks takes along what is on its way."""
+    async def _look(self) -> None:
+        """For ever: a stopped controller is as good as none, and a connection that breaks takes along what is on its way."""
+        still = 0
         while True:
             await asyncio.sleep(LOOK)
+            still = still + 1 if self._caretaker.stopped else 0
+            if still >= STILL:
+                await self._caretaker.end()
             for uuid in self._ids:
                 waits = bool(self.client._outstanding_dict.get(uuid)) and not self._busy.get(uuid)
                 self._idle[uuid] = looks = self._idle.get(uuid, 0) + 1 if waits else 0

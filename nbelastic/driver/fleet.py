@@ -389,7 +389,9 @@ class Fleet:
 
         def then(result: Any) -> None:
             error = error_of(result)
-            if error:
+            if error.startswith("ControllerLostError"):  # how far it ran is not known: another process begins anew
+                self._post(m.RestartRequested(w, "nbelastic, as the answer of its setup cell was lost"))
+            elif error:
                 self._post(m.WorkerRegistered(w, error))
             else:
                 self._set_up(w, done + 1)

@@ -22,7 +22,7 @@ import msgspec
 
 from nbelastic.core.addresses import bracketed
 from nbelastic.presence import identity, lives, outlast, pid_of
-from nbelastic.processes import kill_group, leave
+from nbelastic.processes import kill_group, leave, state_of
 
 MOST_OF_A_PEER = 128  # connections of one address through one door: a host has a few for each worker
 MOST = 4096  # through one door
@@ -82,9 +82,9 @@ class Gate:
         self._doors[process] = doors
 
     def mend(self) -> None:
-        """A process that has ended is started again, with the same doors: who came through comes back by itself."""
+        """A process that has ended, or is stopped, is replaced, with the same doors: who came through comes back by itself."""
         for process, doors in list(self._doors.items()):
-            if not lives(process):
+            if not lives(process) or state_of(pid_of(process)) in "Tt":
                 self._end(process)
                 try:
                     self._open(doors)

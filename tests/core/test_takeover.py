@@ -73,6 +73,31 @@ def test_a_host_that_was_there_is_not_on_its_way():
     assert [command.host.name for command in story.commands(m.StartAgent, mark)] == ["b"]
 
 
+def test_strikes_are_not_forgotten():
+    """A slot that cools goes on cooling until its time, and its next death makes the pause longer; restarts are counted on."""
+    story = Story("a:2", min=1, cooldown=(8.0, 64.0)).run().kill("a/1#1").answer().kill("a/1#2").answer()
+    until = story.world.hosts["a"].slots[1].cooling_until
+    assert until == story.now + 8.0
+    Away(story).new_driver().answer().wait(7.0)
+    assert story.alive() == ["a/0#1"]
+    story.wait(1.0)
+    assert story.now == until
+    assert story.alive() == ["a/0#1", "a/1#3"]
+    story.kill("a/1#3").answer()
+    slot = story.world.hosts["a"].slots[1]
+    assert (slot.cooling_until, slot.restarts) == (story.now + 16.0, 3)
+
+
+def test_a_host_that_was_lost_before_waits_for_its_time():
+    """Whoever comes meanwhile does not try it sooner."""
+    story = Story("a:1", "b:1", min=1, cooldown=(8.0, 64.0)).answer().lose_host("b").answer()
+    mark = story.mark()
+    Away(story).new_driver().answer().wait(7.0)
+    assert story.commands(m.StartAgent, mark) == []
+    story.wait(1.0)
+    assert [command.host.name for command in story.commands(m.StartAgent, mark)] == ["b"]
+
+
 @pytest.mark.parametrize("reached", [0, 1, 3])
 def test_workers_that_never_heard_of_the_job_are_told(reached):
     """The driver dies as it starts the programs: who has not got one gets it, nobody gets two."""
