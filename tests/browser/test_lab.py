@@ -210,6 +210,39 @@ def test_a_view_whose_kernel_was_restarted_says_so(lab, page, notebook):
         os.kill(pid, 0)
 
 
+def test_a_kept_cluster_goes_on_after_a_restart(lab, page, notebook, output_path):
+    """Another kernel attaches: the dashboard goes on with its history, logs and orders, and nobody who trains was disturbed."""
+    page.set_viewport_size({"width": 1300, "height": 1500})
+    name = f"lab-{os.getpid()}"
+    stop = "%elastic_stop"
+    run = notebook(
+        lab.write("kept.ipynb", LOAD, f"{START} --keep --name {name}", TRAIN, f"%elastic_attach {name}", stop)
+    )
+    view, facts = page.locator(".nbe"), page.locator(".nbe-facts")
+    run(0)
+    run(1)
+    run(2)
+    expect(facts.first).to_contain_text("2 / 2–4", timeout=30_000)
+    expect(facts.first).to_contain_text("loss")
+    page.evaluate("() => { window.jupyterapp.shell.currentWidget.sessionContext.session.kernel.restart() }")
+    expect(view.first.get_by_role("alert")).to_contain_text("the kernel", timeout=30_000)
+    page.wait_for_function(KERNEL_READY, timeout=60_000)
+    run(0)
+    run(3)
+    expect(facts.last).to_contain_text("2 / 2–4", timeout=20_000)
+    expect(facts.last).to_contain_text("loss")
+    expect(view.last.locator(".nbe-log")).to_contain_text("world of 2 at epoch 1")
+    expect(view.last.locator(".nbe-log")).to_contain_text("2 workers train on in epoch 1")
+    view.last.get_by_role("tab", name="Logs").click()
+    expect(view.last.locator(".nbe-lines")).to_contain_text("step 50", timeout=5_000)
+    view.last.screenshot(path=f"{output_path}/attached.png")
+    view.last.get_by_label("Host to add").fill("127.0.0.2:1")
+    view.last.get_by_role("button", name="Add host").click()
+    expect(facts.last).to_contain_text("3 / 2–4", timeout=20_000)
+    run(4)
+    expect(view.last.locator(".nbe-phase")).to_have_text("finished", timeout=20_000)
+
+
 @pytest.mark.parametrize("lab", ["notebook"], indirect=True)
 def test_in_jupyter_notebook_7(lab, page, notebook):
     """The same view, and clicks are heard there too while a cell is busy."""
