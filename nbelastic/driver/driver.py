@@ -102,6 +102,7 @@ class Driver:
     def record(self, record: m.Record) -> None:
         """Add a line to the event log, from the driver's own thread."""
         self._record(record, time.monotonic())
+        self.save()
         self.chronicle.notify()
 
     def _record(self, record: m.Record, now: float) -> None:
@@ -435,7 +436,7 @@ class Driver:
         while True:
             await asyncio.sleep(JOBS)
             await self.fleet.look_after_jobs()
-            self.save()  # one has its number only a while after it was submitted
+            self.save()  # what no event tells: the number of one that has been submitted, another gate
 
     async def _discover(self) -> None:
         """Ask where hosts come from, once a second; the first failure is fatal, a later one is told once, and its end."""

@@ -19,6 +19,8 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
+import psutil
+
 import nbelastic as nbe
 from nbelastic.presence import lives
 from tests.benchmarks.recovery import Cases, run
@@ -95,7 +97,10 @@ def alone(rounds: int, part: str) -> dict[str, list[float]]:
         for _ in range(rounds):
             all_train(kernel, time.time())
             begun = time.time()
-            kill(kernel.part(part))
+            victim = kernel.part(part)
+            doomed = psutil.Process(victim).children(recursive=True)
+            kill(victim)
+            psutil.wait_procs(doomed)
             if part == "controller":
                 until(lambda: lives(kernel.saved.controller), PATIENCE, "another controller")
             else:
