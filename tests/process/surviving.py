@@ -128,12 +128,17 @@ class Found(Training):
         self.cluster, self.job, self.folder = cluster, job, folder  # type: ignore[assignment]
 
 
+def end(kernel: Kernel) -> None:
+    """Whoever has its cluster stops it."""
+    kernel.kill()
+    if any(info.name == kernel.name for info in nbe.Cluster.all()):
+        nbe.Cluster.attach(kernel.name).stop()
+
+
 def end_all(kernels: Iterable[Kernel], timeout: float) -> None:
-    """Whoever has their clusters stops them, and nothing of them is left."""
+    """And nothing of them is left."""
     for kernel in kernels:
-        kernel.kill()
-        if any(info.name == kernel.name for info in nbe.Cluster.all()):
-            nbe.Cluster.attach(kernel.name).stop()
+        end(kernel)
         until(lambda kernel=kernel: not kernel.left(), timeout, f"nothing to be left of {kernel.name}")
 
 

@@ -7,7 +7,7 @@ import pytest
 import nbelastic as nbe
 from tests.process.observing import Training, until
 from tests.process.programs import train
-from tests.process.surviving import Kernel, attached, end_all
+from tests.process.surviving import Kernel, attached, end
 
 
 @pytest.fixture
@@ -55,7 +55,9 @@ def kept(slurm, tmp_path, monkeypatch):
         return started[-1].ready()
 
     yield start
-    end_all(started, 20)
+    for kernel in started:
+        end(kernel)
+        until(lambda kernel=kernel: not kernel.processes(), what="all its processes to end")
     until(lambda: not slurm.jobs(), what="all jobs to end")
     assert not (tmp_path / ".nbelastic" / started[-1].name).exists()
 
