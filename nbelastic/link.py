@@ -1,7 +1,8 @@
 """The one wire: ZeroMQ ROUTER (the driver's `Hub`) and DEALER (a `Spoke` in every agent and worker), CURVE, JSON.
 
-Every frame is one msgspec struct of `core.messages`, decoded against the union that the sender's role allows; an empty
-frame is a heartbeat. What does not decode is counted, logged once a peer, and dropped: nothing of it is executed.
+Every message is one msgspec struct of `core.messages`, decoded against the union that the sender's role allows; an empty
+one is a heartbeat. Before it goes a frame by which it is heard once and in order, though connections break in between
+(`core.delivery`). What does not decode is counted, logged once a peer, and dropped: nothing of it is executed.
 Without the cluster's client key nobody gets past the CURVE handshake.
 """
 
@@ -15,6 +16,7 @@ import hmac
 import json
 import logging
 import os
+import secrets
 import select
 import threading
 import time
@@ -34,6 +36,7 @@ from nbelastic.core import messages as m
 from nbelastic.core import script_messages as s
 from nbelastic.core import wire
 from nbelastic.core.addresses import bracketed
+from nbelastic.core.delivery import HEAD, KEPT, Delivery
 
 log = logging.getLogger("nbelastic.link")
 T = TypeVar("T")
@@ -41,6 +44,7 @@ T = TypeVar("T")
 HEARTBEAT = 1.0  # seconds between heartbeats, both ways, unless told otherwise
 MAX_MESSAGE = 1 << 20  # bytes; a longer one is dropped
 PARTING = 500  # milliseconds for the last words of an end that closes
+AGAIN = 2.5  # heartbeats after which what nobody has confirmed is sent again
 ASK_AGAIN = 0.25  # seconds between two welcomes for one who has not said who it is
 PORTS = 20000  # the hub's are from here on: see `ports.chosen`
 TRIES = 100  # of them
@@ -128,6 +132,8 @@ class Hub:
         self._term = term
         self._welcomed: dict[str, float] = {}  # when, by peer
         self._heartbeat = heartbeat
+        self._me = secrets.randbits(64)
+        self._deliveries: dict[str, Delivery] = {}  # by peer
         self._on_message = on_message
         self._decoders = {
             "agent": msgspec.json.Decoder(wire.FromAgent),
@@ -186,52 +192,78 @@ class Hub:
         self._context.term()
 
     def send(self, peer: str, message: wire.Message) -> None:
-        """Fire and forget; a peer that is not connected does not get it (peers repeat what they still need)."""
-        self._send(peer, encode(message))
+        """Fire and forget; a peer gets it once it is connected again. One that was never heard has to be connected now."""
+        frame = encode(message)
+        if peer in self.heard_at:
+            self._send(peer, self._delivery(peer).say(frame, time.monotonic()), frame)
+        else:
+            self._send(peer, frame)
+
+    def _delivery(self, peer: str) -> Delivery:
+        if peer not in self._deliveries:
+            self._deliveries[peer] = Delivery(AGAIN * self._heartbeat, self._me, time.monotonic_ns())
+        return self._deliveries[peer]
 
     def forget(self, peer: str) -> None:
         """It is gone for good."""
-        self.heard_at.pop(peer, None)
-        self.dropped.pop(peer, None)
-        self._welcomed.pop(peer, None)
+        for known in (self.heard_at, self.dropped, self._welcomed, self._deliveries):
+            known.pop(peer, None)
 
-    def _send(self, peer: str, frame: bytes) -> None:
+    def _send(self, peer: str, *frames: bytes) -> None:
         if self._closing:
             return
-        future: Any = self._socket.send_multipart([peer.encode(), frame], flags=zmq.NOBLOCK)
+        future: Any = self._socket.send_multipart([peer.encode(), *frames], flags=zmq.NOBLOCK)
         future.add_done_callback(_swallow_unreachable)
 
     async def _listen(self) -> None:
         while True:
-            frames = await self._socket.recv_multipart()
-            peer = frames[0].decode(errors="replace")
+            name, *frames = await self._socket.recv_multipart()
+            peer, now = name.decode(errors="replace"), time.monotonic()
             known = peer in self.heard_at or self._term == 1
-            if len(frames) == 2 and not frames[1]:
+            head = frames.pop(0) if len(frames) == 2 and len(frames[0]) == HEAD.size else b""
+            if frames == [b""]:
                 if peer in self.heard_at:
-                    self.heard_at[peer] = time.monotonic()
+                    self.heard_at[peer] = now
+                    if head:
+                        self._delivery(peer).hear(head, now)
                 elif not known:
                     self._welcome(peer)
                 continue
             message = self._decode(peer, frames)
-            if message is not None and not known and not _introduces(message):
+            if not known and (message is None or not self._introduces(peer, head, message)):
                 self._welcome(peer)
-            elif message is not None:
-                self.heard_at[peer] = time.monotonic()
+                continue
+            if message is not None:
+                self.heard_at[peer] = now
+            if head and not self._delivery(peer).hear(head, now):
+                continue
+            if message is not None:
                 _guarded(self._on_message, peer, message)
 
     def _welcome(self, peer: str) -> None:
         now = time.monotonic()
         if peer.partition("/")[0] in self._decoders and now - self._welcomed.get(peer, 0.0) > ASK_AGAIN:
             self._welcomed[peer] = now
-            self._send(peer, encode(wire.Welcome(self._term)))
+            frame, delivery = encode(wire.Welcome(self._term)), self._delivery(peer)
+            delivery.give_up()  # an earlier one
+            self._send(peer, delivery.say(frame, now), frame)
+
+    def _introduces(self, peer: str, head: bytes, message: wire.Message | m.Event) -> bool:
+        """Whether it says to this driver who one is, and all that one is to be known for.
+
+        A host's own node has nothing else to say. What was meant for the driver before this one is old news.
+        """
+        first = (wire.AgentHello, wire.WorkerHere, wire.NodeHello)
+        says = isinstance(message, first) or (isinstance(message, s.NodeReady) and not message.guest)
+        return isinstance(message, wire.TakeOver) or (says and bool(head) and self._delivery(peer).answers(head))
 
     def _decode(self, peer: str, frames: list[bytes]) -> wire.Message | m.Event | None:
         role, _, name = peer.partition("/")
         decoder = self._decoders.get(role)
         try:
-            if decoder is None or len(frames) != 2 or len(frames[1]) > MAX_MESSAGE:
+            if decoder is None or len(frames) != 1 or len(frames[0]) > MAX_MESSAGE:
                 raise msgspec.ValidationError("unknown role, several frames or too long")
-            message: wire.Message | m.Event = decoder.decode(frames[1])
+            message: wire.Message | m.Event = decoder.decode(frames[0])
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             self._drop(peer, str(error))
             return None
@@ -254,14 +286,12 @@ class Hub:
     async def _beat(self) -> None:
         while True:
             await asyncio.sleep(self._heartbeat)
+            now = time.monotonic()
             for peer in list(self.heard_at):
-                self._send(peer, b"")
-
-
-def _introduces(message: wire.Message | m.Event) -> bool:
-    """Whether it says who one is, and all that one is to be known for. A host's own node has nothing else to say."""
-    first = (wire.AgentHello, wire.WorkerHere, wire.NodeHello, wire.TakeOver)
-    return isinstance(message, first) or (isinstance(message, s.NodeReady) and not message.guest)
+                delivery = self._delivery(peer)
+                for head, frame in delivery.again(now):
+                    self._send(peer, head, frame)
+                self._send(peer, delivery.head(), b"")
 
 
 def _swallow_unreachable(future: asyncio.Future[object]) -> None:
@@ -295,6 +325,7 @@ class Spoke:
         self._tick = tick
         self._heartbeat = heartbeat
         self._out: deque[bytes] = deque()
+        self._delivery = Delivery(AGAIN * heartbeat, secrets.randbits(64))
         self._closing = False
         self._wake = -1
         self._thread = threading.Thread(target=self._run, name="nbelastic-link", daemon=True)
@@ -312,8 +343,9 @@ class Spoke:
         self.wake()
 
     def unsay(self) -> None:
-        """Forget what has not gone out."""
+        """Forget what has not gone out, or not arrived. From the link's thread."""
         self._out.clear()
+        self._delivery.give_up()
 
     def wake(self) -> None:
         """Make the thread tick now."""
@@ -356,8 +388,9 @@ class Spoke:
             now = time.monotonic()
             if now >= beat_at:
                 beat_at = now + self._heartbeat
-                if not self._out:  # anything is a sign of life
-                    self._out.append(b"")
+                again = self._delivery.again(now)
+                if again or not self._out:  # anything is a sign of life
+                    self._send_all(socket, again or [(self._delivery.head(), b"")])
             delay = min(_guarded(self._tick) or HEARTBEAT, beat_at - now)
             self._flush(socket)
             if self._closing:
@@ -371,24 +404,33 @@ class Spoke:
                     os.eventfd_read(self._wake)
             while ready.get(socket, 0) & zmq.POLLIN:
                 try:
-                    frame = socket.recv(zmq.NOBLOCK)
+                    *heads, frame = socket.recv_multipart(zmq.NOBLOCK)
                 except zmq.Again:
                     break
-                self.heard_at = time.monotonic()
+                self.heard_at = now = time.monotonic()
                 self.away = False
-                if frame:
+                if (not heads or self._delivery.hear(heads[0], now)) and frame:
                     self._receive(frame)
 
     def _flush(self, socket: zmq.Socket[bytes]) -> None:
+        now = time.monotonic()
         while self._out:
-            try:
-                socket.send(self._out[0], zmq.NOBLOCK)
-            except zmq.Again:  # there is no driver; or it does not read, and thousands are queued
+            if not socket.poll(0, zmq.POLLOUT):  # there is no driver; or it does not read, and thousands are queued
                 self.away = True
-                while len(self._out) > 1000:
+                while len(self._out) > KEPT:
                     self._out.popleft()
                 return
-            self._out.popleft()
+            frame = self._out.popleft()
+            self._send_all(socket, [(self._delivery.say(frame, now), frame)])
+
+    def _send_all(self, socket: zmq.Socket[bytes], messages: list[tuple[bytes, bytes]]) -> None:
+        """What is kept here anyway, or need not be."""
+        for head, frame in messages:
+            try:
+                socket.send_multipart((head, frame), zmq.NOBLOCK)
+            except zmq.Again:
+                self.away = True
+                return
 
     def _receive(self, frame: bytes) -> None:
         try:

@@ -22,6 +22,7 @@ from nbelastic import versions
 from nbelastic.clusterfile import replace_private
 from nbelastic.core import wire
 from nbelastic.core.addresses import bracketed
+from nbelastic.core.delivery import HEAD
 from nbelastic.core.errors import UsageError
 from nbelastic.core.group import Terms
 from nbelastic.core.messages import EndJob, HostSpec, WorkerId
@@ -125,7 +126,7 @@ class ClusterInfo(msgspec.Struct, frozen=True):
 def fingerprint() -> str:
     """Of everything that goes over the link: two versions with the same one understand each other."""
     every = wire.FromAgent | wire.FromWorker | wire.FromNode | wire.ToAgent | wire.ToWorker | wire.ToNode
-    schema = msgspec.json.encode(msgspec.json.schema(every), order="sorted")
+    schema = msgspec.json.encode(msgspec.json.schema(every), order="sorted") + HEAD.format.encode()
     return hashlib.sha256(schema).hexdigest()[:16]
 
 
