@@ -330,12 +330,14 @@ class Fleet:
     def _agent_stopped(self, host: str, held: _Held, why: str) -> None:
         if self._held.get(host) is held:
             del self._held[host]
+            self.live.host_samples.pop(host, None)
             self._hub.forget(held.peer)
             self._post(m.AgentLost(host, why))
 
     def kill_agent(self, host: str) -> None:
         """It is taken for lost: make sure that it is."""
         held = self._held.pop(host, None)
+        self.live.host_samples.pop(host, None)
         if held is not None:
             self._hub.forget(held.peer)
             held.kill()
