@@ -117,7 +117,8 @@ class Caretaker:
                         await _readable(fd)
                     finally:
                         os.close(fd)
-        self._reap()
+        if self._child is not None:
+            await self.ended()  # its first thread may be a zombie while others still end
 
     @property
     def stopped(self) -> bool:
