@@ -54,13 +54,23 @@ class _Loop:
 
     def run(self, call: Callable[[], R]) -> R:
         self._state.begin(self._session)
+        self._session.rescue = self._rescue
         try:
             return self._loop(call)
         except JobStoppedError:
             self._keep()
             raise
         finally:
+            self._session.rescue = None
             self._state.end()
+
+    def _rescue(self) -> None:
+        """The job is stopped, and the main thread will not wake up any more: the link's thread keeps the last commit."""
+        plan = self._session.checkpoints
+        if plan is not None and self._session.account.holds:
+            self._state.undo()
+            self._keep()
+            plan.finish()
 
     def _keep(self) -> None:
         """The last checkpoint, if the job has them: also of a job that was stopped."""

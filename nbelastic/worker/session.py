@@ -12,7 +12,8 @@ import os
 import queue
 import threading
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import msgspec
 import torch
@@ -73,6 +74,7 @@ class Session:
         self._promise = threading.Lock()  # a commit is counted, or a promise is made not to pass one: not both at once
         self.used = False  # an elastic function has run in this job
         self.checkpoints: Plan | None = None  # of this job
+        self.rescue: Callable[[], None] | None = None  # keeps the last commit, while an elastic function runs
         self._hold: int | None = None  # commit number at which to wait for word of where to leave
         self._leave_at: int | None = None
         self._coming: wire.Formation | None = None  # what follows when this epoch is left
@@ -395,8 +397,16 @@ class Session:
         self._blocked = self._blocked or Blocked(now)
         if self._blocked.stuck_for(now) > ABORT_PATIENCE:
             os.write(2, b"nbelastic: stuck in an aborted collective; this worker ends and is replaced\n")
-            os._exit(m.STUCK)
+            self._end_stuck()
         return ABORT_EVERY
+
+    def _end_stuck(self) -> NoReturn:
+        """Of a job that is stopped nobody else keeps what rank 0 would have kept."""
+        try:
+            if self._quit is not None and self.rescue is not None:
+                self.rescue()
+        finally:
+            os._exit(m.STUCK)
 
     def _be_alone(self, now: float) -> None:
         """There is no driver. A broken world is left, as far as that goes, and nobody waits for ever."""

@@ -122,6 +122,42 @@ def test_a_job_that_is_stopped_can_be_gone_on_with(runs, tmp_path):
     assert begun(second)[:2] == (newest, newest)
 
 
+def sticks(folder: str) -> None:
+    """Rank 0 is caught in a dead collective of its fourth step, as gloo leaves one in a hundred."""
+    import torch
+    import torch.distributed as dist
+
+    model, optimizer = programs.network()
+    state = nbe.TorchState(model=model, optimizer=optimizer, step=0)
+    wait = compile("__import__('time').sleep(1000)", "/site-packages/torch/distributed/dead.py", "exec")
+
+    @nbe.elastic
+    def loop(state):
+        while True:
+            model(torch.randn(8, 16)).pow(2).mean().backward()
+            if state.step == 3:
+                open(f"{folder}/stuck", "a").close()
+                if nbe.rank() == 0:
+                    exec(wait)
+            dist.all_reduce(next(model.parameters()).grad)
+            optimizer.step()
+            optimizer.zero_grad()
+            state.step += 1
+            state.commit()
+
+    loop(state)
+
+
+def test_who_is_stuck_when_the_job_is_stopped_keeps_its_last_commit(make, tmp_path):
+    """Nobody else would write it: the worker ends only then."""
+    cluster = make("localhost:2", min=2)
+    job = cluster.run(sticks, str(tmp_path), checkpoint=tmp_path / "kept", checkpoint_every=1000)
+    until((tmp_path / "stuck").exists)
+    job.stop()
+    until(lambda: any("exit code 75" in event.text for event in cluster.events))
+    assert kept(tmp_path) == [3]
+
+
 def test_the_writing_rank_dies_and_the_next_one_writes(runs, tmp_path):
     """Rank 0 is killed: nobody waits for its checkpoint, and the new rank 0 goes on with them."""
     training = runs(1, "localhost:2")
