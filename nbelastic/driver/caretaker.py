@@ -10,7 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,9 @@ class Caretaker:
         self._log = profile / "log" / f"ipcontroller-{name}.log"
         self._state = profile / "log" / f"engines{name}.json"
         self._child: subprocess.Popen[bytes] | None = None
+        self._holding = contextlib.ExitStack()  # its ports
+        self._extra = contextlib.ExitStack()
+        self._chosen = False
         self.process = ""  # pid@start
 
     def information(self, kind: str) -> dict[str, Any]:
@@ -69,7 +72,7 @@ class Caretaker:
         ours, theirs = os.pipe()
         keep = self._keep and (str(self._keep[0]), self._keep[1])
         options = json.dumps({"files": str(self._stem), "ready": theirs, "keep": keep})
-        where = (f"--profile-dir={self._profile}", f"--cluster-id={self._name}", *_ports())
+        where = (f"--profile-dir={self._profile}", f"--cluster-id={self._name}", *self._choose_ports())
         try:
             with self._log.open("ab") as output:
                 self._child = subprocess.Popen(  # noqa: ASYNC220  (milliseconds)
@@ -92,6 +95,13 @@ class Caretaker:
             os.close(ours)
             if theirs >= 0:
                 os.close(theirs)
+
+    def _choose_ports(self) -> list[str]:
+        """At first for all that it listens at; afterwards for what it needs for itself, and does not need again."""
+        self._extra.close()
+        chosen = (self._extra if self._chosen else self._holding).enter_context(_ports())
+        self._chosen = True
+        return [f"--ports={','.join(map(str, chosen))}"] if chosen else []
 
     async def ended(self) -> None:
         """Return when its process has ended, child of ours or not."""
@@ -119,6 +129,11 @@ class Caretaker:
                         os.close(fd)
         if self._child is not None:
             await self.ended()  # its first thread may be a zombie while others still end
+
+    def close(self) -> None:
+        """It is not needed any more, or not by this process."""
+        self._extra.close()
+        self._holding.close()
 
     @property
     def stopped(self) -> bool:
@@ -168,13 +183,17 @@ def _group(leader: int) -> list[int]:
     return found
 
 
-def _ports() -> list[str]:
-    """Free ones: to come again, the controller needs the same. None: ipyparallel chooses."""
-    found: list[int] = []
-    for port in ports.chosen(10 * PORTS, LOWEST):
-        with socket.socket() as trial, contextlib.suppress(OSError):
-            trial.bind(("127.0.0.1", port))
-            found.append(port)
-        if len(found) == PORTS:
-            break
-    return [f"--ports={','.join(map(str, found))}"] if found else []
+@contextlib.contextmanager
+def _ports() -> Iterator[list[int]]:
+    """Free ones, which nobody else gets meanwhile: to come again, the controller needs the same. None: ipyparallel chooses."""
+    found = []
+    with contextlib.ExitStack() as holding:
+        for port in ports.chosen(10 * PORTS, LOWEST):
+            holder = holding.enter_context(socket.socket())
+            with contextlib.suppress(OSError):
+                holder.bind(("127.0.0.1", port))
+                holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # ZeroMQ may listen there; we never do
+                found.append(port)
+            if len(found) == PORTS:
+                break
+        yield found

@@ -119,11 +119,13 @@ class Engines:
         """Leave the controller, and all that runs, to a later kernel."""
         await self._close()
         self._caretaker.leave()
+        self._caretaker.close()
 
     async def stop(self) -> None:
         """End client and controller. It has nothing to tidy up, and asking it takes longer than the kernel has at its end."""
         await self._close()
         await self._caretaker.end()
+        self._caretaker.close()
 
     async def _close(self) -> None:
         for task in self._tasks:
