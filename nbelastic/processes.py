@@ -32,9 +32,14 @@ def children_of(pid: int) -> list[int]:
     return [one for one in every if stat_of(one)[1:2] == [str(pid)]]
 
 
-def die_with_parent(sig: int = signal.SIGKILL) -> None:
-    """Ask the kernel for this signal when the thread that started this process ends (Linux)."""
+def die_with_parent(sig: int = signal.SIGKILL, parent: int = 0) -> None:
+    """Ask the kernel for this signal when the thread that started this process ends (Linux).
+
+    `parent`: its process. If that has ended before, the kernel says nothing, and this process ends here.
+    """
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, sig)
+    if parent and os.getppid() != parent:
+        os._exit(1)
 
 
 def kill_group(pid: int, sig: int = signal.SIGKILL) -> None:

@@ -26,6 +26,7 @@ def main() -> None:
     config, lifeline = (_from_file(Path(file)), -1) if file else _from_stdin()
     settings = json.loads(config)
     _arrange(settings)
+    os.environ["NBELASTIC_AGENT_PID"] = str(os.getpid())  # for the template, which does not pass it on
     mp.get_context("forkserver").set_forkserver_preload([TEMPLATE])
     forkserver.ensure_running()
 

@@ -22,7 +22,7 @@ SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"  # torchrun's own default
 def boot(settings: dict[str, Any]) -> None:
     """Be the node that `settings` describes, until its script has ended."""
     os.setsid()
-    die_with_parent()
+    die_with_parent(parent=getattr(sys.modules.get("nbelastic.worker.template"), "PID", 0))
     mp.set_start_method(None, force=True)
     script = msgspec.convert(settings["script"], wire.Script)
     folder = Path(settings["log_dir"])
@@ -50,7 +50,7 @@ def _arrange(script: wire.Script, settings: dict[str, Any]) -> None:
     for name in set(os.environ) - set(settings["environment"]):
         del os.environ[name]
     os.environ.update(settings["environment"])
-    for name in (*script.unset, "NBELASTIC_PRELOAD"):
+    for name in (*script.unset, "NBELASTIC_PRELOAD", "NBELASTIC_AGENT_PID"):
         os.environ.pop(name, None)
     os.environ.update(script.environment)
     os.environ.setdefault("TORCHELASTIC_SIGNALS_TO_HANDLE", SIGNALS)

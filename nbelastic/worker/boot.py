@@ -5,6 +5,7 @@ from __future__ import annotations
 import faulthandler
 import multiprocessing as mp
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from nbelastic.processes import die_with_parent
 def boot(settings: dict[str, Any]) -> None:
     """Be the worker that `settings` describes, until the engine ends."""
     os.setsid()  # its own process group: all that the user's code starts can be ended with it
-    die_with_parent()
+    die_with_parent(parent=getattr(sys.modules.get("nbelastic.worker.template"), "PID", 0))
     mp.set_start_method(None, force=True)  # the fork server's is inherited; data loaders start as they do anywhere
     redirect(Path(settings["log_dir"]), settings["worker"])
     faulthandler.enable(2)  # a crash in C leaves the Python stacks in the log

@@ -33,7 +33,8 @@ os.setpgid(
     0, 0
 )  # who kills the agent's group is not to kill this process as well: nobody would end the workers' groups
 signal.signal(signal.SIGTERM, _end)
-die_with_parent(signal.SIGTERM)
+die_with_parent(signal.SIGTERM, int(os.environ.pop("NBELASTIC_AGENT_PID", "0")))
+PID = os.getpid()
 
 # ipyparallel, debugpy and IPython set these when an engine starts, beside threads in which torch reads the environment.
 # Adding a variable moves all of it, and the reader crashes; one that is there already is replaced in its place.

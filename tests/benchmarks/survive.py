@@ -1,7 +1,7 @@
 """Parts of a cluster die under a training: `python -m tests.benchmarks.survive [--json FILE] [--quick]`.
 
 `kernel`: SIGKILL, some steps without a driver, and another process attaches: seconds until it has the cluster (with and
-without its imports), and until all workers train; how long the training stood still at the longest, with the kill and the
+without its imports), until somebody makes a step, and until all workers train; how long the training stood still at the longest, with the kill and the
 attaching in it, against as long a time before; steps lost. `kernel and …`: a second part is killed with the kernel. `… alone`:
 a part is killed while its kernel lives; seconds until all train again, or until there is another controller. At the end of
 each case nothing is left running.
@@ -66,7 +66,8 @@ def kept(hosts: str) -> Iterator[Kernel]:
 
 def survive(rounds: int, part: str = "") -> dict[str, list[float]]:
     """Kill the kernel, and another part a moment later, again and again; another kernel makes it whole each time."""
-    found: dict[str, list[float]] = {"attach": [], "attach, imports": [], "whole": [], "steps lost": []}
+    names = ("attach", "attach, imports", "next step", "whole", "steps lost")
+    found: dict[str, list[float]] = {name: [] for name in names}
     if not part:
         found |= {"stood still": [], "undisturbed": []}
     with kept(f"localhost:{WORLD}" if not part else f"localhost:{WORLD - 1},127.0.0.2:1") as kernel:
@@ -78,9 +79,11 @@ def survive(rounds: int, part: str = "") -> dict[str, list[float]]:
             if part:
                 kill(kernel.part(part))
             time.sleep(SPELL)
+            comes = time.time()
             imported, attached, whole = kernel.again(WORLD)
             found["attach"].append(attached - imported)
             found["attach, imports"].append(attached)
+            found["next step"].append(min(line["t"] for line in kernel.steps() if line["t"] > comes) - comes)
             found["whole"].append(whole)
             found["steps lost"].append(lost(kernel.steps()))
             if not part:

@@ -9,6 +9,7 @@ import psutil
 import pytest
 
 import nbelastic as nbe
+from nbelastic.presence import pid_of
 from tests.process import programs
 from tests.process.observing import alive, ranked, until
 
@@ -255,3 +256,20 @@ def test_a_state_without_a_model(trains):
     training.strike(training.runs(3)[0])
     training.runs(3)
     assert len(set(training.finish())) == 1
+
+
+def test_an_agent_that_dies_while_its_template_starts(make):
+    """The template had no time to ask the kernel for word of that, and ends all the same: it makes no worker."""
+    cluster = make("127.0.0.2:1", min=1)
+    agent = psutil.Process(pid_of(cluster._driver.fleet.agents()["127.0.0.2"].process))
+
+    def templates(but: int = 0) -> list[psutil.Process]:
+        others = [child for child in agent.children() if child.pid != but]
+        return [child for child in others if "forkserver" in " ".join(child.cmdline())]
+
+    (old,) = templates()
+    old.kill()
+    (new,) = until(lambda: templates(but=old.pid))
+    agent.kill()
+    until(lambda: not alive(new.pid))
+    cluster.wait(1, timeout=30)
