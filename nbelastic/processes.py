@@ -18,6 +18,11 @@ def state_of(pid: int) -> str:
     return stat_of(pid)[0]
 
 
+def stopped(pid: int) -> bool:
+    """By SIGSTOP or a debugger."""
+    return state_of(pid) in "Tt"
+
+
 def stat_of(pid: int) -> list[str]:
     """What `/proc/<pid>/stat` has behind the name, the state letter first; ["X"] if there is no such process."""
     try:

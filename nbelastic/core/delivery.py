@@ -11,16 +11,15 @@ import struct
 from collections import deque
 
 KEPT = 1000  # messages that wait to be confirmed; of more the oldest are given up
-HEAD = struct.Struct(
-    "<QQQQQ"
-)  # who speaks, the message's number, the first one kept; whom it has heard, up to which number
+# who speaks, the message's number, the first one kept; whom it has heard, up to which number
+HEAD = struct.Struct("<QQQQQ")
 
 
 class Delivery:
     """One end. `patience`: seconds after which what is not confirmed is sent again.
 
-    Ends are told apart by numbers, `me`, which have to be random: what was said to one is not for the next of its name. One that has forgotten
-    the other end goes on as the same, with higher numbers than before: `number`.
+    Ends are told apart by numbers, `me`, which have to be random: what was said to one is not for the next of its name. One
+    that has forgotten the other end goes on as the same, with higher numbers than before: `number`.
     """
 
     def __init__(self, patience: float, me: int, number: int = 0) -> None:

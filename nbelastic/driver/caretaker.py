@@ -17,7 +17,7 @@ from typing import Any
 from nbelastic import ports
 from nbelastic.folders import make_private
 from nbelastic.presence import identity, lives, pid_of
-from nbelastic.processes import leave, state_of
+from nbelastic.processes import leave, state_of, stopped
 
 CODE = "from nbelastic.driver.controller import main; main()"
 PORTS = 16  # that ipyparallel's controller listens on
@@ -138,7 +138,7 @@ class Caretaker:
     @property
     def stopped(self) -> bool:
         """Somebody has stopped it (SIGSTOP), and nothing is passed on."""
-        return state_of(self._pid) in "Tt"
+        return stopped(self._pid)
 
     def leave(self) -> None:
         """It is to outlive this process."""

@@ -108,10 +108,9 @@ class Controller(app.IPController):  # type: ignore[misc]
 
 def start_heartmonitor(*args: Any, **options: Any) -> None:
     """The heart monitor's process, which holds the ports of the controller's: it must not outlive it."""
-    die_with_parent()
     parent = multiprocessing.parent_process()
-    if parent is None or os.getppid() != parent.pid:  # it was too late for that
-        os._exit(1)
+    assert parent is not None
+    die_with_parent(parent=parent.pid or 0)
     heartmonitor.HeartMonitor.handle_pong = _hear
     heartmonitor.start_heartmonitor(*args, **options)
 

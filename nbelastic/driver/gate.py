@@ -22,7 +22,7 @@ import msgspec
 
 from nbelastic.core.addresses import bracketed
 from nbelastic.presence import identity, lives, outlast, pid_of
-from nbelastic.processes import kill_group, leave, state_of
+from nbelastic.processes import kill_group, leave, stopped
 
 MOST_OF_A_PEER = 128  # connections of one address through one door: a host has a few for each worker
 MOST = 4096  # through one door
@@ -84,7 +84,7 @@ class Gate:
     def mend(self) -> None:
         """A process that has ended, or is stopped, is replaced, with the same doors: who came through comes back by itself."""
         for process, doors in list(self._doors.items()):
-            if not lives(process) or state_of(pid_of(process)) in "Tt":
+            if not lives(process) or stopped(pid_of(process)):
                 self._end(process)
                 try:
                     self._open(doors)

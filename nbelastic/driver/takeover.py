@@ -140,6 +140,7 @@ def take_over(driver: Driver, saved: Saved, arrivals: Arrivals) -> None:
     if saved.job is not None:
         driver.runs[saved.job.name] = unpack(saved.job, driver.settings.run_dir)
     ours = versions.here()
+    on_the_way = coming(saved)
     driver.world, commands = takeover.resume(
         saved.world,
         arrivals.agents,
@@ -147,7 +148,7 @@ def take_over(driver: Driver, saved: Saved, arrivals: Arrivals) -> None:
         frozenset(saved.set_up),
         now,
         problems={host: versions.difference(agent.versions, ours) for host, agent in arrivals.agents.items()},
-        coming=coming(saved),
+        coming=on_the_way,
     )
     if driver.notes is not None:
         driver.notes.recall(driver)
@@ -156,7 +157,7 @@ def take_over(driver: Driver, saved: Saved, arrivals: Arrivals) -> None:
         if here.worker in driver.world.workers:
             driver.find(here)
     for host in saved.agents:
-        if host not in arrivals.agents and host not in coming(saved):
+        if host not in arrivals.agents and host not in on_the_way:
             driver.fleet.kill_agent(host)
     driver.carry_out(commands, now)
     if saved.job is not None and saved.job.script is not None:

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from nbelastic.core import wire
-from nbelastic.processes import kill_group, state_of
+from nbelastic.processes import kill_group, stopped
 
 ENTRY = ("nbelastic.scripts.boot", "boot")  # by name: host and scripts never import one another
 GRACE = 5.0  # seconds between SIGTERM, which the workers are sent too, and SIGKILL
@@ -80,7 +80,7 @@ class Nodes:
         ended = []
         for number, started in list(self._started.items()):
             pid = started.process.pid or 0
-            if now >= started.kill_at or state_of(pid) in "Tt":
+            if now >= started.kill_at or stopped(pid):
                 kill_group(pid)
             if started.process.exitcode is not None:
                 self.ended = {**dict(list(self.ended.items())[1 - KNOWN :]), number: started.process.exitcode}
