@@ -329,10 +329,17 @@ class Cluster:
     def _next_job(self) -> str:
         return f"job-{self._jobs_before + len(self._jobs) + 1}"
 
+    def _present_job(self, driver: Driver) -> str:
+        """The name of the job that runs, or that the driver has not yet taken in; empty if there is none."""
+        if self._jobs and not self._jobs[-1].done():
+            return self._jobs[-1].name
+        return driver.world.active.name if driver.world.active is not None else ""
+
     def _may_submit(self) -> Driver:
         driver = self._running()
-        if driver.world.active is not None or (self._jobs and not self._jobs[-1].done()):
-            raise UsageError(f"{self._jobs[-1].name} is still running: wait for it or stop it first.")
+        present = self._present_job(driver)
+        if present:
+            raise UsageError(f"{present} is still running: wait for it or stop it first.")
         return driver
 
     def _submit(self, cell: Cell | None, call: Call | None) -> Job:
@@ -364,8 +371,9 @@ class Cluster:
         A list of (worker, stdout, stderr, error or None). UsageError while a job runs.
         """
         driver = self._running()
-        if driver.world.active is not None:
-            raise UsageError(f"{driver.world.active.name} is running: cells run between jobs.")
+        present = self._present_job(driver)
+        if present:
+            raise UsageError(f"{present} is running: cells run between jobs.")
         results: Future[list[Executed]] = Future()
         driver.call(execute_on_all, driver, source, setup, results)
         return outcome(results, timeout, lambda: f"the cell to end ({driver.status.reason})")
@@ -378,9 +386,9 @@ class Cluster:
     def stop_job(self, by: str = "you") -> None:
         """Stop the running job, if there is one."""
         driver = self._running()
-        active = driver.world.active.name if driver.world.active is not None else ""
-        if active or driver.scripts.active is not None:
-            driver.post(m.JobStopRequested(active or self._jobs[-1].name, f"stopped by {by}"))
+        present = self._present_job(driver)
+        if present:
+            driver.post(m.JobStopRequested(present, f"stopped by {by}"))
 
     # ---- orders: they return at once ----
 

@@ -2,6 +2,7 @@
 
 import os
 import re
+import threading
 import time
 
 import pytest
@@ -184,6 +185,23 @@ def test_errors_of_use_are_clear(cluster):
         job.result(timeout=0.1)
     job.stop()
     job.wait(timeout=20)
+
+
+def test_a_job_counts_from_its_submission(cluster):
+    """However late the driver takes it in: cells and other jobs are refused already, and it can be stopped."""
+    busy = threading.Event()
+    cluster._driver.call(busy.wait)
+    try:
+        job = cluster.run(raising, "", "nobody", -1)
+        assert cluster.status().job != job.name
+        with pytest.raises(nbe.UsageError, match="cells run between jobs"):
+            cluster.execute("1")
+        with pytest.raises(nbe.UsageError, match=f"{job.name} is still running"):
+            cluster.run(os.getpid)
+        cluster.stop_job()
+    finally:
+        busy.set()
+    assert job.wait(timeout=20).status == "stopped"
 
 
 def test_a_job_is_stopped(cluster):
