@@ -311,6 +311,7 @@ class Cluster:
         run = Run(script.job, None, None)
         job = Job(driver, run)
         self._jobs.append(job)
+        driver.owe(run.future)
         driver.call(driver.scripts.submit, run, script, terms)
         return job
 
@@ -322,7 +323,7 @@ class Cluster:
         cannot be made.
         """
         driver = self._running()
-        found: Future[Path] = Future()
+        found: Future[Path] = driver.owe(Future())
         driver.call(driver.scripts.invitations.make, parse_host(host, 1) if host is not None else None, found)
         return outcome(found, None, lambda: "the cluster file")
 
@@ -359,7 +360,8 @@ class Cluster:
             driver.take_in(m.JobSubmitted(run.name))
             written.set_result(None)
 
-        written: Future[None] = Future()
+        driver.owe(run.future)
+        written: Future[None] = driver.owe(Future())
         driver.call(submit)
         if driver.notes is not None:  # from here on nobody can forget it
             outcome(written, None, lambda: "the job to be written down")
@@ -374,7 +376,7 @@ class Cluster:
         present = self._present_job(driver)
         if present:
             raise UsageError(f"{present} is running: cells run between jobs.")
-        results: Future[list[Executed]] = Future()
+        results: Future[list[Executed]] = driver.owe(Future())
         driver.call(execute_on_all, driver, source, setup, results)
         return outcome(results, timeout, lambda: f"the cell to end ({driver.status.reason})")
 
@@ -487,7 +489,7 @@ class Cluster:
         driver = self._running()
         if driver.scripts.active is not None:
             raise UsageError("a script's workers cannot be asked where they are: use py-spy.")
-        found: Future[list[WorkerStack]] = Future()
+        found: Future[list[WorkerStack]] = driver.owe(Future())
         driver.call(show_stacks, driver, timeout, found)
         return found
 

@@ -8,7 +8,7 @@ import hmac
 import threading
 import time
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -58,6 +58,8 @@ class Driver:
         self.finished = threading.Event()
         self._waiters: list[tuple[Callable[[Driver], Any], Future[Any]]] = []
         self._asked: list[tuple[m.Event, Callable[[Driver], Any], Future[Any]]] = []  # become waiters with their events
+        self._owed: set[Future[Any]] = set()
+        self._over = False
         self._thread = threading.Thread(target=self._run, name="nbelastic-driver", daemon=True)
         self._failure: BaseException | None = None
         self._tick: asyncio.TimerHandle | None = None
@@ -84,15 +86,23 @@ class Driver:
         except RuntimeError:
             raise ClusterStoppedError(f"the cluster {self.settings.name!r} has stopped: start a new one.") from None
 
+    def owe(self, future: Future[T]) -> Future[T]:
+        """It fails with ClusterStoppedError if the driver ends first, even before what was called could resolve it."""
+        self._owed.add(future)
+        future.add_done_callback(self._owed.discard)
+        if self._over:  # which the driver sets before it looks at what it owes: one of the two of us sees the other
+            self._fail(future)
+        return future
+
     def when(self, predicate: Callable[[Driver], T | None]) -> Future[T]:
         """A future of the first result of `predicate(driver)` that is not None; it is asked after every event."""
-        future: Future[T] = Future()
+        future: Future[T] = self.owe(Future())
         self.call(self.watch, predicate, future)
         return future
 
     def ask(self, event: m.Event, predicate: Callable[[Driver], T | None], future: Future[T]) -> None:
         """From the driver's own thread: take this event in; from then on `predicate` is asked, as with `when`."""
-        self._asked.append((event, predicate, future))
+        self._asked.append((event, predicate, self.owe(future)))
         self._inbox.put_nowait(event)
 
     def take_in(self, event: m.Event) -> None:
@@ -133,7 +143,9 @@ class Driver:
             self._failure = error
         finally:
             self._ready.set()
-            self._end_waiters()
+            self._over = True
+            for future in list(self._owed):
+                self._fail(future)
             self.finished.set()
             self.chronicle.notify()
             self._loop.close()
@@ -503,17 +515,16 @@ class Driver:
 
     def drop_waiter(self, future: Future[Any]) -> None:
         """Whoever waited has given up."""
+        self._owed.discard(future)
         self._waiters = [pair for pair in self._waiters if pair[1] is not future]
 
-    def _end_waiters(self) -> None:
+    def _fail(self, future: Future[Any]) -> None:
         why = self.let_go or self.world.stopping
         reason = f": {why}" if why else ""
-        for future in [*(waiter[1] for waiter in self._waiters), *(asked[2] for asked in self._asked)]:
-            with contextlib.suppress(Exception):
-                future.set_exception(
-                    self._failure or ClusterStoppedError(f"the cluster {self.settings.name!r} has stopped{reason}.")
-                )
-        self._waiters, self._asked = [], []
+        with contextlib.suppress(InvalidStateError):
+            future.set_exception(
+                self._failure or ClusterStoppedError(f"the cluster {self.settings.name!r} has stopped{reason}.")
+            )
 
     @property
     def why_ended(self) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from nbelastic import clusterfile
 from nbelastic.core import messages as m
-from nbelastic.core.errors import ClusterStoppedError, HostError
+from nbelastic.core.errors import HostError
 from nbelastic.driver.fleet import LEASE, Fleet
 from nbelastic.driver.launchers import here_towards
 from nbelastic.driver.settings import Settings
@@ -23,12 +23,13 @@ class Invitations:
         self, settings: Settings, fleet: Fleet, address: str, keys: Keys, post: Callable[[m.Event], None]
     ) -> None:
         self._settings, self._fleet, self._address, self._keys, self._post = settings, fleet, address, keys, post
-        self._made: dict[Future[Path], asyncio.Task[None]] = {}  # just now
+        self._made: set[asyncio.Task[None]] = set()  # just now
 
     def make(self, there: m.HostSpec | None, found: Future[Path]) -> None:
         """The cluster file for this machine (None), or for another one; HostError if there can be none."""
-        task = self._made[found] = asyncio.get_running_loop().create_task(self._make(there, found))
-        task.add_done_callback(lambda _: self._made.pop(found, None))
+        task = asyncio.get_running_loop().create_task(self._make(there, found))
+        self._made.add(task)
+        task.add_done_callback(self._made.discard)
 
     async def _make(self, there: m.HostSpec | None, found: Future[Path]) -> None:
         settings, name, address = self._settings, clusterfile.NAME, self._address
@@ -47,8 +48,6 @@ class Invitations:
             found.set_result(path)
 
     def close(self) -> None:
-        """Nobody waits for what will not be made any more."""
-        for found, task in self._made.items():
+        """What is not made yet will not be; the driver tells those who wait for it."""
+        for task in self._made:
             task.cancel()
-            if not found.done():
-                found.set_exception(ClusterStoppedError(f"the cluster {self._settings.name!r} has stopped."))

@@ -40,7 +40,8 @@ def test_a_worker_dies(trains, which, sig):
 
 def test_a_worker_ends_itself(make, tmp_path):
     """`os._exit(3)` in the user's code is a death like any other: the exit code is told, the world heals."""
-    cluster = make("localhost:2")
+    cluster = make("localhost:2", min=1)
+    cluster.wait(2)
 
     def program(folder):
         state = nbe.ObjectState(step=0)

@@ -14,6 +14,7 @@ import pytest
 
 import nbelastic as nbe
 from nbelastic import link
+from nbelastic.core import messages as m
 from tests.process import programs
 from tests.process.observing import alive, descendants, ours, until
 
@@ -53,6 +54,26 @@ def test_stopped_in_the_middle_of_everything(make, tmp_path):
     with pytest.raises(nbe.JobStoppedError, match="stopped"):
         job.result(timeout=1)
     assert not descendants()
+
+
+def test_what_was_asked_at_the_last_moment(make, monkeypatch):
+    """Whoever asks a driver that ends before it can hear of it is told so, and does not wait for ever."""
+    cluster = make("localhost:1", wait=False)
+    driver = cluster._driver
+    call, stacks = driver.call, []
+    monkeypatch.setattr(driver, "call", lambda *_: None)  # too late
+    job = cluster.run(os.getpid)
+    cluster.ask_stacks(stacks.append)
+
+    def at_the_end(*_):
+        call(driver._inbox.put_nowait, m.StopRequested("stopped at that moment"))
+        assert driver.finished.wait(10)
+
+    monkeypatch.setattr(driver, "call", at_the_end)
+    for ask in (cluster.connection_file, job.result):
+        with pytest.raises(nbe.ClusterStoppedError, match="stopped at that moment"):
+            ask()
+    assert (job.done(), stacks) == (True, [[]])
 
 
 def test_it_can_be_started_again(make):

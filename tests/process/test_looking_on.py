@@ -106,7 +106,7 @@ def test_stacks_tell_why_a_training_hangs(make, tmp_path):
 
 def test_a_stopped_process_has_no_stack_and_the_others_are_shown(make):
     """Who does not answer in time is named, nobody waits for ever."""
-    cluster = make("localhost:2")
+    cluster = make("localhost:2", min=2)
     stopped, other = cluster.workers
     until(lambda: all(stack.text for stack in cluster.stacks()))
     os.kill(stopped.pid, signal.SIGSTOP)
