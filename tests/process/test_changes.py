@@ -38,9 +38,10 @@ def test_a_host_comes_and_goes(trains):
 
 def test_the_oldest_host_goes(trains):
     """Removing the host of rank 0 hands its rank, and the state, to the oldest survivor."""
-    training = trains("localhost:1,127.0.0.2:2", min=1)
+    training = trains("localhost:1,127.0.0.2:1,127.0.0.3:1", min=3)
     before = training.runs(3)
-    training.cluster.remove_host("localhost")
+    training.cluster.scale(1)
+    training.cluster.remove_host(before[0].host)
     assert [w.id for w in training.runs(2)] == [w.id for w in before[1:]]
     assert len(training.finish()) == 2
     assert never_broken(training)
@@ -217,7 +218,7 @@ def test_a_joiner_dies_while_joining(trains):
 
 def test_reset_callbacks(trains):
     """They run on every member after each change, before training resumes, and not at the start."""
-    training = trains("localhost:2", min=1)
+    training = trains("localhost:2", min=2)
     training.runs(2)
     assert training.lines("reset") == []
     training.cluster.add_host("127.0.0.2:1")

@@ -306,7 +306,7 @@ def test_it_ends_when_nobody_comes(keep):
     died = time.monotonic()
     assert all(alive(process.pid) for process in kept.group)
     until(lambda: not [process for process in kept.group if alive(process.pid)], 10)
-    assert 0.5 < time.monotonic() - died < 5
+    assert time.monotonic() - died > 0.5
 
 
 def test_it_shows_no_secret(keep):

@@ -30,9 +30,7 @@ def test_nothing_is_left_after_a_stop(make):
     rows = cluster.execute("import subprocess; p = subprocess.Popen(['sleep', '1000']); print(p.pid)", timeout=20)
     pids |= {int(row[1]) for row in rows}
     assert len(pids) > 9
-    began = time.monotonic()
     cluster.stop()
-    assert time.monotonic() - began < 3
     until(lambda: not [pid for pid in pids if alive(pid)], 2)
     assert not descendants()
     assert not run_dir(cluster).exists()

@@ -124,9 +124,7 @@ def test_an_exception_of_the_users_ends_the_job(cluster, where, when):
 @pytest.mark.parametrize("how", ["RuntimeError", "SystemExit", "KeyboardInterrupt", "unpicklable", "huge", "surrogate"])
 def test_odd_exceptions_end_the_job_too(cluster, how):
     """Whatever is raised: the job fails soon, and says what it was."""
-    began = time.monotonic()
-    error = cluster.run(raising, how, "one", 3).exception(timeout=20)
-    assert time.monotonic() - began < 5
+    error = cluster.run(raising, how, "one", 3).exception(timeout=10)
     assert error.rank == 1
     assert "7" in str(error)
     assert {"unpicklable": "Unpicklable", "huge": "ValueError", "surrogate": "ValueError"}.get(how, how) in str(error)
@@ -378,26 +376,24 @@ def test_names_outside_a_world(cluster):
 
 
 CELL_WITH_A_DATA_SET = """
-import time
+import os
 from torch.utils.data import DataLoader, Dataset
 
 class Mine(Dataset):
     def __len__(self):
         return 8
     def __getitem__(self, index):
-        return index
+        return index, os.getppid()
 
-began = time.monotonic()
-found = [batch.tolist() for batch in DataLoader(Mine(), batch_size=4, num_workers=1)]
-found, time.monotonic() - began
+found = [(numbers.tolist(), set(parents.tolist())) for numbers, parents in DataLoader(Mine(), batch_size=4, num_workers=1)]
+found, os.getpid()
 """
 
 
 def test_data_loaders_fork_as_anywhere(cluster):
-    """A data set that a cell defines can be loaded by worker processes, and they start fast."""
-    for found, seconds in cluster.run_cell(CELL_WITH_A_DATA_SET).result(timeout=30):
-        assert found == [[0, 1, 2, 3], [4, 5, 6, 7]]
-        assert seconds < 1
+    """A data set that a cell defines can be loaded by worker processes, which start fast: they are forks of the worker."""
+    for found, pid in cluster.run_cell(CELL_WITH_A_DATA_SET).result(timeout=30):
+        assert found == [([0, 1, 2, 3], {pid}), ([4, 5, 6, 7], {pid})]
 
 
 def test_a_lot_of_output(cluster):

@@ -220,7 +220,7 @@ def test_what_a_script_leaves_behind_is_not_waited_for(script):
     script.write(f"sleep 1000 & echo $! > {script.pids}; echo a:2")
     begun = time.monotonic()
     assert ask(discovery.ScriptDiscovery(str(script.path))) == ["a:2"]
-    assert time.monotonic() - begun < 5
+    assert time.monotonic() - begun < 60
     until(lambda: not alive(*script.processes()))
 
 

@@ -100,10 +100,9 @@ def test_a_killed_agent(slurm, tmp_path):
         async with driver() as (hub, keys, heard):
             held = Held(tmp_path)
             _, pid = await hello(held, hub, keys, heard)
-            begun = time.monotonic()
             held.agent.kill()
             held.agent.kill()
-            assert time.monotonic() - begun < 0.2
+            assert held.stops == []
             await until(lambda: not slurm.jobs() and not psutil.pid_exists(pid))
             assert held.stops == [None]
             assert held.left() == []
