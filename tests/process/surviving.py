@@ -110,9 +110,16 @@ class Kernel:
     def steps(self) -> list[dict[str, Any]]:
         return Found(None, None, self.folder).lines()
 
-    def makes_steps(self, world: int) -> None:
-        """Wait until `world` processes have made steps together."""
-        until(lambda: len({line["pid"] for line in self.steps() if line["world"] == world}) >= world, 30, "steps")
+    def makes_steps(self, world: int) -> int:
+        """Wait until `world` processes have made steps together; the epoch of that."""
+
+        def found() -> int | None:
+            newest = [line for line in self.steps() if line["world"] == world]
+            epoch: int = max((line["epoch"] for line in newest), default=0)
+            return epoch if len({line["pid"] for line in newest if line["epoch"] == epoch}) == world else None
+
+        epoch: int = until(found, 30, f"steps of {world}")
+        return epoch
 
     def left(self) -> list[str]:
         """What is left of the cluster: processes, folders and locks."""
