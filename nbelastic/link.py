@@ -233,12 +233,14 @@ class Hub:
             if not known and (message is None or not self._introduces(peer, head, message)):
                 self._welcome(peer)
                 continue
-            if message is not None:
-                self.heard_at[peer] = now
-            if head and not self._delivery(peer).hear(head, now):
+            fresh = not head or self._delivery(peer).hear(head, now)
+            if not known and not fresh:  # something else comes first, which would be repeated until it was heard
+                self._welcome(peer)
                 continue
             if message is not None:
-                _guarded(self._on_message, peer, message)
+                self.heard_at[peer] = now
+                if fresh:
+                    _guarded(self._on_message, peer, message)
 
     def _welcome(self, peer: str) -> None:
         now = time.monotonic()
@@ -342,10 +344,15 @@ class Spoke:
         self._out.append(encode(message))
         self.wake()
 
-    def unsay(self) -> None:
-        """Forget what has not gone out, or not arrived. From the link's thread."""
-        self._out.clear()
-        self._delivery.give_up()
+    def begin_again(self, say: Callable[[], wire.Message | m.Event]) -> None:
+        """Forget what has not gone out, or not arrived. First goes what `say` returns, then what was said meanwhile.
+
+        From a thread other than the link's, what a third one says in that very moment may still go out before it.
+        """
+        out: deque[bytes] = deque()
+        self._out = out
+        out.appendleft(_Anew(encode(say())))
+        self.wake()
 
     def wake(self) -> None:
         """Make the thread tick now."""
@@ -414,13 +421,15 @@ class Spoke:
 
     def _flush(self, socket: zmq.Socket[bytes]) -> None:
         now = time.monotonic()
-        while self._out:
+        while out := self._out:
             if not socket.poll(0, zmq.POLLOUT):  # there is no driver; or it does not read, and thousands are queued
                 self.away = True
-                while len(self._out) > KEPT:
-                    self._out.popleft()
+                while len(out) > KEPT:
+                    out.popleft()
                 return
-            frame = self._out.popleft()
+            frame = out.popleft()
+            if isinstance(frame, _Anew):
+                self._delivery.give_up()
             self._send_all(socket, [(self._delivery.say(frame, now), frame)])
 
     def _send_all(self, socket: zmq.Socket[bytes], messages: list[tuple[bytes, bytes]]) -> None:
@@ -441,6 +450,10 @@ class Spoke:
                 log.warning("dropped a message of the driver: %.200s; later ones are only counted", error)
             return
         _guarded(self._on_message, message)
+
+
+class _Anew(bytes):
+    """A message before which nothing is to be heard that was not heard yet."""
 
 
 def _guarded(call: Callable[..., T], *args: Any) -> T | None:

@@ -154,8 +154,7 @@ class Agent:
         """A driver has taken over: all that it needs to know, and nothing of what the last one has missed."""
         if term >= self._term:
             self._term = term
-            self._link.unsay()
-            self._link.send(self._hello())
+            self._link.begin_again(self._hello)
             for forked in self._workers.values():
                 forked.frozen = 0  # is said again
 

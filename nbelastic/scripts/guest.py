@@ -146,25 +146,21 @@ class GuestRendezvous(DriverRendezvous):
         super().__init__(self._connect, ready, home, told=_tell, **options)
         self._started = 0  # the newest round whose workers the driver was told of
         self._here = True
-        self._say_hello()
+        self.link.send(self._hello())
         atexit.register(self._leave, "its process has ended")
 
-    def _say_hello(self) -> None:
-        self.link.send(wire.NodeHello(self._name, os.getpid(), machine(), versions.here()))
+    def _hello(self) -> wire.NodeHello:
+        return wire.NodeHello(self._name, os.getpid(), machine(), versions.here())
 
-    def hear(self, message: wire.Message) -> None:
-        if isinstance(message, wire.Welcome):  # a new driver, for whom the script begins again
-            self.link.unsay()
-            self._say_hello()
-            if self.round is not None:
-                message = wire.LeaveRound(self.round.round, "a new driver has come")
-        super().hear(message)
+    def _introduce(self) -> None:
+        """The script begins again for a new driver."""
+        self.link.begin_again(self._hello)
+        if self.round is not None:
+            self.hear(wire.LeaveRound(self.round.round, "a new driver has come"))
 
     def _connect(self, hear: Callable[[wire.Message], None]) -> Spoke:
         peer = f"node/{self._name}~{os.getpid()}"
-        link = Spoke(self._found.address, self._found.keys, peer, wire.ToNode, hear, heartbeat=HEARTBEAT)
-        link.start()
-        return link
+        return Spoke(self._found.address, self._found.keys, peer, wire.ToNode, hear, heartbeat=HEARTBEAT)
 
     def next_rendezvous(self) -> RendezvousInfo:
         failures = tuple(_failure(rank, failure) for rank, failure in _failures().items())

@@ -50,7 +50,7 @@ class Node:
         settings = self._settings
         keys = msgspec.convert(settings["keys"], Keys)
         peer = f"node/{self._host}~{settings['number']}"
-        link = Spoke(
+        return Spoke(
             settings["driver"],
             keys,
             peer,
@@ -59,8 +59,6 @@ class Node:
             tick=self._tick,
             heartbeat=settings["heartbeat"],
         )
-        link.start()
-        return link
 
     def _begin(self, order: wire.Round) -> None:
         if self._agent is not None:

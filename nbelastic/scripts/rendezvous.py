@@ -71,10 +71,14 @@ class DriverRendezvous(RendezvousHandler):  # type: ignore[misc]  # torch carrie
         self._offers: dict[str, TCPStore] = {}  # since the last round
         self._store: TCPStore | None = None  # of the present round, if it is this node's
         self._round: wire.Round | None = None
+        self._said: s.NodeReady | None = None  # while it waits for a round
         self.link = link(self.hear)
+        self.link.start()
 
     def hear(self, message: wire.Message) -> None:
         match message:
+            case wire.Welcome():
+                self._introduce()
             case wire.LeaveRound(round=number):
                 self._left = max(self._left, number)
             case wire.Dismiss():
@@ -85,6 +89,11 @@ class DriverRendezvous(RendezvousHandler):  # type: ignore[misc]  # torch carrie
             case wire.Rehome(address=address, interface=interface):
                 self._home = (address, interface)
                 self._orders.put(message)
+
+    def _introduce(self) -> None:
+        """A driver that had others before it does not know this node. Once it is seated, that is over for it anyway."""
+        if (said := self._said) is not None:
+            self.link.begin_again(lambda: said)
 
     # ---- what torch's agent asks ----
 
@@ -101,6 +110,7 @@ class DriverRendezvous(RendezvousHandler):  # type: ignore[misc]  # torch carrie
         end = time.monotonic() + self._timeout if self._timeout is not None else None
         while True:
             self._round = order = self._wait_for_round(end)
+            self._said = None
             store = self._enter(order)
             if store is not None:
                 break
@@ -155,7 +165,8 @@ class DriverRendezvous(RendezvousHandler):  # type: ignore[misc]  # torch carrie
             now = time.monotonic()
             if now >= said_at + AGAIN:
                 said_at = now
-                self.link.send(replace(self._ready, round=last, store=store, pid=os.getpid()))
+                self._said = replace(self._ready, round=last, store=store, pid=os.getpid())
+                self.link.send(self._said)
             try:
                 order = self._orders.get(timeout=max(0.0, said_at + AGAIN - now))
             except queue.Empty:

@@ -299,9 +299,7 @@ class Session:
             case wire.Welcome(term=term):
                 if term >= self._term:
                     self._term = term
-                    self.link.unsay()  # it would make no sense to who has not heard the rest
-                    self.printed.hold()
-                    self.link.send(self._statement())
+                    self.link.begin_again(self._begin_statement)
                 return
             case wire.Abort(epoch=epoch):
                 self._aborted = max(self._aborted, epoch)
@@ -330,6 +328,10 @@ class Session:
                 self._arrange(message)
             self._inbox.put(message)
             self.attention = True
+
+    def _begin_statement(self) -> wire.WorkerHere:
+        self.printed.hold()
+        return self._statement()
 
     def _statement(self) -> wire.WorkerHere:
         group, told = self.group, self._quit

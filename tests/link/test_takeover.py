@@ -37,8 +37,10 @@ class Worker:
     def hear(self, message):
         self.heard.append(message)
         if isinstance(message, wire.Welcome):
-            self.link.unsay()
-            self.link.send(wire.WorkerHere(W, os.getpid(), commit=7))
+            self.answer()
+
+    def answer(self):
+        self.link.begin_again(lambda: wire.WorkerHere(W, os.getpid(), commit=7))
 
 
 async def hub_at(keys, heard, term, port=0):
@@ -74,6 +76,41 @@ def test_who_lives_on_is_asked_who_it_is():
         finally:
             await asyncio.to_thread(worker.link.close)
             await hub.stop()
+
+    asyncio.run(story())
+
+
+@pytest.mark.parametrize("careless", [False, True], ids=["meanwhile", "first"])
+def test_who_somebody_is_comes_before_what_it_says(careless):
+    """What its other thread says while it looks up who it is comes after that; one that says it first is asked again."""
+
+    class Talker(Worker):
+        def answer(self):
+            if careless and len(self.heard) == 1:
+                self.link.send(m.WorkerOffered(W, 1, 5))
+                self.link.send(self.who())
+            else:
+                self.link.begin_again(self.who)
+
+        def who(self):
+            if not careless:
+                self.link.send(m.WorkerOffered(W, 1, 5))
+            return wire.WorkerHere(W, os.getpid(), commit=7)
+
+    async def story():
+        keys, heard = Keys.make(), []
+        hub = await hub_at(keys, heard, 2)
+        worker = Talker(hub.address, keys)
+        worker.link.start()
+        try:
+            await until(lambda: heard)
+            worker.link.send(m.WorkerSucceeded(W, 1))
+            await until(lambda: m.WorkerSucceeded(W, 1) in heard)
+        finally:
+            await asyncio.to_thread(worker.link.close)
+            await hub.stop()
+        between = [] if careless else [m.WorkerOffered(W, 1, 5)]
+        assert heard == [wire.WorkerHere(W, os.getpid(), commit=7), *between, m.WorkerSucceeded(W, 1)]
 
     asyncio.run(story())
 
