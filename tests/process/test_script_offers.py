@@ -25,15 +25,30 @@ class MovingDriver:
         self._hear = hear
         return self
 
+    def start(self) -> None:
+        """It is there."""
+
     def send(self, message: Any) -> None:
         self.offers.append(message.store)
         if len(self.offers) == 1:
             for address in self._moves:
                 self._hear(wire.Rehome(address, "lo"))
         if len(self.offers) > self._taken:
-            seats = (s.Seat("a", 1, "default"),)
-            store = self.offers[self._taken]
-            self._hear(wire.Round(1, 0, seats, places(seats), store, 0, "job-1"))
+            self.form(self.offers[self._taken])
+
+    def form(self, store: str) -> None:
+        seats = (s.Seat("a", 1, "default"),)
+        self._hear(wire.Round(1, 0, seats, places(seats), store, 0, "job-1"))
+
+
+class StrangeDriver(MovingDriver):
+    """It does not know who speaks, and listens to nothing but the answer to its welcome."""
+
+    def send(self, message: Any) -> None:
+        self._hear(wire.Welcome(2))
+
+    def begin_again(self, say: Callable[[], Any]) -> None:
+        self.form(say().store)
 
 
 @pytest.fixture(autouse=True)
@@ -63,3 +78,10 @@ def test_a_round_uses_what_was_offered_for_it(moves, taken, address):
     assert info.store.port == info.bootstrap_store_info.master_port
     assert info.store.get("torchelastic/assigned_ranks/0") == b"[0, 1, 0, 1]"
     assert len(set(driver.offers)) == len({address.rpartition(":")[0] for address in driver.offers})
+
+
+def test_a_driver_that_does_not_know_a_node_is_told_what_it_offers():
+    """At once, and not when the link repeats what that driver did not want to hear."""
+    driver = StrangeDriver(taken=0)
+    rendezvous = DriverRendezvous(driver.connect, s.NodeReady("a", 0, "", "default"), ("127.0.0.1", "lo"), timeout=10)
+    assert rendezvous.next_rendezvous().world_size == 1
