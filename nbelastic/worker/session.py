@@ -299,7 +299,7 @@ class Session:
             case wire.Welcome(term=term):
                 if term >= self._term:
                     self._term = term
-                    self.link.begin_again(self._begin_statement)
+                    self.link.begin_again(self._introduction)
                 return
             case wire.Abort(epoch=epoch):
                 self._aborted = max(self._aborted, epoch)
@@ -329,7 +329,8 @@ class Session:
             self._inbox.put(message)
             self.attention = True
 
-    def _begin_statement(self) -> wire.WorkerHere:
+    def _introduction(self) -> wire.WorkerHere:
+        """To a new driver, who has not heard what was said before."""
         self.printed.hold()
         return self._statement()
 
