@@ -1,8 +1,8 @@
 """Parts of a cluster die under a training: `python -m tests.benchmarks.survive [--json FILE] [--quick]`.
 
 `kernel`: SIGKILL, some steps without a driver, and another process attaches: seconds until it has the cluster (with and
-without its imports), until somebody makes a step, and until all workers train; how long the training stood still at the longest, with the kill and the
-attaching in it, against as long a time before; steps lost. `kernel and …`: a second part is killed with the kernel. `… alone`:
+without its imports), until somebody makes a step, and until all workers train; how long the training stood still at the
+longest, with the kill and the attaching in it, against as long a time before; steps lost. `kernel and …`: a second part is killed with the kernel. `… alone`:
 a part is killed while its kernel lives; seconds until all train again, or until there is another controller. At the end of
 each case nothing is left running.
 """
