@@ -19,7 +19,10 @@ def gone(world: World, w: m.WorkerId, why: str, now: float, out: Commands, *, bl
     if w in world.stopped:
         world, why = staffing.vacate(world, w), f"{w} was stopped"
     else:
-        world = staffing.vacate(world, w, restarts=1) if blameless else staffing.strike(world, w, why, now, out)
+        if not blameless:
+            world = staffing.strike(_explained(world, (w,)), w, why, now, out)
+        else:
+            world = staffing.vacate(world, w, restarts=1)
         out.append(m.Record("worker-lost", why, host=w.host, worker=str(w), epoch=world.epoch))
     world = lose(world, (w,), why, now, out)
     return staffing.staff(staffing.retire_empty(world, w.host, out), now, out)
@@ -31,9 +34,14 @@ def host_gone(world: World, name: str, reason: str, now: float, out: Commands, *
     if host is None or host.phase is HostPhase.LOST:
         return world
     workers = staffing.on_host(world, name)
-    world = staffing.agent_lost(world, name, reason, now, out, kind=kind)
+    world = staffing.agent_lost(_explained(world, workers), name, reason, now, out, kind=kind)
     world = lose(world, workers, f"host {name} was lost ({reason})", now, out)
     return staffing.staff(world, now, out)
+
+
+def _explained(world: World, dead: Iterable[m.WorkerId]) -> World:
+    """The death of a member explains broken connections: the count of breaks without a death begins anew."""
+    return replace(world, unexplained=(0, -1)) if not world.ranked.isdisjoint(dead) else world
 
 
 def leave_out(world: World, name: str, reason: str, now: float, out: Commands, *, kind: str) -> World:

@@ -129,6 +129,7 @@ def end(
         waiting=frozenset(),
         leaving=frozenset(),
         suspects=frozenset(),
+        unexplained=(0, -1),
         offers=(),
         starting=frozenset(w for w in world.starting if not world.workers[w].job),
         short_since=None,

@@ -20,7 +20,7 @@ __all__ = ["deadline", "step"]
 Commands = list[m.Command]
 
 
-UNEXPLAINED = 3  # breaks in a row at one commit with nobody dead: then the program's own error ends the job
+UNEXPLAINED = 3  # breaks in a row at one commit that no death explains: then the program's own error ends the job
 
 
 def step(world: World, event: m.Event, now: float) -> tuple[World, tuple[m.Command, ...]]:
@@ -268,11 +268,11 @@ def _break_unexplained(world: World, now: float, out: Commands) -> World:
     count = count + 1 if at == begun else 1
     culprit = min(world.suspects)
     if count >= UNEXPLAINED and not world.mesh.pairs:  # while probes are under way it may still be the network
-        why = f"{_rank(world, culprit)} raised {world.complaint} ({count} times in a row, and no worker had died)"
+        why = f"{_rank(world, culprit)} raised {world.complaint} ({count} times in a row, and no death explains it)"
         return jobs.end(world, "failed", why, now, out, culprit=culprit)
     why = f"connections of {first(world.suspects)} broke though every worker lives"
     world = mesh.begin(world, now, out)
-    return replace(epochs.break_epoch(world, why, now, out), unexplained=(count, begun))
+    return epochs.break_epoch(replace(world, unexplained=(count, begun)), why, now, out)
 
 
 def _suspect(world: World, w: m.WorkerId, error: str, now: float) -> World:

@@ -316,6 +316,48 @@ def test_progress_clears_unexplained_breaks():
     assert story.world.resets == 5
 
 
+def test_unexplained_breaks_of_one_job_do_not_count_in_the_next():
+    """A job breaks twice without a death and is stopped: the first such break of the next job does not end that job."""
+    story = Story("a:3", min=2).run()
+    for _ in range(2):
+        story.raised("a/1#1", "RuntimeError: Connection closed", intact=False).quiet(2.0)
+    story.send(m.JobStopRequested("job", "a test"))
+    story.quiet(6.0)
+    story.submit("other").quiet(2.0)
+    story.raised("a/1#1", "RuntimeError: Connection closed", intact=False).quiet(2.0)
+    assert not story.job.outcome
+    assert story.world.stage is Stage.RUNNING
+
+
+@pytest.mark.parametrize("lost", ["worker", "host"])
+def test_a_death_between_unexplained_breaks_begins_their_count_anew(lost):
+    """Two breaks without a death, a member dies, another break: the job goes on, as the breaks are not in a row."""
+    story = Story("a:3", "b:1", min=2).run()
+    others = ("a/0#1", "a/1#1", "a/2#1")
+    for _ in range(2):
+        story.raised("a/1#1", "RuntimeError: Connection closed", intact=False).quiet(2.0)
+    if lost == "host":
+        story.send(m.AgentLost("b", "a test"))
+    else:
+        story.kill("b/0#1")
+    story.hear(m.WorkerReady, *others).hear(m.WorkerFormed, *others)  # no commit, and no other worker joins
+    assert story.world.stage is Stage.RUNNING
+    story.raised("a/1#1", "RuntimeError: Connection closed", intact=False).wait(2.0)
+    assert not story.job.outcome
+
+
+def test_a_worker_that_an_abort_did_not_wake_is_no_explanation():
+    """A rank ends itself because the abort of an unexplained break could not wake it: the breaks still count as in a row."""
+    story = Story("a:3", min=2).run()
+    others = ("a/0#1", "a/1#1")
+    for _ in range(2):
+        story.raised("a/1#1", "RuntimeError: sizes differ", intact=False).quiet(2.0)
+    story.kill("a/2#1", code=m.STUCK).hear(m.WorkerReady, *others).hear(m.WorkerFormed, *others)
+    assert story.world.stage is Stage.RUNNING
+    story.raised("a/1#1", "RuntimeError: sizes differ", intact=False).wait(2.0)
+    assert story.job.outcome == "failed"
+
+
 def test_a_connection_lost_while_others_still_form_is_not_forgotten():
     """One raises right after it has formed, before the others have: their forming does not wash that away."""
     story = Story("a:2", min=2)
