@@ -124,6 +124,8 @@ def _take(world: World, event: m.Event, now: float, out: Commands) -> World:
             return jobs.registered(world, w, error, now, out)
         case m.ProgramEnded():
             return _program_ended(world, event, now, out)
+        case m.DiscoveryFailed(reason=reason):
+            return _discovery_failed(world, reason, now, out)
         case m.JobSubmitted(job=job):
             return jobs.submit(world, job, now, out)
         case m.JobStopRequested(job=job, reason=reason):
@@ -152,13 +154,21 @@ def _take_order(world: World, event: Order, now: float, out: Commands) -> World:
         case m.HostRemoved():
             world = _remove(replace(world, removed=world.removed | {event.name}), event, now, out)
         case m.HostsDiscovered(hosts=specs):
-            world = staffing.discovered(world, specs, now, out)
+            world = staffing.discovered(replace(world, discovered=True), specs, now, out)
         case m.Scaled(min=low, max=high, by=by):
             out.append(m.Record("scaled", f"min {low}, max {high if high is not None else 'unlimited'} by {by}"))
             world = replace(world, limits=replace(world.limits, min=low, max=high), since=now)
         case _:
             assert_never(event)
     return staffing.staff(world, now, out)
+
+
+def _discovery_failed(world: World, reason: str, now: float, out: Commands) -> World:
+    """Fatal only if it has never answered and no other host is known; otherwise the hosts stay as they are."""
+    if not world.discovered and not world.hosts:
+        return _stop(world, f"host discovery failed: {reason}", now, out)
+    out.append(m.Record("discovery-failed", reason))
+    return world
 
 
 def _remove(world: World, event: m.HostRemoved, now: float, out: Commands) -> World:

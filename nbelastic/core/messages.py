@@ -62,6 +62,12 @@ class HostsDiscovered(Event):
     hosts: tuple[HostSpec, ...]
 
 
+class DiscoveryFailed(Event):
+    """The host discovery did not answer; `reason` says why. The driver sends it once for each new reason."""
+
+    reason: str
+
+
 class Scaled(Event):
     min: int
     max: int | None

@@ -177,6 +177,7 @@ def _hosts(
         job=job,
         resets=saved.resets,
         joined=saved.joined,
+        discovered=True,
         numbered=saved.numbered,
         probes=saved.probes + UNSAVED,
         admissions=len(hosts),

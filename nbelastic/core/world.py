@@ -193,6 +193,7 @@ class World(Struct, frozen=True):
     job: Job | None = None
     resets: int = 0
     joined: int = 0  # hosts so far
+    discovered: bool = False  # the host discovery has answered once, under this driver or an earlier one
     admissions: int = 0  # hosts that have come up so far
     door: str = ""  # where terminals of other machines come to the driver's machine, if they are let in
     probing: dict[str, Admission] = {}  # newcomers, by name

@@ -38,6 +38,7 @@ from nbelastic.link import Hub, Keys
 T = TypeVar("T")
 
 POLL = 1.0  # seconds between looks at the host discovery
+LONGEST_PAUSE = 30.0  # seconds between looks at a discovery that keeps failing
 JOBS = 2.0  # seconds between looks at batch jobs
 CLOSING = 5.0  # seconds that agents have to end before they are killed
 FAILURES = ("worker-lost", "host-lost", "world-broken")
@@ -451,23 +452,22 @@ class Driver:
             self.save()  # what no event tells: the number of one that has been submitted, another gate
 
     async def _discover(self) -> None:
-        """Ask where hosts come from, once a second; the first failure is fatal, a later one is told once, and its end."""
+        """Ask where hosts come from, once a second; after failures more rarely. Each new failure is reported once, and its end."""
         last: tuple[m.HostSpec, ...] | None = None
-        told, since = "", 0.0
+        told, since, pause = "", 0.0, POLL
         lookout = hosts.Lookout(self.settings.discovery)
         try:
             while True:
                 try:
                     found = await lookout.look()
                 except NbelasticError as error:
-                    if last is None:
-                        self._inbox.put_nowait(m.StopRequested(f"host discovery failed: {error}"))
-                        return
                     since = since or time.monotonic()
+                    pause = min(2 * pause, LONGEST_PAUSE) if told else POLL
                     if hosts.gist(error) != told:
                         told = hosts.gist(error)
-                        self.record(m.Record("discovery-failed", str(error)))
+                        self._inbox.put_nowait(m.DiscoveryFailed(str(error)))
                 else:
+                    pause = POLL
                     if told:
                         away = f"host discovery answers again, after {time.monotonic() - since:.0f} s"
                         self.record(m.Record("discovery-recovered", away))
@@ -475,7 +475,7 @@ class Driver:
                     if found != last:
                         last = found
                         self._inbox.put_nowait(m.HostsDiscovered(found))
-                await asyncio.sleep(POLL)
+                await asyncio.sleep(pause)
         finally:
             await lookout.close()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from nbelastic.core import messages as m
 from nbelastic.core.world import HostPhase, Stage
+from tests.core.away import Away
 from tests.core.story import Story
 
 
@@ -27,6 +28,34 @@ def test_added_removed_mixed_nothing():
     before = story.world
     assert story.discover("b:1", "c:1") == ()
     assert story.world == before
+
+
+def test_a_discovery_that_never_answered_stops_a_cluster_without_hosts():
+    """There is nothing to wait for: the discovery's error ends the cluster."""
+    story = Story()
+    story.send(m.DiscoveryFailed("hosts.sh failed with exit code 1"))
+    assert story.world.phase == "finished"
+    assert story.world.stopping == "host discovery failed: hosts.sh failed with exit code 1"
+
+
+def test_a_discovery_that_fails_later_is_only_recorded():
+    """Once it has answered, or hosts were added by hand, the hosts stay as they are."""
+    listed, by_hand = Story(), Story("a:1")
+    listed.discover()
+    for story in (listed, by_hand):
+        story.send(m.DiscoveryFailed("hosts.sh failed with exit code 1"))
+        assert not story.world.stopping
+        assert story.records("discovery-failed") == ["hosts.sh failed with exit code 1"]
+
+
+def test_a_discovery_that_fails_for_a_new_driver_is_only_recorded():
+    """A cluster that was attached to goes on, even one that has no host at the moment."""
+    for story in (Story("a:1", min=1).run(), Story()):
+        story.discover()
+        Away(story).new_driver()
+        story.send(m.DiscoveryFailed("the controller is busy"))
+        assert not story.world.stopping
+        assert story.records("discovery-failed") == ["the controller is busy"]
 
 
 def test_fewer_slots_take_the_highest_away():

@@ -70,6 +70,13 @@ class AnyStory(RuleBasedStateMachine):
     def discover(self, hosts):
         self.story.discover(*(f"{name}:{slots}" for name, slots in hosts.items()))
 
+    @precondition(lambda self: self.story.world.hosts)
+    @rule()
+    def discovery_fails(self):
+        workers = self.story.world.workers
+        self.story.send(m.DiscoveryFailed("no answer"))
+        assert self.story.world.workers == workers, "a failing discovery disturbs nobody"
+
     @rule(low=st.integers(1, 3), room=st.none() | st.integers(0, 3))
     def scale(self, low, room):
         self.story.scale(low, None if room is None else low + room)

@@ -30,7 +30,7 @@ class Kernel:
         self,
         name: str,
         folder: Path,
-        hosts: str = "localhost:3",
+        hosts: str | None = "localhost:3",
         program: str = "train",
         arguments: dict[str, Any] | None = None,
         **options: Any,

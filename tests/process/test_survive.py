@@ -210,6 +210,23 @@ def test_an_error_meanwhile(kept):
     cluster.stop()
 
 
+def test_a_discovery_that_fails_while_a_new_kernel_attaches(kept, tmp_path):
+    """The hosts stay, the training goes on, and the discovery is asked again."""
+    busy, script = tmp_path / "busy", tmp_path / "hosts.sh"
+    script.write_text(f"#!/bin/sh\nrm {busy} 2>&- && echo 'the controller is busy' >&2 && exit 1\necho localhost:2\n")
+    script.chmod(0o755)
+    kernel = kept(hosts=None, discovery=str(script))
+    epoch = kernel.makes_steps(2)
+    kernel.kill()
+    busy.touch()
+    training = attached(kernel)
+    kinds = lambda: [event.kind for event in training.cluster.events if "discovery" in event.kind]
+    until(lambda: kinds() == ["discovery-failed", "discovery-recovered"], what="the discovery to answer again")
+    training.runs(2)
+    assert training.cluster.status().epoch == epoch
+    training.finish()
+
+
 def test_setup_cells_run_once(kept):
     """On workers of another driver they have run; those that come later run them, though this kernel never saw them."""
     kernel = kept(program="")
