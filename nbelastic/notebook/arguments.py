@@ -18,6 +18,8 @@ Kind = Literal["line", "cell", "line_cell"]
 Values = Mapping[str, Callable[[], Iterable[str]]]  # what tab offers, by the argument's metavar
 
 _REGISTER: Mapping[Kind, Callable[[Any], Any]] = {"line": line_magic, "cell": cell_magic, "line_cell": line_cell_magic}
+# What stands before a comment: words, quotations, escaped characters, and a `#` within a word.
+_BEFORE_COMMENT = re.compile(r"""(?:[^\s\\"'#]|\\.|"(?:[^"\\]|\\.)*"|'[^']*'|\s(?!\s*#)|(?<=\S)#)*""")
 _LINE = re.compile(r"\s*(?:[\w\s,]+=\s*)?(?P<percent>%%?)(?P<name>\w+)\s(?P<rest>.*)")
 
 
@@ -60,6 +62,13 @@ def magic(kind: Kind, *arguments: Argument) -> Callable[[Callable[..., object]],
         return registered
 
     return decorate
+
+
+def without_comment(line: str) -> str:
+    """The line up to a `#` that begins a word, as in a shell. A `#` in quotation marks or within a word stays."""
+    found = _BEFORE_COMMENT.match(line)
+    end = found.end() if found else 0
+    return line[:end] if line[end:].lstrip().startswith("#") else line
 
 
 def pair(flag: str, text: str) -> tuple[str, str]:
@@ -115,7 +124,7 @@ def _known(action: argparse.Action, values: Values) -> Iterable[str]:
 
 def _parse(parser: MagicArgumentParser, name: str, line: str) -> Namespace:
     try:
-        options: Namespace = parser.parse_argstring(line)
+        options: Namespace = parser.parse_argstring(without_comment(line))
     except (UsageError, ValueError) as error:  # ValueError: a quotation without an end
         raise UsageError(f"{str(error).rstrip('.')}; %{name}? shows the options.") from None
     return options

@@ -112,7 +112,7 @@ class ElasticMagics(Magics):  # type: ignore[misc]  # IPython carries no types h
         hidden = given.pop("no_dashboard")
         variable = given.pop("bind", None)
         self.cluster = self.make(given.pop("hosts", None), **_as_python(given))
-        self.dashboard = None
+        self._close_dashboard()
         if variable:
             self.shell.user_ns[variable] = self.cluster
         if not hidden:
@@ -137,7 +137,7 @@ class ElasticMagics(Magics):  # type: ignore[misc]  # IPython carries no types h
         for variable in (options.bind, options.job):
             self._check_variable(variable)
         self.cluster = self.attach(options.name)
-        self.dashboard = None
+        self._close_dashboard()
         for variable, value in ((options.bind, self.cluster), (options.job, self.cluster.job)):
             if variable:
                 self.shell.user_ns[variable] = value
@@ -326,6 +326,7 @@ class ElasticMagics(Magics):  # type: ignore[misc]  # IPython carries no types h
         """Stop the cluster, or let go of a kept one, and take away what `register` gave."""
         if self.cluster is not None:
             self.cluster.close()
+        self._close_dashboard()
         known = self.shell.magics_manager.magics
         for kind, names in self.magics.items():
             for name in names:
@@ -357,6 +358,12 @@ class ElasticMagics(Magics):  # type: ignore[misc]  # IPython carries no types h
         if self.dashboard is None:
             self.dashboard = Dashboard(self._cluster())
         display(self.dashboard)
+
+    def _close_dashboard(self) -> None:
+        """Of the cluster before: else its subscription, its thread and its events stay as long as the kernel."""
+        dashboard, self.dashboard = self.dashboard, None
+        if dashboard is not None:
+            dashboard.close()
 
     def _parser(self, name: str, is_cell: bool) -> ArgumentParser | None:
         return getattr(self.magics["cell" if is_cell else "line"].get(name), "parser", None)

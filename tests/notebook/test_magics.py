@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from nbelastic.driver.run import checkpoints
 from nbelastic.driver.saved import ClusterInfo
 from nbelastic.driver.stacks import WorkerStack
 from nbelastic.notebook import load_ipython_extension, unload_ipython_extension
+from nbelastic.notebook.arguments import _parse, without_comment
 from nbelastic.notebook.magics import ElasticMagics
 from nbelastic.notebook.snapshot import ClusterList
 
@@ -103,6 +105,40 @@ def test_what_cannot_be_done_is_said_in_one_line(ip, magics, capsys, line, said)
     assert not ip.run_cell(line).success
 
 
+README = Path(__file__).parents[2] / "README.md"
+MAGIC_LINES = re.findall(r"^(%%?)(\w+)(.*)$", README.read_text(), re.MULTILINE)
+
+
+@pytest.mark.parametrize(("percent", "name", "line"), MAGIC_LINES)
+def test_every_magic_line_of_the_readme_works_as_printed(ip, magics, percent, name, line):
+    """Comments and all. Magics of others, as `%load_ext`, take a comment for an argument: theirs have none."""
+    parser = magics._parser(name, percent == "%%")
+    if parser is None:
+        assert "#" not in line
+    else:
+        known = vars(_parse(parser, name, line))
+        assert known == vars(_parse(parser, name, line.partition(" #")[0]))
+        assert not known.get("script")
+
+
+@pytest.mark.parametrize(
+    ("line", "kept"),
+    [
+        ("--min 2   # two at least, don't ask", "--min 2"),
+        ("# nothing else", ""),
+        ("localhost/0#1 a#b #c", "localhost/0#1 a#b"),
+        ("--name '# no comment' # a comment", "--name '# no comment'"),
+        ('--env "A=\\" # b" # c', '--env "A=\\" # b"'),
+        ("--name \\# # c", "--name \\#"),
+        ("--hosts 'a # b", "--hosts 'a # b"),
+        ("train.py --colour=#fff", "train.py --colour=#fff"),
+    ],
+)
+def test_a_comment_ends_a_magic_line(line, kept):
+    """As in a shell: it begins with a `#` that begins a word. In quotation marks and within a word it is a character."""
+    assert without_comment(line).rstrip() == kept
+
+
 def test_start_hands_over_only_what_was_given(ip, magics):
     """The defaults are Cluster's own; lists come as Python has them; the dashboard is shown."""
     ip.run_cell("%elastic_start --min 2 --max 4 --cooldown 0 0 --preload numpy,torchvision --timeout 5 --cluster c")
@@ -132,6 +168,16 @@ def test_a_second_cluster_is_refused_until_the_first_has_finished(ip, magics, cl
     assert run(ip, capsys, "%elastic_stop\n%elastic_stop") == ""
     assert run(ip, capsys, "%elastic_start --no-dashboard") == ""
     assert magics.cluster is not cluster
+
+
+@pytest.mark.parametrize("line", ["%elastic_start", "%elastic_attach survivor"])
+def test_another_cluster_closes_the_old_dashboard(ip, magics, cluster, line):
+    """The old cluster has no subscriber left, so that nothing of it stays in the kernel; the new one has its own."""
+    assert len(cluster.subscribers) == 1
+    ip.run_cell("%elastic_stop")
+    ip.run_cell(line)
+    assert magics.cluster is not cluster
+    assert (len(cluster.subscribers), len(magics.cluster.subscribers)) == (0, 1)
 
 
 def test_attaching_gives_what_starting_gives(ip, magics, capsys):
