@@ -16,12 +16,14 @@ INTERVAL = 0.25  # seconds
 class Watchers:
     """`changed()` is cheap and may be called from any thread; the callbacks run in one thread, never in the driver's.
 
-    The thread lives as long as somebody looks on.
+    The thread lives as long as somebody looks on. A callback that raises is called again at the next change: what it could
+    not show may be gone by then. The first error of a row is logged.
     """
 
     def __init__(self, status: Callable[[], Status]) -> None:
         self._status = status
         self._callbacks: list[Callable[[Status], object]] = []
+        self._failing: set[Callable[[Status], object]] = set()  # raised when they were called last
         self._news = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -39,6 +41,7 @@ class Watchers:
 
     def _remove(self, callback: Callable[[Status], object]) -> None:
         self._callbacks = [other for other in self._callbacks if other is not callback]
+        self._failing.discard(callback)
         self._news.set()
 
     def _tell(self) -> None:
@@ -51,6 +54,9 @@ class Watchers:
                 try:
                     callback(status)
                 except Exception:
-                    log.exception("a watcher of the cluster failed; it is not called again")
-                    self._remove(callback)
+                    if callback not in self._failing:
+                        log.exception("a subscriber of the cluster's status raised; it is called again at each change")
+                        self._failing.add(callback)
+                else:
+                    self._failing.discard(callback)
             pause.wait(INTERVAL)
