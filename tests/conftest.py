@@ -1,8 +1,16 @@
-"""The order of the tests."""
+"""The order of the tests, and the options that all of them have."""
 
 from __future__ import annotations
 
 import pytest
+
+from tests.support import skips, soak
+
+
+def pytest_addoption(pluginmanager: pytest.PytestPluginManager) -> None:
+    """Register the plug-ins here: pytest then asks them for their options too."""
+    for plugin in (soak, skips):
+        pluginmanager.register(plugin)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

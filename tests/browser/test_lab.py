@@ -145,6 +145,7 @@ def test_a_day_of_work_while_a_cell_sleeps(lab, page, notebook, output_path):
     expect(view.locator(".nbe-phase")).to_have_text("finished")
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("lab", ["dark"], indirect=True)
 def test_it_is_steered_by_keyboard_alone_in_the_dark(lab, page, notebook, output_path):
     """Tab, arrows and Enter reach every order; a slot is opened and its worker restarted; the second Enter stops all."""
@@ -249,6 +250,7 @@ def test_a_kept_cluster_goes_on_after_a_restart(lab, page, notebook, output_path
     expect(view.last.locator(".nbe-phase")).to_have_text("finished")
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("lab", ["notebook"], indirect=True)
 def test_in_jupyter_notebook_7(lab, page, notebook):
     """The same view, and clicks are heard there too while a cell is busy."""

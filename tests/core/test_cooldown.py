@@ -10,6 +10,7 @@ from nbelastic.core import messages as m
 from nbelastic.core.membership import deadline
 from nbelastic.core.world import HostPhase, Stage, host_cooling_until
 from tests.core.story import Story, wid
+from tests.support.soak import examples
 
 
 def crash(story: Story, times: int, host: str = "a") -> Story:
@@ -195,7 +196,7 @@ def test_a_lost_host_comes_back_with_new_workers():
 
 LIVES = st.sampled_from([0.0, 0.5, 59.9, 60.0, 61.0, 200.0])
 COOLDOWNS = st.sampled_from([(0.0, 0.0), (1.0, 2.0), (5.0, 300.0), (5.0, 5.0)])
-BRIEF = settings(max_examples=150, deadline=None, derandomize=True, database=None)
+BRIEF = settings(max_examples=examples(150))
 
 
 def cooling(strikes: int, cooldown: tuple[float, float]) -> float:

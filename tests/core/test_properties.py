@@ -15,6 +15,7 @@ from nbelastic.core.placement import parse_host
 from nbelastic.core.world import HostPhase, Stage
 from tests.core.away import Away
 from tests.core.story import IN_TIME, Story
+from tests.support.soak import examples
 
 HOSTS = ("a", "b", "c")
 NETWORKS = (  # of the hosts a, b and c: their addresses
@@ -472,10 +473,7 @@ DOUBLED = (
 
 TestAnyStory = AnyStory.TestCase
 TestAnyStory.settings = settings(
-    max_examples=400,
+    max_examples=examples(100),
     stateful_step_count=40,
-    deadline=None,
-    derandomize=True,
-    database=None,
     suppress_health_check=list(HealthCheck),
 )

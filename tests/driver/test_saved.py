@@ -72,6 +72,15 @@ def test_a_kill_at_any_byte_leaves_what_was_there(monkeypatch):
     assert (run_dir.path / NAME).stat().st_mode & 0o777 == 0o600
 
 
+def test_a_file_of_another_user_is_refused(monkeypatch):
+    """Its keys are that user's, and so is the cluster."""
+    run_dir = left()
+    owner = os.getuid()
+    monkeypatch.setattr(os, "getuid", lambda: owner + 1)
+    with pytest.raises(UsageError, match=f"belongs to another user .uid {owner}."):
+        read(run_dir.path)
+
+
 def test_what_is_listed():
     """Clusters with and without a driver, whatever is wrong with them; what is dead is swept away, keys and all."""
     kept, dead, running, broken = left("kept"), left("dead", "1@1"), RunDir("running"), left("broken")

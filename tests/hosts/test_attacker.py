@@ -197,6 +197,7 @@ def nothing_changes(training):
     until(lambda: max(fds for _, fds in grown(before, sizes(training)).values()) <= 2, LONG, "descriptors to be closed")
 
 
+@pytest.mark.soak
 @pytest.mark.timeout(300)
 def test_ten_thousand_broken_messages(network, trains):
     """Noise, half a greeting, other mechanisms, endless frames, HTTP, keys of another cluster, words of torch's store: at
@@ -213,6 +214,7 @@ def test_ten_thousand_broken_messages(network, trains):
     training.finish()
 
 
+@pytest.mark.soak
 @pytest.mark.timeout(300)
 def test_two_thousand_connections_at_each_door(network, trains):
     """They are refused or held, and do no harm; a host joins meanwhile, and a death is recovered from."""

@@ -94,6 +94,7 @@ def test_the_kernel_and_its_gate(kept):
     end(training)
 
 
+@pytest.mark.soak
 def test_nobody_comes(kept):
     """Hosts elsewhere end with the lease, too."""
     kernel = kept(lease=5.0)

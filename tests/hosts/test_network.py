@@ -23,6 +23,8 @@ from tests.hosts.network import DRIVER, Network
 from tests.process.observing import alive, descendants, until
 
 SILENCE = 0.6  # seconds: what arrives at all arrives in milliseconds
+pytestmark = pytest.mark.soak  # these are tests of the test network, and not of nbelastic
+
 PATIENCE = 30.0
 
 

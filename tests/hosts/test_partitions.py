@@ -99,6 +99,7 @@ def test_two_hosts_that_do_not_reach_each_other(network, trains):
     assert len(training.finish(timeout=LONG)) == 3
 
 
+@pytest.mark.soak
 @pytest.mark.timeout(300)
 def test_a_slow_host_is_not_a_lost_one(network, trains):
     """200 ms there and back and every twentieth packet lost, for 20 s: the training is slow, and nobody is lost."""

@@ -92,6 +92,7 @@ def guests(cluster: nbe.Cluster) -> list[str]:
     return [host.name for host in cluster.hosts if host.name.startswith("torchrun-")]
 
 
+@pytest.mark.soak
 @pytest.mark.timeout(300)
 def test_a_script_on_hosts_that_die_are_cut_off_and_come(network, make, tmp_path):
     """Each time the others begin again at once, smaller, and grow again: with those that come back, and with one more."""
@@ -151,6 +152,7 @@ def torchrun_of(guest: str) -> int:
     return int(guest.rpartition("-")[2])
 
 
+@pytest.mark.soak
 @pytest.mark.timeout(300)
 def test_terminals_on_two_machines_and_none_of_the_hosts(network, make, terminal, carry, tmp_path):
     """The notebook's host is reached from outside then. One is killed, one cut off: both are missed, and what they leave behind ends."""

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from nbelastic.driver.live import OrderStatus
 from nbelastic.driver.status import EventRecord, HostStatus, Status, WorkerStatus
 from nbelastic.notebook.frames import Frames, frame, patch
+from tests.support.soak import examples
 
 LEAVES = st.none() | st.integers(0, 3) | st.sampled_from("ab") | st.lists(st.integers(0, 2), max_size=2)
 NAMES = st.sampled_from("xyz")
@@ -24,7 +25,7 @@ def full(value):
     return {k: full(v) for k, v in value.items() if v is not None} if isinstance(value, dict) else value
 
 
-@settings(max_examples=500, deadline=None, derandomize=True, database=None)
+@settings(max_examples=examples(200))
 @given(OBJECTS, OBJECTS)
 def test_a_patch_makes_the_new_of_the_old(old, new):
     """For any two states; and there is no patch where they are the same."""

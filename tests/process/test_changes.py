@@ -240,7 +240,13 @@ def test_reset_callbacks(trains):
         assert first not in reset
 
 
-@pytest.mark.parametrize("workers", [0, 1], ids=["loaded in the loop", "loaded ahead by another process"])
+@pytest.mark.parametrize(
+    "workers",
+    [
+        pytest.param(0, id="loaded in the loop"),
+        pytest.param(1, id="loaded ahead by another process", marks=pytest.mark.soak),
+    ],
+)
 def test_samples_are_used_once(trains, workers):
     """Through kills, a newcomer and a drain, each pass uses every sample exactly once; padding at its very end aside."""
     samples, batch = 400, 4

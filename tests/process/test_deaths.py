@@ -90,6 +90,7 @@ def test_one_dies_during_the_recovery_from_another(trains):
     assert len(training.finish()) == 4
 
 
+@pytest.mark.soak
 def test_many_deaths_in_a_row(trains):
     """Six kills of all ranks in turn: only they are lost, and every step is there once."""
     training = trains("localhost:3", min=1, max=3)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
@@ -38,10 +37,10 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[nbe.Cluster]:
     del os.environ["OMP_NUM_THREADS"]
 
 
-@pytest.fixture
-def by_torchrun(tmp_path: Path) -> list[dict]:
+@pytest.fixture(scope="module")
+def by_torchrun(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
     """What torchrun gives a script, over its own c10d rendezvous."""
-    (folder := tmp_path / "theirs").mkdir()
+    folder = tmp_path_factory.mktemp("theirs")
     own = ("--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1", "--rdzv-id=theirs")
     with torchrun(*own, "--nproc-per-node=2", "--max-restarts=3", TELL, folder, "word", OMP_NUM_THREADS="1") as run:
         assert run.wait(60) == 0, run.stdout.read()
@@ -86,7 +85,7 @@ def test_a_program(pair, tmp_path):
     assert job.logs(rank=1) == "1 of 2 says hello, yes"
 
 
-@pytest.mark.parametrize("cold", [False, True], ids=["warm", "cold"])
+@pytest.mark.parametrize("cold", [False, pytest.param(True, marks=pytest.mark.soak)], ids=["warm", "cold"])
 def test_the_error_of_the_first_that_failed(pair, tmp_path, cold):
     """Its rank, and its own traceback from its own first line on; the others, who would have slept on, are ended."""
     job = pair.run_script(TELL, tmp_path, "raise=1", cold=cold)

@@ -71,6 +71,7 @@ SUBMITTERS = {  # how each takes a script and what it says; the script runs at o
 }
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("launcher", SUBMITTERS)
 def test_other_batch_systems(launcher, tmp_path, monkeypatch, stand_in):
     """Their scripts start the agent with its configuration, and killing it deletes the job by its number."""
@@ -102,6 +103,7 @@ def test_other_batch_systems(launcher, tmp_path, monkeypatch, stand_in):
     asyncio.run(story())
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("launcher", SUBMITTERS)
 def test_other_batch_systems_that_refuse(launcher, tmp_path, monkeypatch, stand_in):
     """Whatever way they say it, it is told."""

@@ -323,6 +323,7 @@ while attempt(die_at_byte, size):
 """
 
 
+@pytest.mark.soak
 def test_killed_at_any_moment_there_is_a_checkpoint_to_use(two, tmp_path_factory, capsys):
     """A process is killed at each of its calls to the system, and at many bytes, while it writes the third and removes the
     first: every time the newest is whole, without a word, and the next save leaves nothing of the dead one's."""

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
 from nbelastic import ElasticSampler, local_batch_size
+from tests.support.soak import examples
 from tests.worker.conftest import formation
 
 WORLDS = st.lists(
@@ -18,7 +19,7 @@ WORLDS = st.lists(
     min_size=1,
     max_size=8,
 )
-MANY = settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+MANY = settings(max_examples=examples(100), suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 class Ranks:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 import nbelastic as nbe
 from nbelastic.worker import transfer
 from nbelastic.worker.transfer import describe, destinations, rebuild
+from tests.support.soak import examples
 
 CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.uint8, torch.bool]
@@ -46,7 +47,7 @@ def same(one, other):
     return type(one) is type(other) and one == other
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(100))
 @given(VALUES)
 def test_taken_apart_and_put_together(value):
     """`rebuild` undoes `describe`; in between there is no tensor left in the description."""
@@ -56,7 +57,7 @@ def test_taken_apart_and_put_together(value):
     assert describe(description, []) == description
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(100))
 @given(theirs=VALUES, mine=VALUES)
 def test_every_tensor_has_somewhere_to_go(theirs, mine):
     """Whatever this rank holds: there is one place for each tensor, of its shape and type, and all arrive."""
@@ -80,7 +81,7 @@ def test_tensors_are_received_in_place():
     assert places[2].shape == (1,)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100))
 @given(st.lists(tensors(), max_size=20), st.integers(1, 100))
 def test_buckets(several, bound):
     """Every tensor with anything in it is in one bucket; a bucket holds one type, and is closed once it is large."""
