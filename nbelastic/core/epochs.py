@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from msgspec.structs import replace
 
@@ -170,7 +170,7 @@ def succeeded(world: World, w: m.WorkerId, now: float, out: Commands) -> World:
 
 def formed(world: World, w: m.WorkerId, out: Commands) -> World:
     """`w` is in, and holds the state from now on. The world runs when all members do."""
-    world = put(world, replace(world.workers[w], has_state=True))
+    world = put(world, replace(world.workers[w], has_state=True, failures=0))
     return complete(replace(world, awaiting=world.awaiting - {w}), out)
 
 
@@ -197,7 +197,7 @@ def gather(world: World, now: float, out: Commands) -> World:
     survivors = len(world.members) - len(world.leaving)
     if survivors < limits.min and ready < limits.most and not staffing.settled(world, now):
         reason = f"{ready} workers ready; {staffing.shortage(world, now)}"
-        return because(replace(world, short_since=None), reason, world.since + limits.settle)
+        return because(replace(world, short_since=None), reason, world.since + limits.timeouts.settle)
     return form(world, next_members(world), now, out)
 
 
@@ -217,8 +217,19 @@ def next_members(world: World) -> tuple[m.WorkerId, ...]:
     most = world.limits.max if world.limits.max is not None else len(world.workers)
     keep = staying(world)[:most]
     seniority = {name: host.joined for name, host in world.hosts.items()}
-    new = sorted(world.waiting, key=lambda w: (seniority[w.host], w))[: most - len(keep)]
+    new = sorted(_newcomers(world, len(keep)), key=lambda w: (seniority[w.host], w))[: most - len(keep)]
     return rank_order(keep, new, seniority)
+
+
+def _newcomers(world: World, others: int) -> Collection[m.WorkerId]:
+    """Who may join: those that could not be joined before come after the rest, one at a time. Without a world, all that it takes."""
+    free = world.waiting - world.held.keys()
+    again = [w for w in free if world.workers[w].failures]
+    if not again and not world.held:
+        return free
+    once = free.difference(again) or sorted(again, key=lambda w: (world.workers[w].failures, w))[:1]
+    short = world.stage is Stage.GATHERING and others + len(once) < world.limits.min
+    return world.waiting if short else once
 
 
 def release(world: World, staying: tuple[m.WorkerId, ...], out: Commands) -> World:
@@ -250,8 +261,14 @@ def enter(world: World, order: m.FormWorld, ahead: frozenset[m.WorkerId]) -> Wor
     assert job is not None
     workers = dict(world.workers)
     for w in members:
+        old = workers[w]
         workers[w] = replace(
-            workers[w], state=WorkerState.RUNNING, store="", has_state=workers[w].has_state or w in ahead
+            old,
+            state=WorkerState.RUNNING,
+            store="",
+            has_state=old.has_state or w in ahead,
+            failures=0 if w in ahead else old.failures,
+            reason="" if w in world.held else old.reason,
         )
     waiting = world.waiting | world.ranked
     world = seat(world, members)

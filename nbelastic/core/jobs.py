@@ -26,7 +26,7 @@ def submit(world: World, name: str, now: float, out: Commands) -> World:
     workers, starting = dict(world.workers), set(world.starting)
     for w, worker in world.workers.items():
         if worker.state in (WorkerState.READY, WorkerState.FAILED, WorkerState.SUCCEEDED):
-            workers[w] = replace(worker, state=WorkerState.READY, reason="")
+            workers[w] = replace(worker, state=WorkerState.READY, failures=0, reason="")
             if not worker.job:
                 out.append(m.RunProgram(w, name))
                 workers[w] = replace(workers[w], job=name, has_state=False, epoch=0)

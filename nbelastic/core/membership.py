@@ -34,9 +34,10 @@ def step(world: World, event: m.Event, now: float) -> tuple[World, tuple[m.Comma
         world = networks.progress(world, now, out)
     if world.mesh.pairs:
         world = mesh.progress(world, now, out)
-    world = planned.progress(world, now, out)
+    world = planned.progress(staffing.let_in(world, now), now, out)
     if world.early and world.plan is None:
         world = _hear_early(world, now, out)
+    world = staffing.let_in(world, now)
     if world.still is not None:
         world = standstill.explain(world)
     return world, tuple(out)
@@ -58,9 +59,10 @@ def deadline(world: World, now: float) -> float:
         world.until,
         world.wake_at,
         world.linger_until or NEVER,
-        world.suspect_since + limits.grace if world.suspects else NEVER,
+        world.suspect_since + limits.timeouts.grace if world.suspects else NEVER,
         NEVER if world.short_since is None else world.short_since + limits.elastic_timeout,
         world.mesh.until,
+        min(world.held.values(), default=NEVER),
         min((admission.until for admission in world.probing.values()), default=NEVER) if world.probing else NEVER,
     )
     return max(now, min(times))
@@ -71,7 +73,7 @@ def _pass_time(world: World, now: float, out: Commands) -> World:
     limits = world.limits
     if world.linger_until and now >= world.linger_until:
         world = _kill_lingering(world, now, out)
-    if world.suspects and now >= world.suspect_since + limits.grace:
+    if world.suspects and now >= world.suspect_since + limits.timeouts.grace:
         world = _break_unexplained(world, now, out)
     if world.short_since is not None and now >= world.short_since + limits.elastic_timeout:
         ready = len(world.members) + len(world.waiting)
@@ -100,7 +102,7 @@ def _take(world: World, event: m.Event, now: float, out: Commands) -> World:
         case m.WorkerFormed() | m.WorkerOffered() | m.WorkerRaised() | m.WorkerSucceeded() | m.StoreOffered():
             return _take_word(world, event, now, out)
         case m.WorkerPrepared():
-            return planned.prepared(world, event)
+            return planned.prepared(world, event, now)
         case m.HostAdded() | m.HostRemoved() | m.HostsDiscovered() | m.Scaled():
             return _take_order(world, event, now, out)
         case m.AgentReady():

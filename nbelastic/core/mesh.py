@@ -7,6 +7,8 @@ a row did not answer one another, one way or the other, is cut: one of the two i
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Collection
+from itertools import combinations
 
 from msgspec.structs import replace
 
@@ -18,15 +20,17 @@ from nbelastic.core.world import HostPhase, Mesh, World
 Commands = list[m.Command]
 Pair = tuple[str, str]
 FEW = 8  # hosts; up to so many are all probed with one another, of more only neighbours, and rank 0's host with all
+MANY = 16  # hosts; of more that could not be joined only so many are all probed with one another
 TWICE = 2  # rounds in a row in which two hosts do not reach one another: then one of them is left out
 
 
-def begin(world: World, now: float, out: Commands) -> World:
-    """Ask the members' hosts, unless they are being asked or are all on this machine."""
+def begin(world: World, now: float, out: Commands, among: Collection[str] = ()) -> World:
+    """Ask the members' hosts, unless they are being asked or are all on this machine. Those `among` try all one another."""
     if world.mesh.pairs:
         return world
     names = tuple(name for name in dict.fromkeys(w.host for w in world.members) if _is_open(world, name))
-    pairs = frozenset(_pairs(names))
+    told_apart = [name for name in sorted(among) if _is_open(world, name)][:MANY]
+    pairs = frozenset(_pairs(names)).union(_pair(*two) for two in combinations(told_apart, 2))
     if not pairs:
         return world
     number = world.probes + 1
@@ -35,7 +39,9 @@ def begin(world: World, now: float, out: Commands) -> World:
         host = world.hosts[target]
         out.append(m.Probe(prober, target, (host.address,), host.port, number))
     awaited, until = frozenset(probes), now + PROBE_PATIENCE
-    mesh = replace(world.mesh, number=number, until=until, awaited=awaited, pairs=pairs, cut=frozenset())
+    mesh = replace(
+        world.mesh, number=number, until=until, awaited=awaited, pairs=pairs, cut=frozenset(), among=tuple(told_apart)
+    )
     return replace(world, probes=number, mesh=mesh)
 
 
@@ -64,7 +70,7 @@ def progress(world: World, now: float, out: Commands) -> World:
     if broken:
         world = replace(world, mesh=Mesh(), unexplained=(0, -1))
         return _leave_out(world, mesh.pairs, broken, now, out)
-    return begin(world, now, out) if cut else world
+    return begin(world, now, out, mesh.among) if cut else world
 
 
 def _is_open(world: World, name: str) -> bool:

@@ -192,11 +192,15 @@ class StoreOffered(Event):
 
 
 class WorkerPrepared(Event):
-    """Its process group of `epoch` stands, beside the one it may be training in; or why it does not."""
+    """Its process group of `epoch` stands, beside the one it may be training in; or why it does not.
+
+    `supported` is False if no group can be prepared there at all, as with NCCL.
+    """
 
     worker: WorkerId
     epoch: int
     error: str = ""
+    supported: bool = True
 
 
 class WorkerFormed(Event):

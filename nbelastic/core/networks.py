@@ -1,12 +1,15 @@
 """Who reaches whom: hosts of other machines are admitted only where their peers reach them, and they their peers.
 
 While all hosts are on loopback addresses nothing is probed. With the first other one, or when terminals of other machines are
-let in, the cluster is *wide*: hosts on loopback addresses move to addresses that others may reach, and a newcomer and its partners (the hosts that were admitted
-first and last, which makes a ring) try one another before anything is started on it. It is Horovod's ring of driver and task
-services, without the barrier: newcomers are probed side by side, and a host that fits nowhere is left out with the reason.
+let in, the cluster is *wide*: hosts on loopback addresses move to addresses that others may reach, and a newcomer and its partners
+try one another before anything is started on it. Partners are the hosts that were admitted first and last, which makes a ring, and
+every host that has a member of the world: one that does not reach them all would stop a training. It is Horovod's ring of driver
+and task services, without the barrier: newcomers are probed side by side, and a host that fits nowhere is left out with the reason.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 from msgspec.structs import replace
 
@@ -16,6 +19,8 @@ from nbelastic.core.addresses import PROBE_PATIENCE, is_loopback, outward
 from nbelastic.core.world import Admission, Host, HostPhase, World
 
 Commands = list[m.Command]
+AT_ONCE = 32  # partners of one round: with more there are several rounds
+NAMED = 3  # of many hosts, in a text
 
 
 def agent_ready(world: World, event: m.AgentReady, now: float, out: Commands) -> World:
@@ -95,16 +100,21 @@ def _move(world: World, host: Host, address: str, now: float, out: Commands) -> 
     return staffing.place(world, replace(host, address=address, moved_at=now))
 
 
-def _partners(world: World, newcomer: Host) -> tuple[Host, ...]:
-    """Whom it has to reach: who was admitted first and last, and whom it did not reach when it was last here."""
+def _partners(world: World, newcomer: Host, passed: frozenset[str]) -> tuple[Host, ...]:
+    """Whom it has to reach: who was admitted last and first, whom it did not reach when it was last here, and all members.
+
+    `passed` are those with whom it was probed already. O(hosts + members)
+    """
     there = [host for host in world.hosts.values() if host.address and _is_there(host)]
     there = [host for host in there if host.phase is HostPhase.UP] or there
     if not there:
         return ()
     by_age = sorted(there, key=lambda host: host.admitted)
-    chosen = {host.spec.name: host for host in (by_age[-1], by_age[0])}
-    chosen |= {host.spec.name: host for host in there if host.spec.name in newcomer.apart}
-    return tuple(chosen.values())
+    with_members = {w.host for w in world.members}
+    chosen = [by_age[-1], by_age[0]]
+    chosen += [host for host in by_age if host.spec.name in newcomer.apart]
+    chosen += [host for host in by_age if host.spec.name in with_members]
+    return tuple({host.spec.name: host for host in chosen if host.spec.name not in passed}.values())
 
 
 def _own(world: World, host: Host) -> tuple[str, ...]:
@@ -119,10 +129,18 @@ def _known(host: Host) -> tuple[str, ...]:
 
 def _begin(world: World, host: Host, now: float, out: Commands) -> World:
     """Probe its network, or admit it at once if it is the first."""
-    name, own, partners = host.spec.name, _own(world, host), _partners(world, host)
+    own = _own(world, host)
     if not own:
         reason = f"has no address but {host.addresses[0].address}, and the other hosts are on other machines"
-        return epochs.leave_out(world, name, reason, now, out, kind="host-unreachable")
+        return epochs.leave_out(world, host.spec.name, reason, now, out, kind="host-unreachable")
+    return _probe(world, host, own, now, out)
+
+
+def _probe(
+    world: World, host: Host, own: tuple[str, ...], now: float, out: Commands, *, passed: frozenset[str] = frozenset()
+) -> World:
+    """A round with partners that it has not been probed with yet; without any left it is admitted."""
+    name, partners = host.spec.name, _partners(world, host, passed)[:AT_ONCE]
     if not partners:
         return _admit(world, host, own, now, out)
     number = world.probes + 1
@@ -132,16 +150,22 @@ def _begin(world: World, host: Host, now: float, out: Commands) -> World:
     out.extend(probes)
     names = tuple(p.spec.name for p in partners)
     awaited = frozenset((probe.host, probe.target) for probe in probes)
-    admission = Admission(number, names, now + PROBE_PATIENCE, awaited)
-    world = staffing.place(world, replace(host, reason=f"its network is probed with {' and '.join(names)}"))
+    admission = Admission(number, names, own, now + PROBE_PATIENCE, awaited, passed=passed)
+    world = staffing.place(world, replace(host, reason=f"its network is probed with {_listed(names)}"))
     return replace(world, probes=number, probing={**world.probing, name: admission})
+
+
+def _listed(names: Sequence[str]) -> str:
+    """All of a few names, and of many the first three."""
+    more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
+    return " and ".join(names[:NAMED]) + more
 
 
 def _decide(world: World, host: Host, admission: Admission, now: float, out: Commands) -> World:
     """All have answered, or had their time."""
     name = host.spec.name
     partners = [world.hosts[partner] for partner in admission.partners]
-    own = _own(world, host)
+    own = admission.own
     for partner in partners:
         own = tuple(a for a in own if a in admission.answers.get((partner.spec.name, name), ()))
     met = {p.spec.name: _met(p, admission.answers.get((name, p.spec.name), ())) for p in partners}
@@ -150,7 +174,7 @@ def _decide(world: World, host: Host, admission: Admission, now: float, out: Com
         return epochs.leave_out(world, name, reason, now, out, kind="host-unreachable")
     for met_name, where in met.items():
         world = _meet(world, world.hosts[met_name], where, now, out)
-    return _admit(world, host, own, now, out)
+    return _probe(world, host, own, now, out, passed=admission.passed.union(admission.partners))
 
 
 def _met(partner: Host, reached: tuple[str, ...]) -> tuple[str, ...]:
@@ -185,9 +209,9 @@ def _why_not(host: Host, admission: Admission, partners: list[Host], met: dict[s
     names = [p.spec.name for p in partners]
     silent = sorted({prober for prober, _ in admission.awaited})
     if name in silent:
-        return f"did not say within {PROBE_PATIENCE:g} s whether it reaches {' and '.join(names)}"
+        return f"did not say within {PROBE_PATIENCE:g} s whether it reaches {_listed(names)}"
     if silent:
-        return f"{' and '.join(silent)} did not say within {PROBE_PATIENCE:g} s whether {name} is reached"
+        return f"{_listed(silent)} did not say within {PROBE_PATIENCE:g} s whether {name} is reached"
     apart = [f"{p.spec.name} at {p.address}" for p in partners if not met[p.spec.name]]
     if apart:
         return f"reaches the driver but not its peers ({', '.join(apart)})"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from nbelastic.core import addresses, epochs, staffing
+from nbelastic.core import addresses, epochs, mesh, staffing
 from nbelastic.core import messages as m
 from nbelastic.core.world import Stage, World, because, first
 
@@ -41,7 +41,7 @@ def progress(world: World, now: float, out: Commands) -> World:
             )
             return because(world, text, world.prepare_by)
         case Stage.PREPARING if left:
-            return _plan(replace(epochs.call_off(world, out), plainly=True), now, out)
+            return _not_prepared(world, now, out)
         case Stage.PREPARING:
             return _ask(world, now, out)
         case Stage.ASKED if left:
@@ -67,14 +67,17 @@ def _plan(world: World, now: float, out: Commands) -> World:
     size, most = len(world.members), world.limits.most
     text = f"{size} workers train in epoch {world.epoch}"
     room = size - len(world.leaving) < most
-    if not world.leaving and not (world.waiting and room):
-        return because(world, text)
+    if not world.leaving and not (room and len(world.waiting) > len(world.held)):
+        return because(world, text + _held(world) * room)
     if not staffing.settled(world, now):
-        return because(world, f"{text}; {staffing.shortage(world, now)}", world.since + world.limits.settle)
+        return because(world, f"{text}; {staffing.shortage(world, now)}", world.since + world.limits.timeouts.settle)
     target = epochs.next_members(world)
     if not _worth_it(world, target):
         why = "the last one with the training state is to leave: " if target == world.members else ""
         return because(world, f"{text}; {why}{staffing.shortage(world, now)}")
+    failed = any(world.workers[w].failures for w in target if w not in world.ranked)
+    if failed and not world.plainly and not addresses.has_store(world, target[0]):  # not without trying it beside them
+        return because(world, f"{text}; {target[0]} is to offer a store for the next epoch")
     text = f"from {size} to {len(target)} workers"
     out.append(m.Record("change-planned", text, epoch=world.epoch))
     if (
@@ -99,18 +102,56 @@ def _prepare(world: World, target: tuple[m.WorkerId, ...], now: float, out: Comm
         plan=order,
         numbered=order.epoch,
         awaiting=frozenset(target),
-        prepare_by=now + world.limits.prepare,
+        complaints={},
+        prepare_by=now + world.limits.timeouts.prepare_for(len(target)),
     )
 
 
-def prepared(world: World, event: m.WorkerPrepared) -> World:
-    """One more can change over at once; or it cannot, and the change is made without preparation."""
+def prepared(world: World, event: m.WorkerPrepared, now: float) -> World:
+    """One more can change over at once, or says why it cannot: then the others have a moment to say whether they can."""
     plan, w = world.plan, event.worker
     if plan is None or world.stage is not Stage.PREPARING or event.epoch != plan.epoch or w not in world.awaiting:
         return world
-    if event.error:
-        return replace(world, prepare_by=0.0)
-    return replace(world, awaiting=world.awaiting - {w})
+    if not event.supported:
+        return replace(world, plainly=True, prepare_by=0.0)
+    if not event.error:
+        return replace(world, awaiting=world.awaiting - {w})
+    soon = min(world.prepare_by, now + world.limits.timeouts.grace)
+    return replace(world, complaints={**world.complaints, w: event.error}, prepare_by=soon)
+
+
+def _not_prepared(world: World, now: float, out: Commands) -> World:
+    """The training is not touched by it: newcomers that the others could not be joined with are left out for a while.
+
+    Where a group cannot be prepared at all, or without newcomers, the change is made the plain way. Of newcomers those are
+    to blame that have not prepared themselves; if all have, it is one of them that others did not reach.
+    """
+    plan, late, complaints = world.plan, world.awaiting, world.complaints
+    assert plan is not None
+    newcomers = [w for w in plan.members if w not in world.ranked]
+    world = epochs.call_off(world, out)
+    if world.plainly or not newcomers:
+        return _plan(replace(world, plainly=True), now, out)
+    blamed = [w for w in newcomers if w in late] or newcomers
+    members = sorted(late & world.ranked)
+    why = f"no group stood within {world.limits.timeouts.prepare_for(len(plan.members)):g} s"
+    if complaints:
+        w = next((w for w in blamed if w in complaints), min(complaints))
+        why = f"{w} could not prepare a group ({complaints[w]})"
+    if members and len(members) < len(world.members):
+        why += f"; nor did {first(frozenset(members))} prepare"
+    world = staffing.hold_back(world, blamed, why, now, out)
+    world = mesh.begin(world, now, out, among={w.host for w in (*blamed, *members)})
+    return _plan(world, now, out)
+
+
+def _held(world: World) -> str:
+    """Who is left out, and why, as the end of a sentence."""
+    if not world.held:
+        return ""
+    w = min(world.held)
+    more = f" (and {len(world.held) - 1} more)" if len(world.held) > 1 else ""
+    return f"; {w} is {world.workers[w].reason}{more}"
 
 
 def _ask(world: World, now: float, out: Commands) -> World:

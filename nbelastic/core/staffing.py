@@ -151,6 +151,31 @@ def strike(world: World, w: m.WorkerId, why: str, now: float, out: Commands) -> 
     return place(world, replace(world.hosts[w.host], reason=reason))
 
 
+def hold_back(world: World, ids: Iterable[m.WorkerId], why: str, now: float, out: Commands) -> World:
+    """These newcomers are left out for a while: those who train with one another do not wait for them."""
+    workers, held = dict(world.workers), dict(world.held)
+    for w in ids:
+        failures = workers[w].failures + 1
+        wait = max(AGENT_RETRY, _cooldown(world, failures))
+        text = f"{w} is left out: {why}; tried again in {wait:g} s"
+        out.append(m.Record("newcomer-held", text, host=w.host, worker=str(w), epoch=world.epoch))
+        workers[w] = replace(workers[w], failures=failures, reason=f"left out: {why}")
+        held[w] = now + wait
+    return replace(world, workers=workers, held=held)
+
+
+def let_in(world: World, now: float) -> World:
+    """Newcomers that were left out may try again when their time has come; those that are gone are forgotten."""
+    if not world.held:
+        return world
+    held = {w: until for w, until in world.held.items() if now < until and w in world.waiting}
+    if len(held) == len(world.held):
+        return world
+    back = [w for w in world.held if w not in held and w in world.workers]
+    unblamed = {w: replace(world.workers[w], reason="") for w in back if w not in world.failed}
+    return replace(world, held=held, workers=world.workers | unblamed)
+
+
 def _cooldown(world: World, strikes: int) -> float:
     low, high = world.limits.cooldown
     return min(high, low * 2.0 ** min(strikes - 1, MOST_DOUBLINGS)) if strikes > 0 else 0.0
@@ -255,7 +280,7 @@ def coming(world: World) -> bool:
 
 def settled(world: World, now: float) -> bool:
     """Whether ready newcomers, and leavers, have waited long enough for those that are still starting."""
-    return now >= world.since + world.limits.settle or not coming(world)
+    return now >= world.since + world.limits.timeouts.settle or not coming(world)
 
 
 def _slots(count: int) -> str:

@@ -9,6 +9,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from nbelastic.core.messages import Event, FormWorld, HostSpec, Interface, WorkerAt, WorkerId
+from nbelastic.core.timeouts import Timeouts
 
 NEVER = float("inf")
 
@@ -22,12 +23,10 @@ class Limits(Struct, frozen=True):
     elastic_timeout: float = 600.0
     reset_limit: int | None = None
     cooldown: tuple[float, float] = (5.0, 300.0)
-    settle: float = 1.0  # how long a ready newcomer waits for others that are starting
-    grace: float = 1.0  # how long a broken connection waits for the news of a death
-    prepare: float = 5.0  # how long the next world's process group may take to be built beside the training
     leave: float = 5.0  # how long a program that was told to stop may take
     healthy: float = 60.0  # a worker that lived this long has its slot's strikes forgiven
     stall: float | None = None  # how long others wait for a member that is behind before it is replaced; None: for ever
+    timeouts: Timeouts = Timeouts()
 
     @property
     def wanted(self) -> float:
@@ -108,10 +107,12 @@ class Admission(Struct, frozen=True):
     """
 
     number: int  # of its probes
-    partners: tuple[str, ...]
+    partners: tuple[str, ...]  # of the present round
+    own: tuple[str, ...]  # its addresses at which all of the rounds before have reached it
     until: float  # who has not answered by then will not
     awaited: frozenset[tuple[str, str]]
     answers: dict[tuple[str, str], tuple[str, ...]] = {}  # where it was reached
+    passed: frozenset[str] = frozenset()  # partners of the rounds before
 
 
 class Mesh(Struct, frozen=True):
@@ -121,6 +122,7 @@ class Mesh(Struct, frozen=True):
     until: float = NEVER
     awaited: frozenset[tuple[str, str]] = frozenset()  # probes
     pairs: frozenset[tuple[str, str]] = frozenset()
+    among: tuple[str, ...] = ()  # hosts that are all probed with one another
     cut: frozenset[tuple[str, str]] = frozenset()  # pairs of which one did not reach the other
     failed: dict[tuple[str, str], int] = {}  # pairs, and in how many rounds in a row they were cut
 
@@ -148,6 +150,7 @@ class Worker(Struct, frozen=True, gc=False):
     clean: bool = True
     store: str = ""  # for an epoch in which it is rank 0; empty if it was used
     has_state: bool = False  # it was a member of a world of this job
+    failures: int = 0  # in a row, to join a process group with the others
     reason: str = ""
 
 
@@ -183,7 +186,9 @@ class World(Struct, frozen=True):
     prepare_by: float = NEVER
     plainly: bool = False  # the next change is made without preparation, as that failed
     awaiting: frozenset[WorkerId] = frozenset()  # members whose word the present stage waits for
+    complaints: dict[WorkerId, str] = {}  # why some could not prepare
     waiting: frozenset[WorkerId] = frozenset()  # newcomers that wait in the elastic loop for a world
+    held: dict[WorkerId, float] = {}  # of those, who is left out because it could not join the others, and until when
     starting: frozenset[WorkerId] = frozenset()  # workers of which one can expect that they soon will
     leaving: frozenset[WorkerId] = frozenset()  # members that are to leave: drained or above max
     stopped: frozenset[WorkerId] = frozenset()  # alive, but told to end: in no other of these sets

@@ -89,21 +89,23 @@ class Ahead:
         self.offer = self.offer or Offer(self._address)
         return self.offer
 
-    def prepare(self, formation: Formation, device: torch.device, backend: str, then: Callable[[str], object]) -> None:
-        """Build the group of `formation`; `then` is told why it could not be, or an empty text."""
+    def prepare(
+        self, formation: Formation, device: torch.device, backend: str, then: Callable[[Exception | None], object]
+    ) -> None:
+        """Build the group of `formation`; `then` is told why it could not be, or None."""
         self._make_way()
         group = Group(formation.epoch, device, backend)
         group.settled, self._aborted_at = False, 0.0
         self.group = group
 
         def build() -> None:
+            failure = None
             try:
                 group.prepare(formation, self.offer)
-                error = ""
-            except Exception as failure:  # noqa: BLE001  (torch raises many kinds; the change is made without)
-                error = f"{type(failure).__name__}: {failure}"[:200]
+            except Exception as error:  # noqa: BLE001  (torch raises many kinds; the driver decides what follows)
+                failure = error
             group.settled = True
-            then(error)
+            then(failure)
 
         self.run(build)
 

@@ -105,6 +105,10 @@ class _Opened:
         return self.sockets
 
 
+class UnsupportedError(ValueError):
+    """No group can be prepared beside the training here, whoever its members are."""
+
+
 class Group:
     """The default process group of one epoch. `abort` and `intact` may be called from any thread, `form` and `leave` not."""
 
@@ -129,7 +133,7 @@ class Group:
         For gloo and the CPU only: NCCL's communicators are made by the first collective on the GPU that trains.
         """
         if self._backend != "gloo" or self._device.type != "cpu":
-            raise ValueError(f"{self._backend} on {self._device.type} is not prepared beside the training")
+            raise UnsupportedError(f"{self._backend} on {self._device.type} is not prepared beside the training")
         self._reach = opening = _Opening(_sockets())
         store = self._open_store(formation, offer)
         if self._given_up:

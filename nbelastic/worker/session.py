@@ -26,7 +26,7 @@ from nbelastic.worker.account import Account
 from nbelastic.worker.ahead import Ahead
 from nbelastic.worker.boot import set_interface
 from nbelastic.worker.printed import Printed
-from nbelastic.worker.rendezvous import Group, Offer, backend_for, collectives_of_all
+from nbelastic.worker.rendezvous import Group, Offer, UnsupportedError, backend_for, collectives_of_all
 from nbelastic.worker.stuck import Blocked, of_a_collective
 from nbelastic.worker.warm import WarmUp
 from nbelastic.worker.whereabouts import stack, whereabouts
@@ -41,6 +41,7 @@ FORMING_PATIENCE = 0.1  # seconds that an aborted group may take to stop connect
 REPORT_EVERY = 0.25
 BUSY_EVERY = 5.0
 VERDICT = 0.25  # seconds within which the word that ends the job follows the abort, if the error is its end
+PREPARE_BOUND = 200  # characters of an error's text in a preparation
 ERROR_BOUND = 500  # characters of an error's text; the traceback has all of it
 OFFERED_AT = 2  # commits of an epoch after which the next one's store is offered
 
@@ -375,8 +376,12 @@ class Session:
             self.link.send(at)
 
     def _prepare(self, formation: wire.Formation) -> None:
+        def done(failure: Exception | None) -> None:
+            error = "" if failure is None else f"{type(failure).__name__}: {failure}"[:PREPARE_BOUND]
+            supported = not isinstance(failure, UnsupportedError)
+            self.link.send(m.WorkerPrepared(self.worker, formation.epoch, error, supported))
+
         if not self._over(formation.epoch):
-            done = lambda error: self.link.send(m.WorkerPrepared(self.worker, formation.epoch, error))  # noqa: E731
             self._ahead.prepare(formation, device(self.worker.slot), self._backend, done)
 
     def _over(self, epoch: int) -> bool:

@@ -51,6 +51,10 @@ def faults(before: World, world: World, commands: tuple[m.Command, ...], now: fl
     for name in ("ranked", "waiting", "starting", "failed"):
         if getattr(world, name) & world.stopped:
             yield f"{name} holds {getattr(world, name) & world.stopped}, who were told to end"
+    if not world.held.keys() <= world.waiting or any(until <= now for until in world.held.values()):
+        yield "newcomers are left out that do not wait, or for longer than they were to be"
+    if any(not workers[w].reason or not workers[w].failures for w in world.held):
+        yield "a newcomer is left out without a reason"
     if world.waiting & world.ranked or world.waiting & world.starting:
         yield "a worker waits as a newcomer and is something else too"
     if {w for w, worker in workers.items() if worker.state is WorkerState.STOPPED} != world.stopped:
@@ -102,7 +106,7 @@ def _faults_of_standing_still(world: World) -> Iterator[str]:
     still = world.still
     if still is not None and (still.epoch != world.epoch or still.text not in world.reason):
         yield "a world stands still and does not say so, or another one does"
-    explained = still.behind.keys() if still is not None else set()
+    explained = set(still.behind if still is not None else ()) | world.held.keys()
     told = {w for w, worker in world.workers.items() if worker.reason} - world.failed - world.stopped
     if told - explained:
         yield f"{told - explained} are said to be behind, and are not"

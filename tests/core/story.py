@@ -322,7 +322,8 @@ class Story:
             case m.PrepareWorld(order=order):
                 for w in order.members:
                     self._hear_of_epoch(w, order.epoch)
-                    self._say(w, m.WorkerPrepared(w, order.epoch))
+                    if all(self.reach(w, other) for other in order.members):
+                        self._say(w, m.WorkerPrepared(w, order.epoch))
             case m.DropWorld(epoch=epoch, members=members):
                 for w in members:
                     self._hear_of_epoch(w, epoch)
@@ -362,6 +363,11 @@ class Story:
 
     def store(self, w: m.WorkerId, epoch: int) -> str:
         return f"{self.homes[w.host]}:{w.slot}{epoch}" if w.host in self.homes else f"{w}@{epoch}"
+
+    def reach(self, one: m.WorkerId, other: m.WorkerId) -> bool:
+        """Both of them reach one another where they are now."""
+        ways = ((one.host, other.host), (other.host, one.host))
+        return not any((prober, self.homes.get(target, "")) in self.cut for prober, target in ways)
 
     def _rehome(self, name: str, address: str) -> None:
         self.homes[name] = address

@@ -150,7 +150,7 @@ def test_a_host_that_was_left_out_is_probed_with_whom_it_did_not_reach():
     story = sever(wide(5), "2", "4").stand_still(5.0)
     assert story.world.hosts["gpu4"].phase is HostPhase.LOST
     story.answer().wait(5.0).hear(m.AgentReady)
-    assert story.world.probing["gpu4"].partners == ("gpu5", "gpu1", "gpu2")
+    assert story.world.probing["gpu4"].partners == ("gpu5", "gpu1", "gpu2", "gpu3")
     story.answer()
     assert story.world.hosts["gpu4"].reason == "reaches the driver but not its peers (gpu2 at 10.0.0.2)"
     story.cut.clear()
@@ -217,3 +217,21 @@ def test_a_program_that_breaks_its_connections_is_to_blame_in_a_wide_cluster_too
         story.answer()
     assert story.job.outcome == "failed"
     assert "I closed it (3 times in a row, and no death explains it)" in story.job.reason
+
+
+def test_a_newcomer_that_was_cut_off_after_it_was_admitted_is_named_with_its_pair():
+    """It cannot be joined with one member, and their hosts are asked: its host is left out, and the training not touched."""
+    story = wide(3)
+    story.add("gpu4:1", "10.0.0.4").hear(m.AgentReady).hear(m.Probed).hear(m.WorkerRegistered)
+    sever(story, "2", "4")
+    mark = story.mark()
+    story.answer(lambda e: not isinstance(e, m.Probed)).wait(15.3)
+    asked = {frozenset((p.host, p.target)) for p in story.commands(m.Probe, mark)}
+    assert frozenset(("gpu2", "gpu4")) in asked
+    story.quiet(4.0)
+    reason = "gpu4 and gpu2 do not reach one another; gpu4 is left out, as it has fewer workers"
+    assert story.world.hosts["gpu4"].reason == reason
+    assert story.commands(m.AskLeave, mark) + story.commands(m.AbortWorld, mark) == []
+    story.cut.clear()
+    story.quiet(20.0)
+    assert (len(story.names), story.world.resets) == (4, 0)

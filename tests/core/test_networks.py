@@ -97,6 +97,36 @@ def test_partners_are_the_first_and_the_last():
     assert story.world.probing["gpu4"].partners == ("gpu3", "gpu1")
 
 
+def test_a_newcomer_to_a_training_is_probed_with_every_member():
+    """One that does not reach the host in the middle is left out before its workers start: the training is not touched."""
+    story = wide(4).run().commit(3).answer()
+    mark = story.mark()
+    story.cut |= {("gpu5", "10.0.0.3"), ("gpu5", "10.1.0.3")}
+    story.add("gpu5:1", "10.0.0.5").quiet(1.0)
+    assert story.world.hosts["gpu5"].reason == "reaches the driver but not its peers (gpu3 at 10.0.0.3)"
+    assert story.commands(m.StartWorker, mark) + story.commands(m.PrepareWorld, mark) == []
+    story.cut.clear()
+    story.quiet(6.0)
+    assert len(story.names) == 5
+
+
+def test_many_members_are_probed_in_rounds():
+    """Of forty members a newcomer tries 32 at a time, and joins when it has reached all, hosts that came meanwhile too."""
+    story = wide(40).run().commit(3).answer()
+    story.add("zeta:1", "10.0.1.1").hear(m.AgentReady)
+    assert len(story.world.probing["zeta"].partners) == 32
+    assert story.world.hosts["zeta"].reason == "its network is probed with gpu40 and gpu1 and gpu2 and 29 more"
+    mark = story.mark()
+    story.answer()
+    assert len({p.target for p in story.commands(m.Probe, mark) if p.host == "zeta"}) == 8
+    assert phases(story)["zeta"] == "up"
+    story.cut.add(("alpha", "10.0.0.40"))
+    story.cut.add(("alpha", "10.1.0.40"))
+    story.cut.add(("gpu39", "10.0.1.2"))
+    story.add("alpha:1", "10.0.1.2").answer()
+    assert phases(story)["alpha"] == "lost"
+
+
 def test_eight_hosts_at_once_are_probed_side_by_side():
     """A start is no chain of waits: all but the first are probed at the same time, with the first."""
     story = Story(min=8)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from msgspec.structs import replace
 
 from nbelastic.core import messages as m
 from nbelastic.core.world import Stage
@@ -148,25 +149,111 @@ def test_a_member_dies_while_the_next_world_is_prepared(stage):
 
 
 def test_a_group_that_cannot_be_prepared_is_formed_plainly():
-    """One worker says why it cannot: the rest is dropped, and the change is made all the same."""
+    """One worker says that no group can be prepared there: the rest is dropped, and the change is made all the same."""
     story = with_stage(Stage.PREPARING)
-    story.send(m.WorkerPrepared(wid("b/0#1"), 2, "not with nccl"))
+    story.send(m.WorkerPrepared(wid("b/0#1"), 2, "not with nccl", supported=False))
     assert story.last(m.DropWorld).epoch == 2
     assert story.world.stage is Stage.ASKED
     story.answer()
     assert (story.world.epoch, len(story.names)) == (3, 4)
 
 
-def test_a_preparation_that_takes_too_long_is_given_up():
-    """A worker never says that it has prepared: after `prepare` seconds the change is made without."""
+def untouched(story, since):
+    """The members of the first world train on in it: nobody has asked anything of them."""
+    disturbing = (m.AskLeave, m.LeaveAt, m.AbortWorld, m.FormWorld)
+    assert [command for command in story.said[since:] if isinstance(command, disturbing)] == []
+    assert (story.world.epoch, story.world.stage) == (1, Stage.RUNNING)
+    assert story.names == ["a/0#1", "b/0#1", "c/0#1"]
+
+
+@pytest.mark.parametrize(("silent", "told"), [("d/0#1", ""), ("b/0#1", "; nor did b/0#1 prepare")])
+def test_a_newcomer_that_cannot_be_joined_is_left_out(silent, told):
+    """Somebody never says that it has prepared: the training goes on untouched, and the newcomer waits with a reason."""
     story = with_stage(Stage.PREPARING)
-    story.hear(m.WorkerPrepared, "a/0#1").silent.add(wid("b/0#1"))
-    story._unsay(wid("b/0#1"), m.WorkerPrepared)
-    story.answer().wait(4.9)
+    mark = story.mark()
+    story._unsay(wid(silent), m.WorkerPrepared)
+    story.answer().wait(15.1)
     assert story.world.stage is Stage.PREPARING
+    story.wait(0.2)
+    assert story.last(m.DropWorld).epoch == 2
+    untouched(story, mark)
+    text = f"d/0#1 is left out: no group stood within 15.2 s{told}"
+    assert story.records("newcomer-held") == [f"{text}; tried again in 1 s"]
+    assert story.world.reason == f"3 workers train in epoch 1; {text}"
+    assert story.world.workers[wid("d/0#1")].reason == text.removeprefix("d/0#1 is ")
+
+
+def test_a_newcomer_that_was_left_out_comes_when_the_way_is_open_again():
+    """It is tried again after a pause, which doubles; then it joins as any other, and nothing is remembered."""
+    story = with_stage(Stage.PREPARING)
+    story.silent.add(wid("d/0#1"))
+    story._unsay(wid("d/0#1"), m.WorkerPrepared)
+    story.world = replace(story.world, limits=replace(story.world.limits, cooldown=(5.0, 300.0)))
+    mark = story.mark()
+    story.answer().quiet(15.2 + 5.0 + 15.2)
+    untouched(story, mark)
+    assert len(story.commands(m.PrepareWorld, mark)) == 1
+    assert story.records("newcomer-held")[-1].endswith("tried again in 10 s")
     story.silent.clear()
-    story.wait(0.2).answer()
-    assert (story.world.stage, len(story.names)) == (Stage.RUNNING, 4)
+    story.quiet(10.1)
+    assert (story.world.stage, len(story.names), story.world.resets) == (Stage.RUNNING, 4, 0)
+    joined = story.world.workers[wid("d/0#1")]
+    assert (joined.failures, joined.reason, story.world.held) == (0, "", {})
+
+
+def test_who_raised_while_preparing_is_named():
+    """Its error tells at once: a moment later, so that others can speak, it is left out with that as the reason."""
+    story = with_stage(Stage.PREPARING)
+    mark = story.mark()
+    story.hear(m.WorkerPrepared, "a/0#1", "b/0#1", "c/0#1")
+    story.send(m.WorkerPrepared(wid("d/0#1"), 2, "RuntimeError: refused"))
+    story.wait(1.0)
+    untouched(story, mark)
+    assert "d/0#1 is left out: d/0#1 could not prepare a group (RuntimeError: refused)" in story.world.reason
+
+
+def test_of_two_newcomers_only_the_one_that_did_not_prepare_is_left_out():
+    """The other joins at once, with the members."""
+    story = with_stage(Stage.RUNNING)
+    story.add("d:1").add("e:1").answer(lambda e: not isinstance(e, m.WorkerPrepared))
+    story._unsay(wid("e/0#1"), m.WorkerPrepared)
+    story.silent.add(wid("e/0#1"))
+    story.quiet(16.0)
+    assert story.names == ["a/0#1", "b/0#1", "c/0#1", "d/0#1"]
+    assert story.world.held.keys() == {wid("e/0#1")}
+
+
+def test_newcomers_of_which_none_is_to_blame_come_one_at_a_time():
+    """All have prepared but a member: nobody knows whom it does not reach. They are left out, and then tried one by one."""
+    story = with_stage(Stage.RUNNING)
+    story.add("d:1").add("e:1").answer(lambda e: not isinstance(e, m.WorkerPrepared))
+    story._unsay(wid("b/0#1"), m.WorkerPrepared)
+    mark = story.mark()
+    story.answer().wait(15.3)
+    assert len(story.records("newcomer-held")) == 2
+    story.quiet(20.0)
+    assert story.world.reason.endswith("a/0#1 is to offer a store for the next epoch")
+    story.commit(3).quiet(20.0)
+    sizes = [len(command.order.members) for command in story.commands(m.PrepareWorld, mark)]
+    assert sizes == [4, 5]
+    assert len(story.names) == 5
+
+
+def test_a_removal_that_cannot_be_prepared_is_made_plainly():
+    """Without newcomers nobody can be left out, and those who stay reach one another: the host leaves all the same."""
+    story = with_stage(Stage.RUNNING).remove("b")
+    story._unsay(wid("c/0#1"), m.WorkerPrepared)
+    story.answer().wait(15.2).answer()
+    assert (story.names, story.world.resets) == (["a/0#1", "c/0#1"], 0)
+
+
+def test_those_who_were_left_out_are_taken_when_too_few_are_left():
+    """Below min without it, a newcomer that could not be joined is better than nobody."""
+    story = with_stage(Stage.PREPARING)
+    story._unsay(wid("d/0#1"), m.WorkerPrepared)
+    story.scale(3, None).answer().wait(15.3)
+    story.remove("c", now=True).answer()
+    assert story.names == ["a/0#1", "b/0#1", "d/0#1"]
 
 
 @pytest.mark.parametrize("stage", BEFORE_LEAVING)

@@ -17,12 +17,12 @@ from tests.core.away import Away
 from tests.core.story import IN_TIME, Story
 from tests.support.soak import examples
 
-HOSTS = ("a", "b", "c")
-NETWORKS = (  # of the hosts a, b and c: their addresses
+HOSTS = ("n", "b", "g")  # in the order of their coming, which is not that of their names
+NETWORKS = (  # of these hosts: their addresses
     {},
-    {"a": ("127.0.0.1", "10.0.0.1"), "b": ("127.0.0.2", "10.0.0.1"), "c": ("127.0.0.3", "10.0.0.1")},
-    {"a": ("127.0.0.1", "10.0.0.1"), "b": ("127.0.0.2", "10.0.0.1", "10.1.0.1"), "c": ("10.0.0.3", "10.1.0.3")},
-    {"a": ("10.0.0.1", "10.1.0.1"), "b": ("10.0.0.2", "10.1.0.2"), "c": ("10.0.0.3", "10.1.0.3")},
+    {"n": ("127.0.0.1", "10.0.0.1"), "b": ("127.0.0.2", "10.0.0.1"), "g": ("127.0.0.3", "10.0.0.1")},
+    {"n": ("127.0.0.1", "10.0.0.1"), "b": ("127.0.0.2", "10.0.0.1", "10.1.0.1"), "g": ("10.0.0.3", "10.1.0.3")},
+    {"n": ("10.0.0.1", "10.1.0.1"), "b": ("10.0.0.2", "10.1.0.2"), "g": ("10.0.0.3", "10.1.0.3")},
 )
 CODES = (-9, -11, 0, 1, 3, m.STUCK)
 
@@ -52,7 +52,7 @@ class AnyStory(RuleBasedStateMachine):
         )
         self.story.addresses = dict(network)
         self.jobs = 0
-        self.story.add("a:2").add("b:1")
+        self.story.add("n:2").add("b:1")
         self.calm()
 
     # ---- hosts and people ----
@@ -196,7 +196,7 @@ class AnyStory(RuleBasedStateMachine):
     def _last_event(self, data) -> m.Event | None:
         """With which the driver is busy when it dies."""
         story = self.story
-        events = [None, None, m.Scaled(1, 2), m.Scaled(2, None), m.HostAdded(parse_host("c:2", 1)), m.HostRemoved("a")]
+        events = [None, None, m.Scaled(1, 2), m.Scaled(2, None), m.HostAdded(parse_host("g:2", 1)), m.HostRemoved("n")]
         events += story.answers[:3]
         if story.world.active is not None:
             events += [m.JobStopRequested(story.job.name)]
@@ -318,6 +318,17 @@ class AnyStory(RuleBasedStateMachine):
     def go_on(self, late):
         self.story.send(m.WentOn(self.story.world.epoch - late))
 
+    # ---- groups that cannot be built ----
+
+    @precondition(lambda self: any(isinstance(e, m.WorkerPrepared) for e in self.story.answers))
+    @rule(data=st.data(), how=st.sampled_from(["silent", "raised", "raised", "unsupported"]))
+    def fail_to_prepare(self, data, how):
+        w = self._answering(data, m.WorkerPrepared)
+        epoch = next(e.epoch for e in self.story.answers if isinstance(e, m.WorkerPrepared) and e.worker == w)
+        self.story._unsay(w, m.WorkerPrepared)
+        if how != "silent":
+            self.story.send(m.WorkerPrepared(w, epoch, "RuntimeError: refused", supported=how == "raised"))
+
     # ---- words and time ----
 
     @precondition(lambda self: self.story.answers)
@@ -387,6 +398,9 @@ class AnyStory(RuleBasedStateMachine):
         self.mend()
         for name in [name for name in story.world.hosts if story.world.hosts[name].phase is not HostPhase.DRAINING]:
             story.add(f"{name}:{story.world.hosts[name].spec.slots}")  # pardoned
+        story.quiet(20.0)
+        if story.world.stage is Stage.RUNNING:  # those who could not be joined before are tried beside the training
+            story.commit(3)
         story.quiet(40.0)
         world = story.world
         assert deadline(world, story.now) > story.now
