@@ -23,6 +23,7 @@ from nbelastic.core.errors import (
 from nbelastic.core.placement import parse_host
 from nbelastic.core.world import Limits
 from nbelastic.driver import orders
+from nbelastic.driver.cells import check_cell
 from nbelastic.driver.discovery import FixedHosts, HostDiscovery
 from nbelastic.driver.discovery import find as find_discovery
 from nbelastic.driver.driver import Driver
@@ -294,7 +295,11 @@ class Cluster:
         checkpoint_every: int | None = None,
         checkpoint_keep: int | None = None,
     ) -> Job:
-        """Run a notebook cell on every worker, newcomers included; returns at once. The rest is as in `run`."""
+        """Run a notebook cell on every worker, newcomers included; returns at once. The rest is as in `run`.
+
+        SyntaxError, before anything is sent.
+        """
+        check_cell(source, awaits=False)
         return self._submit((source, checkpoints(checkpoint, checkpoint_every, checkpoint_keep)), None)
 
     def run_script(self, path: str | os.PathLike[str], *args: Any, **options: Unpack[Options]) -> Job:
@@ -370,8 +375,10 @@ class Cluster:
     def execute(self, source: str, *, setup: bool = False, timeout: float | None = None) -> list[Executed]:
         """Run a cell on every ready worker and wait. `setup`: also on every worker that joins later, before its work.
 
-        A list of (worker, stdout, stderr, error or None). UsageError while a job runs.
+        A list of (worker, stdout, stderr, the error with its traceback or None). UsageError while a job runs. SyntaxError,
+        before anything is sent.
         """
+        check_cell(source, awaits=True)
         driver = self._running()
         present = self._present_job(driver)
         if present:

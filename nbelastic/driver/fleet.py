@@ -17,6 +17,7 @@ import msgspec
 from nbelastic.core import messages as m
 from nbelastic.core import wire
 from nbelastic.core.errors import HostError
+from nbelastic.driver.cells import error_of
 from nbelastic.driver.gate import Doors
 from nbelastic.driver.launchers import AdoptedAgent, Agent, BatchJobAgent, agent_for, locate
 from nbelastic.driver.live import Live
@@ -445,13 +446,3 @@ class Fleet:
     def client(self) -> Any:
         """ipyparallel's client, for `%px`; None before the controller is up."""
         return self._engines.client if self._engines is not None else None
-
-
-def error_of(result: Any) -> str:
-    """The error of an executed cell in one line, or nothing."""
-    try:
-        result.get(timeout=0)
-    except Exception as error:  # noqa: BLE001  (the user's own error, whatever it is)
-        name = getattr(error, "ename", type(error).__name__)
-        return f"{name}: {getattr(error, 'evalue', error)}"
-    return ""

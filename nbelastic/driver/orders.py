@@ -17,7 +17,7 @@ from nbelastic.core.epochs import alone_holds_state
 from nbelastic.core.errors import ClusterStoppedError, HostError, NbelasticError, UsageError
 from nbelastic.core.placement import parse_host
 from nbelastic.core.world import HostPhase, WorkerState, World
-from nbelastic.driver.fleet import error_of
+from nbelastic.driver.cells import traceback_of
 from nbelastic.driver.live import OrderStatus
 from nbelastic.driver.settings import check_bounds
 
@@ -198,8 +198,7 @@ def execute_on_all(
     for w in waiting:
 
         def done(result: Any, name: str = str(w)) -> None:
-            error = error_of(result)
-            answers[name] = (name, str(result.stdout), str(result.stderr), error or None)
+            answers[name] = (name, str(result.stdout), str(result.stderr), traceback_of(result) or None)
             driver.look()
 
         fleet.execute(w, source, done)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from argparse import REMAINDER, ArgumentParser, Namespace
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -12,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 from IPython.core.magic import Magics, magics_class
 from IPython.display import display
 
-from nbelastic.core.errors import JobError, UsageError
+from nbelastic.core.errors import UsageError
 from nbelastic.notebook.arguments import argument, completion, magic, pair
+from nbelastic.notebook.cells import checked, show_output
 from nbelastic.notebook.scripts import SCRIPT_OPTIONS, script_options
 
 if TYPE_CHECKING:
@@ -179,7 +179,9 @@ class ElasticMagics(Magics):  # type: ignore[misc]  # IPython carries no types h
         """%elastic shows the dashboard; %%elastic runs its cell on every ready worker and shows what they print."""
         cluster = self._cluster()
         if cell is not None:
-            _show_output(cluster.execute(cell, setup=options.setup, timeout=options.timeout))
+            with checked():
+                outputs = cluster.execute(cell, setup=options.setup, timeout=options.timeout)
+            show_output(outputs)
         elif options.setup or options.timeout is not None:
             raise UsageError("--setup and --timeout go with a cell: write %%elastic above it.")
         else:
@@ -297,7 +299,8 @@ class ElasticMagics(Magics):  # type: ignore[misc]  # IPython carries no types h
         elif options.script or script:
             raise UsageError("a script and its options go without a cell: write %elastic_run.")
         else:
-            job = self._cluster().run_cell(cell, **plan)
+            with checked():
+                job = self._cluster().run_cell(cell, **plan)
         if options.bind:
             self.shell.user_ns[options.bind] = job
         if options.wait or options.timeout is not None:
@@ -410,20 +413,3 @@ def _as_python(options: dict[str, Any]) -> dict[str, Any]:
         if name in options:
             options[name] = dict(pair(flag, text) for text in options[name])
     return options
-
-
-def _show_output(outputs: Iterable[tuple[str, str, str, str | None]]) -> None:
-    """Every line under its worker's name; then an error if any worker raised one."""
-    failed = []
-    count = 0
-    for worker, out, err, error in outputs:
-        count += 1
-        for text, stream in ((out, sys.stdout), (err, sys.stderr)):
-            for line in text.splitlines():
-                print(f"[{worker}] {line}", file=stream)
-        if error is not None:
-            failed.append((worker, error))
-    if failed:
-        worker, error = failed[0]
-        text = f"the cell raised on {len(failed)} of {count} workers; {worker} says:"
-        raise JobError(text, worker=worker, remote_traceback=error)

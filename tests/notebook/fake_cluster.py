@@ -14,6 +14,7 @@ from msgspec.structs import replace
 
 from nbelastic.core.errors import UsageError
 from nbelastic.core.placement import parse_host
+from nbelastic.driver.cells import check_cell
 from nbelastic.driver.run import Line
 from nbelastic.driver.stacks import WorkerStack
 from nbelastic.driver.status import EventRecord, HostStatus, Status, WorkerStatus
@@ -97,6 +98,7 @@ class FakeCluster:
         self.tell(phase="finished", reason="detached", hosts=(), workers=(), world_size=0)
 
     def run_cell(self, source: str, **options) -> FakeJob:
+        check_cell(source, awaits=False)
         self.job = FakeJob(source)
         self.job.options = options
         self.job.error = self.raises
@@ -108,6 +110,7 @@ class FakeCluster:
         return self.job
 
     def execute(self, source: str, *, setup: bool = False, timeout: float | None = None):
+        check_cell(source, awaits=True)
         self.calls.append(("execute", source, setup, timeout))
         self._raise()
         return self.outputs

@@ -380,14 +380,65 @@ def test_waiting_without_a_size_is_waiting_for_the_job(ip, magics, cluster, caps
 
 
 def test_a_cell_on_every_worker_shows_each_worker_s_lines(ip, magics, cluster, capsys):
-    """%%elastic prints under the workers' names and fails if one of them did."""
+    """%%elastic prints under the workers' names; equal output comes once, under all of its workers."""
     cluster.outputs = [("localhost/0#1", "a\nb\n", "", None), ("localhost/1#1", "", "careful\n", None)]
     shown = run(ip, capsys, "%%elastic --setup\nimport x\n")
     assert shown.splitlines() == ["[localhost/0#1] a", "[localhost/0#1] b", "[localhost/1#1] careful"]
     assert ("execute", "import x\n", True, None) in cluster.calls
-    cluster.outputs = [("localhost/0#1", "", "", None), ("localhost/1#1", "", "", "NameError: name 'y'")]
+    cluster.outputs = [(f"h/{i}#1", "a\nb\n", "", None) for i in range(3)]
+    assert run(ip, capsys, "%%elastic\n1").splitlines() == ["[all 3 workers] a", "[all 3 workers] b"]
+    cluster.outputs += [("h/3#1", "a\nc\n", "", None)]
+    shared = "h/0#1, h/1#1, h/2#1"
+    assert run(ip, capsys, "%%elastic\n1").splitlines() == [
+        f"[{shared}] a",
+        f"[{shared}] b",
+        "[h/3#1] a",
+        "[h/3#1] c",
+    ]
+    cluster.outputs = [(f"h/{i}#1", "x" if i else "", "", None) for i in range(8)]
+    assert run(ip, capsys, "%%elastic\n1") == "[h/1#1, h/2#1, h/3#1, h/4#1 and 3 more] x"
+
+
+def test_errors_of_a_cell_name_their_workers(ip, magics, cluster, capsys):
+    """%%elastic fails with the remote tracebacks: equal ones once, at most three different ones."""
+    traceback = "Cell, line 1\n----> 1 y\n\nNameError: name 'y'"
+    cluster.outputs = [("h/0#1", "", "", None), *((f"h/{i}#1", "", "", traceback) for i in (1, 2))]
     shown = run(ip, capsys, "%%elastic\ny")
-    assert shown == "JobError: the cell raised on 1 of 2 workers; localhost/1#1 says:\n\nNameError: name 'y'"
+    assert shown == f"JobError: the cell raised on 2 of 3 workers; h/1#1, h/2#1 raised:\n\n{traceback}"
+    cluster.outputs = [(f"h/{i}#1", "", "", f"KeyError: {i}") for i in range(5)]
+    shown = run(ip, capsys, "%%elastic\ny")
+    assert shown.splitlines()[0] == "JobError: the cell raised on 5 of 5 workers; h/0#1 raised:"
+    assert re.findall("KeyError: .", shown) == ["KeyError: 0", "KeyError: 1", "KeyError: 2"]
+    assert shown.endswith("2 more workers raised other errors.")
+
+
+@pytest.mark.parametrize("magic", ["%%elastic", "%%elastic --setup", "%%elastic_run", "%%elastic_run --wait"])
+def test_a_syntax_error_is_found_before_anything_is_sent(ip, magics, cluster, capsys, magic):
+    """The line, the caret and the message, without frames of ours; no job is used up and no worker hears of it."""
+    before = list(cluster.calls)
+    shown = run(ip, capsys, f"{magic}\ngood = 1\nbad = = 2\n")
+    assert shown == 'File "<cell>", line 2\n    bad = = 2\n          ^\nSyntaxError: invalid syntax'
+    assert (cluster.calls, cluster.job) == (before, None)
+    assert not ip.run_cell(f"{magic}\nbad = = 2").success
+    assert "SyntaxError: 'return' outside function" in run(ip, capsys, f"{magic}\nreturn 5")
+
+
+@pytest.mark.parametrize(
+    "cell",
+    ["!ls -l", "%time 1 + 1", "%%time\nx = 1", "files = !ls", "x = '\\d'", "if 1:\n    !ls\n    %time 2", "dir?"],
+)
+def test_the_syntax_of_ipython_is_none_to_complain_about(ip, magics, cluster, capsys, cell):
+    """Shell commands, magics and help work in cells for the workers as in any other."""
+    assert "Error" not in run(ip, capsys, f"%%elastic\n{cell}")
+    assert "Error" not in run(ip, capsys, f"%%elastic_run\n{cell}")
+    assert cluster.job.source.strip() == cell
+
+
+def test_only_a_cell_between_jobs_may_await(ip, magics, cluster, capsys):
+    """A program is compiled as a module: there `await` outside of a function is a SyntaxError, as on the worker."""
+    assert run(ip, capsys, "%%elastic\nimport asyncio\nawait asyncio.sleep(0)") == ""
+    shown = run(ip, capsys, "%%elastic_run\nimport asyncio\nawait asyncio.sleep(0)")
+    assert "SyntaxError: 'await' outside function" in shown
 
 
 def test_setup_needs_a_cell(ip, magics, cluster, capsys):
