@@ -23,6 +23,7 @@ from nbelastic.core.errors import (
 from nbelastic.core.placement import parse_host
 from nbelastic.core.world import Limits
 from nbelastic.driver import orders
+from nbelastic.driver.calls import Call, pickled
 from nbelastic.driver.cells import check_cell
 from nbelastic.driver.discovery import FixedHosts, HostDiscovery
 from nbelastic.driver.discovery import find as find_discovery
@@ -31,7 +32,7 @@ from nbelastic.driver.job import Job, outcome
 from nbelastic.driver.notes import Notes
 from nbelastic.driver.orders import execute_on_all
 from nbelastic.driver.places import RunDir, gpus
-from nbelastic.driver.run import Call, Cell, Run, checkpoints
+from nbelastic.driver.run import Cell, Run, checkpoints
 from nbelastic.driver.saved import (
     ClusterInfo,
     Saved,
@@ -47,7 +48,7 @@ from nbelastic.driver.script import Options, script_for
 from nbelastic.driver.settings import Settings, check
 from nbelastic.driver.stacks import WorkerStack, show_stacks
 from nbelastic.driver.status import EventRecord, HostStatus, Status, WorkerStatus
-from nbelastic.driver.takeover import pack, request
+from nbelastic.driver.takeover import request
 from nbelastic.driver.watchers import Watchers
 from nbelastic.folders import make_private
 
@@ -279,13 +280,8 @@ class Cluster:
         every `checkpoint_every` commits (100) and at the end; the last `checkpoint_keep` (3) stay.
         UsageError if a job runs already, if the function cannot be sent, or for wrong arguments.
         """
-        from nbelastic.driver.engines import sendable
-
         plan = checkpoints(checkpoint, checkpoint_every, checkpoint_keep)
-        problem = sendable(function, args, kwargs)
-        if problem:
-            raise UsageError(f"{getattr(function, '__name__', function)!r} cannot be sent to the workers: {problem}")
-        return self._submit(None, (function, args, kwargs, plan))
+        return self._submit(None, lambda: pickled(function, args, kwargs, plan))
 
     def run_cell(
         self,
@@ -314,11 +310,7 @@ class Cluster:
         driver = self._may_submit()
         script, terms = script_for(self._next_job(), path, args, options, driver.settings)
         run = Run(script.job, None, None)
-        job = Job(driver, run)
-        self._jobs.append(job)
-        driver.owe(run.future)
-        driver.call(driver.scripts.submit, run, script, terms)
-        return job
+        return self._accept(driver, run, driver.scripts.submit, script, terms)
 
     def connection_file(self, host: str | None = None) -> Path:
         """The file (0600) with which a terminal's torchrun joins: `--rdzv-backend=nbelastic --rdzv-endpoint=<file>`.
@@ -348,29 +340,35 @@ class Cluster:
             raise UsageError(f"{present} is still running: wait for it or stop it first.")
         return driver
 
-    def _submit(self, cell: Cell | None, call: Call | None) -> Job:
+    def _submit(self, cell: Cell | None, pickle: Callable[[], Call] | None) -> Job:
+        """UsageError, and no job, if a job runs already or if this one cannot be pickled or saved."""
         driver = self._may_submit()
-        run = Run(self._next_job(), cell, call)
+        run = Run(self._next_job(), cell, pickle() if pickle is not None else None)
+        saved = SavedJob(run.name, cell, f"{run.name}.program" if run.call is not None else "")
+        if run.call is not None and driver.notes is not None:
+            try:
+                run.call.write(self._run_dir.path / saved.program)
+            except OSError as error:
+                raise self._not_saved(run, error) from None
+        return self._accept(driver, run, driver.submit, saved)
+
+    def _accept(self, driver: Driver, run: Run, submit: Callable[..., None], *args: Any) -> Job:
+        """Have the driver take the job in. With `keep` this waits until the job is saved; UsageError if it cannot be."""
+        accepted = driver.request(submit, run, *args)
         job = Job(driver, run)
         self._jobs.append(job)
-
-        kept = SavedJob(run.name, cell, pack(run.name, call, self._run_dir.path) if call and driver.notes else "")
-
-        def submit() -> None:
-            driver.runs[run.name] = run
-            driver.fleet.begin_job()
-            if driver.notes is not None:
-                driver.notes.submit(kept)
-                driver.save()
-            driver.take_in(m.JobSubmitted(run.name))
-            written.set_result(None)
-
         driver.owe(run.future)
-        written: Future[None] = driver.owe(Future())
-        driver.call(submit)
-        if driver.notes is not None:  # from here on nobody can forget it
-            outcome(written, None, lambda: "the job to be written down")
+        if driver.notes is not None:
+            try:
+                outcome(accepted, None, lambda: f"{run.name} to be saved")
+            except OSError as error:
+                self._jobs.remove(job)
+                raise self._not_saved(run, error) from None
         return job
+
+    def _not_saved(self, run: Run, error: OSError) -> UsageError:
+        where = f"{self._run_dir.path} ({error.strerror})"
+        return UsageError(f"{run.name} cannot be saved in {where}: free some space there, then run it again.")
 
     def execute(self, source: str, *, setup: bool = False, timeout: float | None = None) -> list[Executed]:
         """Run a cell on every ready worker and wait. `setup`: also on every worker that joins later, before its work.

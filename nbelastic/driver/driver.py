@@ -28,6 +28,7 @@ from nbelastic.driver.fleet import Fleet
 from nbelastic.driver.live import numbers
 from nbelastic.driver.notes import Notes
 from nbelastic.driver.run import Run
+from nbelastic.driver.saved import SavedJob
 from nbelastic.driver.scripts import Scripts
 from nbelastic.driver.settings import Settings
 from nbelastic.driver.silence import Silence
@@ -86,6 +87,21 @@ class Driver:
             self._loop.call_soon_threadsafe(function, *args)
         except RuntimeError:
             raise ClusterStoppedError(f"the cluster {self.settings.name!r} has stopped: start a new one.") from None
+
+    def request(self, function: Callable[..., T], *args: Any) -> Future[T]:
+        """Call `function` in the driver's thread. The future has its result, or the error that it raised."""
+        future: Future[T] = self.owe(Future())
+
+        def answer() -> None:
+            try:
+                result = function(*args)
+            except Exception as error:  # noqa: BLE001  (it is given to the caller)
+                settle(future.set_exception, error)
+            else:
+                settle(future.set_result, result)
+
+        self.call(answer)
+        return future
 
     def owe(self, future: Future[T]) -> Future[T]:
         """It fails with ClusterStoppedError if the driver ends first, even before what was called could resolve it."""
@@ -234,6 +250,14 @@ class Driver:
         for command in commands:
             self._do(command, now)
         self._schedule(now)
+
+    def submit(self, run: Run, saved: SavedJob) -> None:
+        """Take a new job in, from the driver's own thread. OSError, and no job, if a kept cluster cannot save it."""
+        if self.notes is not None:
+            self.notes.submit(saved, self)
+        self.runs[run.name] = run
+        self.fleet.begin_job()
+        self.take_in(m.JobSubmitted(run.name))
 
     def release(self, why: str) -> None:
         """Let go of the cluster, from the driver's own thread: it lives on for another driver."""
@@ -521,10 +545,10 @@ class Driver:
     def _fail(self, future: Future[Any]) -> None:
         why = self.let_go or self.world.stopping
         reason = f": {why}" if why else ""
-        with contextlib.suppress(InvalidStateError):
-            future.set_exception(
-                self._failure or ClusterStoppedError(f"the cluster {self.settings.name!r} has stopped{reason}.")
-            )
+        settle(
+            future.set_exception,
+            self._failure or ClusterStoppedError(f"the cluster {self.settings.name!r} has stopped{reason}."),
+        )
 
     @property
     def why_ended(self) -> str:
@@ -549,3 +573,9 @@ class Driver:
                 "no host could be started: " + "; ".join(f"{host.spec.name}: {host.reason}" for host in hosts)
             )
         return None
+
+
+def settle(resolve: Callable[[T], None], value: T) -> None:
+    """Resolve a future that another thread, or the driver's end, may have resolved at this moment."""
+    with contextlib.suppress(InvalidStateError):
+        resolve(value)

@@ -12,9 +12,10 @@ from typing import Any
 
 import ipyparallel as ipp
 
+from nbelastic.driver.calls import Call
 from nbelastic.driver.caretaker import Caretaker
 from nbelastic.driver.client import Client, Context, ControllerLostError
-from nbelastic.driver.run import Call, Cell
+from nbelastic.driver.run import Cell
 
 PROGRAM = "__import__('nbelastic.worker.program', fromlist=['call'])"
 HEARTBEAT = 100  # milliseconds
@@ -28,21 +29,10 @@ Outcome = tuple[str, Any, str]
 log = logging.getLogger("nbelastic")
 
 
-def sendable(function: Any, args: Any, kwargs: Any) -> str:
-    """Why this call cannot be sent to an engine; empty if it can."""
-    from ipyparallel.serialize import pack_apply_message
-
-    try:
-        pack_apply_message(function, args, kwargs)
-    except Exception as error:  # noqa: BLE001  (pickling fails in many ways)
-        return f"{type(error).__name__}: {error}"
-    return ""
-
-
 class _Program:
     """A program whose outcome is waited for."""
 
-    def __init__(self, job: str, done: Callable[[Outcome], None], request: tuple[Any, Any] | None) -> None:
+    def __init__(self, job: str, done: Callable[[Outcome], None], request: tuple[Any, ...] | None) -> None:
         self.job, self.done = job, done
         self.request = request  # None: an earlier driver has sent it
         self.sent = request is None
@@ -327,12 +317,12 @@ class Engines:
     def run_cell(self, uuid: str, job: str, log_dir: str, cell: Cell, done: Callable[[Outcome], None]) -> None:
         """Run a cell as a job's program."""
         source, checkpoints = cell
-        self._begin(uuid, _Program(job, done, (("run_cell", job, log_dir, checkpoints, source), {})))
+        self._begin(uuid, _Program(job, done, ("run_cell", job, log_dir, checkpoints, source)))
 
     def run_function(self, uuid: str, job: str, log_dir: str, call: Call, done: Callable[[Outcome], None]) -> None:
-        """Run a function as a job's program."""
-        function, args, kwargs, checkpoints = call
-        self._begin(uuid, _Program(job, done, (("call", job, log_dir, checkpoints, function, *args), kwargs)))
+        """Run a function as a job's program. Its parts are sent as they are: nothing is pickled or copied here."""
+        parts = [memoryview(part) for part in call.parts]
+        self._begin(uuid, _Program(job, done, ("call", job, log_dir, call.checkpoints, *parts)))
 
     def await_outcome(self, uuid: str, job: str, done: Callable[[Outcome], None]) -> None:
         """Have the outcome of a program that runs or has run; an error if the engine's newest was that of another job."""
@@ -345,11 +335,11 @@ class Engines:
 
     def _ask(self, uuid: str, program: _Program) -> None:
         """Send a program, or ask what became of it."""
-        request = (("outcome", program.job), {}) if program.sent else program.request
+        request = ("outcome", program.job) if program.sent else program.request
         assert request is not None
         program.sent = program.asked = True
-        (name, *rest), kwargs = request
-        result = self._view(uuid).apply_async(ipp.Reference(f"{PROGRAM}.{name}"), *rest, **kwargs)
+        name, *rest = request
+        result = self._view(uuid).apply_async(ipp.Reference(f"{PROGRAM}.{name}"), *rest)
         result.add_done_callback(lambda _: self._loop.call_soon_threadsafe(self._settle, uuid, program, result))
 
     def _settle(self, uuid: str, program: _Program, result: Any) -> None:

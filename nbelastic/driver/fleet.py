@@ -418,8 +418,10 @@ class Fleet:
         engine = self._engine_of[w]
         if run.cell is not None:
             self._engines.run_cell(engine, run.name, log_dir, run.cell, done)
-        else:
+        elif run.call is not None:
             self._engines.run_function(engine, run.name, log_dir, run.call, done)
+        else:
+            self._loop.call_soon(done, ("error", f"the file of {run.name} in the run folder cannot be read", ""))
 
     def await_outcome(
         self, w: m.WorkerId, run: Run, ended: Callable[[m.WorkerId, Run, tuple[str, Any, str]], None]

@@ -44,12 +44,18 @@ class Notes:
         self._output: Any = None
         self._live_at = 0.0
 
-    def submit(self, job: SavedJob) -> None:
-        """A new job; it is saved with the next event."""
+    def submit(self, job: SavedJob, driver: Driver) -> None:
+        """Save a new job, and forget the last one. OSError if it cannot be saved; then the last one stays."""
+        last, self.job = self.job, job
         self.submitted += 1
-        if self.job is not None and self.job.program:
-            (self._run_dir.path / self.job.program).unlink(missing_ok=True)
-        self.job = job
+        try:
+            self.save(driver)
+        except OSError:
+            self.job = last
+            self.submitted -= 1
+            raise
+        if last is not None and last.program:
+            (self._run_dir.path / last.program).unlink(missing_ok=True)
         for path in self._outputs():
             path.unlink(missing_ok=True)
         if self._output is not None:

@@ -5,18 +5,20 @@ from __future__ import annotations
 import os
 from collections import deque
 from concurrent.futures import Future
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from nbelastic.core import messages as m
 from nbelastic.core import wire
 from nbelastic.core.errors import ClusterStoppedError, JobError, JobStoppedError, UsageError
+
+if TYPE_CHECKING:
+    from nbelastic.driver.calls import Call
 
 EVERY, KEEP = 100, 3  # commits between two checkpoints, and how many stay
 TAIL = 1000  # lines of output kept in memory a worker; the log files have all of it
 
 Checkpoints = tuple[str, int, int] | None  # the folder, commits between two, how many are kept
 Cell = tuple[str, Checkpoints]
-Call = tuple[Any, Any, Any, Checkpoints]  # function, args, kwargs
 
 
 def checkpoints(folder: str | os.PathLike[str] | None, every: int | None, keep: int | None) -> Checkpoints:
@@ -49,7 +51,7 @@ class Run:
     def __init__(self, name: str, cell: Cell | None, call: Call | None) -> None:
         self.name = name
         self.cell = cell
-        self.call: Call = call or (None, (), {}, None)
+        self.call = call  # None as well if the driver before this one has lost it
         self.outcomes: dict[m.WorkerId, tuple[str, Any, str]] = {}
         self.future: Future[list[Any]] = Future()
         self.lines: dict[m.WorkerId, deque[Line]] = {}  # the last ones of each

@@ -81,9 +81,9 @@ class Scripts:
 
     def submit(self, run: Run, script: wire.Script, terms: Terms) -> None:
         """A new script. There is no other, and no job."""
-        self._driver.fleet.begin_job()
         if self._driver.notes is not None:
-            self._driver.notes.submit(SavedJob(run.name, script=(script, terms)))
+            self._driver.notes.submit(SavedJob(run.name, script=(script, terms)), self._driver)
+        self._driver.fleet.begin_job()
         self._begin(run, script, Group(run.name, terms), "was submitted")
 
     def begin_again(self, run: Run, job: SavedJob, nodes: Mapping[str, tuple[int, ...]]) -> None:

@@ -18,8 +18,9 @@ from nbelastic.core import takeover, wire
 from nbelastic.core.errors import UsageError
 from nbelastic.core.takeover import missing
 from nbelastic.core.world import HostPhase
+from nbelastic.driver.calls import read
 from nbelastic.driver.places import RunDir
-from nbelastic.driver.run import Call, Run
+from nbelastic.driver.run import Run
 from nbelastic.driver.saved import Saved, SavedJob
 from nbelastic.link import Spoke
 from nbelastic.presence import lives
@@ -89,49 +90,12 @@ def request(saved: Saved, run_dir: RunDir) -> None:
         link.close()
 
 
-def pack(job: str, call: Call, folder: Path) -> str:
-    """Write what a function job runs into a file of the run folder; the file's name."""
-    from ipyparallel.serialize import pack_apply_message
-
-    function, args, kwargs, plan = call
-    parts = [bytes(part) for part in pack_apply_message(function, args, kwargs)]
-    name = f"{job}.program"
-    path = folder / name
-    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
-        file.write(msgspec.msgpack.encode((parts, plan)))
-    return name
-
-
 def unpack(job: SavedJob, folder: Path) -> Run:
-    """The job's program again, for workers that join later."""
-    if job.cell is not None:
-        return Run(job.name, job.cell, None)
-    if not job.program:
-        return Run(job.name, None, None)
-    try:
-        return Run(job.name, None, _call(folder / job.program))
-    except Exception as error:  # noqa: BLE001  (whatever the user's modules raise here)
-        text = f"{type(error).__name__}: {error}"
-        return Run(job.name, None, (_Unreadable(job.name, text), (), {}, None))
-
-
-def _call(path: Path) -> Call:
-    """It was written by this user, into a folder that is closed to all others."""
-    from ipyparallel.serialize import unpack_apply_message
-
-    parts, plan = msgspec.msgpack.decode(path.read_bytes(), type=tuple[list[bytes], Any])
-    function, args, kwargs = unpack_apply_message(parts, g={}, copy=True)
-    return function, args, kwargs, tuple(plan) if plan is not None else None
-
-
-class _Unreadable:
-    """Stands for a function that this kernel cannot read."""
-
-    def __init__(self, job: str, why: str) -> None:
-        self._job, self._why = job, why
-
-    def __call__(self, *_: Any, **__: Any) -> None:
-        raise RuntimeError(f"the function of {self._job} cannot be read by this kernel ({self._why})")
+    """The job's program again, for workers that join later: as it was pickled."""
+    call = None
+    with suppress(OSError, msgspec.DecodeError):
+        call = read(folder / job.program) if job.program else None
+    return Run(job.name, job.cell, call)
 
 
 def take_over(driver: Driver, saved: Saved, arrivals: Arrivals) -> None:

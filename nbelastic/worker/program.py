@@ -8,10 +8,11 @@ import io
 import linecache
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from ipyparallel.serialize import unpack_apply_message
 from IPython.core.getipython import get_ipython
 
 from nbelastic.core.errors import JobStoppedError
@@ -47,11 +48,9 @@ class _Stream(io.TextIOBase):
         return self._fd
 
 
-def call(
-    job: str, log_dir: str, checkpoints: Checkpoints, function: Callable[..., Any], /, *args: Any, **kwargs: Any
-) -> Outcome:
-    """Run `function` as the program of `job`."""
-    return _run(job, log_dir, checkpoints, lambda: function(*args, **kwargs))
+def call(job: str, log_dir: str, checkpoints: Checkpoints, *parts: memoryview) -> Outcome:
+    """Run a function as the program of `job`. `parts`: the pickled call; it is unpickled here."""
+    return _run(job, log_dir, checkpoints, lambda: _apply(parts))
 
 
 def run_cell(job: str, log_dir: str, checkpoints: Checkpoints, source: str) -> Outcome:
@@ -117,6 +116,11 @@ def _output(session: Session) -> Iterator[None]:
         yield
     out.flush()
     err.flush()
+
+
+def _apply(parts: Sequence[memoryview]) -> Any:
+    function, args, kwargs = unpack_apply_message(parts, get_ipython().user_ns, copy=False)
+    return function(*args, **kwargs)
 
 
 def _execute(job: str, source: str) -> Any:

@@ -161,6 +161,26 @@ def test_a_value_that_cannot_be_sent(cluster):
     assert "generator" in str(error)
 
 
+class Counted:
+    """Counts how often the notebook pickles it."""
+
+    def __init__(self):
+        self.pickled = 0
+
+    def __reduce__(self):
+        self.pickled += 1
+        return str, ("arrived",)
+
+
+def test_arguments_are_pickled_once_for_all_workers(cluster):
+    """Three workers get the same bytes; what the notebook changes in an argument after `run` no longer matters."""
+    argument, array = Counted(), bytearray(b"before")
+    job = cluster.run(lambda one, two: (one, bytes(two)), argument, array)
+    array[:] = b"after!"
+    assert job.result(timeout=20) == [("arrived", b"before")] * 3
+    assert argument.pickled == 1
+
+
 def test_a_function_that_cannot_be_sent(cluster):
     """It is refused at once, with the reason."""
     with open(os.devnull) as stream, pytest.raises(nbe.UsageError, match="cannot be sent"):

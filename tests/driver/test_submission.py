@@ -1,0 +1,67 @@
+"""A job is taken in as a whole or not at all, and its arguments are pickled once."""
+
+from __future__ import annotations
+
+import errno
+import os
+
+import pytest
+
+import nbelastic as nbe
+from nbelastic.driver import saved
+
+
+class NoHosts:
+    """A discovery that lists no host: the driver runs, and starts no process."""
+
+    async def hosts(self):
+        return ()
+
+
+@pytest.fixture
+def cluster(tmp_path, monkeypatch):
+    """A kept cluster without hosts."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr("tempfile.tempdir", None)
+    with nbe.Cluster(discovery=NoHosts(), keep=True, name="kept", log_dir=tmp_path / "logs").start(wait=False) as made:
+        yield made
+
+
+def no_space(*_: object) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+@pytest.mark.parametrize("what", ["program", "state", "script's state"])
+def test_a_job_that_cannot_be_saved_is_no_job(cluster, monkeypatch, what):
+    """The disk is full: the call is refused in one line, and the next one is taken as if that had not been made."""
+    with monkeypatch.context() as full:
+        if what == "program":
+            full.setattr("nbelastic.driver.calls.Call.write", no_space)
+        else:
+            full.setattr(saved.Saved, "write", no_space)
+        with pytest.raises(nbe.UsageError, match=r"job-1 cannot be saved in .*kept \(No space left on device\): free"):
+            cluster.run_script(__file__) if what == "script's state" else cluster.run(os.getpid)
+    assert cluster.job is None
+    job = cluster.run(os.getpid)
+    assert (job.name, job.status) == ("job-1", "running")
+    assert saved.read(cluster._run_dir.path).job.name == "job-1"
+
+
+class Counted:
+    """Counts in which threads it is pickled."""
+
+    def __init__(self) -> None:
+        self.pickled_by: list[str] = []
+
+    def __reduce__(self):
+        import threading
+
+        self.pickled_by.append(threading.current_thread().name)
+        return Counted, ()
+
+
+def test_arguments_are_pickled_once_and_by_the_caller(cluster):
+    """However many workers there will be: what is sent to each, and saved for the next driver, are the same bytes."""
+    argument = Counted()
+    cluster.run(print, argument)
+    assert argument.pickled_by == ["MainThread"]
