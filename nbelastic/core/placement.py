@@ -33,6 +33,12 @@ def parse_host(text: str, default_slots: int) -> HostSpec:
     match = _HOST.fullmatch(text)
     if not match:
         raise UsageError(f"{text!r} is no host: write name, name:slots or user@name:slots (IPv6 in brackets).")
+    try:
+        match["name"].encode("idna")  # what name resolution does with it
+    except UnicodeError:
+        raise UsageError(
+            f"{text!r}: {match['name']!r} is not a valid host name: each part between dots has 1 to 63 characters."
+        ) from None
     slots = match["slots"]
     if slots is not None and not (slots.isascii() and slots.isdigit() and int(slots) > 0):
         raise UsageError(f"{text!r}: the number of slots must be a whole number of at least 1, not {slots!r}.")

@@ -262,7 +262,7 @@ class Fleet:
             stopped = partial(self._agent_stopped, spec.name, held)
             agent = agent_for(spec, local, self._settings, stopped, number)
             agent.start({**self._config(spec, local, number), "driver": driver, "threads": threads})
-        except OSError as error:  # no ssh here, say
+        except Exception as error:  # noqa: BLE001  (no ssh here, or whatever a launcher raises: the host shows it)
             held.launching = None
             self._agent_stopped(spec.name, held, f"its agent cannot be started: {error}")
             return
@@ -421,7 +421,9 @@ class Fleet:
         elif run.call is not None:
             self._engines.run_function(engine, run.name, log_dir, run.call, done)
         else:
-            self._loop.call_soon(done, ("error", f"the file of {run.name} in the run folder cannot be read", ""))
+            self._loop.call_soon(
+                done, ("error", f"the saved program of {run.name} is missing or damaged: run it again", "")
+            )
 
     def await_outcome(
         self, w: m.WorkerId, run: Run, ended: Callable[[m.WorkerId, Run, tuple[str, Any, str]], None]

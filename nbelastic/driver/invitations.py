@@ -42,7 +42,7 @@ class Invitations:
             path = settings.run_dir / name
             lease = max(LEASE, settings.silence) if settings.lease is None else settings.lease
             clusterfile.ClusterFile(settings.name, address, self._keys, lease).write(path)
-        except OSError as error:
+        except Exception as error:  # noqa: BLE001  (whatever it is, the caller waits for it)
             found.set_exception(HostError(f"no cluster file can be made: {error}"))
         else:
             found.set_result(path)

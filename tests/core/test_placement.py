@@ -112,7 +112,10 @@ def test_a_host_is_name_slots_user(text, spec):
 
 @pytest.mark.parametrize(
     "text",
-    ["", ":", "h:", "h:x", "h:-1", "h:0", "h:1:2", "h:1.5", "h:²", "a b", "::1", "@h", "[x]:1", "[abc]", "-v", "-l@h"],
+    [
+        *("", ":", "h:", "h:x", "h:-1", "h:0", "h:1:2", "h:1.5", "h:²", "a b", "::1", "@h", "[x]:1", "[abc]"),
+        *("-v", "-l@h", "gpu..1", "gpu1..:2", "x" * 64),
+    ],
 )
 def test_what_is_no_host_is_named(text):
     """Junk is a clear error that quotes what was written."""

@@ -4,7 +4,10 @@ import asyncio
 import os
 from subprocess import Popen
 
-from nbelastic.driver import launchers
+import pytest
+
+import nbelastic as nbe
+from nbelastic.driver import fleet, invitations, launchers
 from nbelastic.driver.launchers import ProcessAgent
 
 
@@ -29,3 +32,22 @@ def test_one_that_ends_before_it_has_been_told_anything(tmp_path, monkeypatch):
         assert ends.empty()
 
     asyncio.run(story())
+
+
+async def broken(spec, *_):
+    raise ValueError(f"{spec.name} is odd")
+
+
+def test_a_host_that_cannot_be_launched_is_lost_with_the_reason(own_base, monkeypatch):
+    """Whatever the launch raised: the host does not stay "starting" without a word."""
+    monkeypatch.setattr(fleet, "locate", broken)
+    cluster = nbe.Cluster("gpu9", name="one", log_dir=own_base / "logs")
+    with pytest.raises(nbe.HostError, match=r"gpu9: its agent cannot be started: gpu9 is odd"):
+        cluster.start(timeout=20)
+
+
+def test_a_connection_file_that_cannot_be_made_says_so(quiet, monkeypatch):
+    """Whatever was raised on the way is the caller's error, and nobody waits for ever."""
+    monkeypatch.setattr(invitations, "here_towards", broken)
+    with pytest.raises(nbe.HostError, match="no cluster file can be made: gpu9 is odd"):
+        quiet().connection_file("gpu9")
