@@ -159,9 +159,10 @@ class Cluster:
         be started. WaitTimeoutError after `timeout` seconds
         (default: elastic_timeout) and ClusterStoppedError, both with the reason.
         """
-        if self._driver is not None:
+        if self._driver is not None and not self._driver.finished.is_set():
             raise UsageError(f"the cluster {self.name!r} is running already.")
         begin(self._run_dir)
+        self._found = None  # an earlier start may have attached
         log_dir = (self._log_dir or self._run_dir.log_dir()).absolute()
         try:
             make_private(log_dir)
@@ -183,7 +184,7 @@ class Cluster:
     def _drive(self, log_dir: Path) -> Driver:
         """Start the driver's thread."""
         notes = Notes(self._run_dir, self._arguments, self._found) if self._settings.keep is not None else None
-        driver = Driver(replace(self._settings, log_dir=log_dir), notes)
+        driver = Driver(replace(self._settings, log_dir=log_dir), self._run_dir, notes)
         driver.start()
         return driver
 
@@ -227,6 +228,7 @@ class Cluster:
         """What befits the end of its kernel: let go of it if it is kept, else stop it."""
         if self._settings.keep is None or self._driver is None or self._driver.finished.is_set():
             self.stop(timeout=2.0)
+            self._run_dir.release()  # if the driver was too slow: no driver thread outlives the kernel
         else:
             self.detach()
 
@@ -237,7 +239,12 @@ class Cluster:
         driver.call(driver.release, f"the cluster {self.name!r} was detached: attach to it again")
         driver.join(10.0)
         self._driver = None
-        _running.pop(self.name, None)
+        self._forget()
+
+    def _forget(self) -> None:
+        """The kernel's end no longer concerns this cluster."""
+        if _running.get(self.name) is self:  # another one may have taken the name
+            del _running[self.name]
         self._watchers.changed()
 
     def stop(self, timeout: float = 10.0) -> None:
@@ -248,17 +255,15 @@ class Cluster:
         with contextlib.suppress(ClusterStoppedError):
             driver.post(m.StopRequested("stopped by hand"))
         driver.join(timeout)
-        if not driver.let_go:  # else it is another driver's
-            self._run_dir.release()
-        _running.pop(self.name, None)
-        self._watchers.changed()
+        self._forget()
 
     def request_stop(self, by: str = "you") -> None:
-        """Begin to stop and return at once; `stop()` waits for the end."""
+        """Begin to stop and return at once; `stop()` waits for the end. After it, the cluster can be started again."""
         self._running().post(m.StopRequested(f"stopped by {by}"))
 
     def __enter__(self) -> Self:
-        return self if self._driver is not None else self.start()
+        started = self._driver is not None and not self._driver.finished.is_set()
+        return self if started else self.start()
 
     def __exit__(self, *_: object) -> None:
         self.stop()

@@ -9,12 +9,13 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, InvalidStateError
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 from msgspec.structs import replace
 
-from nbelastic import versions
+from nbelastic import forks, versions
 from nbelastic.core import messages as m
 from nbelastic.core import wire
 from nbelastic.core.addresses import parted
@@ -27,6 +28,7 @@ from nbelastic.driver.chronicle import Chronicle
 from nbelastic.driver.fleet import Fleet
 from nbelastic.driver.live import numbers
 from nbelastic.driver.notes import Notes
+from nbelastic.driver.places import RunDir
 from nbelastic.driver.run import Run
 from nbelastic.driver.saved import SavedJob
 from nbelastic.driver.scripts import Scripts
@@ -48,8 +50,10 @@ FAILURES = ("worker-lost", "host-lost", "world-broken")
 class Driver:
     """Everything below `_main` happens in the driver's thread; `post`, `call` and `when` are for the others."""
 
-    def __init__(self, settings: Settings, notes: Notes | None = None) -> None:
+    def __init__(self, settings: Settings, run_dir: RunDir, notes: Notes | None = None) -> None:
+        """`run_dir`, held by the caller, is released (or left to the next driver) when the thread ends."""
         self.settings = settings
+        self._run_dir = run_dir
         self.notes = notes
         self.world = World(settings.limits)
         self.chronicle = Chronicle(
@@ -163,6 +167,10 @@ class Driver:
             self._over = True
             for future in list(self._owed):
                 self._fail(future)
+            if self.let_go or (self.notes is not None and self._failure is not None):
+                self._run_dir.let_go()
+            else:
+                self._run_dir.release()
             self.finished.set()
             self.chronicle.notify()
             self._loop.close()
@@ -180,6 +188,8 @@ class Driver:
             raise HostError(
                 f"the driver cannot listen: {error.strerror}; end who has that port, then try again."
             ) from None
+        in_child = partial(forks.close_sockets, parted(self._hub.address)[1])
+        forks.in_child(in_child)
         self.fleet = Fleet(self.settings, self._hub, self.keys, self._inbox.put_nowait, self.record)
         self._silence = Silence(
             self.settings.silence, self.settings.heartbeat, self.fleet, lambda: self.world, self._inbox.put_nowait
@@ -216,12 +226,13 @@ class Driver:
                 self._tick.cancel()
             await (self.fleet.release() if self.let_go else self.fleet.stop())
             await self._hub.stop()
+            forks.no_longer(in_child)
             self.scripts.close()
             for run in self.runs.values():
                 run.abandon(f"the cluster {self.settings.name!r} was stopped", self.let_go)
             self.chronicle.close()
             if self.notes is not None:
-                self.notes.close(gone=not self.let_go)
+                self.notes.close()
 
     async def _next(self) -> m.Event:
         if not self.world.stopping:

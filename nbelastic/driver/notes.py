@@ -144,9 +144,6 @@ class Notes:
                     with suppress(msgspec.DecodeError):  # the last one may have been cut off
                         yield decoder.decode(line)
 
-    def close(self, *, gone: bool) -> None:
-        """The driver ends; `gone`: and the cluster with it."""
+    def close(self) -> None:
         if self._output is not None:
             self._output.close()
-        if not gone:
-            self._run_dir.let_go()

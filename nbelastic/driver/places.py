@@ -8,6 +8,7 @@ import shutil
 import time
 from pathlib import Path
 
+from nbelastic import forks
 from nbelastic.core.errors import UsageError
 from nbelastic.folders import base
 from nbelastic.presence import identity, lives, pid_of
@@ -47,6 +48,7 @@ class RunDir:
                 )
             time.sleep(LOOK)
         self._held = fd
+        forks.in_child(self._leave_to_parent)
         os.ftruncate(fd, 0)
         os.pwrite(fd, identity(os.getpid()).encode(), 0)
 
@@ -66,25 +68,38 @@ class RunDir:
         self.path.mkdir(mode=0o700)
 
     def release(self) -> None:
-        """Remove it: there are keys in it."""
-        shutil.rmtree(self.path, ignore_errors=True)
-        self.lock.unlink(missing_ok=True)
-        self._close()
+        """If this holds the name: remove the folder, as keys are in it, and give up the name. Twice is fine."""
+        fd = self._give_up()
+        if fd >= 0:
+            shutil.rmtree(self.path, ignore_errors=True)
+            self.lock.unlink(missing_ok=True)
+            _unlock(fd)
 
     def let_go(self) -> None:
-        """All stays as it is, for another driver. Twice is fine."""
-        if self.held:
-            os.ftruncate(self._held, 0)
-            self._close()
+        """If this holds the name: give it up, and leave all else as it is for another driver. Twice is fine."""
+        fd = self._give_up()
+        if fd >= 0:
+            os.ftruncate(fd, 0)
+            _unlock(fd)
 
-    def _close(self) -> None:
-        held, self._held = self._held, -1
-        if held >= 0:
-            os.close(held)
+    def _give_up(self) -> int:
+        forks.no_longer(self._leave_to_parent)
+        fd, self._held = self._held, -1
+        return fd
+
+    def _leave_to_parent(self) -> None:
+        """In a forked child: the lock is the parent's, and ends with the parent."""
+        os.close(self._give_up())
 
     def log_dir(self) -> Path:
         """A new folder for the logs of this start."""
         return self.base / "logs" / f"{self.name}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+
+
+def _unlock(fd: int) -> None:
+    """Unlock before closing: a child that is forked at this moment has the descriptor too."""
+    fcntl.flock(fd, fcntl.LOCK_UN)
+    os.close(fd)
 
 
 def holder(lock: Path) -> int:

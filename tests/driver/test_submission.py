@@ -11,20 +11,9 @@ import nbelastic as nbe
 from nbelastic.driver import saved
 
 
-class NoHosts:
-    """A discovery that lists no host: the driver runs, and starts no process."""
-
-    async def hosts(self):
-        return ()
-
-
 @pytest.fixture
-def cluster(tmp_path, monkeypatch):
-    """A kept cluster without hosts."""
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
-    monkeypatch.setattr("tempfile.tempdir", None)
-    with nbe.Cluster(discovery=NoHosts(), keep=True, name="kept", log_dir=tmp_path / "logs").start(wait=False) as made:
-        yield made
+def cluster(quiet):
+    return quiet("kept", keep=True)
 
 
 def no_space(*_: object) -> None:

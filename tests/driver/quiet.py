@@ -1,0 +1,39 @@
+"""Clusters without hosts: their drivers run, and start no process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import nbelastic as nbe
+
+
+class NoHosts:
+    """A discovery that lists no host."""
+
+    async def hosts(self) -> tuple[()]:
+        return ()
+
+
+@pytest.fixture
+def own_base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of this user's clusters, for this test alone."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr("tempfile.tempdir", None)
+    return tmp_path
+
+
+@pytest.fixture
+def quiet(own_base: Path) -> Iterator[Any]:
+    """Start clusters without hosts: `quiet(keep=True)`. All are stopped at the end."""
+    with ExitStack() as stack:
+
+        def start(name: str = "quiet", **options: Any) -> nbe.Cluster:
+            options = {"log_dir": own_base / "logs", **options}
+            return stack.enter_context(nbe.Cluster(discovery=NoHosts(), name=name, **options).start(wait=False))
+
+        yield start

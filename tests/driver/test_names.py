@@ -1,0 +1,102 @@
+"""A cluster's name, its run folder and its lock: taken, given up, taken again."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+import nbelastic as nbe
+from nbelastic.driver.places import RunDir
+from tests.driver.quiet import NoHosts
+
+
+def until_finished(cluster):
+    deadline = time.monotonic() + 20
+    while cluster.status().phase != "finished" or not cluster._last.finished.is_set():
+        assert time.monotonic() < deadline, cluster.status().reason
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_a_cluster_that_others_have_stopped_can_be_started_again(quiet, keep):
+    """After a stop by the dashboard: keys and name are given up at once, and `start()` does what the error says."""
+    cluster = quiet(keep=keep)
+    run_dir = cluster._run_dir
+    cluster.request_stop("the dashboard")
+    until_finished(cluster)
+    assert not run_dir.path.exists()
+    assert not run_dir.lock.exists()
+    with pytest.raises(nbe.ClusterStoppedError, match=r"is not running \(stopped by the dashboard\): start it"):
+        cluster.execute("1")
+    cluster.start(wait=False)
+    assert cluster.status().phase == "waiting"
+
+
+def test_the_name_of_a_stopped_cluster_is_free(quiet):
+    """Another cluster takes it at once; stopping the old one again does the new one no harm."""
+    old = quiet("digits")
+    old.request_stop()
+    until_finished(old)
+    new = quiet("digits")
+    old.stop()
+    assert new.status().phase == "waiting"
+    assert new._run_dir.held
+    assert new._run_dir.path.exists()
+
+
+def forked():
+    """A child process of this one, which knows what this one knew."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            signal.pause()
+        finally:
+            os._exit(0)
+    return pid
+
+
+def test_a_forked_child_does_not_keep_a_detached_cluster(quiet):
+    """`multiprocessing` has forked the kernel: a cluster that it detaches from can be attached to."""
+    cluster = quiet(keep=True)
+    child = forked()
+    try:
+        cluster.detach()
+        with nbe.Cluster.attach("quiet", discovery=NoHosts()) as again:
+            assert again.status().phase == "waiting"
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
+ORPHAN = """
+import os, signal, sys
+from nbelastic.driver.places import RunDir
+run_dir = RunDir("orphaned")
+run_dir.hold()
+if os.fork() == 0:
+    print(os.getpid(), flush=True)
+    signal.pause()
+signal.pause()
+"""
+
+
+def test_an_orphaned_child_of_a_killed_kernel_does_not_keep_its_cluster(own_base):
+    """The lock ends with the process that took it."""
+    kernel = subprocess.Popen([sys.executable, "-c", ORPHAN], stdout=subprocess.PIPE)
+    child = int(kernel.stdout.readline())
+    try:
+        with pytest.raises(nbe.UsageError, match=f"running already \\(process {kernel.pid}\\)"):
+            RunDir("orphaned").hold()
+        kernel.kill()
+        kernel.wait()
+        run_dir = RunDir("orphaned")
+        run_dir.hold()
+        run_dir.release()
+    finally:
+        os.kill(child, signal.SIGKILL)
+        kernel.stdout.close()
