@@ -174,8 +174,16 @@ class Counted:
 
 def test_arguments_are_pickled_once_for_all_workers(cluster):
     """Three workers get the same bytes; what the notebook changes in an argument after `run` no longer matters."""
+
+    def program(one, two):
+        @nbe.elastic
+        def loop(_):
+            return one, bytes(two)
+
+        return loop(nbe.ObjectState())
+
     argument, array = Counted(), bytearray(b"before")
-    job = cluster.run(lambda one, two: (one, bytes(two)), argument, array)
+    job = cluster.run(program, argument, array)
     array[:] = b"after!"
     assert job.result(timeout=20) == [("arrived", b"before")] * 3
     assert argument.pickled == 1
