@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import stat
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
 
 from nbelastic.core.errors import UsageError
-from nbelastic.folders import base
+from nbelastic.folders import runs
 from nbelastic.link import Keys, encode
 
 NAME = "cluster.json"
@@ -62,10 +63,11 @@ def find(endpoint: str, keys: str = "") -> ClusterFile:
         return read(endpoint)
     if keys:
         return msgspec.structs.replace(read(keys), address=f"tcp://{endpoint}")
-    for path in base().glob(f"*/{NAME}"):
-        found = read(path)
-        if found.address.rpartition(":")[2] == port:
-            return found
+    for path in runs().glob(f"*/{NAME}"):
+        with suppress(UsageError):  # the file of another cluster may be damaged
+            found = read(path)
+            if found.address.rpartition(":")[2] == port:
+                return found
     raise UsageError(
         f"no cluster of this machine listens at port {port}: name its cluster file, or --rdzv-conf keys=FILE."
     )

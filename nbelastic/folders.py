@@ -27,6 +27,13 @@ def base() -> Path:
     return path
 
 
+def runs() -> Path:
+    """The folder of run folders, one per cluster: other things in `base()` cannot have the name of a cluster."""
+    path = base() / "runs"
+    path.mkdir(mode=0o700, exist_ok=True)
+    return path
+
+
 def make_private(folder: Path) -> None:
     """Make it, and those around it that are not there yet, for their owner alone."""
     if not folder.is_dir():

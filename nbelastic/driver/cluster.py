@@ -7,6 +7,7 @@ import builtins
 import contextlib
 import itertools
 import os
+import secrets
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -184,7 +185,8 @@ class Cluster:
     def _drive(self, log_dir: Path) -> Driver:
         """Start the driver's thread."""
         notes = Notes(self._run_dir, self._arguments, self._found) if self._settings.keep is not None else None
-        driver = Driver(replace(self._settings, log_dir=log_dir), self._run_dir, notes)
+        number = self._found.number if self._found is not None else secrets.token_hex(4)
+        driver = Driver(replace(self._settings, log_dir=log_dir, number=number), self._run_dir, notes)
         driver.start()
         return driver
 

@@ -115,7 +115,7 @@ class Fleet:
         if self._engines is not None:
             await self._engines.stop()
         self._doors.close()
-        shutil.rmtree(batch_folder(self._settings.name), ignore_errors=True)
+        shutil.rmtree(batch_folder(self._settings.name, self._settings.number), ignore_errors=True)
 
     async def release(self) -> None:
         """Let go of all that another driver is to have: nothing of it ends."""

@@ -174,7 +174,7 @@ class BatchJobAgent:
 
     def __init__(self, host: str, settings: Settings, on_stop: Callable[[str], None], number: int) -> None:
         self._python, self._on_stop = settings.python, on_stop
-        folder = batch_folder(settings.name)
+        folder = batch_folder(settings.name, settings.number)
         self._batch = BatchAgent(
             settings.launcher, host, folder, settings.launcher_options, self._stopped, number=number
         )

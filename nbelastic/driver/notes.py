@@ -99,6 +99,7 @@ class Notes:
             self.job,
             tuple(fleet.setup_cells),
             tuple(sorted(fleet.set_up)),
+            driver.settings.number,
         )
         if saved != self._last:
             saved.write(self._run_dir.path)

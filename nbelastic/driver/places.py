@@ -10,22 +10,26 @@ from pathlib import Path
 
 from nbelastic import forks
 from nbelastic.core.errors import UsageError
-from nbelastic.folders import base
+from nbelastic.folders import base, runs
 from nbelastic.presence import identity, lives, pid_of
 
+LONGEST = 100  # bytes of a cluster's name: names of files are made of it
 LOOK = 0.02  # seconds between looks at a lock that somebody is about to let go
 
 
 class RunDir:
-    """`<temporary folder>/nbelastic-<uid>/<name>`, mode 0700, held by a lock for as long as the cluster lives."""
+    """`<temporary folder>/nbelastic-<uid>/runs/<name>`, mode 0700, held by a lock for as long as the cluster lives."""
 
     def __init__(self, name: str) -> None:
-        if not name or not all(c.isalnum() or c in "-_." for c in name) or name.startswith("."):
-            raise UsageError(f"{name!r} is no name for a cluster: use letters, digits, '-', '_' and '.'.")
-        self.base = base()
+        known = all(c.isalnum() or c in "-_." for c in name)
+        if not (0 < len(name.encode()) <= LONGEST and known) or name.startswith(".") or name.endswith(".lock"):
+            raise UsageError(
+                f"{name!r} is not a valid name for a cluster: use up to {LONGEST} letters, digits, '-', '_' and '.', "
+                "no '.' first and no '.lock' last."
+            )
         self.name = name
-        self.path = self.base / name
-        self.lock = self.base / f"{name}.lock"
+        self.path = runs() / name
+        self.lock = self.path.with_name(f"{name}.lock")
         self._held = -1
 
     def hold(self, patience: float = 0.0) -> None:
@@ -93,7 +97,7 @@ class RunDir:
 
     def log_dir(self) -> Path:
         """A new folder for the logs of this start."""
-        return self.base / "logs" / f"{self.name}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+        return base() / "logs" / f"{self.name}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
 
 
 def _unlock(fd: int) -> None:
@@ -111,12 +115,13 @@ def holder(lock: Path) -> int:
     return pid_of(who) if lives(who) else 0
 
 
-def batch_folder(name: str) -> Path:
+def batch_folder(name: str, number: str) -> Path:
     """Where batch jobs of this cluster find what they are to run, and its keys, for as long as jobs start.
 
-    Home folders are shared among the nodes of a cluster, temporary ones are not.
+    Home folders are shared among machines, temporary ones are not. Each machine has names of its own, so that two
+    clusters may have the same name: `number` is random, one per start of a cluster.
     """
-    return Path.home() / ".nbelastic" / name
+    return Path.home() / ".nbelastic" / f"{name}-{number}"
 
 
 def gpus() -> int:

@@ -30,7 +30,7 @@ from nbelastic.core.takeover import SavedWorld
 from nbelastic.driver.discovery import FixedHosts, HostDiscovery, ScriptDiscovery
 from nbelastic.driver.gate import SavedGate
 from nbelastic.driver.places import RunDir, batch_folder, holder
-from nbelastic.folders import base
+from nbelastic.folders import runs
 from nbelastic.link import Keys, encode
 from nbelastic.presence import lives
 
@@ -88,6 +88,7 @@ class Saved(msgspec.Struct, frozen=True):
     job: SavedJob | None = None
     setup_cells: tuple[str, ...] = ()
     set_up: tuple[WorkerId, ...] = ()
+    number: str = ""  # of its folder for batch jobs
 
     @property
     def running(self) -> str:
@@ -107,6 +108,7 @@ class _Versions(msgspec.Struct):
     wire: str
     name: str
     processes: tuple[str, ...] = ()
+    number: str = ""
 
 
 class ClusterInfo(msgspec.Struct, frozen=True):
@@ -177,9 +179,9 @@ def find(name: str | None) -> Path:
     """The run folder of the kept cluster of this name, or in this folder; of the only one there is. UsageError if there is none."""
     if name is not None and os.sep in name:
         folder = Path(name).expanduser().resolve()
-        if folder.parent != base().resolve():
+        if folder.parent != runs().resolve():
             raise UsageError(
-                f"{folder} is not in {base()}, where clusters of this kernel are: set TMPDIR as it was there."
+                f"{folder} is not in {runs()}, where clusters of this kernel are: set TMPDIR as it was there."
             )
         return folder
     if name is not None:
@@ -187,7 +189,7 @@ def find(name: str | None) -> Path:
     kept = [info.name for info in clusters() if info.kept]
     if len(kept) != 1:
         raise UsageError(f"say which cluster: {', '.join(kept)}." if kept else "no cluster is kept on this machine.")
-    return base() / kept[0]
+    return runs() / kept[0]
 
 
 def kept_arguments(given: Mapping[str, Any], discovery: HostDiscovery) -> dict[str, Any]:
@@ -231,7 +233,7 @@ def clusters() -> list[ClusterInfo]:
 
 
 def _found() -> Iterator[ClusterInfo]:
-    folder = base()
+    folder = runs()
     for lock in folder.glob("*.lock"):
         name = lock.name.removesuffix(".lock")
         driver = holder(lock)
@@ -259,7 +261,9 @@ def sweep(name: str) -> None:
     run_dir = RunDir(name)
     with suppress(UsageError):  # somebody takes the name at this moment
         run_dir.hold()
-        shutil.rmtree(batch_folder(name), ignore_errors=True)
+        with suppress(UsageError):  # it was not kept, or its file is damaged
+            theirs, *_ = _begin_to_read(run_dir.path)
+            shutil.rmtree(batch_folder(name, theirs.number), ignore_errors=True)
         run_dir.release()
 
 

@@ -17,7 +17,7 @@ SSH = "ssh"  # the launcher that is no batch system's
 class Settings(msgspec.Struct, frozen=True):
     """`log_dir` is known when a cluster starts. What `python` names is on hosts that are not this machine.
 
-    `lease`: for how many seconds all but the driver lives on without one; None: not at all.
+    `lease`: for how many seconds all but the driver lives on without one; None: not at all. `number`: random, one per start.
     """
 
     name: str
@@ -35,6 +35,7 @@ class Settings(msgspec.Struct, frozen=True):
     launcher_options: dict[str, str]
     lease: float | None = None
     log_dir: Path = Path()
+    number: str = ""
 
     @property
     def heartbeat(self) -> float:

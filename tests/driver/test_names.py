@@ -11,7 +11,8 @@ import time
 import pytest
 
 import nbelastic as nbe
-from nbelastic.driver.places import RunDir
+from nbelastic.driver.places import RunDir, batch_folder
+from nbelastic.folders import base, held_folder
 from tests.driver.quiet import NoHosts
 
 
@@ -100,3 +101,40 @@ def test_an_orphaned_child_of_a_killed_kernel_does_not_keep_its_cluster(own_base
     finally:
         os.kill(child, signal.SIGKILL)
         kernel.stdout.close()
+
+
+@pytest.mark.parametrize("name", ["", ".hidden", "a/b", "digits.lock", "x" * 101])
+def test_names_that_cannot_be(own_base, name):
+    """A name that could not be a file's, or would be the lock of another cluster, is refused in one line."""
+    with pytest.raises(nbe.UsageError, match="is not a valid name for a cluster: use up to 100 letters"):
+        RunDir(name)
+
+
+@pytest.mark.parametrize("name", ["logs", "run-1", "new-1", "runs"])
+def test_a_name_harms_nothing_else(quiet, own_base, name):
+    """Logs of other clusters, and folders of running processes, lie beside the run folders and not among them."""
+    logs = base() / "logs" / "another-cluster"
+    logs.mkdir(parents=True)
+    with held_folder() as held:
+        quiet(name).stop()
+        with quiet(name):
+            assert held.exists()
+    assert logs.exists()
+
+
+def test_clusters_of_two_machines_share_a_name_and_a_home(quiet, own_base, tmp_path, monkeypatch):
+    """Each has its own folder for batch jobs in the shared home, removes only that, and keeps it over an attach."""
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    first = quiet(keep=True)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "logs"))
+    second = quiet()
+    folders = [batch_folder("quiet", cluster._driver.settings.number) for cluster in (first, second)]
+    for folder in folders:
+        folder.mkdir(parents=True)
+    second.stop()
+    assert [folder.exists() for folder in folders] == [True, False]
+    monkeypatch.setattr("tempfile.tempdir", str(own_base))
+    first.detach()
+    with nbe.Cluster.attach("quiet", discovery=NoHosts()):
+        assert folders[0].exists()
+    assert not folders[0].exists()

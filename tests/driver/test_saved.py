@@ -29,7 +29,7 @@ from nbelastic.driver.saved import (
     kept_arguments,
     read,
 )
-from nbelastic.folders import base
+from nbelastic.folders import runs
 from nbelastic.link import Keys
 from nbelastic.presence import identity, lives
 
@@ -109,7 +109,7 @@ def test_a_name_is_one_cluster_s():
         RunDir("train").hold()
     assert list(again.path.iterdir()) == []
     again.release()
-    assert list(base().iterdir()) == []
+    assert list(runs().iterdir()) == []
 
 
 def test_which_one_is_meant():

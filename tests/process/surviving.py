@@ -14,7 +14,7 @@ import psutil
 
 import nbelastic as nbe
 from nbelastic.driver.saved import Saved, read
-from nbelastic.folders import base
+from nbelastic.folders import runs
 from nbelastic.presence import pid_of
 from tests.process.observing import Training, alive, descendants, until
 from tests.process.scripting import ScriptTraining
@@ -91,7 +91,7 @@ class Kernel:
 
     @property
     def saved(self) -> Saved:
-        return read(base() / self.name)
+        return read(runs() / self.name)
 
     def processes(self) -> dict[int, str]:
         """All that it has started and that live, and what those have started: pid and command line."""
@@ -124,7 +124,7 @@ class Kernel:
     def left(self) -> list[str]:
         """What is left of the cluster: processes, folders and locks."""
         found = self.processes() | dict.fromkeys(descendants(), "started by this process")
-        files = [str(path) for path in base().glob(f"{self.name}*")]
+        files = [str(path) for path in runs().glob(f"{self.name}*")]
         return [*(f"{pid} {command}" for pid, command in found.items()), *files]
 
 

@@ -20,7 +20,7 @@ from tests.process.observing import alive, descendants, ours, until
 
 
 def run_dir(cluster):
-    return Path(tempfile.gettempdir()) / f"nbelastic-{os.getuid()}" / cluster.name
+    return Path(tempfile.gettempdir()) / f"nbelastic-{os.getuid()}" / "runs" / cluster.name
 
 
 def test_nothing_is_left_after_a_stop(make):

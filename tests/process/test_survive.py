@@ -14,7 +14,7 @@ import pytest
 
 import nbelastic as nbe
 from nbelastic.driver.saved import NAME, fingerprint
-from nbelastic.folders import base
+from nbelastic.folders import runs
 from tests.process import programs
 from tests.process.observing import alive, undisturbed, until
 from tests.process.scripting import FOR_EVER, TRAIN, joining, torchrun
@@ -269,7 +269,7 @@ def test_files_that_cannot_be_used(kept, tmp_path):
     """Each gets a line that says what is wrong; none of them costs the cluster anything."""
     kernel = kept(program="")
     kernel.kill()
-    path = base() / kernel.name / NAME
+    path = runs() / kernel.name / NAME
     whole = path.read_bytes()
     for broken, said in (
         (whole[: len(whole) // 2], "is damaged"),
