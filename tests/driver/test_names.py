@@ -115,10 +115,11 @@ def test_a_name_harms_nothing_else(quiet, own_base, name):
     """Logs of other clusters, and folders of running processes, lie beside the run folders and not among them."""
     logs = base() / "logs" / "another-cluster"
     logs.mkdir(parents=True)
+    cluster = quiet(name)
     with held_folder() as held:
-        quiet(name).stop()
-        with quiet(name):
-            assert held.exists()
+        assert cluster._run_dir.path.exists()
+        cluster.stop()
+        assert held.exists()
     assert logs.exists()
 
 
