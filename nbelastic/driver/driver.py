@@ -25,6 +25,7 @@ from nbelastic.core.placement import places
 from nbelastic.core.world import HostPhase, WorkerState, World
 from nbelastic.driver import discovery as hosts
 from nbelastic.driver.chronicle import Chronicle
+from nbelastic.driver.clock import Clock
 from nbelastic.driver.fleet import Fleet
 from nbelastic.driver.live import numbers
 from nbelastic.driver.notes import Notes
@@ -33,7 +34,7 @@ from nbelastic.driver.run import Run
 from nbelastic.driver.saved import SavedJob
 from nbelastic.driver.scripts import Scripts
 from nbelastic.driver.settings import Settings
-from nbelastic.driver.silence import Silence
+from nbelastic.driver.silence import LATE, Silence
 from nbelastic.driver.status import Status, snapshot
 from nbelastic.driver.takeover import Arrivals, take_over
 from nbelastic.link import Hub, Keys
@@ -56,6 +57,7 @@ class Driver:
         self._run_dir = run_dir
         self.notes = notes
         self.world = World(settings.limits)
+        self.clock = Clock(settings.heartbeat + LATE)
         self.chronicle = Chronicle(
             settings.log_dir / "events.jsonl", again=notes is not None and notes.found is not None
         )
@@ -132,7 +134,7 @@ class Driver:
 
     def record(self, record: m.Record) -> None:
         """Add a line to the event log, from the driver's own thread."""
-        self._record(record, time.monotonic())
+        self._record(record, self.clock.now())
         self.save()
         self.chronicle.notify()
 
@@ -190,9 +192,11 @@ class Driver:
             ) from None
         in_child = partial(forks.close_sockets, parted(self._hub.address)[1])
         forks.in_child(in_child)
-        self.fleet = Fleet(self.settings, self._hub, self.keys, self._inbox.put_nowait, self.record)
+        self.fleet = Fleet(
+            self.settings, self._hub, self.keys, self.clock, post=self._inbox.put_nowait, record=self.record
+        )
         self._silence = Silence(
-            self.settings.silence, self.settings.heartbeat, self.fleet, lambda: self.world, self._inbox.put_nowait
+            self.settings, self.fleet, self.clock, lambda: self.world, post=self._inbox.put_nowait, record=self.record
         )
         self.scripts = Scripts(self, self._hub, self.keys.for_clients())
         tasks: list[asyncio.Task[None]] = []
@@ -245,7 +249,7 @@ class Driver:
             return m.AgentLost(host, "it did not end in time and was killed")
 
     def _take(self, event: m.Event) -> None:
-        now = time.monotonic()
+        now = self.clock.now()
         before = self.world
         if before.phase == "running":
             self.chronicle.sign(event, now)
@@ -387,7 +391,7 @@ class Driver:
 
     def _hear(self, peer: str, message: wire.Message | m.Event) -> None:
         """A message came over the link."""
-        now = time.monotonic()
+        now = self.clock.now()
         if isinstance(message, wire.TakeOver):
             if message.term > self.term and hmac.compare_digest(message.proof, self.keys.proof(message.term)):
                 self.release(f"the cluster {self.settings.name!r} was taken over by {message.by}")
@@ -446,7 +450,7 @@ class Driver:
         live = self.fleet.live
         if here.commit:
             live.steps[here.worker] = here.commit
-            live.progress(here.commit, time.monotonic())
+            live.progress(here.commit, self.clock.now())
         if here.rank == 0 and here.holds:
             for _, report in here.reports:
                 live.report_of(numbers(report))
@@ -519,7 +523,8 @@ class Driver:
     @property
     def status(self) -> Status:
         """A snapshot, from any thread: the world is immutable, and only those who look pay for it."""
-        status = self.scripts.shown(snapshot(self.settings.name, self.world, self.fleet.live, time.monotonic()))
+        status = self.scripts.shown(snapshot(self.settings.name, self.world, self.fleet.live, self.clock.read()))
+        status = replace(status, time=status.time + self.clock.skipped)
         return replace(status, phase="finished", reason=self.let_go, world_size=0) if self.let_go else status
 
     def _publish(self) -> None:

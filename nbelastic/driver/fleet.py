@@ -18,12 +18,14 @@ from nbelastic.core import messages as m
 from nbelastic.core import wire
 from nbelastic.core.errors import HostError
 from nbelastic.driver.cells import error_of
+from nbelastic.driver.clock import Clock
 from nbelastic.driver.gate import Doors
 from nbelastic.driver.launchers import AdoptedAgent, Agent, BatchJobAgent, agent_for, locate
 from nbelastic.driver.live import Live
 from nbelastic.driver.places import batch_folder
 from nbelastic.driver.run import Run
 from nbelastic.driver.saved import Saved, SavedAgent
+from nbelastic.driver.settings import SSH
 from nbelastic.link import Hub, Keys
 
 if TYPE_CHECKING:
@@ -31,7 +33,8 @@ if TYPE_CHECKING:
     from nbelastic.driver.settings import Settings
 
 GATES = 0.5  # seconds between looks at the gates
-LEASE = 8.0  # seconds without the driver after which an agent on another machine ends
+LEASE = 8.0  # seconds without the driver after which an agent ends that is on another machine and has no line to it
+LINE_LEASE = 900.0  # the same with the line of ssh, whose end tells of the driver's: for a machine that vanished
 NCCL = {  # before torch is imported: aborting NCCL from another thread needs its watchdog out of the way (torch's sources)
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
     "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
@@ -86,9 +89,12 @@ class Fleet:
         settings: Settings,
         hub: Hub,
         keys: Keys,
+        clock: Clock,
+        *,
         post: Callable[[m.Event], None],
         record: Callable[[m.Record], None],
     ) -> None:
+        self._clock = clock
         self._settings, self._hub, self._keys, self._post, self._record = settings, hub, keys, post, record
         self._loop = asyncio.get_running_loop()
         self._held: dict[str, _Held] = {}  # by host
@@ -222,10 +228,11 @@ class Fleet:
         """How the host's present agent is named on the link; empty if it has none."""
         return self._held[host].peer if host in self._held else ""
 
-    def quiet_for(self, who: str | m.WorkerId, now: float) -> float:
+    def quiet_for(self, who: str | m.WorkerId) -> float:
         """Seconds since this host's agent, or this worker, was heard; 0 if it has said nothing yet."""
         peer = self.peer_of(who) if isinstance(who, str) else f"worker/{who}"
-        return now - self._hub.heard_at.get(peer, now)
+        heard_at = self._hub.heard_at.get(peer)
+        return self._clock.silence(heard_at) if heard_at is not None else 0.0
 
     def forget(self, w: m.WorkerId) -> None:
         """Its silence has been told of."""
@@ -277,7 +284,7 @@ class Fleet:
             "number": number,
             "keys": msgspec.to_builtins(self._keys.for_clients()),
             "driver_pid": os.getpid() if local and settings.lease is None else 0,
-            "lease": max(LEASE, settings.silence) if settings.lease is None else settings.lease,
+            "lease": self._lease(),
             "keep": settings.lease is not None,
             "heartbeat": settings.heartbeat,
             "address": local,
@@ -290,6 +297,12 @@ class Fleet:
             "cwd": settings.cwd or "",
             "settings": {"backend": settings.backend, "slots": str(spec.slots)},
         }
+
+    def _lease(self) -> float:
+        """Seconds without the driver after which an agent on another machine ends."""
+        if self._settings.lease is not None:
+            return self._settings.lease
+        return max(LINE_LEASE if self._settings.launcher == SSH else LEASE, self._settings.silence)
 
     async def _start_engines(self, process: str = "") -> None:
         """Start ipyparallel's controller, or connect to the one behind `process`."""

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import time
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
@@ -29,7 +28,6 @@ from nbelastic.driver.orders import Order
 from nbelastic.driver.run import Run
 from nbelastic.driver.saved import SavedJob
 from nbelastic.driver.script_status import with_script, workers_of
-from nbelastic.driver.silence import LATE
 from nbelastic.driver.status import Status
 from nbelastic.link import Hub, Keys, machine
 
@@ -103,7 +101,7 @@ class Scripts:
         self._orders, self._samples = {}, {}
         self._group = group
         self._driver.record(m.Record("job-started", f"{run.name} {how}: {script.target}"))
-        now = time.monotonic()
+        now = self._driver.clock.now()
         self._look_at_hosts(now)
         for ready in list(self._waiting.values()):
             self._ready(ready, now)
@@ -266,7 +264,7 @@ class Scripts:
             self._timer = self._loop.call_later(max(0.0, at - now), self._pass)
 
     def _pass(self) -> None:
-        self._advance(s.Passed(), time.monotonic())
+        self._advance(s.Passed(), self._driver.clock.now())
 
     # ---- what is done ----
 
@@ -377,7 +375,7 @@ class Scripts:
         self._loop.add_reader(fd, self._vanished, host, "its process has ended")
 
     def _vanished(self, host: str, why: str) -> None:
-        self._advance(s.NodeLeft(host, why, broken=True), time.monotonic())
+        self._advance(s.NodeLeft(host, why, broken=True), self._driver.clock.now())
         self._forget(host)
 
     def _forget(self, host: str) -> None:
@@ -392,15 +390,14 @@ class Scripts:
                 os.close(fd)
 
     async def _listen(self) -> None:
-        """For ever: guests that are not heard are lost. Not if it is this process that has not listened."""
-        settings, last = self._driver.settings, time.monotonic()
+        """For ever: guests that are not heard are lost."""
+        settings, clock = self._driver.settings, self._driver.clock
         while True:
             await asyncio.sleep(settings.heartbeat)
-            now, late = time.monotonic(), time.monotonic() - last > settings.heartbeat + LATE
-            last = now
             for host, peer in list(self._guests.items()):
-                quiet = now - self._hub.heard_at.get(peer, now)
-                if quiet > settings.silence and not late:
+                heard_at = self._hub.heard_at.get(peer)
+                quiet = clock.silence(heard_at) if heard_at is not None else 0.0
+                if quiet > settings.silence:
                     self._vanished(host, f"nothing heard of it for {quiet:.0f} s")
 
     # ---- those who look on ----

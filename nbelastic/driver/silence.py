@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -11,9 +10,11 @@ from nbelastic.core import messages as m
 
 if TYPE_CHECKING:
     from nbelastic.core.world import World
+    from nbelastic.driver.clock import Clock
     from nbelastic.driver.fleet import Fleet
+    from nbelastic.driver.settings import Settings
 
-LATE = 2.0  # a look that comes later than this is not trusted: the driver itself was away
+LATE = 2.0  # seconds by which a look may be late; later than that, the driver itself was away
 AGAIN = 1.0  # seconds between words of the same standing still
 USUAL = 5.0  # times the epoch's usual time from commit to commit: that long is no standing still
 
@@ -57,45 +58,51 @@ class Silence:
 
     def __init__(
         self,
-        silence: float,
-        heartbeat: float,
+        settings: Settings,
         fleet: Fleet,
+        clock: Clock,
         world: Callable[[], World],
+        *,
         post: Callable[[m.Event], None],
+        record: Callable[[m.Record], None],
     ) -> None:
-        self._silence, self._interval = silence, heartbeat
-        self._fleet, self._world, self._post = fleet, world, post
+        self._silence, self._interval = settings.silence, settings.heartbeat
+        self._fleet, self._clock, self._world, self._post, self._record = fleet, clock, world, post, record
+        self._absent = 0.0  # seconds of absences of the driver so far
         self.commits = Commits()
 
     async def listen(self) -> None:
-        """For ever. If this thread itself was away, silence says nothing."""
-        last = time.monotonic()
+        """For ever. The clock excuses everybody for an absence of the driver."""
+        self._absent = self._clock.absent
         while True:
             await asyncio.sleep(self._interval)
-            now, late = time.monotonic(), time.monotonic() - last > self._interval + LATE
-            last = now
-            if late:
-                continue
-            world = self._world()
-            self._hosts(world, now)
-            self._workers(world, now)
+            now, world = self._clock.now(), self._world()
+            self._tell_of_absence()
+            self._hosts(world)
+            self._workers(world)
             if world.phase == "running":
                 news = self.commits.news(world.epoch, max(1.0, self._silence / 2), now)
                 if news is not None:
                     self._post(news)
 
-    def _hosts(self, world: World, now: float) -> None:
+    def _tell_of_absence(self) -> None:
+        seconds, self._absent = self._clock.absent - self._absent, self._clock.absent
+        if seconds > self._silence:
+            why = "a cell held Python's interpreter lock, or the kernel or its machine was stopped"
+            self._record(m.Record("driver-away", f"the driver did not run for {seconds:.0f} s: {why}"))
+
+    def _hosts(self, world: World) -> None:
         for host in world.hosts:
-            quiet = self._fleet.quiet_for(host, now)
+            quiet = self._fleet.quiet_for(host)
             if quiet > self._silence:
                 self._fleet.kill_agent(host)
                 self._post(m.AgentLost(host, f"nothing heard of it for {quiet:.0f} s", quiet))
 
-    def _workers(self, world: World, now: float) -> None:
+    def _workers(self, world: World) -> None:
         for w in world.workers:
-            quiet = self._fleet.quiet_for(w, now)
+            quiet = self._fleet.quiet_for(w)
             # If its host is not heard either, that is the host's fault, and soon will be said so.
-            if quiet > self._silence and self._fleet.quiet_for(w.host, now) < self._silence / 2:
+            if quiet > self._silence and self._fleet.quiet_for(w.host) < self._silence / 2:
                 self._fleet.forget(w)
                 why = f"nothing heard of it for {quiet:.0f} s though its host answers"
                 self._post(m.WorkerFroze(w, why, quiet))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import time
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -100,7 +99,7 @@ def unpack(job: SavedJob, folder: Path) -> Run:
 
 def take_over(driver: Driver, saved: Saved, arrivals: Arrivals) -> None:
     """All who live have spoken: this is the world."""
-    now = time.monotonic()
+    now = driver.clock.now()
     if saved.job is not None:
         driver.runs[saved.job.name] = unpack(saved.job, driver.settings.run_dir)
     ours = versions.here()

@@ -39,6 +39,7 @@ from nbelastic.host.prober import Prober, endpoint
 from nbelastic.link import Keys, Spoke
 from nbelastic.processes import kill_group, state_of
 
+LATE = 2.0  # seconds by which a look may be late; later than that, this process itself was stopped
 WATCH = 0.1  # seconds between looks at the workers' process states
 FROZEN_LOOKS = 2  # a process found stopped this many times in a row is reported
 SAMPLE = 1.0
@@ -88,6 +89,9 @@ class Agent:
         self._nodes = Nodes(self._context, {name: msgspec.to_builtins(getattr(config, name)) for name in known})
         self._gpus = Gpus()
         self._done = False
+        self._back_at = (
+            0.0  # when it ran again after it was stopped: it has not read yet what the driver sent meanwhile
+        )
         self._term = 0  # of the newest driver
         self._newest: dict[int, int] = {}  # the highest incarnation of each slot
         peer = f"agent/{config.host}~{config.number}"
@@ -177,11 +181,15 @@ class Agent:
 
     def _serve(self, ends: list[int]) -> None:
         watch_at = sample_at = 0.0
+        last = time.monotonic()
         while not self._done:
             sentinels = {forked.process.sentinel: w for w, forked in self._workers.items()}
             timeout = WATCH if self._workers or self._nodes.sentinels else SAMPLE
             ready = connection.wait([self._wake, *ends, *sentinels, *self._nodes.sentinels], timeout)
             now = time.monotonic()
+            if now - last > timeout + LATE:
+                self._back_at = now
+            last = now
             if not self._done and any(fd in ready for fd in ends):
                 return
             if not self._config.driver_pid and self._forsaken(now):
@@ -202,7 +210,7 @@ class Agent:
 
     def _forsaken(self, now: float) -> bool:
         """Nobody has come for the lease, and workers that end by themselves then have ended."""
-        over = now - self._link.heard_at - self._config.lease
+        over = now - max(self._link.heard_at, self._back_at) - self._config.lease
         return over > (LAST if self._config.keep and self._workers else 0.0)
 
     def _receive(self, message: wire.Message) -> None:

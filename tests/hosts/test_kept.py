@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,9 @@ from tests.hosts.observing import LONG, nothing_left, texts
 from tests.process.observing import alive, until
 from tests.process.surviving import Found, Kernel, attached, end_all
 
+SILENCE = 2.0
+OLD_LEASE = 8.0  # seconds that agents on other machines used to live without word of the driver
+
 
 @pytest.fixture
 def kept(network: Network, temporary: Path, tmp_path: Path) -> Iterator[Callable[..., Kernel]]:
@@ -24,7 +29,7 @@ def kept(network: Network, temporary: Path, tmp_path: Path) -> Iterator[Callable
     started: list[Kernel] = []
 
     def start(**options: Any) -> Kernel:
-        options = {"env": {"TMPDIR": str(temporary)}, "cwd": str(ROOT), "silence": 2.0, **options}
+        options = {"env": {"TMPDIR": str(temporary)}, "cwd": str(ROOT), "silence": SILENCE, **options}
         kernel = Kernel(f"far-{os.getpid()}-{tmp_path.name}", tmp_path / "steps", "h1:1,h2:1", **options)
         started.append(kernel)
         return kernel.ready()
@@ -92,6 +97,43 @@ def test_the_kernel_and_its_gate(kept):
     until(lambda: len(kernel.steps()) > made + 30, LONG, "steps")
     assert training.cluster.status().epoch == epoch
     end(training)
+
+
+def test_a_kernel_that_is_stopped_for_a_while(kept):
+    """Nobody notices, without `keep` too: hosts at the other end of an ssh line that stands go on training."""
+    kernel = kept(keep=False)
+    epoch = kernel.makes_steps(2)
+    workers = {line["pid"] for line in kernel.steps() if line["epoch"] == epoch}
+    os.kill(kernel.process.pid, signal.SIGSTOP)
+    stopped = time.time()
+    try:
+        trained_for(kernel, stopped, OLD_LEASE + 2)
+    finally:
+        os.kill(kernel.process.pid, signal.SIGCONT)
+    until(lambda: "driver-away" in kinds(kernel), LONG, "the kernel to notice that it was away")
+    trained_for(kernel, time.time(), 3 * SILENCE)
+    assert {line["pid"] for line in kernel.steps() if line["t"] > stopped} == workers
+    assert {line["epoch"] for line in kernel.steps() if line["t"] > stopped} == {epoch}
+    assert not {"worker-lost", "host-lost", "world-broken"}.intersection(kinds(kernel))
+    steps = [line["step"] for line in kernel.steps() if line["pid"] == min(workers)]
+    assert steps == list(range(steps[0], steps[0] + len(steps)))
+    kernel.end()
+
+
+def trained_for(kernel: Kernel, since: float, seconds: float) -> None:
+    """Wait for a step that all workers made so many seconds after the time `since`."""
+
+    def late() -> bool:
+        newest = {line["pid"]: line["t"] for line in kernel.steps()}
+        return min(newest.values()) > since + seconds
+
+    until(late, LONG, f"steps {seconds} s later")
+
+
+def kinds(kernel: Kernel) -> set[str]:
+    """Of the lines for people in its event log."""
+    lines = (kernel.folder.parent / "logs" / "events.jsonl").read_text().splitlines()
+    return {json.loads(line).get("record", {}).get("kind", "") for line in lines}
 
 
 @pytest.mark.soak

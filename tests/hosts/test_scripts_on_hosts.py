@@ -105,8 +105,8 @@ def test_a_script_on_hosts_that_die_are_cut_off_and_come(network, make, tmp_path
     before = training.runs(2, timeout=LONG)
     network.cut("h1")  # with rank 0, and the round's store
     assert [row.host for row in training.runs(1, timeout=LONG)] == ["h2"]
-    until(lambda: not alive(before[0].pid), LONG, "the lease to end what is cut off")
     network.heal("h1")
+    until(lambda: not alive(before[0].pid), LONG, "what was cut off to be told to end")
     assert [row.host for row in training.runs(2, timeout=LONG)] == ["h2", "h1"]
     cluster.add_host("h3:1")
     training.runs(3, timeout=LONG)

@@ -1,4 +1,4 @@
-"""A notebook's kernel, as far as a cluster knows it: starts one that is kept, trains on it, and waits to be killed.
+"""A notebook's kernel, as far as a cluster knows it: starts one (kept, unless told otherwise), trains on it, and waits to be killed.
 
 With `"attach": n` it takes over the one of that name, and says how many seconds the imports took, until it had the cluster,
 and until n workers trained.
@@ -29,7 +29,8 @@ def main() -> None:
         print(json.dumps([*times, time.monotonic() - start]), flush=True)
         sys.stdin.read()
         return
-    cluster = nbe.Cluster(said["hosts"], name=said["name"], keep=True, cooldown=(0, 0), **said["options"])
+    options = {"keep": True, "cooldown": (0, 0), **said["options"]}
+    cluster = nbe.Cluster(said["hosts"], name=said["name"], **options)
     cluster.start(timeout=60)
     if said["program"] == "script":
         cluster.run_script(TRAIN, said["folder"], FOR_EVER, **said["arguments"])
