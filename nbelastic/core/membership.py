@@ -11,7 +11,7 @@ from typing import assert_never
 
 from msgspec.structs import replace
 
-from nbelastic.core import epochs, jobs, mesh, networks, planned, staffing, standstill
+from nbelastic.core import epochs, jobs, liveness, mesh, networks, planned, staffing, standstill
 from nbelastic.core import messages as m
 from nbelastic.core.world import NEVER, HostPhase, Stage, WorkerState, World, first, less, put
 
@@ -120,6 +120,10 @@ def _take(world: World, event: m.Event, now: float, out: Commands) -> World:
         case m.WorkerFroze(worker=w, state=state):
             out.append(m.StopWorker(w, kill=True))
             return epochs.gone(world, w, f"{w} froze ({state})", now, out)
+        case m.WorkerSilent():
+            return liveness.silent(world, event, now, out)
+        case m.WorkerHeard(worker=w):
+            return liveness.heard(world, w)
         case m.RestartRequested(worker=w, by=by):
             return _restart(world, w, by, now, out)
         case m.WorkerRegistered(worker=w, error=error):

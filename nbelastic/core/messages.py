@@ -161,6 +161,25 @@ class WorkerFroze(Event):
     quiet: float = 0.0
 
 
+class WorkerSilent(Event):
+    """Nothing was heard of it for `seconds`, though its host answers and its process exists and is not stopped.
+
+    The driver sends it about once a second while that lasts. `idle`: its process uses no CPU time. `state`: of its main
+    thread, in words, if that is unusual.
+    """
+
+    worker: WorkerId
+    seconds: float
+    idle: bool = False
+    state: str = ""
+
+
+class WorkerHeard(Event):
+    """After `WorkerSilent` it is heard again."""
+
+    worker: WorkerId
+
+
 # News of workers themselves.
 class WorkerRegistered(Event):
     """Its engine takes code and the setup cells have run; `error` is set if one of them failed."""

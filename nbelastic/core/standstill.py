@@ -87,7 +87,8 @@ def _judge(world: World, still: Still, now: float, out: Commands) -> World:
     at = {w: still.where[w] for w in inside if w in still.where}
     age = f"{still.seconds:.0f} s"
     if not at:
-        return replace(world, still=replace(still, text=f"no commit for {age}"))
+        silent = [f"; {_rank(world, w)}: {world.workers[w].silent}" for w in inside if world.workers[w].silent]
+        return replace(world, still=replace(still, text=f"no commit for {age}{''.join(silent[:1])}"))
     far = {w: (a.begun, a.commit) for w, a in at.items()}
     least, most = min(far.values()), max(far.values()) if len(inside) == len(world.members) else LEFT
     slow = [w for w in at if far[w] == least != most]
@@ -125,7 +126,9 @@ def _where(world: World, inside: list[m.WorkerId], at: dict[m.WorkerId, m.Worker
         return f"all ranks are at commit {commit}{where}"
     parts = [f"{_rank(world, w)} is in {a.place}" for w, a in at.items() if a.place][:2]
     unheard = [w for w in inside if w not in at]
-    parts += [f"{_rank(world, unheard[0])} has not said where it is"] if unheard else []
+    parts += [f"{_rank(world, w)}: {world.workers[w].silent}" for w in unheard if world.workers[w].silent][:1] or [
+        f"{_rank(world, w)} has not said where it is" for w in unheard[:1]
+    ]
     return ", ".join(parts) or f"all ranks are at commit {commit}"
 
 

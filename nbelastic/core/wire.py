@@ -52,7 +52,8 @@ class AgentSample(Message):
     """`cpu` in percent of all cores together; `memory` in use, `of` how much there is, in bytes.
 
     `workers`: of each (`str(WorkerId)`) its CPU in percent of one core and its resident memory in bytes. `gpus`: of each
-    visible one its utilisation in percent, the MB in use and the MB there are.
+    visible one its utilisation in percent, the MB in use and the MB there are. `blocked`: of workers whose main thread is in
+    uninterruptible sleep (state D), for how many seconds.
     """
 
     host: str
@@ -61,6 +62,7 @@ class AgentSample(Message):
     workers: dict[str, tuple[float, int]]
     gpus: tuple[tuple[int, int, int], ...] = ()
     of: int = 0
+    blocked: dict[str, float] = {}
 
 
 class AgentGoodbye(Message):

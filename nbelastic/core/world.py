@@ -152,6 +152,7 @@ class Worker(Struct, frozen=True, gc=False):
     has_state: bool = False  # it was a member of a world of this job
     failures: int = 0  # in a row, to join a process group with the others
     reason: str = ""
+    silent: str = ""  # why it is left alone although nothing is heard of it; empty: it is heard
 
 
 class Job(Struct, frozen=True):

@@ -64,6 +64,8 @@ class Chronicle:
         """Before `step` decides on it: is this the first that is heard of a break?"""
         if isinstance(event, m.AgentLost | m.WorkerFroze):
             self._quiet = max(self._quiet, event.quiet)
+        elif isinstance(event, m.WorkerSilent):
+            self._quiet = max(self._quiet, event.seconds)
         elif not isinstance(event, m.WorkerExited | m.WorkerRaised):
             return
         self._sign_at = self._sign_at or now

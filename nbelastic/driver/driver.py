@@ -418,7 +418,7 @@ class Driver:
                 self.fleet.kill_agent(host)
                 self._inbox.put_nowait(m.AgentLost(host, reason))
             case wire.AgentSample():
-                self.fleet.live.sample_of(message)
+                self.fleet.live.sample_of(message, now)
                 self._publish()
             case wire.WorkerHello(worker=w, engine=engine):
                 if w in self.world.workers:

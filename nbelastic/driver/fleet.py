@@ -234,10 +234,6 @@ class Fleet:
         heard_at = self._hub.heard_at.get(peer)
         return self._clock.silence(heard_at) if heard_at is not None else 0.0
 
-    def forget(self, w: m.WorkerId) -> None:
-        """Its silence has been told of."""
-        self._hub.forget(f"worker/{w}")
-
     def pass_on(self, command: m.Probe | m.Rehome, workers: Iterable[m.WorkerId]) -> None:
         """What an agent is to do, and of a move what the workers of its host need to know."""
         if isinstance(command, m.Probe):
@@ -457,6 +453,8 @@ class Fleet:
             self._hub.forget(f"worker/{w}")
             self.live.steps.pop(w, None)
             self.live.worker_samples.pop(str(w), None)
+            self.live.computed_at.pop(str(w), None)
+            self.live.blocked.pop(str(w), None)
             self.live.stacks.pop(w, None)
 
     @property

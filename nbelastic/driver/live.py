@@ -13,6 +13,8 @@ NAN = float("nan")
 BEHIND = 1.0  # seconds for which others must have been ahead
 CURVES = 4  # values whose history is kept
 POINTS = 100  # of a history
+IDLE = 5.0  # seconds without CPU time after which a process is idle
+IDLE_BELOW = 5.0  # percent of a core: threads that wait for Python's interpreter lock use a little
 
 
 def numbers(report: Mapping[str, float | None]) -> dict[str, float]:
@@ -57,6 +59,8 @@ class Live(Struct):
 
     host_samples: dict[str, HostSample] = {}
     worker_samples: dict[str, tuple[float, int]] = {}
+    computed_at: dict[str, float] = {}  # when each worker's process was last seen to use CPU time
+    blocked: dict[str, float] = {}  # as of `AgentSample`
     steps: dict[WorkerId, int] = {}
     step: int = 0  # the newest commit of the present or last job
     report: dict[str, float] = {}
@@ -79,10 +83,24 @@ class Live(Struct):
             oldest = max(0, recent[0] - 1) if recent else max(0, len(self.newest) - 1)
             self.newest = (*self.newest[oldest:], (now, commit))
 
-    def sample_of(self, message: wire.AgentSample) -> None:
+    def sample_of(self, message: wire.AgentSample, now: float) -> None:
         """An agent has measured its host and its workers."""
+        self.computed_at.update((w, now) for w, (cpu, _) in message.workers.items() if cpu >= IDLE_BELOW)
+        others = {w: seconds for w, seconds in self.blocked.items() if w not in message.workers}
+        self.blocked = {**others, **message.blocked}
         self.host_samples[message.host] = HostSample(message.cpu, message.memory, message.of, message.gpus)
         self.worker_samples.update(message.workers)
+
+    def idle(self, w: WorkerId, now: float) -> bool:
+        """Whether its process has used no CPU time for a while."""
+        return now - self.computed_at.get(str(w), -IDLE) >= IDLE
+
+    def blocked_text(self, w: WorkerId) -> str:
+        """What to say of a main thread that is in uninterruptible sleep; else nothing."""
+        seconds = self.blocked.get(str(w))
+        if seconds is None:
+            return ""
+        return f"is in uninterruptible sleep (D) for {seconds:.0f} s: it waits for a device or a file system"
 
     def report_of(self, values: Mapping[str, float]) -> None:
         """Rank 0 has reported these; `total` is ours."""

@@ -69,6 +69,7 @@ class Silence:
         self._silence, self._interval = settings.silence, settings.heartbeat
         self._fleet, self._clock, self._world, self._post, self._record = fleet, clock, world, post, record
         self._absent = 0.0  # seconds of absences of the driver so far
+        self._silent: set[m.WorkerId] = set()
         self.commits = Commits()
 
     async def listen(self) -> None:
@@ -99,10 +100,15 @@ class Silence:
                 self._post(m.AgentLost(host, f"nothing heard of it for {quiet:.0f} s", quiet))
 
     def _workers(self, world: World) -> None:
+        """Their processes exist and are not stopped, or their agents would have said so."""
+        self._silent &= world.workers.keys()
         for w in world.workers:
             quiet = self._fleet.quiet_for(w)
             # If its host is not heard either, that is the host's fault, and soon will be said so.
             if quiet > self._silence and self._fleet.quiet_for(w.host) < self._silence / 2:
-                self._fleet.forget(w)
-                why = f"nothing heard of it for {quiet:.0f} s though its host answers"
-                self._post(m.WorkerFroze(w, why, quiet))
+                self._silent.add(w)
+                idle, state = self._fleet.live.idle(w, self._clock.now()), self._fleet.live.blocked_text(w)
+                self._post(m.WorkerSilent(w, quiet, idle, state))
+            elif w in self._silent and quiet <= self._silence:
+                self._silent.discard(w)
+                self._post(m.WorkerHeard(w))

@@ -179,7 +179,7 @@ def _workers(
                 live.steps.get(w, worker.commit),
                 restarts,
                 live.log_dir,
-                worker.reason,
+                "; ".join(filter(None, (worker.reason, worker.silent or live.blocked_text(w)))),
                 cpu,
                 memory,
                 behind,

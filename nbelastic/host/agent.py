@@ -72,6 +72,7 @@ class _Forked:
     def __init__(self, process: BaseProcess) -> None:
         self.process = process
         self.frozen = 0
+        self.blocked_at = 0.0  # since when its main thread is in uninterruptible sleep; 0.0: it is not
         self.kill_at = 0.0
         self.stats = psutil.Process(process.pid)
 
@@ -206,7 +207,7 @@ class Agent:
                 self._watch(now)
             if now >= sample_at:
                 sample_at = now + SAMPLE
-                self._sample()
+                self._sample(now)
 
     def _forsaken(self, now: float) -> bool:
         """Nobody has come for the lease, and workers that end by themselves then have ended."""
@@ -307,12 +308,13 @@ class Agent:
         for w, forked in self._workers.items():
             state = state_of(forked.process.pid or 0)
             forked.frozen = forked.frozen + 1 if state in "Tt" else 0
+            forked.blocked_at = (forked.blocked_at or now) if state == "D" else 0.0
             if forked.frozen == FROZEN_LOOKS:
                 self._link.send(m.WorkerFroze(w, {"T": "stopped", "t": "traced"}[state]))
             if forked.kill_at and now >= forked.kill_at:
                 kill_group(forked.process.pid or 0)
 
-    def _sample(self) -> None:
+    def _sample(self, now: float) -> None:
         workers: dict[str, tuple[float, int]] = {}
         for w, forked in self._workers.items():
             try:
@@ -322,7 +324,9 @@ class Agent:
                 continue
         memory, gpus = psutil.virtual_memory(), self._gpus.sample()
         cpu = psutil.cpu_percent()
-        self._link.send(wire.AgentSample(self._config.host, cpu, memory.used, workers, gpus, memory.total))
+        since = {str(w): forked.blocked_at for w, forked in self._workers.items() if forked.blocked_at}
+        blocked = {w: now - at for w, at in since.items() if now - at >= SAMPLE}
+        self._link.send(wire.AgentSample(self._config.host, cpu, memory.used, workers, gpus, memory.total, blocked))
 
     def _end_workers(self) -> None:
         for forked in self._workers.values():

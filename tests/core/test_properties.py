@@ -106,6 +106,18 @@ class AnyStory(RuleBasedStateMachine):
         self.story._forget(w)
         self.story.send(m.WorkerFroze(w, "stopped"))
 
+    @rule(data=st.data(), seconds=st.sampled_from([11.0, 100.0, 1000.0]), idle=st.booleans())
+    def is_silent(self, data, seconds, idle):
+        w = self._worker(data)
+        mark = self.story.mark()
+        self.story.send(m.WorkerSilent(w, seconds, idle))
+        if m.StopWorker(w, kill=True) in self.story.commands(m.StopWorker, mark):
+            self.story._forget(w)
+
+    @rule(data=st.data())
+    def is_heard_again(self, data):
+        self.story.send(m.WorkerHeard(self._worker(data)))
+
     @rule(data=st.data())
     def restart(self, data):
         w = self._worker(data)
@@ -473,6 +485,8 @@ DOUBLED = (
     m.WorkerRegistered,
     m.WorkerExited,
     m.WorkerFroze,
+    m.WorkerSilent,
+    m.WorkerHeard,
     m.RestartRequested,
     m.WorkerReady,
     m.StoreOffered,

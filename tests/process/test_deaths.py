@@ -1,7 +1,10 @@
 """Workers die in many ways, and the training goes on: no step lost, the same numbers on all ranks."""
 
+import contextlib
+import ctypes
 import os
 import signal
+import threading
 import time
 from pathlib import Path
 
@@ -36,6 +39,35 @@ def test_a_worker_dies(trains, which, sig):
     assert (lost.worker, lost.host) == (victim.id, "localhost")
     assert sig.name in lost.text
     assert len(events(training, "world-broken")) == 1
+
+
+def test_a_rank_that_holds_the_interpreter_lock_is_slow(trains):
+    """Its process says nothing for four times `silence`, and runs: nobody is killed, and the same world trains on."""
+
+    def holding(folder):
+        def hold():
+            file = Path(folder) / "hold"
+            while True:
+                with contextlib.suppress(FileNotFoundError):  # one rank takes it
+                    file.rename(file.with_name("held"))
+                    ctypes.PyDLL(None).sleep(4)
+                time.sleep(0.05)
+
+        threading.Thread(target=hold, daemon=True).start()
+        return programs.train(folder)
+
+    training = trains("localhost:2", program=holding, min=1, silence=1.0)
+    members = training.runs(2)
+    (training.folder / "hold").touch()
+    (told,) = until(lambda: events(training, "worker-silent"), what="the silent rank to be named")
+    assert told.worker in {member.id for member in members}
+    assert "though its host answers; its process" in told.text
+    steps = training.lines()[-1]["step"]
+    until(lambda: training.lines()[-1]["step"] > steps + 20, what="steps after it")
+    assert [member.pid for member in training.runs(2)] == [member.pid for member in members]
+    assert not events(training, "worker-lost")
+    assert not events(training, "world-broken")
+    training.finish()
 
 
 def test_a_worker_ends_itself(make, tmp_path):

@@ -1,0 +1,32 @@
+"""Workers that are silent although their processes run: how long they are left alone, and what is said of them."""
+
+from __future__ import annotations
+
+from msgspec.structs import replace
+
+from nbelastic.core import epochs
+from nbelastic.core import messages as m
+from nbelastic.core.world import World, put
+
+Commands = list[m.Command]
+
+
+def silent(world: World, event: m.WorkerSilent, now: float, out: Commands) -> World:
+    """Something in its process may hold Python's interpreter lock: it is slow, until it has been silent for too long."""
+    w, limits = event.worker, world.limits
+    if w in world.stopped:  # it was told to end, and its agent sees to that
+        return world
+    most = limits.timeouts.silent_idle if event.idle else limits.timeouts.silent
+    process = event.state or ("uses no CPU time" if event.idle else "runs")
+    text = f"nothing heard of it for {event.seconds:.0f} s though its host answers; its process {process}"
+    if event.seconds >= (most if limits.stall is None else limits.stall):
+        out.append(m.StopWorker(w, kill=True))
+        return epochs.gone(world, w, f"{w} froze ({text})", now, out)
+    if not world.workers[w].silent:
+        out.append(m.Record("worker-silent", f"{w}: {text}", host=w.host, worker=str(w)))
+    return put(world, replace(world.workers[w], silent=text))
+
+
+def heard(world: World, w: m.WorkerId) -> World:
+    """It is heard again."""
+    return put(world, replace(world.workers[w], silent=""))
