@@ -4,6 +4,9 @@ Every message is one msgspec struct of `core.messages`, decoded against the unio
 one is a heartbeat. Before it goes a frame by which it is heard once and in order, though connections break in between
 (`core.delivery`). What does not decode is counted, logged once a peer, and dropped: nothing of it is executed.
 Without the cluster's client key nobody gets past the CURVE handshake.
+
+Reports (`Spoke.report`) are not kept: a newer report replaces one of its kind that has not gone out, and none goes out
+while the driver is silent.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ import select
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -29,14 +32,13 @@ import zmq
 import zmq.asyncio
 import zmq.auth
 import zmq.auth.asyncio
-import zmq.error
 
 from nbelastic import ports
 from nbelastic.core import messages as m
 from nbelastic.core import script_messages as s
 from nbelastic.core import wire
 from nbelastic.core.addresses import bracketed
-from nbelastic.core.delivery import HEAD, KEPT, Delivery
+from nbelastic.core.delivery import HEAD, Delivery
 
 log = logging.getLogger("nbelastic.link")
 T = TypeVar("T")
@@ -48,6 +50,8 @@ AGAIN = 2.5  # heartbeats after which what nobody has confirmed is sent again
 ASK_AGAIN = 0.25  # seconds between two welcomes for one who has not said who it is
 PORTS = 20000  # the hub's are from here on: see `ports.chosen`
 TRIES = 100  # of them
+BATCH, TURN = 256, 0.01  # messages, and seconds, after which a reader lets others have their turn
+QUIET = 2.0  # heartbeats without a word of the driver after which a spoke keeps its reports to itself
 _FLOOD = 16 * MAX_MESSAGE  # a message of this size is not even read: it closes the sender's connection
 _SETTINGS = {
     zmq.LINGER: PARTING,
@@ -117,8 +121,9 @@ class Hub:
     """The driver's end. `on_message(peer, message)` is called in the loop's thread for every valid message.
 
     Peers are named `agent/<host>~<number>`, `worker/<WorkerId>`, `node/<host>~<number>` or `driver/<pid>`. `heard_at` is
-    when each was last heard (monotonic seconds). With a `term` above 1 others have been here before: who is not known gets
-    a welcome until it says who it is, and nothing else that it says is heard.
+    when each was last heard (monotonic seconds). Who is not heard yet is asked about: of a peer for which `is_known(peer)`
+    is false messages are passed on, and nothing is kept. With a `term` above 1 others have been here before: who is not
+    known gets a welcome until it says who it is, and nothing else that it says is heard.
     """
 
     def __init__(
@@ -127,9 +132,11 @@ class Hub:
         on_message: Callable[[str, wire.Message | m.Event], None],
         heartbeat: float = HEARTBEAT,
         term: int = 1,
+        is_known: Callable[[str], bool] = lambda peer: True,  # noqa: ARG005
     ) -> None:
         self._keys = keys
         self._term = term
+        self._is_known = is_known
         self._welcomed: dict[str, float] = {}  # when, by peer
         self._heartbeat = heartbeat
         self._me = secrets.randbits(64)
@@ -141,7 +148,9 @@ class Hub:
             "node": msgspec.json.Decoder(wire.FromNode),
             "driver": msgspec.json.Decoder(wire.FromDriver),
         }
-        self._tasks: list[asyncio.Task[None]] = []
+        self._beating: asyncio.Task[None] | None = None
+        self._turn: asyncio.Handle | None = None  # when the rest is read
+        self._heard: set[str] = set()  # peers whose messages are to be confirmed
         self._closing = False
         self.heard_at: dict[str, float] = {}
         self.dropped: Counter[str] = Counter()
@@ -149,11 +158,14 @@ class Hub:
 
     async def start(self, interface: str = "127.0.0.1", port: int = 0) -> None:
         """Listen on this port, or a free one, of `interface` (an address, not a name). OSError if the port is taken."""
+        self._loop = asyncio.get_running_loop()
         self._context = zmq.asyncio.Context()
         self._auth = zmq.auth.asyncio.AsyncioAuthenticator(self._context)
         self._auth.start()
         self._auth.configure_curve_callback(credentials_provider=_OnlyOurs(self._keys.client_public))
-        self._socket = self._context.socket(zmq.ROUTER)
+        # A plain socket, read in batches: zmq.asyncio costs five times as much, and never yields while messages wait.
+        plain: zmq.Context[zmq.Socket[bytes]] = zmq.Context.shadow(self._context)
+        self._socket = plain.socket(zmq.ROUTER)
         for option, value in _SETTINGS.items():
             self._socket.setsockopt(option, value)
         self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # who reconnects takes its name over
@@ -165,7 +177,10 @@ class Hub:
         except zmq.ZMQError as error:
             await self.stop()
             raise OSError(error.errno, f"{error.strerror}: {interface}, port {port}") from None
-        self._tasks = [asyncio.create_task(self._listen()), asyncio.create_task(self._beat())]
+        self._fd = int(self._socket.getsockopt(zmq.FD))
+        self._loop.add_reader(self._fd, self._read_on)
+        self._read_on()
+        self._beating = asyncio.create_task(self._beat())
 
     def _bind(self, host: str, ports: Sequence[int | str]) -> None:
         """To the first of these that is free; `*` is any."""
@@ -183,9 +198,12 @@ class Hub:
     async def stop(self) -> None:
         """Close; what was sent before has half a second to go out."""
         self._closing = True
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._beating is not None:
+            self._loop.remove_reader(self._fd)
+            self._beating.cancel()
+            await asyncio.gather(self._beating, return_exceptions=True)
+        if self._turn is not None:
+            self._turn.cancel()
         self._auth.stop()
         await asyncio.sleep(0)  # its task ends now, and not when another socket has the number of its own
         self._socket.close()
@@ -193,11 +211,27 @@ class Hub:
 
     def send(self, peer: str, message: wire.Message) -> None:
         """Fire and forget; a peer gets it once it is connected again. One that was never heard has to be connected now."""
-        frame = encode(message)
-        if peer in self.heard_at:
-            self._send(peer, self._delivery(peer).say(frame, time.monotonic()), frame)
-        else:
-            self._send(peer, frame)
+        self.send_to_all((peer,), message)
+
+    def send_to_all(self, peers: Iterable[str], message: wire.Message) -> None:
+        """The same to several peers; it is encoded once."""
+        frame, now = encode(message), time.monotonic()
+        for peer in peers:
+            if peer in self.heard_at:
+                self._say(peer, frame, now)
+            else:
+                self._send(peer, frame)
+
+    def _say(self, peer: str, frame: bytes, now: float) -> None:
+        delivery = self._delivery(peer)
+        delivery.say(frame)
+        if delivery.given_up == 1:
+            log.warning("%.80s confirms nothing: its oldest messages are given up", peer)
+        self._send_due(peer, delivery, now)
+
+    def _send_due(self, peer: str, delivery: Delivery, now: float) -> None:
+        for head, frame in delivery.due(now):
+            self._send(peer, head, frame)
 
     def _delivery(self, peer: str) -> Delivery:
         if peer not in self._deliveries:
@@ -212,43 +246,95 @@ class Hub:
     def _send(self, peer: str, *frames: bytes) -> None:
         if self._closing:
             return
-        future: Any = self._socket.send_multipart([peer.encode(), *frames], flags=zmq.NOBLOCK)
-        future.add_done_callback(_swallow_unreachable)
+        with contextlib.suppress(zmq.ZMQError):  # it is not connected
+            self._socket.send_multipart([peer.encode(), *frames], zmq.NOBLOCK)
+        self._read_on()  # sending may have taken the sign that something can be read off the descriptor
 
-    async def _listen(self) -> None:
-        while True:
-            name, *frames = await self._socket.recv_multipart()
-            peer, now = name.decode(errors="replace"), time.monotonic()
-            known = peer in self.heard_at or self._term == 1
-            head = frames.pop(0) if len(frames) == 2 and len(frames[0]) == HEAD.size else b""
-            if frames == [b""]:
-                if peer in self.heard_at:
-                    self.heard_at[peer] = now
-                    if head:
-                        self._delivery(peer).hear(head, now)
-                elif not known:
-                    self._welcome(peer)
-                continue
-            message = self._decode(peer, frames)
-            if not known and (message is None or not self._introduces(peer, head, message)):
+    def _read_on(self) -> None:
+        if self._turn is None and not self._closing:
+            self._turn = self._loop.call_soon(self._read)
+
+    def _read(self) -> None:
+        """Take a batch of what has come, then let others have their turn.
+
+        ZeroMQ's descriptor tells of changes only, so the socket is read until nothing is left.
+        """
+        self._turn = None
+        end = time.monotonic() + TURN
+        for _ in range(BATCH):
+            try:
+                name, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                break
+            now = time.monotonic()
+            self._take(name.decode(errors="replace"), frames, now)
+            if now > end:
+                self._read_on()
+                break
+        else:
+            self._read_on()
+        self._confirm()
+
+    def _confirm(self) -> None:
+        """Whoever has said something that is kept until it is confirmed need not keep it, nor send it again."""
+        heard, self._heard = self._heard, set()
+        now = time.monotonic()
+        for peer in heard & self._deliveries.keys():
+            delivery = self._deliveries[peer]
+            self._send_due(peer, delivery, now)
+            if delivery.to_confirm:
+                self._send(peer, delivery.head(), b"")
+
+    def _take(self, peer: str, frames: list[bytes], now: float) -> None:
+        head = frames.pop(0) if len(frames) == 2 and len(frames[0]) == HEAD.size else b""
+        if peer not in self.heard_at:
+            self._meet(peer, head, frames, now)
+            return
+        fresh = True
+        if head:
+            delivery = self._delivery(peer)
+            fresh = delivery.hear(head, now) or not is_numbered(head)
+            if delivery.to_confirm or delivery.waiting:
+                self._heard.add(peer)
+        if not fresh or frames == [b""]:
+            self.heard_at[peer] = now
+            return
+        message = self._decode(peer, frames)
+        if message is not None:
+            self.heard_at[peer] = now
+            _guarded(self._on_message, peer, message)
+
+    def _meet(self, peer: str, head: bytes, frames: list[bytes], now: float) -> None:
+        """One that is not heard yet says something."""
+        if frames == [b""]:
+            if self._term > 1:
                 self._welcome(peer)
-                continue
-            fresh = not head or self._delivery(peer).hear(head, now)
-            if not known and not fresh:  # something else comes first, which would be repeated until it was heard
-                self._welcome(peer)
-                continue
+            return
+        message = self._decode(peer, frames)
+        if self._term > 1 and (message is None or not self._introduces(peer, head, message)):
+            self._welcome(peer)
+            return
+        if not self._is_known(peer):
             if message is not None:
-                self.heard_at[peer] = now
-                if fresh:
-                    _guarded(self._on_message, peer, message)
+                _guarded(self._on_message, peer, message)
+            return
+        fresh = not head or self._delivery(peer).hear(head, now) or not is_numbered(head)
+        if not fresh and self._term > 1:  # something else comes first, which would be repeated until it was heard
+            self._welcome(peer)
+            return
+        self._heard.add(peer)
+        if message is not None:
+            self.heard_at[peer] = now
+            if fresh:
+                _guarded(self._on_message, peer, message)
 
     def _welcome(self, peer: str) -> None:
         now = time.monotonic()
         if peer.partition("/")[0] in self._decoders and now - self._welcomed.get(peer, 0.0) > ASK_AGAIN:
             self._welcomed[peer] = now
-            frame, delivery = encode(wire.Welcome(self._term)), self._delivery(peer)
+            delivery = self._delivery(peer)
             delivery.give_up()  # an earlier one
-            self._send(peer, delivery.say(frame, now), frame)
+            self._say(peer, encode(wire.Welcome(self._term)), now)
 
     def _introduces(self, peer: str, head: bytes, message: wire.Message | m.Event) -> bool:
         """Whether it says to this driver who one is, and all that one is to be known for.
@@ -291,23 +377,22 @@ class Hub:
             now = time.monotonic()
             for peer in list(self.heard_at):
                 delivery = self._delivery(peer)
-                for head, frame in delivery.again(now):
-                    self._send(peer, head, frame)
+                self._send_due(peer, delivery, now)
                 self._send(peer, delivery.head(), b"")
 
 
-def _swallow_unreachable(future: asyncio.Future[object]) -> None:
-    if not future.cancelled():
-        error = future.exception()
-        if error is not None and not isinstance(error, zmq.error.ZMQError):
-            log.error("send failed: %r", error)
+def is_numbered(head: bytes) -> bool:
+    """Whether the message behind this head is kept until it is confirmed. A report is not."""
+    number: int = HEAD.unpack(head)[1]
+    return number > 0
 
 
 class Spoke:
     """An agent's or worker's end, served by a thread of its own; it reconnects by itself.
 
-    `on_message(message)` and `tick() -> seconds until the next tick` run in that thread. `send` may be called from any
-    thread and never blocks. `heard_at` is when the driver was last heard (monotonic seconds).
+    `on_message(message)` and `tick() -> seconds until the next tick` run in that thread. `send` and `report` may be called
+    from any thread and never block. `heard_at` is when the driver was last heard (monotonic seconds), `away` whether
+    something could not be sent since, as there is no connection.
     """
 
     def __init__(
@@ -327,8 +412,11 @@ class Spoke:
         self._tick = tick
         self._heartbeat = heartbeat
         self._out: deque[bytes] = deque()
+        self._reports: dict[type, wire.Message] = {}
         self._delivery = Delivery(AGAIN * heartbeat, secrets.randbits(64))
         self._closing = False
+        self._blocked = False  # something is to be sent, and cannot be
+        self._beat_at = 0.0
         self._wake = -1
         self._thread = threading.Thread(target=self._run, name="nbelastic-link", daemon=True)
         self.heard_at = 0.0
@@ -344,6 +432,16 @@ class Spoke:
         self._out.append(encode(message))
         self.wake()
 
+    def report(self, message: wire.Message) -> None:
+        """Send the newest message of this kind, unless a newer one replaces it before it goes out. It may be lost."""
+        self._reports[type(message)] = message
+        self.wake()
+
+    @property
+    def crowded(self) -> bool:
+        """Whether the driver has confirmed so little that output should wait where it comes from."""
+        return self._delivery.crowded
+
     def begin_again(self, say: Callable[[], wire.Message | m.Event]) -> None:
         """Forget what has not gone out, or not arrived. First goes what `say` returns, then what was said meanwhile.
 
@@ -351,6 +449,7 @@ class Spoke:
         """
         out: deque[bytes] = deque()
         self._out = out
+        self._reports.clear()
         out.appendleft(_Anew(encode(say())))
         self.wake()
 
@@ -360,7 +459,7 @@ class Spoke:
             os.eventfd_write(self._wake, 1)
 
     def close(self) -> None:
-        """Send what is queued and end the thread."""
+        """Send what is queued, wait up to half a second until the driver confirms it, and end the thread."""
         self._closing = True
         self.wake()
         self._thread.join(timeout=2.0)
@@ -390,51 +489,69 @@ class Spoke:
             context.term()
 
     def _serve(self, socket: zmq.Socket[bytes], poller: zmq.Poller) -> None:
-        beat_at = 0.0
         while True:
             now = time.monotonic()
-            if now >= beat_at:
-                beat_at = now + self._heartbeat
-                again = self._delivery.again(now)
-                if again or not self._out:  # anything is a sign of life
-                    self._send_all(socket, again or [(self._delivery.head(), b"")])
-            delay = min(_guarded(self._tick) or HEARTBEAT, beat_at - now)
+            delay = min(_guarded(self._tick) or HEARTBEAT, self._heartbeat)
             self._flush(socket)
+            if now >= self._beat_at:
+                self._send_all(socket, [(self._delivery.head(), b"")])
             if self._closing:
-                if self._out and socket.poll(PARTING, zmq.POLLOUT):
-                    self._flush(socket)
+                self._part(socket)
                 return
-            poller.modify(socket, zmq.POLLIN | zmq.POLLOUT if self._out else zmq.POLLIN)
+            poller.modify(socket, zmq.POLLIN | zmq.POLLOUT if self._blocked else zmq.POLLIN)
+            delay = min(delay, self._beat_at - time.monotonic())
             ready = dict(poller.poll(int(max(0.0, delay) * 1000) + 1))
             if self._wake in ready:
                 with contextlib.suppress(BlockingIOError):
                     os.eventfd_read(self._wake)
-            while ready.get(socket, 0) & zmq.POLLIN:
-                try:
-                    *heads, frame = socket.recv_multipart(zmq.NOBLOCK)
-                except zmq.Again:
-                    break
-                self.heard_at = now = time.monotonic()
-                self.away = False
-                if (not heads or self._delivery.hear(heads[0], now)) and frame:
-                    self._receive(frame)
+            if ready.get(socket, 0) & zmq.POLLIN:
+                self._take_in(socket)
+
+    def _part(self, socket: zmq.Socket[bytes]) -> None:
+        """The last words go out, and again if need be, until they are confirmed or their time is up."""
+        end = time.monotonic() + PARTING / 1000
+        while self._delivery.waiting and (left := end - time.monotonic()) > 0:
+            socket.poll(int(left * 1000) + 1, zmq.POLLOUT if self._blocked else zmq.POLLIN)
+            self._take_in(socket)
+            self._flush(socket)
+
+    def _take_in(self, socket: zmq.Socket[bytes]) -> None:
+        """Take a batch of what has come, and confirm it."""
+        for _ in range(BATCH):
+            try:
+                *heads, frame = socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                break
+            self.heard_at = now = time.monotonic()
+            self.away = False
+            if (not heads or self._delivery.hear(heads[0], now)) and frame:
+                self._receive(frame)
+        if self._delivery.to_confirm:
+            self._send_all(socket, [(self._delivery.head(), b"")])
 
     def _flush(self, socket: zmq.Socket[bytes]) -> None:
-        now = time.monotonic()
-        while out := self._out:
-            if not socket.poll(0, zmq.POLLOUT):  # there is no driver; or it does not read, and thousands are queued
-                self.away = True
-                while len(out) > KEPT:
-                    out.popleft()
-                return
+        """Send what is due, and the newest reports if the driver hears them."""
+        delivery, out, now = self._delivery, self._out, time.monotonic()
+        while out:
             frame = out.popleft()
             if isinstance(frame, _Anew):
-                self._delivery.give_up()
-            self._send_all(socket, [(self._delivery.say(frame, now), frame)])
+                delivery.give_up()
+            delivery.say(frame)
+            if delivery.given_up == 1:
+                log.warning("the driver confirms nothing: the oldest messages to it are given up")
+        self._blocked = bool(delivery.waiting or self._reports) and not socket.poll(0, zmq.POLLOUT)
+        if self._blocked:  # there is no driver; or it does not read, and thousands are queued
+            self.away = True
+            return
+        self._send_all(socket, delivery.due(now))
+        while self._reports and now - self.heard_at <= QUIET * self._heartbeat:
+            _, message = self._reports.popitem()
+            self._send_all(socket, [(delivery.head(), encode(message))])
 
     def _send_all(self, socket: zmq.Socket[bytes], messages: list[tuple[bytes, bytes]]) -> None:
-        """What is kept here anyway, or need not be."""
+        """What is kept here anyway, or need not be. All of it is a sign of life."""
         for head, frame in messages:
+            self._beat_at = time.monotonic() + self._heartbeat
             try:
                 socket.send_multipart((head, frame), zmq.NOBLOCK)
             except zmq.Again:

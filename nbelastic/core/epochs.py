@@ -81,9 +81,14 @@ def lose(world: World, gone: Iterable[m.WorkerId], why: str, now: float, out: Co
 
 def _bury(world: World, ids: frozenset[m.WorkerId]) -> World:
     workers = dict(world.workers)
-    for w in ids:
-        workers.pop(w, None)
-    return replace(world, workers=workers, stopped=less(world.stopped, ids), failed=less(world.failed, ids))
+    buried = sum(workers.pop(w, None) is not None for w in ids)
+    return replace(
+        world,
+        workers=workers,
+        buried=world.buried + buried,
+        stopped=less(world.stopped, ids),
+        failed=less(world.failed, ids),
+    )
 
 
 def _state_lives(world: World) -> bool:
@@ -111,7 +116,7 @@ def break_epoch(world: World, why: str, now: float, out: Commands) -> World:
     away = world.awaiting if world.stage is Stage.LEAVING and world.plan is None else world.ranked
     out.append(m.Record("world-broken", why, epoch=world.epoch))
     world = jobs.abort(world, why, out)
-    return replace(world, stage=Stage.GATHERING, awaiting=away, offers=())
+    return replace(world, stage=Stage.GATHERING, awaiting=away, offers=(), broken_at=now)
 
 
 def call_off(world: World, out: Commands) -> World:

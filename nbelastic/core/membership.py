@@ -20,6 +20,7 @@ __all__ = ["deadline", "step"]
 Commands = list[m.Command]
 
 
+ABORTED = 1.0  # seconds that a member has to hear of an abort; a worker repeats its word after 2 s
 UNEXPLAINED = 3  # breaks in a row at one commit that no death explains: then the program's own error ends the job
 
 
@@ -264,7 +265,8 @@ def _take_word(world: World, event: Word, now: float, out: Commands) -> World:
                 return world
             return replace(world, awaiting=world.awaiting - {w}, offers=(*world.offers, commit))
         case m.WorkerRaised(intact=intact, error=error):
-            if world.stage is Stage.GATHERING and w in world.awaiting:  # it missed the abort
+            late = now - world.broken_at > ABORTED  # before that the abort may still be on its way
+            if world.stage is Stage.GATHERING and w in world.awaiting and late:  # it missed the abort
                 out.append(m.AbortWorld(world.epoch, (w,), "this epoch is over"))
             if world.stage is Stage.GATHERING or w in world.active.late:
                 return world

@@ -172,6 +172,7 @@ class World(Struct, frozen=True):
     limits: Limits
     hosts: dict[str, Host] = {}  # in order of seniority
     workers: dict[WorkerId, Worker] = {}
+    buried: int = 0  # workers that were taken out of `workers` so far
     epoch: int = 0
     stage: Stage = Stage.GATHERING
     members: tuple[WorkerId, ...] = ()
@@ -196,6 +197,7 @@ class World(Struct, frozen=True):
     failed: frozenset[WorkerId] = frozenset()  # alive, but of no use to this job
     suspects: frozenset[WorkerId] = frozenset()  # members that lost a connection while nobody is known dead
     offers: tuple[int, ...] = ()
+    broken_at: float = 0.0  # when the newest broken epoch broke, and all its members were sent the abort
     job: Job | None = None
     resets: int = 0
     joined: int = 0  # hosts so far

@@ -71,6 +71,7 @@ class Driver:
         self._thread = threading.Thread(target=self._run, name="nbelastic-driver", daemon=True)
         self._failure: BaseException | None = None
         self._tick: asyncio.TimerHandle | None = None
+        self._publishing = False  # it is about to be
 
     # ---- from other threads ----
 
@@ -183,7 +184,7 @@ class Driver:
         self._arrivals = Arrivals(saved) if saved is not None else None
         self.keys = saved.keys if saved is not None else Keys.make()
         self.term = saved.term + 1 if saved is not None else 1
-        self._hub = Hub(self.keys, self._hear, self.settings.heartbeat, self.term)
+        self._hub = Hub(self.keys, self._hear, self.settings.heartbeat, self.term, self._is_known)
         try:
             await self._hub.start(port=parted(saved.address)[1] if saved is not None else 0)
         except OSError as error:
@@ -286,8 +287,8 @@ class Driver:
         for name in {command.worker.host for command in commands if isinstance(command, m.StartWorker)}:
             addresses = tuple(interface.address for interface in self.world.hosts[name].addresses)
             self.fleet.to_workers(self.world.members, wire.Expect(addresses))
-        if self.world.workers.keys() != before.workers.keys():
-            self.fleet.keep_only(self.world.workers.keys())
+        if self.world.buried != before.buried:
+            self.fleet.forget_all(before.workers.keys() - self.world.workers.keys())
         self.scripts.observe(event, now)
         self._schedule(now)
         for asked in [asked for asked in self._asked if asked[0] is event]:
@@ -319,10 +320,10 @@ class Driver:
                 self.fleet.run_program(w, self.runs[job], self.program_ended)
             case m.FormWorld():
                 self.chronicle.form(command, now)
-                self._form(command, command.to or command.members)
+                self._form(command, frozenset(command.to or command.members))
             case m.PrepareWorld(order=order):
                 self.chronicle.prepare(now)
-                self._form(order, order.members, wire.Prepare)
+                self._form(order, frozenset(order.members), wire.Prepare)
             case m.DropWorld(epoch=epoch, members=members):
                 to_workers(members, wire.Drop(epoch))
             case m.AskLeave(epoch=epoch, members=members):
@@ -355,7 +356,7 @@ class Driver:
     def _form(
         self,
         command: m.FormWorld,
-        to: tuple[m.WorkerId, ...],
+        to: frozenset[m.WorkerId],
         wrap: Callable[[wire.Formation], wire.Message] = lambda formation: formation,
     ) -> None:
         counts: dict[str, int] = {}
@@ -389,6 +390,19 @@ class Driver:
         self._inbox.put_nowait(m.ProgramEnded(w, run.name, error))
         run.settle(False)
 
+    def _is_known(self, peer: str) -> bool:
+        """Whether this agent, worker or node, which is not heard yet, is to be kept in touch with.
+
+        The last words of a dead worker may come after its host's agent has told of its death.
+        """
+        role, _, name = peer.partition("/")
+        if role == "worker":
+            try:
+                return self._arrivals is not None or m.WorkerId.parse(name) in self.world.workers
+            except ValueError:
+                return False
+        return role == "node" or (role == "agent" and peer == self.fleet.peer_of(name.rpartition("~")[0]))
+
     def _hear(self, peer: str, message: wire.Message | m.Event) -> None:
         """A message came over the link."""
         now = self.clock.now()
@@ -419,7 +433,7 @@ class Driver:
                 self._inbox.put_nowait(m.AgentLost(host, reason))
             case wire.AgentSample():
                 self.fleet.live.sample_of(message, now)
-                self._publish()
+                self._publish_soon()
             case wire.WorkerHello(worker=w, engine=engine):
                 if w in self.world.workers:
                     self.fleet.hello(w, engine)
@@ -481,7 +495,7 @@ class Driver:
             self.notes.live(self, now)
         if message.first is not None and message.epoch == self.world.epoch:
             self.chronicle.first_step(message, now, self._size)
-        self._publish()
+        self._publish_soon()
 
     async def _look_after_jobs(self) -> None:
         """For ever, those of a batch system."""
@@ -527,7 +541,14 @@ class Driver:
         status = replace(status, time=status.time + self.clock.skipped)
         return replace(status, phase="finished", reason=self.let_go, world_size=0) if self.let_go else status
 
+    def _publish_soon(self) -> None:
+        """Once for all reports that are read in the same turn."""
+        if not self._publishing:
+            self._publishing = True
+            self._loop.call_soon(self._publish)
+
     def _publish(self) -> None:
+        self._publishing = False
         for predicate, future in list(self._waiters):
             try:
                 result = predicate(self)

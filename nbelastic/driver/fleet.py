@@ -7,7 +7,7 @@ import os
 import shutil
 import sys
 from collections import deque
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -358,8 +358,7 @@ class Fleet:
         self.live.begin_job()
 
     def to_workers(self, workers: Iterable[m.WorkerId], message: wire.Message) -> None:
-        for w in workers:
-            self._hub.send(f"worker/{w}", message)
+        self._hub.send_to_all((f"worker/{w}" for w in workers), message)
 
     def hello(self, w: m.WorkerId, engine: str) -> None:
         """A worker says which engine it is."""
@@ -441,15 +440,16 @@ class Fleet:
         if self._engines is not None and w in self._engine_of:
             self._engines.await_outcome(self._engine_of[w], run.name, lambda outcome: ended(w, run, outcome))
 
-    def keep_only(self, workers: Collection[m.WorkerId]) -> None:
-        """Forget what was known of workers that are gone."""
-        for w in [w for w in self._engine_of if w not in workers]:
-            engine = self._engine_of.pop(w)
-            self._worker_of.pop(engine, None)
+    def forget_all(self, workers: Iterable[m.WorkerId]) -> None:
+        """Forget what was known of workers that are gone. A worker may have died before its engine was there."""
+        for w in workers:
+            engine = self._engine_of.pop(w, None)
+            if engine is not None:
+                self._worker_of.pop(engine, None)
+                if self._engines is not None:
+                    self._engines.forget(engine)
             self._setup_started.discard(w)
             self.set_up -= {w}
-            if self._engines is not None:
-                self._engines.forget(engine)
             self._hub.forget(f"worker/{w}")
             self.live.steps.pop(w, None)
             self.live.worker_samples.pop(str(w), None)

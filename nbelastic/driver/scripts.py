@@ -204,6 +204,7 @@ class Scripts:
             problem = f"a host of the cluster is named {hello.host} already"
         if problem or self._driver.world.stopping:
             self._hub.send(peer, wire.Dismiss(problem or "the cluster is closed: it is stopping"))
+            self._hub.forget(peer)
             return
         if self._guests.get(hello.host) != peer:
             self._forget(hello.host)

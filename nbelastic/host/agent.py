@@ -326,7 +326,7 @@ class Agent:
         cpu = psutil.cpu_percent()
         since = {str(w): forked.blocked_at for w, forked in self._workers.items() if forked.blocked_at}
         blocked = {w: now - at for w, at in since.items() if now - at >= SAMPLE}
-        self._link.send(wire.AgentSample(self._config.host, cpu, memory.used, workers, gpus, memory.total, blocked))
+        self._link.report(wire.AgentSample(self._config.host, cpu, memory.used, workers, gpus, memory.total, blocked))
 
     def _end_workers(self) -> None:
         for forked in self._workers.values():

@@ -95,8 +95,9 @@ class Node:
         if agent is None:
             return LOOK
         link = self._rendezvous.link
-        for output in self._tail.read():
-            link.send(output)
+        if not link.crowded:  # the files keep what is not read yet
+            for output in self._tail.read():
+                link.send(output)
         now = time.monotonic()
         if now >= self._sampled_at + SAMPLE:
             self._sampled_at = now
@@ -114,7 +115,7 @@ class Node:
         except psutil.Error:
             return  # one has just ended
         if found:
-            link.send(wire.NodeSample(self._host, number, tuple(found)))
+            link.report(wire.NodeSample(self._host, number, tuple(found)))
 
 
 class _Template(forkserver.ForkServer):

@@ -392,6 +392,8 @@ class Session:
         now = time.monotonic()
         if self.link.away:
             self._be_alone(now)
+        elif self.link.crowded:
+            self.printed.hold()
         else:
             self._send_output()
             self._send_busy(now)
@@ -442,13 +444,21 @@ class Session:
         if self.link.away:
             self.account.reports.add(self.total, report)
             return
-        self.link.send(wire.WorkerProgress(self.worker, seen[0] or epoch, self.total, report, first))
+        progress = wire.WorkerProgress(self.worker, seen[0] or epoch, self.total, report, first)
+        if first is None and self.account.busy:
+            self.link.report(progress)
+        else:  # the first one of an epoch, and the last of a program, are the only ones of their kind
+            self.link.send(progress)
 
     def _send_busy(self, now: float) -> None:
         job = self.account.job if self.account.busy else ""
-        if job != self._busy or now >= self._busy_at:
-            self._busy, self._busy_at = job, now + BUSY_EVERY
+        if job != self._busy:
             self.link.send(wire.WorkerBusy(self.worker, job))
+        elif now >= self._busy_at:
+            self.link.report(wire.WorkerBusy(self.worker, job))
+        else:
+            return
+        self._busy, self._busy_at = job, now + BUSY_EVERY
 
     def _send_output(self) -> None:
         for job, stream, text, end in self.printed.take():

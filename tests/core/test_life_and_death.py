@@ -388,6 +388,22 @@ def test_a_worker_that_missed_the_order_gets_it_again():
     assert (again.to, again.epoch, again.root, again.store) == ((wid("a/1#1"),), 1, order.root, order.store)
 
 
+def test_the_errors_of_a_break_are_answered_once():
+    """All survivors raise within moments, each is aborted once; one that says so again later missed the abort."""
+    story = Story("a:3", min=2)
+    story.answer()
+    story.submit().hear(m.WorkerReady).hear(m.WorkerFormed)
+    mark = story.mark()
+    story.kill("a/0#1")
+    for worker in ("a/1#1", "a/2#1"):
+        story.send(m.WorkerRaised(wid(worker), 1, False, "Connection closed by peer"))
+    (abort,) = story.commands(m.AbortWorld, mark)
+    assert abort.members == (wid("a/1#1"), wid("a/2#1"))
+    mark = story.mark()
+    story.wait(2.0).send(m.WorkerRaised(wid("a/2#1"), 1, False, "Connection closed by peer"))
+    assert [command.members for command in story.commands(m.AbortWorld, mark)] == [(wid("a/2#1"),)]
+
+
 def test_a_worker_that_never_heard_of_the_epoch_that_broke_is_told():
     """It repeats its old word while the others gather: it is told of the abort, so that it can say the right one."""
     story = Story("a:3", min=2)

@@ -6,7 +6,9 @@ import logging
 import random
 import threading
 import time
+from collections import Counter, defaultdict
 from contextlib import ExitStack, asynccontextmanager, contextmanager, nullcontext
+from itertools import pairwise
 
 import pytest
 import zmq
@@ -14,6 +16,7 @@ import zmq
 from nbelastic import link
 from nbelastic.core import messages as m
 from nbelastic.core import wire
+from nbelastic.core.delivery import RESENT, WINDOW, Delivery
 from nbelastic.link import MAX_MESSAGE, Hub, Keys, Spoke, encode
 
 W = m.WorkerId("a", 0, 1)
@@ -24,18 +27,18 @@ GOOD = m.WorkerFormed(W, 1)
 class Place:
     """A hub, and what it heard."""
 
-    def __init__(self):
+    def __init__(self, heartbeat):
         self.keys = Keys.make()
         self.heard = []
-        self.hub = Hub(self.keys, lambda peer, message: self.heard.append((peer, message)))
+        self.hub = Hub(self.keys, lambda peer, message: self.heard.append((peer, message)), heartbeat)
 
     def of(self, peer):
         return [message for who, message in self.heard if who == peer]
 
 
 @asynccontextmanager
-async def place():
-    there = Place()
+async def place(heartbeat=link.HEARTBEAT):
+    there = Place(heartbeat)
     await there.hub.start()
     try:
         yield there
@@ -421,7 +424,7 @@ def test_a_failing_receiver_does_not_silence_the_link(caplog):
             if len(heard) == 1:
                 raise ValueError("a bug")
 
-        there = Place()
+        there = Place(1.0)
         there.hub = Hub(there.keys, fail_once)
         await there.hub.start()
         async with spoke(there) as worker:
@@ -467,3 +470,135 @@ def test_keys_never_show():
     assert not any(secret in shown for secret in secrets)
     assert keys.for_clients().server_secret == ""
     assert Keys.make() != keys
+
+
+def test_others_have_their_turn_while_messages_queue():
+    """However many messages wait, after one batch of them everything else in the driver's loop runs."""
+
+    async def story():
+        async with place() as there:
+            count, turns = 20_000, []
+            with stranger(there) as socket:
+                socket.send(encode(m.WorkerOffered(W, 1, 0)))  # the handshake needs this loop
+                await until(lambda: there.heard)
+                for number in range(1, count):  # none is read meanwhile, as by a process that is stopped
+                    socket.send(encode(m.WorkerOffered(W, 1, number)))
+                while len(there.heard) < count:
+                    turns.append(len(there.heard))
+                    await asyncio.sleep(0)
+            batches = [after - before for before, after in pairwise([*turns, count])]
+            assert max(batches) <= link.BATCH
+            assert [message.commit for message in there.of(NAME)] == list(range(count))
+
+    asyncio.run(story())
+
+
+def test_a_stopped_driver_is_not_flooded():
+    """A driver that does not read gets so many words and no more, and the first few again; and no reports."""
+
+    async def story():
+        async with place(heartbeat=0.1) as there:
+            one = Spoke(there.hub.address, there.keys.for_clients(), NAME, wire.ToWorker, lambda _: None, heartbeat=0.1)
+            sent = count_sent(one)
+            one.start()
+            one.send(GOOD)
+            await until(lambda: there.heard)
+            words = [m.WorkerOffered(W, 1, number) for number in range(300)]
+            for word in words:
+                one.send(word)
+
+            def stand_still(times):
+                """Until the first word has gone out so often: meanwhile this loop, and with it the driver, does nothing."""
+                while sent["WorkerOffered"][encode(words[0])] < times:
+                    one.report(wire.WorkerProgress(W, 1, times, {}))
+                    time.sleep(0.001)
+                return sent["WorkerProgress"].total()
+
+            assert stand_still(2) == stand_still(3)
+            assert sent["WorkerOffered"].total() <= WINDOW + 2 * RESENT
+            await until(lambda: words[-1] in there.of(NAME))
+            assert [message for message in there.of(NAME) if isinstance(message, m.WorkerOffered)] == words
+            assert sent["WorkerOffered"].total() <= len(words) + WINDOW + 2 * RESENT
+            await until(lambda: wire.WorkerProgress(W, 1, 3, {}) in there.of(NAME))
+            await asyncio.to_thread(one.close)
+
+    asyncio.run(story())
+
+
+def count_sent(one):
+    """How often a spoke sends each of its messages, by kind and content."""
+    sent = defaultdict(Counter)
+    send_all = one._send_all
+
+    def counted(socket, messages):
+        for _, frame in messages:
+            if frame:
+                sent[json.loads(frame)["type"]][frame] += 1
+        send_all(socket, messages)
+
+    one._send_all = counted
+    return sent
+
+
+def test_a_report_that_did_not_go_out_is_replaced():
+    """Of many reports that are made before there is a driver the newest of each kind arrives, and no other."""
+
+    async def story():
+        async with place() as there:
+            one = Spoke(there.hub.address, there.keys.for_clients(), NAME, wire.ToWorker, lambda _: None)
+            for number in range(100):
+                one.report(wire.WorkerProgress(W, 1, number, {}))
+                one.report(wire.WorkerBusy(W, f"job-{number}"))
+            one.start()
+            await until(lambda: len(there.heard) == 2)
+            one.send(GOOD)
+            await until(lambda: GOOD in there.of(NAME))
+            assert len(there.heard) == 3
+            assert wire.WorkerProgress(W, 1, 99, {}) in there.of(NAME)
+            assert wire.WorkerBusy(W, "job-99") in there.of(NAME)
+            await asyncio.to_thread(one.close)
+
+    asyncio.run(story())
+
+
+def test_what_is_heard_twice_is_not_decoded_twice():
+    """A message that was sent again is dropped by its number: nonsense in its place is not even looked at."""
+
+    async def story():
+        async with place() as there:
+            with stranger(there) as socket:
+                delivery = Delivery(1.0, 7)
+                delivery.say(encode(GOOD))
+                ((head, frame),) = delivery.due(0.0)
+                socket.send_multipart([head, frame])
+                await until(lambda: there.heard)
+                socket.send_multipart([head, b"nonsense"])
+                delivery.say(encode(m.WorkerOffered(W, 1, 1)))
+                socket.send_multipart(delivery.due(0.0)[0])
+                await until(lambda: len(there.heard) == 2)
+                assert not there.hub.dropped
+
+    asyncio.run(story())
+
+
+def test_who_is_forgotten_stays_forgotten():
+    """The last word of one that is dead is heard, but nothing is kept of it, and no heartbeat goes to it."""
+
+    async def story():
+        async with place() as there:
+            dead = set()
+            there.hub._is_known = lambda peer: peer not in dead
+            with stranger(there) as socket:
+                delivery = Delivery(1.0, 7)
+                delivery.say(encode(GOOD))
+                socket.send_multipart(delivery.due(0.0)[0])
+                await until(lambda: there.heard)
+                dead.add(NAME)
+                there.hub.forget(NAME)
+                delivery.say(encode(m.WorkerSucceeded(W, 1)))
+                socket.send_multipart(delivery.due(0.0)[0])
+                await until(lambda: len(there.heard) == 2)
+                assert not there.hub.heard_at
+                assert not there.hub._deliveries
+
+    asyncio.run(story())
