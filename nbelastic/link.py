@@ -51,7 +51,8 @@ ASK_AGAIN = 0.25  # seconds between two welcomes for one who has not said who it
 PORTS = 20000  # the hub's are from here on: see `ports.chosen`
 TRIES = 100  # of them
 BATCH, TURN = 256, 0.01  # messages, and seconds, after which a reader lets others have their turn
-QUIET = 2.0  # heartbeats without a word of the driver after which a spoke keeps its reports to itself
+KIND = 24  # bytes of a report by which those of one peer are told apart: they begin with its type
+QUIET = 1.5  # heartbeats without a word of the driver after which a spoke keeps its reports to itself
 _FLOOD = 16 * MAX_MESSAGE  # a message of this size is not even read: it closes the sender's connection
 _SETTINGS = {
     zmq.LINGER: PARTING,
@@ -151,6 +152,7 @@ class Hub:
         self._beating: asyncio.Task[None] | None = None
         self._turn: asyncio.Handle | None = None  # when the rest is read
         self._heard: set[str] = set()  # peers whose messages are to be confirmed
+        self._reports: dict[tuple[str, bytes], bytes] = {}  # the newest of each peer and kind, not looked at yet
         self._closing = False
         self.heard_at: dict[str, float] = {}
         self.dropped: Counter[str] = Counter()
@@ -265,6 +267,7 @@ class Hub:
             try:
                 name, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
+                self._take_reports()
                 break
             now = time.monotonic()
             self._take(name.decode(errors="replace"), frames, now)
@@ -290,19 +293,34 @@ class Hub:
         if peer not in self.heard_at:
             self._meet(peer, head, frames, now)
             return
-        fresh = True
         if head:
             delivery = self._delivery(peer)
-            fresh = delivery.hear(head, now) or not is_numbered(head)
+            fresh = delivery.hear(head, now)
             if delivery.to_confirm or delivery.waiting:
                 self._heard.add(peer)
-        if not fresh or frames == [b""]:
+            if not fresh:  # a heartbeat, a report, or something that was heard before
+                self.heard_at[peer] = now
+                if frames[0] and not is_numbered(head):
+                    self._reports[peer, frames[0][:KIND]] = frames[0]
+                return
+        elif frames == [b""]:
             self.heard_at[peer] = now
             return
+        self._pass_on(peer, frames, now)
+
+    def _pass_on(self, peer: str, frames: list[bytes], now: float) -> None:
         message = self._decode(peer, frames)
         if message is not None:
             self.heard_at[peer] = now
             _guarded(self._on_message, peer, message)
+
+    def _take_reports(self) -> None:
+        """When there is time for them, that is when nothing else is left to be read, or with every heartbeat."""
+        reports, self._reports = self._reports, {}
+        now = time.monotonic()
+        for (peer, _), frame in reports.items():
+            if peer in self.heard_at:
+                self._pass_on(peer, [frame], now)
 
     def _meet(self, peer: str, head: bytes, frames: list[bytes], now: float) -> None:
         """One that is not heard yet says something."""
@@ -375,6 +393,7 @@ class Hub:
         while True:
             await asyncio.sleep(self._heartbeat)
             now = time.monotonic()
+            self._take_reports()
             for peer in list(self.heard_at):
                 delivery = self._delivery(peer)
                 self._send_due(peer, delivery, now)
@@ -467,7 +486,18 @@ class Spoke:
         os.close(wake)
 
     def _run(self) -> None:
-        context = zmq.Context()
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        socket = self._connect(context)
+        poller = zmq.Poller()
+        poller.register(socket, zmq.POLLIN)
+        poller.register(self._wake, select.POLLIN)
+        try:
+            self._serve(socket, poller)
+        finally:
+            socket.close()
+            context.term()
+
+    def _connect(self, context: zmq.Context[zmq.Socket[bytes]]) -> zmq.Socket[bytes]:
         socket = context.socket(zmq.DEALER)
         for option, value in _SETTINGS.items():
             socket.setsockopt(option, value)
@@ -479,14 +509,7 @@ class Spoke:
         socket.curve_publickey = self._keys.client_public.encode()
         socket.curve_secretkey = self._keys.client_secret.encode()
         socket.connect(self._address)
-        poller = zmq.Poller()
-        poller.register(socket, zmq.POLLIN)
-        poller.register(self._wake, select.POLLIN)
-        try:
-            self._serve(socket, poller)
-        finally:
-            socket.close()
-            context.term()
+        return socket
 
     def _serve(self, socket: zmq.Socket[bytes], poller: zmq.Poller) -> None:
         while True:

@@ -1,0 +1,474 @@
+"""What the driver does with many workers: `python -m tests.benchmarks.scale [--json FILE] [--workers N] [--rate R]`.
+
+Driver, link and core are the real ones, in a process of their own. Agents and workers are simulated: two processes
+play them, each with its own CURVE connection and the project's delivery. Engines and process groups are left out.
+
+The cases: `start` until all workers are ready; `form` until a job's world runs; `steady` reports of all workers; `storm`:
+a worker dies and all others raise; `stop`: the driver's process is stopped (SIGSTOP) for 4 s, and a worker sends
+an event in the moment in which it goes on. `caught up` is how long that event takes to be taken.
+"""
+
+from __future__ import annotations
+
+import argparse
+import heapq
+import json
+import multiprocessing as mp
+import os
+import select
+import signal
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import zmq
+
+from nbelastic import versions
+from nbelastic.core import messages as m
+from nbelastic.core import wire
+from nbelastic.core.delivery import HEAD
+from nbelastic.core.membership import step
+from nbelastic.core.world import Limits, World
+from nbelastic.driver import driver as driver_module
+from nbelastic.driver import fleet as fleet_module
+from nbelastic.driver.discovery import FixedHosts
+from nbelastic.driver.driver import Driver
+from nbelastic.driver.fleet import Fleet
+from nbelastic.driver.run import Run
+from nbelastic.driver.settings import Settings
+from nbelastic.link import Keys, Spoke
+
+SLOTS = 8
+PLAYERS = 2  # processes
+STOPPED = 4.0  # seconds
+STORM = 0.02  # seconds within which the others raise
+PATIENCE = 120.0  # seconds for each case
+Numbers = dict[str, list[float]]
+
+
+# ---- the driver's process ----
+
+
+class SimulatedAgent:
+    """Takes the place of an agent's process."""
+
+    process = job = ""
+
+    def kill(self) -> None:
+        """It ends with the benchmark."""
+
+
+class SimulatedEngines:
+    """Programs begin on simulated workers."""
+
+    connection, process, client = "{}", "", None
+
+    def __init__(self, tell: Callable[..., None]) -> None:
+        self._tell = tell
+
+    def knows(self, uuid: str) -> bool:
+        return True
+
+    def forget(self, uuid: str) -> None:
+        """Nothing is known of it."""
+
+    def busy(self, uuid: str, job: str) -> None:
+        """Nothing is asked of it."""
+
+    def run_function(self, uuid: str, job: str, *_: object) -> None:
+        self._tell("run", uuid, job)
+
+
+class SimulatedFleet(Fleet):
+    """Agents and engines are simulated; the link is not."""
+
+    tell: Callable[..., None]
+
+    def _start_agent(self, spec: m.HostSpec) -> None:
+        self._started += 1
+        held = self._held[spec.name] = fleet_module._Held(spec.name, self._started)
+        held.agent = SimulatedAgent()
+        self._engines = self._engines or SimulatedEngines(self.tell)  # type: ignore[assignment]
+        self.tell("agent", spec.name, self._started, self._hub.address, self._keys.for_clients())
+
+
+def drive(hosts: int, parent: Connection, players: list[Connection]) -> None:
+    """Be the driver; tell the parent of each event that stands for something, and answer its questions."""
+
+    def tell(*order: Any) -> None:
+        players[hash_of(order[1]) % len(players)].send(order)
+
+    taken: list[tuple[float, float, str]] = []
+
+    def timed(world: World, event: m.Event, now: float) -> tuple[World, tuple[m.Command, ...]]:
+        taken.append((time.monotonic(), time.thread_time(), type(event).__name__))
+        return step(world, event, now)
+
+    SimulatedFleet.tell = staticmethod(tell)  # type: ignore[assignment]
+    vars(driver_module).update(Fleet=SimulatedFleet, step=timed)
+    with tempfile.TemporaryDirectory() as folder:
+        names = ",".join(f"host{number:04}:{SLOTS}" for number in range(hosts))
+        settings = Settings(
+            name="scale",
+            limits=Limits(min=1, max=hosts * SLOTS, cooldown=(0, 0)),
+            discovery=FixedHosts(names, SLOTS),
+            run_dir=Path(folder),
+            backend="gloo",
+            silence=10.0,
+            preload=(),
+            environment={},
+            nics=(),
+            python=None,
+            cwd=None,
+            launcher="ssh",
+            launcher_options={},
+            log_dir=Path(folder),
+        )
+        driver = Driver(settings)
+        driver.start()
+
+        def submit() -> None:
+            driver.runs["job-1"] = Run("job-1", None, None)
+            driver.fleet.begin_job()
+            driver.take_in(m.JobSubmitted("job-1"))
+
+        while True:
+            match parent.recv():
+                case "submit":
+                    driver.call(submit)
+                case "look":
+                    world = driver.world
+                    members = list(map(str, world.members))
+                    cpu = (time.process_time(), time.clock_gettime(time.pthread_getcpuclockid(driver._thread.ident)))
+                    parent.send((world.phase, driver.ready_workers(), members, *cpu, list(taken)))
+                    taken.clear()
+
+
+def hash_of(name: str) -> int:
+    """The same for a host and all of its workers."""
+    return int(name.partition("/")[0].removeprefix("host"))
+
+
+# ---- simulated agents and workers ----
+
+
+class Peer(Spoke):
+    """An end of the link without a thread of its own, which counts what it sends."""
+
+    def open(self, context: zmq.Context[zmq.Socket[bytes]]) -> None:
+        self.socket = self._connect(context)
+        self.fd = int(self.socket.getsockopt(zmq.FD))
+        self.heard_at = time.monotonic()
+        self.numbered = self.newest = self.all = 0
+
+    def work(self, now: float) -> None:
+        """What the thread does in its turn."""
+        self._take_in(self.socket)
+        self._flush(self.socket)
+        if now >= self._beat_at:
+            self._send_all(self.socket, [(self._delivery.head(), b"")])
+
+    def _send_all(self, socket: zmq.Socket[bytes], messages: list[tuple[bytes, bytes]]) -> None:
+        for head, _ in messages:
+            number = HEAD.unpack(head)[1]
+            self.all += 1
+            self.numbered += number > 0
+            self.newest = max(self.newest, number)
+        super()._send_all(socket, messages)
+
+
+class Worker:
+    """It joins every world that it is told of, commits with every report, and leaves when it is to."""
+
+    def __init__(self, w: m.WorkerId, link: Callable[[str, object, Callable[[Any], None]], Peer]) -> None:
+        self.id, self.job, self.epoch, self.left, self.commit = w, "", 0, 0, 0
+        self.link = link(f"worker/{w}", wire.ToWorker, self._hear)
+        self.link.send(wire.WorkerProgress(w, 0, 0, {}))
+        self.link.send(wire.WorkerHello(w, 1, str(w)))
+
+    def begin(self, job: str) -> None:
+        self.job = job
+        self._ready()
+
+    def _ready(self) -> None:
+        self.epoch = 0
+        store = f"127.0.0.1:{1000 + self.id.slot}"
+        self.link.send(m.WorkerReady(self.id, self.job, self.left, self.commit, clean=True, store=store))
+
+    def _leave(self, epoch: int) -> None:
+        if self.epoch and self.epoch <= epoch:
+            self.left = self.epoch
+            self._ready()
+
+    def _hear(self, message: wire.Message) -> None:
+        match message:
+            case wire.Formation(epoch=epoch) if epoch > max(self.left, self.epoch):
+                self.epoch = epoch
+                self.link.send(m.WorkerFormed(self.id, epoch, {}))
+            case wire.Prepare(formation=formation):
+                self.link.send(m.WorkerPrepared(self.id, formation.epoch))
+            case wire.Abort(epoch=epoch):
+                self._leave(epoch)
+            case wire.Leave(epoch=epoch, commit=None):
+                self.link.send(m.WorkerOffered(self.id, epoch, self.commit))
+            case wire.Leave(epoch=epoch, commit=commit) if commit is not None and commit >= 0:
+                self._leave(epoch)
+
+    def report(self) -> None:
+        if self.epoch:
+            self.commit += 1
+            self.link.report(wire.WorkerProgress(self.id, self.epoch, self.commit, {"loss": 1 / self.commit}))
+
+    def fail(self) -> None:
+        self.link.send(m.WorkerRaised(self.id, self.epoch, False, "RuntimeError: Connection closed by peer"))
+
+
+class Players:
+    """All simulated agents and workers of one process."""
+
+    def __init__(self, orders: Connection, parent: Connection, rate: float) -> None:
+        self._orders, self._parent, self._every = orders, parent, 1 / rate
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._context.set(zmq.MAX_SOCKETS, 20_000)
+        self._epoll = select.epoll()
+        self._peers: dict[int, Peer] = {}
+        self._agents: dict[str, Peer] = {}
+        self._workers: dict[str, Worker] = {}
+        self._timers: list[tuple[float, int, Callable[[], None]]] = []
+        self._count = 0
+        for connection in (orders, parent):
+            self._epoll.register(connection, select.EPOLLIN)
+
+    def run(self) -> None:
+        active: set[int] = set()
+        while True:
+            now = time.monotonic()
+            while self._timers and self._timers[0][0] <= now:
+                heapq.heappop(self._timers)[2]()
+            due = {fd for fd, peer in self._peers.items() if peer._out or peer._reports or now >= peer._beat_at}
+            for fd in (active | due) & self._peers.keys():
+                self._peers[fd].work(now)
+            # an edge of a descriptor may be lost when something is sent: look again at who has just worked
+            ready = {fd for fd, _ in self._epoll.poll(0.005)}
+            if self._orders.fileno() in ready:
+                self._obey(self._orders.recv())
+            if self._parent.fileno() in ready:
+                self._obey(self._parent.recv())
+            active = ready | due
+
+    def _obey(self, order: tuple[Any, ...]) -> None:
+        match order:
+            case ("agent", host, number, address, keys):
+                self._start(host, number, address, keys)
+            case ("run", w, job) if w in self._workers:
+                self._workers[w].begin(job)
+            case ("kill", w) if w in self._workers:
+                self._kill(self._workers.pop(w))
+            case ("storm",):
+                everybody = [worker for worker in self._workers.values() if worker.epoch]
+                for number, worker in enumerate(everybody):
+                    self._after(STORM * number / len(everybody), worker.fail)
+            case ("event", w) if w in self._workers:
+                worker = self._workers[w]
+                worker.link.send(m.StoreOffered(worker.id, worker.epoch, "127.0.0.1:1"))
+            case ("count",):
+                peers = self._peers.values()
+                self._parent.send([(peer.numbered, peer.newest, peer.all) for peer in peers])
+
+    def _after(self, seconds: float, call: Callable[[], None]) -> None:
+        self._count += 1
+        heapq.heappush(self._timers, (time.monotonic() + seconds, self._count, call))
+
+    def _start(self, host: str, number: int, address: str, keys: Keys) -> None:
+        def link(name: str, accepts: object, hear: Callable[[Any], None]) -> Peer:
+            peer = Peer(address, keys, name, accepts, hear)
+            peer.open(self._context)
+            self._peers[peer.fd] = peer
+            self._epoll.register(peer.fd, select.EPOLLIN)
+            return peer
+
+        def hear(message: wire.Message) -> None:
+            if isinstance(message, wire.Spawn):
+                worker = self._workers[str(message.worker)] = Worker(message.worker, link)
+                agent.send(m.WorkerStarted(message.worker, 1))
+                first = self._every * (self._count % 100) / 100
+                self._after(first, lambda: self._report(worker))
+
+        def sample() -> None:
+            agent.report(wire.AgentSample(host, 1.0, 1, {}))
+            self._after(1.0, sample)
+
+        agent = self._agents[host] = link(f"agent/{host}~{number}", wire.ToAgent, hear)
+        agent.send(wire.AgentHello(host, 1, versions.here()))
+        self._after(1.0, sample)
+
+    def _report(self, worker: Worker) -> None:
+        if str(worker.id) in self._workers:
+            worker.report()
+            self._after(self._every, lambda: self._report(worker))
+
+    def _kill(self, worker: Worker) -> None:
+        peer = self._peers.pop(worker.link.fd)
+        self._epoll.unregister(peer.fd)
+        peer.socket.close(linger=0)
+        self._agents[worker.id.host].send(m.WorkerExited(worker.id, -9))
+
+
+def play(orders: Connection, parent: Connection, rate: float) -> None:
+    Players(orders, parent, rate).run()
+
+
+# ---- the cases ----
+
+
+class Scale:
+    """The processes, and what is asked of them."""
+
+    def __init__(self, workers: int, rate: float) -> None:
+        context = mp.get_context("spawn")
+        self.size = workers // SLOTS * SLOTS
+        pipes = [context.Pipe() for _ in range(PLAYERS)]  # from the driver
+        lines = [context.Pipe() for _ in range(PLAYERS + 1)]  # from here
+        self._players = [ours for ours, _ in lines[1:]]
+        self._driver = lines[0][0]
+        theirs = [there for _, there in lines]
+        self.process = context.Process(
+            target=drive, args=(workers // SLOTS, theirs[0], [here for here, _ in pipes]), daemon=True
+        )
+        self._processes = [self.process]
+        for (_, orders), parent in zip(pipes, theirs[1:], strict=True):
+            self._processes.append(context.Process(target=play, args=(orders, parent, rate), daemon=True))
+        self.began = time.monotonic()
+        for process in self._processes:
+            process.start()
+        self.taken: list[tuple[float, float, str]] = []  # when, the driver's thread's CPU seconds then, which event
+
+    def close(self) -> None:
+        for process in reversed(self._processes):  # the players would miss the driver
+            process.kill()
+            process.join()
+
+    def look(self) -> tuple[str, int, list[str], float, float]:
+        """Phase, ready workers, members, and the CPU seconds of the driver's process and of its thread."""
+        self._driver.send("look")
+        *found, taken = self._driver.recv()
+        self.taken += taken
+        return tuple(found)
+
+    def until(self, what: str, true: Callable[[str, int, list[str]], bool]) -> tuple[float, float]:
+        """When it came about, and the driver's CPU seconds until then."""
+        end = time.monotonic() + PATIENCE
+        while True:
+            phase, ready, members, cpu, _ = self.look()
+            if true(phase, ready, members):
+                return time.monotonic(), cpu
+            if time.monotonic() > end:
+                raise TimeoutError(f"{what}: {phase}, {ready} ready, {len(members)} members after {PATIENCE:g} s")
+            time.sleep(0.02)
+
+    def submit(self) -> None:
+        self._driver.send("submit")
+
+    def tell(self, *order: Any) -> None:
+        """All players."""
+        for player in self._players:
+            player.send(order)
+
+    def counted(self) -> list[tuple[int, int, int]]:
+        """Of each living peer: numbered messages sent, how many different ones, and all messages."""
+        self.tell("count")
+        return [counts for player in self._players for counts in player.recv()]
+
+
+def run(workers: int, rate: float, seconds: float, rounds: int) -> Numbers:
+    found: Numbers = {}
+
+    def note(**values: float) -> None:
+        for name, value in values.items():
+            found.setdefault(name.replace("_", " "), []).append(value)
+
+    scale = Scale(workers, rate)
+    whole = lambda phase, ready, members: phase == "running" and len(members) == scale.size
+    try:
+        at, cpu = scale.until("all are ready", lambda _phase, ready, _members: ready == scale.size)
+        note(start_s=at - scale.began, start_CPU_s=cpu)
+        scale.submit()
+        began, before = time.monotonic(), cpu
+        at, cpu = scale.until("a world of all", whole)
+        note(form_s=at - began, form_CPU_s=cpu - before)
+        for _ in range(rounds):
+            sent = sum(every for *_, every in scale.counted())
+            began, before = time.monotonic(), scale.look()[3]
+            time.sleep(seconds)
+            cpu, end = scale.look()[3], time.monotonic()
+            received = sum(every for *_, every in scale.counted()) - sent
+            note(
+                steady_messages_per_s=received / (end - began), steady_CPU_percent=100 * (cpu - before) / (end - began)
+            )
+        for number in range(rounds):
+            storm(scale, number, note, whole)
+        for _ in range(rounds):
+            stop(scale, note, whole)
+        counts = [(numbered, newest) for numbered, newest, _ in scale.counted() if newest]
+        for numbered, newest in counts:
+            note(sent_per_message=numbered / newest)
+        note(sent_per_message_on_average=sum(a for a, _ in counts) / sum(b for _, b in counts))
+    finally:
+        scale.close()
+    return found
+
+
+def storm(scale: Scale, number: int, note: Callable[..., None], whole: Callable[[str, int, list[str]], bool]) -> None:
+    """One dies and all others raise."""
+    members, before, _ = scale.look()[2:]
+    began = time.monotonic()
+    victim = members[number]
+    scale.tell("kill", victim)
+    scale.tell("storm")
+    at, _ = scale.until("a world after the storm", lambda phase, _ready, now: phase == "running" and victim not in now)
+    note(storm_running_s=at - began)
+    at, cpu = scale.until("a world of all again", whole)
+    note(storm_full_s=at - began, storm_CPU_s=cpu - before)
+
+
+def stop(scale: Scale, note: Callable[..., None], whole: Callable[[str, int, list[str]], bool]) -> None:
+    """The driver's process is stopped; a worker sends an event in the moment in which it goes on."""
+    members, _, thread_before = scale.look()[2:]
+    pid = scale.process.pid
+    assert pid is not None
+    os.kill(pid, signal.SIGSTOP)
+    time.sleep(STOPPED)
+    scale.taken.clear()
+    began = time.monotonic()
+    os.kill(pid, signal.SIGCONT)
+    scale.tell("event", members[-1])
+    scale.until("the event", lambda *_: any(name == "StoreOffered" for at, _, name in scale.taken if at > began))
+    at, thread = next((at, cpu) for at, cpu, name in scale.taken if at > began and name == "StoreOffered")
+    note(stop_caught_up_s=at - began, stop_thread_CPU_s=thread - thread_before)
+    scale.until("the same world", whole)
+    assert sorted(scale.look()[2]) == sorted(members), "a worker was given up though nothing was wrong"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, help="write the numbers here")
+    parser.add_argument("--workers", type=int, default=1000, help="in whole hosts of 8")
+    parser.add_argument("--rate", type=float, default=4.0, help="reports a second of each worker")
+    parser.add_argument("--seconds", type=float, default=5.0, help="of each steady measurement")
+    parser.add_argument("--rounds", type=int, default=3)
+    options = parser.parse_args()
+    found = run(options.workers, options.rate, options.seconds, options.rounds)
+    print(f"{f'{options.workers} workers, {options.rate:g} reports/s':38}{'min':>10}{'median':>10}{'max':>10}{'n':>7}")
+    for name, values in found.items():
+        row = (min(values), statistics.median(values), max(values))
+        print(f"{name:38}{''.join(f'{value:10.3f}' for value in row)}{len(values):7}")
+    if options.json:
+        options.json.write_text(json.dumps({"workers": options.workers, "rate": options.rate, **found}, indent=1))
+
+
+if __name__ == "__main__":
+    main()
