@@ -31,10 +31,10 @@ def step(world: World, event: m.Event, now: float) -> tuple[World, tuple[m.Comma
     worker = getattr(event, "worker", None)
     if worker is None or worker in world.workers:
         world = _take(world, event, now, out)
-    if world.probing:
-        world = networks.progress(world, now, out)
     if world.mesh.pairs:
         world = mesh.progress(world, now, out)
+    if world.probing:  # after the mesh, which may have left out a host with which a newcomer is probed
+        world = networks.progress(world, now, out)
     world = planned.progress(staffing.let_in(world, now), now, out)
     if world.early and world.plan is None:
         world = _hear_early(world, now, out)
@@ -42,6 +42,11 @@ def step(world: World, event: m.Event, now: float) -> tuple[World, tuple[m.Comma
     if world.still is not None:
         world = standstill.explain(world)
     return world, tuple(out)
+
+
+def _hear_later(world: World, event: m.WorkerSucceeded | m.ProgramEnded) -> World:
+    """Keep a word of the planned world until all members have left the present one."""
+    return world if event in world.early else replace(world, early=(*world.early, event))
 
 
 def _hear_early(world: World, now: float, out: Commands) -> World:
@@ -250,8 +255,7 @@ def _take_word(world: World, event: Word, now: float, out: Commands) -> World:
             return world
         if isinstance(event, m.WorkerFormed):
             return replace(world, ahead=world.ahead | {w})
-        finished = isinstance(event, m.WorkerSucceeded)
-        return replace(world, early=(*world.early, event)) if finished else world
+        return _hear_later(world, event) if isinstance(event, m.WorkerSucceeded) else world
     if not world.active or event.epoch != world.epoch or w not in world.ranked:
         return world
     match event:
@@ -310,7 +314,7 @@ def _program_ended(world: World, event: m.ProgramEnded, now: float, out: Command
     if worker.job != name:
         return world
     if any(word.worker == w for word in world.early):  # type: ignore[attr-defined]  # so has this time
-        return replace(world, early=(*world.early, event))
+        return _hear_later(world, event)
     stopped = worker.state is WorkerState.STOPPED
     state = WorkerState.STOPPED if stopped else WorkerState.READY
     gone = frozenset({w})

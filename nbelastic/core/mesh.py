@@ -68,8 +68,7 @@ def progress(world: World, now: float, out: Commands) -> World:
     world = replace(world, mesh=Mesh(failed=failed))
     broken = {pair for pair in cut if failed[pair] >= TWICE}
     if broken:
-        world = replace(world, mesh=Mesh(), unexplained=(0, -1))
-        return _leave_out(world, mesh.pairs, broken, now, out)
+        return _leave_out(replace(world, mesh=Mesh()), mesh.pairs, broken, now, out)
     return begin(world, now, out, mesh.among) if cut else world
 
 

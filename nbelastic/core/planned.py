@@ -193,8 +193,10 @@ def _change(world: World, now: float, out: Commands) -> World:
     plan = world.plan
     if plan is not None and all(w in world.workers and w not in world.stopped for w in plan.members):
         ahead = world.ahead
-        world = epochs.release(world, plan.members, out)
-        return epochs.complete(epochs.enter(world, plan, ahead), out)
+        back = (w for w in world.members if w not in world.leaving and w not in plan.members)  # need not leave any more
+        world = epochs.release(world, (*plan.members, *back), out)
+        world = epochs.complete(epochs.enter(world, plan, ahead), out)
+        return _plan(world, now, out) if world.stage is Stage.RUNNING else world
     if plan is not None:  # they have to come back from there first
         return progress(epochs.call_off(world, out), now, out)
     target = epochs.next_members(world)

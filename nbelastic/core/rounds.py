@@ -67,7 +67,12 @@ def _hosts(group: Group, event: s.HostsSeen, now: float, out: Commands) -> Group
     """Those that have come are started; of those that have gone nothing more is expected."""
     group = replace(group, min=event.min, max=event.max)
     there = dict(event.hosts)
-    for host in [host for host, node in group.nodes.items() if not node.guest and host not in there]:
+    over = (
+        GroupState.SUCCEEDED,
+        GroupState.UNKNOWN,
+    )  # these stay known when their hosts have gone, and are not told again
+    ours = [host for host, node in group.nodes.items() if not node.guest and node.state not in over]
+    for host in [host for host in ours if host not in there]:
         out.append(s.EndNode(host, f"{host} has left the cluster", error=False))
         lost = host in event.lost
         why = f"host {host} was lost" if lost else f"host {host} leaves"
@@ -116,7 +121,7 @@ def _ready(group: Group, event: s.NodeReady, now: float) -> Group:
 def _failed(group: Group, event: s.NodeFailed, now: float) -> Group:
     """Its workers have failed. Judged at once if that explains itself, else when all have spoken, or the grace is over."""
     host = event.host
-    if not _in_round(group, host, event.round):
+    if not _in_round(group, host, event.round) or group.nodes[host].state is GroupState.UNHEALTHY:  # it has said so
         return group
     group = _put(group, host, replace(group.nodes[host], state=GroupState.UNHEALTHY, pids=(), starts=0))
     if group.stage is not Stage.RUNNING:
@@ -205,7 +210,8 @@ def _run(group: Group, now: float, out: Commands) -> Group:
     size = sum(seat.workers for seat in target)
     change = f"from {group.size} to {size} workers"
     out.append(m.Record("change-planned", change, epoch=group.round))
-    return _progress(_leave(group, change, now, out), now, out)
+    left = replace(_leave(group, change, now, out), enough=True)  # the last call is over: it is not made again
+    return _progress(left, now, out)
 
 
 def _judge(group: Group, now: float, out: Commands) -> Group:

@@ -191,6 +191,8 @@ def _one_by_one(commands: Iterable[m.Command]) -> Iterator[m.Command]:
                 yield from (replace(command, to=(w,)) for w in to or members)
             case m.StopProgram(workers=workers):
                 yield from (replace(command, workers=(w,)) for w in workers)
+            case m.PrepareWorld(order=order):
+                yield from (m.PrepareWorld(replace(order, to=(w,))) for w in order.members)
             case m.DropWorld() | m.AskLeave() | m.LeaveAt() | m.Stay() | m.AbortWorld() | m.Look():
                 yield from (replace(command, members=(w,)) for w in command.members)
             case _:

@@ -6,8 +6,11 @@ from collections.abc import Iterator
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
+from msgspec.structs import replace
+
 from nbelastic.core import addresses
 from nbelastic.core import messages as m
+from nbelastic.core.membership import step
 from nbelastic.core.networks import wide
 from nbelastic.core.world import HostPhase, Stage, WorkerState, World
 
@@ -112,6 +115,57 @@ def _faults_of_standing_still(world: World) -> Iterator[str]:
         yield f"{told - explained} are said to be behind, and are not"
 
 
+WORDS = (  # what agents and workers say, and notebooks about jobs
+    m.AgentReady,
+    m.Probed,
+    m.WorkerAt,
+    m.WorkerStarted,
+    m.WorkerRegistered,
+    m.WorkerExited,
+    m.WorkerFroze,
+    m.WorkerSilent,
+    m.WorkerHeard,
+    m.WorkerReady,
+    m.WorkerRaised,
+    m.StoreOffered,
+    m.WorkerPrepared,
+    m.WorkerFormed,
+    m.WorkerSucceeded,
+    m.ProgramEnded,
+    m.JobSubmitted,
+    m.JobStopRequested,
+)
+
+
+def check_doubled(world: World, event: m.Event, now: float) -> None:
+    """A word that is heard twice in a row changes nothing the second time, and commands nothing.
+
+    By design, whoever asks twice is answered twice: a worker that waits for a world, one whose connections broke, and a job
+    that was refused.
+    """
+    if not isinstance(event, WORDS):
+        return
+    again, commands = step(world, event, now)
+    again = replace(again, reason=world.reason)
+    changed = {
+        name: getattr(again, name) for name in world.__struct_fields__ if getattr(again, name) != getattr(world, name)
+    }
+    assert not changed, f"{event} changes {changed} when it is heard twice"
+    match event:
+        case m.WorkerReady(worker=w) | m.WorkerRaised(worker=w):
+            answers = (m.FormWorld, m.AbortWorld, m.StopProgram)
+            commands = [c for c in commands if not isinstance(c, answers) or _receivers(c) != (w,)]
+        case m.JobSubmitted(job=job):
+            commands = [c for c in commands if not isinstance(c, m.EndJob) or c.job != job]
+    assert not commands, f"{event} is answered twice: {commands}"
+
+
+def _receivers(command: m.FormWorld | m.AbortWorld | m.StopProgram) -> tuple[m.WorkerId, ...]:
+    match command:
+        case m.FormWorld(to=workers) | m.AbortWorld(members=workers) | m.StopProgram(workers=workers):
+            return workers
+
+
 def check_stores(story: Story, event: m.Event, commands: tuple[m.Command, ...]) -> None:
     """No world is formed with a store that its host has left behind while somebody has offered a new one."""
     for w in story.world.workers.keys() & {getattr(event, "worker", None)}:
@@ -147,6 +201,12 @@ def _faults_of(command: m.Command, before: World, world: World, now: float) -> I
             hosts = [w.host for w in members]
             if sum(a != b for a, b in pairwise(hosts)) != len(set(hosts)) - 1:
                 yield f"ranks are not packed by host: {hosts}"
+            survivors = list(dict.fromkeys(w.host for w in before.members if w in members))
+            newcomers = sorted(set(hosts) - set(survivors), key=lambda name: world.hosts[name].joined)
+            by_seniority = list(dict.fromkeys(hosts)) == [*survivors, *newcomers]
+            free = to or not before.hosts or any(world.hosts[w.host].moved_at for w in members)  # a store may decide
+            if not (free or by_seniority):
+                yield f"the ranks go by {hosts}, not survivors {survivors} first, then newcomers {newcomers} by seniority"
             if root in receivers or not set(receivers) <= set(range(len(members))):
                 yield "the root receives, or nobody does"
             if command == world.plan:

@@ -14,7 +14,7 @@ from nbelastic.core import messages as m
 from nbelastic.core.membership import deadline, step
 from nbelastic.core.placement import parse_host
 from nbelastic.core.world import Limits, Stage, WorkerState, World
-from tests.core.invariants import check, check_stores
+from tests.core.invariants import check, check_doubled, check_stores
 
 SIGKILL = -9
 IN_TIME = 1e-6
@@ -88,6 +88,7 @@ class Story:
                 self._obey(command)
             check(before, self.world, commands, self.now)
             check_stores(self, event, commands)
+            check_doubled(self.world, event, self.now)
         return commands
 
     def hear_of(self, event: m.Event) -> None:
@@ -320,7 +321,7 @@ class Story:
             case m.FormWorld():
                 self._form(command)
             case m.PrepareWorld(order=order):
-                for w in order.members:
+                for w in order.to or order.members:
                     self._hear_of_epoch(w, order.epoch)
                     if all(self.reach(w, other) for other in order.members):
                         self._say(w, m.WorkerPrepared(w, order.epoch))

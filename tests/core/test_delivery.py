@@ -268,3 +268,21 @@ def test_an_answer_tells_itself_from_old_news():
     two.say(b"hello")
     ((late, _),) = two.due(0.0)
     assert one.answers(late)
+
+
+def test_the_first_message_after_a_pause_has_its_time():
+    """The patience begins when the message is sent, not with the confirmation before it: it is not sent twice at once."""
+    end = Delivery(PATIENCE, 1)
+    end.say(b"one")
+    assert len(end.due(10.0)) == 1
+    assert end.due(10.9) == []
+    assert len(end.due(11.0)) == 1
+
+
+def test_a_busy_link_sends_a_lost_message_again():
+    """Messages that are said meanwhile do not put it off: the patience counts from the oldest that is not confirmed."""
+    end = Delivery(PATIENCE, 1)
+    for number in range(10):
+        end.say(b"message %d" % number)
+        assert [message for _, message in end.due(10.0 + number / 10)] == [b"message %d" % number]
+    assert end.due(11.0)[0][1] == b"message 0"

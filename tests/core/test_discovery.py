@@ -149,6 +149,18 @@ def test_a_drain_taken_back_in_time_changes_nothing():
     assert story.world.hosts["b"].phase is HostPhase.UP
 
 
+def test_the_record_says_who_removed_a_host():
+    """A person by name, or discovery."""
+    story = Story(min=1)
+    story.discover("b:1", "a:1", "c:1")
+    story.answer()
+    story.remove("b").answer().discover("a:1")
+    assert story.records("host-removed") == [
+        "b is to leave at the next commit, by a test",
+        "c is to leave at the next commit, by discovery",
+    ]
+
+
 def test_a_host_removed_by_hand_stays_away():
     """Discovery still lists a host that a person removed: it does not come back until it is added, or was unlisted once."""
     story = Story(min=1)

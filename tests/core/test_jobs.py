@@ -161,3 +161,37 @@ def test_no_news_is_taken_for_what_it_is_not():
     """A message that is no event is a programming error, and is called one."""
     with pytest.raises(TypeError, match="FormWorld is no event"):
         Story().send(m.FormWorld(1, (), "", 0, ()))
+
+
+def test_a_waiting_newcomer_whose_program_ends_is_not_counted_on():
+    """It waits for the next world, and its program ends by an error: that world forms without it."""
+    story = Story("b:1", min=1).run()
+    story.add("a:1").add("c:1").hear(m.AgentReady)
+    story.answer(lambda e: getattr(e, "worker", wid("c/0#1")).host == "a")
+    assert story.world.waiting == {wid("a/0#1")}
+    story.ended("a/0#1", error="KeyboardInterrupt")
+    assert not story.world.waiting
+    assert story.quiet(3.0).names == ["b/0#1", "c/0#1"]
+
+
+def test_a_job_that_is_submitted_twice_runs_once():
+    """The word comes again while the job runs, and after its end: no second end, no second run."""
+    story = Story("b:1", "a:1").run()
+    mark = story.mark()
+    story.submit()
+    assert not story.said[mark:]
+    story.finish().answer()
+    mark = story.mark()
+    story.submit()
+    assert not story.said[mark:]
+    assert story.job.outcome == "succeeded"
+
+
+def test_a_worker_that_comes_late_does_not_run_what_others_have_finished():
+    """A program without a world has ended on one worker: a newcomer does not begin it, so the job ends with those that ran it."""
+    story = Story("a:2", min=1).answer().submit().ended("a/0#1")
+    mark = story.mark()
+    story.add("b:1").hear(m.AgentReady).hear(m.WorkerRegistered)
+    assert not story.commands(m.RunProgram, mark)
+    story.ended("a/1#1")
+    assert (story.job.outcome, len(story.last(m.EndJob).members)) == ("succeeded", 2)

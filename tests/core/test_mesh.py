@@ -39,6 +39,15 @@ def test_hosts_of_a_world_that_stands_still_probe_one_another():
     assert len(story.commands(m.Probe, mark)) == 12
 
 
+def test_up_to_eight_hosts_are_all_probed_with_one_another():
+    """28 pairs, both ways; from nine on only neighbours are, and the host of rank 0 with all."""
+    for count, probes in ((8, 56), (9, 30)):
+        story = wide(count)
+        mark = story.mark()
+        story.send(m.StoodStill(story.world.epoch, 3.0))
+        assert len(story.commands(m.Probe, mark)) == probes
+
+
 def test_many_hosts_are_not_all_probed_with_one_another():
     """Of ten hosts, neighbours in a ring and rank 0's with all: 17 pairs, not 45."""
     story = wide(10)
@@ -112,6 +121,19 @@ def test_the_host_with_fewer_workers_is_left_out():
     sever(story, "1", "2").stand_still(5.0)
     assert story.world.hosts["gpu1"].reason.endswith("gpu1 is left out, as it has fewer workers")
     assert story.world.hosts["gpu2"].phase is HostPhase.UP
+
+
+def test_the_younger_of_those_with_fewest_workers_is_left_out():
+    """Nobody reaches anybody: that the host is younger decides among equals, and the reason does not claim more."""
+    story = Story(min=1)
+    for number, slots in ((3, 1), (1, 1), (2, 2)):
+        story.add(f"gpu{number}:{slots}", f"10.0.0.{number}").answer()
+    story.run().commit(3).answer()
+    for pair in ("12", "13", "23"):
+        sever(story, *pair)
+    story.stand_still(5.0)
+    reasons = {name: host.reason.rpartition("as it ")[2] for name, host in story.world.hosts.items()}
+    assert reasons == {"gpu1": "is younger", "gpu3": "has fewer workers", "gpu2": ""}
 
 
 def test_the_host_that_reaches_fewest_is_left_out():
@@ -206,6 +228,20 @@ def test_the_program_is_not_blamed_before_the_network_is_known():
     story.answer()
     assert story.world.hosts["gpu2"].phase is HostPhase.LOST
     assert story.world.active
+
+
+def broken(story: Story) -> Story:
+    """Connections of a member break, nobody has died, and the world forms again."""
+    return story.raised("gpu2/0#1", "RuntimeError: connection closed", intact=False).quiet(8.0)
+
+
+def test_a_host_that_was_left_out_explains_the_breaks_before():
+    """Two more breaks at the same commit are not the third and fourth: the program is not to blame yet."""
+    story = broken(wide(4, cooldown=(1000.0, 1000.0)))
+    broken(sever(story, "1", "4"))
+    assert "gpu4/0#1" not in story.names
+    broken(broken(story))
+    assert story.world.active, story.job.reason
 
 
 def test_a_program_that_breaks_its_connections_is_to_blame_in_a_wide_cluster_too():

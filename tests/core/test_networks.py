@@ -419,3 +419,16 @@ def test_a_change_is_not_prepared_with_a_store_that_was_left_behind():
     assert story.last(m.FormWorld).store.startswith("10.0.0.9:")
     assert len(story.names) == 3
     assert story.world.stage is Stage.RUNNING
+
+
+def test_no_number_of_a_probe_is_used_twice():
+    """Newcomers and the hosts of a world that stands still share the numbers: an old answer fits no later question."""
+    story = wide(3).run().commit(3).answer()
+    story.stand_still(3.0)
+    story.add("gpu9:1", "10.0.0.9", "10.1.0.9").answer()
+    story.stand_still(4.0)
+    rounds = list(dict.fromkeys(probe.number for probe in story.commands(m.Probe)))
+    assert rounds == list(range(1, len(rounds) + 1))
+    assert len(rounds) >= 5
+    numbers = [probe.number for probe in story.commands(m.Probe)]
+    assert numbers == sorted(numbers)

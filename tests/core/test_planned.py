@@ -262,3 +262,13 @@ def test_a_host_removed_while_it_starts_is_gone_at_once():
     story.remove("a")
     assert story.last(m.StopAgent).host == "a"
     assert story.world.hosts == {}
+
+
+def test_a_worker_that_need_not_leave_any_more_waits_for_the_next_world():
+    """All are on their way out of a world when a removed host is added again, with fewer slots: its worker comes back in."""
+    story = Story("b:2", "a:1", min=1).run().commit(3).answer()
+    story.remove("b").answer(lambda e: not isinstance(e, m.WorkerReady))
+    assert story.world.stage is Stage.LEAVING
+    story.add("b:1").quiet(2.0)
+    assert story.names == ["a/0#1", "b/0#1"]
+    assert story.alive() == ["b/0#1", "a/0#1"]

@@ -4,92 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from nbelastic.core import messages as m
 from nbelastic.core import script_messages as s
-from nbelastic.core.group import Group, GroupState, Stage, Terms, first_failure, places
-from nbelastic.core.rounds import advance, deadline
-
-
-class Play:
-    """A group and faithful fakes of its nodes: they start, come ready and leave rounds as they are told."""
-
-    def __init__(self, *hosts: str, **terms) -> None:
-        self.bounds = (terms.pop("min", 1), terms.pop("max", None))
-        self.group = Group("job-1", Terms(**terms))
-        self.now = 100.0
-        self.hosts = dict(self.parsed(host) for host in hosts)
-        self.mute: set[str] = set()  # hosts whose nodes do not start
-        self.lost: tuple[str, ...] = ()
-        self.said: list[m.Command] = []
-        self.rounds: dict[str, int] = {}  # that each node has left last
-        self.look()
-
-    @staticmethod
-    def parsed(host: str) -> tuple[str, int]:
-        name, _, slots = host.partition(":")
-        return name, int(slots or 1)
-
-    def look(self, *hosts: str) -> Play:
-        if hosts:
-            self.hosts = dict(self.parsed(host) for host in hosts)
-        return self.send(s.HostsSeen(tuple(self.hosts.items()), *self.bounds, self.lost))
-
-    def send(self, event: m.Event) -> Play:
-        self.group, commands = advance(self.group, event, self.now)
-        self.said += commands
-        for command in commands:
-            match command:
-                case s.StartNode(host=host) if host not in self.mute:
-                    self.rounds[host] = 0
-                    self.ready(host)
-                case s.LeaveRound(round=number, hosts=inside):
-                    for host in inside:
-                        self.rounds[host] = number
-                        self.ready(host)
-                case s.FormRound(round=number, seats=seats):
-                    for seat in seats:
-                        self.rounds[seat.host] = number
-        return self
-
-    def ready(self, host: str, **more) -> Play:
-        number = self.rounds.get(host, 0)
-        return self.send(s.NodeReady(host, number, f"{host}:{number + 4000}", more.pop("role", "default"), **more))
-
-    def guest(self, host: str, workers: int = 1, **more) -> Play:
-        return self.ready(host, workers=workers, guest=True, **more)
-
-    def wait(self, seconds: float) -> Play:
-        end = self.now + seconds
-        for _ in range(100):
-            at = max(self.now, deadline(self.group))
-            if at > end:
-                self.now = end
-                return self
-            self.now = at
-            self.send(s.Passed())
-        raise AssertionError(f"a hot loop: {self.group.reason}")
-
-    def fail(self, host: str, code: int = 1, rank: int = 0, at: float = 1.0, error: str = "boom") -> Play:
-        """Its worker fails; it ends the others and comes back."""
-        number = self.group.round
-        self.send(s.NodeFailed(host, number, (s.Failure(rank, 0, code, error, f"trace of {error}", at),)))
-        return self.ready(host) if (self.group.stage, self.group.round) == (Stage.RUNNING, number) else self
-
-    def succeed(self, *hosts: str) -> Play:
-        for host in hosts:
-            self.send(s.NodeSucceeded(host, self.group.round))
-        return self
-
-    def records(self, kind: str) -> list[str]:
-        return [command.text for command in self.said if isinstance(command, m.Record) and command.kind == kind]
-
-    @property
-    def seats(self) -> list[tuple[str, int]]:
-        return [(seat.host, seat.workers) for seat in self.group.seats]
-
-    @property
-    def end(self) -> s.EndScript:
-        return next(command for command in self.said if isinstance(command, s.EndScript))
+from nbelastic.core.group import GroupState, Stage, first_failure, places
+from nbelastic.core.rounds import advance
+from tests.core.play import Play
 
 
 def test_hosts_that_are_there_make_a_round():
@@ -143,6 +61,52 @@ def test_a_late_host_restarts_the_group_and_that_does_not_count():
     play.ready("b")
     assert play.seats == [("a", 2), ("b", 2)]
     assert (play.group.round, play.group.restarts) == (2, 0)
+
+
+def test_survivors_keep_the_low_ranks_whatever_hosts_are_called():
+    """Seats go by seniority, not by name: a newcomer takes no rank from a survivor, and `max` keeps it out first."""
+    play = Play("b:1", "c:1").look("b:1", "c:1", "a:1")
+    assert play.seats == [("b", 1), ("c", 1), ("a", 1)]
+    play.look("c:1", "a:1").look("c:1", "a:1", "b:1")
+    assert play.seats == [("c", 1), ("a", 1), ("b", 1)], "a host that comes back is a newcomer"
+    play.bounds = (1, 2)
+    assert play.look().seats == [("c", 1), ("a", 1)]
+
+
+def test_hosts_that_come_together_are_seated_in_the_order_in_which_they_came():
+    """The first round of three new hosts follows the order in which the cluster got them."""
+    play = Play("b:2", "a:1", "c:1")
+    assert play.seats == [("b", 2), ("a", 1), ("c", 1)]
+    assert play.commands(s.FormRound)[0].store == "b:4000"
+
+
+def test_a_running_round_waits_for_all_that_are_starting():
+    """Two hosts come, one is ready: the round is not left before the other was ready, or had the settle time."""
+    play = Play("b:1", settle=1.0)
+    play.mute = {"a", "c"}
+    play.look("b:1", "a:1", "c:1").ready("c")
+    assert (play.group.stage, play.group.round) == (Stage.RUNNING, 1)
+    assert play.group.reason == "1 worker on 1 node in round 1; waiting for a"
+    play.wait(0.9)
+    assert play.group.round == 1
+    play.ready("a")
+    assert (play.group.round, play.seats) == (2, [("b", 1), ("a", 1), ("c", 1)])
+
+
+def test_a_running_round_does_not_wait_for_ever():
+    """One of two new hosts never gets ready: after the settle time the other joins without it."""
+    play = Play("b:1", settle=1.0)
+    play.mute = {"a"}
+    play.look("b:1", "a:1", "c:1").wait(1.1)
+    assert (play.group.round, play.seats) == (2, [("b", 1), ("c", 1)])
+
+
+def test_a_running_round_that_will_be_full_waits_for_nobody():
+    """With the newcomer that is ready the group has `max` workers: one that is still starting could not come in."""
+    play = Play("b:1", max=2)
+    play.mute = {"a"}
+    play.look("b:1", "a:1", "c:1")
+    assert play.seats == [("b", 1), ("c", 1)]
 
 
 def test_a_lost_host_restarts_the_others_at_once():
@@ -262,6 +226,36 @@ def test_news_of_an_old_round_are_dropped():
     before = play.group
     play.send(s.NodeFailed("a", 1)).send(s.NodeSucceeded("a", 1)).send(s.NodeStarted("a", 1, (7,)))
     assert play.group == before
+
+
+def test_a_late_word_of_a_host_that_is_gone_is_dropped():
+    """Its workers had started when the host was lost: while the others wait for more, that word changes nothing."""
+    play = Play("b:1", "a:1", min=2)
+    play.lost = ("a",)
+    play.look("b:1")
+    assert play.group.stage is Stage.GATHERING
+    before = play.group
+    for late in (s.NodeStarted("a", 1, (7,)), s.NodeFailed("a", 1), s.NodeSucceeded("a", 1), s.NodeMoved("a")):
+        assert play.send(late).group == before
+
+
+def test_a_failure_is_counted_once_though_it_is_said_twice():
+    """A link may deliver a word again: the second one adds nothing to what is judged."""
+    play = Play("b:1", "a:1", max_restarts=1)
+    failed = s.NodeFailed("a", 1, (s.Failure(1, 0, 1, "boom", at=1.0),))
+    play.send(failed).send(failed)
+    assert len(play.group.failures) == 1
+    play.wait(1.1)
+    assert (play.group.round, play.group.restarts) == (2, 1)
+
+
+def test_a_host_that_leaves_after_its_workers_have_ended_well_is_told_once():
+    """Its part is done: it stays known, and nothing is sent to it each time that hosts are looked at."""
+    play = Play("b:1", "a:1").succeed("a")
+    play.look("b:1").look("b:1", "c:1").look("b:1")
+    assert [command.host for command in play.commands(s.EndNode)] == ["c"]
+    play.succeed("b")
+    assert play.end.reason == "every worker ended well"
 
 
 def test_max_is_kept():

@@ -446,3 +446,20 @@ def test_a_newcomer_that_is_frozen_gets_no_program():
     Away(story).new_driver(frozen=["c/0#1"])
     assert disturbed(story, mark) == []
     assert trains(story.quiet(3.0), "a/0#1", "a/1#1", "b/0#1", "c/0#2")
+
+
+@pytest.mark.parametrize("reached", [1, 2, 3])
+def test_a_preparation_of_which_only_some_have_heard_is_dropped(reached):
+    """The driver dies as it tells the members to prepare the next world: whatever some have prepared is dropped by all."""
+    story = Story("c:1", "a:1", "b:1", min=2).run().commit(3).answer()
+    story.add("d:1").answer(lambda e: not isinstance(e, m.WorkerReady | m.WorkerPrepared))
+    newcomer = next(e for e in story.answers if isinstance(e, m.WorkerReady))
+    story.answers.remove(newcomer)
+    mark = story.mark()
+    away = Away(story, newcomer, reached=1 + reached)  # a record, and so many of the members
+    assert (
+        sorted(fake.numbered for w, fake in story.fakes.items() if w.host != "d") == [1] * (3 - reached) + [2] * reached
+    )
+    away.new_driver()
+    assert [(c.epoch, len(c.members)) for c in story.commands(m.DropWorld, mark)] == [(2, 3)]
+    assert trains(story.quiet(3.0), "c/0#1", "a/0#1", "b/0#1", "d/0#1")

@@ -141,3 +141,26 @@ def test_nothing_is_due_in_an_empty_world():
     world, commands = step(World(Limits()), m.Ticked(), 5.0)
     assert (deadline(world, 5.0), commands) == (float("inf"), ())
     assert world.reason
+
+
+def only(host: str):
+    """The answers of this host's agent and workers."""
+    return lambda e: host in (getattr(e, "host", ""), getattr(getattr(e, "worker", None), "host", ""))
+
+
+def test_a_ready_newcomer_waits_for_a_host_that_is_starting():
+    """Its agent is not there yet, the others are up: both newcomers come in by one change, not by two."""
+    story = Story("b:1", min=1).run()
+    story.add("c:1").add("a:1").answer(only("c"))
+    assert story.world.stage is Stage.RUNNING
+    assert "a to start" in story.world.reason
+    story.quiet(2.0)
+    assert [len(order.members) for order in story.commands(m.FormWorld)] == [1, 3]
+
+
+def test_a_ready_newcomer_does_not_wait_for_a_slow_host_for_ever():
+    """The host's agent does not come within the settle time: the world grows without it."""
+    story = Story("b:1", min=1).run()
+    story.add("c:1").add("a:1").answer(only("c")).wait(1.1)
+    story.answer(only("c")).answer(only("b")).answer(only("c"))
+    assert story.names == ["b/0#1", "c/0#1"]

@@ -1,0 +1,192 @@
+"""A script's group played by faithful fakes of its nodes: they start, become ready and leave rounds as they are told.
+
+`Play` does for `core.rounds` what `story.Story` does for the world. After every step `faults` compares the group and the
+commands with what must always hold, and each event is given to the group a second time: that must change nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from nbelastic.core import messages as m
+from nbelastic.core import script_messages as s
+from nbelastic.core.group import Group, GroupState, Stage, Terms
+from nbelastic.core.rounds import advance, deadline
+
+
+class Play:
+    """`Play("b:2", "a:1", min=2, settle=0.5)`: hosts with their slots, in the order in which the cluster got them.
+
+    Nodes answer at once. With `slow` their answers wait in `answers` until the story hands them in.
+    """
+
+    def __init__(self, *hosts: str, **terms) -> None:
+        self.bounds = (terms.pop("min", 1), terms.pop("max", None))
+        self.slow = False
+        self.group = Group("job-1", Terms(**terms))
+        self.now = 100.0
+        self.hosts = dict(self.parsed(host) for host in hosts)
+        self.mute: set[str] = set()  # hosts whose nodes do not start
+        self.lost: tuple[str, ...] = ()
+        self.said: list[m.Command] = []
+        self.heard: list[m.Event] = []
+        self.answers: list[m.Event] = []
+        self.rounds: dict[str, int] = {}  # of each node that lives: the last round that it was in
+        self.inside: set[str] = set()  # nodes whose workers run
+        self.look()
+
+    @staticmethod
+    def parsed(host: str) -> tuple[str, int]:
+        name, _, slots = host.partition(":")
+        return name, int(slots or 1)
+
+    def look(self, *hosts: str) -> Play:
+        """The cluster's hosts are these now, or still the same."""
+        if hosts:
+            self.hosts = dict(self.parsed(host) for host in hosts)
+        return self.send(s.HostsSeen(tuple(self.hosts.items()), *self.bounds, self.lost))
+
+    def send(self, event: m.Event) -> Play:
+        before = self.group
+        self.heard.append(event)
+        self.group, commands = advance(before, event, self.now)
+        self.said += commands
+        for command in commands:
+            self._obey(command)
+        for fault in faults(before, event, self.group, commands):
+            raise AssertionError(f"{fault}\nevent: {event}\ngroup: {self.group}\ncommands: {commands}")
+        if not isinstance(event, s.NodeLeft):  # the driver passes it on once for each process
+            again, repeated = advance(self.group, event, self.now)
+            assert (again, repeated) == (self.group, ()), f"{event} changes something when it is heard twice"
+        while self.answers and not self.slow:
+            self.send(self.answers.pop(0))
+        return self
+
+    def _obey(self, command: m.Command) -> None:
+        match command:
+            case s.StartNode(host=host):
+                self.forget(host)
+                if host not in self.mute:
+                    self.rounds[host] = 0
+                    self.answers.append(self._hello(host))
+            case s.LeaveRound(round=number, hosts=hosts):
+                for host in hosts:
+                    if host in self.rounds:
+                        self.inside.discard(host)
+                        self.rounds[host] = number
+                        self.answers.append(self._hello(host))
+            case s.FormRound(round=number, seats=seats):
+                for seat in seats:
+                    if seat.host in self.rounds:
+                        self.rounds[seat.host] = number
+                        self.inside.add(seat.host)
+                        self.answers.append(s.NodeStarted(seat.host, number, tuple(range(1, seat.workers + 1))))
+
+    def _hello(self, host: str, role: str = "default", **more) -> s.NodeReady:
+        number = self.rounds.get(host, 0)
+        return s.NodeReady(host, number, f"{host}:{number + 4000}", role, **more)
+
+    def ready(self, host: str, **more) -> Play:
+        self.inside.discard(host)
+        return self.send(self._hello(host, **more))
+
+    def guest(self, host: str, workers: int = 1, **more) -> Play:
+        self.rounds.setdefault(host, 0)
+        return self.ready(host, workers=workers, guest=True, **more)
+
+    def forget(self, host: str) -> None:
+        """Its node is gone, and what it said is not heard any more."""
+        self.rounds.pop(host, None)
+        self.inside.discard(host)
+        self.answers = [answer for answer in self.answers if answer.host != host]
+        self.heard = [event for event in self.heard if getattr(event, "host", "") != host]
+
+    def wait(self, seconds: float) -> Play:
+        end = self.now + seconds
+        for _ in range(100):
+            at = max(self.now, deadline(self.group))
+            if at > end:
+                self.now = end
+                return self
+            self.now = at
+            self.send(s.Passed())
+        raise AssertionError(f"a hot loop: {self.group.reason}")
+
+    def fail(self, host: str, code: int = 1, rank: int = 0, at: float = 1.0, error: str = "boom") -> Play:
+        """Its worker fails; it ends the others and comes back."""
+        number = self.group.round
+        self.send(s.NodeFailed(host, number, (s.Failure(rank, 0, code, error, f"trace of {error}", at),)))
+        return self.ready(host) if (self.group.stage, self.group.round) == (Stage.RUNNING, number) else self
+
+    def succeed(self, *hosts: str) -> Play:
+        for host in hosts:
+            self.send(s.NodeSucceeded(host, self.group.round))
+        return self
+
+    def records(self, kind: str) -> list[str]:
+        return [command.text for command in self.said if isinstance(command, m.Record) and command.kind == kind]
+
+    def commands(self, kind: type) -> list:
+        return [command for command in self.said if isinstance(command, kind)]
+
+    @property
+    def seats(self) -> list[tuple[str, int]]:
+        return [(seat.host, seat.workers) for seat in self.group.seats]
+
+    @property
+    def end(self) -> s.EndScript:
+        return next(command for command in self.said if isinstance(command, s.EndScript))
+
+
+def faults(before: Group, event: m.Event, group: Group, commands: tuple[m.Command, ...]) -> Iterator[str]:
+    """What must hold after every step of a script, whatever has happened."""
+    if not group.reason:
+        yield "there is no reason"
+    if before.stage is Stage.ENDED and (group != before or commands):
+        yield "a script that has ended goes on"
+    if (group.stage is Stage.ENDED) != bool(group.outcome):
+        yield f"{group.stage} with the outcome {group.outcome!r}"
+    ends = [command for command in commands if isinstance(command, s.EndScript)]
+    if len(ends) != (group.stage is Stage.ENDED and before.stage is not Stage.ENDED):
+        yield f"{len(ends)} ends are commanded"
+    if not before.restarts <= group.restarts <= min(before.restarts + 1, group.terms.max_restarts):
+        yield f"the restarts went from {before.restarts} to {group.restarts} of {group.terms.max_restarts}"
+    failed = before.failures or isinstance(event, s.NodeFailed | s.NodeReady)  # a guest fails by coming back unasked
+    if group.restarts > before.restarts and not failed:
+        yield "a restart is counted, and nothing has failed"
+    if group.stage is Stage.GATHERING and group.failures:
+        yield "failures of a round that is over are kept"
+    formed = [command for command in commands if isinstance(command, s.FormRound)]
+    if group.round != before.round + len(formed) or len(formed) > 1:
+        yield f"the round went from {before.round} to {group.round}, {len(formed)} were formed"
+    for command in formed:
+        yield from _faults_of_a_round(before, group, command)
+    for command in commands:
+        match command:
+            case s.LeaveRound(round=number, hosts=hosts):
+                if number != before.round or not set(hosts) <= {seat.host for seat in before.seats}:
+                    yield "others than those in the round are to leave it"
+            case s.StartNode(host=host):
+                if group.stage is not Stage.ENDED and (host not in group.nodes or group.nodes[host].guest):
+                    yield f"a node is started on {host}, and nobody waits for it"
+
+
+def _faults_of_a_round(before: Group, group: Group, order: s.FormRound) -> Iterator[str]:
+    hosts, size = [seat.host for seat in order.seats], sum(seat.workers for seat in order.seats)
+    if not group.min <= size or (group.max is not None and size > group.max):
+        yield f"a round of {size}, outside [{group.min}, {group.max}]"
+    if len(set(hosts)) != len(hosts) or (group.stage is Stage.RUNNING and order.seats != group.seats):
+        yield f"the seats are {hosts}"
+    if order.restarts != group.restarts:
+        yield f"{order.restarts} restarts are told, {group.restarts} are counted"
+    if not order.store:
+        yield "a round without a store"
+    if any(group.nodes[seat.host].guest and seat.workers != group.nodes[seat.host].slots for seat in order.seats):
+        yield "a guest is not taken whole"
+    was = [seat.host for seat in before.seats if seat.host in hosts and group.nodes[seat.host].joined < before.joined]
+    same = [host for host in was if host in before.nodes and before.nodes[host].joined == group.nodes[host].joined]
+    fresh = [host for host in hosts if host not in same]
+    if hosts != [*same, *sorted(fresh, key=lambda host: group.nodes[host].joined)]:
+        yield f"{hosts} sit where {same} sat, and are not by seniority"
+    if any(group.nodes[host].state is not GroupState.HEALTHY for host in hosts if group.stage is Stage.RUNNING):
+        yield "a node in the round is not healthy"

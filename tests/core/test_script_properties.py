@@ -1,0 +1,201 @@
+"""Whatever happens to a script's nodes, in whatever order: what must always hold does, and ready nodes get to train.
+
+The invariants themselves are `play.faults`, checked after every step of every play; here hypothesis writes the play.
+"""
+
+from __future__ import annotations
+
+import math
+
+from hypothesis import HealthCheck, assume, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+
+from nbelastic.core import script_messages as s
+from nbelastic.core.group import GroupState, Stage
+from nbelastic.core.rounds import deadline
+from tests.core.play import Play
+from tests.support.soak import examples
+
+HOSTS = ("a", "b", "c")
+GUESTS = ("t", "u")
+DOUBLED = (s.HostsSeen, s.NodeReady, s.NodeStarted, s.NodeFailed, s.NodeSucceeded)
+
+
+class AnyScript(RuleBasedStateMachine):
+    """Hosts, nodes, terminals and time do what they like; the nodes that live are faithful."""
+
+    @initialize(
+        low=st.integers(1, 3),
+        room=st.none() | st.integers(0, 3),
+        restarts=st.integers(0, 3),
+        nproc=st.sampled_from([None, None, 2]),
+    )
+    def begin(self, low, room, restarts, nproc):
+        high = None if room is None else low + room
+        self.play = Play("b:2", "a:1", min=low, max=high, max_restarts=restarts, nproc=nproc)
+        self.play.slow = True
+
+    # ---- hosts and people ----
+
+    @rule(host=st.sampled_from(HOSTS), slots=st.integers(1, 3))
+    def add_host(self, host, slots):
+        self.play.hosts[host] = slots
+        self.play.look()
+
+    @rule(host=st.sampled_from(HOSTS), lost=st.booleans())
+    def take_host(self, host, lost):
+        assume(host in self.play.hosts)
+        del self.play.hosts[host]
+        self.play.lost = (host,) if lost else ()
+        self.play.look()
+        self.play.forget(host)
+
+    @rule(low=st.integers(1, 3), room=st.none() | st.integers(0, 3))
+    def scale(self, low, room):
+        self.play.bounds = (low, None if room is None else low + room)
+        self.play.look()
+
+    @rule(really=st.integers(0, 9))
+    def stop(self, really):
+        if not really:
+            self.play.send(s.ScriptStopped("stopped by a test"))
+
+    # ---- nodes ----
+
+    @rule(host=st.sampled_from(GUESTS), workers=st.integers(1, 2))
+    def a_terminal_comes(self, host, workers):
+        """Or says again that it waits, or comes back though nobody asked it to: its workers have failed."""
+        node = self.play.group.nodes.get(host)
+        self.play.guest(host, node.slots if node else workers)
+
+    @rule(data=st.data(), codes=st.lists(st.sampled_from([-9, -15, 1, 3]), max_size=2))
+    def fail(self, data, codes):
+        """Workers of its round fail; it comes back when it is heard."""
+        host = self._inside(data)
+        number = self.play.rounds[host]
+        failures = tuple(s.Failure(i, i, code, "boom", at=float(i)) for i, code in enumerate(codes))
+        self.play.inside.discard(host)
+        self._come_back(host)
+        self.play.send(s.NodeFailed(host, number, failures))
+
+    @rule(data=st.data())
+    def succeed(self, data):
+        host = self._inside(data)
+        self.play.send(s.NodeSucceeded(host, self.play.rounds[host]))
+
+    @rule(data=st.data(), broken=st.booleans())
+    def leave(self, data, broken):
+        """A node's process ends; what it was about to say is lost."""
+        host = self._living(data)
+        self.play.forget(host)
+        self.play.send(s.NodeLeft(host, "it has ended", broken=broken or host in HOSTS))
+
+    @rule(data=st.data())
+    def move(self, data):
+        """Its store has to be elsewhere: it offers another one."""
+        host = self._living(data)
+        if host not in self.play.inside:
+            self._come_back(host)
+        self.play.send(s.NodeMoved(host))
+
+    @rule(host=st.sampled_from(HOSTS))
+    def fall_silent(self, host):
+        """Nodes of this host do not start any more, or do again."""
+        self.play.mute ^= {host}
+
+    # ---- words and time ----
+
+    @precondition(lambda self: self.play.answers)
+    @rule(data=st.data())
+    def hear_one(self, data):
+        """Each node's own words in their order, but whose is first is chance."""
+        firsts = {}
+        for answer in self.play.answers:
+            firsts.setdefault(answer.host, answer)
+        answer = data.draw(st.sampled_from(list(firsts.values())))
+        self.play.answers.remove(answer)
+        self.play.send(answer)
+
+    @rule()
+    def hear_all(self):
+        while self.play.answers:
+            self.play.send(self.play.answers.pop(0))
+
+    @rule(data=st.data())
+    def hear_again(self, data):
+        """What a node that lives said before is heard again, doubled or late; not a word that would be a lie by now."""
+        play = self.play
+        old = [event for event in play.heard if isinstance(event, DOUBLED) and not self._is_a_lie(event)]
+        assume(old)
+        before, said = play.group, len(play.said)
+        event = data.draw(st.sampled_from(old))
+        play.send(event)
+        waits = isinstance(event, s.NodeReady) and event.host not in play.inside  # says so again
+        if getattr(event, "round", before.round) < before.round and not waits:
+            assert (play.group, play.said[said:]) == (before, []), "a word of an old round changes something"
+
+    @rule(seconds=st.sampled_from([0.1, 0.5, 1.0, 1.0, 40.0]))
+    def wait(self, seconds):
+        self.play.wait(seconds)
+
+    # ---- what must hold ----
+
+    def teardown(self):
+        """Peace: nodes start, everybody answers and time passes. Then all that can train does."""
+        if not hasattr(self, "play"):
+            return
+        play = self.play
+        play.mute.clear()
+        for _ in range(4):
+            self.hear_all()
+            for host in [host for host in play.group.nodes if host not in play.rounds]:
+                play.send(s.NodeLeft(host, "it hung and was ended", broken=True))
+            play.wait(20.0)
+        self.hear_all()
+        group = play.group
+        assert deadline(group) > play.now
+        states = {node.state for node in group.nodes.values()}
+        if group.stage is Stage.ENDED or GroupState.SUCCEEDED in states:
+            return
+        if group.stage is Stage.GATHERING:
+            assert "of min" in group.reason
+            return
+        assert play.inside == {seat.host for seat in group.seats}
+        room = math.inf if group.max is None else group.max - group.size
+        outside = [node for host, node in group.nodes.items() if host not in play.inside]
+        assert all((node.slots if node.guest else 1) > room for node in outside), f"{group.size} train: {group.reason}"
+
+    def _come_back(self, host: str) -> None:
+        node = self.play.group.nodes.get(host)
+        more = {"workers": node.slots, "guest": True} if host in GUESTS and node is not None else {}
+        self.play.answers = [a for a in self.play.answers if a.host != host or not isinstance(a, s.NodeReady)]
+        self.play.answers.append(self.play._hello(host, **more))
+
+    def _is_a_lie(self, event) -> bool:
+        """A node that is in a round does not say that it waits for another one."""
+        play = self.play
+        host = getattr(event, "host", "")
+        if isinstance(event, s.HostsSeen):
+            return dict(event.hosts) != play.hosts or (event.min, event.max) != play.bounds
+        if host not in play.rounds or event.round > play.rounds[host]:
+            return True
+        return isinstance(event, s.NodeReady) and (host in play.inside) == (event.round == play.rounds[host])
+
+    def _inside(self, data) -> str:
+        inside = sorted(host for host in self.play.inside if self.play.group.nodes.get(host))
+        assume(inside)
+        return data.draw(st.sampled_from(inside))
+
+    def _living(self, data) -> str:
+        living = sorted(self.play.rounds)
+        assume(living)
+        return data.draw(st.sampled_from(living))
+
+
+TestAnyScript = AnyScript.TestCase
+TestAnyScript.settings = settings(
+    max_examples=examples(50),
+    stateful_step_count=40,
+    suppress_health_check=list(HealthCheck),
+)
