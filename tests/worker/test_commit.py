@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from nbelastic import StateError, TorchState
+from nbelastic.worker.copies import ALIGNED, _places_for
 from nbelastic.worker.session import WorldAborted
 from nbelastic.worker.transfer import describe
 from nbelastic.worker.wrapping import wrapping
@@ -317,6 +318,33 @@ def test_other_groups_are_refused_and_nothing_is_changed(group, begun):
     with pytest.raises(StateError, match="other parameters in its groups"):
         receive(new, old)
     assert (weights(mine), len(other.param_groups)) == (before, 2)
+
+
+def test_groups_of_which_only_one_differs_are_refused(group, begun):
+    """Each group is compared: momentum of the second one's parameters does not go to other parameters, silently."""
+
+    def grouped(seed, order):
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        first, second = ([layer.weight, layer.bias] for layer in model)
+        return model, torch.optim.Adam([{"params": first}, {"params": second[::order]}])
+
+    (model, optimizer), (mine, other) = grouped(1, 1), grouped(2, -1)
+    old, new = (begun(TorchState(model=m, optimizer=o)) for m, o in ((model, optimizer), (mine, other)))
+    before = weights(mine)
+    with pytest.raises(StateError, match="other parameters in its groups"):
+        receive(new, old)
+    assert weights(mine) == before
+
+
+def test_copies_take_little_more_memory_than_what_they_copy():
+    """Each copy begins at an aligned place: at most that much is lost for each tensor."""
+    tensors = [torch.ones(1000), torch.ones(3), torch.ones(5, dtype=torch.uint8)]
+    places = _places_for(tensors, pinned=False)
+    assert [(p.shape, p.dtype) for p in places] == [(t.shape, t.dtype) for t in tensors]
+    assert all(place.data_ptr() % ALIGNED == places[0].data_ptr() % ALIGNED for place in places)
+    taken, needed = places[0].untyped_storage().nbytes(), sum(tensor.nbytes for tensor in tensors)
+    assert needed <= taken <= needed + len(tensors) * ALIGNED
 
 
 def test_an_optimizer_needs_its_model(group, begun):

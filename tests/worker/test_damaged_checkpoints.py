@@ -5,6 +5,7 @@ import json
 import os
 import pickle
 import resource
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -252,6 +253,37 @@ def test_a_disk_that_is_full(tmp_path, capsys):
     assert os.listdir(tmp_path) == ["000001-commit-1"]
     write(counter(3), tmp_path)
     assert written(tmp_path) == ["000001-commit-1", "000002-commit-3"]
+
+
+@pytest.mark.timeout(30)
+def test_a_name_that_the_disk_refuses(tmp_path, monkeypatch, capsys):
+    """The checkpoint is written, and cannot get its name: the error is reported, and no other name is tried for ever."""
+
+    rename = Path.rename
+
+    def refuse(path, target):
+        if "-commit-" in Path(target).name:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", refuse)
+    with pytest.raises(StateError, match=os.strerror(errno.EACCES)):
+        write(counter(2), tmp_path)
+    assert os.strerror(errno.EACCES) in capsys.readouterr().err
+
+
+def test_another_process_takes_the_name_first(tmp_path, monkeypatch):
+    """Two jobs write to one folder at the same moment: the slower one takes the next number, and neither is lost."""
+    rename = Path.rename
+
+    def too_late(path, target):
+        if Path(target).name == "000001-commit-2":
+            shutil.copytree(path, target)
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", too_late)
+    assert write(counter(2), tmp_path).name == "000002-commit-2"
+    assert written(tmp_path) == ["000001-commit-2", "000002-commit-2"]
 
 
 def test_a_folder_that_cannot_be(tmp_path):
