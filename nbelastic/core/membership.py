@@ -159,6 +159,7 @@ def _take_order(world: World, event: Order, now: float, out: Commands) -> World:
     """People and discovery change which hosts there are and how many workers may run."""
     if world.stopping:
         return world
+    before = world
     match event:
         case m.HostAdded(host=spec, by=by):
             world = replace(world, removed=world.removed - {spec.name})
@@ -172,6 +173,7 @@ def _take_order(world: World, event: Order, now: float, out: Commands) -> World:
             world = replace(world, limits=replace(world.limits, min=low, max=high), since=now)
         case _:
             assert_never(event)
+    staffing.tell_of_room(before, world, out)
     return staffing.staff(world, now, out)
 
 

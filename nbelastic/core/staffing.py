@@ -214,6 +214,27 @@ def staff(world: World, now: float, out: Commands) -> World:
     )
 
 
+def too_many(asked: int, room: int) -> str:
+    """One line for more workers than the driver's machine has open files for."""
+    return (
+        f"{asked} workers are asked for, and only {room} fit: each needs 6 open files in ipyparallel's controller. "
+        "Raise the hard limit of open files here (ulimit -Hn; LimitNOFILE= in systemd; --ulimit nofile= in a container), "
+        "then start the cluster again."
+    )
+
+
+def tell_of_room(before: World, world: World, out: Commands) -> None:
+    """Say so when more workers are asked for than before, and more than fit."""
+    room, asked = world.limits.room, _asked(world)
+    if room is not None and asked > max(room, _asked(before)):
+        out.append(m.Record("no-room", too_many(asked, room)))
+
+
+def _asked(world: World) -> int:
+    slots = sum(host.spec.slots for host in world.hosts.values() if host.phase is not HostPhase.DRAINING)
+    return int(min(slots, world.limits.asked))
+
+
 def _fill(host: Host, wanted: float, now: float) -> tuple[Host, list[m.WorkerId], float]:
     """Take up to `wanted` free slots. Also says when the next cooling one may be tried."""
     slots = list(host.slots)

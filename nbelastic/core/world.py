@@ -27,11 +27,17 @@ class Limits(Struct, frozen=True):
     healthy: float = 60.0  # a worker that lived this long has its slot's strikes forgiven
     stall: float | None = None  # how long others wait for a member that is behind before it is replaced; None: for ever
     timeouts: Timeouts = Timeouts()
+    room: int | None = None  # how many workers the limit of open files on the driver's machine allows; None: any number
+
+    @property
+    def asked(self) -> float:
+        """How many workers people want started."""
+        return NEVER if self.max is None else self.max + self.spares
 
     @property
     def wanted(self) -> float:
         """How many workers to keep started."""
-        return NEVER if self.max is None else self.max + self.spares
+        return self.asked if self.room is None else min(self.asked, self.room)
 
     @property
     def most(self) -> float:

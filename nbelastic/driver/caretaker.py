@@ -103,6 +103,13 @@ class Caretaker:
         self._chosen = True
         return [f"--ports={','.join(map(str, chosen))}"] if chosen else []
 
+    def last_line(self) -> str:
+        """What it wrote last; empty if it has written nothing."""
+        with contextlib.suppress(OSError), self._log.open("rb") as log:
+            log.seek(max(0, log.seek(0, os.SEEK_END) - LAST_WORDS))
+            return (log.read().decode(errors="replace").strip().splitlines() or [""])[-1]
+        return ""
+
     async def ended(self) -> None:
         """Return when its process has ended, child of ours or not."""
         with contextlib.suppress(ProcessLookupError):

@@ -15,6 +15,7 @@ from typing import Any, Self, TypeVar, Unpack
 
 from msgspec.structs import replace
 
+from nbelastic import descriptors
 from nbelastic.core import messages as m
 from nbelastic.core.errors import (
     ClusterStoppedError,
@@ -22,6 +23,7 @@ from nbelastic.core.errors import (
     UsageError,
 )
 from nbelastic.core.placement import parse_host
+from nbelastic.core.staffing import too_many
 from nbelastic.core.world import Limits
 from nbelastic.driver import orders
 from nbelastic.driver.calls import Call, pickled
@@ -156,8 +158,8 @@ class Cluster:
     def start(self, wait: bool = True, timeout: float | None = None) -> Self:
         """Start; returns when `min` workers are ready (`wait=False`: at once). Ctrl-C leaves it starting.
 
-        UsageError if it runs already, or another cluster of that name. HostError, and the end of it, if not one host could
-        be started. WaitTimeoutError after `timeout` seconds
+        UsageError if it runs already, or another cluster of that name. HostError if `min` workers need more open files than
+        a process may have here; and, with the end of the cluster, if not one host could be started. WaitTimeoutError after `timeout` seconds
         (default: elastic_timeout) and ClusterStoppedError, both with the reason.
         """
         if self._driver is not None and not self._driver.finished.is_set():
@@ -183,10 +185,15 @@ class Cluster:
         return self
 
     def _drive(self, log_dir: Path) -> Driver:
-        """Start the driver's thread."""
+        """Start the driver's thread. HostError if `min` workers need more open files than a process may have."""
+        room = descriptors.room(descriptors.raise_limit())
+        if self._found is None and self._limits.min > room:
+            raise HostError(too_many(self._limits.min, room))
+        limits = replace(self._limits, room=room)
         notes = Notes(self._run_dir, self._arguments, self._found) if self._settings.keep is not None else None
         number = self._found.number if self._found is not None else secrets.token_hex(4)
-        driver = Driver(replace(self._settings, log_dir=log_dir, number=number), self._run_dir, notes)
+        settings = replace(self._settings, limits=limits, log_dir=log_dir, number=number)
+        driver = Driver(settings, self._run_dir, notes)
         driver.start()
         return driver
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,15 +17,24 @@ from nbelastic.driver.client import Client, Context, ControllerLostError
 from nbelastic.driver.run import Cell
 
 PROGRAM = "__import__('nbelastic.worker.program', fromlist=['call'])"
-HEARTBEAT = 100  # milliseconds
+HEARTBEAT = 100  # milliseconds between two heartbeats of an engine, up to so many engines; of more, as many as engines
 LONGER = 10.0  # seconds that ipyparallel waits longer for a silent engine than we do: it would throw its results away
 REACH, PATIENCE = 5.0, 30.0  # seconds after which a controller is asked again, and that it may take to answer
-PAUSE = 10.0  # at most, in seconds, between two starts of a controller that ends at once
+FIRST_PAUSE, PAUSE = 0.1, 10.0  # seconds between two starts of a controller that ends soon: at first, and at most
+SOON = 10.0  # seconds after its start
 LOOK = 1.0  # seconds between two looks at what is not answered
 STILL = 5  # looks at a stopped controller after which it is ended
 IDLE = (2, 4, 8, 16)  # looks without an answer of who runs nothing, after which it is asked; then every 16th
 Outcome = tuple[str, Any, str]
-log = logging.getLogger("nbelastic")
+
+
+def heartbeat(most: float) -> int:
+    """Milliseconds between two heartbeats for `most` engines.
+
+    An engine counts only after a heartbeat, so a short period makes starts quick. Each heartbeat costs the controller
+    about 1.1 ms of CPU. So the period grows with the engines, and all of them together take about a tenth of a core.
+    """
+    return max(HEARTBEAT, int(min(most, 10 * HEARTBEAT)))
 
 
 class _Program:
@@ -58,19 +66,22 @@ class Engines:
         *,
         keep: tuple[Path, float] | None = None,
         on_again: Callable[[], None] = lambda: None,
+        on_trouble: Callable[[str], None] = lambda why: None,  # noqa: ARG005
+        most: float = 0,
     ) -> None:
         self._profile_dir = profile_dir
         self._name = name
-        misses = int((silence + LONGER) * 1000 / HEARTBEAT)
+        period = heartbeat(most)
+        misses = int((silence + LONGER) * 1000 / period)
         arguments = [
             "--nodb",  # the hub's record of every message would grow for ever
             "--usethreads",
-            f"--HeartMonitor.period={HEARTBEAT}",  # an engine counts only after a heartbeat
+            f"--HeartMonitor.period={period}",  # an engine counts only after a heartbeat
             f"--HeartMonitor.max_heartmonitor_misses={misses}",
             "--log-level=40",
         ]
         self._caretaker = Caretaker(Path(profile_dir), name, arguments, keep)
-        self._on_engine, self._on_again = on_engine, on_again
+        self._on_engine, self._on_again, self._on_trouble = on_engine, on_again, on_trouble
         self._ids: dict[str, int] = {}  # engine uuid -> ipyparallel's number, of those that can be spoken to
         self._programs: dict[str, list[_Program]] = {}  # engine uuid -> those without an outcome
         self._held: dict[str, list[Callable[[], None]]] = {}  # what waits for an engine
@@ -165,9 +176,12 @@ class Engines:
         (self._all_connected.set if connected else self._all_connected.clear)()
 
     async def _watch(self) -> None:
-        """For ever: have a controller."""
+        """For ever: have a controller. One that ends at once is started again after pauses that grow."""
+        pause = 0.0
         while True:
+            began = self._loop.time()
             await self._caretaker.ended()
+            lived = self._loop.time() - began
             self._term += 1
             self._all_connected.clear()  # the client will say so too, but later
             self._ids.clear()
@@ -175,6 +189,10 @@ class Engines:
                 self.client._io_loop.add_callback(self.client.fail_unbound)
             for uuid in self._gone:
                 self._drop(uuid)
+            pause = min(2 * pause or FIRST_PAUSE, PAUSE) if lived < SOON else 0.0
+            if pause:
+                self._on_trouble(f"it ended after {lived:.1f} s: {self._caretaker.last_line()}")
+                await asyncio.sleep(pause)
             await self._start_again()
             if self.client is not None:
                 meeting = self._loop.create_task(self._meet())
@@ -207,14 +225,12 @@ class Engines:
         self._busy[uuid] = job
 
     async def _start_again(self) -> None:
-        pause = 0.1
+        pause = FIRST_PAUSE
         while True:
             try:
                 await self._caretaker.again()
             except (OSError, RuntimeError) as error:  # one of its ports may be taken for a moment
-                log.warning(
-                    "ipyparallel's controller has ended and could not be started again, which is tried on: %s", error
-                )
+                self._on_trouble(f"it could not be started again, which is tried on: {error}")
                 await asyncio.sleep(pause)
                 pause = min(2 * pause, PAUSE)
             else:

@@ -70,6 +70,7 @@ class _Held:
         self.peer = f"agent/{host}~{number}"
         self.agent: Agent | None = None
         self.here = ""  # this machine's address towards a host that is not local
+        self.asked = 0  # how many workers it may run
         self.slots = 0  # of a local one
         self.move: wire.Rehome | None = None  # where its workers are since they no longer are where it began
         self.launching: asyncio.Task[None] | None = None
@@ -99,7 +100,7 @@ class Fleet:
         self._loop = asyncio.get_running_loop()
         self._held: dict[str, _Held] = {}  # by host
         self._started = 0
-        self._doors = Doors(settings.keep)
+        self._doors = Doors(settings.keep, self._workers_asked)
         self._engine_of: dict[m.WorkerId, str] = {}
         self._worker_of: dict[str, m.WorkerId] = {}
         self._setup_started: set[m.WorkerId] = set()
@@ -107,6 +108,7 @@ class Fleet:
         self._spawns: list[tuple[m.WorkerId, Path]] = []  # wait for the controller
         self._engines: Engines | None = None
         self._starting: asyncio.Task[None] | None = None
+        self._trouble = ""  # why the controller failed, as it was recorded last
         self.setup_cells: list[str] = []
         self.live = Live(log_dir=str(settings.log_dir))
         self.pace = Pace()
@@ -143,7 +145,8 @@ class Fleet:
         for host, old in saved.agents.items():
             held = self._held[host] = _Held(host, old.number)
             held.here, held.move = old.here, old.move
-            held.slots = next((h.spec.slots for h in saved.world.hosts if h.spec.name == host and not old.here), 0)
+            held.asked = next((h.spec.slots for h in saved.world.hosts if h.spec.name == host), 0)
+            held.slots = 0 if old.here else held.asked
             stopped = partial(self._agent_stopped, host, held)
             if old.job:
                 held.agent = batch = BatchJobAgent(host, self._settings, stopped, old.number)
@@ -250,6 +253,7 @@ class Fleet:
         self.kill_agent(spec.name)
         self._started += 1
         held = self._held[spec.name] = _Held(spec.name, self._started)
+        held.asked = spec.slots
         held.launching = self._loop.create_task(self._launch(spec, held, self._started))
 
     async def _launch(self, spec: m.HostSpec, held: _Held, number: int) -> None:
@@ -300,6 +304,10 @@ class Fleet:
             return self._settings.lease
         return max(LINE_LEASE if self._settings.launcher == SSH else LEASE, self._settings.silence)
 
+    def _workers_asked(self) -> int:
+        """For how many workers there are hosts, or how many there may be if that is less."""
+        return int(min(self._settings.limits.wanted, sum(held.asked for held in self._held.values())))
+
     async def _start_engines(self, process: str = "") -> None:
         """Start ipyparallel's controller, or connect to the one behind `process`."""
         from nbelastic.driver.engines import Engines
@@ -313,6 +321,8 @@ class Fleet:
             self._engine_registered,
             keep=settings.keep,
             on_again=self._controller_came_again,
+            on_trouble=self._controller_fails,
+            most=self._workers_asked(),
         )
         try:
             await (self._engines.attach() if process else self._engines.start())
@@ -379,6 +389,11 @@ class Fleet:
         w = self._worker_of.get(engine)
         if w is not None:
             self._begin_setup(w)
+
+    def _controller_fails(self, why: str) -> None:
+        if why != self._trouble:
+            self._trouble = why
+            self._record(m.Record("controller-failed", f"ipyparallel's controller fails, and is started again: {why}"))
 
     def _controller_came_again(self) -> None:
         self._record(m.Record("controller-started", "ipyparallel's controller had ended; it was started again"))

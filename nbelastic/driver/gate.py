@@ -10,22 +10,22 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import resource
 import socket
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 import msgspec
 
+from nbelastic import descriptors
 from nbelastic.core.addresses import bracketed
 from nbelastic.presence import identity, lives, outlast, pid_of
 from nbelastic.processes import kill_group, leave, stopped
 
-MOST_OF_A_PEER = 128  # connections of one address through one door: a host has a few for each worker
-MOST = 4096  # through one door
+MOST_OF_A_PEER = 128  # connections of one address through one door, or twice as many as workers are asked for
+MOST = 4096  # through one door, or four times as many as workers are asked for
 CHUNK = 1 << 16  # bytes
 ALIVE = ((socket.TCP_KEEPIDLE, 30), (socket.TCP_KEEPINTVL, 10), (socket.TCP_KEEPCNT, 60))  # seconds, seconds, times
 
@@ -44,8 +44,8 @@ class SavedGate(msgspec.Struct, frozen=True):
 class Gate:
     """Doors from `address` to loopback ports; their processes end with this one (or within the lease), or with `close()`."""
 
-    def __init__(self, address: str, keep: Keep | None = None) -> None:
-        self.address = address
+    def __init__(self, address: str, keep: Keep | None = None, workers: Callable[[], int] = lambda: 0) -> None:
+        self.address, self._workers = address, workers
         self._keep = [str(part) for part in keep or ()]
         self._children: dict[str, subprocess.Popen[bytes]] = {}
         self._doors: dict[str, dict[int, int]] = {}  # by process
@@ -68,7 +68,7 @@ class Gate:
                 doors[port] = listener.getsockname()[1]
                 fds[listener.fileno()] = port
             code = "from nbelastic.driver.gate import main; main()"
-            command = [sys.executable, "-c", code, json.dumps(list(fds.items())), *self._keep]
+            command = [sys.executable, "-c", code, json.dumps(list(fds.items())), str(self._workers()), *self._keep]
             stdin, out = (subprocess.DEVNULL, subprocess.DEVNULL) if self._keep else (subprocess.PIPE, None)
             child = subprocess.Popen(
                 command, stdin=stdin, stdout=out, stderr=out, pass_fds=list(fds), start_new_session=True
@@ -117,10 +117,13 @@ class Gate:
 
 
 class Doors:
-    """The gates of a cluster, one for each address of this machine that other hosts come to."""
+    """The gates of a cluster, one for each address of this machine that other hosts come to.
 
-    def __init__(self, keep: Keep | None = None) -> None:
-        self._keep = keep
+    `workers()`: how many workers are asked for. All of them may come from one address.
+    """
+
+    def __init__(self, keep: Keep | None = None, workers: Callable[[], int] = lambda: 0) -> None:
+        self._keep, self._workers = keep, workers
         self._gates: dict[str, Gate] = {}
         self._links: dict[tuple[str, str], str] = {}
 
@@ -169,7 +172,7 @@ class Doors:
         return self._links[here, connection]
 
     def _gate(self, here: str) -> Gate:
-        return self._gates.setdefault(here, Gate(here, self._keep))
+        return self._gates.setdefault(here, Gate(here, self._keep, self._workers))
 
     def leave(self) -> None:
         """To another driver."""
@@ -184,14 +187,17 @@ class Doors:
 class _Door:
     """One listener and where it leads."""
 
-    def __init__(self, port: int) -> None:
+    def __init__(self, port: int, workers: int) -> None:
         self._port = port
+        self._most_of_a_peer, self._most = max(MOST_OF_A_PEER, 2 * workers), max(MOST, 4 * workers)
+        self._refused: set[str] = set()
         self._open: Counter[str] = Counter()
 
     async def pass_through(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         peer = str((writer.get_extra_info("peername") or ("?",))[0])
-        if self._open[peer] >= MOST_OF_A_PEER or self._open.total() >= MOST:
+        if self._open[peer] >= self._most_of_a_peer or self._open.total() >= self._most:
             writer.transport.abort()
+            self._say_refused(peer)
             return
         self._open[peer] += 1
         outer: socket.socket = writer.get_extra_info(
@@ -209,6 +215,13 @@ class _Door:
             self._open[peer] -= 1
             self._open += Counter()  # forget who has none
 
+    def _say_refused(self, peer: str) -> None:
+        """Once for an address, and for at most so many addresses."""
+        if peer not in self._refused and len(self._refused) < MOST_OF_A_PEER:
+            self._refused.add(peer)
+            text = f"{self._open[peer]} connections of it and {self._open.total()} in all are open"
+            print(f"nbelastic: a connection of {peer} was refused: {text}", file=sys.stderr, flush=True)
+
 
 async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
     """All that comes, until either side ends; then both do."""
@@ -222,18 +235,19 @@ async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
         writer.close()
 
 
-async def _serve(fds: dict[int, int]) -> None:
+async def _serve(fds: dict[int, int], workers: int) -> None:
     for fd, port in fds.items():
-        await asyncio.start_server(_Door(port).pass_through, sock=socket.socket(fileno=fd))
+        await asyncio.start_server(_Door(port, workers).pass_through, sock=socket.socket(fileno=fd))
     loop = asyncio.get_running_loop()
-    if len(sys.argv) > 2:
-        await loop.run_in_executor(None, outlast, Path(sys.argv[2]), float(sys.argv[3]))
+    if len(sys.argv) > 3:
+        await loop.run_in_executor(None, outlast, Path(sys.argv[3]), float(sys.argv[4]))
     else:
         await loop.run_in_executor(None, sys.stdin.read)  # until the driver's process is gone
 
 
 def main() -> None:
-    """The process: `argv[1]` is a list of (descriptor of a listener, port that it leads to), the rest a `Keep`."""
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    asyncio.run(_serve(dict(json.loads(sys.argv[1]))))
+    """The process: `argv[1]` is a list of (descriptor of a listener, port that it leads to), `argv[2]` how many workers are
+    asked for, the rest a `Keep`.
+    """
+    descriptors.raise_limit()
+    asyncio.run(_serve(dict(json.loads(sys.argv[1])), int(sys.argv[2])))

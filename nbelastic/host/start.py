@@ -5,15 +5,15 @@ from __future__ import annotations
 import json
 import multiprocessing as mp
 import os
-import resource
 import sys
 from contextlib import suppress
 from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
+from nbelastic import descriptors
+
 TEMPLATE = "nbelastic.worker.template"  # by name: host and worker never import one another
-DESCRIPTORS = 65536  # that a process may have open, where the host allows so many; 1024 is the usual limit
 
 
 def main() -> None:
@@ -60,10 +60,7 @@ def _from_stdin() -> tuple[bytes, int]:
 
 def _arrange(settings: dict[str, Any]) -> None:
     """The environment, limits, folder and paths that this process, the template and all workers have."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if 0 <= soft < DESCRIPTORS:  # gloo ends a worker that has none left, and strangers' connections take one each
-        most = DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, DESCRIPTORS)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    descriptors.raise_limit()  # gloo ends a worker that has none left, and strangers' connections take one each
     os.environ.update(settings["environment"])
     os.environ["NBELASTIC_PRELOAD"] = ",".join(settings["preload"])
     threads = settings["threads"] or str(max(1, (os.cpu_count() or 1) // int(settings["settings"]["slots"])))

@@ -211,3 +211,18 @@ def test_a_spare_that_is_not_needed_waits_on():
     story.hear(m.WorkerFormed)
     story.kill("a/0#1").hear(m.WorkerReady, "b/0#1")
     assert story.names == ["b/0#1", "b/1#1"]
+
+
+def test_no_more_workers_are_started_than_there_are_open_files_for():
+    """Others wait for nothing; one line says how many fit, when a host is added that is one too many, and once."""
+    story = Story("a:3", min=2, room=4)
+    story.answer()
+    assert not [record for record in story.commands(m.Record) if record.kind == "no-room"]
+    story.send(m.HostAdded(m.HostSpec("b", 3)))
+    story.answer()
+    (record,) = [record for record in story.commands(m.Record) if record.kind == "no-room"]
+    assert record.text.startswith("6 workers are asked for, and only 4 fit")
+    assert len(story.world.workers) == 4
+    story.kill("a/0#1").answer()
+    assert len(story.world.workers) == 4
+    assert len([record for record in story.commands(m.Record) if record.kind == "no-room"]) == 1

@@ -101,6 +101,21 @@ def test_so_many_of_one_address_and_no_more():
         until(room, what="room for another one")
 
 
+def test_many_workers_of_one_address(capfd):
+    """All workers that are asked for may come from one address; the first refusal of an address is said, and no other."""
+    with echo() as port, contextlib.ExitStack() as stack:
+        gate = Gate("127.0.0.1", workers=lambda: MOST_OF_A_PEER)
+        stack.callback(gate.close)
+        door = ("127.0.0.1", gate.open([port])[port])
+        ours = [stack.enter_context(call(door, "127.0.0.8")) for _ in range(2 * MOST_OF_A_PEER)]
+        assert all(comes_back(one) for one in ours)
+        for _ in range(3):
+            assert refused(stack.enter_context(call(door, "127.0.0.8")))
+    said = capfd.readouterr().err
+    assert said.count("\n") == 1
+    assert "127.0.0.8 was refused: 256 connections of it" in said
+
+
 def test_nobody_behind_it():
     """Where nothing listens any more, a caller is refused, and the gate goes on."""
     with echo() as port:
