@@ -79,6 +79,18 @@ def lose(world: World, gone: Iterable[m.WorkerId], why: str, now: float, out: Co
     return world if world.stage is Stage.GATHERING else break_epoch(world, why, now, out)
 
 
+def unseat(world: World, ids: Iterable[m.WorkerId]) -> World:
+    """Survivors of a broken epoch that are not to be in the next: they come back as newcomers when they have left this one."""
+    those = frozenset(ids)
+    world = seat(world, tuple(w for w in world.members if w not in those))
+    return replace(
+        world,
+        awaiting=less(world.awaiting, those),
+        leaving=less(world.leaving, those),
+        starting=world.starting | those,
+    )
+
+
 def _bury(world: World, ids: frozenset[m.WorkerId]) -> World:
     workers = dict(world.workers)
     buried = sum(workers.pop(w, None) is not None for w in ids)
@@ -187,13 +199,16 @@ def complete(world: World, out: Commands) -> World:
         return world
     text = f"world of {len(world.members)} at epoch {world.epoch}"
     out.append(m.Record("world-formed", text, epoch=world.epoch))
-    return replace(world, stage=Stage.RUNNING, job=replace(job, formed=True))
+    return replace(world, stage=Stage.RUNNING, unformed=0, job=replace(job, formed=True))
 
 
 def gather(world: World, now: float, out: Commands) -> World:
     """No world: form one as soon as there are enough."""
     world = release(world, staying(world), out)
     limits = world.limits
+    if world.unformed and world.mesh.pairs:
+        text = f"epoch {world.epoch} did not form: its hosts are asked whether they reach one another"
+        return because(world, text, world.mesh.until)
     ready = len(world.members) + len(world.waiting)
     if ready < limits.min:
         since = world.short_since if world.short_since is not None else now

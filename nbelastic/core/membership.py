@@ -11,7 +11,7 @@ from typing import assert_never
 
 from msgspec.structs import replace
 
-from nbelastic.core import epochs, jobs, liveness, mesh, networks, planned, staffing, standstill
+from nbelastic.core import epochs, jobs, liveness, mesh, networks, planned, staffing, standstill, waits
 from nbelastic.core import messages as m
 from nbelastic.core.world import NEVER, HostPhase, Stage, WorkerState, World, first, less, put
 
@@ -38,7 +38,7 @@ def step(world: World, event: m.Event, now: float) -> tuple[World, tuple[m.Comma
     world = planned.progress(staffing.let_in(world, now), now, out)
     if world.early and world.plan is None:
         world = _hear_early(world, now, out)
-    world = staffing.let_in(world, now)
+    world = waits.renew(staffing.let_in(world, now), now)
     if world.still is not None:
         world = standstill.explain(world)
     return world, tuple(out)
@@ -66,7 +66,8 @@ def deadline(world: World, now: float) -> float:
         world.wake_at,
         world.linger_until or NEVER,
         world.suspect_since + limits.timeouts.grace if world.suspects else NEVER,
-        NEVER if world.short_since is None else world.short_since + limits.elastic_timeout,
+        NEVER if world.short_since is None else world.short_since + limits.patience,
+        waits.deadline(world),
         world.mesh.until,
         min(world.held.values(), default=NEVER),
         min((admission.until for admission in world.probing.values()), default=NEVER) if world.probing else NEVER,
@@ -81,9 +82,10 @@ def _pass_time(world: World, now: float, out: Commands) -> World:
         world = _kill_lingering(world, now, out)
     if world.suspects and now >= world.suspect_since + limits.timeouts.grace:
         world = _break_unexplained(world, now, out)
-    if world.short_since is not None and now >= world.short_since + limits.elastic_timeout:
+    world = waits.act(world, now, out)
+    if world.short_since is not None and now >= world.short_since + limits.patience:
         ready = len(world.members) + len(world.waiting)
-        text = f"{ready} of min {limits.min} workers ready for {limits.elastic_timeout:g} s (elastic_timeout)"
+        text = f"{ready} of min {limits.min} workers ready for {limits.patience:g} s (elastic_timeout)"
         world = jobs.end(world, "failed", f"{text}; {staffing.shortage(world, now)}", now, out)
     return staffing.staff(world, now, out) if now >= world.wake_at else world
 
@@ -144,7 +146,9 @@ def _take(world: World, event: m.Event, now: float, out: Commands) -> World:
             return jobs.end(world, "stopped", reason, now, out) if world.active and world.active.name == job else world
         case m.StopRequested(reason=reason):
             return _stop(world, reason, now, out)
-        case m.StoodStill() | m.WorkerAt() | m.WentOn():
+        case m.WorkerAt():
+            return standstill.heard(waits.heard(world, event, now), event, now, out)
+        case m.StoodStill() | m.WentOn():
             return standstill.heard(world, event, now, out)
         case m.Ticked():
             return world

@@ -268,7 +268,8 @@ class WorkerAt(Event):
 
     `commit` is the total since the job's beginning, as people are shown it and as `WorkerReady` has it, and unlike that
     of `WorkerOffered`. `begun` counts the collectives begun in `epoch` since all have the state. `place` is the innermost
-    frame of the user's own code, as "train.py:88 in load"; empty if there is none.
+    frame of the user's own code, as "train.py:88 in load"; empty if there is none. `cpu`: seconds of processor time that
+    this process's other threads have used. `connected`: the process group of its epoch stands.
     """
 
     worker: WorkerId
@@ -276,6 +277,8 @@ class WorkerAt(Event):
     commit: int
     begun: int
     place: str = ""
+    cpu: float = 0.0
+    connected: bool = False
 
 
 class ProgramEnded(Event):
@@ -321,7 +324,7 @@ class Rehome(Command):
 
 
 class Look(Command):
-    """The world stands still: ask these members where they are. Each answers with `WorkerAt`."""
+    """The world stands still, or others wait for them: ask these members where they are. Each answers with `WorkerAt`."""
 
     epoch: int
     members: tuple[WorkerId, ...]

@@ -28,7 +28,7 @@ def progress(world: World, now: float, out: Commands) -> World:
     match world.stage:
         case Stage.GATHERING if left:
             text = f"{size - left} of {size} survivors have left epoch {world.epoch}; not yet {first(world.awaiting)}"
-            return because(world, text)
+            return because(world, text + _stuck(world))
         case Stage.GATHERING:
             return epochs.gather(world, now, out)
         case Stage.FORMING:
@@ -69,6 +69,8 @@ def _plan(world: World, now: float, out: Commands) -> World:
     room = size - len(world.leaving) < most
     if not world.leaving and not (room and len(world.waiting) > len(world.held)):
         return because(world, text + _held(world) * room)
+    if now < world.change_at:
+        return because(world, f"{text}; the next change waits, as {world.change_why}", world.change_at)
     if not staffing.settled(world, now):
         return because(world, f"{text}; {staffing.shortage(world, now)}", world.since + world.limits.timeouts.settle)
     target = epochs.next_members(world)
@@ -145,6 +147,15 @@ def _not_prepared(world: World, now: float, out: Commands) -> World:
     return _plan(world, now, out)
 
 
+def _stuck(world: World) -> str:
+    """Why those who are waited for are not replaced, as the end of a sentence."""
+    if world.wait is None or not world.wait.stuck:
+        return ""
+    limits = world.limits
+    end = "without end, as elastic_timeout is None" if limits.elastic_timeout is None else f"for {limits.patience:g} s"
+    return f" ({world.wait.why}; waited for {end})"
+
+
 def _held(world: World) -> str:
     """Who is left out, and why, as the end of a sentence."""
     if not world.held:
@@ -180,6 +191,7 @@ def _agree(world: World, now: float, out: Commands) -> World:
     target, plan = epochs.next_members(world), world.plan
     if not _worth_it(world, target) or (plan is not None and not _fits(world, plan)):
         return _plan(epochs.call_off(world, out), now, out)
+    world = replace(world, put_off=0)
     commit = max(world.offers) + 1
     out.append(m.LeaveAt(world.epoch, commit, world.members))
     if plan is not None:

@@ -153,6 +153,7 @@ def strike(world: World, w: m.WorkerId, why: str, now: float, out: Commands) -> 
 
 def hold_back(world: World, ids: Iterable[m.WorkerId], why: str, now: float, out: Commands) -> World:
     """These newcomers are left out for a while: those who train with one another do not wait for them."""
+    # (they may have to come out of an epoch first, and are among `starting` until they have)
     workers, held = dict(world.workers), dict(world.held)
     for w in ids:
         failures = workers[w].failures + 1
@@ -168,7 +169,7 @@ def let_in(world: World, now: float) -> World:
     """Newcomers that were left out may try again when their time has come; those that are gone are forgotten."""
     if not world.held:
         return world
-    held = {w: until for w, until in world.held.items() if now < until and w in world.waiting}
+    held = {w: until for w, until in world.held.items() if now < until and (w in world.waiting or w in world.starting)}
     if len(held) == len(world.held):
         return world
     back = [w for w in world.held if w not in held and w in world.workers]

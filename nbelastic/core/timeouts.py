@@ -1,22 +1,31 @@
-"""How long each stage and each wait may take. What happens then is said beside each: there is none without an end."""
+"""How long each stage and each wait may take."""
 
 from __future__ import annotations
 
 from msgspec import Struct
 
+A_MEMBER = 0.05  # seconds that each member adds to what all of them connect for
+
 
 class Timeouts(Struct, frozen=True):
-    """In seconds. `docs/how-it-works.md` has the table of what is done at each deadline."""
+    """In seconds. What is done at each deadline is in the table of `docs/how-it-works.md`."""
 
     settle: float = 1.0  # a ready newcomer waits so long for others that are starting
     grace: float = 1.0  # a broken connection waits so long for the news of a death
-    prepare: float = 15.0  # the next world's process group is built beside the training; then newcomers are left out
     silent: float = 600.0  # a worker whose process computes may be silent for so long, unless `stall` says otherwise
     silent_idle: float = 60.0  # the same if its process uses no CPU time: it may be deadlocked
+    prepare: float = 15.0  # the next group is built beside the training; then newcomers are left out
+    ask: float = 10.0  # members say at which commit they are; then the change is put off
+    step: float = 3600.0  # members come to the commit at which they leave; then the epoch is broken
+    recover: float = 60.0  # a survivor leaves a broken epoch after the last other did; then it is replaced
+    recover_working: float = 600.0  # the same, of a survivor that is seen to compute
+    form: float = 60.0  # members connect, while nobody is seen to compute or send state; then they are told apart
+    sync: float = 3600.0  # the same, however much they compute and send
 
     def prepare_for(self, size: int) -> float:
         """A larger group takes longer to connect."""
         return self.prepare + A_MEMBER * size
 
-
-A_MEMBER = 0.05  # seconds that each member adds to what all of them connect for
+    def form_for(self, size: int) -> float:
+        """The same for the group that they wait for."""
+        return self.form + A_MEMBER * size

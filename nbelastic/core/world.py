@@ -20,7 +20,7 @@ class Limits(Struct, frozen=True):
     min: int = 1
     max: int | None = None
     spares: int = 0
-    elastic_timeout: float = 600.0
+    elastic_timeout: float | None = 600.0  # None: for ever
     reset_limit: int | None = None
     cooldown: tuple[float, float] = (5.0, 300.0)
     leave: float = 5.0  # how long a program that was told to stop may take
@@ -38,6 +38,11 @@ class Limits(Struct, frozen=True):
     def wanted(self) -> float:
         """How many workers to keep started."""
         return self.asked if self.room is None else min(self.asked, self.room)
+
+    @property
+    def patience(self) -> float:
+        """For how long there may be too few workers."""
+        return NEVER if self.elastic_timeout is None else self.elastic_timeout
 
     @property
     def most(self) -> float:
@@ -145,6 +150,22 @@ class Still(Struct, frozen=True):
     text: str = ""
 
 
+class Wait(Struct, frozen=True):
+    """The present stage waits for the words of `World.awaiting`."""
+
+    stage: Stage
+    epoch: int
+    left: int  # how many words
+    began: float
+    since: float  # when the last word came
+    until: float  # when it is judged
+    look_at: float  # when those who are waited for are asked where they are
+    said: dict[WorkerId, tuple[WorkerAt, float]] = {}  # their last answers, and when these came
+    worked: dict[WorkerId, float] = {}  # when they were last seen at work
+    stuck: tuple[WorkerId, ...] = ()  # they cannot be replaced
+    why: str = ""
+
+
 class Worker(Struct, frozen=True, gc=False):
     id: WorkerId
     state: WorkerState
@@ -192,6 +213,11 @@ class World(Struct, frozen=True):
     early: tuple[Event, ...] = ()  # of those ahead: that they have finished, which is heard when all have left this one
     numbered: int = 0  # the highest number that an epoch was given; a planned one may come to nothing
     prepare_by: float = NEVER
+    change_at: float = 0.0  # before that no change is tried again
+    change_why: str = ""  # what kept the last one from being made
+    put_off: int = 0  # times in a row
+    unformed: int = 0  # worlds in a row that did not form in time
+    wait: Wait | None = None
     plainly: bool = False  # the next change is made without preparation, as that failed
     awaiting: frozenset[WorkerId] = frozenset()  # members whose word the present stage waits for
     complaints: dict[WorkerId, str] = {}  # why some could not prepare

@@ -66,7 +66,7 @@ class Cluster:
     `hosts`: `"localhost:2,127.0.0.2:2"` or a list of such; by default this machine, with a slot per GPU or, without
     one, max(min, cores). `discovery` (a script's path or a `HostDiscovery`) says instead which hosts there are.
     `min` and `max` bound the world size; `spares` workers more are kept warm. Times are in seconds: below `min` for
-    `elastic_timeout` ends the job, `cooldown` is the range in which a slot's pause doubles from death to death
+    `elastic_timeout` ends the job (None: never), `cooldown` is the range in which a slot's pause doubles from death to death
     (`(0, 0)`: none), an agent not heard for `silence` is lost. `reset_limit` bounds the recoveries of a job (planned
     changes do not count). `backend`: auto, gloo or nccl. `preload` names modules that the workers' template imports.
 
@@ -91,7 +91,7 @@ class Cluster:
         slots: int | None = None,
         backend: str = "auto",
         spares: int = 0,
-        elastic_timeout: float = 600.0,
+        elastic_timeout: float | None = 600.0,
         reset_limit: int | None = None,
         cooldown: tuple[float, float] = (5.0, 300.0),
         silence: float = 10.0,
@@ -120,7 +120,7 @@ class Cluster:
             min=min,
             max=max,
             spares=spares,
-            elastic_timeout=float(elastic_timeout),
+            elastic_timeout=None if elastic_timeout is None else float(elastic_timeout),
             reset_limit=reset_limit,
             cooldown=(float(cooldown[0]), float(cooldown[1])),
             stall=None if stall is None else float(stall),
@@ -557,7 +557,7 @@ class Cluster:
             )
         return self._driver
 
-    def _wait(self, predicate: Callable[[Driver], T | None], timeout: float, what: str) -> T:
+    def _wait(self, predicate: Callable[[Driver], T | None], timeout: float | None, what: str) -> T:
         driver = self._running()
         future = driver.when(predicate)
         try:

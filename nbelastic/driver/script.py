@@ -63,9 +63,7 @@ def script_for(
         unset=tuple(name for name in NCCL if name not in settings.environment),
         **given,
     )
-    terms = Terms(
-        max_restarts=restarts, nproc=nproc, elastic_timeout=settings.limits.elastic_timeout, leave=shutdown + 5.0
-    )
+    terms = Terms(max_restarts=restarts, nproc=nproc, elastic_timeout=settings.limits.patience, leave=shutdown + 5.0)
     return script, terms
 
 

@@ -53,7 +53,7 @@ class Settings(msgspec.Struct, frozen=True):
         check_bounds(limits.min, limits.max)
         check(self.backend in ("auto", "gloo", "nccl"), f"backend={self.backend!r}: choose auto, gloo or nccl.")
         check(limits.spares >= 0, f"spares={limits.spares}: at least 0.")
-        check(limits.elastic_timeout > 0, f"elastic_timeout={limits.elastic_timeout:g}: more than 0 seconds.")
+        check(limits.patience > 0, f"elastic_timeout={limits.patience:g}: more than 0 seconds, or None.")
         check(self.silence >= 1, f"silence={self.silence:g}: at least 1 second.")
         check(
             self.lease is None or self.lease >= self.silence,

@@ -369,11 +369,14 @@ class Session:
             self._offer_store()
 
     def _say_where(self, epoch: int) -> None:
-        if self.group is None or self.group.epoch != epoch:
+        group = self.group
+        if group is None or group.epoch > epoch:  # it may not have heard of a newer one, which was broken meanwhile
             return
+        used = time.process_time() - time.thread_time()  # by all threads but this one, which repeats aborts
+        connected = self.formation is not None and self.formation.epoch == epoch
         with contextlib.suppress(RuntimeError):  # groups are being made: it will be asked again
-            at = m.WorkerAt(self.worker, epoch, self.total, collectives_of_all() - self._ahead_by, whereabouts())
-            self.link.send(at)
+            begun = collectives_of_all() - self._ahead_by
+            self.link.send(m.WorkerAt(self.worker, epoch, self.total, begun, whereabouts(), used, connected))
 
     def _prepare(self, formation: wire.Formation) -> None:
         def done(failure: Exception | None) -> None:

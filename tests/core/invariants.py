@@ -10,9 +10,9 @@ from msgspec.structs import replace
 
 from nbelastic.core import addresses
 from nbelastic.core import messages as m
-from nbelastic.core.membership import step
+from nbelastic.core.membership import deadline, step
 from nbelastic.core.networks import wide
-from nbelastic.core.world import HostPhase, Stage, WorkerState, World
+from nbelastic.core.world import NEVER, HostPhase, Stage, WorkerState, World
 
 if TYPE_CHECKING:
     from tests.core.story import Story
@@ -54,7 +54,7 @@ def faults(before: World, world: World, commands: tuple[m.Command, ...], now: fl
     for name in ("ranked", "waiting", "starting", "failed"):
         if getattr(world, name) & world.stopped:
             yield f"{name} holds {getattr(world, name) & world.stopped}, who were told to end"
-    if not world.held.keys() <= world.waiting or any(until <= now for until in world.held.values()):
+    if not world.held.keys() <= world.waiting | world.starting or any(until <= now for until in world.held.values()):
         yield "newcomers are left out that do not wait, or for longer than they were to be"
     if any(not workers[w].reason or not workers[w].failures for w in world.held):
         yield "a newcomer is left out without a reason"
@@ -74,6 +74,7 @@ def faults(before: World, world: World, commands: tuple[m.Command, ...], now: fl
             yield f"{host.spec.name} is lost and has workers"
     if not {w.host for w in alive} <= world.hosts.keys():
         yield "a worker lives on no host"
+    yield from _faults_of_waiting(world, now)
     wanted = world.limits.wanted
     if len(alive) - len(world.stopped) - len(world.leaving) > wanted and not world.failed and not world.stopping:
         yield f"{len(alive)} workers live, {wanted} are wanted"
@@ -83,6 +84,19 @@ def faults(before: World, world: World, commands: tuple[m.Command, ...], now: fl
         yield from _faults_of(command, before, world, now)
     if world.stage is Stage.FORMING and (world.order is None or world.order.members[0].host == ""):
         yield "a world forms without an order"
+
+
+def _faults_of_waiting(world: World, now: float) -> Iterator[str]:
+    """No stage waits for somebody's word without an end, but where there are too few and the user wants it so."""
+    wait, job = world.wait, world.active
+    if wait is not None and (wait.stage, wait.epoch, wait.left) != (world.stage, world.epoch, len(world.awaiting)):
+        yield f"it waits in {wait.stage} of epoch {wait.epoch} for {wait.left}"
+    endless = world.limits.elastic_timeout is None
+    waits = job is not None and bool(world.awaiting) and world.stage is not Stage.RUNNING
+    if waits and deadline(world, now) == NEVER and not endless:
+        yield f"{world.stage} waits for {world.awaiting} without end"
+    if job is not None and world.stage is Stage.GATHERING and deadline(world, now) == NEVER and not endless:
+        yield "there is no world, and nobody does anything about that"
 
 
 def _faults_of_networks(world: World, now: float) -> Iterator[str]:

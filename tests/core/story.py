@@ -16,6 +16,7 @@ from nbelastic.core.placement import parse_host
 from nbelastic.core.world import Limits, Stage, WorkerState, World
 from tests.core.invariants import check, check_doubled, check_stores
 
+AWAITED = (m.WorkerPrepared, m.WorkerOffered, m.WorkerReady, m.WorkerFormed, m.WorkerAt)
 SIGKILL = -9
 IN_TIME = 1e-6
 
@@ -33,6 +34,7 @@ class FakeWorker:
     returned: bool = False  # from its elastic function
     offered: bool = False  # a store, in this epoch
     begun: int = 0  # collectives, in this epoch
+    cpu: float = 0.0  # seconds of processor time
     place: str = "train.py:9 in step"
     rank: int = 0  # in its epoch or, between epochs, in the last
     size: int = 0  # of its epoch
@@ -224,6 +226,13 @@ class Story:
             self.answer(lambda e: isinstance(e, m.WorkerAt | m.Probed))
         return self
 
+    def hang(self, *workers: str) -> Story:
+        """They go on as processes, and say nothing of what is waited for any more."""
+        for name in workers:
+            self.silent.add(wid(name))
+            self._unsay(wid(name), *AWAITED)
+        return self
+
     def hold_back(self, w: m.WorkerId) -> None:
         """If it was about to say that it has left its epoch, it has not got as far as that commit."""
         fake = self.fakes[w]
@@ -299,8 +308,9 @@ class Story:
             case m.Rehome(host=name, address=address):
                 self._rehome(name, address)
             case m.Look(epoch=epoch, members=members):
-                for w, fake in [(w, self.fakes[w]) for w in members]:
-                    self._say(w, m.WorkerAt(w, epoch, fake.commit, fake.begun, fake.place))
+                for w, fake in [(w, self.fakes[w]) for w in members if w in self.fakes]:
+                    joined = self._connects(w, self.world.members)
+                    self._say(w, m.WorkerAt(w, epoch, fake.commit, fake.begun, fake.place, fake.cpu, joined))
             case m.StopAgent(host=name):
                 self.end_agent(name)
                 if self.world.stopping:
@@ -323,7 +333,7 @@ class Story:
             case m.PrepareWorld(order=order):
                 for w in order.to or order.members:
                     self._hear_of_epoch(w, order.epoch)
-                    if all(self.reach(w, other) for other in order.members):
+                    if self._connects(w, order.members):
                         self._say(w, m.WorkerPrepared(w, order.epoch))
             case m.DropWorld(epoch=epoch, members=members):
                 for w in members:
@@ -370,6 +380,10 @@ class Story:
         ways = ((one.host, other.host), (other.host, one.host))
         return not any((prober, self.homes.get(target, "")) in self.cut for prober, target in ways)
 
+    def _connects(self, w: m.WorkerId, members: tuple[m.WorkerId, ...]) -> bool:
+        """It reaches all who live, and they it."""
+        return all(self.reach(w, other) for other in members if other in self.fakes)
+
     def _rehome(self, name: str, address: str) -> None:
         self.homes[name] = address
         for w, fake in self.fakes.items():
@@ -382,6 +396,7 @@ class Story:
 
     def _form(self, order: m.FormWorld) -> None:
         is_plan = self.world.plan is not None and order.epoch == self.world.plan.epoch
+        whole = is_plan or all(self._connects(w, order.members) for w in order.members)  # a plan's group stands already
         for rank, w in enumerate(order.members):
             fake = self.fakes.get(w)
             if (order.to and w not in order.to) or fake is None or order.epoch <= fake.left:
@@ -397,7 +412,8 @@ class Story:
                 fake.commit, fake.clean = source.commit if source else fake.commit, True
             elif is_plan:
                 assert fake.commit == self.fakes[order.members[order.root]].commit, f"{w} is not up to date"
-            self._say(w, m.WorkerFormed(w, order.epoch))
+            if whole:
+                self._say(w, m.WorkerFormed(w, order.epoch))
 
     def _hear_of_epoch(self, w: m.WorkerId, epoch: int) -> None:
         if w in self.fakes:
@@ -466,6 +482,8 @@ def with_stage(stage: Stage) -> Story:
         story.submit().hear(m.WorkerReady)
     else:
         story.run().commit(3)
+    if stage is Stage.GATHERING:
+        story.kill("b/0#1")
     if stage in (Stage.PREPARING, Stage.ASKED, Stage.LEAVING):
         story.add("d:1").answer(lambda e: not isinstance(e, m.WorkerPrepared))
     if stage in (Stage.ASKED, Stage.LEAVING):

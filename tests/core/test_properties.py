@@ -25,6 +25,7 @@ NETWORKS = (  # of these hosts: their addresses
     {"n": ("127.0.0.1", "10.0.0.1"), "b": ("127.0.0.2", "10.0.0.1", "10.1.0.1"), "g": ("10.0.0.3", "10.1.0.3")},
     {"n": ("10.0.0.1", "10.1.0.1"), "b": ("10.0.0.2", "10.1.0.2"), "g": ("10.0.0.3", "10.1.0.3")},
 )
+LONG_ENOUGH = 12  # times ten minutes: every deadline has come by then
 CODES = (-9, -11, 0, 1, 3, m.STUCK)
 
 
@@ -342,6 +343,14 @@ class AnyStory(RuleBasedStateMachine):
         if how != "silent":
             self.story.send(m.WorkerPrepared(w, epoch, "RuntimeError: refused", supported=how == "raised"))
 
+    @rule(data=st.data(), stage=st.sampled_from(list(Stage)))
+    def hang(self, data, stage):
+        """A member's process lives, and says nothing of what is waited for any more: that it has left, come in, or prepared."""
+        assume(self.story.world.stage is stage and self.story.fakes)
+        members = sorted(w for w in self.story.world.awaiting or self.story.world.ranked if w in self.story.fakes)
+        assume(members)
+        self.story.hang(str(data.draw(st.sampled_from(members))))
+
     # ---- words and time ----
 
     @precondition(lambda self: self.story.answers)
@@ -411,9 +420,10 @@ class AnyStory(RuleBasedStateMachine):
         self.mend()
         for name in [name for name in story.world.hosts if story.world.hosts[name].phase is not HostPhase.DRAINING]:
             story.add(f"{name}:{story.world.hosts[name].spec.slots}")  # pardoned
-        story.quiet(20.0)
-        if story.world.stage is Stage.RUNNING:  # those who could not be joined before are tried beside the training
-            story.commit(3)
+        for _ in range(LONG_ENOUGH):
+            story.quiet(600.0)
+            if story.world.stage is Stage.RUNNING:  # those who could not be joined before are tried beside the training
+                story.commit(3)
         story.quiet(40.0)
         world = story.world
         assert deadline(world, story.now) > story.now
@@ -438,6 +448,9 @@ class AnyStory(RuleBasedStateMachine):
             return
         able = {w for w in world.workers if w not in world.failed and story.fakes[w].job == job.name}
         able -= {w for w in able if story.fakes[w].returned}
+        if world.held:  # a member hangs, so that nobody can be joined with it
+            assert "is left out" in world.reason, world.reason
+            return
         size = len(world.members)
         if world.stage is Stage.RUNNING:
             best = int(min(limits.most, len(able)))

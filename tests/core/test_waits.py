@@ -1,0 +1,189 @@
+"""No stage waits without end: what happens at each deadline, and to whom."""
+
+from __future__ import annotations
+
+import pytest
+
+from nbelastic.core import messages as m
+from nbelastic.core.membership import deadline
+from nbelastic.core.timeouts import Timeouts
+from nbelastic.core.world import NEVER, HostPhase, Stage
+from tests.core.story import Story, wid, with_stage
+
+WAITING = [stage for stage in Stage if stage is not Stage.RUNNING]  # a world that runs waits for nobody's word
+
+
+@pytest.mark.parametrize("stage", WAITING)
+def test_no_stage_is_without_a_deadline(stage):
+    """Nobody says a word any more: the deadline is near, and when it has come something else is waited for, or nobody."""
+    story = with_stage(stage)
+    story.hang(*map(str, story.fakes))
+    before, members, ticks = story.world.stage, story.names, 0
+    while (story.world.stage, story.names) == (before, members) and story.world.active:
+        at = deadline(story.world, story.now)
+        assert at != NEVER, story.world.reason
+        story.wait(at - story.now)
+        ticks += 1
+        assert ticks < 1000, story.world.reason
+    assert story.now < 100.0 + 3700.0
+
+
+def test_a_survivor_that_never_leaves_is_replaced():
+    """It sleeps where nothing wakes it, and the others wait: after `recover` seconds it is killed, and they train on."""
+    story = with_stage(Stage.RUNNING).hang("c/0#1").kill("b/0#1").answer()
+    assert "1 of 2 survivors have left epoch 1; not yet c/0#1" in story.world.reason
+    story.wait(59.9)
+    assert m.StopWorker(wid("c/0#1"), kill=True) not in story.said
+    story.wait(0.2)
+    assert story.last(m.StopWorker) == m.StopWorker(wid("c/0#1"), kill=True)
+    assert story.records("worker-lost")[-1] == "c/0#1 did not leave epoch 1 while others waited"
+    story.quiet(3.0)
+    assert (story.world.stage, len(story.names), story.world.resets) == (Stage.RUNNING, 3, 1)
+
+
+@pytest.mark.parametrize("sign", ["cpu", "begun"])
+def test_a_survivor_that_computes_gets_longer(sign):
+    """It compiles, or has begun another collective: ten minutes instead of one."""
+    story = with_stage(Stage.RUNNING).hang("c/0#1").kill("b/0#1").answer()
+    story.silent.clear()
+    for _ in range(59):
+        story.wait(10.0)
+        fake = story.fakes[wid("c/0#1")]
+        setattr(fake, sign, getattr(fake, sign) + 1)
+        story.hear(m.WorkerAt)
+        assert story.commands(m.StopWorker) == []
+    story.wait(11.0)
+    assert story.last(m.StopWorker) == m.StopWorker(wid("c/0#1"), kill=True)
+
+
+def test_a_survivor_that_alone_holds_the_state_is_not_killed():
+    """Nothing would be left to go on from: the reason says so, and elastic_timeout ends the job."""
+    story = Story("a:2", min=1, elastic_timeout=100.0).run().commit(3).answer()
+    story.hang("a/1#1").kill("a/0#1").quiet(61.0)
+    assert story.commands(m.StopWorker) == []
+    why = "a/1#1 did not leave epoch 1, and nobody else holds the training state; waited for"
+    assert f"({why} for 100 s)" in story.world.reason
+    story.quiet(40.0)
+    assert (story.job.outcome, story.job.reason) == ("failed", f"{why} 100 s (elastic_timeout)")
+
+
+def test_only_the_user_can_make_it_wait_for_ever():
+    """The same with elastic_timeout None: it waits on, asks where the survivor is, and says that there is no end."""
+    story = Story("a:2", min=1, elastic_timeout=None).run().commit(3).answer()
+    story.hang("a/1#1").kill("a/0#1").quiet(3000.0)
+    assert story.world.active
+    assert "waited for without end, as elastic_timeout is None" in story.world.reason
+    story.silent.clear()
+    story._say_ready(wid("a/1#1"))
+    story.quiet(2.0)
+    assert (story.world.stage, len(story.names)) == (Stage.RUNNING, 2)
+
+
+def test_a_member_that_never_leaves_for_a_change_is_replaced():
+    """The others have left at the agreed commit: a minute later it is killed, and the change is made without it."""
+    story = with_stage(Stage.LEAVING).hang("c/0#1").answer()
+    story.quiet(61.0).quiet(3.0)
+    assert (story.world.stage, len(story.names), story.world.resets) == (Stage.RUNNING, 4, 1)
+    assert wid("c/0#1") not in story.world.ranked
+
+
+def test_a_long_step_is_no_reason_to_break_a_world():
+    """Nobody has come to the agreed commit for half an hour: they train, and are let."""
+    story = with_stage(Stage.LEAVING)
+    mark = story.mark()
+    story.wait(1800.0)
+    assert {type(command) for command in story.said[mark:]} <= {m.Look}
+    story.answer()
+    assert (story.world.stage, len(story.names)) == (Stage.RUNNING, 4)
+
+
+def test_who_does_not_say_where_it_is_puts_the_change_off():
+    """Those who promised to stop go on after ten seconds, and are asked again ten seconds later."""
+    story = with_stage(Stage.ASKED)
+    story.hear(m.WorkerOffered, "a/0#1", "b/0#1").wait(10.0)
+    assert story.last(m.Stay).members == story.world.members
+    reason = "3 workers train in epoch 1; the next change waits, as c/0#1 did not say where it is"
+    assert (story.world.stage, story.world.reason) == (Stage.RUNNING, reason)
+    story.answers.clear()
+    story.quiet(10.0)
+    assert (story.world.stage, len(story.names), story.world.resets) == (Stage.RUNNING, 4, 0)
+
+
+def test_who_never_says_where_it_is_is_replaced():
+    """Three times in a row: its process lives, and takes no part."""
+    story = with_stage(Stage.ASKED)
+    for _ in range(3):
+        assert story.names == ["a/0#1", "b/0#1", "c/0#1"]
+        story.answer(lambda e: e != m.WorkerOffered(wid("c/0#1"), 1, 3)).wait(10.0)
+        story._unsay(wid("c/0#1"), m.WorkerOffered)
+        story.wait(10.0)
+    assert "c/0#1 said nothing when asked 3 times" in story.records("worker-lost")
+    story.quiet(3.0)
+    assert (story.world.stage, len(story.names)) == (Stage.RUNNING, 4)
+
+
+def test_a_world_that_does_not_form_is_formed_without_the_newcomer():
+    """A newcomer never gets in: after a minute all are called back, and those who hold the state train without it."""
+    story = Story("a:1", "b:1", min=1).run()
+    story.add("c:1").answer(lambda e: not isinstance(e, m.WorkerFormed))
+    assert (story.world.stage, story.world.order.store) == (Stage.FORMING, "a/0#1@1")
+    story.hang("c/0#1")
+    story.quiet(60.2)
+    assert story.names == ["a/0#1", "b/0#1"]
+    why = "c/0#1 did not connect in epoch 2 within 60 s"
+    assert why in story.records("world-broken")
+    assert story.records("newcomer-held") == [f"c/0#1 is left out: {why}; tried again in 5 s"]
+
+
+def test_a_large_state_may_take_its_time():
+    """Twenty minutes to send it: somebody is at work all the time, so nobody is told apart."""
+    story = Story("a:1", "b:1", min=1).run()
+    story.add("c:1").answer(lambda e: not isinstance(e, m.WorkerFormed))
+    formed = [e for e in story.answers if isinstance(e, m.WorkerFormed)]
+    story.answers.clear()
+    for _ in range(120):
+        story.wait(10.0)
+        story.fakes[wid("a/0#1")].cpu += 3.0
+        story.hear(m.WorkerAt)
+    story.send(*formed)
+    assert (story.world.stage, len(story.names), story.world.resets) == (Stage.RUNNING, 3, 0)
+
+
+def test_a_pair_that_cannot_form_a_world_is_named():
+    """Two hosts of a first world do not reach one another, which no probe has seen: one of them is left out, and said why."""
+    story = Story(min=2)
+    for number in (3, 1, 2):
+        story.add(f"gpu{number}:1", f"10.0.0.{number}")
+    story.answer()
+    story.cut |= {("gpu1", "10.0.0.2"), ("gpu2", "10.0.0.1")}
+    story.submit().quiet(2.0)
+    assert story.world.stage is Stage.FORMING
+    story.quiet(65.0)
+    assert (story.names, story.world.stage) == (["gpu3/0#1", "gpu1/0#1"], Stage.RUNNING)
+    why = "gpu2 and gpu1 do not reach one another; gpu2 is left out, as it is younger"
+    assert story.records("host-unreachable")[0].startswith(f"gpu2: {why}")
+    assert story.world.hosts["gpu2"].phase is HostPhase.LOST
+
+
+def test_a_world_that_does_not_form_twice_gets_other_processes():
+    """Nobody gets ready, and nobody knows why: all but one holder of the state are replaced, which ends what never would."""
+    story = with_stage(Stage.RUNNING)
+    story.kill("c/0#1").hear(m.WorkerReady)
+    story.hang("a/0#1", "b/0#1")
+    assert story.world.stage is Stage.FORMING
+    story.silent.clear()
+    story.answers.clear()
+    for _ in range(2):
+        story.wait(60.2)
+        story.answer(lambda e: not isinstance(e, m.WorkerFormed))
+        story.answers.clear()
+    assert m.StopWorker(wid("b/0#1"), kill=True) in story.said
+    assert m.StopWorker(wid("a/0#1"), kill=True) not in story.said
+
+
+def test_patience_is_the_users():
+    """Every time can be chosen."""
+    limits = {"min": 1, "timeouts": Timeouts(recover=5.0)}
+    story = Story("a:3", **limits).run().commit(3).answer()
+    story.hang("a/1#1").kill("a/2#1").quiet(5.1)
+    assert story.last(m.StopWorker) == m.StopWorker(wid("a/1#1"), kill=True)
