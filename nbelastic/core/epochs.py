@@ -160,7 +160,7 @@ def _send_home(world: World, late: tuple[m.WorkerId, ...], why: str, now: float,
     if job is None or not late:
         return world
     out.append(m.StopProgram(job.name, late, why))
-    return replace(world, job=replace(job, late=job.late.union(late)), linger_until=now + world.limits.leave)
+    return jobs.linger(replace(world, job=replace(job, late=job.late.union(late))), now)
 
 
 def succeeded(world: World, w: m.WorkerId, now: float, out: Commands) -> World:

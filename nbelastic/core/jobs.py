@@ -64,6 +64,13 @@ def run_next(world: World, w: m.WorkerId, out: Commands) -> World:
     return put(replace(world, starting=world.starting | {w}), replace(worker, job=job.name, epoch=0))
 
 
+def linger(world: World, now: float) -> World:
+    """Programs are told to end. Those that hold the training state may write a last checkpoint, and so take longer."""
+    timeouts = world.limits.timeouts
+    last = now + max(timeouts.leave, timeouts.stop)
+    return replace(world, linger_until=now + timeouts.leave, linger_last=last)
+
+
 def fail_worker(world: World, w: m.WorkerId, reason: str) -> World:
     """It lives, for inspection, but is of no use to this job."""
     worker = replace(world.workers[w], state=WorkerState.FAILED, reason=reason)
@@ -101,7 +108,7 @@ def abort(world: World, why: str, out: Commands) -> World:
 def end(
     world: World, outcome: str, reason: str, now: float, out: Commands, *, culprit: m.WorkerId | None = None
 ) -> World:
-    """The job is over. Who is still in its program leaves it, within `limits.leave`."""
+    """The job is over. Who is still in its program leaves it, or is killed: see `linger`."""
     job = world.active
     if job is None:
         return world
@@ -137,6 +144,7 @@ def end(
         starting=frozenset(w for w in world.starting if not world.workers[w].job),
         short_since=None,
         until=NEVER,
-        linger_until=now + world.limits.leave if inside else 0.0,
+        linger_until=0.0,
     )
+    world = linger(world, now) if inside else world
     return staffing.staff(staffing.stop_workers(world, leaving, out), now, out)

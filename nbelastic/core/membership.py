@@ -35,6 +35,8 @@ def step(world: World, event: m.Event, now: float) -> tuple[World, tuple[m.Comma
         world = mesh.progress(world, now, out)
     if world.probing:  # after the mesh, which may have left out a host with which a newcomer is probed
         world = networks.progress(world, now, out)
+    if world.stopping:
+        world = _retire(world, now, out)
     world = planned.progress(staffing.let_in(world, now), now, out)
     if world.early and world.plan is None:
         world = _hear_early(world, now, out)
@@ -65,6 +67,7 @@ def deadline(world: World, now: float) -> float:
         world.until,
         world.wake_at,
         world.linger_until or NEVER,
+        world.close_by,
         world.suspect_since + limits.timeouts.grace if world.suspects else NEVER,
         NEVER if world.short_since is None else world.short_since + limits.patience,
         waits.deadline(world),
@@ -91,13 +94,16 @@ def _pass_time(world: World, now: float, out: Commands) -> World:
 
 
 def _kill_lingering(world: World, now: float, out: Commands) -> World:
-    """Programs that were told to stop have not."""
-    job = world.active
+    """Programs that were told to stop have not: first those that hold no training state are killed, at the end all."""
+    job, timeouts = world.active, world.limits.timeouts
     name, late = (job.name, job.late) if job else ("", frozenset())
-    stuck = [w for w, worker in world.workers.items() if worker.job and (worker.job != name or w in late)]
-    world = replace(world, linger_until=0.0)
+    told = [w for w, worker in world.workers.items() if worker.job and (worker.job != name or w in late)]
+    over = now >= world.linger_last
+    stuck = [w for w in told if over or not world.workers[w].has_state]
+    world = replace(world, linger_until=0.0 if len(stuck) == len(told) else world.linger_last)
     for w in stuck:
-        text = f"{w} did not stop within {world.limits.leave:g} s and is killed"
+        limit = timeouts.stop if world.workers[w].has_state else timeouts.leave
+        text = f"{w} did not stop within {limit:g} s and is killed"
         out.append(m.Record("worker-killed", text, host=w.host, worker=str(w)))
         world = epochs.lose(world, (w,), f"{w} did not stop", now, out, keep=True)
     return staffing.stop_workers(world, stuck, out, kill=True)
@@ -144,8 +150,8 @@ def _take(world: World, event: m.Event, now: float, out: Commands) -> World:
             return jobs.submit(world, job, now, out)
         case m.JobStopRequested(job=job, reason=reason):
             return jobs.end(world, "stopped", reason, now, out) if world.active and world.active.name == job else world
-        case m.StopRequested(reason=reason):
-            return _stop(world, reason, now, out)
+        case m.StopRequested():
+            return _stop(world, event, now, out)
         case m.WorkerAt():
             return standstill.heard(waits.heard(world, event, now), event, now, out)
         case m.StoodStill() | m.WentOn():
@@ -184,7 +190,7 @@ def _take_order(world: World, event: Order, now: float, out: Commands) -> World:
 def _discovery_failed(world: World, reason: str, now: float, out: Commands) -> World:
     """Fatal only if it has never answered and no other host is known; otherwise the hosts stay as they are."""
     if not world.discovered and not world.hosts:
-        return _stop(world, f"host discovery failed: {reason}", now, out)
+        return _stop(world, m.StopRequested(f"host discovery failed: {reason}"), now, out)
     out.append(m.Record("discovery-failed", reason))
     return world
 
@@ -355,25 +361,45 @@ def _program_returned(world: World, w: m.WorkerId, now: float, out: Commands) ->
     return jobs.finish(replace(world, job=replace(job, ended=job.ended | {w})), now, out)
 
 
-def _stop(world: World, reason: str, now: float, out: Commands) -> World:
-    if world.stopping:
-        return world
-    world = jobs.end(replace(world, stopping=reason), "stopped", f"the cluster was stopped: {reason}", now, out)
-    # of the others nothing will be heard that one could wait for
-    there = {name: host for name, host in world.hosts.items() if host.phase is not HostPhase.LOST}
-    out.extend(m.StopAgent(name) for name in there)
-    return replace(
-        world,
-        workers={w: replace(worker, state=WorkerState.STOPPED) for w, worker in world.workers.items()},
-        hosts={name: replace(host, phase=HostPhase.DRAINING) for name, host in there.items()},
-        stopped=frozenset(world.workers),
-        starting=frozenset(),
-        failed=frozenset(),
-        probing={},
-        still=None,
-        wake_at=NEVER,
-        linger_until=0.0,
-    )
+def _stop(world: World, event: m.StopRequested, now: float, out: Commands) -> World:
+    """The cluster is to end: programs first, which may write a last checkpoint, then the agents that they run on."""
+    reason = event.reason
+    if not world.stopping:
+        world = jobs.end(replace(world, stopping=reason), "stopped", f"the cluster was stopped: {reason}", now, out)
+        # of the others nothing will be heard that one could wait for
+        there = {name: host for name, host in world.hosts.items() if host.phase is not HostPhase.LOST}
+        runs = any(worker.job for worker in world.workers.values())
+        world = replace(
+            world,
+            workers={w: replace(worker, state=WorkerState.STOPPED) for w, worker in world.workers.items()},
+            hosts={name: replace(host, phase=HostPhase.DRAINING) for name, host in there.items()},
+            stopped=frozenset(world.workers),
+            starting=frozenset(),
+            failed=frozenset(),
+            probing={},
+            still=None,
+            wake_at=NEVER,
+            linger_until=world.linger_until if runs else 0.0,
+        )
+    if event.within is not None and world.linger_until:
+        last = min(world.linger_last, now + event.within)
+        world = replace(world, linger_until=min(world.linger_until, last), linger_last=last)
+    return world
+
+
+def _retire(world: World, now: float, out: Commands) -> World:
+    """Agents are told to end whose workers' programs have ended, or had their time. The last ones are not waited for long."""
+    busy = {w.host for w, worker in world.workers.items() if worker.job} if world.linger_until else frozenset()
+    idle = [name for name in world.hosts if name not in world.retired and name not in busy]
+    if idle:
+        out.extend(m.StopAgent(name) for name in idle)
+        close_by = now + world.limits.timeouts.close
+        return replace(world, retired=world.retired.union(idle), close_by=close_by)
+    if now >= world.close_by:
+        for name in [name for name in world.hosts if name in world.retired]:
+            world = epochs.host_gone(world, name, "it did not end in time", now, out)
+        world = replace(world, close_by=NEVER)
+    return world
 
 
 def exit_text(code: int) -> str:

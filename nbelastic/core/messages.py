@@ -97,7 +97,10 @@ class JobStopRequested(Event):
 
 
 class StopRequested(Event):
+    """`within`: seconds that programs may take to end, if not as long as usual. Said again, it can only be sooner."""
+
     reason: str = "stopped by hand"
+    within: float | None = None
 
 
 class Ticked(Event):

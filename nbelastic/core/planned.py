@@ -18,7 +18,11 @@ Commands = list[m.Command]
 def progress(world: World, now: float, out: Commands) -> World:
     """One step further where that is possible, and always the reason where it is not."""
     if world.stopping:
-        return because(world, f"stopping: {world.stopping}")
+        inside = (
+            frozenset(w for w, worker in world.workers.items() if worker.job) if world.linger_until else frozenset()
+        )
+        wait = f"; programs may write a last checkpoint: {first(inside)}" if inside else ""
+        return because(world, f"stopping: {world.stopping}{wait}")
     job = world.active
     if job is None:
         return _idle(world, now)

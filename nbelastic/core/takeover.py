@@ -299,7 +299,7 @@ def _world(world: World, saved: SavedWorld, inside: Heard, now: float, out: Comm
             return jobs.end(world, "failed", why, now, out)
         return _call_back(world, inside, out)
     late = frozenset(told).intersection(holders)
-    world = replace(world, linger_until=now + world.limits.leave if late else 0.0)
+    world = jobs.linger(world, now) if late else world
     job = replace(job, formed=True, succeeded=finished, late=late)
     members = _whole(inside)
     if members:
@@ -397,4 +397,4 @@ def _stop_others(world: World, now: float, out: Commands) -> World:
     late = tuple(w for w, worker in world.workers.items() if worker.job and worker.job != name)
     for w in late:
         out.append(m.StopProgram(world.workers[w].job, (w,), "its job is over"))
-    return replace(world, linger_until=now + world.limits.leave) if late else world
+    return jobs.linger(world, now) if late else world

@@ -21,6 +21,9 @@ class Timeouts(Struct, frozen=True):
     recover_working: float = 600.0  # the same, of a survivor that is seen to compute
     form: float = 60.0  # members connect, while nobody is seen to compute or send state; then they are told apart
     sync: float = 3600.0  # the same, however much they compute and send
+    stop: float = 60.0  # a program that holds the training state ends when its job is over: it may write a checkpoint
+    leave: float = 5.0  # the same, of a program that does not hold it; then they are killed
+    close: float = 5.0  # agents end when the cluster is stopped; then they are not waited for any more
 
     def prepare_for(self, size: int) -> float:
         """A larger group takes longer to connect."""

@@ -26,7 +26,7 @@ def renew(world: World, now: float) -> World:
     """The wait of the present stage. It begins anew when somebody has said the word that was waited for."""
     old, left = world.wait, len(world.awaiting)
     job = world.active
-    over = job is None or (bool(job.succeeded) and world.stage is Stage.GATHERING)  # or its programs are told to end
+    over = job is None or bool(job.succeeded and world.awaiting <= job.late | job.succeeded)  # they are told to end
     if over or not left or world.stage not in WORDS:
         return world if old is None else replace(world, wait=None)
     if old is None or (old.stage, old.epoch) != (world.stage, world.epoch):

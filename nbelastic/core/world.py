@@ -23,7 +23,6 @@ class Limits(Struct, frozen=True):
     elastic_timeout: float | None = 600.0  # None: for ever
     reset_limit: int | None = None
     cooldown: tuple[float, float] = (5.0, 300.0)
-    leave: float = 5.0  # how long a program that was told to stop may take
     healthy: float = 60.0  # a worker that lived this long has its slot's strikes forgiven
     stall: float | None = None  # how long others wait for a member that is behind before it is replaced; None: for ever
     timeouts: Timeouts = Timeouts()
@@ -251,6 +250,9 @@ class World(Struct, frozen=True):
     until: float = NEVER  # when the wait that `reason` names ends by itself
     wake_at: float = NEVER  # when a cooling slot or a lost host is to be tried again
     linger_until: float = 0.0  # until when a program of an ended job may still run
+    linger_last: float = 0.0  # and until when one that holds the training state
+    retired: frozenset[str] = frozenset()  # hosts whose agents were told to end, as the cluster is stopped
+    close_by: float = NEVER  # who of them has not ended then is not waited for
     short_since: float | None = None  # since when there have been fewer than min
 
     @property

@@ -44,7 +44,6 @@ T = TypeVar("T")
 POLL = 1.0  # seconds between looks at the host discovery
 LONGEST_PAUSE = 30.0  # seconds between looks at a discovery that keeps failing
 JOBS = 2.0  # seconds between looks at batch jobs
-CLOSING = 5.0  # seconds that agents have to end before they are killed
 FAILURES = ("worker-lost", "host-lost", "world-broken")
 
 
@@ -217,8 +216,7 @@ class Driver:
             )
             tasks = [asyncio.create_task(watch) for watch in watches]
             while self.world.phase != "finished" and not self.let_go:
-                event = await self._next()
-                self._take(event)
+                self._take(await self._inbox.get())
         except BaseException:
             if self.notes is not None:
                 self.let_go = self.let_go or f"the driver of {self.settings.name!r} has failed; it lives on without one"
@@ -238,16 +236,6 @@ class Driver:
             self.chronicle.close()
             if self.notes is not None:
                 self.notes.close()
-
-    async def _next(self) -> m.Event:
-        if not self.world.stopping:
-            return await self._inbox.get()
-        try:
-            return await asyncio.wait_for(self._inbox.get(), CLOSING)
-        except TimeoutError:
-            host = next(iter(self.world.hosts))
-            self.fleet.kill_agent(host)
-            return m.AgentLost(host, "it did not end in time and was killed")
 
     def _take(self, event: m.Event) -> None:
         now = self.clock.now()
@@ -341,7 +329,7 @@ class Driver:
                     to_workers((w,), wire.Quit(job, reason, own=w == culprit))
             case m.EndJob(job=job):
                 self.runs[job].end(command)
-                self._loop.call_later(self.world.limits.leave + 2, self.runs[job].settle, True)
+                self._loop.call_later(self.world.limits.timeouts.stop + 2, self.runs[job].settle, True)
             case m.Probe() | m.Rehome():
                 self.fleet.pass_on(command, self.world.workers)
                 if isinstance(command, m.Rehome):

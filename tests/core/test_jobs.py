@@ -30,15 +30,29 @@ def test_the_next_job_waits_for_the_last_ones_programs():
 
 
 def test_a_program_that_does_not_stop_is_killed():
-    """It hangs in C code after the job's end: past `leave` its process is killed, without a strike, and replaced."""
+    """It holds the training state: past `stop` its process is killed, without a strike, and replaced."""
     story = Story("a:2", min=2).run("one")
     story.silent.add(wid("a/1#1"))
-    story.stop_job("one").quiet(4.9)
+    story.stop_job("one").quiet(59.9)
     assert wid("a/1#1") in story.world.workers
     story.submit("two").quiet(2.0)
-    assert story.records("worker-killed") == ["a/1#1 did not stop within 5 s and is killed"]
+    assert story.records("worker-killed") == ["a/1#1 did not stop within 60 s and is killed"]
     assert story.names == ["a/0#1", "a/1#2"]
     assert story.world.hosts["a"].slots[1].strikes == 0
+
+
+def test_a_program_without_training_state_is_killed_sooner():
+    """It never came to the elastic loop, so there is no checkpoint that it could write: past `leave` it is killed."""
+    story = Story("a:1", "b:1", min=1)
+    story.answer()
+    story.silent.add(wid("b/0#1"))
+    story.submit().quiet(2.0)
+    assert story.names == ["a/0#1"]
+    story.silent.add(wid("a/0#1"))
+    story.stop_job().quiet(5.0)
+    assert story.records("worker-killed") == ["b/0#1 did not stop within 5 s and is killed"]
+    story.quiet(55.0)
+    assert story.records("worker-killed")[1:] == ["a/0#1 did not stop within 60 s and is killed"]
 
 
 def test_one_that_begins_a_dead_jobs_program_is_sent_home():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from nbelastic.core import messages as m
+from nbelastic.core.membership import deadline
 from nbelastic.core.world import Stage
 from tests.core.story import Story, wid, with_stage
 
@@ -83,13 +84,60 @@ def test_a_job_can_be_stopped_at_any_point(stage):
 def test_a_cluster_can_be_stopped_at_any_point(stage):
     """Stopped in any stage, twice: the job ends, the agents are told once, nothing is started, nothing is left."""
     story = with_stage(stage)
-    mark = story.mark()
+    mark, began = story.mark(), story.now
+    hosts = sorted(story.world.hosts)
     story.send(m.StopRequested("done"), m.StopRequested("again"))
-    assert story.world.reason == "stopping: done"
-    assert sorted(c.host for c in story.commands(m.StopAgent, mark)) == sorted(story.world.hosts)
-    story.quiet(10.0)
+    assert story.world.reason.startswith("stopping: done; programs may write a last checkpoint: a/0#1")
+    assert story.commands(m.StopAgent, mark) == []
+    story.answer()
+    assert sorted(c.host for c in story.commands(m.StopAgent, mark)) == hosts
     assert story.commands(m.StartWorker, mark) + story.commands(m.StartAgent, mark) == []
+    assert (story.world.phase, story.world.workers, story.now) == ("finished", {}, began)
+
+
+def test_a_stop_without_a_program_tells_the_agents_at_once():
+    """Nothing can write a checkpoint: nobody is waited for."""
+    story = Story("a:1", "b:1").answer()
+    story.send(m.StopRequested("done"))
+    assert [c.host for c in story.commands(m.StopAgent)] == ["a", "b"]
+    assert story.world.reason == "stopping: done"
+
+
+def test_a_stop_lets_a_program_write_its_last_checkpoint():
+    """Agents of programs that have ended are told at once; the others when theirs have, or after a minute."""
+    story = Story("a:1", "b:1", "c:1", min=1).run().commit(3)
+    story.send(m.StopRequested("done"))
+    story.hear(m.ProgramEnded, "b/0#1")
+    assert [c.host for c in story.commands(m.StopAgent)] == ["b"]
+    story.hang("c/0#1")._unsay(wid("c/0#1"), m.ProgramEnded)
+    story.wait(50.0).hear(m.ProgramEnded, "a/0#1")
+    assert [c.host for c in story.commands(m.StopAgent)] == ["b", "a"]
+    story.wait(10.0)
+    assert story.last(m.StopAgent).host == "c"
+    story.answer()
+    assert story.world.phase == "finished"
+
+
+def test_a_stop_can_be_hastened():
+    """Whoever has no time says so, at once or later: the programs are killed then."""
+    story = Story("a:1", min=1).run().commit(3)
+    story.silent.add(wid("a/0#1"))
+    story.send(m.StopRequested("done"))
+    story.wait(4.0).send(m.StopRequested("now", within=1.0))
+    assert deadline(story.world, story.now) == story.now + 1.0
+    story.wait(1.0)
+    assert story.last(m.StopAgent).host == "a"
+    assert story.world.stopping == "done"
+
+
+def test_an_agent_that_does_not_end_is_not_waited_for():
+    """The cluster has ended five seconds after its agents were told, whether or not they say so."""
+    story = Story("a:1", "b:1").answer()
+    story.send(m.StopRequested("done"))
+    story.answers.clear()
+    story.wait(5.0)
     assert (story.world.phase, story.world.workers) == ("finished", {})
+    assert story.records("host-gone") == [f"{name} has left (it did not end in time)" for name in ("a", "b")]
 
 
 def test_a_stop_does_not_wait_for_hosts_that_are_lost():
@@ -98,6 +146,7 @@ def test_a_stop_does_not_wait_for_hosts_that_are_lost():
     story.lose_host("b")
     mark = story.mark()
     story.send(m.StopRequested("done"))
+    story.hear(m.ProgramEnded)
     assert [c.host for c in story.commands(m.StopAgent, mark)] == ["a"]
     assert (story.world.phase, list(story.world.hosts)) == ("stopping", ["a"])
     story.answer()

@@ -12,6 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from nbelastic.core import messages as m
 from nbelastic.core.membership import deadline
 from nbelastic.core.placement import parse_host
+from nbelastic.core.timeouts import Timeouts
 from nbelastic.core.world import HostPhase, Stage
 from tests.core.away import Away
 from tests.core.invariants import WORDS
@@ -25,7 +26,7 @@ NETWORKS = (  # of these hosts: their addresses
     {"n": ("127.0.0.1", "10.0.0.1"), "b": ("127.0.0.2", "10.0.0.1", "10.1.0.1"), "g": ("10.0.0.3", "10.1.0.3")},
     {"n": ("10.0.0.1", "10.1.0.1"), "b": ("10.0.0.2", "10.1.0.2"), "g": ("10.0.0.3", "10.1.0.3")},
 )
-LONG_ENOUGH = 12  # times ten minutes: every deadline has come by then
+LONG_ENOUGH = 4  # times ten minutes: every deadline has come by then
 CODES = (-9, -11, 0, 1, 3, m.STUCK)
 
 
@@ -51,6 +52,7 @@ class AnyStory(RuleBasedStateMachine):
             cooldown=cooldown,
             elastic_timeout=1000.0,
             stall=stall,
+            timeouts=Timeouts(step=300.0, recover_working=120.0, sync=300.0),
         )
         self.story.addresses = dict(network)
         self.jobs = 0
