@@ -135,7 +135,7 @@ def _take(world: World, event: m.Event, now: float, out: Commands) -> World:
             out.append(m.StopWorker(w, kill=True))
             return epochs.gone(world, w, f"{w} froze ({state})", now, out)
         case m.WorkerSilent():
-            return liveness.silent(world, event, now, out)
+            return liveness.silent(waits.silent(world, event, now), event, now, out)
         case m.WorkerHeard(worker=w):
             return liveness.heard(world, w)
         case m.RestartRequested(worker=w, by=by):

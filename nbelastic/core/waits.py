@@ -18,6 +18,7 @@ Commands = list[m.Command]
 WORDS = frozenset((Stage.GATHERING, Stage.FORMING, Stage.ASKED, Stage.LEAVING))
 LOOKS = 4  # how often those who are waited for are asked where they are, in the time that a silent one has
 TWICE = 2  # a world that was not formed so often in a row is not tried again with the same processes
+DOUBLINGS = 5  # of the pause between two changes that were put off
 OFTEN = 3  # times in a row that a member did not answer, though its process lives: then it is replaced
 USED = 0.02  # of the time between two answers: who has used more of a processor is at work
 
@@ -54,6 +55,14 @@ def heard(world: World, event: m.WorkerAt, now: float) -> World:
         if event.begun != old.begun or event.commit != old.commit or event.cpu - old.cpu > USED * (now - at):
             wait = replace(wait, worked={**wait.worked, w: now})
     return replace(world, wait=wait)
+
+
+def silent(world: World, event: m.WorkerSilent, now: float) -> World:
+    """It cannot answer, as something holds its interpreter; its host says whether it computes."""
+    wait, w = world.wait, event.worker
+    if wait is None or event.idle or w not in world.awaiting:
+        return world
+    return replace(world, wait=replace(wait, worked={**wait.worked, w: now}))
 
 
 def act(world: World, now: float, out: Commands) -> World:
@@ -97,14 +106,16 @@ def _silent(world: World) -> float:
 
 def _do_not_change(world: World, now: float, out: Commands) -> World:
     """Somebody does not say where it is, so those who have promised to stop wait for it: they go on, and are asked later."""
-    late = world.awaiting
-    why, pause = f"{first(late)} did not say where it is", world.limits.timeouts.ask
+    late, put_off = world.awaiting, world.put_off + 1
+    why = f"{first(late)} did not say where it is"
+    pause = world.limits.timeouts.ask * 2.0 ** min(put_off - 1, DOUBLINGS)
     out.append(m.Record("change-put-off", f"{why}; asked again in {pause:g} s", epoch=world.epoch))
     world = epochs.call_off(world, out)
-    world = replace(world, change_at=now + pause, change_why=why, put_off=world.put_off + 1)
-    if world.put_off < OFTEN or not _hold_state(world, late):
+    world = replace(world, change_at=now + pause, change_why=why, put_off=put_off)
+    lost = [w for w in sorted(late) if not world.workers[w].silent]  # of the others `liveness` decides
+    if put_off < OFTEN or not _hold_state(world, lost):
         return world
-    return _replace_members(replace(world, put_off=0), sorted(late), f"said nothing when asked {OFTEN} times", now, out)
+    return _replace_members(replace(world, put_off=0), lost, f"said nothing when asked {OFTEN} times", now, out)
 
 
 def _hold_state(world: World, less: Collection[m.WorkerId]) -> bool:

@@ -48,7 +48,7 @@ from nbelastic.driver.saved import (
     read,
 )
 from nbelastic.driver.script import Options, script_for
-from nbelastic.driver.settings import Settings, check
+from nbelastic.driver.settings import Settings, check, timeouts_of
 from nbelastic.driver.stacks import WorkerStack, show_stacks
 from nbelastic.driver.status import EventRecord, HostStatus, Status, WorkerStatus
 from nbelastic.driver.takeover import request
@@ -57,6 +57,9 @@ from nbelastic.folders import make_private
 
 T = TypeVar("T")
 _numbers = itertools.count(1)
+CLOSING = 10.0  # seconds that all but the programs may take to end
+AT_ONCE = 2.0  # seconds for everything when the kernel ends, which leaves no more
+AT_THE_END = 0.5  # of these, seconds for programs
 Executed = tuple[str, str, str, str | None]  # worker, stdout, stderr, error
 
 
@@ -74,6 +77,8 @@ class Cluster:
     (slurm, pbs, …), with `launcher_options` for it; there, `python` names the interpreter. `env` and `cwd` are the
     agents' and workers' environment and folder. `nics` names the network interfaces to use, separated by commas; by
     default the hosts find one that reaches all. A worker that others wait for longer than `stall` is replaced.
+    A program that is told to stop may take `stop_timeout`, to write a last checkpoint. `timeouts` changes how long other
+    waits may last, by the names of the table in docs/how-it-works.md: `{"recover": 30}`.
 
     With `keep` all but this process lives on when this process ends: `Cluster.attach` takes it over from another one.
     After `lease` seconds without a driver it ends, with a last checkpoint if the job has checkpoints.
@@ -96,6 +101,8 @@ class Cluster:
         cooldown: tuple[float, float] = (5.0, 300.0),
         silence: float = 10.0,
         stall: float | None = None,
+        stop_timeout: float = 60.0,
+        timeouts: Mapping[str, float] | None = None,
         nics: str | None = None,
         log_dir: str | Path | None = None,
         name: str | None = None,
@@ -124,6 +131,7 @@ class Cluster:
             reset_limit=reset_limit,
             cooldown=(float(cooldown[0]), float(cooldown[1])),
             stall=None if stall is None else float(stall),
+            timeouts=timeouts_of(timeouts, stop_timeout),
         )
         self._settings = Settings(
             name=self.name,
@@ -236,7 +244,7 @@ class Cluster:
     def close(self) -> None:
         """What befits the end of its kernel: let go of it if it is kept, else stop it."""
         if self._settings.keep is None or self._driver is None or self._driver.finished.is_set():
-            self.stop(timeout=2.0)
+            self._stop(AT_THE_END, AT_ONCE - AT_THE_END)
             self._run_dir.release()  # if the driver was too slow: no driver thread outlives the kernel
         else:
             self.detach()
@@ -256,15 +264,31 @@ class Cluster:
             del _running[self.name]
         self._watchers.changed()
 
-    def stop(self, timeout: float = 10.0) -> None:
-        """Stop the job, the workers and everything else that was started. Stopping twice is fine."""
+    def stop(self, timeout: float | None = None) -> None:
+        """Stop the job, the workers and everything else that was started. Stopping twice is fine.
+
+        Programs may take `timeout` seconds (`stop_timeout`) to end, as they may write a last checkpoint. Ctrl-C kills them.
+        """
+        self._stop(self._limits.timeouts.stop if timeout is None else timeout, CLOSING)
+
+    def _stop(self, within: float, more: float) -> None:
+        """Programs have `within` seconds to end, and the rest `more` seconds after that."""
         driver, self._driver = self._driver, None
         if driver is None:
             return
+        try:
+            self._end(driver, within, more)
+        except KeyboardInterrupt:
+            self._end(driver, 0.0, more)
+            raise
+        finally:
+            self._forget()
+
+    @staticmethod
+    def _end(driver: Driver, within: float, more: float) -> None:
         with contextlib.suppress(ClusterStoppedError):
-            driver.post(m.StopRequested("stopped by hand"))
-        driver.join(timeout)
-        self._forget()
+            driver.post(m.StopRequested("stopped by hand", within))
+        driver.join(within + more)
 
     def request_stop(self, by: str = "you") -> None:
         """Begin to stop and return at once; `stop()` waits for the end. After it, the cluster can be started again."""

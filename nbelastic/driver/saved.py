@@ -194,11 +194,13 @@ def find(name: str | None) -> Path:
 
 def kept_arguments(given: Mapping[str, Any], discovery: HostDiscovery) -> dict[str, Any]:
     """What `Cluster` was called with, such that it can be written down and used in another folder."""
-    kept = {name: value for name, value in given.items() if value is not None and name != "discovery"}
+    said = {name for name, value in given.items() if value is not None or name == "elastic_timeout"}
+    kept = {name: given[name] for name in given if name in said and name != "discovery"}
     kept |= {name: os.path.abspath(value) for name, value in kept.items() if name == "log_dir"}
     kept |= {name: os.fspath(value) for name, value in kept.items() if name in ("cwd", "python")}
     kept |= {name: {k: str(v) for k, v in kept[name].items()} for name in ("env", "launcher_options") if name in kept}
     kept |= {name: list(kept[name]) for name in ("preload", "cooldown") if name in kept}
+    kept |= {name: dict(kept[name]) for name in ("timeouts",) if name in kept}
     if isinstance(discovery, FixedHosts):
         kept["hosts"] = written(discovery.listed())
     elif isinstance(discovery, ScriptDiscovery):

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
 
 from nbelastic.core.errors import UsageError
+from nbelastic.core.timeouts import Timeouts
 from nbelastic.core.world import Limits
 from nbelastic.driver.batch import check_options
 from nbelastic.driver.discovery import HostDiscovery
@@ -66,6 +68,21 @@ class Settings(msgspec.Struct, frozen=True):
             check_options(self.launcher, self.launcher_options)
         else:
             check(not self.launcher_options, "launcher_options go with a batch launcher: name it as launcher.")
+
+
+def timeouts_of(given: Mapping[str, float] | None, stop: float) -> Timeouts:
+    """The times of `Cluster(timeouts=…, stop_timeout=…)`. UsageError for a name or a number that cannot be."""
+    check(stop >= 0, f"stop_timeout={stop:g}: at least 0 seconds.")
+    known = [name for name in Timeouts.__struct_fields__ if name != "stop"]
+    chosen = {}
+    for name, seconds in (given or {}).items():
+        check(name in known, f"timeouts: {name!r} is not one of {', '.join(known)}.")
+        try:
+            chosen[name] = float(seconds)
+        except ValueError:
+            raise UsageError(f"timeouts: {name}={seconds!r} is not a number of seconds.") from None
+        check(0 < chosen[name] < float("inf"), f"timeouts: {name}={seconds}: more than 0 seconds, and not endless.")
+    return Timeouts(stop=float(stop), **chosen)
 
 
 def check(fine: bool, problem: str) -> None:

@@ -76,6 +76,8 @@ class ElasticMagics(Magics):  # type: ignore[misc]  # IPython carries no types h
         argument("--cooldown", type=float, nargs=2, metavar=("LOW", "HIGH"), help="seconds before a restart (5 300)"),
         argument("--silence", type=float, metavar="S", help="seconds until a silent worker counts as lost (10)"),
         argument("--stall", type=float, metavar="S", help="replace a worker that others wait for so long (never)"),
+        argument("--stop-timeout", type=float, metavar="S", help="seconds for a last checkpoint at a stop (60)"),
+        argument("--timeouts", metavar="NAMES", help="of other waits in seconds, as recover=30,form=120"),
         argument("--nics", metavar="NAMES", help="network interfaces to use, separated by commas (default: found)"),
         argument("--python", metavar="PATH", help="the Python of hosts that are not this machine (this one's path)"),
         argument("--env", action="append", metavar="NAME=VALUE", help="for agents and workers; may be given again"),
@@ -409,6 +411,9 @@ def _as_python(options: dict[str, Any]) -> dict[str, Any]:
         options["preload"] = tuple(part.strip() for part in options["preload"].split(",") if part.strip())
     if "cooldown" in options:
         options["cooldown"] = tuple(options["cooldown"])
+    if "timeouts" in options:
+        given = (part for part in options["timeouts"].split(",") if part.strip())
+        options["timeouts"] = dict(pair("--timeouts", part.strip()) for part in given)
     for name, flag in (("env", "--env"), ("launcher_options", "--launcher-option")):
         if name in options:
             options[name] = dict(pair(flag, text) for text in options[name])

@@ -86,7 +86,7 @@ class FakeCluster:
         self._raise()
         return self
 
-    def stop(self, timeout: float = 10.0) -> None:
+    def stop(self, timeout: float | None = None) -> None:
         self.calls.append(("stop",))
         self.tell(phase="finished", reason="stopped by hand", hosts=(), workers=(), world_size=0)
 

@@ -20,7 +20,7 @@ def make(tmp_path: Path) -> Iterator[Callable[..., nbe.Cluster]]:
     pids: set[int] = set()
 
     def start(hosts: str | None = "localhost:3", **options: Any) -> nbe.Cluster:
-        options = {"cooldown": (0, 0), "log_dir": tmp_path / f"logs{len(started)}", **options}
+        options = {"cooldown": (0, 0), "stop_timeout": 5, "log_dir": tmp_path / f"logs{len(started)}", **options}
         wait = options.pop("wait", True)
         cluster = nbe.Cluster(hosts, **options)
         started.append(cluster)
