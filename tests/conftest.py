@@ -1,18 +1,13 @@
-"""The order of the tests, and the options that all of them have."""
+"""The options and fixtures that all tests have."""
 
 from __future__ import annotations
 
 import pytest
 
-from tests.support import skips, soak
+from tests.support import agents, parallel, skips, soak
 
 
 def pytest_addoption(pluginmanager: pytest.PytestPluginManager) -> None:
     """Register the plug-ins here: pytest then asks them for their options too."""
-    for plugin in (soak, skips):
+    for plugin in (soak, skips, agents, parallel):
         pluginmanager.register(plugin)
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Browser tests come last: playwright keeps an event loop running in this thread, and a browser, until the end."""
-    items.sort(key=lambda item: item.get_closest_marker("browser") is not None)

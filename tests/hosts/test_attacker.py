@@ -236,6 +236,7 @@ def test_two_thousand_connections_at_each_door(network, trains):
     training.finish()
 
 
+@pytest.mark.cold  # it reads what the system shows of processes
 def test_keys_are_kept_on_hosts(network, make, temporary, monkeypatch):
     """No key in a command line or an environment on any host, in a log, an event or a `repr`; files are their owner's alone."""
     found = []

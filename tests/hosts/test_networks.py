@@ -2,6 +2,8 @@
 
 import re
 
+import pytest
+
 from tests.hosts.network import DRIVER
 from tests.hosts.observing import LONG, goes_on, phases, reasons, texts
 from tests.process import programs
@@ -59,6 +61,7 @@ def test_hosts_that_have_ipv6_only(network, trains):
     assert len(training.finish(timeout=LONG)) == 2
 
 
+@pytest.mark.cold
 def test_this_machine_and_others_train_together(network, make, trains):
     """From the start, or with a host that joins while this one trains alone: this one moves off its loopback address. A host drains."""
     training = trains("localhost:1", min=1)

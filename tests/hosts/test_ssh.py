@@ -144,6 +144,7 @@ def test_without_any_host_the_start_fails(network, make):
     assert not strays(network)
 
 
+@pytest.mark.cold
 def test_all_that_a_host_runs_ends_with_its_agent_and_with_the_cluster(network, temporary, trains):
     """The agent of a host is killed: its worker ends, and what that had started; then the host comes back. `stop()` ends the rest."""
     training = trains("h1:1,h2:1", program=with_children)

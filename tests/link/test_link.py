@@ -18,6 +18,7 @@ from nbelastic.core import messages as m
 from nbelastic.core import wire
 from nbelastic.core.delivery import RESENT, WINDOW, Delivery
 from nbelastic.link import MAX_MESSAGE, Hub, Keys, Spoke, encode
+from tests.support.waiting import until_async as until
 
 W = m.WorkerId("a", 0, 1)
 NAME = f"worker/{W}"
@@ -44,13 +45,6 @@ async def place(heartbeat=link.HEARTBEAT):
         yield there
     finally:
         await there.hub.stop()
-
-
-async def until(true, patience=10.0):
-    end = time.monotonic() + patience
-    while not true():
-        assert time.monotonic() < end, "this did not come about in time"
-        await asyncio.sleep(0.005)
 
 
 @asynccontextmanager
@@ -322,7 +316,7 @@ def test_strangers_cost_no_memory(caplog):
             with ExitStack() as stack:
                 for number in range(200):
                     stack.enter_context(stranger(there, f"worker/x{number}/0#1", context=context)).send(b"nonsense")
-                await until(lambda: sum(there.hub.dropped.values()) == 200, patience=30)
+                await until(lambda: sum(there.hub.dropped.values()) == 200, timeout=30)
             assert not there.hub.heard_at
             assert len(there.hub.dropped) == 1
 
@@ -381,7 +375,7 @@ def test_ten_thousand_broken_messages():
                     for number in range(100):
                         good.send(wire.AgentSample("a", float(number), 1, {}))
                         await asyncio.sleep(0.001)
-                    await until(lambda: m.WorkerOffered(W, 9, 9) in there.of(NAME), patience=60)
+                    await until(lambda: m.WorkerOffered(W, 9, 9) in there.of(NAME), timeout=60)
                     sender.join()
                     good.send(wire.AgentHello("a", 1, {}))
                     await until(lambda: wire.AgentHello("a", 1, {}) in there.of("agent/a"))

@@ -7,7 +7,6 @@ import os
 import random
 import socket
 import threading
-import time
 
 import pytest
 
@@ -15,16 +14,10 @@ from nbelastic.core import messages as m
 from nbelastic.core import wire
 from nbelastic.core.addresses import parted
 from nbelastic.link import Hub, Keys, Spoke
+from tests.support.waiting import until_async as until
 
 W = m.WorkerId("a", 0, 1)
 NAME = f"worker/{W}"
-
-
-async def until(true, patience=10.0):
-    end = time.monotonic() + patience
-    while not true():
-        assert time.monotonic() < end, "this did not come about in time"
-        await asyncio.sleep(0.005)
 
 
 class Worker:

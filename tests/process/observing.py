@@ -6,7 +6,6 @@ import itertools
 import json
 import os
 import signal
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing import resource_tracker
@@ -16,17 +15,8 @@ from typing import Any
 import psutil
 
 import nbelastic as nbe
-
-
-def until(true: Callable[[], Any], timeout: float = 20.0, what: str = "") -> Any:
-    """The first true answer of `true()`."""
-    end = time.monotonic() + timeout
-    while True:
-        answer = true()
-        if answer:
-            return answer
-        assert time.monotonic() < end, f"not within {timeout:g} s: {what or true}"
-        time.sleep(0.01)
+from tests.support import agents
+from tests.support.waiting import until
 
 
 def alive(pid: int) -> bool:
@@ -37,9 +27,9 @@ def alive(pid: int) -> bool:
 
 
 def descendants() -> set[int]:
-    """All that this process has started, but for multiprocessing's resource tracker: once a test has needed it, it stays."""
+    """All that this process has started, but for what stays for later tests: multiprocessing's resource tracker, the warm process."""
     found = {child.pid for child in psutil.Process().children(recursive=True)}
-    return found - {resource_tracker._resource_tracker._pid}
+    return found - {resource_tracker._resource_tracker._pid} - agents.process.family()
 
 
 def ours(cluster: nbe.Cluster) -> set[int]:

@@ -234,6 +234,7 @@ def test_elastic_timeout_names_what_it_waited_for(trains):
     assert "cooling" in str(error)
 
 
+@pytest.mark.cold
 def test_a_killed_agent_takes_its_workers_along_and_comes_back(trains):
     """A host whose agent dies is lost, with its workers; the others go on, and it is started again."""
     training = trains("localhost:2,127.0.0.2:1", min=1)
@@ -292,6 +293,7 @@ def test_a_state_without_a_model(trains):
     assert len(set(training.finish())) == 1
 
 
+@pytest.mark.cold
 def test_an_agent_that_dies_while_its_template_starts(make):
     """The template had no time to ask the kernel for word of that, and ends all the same: it makes no worker."""
     cluster = make("127.0.0.2:1", min=1)

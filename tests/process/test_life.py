@@ -110,6 +110,7 @@ def test_everything_listens_on_loopback_only(make, tmp_path):
     job.stop()
 
 
+@pytest.mark.cold  # it reads what the system shows of processes
 def test_keys_are_kept(make, monkeypatch):
     """No key in any command line or in the workers' environment; files are their owner's alone."""
     found = []
@@ -260,6 +261,7 @@ def test_logs_begin_with_the_first_byte(make):
     assert {file.suffix for file in (cluster.log_dir / "idle").iterdir()} == {".out", ".err"}
 
 
+@pytest.mark.cold  # it is about the environment that a process was started with
 def test_the_environment_does_not_grow_beside_threads(make):
     """No variable is added when a worker has several threads: C's getenv in another one would crash the process."""
     cluster = make("localhost:1", preload=["tests.process.audit"])

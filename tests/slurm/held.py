@@ -1,26 +1,12 @@
 """A batch agent as the tests hold it."""
 
-import asyncio
 import itertools
-import time
 
 from nbelastic.driver.batch import BatchAgent
+from tests.support.waiting import until_async as until
 
 PATIENCE = 40.0
 _numbers = itertools.count(1)
-
-
-async def until(true, seconds=PATIENCE, what=""):
-    """The first true answer of `true()`, which may be a coroutine."""
-    end = time.monotonic() + seconds
-    while True:
-        answer = true()
-        if asyncio.iscoroutine(answer):
-            answer = await answer
-        if answer:
-            return answer
-        assert time.monotonic() < end, f"not within {seconds:g} s: {what or true}"
-        await asyncio.sleep(0.05)
 
 
 class Held:

@@ -10,11 +10,12 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any
+
+from tests.support.waiting import until
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "setpriv")
 NODES = ("n1", "n2", "g1")  # the last one has two GPUs, as far as Slurm knows
@@ -48,15 +49,6 @@ NodeName=g1 NodeHostname=localhost NodeAddr=127.0.0.1 Port={ports[3]} CPUs=4 Gre
 PartitionName=main Nodes=n[1-2] Default=YES MaxTime=INFINITE State=UP
 PartitionName=gpu Nodes=g1 MaxTime=INFINITE State=UP
 """
-
-
-def until(true: Any, seconds: float = 20.0, what: str = "") -> Any:
-    """The first true answer of `true()`."""
-    end = time.monotonic() + seconds
-    while not (answer := true()):
-        assert time.monotonic() < end, f"not within {seconds:g} s: {what or true}"
-        time.sleep(0.02)
-    return answer
 
 
 def free_ports() -> list[int]:

@@ -1,0 +1,32 @@
+"""Wait for what a test expects, and say what it waited for if that does not come."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import Any
+
+LOOK = 0.01  # seconds between two looks
+
+
+def until(true: Callable[[], Any], timeout: float = 20.0, what: str = "") -> Any:
+    """Return the first true answer of `true()`. AssertionError after `timeout` seconds."""
+    end = time.monotonic() + timeout
+    while not (answer := true()):
+        assert time.monotonic() < end, f"not within {timeout:g} s: {what or true}"
+        time.sleep(LOOK)
+    return answer
+
+
+async def until_async(true: Callable[[], Any], timeout: float = 40.0, what: str = "") -> Any:  # noqa: ASYNC109  (as above)
+    """Like `until`, in an event loop; `true` may be a coroutine function."""
+    end = time.monotonic() + timeout
+    while True:
+        answer = true()
+        if asyncio.iscoroutine(answer):
+            answer = await answer
+        if answer:
+            return answer
+        assert time.monotonic() < end, f"not within {timeout:g} s: {what or true}"
+        await asyncio.sleep(LOOK)
