@@ -25,7 +25,7 @@ DEADLINE = 120  # seconds that the warm process has for its imports
 class WarmProcess:
     """`with WarmProcess() as process:` forks agents while `process.used` is true."""
 
-    used = True
+    used = False
     pid = 0
 
     def __enter__(self) -> Self:
@@ -43,7 +43,7 @@ class WarmProcess:
                 stdout=subprocess.PIPE,
                 pass_fds=[listener.fileno()],
             )
-        self.pid = self._process.pid
+        self.pid, self.used = self._process.pid, True
         assert self._process.stdout.readline() == b"ready\n", "the warm process has ended; its error is above"
         return self
 
@@ -70,7 +70,9 @@ class WarmProcess:
 
     def code(self) -> str:
         """What a Python on another host runs to be an agent: it asks the warm process first."""
-        here = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from tests.support.warm import join; del sys.path[0]"
+        jitter = {name: os.environ[name] for name in ("TESTS_JITTER", "PYTHONPATH") if "TESTS_JITTER" in os.environ}
+        here = f"import os; os.environ.update({jitter!r}); " if jitter else ""
+        here += f"import sys; sys.path.insert(0, {str(ROOT)!r}); from tests.support.warm import join; del sys.path[0]"
         return f"{here}; join({self.address!r})"
 
 
@@ -103,10 +105,11 @@ def warm_agents() -> Iterator[WarmProcess]:
     """From now on tests that are not marked `cold` start warm agents."""
     with process, pytest.MonkeyPatch.context() as patch:
         patch.setattr(launchers, "Popen", WarmPopen)
-        patch.setattr(ssh, "AGENT", process.code())
+        patch.setattr(ssh, "AGENT", process.code())  # each test that is marked `cold` sets it back
         yield process
 
 
 @pytest.fixture(autouse=True)
 def _warm_or_cold(request: pytest.FixtureRequest) -> None:
-    process.used = request.node.get_closest_marker("cold") is None
+    process.used = process.pid != 0 and request.node.get_closest_marker("cold") is None
+    ssh.AGENT = process.code() if process.used else warm.AGENT

@@ -168,6 +168,9 @@ class Server:
         tempfile.tempdir = None
         sys.path[:] = self._path
         util.spawnv_passfds = self._spawn
+        if "TESTS_JITTER" in os.environ:  # see tests/support/jitter.py
+            jitter = importlib.import_module("sitecustomize")
+            jitter.late(jitter.AGENT_LATE)
         run(AGENT)
 
     def _spawn(self, path: bytes, arguments: list[str], fds: list[int]) -> int:

@@ -1,0 +1,36 @@
+"""`pytest --jitter SEED`: event loops stall at random, and agents and workers start late.
+
+A stall lasts up to 0.1 s; agents start up to 5 s late and workers up to 2.5 s, in every process that a test starts.
+Each process draws its delays from the seed. The product knows nothing of it: Python imports `stalls/sitecustomize.py`,
+which lies on PYTHONPATH, as it starts.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+STALLS = Path(__file__).with_name("stalls")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--jitter", metavar="SEED", help="stall event loops and start agents and workers late, at random")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_configure(config: pytest.Config) -> None:
+    seed = config.option.jitter
+    if seed and os.environ.get("TESTS_JITTER") != seed:
+        os.environ["TESTS_JITTER"] = seed
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(STALLS), os.environ.get("PYTHONPATH")]))
+        sys.path.insert(0, str(STALLS))
+        sys.modules.pop("sitecustomize", None)
+        importlib.import_module("sitecustomize")
+
+
+def pytest_report_header(config: pytest.Config) -> str | None:
+    return f"jitter: --jitter {config.option.jitter}" if config.option.jitter else None

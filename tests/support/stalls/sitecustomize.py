@@ -1,0 +1,50 @@
+"""Python imports this file as it starts, in every process of a run with `pytest --jitter SEED`: see tests/support/jitter.py."""
+
+from __future__ import annotations
+
+import os
+import random
+import selectors
+import sys
+import time
+
+STALL = 0.1  # seconds that an event loop stalls at most
+OFTEN = 0.02  # of all looks at what is ready
+AGENT_LATE, WORKER_LATE = 5.0, 2.5  # seconds that they start late at most
+
+_seed = os.environ.get("TESTS_JITTER", "")
+_random = random.Random(f"{_seed} {sys.orig_argv[1:]}")
+
+
+def install() -> None:
+    """From now on the event loops of this process stall at random, and so do those of the processes that it forks."""
+    for selector in (selectors.EpollSelector, selectors.PollSelector):
+        selector.select = _stalling(selector.select)
+    os.register_at_fork(before=_random.random, after_in_child=_forked)  # each fork has numbers of its own
+    code = sys.orig_argv[-1] if sys.orig_argv[-2:-1] == ["-c"] else ""
+    if "nbelastic.host.start" in code:
+        late(AGENT_LATE)
+
+
+def late(longest: float) -> None:
+    time.sleep(_random.uniform(0.0, longest))
+
+
+def _stalling(select):
+    def stalls(self, timeout=None):
+        if _random.random() < OFTEN:
+            time.sleep(_random.uniform(0.0, STALL))
+        return select(self, timeout)
+
+    return stalls
+
+
+def _forked() -> None:
+    """A fork of a template is a worker."""
+    _random.seed(f"{_random.random()} {_seed}")
+    if "nbelastic.worker.template" in sys.modules:
+        late(WORKER_LATE)
+
+
+if _seed:
+    install()
