@@ -5,8 +5,8 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from nbelastic.core import messages as m
-from nbelastic.core import staffing
-from nbelastic.core.world import NEVER, Job, Stage, WorkerState, World, put
+from nbelastic.core import setup, staffing
+from nbelastic.core.world import NEVER, Job, Stage, WorkerState, World
 
 Commands = list[m.Command]
 
@@ -23,45 +23,28 @@ def submit(world: World, name: str, now: float, out: Commands) -> World:
         out.append(m.EndJob(name, "failed", reason, ()))
         return world
     out.append(m.Record("job-started", f"{name} was submitted"))
-    workers, starting = dict(world.workers), set(world.starting)
+    workers, starting, behind = dict(world.workers), set(world.starting), []
     for w, worker in world.workers.items():
-        if worker.state in (WorkerState.READY, WorkerState.FAILED, WorkerState.SUCCEEDED):
+        if worker.state in (WorkerState.READY, WorkerState.FAILED, WorkerState.SUCCEEDED) and not worker.failed_cell:
             workers[w] = replace(worker, state=WorkerState.READY, failures=0, reason="")
-            if not worker.job:
+            if not worker.job and setup.due(world, worker) is not None:
+                behind.append(w)
+            elif not worker.job:
                 out.append(m.RunProgram(w, name))
                 workers[w] = replace(workers[w], job=name, has_state=False, epoch=0)
                 starting.add(w)
-    return replace(
+    world = replace(
         world,
         job=Job(name),
         workers=workers,
         starting=frozenset(starting),
-        failed=frozenset(),
+        failed=frozenset(w for w in world.failed if workers[w].failed_cell),
         resets=0,
         since=now,
     )
-
-
-def registered(world: World, w: m.WorkerId, error: str, now: float, out: Commands) -> World:
-    """A new worker takes code. If a job is on, it runs the program from the top and joins as a newcomer."""
-    worker = world.workers[w]
-    if worker.state is not WorkerState.STARTING:
-        return world
-    if error:
-        out.append(m.Record("worker-failed", f"{w}: a setup cell failed: {error}", host=w.host, worker=str(w)))
-        return fail_worker(replace(world, starting=world.starting - {w}), w, error)
-    out.append(m.Record("worker-ready", f"{w} is ready", host=w.host, worker=str(w)))
-    world = put(replace(world, starting=world.starting - {w}), replace(worker, state=WorkerState.READY, since=now))
-    return run_next(world, w, out)
-
-
-def run_next(world: World, w: m.WorkerId, out: Commands) -> World:
-    """A worker without a program takes the active job's, unless that is about to end."""
-    job, worker = world.active, world.workers[w]
-    if job is None or job.succeeded or job.ended or worker.state is not WorkerState.READY:
-        return world
-    out.append(m.RunProgram(w, job.name))
-    return put(replace(world, starting=world.starting | {w}), replace(worker, job=job.name, epoch=0))
+    for w in behind:
+        world = setup.run_next(world, w, now, out)
+    return world
 
 
 def linger(world: World, now: float) -> World:
@@ -69,12 +52,6 @@ def linger(world: World, now: float) -> World:
     timeouts = world.limits.timeouts
     last = now + max(timeouts.leave, timeouts.stop)
     return replace(world, linger_until=now + timeouts.leave, linger_last=last)
-
-
-def fail_worker(world: World, w: m.WorkerId, reason: str) -> World:
-    """It lives, for inspection, but is of no use to this job."""
-    worker = replace(world.workers[w], state=WorkerState.FAILED, reason=reason)
-    return put(replace(world, failed=world.failed | {w}), worker)
 
 
 def finish(world: World, now: float, out: Commands) -> World:

@@ -11,7 +11,7 @@ from typing import assert_never
 
 from msgspec.structs import replace
 
-from nbelastic.core import epochs, jobs, liveness, mesh, networks, planned, staffing, standstill, waits
+from nbelastic.core import epochs, jobs, liveness, mesh, networks, planned, setup, staffing, standstill, waits
 from nbelastic.core import messages as m
 from nbelastic.core.world import NEVER, HostPhase, Stage, WorkerState, World, first, less, put
 
@@ -37,6 +37,8 @@ def step(world: World, event: m.Event, now: float) -> tuple[World, tuple[m.Comma
         world = networks.progress(world, now, out)
     if world.stopping:
         world = _retire(world, now, out)
+    if world.trial is not None or world.outdated:
+        world = setup.progress(world, now, out)
     world = planned.progress(staffing.let_in(world, now), now, out)
     if world.early and world.plan is None:
         world = _hear_early(world, now, out)
@@ -72,6 +74,7 @@ def deadline(world: World, now: float) -> float:
         NEVER if world.short_since is None else world.short_since + limits.patience,
         waits.deadline(world),
         world.mesh.until,
+        world.setup_by,
         min(world.held.values(), default=NEVER),
         min((admission.until for admission in world.probing.values()), default=NEVER) if world.probing else NEVER,
     )
@@ -83,6 +86,8 @@ def _pass_time(world: World, now: float, out: Commands) -> World:
     limits = world.limits
     if world.linger_until and now >= world.linger_until:
         world = _kill_lingering(world, now, out)
+    if now >= world.setup_by:
+        world = _kill_overdue(world, now, out)
     if world.suspects and now >= world.suspect_since + limits.timeouts.grace:
         world = _break_unexplained(world, now, out)
     world = waits.act(world, now, out)
@@ -107,6 +112,16 @@ def _kill_lingering(world: World, now: float, out: Commands) -> World:
         out.append(m.Record("worker-killed", text, host=w.host, worker=str(w)))
         world = epochs.lose(world, (w,), f"{w} did not stop", now, out, keep=True)
     return staffing.stop_workers(world, stuck, out, kill=True)
+
+
+def _kill_overdue(world: World, now: float, out: Commands) -> World:
+    """Their setup cells have not ended, and their engines take no other code."""
+    late, world = setup.overdue(world, now)
+    for w in late:
+        out.append(m.StopWorker(w, kill=True))
+        why = f"{w} had not ended a setup cell after {world.limits.timeouts.setup:g} s and was killed"
+        world = epochs.gone(world, w, why, now, out)
+    return world
 
 
 def _take(world: World, event: m.Event, now: float, out: Commands) -> World:
@@ -140,8 +155,14 @@ def _take(world: World, event: m.Event, now: float, out: Commands) -> World:
             return liveness.heard(world, w)
         case m.RestartRequested(worker=w, by=by):
             return _restart(world, w, by, now, out)
-        case m.WorkerRegistered(worker=w, error=error):
-            return jobs.registered(world, w, error, now, out)
+        case m.WorkerRegistered(worker=w):
+            return setup.registered(world, w, now, out)
+        case m.SetupEnded():
+            return setup.ended(world, event, now, out)
+        case m.SetupSubmitted():
+            return setup.submit(world, event, now, out)
+        case m.SetupCleared(key=key):
+            return setup.clear(world, key, now, out)
         case m.ProgramEnded():
             return _program_ended(world, event, now, out)
         case m.DiscoveryFailed(reason=reason):
@@ -333,7 +354,7 @@ def _program_ended(world: World, event: m.ProgramEnded, now: float, out: Command
     world = put(world, replace(worker, job="", state=state, has_state=False))
     world = replace(world, starting=less(world.starting, gone), waiting=less(world.waiting, gone))
     if job is None or job.name != name:
-        return jobs.run_next(world, w, out)
+        return setup.run_next(world, w, now, out)
     if stopped or w in job.late:
         leavers = world.leaving & gone
         world = epochs.lose(world, gone, f"{w} did not finish", now, out, keep=True)
@@ -342,7 +363,7 @@ def _program_ended(world: World, event: m.ProgramEnded, now: float, out: Command
         return _program_returned(world, w, now, out)
     if job.formed and w not in world.ranked:
         out.append(m.Record("worker-failed", f"newcomer {w} failed: {error}", host=w.host, worker=str(w)))
-        return jobs.fail_worker(world, w, error)
+        return setup.fail_worker(world, w, error)
     return jobs.end(world, "failed", f"{_rank(world, w)} raised {error}", now, out, culprit=w)
 
 
@@ -377,6 +398,8 @@ def _stop(world: World, event: m.StopRequested, now: float, out: Commands) -> Wo
             starting=frozenset(),
             failed=frozenset(),
             probing={},
+            trial=None,
+            setup_by=NEVER,
             still=None,
             wake_at=NEVER,
             linger_until=world.linger_until if runs else 0.0,

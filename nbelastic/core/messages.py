@@ -87,6 +87,20 @@ class RestartRequested(Event):
     by: str = ""
 
 
+class SetupSubmitted(Event):
+    """Somebody runs a setup cell. `key` names it: a cell with the same key is replaced. No other has this `version`."""
+
+    key: str
+    source: str
+    version: int
+
+
+class SetupCleared(Event):
+    """Later workers do not run the setup cell of this key any more; without a key, none at all."""
+
+    key: str = ""
+
+
 class JobSubmitted(Event):
     job: str
 
@@ -185,9 +199,16 @@ class WorkerHeard(Event):
 
 # News of workers themselves.
 class WorkerRegistered(Event):
-    """Its engine takes code and the setup cells have run; `error` is set if one of them failed."""
+    """Its engine takes code."""
 
     worker: WorkerId
+
+
+class SetupEnded(Event):
+    """It has run this version of a setup cell; `error` is empty if that succeeded."""
+
+    worker: WorkerId
+    version: int
     error: str = ""
 
 
@@ -342,6 +363,14 @@ class StopWorker(Command):
 
     worker: WorkerId
     kill: bool = False
+
+
+class RunSetup(Command):
+    """Its outcome comes back as `SetupEnded`."""
+
+    worker: WorkerId
+    version: int
+    source: str
 
 
 class RunProgram(Command):

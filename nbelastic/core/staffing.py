@@ -274,7 +274,7 @@ def _shed(world: World, now: float, out: Commands) -> World:
 
 def shortage(world: World, now: float) -> str:
     """What one waits for, in words, at most three things of it."""
-    parts = [f"{w} ({_age(now - world.workers[w].since)})" for w in nsmallest(3, world.starting)]
+    parts = [f"{w} ({_waits(world.workers[w], now)})" for w in nsmallest(3, world.starting)]
     for name, host in world.hosts.items():
         if len(parts) >= 3:
             break
@@ -293,6 +293,10 @@ def shortage(world: World, now: float) -> str:
         parts.append("the last job's programs to stop")
     parts += [f"nothing from {w}: {world.workers[w].reason}" for w in nsmallest(1, world.failed)]
     return "waiting for " + ", ".join(parts[:3]) if parts else "add a host or lower min"
+
+
+def _waits(worker: Worker, now: float) -> str:
+    return f"in a setup cell for {_age(now - worker.cell_since)}" if worker.cell else _age(now - worker.since)
 
 
 def coming(world: World) -> bool:

@@ -12,12 +12,25 @@ from collections.abc import Collection, Iterable, Mapping
 from msgspec import Struct
 from msgspec.structs import replace
 
-from nbelastic.core import epochs, jobs, networks, staffing
+from nbelastic.core import epochs, jobs, networks, setup, staffing
 from nbelastic.core import messages as m
 from nbelastic.core.addresses import is_loopback
 from nbelastic.core.membership import step
 from nbelastic.core.wire import AgentHello, WorkerHere
-from nbelastic.core.world import Host, HostPhase, Job, Limits, Slot, Stage, Worker, WorkerState, World, first, seat
+from nbelastic.core.world import (
+    Host,
+    HostPhase,
+    Job,
+    Limits,
+    SetupCell,
+    Slot,
+    Stage,
+    Worker,
+    WorkerState,
+    World,
+    first,
+    seat,
+)
 
 Commands = list[m.Command]
 Heard = Mapping[m.WorkerId, WorkerHere]
@@ -61,6 +74,8 @@ class SavedWorld(Struct, frozen=True):
     reason: str = ""
     formed: bool = False
     ranks: tuple[m.WorkerId, ...] = ()
+    setup: tuple[SetupCell, ...] = ()
+    ran: tuple[tuple[m.WorkerId, tuple[int, ...]], ...] = ()  # versions of setup cells, of workers that took code
     resets: int = 0
     door: str = ""
 
@@ -98,6 +113,8 @@ def summary(world: World) -> SavedWorld:
         reason=job.reason,
         formed=job.formed,
         ranks=job.ranks,
+        setup=world.setup,
+        ran=tuple((w, tuple(sorted(worker.ran))) for w, worker in world.workers.items() if worker.registered),
         resets=world.resets,
         door=world.door,
     )
@@ -114,17 +131,16 @@ def resume(
     saved: SavedWorld,
     agents: Mapping[str, AgentHello],
     heard: Heard,
-    set_up: frozenset[m.WorkerId],
     now: float,
     *,
     problems: Mapping[str, str] | None = None,
     coming: Collection[str] = (),
 ) -> tuple[World, tuple[m.Command, ...]]:
-    """The world at `now` and what is to be done. `set_up`: the workers on which the setup cells have run. `problems`: of
+    """The world at `now` and what is to be done. `problems`: of
     agents that cannot be used, why. `coming`: hosts that were to start, whose agents may still be on their way.
     """
     out: Commands = []
-    world = _workers(_hosts(saved, agents, coming, now, out), agents, heard, set_up, now)
+    world = _workers(_hosts(saved, agents, coming, now, out), agents, heard, dict(saved.ran), now)
     world = staffing.stop_workers(world, saved.stopped, out)
     world = _lost(world, saved, heard, now, out)
     job = world.active
@@ -178,6 +194,7 @@ def _hosts(
         resets=saved.resets,
         joined=saved.joined,
         discovered=True,
+        setup=saved.setup,
         numbered=saved.numbered,
         probes=saved.probes + UNSAVED,
         admissions=len(hosts),
@@ -243,7 +260,7 @@ def _without_agent(old: SavedHost, now: float, out: Commands) -> Host:
 
 
 def _workers(
-    world: World, agents: Mapping[str, AgentHello], heard: Heard, set_up: frozenset[m.WorkerId], now: float
+    world: World, agents: Mapping[str, AgentHello], heard: Heard, ran: Mapping[m.WorkerId, tuple[int, ...]], now: float
 ) -> World:
     """All whom an agent has. Who has not said a word is starting, or will be found to be frozen."""
     workers: dict[m.WorkerId, Worker] = {}
@@ -255,7 +272,9 @@ def _workers(
             workers[w] = Worker(w, WorkerState.STARTING, since=now, pid=pid)
             continue
         job = here.job if here.busy or here.job == name else ""
-        state = WorkerState.READY if w in set_up or job else WorkerState.STARTING
+        versions = frozenset(cell.version for cell in world.setup) if job else frozenset(ran.get(w, ()))
+        is_set_up = bool(job) or (w in ran and all(cell.version in versions for cell in world.setup))
+        state = WorkerState.READY if is_set_up else WorkerState.STARTING
         workers[w] = Worker(
             w,
             WorkerState.RUNNING if job and here.epoch else state,
@@ -266,6 +285,9 @@ def _workers(
             commit=here.commit,
             store=here.store,
             has_state=bool(job) and here.holds,
+            was_ready=is_set_up,
+            registered=is_set_up,  # else it comes to be when its engine is known
+            ran=versions,
         )
     starting = frozenset(w for w, worker in workers.items() if worker.state is WorkerState.STARTING)
     numbered = max([world.numbered, *(here.numbered for here in heard.values())])
@@ -382,7 +404,7 @@ def _send_on(world: World, inside: Heard, now: float, out: Commands) -> World:
     if all(here.busy or (job.formed and not here.holds) for here in inside.values()):  # else it comes to its end
         for w, worker in tuple(world.workers.items()):
             if worker.state is WorkerState.READY and not worker.job:
-                world = jobs.run_next(world, w, out)
+                world = setup.run_next(world, w, now, out)
     for w, word in words.items():
         if isinstance(word, m.WorkerReady) and (
             w not in world.ranked or word.epoch >= world.epoch

@@ -165,6 +165,24 @@ class Wait(Struct, frozen=True):
     why: str = ""
 
 
+class SetupCell(Struct, frozen=True):
+    """A cell that each worker runs before it is ready. A cell that is run again has the same key and another version."""
+
+    key: str
+    source: str
+    version: int
+
+
+class Trial(Struct, frozen=True):
+    """A cell that is not kept yet, and how it went so far."""
+
+    cell: SetupCell
+    running: frozenset[WorkerId] = frozenset()
+    tried: int = 0  # workers
+    succeeded: int = 0
+    failed: dict[WorkerId, str] = {}  # and the error
+
+
 class Worker(Struct, frozen=True, gc=False):
     id: WorkerId
     state: WorkerState
@@ -178,6 +196,12 @@ class Worker(Struct, frozen=True, gc=False):
     has_state: bool = False  # it was a member of a world of this job
     failures: int = 0  # in a row, to join a process group with the others
     reason: str = ""
+    registered: bool = False  # its engine takes code
+    was_ready: bool = False
+    ran: frozenset[int] = frozenset()  # versions of setup cells that it has run well
+    cell: int = 0  # the version of the one that it runs now; 0: none
+    cell_since: float = 0.0
+    failed_cell: str = ""  # the key of the one that failed on it: it takes part in no job
     silent: str = ""  # why it is left alone although nothing is heard of it; empty: it is heard
 
 
@@ -231,6 +255,10 @@ class World(Struct, frozen=True):
     broken_at: float = 0.0  # when the newest broken epoch broke, and all its members were sent the abort
     job: Job | None = None
     resets: int = 0
+    setup: tuple[SetupCell, ...] = ()  # in the order in which workers run them
+    trial: Trial | None = None
+    outdated: bool = False  # a worker that is busy has not run all setup cells
+    setup_by: float = NEVER  # when a worker will have run a setup cell for too long
     joined: int = 0  # hosts so far
     discovered: bool = False  # the host discovery has answered once, under this driver or an earlier one
     admissions: int = 0  # hosts that have come up so far

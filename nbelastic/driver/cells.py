@@ -8,6 +8,9 @@ import traceback
 import warnings
 from typing import Any
 
+from nbelastic.core.messages import WorkerId
+
+Executed = tuple[str, str, str, str | None]  # worker, stdout, stderr, error
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 _PROMPT = re.compile(r"^( *)Cell In\[\d+\]", re.MULTILINE)  # the engine's own count, which differs between workers
 _RULE = re.compile(r"\A-+\n")
@@ -35,6 +38,11 @@ def check_cell(source: str, *, awaits: bool) -> None:
 def described(error: SyntaxError) -> str:
     """The line, the caret and the message, as Python shows them."""
     return "".join(traceback.format_exception_only(error)).rstrip()
+
+
+def executed(w: WorkerId, result: Any) -> Executed:
+    """What a cell printed on one worker, and its error."""
+    return str(w), str(result.stdout), str(result.stderr), traceback_of(result) or None
 
 
 def error_of(result: Any) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import builtins
 import contextlib
+import hashlib
 import itertools
 import os
 import secrets
@@ -27,13 +28,13 @@ from nbelastic.core.staffing import too_many
 from nbelastic.core.world import Limits
 from nbelastic.driver import orders
 from nbelastic.driver.calls import Call, pickled
-from nbelastic.driver.cells import check_cell
+from nbelastic.driver.cells import Executed, check_cell
 from nbelastic.driver.discovery import FixedHosts, HostDiscovery
 from nbelastic.driver.discovery import find as find_discovery
 from nbelastic.driver.driver import Driver
 from nbelastic.driver.job import Job, outcome
 from nbelastic.driver.notes import Notes
-from nbelastic.driver.orders import execute_on_all
+from nbelastic.driver.orders import execute_on_all, execute_setup
 from nbelastic.driver.places import RunDir, gpus
 from nbelastic.driver.run import Cell, Run, checkpoints
 from nbelastic.driver.saved import (
@@ -60,7 +61,6 @@ _numbers = itertools.count(1)
 CLOSING = 10.0  # seconds that all but the programs may take to end
 AT_ONCE = 2.0  # seconds for everything when the kernel ends, which leaves no more
 AT_THE_END = 0.5  # of these, seconds for programs
-Executed = tuple[str, str, str, str | None]  # worker, stdout, stderr, error
 
 
 class Cluster:
@@ -408,10 +408,13 @@ class Cluster:
         where = f"{self._run_dir.path} ({error.strerror})"
         return UsageError(f"{run.name} cannot be saved in {where}: free some space there, then run it again.")
 
-    def execute(self, source: str, *, setup: bool = False, timeout: float | None = None) -> list[Executed]:
+    def execute(
+        self, source: str, *, setup: bool = False, key: str | None = None, timeout: float | None = None
+    ) -> list[Executed]:
         """Run a cell on every ready worker and wait. `setup`: also on every worker that joins later, before its work.
 
-        A list of (worker, stdout, stderr, the error with its traceback or None). UsageError while a job runs. SyntaxError,
+        A setup cell is kept if it succeeds on a worker. One with the same `key` (without it: the same source) is replaced;
+        a worker on which it failed takes part in no job until the cell is mended or cleared. A list of (worker, stdout, stderr, the error with its traceback or None). UsageError while a job runs. SyntaxError,
         before anything is sent.
         """
         check_cell(source, awaits=True)
@@ -420,8 +423,24 @@ class Cluster:
         if present:
             raise UsageError(f"{present} is running: cells run between jobs.")
         results: Future[list[Executed]] = driver.owe(Future())
-        driver.call(execute_on_all, driver, source, setup, results)
+        if setup:
+            digest = hashlib.sha256(source.encode()).hexdigest()
+            driver.call(execute_setup, driver, key or f"cell-{digest[:8]}", source, results)
+        else:
+            driver.call(execute_on_all, driver, source, results)
         return outcome(results, timeout, lambda: f"the cell to end ({driver.status.reason})")
+
+    @property
+    def setup_cells(self) -> dict[str, str]:
+        """The sources of the setup cells by their keys, in the order in which a worker runs them."""
+        return {cell.key: cell.source for cell in self._running().world.setup}
+
+    def clear_setup(self, key: str | None = None) -> None:
+        """Forget the setup cell of this key, or all: later workers do not run it. UsageError if there is no such cell."""
+        driver, known = self._running(), self.setup_cells
+        if key is not None and key not in known:
+            raise UsageError(f"there is no setup cell {key!r}; there are {', '.join(known) or 'none'}.")
+        driver.post(m.SetupCleared(key or ""))
 
     @property
     def job(self) -> Job | None:

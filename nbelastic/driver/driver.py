@@ -303,6 +303,8 @@ class Driver:
         match command:
             case m.StartAgent() | m.StopAgent() | m.StartWorker() | m.StopWorker():
                 self.fleet.do(command, self._job_dir())
+            case m.RunSetup(worker=w, version=version, source=source):
+                self.fleet.run_setup(w, version, source)
             case m.RunProgram(worker=w, job=job):
                 self.fleet.live.steps.pop(w, None)
                 self.fleet.run_program(w, self.runs[job], self.program_ended)
@@ -465,8 +467,6 @@ class Driver:
             self._inbox.put_nowait(m.WorkerFroze(here.worker, "it answered a new driver too late"))
         else:
             self.find(here)
-            if here.worker in self.fleet.set_up:
-                self._inbox.put_nowait(m.WorkerRegistered(here.worker))
 
     def _progress(self, message: wire.WorkerProgress, now: float) -> None:
         live, members = self.fleet.live, self.world.members

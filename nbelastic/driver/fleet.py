@@ -17,7 +17,7 @@ import msgspec
 from nbelastic.core import messages as m
 from nbelastic.core import wire
 from nbelastic.core.errors import HostError
-from nbelastic.driver.cells import error_of
+from nbelastic.driver.cells import Executed, error_of, executed
 from nbelastic.driver.clock import Clock
 from nbelastic.driver.gate import Doors
 from nbelastic.driver.launchers import AdoptedAgent, Agent, BatchJobAgent, agent_for, locate
@@ -103,13 +103,11 @@ class Fleet:
         self._doors = Doors(settings.keep, self._workers_asked)
         self._engine_of: dict[m.WorkerId, str] = {}
         self._worker_of: dict[str, m.WorkerId] = {}
-        self._setup_started: set[m.WorkerId] = set()
-        self.set_up: frozenset[m.WorkerId] = frozenset()  # on these the setup cells have run
+        self.setup_rows: dict[int, dict[m.WorkerId, Executed]] = {}  # of versions for which somebody waits
         self._spawns: list[tuple[m.WorkerId, Path]] = []  # wait for the controller
         self._engines: Engines | None = None
         self._starting: asyncio.Task[None] | None = None
         self._trouble = ""  # why the controller failed, as it was recorded last
-        self.setup_cells: list[str] = []
         self.live = Live(log_dir=str(settings.log_dir))
         self.pace = Pace()
 
@@ -139,8 +137,6 @@ class Fleet:
     async def adopt(self, saved: Saved) -> None:
         """What another driver has started. Whatever of it is gone is said by events."""
         self._started = saved.started
-        self.setup_cells = list(saved.setup_cells)
-        self.set_up = frozenset(saved.set_up)
         self._doors.adopt(saved.doors, saved.gates)
         for host, old in saved.agents.items():
             held = self._held[host] = _Held(host, old.number)
@@ -373,12 +369,10 @@ class Fleet:
     def hello(self, w: m.WorkerId, engine: str) -> None:
         """A worker says which engine it is."""
         self._engine_of[w], self._worker_of[engine] = engine, w
-        if w in self.set_up:  # by another driver
-            self._setup_started.add(w)
         held = self._held.get(w.host)
         if held is not None and held.move is not None:  # it may have come between its fork and its first word
             self._hub.send(f"worker/{w}", held.move)
-        self._begin_setup(w)
+        self._say_registered(w)
 
     def busy(self, message: wire.WorkerBusy) -> None:
         """A worker says what it is doing."""
@@ -388,7 +382,7 @@ class Fleet:
     def _engine_registered(self, engine: str) -> None:
         w = self._worker_of.get(engine)
         if w is not None:
-            self._begin_setup(w)
+            self._say_registered(w)
 
     def _controller_fails(self, why: str) -> None:
         if why != self._trouble:
@@ -398,31 +392,25 @@ class Fleet:
     def _controller_came_again(self) -> None:
         self._record(m.Record("controller-started", "ipyparallel's controller had ended; it was started again"))
 
-    def _begin_setup(self, w: m.WorkerId) -> None:
+    def _say_registered(self, w: m.WorkerId) -> None:
+        """Once the engine of a worker that has said its name is known, or again: the core takes it once."""
         assert self._engines is not None
-        if self._engines.knows(self._engine_of[w]) and w not in self._setup_started:
-            self._setup_started.add(w)
-            self._set_up(w, 0)
-
-    def _set_up(self, w: m.WorkerId, done: int) -> None:
-        """Run the setup cells from number `done` on, then call the worker ready."""
-        if w not in self._setup_started:
-            return
-        if done == len(self.setup_cells):
-            self.set_up |= {w}
+        if self._engines.knows(self._engine_of[w]):
             self._post(m.WorkerRegistered(w))
-            return
 
-        def then(result: Any) -> None:
+    def run_setup(self, w: m.WorkerId, version: int, source: str) -> None:
+        """Run a setup cell on one worker."""
+
+        def done(result: Any) -> None:
             error = error_of(result)
             if error.startswith("ControllerLostError"):  # how far it ran is not known: another process begins anew
                 self._post(m.RestartRequested(w, "nbelastic, as the answer of its setup cell was lost"))
-            elif error:
-                self._post(m.WorkerRegistered(w, error))
-            else:
-                self._set_up(w, done + 1)
+                return
+            if version in self.setup_rows:
+                self.setup_rows[version][w] = executed(w, result)
+            self._post(m.SetupEnded(w, version, error))
 
-        self.execute(w, self.setup_cells[done], then)
+        self.execute(w, source, done)
 
     def execute(self, w: m.WorkerId, source: str, done: Callable[[Any], None]) -> None:
         """Run a cell on one worker; `done(AsyncResult)` is called in this thread."""
@@ -463,8 +451,6 @@ class Fleet:
                 self._worker_of.pop(engine, None)
                 if self._engines is not None:
                     self._engines.forget(engine)
-            self._setup_started.discard(w)
-            self.set_up -= {w}
             self._hub.forget(f"worker/{w}")
             self.live.steps.pop(w, None)
             self.live.worker_samples.pop(str(w), None)

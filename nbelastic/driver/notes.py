@@ -97,8 +97,6 @@ class Notes:
                 )
             ),
             self.job,
-            tuple(fleet.setup_cells),
-            tuple(sorted(fleet.set_up)),
             driver.settings.number,
         )
         if saved != self._last:

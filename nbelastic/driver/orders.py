@@ -6,7 +6,8 @@ is done, None while it is under way, an NbelasticError if it will not be.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -17,7 +18,7 @@ from nbelastic.core.epochs import alone_holds_state
 from nbelastic.core.errors import ClusterStoppedError, HostError, NbelasticError, UsageError
 from nbelastic.core.placement import parse_host
 from nbelastic.core.world import HostPhase, WorkerState, World
-from nbelastic.driver.cells import traceback_of
+from nbelastic.driver.cells import Executed, executed
 from nbelastic.driver.live import OrderStatus
 from nbelastic.driver.settings import check_bounds
 
@@ -179,27 +180,47 @@ def take(driver: Driver, message: Mapping[str, Any], default_slots: int, by: str
     driver.look()
 
 
-def execute_on_all(
-    driver: Driver, source: str, setup: bool, results: Future[list[tuple[str, str, str, str | None]]]
-) -> None:
+def execute_on_all(driver: Driver, source: str, results: Future[list[Executed]]) -> None:
     """In the driver's thread: run a cell on every ready worker; resolve `results` when all have answered or gone."""
     fleet = driver.fleet
-    if setup:
-        fleet.setup_cells.append(source)
     waiting = {w for w, worker in driver.world.workers.items() if worker.state is WorkerState.READY}
-    answers: dict[str, tuple[str, str, str, str | None]] = {}
+    answers: dict[m.WorkerId, Executed] = {}
 
-    def settle(_: Driver) -> list[tuple[str, str, str, str | None]] | None:
-        gone = [w for w in waiting if w not in driver.world.workers and str(w) not in answers]
-        for w in gone:
-            answers[str(w)] = (str(w), "", "", "the worker died while the cell ran")
-        return [answers[str(w)] for w in sorted(waiting)] if len(answers) == len(waiting) else None
+    def settle(driver: Driver) -> list[Executed] | None:
+        there = [w for w in waiting if w in driver.world.workers]
+        return _rows(waiting, answers) if all(w in answers for w in there) else None
 
     for w in waiting:
 
-        def done(result: Any, name: str = str(w)) -> None:
-            answers[name] = (name, str(result.stdout), str(result.stderr), traceback_of(result) or None)
+        def done(result: Any, w: m.WorkerId = w) -> None:
+            answers[w] = executed(w, result)
             driver.look()
 
         fleet.execute(w, source, done)
     driver.watch(settle, results)
+
+
+def execute_setup(driver: Driver, key: str, source: str, results: Future[list[Executed]]) -> None:
+    """In the driver's thread: try a setup cell; resolve `results` when its trial is over. UsageError if it cannot begin."""
+    version = time.time_ns()  # no other has it, under no driver
+    answers = driver.fleet.setup_rows[version] = {}
+    tried: set[m.WorkerId] = set()
+
+    def settle(driver: Driver) -> list[Executed] | None:
+        world, trial = driver.world, driver.world.trial
+        if trial is not None and trial.cell.version == version:
+            tried.update(trial.running)
+            return None
+        del driver.fleet.setup_rows[version]
+        if not tried and not any(cell.version == version for cell in world.setup):
+            raise UsageError(
+                "another setup cell or a job is still running: wait for it, or restart the worker it hangs on."
+            )
+        return _rows(tried, answers)
+
+    driver.ask(m.SetupSubmitted(key, source, version), settle, results)
+
+
+def _rows(workers: Iterable[m.WorkerId], answers: Mapping[m.WorkerId, Executed]) -> list[Executed]:
+    gone = "the worker died while the cell ran"
+    return [answers.get(w, (str(w), "", "", gone)) for w in sorted(workers)]

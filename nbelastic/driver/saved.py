@@ -25,7 +25,7 @@ from nbelastic.core.addresses import bracketed
 from nbelastic.core.delivery import HEAD
 from nbelastic.core.errors import UsageError
 from nbelastic.core.group import Terms
-from nbelastic.core.messages import EndJob, HostSpec, WorkerId
+from nbelastic.core.messages import EndJob, HostSpec
 from nbelastic.core.takeover import SavedWorld
 from nbelastic.driver.discovery import FixedHosts, HostDiscovery, ScriptDiscovery
 from nbelastic.driver.gate import SavedGate
@@ -86,8 +86,6 @@ class Saved(msgspec.Struct, frozen=True):
     submitted: int = 0
     processes: tuple[str, ...] = ()  # all on this machine that are to outlive the driver
     job: SavedJob | None = None
-    setup_cells: tuple[str, ...] = ()
-    set_up: tuple[WorkerId, ...] = ()
     number: str = ""  # of its folder for batch jobs
 
     @property

@@ -108,7 +108,6 @@ def take_over(driver: Driver, saved: Saved, arrivals: Arrivals) -> None:
         saved.world,
         arrivals.agents,
         arrivals.workers,
-        frozenset(saved.set_up),
         now,
         problems={host: versions.difference(agent.versions, ours) for host, agent in arrivals.agents.items()},
         coming=on_the_way,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from nbelastic.core.errors import JobError, UsageError
 from nbelastic.driver.cells import described
@@ -70,3 +70,10 @@ def _names(workers: Sequence[str], count: int) -> str:
         return f"all {count} workers"
     more = f" and {len(workers) - NAMED} more" if len(workers) > NAMED else ""
     return ", ".join(workers[:NAMED]) + more
+
+
+def cell_id(shell: Any) -> str | None:
+    """The notebook's id of the cell that runs now; None where there is none, as in a terminal."""
+    parent: dict[str, Any] = getattr(shell, "get_parent", dict)() or {}
+    found = (parent.get("metadata") or {}).get("cellId")
+    return str(found) if found else None

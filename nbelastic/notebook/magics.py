@@ -13,7 +13,7 @@ from IPython.display import display
 
 from nbelastic.core.errors import UsageError
 from nbelastic.notebook.arguments import argument, completion, magic, pair
-from nbelastic.notebook.cells import checked, show_output
+from nbelastic.notebook.cells import cell_id, checked, show_output
 from nbelastic.notebook.scripts import SCRIPT_OPTIONS, script_options
 
 if TYPE_CHECKING:
@@ -174,7 +174,13 @@ class ElasticMagics(Magics):  # type: ignore[misc]  # IPython carries no types h
     # Seeing.
     @magic(
         "line_cell",
-        argument("--setup", action="store_true", help="with a cell: run it on every later worker too"),
+        argument(
+            "--setup",
+            nargs="?",
+            const="",
+            metavar="KEY",
+            help="with a cell: run it on every later worker too; a cell with the same KEY is replaced (the notebook's id)",
+        ),
         argument("--timeout", type=float, metavar="S", help="with a cell: how many seconds to wait for it"),
     )
     def elastic(self, options: Namespace, cell: str | None) -> None:
@@ -182,12 +188,27 @@ class ElasticMagics(Magics):  # type: ignore[misc]  # IPython carries no types h
         cluster = self._cluster()
         if cell is not None:
             with checked():
-                outputs = cluster.execute(cell, setup=options.setup, timeout=options.timeout)
+                is_setup = options.setup is not None
+                key = (options.setup or cell_id(self.shell)) if is_setup else None
+                outputs = cluster.execute(cell, setup=is_setup, key=key, timeout=options.timeout)
             show_output(outputs)
-        elif options.setup or options.timeout is not None:
+        elif options.setup is not None or options.timeout is not None:
             raise UsageError("--setup and --timeout go with a cell: write %%elastic above it.")
         else:
             self._show()
+
+    @magic(
+        "line",
+        argument("--clear", nargs="?", const="", metavar="KEY", help="forget the cell of this KEY; without KEY, all"),
+    )
+    def elastic_setup(self, options: Namespace) -> None:
+        """List the setup cells in the order in which each new worker runs them: the key, then the first line."""
+        cluster = self._cluster()
+        if options.clear is not None:
+            cluster.clear_setup(options.clear or None)
+            return
+        for key, source in cluster.setup_cells.items():
+            print(f"{key}: {source.strip().partition(chr(10))[0]}")
 
     @magic("line")
     def elastic_status(self, _: Namespace) -> StatusView:

@@ -133,8 +133,7 @@ class Away:
         mute = {wid(name) for name in frozen} | story.silent
         heard = {w: self._statement(w) for w in story.fakes if w not in mute}
         agents = {name: self.hello(name) for name in story.agents if name not in coming}
-        set_up = frozenset(story.set_up.intersection(story.fakes))
-        story.world, commands = resume(self.saved, agents, heard, set_up, story.now, coming=coming)
+        story.world, commands = resume(self.saved, agents, heard, story.now, coming=coming)
         story.stores |= {w: here.store for w, here in heard.items()}
         story.said.extend(commands)
         for command in commands:
@@ -144,7 +143,7 @@ class Away:
         for w, here in heard.items():
             if w in story.fakes and here.job == self.saved.job and not here.busy and here.job:
                 story._say(w, m.ProgramEnded(w, *story.fakes[w].ended))
-            elif w in story.fakes and w not in set_up and not here.busy:
+            elif w in story.fakes and not here.busy:  # its engine is known
                 story._say(w, m.WorkerRegistered(w))
         story.answers += [m.WorkerFroze(w, "stopped") for w in sorted(mute) if w in story.fakes]
         story.answers += [

@@ -12,6 +12,7 @@ from nbelastic.core import addresses
 from nbelastic.core import messages as m
 from nbelastic.core.membership import deadline, step
 from nbelastic.core.networks import wide
+from nbelastic.core.setup import lacking
 from nbelastic.core.world import NEVER, HostPhase, Stage, WorkerState, World
 
 if TYPE_CHECKING:
@@ -64,6 +65,7 @@ def faults(before: World, world: World, commands: tuple[m.Command, ...], now: fl
         yield "`stopped` is not who is stopped"
     if {w for w, worker in workers.items() if worker.state is WorkerState.FAILED} != world.failed:
         yield "`failed` is not who has failed"
+    yield from _faults_of_setup(world)
     for host in world.hosts.values():
         busy = {m.WorkerId(host.spec.name, i, slot.incarnation) for i, slot in enumerate(host.slots) if slot.busy}
         if busy != {w for w in alive if w.host == host.spec.name}:
@@ -97,6 +99,21 @@ def _faults_of_waiting(world: World, now: float) -> Iterator[str]:
         yield f"{world.stage} waits for {world.awaiting} without end"
     if job is not None and world.stage is Stage.GATHERING and deadline(world, now) == NEVER and not endless:
         yield "there is no world, and nobody does anything about that"
+
+
+def _faults_of_setup(world: World) -> Iterator[str]:
+    for w, worker in world.workers.items():
+        idle = worker.state is WorkerState.READY and not worker.job
+        if idle and (lacking(world, worker) is not None or not worker.registered):
+            yield f"{w} is ready and not set up"
+        if worker.failed_cell and worker.state not in (WorkerState.FAILED, WorkerState.STOPPED):
+            yield f"a setup cell failed on {w}, and it is {worker.state}"
+        if worker.cell and worker.state is WorkerState.STARTING and world.setup_by == float("inf"):
+            yield f"{w} runs a setup cell without a deadline"
+    if world.trial is not None and not world.trial.running:
+        yield "nobody tries a cell that is on trial"
+    if len({cell.key for cell in world.setup}) != len(world.setup):
+        yield "two setup cells have the same key"
 
 
 def _faults_of_networks(world: World, now: float) -> Iterator[str]:
@@ -135,6 +152,7 @@ WORDS = (  # what agents and workers say, and notebooks about jobs
     m.WorkerAt,
     m.WorkerStarted,
     m.WorkerRegistered,
+    m.SetupEnded,
     m.WorkerExited,
     m.WorkerFroze,
     m.WorkerSilent,

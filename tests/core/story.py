@@ -72,7 +72,9 @@ class Story:
         self.prepared: set[int] = set()  # epochs
         self.mute: set[str] = set()  # hosts whose agents answer no probes
         self.agents: dict[str, dict[int, int]] = {}  # those that live: the newest incarnation of each slot
-        self.set_up: set[m.WorkerId] = set()  # on them the setup cells have run
+        self.ran: dict[m.WorkerId, list[str]] = {}  # sources of the setup cells that each has run, in order
+        self.broken: set[tuple[str, str]] = set()  # (host or worker, source): setup cells that fail there
+        self.versions = 0  # of setup cells
         for host in hosts:
             self.add(host)
 
@@ -100,8 +102,6 @@ class Story:
         if fake is None:
             return
         match event:
-            case m.WorkerRegistered(worker=w, error=""):
-                self.set_up.add(w)
             case m.WorkerFormed(epoch=epoch) if epoch == fake.epoch:
                 fake.formed = fake.holds = True
             case m.WorkerRaised(epoch=epoch) | m.WorkerSucceeded(epoch=epoch) if epoch == fake.epoch:
@@ -162,6 +162,12 @@ class Story:
 
     def scale(self, low: int, high: int | None) -> Story:
         self.send(m.Scaled(low, high, "a test"))
+        return self
+
+    def set_up(self, key: str, source: str) -> Story:
+        """Somebody runs a setup cell."""
+        self.versions += 1
+        self.send(m.SetupSubmitted(key, source, self.versions))
         return self
 
     def submit(self, job: str = "job") -> Story:
@@ -324,7 +330,15 @@ class Story:
             case m.StopWorker(worker=w, kill=kill):
                 self._forget(w)
                 self.answers.append(m.WorkerExited(w, SIGKILL if kill else 0))
+            case m.RunSetup(worker=w, version=version, source=source):
+                assert not self.fakes[w].job, f"{w} runs {self.fakes[w].job}"
+                fails = not self.broken.isdisjoint({(w.host, source), (str(w), source)})
+                if not fails:
+                    self.ran.setdefault(w, []).append(source)
+                self._say(w, m.SetupEnded(w, version, f"NameError: {source}" if fails else ""))
             case m.RunProgram(worker=w, job=job):
+                missing = {cell.source for cell in self.world.setup} - set(self.ran.get(w, ()))
+                assert not missing, f"{w} gets a program without {missing}"
                 assert not self.fakes[w].job, f"{w} still runs {self.fakes[w].job}"
                 self.fakes[w] = FakeWorker(job, numbered=self.fakes[w].numbered)
                 self._say_ready(w)

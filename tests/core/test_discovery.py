@@ -105,7 +105,7 @@ def test_a_host_that_comes_back_starts_new_workers():
     story.add("a:2").answer()
     assert story.alive() == ["a/0#2", "a/1#2"]
     before = story.world
-    story.send(m.WorkerExited(m.WorkerId("a", 0, 1), -9), m.WorkerRegistered(m.WorkerId("a", 1, 1), "late"))
+    story.send(m.WorkerExited(m.WorkerId("a", 0, 1), -9), m.WorkerRegistered(m.WorkerId("a", 1, 1)))
     assert story.world == before
 
 

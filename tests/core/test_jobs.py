@@ -148,12 +148,12 @@ def test_a_late_word_of_one_whose_program_has_ended_is_dropped():
 
 def test_a_failed_setup_cell_is_named():
     """A setup cell fails on one worker: it stays for inspection, the job waits for another and says why."""
-    story = Story("a:2", min=2).submit().hear(m.AgentReady).hear(m.WorkerStarted)
-    story._unsay(wid("a/1#1"), m.WorkerRegistered)
-    story.send(m.WorkerRegistered(wid("a/1#1"), "NameError: torhc"))
-    story.answer()
+    story = Story("a:2", min=2)
+    story.broken.add(("a/1#1", "torhc"))
+    story.set_up("imports", "torhc").submit().answer()
     assert story.world.workers[wid("a/1#1")].state is WorkerState.FAILED
-    assert story.world.reason == "1 of min 2 workers ready; waiting for nothing from a/1#1: NameError: torhc"
+    failed = "waiting for nothing from a/1#1: setup cell imports failed: NameError: torhc"
+    assert story.world.reason == f"1 of min 2 workers ready; {failed}"
 
 
 def test_results_are_by_the_rank_of_the_last_world():

@@ -123,6 +123,7 @@ def test_only_news_of_their_own_comes_from_workers_and_agents():
     """No order of people (add, remove, scale, submit, stop) and no tick can come over the link."""
     orders = {m.HostAdded, m.HostRemoved, m.HostsDiscovered, m.Scaled, m.JobSubmitted, m.JobStopRequested}
     orders |= {m.DoorOpened, m.StopRequested, m.Ticked, m.WorkerRegistered, m.ProgramEnded, m.AgentReady}
+    orders |= {m.SetupSubmitted, m.SetupCleared, m.SetupEnded, m.DiscoveryFailed, m.WorkerSilent, m.WorkerHeard}
     assert not orders & {*WIRE["FromAgent"], *WIRE["FromWorker"]}
 
 

@@ -138,9 +138,19 @@ class AnyStory(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def fail_to_set_up(self, data):
-        w = self._answering(data, m.WorkerRegistered)
-        self.story._unsay(w, m.WorkerStarted, m.WorkerRegistered)
-        self.story.send(m.WorkerRegistered(w, "NameError: x"))
+        w = self._answering(data, m.SetupEnded)
+        version = next(e.version for e in self.story.answers if isinstance(e, m.SetupEnded) and e.worker == w)
+        self.story._unsay(w, m.SetupEnded)
+        self.story.ran[w].pop()
+        self.story.send(m.SetupEnded(w, version, "NameError: x"))
+
+    @rule(key=st.sampled_from("xyz"), source=st.sampled_from("123"))
+    def set_up(self, key, source):
+        self.story.set_up(key, source)
+
+    @rule(key=st.sampled_from(["", "x", "y", "z"]))
+    def clear_setup(self, key):
+        self.story.send(m.SetupCleared(key))
 
     # ---- the training ----
 

@@ -28,7 +28,6 @@ def test_an_error_comes_before_newcomers():
     story = three().add("c:1").add("d:1")
     story.hear(m.AgentReady).hear(m.WorkerRegistered, "c/0#1")
     away = Away(story).raised("a/1#1")
-    story.set_up.add(wid("d/0#1"))
     mark = story.mark()
     away.new_driver()
     assert story.job.outcome == "failed"

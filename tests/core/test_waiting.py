@@ -132,8 +132,10 @@ def test_an_idle_cluster_counts_only_workers_that_can_work():
     story = Story("a:2", min=2)
     story.hear(m.AgentReady)
     assert story.world.reason.startswith("0 of min 2 workers ready; waiting for a/0#1 (0 s), a/1#1 (0 s)")
-    story.send(m.WorkerRegistered(wid("a/0#1")), m.WorkerRegistered(wid("a/1#1"), "NameError: torhc"))
-    assert story.world.reason == "1 of min 2 workers ready; waiting for nothing from a/1#1: NameError: torhc"
+    story.broken.add(("a/1#1", "torhc"))
+    story.set_up("imports", "torhc").answer()
+    failed = "waiting for nothing from a/1#1: setup cell imports failed: NameError: torhc"
+    assert story.world.reason == f"1 of min 2 workers ready; {failed}"
 
 
 def test_nothing_is_due_in_an_empty_world():

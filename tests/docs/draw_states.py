@@ -79,6 +79,8 @@ class Seen:
             world.resets == world.limits.reset_limit,
             world.until < float("inf"),
             world.plan is not None,
+            world.trial is not None,
+            len(world.failed) > 0,
             any(worker.store for worker in world.workers.values()),
             any(host.phase is HostPhase.STARTING for host in world.hosts.values()),
         )
@@ -105,6 +107,7 @@ def _possible(world: World) -> list[m.Event]:
         *(m.Scaled(low, low) for low in (1, 2)),
         m.HostAdded(spec),
         m.StopRequested(),
+        m.JobSubmitted("another"),
     ]
     for name, host in world.hosts.items():
         if host.phase is HostPhase.STARTING:
@@ -114,7 +117,9 @@ def _possible(world: World) -> list[m.Event]:
         if worker.job:
             events += [m.ProgramEnded(w, worker.job, error) for error in ("", "ValueError: bad")]
         if worker.state is WorkerState.STARTING:
-            events += [m.WorkerRegistered(w), m.WorkerRegistered(w, "NameError: x")]
+            events.append(m.WorkerRegistered(w))
+        if worker.cell:
+            events += [m.SetupEnded(w, worker.cell, error) for error in ("", "NameError: x")]
         events += [m.WorkerExited(w, -9), m.WorkerFroze(w, "stopped")]
     if world.plan is not None:
         events += [m.WorkerPrepared(w, world.plan.epoch, error) for w in world.plan.members for error in ("", "no")]
@@ -190,6 +195,8 @@ class Walk:
 
     def go(self) -> None:
         actions = [self.hosts, self.people, self.die, self.train, self.end, self.hear, self.hear, self.calm, self.wait]
+        if self.random.random() < 0.2:
+            actions.append(self.set_up)
         for _ in range(STEPS):
             self.random.choice(actions)()
         self.story.send(m.StopRequested())
@@ -216,6 +223,9 @@ class Walk:
         elif self.random.random() < 0.2:
             self.story.stop_job(self.story.job.name)
 
+    def set_up(self) -> None:
+        self.story.set_up(self.random.choice("xy"), self.random.choice("12"))
+
     def submit(self) -> None:
         self.jobs += 1
         self.story.submit(f"job-{self.jobs}")
@@ -230,9 +240,13 @@ class Walk:
             case 0:
                 story._forget(w)
                 story.send(m.WorkerFroze(w, "stopped"))
-            case 1 if any(isinstance(e, m.WorkerRegistered) and e.worker == w for e in story.answers):
-                story._unsay(w, m.WorkerStarted, m.WorkerRegistered)
-                story.send(m.WorkerRegistered(w, "NameError: x"))
+            case 1 if any(isinstance(e, m.SetupEnded) and e.worker == w for e in story.answers):
+                version = next(e.version for e in story.answers if isinstance(e, m.SetupEnded) and e.worker == w)
+                story._unsay(w, m.SetupEnded)
+                story.ran[w].pop()
+                story.send(m.SetupEnded(w, version, "NameError: x"))
+            case 2 if story.fakes[w].job and w not in story.world.ranked:
+                story.ended(str(w), error="ValueError: bad")
             case _:
                 story.kill(str(w), code=self.random.choice([-9, 1, m.STUCK]))
 

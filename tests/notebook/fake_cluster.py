@@ -71,6 +71,7 @@ class FakeCluster:
         self.calls: list[tuple[object, ...]] = []
         self.events: list[EventRecord] = []
         self.count = 0  # of all events
+        self.setup_cells: dict[str, str] = {}
         self.shown_stacks: list[WorkerStack] = []
         self.subscribers: list[object] = []
         self.job: FakeJob | None = None
@@ -109,11 +110,19 @@ class FakeCluster:
         self.job.options = options
         return self.job
 
-    def execute(self, source: str, *, setup: bool = False, timeout: float | None = None):
+    def execute(self, source: str, *, setup: bool = False, key: str | None = None, timeout: float | None = None):
         check_cell(source, awaits=True)
-        self.calls.append(("execute", source, setup, timeout))
+        self.calls.append(("execute", source, setup, key, timeout))
+        if setup:
+            self.setup_cells[key or "cell-1"] = source
         self._raise()
         return self.outputs
+
+    def clear_setup(self, key: str | None = None) -> None:
+        if key is None:
+            self.setup_cells.clear()
+        elif self.setup_cells.pop(key, None) is None:
+            raise UsageError(f"there is no setup cell {key!r}; there are {', '.join(self.setup_cells) or 'none'}.")
 
     def add_host(self, host: str, by: str = "the user") -> None:
         self.calls.append(("add_host", host, by))

@@ -384,7 +384,7 @@ def test_a_cell_on_every_worker_shows_each_worker_s_lines(ip, magics, cluster, c
     cluster.outputs = [("localhost/0#1", "a\nb\n", "", None), ("localhost/1#1", "", "careful\n", None)]
     shown = run(ip, capsys, "%%elastic --setup\nimport x\n")
     assert shown.splitlines() == ["[localhost/0#1] a", "[localhost/0#1] b", "[localhost/1#1] careful"]
-    assert ("execute", "import x\n", True, None) in cluster.calls
+    assert ("execute", "import x\n", True, None, None) in cluster.calls
     cluster.outputs = [(f"h/{i}#1", "a\nb\n", "", None) for i in range(3)]
     assert run(ip, capsys, "%%elastic\n1").splitlines() == ["[all 3 workers] a", "[all 3 workers] b"]
     cluster.outputs += [("h/3#1", "a\nc\n", "", None)]
@@ -439,6 +439,22 @@ def test_only_a_cell_between_jobs_may_await(ip, magics, cluster, capsys):
     assert run(ip, capsys, "%%elastic\nimport asyncio\nawait asyncio.sleep(0)") == ""
     shown = run(ip, capsys, "%%elastic_run\nimport asyncio\nawait asyncio.sleep(0)")
     assert "SyntaxError: 'await' outside function" in shown
+
+
+def test_setup_cells_have_keys(ip, magics, cluster, capsys, monkeypatch):
+    """The key that is given, else the notebook's id of the cell; they are listed and cleared by it."""
+    run(ip, capsys, "%%elastic --setup imports\n\nimport x\nimport y\n")
+    parent = {"header": {}, "metadata": {"cellId": "0b2e"}}
+    monkeypatch.setattr(ip, "get_parent", lambda: parent, raising=False)
+    run(ip, capsys, "%%elastic --setup\nz = 1\n")
+    assert run(ip, capsys, "%elastic_setup").splitlines() == ["imports: import x", "0b2e: z = 1"]
+    assert run(ip, capsys, "%elastic_setup --clear nothing") == (
+        "UsageError: there is no setup cell 'nothing'; there are imports, 0b2e."
+    )
+    run(ip, capsys, "%elastic_setup --clear imports")
+    assert list(cluster.setup_cells) == ["0b2e"]
+    run(ip, capsys, "%elastic_setup --clear")
+    assert run(ip, capsys, "%elastic_setup") == ""
 
 
 def test_setup_needs_a_cell(ip, magics, cluster, capsys):

@@ -1,5 +1,7 @@
 """Planned changes: hosts come and go, limits move, and nobody who trains is disturbed more than needed."""
 
+import os
+import signal
 import time
 
 import pytest
@@ -162,22 +164,29 @@ def test_setup_cells_reach_those_who_join_later(make, tmp_path):
     assert cluster.run_cell("word * 2").result(timeout=20) == ["hellohello"] * 2
 
 
-def test_a_newcomer_that_fails_in_setup(trains):
-    """It is shown as failed with the reason, and those who train never notice."""
-    training = trains("localhost:1", min=1)
-    training.job.stop()
-    training.job.wait(timeout=20)
-    training.cluster.execute("import os\nif 'first' in globals(): 1 / 0", setup=True, timeout=20)
-    training.cluster.execute("if not globals().get('ran'):\n    1 / 0", setup=True, timeout=20)
-    training = Training(training.cluster, training.folder.with_name("again"), programs.train)
-    training.runs(1)
-    epoch = training.cluster.status().epoch
-    training.cluster.add_host("127.0.0.2:1")
-    failed = until(lambda: [w for w in training.cluster.workers if w.state == "failed"])[0]
-    assert "ZeroDivisionError" in failed.reason
-    assert any("a setup cell failed" in text for text in texts(training.cluster, "worker-failed"))
-    assert training.cluster.status().epoch == epoch
-    training.finish()
+def test_a_newcomer_that_fails_in_setup(make, tmp_path):
+    """It is shown as failed with the reason, job after job runs without it, and a mended cell brings it back."""
+    cluster, there = make("localhost:1", min=1), tmp_path / "there"
+    there.touch()
+    rows = cluster.execute("import nosuchmodule", setup=True, key="imports", timeout=20)
+    assert "ModuleNotFoundError" in rows[0][3]
+    cell = f"from pathlib import Path\nassert Path({str(there)!r}).exists(), 'not here'\nVALUE = 42"
+    assert [row[3] for row in cluster.execute(cell, setup=True, key="value", timeout=20)] == [None]
+    assert cluster.setup_cells == {"value": cell}
+    there.unlink()
+    cluster.add_host("127.0.0.2:1")
+    failed = until(lambda: [w for w in cluster.workers if w.state == "failed"])[0]
+    assert failed.reason == "setup cell value failed: AssertionError: not here"
+    for _ in range(2):
+        assert cluster.run_cell("VALUE").result(timeout=20) == [42]
+    assert [w.state for w in cluster.workers if w.id == failed.id] == ["failed"]
+
+    there.touch()
+    assert [row[3] for row in cluster.execute(cell, setup=True, key="value", timeout=20)] == [None, None]
+    cluster.wait(2, timeout=20)
+    os.kill(next(w.pid for w in cluster.workers if w.id == failed.id), signal.SIGKILL)
+    until(lambda: [w for w in cluster.workers if w.id != failed.id and w.host == failed.host and w.state == "ready"])
+    assert cluster.run_cell("VALUE").result(timeout=20) == [42, 42]
 
 
 def test_a_newcomer_that_fails_in_its_program(make, tmp_path):

@@ -1,0 +1,242 @@
+"""Setup cells: which are kept, which worker has run them, and what a worker does on which one has failed."""
+
+from __future__ import annotations
+
+from nbelastic.core import messages as m
+from nbelastic.core.world import WorkerState
+from tests.core.away import Away
+from tests.core.story import Story, wid
+
+LIMITS = {"min": 1, "cooldown": (0.0, 0.0)}
+
+
+def ran(story: Story, name: str) -> list[str]:
+    """The sources of the cells that a worker has run, in order."""
+    return story.ran.get(wid(name), [])
+
+
+def kept(story: Story) -> list[tuple[str, str]]:
+    return [(cell.key, cell.source) for cell in story.world.setup]
+
+
+def state(story: Story, name: str) -> WorkerState:
+    return story.world.workers[wid(name)].state
+
+
+# ---- which cells are kept ----
+
+
+def test_a_cell_that_fails_everywhere_is_not_kept():
+    """A typo poisons nobody: the worker stays ready, and a replacement does not run the cell."""
+    story = Story("a:1", **LIMITS).answer()
+    story.broken.add(("a", "nosuchmodule"))
+    story.set_up("imports", "nosuchmodule").answer()
+    assert kept(story) == []
+    assert state(story, "a/0#1") is WorkerState.READY
+    assert story.records("setup-failed") == [
+        "setup cell imports failed everywhere and is not kept: NameError: nosuchmodule"
+    ]
+    story.set_up("value", "42").answer()
+    story.kill("a/0#1").answer()
+    assert ran(story, "a/0#2") == ["42"]
+    assert state(story, "a/0#2") is WorkerState.READY
+
+
+def test_a_cell_that_is_edited_replaces_itself():
+    """It keeps its place; later workers run the new text only."""
+    story = Story("a:1", **LIMITS).answer()
+    story.set_up("first", "one").answer().set_up("second", "two").answer()
+    story.set_up("first", "ONE").answer()
+    assert kept(story) == [("first", "ONE"), ("second", "two")]
+    assert ran(story, "a/0#1") == ["one", "two", "ONE"]
+    story.add("b:1").answer()
+    assert ran(story, "b/0#1") == ["ONE", "two"]
+
+
+def test_an_edit_that_fails_leaves_the_cell_that_worked():
+    """Later workers run what ran well."""
+    story = Story("a:1", **LIMITS).answer()
+    story.set_up("first", "one").answer()
+    story.broken.add(("a", "oen"))
+    story.set_up("first", "oen").answer()
+    assert kept(story) == [("first", "one")]
+
+
+def test_the_same_source_is_not_kept_twice():
+    """A copy of a cell, or one without a key that is run again, takes the place of the first."""
+    story = Story("a:1", **LIMITS).answer()
+    story.set_up("first", "one").answer().set_up("copy", "one").answer()
+    assert kept(story) == [("copy", "one")]
+
+
+def test_a_cell_that_no_worker_could_try_is_kept():
+    """Nobody was ready: whoever comes runs it before its work."""
+    story = Story("a:1", **LIMITS)
+    story.set_up("first", "one")
+    assert kept(story) == [("first", "one")]
+    story.answer()
+    assert ran(story, "a/0#1") == ["one"]
+
+
+def test_cells_are_cleared_by_their_keys_or_all():
+    """Later workers do not run them; an unknown key changes nothing."""
+    story = Story("a:1", **LIMITS).answer()
+    for key in "xyz":
+        story.set_up(key, f"cell {key}").answer()
+    story.send(m.SetupCleared("y"), m.SetupCleared("nobody"))
+    assert [key for key, _ in kept(story)] == ["x", "z"]
+    assert story.records("setup-changed")[-1] == "setup cell y was cleared"
+    story.send(m.SetupCleared())
+    assert kept(story) == []
+
+
+# ---- no worker misses one ----
+
+
+def test_a_cell_that_comes_while_a_worker_registers():
+    """Before the worker's registration, after it or on its way to its program: it runs the cell before its program."""
+    for when in range(3):
+        story = Story("a:1", **LIMITS).hear(m.AgentReady)
+        if when > 0:
+            story.hear(m.WorkerRegistered)
+        story.set_up("value", "7")
+        if when > 1:
+            story.set_up("other", "8")  # it is refused while the first one runs
+        story.answer().submit().quiet(2.0)  # the story's fake refuses a program that comes before the cell
+        assert ran(story, "a/0#1") == ["7"]
+        assert story.names == ["a/0#1"]
+
+
+def test_a_newcomer_that_becomes_ready_during_a_trial_runs_the_cell_too():
+    """It tries the cell, too, and waits for nobody: the cell may still run on the others."""
+    story = Story("a:1", **LIMITS).answer()
+    story.add("b:1").hear(m.AgentReady)
+    story.set_up("value", "7")
+    story.hear(m.WorkerRegistered, "b/0#1").hear(m.SetupEnded, "b/0#1")
+    assert state(story, "a/0#1") is WorkerState.STARTING
+    assert state(story, "b/0#1") is WorkerState.READY
+    story.submit().quiet(2.0)
+    assert ran(story, "a/0#1") == ran(story, "b/0#1") == ["7"]
+    assert story.names == ["a/0#1", "b/0#1"]
+
+
+def test_replacements_and_newcomers_run_all_cells_in_order():
+    """Also in the middle of a job, before they join it."""
+    story = Story("a:1", "b:1", **LIMITS).answer()
+    story.set_up("x", "one").answer().set_up("y", "two").answer()
+    story.run()
+    story.kill("b/0#1").add("c:1").quiet(2.0)
+    assert ran(story, "b/0#2") == ran(story, "c/0#1") == ["one", "two"]
+    assert story.names == ["a/0#1", "b/0#2", "c/0#1"]
+
+
+# ---- workers on which one has failed ----
+
+
+def test_a_worker_whose_setup_failed_joins_no_job():
+    """Job after job runs without it, and the status says why."""
+    story = Story("a:1", **LIMITS).answer()
+    story.set_up("value", "1").answer()
+    story.broken.add(("b", "1"))
+    story.add("b:1").answer()
+    assert state(story, "b/0#1") is WorkerState.FAILED
+    assert story.world.workers[wid("b/0#1")].reason == "setup cell value failed: NameError: 1"
+    for job in ("one", "two"):
+        story.run(job)
+        assert story.names == ["a/0#1"]
+        assert state(story, "b/0#1") is WorkerState.FAILED
+        story.finish().answer()
+        assert story.job.outcome == "succeeded"
+
+
+def test_a_cell_that_fails_on_some_says_on_which():
+    """It is kept for those on which it ran well; the others take part in no job."""
+    story = Story("a:1", "b:1", **LIMITS).answer()
+    story.broken.add(("b", "1"))
+    story.set_up("value", "1").answer()
+    assert story.records("setup-changed") == ["setup cell value is kept; it failed on b/0#1"]
+    assert story.run().names == ["a/0#1"]
+
+
+def test_a_cell_that_is_mended_brings_its_workers_back():
+    """They run the mended cell, and then all that they have missed since."""
+    story = Story("a:1", "b:1", **LIMITS).answer()
+    story.broken.add(("b", "1"))
+    story.set_up("value", "1").answer().set_up("next", "2").answer()
+    assert ran(story, "b/0#1") == []
+    story.set_up("value", "one").answer()
+    assert ran(story, "b/0#1") == ["one", "2"]
+    assert story.run().names == ["a/0#1", "b/0#1"]
+
+
+def test_a_cell_that_is_cleared_brings_its_workers_back():
+    """What failed is not asked of them any more."""
+    story = Story("a:1", "b:1", **LIMITS).answer()
+    story.broken.add(("b", "1"))
+    story.set_up("value", "1").answer().set_up("next", "2").answer()
+    story.send(m.SetupCleared("value"))
+    story.answer()
+    assert ran(story, "b/0#1") == ["2"]
+    assert story.run().names == ["a/0#1", "b/0#1"]
+
+
+def test_a_worker_that_is_restarted_is_set_up_again():
+    """Its host may have been mended."""
+    story = Story("a:1", "b:1", **LIMITS).answer()
+    story.broken.add(("b", "1"))
+    story.set_up("value", "1").answer()
+    story.broken.clear()
+    story.send(m.RestartRequested(wid("b/0#1"), "a test"))
+    story.answer()
+    assert ran(story, "b/0#2") == ["1"]
+    assert story.run().names == ["a/0#1", "b/0#2"]
+
+
+# ---- cells that do not end, and drivers that die ----
+
+
+def test_a_cell_that_hangs_on_one_worker_blocks_no_other():
+    """The others are ready and train meanwhile; the one that hangs is killed in the end and set up anew."""
+    story = Story("a:1", "b:1", **LIMITS).answer()
+    story.silent.add(wid("b/0#1"))
+    story.set_up("value", "1").answer()
+    assert state(story, "a/0#1") is WorkerState.READY
+    story.run()
+    assert story.names == ["a/0#1"]
+    story.wait(600.0)
+    assert story.records("worker-lost") == ["b/0#1 had not ended a setup cell after 600 s and was killed"]
+    assert kept(story) == [("value", "1")]
+    story.quiet(2.0)
+    assert ran(story, "b/0#2") == ["1"]
+    assert story.names == ["a/0#1", "b/0#2"]
+
+
+def test_a_worker_that_dies_while_it_tries_a_cell():
+    """The others decide whether the cell is kept."""
+    story = Story("a:1", "b:1", **LIMITS).answer()
+    story.set_up("value", "1").kill("b/0#1").answer()
+    assert kept(story) == [("value", "1")]
+    assert ran(story, "b/0#2") == ["1"]
+
+
+def test_a_new_driver_knows_the_cells_and_who_has_run_them():
+    """Nobody runs one again that it has run; newcomers run all; who had not come so far does."""
+    story = Story("a:1", "b:1", **LIMITS).answer()
+    story.set_up("value", "1").answer()
+    story.add("c:1").hear(m.AgentReady).hear(m.WorkerRegistered)
+    Away(story).new_driver().answer()
+    assert kept(story) == [("value", "1")]
+    assert ran(story, "a/0#1") == ran(story, "b/0#1") == ["1"]
+    assert ran(story, "c/0#1")[-1] == "1"
+    story.add("d:1").answer()
+    assert ran(story, "d/0#1") == ["1"]
+    assert story.run().names == ["a/0#1", "b/0#1", "c/0#1", "d/0#1"]
+
+
+def test_a_new_driver_forgets_a_trial():
+    """Its caller is gone: the cell is not kept, and the workers are ready."""
+    story = Story("a:1", **LIMITS).answer()
+    story.set_up("value", "1")
+    Away(story).new_driver().answer()
+    assert kept(story) == []
+    assert story.run().names == ["a/0#1"]
