@@ -1,0 +1,85 @@
+"""What users copy from the README and from docs/ is code: it parses, and the names and options in it exist."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import subprocess
+
+import pytest
+from IPython.core.inputtransformer2 import TransformerManager
+
+import nbelastic as nbe
+from nbelastic.notebook.arguments import without_comment
+from nbelastic.notebook.magics import ElasticMagics
+from tests.support.code_blocks import PAGES, blocks, cells, example
+
+PYTHON = blocks("python")
+MAGICS = [(block, line) for block in PYTHON for line in block.magics]
+OWNERS = {"nbe": nbe, "nbelastic": nbe, "cluster": nbe.Cluster, "job": nbe.Job}  # by the names that the pages use
+OTHERS = {"load_ext", "px"}  # magics of IPython and ipyparallel
+
+
+def test_there_are_blocks_on_the_pages():
+    """The fences are found: else the tests below have nothing to look at."""
+    assert {block.page for block in PYTHON} >= {page for page in PAGES if page.name in ("README.md", "state.md")}
+    assert len(PYTHON) > 30
+    assert len(MAGICS) > 10
+
+
+def test_the_readmes_example_is_the_quickstart():
+    """Cell for cell, so that what runs in the notebook's test is what is printed; and its blocks go as they are into cells."""
+    shown = [line for block in example() for line in block.code.splitlines() if line]
+    assert shown == [line for cell in cells("01_quickstart.ipynb") for line in cell.splitlines() if line]
+    assert all(not block.code.startswith("%%") or "%%" not in block.code[2:] for block in example())
+
+
+def test_the_readmes_example_puts_its_data_where_the_model_is():
+    """On a GPU the model is there, and each batch has to be."""
+    code = "\n".join(block.code for block in example())
+    assert "ddp(x.to(nbe.device())), y.to(nbe.device())" in code
+
+
+@pytest.mark.parametrize("block", PYTHON, ids=str)
+def test_python_blocks_parse(block):
+    """With magics left out; and as a cell, with them, IPython takes it too."""
+    ast.parse(block.python, str(block))
+    assert TransformerManager().check_complete(block.code.rstrip() + "\n\n")[0] != "invalid"
+
+
+@pytest.mark.parametrize("block", blocks("bash"), ids=str)
+def test_bash_blocks_parse(block):
+    done = subprocess.run(["bash", "-n"], input=block.code, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("block", PYTHON, ids=str)
+def test_names_and_arguments_of_the_package_exist(block):
+    """`nbe.name`, `cluster.name` and `job.name` are public, and take the arguments that calls give them by name."""
+    tree = ast.parse(block.python)
+    keywords = {
+        node.func: [each.arg for each in node.keywords] for node in ast.walk(tree) if isinstance(node, ast.Call)
+    }
+    for node in ast.walk(tree):
+        if not (isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in OWNERS):
+            continue
+        owner = OWNERS[node.value.id]
+        where = f"{node.value.id}.{node.attr}, line {node.lineno} of {block}"
+        assert node.attr in (nbe.__all__ if owner is nbe else vars(owner)), where
+        if node in keywords:
+            takes = inspect.signature(getattr(owner, node.attr)).parameters.values()
+            anything = any(each.kind is each.VAR_KEYWORD for each in takes)
+            assert anything or {*keywords[node]} <= {each.name for each in takes}, where
+
+
+@pytest.mark.parametrize(("block", "line"), MAGICS, ids=str)
+def test_magics_and_their_options_exist(block, line):
+    """Each is parsed as the magic itself does it."""
+    name, _, options = line.lstrip("%").partition(" ")
+    if name in OTHERS:
+        return
+    kind = "cell" if line.startswith("%%") else "line"
+    magics = ElasticMagics.magics[kind]
+    assert name in magics, f"{block} has no such magic: {line}"
+    method = getattr(ElasticMagics, magics[name])
+    method.parser.parse_argstring(without_comment(options))

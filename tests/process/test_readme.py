@@ -1,0 +1,23 @@
+"""The README's program is a script that runs as it is printed. (Its example is the quickstart, which is run as a notebook.)"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+from tests.support.code_blocks import ROOT, blocks
+
+
+def test_the_readmes_script_runs(tmp_path):
+    """A cluster of two, a training of 200 steps, a host that is added meanwhile, and a value per rank."""
+    (block,) = [block for block in blocks("python", pages=[ROOT / "README.md"]) if "nbe.Cluster(" in block.code]
+    script = tmp_path / "train.py"
+    script.write_text(f"{block.code}\nimport json\nprint(json.dumps(results))\n")
+    done = subprocess.run(
+        [sys.executable, str(script)], cwd=tmp_path, capture_output=True, text=True, timeout=110, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    results = json.loads(done.stdout.splitlines()[-1])
+    assert results == [[rank, 200] for rank in range(len(results))]
+    assert len(results) in (2, 3, 4)
