@@ -27,7 +27,7 @@ from typing import Any
 
 import zmq
 
-from nbelastic import versions
+from nbelastic import descriptors, versions
 from nbelastic.core import messages as m
 from nbelastic.core import wire
 from nbelastic.core.delivery import HEAD
@@ -38,7 +38,9 @@ from nbelastic.driver import fleet as fleet_module
 from nbelastic.driver.discovery import FixedHosts
 from nbelastic.driver.driver import Driver
 from nbelastic.driver.fleet import Fleet
+from nbelastic.driver.places import RunDir
 from nbelastic.driver.run import Run
+from nbelastic.driver.saved import SavedJob
 from nbelastic.driver.settings import Settings
 from nbelastic.link import Keys, Spoke
 
@@ -79,7 +81,7 @@ class SimulatedEngines:
     def busy(self, uuid: str, job: str) -> None:
         """Nothing is asked of it."""
 
-    def run_function(self, uuid: str, job: str, *_: object) -> None:
+    def run_cell(self, uuid: str, job: str, *_: object) -> None:
         self._tell("run", uuid, job)
 
 
@@ -108,6 +110,7 @@ def drive(hosts: int, parent: Connection, players: list[Connection]) -> None:
         taken.append((time.monotonic(), time.thread_time(), type(event).__name__))
         return step(world, event, now)
 
+    descriptors.raise_limit()
     SimulatedFleet.tell = staticmethod(tell)  # type: ignore[assignment]
     vars(driver_module).update(Fleet=SimulatedFleet, step=timed)
     with tempfile.TemporaryDirectory() as folder:
@@ -128,18 +131,13 @@ def drive(hosts: int, parent: Connection, players: list[Connection]) -> None:
             launcher_options={},
             log_dir=Path(folder),
         )
-        driver = Driver(settings)
+        driver = Driver(settings, RunDir(f"scale-{os.getpid()}"))
         driver.start()
-
-        def submit() -> None:
-            driver.runs["job-1"] = Run("job-1", None, None)
-            driver.fleet.begin_job()
-            driver.take_in(m.JobSubmitted("job-1"))
 
         while True:
             match parent.recv():
                 case "submit":
-                    driver.call(submit)
+                    driver.call(driver.submit, Run("job-1", ("", None), None), SavedJob("job-1"))
                 case "look":
                     world = driver.world
                     members = list(map(str, world.members))
@@ -319,6 +317,7 @@ class Players:
 
 
 def play(orders: Connection, parent: Connection, rate: float) -> None:
+    descriptors.raise_limit()
     Players(orders, parent, rate).run()
 
 
