@@ -272,8 +272,9 @@ class Driver:
     def _after(self, event: m.Event, before: World, commands: tuple[m.Command, ...], now: float) -> None:
         if not self.world.suspects:
             self.chronicle.calm()
-        for name in {command.worker.host for command in commands if isinstance(command, m.StartWorker)}:
-            addresses = tuple(interface.address for interface in self.world.hosts[name].addresses)
+        starting = {command.worker.host for command in commands if isinstance(command, m.StartWorker)}
+        if starting:
+            addresses = tuple(at.address for name in sorted(starting) for at in self.world.hosts[name].addresses)
             self.fleet.to_workers(self.world.members, wire.Expect(addresses))
         if self.world.buried != before.buried:
             self.fleet.forget_all(before.workers.keys() - self.world.workers.keys())

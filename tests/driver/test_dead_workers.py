@@ -1,0 +1,35 @@
+"""The driver keeps in touch with the workers of its world, and with no others."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from nbelastic.core import membership, wire
+from nbelastic.core import messages as m
+from nbelastic.driver import driver as driver_module
+from nbelastic.link import Spoke
+from tests.process.observing import until
+
+
+def test_the_last_word_of_a_dead_worker_does_not_bring_it_back(quiet: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It comes after the news of its death: it is read, and then nothing is kept for it and no heartbeat sent to it."""
+    taken: list[m.Event] = []
+
+    def step(world: Any, event: m.Event, now: float) -> Any:
+        taken.append(event)
+        return membership.step(world, event, now)
+
+    monkeypatch.setattr(driver_module, "step", step)
+    driver = quiet()._driver
+    word = m.WorkerFormed(m.WorkerId("a", 0, 1), 1)
+    for name in (str(word.worker), "no worker's name"):
+        one = Spoke(driver.address, driver.keys.for_clients(), f"worker/{name}", wire.ToWorker, lambda _: None)
+        one.start()
+        one.send(word)
+        if name == str(word.worker):
+            until(lambda: word in taken)
+        one.close()
+    assert driver._hub.heard_at == {}
+    assert driver._hub._deliveries == {}
