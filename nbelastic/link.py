@@ -303,6 +303,7 @@ class Hub:
                 if frames[0] and not is_numbered(head):
                     self._reports[peer, frames[0][:KIND]] = frames[0]
                 return
+            self._reports.pop((peer, frames[0][:KIND]), None)  # an older one, which is not to come after this
         elif frames == [b""]:
             self.heard_at[peer] = now
             return
@@ -431,7 +432,7 @@ class Spoke:
         self._tick = tick
         self._heartbeat = heartbeat
         self._out: deque[bytes] = deque()
-        self._reports: dict[type, wire.Message] = {}
+        self._reports: dict[type, object] = {}
         self._delivery = Delivery(AGAIN * heartbeat, secrets.randbits(64))
         self._closing = False
         self._blocked = False  # something is to be sent, and cannot be
@@ -448,6 +449,7 @@ class Spoke:
         self._thread.start()
 
     def send(self, message: wire.Message | m.Event) -> None:
+        self._reports.pop(type(message), None)  # an older one, which is not to come after this
         self._out.append(encode(message))
         self.wake()
 

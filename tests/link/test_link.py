@@ -487,6 +487,34 @@ def test_others_have_their_turn_while_messages_queue():
     asyncio.run(story())
 
 
+def test_reports_wait_while_words_queue():
+    """Words are heard first and all of them, of the reports that queue with them few; the newest is the last heard."""
+
+    async def story():
+        async with place() as there:
+            count, turns, delivery = 5000, 0, Delivery(1.0, 7)
+            with stranger(there) as socket:
+                socket.send(encode(GOOD))
+                await until(lambda: there.heard)
+                for number in range(1, count + 1):
+                    delivery.say(encode(m.WorkerOffered(W, 1, number)))
+                    if delivery.waiting < WINDOW:
+                        socket.send_multipart(delivery.due(0.0)[0])
+                    socket.send_multipart([delivery.head(), encode(wire.WorkerProgress(W, 1, number, {}))])
+                words = [m.WorkerOffered(W, 1, number) for number in range(1, WINDOW)]
+                last = wire.WorkerProgress(W, 1, count, {})
+                while last not in there.of(NAME):
+                    turns += 1
+                    await asyncio.sleep(0)
+            heard = there.of(NAME)[1:]
+            assert [message for message in heard if isinstance(message, m.WorkerOffered)] == words
+            reports = [message.commit for message in heard if isinstance(message, wire.WorkerProgress)]
+            assert reports == sorted(set(reports))
+            assert len(reports) <= turns < count
+
+    asyncio.run(story())
+
+
 def test_a_stopped_driver_is_not_flooded():
     """A driver that does not read gets so many words and no more, and the first few again; and no reports."""
 

@@ -11,7 +11,9 @@ import torch
 
 from nbelastic.core import messages as m
 from nbelastic.core import wire
+from nbelastic.core.delivery import WINDOW
 from nbelastic.link import Keys
+from nbelastic.worker.printed import BOUND
 from nbelastic.worker.rendezvous import Group
 from nbelastic.worker.session import Session, WorldLeft
 
@@ -65,6 +67,38 @@ def test_a_change_that_is_called_off_holds_nobody(session):
     session.committed(6)
     with pytest.raises(WorldLeft):
         session.committed(7)
+
+
+def test_commits_are_reported_and_the_last_one_is_said(session):
+    """Only the newest report counts, so it may get lost; the first of an epoch and the last of a program may not."""
+    session.account.busy = True
+    session._first = 5.0
+    session._send_progress(1.0)
+    session.committed(4)
+    session._send_progress(2.0)
+    assert [message.first for message in said(session)] == [5.0]
+    assert [report.commit for report in session.link._reports.values()] == [4]
+    session.committed(5)
+    session.account.busy = False
+    session._send_progress(3.0)
+    assert [message.commit for message in said(session)] == [0, 5]
+    assert not session.link._reports
+
+
+def test_output_waits_while_the_driver_confirms_nothing(session):
+    """What is printed meanwhile is bounded; its end is sent when the driver has caught up."""
+    session.account.busy = True
+    for _ in range(WINDOW):
+        session.link._delivery.say(b"word")
+    session.printed.write("out", "x" * 100_000)
+    session._tick()
+    session.printed.write("out", "the end")
+    session._tick()
+    assert not [message for message in said(session) if isinstance(message, wire.WorkerOutput)]
+    session.link._delivery.give_up()
+    session._tick()
+    (output,) = [message for message in said(session) if isinstance(message, wire.WorkerOutput)]
+    assert (len(output.text), output.text[-7:], output.end) == (BOUND, "the end", 100_007)
 
 
 def test_news_of_another_epoch_changes_nothing(session):
