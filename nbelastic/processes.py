@@ -8,6 +8,7 @@ import select
 import signal
 import subprocess
 import threading
+from contextlib import suppress
 from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
@@ -57,7 +58,8 @@ def kill_group(pid: int, sig: int = signal.SIGKILL) -> None:
 
 def leave(child: subprocess.Popen[bytes]) -> None:
     """It may outlive this process, and is another one's from now on; if it ends before, it is not to stay as a zombie."""
-    threading.Thread(target=child.wait, name="nbelastic-leave", daemon=True).start()
+    with suppress(RuntimeError):  # this process ends, and no thread can be started any more: init waits for the child
+        threading.Thread(target=child.wait, name="nbelastic-leave", daemon=True).start()
 
 
 def follow_parent() -> None:

@@ -7,6 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
+from io import FileIO
 from pathlib import Path
 
 import msgspec
@@ -16,8 +17,9 @@ from nbelastic.core import wire
 from nbelastic.driver.status import EventRecord
 from nbelastic.link import encode
 
-KEPT = 10_000  # records in memory; the file has all
+KEPT = 10_000  # records in memory; the files have more
 LONGEST = 32 << 20  # bytes of a file of another driver that are read
+MOST = 64 << 20  # bytes of a file; there are two of them
 
 
 class _Line(msgspec.Struct):
@@ -32,12 +34,13 @@ class Chronicle:
 
     def __init__(self, path: Path, *, again: bool = False) -> None:
         """`again`: go on with what another driver has written."""
+        self._path = path
         before = _read(path) if again else ([], True)
-        self._file = os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "ab")
+        self._file = self._open()
         self.records: deque[EventRecord] = deque(before[0], maxlen=KEPT)
         self.count = len(self.records)  # of all records so far
-        if not before[1]:  # it was killed in the middle of a line
-            self._file.write(b"\n")
+        self._whole = before[1]  # else the last line was cut off, by a kill or a full disk
+        self._incomplete = False  # lines are missing
         self.listener: Callable[[], None] | None = None
         self._changed_at = 0.0  # when the present change of the world began
         self._sign_at = 0.0  # when the first sign of a break came that has not been decided on
@@ -53,7 +56,7 @@ class Chronicle:
         self._file.close()
 
     def note(self, event: m.Event, now: float) -> None:
-        """Write what `step` was given: the file replays any bug as a test. Ticks say nothing by themselves."""
+        """Write what `step` was given: the file replays any bug as a test."""
         self._write({"at": now, "event": msgspec.to_builtins(event)})
 
     def note_script(self, event: m.Event, now: float) -> None:
@@ -131,18 +134,36 @@ class Chronicle:
         if self.listener is not None:
             self.listener()
 
+    def _open(self) -> FileIO:
+        return FileIO(os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "ab")
+
     def _write(self, line: dict[str, object]) -> None:
-        self._file.write(encode(line) + b"\n")
-        self._file.flush()
+        """A line that the disk has no room for is left out: no decision waits for the log."""
+        data = (b"" if self._whole else b"\n") + encode(line) + b"\n"
+        try:
+            self._whole = self._file.write(data) == len(data)
+            if self._file.tell() > MOST:
+                self._file.close()
+                self._path.replace(_older(self._path))
+                self._file = self._open()
+        except OSError as error:
+            if not self._incomplete:
+                self._incomplete = True
+                self.record(m.Record("log-incomplete", f"the event log misses lines: {error}"), time.monotonic(), 0)
+
+
+def _older(path: Path) -> Path:
+    return path.with_suffix(".old")
 
 
 def _read(path: Path) -> tuple[list[EventRecord], bool]:
-    """The newest records in the file, and whether its last line is whole."""
+    """The newest records in both files, and whether the last line is whole."""
     records, line = [], b"\n"
-    with suppress(FileNotFoundError), open(path, "rb") as file:
-        file.seek(max(0, os.fstat(file.fileno()).st_size - LONGEST))
-        for line in file:
-            if b'"record"' in line:
-                with suppress(msgspec.DecodeError):  # cut off, at either end
-                    records.append(_RECORD.decode(line).record)
+    for each in (_older(path), path):
+        with suppress(FileNotFoundError), open(each, "rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - LONGEST))
+            for line in file:
+                if b'"record"' in line:
+                    with suppress(msgspec.DecodeError):  # cut off, at either end
+                        records.append(_RECORD.decode(line).record)
     return records, line.endswith(b"\n")

@@ -373,6 +373,7 @@ class Cluster:
 
     def _may_submit(self) -> Driver:
         driver = self._running()
+        driver.refuse_if_faulty()
         present = self._present_job(driver)
         if present:
             raise UsageError(f"{present} is still running: wait for it or stop it first.")
@@ -419,6 +420,7 @@ class Cluster:
         """
         check_cell(source, awaits=True)
         driver = self._running()
+        driver.refuse_if_faulty()
         present = self._present_job(driver)
         if present:
             raise UsageError(f"{present} is running: cells run between jobs.")
@@ -428,7 +430,10 @@ class Cluster:
             driver.call(execute_setup, driver, key or f"cell-{digest[:8]}", source, results)
         else:
             driver.call(execute_on_all, driver, source, results)
-        return outcome(results, timeout, lambda: f"the cell to end ({driver.status.reason})")
+        try:
+            return outcome(results, timeout, lambda: f"the cell to end ({driver.status.reason})")
+        finally:
+            results.cancel()  # nobody waits for it any more
 
     @property
     def setup_cells(self) -> dict[str, str]:
@@ -606,8 +611,7 @@ class Cluster:
         try:
             return outcome(future, timeout, lambda: f"{what}: {driver.status.reason}")
         finally:
-            with contextlib.suppress(ClusterStoppedError):
-                driver.call(driver.drop_waiter, future)
+            future.cancel()  # nobody waits for it any more
 
 
 _running: dict[str, Cluster] = {}

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hmac
+import logging
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from concurrent.futures import Future, InvalidStateError
 from functools import partial
 from pathlib import Path
@@ -22,10 +23,11 @@ from nbelastic.core.addresses import parted
 from nbelastic.core.errors import ClusterStoppedError, HostError, NbelasticError
 from nbelastic.core.membership import deadline, step
 from nbelastic.core.placement import places
-from nbelastic.core.world import HostPhase, WorkerState, World
+from nbelastic.core.world import HostPhase, Stage, WorkerState, World
 from nbelastic.driver import discovery as hosts
 from nbelastic.driver.chronicle import Chronicle
 from nbelastic.driver.clock import Clock
+from nbelastic.driver.faults import Faults
 from nbelastic.driver.fleet import Fleet
 from nbelastic.driver.live import numbers
 from nbelastic.driver.notes import Notes
@@ -38,12 +40,14 @@ from nbelastic.driver.silence import LATE, Silence
 from nbelastic.driver.status import Status, snapshot
 from nbelastic.driver.takeover import Arrivals, take_over
 from nbelastic.link import Hub, Keys
+from nbelastic.supervision import supervise
 
 T = TypeVar("T")
 
 POLL = 1.0  # seconds between looks at the host discovery
 LONGEST_PAUSE = 30.0  # seconds between looks at a discovery that keeps failing
 JOBS = 2.0  # seconds between looks at batch jobs
+log = logging.getLogger("nbelastic")
 FAILURES = ("worker-lost", "host-lost", "world-broken")
 
 
@@ -60,6 +64,7 @@ class Driver:
         self.chronicle = Chronicle(
             settings.log_dir / "events.jsonl", again=notes is not None and notes.found is not None
         )
+        self.faults = Faults(settings.name, self.record)
         self.let_go = ""  # why, if the cluster lives on without this driver
         self.runs: dict[str, Run] = {}
         self.finished = threading.Event()
@@ -71,6 +76,8 @@ class Driver:
         self._failure: BaseException | None = None
         self._tick: asyncio.TimerHandle | None = None
         self._publishing = False  # it is about to be
+        self._watches: list[asyncio.Task[None]] = []
+        self._gates: asyncio.Task[None] | None = None
 
     # ---- from other threads ----
 
@@ -84,7 +91,8 @@ class Driver:
             raise self._failure
 
     def post(self, event: m.Event) -> None:
-        """Put an event into the inbox."""
+        """Put an event into the inbox. ClusterStoppedError if the driver has ended, or decides nothing any more."""
+        self.refuse_if_faulty(event)
         self.call(self._inbox.put_nowait, event)
 
     def call(self, function: Callable[..., object], *args: Any) -> None:
@@ -93,6 +101,11 @@ class Driver:
             self._loop.call_soon_threadsafe(function, *args)
         except RuntimeError:
             raise ClusterStoppedError(f"the cluster {self.settings.name!r} has stopped: start a new one.") from None
+
+    def refuse_if_faulty(self, event: m.Event | None = None) -> None:
+        """ClusterStoppedError if the driver decides nothing any more; it still stops the cluster."""
+        if self.faults.decides_not and not isinstance(event, m.StopRequested):
+            raise ClusterStoppedError(f"{self.faults.decides_not}.")
 
     def request(self, function: Callable[..., T], *args: Any) -> Future[T]:
         """Call `function` in the driver's thread. The future has its result, or the error that it raised."""
@@ -113,7 +126,9 @@ class Driver:
         """It fails with ClusterStoppedError if the driver ends first, even before what was called could resolve it."""
         self._owed.add(future)
         future.add_done_callback(self._owed.discard)
-        if self._over:  # which the driver sets before it looks at what it owes: one of the two of us sees the other
+        if (
+            self._over or self.faults.decides_not
+        ):  # which the driver sets before it looks at what it owes: one of the two of us sees the other
             self._fail(future)
         return future
 
@@ -160,10 +175,13 @@ class Driver:
 
     def _run(self) -> None:
         self._loop = asyncio.new_event_loop()
+        self._loop.set_exception_handler(self.faults.in_callback)
         try:
             self._loop.run_until_complete(self._main())
-        except BaseException as error:  # noqa: BLE001  (it is given to whoever waits)
+        except BaseException as error:
             self._failure = error
+            if self._ready.is_set():  # else `start` raises it
+                log.exception("nbelastic's driver of the cluster %r has failed", self.settings.name)
         finally:
             self._ready.set()
             self._over = True
@@ -193,49 +211,74 @@ class Driver:
         in_child = partial(forks.close_sockets, parted(self._hub.address)[1])
         forks.in_child(in_child)
         self.fleet = Fleet(
-            self.settings, self._hub, self.keys, self.clock, post=self._inbox.put_nowait, record=self.record
+            self.settings,
+            self._hub,
+            self.keys,
+            self.clock,
+            post=self._inbox.put_nowait,
+            record=self.record,
+            report=self.faults.report,
         )
         self._silence = Silence(
             self.settings, self.fleet, self.clock, lambda: self.world, post=self._inbox.put_nowait, record=self.record
         )
         self.scripts = Scripts(self, self._hub, self.keys.for_clients())
-        tasks: list[asyncio.Task[None]] = []
         try:
             if saved is not None and self._arrivals is not None:
                 await asyncio.gather(self.fleet.adopt(saved), self._arrivals.wait())
                 arrivals, self._arrivals = self._arrivals, None
                 take_over(self, saved, arrivals)
-            self.save()
+            if self.notes is not None:
+                self.notes.save(self)
             self._publish()
             self._ready.set()
-            watches = (
-                self._discover(),
-                self._silence.listen(),
-                self._look_after_jobs(),
-                self.fleet.look_after_gates(),
-            )
-            tasks = [asyncio.create_task(watch) for watch in watches]
+            self._gates = self.supervised("the look at the gates", self.fleet.look_after_gates)
+            self._watches = [
+                self.supervised("the host discovery", self._discover),
+                self.supervised("the look at silent hosts and workers", self._silence.listen),
+                self.supervised("the look at batch jobs", self._look_after_jobs),
+            ]
             while self.world.phase != "finished" and not self.let_go:
-                self._take(await self._inbox.get())
+                event = await self._inbox.get()
+                if self.faults.decides_not:
+                    self._only_stop(event)
+                    continue
+                try:
+                    self._take(event)
+                except Exception as error:  # noqa: BLE001  (a bug of ours: what trains must go on)
+                    self._stop_deciding(event, error)
         except BaseException:
             if self.notes is not None:
                 self.let_go = self.let_go or f"the driver of {self.settings.name!r} has failed; it lives on without one"
             raise
         finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-            if self._tick is not None:
-                self._tick.cancel()
-            await (self.fleet.release() if self.let_go else self.fleet.stop())
-            await self._hub.stop()
-            forks.no_longer(in_child)
-            self.scripts.close()
-            for run in self.runs.values():
-                run.abandon(f"the cluster {self.settings.name!r} was stopped", self.let_go)
-            self.chronicle.close()
+            await self._end(in_child)
+
+    def supervised(self, what: str, run: Callable[[], Awaitable[None]]) -> asyncio.Task[None]:
+        """Start a background task, which is started again whenever it fails."""
+        return asyncio.create_task(supervise(what, run, self.faults.report))
+
+    async def _end(self, in_child: Callable[[], object]) -> None:
+        """Close everything: the last line first, and each of them even if another one fails."""
+        async with contextlib.AsyncExitStack() as lines:
             if self.notes is not None:
-                self.notes.close()
+                lines.callback(self.notes.close)
+            lines.callback(self.chronicle.close)
+            for run in self.runs.values():
+                lines.callback(run.abandon, f"the cluster {self.settings.name!r} was stopped", self.let_go)
+            lines.callback(self.scripts.close)
+            lines.callback(forks.no_longer, in_child)
+            lines.push_async_callback(self._hub.stop)
+            lines.push_async_callback(self.fleet.release if self.let_go else self.fleet.stop)
+            lines.push_async_callback(self._stop_watching)
+
+    async def _stop_watching(self) -> None:
+        tasks = [*self._watches, *([self._gates] if self._gates is not None else [])]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        if self._tick is not None:
+            self._tick.cancel()
 
     def _take(self, event: m.Event) -> None:
         now = self.clock.now()
@@ -245,9 +288,32 @@ class Driver:
         self.world, commands = step(before, event, now)
         self.save()  # first: a driver that is killed now has told nobody what the next one cannot know
         self.chronicle.note(event, now)
+        errors = []
         for command in commands:
-            self._do(command, now)
+            try:
+                self._do(command, now)
+            except Exception as error:  # noqa: BLE001  (the others, an abort among them, are carried out)
+                errors.append(error)
         self._after(event, before, commands, now)
+        if errors:
+            raise errors[0]
+
+    def _stop_deciding(self, event: m.Event, error: Exception) -> None:
+        """The state may be wrong: decide nothing with it, leave the workers as they are, and tell whoever waits."""
+        for task in self._watches:  # they would have hosts and workers ended
+            task.cancel()
+        if self._tick is not None:
+            self._tick.cancel()
+        if self.world.stage is Stage.ASKED:  # members that have answered wait at their next commit
+            self.fleet.to_workers(self.world.members, wire.Leave(self.world.epoch, wire.Leave.STAY))
+        self.faults.stop_deciding(event, error)
+        for future in list(self._owed):
+            self._fail(future)
+
+    def _only_stop(self, event: m.Event) -> None:
+        """After a fault: an order to stop the cluster ends the driver, which then ends everything that it has started."""
+        if isinstance(event, m.StopRequested):
+            self.world = World(self.world.limits, stopping=event.reason)
 
     def carry_out(self, commands: Iterable[m.Command], now: float) -> None:
         """What was decided when this driver took over."""
@@ -287,9 +353,12 @@ class Driver:
         self._publish()
 
     def save(self) -> None:
-        """What another driver would need, if it has changed."""
-        if self.notes is not None:
-            self.notes.save(self)
+        """Save what another driver would need, if it has changed. A full disk is reported and tried again."""
+        try:
+            if self.notes is not None:
+                self.notes.save(self)
+        except OSError as error:
+            self.faults.report("the cluster cannot be saved for another kernel", error)
 
     def _schedule(self, now: float) -> None:
         if self._tick is not None:
@@ -396,7 +465,12 @@ class Driver:
 
     def _hear(self, peer: str, message: wire.Message | m.Event) -> None:
         """A message came over the link."""
-        now = self.clock.now()
+        try:
+            self._read(peer, message, self.clock.now())
+        except Exception as error:  # noqa: BLE001  (a bug of ours: the link must go on)
+            self.faults.report(f"{type(message).__name__} of {peer}", error)
+
+    def _read(self, peer: str, message: wire.Message | m.Event, now: float) -> None:
         if isinstance(message, wire.TakeOver):
             if message.term > self.term and hmac.compare_digest(message.proof, self.keys.proof(message.term)):
                 self.release(f"the cluster {self.settings.name!r} was taken over by {message.by}")
@@ -480,11 +554,11 @@ class Driver:
         if members and message.worker == members[0]:
             live.report_of(numbers(message.report))
             live.steps_per_second = self.fleet.pace.rate(now, message.commit)
-        if self.notes is not None:
-            self.notes.live(self, now)
         if message.first is not None and message.epoch == self.world.epoch:
             self.chronicle.first_step(message, now, self._size)
         self._publish_soon()
+        if self.notes is not None:
+            self.notes.live(self, now)
 
     async def _look_after_jobs(self) -> None:
         """For ever, those of a batch system."""
@@ -528,6 +602,8 @@ class Driver:
         """A snapshot, from any thread: the world is immutable, and only those who look pay for it."""
         status = self.scripts.shown(snapshot(self.settings.name, self.world, self.fleet.live, self.clock.read()))
         status = replace(status, time=status.time + self.clock.skipped)
+        if self.faults.decides_not and not self.world.stopping:
+            status = replace(status, reason=self.faults.decides_not)
         return replace(status, phase="finished", reason=self.let_go, world_size=0) if self.let_go else status
 
     def _publish_soon(self) -> None:
@@ -539,14 +615,15 @@ class Driver:
     def _publish(self) -> None:
         self._publishing = False
         for predicate, future in list(self._waiters):
-            try:
-                result = predicate(self)
-            except NbelasticError as error:
-                future.set_exception(error)
-            else:
-                if result is None:
-                    continue
-                future.set_result(result)
+            if not future.done():  # else the caller has given up
+                try:
+                    result = predicate(self)
+                except Exception as error:  # noqa: BLE001  (it is the caller's)
+                    settle(future.set_exception, error)
+                else:
+                    if result is None:
+                        continue
+                    settle(future.set_result, result)
             self._waiters.remove((predicate, future))
         self.chronicle.notify()
 
@@ -563,18 +640,12 @@ class Driver:
         """Call `function` in the driver's own thread, if it still runs then."""
         self._loop.call_later(seconds, function)
 
-    def drop_waiter(self, future: Future[Any]) -> None:
-        """Whoever waited has given up."""
-        self._owed.discard(future)
-        self._waiters = [pair for pair in self._waiters if pair[1] is not future]
-
     def _fail(self, future: Future[Any]) -> None:
         why = self.let_go or self.world.stopping
-        reason = f": {why}" if why else ""
-        settle(
-            future.set_exception,
-            self._failure or ClusterStoppedError(f"the cluster {self.settings.name!r} has stopped{reason}."),
-        )
+        text = f"the cluster {self.settings.name!r} has stopped{f': {why}' if why else ''}."
+        if self.faults.decides_not and not why:
+            text = f"{self.faults.decides_not}."
+        settle(future.set_exception, self._failure or ClusterStoppedError(text))
 
     @property
     def why_ended(self) -> str:

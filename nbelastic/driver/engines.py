@@ -15,6 +15,7 @@ from nbelastic.driver.calls import Call
 from nbelastic.driver.caretaker import Caretaker
 from nbelastic.driver.client import Client, Context, ControllerLostError
 from nbelastic.driver.run import Cell
+from nbelastic.supervision import Report, supervise
 
 PROGRAM = "__import__('nbelastic.worker.program', fromlist=['call'])"
 HEARTBEAT = 100  # milliseconds between two heartbeats of an engine, up to so many engines; of more, as many as engines
@@ -68,6 +69,7 @@ class Engines:
         on_again: Callable[[], None] = lambda: None,
         on_trouble: Callable[[str], None] = lambda why: None,  # noqa: ARG005
         most: float = 0,
+        report: Report = lambda what, error: log.error("%s", what, exc_info=error),
     ) -> None:
         self._profile_dir = profile_dir
         self._name = name
@@ -82,6 +84,7 @@ class Engines:
         ]
         self._caretaker = Caretaker(Path(profile_dir), name, arguments, keep)
         self._on_engine, self._on_again, self._on_trouble = on_engine, on_again, on_trouble
+        self._report = report
         self._ids: dict[str, int] = {}  # engine uuid -> ipyparallel's number, of those that can be spoken to
         self._programs: dict[str, list[_Program]] = {}  # engine uuid -> those without an outcome
         self._held: dict[str, list[Callable[[], None]]] = {}  # what waits for an engine
@@ -133,11 +136,12 @@ class Engines:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         if self.client is not None:
-            await self._loop.run_in_executor(None, self.client.close)
+            self.client.close()  # here: at the kernel's end no other thread can be had
 
     async def _reach(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self._tasks = [self._loop.create_task(self._watch()), self._loop.create_task(self._look())]
+        watches = (("the look at ipyparallel's controller", self._watch), ("the look for lost answers", self._look))
+        self._tasks = [self._loop.create_task(supervise(what, watch, self._report)) for what, watch in watches]
         late = self._loop.time() + PATIENCE
         while self.client is None:
             connecting = self._loop.run_in_executor(None, self._connect, self._caretaker.information("client"))
@@ -278,9 +282,10 @@ class Engines:
         answered.
         """
         calls = set(self.client._outstanding_dict.get(uuid, ()))
-        if not calls:
+        view = self._view(uuid) if calls else None
+        if view is None:
             return
-        last = self._view(uuid).apply_async(ipp.Reference(f"{PROGRAM}.outcome"), "")
+        last = view.apply_async(ipp.Reference(f"{PROGRAM}.outcome"), "")
         add = self.client._io_loop.add_callback
         last.add_done_callback(lambda _: add(self.client.fail, calls))
         printed = self.client._output_futures.get(last.msg_ids[0]) or last
@@ -317,7 +322,10 @@ class Engines:
         """Run a cell on one engine; `done(AsyncResult)` is called in the loop's thread."""
 
         def send() -> None:
-            result = self._view(uuid).execute(source, silent=False)
+            view = self._view(uuid)
+            if view is None:
+                return
+            result = view.execute(source, silent=False)
             result.add_done_callback(lambda _: self._loop.call_soon_threadsafe(self._with_output, result, done))
 
         if uuid in self._ids:
@@ -351,11 +359,14 @@ class Engines:
 
     def _ask(self, uuid: str, program: _Program) -> None:
         """Send a program, or ask what became of it."""
+        view = self._view(uuid)
+        if view is None:
+            return
         request = ("outcome", program.job) if program.sent else program.request
         assert request is not None
         program.sent = program.asked = True
         name, *rest = request
-        result = self._view(uuid).apply_async(ipp.Reference(f"{PROGRAM}.{name}"), *rest)
+        result = view.apply_async(ipp.Reference(f"{PROGRAM}.{name}"), *rest)
         result.add_done_callback(lambda _: self._loop.call_soon_threadsafe(self._settle, uuid, program, result))
 
     def _settle(self, uuid: str, program: _Program, result: Any) -> None:
@@ -387,7 +398,11 @@ class Engines:
             self._ask(uuid, program)
 
     def _view(self, uuid: str) -> Any:
-        view = self.client.direct_view(self._ids[uuid])
+        """None if the client's thread has just dropped the engine: it is dead, which its agent reports."""
+        try:
+            view = self.client.direct_view(self._ids[uuid])
+        except (KeyError, IndexError, ipp.error.NoEnginesRegistered):
+            return None
         view.block = False
         view.track = False
         return view

@@ -27,6 +27,7 @@ from nbelastic.driver.run import Run
 from nbelastic.driver.saved import Saved, SavedAgent
 from nbelastic.driver.settings import SSH
 from nbelastic.link import Hub, Keys
+from nbelastic.supervision import Report
 
 if TYPE_CHECKING:
     from nbelastic.driver.engines import Engines
@@ -94,9 +95,11 @@ class Fleet:
         *,
         post: Callable[[m.Event], None],
         record: Callable[[m.Record], None],
+        report: Report,
     ) -> None:
         self._clock = clock
         self._settings, self._hub, self._keys, self._post, self._record = settings, hub, keys, post, record
+        self._report = report
         self._loop = asyncio.get_running_loop()
         self._held: dict[str, _Held] = {}  # by host
         self._started = 0
@@ -118,9 +121,11 @@ class Fleet:
         if self._starting is not None:
             self._starting.cancel()
             await asyncio.gather(self._starting, return_exceptions=True)
-        if self._engines is not None:
-            await self._engines.stop()
-        self._doors.close()
+        try:
+            if self._engines is not None:
+                await self._engines.stop()
+        finally:
+            self._doors.close()
         shutil.rmtree(batch_folder(self._settings.name, self._settings.number), ignore_errors=True)
 
     async def release(self) -> None:
@@ -319,6 +324,7 @@ class Fleet:
             on_again=self._controller_came_again,
             on_trouble=self._controller_fails,
             most=self._workers_asked(),
+            report=self._report,
         )
         try:
             await (self._engines.attach() if process else self._engines.start())

@@ -53,7 +53,7 @@ class Scripts:
         self._orders: dict[str, wire.Round] = {}  # of the present round, by host
         self._samples: dict[m.WorkerId, tuple[float, int]] = {}
         self._timer: asyncio.TimerHandle | None = None
-        self._silence = self._loop.create_task(self._listen())
+        self._silence = driver.supervised("the look at silent guests", self._listen)
         self.invitations = Invitations(driver.settings, driver.fleet, hub.address, keys, driver.take_in)
 
     def close(self) -> None:

@@ -178,11 +178,13 @@ def test_a_killed_kernel_leaves_nothing(tmp_path, how):
 
 
 def test_a_script_that_ends_leaves_nothing(tmp_path):
-    """A program that forgets to stop its cluster ends soon all the same, and takes everything along."""
-    with subprocess.Popen([sys.executable, "-c", DRIVER, str(tmp_path), "leaves"], stdout=subprocess.PIPE) as driver:
+    """A program that forgets to stop its cluster ends soon all the same, in good order, and takes everything along."""
+    command, errors = [sys.executable, "-c", DRIVER, str(tmp_path), "leaves"], tmp_path / "stderr"
+    with errors.open("w") as stderr, subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr) as driver:
         assert driver.stdout.readline() == b"up\n"
         children = psutil.Process(driver.pid).children(recursive=True)
         assert driver.wait(timeout=5) == 0
+    assert errors.read_text() == ""  # nothing failed on the way
     until(lambda: not [child for child in children if alive(child.pid)], 5)
 
 

@@ -1,0 +1,32 @@
+"""The driver's own code has a fault while workers train."""
+
+from __future__ import annotations
+
+import time
+
+from nbelastic.core import messages as m
+from nbelastic.core.membership import step
+from nbelastic.driver import driver
+from tests.process import programs
+from tests.process.observing import until
+
+
+def test_what_trains_goes_on_without_decisions(make, tmp_path, monkeypatch):
+    """A decision fails, and three times the silence limit later the same processes still make steps. A stop ends them."""
+
+    def broken(world, event, now):
+        if isinstance(event, m.Scaled):
+            raise KeyError("a fault")
+        return step(world, event, now)
+
+    cluster = make("localhost:2", min=2, silence=1.0)
+    cluster.run(programs.train, str(tmp_path))
+    until(lambda: cluster.status().step > 5)
+    pids = {worker.pid for worker in cluster.workers}
+    monkeypatch.setattr(driver, "step", broken)
+    cluster.scale(2, 2)
+    until(lambda: "decides nothing any more" in cluster.status().reason)
+    end, made = time.monotonic() + 3.0, cluster.status().step
+    until(lambda: time.monotonic() > end and cluster.status().step > made + 20)
+    assert {worker.pid for worker in cluster.workers} == pids
+    assert [event.kind for event in cluster.events if event.kind in ("worker-lost", "host-lost")] == []
