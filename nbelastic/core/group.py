@@ -69,7 +69,7 @@ class Group(Struct, frozen=True):
     joined: int = 0
     seats: tuple[s.Seat, ...] = ()
     restarts: int = 0
-    failures: tuple[tuple[str, s.Failure], ...] = ()  # of this round: on which node
+    failures: tuple[tuple[str, s.Failure, float], ...] = ()  # of this round: on which node, and when (driver's clock)
     judge_at: float = NEVER  # when what failed is judged, whatever is not known by then
     leave_by: float = NEVER
     since: float = 0.0  # since when there are enough, or a better round could be had
@@ -99,11 +99,12 @@ def places(seats: tuple[s.Seat, ...]) -> tuple[tuple[int, int, int, int], ...]:
     return tuple(found)
 
 
-def first_failure(failures: Iterable[tuple[str, s.Failure]]) -> tuple[str, s.Failure]:
+def first_failure(failures: Iterable[tuple[str, s.Failure, float]]) -> tuple[str, s.Failure]:
     """The one that explains the others: one killed by a signal before one that raised, and an earlier before a later one."""
 
-    def order(each: tuple[str, s.Failure]) -> tuple[bool, bool, float, int]:
-        code = each[1].code
-        return code in CONSEQUENCES, code > 0, each[1].at, each[1].rank
+    def order(each: tuple[str, s.Failure, float]) -> tuple[bool, bool, float, int]:
+        _, failure, at = each
+        return failure.code in CONSEQUENCES, failure.code > 0, at, failure.rank
 
-    return min(failures, key=order)
+    host, failure, _ = min(failures, key=order)
+    return host, failure

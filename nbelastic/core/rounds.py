@@ -127,7 +127,7 @@ def _failed(group: Group, event: s.NodeFailed, now: float) -> Group:
     if group.stage is not Stage.RUNNING:
         return group
     unknown = s.Failure(_first_rank(group, host), 0, 1, "its workers failed")
-    failures = group.failures + tuple((host, each) for each in event.failures or (unknown,))
+    failures = group.failures + tuple((host, each, now - each.ago) for each in event.failures or (unknown,))
     return replace(group, failures=failures, judge_at=min(group.judge_at, now + group.terms.grace))
 
 

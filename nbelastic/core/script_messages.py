@@ -18,7 +18,8 @@ UNDONE = 76  # exit code of a node that ends before its workers have succeeded: 
 class Failure(Struct, frozen=True):
     """How a worker ended. `rank` is of the round; `code` as of `subprocess`: negative is the signal that killed it.
 
-    `error` is one line; `traceback` its own, if it left one. `at`: when, in seconds, by the clock of its host.
+    `error` is one line; `traceback` its own, if it left one. `ago`: how many seconds before it was reported; clocks of
+    different hosts are not compared.
     """
 
     rank: int
@@ -26,7 +27,7 @@ class Failure(Struct, frozen=True):
     code: int
     error: str
     traceback: str = ""
-    at: float = 0.0
+    ago: float = 0.0
 
 
 class Seat(Struct, frozen=True):

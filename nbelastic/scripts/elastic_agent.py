@@ -138,16 +138,16 @@ class JobAgent(LocalElasticAgent):  # type: ignore[misc]  # torch carries no typ
 
     def _failure(self, first: int, local_rank: int, code: int) -> s.Failure:
         path = self._logs.error_files[local_rank]
-        error, text, at = exit_text(code), "", time.time()
+        error, text, ago = exit_text(code), "", 0.0
         try:
-            at = path.stat().st_mtime
+            ago = max(0.0, time.time() - path.stat().st_mtime)
             path.chmod(0o600)
             said = json.loads(path.read_text())["message"]
             error, text = (said, "") if isinstance(said, str) else (said["message"], said["extraInfo"]["py_callstack"])
         except (OSError, ValueError, KeyError, TypeError):  # it left none, or one of its own making
             if code > 0:
                 text = _last_traceback(path.with_name(path.name.replace(".error.json", ".err")))
-        return s.Failure(first + local_rank, local_rank, code, _line(error), own_part(text), at)
+        return s.Failure(first + local_rank, local_rank, code, _line(error), own_part(text), ago)
 
 
 def _line(text: str) -> str:

@@ -250,4 +250,5 @@ def _failure(rank: int, failure: ProcessFailure) -> s.Failure:
     elif failure.exitcode < 0:
         message = failure.signal_name()
     line = (str(message).strip().splitlines() or ["an error without a message"])[0]
-    return s.Failure(rank, failure.local_rank, failure.exitcode, line[:500], own_part(text), float(failure.timestamp))
+    ago = max(0.0, time.time() - failure.timestamp)
+    return s.Failure(rank, failure.local_rank, failure.exitcode, line[:500], own_part(text), ago)

@@ -112,10 +112,10 @@ class Play:
             self.send(s.Passed())
         raise AssertionError(f"a hot loop: {self.group.reason}")
 
-    def fail(self, host: str, code: int = 1, rank: int = 0, at: float = 1.0, error: str = "boom") -> Play:
+    def fail(self, host: str, code: int = 1, rank: int = 0, ago: float = 1.0, error: str = "boom") -> Play:
         """Its worker fails; it ends the others and comes back."""
         number = self.group.round
-        self.send(s.NodeFailed(host, number, (s.Failure(rank, 0, code, error, f"trace of {error}", at),)))
+        self.send(s.NodeFailed(host, number, (s.Failure(rank, 0, code, error, f"trace of {error}", ago),)))
         return self.ready(host) if (self.group.stage, self.group.round) == (Stage.RUNNING, number) else self
 
     def succeed(self, *hosts: str) -> Play:

@@ -167,9 +167,9 @@ def test_below_min_the_survivors_wait():
 def test_a_failed_worker_restarts_the_whole_group():
     """On all hosts, counted once, though the others' collectives broke too."""
     play = Play("a:2", "b:2", max_restarts=1)
-    play.send(s.NodeFailed("a", 1, (s.Failure(0, 0, 1, "boom", at=1.0),)))
+    play.send(s.NodeFailed("a", 1, (s.Failure(0, 0, 1, "boom", ago=0.1),)))
     assert play.group.stage is Stage.RUNNING
-    play.ready("a").fail("b", rank=2, at=2.0, error="connection reset")
+    play.ready("a").fail("b", rank=2, ago=0.0, error="connection reset")
     assert (play.group.round, play.group.restarts) == (2, 1)
 
 
@@ -183,8 +183,8 @@ def test_a_signal_explains_itself():
 def test_when_no_restarts_are_left_the_first_failure_is_the_job_s():
     """Sad and flaky workers: the error of the first that failed, with its rank, its host and its traceback."""
     play = Play("a:1", "b:1", max_restarts=1).fail("a", code=-9)
-    play.send(s.NodeFailed("b", 2, (s.Failure(1, 0, 1, "connection reset", "late", 6.0),)))
-    play.send(s.NodeFailed("a", 2, (s.Failure(0, 0, 1, "KeyError: 'x'", "Traceback …", 5.0),)))
+    play.send(s.NodeFailed("b", 2, (s.Failure(1, 0, 1, "connection reset", "late", 0.1),)))
+    play.wait(0.05).send(s.NodeFailed("a", 2, (s.Failure(0, 0, 1, "KeyError: 'x'", "Traceback …", 0.2),)))
     assert play.end.outcome == "failed"
     assert play.end.reason == "rank 0 on a failed: KeyError: 'x' after 1 restarts"
     assert (play.end.host, play.end.failure.traceback) == ("a", "Traceback …")
@@ -197,8 +197,16 @@ def test_when_no_restarts_are_left_the_first_failure_is_the_job_s():
 )
 def test_which_failure_was_the_first(codes, first):
     """A killed worker leaves no time of its own, and the others' broken connections may be noted before it is seen."""
-    failures = [("h", s.Failure(rank, rank, code, "", at=float(rank))) for rank, code in enumerate(codes)]
+    failures = [("h", s.Failure(rank, rank, code, ""), float(rank)) for rank, code in enumerate(codes)]
     assert first_failure(failures)[1].rank == first
+
+
+def test_times_of_failures_are_of_the_driver_s_clock():
+    """The host whose failure is reported later, and is younger, is not blamed, whatever its own clock says."""
+    play = Play("a:1", "b:1", elastic_timeout=10.0)
+    play.send(s.NodeFailed("b", 1, (s.Failure(1, 0, 1, "KeyError: 'x'", ago=0.3),)))
+    play.wait(0.2).send(s.NodeFailed("a", 1, (s.Failure(0, 0, 1, "connection reset", ago=0.3),)))
+    assert play.end.reason == "rank 1 on b failed: KeyError: 'x'"
 
 
 def test_an_exception_that_a_lost_host_explains_is_no_failure():
@@ -242,7 +250,7 @@ def test_a_late_word_of_a_host_that_is_gone_is_dropped():
 def test_a_failure_is_counted_once_though_it_is_said_twice():
     """A link may deliver a word again: the second one adds nothing to what is judged."""
     play = Play("b:1", "a:1", max_restarts=1)
-    failed = s.NodeFailed("a", 1, (s.Failure(1, 0, 1, "boom", at=1.0),))
+    failed = s.NodeFailed("a", 1, (s.Failure(1, 0, 1, "boom", ago=1.0),))
     play.send(failed).send(failed)
     assert len(play.group.failures) == 1
     play.wait(1.1)

@@ -74,7 +74,7 @@ class AnyScript(RuleBasedStateMachine):
         """Workers of its round fail; it comes back when it is heard."""
         host = self._inside(data)
         number = self.play.rounds[host]
-        failures = tuple(s.Failure(i, i, code, "boom", at=float(i)) for i, code in enumerate(codes))
+        failures = tuple(s.Failure(i, i, code, "boom", ago=float(i)) for i, code in enumerate(codes))
         self.play.inside.discard(host)
         self._come_back(host)
         self.play.send(s.NodeFailed(host, number, failures))
