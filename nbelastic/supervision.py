@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Awaitable, Callable
 
+log = logging.getLogger("nbelastic")
 FIRST_PAUSE, LONGEST_PAUSE = 0.1, 30.0  # seconds from a failure to the next start; they double from failure to failure
 
 Report = Callable[[str, BaseException], object]  # what has failed, and with which error
+
+
+def report_to_log(what: str, error: BaseException) -> None:
+    log.error("nbelastic has a fault: %s", what, exc_info=error)
 
 
 async def supervise(what: str, run: Callable[[], Awaitable[None]], report: Report) -> None:

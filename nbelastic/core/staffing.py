@@ -13,13 +13,15 @@ from nbelastic.core.world import NEVER, Host, HostPhase, Slot, Worker, WorkerSta
 
 Commands = list[m.Command]
 AGENT_RETRY = 1.0  # seconds; an agent that cannot start is never tried in a hot loop, whatever the cooldown
+NAMES = 1000  # of hosts that have left whose newest incarnations are known one by one
+FORGOTTEN = ""  # stands for all others: none of their workers had a higher incarnation
 MOST_DOUBLINGS = 60  # of a cooldown: more would not fit into a float
 
 
 def add(world: World, spec: m.HostSpec, now: float, out: Commands, *, by: str, by_hand: bool) -> World:
     """A new host; or an old one: with another number of slots, pardoned, its drain taken back."""
     old = world.hosts.get(spec.name)
-    unused = Slot(incarnation=world.incarnations.get(spec.name, 0))
+    unused = Slot(incarnation=world.incarnations.get(spec.name, world.incarnations.get(FORGOTTEN, 0)))
     if old is None:
         out.append(m.Record("host-added", f"{spec.name} with {_slots(spec.slots)} by {by}", host=spec.name))
         out.append(m.StartAgent(spec))
@@ -335,7 +337,11 @@ def _forget(world: World, name: str) -> World:
     """The host is gone. Should it come back, its workers will be new ones."""
     world = _stop_probing(world, name)
     hosts = {n: host for n, host in world.hosts.items() if n != name}
-    return replace(world, hosts=hosts, incarnations={**world.incarnations, name: newest(world, name)})
+    left = {n: number for n, number in world.incarnations.items() if n != name} | {name: newest(world, name)}
+    if len(left) > NAMES:
+        oldest = next(n for n in left if n != FORGOTTEN)
+        left[FORGOTTEN] = max(left.pop(oldest), left.get(FORGOTTEN, 0))
+    return replace(world, hosts=hosts, incarnations=left)
 
 
 def newest(world: World, name: str) -> int:

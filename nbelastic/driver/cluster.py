@@ -157,8 +157,8 @@ class Cluster:
         self._driver: Driver | None = None
         self._last: Driver | None = None
         self._watchers = Watchers(self.status)
-        self._jobs: list[Job] = []
-        self._jobs_before = 0  # those of other drivers; one of them may be among ours
+        self._job: Job | None = None  # the last one; earlier ones are kept by who needs them
+        self._submitted = 0  # jobs so far, those of other drivers included
         self._added: set[str] = set()  # hosts of which the driver may not have taken notice yet
 
     # ---- life ----
@@ -226,14 +226,14 @@ class Cluster:
             found = read(folder)  # as its last driver has left it
             self = cls(**arguments_of(found, discovery))
             self._run_dir, self._found = run_dir, found
-            self._jobs_before = found.submitted - (found.job is not None)
+            self._submitted = found.submitted
             driver = self._drive(Path(found.log_dir))
         except BaseException:
             run_dir.let_go()
             raise
         self._take(driver)
         if found.job is not None and found.job.name in driver.runs:
-            self._jobs.append(Job(driver, driver.runs[found.job.name]))
+            self._job = Job(driver, driver.runs[found.job.name])
         return self
 
     @staticmethod
@@ -363,12 +363,12 @@ class Cluster:
         return outcome(found, None, lambda: "the cluster file")
 
     def _next_job(self) -> str:
-        return f"job-{self._jobs_before + len(self._jobs) + 1}"
+        return f"job-{self._submitted + 1}"
 
     def _present_job(self, driver: Driver) -> str:
         """The name of the job that runs, or that the driver has not yet taken in; empty if there is none."""
-        if self._jobs and not self._jobs[-1].done():
-            return self._jobs[-1].name
+        if self._job is not None and not self._job.done():
+            return self._job.name
         return driver.world.active.name if driver.world.active is not None else ""
 
     def _may_submit(self) -> Driver:
@@ -394,16 +394,17 @@ class Cluster:
     def _accept(self, driver: Driver, run: Run, submit: Callable[..., None], *args: Any) -> Job:
         """Have the driver take the job in. With `keep` this waits until the job is saved; UsageError if it cannot be."""
         accepted = driver.request(submit, run, *args)
-        job = Job(driver, run)
-        self._jobs.append(job)
+        last, self._job = self._job, Job(driver, run)
+        self._submitted += 1
         driver.owe(run.future)
         if driver.notes is not None:
             try:
                 outcome(accepted, None, lambda: f"{run.name} to be saved")
             except OSError as error:
-                self._jobs.remove(job)
+                self._job = last
+                self._submitted -= 1
                 raise self._not_saved(run, error) from None
-        return job
+        return self._job
 
     def _not_saved(self, run: Run, error: OSError) -> UsageError:
         where = f"{self._run_dir.path} ({error.strerror})"
@@ -450,7 +451,7 @@ class Cluster:
     @property
     def job(self) -> Job | None:
         """The current or last job."""
-        return self._jobs[-1] if self._jobs else None
+        return self._job
 
     def stop_job(self, by: str = "you") -> None:
         """Stop the running job, if there is one."""
@@ -508,7 +509,7 @@ class Cluster:
                 return status if status.phase == "running" and status.world_size == world else None
             active = driver.world.active
             if active is None:
-                submitted = bool(self._jobs) and not self._jobs[-1].done()  # and not begun yet
+                submitted = self._job is not None and not self._job.done()  # and not begun yet
                 return driver.status if driver.ready_workers() == world and not submitted else None
             return driver.status if driver.world.phase == "running" and driver.status.world_size == world else None
 

@@ -325,9 +325,15 @@ class Driver:
         """Take a new job in, from the driver's own thread. OSError, and no job, if a kept cluster cannot save it."""
         if self.notes is not None:
             self.notes.submit(saved, self)
-        self.runs[run.name] = run
+        self.add_run(run)
         self.fleet.begin_job()
         self.take_in(m.JobSubmitted(run.name))
+
+    def add_run(self, run: Run) -> None:
+        """Keep a run, and of those that have ended the last: the last words of its workers may still come."""
+        for name in [name for name, other in self.runs.items() if other.future.done()][:-1]:
+            del self.runs[name]
+        self.runs[run.name] = run
 
     def release(self, why: str) -> None:
         """Let go of the cluster, from the driver's own thread: it lives on for another driver."""
@@ -400,8 +406,10 @@ class Driver:
                 for w in workers:
                     to_workers((w,), wire.Quit(job, reason, own=w == culprit))
             case m.EndJob(job=job):
-                self.runs[job].end(command)
-                self._loop.call_later(self.world.limits.timeouts.stop + 2, self.runs[job].settle, True)
+                run = self.runs[job]
+                run.end(command)
+                if not run.future.done():
+                    self._loop.call_later(self.world.limits.timeouts.stop + 2, run.settle, True)
             case m.Probe() | m.Rehome():
                 self.fleet.pass_on(command, self.world.workers)
                 if isinstance(command, m.Rehome):
@@ -445,10 +453,9 @@ class Driver:
         return self.settings.log_dir / (job.name if job else "idle")
 
     def program_ended(self, w: m.WorkerId, run: Run, outcome: tuple[str, Any, str]) -> None:
-        run.outcomes[w] = outcome
         error = "" if outcome[0] == "ok" else outcome[1] or "an error without a message"
         self._inbox.put_nowait(m.ProgramEnded(w, run.name, error))
-        run.settle(False)
+        run.ended(w, outcome)
 
     def _is_known(self, peer: str) -> bool:
         """Whether this agent, worker or node, which is not heard yet, is to be kept in touch with.
@@ -497,7 +504,7 @@ class Driver:
                 self.fleet.kill_agent(host)
                 self._inbox.put_nowait(m.AgentLost(host, reason))
             case wire.AgentSample():
-                self.fleet.live.sample_of(message, now)
+                self.fleet.live.sample_of(message, self.world.workers, now)
                 self._publish_soon()
             case wire.WorkerHello(worker=w, engine=engine):
                 if w in self.world.workers:

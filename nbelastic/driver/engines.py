@@ -15,7 +15,7 @@ from nbelastic.driver.calls import Call
 from nbelastic.driver.caretaker import Caretaker
 from nbelastic.driver.client import Client, Context, ControllerLostError
 from nbelastic.driver.run import Cell
-from nbelastic.supervision import Report, supervise
+from nbelastic.supervision import Report, report_to_log, supervise
 
 PROGRAM = "__import__('nbelastic.worker.program', fromlist=['call'])"
 HEARTBEAT = 100  # milliseconds between two heartbeats of an engine, up to so many engines; of more, as many as engines
@@ -23,6 +23,7 @@ LONGER = 10.0  # seconds that ipyparallel waits longer for a silent engine than 
 REACH, PATIENCE = 5.0, 30.0  # seconds after which a controller is asked again, and that it may take to answer
 FIRST_PAUSE, PAUSE = 0.1, 10.0  # seconds between two starts of a controller that ends soon: at first, and at most
 SOON = 10.0  # seconds after its start
+HISTORY = 1000  # calls that ipyparallel's client remembers
 LOOK = 1.0  # seconds between two looks at what is not answered
 STILL = 5  # looks at a stopped controller after which it is ended
 IDLE = (2, 4, 8, 16)  # looks without an answer of who runs nothing, after which it is asked; then every 16th
@@ -69,7 +70,7 @@ class Engines:
         on_again: Callable[[], None] = lambda: None,
         on_trouble: Callable[[str], None] = lambda why: None,  # noqa: ARG005
         most: float = 0,
-        report: Report = lambda what, error: log.error("%s", what, exc_info=error),
+        report: Report = report_to_log,
     ) -> None:
         self._profile_dir = profile_dir
         self._name = name
@@ -289,7 +290,12 @@ class Engines:
         add = self.client._io_loop.add_callback
         last.add_done_callback(lambda _: add(self.client.fail, calls))
         printed = self.client._output_futures.get(last.msg_ids[0]) or last
-        printed.add_done_callback(lambda _: add(self.client.end_output, calls))
+
+        def sorted_out(_: object) -> None:
+            add(self.client.end_output, calls)
+            self._loop.call_soon_threadsafe(self._purge, last)
+
+        printed.add_done_callback(sorted_out)
 
     def _unregistered(self, uuid: str, number: int) -> None:
         if self._ids.get(uuid) == number:
@@ -336,7 +342,17 @@ class Engines:
     def _with_output(self, result: Any, done: Callable[[Any], None]) -> None:
         """What was printed comes by another socket than the answer, and may come later."""
         waiting = self._loop.run_in_executor(None, result.wait_for_output, 2.0)
-        waiting.add_done_callback(lambda _: done(result))
+
+        def printed(_: object) -> None:
+            done(result)
+            self._purge(result)
+
+        waiting.add_done_callback(printed)
+
+    def _purge(self, result: Any) -> None:
+        """ipyparallel's client keeps every result and all output, for whoever may ask again: nobody does."""
+        self.client.purge_local_results(result)
+        del self.client.history[:-HISTORY]
 
     def run_cell(self, uuid: str, job: str, log_dir: str, cell: Cell, done: Callable[[Outcome], None]) -> None:
         """Run a cell as a job's program."""
@@ -385,7 +401,7 @@ class Engines:
             outcome = ("error", f"the result cannot be read here: {type(error).__name__}: {error}", "")
         else:
             lost = False
-        self.client.purge_local_results(result)
+        self._purge(result)
         waiting = self._programs.get(uuid, [])
         if program not in waiting:
             return

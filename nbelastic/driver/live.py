@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 
 from msgspec import Struct
 
@@ -83,13 +83,14 @@ class Live(Struct):
             oldest = max(0, recent[0] - 1) if recent else max(0, len(self.newest) - 1)
             self.newest = (*self.newest[oldest:], (now, commit))
 
-    def sample_of(self, message: wire.AgentSample, now: float) -> None:
-        """An agent has measured its host and its workers."""
-        self.computed_at.update((w, now) for w, (cpu, _) in message.workers.items() if cpu >= IDLE_BELOW)
-        others = {w: seconds for w, seconds in self.blocked.items() if w not in message.workers}
-        self.blocked = {**others, **message.blocked}
+    def sample_of(self, message: wire.AgentSample, known: Container[WorkerId], now: float) -> None:
+        """An agent has measured its host and its workers, of which some may have died since."""
+        of = {name: sample for name, sample in message.workers.items() if WorkerId.parse(name) in known}
+        self.computed_at.update((name, now) for name, (cpu, _) in of.items() if cpu >= IDLE_BELOW)
+        others = {name: seconds for name, seconds in self.blocked.items() if name not in message.workers}
+        self.blocked = {**others, **{name: seconds for name, seconds in message.blocked.items() if name in of}}
         self.host_samples[message.host] = HostSample(message.cpu, message.memory, message.of, message.gpus)
-        self.worker_samples.update(message.workers)
+        self.worker_samples.update(of)
 
     def idle(self, w: WorkerId, now: float) -> bool:
         """Whether its process has used no CPU time for a while."""

@@ -6,6 +6,7 @@ is done, None while it is under way, an NbelasticError if it will not be.
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import Future
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 KEPT = 8  # orders that are shown
 PENDING = 32  # that may be under way: a page that has gone wild is not let in
 ID_BOUND = 64  # characters of an order's id
+_numbers = itertools.count(1)  # of orders without an id
 
 
 class Order(NamedTuple):
@@ -139,7 +141,7 @@ def read(message: Mapping[str, Any], world: World, default_slots: int, by: str) 
 def take(driver: Driver, message: Mapping[str, Any], default_slots: int, by: str) -> None:
     """In the driver's thread: carry out what a button's message asks for, and keep book of it."""
     orders = driver.fleet.live.orders
-    key = str(message.get("id", ""))[:ID_BOUND] or f"order-{len(driver.chronicle.records)}"
+    key = str(message.get("id", ""))[:ID_BOUND] or f"order-{next(_numbers)}"
 
     def settle(word: str, why: str) -> None:
         for i, each in enumerate(orders):

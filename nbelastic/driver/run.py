@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections import deque
+from collections import OrderedDict, deque
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 EVERY, KEEP = 100, 3  # commits between two checkpoints, and how many stay
 TAIL = 1000  # lines of output kept in memory a worker; the log files have all of it
+MOST = 100_000  # of all workers together, those that have died included; the one that was quiet for longest goes first
+ERRORS = 100  # that are kept of workers whose programs failed
 
 Checkpoints = tuple[str, int, int] | None  # the folder, commits between two, how many are kept
 Cell = tuple[str, Checkpoints]
@@ -54,8 +56,11 @@ class Run:
         self.call = call  # None as well if the driver before this one has lost it
         self.outcomes: dict[m.WorkerId, tuple[str, Any, str]] = {}
         self.future: Future[list[Any]] = Future()
-        self.lines: dict[m.WorkerId, deque[Line]] = {}  # the last ones of each
+        self.lines: OrderedDict[m.WorkerId, deque[Line]] = (
+            OrderedDict()
+        )  # the last ones of each; the newest writer last
         self.heard = 0  # lines so far
+        self._kept = 0  # lines in memory
         self.members: tuple[m.WorkerId, ...] = ()
         self._end: m.EndJob | None = None
         self._rest: dict[tuple[m.WorkerId, str], str] = {}
@@ -64,6 +69,7 @@ class Run:
     def hear(self, output: wire.WorkerOutput) -> None:
         """Keep the last lines of what a worker printed."""
         lines = self.lines.setdefault(output.worker, deque(maxlen=TAIL))
+        self.lines.move_to_end(output.worker)
         key = (output.worker, output.stream)
         known, begin = self._heard_to.get(key, 0), output.end - len(output.text)
         if output.end <= known:
@@ -75,10 +81,20 @@ class Run:
         self._rest[key] = rest[-10_000:]
         for text in whole:
             self._add(lines, output.stream, text)
+        self._make_room()
 
     def _add(self, lines: deque[Line], stream: str, text: str) -> None:
         self.heard += 1
+        self._kept += len(lines) < TAIL
         lines.append(Line(self.heard, stream, text))
+
+    def _make_room(self) -> None:
+        while self._kept > MOST and len(self.lines) > 1:
+            worker, lines = self.lines.popitem(last=False)
+            self._kept -= len(lines)
+            for stream in ("out", "err"):
+                self._rest.pop((worker, stream), None)
+                self._heard_to.pop((worker, stream), None)
 
     def since(self, number: int, worker: str | None = None, most: int = TAIL) -> list[tuple[m.WorkerId, Line]]:
         """The newest `most` lines after `number`, of one worker or of all, in the order in which they were heard."""
@@ -91,9 +107,19 @@ class Run:
         ]
         return sorted(found, key=lambda pair: pair[1].number)[-most:]
 
+    def ended(self, worker: m.WorkerId, outcome: tuple[str, Any, str]) -> None:
+        """Keep what became of the program on this worker, as far as it is still needed."""
+        if not self.future.done():
+            self.outcomes[worker] = outcome
+            failed = [w for w, (kind, *_) in self.outcomes.items() if kind != "ok"]
+            for w in failed[:-ERRORS]:
+                del self.outcomes[w]
+        self.settle(False)
+
     def end(self, command: m.EndJob) -> None:
         self._end = command
         self.members = command.members
+        self.call = None  # no worker begins it any more
         self.settle(False)
 
     def settle(self, late: bool) -> None:
@@ -104,6 +130,7 @@ class Run:
         if end.outcome == "succeeded":
             values = [self.outcomes.get(w, ("gone", None, "")) for w in end.members]
             self.future.set_result([value if kind == "ok" else None for kind, value, _ in values])
+            self.outcomes.clear()
             return
         if end.outcome == "stopped":
             self.future.set_exception(JobStoppedError(f"{self.name} was stopped: {end.reason}"))

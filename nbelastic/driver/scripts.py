@@ -96,7 +96,7 @@ class Scripts:
         self._begin(run, script, Group(run.name, terms, round=job.round + 1), "begins again, as its driver was lost")
 
     def _begin(self, run: Run, script: wire.Script, group: Group, how: str) -> None:
-        self._driver.runs[run.name] = run
+        self._driver.add_run(run)
         self._run, self._script, self._seen = run, script, None
         self._orders, self._samples = {}, {}
         self._group = group
@@ -296,7 +296,7 @@ class Scripts:
 
     def _form(self, command: s.FormRound) -> None:
         by_node = places(command.seats)
-        self._orders = {}
+        self._orders, self._samples = {}, {}
         for rank, seat in enumerate(command.seats):
             self._waiting.pop(seat.host, None)
             order = wire.Round(

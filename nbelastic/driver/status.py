@@ -13,7 +13,24 @@ from nbelastic.core.placement import places
 from nbelastic.core.world import World, host_cooling_until
 from nbelastic.driver.live import Live, OrderStatus
 
-CLOCK = time.time() - time.monotonic()  # of this process: a cooldown's end does not move from look to look
+STEP = 0.5  # seconds by which the wall clock was set, or the machine was suspended, as opposed to drift
+
+
+class _Clock:
+    """Wall time from monotonic time. Both drift apart by a little, and ends of cooldowns would move from look to look."""
+
+    def __init__(self) -> None:
+        self._offset = time.time() - time.monotonic()
+
+    def __call__(self, now: float) -> float:
+        """The wall time, in seconds since 1970, at the monotonic time `now`."""
+        offset = time.time() - time.monotonic()
+        if abs(offset - self._offset) > STEP:
+            self._offset = offset
+        return now + self._offset
+
+
+wall = _Clock()
 
 
 class HostStatus(Struct, frozen=True):
@@ -147,7 +164,7 @@ def snapshot(name: str, world: World, live: Live, now: float) -> Status:
         steps_per_second=live.steps_per_second if world.active else None,
         total=live.total,
         curves={name: curve.points for name, curve in live.curves.items() if len(curve.points) > 1},
-        time=CLOCK + now,
+        time=wall(now),
         failed_at=live.failed_at,
         orders=tuple(live.orders),
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from nbelastic.core import messages as m
+from nbelastic.core import staffing
 from nbelastic.core.membership import deadline
 from nbelastic.core.world import Stage
 from tests.core.story import Story, wid, with_stage
@@ -512,3 +513,17 @@ def test_a_worker_that_could_not_leave_is_replaced_without_a_strike():
     assert len(story.names) == 3
     slots = story.world.hosts["a"].slots
     assert [(slot.strikes, slot.restarts) for slot in slots] == [(1, 1), (0, 1), (0, 0)]
+
+
+def test_names_of_hosts_that_left_are_not_kept_for_ever(monkeypatch):
+    """Autoscaled hosts come and go under ever new names: few are remembered, and no worker's name is used twice."""
+    monkeypatch.setattr(staffing, "NAMES", 3)
+    story = Story("a:1", min=1).run()
+    names = ["a", *(f"spot{i}" for i in range(6)), "a", "spot0", "a"]
+    for name in names[1:]:
+        story.add(f"{name}:1").quiet(3.0)
+        for other in [other for other in story.world.hosts if other != name]:
+            story.remove(other).quiet(3.0)
+        story.kill(str(story.alive(name)[0])).quiet(3.0)
+        assert len(story.world.incarnations) <= 4
+    assert len(story.started) == 2 * len(names) - 1

@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 import sys
 import threading
+from types import SimpleNamespace
 
 import pytest
 
 from nbelastic.core.world import Limits, World
+from nbelastic.driver import status
 from nbelastic.driver.live import POINTS, Curve, Live
 from nbelastic.driver.status import snapshot
 from tests.core.story import wid
@@ -87,3 +89,14 @@ def test_it_may_be_read_while_it_is_written():
     finally:
         writer.join()
         sys.setswitchinterval(before)
+
+
+def test_the_time_of_a_status_follows_a_clock_that_is_set(monkeypatch):
+    """A suspended machine, a corrected clock: `time` and `failed_at` are of one clock. Drift moves nothing from look to look."""
+    monkeypatch.setattr(status, "time", clocks := SimpleNamespace(time=lambda: 1000.0, monotonic=lambda: 10.0))
+    wall = status._Clock()
+    monkeypatch.setattr(status, "wall", wall)
+    clocks.time = lambda: 1000.1
+    assert snapshot("c", World(Limits()), Live(), 10.0).time == 1000.0
+    clocks.time = lambda: 4600.0
+    assert snapshot("c", World(Limits()), Live(), 10.0).time == 4600.0

@@ -1,0 +1,74 @@
+"""What the driver keeps stays bounded, however long it runs and however often workers die."""
+
+from __future__ import annotations
+
+import gc
+import os
+import weakref
+
+from nbelastic.core import messages as m
+from nbelastic.core import wire
+from nbelastic.driver import run as module
+from nbelastic.driver.live import Live
+from nbelastic.driver.run import Run
+from tests.core.story import wid
+
+
+def said(worker, text, end=None):
+    return wire.WorkerOutput(wid(worker), "out", text, len(text) if end is None else end)
+
+
+def test_lines_of_workers_that_died_make_room(monkeypatch):
+    """A crash loop: the lines of the oldest processes go first, those of who still prints stay."""
+    monkeypatch.setattr(module, "MOST", 100)
+    run = Run("job", None, None)
+    position = 0
+    for incarnation in range(1, 50):
+        run.hear(said(f"a/0#{incarnation}", "line\n" * 10))
+        position += len("alive\n")
+        run.hear(said("b/0#1", "alive\n", position))
+    kept = {str(w): len(lines) for w, lines in run.lines.items()}
+    assert sum(kept.values()) == run._kept <= 100
+    assert kept["b/0#1"] == 49
+    assert list(kept)[:-1] == [f"a/0#{i}" for i in range(50 - len(kept) + 1, 50)]
+    assert len(run._rest) == len(run._heard_to) == len(kept)
+    assert [line.text for _, line in run.since(0, "b/0#1")] == ["alive"] * 49
+
+
+def test_outcomes_of_programs_that_failed_do_not_add_up(monkeypatch):
+    """Newcomers that fail, one after the other: the last ones are kept, and the values of who succeeded."""
+    monkeypatch.setattr(module, "ERRORS", 3)
+    run = Run("job", None, None)
+    run.ended(wid("b/0#1"), ("ok", 42, ""))
+    for incarnation in range(1, 10):
+        run.ended(wid(f"a/0#{incarnation}"), ("error", "ValueError: no", "traceback"))
+    assert [str(w) for w in run.outcomes] == ["b/0#1", "a/0#7", "a/0#8", "a/0#9"]
+    run.end(m.EndJob("job", "succeeded", "", (wid("b/0#1"),)))
+    run.ended(wid("a/0#9"), ("ok", 1, ""))
+    assert (run.future.result(), run.outcomes) == ([42], {})
+
+
+def test_jobs_that_are_over_are_forgotten(quiet):
+    """But for the last one, and for those that the notebook still holds. Names go on."""
+    cluster = quiet()
+    names, runs = [], []
+    for _ in range(5):
+        job = cluster.run(os.getpid)
+        names.append(job.name)
+        runs.append(weakref.ref(job._run))
+        job.stop()
+        job.wait(timeout=20)
+        assert job._run.call is None
+    assert names == [f"job-{number}" for number in range(1, 6)]
+    assert cluster.job is job
+    assert list(cluster._driver.runs) == ["job-4", "job-5"]
+    gc.collect()
+    assert [run() is None for run in runs] == [True, True, True, False, False]
+
+
+def test_a_sample_that_comes_after_its_worker_s_end_is_dropped():
+    """Nobody would remove it again."""
+    live = Live()
+    sample = wire.AgentSample("a", 1.0, 2, {"a/0#1": (1.0, 2), "a/0#2": (3.0, 4)}, 5, ())
+    live.sample_of(sample, {wid("a/0#2")}, 1.0)
+    assert live.worker_samples == {"a/0#2": (3.0, 4)}
