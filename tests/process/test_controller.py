@@ -162,7 +162,7 @@ def test_a_lost_answer_of_a_cell_is_an_error(make, tmp_path):
         asking.start()
         until(lambda: unread(port_of(cluster, "client")))
     asking.join()
-    assert [row[3].partition(":")[0] for row in rows] == ["ControllerLostError"]
+    assert ["ControllerLostError" in row[3] for row in rows] == [True]  # with a traceback
     assert [row[3] for row in cluster.execute("1 + 1", timeout=20)] == [None]
 
 
