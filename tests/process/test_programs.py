@@ -189,6 +189,15 @@ def test_arguments_are_pickled_once_for_all_workers(cluster):
     assert argument.pickled == 1
 
 
+def test_ipyparallel_keeps_nothing_of_what_was_run(cluster):
+    """Cells, setup cells and programs: their results and output are not kept for whoever might ask again."""
+    client = cluster.client
+    for _ in range(3):
+        cluster.execute("print('x' * 1000); 'value'", timeout=20)
+        cluster.run(os.getpid).result(timeout=20)
+    until(lambda: not (client.results or client.metadata or client._futures or client._output_futures))
+
+
 def test_a_function_that_cannot_be_sent(cluster):
     """It is refused at once, with the reason."""
     with open(os.devnull) as stream, pytest.raises(nbe.UsageError, match="cannot be sent"):
