@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from nbelastic.core import epochs, jobs, liveness, mesh, networks, planned, setup, staffing, standstill, waits
 from nbelastic.core import messages as m
-from nbelastic.core.world import NEVER, HostPhase, Stage, WorkerState, World, first, less, put
+from nbelastic.core.world import NEVER, HostPhase, Stage, Worker, WorkerState, World, first, less, put
 
 __all__ = ["deadline", "step"]
 
@@ -21,6 +21,7 @@ Commands = list[m.Command]
 
 
 ABORTED = 1.0  # seconds that a member has to hear of an abort; a worker repeats its word after 2 s
+YOUNG = 2.0  # seconds of life below which each death counts: nothing is forked again and again without a pause
 UNEXPLAINED = 3  # breaks in a row at one commit that no death explains: then the program's own error ends the job
 
 
@@ -145,7 +146,9 @@ def _take(world: World, event: m.Event, now: float, out: Commands) -> World:
         case m.WorkerStarted(worker=w, pid=pid):
             return put(world, replace(world.workers[w], pid=pid))
         case m.WorkerExited(worker=w, code=code):
-            return epochs.gone(world, w, f"{w} died ({exit_text(code)})", now, out, blameless=code == m.STUCK)
+            return epochs.gone(
+                world, w, f"{w} died ({exit_text(code)})", now, out, blameless=_stuck(world.workers[w], code, now)
+            )
         case m.WorkerFroze(worker=w, state=state):
             out.append(m.StopWorker(w, kill=True))
             return epochs.gone(world, w, f"{w} froze ({state})", now, out)
@@ -433,6 +436,11 @@ def exit_text(code: int) -> str:
         except ValueError:
             return f"signal {-code}"
     return f"exit code {code}"
+
+
+def _stuck(worker: Worker, code: int, now: float) -> bool:
+    """Whether it ended itself as an abort could not wake it. A program that exits with that code at once is no such case."""
+    return code == m.STUCK and now - worker.since >= YOUNG
 
 
 def _rank(world: World, w: m.WorkerId) -> str:

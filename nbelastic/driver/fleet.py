@@ -193,7 +193,9 @@ class Fleet:
         """For ever."""
         while True:
             await asyncio.sleep(GATES)
-            self._doors.mend()
+            for address in self._doors.mend():
+                text = f"the process before the ports on {address} had ended or was stopped; another one has its place"
+                self._record(m.Record("gate-started", text))
 
     def do(self, command: m.StartAgent | m.StopAgent | m.StartWorker | m.StopWorker, log_dir: Path) -> None:
         match command:

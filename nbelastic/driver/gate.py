@@ -13,6 +13,7 @@ import json
 import socket
 import subprocess
 import sys
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -27,6 +28,7 @@ from nbelastic.processes import kill_group, leave, stopped
 MOST_OF_A_PEER = 128  # connections of one address through one door, or twice as many as workers are asked for
 MOST = 4096  # through one door, or four times as many as workers are asked for
 CHUNK = 1 << 16  # bytes
+PAUSE, LONGEST_PAUSE = 0.2, 30.0  # seconds from one replacement of a process to the next; they double
 ALIVE = ((socket.TCP_KEEPIDLE, 30), (socket.TCP_KEEPINTVL, 10), (socket.TCP_KEEPCNT, 60))  # seconds, seconds, times
 
 
@@ -49,6 +51,7 @@ class Gate:
         self._keep = [str(part) for part in keep or ()]
         self._children: dict[str, subprocess.Popen[bytes]] = {}
         self._doors: dict[str, dict[int, int]] = {}  # by process
+        self._pause, self._again_at = 0.0, -LONGEST_PAUSE  # when a process may be replaced again
 
     def open(self, ports: Iterable[int]) -> dict[int, int]:
         """The port on `address` that leads to each of `ports`. OSError if the address is not this machine's."""
@@ -81,15 +84,27 @@ class Gate:
         """One that another driver has opened."""
         self._doors[process] = doors
 
-    def mend(self) -> None:
-        """A process that has ended, or is stopped, is replaced, with the same doors: who came through comes back by itself."""
-        for process, doors in list(self._doors.items()):
-            if not lives(process) or stopped(pid_of(process)):
-                self._end(process)
-                try:
-                    self._open(doors)
-                except OSError:  # its port is taken for the moment
-                    self._doors[process] = doors
+    def mend(self, now: float) -> int:
+        """Replace processes that have ended or are stopped, with the same doors: callers come back by themselves.
+
+        Returns how many were replaced. A process that ends soon after its start waits, twice as long each time.
+        """
+        dead = [process for process in self._doors if not lives(process) or stopped(pid_of(process))]
+        if not dead or now < self._again_at:
+            return 0
+        self._pause = min(2 * self._pause, LONGEST_PAUSE) if now - self._again_at < LONGEST_PAUSE else PAUSE
+        self._again_at = now + self._pause
+        return sum(self._replace(process) for process in dead)
+
+    def _replace(self, process: str) -> bool:
+        doors = self._doors[process]
+        self._end(process)
+        try:
+            self._open(doors)
+        except OSError:  # its port is taken for the moment
+            self._doors[process] = doors
+            return False
+        return True
 
     @property
     def saved(self) -> list[SavedGate]:
@@ -134,10 +149,10 @@ class Doors:
             self._gate(gate.address).adopt(gate.process, gate.doors)
         self.mend()
 
-    def mend(self) -> None:
-        """To be called now and then: processes that have ended are started again."""
-        for gate in self._gates.values():
-            gate.mend()
+    def mend(self) -> list[str]:
+        """To be called now and then: replace processes that have ended. Returns the addresses of those replaced."""
+        now = time.monotonic()
+        return [address for address, gate in self._gates.items() if gate.mend(now)]
 
     @property
     def links(self) -> tuple[tuple[str, str, str], ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import getpass
 import json
 import os
@@ -47,6 +48,9 @@ class Agent(Protocol):
         """At once; its workers die with it."""
 
 
+PIPE_BUFFER = 1 << 16  # bytes that a pipe of Linux takes before somebody reads; a user may have up to 1 MiB
+
+
 class AgentLauncher(LocalProcessLauncher):  # type: ignore[misc]
     """ipyparallel's local launcher, for a process that is told something on its standard input, which stays open."""
 
@@ -62,6 +66,8 @@ class AgentLauncher(LocalProcessLauncher):  # type: ignore[misc]
             )
             with suppress(BrokenPipeError):  # it has ended already: its exit tells why
                 pipe: IO[bytes] = stdin if process.stdin is None else process.stdin  # type: ignore[assignment]
+                if len(self.said) > PIPE_BUFFER:  # else a child that ends before it reads would block the driver
+                    fcntl.fcntl(pipe, fcntl.F_SETPIPE_SZ, len(self.said))
                 pipe.write(self.said)
                 pipe.flush()
         self.pid = process.pid

@@ -515,6 +515,17 @@ def test_a_worker_that_could_not_leave_is_replaced_without_a_strike():
     assert [(slot.strikes, slot.restarts) for slot in slots] == [(1, 1), (0, 1), (0, 0)]
 
 
+def test_a_program_that_exits_like_a_stuck_worker_is_not_forked_in_a_hot_loop():
+    """It ends with that code at once, each time: its slot gets strikes, and pauses that double."""
+    story = Story("a:3", min=2, cooldown=(5.0, 300.0)).run()
+    began = story.now
+    for _ in range(6):
+        while not (newest := [w for w in story.alive("a") if wid(w).slot == 1]):
+            story.wait(1.0).answer()
+        story.kill(*newest, code=m.STUCK).quiet(0.1)
+    assert story.now - began > 5 + 10 + 20
+
+
 def test_names_of_hosts_that_left_are_not_kept_for_ever(monkeypatch):
     """Autoscaled hosts come and go under ever new names: few are remembered, and no worker's name is used twice."""
     monkeypatch.setattr(staffing, "NAMES", 3)

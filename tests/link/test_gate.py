@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import threading
+from itertools import pairwise
 
 import psutil
 import pytest
@@ -193,6 +194,20 @@ def test_one_that_is_killed_is_opened_again():
         finally:
             other.close()
             doors.close()
+
+
+def test_one_that_ends_at_once_is_not_started_in_a_hot_loop(monkeypatch):
+    """The first time at once; then after pauses that double up to 30 s, until one has lived for long."""
+    started = []
+    monkeypatch.setattr(Gate, "_replace", lambda gate, process: started.append(process) or True)
+    gate = Gate("127.0.0.1")
+    gate.adopt("1@1", {})  # there is no such process
+    replaced = [tick / 2 for tick in range(601) if gate.mend(tick / 2)]
+    assert replaced[0] == 0.0
+    assert len(replaced) == len(started) < 20
+    assert max(later - earlier for earlier, later in pairwise(replaced)) <= 30.5
+    assert gate.mend(1000.0) == 1
+    assert gate.mend(1000.5) == 1
 
 
 def test_an_address_of_somebody_else():

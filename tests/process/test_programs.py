@@ -195,7 +195,8 @@ def test_ipyparallel_keeps_nothing_of_what_was_run(cluster):
     for _ in range(3):
         cluster.execute("print('x' * 1000); 'value'", timeout=20)
         cluster.run(os.getpid).result(timeout=20)
-    until(lambda: not (client.results or client.metadata or client._futures or client._output_futures))
+    until(lambda: not (client.results or client._futures or client._output_futures))
+    until(lambda: client.metadata.keys() <= {"submitted"})  # a key of ipyparallel's own
 
 
 def test_a_function_that_cannot_be_sent(cluster):
