@@ -434,7 +434,8 @@ class Cluster:
         try:
             return outcome(results, timeout, lambda: f"the cell to end ({driver.status.reason})")
         finally:
-            results.cancel()  # nobody waits for it any more
+            if not setup:  # a setup cell is kept if it succeeds later
+                results.cancel()  # nobody waits for it any more
 
     @property
     def setup_cells(self) -> dict[str, str]:
