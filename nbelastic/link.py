@@ -39,6 +39,7 @@ from nbelastic.core import script_messages as s
 from nbelastic.core import wire
 from nbelastic.core.addresses import bracketed
 from nbelastic.core.delivery import HEAD, Delivery
+from nbelastic.supervision import report_to_log, supervise
 
 log = logging.getLogger("nbelastic.link")
 T = TypeVar("T")
@@ -182,7 +183,7 @@ class Hub:
         self._fd = int(self._socket.getsockopt(zmq.FD))
         self._loop.add_reader(self._fd, self._read_on)
         self._read_on()
-        self._beating = asyncio.create_task(self._beat())
+        self._beating = asyncio.create_task(supervise("the driver's heartbeats", self._beat, report_to_log))
 
     def _bind(self, host: str, ports: Sequence[int | str]) -> None:
         """To the first of these that is free; `*` is any."""
