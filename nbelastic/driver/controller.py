@@ -17,7 +17,6 @@ from ipyparallel.controller import hub as hubs
 from traitlets import Set
 from traitlets.config import Config
 
-from nbelastic import descriptors
 from nbelastic.driver.saved import sweep
 from nbelastic.presence import identity, outlast
 from nbelastic.processes import die_with_parent, follow_parent, kill_group
@@ -31,7 +30,6 @@ def main() -> None:
     again has the ports and keys of the one before: engines and clients come back to it by themselves.
     """
     options = json.loads(sys.argv[1])
-    descriptors.raise_limit()
     threading.excepthook = _fall  # a controller without one of its threads is none, and the next one may be
     if options["keep"] is None:
         follow_parent()
