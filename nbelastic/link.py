@@ -271,7 +271,7 @@ class Hub:
                 self._take_reports()
                 break
             now = time.monotonic()
-            self._take(name.decode(errors="replace"), frames, now)
+            _guarded(self._take, name.decode(errors="replace"), frames, now)  # a fault must not end the reading
             if now > end:
                 self._read_on()
                 break
