@@ -131,7 +131,8 @@ class WorkerBusy(Message):
 class WorkerOutput(Message):
     """What the program of `job` wrote to `stream` (out or err), up to position `end` of all that it has written there.
 
-    It may be said again, and some may be missing: the positions tell.
+    It may be said again, and some may be missing: the positions tell. The end may be a line that is not finished; a later
+    text that begins with a carriage return replaces it. `rank`: the worker's when it wrote this.
     """
 
     worker: WorkerId
@@ -139,6 +140,7 @@ class WorkerOutput(Message):
     text: str
     end: int
     job: str = ""
+    rank: int | None = None
 
 
 class StackShown(Message):

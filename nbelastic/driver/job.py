@@ -139,12 +139,19 @@ class Job:
             self._driver.post(m.JobStopRequested(self.name, f"stopped by {by}"))
 
     def logs(self, rank: int | None = None, worker: str | None = None, tail: int = 100) -> str:
-        """The last `tail` lines that the program printed: of one rank, one worker, or all, each line with its worker."""
+        """The last `tail` lines that the program printed: of one rank, one worker, or all, each line with its worker.
+
+        Of a progress bar the newest state. A line that is not finished yet is the last one.
+        """
         return "\n".join(self._lines(rank, worker, tail))
 
-    def lines_since(self, number: int, worker: str | None = None) -> list[tuple[str, Line]]:
-        """What was printed after line `number`, with its worker: the newest 1,000 lines, in the order they were heard."""
-        return [(str(w), line) for w, line in self._run.since(number, worker)]
+    def lines_since(self, number: int, worker: str | None = None, most: int = 1000) -> list[tuple[str, Line]]:
+        """What was printed after line `number`, with its worker: the newest `most` lines, in the order they were heard."""
+        return [(str(w), line) for w, line in self._run.since(number, worker, most)]
+
+    def unfinished_lines(self, worker: str | None = None) -> list[tuple[str, Line]]:
+        """The lines that have no end yet, as of progress bars: the newest state of each worker's two streams."""
+        return [(str(w), line) for w, line in self._run.unfinished(worker)]
 
     @property
     def writers(self) -> list[tuple[str, int | None]]:
@@ -163,7 +170,7 @@ class Job:
         for w, lines in sorted(self._run.lines.items(), key=lambda item: item[0]):
             if one and str(w) != worker:
                 continue
-            for line in list(lines)[-tail:]:
+            for line in [*lines, *(line for _, line in self._run.unfinished(str(w)))][-tail:]:
                 yield line.text if one else f"{w} | {line.text}"
 
     def __repr__(self) -> str:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from nbelastic.core import messages as m
 from nbelastic.core import wire
 from nbelastic.core.errors import ClusterStoppedError, JobError, JobStoppedError, UsageError
+from nbelastic.terminal import newest, shown
 
 if TYPE_CHECKING:
     from nbelastic.driver.calls import Call
@@ -40,11 +41,15 @@ def checkpoints(folder: str | os.PathLike[str] | None, every: int | None, keep: 
 
 
 class Line(NamedTuple):
-    """A line that a worker printed to `stream` (out or err); its number is the run's, over all workers."""
+    """A line that a worker printed to `stream` (out or err) as `rank`; its number is the run's, over all workers.
+
+    Number 0: a line that is not finished, as a progress bar.
+    """
 
     number: int
     stream: str
     text: str
+    rank: int | None = None
 
 
 class Run:
@@ -63,7 +68,7 @@ class Run:
         self._kept = 0  # lines in memory
         self.members: tuple[m.WorkerId, ...] = ()
         self._end: m.EndJob | None = None
-        self._rest: dict[tuple[m.WorkerId, str], str] = {}
+        self._rest: dict[tuple[m.WorkerId, str], Line] = {}  # of each stream, as it was sent
         self._heard_to: dict[tuple[m.WorkerId, str], int] = {}  # which position
 
     def hear(self, output: wire.WorkerOutput) -> None:
@@ -76,17 +81,23 @@ class Run:
             return
         self._heard_to[key] = output.end
         if begin > known:
-            self._add(lines, output.stream, f"… {begin - known} characters are only in the log file …")
-        *whole, rest = (self._rest.get(key, "") + output.text[max(0, known - begin) :]).split("\n")
-        self._rest[key] = rest[-10_000:]
+            self._add(lines, output, f"… {begin - known} characters are only in the log file …")
+        before = self._rest[key].text if key in self._rest else ""
+        *whole, rest = (before + output.text[max(0, known - begin) :]).split("\n")
         for text in whole:
-            self._add(lines, output.stream, text)
+            self._add(lines, output, shown(text))
+        self._rest[key] = Line(0, output.stream, newest(rest)[-10_000:], output.rank)
         self._make_room()
 
-    def _add(self, lines: deque[Line], stream: str, text: str) -> None:
+    def _add(self, lines: deque[Line], output: wire.WorkerOutput, text: str) -> None:
         self.heard += 1
         self._kept += len(lines) < TAIL
-        lines.append(Line(self.heard, stream, text))
+        lines.append(Line(self.heard, output.stream, text, output.rank))
+
+    def unfinished(self, worker: str | None = None) -> list[tuple[m.WorkerId, Line]]:
+        """The lines without an end, of one worker or of all: the present state of progress bars, the last words of a job."""
+        rests = ((w, rest._replace(text=shown(rest.text))) for (w, _), rest in sorted(self._rest.items()))
+        return [(w, line) for w, line in rests if line.text and worker in (None, str(w))]
 
     def _make_room(self) -> None:
         while self._kept > MOST and len(self.lines) > 1:

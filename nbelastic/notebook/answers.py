@@ -7,12 +7,15 @@ from typing import TYPE_CHECKING, Any
 
 from nbelastic.core.errors import NbelasticError, UsageError
 from nbelastic.driver.stacks import WorkerStack
+from nbelastic.notebook.folding import fold, packed
 from nbelastic.notebook.frames import entries
 
 if TYPE_CHECKING:
     from nbelastic.driver.cluster import Cluster
 
 HISTORY = 400  # events an answer
+LINES = 1000  # of output an answer, after equal ones of several workers were joined
+FOLDED = 20_000  # lines that are looked at for that: those of many ranks alike leave enough
 
 Json = dict[str, Any]
 
@@ -50,12 +53,15 @@ def _history(cluster: Cluster, before: int | None) -> Json:
 def _logs(cluster: Cluster, worker: str | None, since: int) -> Json:
     job = cluster.job
     if job is None:
-        return {"job": None, "lines": [], "next": 0, "writers": []}
-    lines = job.lines_since(since, worker)
+        return {"job": None, "speakers": [], "lines": [], "unfinished": [], "next": 0, "writers": []}
+    found = job.lines_since(since, worker, FOLDED)
+    speakers, (lines, unfinished) = packed((fold(found)[-LINES:], fold(job.unfinished_lines(worker))))
     return {
         "job": job.name,
-        "lines": [[line.number, w, line.stream, line.text] for w, line in lines],
-        "next": lines[-1][1].number if lines else since,
+        "speakers": speakers,
+        "lines": lines,
+        "unfinished": unfinished,
+        "next": found[-1][1].number if found else since,
         "writers": job.writers,
     }
 

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 from nbelastic.core.errors import JobError, UsageError
 from nbelastic.driver.cells import described
+from nbelastic.terminal import shown
 
 T = TypeVar("T")
 NAMED = 4  # workers before a line; the others are counted
@@ -42,8 +43,8 @@ def show_output(outputs: Iterable[tuple[str, str, str, str | None]]) -> None:
     rows = list(outputs)
     for workers, (out, err) in _alike((row[0], row[1:3]) for row in rows):
         for text, stream in ((out, sys.stdout), (err, sys.stderr)):
-            for line in text.splitlines():
-                print(f"[{_names(workers, len(rows))}] {line}", file=stream)
+            for line in text.removesuffix("\n").split("\n") if text else ():
+                print(f"[{_names(workers, len(rows))}] {shown(line)}", file=stream)
     errors = _alike((row[0], row[3]) for row in rows if row[3] is not None)
     if errors:
         (first, text), *others = errors

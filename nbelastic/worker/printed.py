@@ -6,53 +6,71 @@ from collections import deque
 from collections.abc import Iterator
 from itertools import groupby
 from operator import itemgetter
+from typing import NamedTuple
+
+from nbelastic.terminal import newest
 
 BOUND = 64_000  # characters a stream that are kept for one sending
 
 
+class Piece(NamedTuple):
+    """What a program wrote to `stream` (out or err) as `rank`: the last `BOUND` characters of it, up to position `end` of all
+    that is sent of the job's stream.
+    """
+
+    job: str
+    rank: int | None
+    stream: str
+    text: str
+    end: int
+
+
 class _Stream:
-    """One of a program's two. `end` counts the characters of the present job so far, `tail` is the end of them."""
+    """One of a program's two. `end` counts the characters of the present job so far, `tail` is the end of them.
+
+    Of a progress bar only the newest frame counts: the others are in the log file.
+    """
 
     def __init__(self) -> None:
-        self.parts: deque[tuple[str, str]] = deque()
+        self.parts: deque[tuple[str, int | None, str]] = deque()
         self.job = ""
+        self.rank: int | None = None
         self.tail = ""
         self.end = 0
 
-    def take(self) -> Iterator[tuple[str, str]]:
-        """Each job and what it has written since the last time, if anything."""
+    def take(self) -> Iterator[tuple[str, int | None, str]]:
+        """Each job, rank, and what was written since the last time, if anything."""
         taken = [self.parts.popleft() for _ in range(len(self.parts))]
-        for job, own in groupby(taken, itemgetter(0)):
-            text = "".join(part for _, part in own)
+        for (job, self.rank), own in groupby(taken, itemgetter(0, 1)):
+            text = newest("".join(part for _, _, part in own))
             if job != self.job:
                 self.job, self.tail, self.end = job, "", 0
             self.end += len(text)
             self.tail = (self.tail + text)[-BOUND:]
-            yield job, text[-BOUND:]
+            yield job, self.rank, text[-BOUND:]
 
 
 class Printed:
-    """Written by any thread, taken by the link's. What is written belongs to the `job` that is named at that moment."""
+    """Written by any thread, taken by the link's. What is written belongs to the `job` and `rank` of that moment."""
 
     def __init__(self) -> None:
         self.job = ""
+        self.rank: int | None = None
         self._streams = {"out": _Stream(), "err": _Stream()}
         self._again = False
 
     def write(self, stream: str, text: str) -> None:
-        self._streams[stream].parts.append((self.job, text))
+        self._streams[stream].parts.append((self.job, self.rank, text))
 
-    def take(self) -> Iterator[tuple[str, str, str, int]]:
-        """Of each stream (out, err) that has something: the job, the stream's name, the last `BOUND` characters, and the
-        position in the job's output that they end at; once more for the job after it, if that has begun.
-        """
+    def take(self) -> Iterator[Piece]:
+        """What each stream (out, err) has: a piece for each job and rank."""
         again, self._again = self._again, False
         for name, stream in self._streams.items():
-            for job, text in stream.take():
+            for job, rank, text in stream.take():
                 if not again:
-                    yield job, name, text, stream.end
+                    yield Piece(job, rank, name, text, stream.end)
             if again and stream.tail:
-                yield stream.job, name, stream.tail, stream.end
+                yield Piece(stream.job, stream.rank, name, stream.tail, stream.end)
 
     def hold(self) -> None:
         """Nobody listens: no more than the end is kept, and with the next taking it is said again."""

@@ -118,7 +118,7 @@ class Session:
         self.leave_group()
         self._ahead.abort()
         self.job, self.epoch, self.commits, self.total = job, 0, 0, 0
-        self.printed.job = job
+        self.printed.job, self.printed.rank = job, None
         self._quit = self._hold = self._leave_at = self._coming = None
         self._inbox = queue.SimpleQueue()
         self.used, self._rank = False, 0
@@ -177,6 +177,7 @@ class Session:
 
         self.group.form(formation, offer, self._ahead.run, waiting)
         self.formation, self._rank = formation, formation.rank
+        self.printed.rank = formation.rank
         return self.group
 
     def formed(self, took: dict[str, float]) -> None:
@@ -464,8 +465,8 @@ class Session:
         self._busy, self._busy_at = job, now + BUSY_EVERY
 
     def _send_output(self) -> None:
-        for job, stream, text, end in self.printed.take():
-            self.link.send(wire.WorkerOutput(self.worker, stream, text, end, job))
+        for job, rank, stream, text, end in self.printed.take():
+            self.link.send(wire.WorkerOutput(self.worker, stream, text, end, job, rank))
 
 
 _session: Session | None = None

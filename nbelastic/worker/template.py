@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import importlib
+import importlib.util
 import os
 import signal
 import sys
@@ -52,6 +52,9 @@ PRELOAD = (
     "torch.distributed",
     "torch.nn.parallel",
     "torch.optim",
+    # Once, when it is imported, tqdm.auto chooses between text and a widget, which nobody would see. Before the engine
+    # imports IPython the choice is text. Torch has imported tqdm itself where it is installed.
+    *(("tqdm.auto",) if importlib.util.find_spec("tqdm") else ()),
     "nbelastic.scripts.node",
     "nbelastic.worker.boot",
     "nbelastic.worker.elastic",

@@ -40,6 +40,7 @@ class FakeJob:
         self.error: BaseException | None = None
         self.waited: list[float | None] = []
         self.lines: list[tuple[str, Line]] = []
+        self.unfinished: list[tuple[str, Line]] = []
 
     def result(self, timeout: float | None = None) -> list[object]:
         self.waited.append(timeout)
@@ -50,9 +51,12 @@ class FakeJob:
     def logs(self, rank: int | None = None, worker: str | None = None, tail: int = 100) -> str:
         return f"rank={rank} worker={worker} tail={tail}\n"
 
-    def lines_since(self, number: int, worker: str | None = None):
+    def lines_since(self, number: int, worker: str | None = None, most: int = 1000):
         found = [pair for pair in self.lines if pair[1].number > number and worker in (None, pair[0])]
-        return found[-1000:]
+        return found[-most:]
+
+    def unfinished_lines(self, worker: str | None = None):
+        return [pair for pair in self.unfinished if worker in (None, pair[0])]
 
     @property
     def writers(self):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 
 import pytest
@@ -116,15 +117,33 @@ def test_a_view_asks_for_older_events(cluster, dashboard, replies):
 def test_a_view_tails_the_output(cluster, dashboard, replies):
     """Of all workers or of one; each question goes on where the last answer ended; without a job there is nothing."""
     click(dashboard, {"ask": "logs", "id": "q", "since": 0})
-    assert replies.pop() == {"reply": "q", "job": None, "lines": [], "next": 0, "writers": []}
+    nothing = {"job": None, "speakers": [], "lines": [], "unfinished": [], "next": 0, "writers": []}
+    assert replies.pop() == {"reply": "q", **nothing}
     job = cluster.run_cell("")
-    job.lines = [(f"a/{n % 2}#1", Line(n, "out" if n % 3 else "err", f"line {n}")) for n in range(1, 5)]
+    job.lines = [(f"a/{n % 2}#1", Line(n, "out" if n % 3 else "err", f"line {n}", n % 2)) for n in range(1, 5)]
+    job.unfinished = [(f"a/{n}#1", Line(0, "err", "50 %", n)) for n in range(2)]
     click(dashboard, {"ask": "logs", "id": "q", "worker": None, "since": 2})
     answer = replies.pop()
-    assert answer["lines"] == [[3, "a/1#1", "err", "line 3"], [4, "a/0#1", "out", "line 4"]]
+    assert answer["speakers"] == [("a/0#1", 0), ("a/1#1", 1)]
+    assert answer["lines"] == [[3, "err", "line 3", [[1, 1]]], [4, "out", "line 4", [[0, 0]]]]
+    assert answer["unfinished"] == [[0, "err", "50 %", [[0, 1]]]]
     assert (answer["job"], answer["next"], answer["writers"]) == ("job-1", 4, [("a/0#1", 0), ("a/1#1", 1)])
     click(dashboard, {"ask": "logs", "id": "q", "worker": "a/1#1", "since": 4})
     assert (replies[-1]["lines"], replies.pop()["next"]) == ([], 4)
+
+
+def test_of_many_ranks_that_print_alike_a_view_gets_each_line_once(cluster, dashboard, replies):
+    """64 ranks with 300 lines each are 300 lines, not the last 16 of each."""
+    job = cluster.run_cell("")
+    numbers = itertools.count(1)
+    job.lines = [
+        (f"a/{rank}#1", Line(next(numbers), "out", f"step {step}", rank)) for step in range(300) for rank in range(64)
+    ]
+    click(dashboard, {"ask": "logs", "id": "q", "since": 0})
+    answer = replies.pop()
+    assert [text for _, _, text, _ in answer["lines"]] == [f"step {step}" for step in range(300)]
+    assert all(runs == [[0, 63]] for _, _, _, runs in answer["lines"])
+    assert (answer["next"], answer["lines"][-1][0]) == (64 * 300, 64 * 300)
 
 
 def test_a_view_asks_where_everybody_is(cluster, dashboard, replies):

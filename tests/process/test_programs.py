@@ -369,6 +369,36 @@ def test_logs_of_a_job(cluster):
         job.logs(rank=7)
 
 
+BARS = """
+import os, pathlib, sys, time
+from tqdm import tqdm
+from tqdm.auto import tqdm as auto
+for step, bar in enumerate((tqdm, auto)):
+    with bar(total=4, desc=bar.__module__) as shown:
+        shown.update(2)
+        shown.refresh()
+        while not pathlib.Path({file!r} + str(step)).exists():
+            time.sleep(0.01)
+        shown.update(2)
+print("the last", "words", end="")
+"""
+
+
+def test_what_has_no_newline_is_shown(cluster, tmp_path):
+    """Progress bars while they run, `tqdm.auto` as text; each is one line in the end. The last words need no newline."""
+    file = tmp_path / "go on "
+    job = cluster.run_cell(BARS.format(file=str(file)))
+    for step, name in enumerate(("tqdm.std", "tqdm.auto")):
+        until(lambda name=name: all(f"{name}:  50%" in job.logs(worker=w.id) for w in cluster.workers))
+        file.with_name(f"go on {step}").touch()
+    job.result(timeout=20)
+    until(lambda: all(job.logs(worker=w.id).endswith("the last words") for w in cluster.workers))
+    for worker in cluster.workers:
+        lines = job.logs(worker=worker.id).split("\n")
+        assert [line.partition("|")[0] for line in lines] == ["tqdm.std: 100%", "tqdm.auto: 100%", "the last words"]
+        assert not any("\r" in line or "\x1b" in line for line in lines)
+
+
 def test_cells_run_on_all_workers(cluster):
     """What a cell prints comes back from each, its error too; names stay for the next cell and the next job."""
     rows = cluster.execute(

@@ -21,7 +21,7 @@ def test_nothing_is_lost_while_it_is_taken(monkeypatch):
 
     def take():
         while not done.is_set():
-            found.extend(text for _, _, text, _ in printed.take())
+            found.extend(piece.text for piece in printed.take())
 
     writers = [threading.Thread(target=write, args=(name,)) for name in "ab"]
     taker = threading.Thread(target=take)
@@ -32,7 +32,7 @@ def test_nothing_is_lost_while_it_is_taken(monkeypatch):
     done.set()
     taker.join()
     sys.setswitchinterval(before)
-    found.extend(text for _, _, text, _ in printed.take())
+    found.extend(piece.text for piece in printed.take())
     words = "".join(found).split()
     for name in "ab":
         assert [word for word in words if word[0] == name] == [f"{name}{i}" for i in range(20_000)]
@@ -43,7 +43,7 @@ def test_of_too_much_the_end_is_kept():
     printed = Printed()
     printed.write("err", "x" * BOUND)
     printed.write("err", "the end")
-    ((_, stream, text, end),) = printed.take()
+    ((_, _, stream, text, end),) = printed.take()
     assert (stream, len(text), text[-7:], end) == ("err", BOUND, "the end", BOUND + 7)
     assert list(printed.take()) == []
 
@@ -56,22 +56,47 @@ def test_the_last_words_of_a_job_are_not_the_next_ones():
     printed.write("out", " end\n")
     printed.job = "job-2"
     printed.write("out", "hello")
-    assert list(printed.take()) == [("job-1", "out", "the end\n", 8), ("job-2", "out", "hello", 5)]
+    assert list(printed.take()) == [("job-1", None, "out", "the end\n", 8), ("job-2", None, "out", "hello", 5)]
 
 
 def test_what_a_driver_has_not_heard_is_said_again():
     """Whatever was under way when it was killed, and what was written while there was none, up to the bound."""
     printed = Printed()
     printed.write("out", "one ")
-    assert list(printed.take()) == [("", "out", "one ", 4)]
+    assert list(printed.take()) == [("", None, "out", "one ", 4)]
     printed.hold()
     printed.write("out", "two ")
     printed.hold()
     printed.write("out", "three")
-    assert list(printed.take()) == [("", "out", "one two three", 13)]
+    assert list(printed.take()) == [("", None, "out", "one two three", 13)]
     assert list(printed.take()) == []
     printed.hold()
     printed.write("out", "x" * BOUND)
     printed.hold()
-    ((_, _, text, end),) = printed.take()
+    ((_, _, _, text, end),) = printed.take()
     assert (len(text), end) == (BOUND, BOUND + 13)
+
+
+def test_a_line_belongs_to_the_rank_that_printed_it():
+    """Though the worker has another rank when it is taken; what was said before there was a rank has none."""
+    printed = Printed()
+    for rank in (None, 2, 1):
+        printed.rank = rank
+        printed.write("out", f"as {rank}\n")
+    assert [(piece.rank, piece.text) for piece in printed.take()] == [
+        (None, "as None\n"),
+        (2, "as 2\n"),
+        (1, "as 1\n"),
+    ]
+
+
+def test_of_a_progress_bar_the_newest_frame_is_sent():
+    """However many frames there were; a driver that has not heard the last one is told no more than that either."""
+    printed = Printed()
+    for percent in range(100):
+        printed.write("err", f"\r{percent} %")
+    (piece,) = printed.take()
+    assert (piece.text, piece.end) == ("\r99 %", 5)
+    printed.write("err", "\r100 %\ndone\n")
+    (piece,) = printed.take()
+    assert (piece.text, piece.end) == ("\r100 %\ndone\n", 17)

@@ -1,0 +1,71 @@
+"""Equal lines of several workers as one, so that a view is sent a job of many ranks once and not once for each rank."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from msgspec import Struct
+
+from nbelastic.driver.run import Line
+
+CLOSE = 200  # lines among which equal ones of different workers are one; dashboard.js folds by the same rule
+
+Writer = tuple[str, int | None]  # a worker's id, and its rank when it printed the line
+
+
+class Folded(Struct):
+    """A line and all who printed it; `number` is the newest of theirs."""
+
+    number: int
+    stream: str
+    text: str
+    writers: list[Writer]
+
+
+def fold(lines: Iterable[tuple[str, Line]]) -> list[Folded]:
+    """Join equal lines of different workers close together. The order of each worker's lines is kept."""
+    folded: list[Folded] = []
+    last: dict[str, int] = {}  # the folded line that each worker had a part in last
+    places: dict[tuple[str, str], deque[int]] = {}  # of each stream and text: where it is
+    for worker, line in lines:
+        known = places.setdefault((line.stream, line.text), deque())
+        first = max(last.get(worker, -1) + 1, len(folded) - CLOSE)
+        at = next((place for place in known if place >= first), None)
+        if at is None:
+            at = len(folded)
+            known.append(at)
+            while known[0] < at - CLOSE:
+                known.popleft()
+            folded.append(Folded(line.number, line.stream, line.text, []))
+        folded[at].writers.append((worker, line.rank))
+        folded[at].number = max(folded[at].number, line.number)
+        last[worker] = at
+    return folded
+
+
+def packed(groups: Sequence[Sequence[Folded]]) -> tuple[list[Writer], list[list[list[Any]]]]:
+    """All writers once, and the lines of each group as [number, stream, text, runs]; a run [i, j]: the writers from i to j."""
+    writers = sorted({w for lines in groups for line in lines for w in line.writers}, key=_by_rank)
+    place = {writer: i for i, writer in enumerate(writers)}
+    rows = [
+        [[line.number, line.stream, line.text, _runs([place[w] for w in line.writers])] for line in lines]
+        for lines in groups
+    ]
+    return writers, rows
+
+
+def _by_rank(writer: Writer) -> tuple[bool, int, str]:
+    worker, rank = writer
+    return rank is None, rank or 0, worker
+
+
+def _runs(numbers: Iterable[int]) -> list[list[int]]:
+    runs: list[list[int]] = []
+    for number in sorted(numbers):
+        if runs and runs[-1][1] == number - 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return runs

@@ -1,0 +1,76 @@
+"""What a job keeps of its output: whole lines, and those that are not finished yet."""
+
+from __future__ import annotations
+
+from nbelastic.core.messages import WorkerId
+from nbelastic.core.wire import WorkerOutput
+from nbelastic.driver.run import Run
+
+ONE, TWO = WorkerId("a", 0, 1), WorkerId("a", 1, 1)
+
+
+def told(run, *texts, worker=ONE, stream="out", rank=None, end=0):
+    for text in texts:
+        end += len(text)
+        run.hear(WorkerOutput(worker, stream, text, end, "job-1", rank))
+    return end
+
+
+def lines(run):
+    return [line.text for _, line in run.since(0)]
+
+
+def unfinished(run, worker=None):
+    return [(str(w), line.stream, line.text) for w, line in run.unfinished(worker)]
+
+
+def test_a_line_without_an_end_is_there():
+    """While it grows, and when the job has ended without a last newline; with its end it is a line as any other."""
+    run = Run("job-1", None, None)
+    end = told(run, "a line\nan", "other")
+    assert (lines(run), unfinished(run)) == (["a line"], [("a/0#1", "out", "another")])
+    end = told(run, " one\n", end=end)
+    assert (lines(run), unfinished(run)) == (["a line", "another one"], [])
+    told(run, "the last words", end=end)
+    told(run, "of the other", worker=TWO, stream="err")
+    assert unfinished(run) == [("a/0#1", "out", "the last words"), ("a/1#1", "err", "of the other")]
+    assert unfinished(run, "a/1#1") == [("a/1#1", "err", "of the other")]
+
+
+def test_a_progress_bar_is_one_line():
+    """Its newest frame replaces those before it, however the text was cut on its way; at its end it is one line."""
+    run = Run("job-1", None, None)
+    end = 0
+    for text, shown in [
+        ("\r  0%|     |", "  0%|     |"),
+        ("\r 50%|", " 50%|"),
+        ("##   |", " 50%|##   |"),
+        ("\r", " 50%|##   |"),
+        ("100%|#####|   ", "100%|#####|"),
+    ]:
+        end = told(run, text, end=end)
+        assert unfinished(run) == [("a/0#1", "out", shown)]
+    end = told(run, "\r\r\n\x1b[2K\r\x1b[31mred\x1b[0m\r\n", end=end)
+    assert lines(run) == ["100%|#####|", "\x1b[31mred\x1b[0m"]
+    told(run, "\r 1%\r    \rgone, and this is there\n", end=end)
+    assert lines(run)[-1] == "gone, and this is there"
+    assert not any("\r" in line for line in lines(run))
+
+
+def test_a_long_run_of_frames_needs_no_more_memory_than_one():
+    """A bar that is never finished is kept as its last frame."""
+    run = Run("job-1", None, None)
+    end = 0
+    for i in range(5000):
+        end = told(run, f"\r{i}" + "#" * 100, end=end)
+    assert [len(line.text) for line in run._rest.values()] == [105]
+    assert unfinished(run)[0][2].startswith("4999#")
+
+
+def test_a_line_keeps_the_rank_of_its_time():
+    """After a change of the world the worker has another rank; what it printed before does not change its label."""
+    run = Run("job-1", None, None)
+    end = told(run, "one\n", rank=2)
+    told(run, "two\nthree", rank=1, end=end)
+    assert [(line.text, line.rank) for _, line in run.since(0)] == [("one", 2), ("two", 1)]
+    assert run.unfinished()[0][1].rank == 1
