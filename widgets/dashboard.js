@@ -25,11 +25,13 @@
 
 const PATIENCE = 3000; // ms until an order without an answer says so
 const SURE = 4000; // ms in which the second click on what is asked twice counts
+const CALM = 400; // ms after the first click in which a second one does not count: it is a double click
 const NEWS = 5000; // ms that an answered order stays in sight; a refused one stays three times as long
 const FORGOTTEN = 60_000; // ms after which an order that nobody ever answered leaves
 const QUIET = 10_000; // ms without a word after which the kernel is asked whether it is there
 const DEAF = 5000; // ms that it has for its answer
 const POLL = 500; // ms between two looks at the logs
+const MISSED = 1000; // ms that a change may wait for its key frame before another one is asked for
 const KEPT = 1000; // lines of the logs
 const CLOSE = 200; // lines among which equal ones of different ranks are folded into one
 const ROOMY = 16; // up to so many slots, each tells more of itself
@@ -142,11 +144,14 @@ export function who(/** @type {Writer[]} */ writers) {
   return [...words, ...others.slice(0, 3), ...(others.length > 3 ? [`${others.length - 3} more`] : [])].join(", ");
 }
 
+/** Is an event of this kind a loss or an error? A worker that is behind and a refused order are not. */
+const FAILURE = /lost|failed|broken|killed|unreachable|host-refused|not-finite/;
+
 /** good, bad, busy or quiet: the four colours. Each comes with a sign and a word. */
 export function tone(/** @type {string} */ word) {
-  if (/lost|failed|broken|refused|killed|raised|unreachable|stalled|cooling|behind/.test(word)) return "bad";
-  if (/running|formed|training|up$|succeeded|ready|recovered|pardoned/.test(word)) return "good";
-  if (/start|form|drain|plan|stopping|waiting|remove|added|changed|scaled/.test(word)) return "busy";
+  if (FAILURE.test(word) || word === "refused") return "bad";
+  if (/running|formed|training|up$|succeeded|ready|recovered/.test(word)) return "good";
+  if (/start|form|drain|plan|stopping|waiting|remove|added|changed|scaled|cooling|behind|refused/.test(word)) return "busy";
   return "quiet";
 }
 
@@ -227,9 +232,9 @@ export function announcement(/** @type {State} */ before, /** @type {State} */ a
   if (after.phase !== before.phase) news.push(`${after.phase}: ${after.reason}`);
   else if (after.world_size !== before.world_size) news.push(`${plural(after.world_size, "worker")} in the world`);
   const last = before.events.length ? before.events[before.events.length - 1].n : 0;
-  const losses = after.events
-    .filter((entry) => entry.n > last && tone(entry.kind) === "bad")
-    .map((entry) => entry.text);
+  const losses = once(after.events.filter((entry) => entry.n > last && FAILURE.test(entry.kind))).map(
+    (entry) => entry.text,
+  );
   news.push(...losses.slice(0, 3));
   if (losses.length > 3) news.push(`and ${losses.length - 3} more`);
   return news.join(". ");
@@ -254,10 +259,15 @@ export function gap(/** @type {Entry[]} */ entries) {
   return 0;
 }
 
+/** A death and the break of the world that it is have one text: of neighbours with the same text the first. */
+export function once(/** @type {Entry[]} */ entries) {
+  return entries.filter((entry, i) => !i || entry.text !== entries[i - 1].text || !FAILURE.test(entry.kind));
+}
+
 /** Is it a change of the world, a failure, or both? The timeline is filtered by it. */
 export function kinds(/** @type {Entry} */ entry) {
-  const change = Object.keys(entry.took ?? {}).length > 0 || /^(world-|training|change-|plan-|scaled)/.test(entry.kind);
-  const failure = tone(entry.kind) === "bad";
+  const change = Object.keys(entry.took ?? {}).length > 0 || /^(world-|training|change-|scaled)/.test(entry.kind);
+  const failure = FAILURE.test(entry.kind);
   return [change ? "change" : "", failure ? "failure" : ""].filter(Boolean).join(" ");
 }
 
@@ -282,21 +292,19 @@ export function chart(entries, now) {
   return { from, to, most, size, path: `${path}H100`, marks: entries.map((entry) => ({ entry, x: x(entry.time) })) };
 }
 
-const PHASES = ["prepare", "detect", "abort", "form", "connect", "sync", "first step"];
+const BESIDE = "prepare"; // while the training went on: not a part of the whole
 
-/** The phases of a change one after the other: where each begins and how long it is, in percent of the whole. */
+/**
+ * The phases of a change one after the other, in the order in which the kernel sends them: where each begins and how long
+ * it is, in percent of the whole.
+ */
 export function waterfall(/** @type {Record<string, number>} */ took) {
-  const order = (/** @type {string} */ name) => (PHASES.includes(name) ? PHASES.indexOf(name) : PHASES.length - 1.5);
-  const parts = Object.entries(took)
-    .filter(([name]) => name !== "all")
-    .sort(([a], [b]) => order(a) - order(b));
-  const whole = Math.max(
-    parts.reduce((sum, [, ms]) => sum + ms, 0),
-    took.all ?? 0,
-    0.001,
-  );
+  const parts = Object.entries(took).filter(([name]) => name !== "all");
+  const sum = parts.reduce((sum, [name, ms]) => sum + (name === BESIDE ? 0 : ms), 0);
+  const whole = Math.max(sum, took.all ?? 0, 0.001);
   let begun = 0;
   return parts.map(([name, ms]) => {
+    if (name === BESIDE) return { name, ms, from: 0, share: 0 };
     const bar = { name, ms, from: (begun * 100) / whole, share: (ms * 100) / whole };
     begun += ms;
     return bar;
@@ -309,7 +317,7 @@ export function why(/** @type {Entry[]} */ entries, /** @type {Entry} */ entry) 
   const reasons = [];
   for (let i = entries.findIndex((other) => other.n === entry.n) - 1; i >= 0 && reasons.length < 4; i -= 1) {
     if (entries[i].took?.all !== undefined || /^job-/.test(entries[i].kind)) break;
-    if (/lost|broken|planned|plan-|removed|added|changed|scaled|killed|gone|failed/.test(entries[i].kind)) {
+    if (/lost|broken|planned|removed|added|changed|scaled|killed|gone|failed/.test(entries[i].kind)) {
       if (!reasons.includes(entries[i].text)) reasons.unshift(entries[i].text); // a death, and the break that it is
     }
   }
@@ -323,7 +331,7 @@ export function clean(/** @type {string} */ text) {
   return plain.slice(plain.lastIndexOf("\r") + 1);
 }
 
-/** @typedef {{seq: number, stream: string, text: string, writers: string[]}} Line */
+/** @typedef {{seq: number, stream: string, text: string, writers: Map<string, ?number>}} Line  writers and their ranks then */
 
 /** Lines of many writers; equal ones of different writers close together are one. Each writer's order is kept. */
 export class Fold {
@@ -336,18 +344,21 @@ export class Fold {
     this.last = new Map();
   }
 
-  /** Returns the line that was made or joined. @param {string} writer @param {string} stream @param {string} text */
-  add(writer, stream, text) {
+  /**
+   * Returns the line that was made or joined.
+   * @param {string} writer @param {string} stream @param {string} text @param {?number} rank
+   */
+  add(writer, stream, text, rank = null) {
     const first = Math.max((this.last.get(writer) ?? -1) + 1, this.seq - CLOSE);
     for (let i = Math.max(0, first - (this.seq - this.lines.length)); i < this.lines.length; i += 1) {
       const line = this.lines[i];
-      if (line.text === text && line.stream === stream && !line.writers.includes(writer)) {
-        line.writers.push(writer);
+      if (line.text === text && line.stream === stream && !line.writers.has(writer)) {
+        line.writers.set(writer, rank);
         this.last.set(writer, line.seq);
         return line;
       }
     }
-    const line = { seq: this.seq++, stream, text, writers: [writer] };
+    const line = { seq: this.seq++, stream, text, writers: new Map([[writer, rank]]) };
     this.lines.push(line);
     this.last.set(writer, line.seq);
     return line;
@@ -403,17 +414,20 @@ function disable(/** @type {Element} */ button, /** @type {boolean} */ off) {
 
 function button(
   /** @type {string} */ text,
-  /** @type {() => void} */ act,
+  /** @type {(event: MouseEvent) => void} */ act,
   more = "",
   /** @type {string} */ label = "",
 ) {
   const node = element("button", { type: "button", class: `nbe-button ${more}`.trim() }, text);
   if (label) node.setAttribute("aria-label", label);
-  node.addEventListener("click", () => node.hasAttribute("aria-disabled") || act());
+  node.addEventListener("click", (event) => node.hasAttribute("aria-disabled") || act(event));
   return node;
 }
 
-/** A button whose act is asked twice, the second time in the words of `sure`. */
+/**
+ * A button whose act is asked twice, the second time in the words of `sure`. Neither a double click nor a key that is held
+ * confirms it.
+ */
 function twice(
   /** @type {Timers} */ timers,
   /** @type {string} */ text,
@@ -424,6 +438,7 @@ function twice(
 ) {
   /** @type {?number} */
   let asked = null;
+  let since = 0;
   const calm = () => {
     if (asked !== null) timers.cancel(asked);
     asked = null;
@@ -433,12 +448,14 @@ function twice(
   };
   const node = button(
     text,
-    () => {
+    (event) => {
       if (asked !== null) {
+        if (event.detail > 1 || Date.now() - since < CALM) return;
         calm();
         act();
         return;
       }
+      since = Date.now();
       asked = timers.later(calm, SURE);
       node.classList.add("nbe-sure");
       say(node, sure);
@@ -447,6 +464,7 @@ function twice(
     more,
     label,
   );
+  node.addEventListener("keydown", (event) => event.repeat && event.preventDefault());
   return node;
 }
 
@@ -525,6 +543,7 @@ class Wire {
     this.model = model;
     this.timers = timers;
     this.heard = heard;
+    this.cut = false; // the connection is closed: nothing is asked
     this.mine = `${Array.from(crypto.getRandomValues(new Uint32Array(2)), (n) => n.toString(36)).join("")}-`;
     this.count = 0;
     /** @type {Map<string, {ask: string, answer: (reply: any) => void, timer: number}>} */
@@ -551,6 +570,7 @@ class Wire {
    */
   ask(ask, about, answer, patience = 10_000) {
     if ([...this.open.values()].some((question) => question.ask === ask)) return;
+    if (this.cut) return answer({ error: "the connection to the kernel is closed" });
     const id = this.mine + ++this.count;
     const silent = () => this.settle(id, { error: `no answer from the kernel for ${patience / 1000} s` });
     this.open.set(id, { ask, answer, timer: this.timers.later(silent, patience) });
@@ -595,17 +615,22 @@ class Orders {
     });
   }
 
-  /** @param {Record<string, unknown>} order @param {string} text @param {() => void} [settled] */
+  /** @param {Record<string, unknown>} order @param {string} text @param {() => void} [settled]  when it is done */
   send(order, text, settled) {
     /** @type {Told & {settled?: () => void}} */
     const told = { id: "", by: "", text, word: "sent", why: "", settled };
     try {
       told.id = this.wire.send(order);
+      const unanswered = () => {
+        const now = this.shown.get(told.id);
+        return now?.word === "sent" ? now : null;
+      };
       this.timers.later(() => {
-        if (told.word === "sent") told.why = "no answer yet; is the kernel busy or gone?";
+        const now = unanswered();
+        if (now) now.why = "no answer yet; is the kernel busy or gone?";
         this.show();
       }, PATIENCE);
-      this.timers.later(() => told.word === "sent" && this.drop(told.id), FORGOTTEN);
+      this.timers.later(() => unanswered() && this.drop(told.id), FORGOTTEN);
     } catch (error) {
       told.id = `unsent ${text}`;
       Object.assign(told, { word: "refused", why: `the kernel does not listen: ${error}` });
@@ -631,7 +656,7 @@ class Orders {
       const by = order.id.startsWith(this.wire.mine) ? "" : order.by;
       this.shown.set(order.id, { ...mine, ...order, by, told: true });
       if (!settled) continue;
-      mine?.settled?.();
+      if (order.word === "done") mine?.settled?.();
       this.timers.later(() => this.drop(order.id), order.word === "refused" ? 3 * NEWS : NEWS);
     }
     const known = new Set(told.map((order) => order.id));
@@ -765,8 +790,8 @@ class Glance {
 
 /**
  * What all parts of the board know in a drawing.
- * @typedef {{state: State, now: number, roomy: boolean, gpus: boolean, over: boolean, changes: Element[],
- *   fresh: boolean}} Context
+ * @typedef {{state: State, now: number, roomy: boolean, gpus: boolean, over: boolean, cut: boolean, changes: Element[],
+ *   fresh: boolean}} Context  `over`: no orders; `cut`: no questions either
  * @typedef {{send: Orders["send"], timers: Timers, openLog: (id: string) => void, id: string}} Rim
  */
 
@@ -955,18 +980,15 @@ class HostRow {
 /** What one slot tells of itself when its chip is opened. */
 class Detail {
   constructor(/** @type {Board} */ board) {
-    const { send, openLog, id } = board.rim;
+    const { send, timers, openLog, id } = board.rim;
     this.title = element("b");
     this.facts = element("dl", { class: "nbe-facts" });
     this.figures = new Many(this.facts, (name) => new Figure(name));
     this.reason = element("p");
     this.worker = "";
     this.log = button("Log", () => openLog(this.worker), "nbe-small");
-    this.restart = button(
-      "Restart",
-      () => send({ order: "restart", worker: this.worker }, `restart ${this.worker}`),
-      "nbe-small",
-    );
+    const restart = () => send({ order: "restart", worker: this.worker }, `restart ${this.worker}`);
+    this.restart = twice(timers, "Restart", "Kill and restart it?", restart, "nbe-small");
     this.close = button("Close", () => board.shut(), "nbe-small");
     const head = element(
       "div",
@@ -982,7 +1004,7 @@ class Detail {
     this.node.addEventListener("keydown", (event) => event.key === "Escape" && board.shut());
   }
 
-  draw(/** @type {Slot} */ slot, /** @type {Context} */ { state, now, over }) {
+  draw(/** @type {Slot} */ slot, /** @type {Context} */ { state, now, over, cut }) {
     this.worker = slot.id;
     const word = stateOf(slot, now);
     say(this.title, slot.id || `Slot ${slot.slot}`);
@@ -998,7 +1020,7 @@ class Detail {
     }
     this.figures.draw(facts, null);
     say(this.reason, slot.row?.[7] ?? "");
-    disable(this.log, !slot.row);
+    disable(this.log, cut || !slot.row);
     disable(this.restart, over || !slot.row);
   }
 }
@@ -1052,13 +1074,14 @@ class Board {
     return counts;
   }
 
-  draw(/** @type {State} */ state, /** @type {Record<string, number>} */ counts, /** @type {number} */ now) {
+  /** @param {State} state @param {Record<string, number>} counts @param {number} now @param {boolean} cut */
+  draw(state, counts, now, cut) {
     const hosts = Object.entries(state.hosts);
     const roomy = Object.values(counts).reduce((sum, n) => sum + n, 0) <= ROOMY;
     const gpus = hosts.some(([, host]) => host.gpus.length > 0);
-    const over = state.phase === "finished" || state.phase === "stopping";
+    const over = cut || state.phase === "finished" || state.phase === "stopping";
     /** @type {Context} */
-    const context = { state, now, roomy, gpus, over, changes: [], fresh: this.fresh };
+    const context = { state, now, roomy, gpus, over, cut, changes: [], fresh: this.fresh };
     mark(this.table, "data-gpus", gpus ? "" : null);
     mark(this.table, "data-roomy", roomy ? "" : null);
     mark(this.node, "data-many", roomy ? null : "");
@@ -1136,7 +1159,9 @@ class Steering {
       );
     });
     this.scaling.addEventListener("input", () => this.edit(true));
-    this.stopJob = button("Stop job", () => orders.send({ order: "stop_job" }, "stop the job"));
+    this.scaling.addEventListener("keydown", (event) => event.key === "Escape" && this.edit(false));
+    const stopJob = () => orders.send({ order: "stop_job" }, "stop the job");
+    this.stopJob = twice(timers, "Stop job", "Really stop it?", stopJob);
     const stop = () => orders.send({ order: "stop" }, "stop the cluster");
     this.stop = twice(timers, "Stop cluster", "Really stop it?", stop, "nbe-danger");
     const stops = element("div", { class: "nbe-bar" }, this.stopJob, this.stop);
@@ -1163,7 +1188,7 @@ class Steering {
     return form;
   }
 
-  /** While somebody types, what is typed stays; the kernel's values come back when the order is answered. */
+  /** What is typed stays until the order is done; Escape brings the kernel's values back. */
   edit(/** @type {boolean} */ edited) {
     this.edited = edited;
     disable(this.apply, !edited);
@@ -1251,6 +1276,7 @@ class Timeline {
     this.oldest = 0; // the number of the first that the kernel keeps; 0: not asked yet
     this.now = 0;
     this.opened = false;
+    this.cut = false;
     this.line = drawing("path", { "vector-effect": "non-scaling-stroke" });
     this.svg = drawing(
       "svg",
@@ -1354,8 +1380,13 @@ class Timeline {
     return fresh.length > 0;
   }
 
-  draw(/** @type {State} */ state, /** @type {number} */ now) {
+  draw(/** @type {State} */ state, /** @type {number} */ now, /** @type {boolean} */ cut) {
     const fresh = this.add(state.events);
+    disable(this.trace, cut);
+    if (cut !== this.cut) {
+      this.cut = cut;
+      this.show();
+    }
     if (!this.opened) return;
     if (fresh && this.oldest) this.mend();
     const end = this.entries[this.entries.length - 1]?.time ?? 0;
@@ -1367,7 +1398,7 @@ class Timeline {
 
   show() {
     const kind = this.filter.value;
-    const listed = this.entries.filter((entry) => kind === "all" || kinds(entry).includes(kind)).reverse();
+    const listed = once(this.entries.filter((entry) => kind === "all" || kinds(entry).includes(kind))).reverse();
     this.list.draw(
       listed.map((entry) => [String(entry.n), entry]),
       null,
@@ -1378,7 +1409,7 @@ class Timeline {
       listed.length ? null : kind === "all" ? "Nothing has happened yet." : `No ${kind}s among the events shown.`,
     );
     const first = this.entries[0]?.n ?? 0;
-    disable(this.earlier, !this.oldest || first <= this.oldest || this.entries.length >= MOST_EVENTS);
+    disable(this.earlier, this.cut || !this.oldest || first <= this.oldest || this.entries.length >= MOST_EVENTS);
     this.drawChart();
   }
 
@@ -1419,6 +1450,15 @@ class Timeline {
 
 // ---- Logs ----------------------------------------------------------------------------------------------------------
 
+/**
+ * @typedef {[number, string, string, number[][]]} Sent  number, stream, text, and who printed it: runs of places among those
+ *   who speak in an answer
+ * @typedef {{stream: string, text: string, name: string, hidden: boolean}} Unfinished
+ */
+
+/** @returns {Writer[]} @param {Writer[]} speakers @param {number[][]} runs */
+const among = (speakers, runs) => runs.flatMap(([first, last]) => speakers.slice(first, last + 1));
+
 class Logs {
   /** @param {Wire} wire @param {Timers} timers @param {() => boolean} visible */
   constructor(wire, timers, visible) {
@@ -1442,6 +1482,11 @@ class Logs {
     this.note = element("span", { class: "nbe-note", role: "status" });
     this.box = element("div", { class: "nbe-lines", role: "region", "aria-label": "Log", tabindex: "0" });
     this.box.addEventListener("scroll", () => this.scrolled());
+    const pending = element("div", { class: "nbe-pending" });
+    this.box.append(pending);
+    /** @type {Many<Unfinished, null>} lines that have no end yet, as of progress bars */
+    this.pending = new Many(pending, () => this.makePending());
+    this.end = pending;
     const gap = element("span", { class: "nbe-gap" });
     const bar = element(
       "div",
@@ -1493,7 +1538,8 @@ class Logs {
     this.lines.clear();
     this.since = 0;
     this.round += 1;
-    this.box.replaceChildren();
+    this.pending.draw([], null);
+    this.box.replaceChildren(this.end);
     this.setFollow(true);
     if (this.opened) this.poll();
   }
@@ -1501,7 +1547,7 @@ class Logs {
   poll() {
     this.timers.cancel(this.polling);
     this.polling = this.timers.later(() => this.poll(), POLL);
-    if (!this.opened || !this.visible()) return;
+    if (!this.opened || this.wire.cut || !this.visible()) return;
     const round = this.round;
     this.wire.ask("logs", { worker: this.worker.value || null, since: this.since }, (reply) => {
       if (round !== this.round) return this.poll(); // asked for others meanwhile
@@ -1514,8 +1560,10 @@ class Logs {
       this.job = reply.job;
       this.writers = reply.writers ?? [];
       this.choose();
-      this.add(reply.lines.filter((/** @type {[number]} */ [n]) => n > this.since));
+      const speakers = reply.speakers ?? [];
+      this.add(reply.lines.filter((/** @type {[number]} */ [n]) => n > this.since), speakers);
       this.since = reply.next;
+      this.drawPending(reply.unfinished ?? [], speakers);
     });
   }
 
@@ -1529,13 +1577,18 @@ class Logs {
     this.choices.draw([["", "all ranks"], ...choices], null);
   }
 
-  add(/** @type {[number, string, string, string][]} */ lines) {
-    const touched = new Set(lines.map(([, worker, stream, text]) => this.fold.add(worker, stream, clean(text))));
+  /** @param {Sent[]} lines @param {Writer[]} speakers */
+  add(lines, speakers) {
+    /** @type {Set<Line>} */
+    const touched = new Set();
+    for (const [, stream, text, runs] of lines) {
+      const plain = clean(text);
+      for (const [id, rank] of among(speakers, runs)) touched.add(this.fold.add(id, stream, plain, rank));
+    }
     for (const { seq } of this.fold.trim()) {
       this.lines.get(seq)?.node.remove();
       this.lines.delete(seq);
     }
-    const ranks = new Map(this.writers);
     const wanted = this.search.value.toLowerCase();
     const fresh = document.createDocumentFragment();
     for (const line of touched) {
@@ -1546,11 +1599,43 @@ class Logs {
         fresh.append(shown.node);
         this.lines.set(line.seq, shown);
       }
-      say(shown.who, who(line.writers.map((id) => [id, ranks.get(id) ?? null])));
+      say(shown.who, this.label([...line.writers]));
     }
-    this.box.append(fresh);
-    if (touched.size) this.tell();
+    this.end.before(fresh);
+    this.tell();
     if (this.following) this.bottom();
+  }
+
+  /** Of those who had no rank when they printed, as a script's workers, the present one. */
+  label(/** @type {Writer[]} */ writers) {
+    const ranks = new Map(this.writers);
+    return who(writers.map(([id, rank]) => [id, rank ?? ranks.get(id) ?? null]));
+  }
+
+  drawPending(/** @type {Sent[]} */ lines, /** @type {Writer[]} */ speakers) {
+    const wanted = this.search.value.toLowerCase();
+    /** @type {[string, Unfinished][]} */
+    const items = lines.map(([, stream, sent, runs]) => {
+      const writers = among(speakers, runs);
+      const text = clean(sent);
+      const hidden = wanted !== "" && !text.toLowerCase().includes(wanted);
+      return [`${stream} ${writers[0]?.[0]}`, { stream, text, name: this.label(writers), hidden }];
+    });
+    this.pending.draw(items, null);
+    if (this.following) this.bottom();
+  }
+
+  makePending() {
+    const [name, tag, words] = ["nbe-who", "nbe-stream", ""].map((name) => element("span", name ? { class: name } : {}));
+    const node = element("div", { class: "nbe-line" }, name, tag, words);
+    const draw = (/** @type {Unfinished} */ line) => {
+      mark(node, "data-stream", line.stream);
+      say(name, line.name);
+      say(tag, line.stream === "err" ? "err" : "");
+      say(words, line.text);
+      node.hidden = line.hidden;
+    };
+    return { node, draw };
   }
 
   makeLine(/** @type {Line} */ { stream, text }, /** @type {string} */ wanted) {
@@ -1602,6 +1687,7 @@ class Stacks {
   /** @param {Wire} wire */
   constructor(wire) {
     this.wire = wire;
+    this.asking = this.cut = false;
     this.now = button("Stacks now", () => this.ask(), "nbe-small");
     this.note = element("span", { class: "nbe-note", role: "status" }, "Where is every rank at this moment?");
     this.list = element("div", { class: "nbe-stacks" });
@@ -1612,11 +1698,18 @@ class Stacks {
 
   shut() {}
 
+  draw(/** @type {boolean} */ cut) {
+    this.cut = cut;
+    disable(this.now, this.cut || this.asking);
+  }
+
   ask() {
+    this.asking = true;
     disable(this.now, true);
     say(this.note, "asking all ranks …");
     this.wire.ask("stacks", {}, (reply) => {
-      disable(this.now, false);
+      this.asking = false;
+      disable(this.now, this.cut);
       if (reply.error) return say(this.note, reply.error);
       const silent = reply.silent.length ? ` No answer from ${who(reply.silent)}.` : "";
       say(this.note, `At ${clock(Date.now() / 1000)}.${silent}`);
@@ -1725,9 +1818,11 @@ class View {
     this.tabs = new Tabs(id, [
       ["Timeline", this.timeline],
       ["Logs", this.logs],
-      ["Stacks", new Stacks(this.wire)],
+      ["Stacks", (this.stacks = new Stacks(this.wire))],
     ]);
-    this.dead = element("p", { class: "nbe-dead", role: "alert", hidden: "" });
+    this.why = element("span", { role: "alert" }); // constant while it is shown: each change of it is spoken
+    this.age = element("span");
+    this.dead = element("p", { class: "nbe-dead", hidden: "" }, this.why, " ", this.age);
     const parts = [this.glance, this.board, this.steering, this.orders, this.tabs].map((part) => part.node);
     this.root = element(
       "section",
@@ -1740,7 +1835,7 @@ class View {
     this.skew = Infinity; // seconds that this clock is ahead of the kernel's
     this.lastWord = Date.now();
     this.asked = 0; // when the kernel was asked whether it is there; 0: it was not, or has answered
-    this.cut = false; // the comm is closed: nothing can be asked
+    this.missed = 0; // since when the change that is there has no key frame; 0: it has
     this.listen();
     this.draw();
     this.tabs.select(0);
@@ -1801,6 +1896,9 @@ class View {
     this.heard();
     const { time } = this.state();
     if (time) this.skew = Math.min(this.skew, Date.now() / 1000 - time); // delays on the way only make it larger
+    const change = this.model.get("change");
+    const fits = change?.base === undefined || change.base === this.model.get("state")?.n;
+    this.missed = fits ? 0 : this.missed || Date.now();
     this.soon();
   }
 
@@ -1821,30 +1919,36 @@ class View {
     const counts = this.board.count(state, now);
     mark(this.root, "data-phase", state.phase);
     this.glance.draw(state, counts, now);
-    this.board.draw(state, counts, now);
-    this.steering.draw(state, this.cut);
+    const cut = this.wire.cut;
+    this.board.draw(state, counts, now, cut);
+    this.steering.draw(state, cut);
     this.orders.draw(state.orders);
-    this.timeline.draw(state, now);
+    this.timeline.draw(state, now, cut);
+    this.stacks.draw(cut);
   }
 
   /** Once a second: what counts down, and whether the kernel is still there. */
   tick() {
     this.timers.later(() => this.tick(), 1000);
     if (!document.hidden) this.soon();
+    if (this.missed && Date.now() - this.missed >= MISSED) this.wire.ask("frame", {}, () => {});
     const finished = this.state().phase === "finished";
     const quiet = Date.now() - this.lastWord;
-    if (finished || this.cut || quiet < QUIET) return;
+    if (finished || this.wire.cut || quiet < QUIET) return;
     if (!this.asked || Date.now() - this.asked > 6 * DEAF) {
       this.asked = this.asked || Date.now();
       this.wire.ask("hello", {}, () => {}, 6 * DEAF);
     }
     if (Date.now() - this.asked >= DEAF)
-      this.bury(`No word from the kernel for ${duration(quiet / 1000)}: it is busy, was restarted or is gone.`);
+      this.bury("No word from the kernel: it is busy, was restarted or is gone.", duration(quiet / 1000));
   }
 
-  bury(/** @type {string} */ why) {
-    say(this.dead, `${why} What is shown is from ${clock(this.lastWord / 1000)}.`);
+  bury(/** @type {string} */ why, silent = "") {
     this.dead.hidden = false;
+    say(this.why, why);
+    const { time } = this.state();
+    const age = time ? `What is shown is from ${clock(time)}.` : "";
+    say(this.age, `${silent && `It has been silent for ${silent}. `}${age}`);
     this.root.classList.add("nbe-gone");
   }
 
@@ -1852,20 +1956,22 @@ class View {
   heard() {
     this.lastWord = Date.now();
     this.asked = 0;
-    this.cut = false;
+    this.wire.cut = false;
     if (this.dead.hidden) return;
     this.dead.hidden = true;
+    say(this.why, "");
     this.root.classList.remove("nbe-gone");
     this.soon();
   }
 
   connection(/** @type {boolean|undefined} */ live) {
     if (live === false) {
-      this.cut = true;
+      this.wire.cut = true;
       if (this.state().phase !== "finished")
         this.bury("The connection to the kernel is closed: it was restarted or is gone.");
       this.soon();
     } else {
+      this.wire.cut = false;
       this.asked = Date.now();
       this.wire.ask("hello", {}, () => {}, DEAF);
     }

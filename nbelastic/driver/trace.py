@@ -6,7 +6,7 @@ the world with its phases below it; the world's size is a counter.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
@@ -134,6 +134,11 @@ def _spans(event: EventRecord, free: int) -> Iterator[tuple[str, int, int]]:
         at = max(begin, after - _micro(phases[name]))
         yield name, at, after - at
         after = at
+
+
+def in_order(took: Mapping[str, float]) -> dict[str, float]:
+    """Phases of a change as they follow one another: what was done beside first, then the others, the whole last."""
+    return dict(sorted(took.items(), key=lambda phase: (phase[0] != BESIDE, phase[0] == "all", _place(phase[0]))))
 
 
 def _place(phase: str) -> int:

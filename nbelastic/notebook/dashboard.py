@@ -48,6 +48,7 @@ class Dashboard(anywidget.AnyWidget):  # type: ignore[misc]  # anywidget carries
         self._unsubscribe: Callable[[], None] | None = None
         self._status = cluster.status()
         self._frames = Frames()
+        self._missed = False  # a view has no key frame
         self._frames.show(self._status, *cluster.numbered_events())
         self._answers: deque[dict[str, Any]] = deque(maxlen=UNANSWERED)
         super().__init__(state=self._frames.state, change=self._frames.change)
@@ -80,6 +81,9 @@ class Dashboard(anywidget.AnyWidget):  # type: ignore[misc]  # anywidget carries
         while self._answers:
             self.send(self._answers.popleft())
         self._status = status
+        if self._missed:
+            self._missed = False
+            self._frames.begin_again()
         if self._frames.show(status, *self._cluster.numbered_events()):
             with self.hold_sync():  # a key frame never comes with the change of another one
                 self.state = self._frames.state
@@ -95,7 +99,10 @@ class Dashboard(anywidget.AnyWidget):  # type: ignore[misc]  # anywidget carries
             self._answers.append({"reply": key, **said})
             self._cluster.show_again()
 
-        if "ask" in content:
+        if content.get("ask") == "frame":
+            self._missed = True
+            reply({})
+        elif "ask" in content:
             answer(self._cluster, content, reply)
         elif str(content.get("order")) in _ORDERS:
             try:

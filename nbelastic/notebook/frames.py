@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from nbelastic.driver.status import EventRecord, HostStatus, Status, WorkerStatus
+from nbelastic.driver.trace import in_order
 
 EVENTS = 12  # how many of the last events travel along
 SMALL = 8_000  # bytes of JSON up to which all is sent whole
@@ -27,6 +28,12 @@ class Frames:
         self.state: Json = {"n": 0}
         self.change: Json = {}
         self._shown: Json = {}
+        self._whole = False
+
+    def begin_again(self) -> None:
+        """Send a key frame with the next update: a view has missed the last one."""
+        self._shown = {}
+        self._whole = True
 
     def show(self, status: Status, events: Sequence[EventRecord], count: int) -> bool:
         """Take in what there is to be seen now; `events` are the newest of `count`. False if nothing has changed."""
@@ -37,7 +44,8 @@ class Frames:
         time = round(status.time, 3)
         change = patch({name: value for name, value in self.state.items() if name not in ("n", "time")}, view)
         sizes = [len(msgspec.json.encode(each)) for each in (change, view)]
-        if self.state["n"] == 0 or sizes[1] <= SMALL or sizes[0] > sizes[1] // 2:
+        whole, self._whole = self._whole, False
+        if whole or self.state["n"] == 0 or sizes[1] <= SMALL or sizes[0] > sizes[1] // 2:
             self.state = {"n": self.state["n"] + 1, "time": time, **view}
             self.change = {}
         else:
@@ -74,12 +82,12 @@ def frame(status: Status, events: Sequence[EventRecord], count: int) -> Json:
 
 
 def entries(events: Sequence[EventRecord], first: int) -> list[Json]:
-    """Events as plain JSON, with their numbers `n` from `first` on."""
+    """Events as plain JSON, with their numbers `n` from `first` on, and the phases of changes in their order."""
     return [
         {
             **msgspec.to_builtins(event),
             "time": round(event.time, 3),
-            "took": {phase: round(took, 2) for phase, took in event.took.items()},
+            "took": {phase: round(took, 2) for phase, took in in_order(event.took).items()},
             "n": n,
         }
         for n, event in enumerate(events, first)
@@ -136,8 +144,8 @@ def _megabytes(count: int | None) -> int | None:
     return None if count is None else 10 * round(count / MB / 10)
 
 
-def _rounded(value: float | None) -> float | str | None:
-    """To what is shown. JSON has no NaN, and a loss that became one is worth seeing."""
-    if value is None:
-        return None
+def _rounded(value: float | str | None) -> float | str | None:
+    """To what is shown. JSON has no NaN, and a loss that became one is worth seeing. A word, as a phase, stays."""
+    if value is None or isinstance(value, str):
+        return value
     return float(f"{value:.5g}") if math.isfinite(value) else str(value)

@@ -15,7 +15,8 @@ from playwright.sync_api import expect
 pytestmark = pytest.mark.browser
 
 AXE = Path(axe_playwright_python.__file__).parent / "axe.min.js"
-CHANGE = {"detect": 3.2, "abort": 12.4, "form": 20.0, "connect": 9.0, "sync": 4.5, "first step": 18.1, "all": 71.2}
+CHANGE = {"detect": 3.2, "abort": 12.4, "form": 29.0, "sync": 4.5, "first step": 18.1, "all": 71.2}
+DOUBLE = 500  # ms: a second click that comes earlier is a double click, and confirms nothing
 HISTORY = [
     event(1, "world-formed", "a world of 4", ago=300, size=4),
     event(2, "worker-lost", "gpu2/1#1 was killed", ago=200, size=3),
@@ -36,10 +37,12 @@ ANSWERS = {
 }
 
 
-def logs(*lines, first=1, job="job-1"):
+def logs(*lines, first=1, job="job-1", unfinished=(), speakers=WRITERS):
     """An answer of these lines, each of a rank, a stream and a text."""
-    numbered = [[n, WRITERS[rank][0], stream, text] for n, (rank, stream, text) in enumerate(lines, first)]
-    return {"job": job, "lines": numbered, "next": first + len(lines) - 1, "writers": WRITERS}
+    numbered = [[n, stream, text, [[rank, rank]]] for n, (rank, stream, text) in enumerate(lines, first)]
+    pending = [[0, stream, text, runs] for runs, stream, text in unfinished]
+    rest = {"next": first + len(lines) - 1, "writers": WRITERS, "speakers": speakers}
+    return {"job": job, "lines": numbered, "unfinished": pending, **rest}
 
 
 def crowd():
@@ -222,8 +225,8 @@ def test_motion_is_for_those_who_like_it(view):
     assert view.page.evaluate("document.getAnimations().length") == 0
 
 
-def test_a_slot_tells_more_when_it_is_opened(view):
-    """Id, process, rank, step, restarts and why; its log and a restart are one click away."""
+def test_a_slot_tells_more_when_it_is_opened(view, clock):
+    """Id, process, rank, step, restarts and why; its log is one click away, a restart two."""
     row = worker(3, pid=815, restarts=2, behind=1, reason="slow disk")
     hosts = {"gpu1": host([worker(0), worker(1)]), "gpu2": host([worker(2), row])}
     view.open(state(hosts=hosts), {**ANSWERS, "logs": logs((3, "out", "hello from rank 3"))})
@@ -234,6 +237,9 @@ def test_a_slot_tells_more_when_it_is_opened(view):
         expect(detail).to_contain_text(text)
     expect(chip).to_have_attribute("aria-expanded", "true")
     button(view, "Restart").click()
+    assert view.sent() == []
+    clock.fast_forward(DOUBLE)
+    button(view, "Kill and restart it?").click()
     assert view.sent() == [{"order": "restart", "worker": "gpu2/1#1"}]
     button(view, "Log").click()
     expect(view.page.get_by_role("tabpanel", name="Logs")).to_contain_text("hello from rank 3")
@@ -266,11 +272,11 @@ def test_an_order_is_shown_at_once_then_under_way_then_done_then_gone(view, cloc
 def test_a_refusal_says_why_and_stays_a_while(view, clock, orders):
     """Long enough to be read."""
     view.open(state())
-    button(view, "Stop job").click()
-    view.patch(orders=[told(view.last(), "refused", "there is no job", text="stop the job")])
-    expect(orders).to_have_text("stop the job: refused, there is no job")
+    button(view, "Remove host gpu2").click()
+    view.patch(orders=[told(view.last(), "refused", "there is no host", text="remove gpu2")])
+    expect(orders).to_have_text("remove gpu2: refused, there is no host")
     clock.fast_forward(10_000)
-    expect(orders).to_have_text("stop the job: refused, there is no job")
+    expect(orders).to_have_text("remove gpu2: refused, there is no host")
     clock.fast_forward(6_000)
     expect(orders).to_have_text("")
 
@@ -278,11 +284,11 @@ def test_a_refusal_says_why_and_stays_a_while(view, clock, orders):
 def test_an_order_without_an_answer_says_so(view, clock, orders):
     """After three seconds; a kernel that is gone altogether refuses at once."""
     view.open(state())
-    button(view, "Stop job").click()
+    button(view, "Remove host gpu2").click()
     clock.fast_forward(3_500)
-    expect(orders).to_have_text("stop the job: sent, no answer yet; is the kernel busy or gone?")
+    expect(orders).to_have_text("remove gpu2: sent, no answer yet; is the kernel busy or gone?")
     view.page.evaluate("model.broken = 'comm is closed'")
-    button(view, "Stop job").click()
+    button(view, "Remove host gpu2").click()
     expect(orders).to_contain_text("refused, the kernel does not listen: Error: comm is closed")
 
 
@@ -306,8 +312,65 @@ def test_a_host_is_removed_gently_at_once_and_hard_only_when_asked_twice(view, c
     clock.fast_forward(5_000)
     button(view, "Remove gpu2 now").click()
     assert len(view.sent()) == 1
+    clock.fast_forward(DOUBLE)
     button(view, "Remove gpu2 now: really?").click()
     assert view.sent()[1:] == [{"order": "remove_host", "host": "gpu2", "now": True}]
+
+
+@pytest.mark.parametrize(
+    ("name", "sure", "order"),
+    [("Stop job", "Really stop it?", "stop_job"), ("Stop cluster", "Really stop it?", "stop")],
+)
+def test_nothing_is_ended_by_a_double_click_or_a_held_key(view, clock, name, sure, order):
+    """What ends work is asked twice: a second click on purpose confirms, a double click or a key that repeats does not."""
+    view.open(state())
+    button(view, name).dblclick()
+    expect(button(view, sure)).to_be_visible()
+    clock.fast_forward(10_000)
+    button(view, name).evaluate("node => { node.click(); node.click(); }")  # as two quick presses of a key
+    clock.fast_forward(DOUBLE)
+    button(view, sure).focus()
+    view.page.keyboard.down("Enter")  # the first of these would be a click on purpose, if it came alone
+    assert view.sent() == [{"order": order}]
+    for _ in range(5):
+        view.page.keyboard.down("Enter")  # it repeats
+    clock.fast_forward(DOUBLE)
+    view.page.keyboard.down("Enter")
+    expect(button(view, name)).to_be_visible()
+    assert view.sent() == [{"order": order}]
+
+
+def test_an_order_that_takes_long_stays(view, clock, orders):
+    """One that is under way for minutes, as for a host of a batch system, is not dropped, and its end is still heard."""
+    view.open(state(), ANSWERS)
+    view.page.get_by_label("min").fill("3")
+    button(view, "Apply").click()
+    mine = view.last()
+    view.patch(orders=[told(mine, "under way", text="scale to 3–8")])
+    expect(orders).to_have_text("scale to 3–8: under way")
+    clock.run_for(70_000)
+    expect(orders).to_have_text("scale to 3–8: under way")
+    expect(button(view, "Apply")).to_be_enabled()
+    view.patch(min=3, orders=[told(mine, "done", text="scale to 3–8")])
+    expect(button(view, "Apply")).to_be_disabled()
+
+
+def test_a_refused_scale_keeps_what_was_typed(view, orders):
+    """It can be corrected; Escape brings the kernel's values back."""
+    view.open(state())
+    least = view.page.get_by_label("min")
+    least.fill("9")
+    button(view, "Apply").click()
+    view.patch(orders=[told(view.last(), "refused", "min=9 is more than max=8", text="scale to 9–8")])
+    expect(orders).to_contain_text("min=9 is more than max=8")
+    view.patch(step=2000)
+    expect(view.page.locator(".nbe-facts").first).to_contain_text("2,000")
+    expect(least).to_have_value("9")
+    expect(button(view, "Apply")).to_be_enabled()
+    least.press("Escape")
+    view.patch(step=3000)
+    expect(least).to_have_value("2")
+    expect(button(view, "Apply")).to_be_disabled()
 
 
 def test_the_limits_are_scaled_together(view, orders):
@@ -341,7 +404,7 @@ def test_a_finished_cluster_takes_no_orders_and_a_finished_job_cannot_be_stopped
     expect(view.page.locator(".nbe-board")).to_be_hidden()
 
 
-def test_it_can_be_used_by_keyboard_alone(view):
+def test_it_can_be_used_by_keyboard_alone(view, clock):
     """Tab, Enter and the arrows reach everything; the cluster is stopped only by the second Enter."""
     view.open(state(), ANSWERS)
     keys = view.page.keyboard
@@ -351,6 +414,7 @@ def test_it_can_be_used_by_keyboard_alone(view):
     button(view, "Stop cluster").focus()
     keys.press("Enter")
     assert view.sent() == [{"order": "add_host", "host": "gpu3:2"}]
+    clock.fast_forward(DOUBLE)
     keys.press("Enter")
     assert view.sent()[1:] == [{"order": "stop"}]
     view.page.locator(".nbe-chip").first.focus()
@@ -467,6 +531,42 @@ def test_logs_of_all_ranks_are_merged_and_equal_lines_folded(view):
     assert len(view.sent("ask")) == asked
 
 
+def test_unfinished_lines_are_shown_while_they_change(view):
+    """A progress bar is one line at the end, whose text is replaced; with its newline it is a line as any other."""
+    bar = [([[0, 3]], "err", " 50%|##  |")]
+    view.open(state(), {**ANSWERS, "logs": logs((0, "out", "begin"), unfinished=bar)})
+    box = panel(view, "Logs").locator(".nbe-line")
+    expect(box).to_have_count(2)
+    expect(box.nth(1)).to_have_text(re.compile(r"ranks 0–3.*err.*50%\|##"))
+    node = box.nth(1).element_handle()
+    more = [([[0, 2]], "err", "\x1b[31m 75%|### |\x1b[0m"), ([[3, 3]], "err", " 50%|##  |")]
+    view.page.evaluate("answer => { model.answers.logs = answer }", logs((1, "out", "news"), first=2, unfinished=more))
+    expect(box).to_have_count(4)
+    expect(box.nth(1)).to_have_text(re.compile("rank 1.*news"))
+    expect(box.nth(2)).to_have_text(re.compile(r"ranks 0–2.*err 75%\|### \|$"))
+    assert "75%" in node.text_content()
+    view.page.evaluate("answer => { model.answers.logs = answer }", logs((0, "err", "100%|####|"), first=3))
+    expect(box).to_have_count(3)
+    expect(box.nth(2)).to_have_text(re.compile(r"rank 0.*100%"))
+
+
+def test_a_line_keeps_the_rank_that_printed_it(view):
+    """Though that worker has another rank by now."""
+    answer = logs((0, "out", "as rank 2 was"), speakers=[["gpu1/1#1", 2]])
+    view.open(state(), {**ANSWERS, "logs": answer})
+    expect(panel(view, "Logs").locator(".nbe-line")).to_have_text(re.compile("rank 2.*as rank 2 was"))
+
+
+def test_an_error_of_the_logs_goes_with_the_next_answer(view):
+    """Even if there is no new line."""
+    view.open(state(), {**ANSWERS, "logs": {"error": "it is forgotten"}})
+    tab = panel(view, "Logs")
+    expect(tab).to_contain_text("it is forgotten")
+    view.page.evaluate("answer => { model.answers.logs = answer }", logs())
+    expect(tab).not_to_contain_text("it is forgotten")
+    expect(tab).to_contain_text("0 lines of job-1")
+
+
 def test_lines_are_searched(view):
     """Whatever the case of the letters."""
     view.open(state(), {**ANSWERS, "logs": logs((0, "out", "Loss 2.3"), (0, "out", "accuracy 0.1"))})
@@ -530,8 +630,18 @@ def test_a_silent_kernel_is_asked_and_then_doubted(view, clock):
     assert {"ask": "hello"} in view.sent("ask")
     expect(view.page.get_by_role("alert")).to_be_hidden()
     clock.run_for(6_000)
-    expect(view.page.get_by_role("alert")).to_contain_text(re.compile(r"No word from the kernel for 1\d s: it is busy"))
-    expect(view.page.get_by_role("alert")).to_contain_text(re.compile(r"What is shown is from \d\d:\d\d:\d\d\."))
+    alert = view.page.get_by_role("alert")
+    expect(alert).to_have_text("No word from the kernel: it is busy, was restarted or is gone.")
+    dead, shown = view.page.locator(".nbe-dead"), datetime.fromtimestamp(NOW).astimezone().strftime("%H:%M:%S")
+    expect(dead).to_contain_text(re.compile(rf"silent for 1\d s\. What is shown is from {shown}\."))
+    view.page.evaluate("""alerts => {
+        window.spoken = 0;
+        new MutationObserver(() => (window.spoken += 1)).observe(
+            document.querySelector("[role=alert]"), { childList: true, characterData: true, subtree: true });
+    }""")
+    clock.run_for(5_000)
+    expect(dead).to_contain_text("silent for 2")
+    assert view.page.evaluate("window.spoken") == 0
     view.patch(step=2000)
     expect(view.page.get_by_role("alert")).to_be_hidden()
     clock.run_for(20_000)
@@ -555,13 +665,37 @@ def test_a_kernel_that_answers_is_left_alone(view, clock):
 
 def test_a_closed_connection_is_told_at_once(view):
     """A restarted kernel is known before anybody waits for it."""
-    view.open(state())
-    view.page.evaluate("model.comm_live = false; model.fire('comm_live_update')")
-    expect(view.page.get_by_role("alert")).to_contain_text("The connection to the kernel is closed")
-    expect(button(view, "Stop cluster")).to_be_disabled()
-    view.page.evaluate("model.comm_live = true; model.answers.hello = {}; model.fire('comm_live_update')")
-    expect(view.page.get_by_role("alert")).to_be_hidden()
-    expect(button(view, "Stop cluster")).to_be_enabled()
+    view.open(state(events=HISTORY[-2:]), ANSWERS | {"history": {"events": HISTORY[-1:], "oldest": 1}})
+    view.page.locator(".nbe-chip").first.click()
+    orders = ("Stop cluster", "Stop job", "Add host", "Remove host gpu1", "Remove gpu1 now", "Restart")
+    readers = {"Timeline": ("Earlier", "Save trace"), "Stacks": ("Stacks now",), "Logs": ("Log",)}
+    for live in (False, True, False):
+        view.page.evaluate("live => { model.comm_live = live; model.fire('comm_live_update') }", live)
+        alert = view.page.get_by_role("alert")
+        if live:
+            expect(alert).to_be_hidden()
+        else:
+            expect(alert).to_contain_text("The connection to the kernel is closed")
+        asked = len(view.sent("ask"))
+        for name, buttons in {"Timeline": (*orders, *readers["Timeline"]), **readers}.items():
+            panel(view, name)
+            for each in buttons:
+                expect(button(view, each)).to_be_enabled() if live else expect(button(view, each)).to_be_disabled()
+        assert live or len(view.sent("ask")) == asked
+
+
+def test_a_view_that_has_missed_its_key_frame_asks_for_one(view, clock):
+    """A change of another key frame is not shown; after a second the kernel is asked for a whole one."""
+    view.open(state(), {**ANSWERS, "frame": {}})
+    view.patch(base=2, step=2000)
+    clock.run_for(3_000)
+    assert {"ask": "frame"} in view.sent("ask")
+    expect(view.page.locator(".nbe-facts").first).to_contain_text("1,234")
+    view.tell(state=state(n=3, step=2000), change={})
+    expect(view.page.locator(".nbe-facts").first).to_contain_text("2,000")
+    asked = view.sent("ask").count({"ask": "frame"})
+    clock.run_for(5_000)
+    assert view.sent("ask").count({"ask": "frame"}) == asked
 
 
 def test_a_closed_view_leaves_nothing_behind(view):
@@ -575,8 +709,8 @@ def test_a_closed_view_leaves_nothing_behind(view):
                 pending.add(start + id);
                 return id;
             };
-            window[end] = (id) => { pending.delete(end.replace("clear", "set").replace("cancel", "request")
-                .replace("requestA", "requestA") + id); stop(id); };
+            window[end] = (id) => { pending.delete(end.replace("clear", "set").replace("cancel", "request") + id);
+                stop(id); };
         }
         window.heard = [];
         const [add, remove] = [document.addEventListener, document.removeEventListener];
@@ -588,7 +722,6 @@ def test_a_closed_view_leaves_nothing_behind(view):
     """)
     view.open(crowd(), {**ANSWERS, "logs": logs((0, "out", "x"))})
     view.page.locator(".nbe-chip").first.click()
-    button(view, "Stop job").click()
     button(view, "Stop cluster").click()
     panel(view, "Logs")
     expect(view.page.locator(".nbe-line")).to_have_count(1)

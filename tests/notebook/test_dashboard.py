@@ -11,6 +11,7 @@ from ipykernel.comm.comm import BaseComm
 
 from nbelastic.driver.run import Line
 from nbelastic.driver.stacks import WorkerStack
+from nbelastic.driver.status import EventRecord
 from nbelastic.notebook.dashboard import Dashboard
 from nbelastic.notebook.frames import EVENTS
 
@@ -144,6 +145,26 @@ def test_of_many_ranks_that_print_alike_a_view_gets_each_line_once(cluster, dash
     assert [text for _, _, text, _ in answer["lines"]] == [f"step {step}" for step in range(300)]
     assert all(runs == [[0, 63]] for _, _, _, runs in answer["lines"])
     assert (answer["next"], answer["lines"][-1][0]) == (64 * 300, 64 * 300)
+
+
+def test_a_view_that_has_missed_the_key_frame_gets_another_one(cluster, dashboard):
+    """A large cluster sends changes only: one question brings the whole state, under a number of its own."""
+    cluster.add_host("big:400")
+    cluster.tell(step=77)
+    before = dashboard.state
+    assert dashboard.change["base"] == before["n"]
+    click(dashboard, {"ask": "frame", "id": "f"})
+    assert (dashboard.state["n"], dashboard.state["step"], dashboard.change) == (before["n"] + 1, 77, {})
+
+
+def test_phases_of_a_change_come_in_their_order(cluster, dashboard):
+    """As the driver knows it, whatever the order in which they were measured: the view draws them as they come."""
+    took = {"all": 9.0, "sync": 1.0, "new": 1.0, "first step": 1.0, "form": 1.0, "leave": 1.0, "prepare": 1.0}
+    cluster.events.append(EventRecord(1.0, "training", "first step", took=took))
+    cluster.count += 1
+    cluster.tell()
+    order = list(seen(dashboard)["events"][-1]["took"])
+    assert order == ["prepare", "leave", "form", "sync", "new", "first step", "all"]
 
 
 def test_a_view_asks_where_everybody_is(cluster, dashboard, replies):

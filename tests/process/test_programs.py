@@ -373,8 +373,8 @@ BARS = """
 import os, pathlib, sys, time
 from tqdm import tqdm
 from tqdm.auto import tqdm as auto
-for step, bar in enumerate((tqdm, auto)):
-    with bar(total=4, desc=bar.__module__) as shown:
+for step, (name, bar) in enumerate((("plain", tqdm), ("auto", auto))):
+    with bar(total=4, desc=name) as shown:
         shown.update(2)
         shown.refresh()
         while not pathlib.Path({file!r} + str(step)).exists():
@@ -388,14 +388,14 @@ def test_what_has_no_newline_is_shown(cluster, tmp_path):
     """Progress bars while they run, `tqdm.auto` as text; each is one line in the end. The last words need no newline."""
     file = tmp_path / "go on "
     job = cluster.run_cell(BARS.format(file=str(file)))
-    for step, name in enumerate(("tqdm.std", "tqdm.auto")):
+    for step, name in enumerate(("plain", "auto")):
         until(lambda name=name: all(f"{name}:  50%" in job.logs(worker=w.id) for w in cluster.workers))
         file.with_name(f"go on {step}").touch()
     job.result(timeout=20)
     until(lambda: all(job.logs(worker=w.id).endswith("the last words") for w in cluster.workers))
     for worker in cluster.workers:
         lines = job.logs(worker=worker.id).split("\n")
-        assert [line.partition("|")[0] for line in lines] == ["tqdm.std: 100%", "tqdm.auto: 100%", "the last words"]
+        assert [line.partition("|")[0] for line in lines] == ["plain: 100%", "auto: 100%", "the last words"]
         assert not any("\r" in line or "\x1b" in line for line in lines)
 
 

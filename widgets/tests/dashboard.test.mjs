@@ -15,6 +15,7 @@ import {
   merge,
   milliseconds,
   number,
+  once,
   ranges,
   shown,
   sinceFailure,
@@ -168,17 +169,34 @@ test("events are changes, failures, both or neither; a hole between them is foun
   ]);
 });
 
-test("the phases of a change follow one another; unknown ones come before the first step, the whole is none", () => {
-  const bars = waterfall({ all: 100, "first step": 40, warm: 10, abort: 50 });
+test("the phases of a change follow one another as they are sent; what was done beside is no part of the whole", () => {
+  const bars = waterfall({ prepare: 900, abort: 50, warm: 10, "first step": 40, all: 100 });
   assert.deepEqual(
-    bars.map(({ name, from, share }) => [name, from, share]),
+    bars.map(({ name, ms, from, share }) => [name, ms, from, share]),
     [
-      ["abort", 0, 50],
-      ["warm", 50, 10],
-      ["first step", 60, 40],
+      ["prepare", 900, 0, 0],
+      ["abort", 50, 0, 50],
+      ["warm", 10, 50, 10],
+      ["first step", 40, 60, 40],
     ],
   );
-  assert.equal(waterfall({ connect: 150, all: 100 })[0].share, 100);
+  assert.equal(waterfall({ form: 150, all: 100 })[0].share, 100);
+});
+
+test("a worker that is behind and a refused order are no failures; a death is one, and is told once", () => {
+  const kind = (word) => kinds(event(1, word, ""));
+  assert.deepEqual(["worker-behind", "order-refused", "worker-ready"].map(kind), ["", "", ""]);
+  assert.deepEqual(["worker-lost", "host-unreachable", "not-finite"].map(kind), ["failure", "failure", "failure"]);
+  const died = "b/0#1 died (SIGKILL)";
+  const events = [event(1, "worker-lost", died), event(2, "world-broken", died), event(3, "worker-lost", "c/0#1 died")];
+  assert.deepEqual(
+    once(events).map(({ n }) => n),
+    [1, 3],
+  );
+  const again = [event(1, "worker-ready", "it is ready"), event(2, "worker-ready", "it is ready")];
+  assert.equal(once(again).length, 2);
+  const before = { phase: "running", reason: "", world_size: 3, events: [] };
+  assert.equal(announcement(before, { ...before, events }), `${died}. c/0#1 died`);
 });
 
 test("a change was made because of what happened since the one before it", () => {
@@ -205,19 +223,30 @@ test("equal lines of different ranks close together are one; each rank's order i
   for (const text of ["x", "y", "x", "z"]) fold.add("b", "out", text);
   fold.add("b", "err", "z");
   assert.deepEqual(
-    fold.lines.map(({ text, writers }) => `${text}:${writers.join("")}`),
+    fold.lines.map(({ text, writers }) => `${text}:${[...writers.keys()].join("")}`),
     ["x:ab", "y:ab", "x:ab", "z:b", "z:b"],
   );
   fold.add("a", "out", "y"); // a's own y came long before: this is another
-  assert.equal(fold.lines.at(-1).writers.join(""), "a");
+  assert.equal([...fold.lines.at(-1).writers.keys()].join(""), "a");
+});
+
+test("a line keeps the ranks of those who printed it; the same worker with another rank prints another line", () => {
+  const fold = new Fold();
+  fold.add("a", "out", "begin", 2);
+  fold.add("a", "out", "begin", 1);
+  fold.add("b", "out", "begin", 0);
+  assert.deepEqual(
+    fold.lines.map(({ writers }) => who([...writers])),
+    ["ranks 0, 2", "rank 1"],
+  );
 });
 
 test("equal lines far apart stay apart, and only the last lines are kept", () => {
   const fold = new Fold(500);
   fold.add("a", "out", "far");
   for (let i = 0; i < 600; i += 1) fold.add("a", "out", `line ${i}`);
-  assert.equal(fold.add("b", "out", "far").writers.length, 1);
+  assert.equal(fold.add("b", "out", "far").writers.size, 1);
   assert.equal(fold.trim().length, 102);
   assert.deepEqual([fold.lines.length, fold.lines[0].text], [500, "line 101"]);
-  assert.equal(fold.add("c", "out", "line 599").writers.join(""), "ac");
+  assert.equal([...fold.add("c", "out", "line 599").writers.keys()].join(""), "ac");
 });
