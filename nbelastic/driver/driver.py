@@ -8,7 +8,7 @@ import hmac
 import logging
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from concurrent.futures import Future, InvalidStateError
 from functools import partial
 from pathlib import Path
@@ -538,8 +538,8 @@ class Driver:
             live.steps[here.worker] = here.commit
             live.progress(here.commit, self.clock.now())
         if here.rank == 0 and here.holds:
-            for _, report in here.reports:
-                live.report_of(numbers(report))
+            for commit, report in here.reports:
+                self._report(here.worker, commit, report)
 
     def _late(self, here: wire.WorkerHere) -> None:
         """It was not heard when this driver took over; or it has just started, and has nothing to tell yet."""
@@ -559,13 +559,19 @@ class Driver:
         self._silence.commits.made(message.epoch, message.commit, now)
         live.progress(message.commit, now)
         if members and message.worker == members[0]:
-            live.report_of(numbers(message.report))
+            self._report(message.worker, message.commit, message.report)
             live.steps_per_second = self.fleet.pace.rate(now, message.commit)
         if message.first is not None and message.epoch == self.world.epoch:
             self.chronicle.first_step(message, now, self._size)
         self._publish_soon()
         if self.notes is not None:
             self.notes.live(self, now)
+
+    def _report(self, w: m.WorkerId, commit: int, report: Mapping[str, float | str | None]) -> None:
+        """Take what rank 0 reports. The first value of a name that is not finite is an event: the training has diverged."""
+        for name in self.fleet.live.report_of(numbers(report)):
+            text = f"{name} is not a finite number any more: rank 0 reported so at commit {commit}"
+            self.record(m.Record("not-finite", text, worker=str(w), epoch=self.world.epoch))
 
     async def _look_after_jobs(self) -> None:
         """For ever, those of a batch system."""

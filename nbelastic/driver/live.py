@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Container, Mapping, Sequence
 
 from msgspec import Struct
@@ -17,9 +18,13 @@ IDLE = 5.0  # seconds without CPU time after which a process is idle
 IDLE_BELOW = 5.0  # percent of a core: threads that wait for Python's interpreter lock use a little
 
 
-def numbers(report: Mapping[str, float | None]) -> dict[str, float]:
+def numbers(report: Mapping[str, float | str | None]) -> dict[str, float | str]:
     """As it was before JSON, which has no number for what is infinite or none."""
     return {name: NAN if value is None else value for name, value in report.items()}
+
+
+def _not_finite(report: Mapping[str, float | str]) -> list[str]:
+    return [name for name, value in report.items() if not isinstance(value, str) and not math.isfinite(value)]
 
 
 class OrderStatus(Struct, frozen=True):
@@ -45,7 +50,7 @@ class SavedLive(Struct, frozen=True):
     """What of it another driver cannot ask for. `curves`: points, and how many reports each stands for."""
 
     step: int = 0
-    report: dict[str, float | None] = {}
+    report: dict[str, float | str | None] = {}
     total: int | None = None
     failed_at: float | None = None
     curves: dict[str, tuple[list[float | None], int]] = {}
@@ -63,7 +68,8 @@ class Live(Struct):
     blocked: dict[str, float] = {}  # as of `AgentSample`
     steps: dict[WorkerId, int] = {}
     step: int = 0  # the newest commit of the present or last job
-    report: dict[str, float] = {}
+    report: dict[str, float | str] = {}
+    not_finite: frozenset[str] = frozenset()  # names of this job's reports that were not a number, or infinite
     total: int | None = None
     newest: tuple[tuple[float, int], ...] = ()  # when which commit was first heard of
     curves: dict[str, Curve] = {}
@@ -103,20 +109,26 @@ class Live(Struct):
             return ""
         return f"is in uninterruptible sleep (D) for {seconds:.0f} s: it waits for a device or a file system"
 
-    def report_of(self, values: Mapping[str, float]) -> None:
-        """Rank 0 has reported these; `total` is ours."""
+    def report_of(self, values: Mapping[str, float | str]) -> tuple[str, ...]:
+        """Take what rank 0 has reported; `total` is ours. Returns the names that are not finite for the first time."""
         self.report = dict(values)
         total = self.report.pop("total", None)
-        self.total = int(total) if total is not None and 0 < total < float("inf") else None
-        for name in list(self.report)[:CURVES]:
+        known = isinstance(total, float | int) and 0 < total < float("inf")
+        self.total = int(total) if total is not None and known else None
+        for name, value in list(self.report.items())[:CURVES]:
+            if isinstance(value, str):
+                continue
             if name not in self.curves:
                 self.curves = {**self.curves, name: Curve()}
-            self.curves[name].add(self.report[name])
+            self.curves[name].add(value)
+        fresh = tuple(name for name in _not_finite(self.report) if name not in self.not_finite)
+        self.not_finite |= set(fresh)
+        return fresh
 
     def begin_job(self) -> None:
         """What was measured belongs to the job before."""
         self.step, self.report, self.steps_per_second, self.total = 0, {}, None, None
-        self.newest, self.curves = (), {}
+        self.newest, self.curves, self.not_finite = (), {}, frozenset()
 
     def saved(self) -> SavedLive:
         """For another driver."""
@@ -127,6 +139,7 @@ class Live(Struct):
         """As another driver has left it."""
         self.step, self.total, self.failed_at = saved.step, saved.total, saved.failed_at
         self.report = numbers(saved.report)
+        self.not_finite = frozenset(_not_finite(self.report))
         self.curves = {name: Curve(*of) for name, of in saved.curves.items()}
 
     def behind(self, w: WorkerId, now: float) -> int:

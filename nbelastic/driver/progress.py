@@ -56,8 +56,10 @@ def _left(status: Status, rate: float) -> str:
     return f"{hours:,}:{minutes:02}:{seconds:02} left" if hours else f"{minutes}:{seconds:02} left"
 
 
-def _number(value: float) -> str:
-    """Three digits that count, and all of a whole number."""
+def _number(value: float | str) -> str:
+    """Three digits that count, and all of a whole number; a word as it is."""
+    if isinstance(value, str):
+        return value
     if abs(value) < 1e15 and value == int(value):
         return f"{int(value):,}"
     return f"{value:,.0f}" if 1000 <= abs(value) < 1e15 else f"{value:.3g}"

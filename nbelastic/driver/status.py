@@ -97,7 +97,7 @@ class Status(Struct, frozen=True):
     job: str | None
     outcome: str
     step: int = 0
-    report: dict[str, float] = {}
+    report: dict[str, float | str] = {}
     steps_per_second: float | None = None
     total: int | None = None
     curves: dict[str, tuple[float, ...]] = {}

@@ -92,7 +92,11 @@ def _progress(status: Status) -> list[str]:
     parts = [f"{status.job} {status.outcome or 'running'}", f"step {status.step}"]
     if _training(status) and status.steps_per_second is not None:
         parts.append(f"{status.steps_per_second:.1f} steps/s")
-    return [" · ".join([*parts, *(f"{name} {value:.4g}" for name, value in status.report.items())])]
+    return [" · ".join([*parts, *(f"{name} {_value(value)}" for name, value in status.report.items())])]
+
+
+def _value(value: float | str) -> str:
+    return value if isinstance(value, str) else f"{value:.4g}"
 
 
 def _cluster(info: ClusterInfo) -> tuple[str, ...]:

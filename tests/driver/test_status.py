@@ -40,6 +40,28 @@ def test_the_total_is_no_curve():
         assert live.total is None
 
 
+def test_a_value_that_is_not_finite_is_told_once_a_job():
+    """Not a number or infinite, each name for itself; the next job is told of its own. A word is no number to be judged."""
+    live = Live()
+    assert live.report_of({"loss": 0.5, "phase": "warmup"}) == ()
+    assert live.report_of({"loss": math.nan, "norm": math.inf, "phase": "nan"}) == ("loss", "norm")
+    assert live.report_of({"loss": math.nan, "norm": 1.0}) == ()
+    assert live.report_of({"loss": 0.5, "lr": -math.inf}) == ("lr",)
+    live.begin_job()
+    assert live.report_of({"loss": math.nan}) == ("loss",)
+    after = Live()
+    after.recall(live.saved())
+    assert after.report_of({"loss": math.nan}) == ()  # by another driver
+
+
+def test_a_word_is_shown_and_has_no_curve():
+    """`report(phase="warmup")`: as it is, and a `total` in words is none."""
+    live = Live()
+    for value in (1.0, 0.5):
+        live.report_of({"phase": "warmup", "loss": value, "total": "many"})
+    assert (live.report, set(live.curves), live.total) == ({"phase": "warmup", "loss": 0.5}, {"loss"}, None)
+
+
 def live_at(commits, **steps):
     live = Live(steps={wid(f"a/{name[1:]}#1"): step for name, step in steps.items()})
     for at, commit in commits:

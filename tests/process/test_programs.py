@@ -281,7 +281,7 @@ def test_one_elastic_function_a_job(cluster):
 
 
 def test_reports_reach_the_status(cluster):
-    """What rank 0 last reported is in the status while the job runs, a loss that is no number included."""
+    """What rank 0 last reported is in the status while the job runs; a loss that is no number is an event, once."""
 
     def program():
         @nbe.elastic
@@ -300,6 +300,8 @@ def test_reports_reach_the_status(cluster):
     assert status.report["rank"] == 0
     assert status.step > 5
     until(lambda: (cluster.status().steps_per_second or 0) > 1)
+    (told,) = (event.text for event in cluster.events if event.kind == "not-finite")
+    assert told.startswith("loss is not a finite number any more: rank 0 reported so at commit ")
     job.stop()
     job.wait(timeout=20)
 
