@@ -72,3 +72,13 @@ def test_a_sample_that_comes_after_its_worker_s_end_is_dropped():
     sample = wire.AgentSample("a", 1.0, 2, {"a/0#1": (1.0, 2), "a/0#2": (3.0, 4)}, 5, ())
     live.sample_of(sample, {wid("a/0#2")}, 1.0)
     assert live.worker_samples == {"a/0#2": (3.0, 4)}
+
+
+def test_orders_without_an_id_are_told_apart(quiet):
+    """However many records there are: what becomes of one is not shown as another's."""
+    cluster = quiet()
+    for most in (3, 4):
+        cluster.order({"order": "scale", "max": most}, "a page")
+    cluster._wait(lambda driver: driver.world.limits.max == 4 or None, 20, "the new bounds")
+    assert len({order.id for order in cluster.status().orders}) == 2
+    assert [order.word for order in cluster.status().orders] == ["done", "done"]
