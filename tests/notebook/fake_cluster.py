@@ -128,7 +128,7 @@ class FakeCluster:
         elif self.setup_cells.pop(key, None) is None:
             raise UsageError(f"there is no setup cell {key!r}; there are {', '.join(self.setup_cells) or 'none'}.")
 
-    def add_host(self, host: str, by: str = "the user") -> None:
+    def add_host(self, host: str, by: str = "you") -> None:
         self.calls.append(("add_host", host, by))
         spec = parse_host(host, 2)
         if spec.name == "refused":
@@ -145,20 +145,20 @@ class FakeCluster:
         hosts = (*self._status.hosts, HostStatus(spec.name, "10.0.0.1", spec.slots, "up", "", 0.0, 12.5, 4_000_000_000))
         self.tell(hosts=hosts, workers=self._status.workers + workers, **self._world(first + spec.slots))
 
-    def remove_host(self, name: str, now: bool = False, by: str = "the user") -> None:
-        self.calls.append(("remove_host", name, now, by))
-        if all(host.name != name for host in self._status.hosts):
-            raise UsageError(f"there is no host {name!r}.")
-        self.record("host-removed", f"{name} is to leave at the next commit, by {by}", host=name)
-        hosts = tuple(host for host in self._status.hosts if host.name != name)
-        left = [worker for worker in self._status.workers if worker.host != name]
+    def remove_host(self, host: str, now: bool = False, by: str = "you") -> None:
+        self.calls.append(("remove_host", host, now, by))
+        if all(one.name != host for one in self._status.hosts):
+            raise UsageError(f"there is no host {host!r}.")
+        self.record("host-removed", f"{host} is to leave at the next commit, by {by}", host=host)
+        hosts = tuple(one for one in self._status.hosts if one.name != host)
+        left = [worker for worker in self._status.workers if worker.host != host]
         workers = tuple(replace(worker, rank=rank) for rank, worker in enumerate(left))
         self.tell(hosts=hosts, workers=workers, **self._world(len(workers)))
 
-    def scale(self, min: int | None = None, max: int | None = None, by: str = "the user") -> None:
+    def scale(self, min: int | None = None, max: int | None = None, by: str = "you") -> None:
         self.calls.append(("scale", min, max, by))
 
-    def stop_job(self, by: str = "the user") -> None:
+    def stop_job(self, by: str = "you") -> None:
         self.calls.append(("stop_job", by))
         self.record("job-stopped", f"job-1 stopped: by {by}")
         self.tell(outcome="stopped")
@@ -167,7 +167,7 @@ class FakeCluster:
         self.calls.append(("wait", world, timeout))
         self._raise()
 
-    def restart(self, worker: str, by: str = "the user") -> None:
+    def restart(self, worker: str, by: str = "you") -> None:
         self.calls.append(("restart", worker, by))
 
     def stacks(self, timeout: float = 2.0):
@@ -186,14 +186,14 @@ class FakeCluster:
     def show_again(self) -> None:
         self.tell()
 
-    def order(self, order: dict[str, object], by: str) -> None:
-        self.calls.append(("order", order, by))
+    def order(self, message: dict[str, object], by: str) -> None:
+        self.calls.append(("order", message, by))
         try:
-            match order:
+            match message:
                 case {"order": "add_host", "host": host}:
                     self.add_host(host, by=by)
                 case {"order": "remove_host", "host": host}:
-                    self.remove_host(host, now=bool(order.get("now")), by=by)
+                    self.remove_host(host, now=bool(message.get("now")), by=by)
                 case {"order": "stop_job"}:
                     self.stop_job(by=by)
                 case {"order": "stop"}:
