@@ -214,7 +214,14 @@ class Stream(IterableDataset):
         return iter(self.sampler)
 
 
-@pytest.mark.parametrize("options", [{}, {"num_workers": 1}, {"num_workers": 1, "multiprocessing_context": "spawn"}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"num_workers": 1},
+        pytest.param({"num_workers": 1, "multiprocessing_context": "spawn"}, marks=pytest.mark.soak),
+    ],
+)
 def test_a_stream_may_go_through_the_sampler(stand, options):
     """Here, or in a process of the DataLoader's: forked or not, that knows this rank."""
     stand(1, 2)
