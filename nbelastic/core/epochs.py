@@ -185,6 +185,15 @@ def succeeded(world: World, w: m.WorkerId, now: float, out: Commands) -> World:
     return world
 
 
+def left(world: World, worker: Worker, now: float, out: Commands) -> World:
+    """A member has left its epoch. The job fails if it does not hold the state any more, and nobody else does."""
+    world = put(world, worker)
+    if worker.has_state or world.active is None or not world.active.formed or _state_lives(world):
+        return world
+    why = f"the state's transfer to {worker.id} broke off halfway; no worker is left that holds the training state"
+    return jobs.end(world, "failed", why, now, out)
+
+
 def formed(world: World, w: m.WorkerId, out: Commands) -> World:
     """`w` is in, and holds the state from now on. The world runs when all members do."""
     world = put(world, replace(world.workers[w], has_state=True, failures=0))

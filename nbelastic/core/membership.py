@@ -258,7 +258,13 @@ def _ready(world: World, event: m.WorkerReady, now: float, out: Commands) -> Wor
     if old.job != job.name or not old.epoch <= event.epoch <= world.numbered:
         return world
     worker = replace(
-        old, state=WorkerState.READY, epoch=event.epoch, commit=event.commit, clean=event.clean, store=event.store
+        old,
+        state=WorkerState.READY,
+        epoch=event.epoch,
+        commit=event.commit,
+        clean=event.clean,
+        store=event.store,
+        has_state=event.holds,
     )
     if w not in world.ranked:
         is_first = not world.waiting or world.short_since is not None  # that of them which makes them enough counts
@@ -268,7 +274,7 @@ def _ready(world: World, event: m.WorkerReady, now: float, out: Commands) -> Wor
     last = world.undone.epoch if world.undone is not None and w in world.undone.members else world.epoch
     match world.stage:
         case Stage.GATHERING | Stage.LEAVING if event.epoch >= last:
-            return put(replace(world, awaiting=less(world.awaiting, frozenset({w}))), worker)
+            return epochs.left(replace(world, awaiting=less(world.awaiting, frozenset({w}))), worker, now, out)
         case Stage.LEAVING if left and w in world.awaiting:  # said before it was told that it will not be
             out.append(m.AbortWorld(last, (w,), "the prepared epoch was called off"))
         case Stage.GATHERING if w in world.awaiting:  # it never heard of the epoch that broke

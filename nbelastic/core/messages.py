@@ -215,7 +215,8 @@ class SetupEnded(Event):
 class WorkerReady(Event):
     """It waits in the elastic loop for a world, having left `epoch` (0: none). It offers a store at `store`.
 
-    `commit` counts from the beginning of the job and travels with the state: the highest is the newest.
+    `commit` counts from the beginning of the job and travels with the state: the highest is the newest. `holds`: it has the
+    job's state, all of one commit. It has not before its first world, nor when the transfer of a state broke off halfway.
     """
 
     worker: WorkerId
@@ -224,6 +225,7 @@ class WorkerReady(Event):
     commit: int
     clean: bool
     store: str
+    holds: bool = False
 
 
 class StoreOffered(Event):

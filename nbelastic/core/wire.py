@@ -84,7 +84,7 @@ class WorkerHere(Message):
     `engine` is empty as long as there is none. `job` is that of its newest program, `busy` whether that runs. `left` is the last epoch that it has
     left, `epoch` the one it is in (0: none), of `size` members, `formed` whether its group stands and is not to be left. `numbered` is the highest
     epoch that it has heard of. `bound`: it was asked to leave, and has promised not to go on by itself. `commit` counts from
-    the job's beginning, `holds` says whether it has had the job's state, `store` is what it offers for the next epoch.
+    the job's beginning, `holds` says whether it has the job's state, all of one commit, `store` is what it offers for the next epoch.
     `stopped`: why it was told that the job is over for it, if it was, and not with its own error.
     `word` is its last one, if that still waits for an answer. `reports`: what it has reported meanwhile, by commit.
     """

@@ -193,7 +193,7 @@ class Worker(Struct, frozen=True, gc=False):
     commit: int = 0
     clean: bool = True
     store: str = ""  # for an epoch in which it is rank 0; empty if it was used
-    has_state: bool = False  # it was a member of a world of this job
+    has_state: bool = False  # it holds the job's state, whole
     failures: int = 0  # in a row, to join a process group with the others
     reason: str = ""
     registered: bool = False  # its engine takes code

@@ -50,7 +50,7 @@ class Account:
         self.busy = False  # it runs
         self.beginning = False  # what the session knows is still of the one before
         self.formed = False  # the group of this epoch stands, and has the state
-        self.holds = False  # it has had the job's state
+        self.holds = False  # it has the job's state, all of one commit
         self.word: m.WorkerReady | m.WorkerRaised | m.WorkerSucceeded | None = None
         self.numbered = 0  # the highest epoch that it has heard of
         self.reports = Reports()

@@ -11,12 +11,14 @@ import threading
 import time
 from collections.abc import Callable, Collection
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from nbelastic.core.wire import Formation
 from nbelastic.worker.rendezvous import Group, Offer
+
+T = TypeVar("T")
 
 PATIENCE = 0.1  # seconds that a group which is aborted may go on being built
 
@@ -143,6 +145,20 @@ class Ahead:
             self.group = None
             self.leave_behind()
         group.give_up()
+
+
+def in_a_thread(task: Callable[[], T]) -> Future[T]:
+    """Run `task` in a new thread, which does not keep the process from ending."""
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(task())
+        except BaseException as error:  # noqa: BLE001  (it is raised where the result is asked for)
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="nbelastic-apart", daemon=True).start()
+    return future
 
 
 def _thread() -> ThreadPoolExecutor:

@@ -76,7 +76,7 @@ class Part:
         if self._gpu is not None:
             torch.cuda.synchronize(self._gpu)
         pairs = [(live, kept) for live, kept, _ in self._copies.values()]
-        _copy_all([live for live, _ in pairs], [kept for _, kept in pairs])
+        put_all([live for live, _ in pairs], [kept for _, kept in pairs])
         if pairs:
             self._copies = {id(live): (live, kept, _count(live)) for live, kept in pairs}
             self._changes = changes(self._watched)
@@ -96,12 +96,12 @@ class Part:
             copies[id(tensor)] = (tensor, known[1], count)
         self._copies = copies
         if self._gpu is None or not self._beside:
-            _copy_all(places, sources)
+            put_all(places, sources)
             return
         self._stream = self._stream or torch.cuda.Stream(self._gpu)
         self._stream.wait_stream(torch.cuda.current_stream(self._gpu))
         with torch.cuda.stream(self._stream):
-            _copy_all(places, sources)
+            put_all(places, sources)
 
 
 def changes(tensors: Sequence[torch.Tensor]) -> list[int] | None:
@@ -129,7 +129,7 @@ def _places_for(tensors: Sequence[torch.Tensor], *, pinned: bool) -> list[torch.
     return [p[: t.nbytes].view(t.dtype).view(t.shape) for p, t in zip(parts, tensors, strict=True)]
 
 
-def _copy_all(places: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+def put_all(places: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
     """In the order of the present stream; between GPU and pinned memory nobody waits for it."""
     with torch.no_grad():
         if places:

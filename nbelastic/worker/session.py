@@ -13,7 +13,8 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NoReturn
+from concurrent.futures import wait
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import msgspec
 import torch
@@ -23,16 +24,18 @@ from nbelastic.core import wire
 from nbelastic.core.errors import JobStoppedError, NoWorldError
 from nbelastic.link import Keys, Spoke
 from nbelastic.worker.account import Account
-from nbelastic.worker.ahead import Ahead
+from nbelastic.worker.ahead import Ahead, in_a_thread
 from nbelastic.worker.boot import set_interface
 from nbelastic.worker.printed import Printed
-from nbelastic.worker.rendezvous import Group, Offer, UnsupportedError, backend_for, collectives_of_all
+from nbelastic.worker.rendezvous import LOOK, Group, Offer, UnsupportedError, backend_for, collectives_of_all
 from nbelastic.worker.stuck import Blocked, of_a_collective
 from nbelastic.worker.warm import WarmUp
 from nbelastic.worker.whereabouts import stack, whereabouts
 
 if TYPE_CHECKING:
     from nbelastic.worker.saving import Plan
+
+T = TypeVar("T")
 
 REPEAT = 2.0  # seconds after which an unanswered word is said again
 ABORT_EVERY = 0.02
@@ -143,7 +146,7 @@ class Session:
         while True:
             if self._quit is not None:
                 raise JobStoppedError(self._quit.reason)
-            ready = m.WorkerReady(self.worker, self.job, self.epoch, commit, clean, offer.endpoint)
+            ready = m.WorkerReady(self.worker, self.job, self.epoch, commit, clean, offer.endpoint, self.account.holds)
             self.account.word = ready
             self.link.send(ready)
             self.leave_group()  # while the word is on its way
@@ -165,20 +168,42 @@ class Session:
         self.group = prepared or Group(formation.epoch, device(self.worker.slot), self._backend)
         if self._over(formation.epoch):
             raise WorldAborted
-        since = 0.0
+        overdue = self._overdue(formation.epoch)
 
         def waiting() -> None:
-            nonlocal since
-            if self._over(formation.epoch):
-                since = since or time.monotonic()
-                if time.monotonic() - since > FORMING_PATIENCE:
-                    self._ahead.leave_behind()
-                    raise WorldAborted
+            if overdue():
+                self._ahead.leave_behind()
+                raise WorldAborted
 
         self.group.form(formation, offer, self._ahead.run, waiting)
         self.formation, self._rank = formation, formation.rank
         self.printed.rank = formation.rank
         return self.group
+
+    def _overdue(self, epoch: int) -> Callable[[], bool]:
+        """A function that returns whether this epoch was aborted at least FORMING_PATIENCE before."""
+        since = 0.0
+
+        def overdue() -> bool:
+            nonlocal since
+            if self._over(epoch):
+                since = since or time.monotonic()
+            return since > 0 and time.monotonic() - since > FORMING_PATIENCE
+
+        return overdue
+
+    def apart(self, task: Callable[[], T]) -> T:
+        """Run `task` in a thread of its own and return its result; raises what it raises.
+
+        An abort does not always wake a transfer. WorldAborted: it did not, and the thread is left behind for good. So
+        `task` may write to nothing that is used afterwards.
+        """
+        assert self.group is not None
+        running, overdue = in_a_thread(task), self._overdue(self.group.epoch)
+        while not wait((running,), LOOK).done:
+            if overdue():
+                raise WorldAborted
+        return running.result()
 
     def formed(self, took: dict[str, float]) -> None:
         self.formed_at = time.monotonic()

@@ -13,20 +13,25 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from nbelastic.core.errors import StateError
 from nbelastic.core.wire import Formation
-from nbelastic.worker import generators, saving
+from nbelastic.worker import backward, generators, saving
 from nbelastic.worker import optimizers as opt
-from nbelastic.worker.copies import Part
+from nbelastic.worker.copies import Part, put_all
+from nbelastic.worker.layout import Layout
+from nbelastic.worker.memory import fits
 from nbelastic.worker.optimizers import frozen
+from nbelastic.worker.refused import check, check_kept
 from nbelastic.worker.rendezvous import collectives
 from nbelastic.worker.saving import Saving
 from nbelastic.worker.session import Session
-from nbelastic.worker.transfer import Channel, check_plain, describe, destinations, rebuild
+from nbelastic.worker.transfer import Channel, check_plain, compare, describe, destinations, rebuild, shape_of
+
+T = TypeVar("T")
 
 LARGE = (torch.nn.Module, torch.nn.Parameter, torch.optim.Optimizer)
 SEVERAL = "several steps a commit"
@@ -52,6 +57,8 @@ class State:
         self._session: Session | None = None
         self._hooks: list[Any] = []
         self._names: dict[torch.Tensor, str] = {}  # of all parameters
+        self._layout = Layout()
+        self._kept = 0  # for how many parameters the optimizers kept something when that was checked
         self._grouped = 0  # how many parameters the optimizers held when the names were made
         self._buffers: list[dict[str, torch.Tensor | None]] = []  # of each submodule
         self._tensors, self._statistics = Part(keep=True, beside=True), Part(keep=True)
@@ -65,6 +72,7 @@ class State:
         for name, value in values.items():
             if name.startswith("_") or hasattr(State, name) or name in self.__dict__:
                 raise StateError(f"{name!r} cannot be the name of a value in a state: choose another.")
+            check(name, value)
             self._values[name] = value
         self._survey()
         self._take_note()
@@ -86,6 +94,7 @@ class State:
             raise StateError(f"this state has no {name!r}: give it its first value where the state is made.")
         if value is not old and isinstance(old, LARGE):
             raise StateError(f"{name!r} cannot be replaced by another object: load new values into it.")
+        check(name, value)
         self._values[name] = value
 
     def register_reset_callbacks(self, callbacks: Iterable[Callable[[], object]]) -> None:
@@ -172,17 +181,16 @@ class State:
     @property
     def clean(self) -> bool:
         """Whether the live tensors are those of the last commit."""
-        return not self._steps and not self._tensors.changed()
+        return not self._steps and not self._tensors.changed() and not self._layout.changed()
 
     def begin(self, session: Session) -> None:
         """The elastic loop begins: nothing has been committed yet, and the start is what a break returns to."""
         self.end()
         self._session = session
-        for optimizer in self._of(torch.optim.Optimizer):
-            self._hooks.append(optimizer.register_step_pre_hook(self._stepping))
-            trained = [p for p in opt.parameters(optimizer) if p.requires_grad and p.is_leaf]
-            ends = {id(p): p for p in (*trained[:1], *trained[-1:])}.values()  # a hook on each would cost time
-            self._hooks += [p.register_post_accumulate_grad_hook(self._accumulated) for p in ends]
+        optimizers = self._of(torch.optim.Optimizer)
+        self._hooks += [optimizer.register_step_pre_hook(self._stepping) for optimizer in optimizers]
+        if optimizers:
+            self._hooks.append(backward.Registered(self._accumulated))
         self.commits, self._steps, self._copying = 0, Counter(), ""
         self._survey()
         check_plain(describe(self._small(), []))
@@ -200,34 +208,58 @@ class State:
         if plan is not None and self.commits == 0 and formation.rank == formation.root:
             plan.resume(self)
         if formation.receivers:
+            if self._layout.changed():
+                self._survey()
             where = self._device()
             channel = Channel(formation.root, formation.receivers, formation.rank, formation.world_size, where)
             if channel.takes_part:
-                self._move(channel, where)
+                self._move(channel, where, formation.local_size)
         if self.commits == 0:  # how the program commits is not known yet
             self._tensors.keep = True
             self._take_note()
 
-    def _move(self, channel: Channel, where: torch.device) -> None:
-        outgoing: list[torch.Tensor] = []
-        described = channel.move_object(describe(self._contents(), outgoing) if channel.sends else None)
-        if channel.sends or not channel.receives:
-            channel.move_tensors(outgoing)
+    def _move(self, channel: Channel, where: torch.device, neighbours: int) -> None:
+        """Send the state, or receive it: whoever holds a commit goes on holding it until all of the newer one has come."""
+        session = self._session
+        assert session is not None
+        beside = where.type != "cuda"  # NCCL's operations belong to the stream of the main thread
+
+        def run(task: Callable[[], T]) -> T:
+            return session.apart(task) if beside else task()
+
+        def receive(places: list[torch.Tensor]) -> None:
+            if session.account.holds and fits(places, where, neighbours):
+                arrived = [torch.empty_like(place) for place in places]
+                run(lambda: channel.move_tensors(arrived))
+                session.account.holds = False  # until all of them are in place
+                put_all(places, arrived)
+            else:
+                session.account.holds = False
+                channel.move_tensors(places)
+
+        if channel.receives:
+            described = run(lambda: channel.move_object(None))
+            self._accept(described, where, receive)
+            session.account.holds = True
         else:
-            self._accept(described, where, channel.move_tensors)
+            outgoing: list[torch.Tensor] = []
+            contents = describe(self._contents(), outgoing)
+            run(lambda: channel.move_object(contents))
+            run(lambda: channel.move_tensors(outgoing))
 
     def _accept(
         self, described: dict[str, Any], where: torch.device, fill: Callable[[list[torch.Tensor]], object]
     ) -> None:
         """Become the state that `described` stands for; `fill` puts the tensors' contents into the places it is given."""
         mine = self._contents()
-        self._compare(described, describe(mine, []))
+        compare(described, describe(mine, []))
         for name, optimizer in self._named(torch.optim.Optimizer).items():
-            opt.regroup(name, optimizer, described["optimizers"][name], self._names)
-        places = dict(destinations(described, self._contents(), where))
+            opt.check_groups(name, optimizer, described["optimizers"][name], self._names)
+        places = dict(destinations(described, mine, where))
         fill([places[index] for index in sorted(places)])
         received = rebuild(described, places)
         for name, contents in received["optimizers"].items():
+            opt.regroup(self._values[name], contents, self._names)
             opt.put(self._values[name], contents)
         self._put_small(received["small"])
         self.commits, self._copying = received["commits"], received["copying"]
@@ -235,20 +267,6 @@ class State:
         self._tensors.keep = bool(self._copying)
         self._survey()
         self._take_note()
-
-    def _compare(self, theirs: dict[str, Any], mine: dict[str, Any]) -> None:
-        """The models must be the same ones. StateError names the first difference."""
-        for kind in ("small", "modules", "optimizers"):
-            odd = sorted(theirs[kind].keys() ^ mine[kind].keys())
-            if odd:
-                here, there = ("", "not ") if odd[0] in mine[kind] else ("not ", "")
-                raise StateError(f"{odd[0]!r} is {here}in the state here and {there}in the one that is received.")
-        for name, module in theirs["modules"].items():
-            own = mine["modules"][name]
-            for key in (*module, *(key for key in own if key not in module)):
-                sent, held = (_shape(contents.get(key)) for contents in (module, own))
-                if sent != held:
-                    raise StateError(f"{name}.{key} is {held} here and {sent} in the state that is received.")
 
     def _of(self, kind: type) -> list[Any]:
         return list(self._named(kind).values())
@@ -259,7 +277,9 @@ class State:
     def _survey(self) -> None:
         """Look where the tensors are: once, as walking through modules takes time."""
         self._names, self._buffers = {}, []
+        self._layout = Layout(self._of(torch.nn.Module))
         for name, module in self._named(torch.nn.Module).items():
+            check(name, module)
             for key, parameter in module.named_parameters():
                 self._names.setdefault(parameter, f"{name}.{key}")
             self._buffers += [submodule._buffers for submodule in module.modules()]
@@ -268,12 +288,24 @@ class State:
         for name, optimizer in self._named(torch.optim.Optimizer).items():
             unknown = sum(p not in self._names for p in opt.parameters(optimizer))
             if unknown:
-                raise StateError(f"{name} trains {unknown} parameters of no model in the state: give it the model too.")
+                raise StateError(
+                    f"{name} trains {unknown} parameters of no model in the state: give it the model too; "
+                    "and replace layers before the optimizer is made."
+                )
         self._grouped = self._count_grouped()
         self._tensors.watch(list(self._names))
 
     def _count_grouped(self) -> int:
         return sum(len(group["params"]) for o in self._of(torch.optim.Optimizer) for group in o.param_groups)
+
+    def _check_kept(self) -> None:
+        """Look at what the optimizers keep when they have begun to keep it, and whenever it becomes more."""
+        optimizers = self._named(torch.optim.Optimizer)
+        kept = sum(len(optimizer.state) for optimizer in optimizers.values())
+        if kept != self._kept:
+            for name, optimizer in optimizers.items():
+                check_kept(name, opt.tensors(optimizer))
+            self._kept = kept
 
     def _small(self) -> dict[str, Any]:
         """Counters and whatever has a `state_dict()`, by name."""
@@ -288,7 +320,7 @@ class State:
             value = self._values[name]
             if hasattr(value, "load_state_dict"):
                 value.load_state_dict(frozen(kept))
-            elif isinstance(value, torch.Tensor) and _shape(value) == _shape(kept):
+            elif isinstance(value, torch.Tensor) and shape_of(value) == shape_of(kept):
                 with torch.no_grad():  # in place: an optimizer may hold it
                     value.copy_(kept)
             else:
@@ -331,7 +363,7 @@ class State:
         self._accumulating = False
         self._tensors.settle()
 
-    def _accumulated(self, _: torch.Tensor) -> None:
+    def _accumulated(self) -> None:
         self._accumulating = True
 
     def _expose(self) -> None:
@@ -351,19 +383,30 @@ class State:
 
     def _take_note(self) -> None:
         """Note the small things as they are at this commit, and copy the tensors if they are kept."""
-        if self._count_grouped() != self._grouped:
+        if self._count_grouped() != self._grouped or self._layout.changed():
             self._survey()
+        self._check_kept()
         buffers = [(own, key, b) for own in self._buffers for key, b in own.items() if b is not None]
         self._statistics.commit([b for _, _, b in buffers])
         self._tensors.commit(self._large() if self._tensors.keep else ())
         optimizers = self._of(torch.optim.Optimizer)
         self._note = {
-            "small": {name: frozen(value) for name, value in self._small().items()},
+            "small": {name: self._frozen(name, value) for name, value in self._small().items()},
             "buffers": buffers,
             "groups": [opt.settings(optimizer) for optimizer in optimizers],
             "entries": [opt.entries(optimizer) for optimizer in optimizers] if self._tensors.keep else [],
             "random": generators.states(),
         }
+
+    def _frozen(self, name: str, value: Any) -> Any:
+        try:
+            return frozen(value)
+        except RuntimeError as error:  # torch copies no tensor that autograd has made
+            if "graph leaves" in str(error):
+                raise StateError(
+                    f"{name} holds a tensor with gradients still to come: give its detach() to the state."
+                ) from None
+            raise
 
 
 class ObjectState(State):
@@ -372,24 +415,3 @@ class ObjectState(State):
 
 class TorchState(State):
     """Models, optimizers, schedulers, samplers and counters: `TorchState(model=model, optimizer=optimizer, epoch=0)`."""
-
-    def __init__(self, **values: Any) -> None:
-        super().__init__(**values)
-        for name, value in self._values.items():
-            if isinstance(value, torch.nn.parallel.DistributedDataParallel):
-                raise StateError(f"{name} is wrapped in DistributedDataParallel: give the bare model, wrap it inside.")
-            if isinstance(value, torch.optim.LBFGS):
-                raise StateError(f"{name} is LBFGS, which changes parameters within a step: it cannot be recovered.")
-            if isinstance(value, torch.nn.Module) and any(hasattr(p, "device_mesh") for p in value.parameters()):
-                raise StateError(
-                    f"{name} is sharded over ranks (DTensor, FSDP): a state holds what every rank has whole."
-                )
-
-
-def _shape(value: Any) -> tuple[Any, ...] | None:
-    """Shape and type of a tensor, or of the mark that stands for one."""
-    if value is None:
-        return None
-    if isinstance(value, torch.Tensor):
-        return tuple(value.shape), str(value.dtype).removeprefix("torch.")
-    return tuple(value[2:4])

@@ -14,7 +14,13 @@ import sys
 import threading
 from pathlib import Path
 
-WAITS = ("/torch/distributed/", "/torch/nn/parallel/", "/torch/autograd/", "/nbelastic/worker/rendezvous.py")
+WAITS = (
+    "/torch/distributed/",
+    "/torch/nn/parallel/",
+    "/torch/autograd/",
+    "/nbelastic/worker/rendezvous.py",
+    "/nbelastic/worker/transfer.py",
+)
 
 
 class Blocked:

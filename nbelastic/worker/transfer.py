@@ -79,6 +79,7 @@ class Channel:
         self._receivers = tuple(receivers)
         self._rank = rank
         self._device = device
+        self._group = dist.group.WORLD  # a thread that is left behind must not reach the next epoch's
         self._all = len(self._receivers) == world_size - 1 or device.type == "cuda"
         self.receives = rank in self._receivers
         self.sends = rank == root
@@ -88,10 +89,10 @@ class Channel:
         """Begin to send `flat` (contiguous, on the channel's device), or to receive into it: what is to be waited for."""
         flat = flat.view(torch.uint8)  # gloo knows some types of numbers only
         if self._all:
-            return [dist.broadcast(flat, self._root, async_op=True)]
+            return [dist.broadcast(flat, self._root, group=self._group, async_op=True)]
         if self.sends:
-            return [dist.isend(flat, rank) for rank in self._receivers]
-        return [dist.irecv(flat, self._root)] if self.receives else []
+            return [dist.isend(flat, rank, group=self._group) for rank in self._receivers]
+        return [dist.irecv(flat, self._root, group=self._group)] if self.receives else []
 
     def move(self, flat: torch.Tensor) -> None:
         """Send `flat`, or receive into it."""
@@ -138,9 +139,16 @@ class Channel:
 
 
 def _wait(works: list[Any]) -> None:
+    """Wait for all of them, also when one fails: while any is under way it may write to its tensor."""
+    failure: RuntimeError | None = None
     for work in works:
-        if work is not None:
-            work.wait()
+        try:
+            if work is not None:
+                work.wait()
+        except RuntimeError as error:
+            failure = failure or error
+    if failure is not None:
+        raise failure
 
 
 def check_plain(value: Any) -> None:
@@ -180,3 +188,27 @@ def _buckets(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
                 sizes[kind] = 0
                 yield runs.pop(kind)
     yield from runs.values()
+
+
+def compare(theirs: dict[str, Any], mine: dict[str, Any]) -> None:
+    """The two descriptions of states must be of the same models. StateError names the first difference."""
+    for kind in ("small", "modules", "optimizers"):
+        odd = sorted(theirs[kind].keys() ^ mine[kind].keys())
+        if odd:
+            here, there = ("", "not ") if odd[0] in mine[kind] else ("not ", "")
+            raise StateError(f"{odd[0]!r} is {here}in the state here and {there}in the one that is received.")
+    for name, module in theirs["modules"].items():
+        own = mine["modules"][name]
+        for key in (*module, *(key for key in own if key not in module)):
+            sent, held = (shape_of(contents.get(key)) for contents in (module, own))
+            if sent != held:
+                raise StateError(f"{name}.{key} is {held} here and {sent} in the state that is received.")
+
+
+def shape_of(value: Any) -> tuple[Any, ...] | None:
+    """Shape and type of a tensor, or of the mark that stands for one."""
+    if value is None:
+        return None
+    if isinstance(value, torch.Tensor):
+        return tuple(value.shape), str(value.dtype).removeprefix("torch.")
+    return tuple(value[2:4])

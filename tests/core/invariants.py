@@ -246,6 +246,8 @@ def _faults_of(command: m.Command, before: World, world: World, now: float) -> I
             claims = [(world.workers[w].has_state, world.workers[w].clean, world.workers[w].commit) for w in members]
             if not to and claims[root] != max(claims):
                 yield f"rank {root} has not the newest state: {claims}"
+            if not to and before.active is not None and before.active.formed and not claims[root][0]:
+                yield f"a job goes on from rank {root}, which does not hold its state: {claims}"
             if not to and any(c != claims[root] and r not in receivers for r, c in enumerate(claims)):
                 yield f"somebody with an old state receives none: {claims}, {receivers}"
         case m.PrepareWorld(order=order):

@@ -212,6 +212,16 @@ class Story:
             self._forget(w)
         self.answers = [e for e in self.answers if getattr(e, "host", "") != name]
 
+    def tear(self, *workers: str) -> Story:
+        """What they were receiving broke off halfway: they hold parts of two commits, and say so."""
+        for name in workers:
+            self.fakes[wid(name)].holds = False
+            self._unsay(wid(name), m.WorkerFormed)
+            if any(isinstance(e, m.WorkerReady) and e.worker == wid(name) for e in self.answers):
+                self._unsay(wid(name), m.WorkerReady)
+                self._say_ready(wid(name))
+        return self
+
     def raised(self, worker: str, error: str = "ValueError: no", *, intact: bool = True) -> Story:
         self.send(m.WorkerRaised(wid(worker), self.world.epoch, intact, error))
         return self
@@ -473,7 +483,7 @@ class Story:
 
     def _say_ready(self, w: m.WorkerId) -> None:
         fake = self.fakes[w]
-        fake.word = m.WorkerReady(w, fake.job, fake.left, fake.commit, fake.clean, self.store(w, fake.left))
+        fake.word = m.WorkerReady(w, fake.job, fake.left, fake.commit, fake.clean, self.store(w, fake.left), fake.holds)
         self._say(w, fake.word)
 
     def _say(self, w: m.WorkerId, *events: m.Event) -> None:

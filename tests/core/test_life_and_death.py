@@ -538,3 +538,35 @@ def test_names_of_hosts_that_left_are_not_kept_for_ever(monkeypatch):
         story.kill(str(story.alive(name)[0])).quiet(3.0)
         assert len(story.world.incarnations) <= 4
     assert len(story.started) == 2 * len(names) - 1
+
+
+def sending(story):
+    """A member that is one commit ahead sends its state to the others."""
+    story.fakes[wid("a/0#1")].commit += 1
+    story.kill("a/3#1").hear(m.WorkerReady)
+    assert story.world.stage is Stage.FORMING
+    assert story.world.order.root == 0
+    return story
+
+
+def test_a_receiver_whose_sender_dies_never_sends_on_a_mixture():
+    """It holds parts of two commits: it says that it holds no state, and receives it from a member that holds one."""
+    story = sending(Story("a:4", min=1).run().commit(5))
+    mark = story.mark()
+    story.kill("a/0#1").tear("a/1#1").hear(m.WorkerReady, "a/1#1", "a/2#1")
+    order = story.commands(m.FormWorld, mark)[0]
+    assert [str(w) for w in order.members] == ["a/1#1", "a/2#1"]
+    assert (order.root, order.receivers) == (1, (0,))
+    story.quiet(3.0)
+    assert story.world.stage is Stage.RUNNING
+
+
+def test_a_job_whose_survivors_all_hold_mixtures_fails_in_words():
+    """Nobody holds the state any more: the job ends, and does not go on from parts of two commits."""
+    story = sending(Story("a:4", min=1).run().commit(5))
+    mark = story.mark()
+    story.kill("a/0#1").tear("a/1#1", "a/2#1").hear(m.WorkerReady, "a/1#1", "a/2#1")
+    assert story.commands(m.FormWorld, mark) == []
+    end = story.last(m.EndJob)
+    assert end.outcome == "failed"
+    assert "broke off halfway; no worker is left that holds the training state" in end.reason

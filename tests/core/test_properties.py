@@ -130,6 +130,19 @@ class AnyStory(RuleBasedStateMachine):
         if m.StopWorker(w, kill=True) in self.story.commands(m.StopWorker, mark):
             self.story._forget(w)
 
+    @precondition(lambda self: self.story.world.stage is Stage.FORMING and self.story.world.order.receivers)
+    @rule(data=st.data())
+    def die_while_sending(self, data):
+        """The root of a transfer dies, and some who were receiving hold parts of two commits."""
+        order = self.story.world.order
+        root, receiving = order.members[order.root], [order.members[rank] for rank in order.receivers]
+        torn = sorted(self.story.world.awaiting.intersection(receiving) & self.story.fakes.keys())
+        if root in self.story.fakes:
+            self.story.kill(str(root))
+        for w in torn:
+            if w in self.story.fakes and data.draw(st.booleans()):
+                self.story.tear(str(w))
+
     @rule(data=st.data())
     def lose_host(self, data):
         names = sorted(self.story.world.hosts)

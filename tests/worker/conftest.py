@@ -41,9 +41,14 @@ class FakeSession:
 def begun():
     """`begun(state)`: the state as the elastic loop begins with it, in a world that gave it nothing."""
 
+    states = []
+
     def begin(state):
+        states.append(state)
         state.begin(FakeSession())
         state.sync(formation(0, 1))
         return state
 
-    return begin
+    yield begin
+    for state in states:
+        state.end()

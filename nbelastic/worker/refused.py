@@ -1,0 +1,54 @@
+"""Values that a state cannot recover, each refused with its name and what to do instead."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from nbelastic.core.errors import StateError
+
+SHARDED = (
+    "{name} is sharded over ranks (FSDP, DTensor): a state holds what every rank has whole. "
+    "Use DistributedDataParallel; sharded models are not supported yet."
+)
+_PER_RANK = (
+    "{name} is {kind}, which keeps another part of its state on each rank: it cannot be recovered yet. "
+    "Use a plain torch.optim optimizer."
+)
+
+
+def check(name: str, value: Any) -> None:
+    """StateError if `value` cannot be in a state."""
+    if isinstance(value, (int, float, str)):
+        return
+    kinds = {base.__name__ for base in type(value).__mro__}
+    if isinstance(value, torch.nn.parallel.DistributedDataParallel):
+        raise StateError(f"{name} is wrapped in DistributedDataParallel: give the bare model, wrap it inside.")
+    if isinstance(value, torch.optim.LBFGS):
+        raise StateError(f"{name} is LBFGS, which changes parameters within a step: it cannot be recovered.")
+    if "ZeroRedundancyOptimizer" in kinds or type(value).__module__.split(".")[0] == "deepspeed":
+        raise StateError(_PER_RANK.format(name=name, kind=type(value).__name__))
+    if isinstance(value, torch.Generator):
+        raise StateError(f"{name} is a torch.Generator: give its get_state() to the state, and set_state() it back.")
+    if "StatefulDataLoader" in kinds:
+        raise StateError(
+            f"{name} is a StatefulDataLoader, whose place differs between ranks: use nbe.ElasticSampler in a DataLoader."
+        )
+    if isinstance(value, torch.nn.Module) and any(map(_is_sharded, value.modules())):
+        raise StateError(SHARDED.format(name=name))
+
+
+def _is_sharded(module: torch.nn.Module) -> bool:
+    managed = type(module).__name__ == "FullyShardedDataParallel" or hasattr(module, "_is_fsdp_managed_module")
+    return managed or any(hasattr(p, "device_mesh") for p in module._parameters.values())
+
+
+def check_kept(name: str, tensors: list[torch.Tensor]) -> None:
+    """StateError if what an optimizer keeps is not made of plain tensors."""
+    for tensor in tensors:
+        if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+            kind = type(tensor).__name__
+            raise StateError(
+                f"{name} keeps {kind} instead of plain tensors, which cannot be sent yet: use a plain torch.optim optimizer."
+            )

@@ -1,0 +1,122 @@
+"""A model of 240 MB that shows mixtures of two commits, and deaths in the middle of its transfer.
+
+Every step adds 1 to each element, so that every element of a whole state is the number of its step.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import nbelastic as nbe
+from tests.process import programs
+
+TENSORS, ELEMENTS = 60, 1_000_000
+AHEAD_AT = 5  # the step at which the last rank dies, when others may be one commit ahead
+LAST = 9
+SIZE = 4
+HALF = 32  # operations of a transfer: two for the description, then one for each tensor
+
+
+def once(folder: str, name: str) -> bool:
+    """Whether this process is the first to ask."""
+    try:
+        os.close(os.open(Path(folder) / name, os.O_CREAT | os.O_EXCL))
+    except FileExistsError:
+        return False
+    return True
+
+
+def wait_for(folder: str, pattern: str, count: int) -> None:
+    """Wait until so many files are there, for 20 s at most."""
+    end = time.monotonic() + 20
+    while len(list(Path(folder).glob(pattern))) < count:
+        assert time.monotonic() < end, f"not {count} files like {pattern}"
+        time.sleep(0.001)
+
+
+def interrupt(folder: str, roles: dict[str, int], dies: Callable[[str], bool]) -> None:
+    """In the transfer after the first death, stop in the middle until all its ranks are there; then those of `dies` end.
+
+    `roles`: how many ranks send and receive in it.
+    """
+    from nbelastic.worker import transfer
+
+    begin, begun = transfer.Channel.begin, Counter[int]()
+
+    def counted(self: Any, flat: Any) -> list[Any]:
+        works = begin(self, flat)
+        begun[programs.epoch()] += 1
+        if begun[programs.epoch()] == HALF and (Path(folder) / "dead").exists() and once(folder, f"half-{os.getpid()}"):
+            for work in works:
+                work.wait()
+            role = "sends" if self.sends else "receives"
+            (Path(folder) / f"half-{role}-{os.getpid()}").touch()
+            for name, count in roles.items():
+                wait_for(folder, f"half-{name}-*", count)
+            if dies(role):
+                os.kill(os.getpid(), signal.SIGKILL)
+        return works
+
+    transfer.Channel.begin = counted  # type: ignore[method-assign]
+
+
+def train(folder: str, ahead: int, dying: str, scarce: bool = False) -> list[tuple[Any, ...]]:
+    """Ranks below `ahead` are one commit ahead when the last rank dies; then who is `dying` dies in the transfer.
+
+    `dying`: "sends", "receives" (one of them), "both" or "". `scarce`: there is no memory for a second copy of the state.
+    """
+    import torch
+    import torch.distributed as dist
+
+    from nbelastic.worker import state as state_of
+
+    model = torch.nn.ParameterList([torch.nn.Parameter(torch.zeros(ELEMENTS)) for _ in range(TENSORS)])
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    state = nbe.TorchState(model=model, optimizer=optimizer, step=0)
+    seen = []
+
+    def dies(role: str) -> bool:
+        if role == "sends":
+            return dying in ("sends", "both")
+        return dying in ("receives", "both") and once(folder, "one-receiver")
+
+    if dying:
+        interrupt(folder, {"sends": 1, "receives": SIZE - 1 - ahead}, dies)
+    if scarce:
+        state_of.fits = lambda *_: False
+
+    def look(where: str) -> None:
+        values = [(float(p.min()), float(p.max())) for p in model]
+        low, high = min(low for low, _ in values), max(high for _, high in values)
+        seen.append((where, os.getpid(), state.step, low == high == state.step, (low, high)))
+        print("whole" if seen[-1][3] else "TORN", seen[-1], flush=True)
+
+    @nbe.elastic
+    def loop(state: Any) -> list[tuple[Any, ...]]:
+        look("enter")
+        while state.step < LAST:
+            for p in model:
+                p.grad = torch.full_like(p, -1.0)
+            first = state.step == AHEAD_AT and nbe.size() == SIZE and not (Path(folder) / "dead").exists()
+            if first and nbe.rank() == SIZE - 1:
+                wait_for(folder, "ahead-*", ahead)
+                (Path(folder) / "dead").touch()
+                os.kill(os.getpid(), signal.SIGKILL)
+            if not first or nbe.rank() >= ahead:  # for the others their part of the collective was complete
+                dist.all_reduce(torch.ones(1))
+            optimizer.step()
+            state.step += 1
+            state.commit()
+            if first:
+                (Path(folder) / f"ahead-{nbe.rank()}").touch()
+        look("end")
+        return seen
+
+    found: list[tuple[Any, ...]] = loop(state)
+    return found
