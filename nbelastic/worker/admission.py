@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import os
 import socket
 import struct
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
+
+from nbelastic.worker.sockets import borrowed
 
 _ATTACH, _DETACH = 26, 27  # SO_ATTACH_FILTER and SO_DETACH_FILTER of Linux; Python has no names for them
 _NETWORK = 0xFFF00000  # SKF_NET_OFF: where the IP header begins
@@ -28,7 +29,7 @@ def admit_only(listener: int, addresses: Iterable[str]) -> None:
 
     Where the kernel has no such filters, or not for so many addresses, everybody still can.
     """
-    with _borrowed(listener) as ours:
+    with borrowed(listener) as ours:
         if ours is None:
             return
         code = _program(ours.family, addresses)
@@ -41,48 +42,9 @@ def admit_only(listener: int, addresses: Iterable[str]) -> None:
 
 def admit_all(listener: int) -> None:
     """From now on everybody can connect to it who reaches it."""
-    with _borrowed(listener) as ours, contextlib.suppress(OSError):  # there may be no filter
+    with borrowed(listener) as ours, contextlib.suppress(OSError):  # there may be no filter
         if ours is not None:
             ours.setsockopt(socket.SOL_SOCKET, _DETACH, 0)
-
-
-def listeners(descriptors: Iterable[int]) -> list[int]:
-    """Those that are listening network sockets."""
-    found = []
-    for fd in descriptors:
-        with _borrowed(fd) as ours:
-            if ours is not None and ours.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-                found.append(fd)
-    return found
-
-
-def peers(descriptors: Iterable[int]) -> frozenset[str]:
-    """The addresses at both ends of those that are connections: others on this machine may come from any of its own."""
-    found: set[str] = set()
-    for fd in descriptors:
-        with _borrowed(fd) as ours, contextlib.suppress(OSError):  # a listener, or not connected any more
-            if ours is not None:
-                ends = (ours.getpeername(), ours.getsockname())
-                found.update(str(end[0]).partition("%")[0] for end in ends)
-    return frozenset(found)
-
-
-@contextlib.contextmanager
-def _borrowed(fd: int) -> Iterator[socket.socket | None]:
-    """A socket of Python's for as long; None if it is no network socket."""
-    try:
-        copy = os.dup(fd)
-    except OSError:  # closed
-        yield None
-        return
-    try:
-        ours = socket.socket(fileno=copy)
-    except OSError:
-        os.close(copy)
-        yield None
-        return
-    with ours:
-        yield ours if ours.family in _SOURCE else None
 
 
 def _program(family: int, addresses: Iterable[str]) -> list[_Instruction]:

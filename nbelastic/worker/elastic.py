@@ -127,11 +127,14 @@ class _Loop:
 
 
 def _forget(error: BaseException | None) -> None:
-    """Cut the tracebacks of a chain of exceptions: their frames hold the old group."""
-    while error is not None:
-        inner = error.__cause__ or error.__context__
-        error.__traceback__ = error.__cause__ = error.__context__ = None
-        error = inner
+    """Cut the tracebacks of an exception and all that are behind it: their frames hold the old group."""
+    open_ends = [error]
+    while open_ends:
+        one = open_ends.pop()
+        if one is None:
+            continue
+        open_ends += [one.__cause__, one.__context__, *(one.exceptions if isinstance(one, BaseExceptionGroup) else ())]
+        one.__traceback__ = one.__cause__ = one.__context__ = None
 
 
 def rank() -> int:
@@ -190,9 +193,8 @@ def _groups() -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
             start += count
         most = max(len(ranks) for ranks in by_host)
         across = [[ranks[i] for ranks in by_host if i < len(ranks)] for i in range(most)]
-        with group.extending():
-            local, _ = dist.new_subgroups_by_enumeration(by_host)
-            cross, _ = dist.new_subgroups_by_enumeration(across)
+        local, _ = dist.new_subgroups_by_enumeration(by_host)
+        cross, _ = dist.new_subgroups_by_enumeration(across)
         group.subgroups = (local, cross)
     found: tuple[dist.ProcessGroup, dist.ProcessGroup] = group.subgroups
     return found

@@ -1,7 +1,7 @@
 """One epoch's process group: how to form it, how to abort it from another thread, how to leave it.
 
 Gloo (torch ≤ 2.13) cannot be aborted: a rank that waits on a survivor hangs for the whole time-out. The cure, measured:
-remember the connections that forming the group opened and shut them down; every rank that blocks in it raises.
+know the connections of the epoch's groups and shut them down; every rank that blocks in any of them raises.
 NCCL: `_abort_process_group()` from the link's thread, with the device set.
 """
 
@@ -13,7 +13,6 @@ import select
 import socket
 import sys
 import threading
-import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import Future, wait
@@ -27,7 +26,8 @@ from torch.distributed import PrefixStore, TCPStore
 from nbelastic.core.addresses import bracketed, parted
 from nbelastic.core.messages import STUCK
 from nbelastic.core.wire import Formation
-from nbelastic.worker.admission import admit_all, admit_only, listeners, peers
+from nbelastic.worker.admission import admit_all, admit_only
+from nbelastic.worker.sockets import Connections, Endpoint, endpoint, listeners, open_sockets, peers, shut_down
 
 LOOK = 0.02  # seconds between looks at whether to go on waiting for a group
 TIMEOUT = timedelta(minutes=30)  # of a collective: a rank may well evaluate for long; aborts do not wait for it
@@ -65,7 +65,6 @@ class Offer:
         self.store = TCPStore(
             address, port, is_master=True, wait_for_workers=False, master_listen_fd=self._listener, timeout=TIMEOUT
         )
-        _offers.add(self)
 
     def admit_all(self) -> None:
         """Who comes to form a group may come from a host that was not there when this was offered."""
@@ -75,34 +74,8 @@ class Offer:
         """Nobody else is to change what is in it."""
         admit_only(self._listener, addresses)
 
-    @staticmethod
-    def listeners() -> set[int]:
-        """Those of all stores in this process."""
-        return {offer._listener for offer in _offers}
 
-
-_offers: weakref.WeakSet[Offer] = weakref.WeakSet()
-
-
-class _Opening:
-    """Connections are being made: all that were not there `before`."""
-
-    def __init__(self, before: dict[str, int]) -> None:
-        self.before = before
-
-    def targets(self) -> dict[str, int]:
-        new = {inode: fd for inode, fd in _sockets().items() if inode not in self.before}
-        return {inode: fd for inode, fd in new.items() if _over_network(fd)}
-
-
-class _Opened:
-    """Connections that were made."""
-
-    def __init__(self, sockets: dict[str, int]) -> None:
-        self.sockets = sockets
-
-    def targets(self) -> dict[str, int]:
-        return self.sockets
+GLOO = dist.ProcessGroupGloo
 
 
 class UnsupportedError(ValueError):
@@ -110,19 +83,24 @@ class UnsupportedError(ValueError):
 
 
 class Group:
-    """The default process group of one epoch. `abort` and `intact` may be called from any thread, `form` and `leave` not."""
+    """The process groups of one epoch: torch's default one, and whatever others the program makes in it.
+
+    `abort` and `intact` may be called from any thread, `form` and `leave` not.
+    """
 
     def __init__(self, epoch: int, device: torch.device, backend: str) -> None:
         self.epoch = epoch
         self._device = device
         self._backend = backend
-        # What an abort shuts down, replaced as a whole: another thread reads it at any moment.
-        self._reach: _Opening | _Opened | None = None
+        self._reach: Connections | None = None  # what an abort shuts down, while there is something to abort
+        self._whole: dict[str, int] | None = None  # the connections that stood when the last group was complete
+        self._gloo: Any = None  # the device of all its gloo groups: its one listener takes all connections
+        self._door = 0  # the descriptor of that listener
         self._store: Any = None
         self._offer: Offer | None = None  # the store's server, on rank 0
         self.subgroups: Any = None  # made on demand
         self._aborting: threading.Thread | None = None
-        self._made: Any = None  # gloo's half, if it was prepared
+        self._made: Any = None  # gloo's half of the default group, until that is made of it
         self.peers: Collection[str] = ()  # the addresses of the other members, once it is formed
         self.settled = True  # no thread prepares it
         self._given_up = False
@@ -134,13 +112,16 @@ class Group:
         """
         if self._backend != "gloo" or self._device.type != "cpu":
             raise UnsupportedError(f"{self._backend} on {self._device.type} is not prepared beside the training")
-        self._reach = opening = _Opening(_sockets())
+        self._build(formation, offer)
+
+    def _build(self, formation: Formation, offer: Offer | None) -> None:
+        """Gloo's half. It says nothing to torch, whose default group may be another epoch's by the time this is done."""
         store = self._open_store(formation, offer)
+        made = self._make_first(PrefixStore("prepared", store), formation.rank, formation.world_size)
         if self._given_up:
             raise ValueError("it was given up")
-        prefix = PrefixStore("prepared", store)
-        self._made = dist.ProcessGroupGloo(prefix, formation.rank, formation.world_size, timeout=TIMEOUT)
-        self._complete(opening)
+        self._made = made
+        self._complete()
 
     def form(
         self,
@@ -155,69 +136,81 @@ class Group:
         never will, as there is no connection yet to shut down. So it waits in the thread of `start`, which can be left
         behind; nothing but that is lost.
         """
-        made, self._made = self._made, None
-        if made is not None:
-            self._take_over(formation, made)
-        elif self._device.type == "cuda":
-            self._connect(formation, offer)
-        else:
-            connecting = start(lambda: self._connect(formation, offer))
-            while not wait((connecting,), LOOK).done:
+        if self._made is None and self._device.type != "cuda":
+            building = start(lambda: self._build(formation, offer))
+            while not wait((building,), LOOK).done:
                 waiting()
-            connecting.result()
+            with _failing():
+                building.result()
+        with _failing():
+            if self._device.type == "cuda":
+                self._open_store(formation, offer)
+            self._init(formation)
+            self._complete()
         offer.admit_only(self.peers if offer is self._offer else ())
 
-    def _take_over(self, formation: Formation, made: Any) -> None:
-        """What was prepared becomes torch's default group: init_process_group is given it where it would make one."""
-        maker = dist.distributed_c10d.ProcessGroupGloo
-        dist.distributed_c10d.ProcessGroupGloo = _Handover(made)
+    def make_gloo(self, store: Any, rank: int, size: int, timeout: timedelta = TIMEOUT) -> Any:
+        """What torch gets where it makes a gloo group: the default one, or one of the program's own."""
+        made, self._made = self._made, None
+        if made is not None:
+            return made
+        if self._gloo is None:
+            return self._make_first(store, rank, size, timeout)
+        admit_only(self._door, self.peers)
         try:
-            self._init(formation)
+            return self._make(store, rank, size, timeout)
         finally:
-            dist.distributed_c10d.ProcessGroupGloo = maker
+            self._complete()
 
-    def _connect(self, formation: Formation, offer: Offer) -> None:
-        self._reach = opening = _Opening(_sockets())
-        try:
-            self._open_store(formation, offer)
-            self._init(formation)
-        except Exception as error:
-            if isinstance(error, RuntimeError):
-                raise
-            # What torch makes of a store that somebody has changed: nothing that the user's program has raised.
-            raise RuntimeError(f"the group could not be formed: {type(error).__name__}: {error}") from error
-        self._complete(opening)
+    def _make_first(self, store: Any, rank: int, size: int, timeout: timedelta = TIMEOUT) -> Any:
+        """Each member says where its listener is before anybody connects, so that the connections can be known by that."""
+        assert self._reach is not None
+        self._gloo, self._door, (address, port) = _new_device()
+        self._reach.doors |= {port}
+        store.set(f"door/{rank}", f"{address} {port}")
+        said = (text.decode().split() for text in store.multi_get([f"door/{other}" for other in range(size)]))
+        self._reach.others |= {(theirs, int(number)) for theirs, number in said}
+        return self._make(store, rank, size, timeout)
 
-    def _complete(self, opening: _Opening) -> None:
+    def _make(self, store: Any, rank: int, size: int, timeout: timedelta) -> Any:
+        options = GLOO._Options()
+        options._devices, options._timeout = [self._gloo], timeout
+        return GLOO(store, rank, size, options)
+
+    def _complete(self) -> None:
         """All connections stand, and strangers have no business here any more. The store may get more from members."""
-        sockets = opening.targets()
-        self._reach = _Opened(sockets)
-        self.peers = peers(sockets.values())
+        reach = self._reach
+        if reach is None:  # it was given up
+            return
+        self._whole = {**(self._whole or {}), **reach.now()}  # those that have been closed since are not forgotten
+        self.peers = peers(self._whole.values())
         if self._offer is not None:
             self._offer.admit_only(self.peers)
-        self._close_doors(sockets.values())
-
-    def _close_doors(self, descriptors: Iterable[int]) -> None:
-        """Gloo makes a listener for each group, and no use of it once all members are connected."""
-        # NCCL's are among them otherwise, and it connects when it first needs to; so does gloo if it is told to.
-        if self._backend == "gloo" and not os.environ.get("TORCH_GLOO_LAZY_INIT"):
-            for fd in set(listeners(descriptors)) - Offer.listeners():
-                admit_only(fd, ())
+        if not os.environ.get("TORCH_GLOO_LAZY_INIT"):  # else gloo connects when it first needs to
+            admit_only(self._door, ())
 
     def _open_store(self, formation: Formation, offer: Offer | None) -> Any:
         """A client of rank 0's store. On rank 0 too: the server's own client must outlive an abort of this group."""
+        self._reach = reach = Connections()
+        address, port = parted(formation.store)
+        reach.others = frozenset({endpoint(address, port)})
         if formation.rank == 0:
             if offer is None or offer.endpoint != formation.store:
                 raise ValueError("the store that was offered is not there any more")
             offer.admit_all()
             self._offer = offer
-        client = TCPStore(*parted(formation.store), is_master=False, wait_for_workers=False, timeout=TIMEOUT)
+            reach.doors = frozenset({port})
+        client = TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=TIMEOUT)
+        if self._given_up:
+            raise ValueError("it was given up")
         self._store = PrefixStore(f"epoch/{formation.epoch}", client)
         return self._store
 
     def _init(self, formation: Formation) -> None:
+        """Make it torch's default group. From now on all gloo groups that torch makes are of this epoch."""
         # torch numbers groups, and the number is in the store's keys; a forming that failed has used one up here only.
         dist.distributed_c10d._world.group_count = 0
+        dist.distributed_c10d.ProcessGroupGloo = _Maker(self)
         hook = sys.excepthook
         dist.init_process_group(
             self._backend,
@@ -237,19 +230,19 @@ class Group:
 
     def drop(self) -> None:
         """It was prepared for nothing."""
-        self._made = self._store = self._offer = None
+        self._made = self._store = self._offer = self._gloo = None
 
     def abort(self) -> None:
         """Make every rank that blocks in this group raise. To be repeated until it has left: it may still be forming."""
         reach = self._reach
         if reach is None:
             return
-        targets = reach.targets()
+        targets = reach.now()
         if self._reach is not reach:  # left meanwhile: what was listed may belong to the next epoch
             return
         for inode, fd in targets.items():
-            _shut_down(fd, inode)
-        if isinstance(reach, _Opened) and self._device.type == "cuda" and self._aborting is None:
+            shut_down(fd, inode)
+        if self._whole is not None and self._device.type == "cuda" and self._aborting is None:
             # It may wait as long as the group's time-out; the caller's patience is shorter.
             self._aborting = threading.Thread(target=self._abort_nccl, name="nbelastic-abort", daemon=True)
             self._aborting.start()
@@ -258,66 +251,73 @@ class Group:
         torch.cuda.set_device(self._device)  # or the abort opens a context on GPU 0
         dist.distributed_c10d._abort_process_group()
 
-    @contextlib.contextmanager
-    def extending(self) -> Iterator[None]:
-        """Connections that are opened inside belong to this epoch too: subgroups are aborted with it."""
-        known = self._reach.targets() if self._reach is not None else {}
-        before = {inode: fd for inode, fd in _sockets().items() if inode not in known}
-        self._reach = opening = _Opening(before)
-        try:
-            yield
-        finally:
-            self._reach = _Opened(opening.targets())
-            self._close_doors(self._reach.sockets.values())
-
     def intact(self) -> bool:
         """Whether every connection of the formed group still stands: then no collective failed for a peer's sake."""
-        if not isinstance(self._reach, _Opened):
+        if self._whole is None:
             return False
-        now = _sockets()
+        now = open_sockets()
         poll = select.poll()
-        for inode, fd in self._reach.sockets.items():
+        for inode, fd in self._whole.items():
             if now.get(inode) != fd:
                 return False
             poll.register(fd, select.POLLRDHUP)
         return not poll.poll(0)
 
-    def connections(self) -> Collection[str]:
-        """Those that are open, by inode."""
-        reach = self._reach
-        return reach.targets().keys() if reach is not None else ()
-
-    def leave(self, *, sparing: Collection[str] = ()) -> None:
-        """Close it. The connections first, but for these: two ranks that leave on their own could wait for each other."""
-        if isinstance(self._reach, _Opened):
-            kept = {inode: fd for inode, fd in self._reach.sockets.items() if inode not in sparing}
-            self._reach = _Opened(kept)
+    def leave(self) -> None:
+        """Close it. The connections first: two ranks that leave on their own could wait for each other."""
+        self._given_up = True  # a thread that still builds it stops
         self.abort()
         if self._aborting is not None:
             self._aborting.join(NCCL_PATIENCE)
             if self._aborting.is_alive():  # nothing on this GPU will move again in this process
                 os._exit(STUCK)
+        dist.distributed_c10d.ProcessGroupGloo = GLOO
         _kept.append([*dist.distributed_c10d._world.pg_map, self._store, self._offer])
         if dist.is_initialized():
             with contextlib.suppress(RuntimeError):  # an aborted group has nothing left to shut down in order
                 dist.destroy_process_group()
-        self._store = self._offer = self.subgroups = None
-        self._reach = None
+        self._store = self._offer = self.subgroups = self._gloo = None
+        self._reach = self._whole = None
         if len(_kept) > KEPT:
             threading.Thread(target=_kept.popleft().clear, name="nbelastic-drop", daemon=True).start()
 
 
-class _Handover:
-    """Stands in for the class of gloo's groups: to make one is to get the one that was made before."""
+class _Maker:
+    """Stands in for torch's class of gloo groups: those that are made belong to the epoch."""
 
-    def __init__(self, made: Any) -> None:
-        self._made = made
+    def __init__(self, group: Group) -> None:
+        self._group = group
 
-    def __call__(self, *_: Any, **__: Any) -> Any:
-        return self._made
+    def __call__(self, store: Any, rank: int, size: int, timeout: timedelta = TIMEOUT) -> Any:
+        return self._group.make_gloo(store, rank, size, timeout)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(GLOO, name)
 
     def __instancecheck__(self, thing: Any) -> bool:
-        return thing is self._made
+        return isinstance(thing, GLOO)
+
+
+def _new_device() -> tuple[Any, int, Endpoint]:
+    """A device of gloo's on this process's interface, its listener's descriptor, and where that listens."""
+    interface = os.environ.get("GLOO_SOCKET_IFNAME", "")
+    while True:
+        before = open_sockets()
+        device = GLOO.create_device(interface=interface) if interface else GLOO.create_default_device()
+        new = listeners(fd for inode, fd in open_sockets().items() if inode not in before)
+        if len(new) == 1:  # else another thread has just opened one too
+            return device, *new.popitem()
+
+
+@contextlib.contextmanager
+def _failing() -> Iterator[None]:
+    """What torch makes of a store that somebody has changed is nothing that the user's program has raised."""
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, RuntimeError):
+            raise
+        raise RuntimeError(f"the group could not be formed: {type(error).__name__}: {error}") from error
 
 
 def collectives() -> int:
@@ -333,43 +333,3 @@ def collectives_of_all() -> int:
 def _begun(group: Any) -> int:
     kinds = {str(kind.type) for kind in group._device_types}
     return sum(int(group._get_backend(torch.device(kind))._get_sequence_number_for_group()) for kind in kinds)
-
-
-def _sockets() -> dict[str, int]:
-    """The sockets of this process: `socket:[inode]` -> file descriptor."""
-    found = {}
-    for name in os.listdir("/proc/self/fd"):
-        try:
-            target = os.readlink(f"/proc/self/fd/{name}")
-        except OSError:
-            continue
-        if target.startswith("socket:"):
-            found[target] = int(name)
-    return found
-
-
-def _over_network(fd: int) -> bool:
-    """Whether it is no socket between processes of this machine, such as a data loader's."""
-    try:
-        duplicate = socket.socket(fileno=os.dup(fd))
-    except OSError:  # closed
-        return False
-    with duplicate:
-        return duplicate.family in (socket.AF_INET, socket.AF_INET6)
-
-
-def _shut_down(fd: int, inode: str) -> None:
-    """Shut a connection down, never a listener: the process's gloo device shares it with the next epoch.
-
-    The descriptor may have been closed and given to another file meanwhile: only the duplicate's own inode counts.
-    """
-    try:
-        duplicate = os.dup(fd)
-    except OSError:  # closed
-        return
-    if f"socket:[{os.fstat(duplicate).st_ino}]" != inode:
-        os.close(duplicate)
-        return
-    with contextlib.suppress(OSError), socket.socket(fileno=duplicate) as connection:
-        if not connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-            connection.shutdown(socket.SHUT_RDWR)

@@ -41,6 +41,7 @@ REPEAT = 2.0  # seconds after which an unanswered word is said again
 ABORT_EVERY = 0.02
 ABORT_PATIENCE = 0.3  # seconds that an aborted main thread may sleep in a collective
 FORMING_PATIENCE = 0.1  # seconds that an aborted group may take to stop connecting before it is left behind
+LEAVE_PATIENCE = 10.0  # seconds that closing a group may take
 REPORT_EVERY = 0.25
 BUSY_EVERY = 5.0
 VERDICT = 0.25  # seconds within which the word that ends the job follows the abort, if the error is its end
@@ -68,6 +69,8 @@ class Session:
         self.job = ""
         self.formation: wire.Formation | None = None
         self.group: Group | None = None
+        self._left: Group | None = None  # while it is being closed
+        self._left_at = 0.0
         self._rank = 0  # the last one it had in this job
         self.epoch = 0  # the last epoch that was left
         self.commits = 0  # in this epoch
@@ -304,10 +307,11 @@ class Session:
         """Close the epoch's group, if there is one."""
         self.formation = None
         self.account.formed = False
-        group, self.group = self.group, None
-        if group is not None:
-            following = self._ahead.group
-            group.leave(sparing=following.connections() if following is not None else ())
+        self._left, self.group = self.group, None
+        if self._left is not None:
+            self._left_at = time.monotonic()
+            self._left.leave()
+        self._left = None
 
     def _hear(self, timeout: float) -> wire.Message | None:
         try:
@@ -429,7 +433,9 @@ class Session:
         self._send_progress(now)
         group, following = self.group, self._ahead.group
         gone = following is None or not self._over(following.epoch) or self._ahead.abort()
-        if group is None or not self._over(group.epoch):
+        if self._left is not None and now - self._left_at > LEAVE_PATIENCE:
+            group = self._left
+        elif group is None or not self._over(group.epoch):
             self._blocked = None
             return REPORT_EVERY if gone else ABORT_EVERY
         group.abort()

@@ -8,6 +8,7 @@ import torch
 from nbelastic.driver.fleet import NCCL
 from nbelastic.worker import rendezvous
 from nbelastic.worker.rendezvous import Group, backend_for
+from nbelastic.worker.sockets import Connections
 
 
 @pytest.fixture
@@ -58,7 +59,7 @@ def test_an_nccl_abort_sets_the_device_first_and_runs_once(monkeypatch):
     start = rendezvous.threading.Thread.start
     monkeypatch.setattr(rendezvous.threading.Thread, "start", lambda thread: (threads.append(thread), start(thread)))
     group = Group(1, torch.device("cuda", 3), "cpu:gloo,cuda:nccl")
-    group._reach = rendezvous._Opened({})
+    group._reach, group._whole = Connections(), {}
     group.abort()
     group.abort()
     for thread in threads:

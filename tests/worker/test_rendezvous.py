@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 
 from nbelastic.core.wire import Formation
-from nbelastic.worker.admission import listeners
 from nbelastic.worker.ahead import Ahead
-from nbelastic.worker.rendezvous import Group, Offer, UnsupportedError, _shut_down, _sockets
+from nbelastic.worker.rendezvous import TIMEOUT, Group, Offer, UnsupportedError
+from nbelastic.worker.sockets import listeners, open_sockets, shut_down
 from tests.process.observing import until
 
 
@@ -73,7 +73,7 @@ def test_a_descriptor_that_was_given_to_another_file_is_left_alone(tmp_path):
     """A connection closed between being listed and being shut down: its number may name any file now, which stays open."""
     with (tmp_path / "file").open("w") as file:
         before = len(os.listdir("/proc/self/fd"))
-        _shut_down(file.fileno(), "socket:[1]")
+        shut_down(file.fileno(), "socket:[1]")
         assert len(os.listdir("/proc/self/fd")) == before
         file.write("still open")
 
@@ -125,7 +125,7 @@ def test_a_group_is_prepared_beside_another_and_takes_its_place():
         assert said == [None]
         assert works()
         offer = ahead.take_offer()
-        group.leave(sparing=ahead.group.connections())
+        group.leave()
         group = ahead.take(epoch)
         group.form(where, offer, ahead.run)
         assert works()
@@ -146,7 +146,7 @@ def test_a_peer_that_died_since_it_was_prepared_is_not_forgotten():
     where, _ = prepare(ahead, 1)
     ahead.run(lambda: None).result()
     with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as gone:
-        ahead.group._reach.sockets[os.readlink(f"/proc/self/fd/{gone.fileno()}")] = gone.fileno()
+        ahead.group._whole[os.readlink(f"/proc/self/fd/{gone.fileno()}")] = gone.fileno()
     group = ahead.take(1)
     group.form(where, ahead.take_offer(), ahead.run)
     assert not group.intact()
@@ -190,13 +190,13 @@ def test_a_preparation_that_cannot_be_woken_spoils_nothing_that_follows(monkeypa
     """A peer was stopped before it connected. The epochs after it are formed beside the thread that waits for it."""
     held, hanging = threading.Event(), threading.Semaphore(0)
 
-    def gloo(*_, **__):
+    def gloo(*_):
         """It waits for a peer to connect."""
         hanging.release()
         held.wait()
 
     with monkeypatch.context() as patch:
-        patch.setattr(dist, "ProcessGroupGloo", gloo)
+        patch.setattr(Group, "_make_first", gloo)
         ahead = Ahead("127.0.0.1")
         prepare(ahead, 1, size=2)
         hanging.acquire()
@@ -249,10 +249,10 @@ def who_comes_in(port):
 def test_strangers_stay_outside_once_a_group_is_formed():
     """Its gloo listener takes nobody any more, its store and the next one's only members; and what is taken is open."""
     ahead, offer = Ahead("127.0.0.1"), Offer("127.0.0.1")
-    before = _sockets()  # by inode: a descriptor's number may be another's soon
+    before = open_sockets()  # by inode: a descriptor's number may be another's soon
     group = Group(1, torch.device("cpu"), "gloo")
     group.form(formation(1, 1, offer), offer, ahead.run)
-    (gloo,) = listeners(fd for name, fd in _sockets().items() if name not in before)
+    (gloo,) = listeners(fd for name, fd in open_sockets().items() if name not in before)
     with socket.socket(fileno=os.dup(gloo)) as one:
         assert who_comes_in(one.getsockname()[1]) == []
     assert who_comes_in(offer.store.port) == ["127.0.0.1"]
@@ -279,3 +279,68 @@ def test_what_torch_makes_of_a_spoiled_store_is_a_failed_forming(monkeypatch):
     monkeypatch.setattr(Group, "_init", spoiled)
     with pytest.raises(RuntimeError, match="could not be formed: ValueError: basic_string"):
         form(1, 1)
+
+
+def test_a_forming_that_was_left_behind_does_not_become_the_default_group(monkeypatch):
+    """Its peer connects after all, when the next epoch's group trains already: that one stays as it is."""
+
+    class EnoughError(Exception):
+        pass
+
+    def enough():
+        if hanging.acquire(blocking=False):
+            raise EnoughError
+
+    held, hanging, made = threading.Event(), threading.Semaphore(0), threading.Event()
+    make = Group._make_first
+
+    def late(group, store, rank, size, timeout=TIMEOUT):
+        """The other rank is there at last: here the group has one member after all."""
+        hanging.release()
+        held.wait()
+        made.set()
+        return make(group, store, rank, 1, timeout)
+
+    ahead, offer = Ahead("127.0.0.1"), Offer("127.0.0.1")
+    with monkeypatch.context() as patch:
+        patch.setattr(Group, "_make_first", late)
+        group = Group(1, torch.device("cpu"), "gloo")
+        with pytest.raises(EnoughError):
+            group.form(formation(1, 2, offer), offer, ahead.run, enough)
+        threads = [thread for thread in threading.enumerate() if thread.name.startswith("nbelastic-ahead")]
+        ahead.leave_behind()
+        group.leave()
+    following = form(2, 1)
+    default = dist.group.WORLD
+    held.set()
+    for thread in threads:
+        thread.join(20)
+    assert made.is_set()
+    assert dist.group.WORLD is default
+    assert works()
+    assert following.intact()
+    following.leave()
+
+
+def test_connections_of_the_users_threads_are_never_cut(monkeypatch):
+    """They are opened while a group is formed, in the middle of it: an abort and the end of the epoch pass them by."""
+    make, theirs = Group._make, []
+
+    def beside(*args):
+        server = socket.create_server(("127.0.0.1", 0))
+        caller = socket.create_connection(server.getsockname())
+        theirs.extend([server, caller, server.accept()[0]])
+        return make(*args)
+
+    monkeypatch.setattr(Group, "_make", beside)
+    group = form(1, 1)
+    mine = dist.new_group([0])
+    dist.all_reduce(torch.ones(1), group=mine)
+    group.abort()
+    group.leave()
+    assert len(theirs) == 6
+    for caller, accepted in (theirs[1:3], theirs[4:6]):
+        caller.sendall(b"still here")
+        assert accepted.recv(10) == b"still here"
+    for one in theirs:
+        one.close()

@@ -1,0 +1,103 @@
+"""The connections of one epoch's process groups, told from all other sockets of this process by what is at their ends.
+
+Other threads of the program open connections at any moment, also while a group is being formed: those are never touched.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+from collections.abc import Iterable, Iterator
+
+Endpoint = tuple[str, int]  # address and port
+_NETWORK = (socket.AF_INET, socket.AF_INET6)
+
+
+class Connections:
+    """Sockets made after this, between listeners of this process (`doors`) and other members (`others`), and the doors."""
+
+    def __init__(self) -> None:
+        self._before = open_sockets()
+        self.doors: frozenset[int] = frozenset()  # ports
+        self.others: frozenset[Endpoint] = frozenset()  # listeners of other members, and the store
+
+    def now(self) -> dict[str, int]:
+        """Those that are open: `socket:[inode]` -> file descriptor. From any thread."""
+        new = {inode: fd for inode, fd in open_sockets().items() if inode not in self._before}
+        return {inode: fd for inode, fd in new.items() if self._is_one(fd)}
+
+    def _is_one(self, fd: int) -> bool:
+        with borrowed(fd) as ours:
+            if ours is None:
+                return False
+            with contextlib.suppress(OSError):  # it is not connected any more, or not yet
+                return endpoint(*ours.getsockname())[1] in self.doors or endpoint(*ours.getpeername()) in self.others
+        return False
+
+
+def open_sockets() -> dict[str, int]:
+    """The sockets of this process: `socket:[inode]` -> file descriptor."""
+    found = {}
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            target = os.readlink(f"/proc/self/fd/{name}")
+        except OSError:
+            continue
+        if target.startswith("socket:"):
+            found[target] = int(name)
+    return found
+
+
+def listeners(descriptors: Iterable[int]) -> dict[int, Endpoint]:
+    """Those that are listening network sockets, and where."""
+    found = {}
+    for fd in descriptors:
+        with borrowed(fd) as ours:
+            if ours is not None and ours.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                found[fd] = endpoint(*ours.getsockname())
+    return found
+
+
+def peers(descriptors: Iterable[int]) -> frozenset[str]:
+    """The addresses at both ends of those that are connections: others on this machine may come from any of its own."""
+    found: set[str] = set()
+    for fd in descriptors:
+        with borrowed(fd) as ours, contextlib.suppress(OSError):  # a listener, or not connected any more
+            if ours is not None:
+                found.update(endpoint(*end)[0] for end in (ours.getpeername(), ours.getsockname()))
+    return frozenset(found)
+
+
+def shut_down(fd: int, inode: str) -> None:
+    """Shut a connection down, never a listener: the process's gloo device shares it with the next epoch.
+
+    The descriptor may have been closed and given to another file meanwhile: only the duplicate's own inode counts.
+    """
+    with borrowed(fd, inode) as connection, contextlib.suppress(OSError):
+        if connection is not None and not connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+            connection.shutdown(socket.SHUT_RDWR)
+
+
+@contextlib.contextmanager
+def borrowed(fd: int, inode: str = "") -> Iterator[socket.socket | None]:
+    """A network socket of Python's for as long; None if `fd` is none, or not the one of `inode` any more."""
+    try:
+        copy = os.dup(fd)
+    except OSError:  # closed
+        yield None
+        return
+    same = not inode or f"socket:[{os.fstat(copy).st_ino}]" == inode
+    try:
+        ours = socket.socket(fileno=copy)
+    except OSError:
+        os.close(copy)
+        yield None
+        return
+    with ours:
+        yield ours if same and ours.family in _NETWORK else None
+
+
+def endpoint(address: object, port: object, *_: object) -> Endpoint:
+    """Of what a socket says of its end: without its zone, and IPv4 as such where an IPv6 socket is used for it."""
+    return str(address).partition("%")[0].removeprefix("::ffff:"), int(str(port))

@@ -1,0 +1,55 @@
+"""Groups that the program makes with torch.distributed belong to the world: ranks blocked in them are woken by a death."""
+
+import os
+import signal
+from pathlib import Path
+
+import nbelastic as nbe
+from tests.process import programs
+from tests.process.observing import Training, until
+
+
+def meet_in_groups(folder):
+    """In every step each rank meets the others in two groups of its own; `waits` is there while the last one does not come."""
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+
+    log = programs.Log(folder)
+    state = nbe.ObjectState(step=0)
+
+    @nbe.elastic
+    def loop(state):
+        pairs, _ = dist.new_subgroups_by_enumeration([[*range(nbe.size())]])
+        mesh = init_device_mesh("cpu", (nbe.size(),), mesh_dim_names=("data",))
+        while not programs.agreed(folder, "finish"):
+            for group in (dist.new_group([*range(nbe.size())]) if state.step == 0 else pairs, mesh.get_group("data")):
+                if nbe.rank() == nbe.size() - 1 and (Path(folder) / "hold").exists():
+                    (Path(folder) / "waits").touch()
+                    while True:
+                        signal.pause()
+                dist.all_reduce(torch.ones(1), group=group)
+            state.step += 1
+            log(step=state.step, epoch=programs.epoch(), sum="")
+            state.commit()
+        return {"step": state.step, "sum": "", "pid": os.getpid()}
+
+    return loop(state)
+
+
+def test_ranks_that_wait_in_a_group_of_their_own_are_woken_and_not_replaced(make, tmp_path):
+    """One rank never comes and is killed: the others raise, and the same processes train on."""
+    training = Training(make("localhost:3", min=1, max=3), tmp_path / "steps", meet_in_groups)
+    for _ in range(3):
+        ranks = training.runs(3)
+        (training.folder / "hold").touch()
+        until((training.folder / "waits").exists)
+        for name in ("hold", "waits"):
+            (training.folder / name).unlink()
+        training.strike(ranks[-1])
+        after = {worker.pid for worker in training.runs(3)}
+        assert {worker.pid for worker in ranks[:-1]} <= after
+    training.finish()
+    lost = [event.text for event in training.cluster.events if event.kind == "worker-lost"]
+    assert all("SIGKILL" in text for text in lost), lost
+    assert len(lost) == 3
