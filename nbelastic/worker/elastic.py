@@ -13,6 +13,7 @@ import torch.distributed as dist
 from nbelastic.core.errors import JobStoppedError, UsageError
 from nbelastic.core.messages import WorkerSucceeded
 from nbelastic.worker import session as _session
+from nbelastic.worker.frameworks import Watch
 from nbelastic.worker.session import Session, WorldAborted, WorldLeft
 from nbelastic.worker.state import State
 from nbelastic.worker.wrapping import wrapping
@@ -53,6 +54,7 @@ class _Loop:
         self._own: BaseException | None = None
 
     def run(self, call: Callable[[], R]) -> R:
+        _frameworks()
         self._state.begin(self._session)
         self._session.rescue = self._rescue
         try:
@@ -96,6 +98,7 @@ class _Loop:
         session = self._session
         try:
             self._enter(formation, offer, again)
+            _frameworks().check()
             with wrapping(self._state._tensors):
                 value = call()
             self._keep()
@@ -124,6 +127,19 @@ class _Loop:
             for callback in self._state.reset_callbacks:
                 callback()
         self._session.formed(took)
+
+
+@functools.cache
+def _frameworks() -> Watch:
+    """One a process, at work since it was first asked for."""
+
+    def size() -> int:
+        formation = _session.current().formation
+        return formation.world_size if formation is not None else 0
+
+    watch = Watch(size)
+    watch.start()
+    return watch
 
 
 def _forget(error: BaseException | None) -> None:

@@ -1,0 +1,101 @@
+"""Frameworks that would train each rank by itself are refused: they look for torchrun's environment, which is not set.
+
+Nothing here imports them. Their classes are wrapped when their modules are there, and what they have made of their world
+is compared with the real one.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.abc
+import sys
+import weakref
+from collections.abc import Callable, Sequence
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+from nbelastic.core.errors import UsageError
+
+ALONE = (
+    "{what} takes this rank for a world of {seen}, and the world has {size} ranks: each would train by itself. "
+    "Write the loop in plain PyTorch with DistributedDataParallel: {name} is not supported inside an elastic function yet."
+)
+
+
+def _processes(accelerator: Any) -> int:
+    return int(accelerator.num_processes)
+
+
+def _world(trainer: Any) -> int:
+    return int(trainer.world_size)
+
+
+# By module: the class in it, what it is called, and how many ranks an instance of it sees.
+_Watched = tuple[str, str, Callable[[Any], int]]
+WATCHED: dict[str, _Watched] = {
+    "accelerate.accelerator": ("Accelerator", "Accelerate (which the Hugging Face Trainer uses too)", _processes),
+    "lightning.pytorch.trainer.trainer": ("Trainer", "Lightning", _world),
+    "pytorch_lightning.trainer.trainer": ("Trainer", "Lightning", _world),
+    "lightning.fabric.fabric": ("Fabric", "Lightning Fabric", _world),
+    "lightning_fabric.fabric": ("Fabric", "Lightning Fabric", _world),
+}
+
+
+class Watch(importlib.abc.MetaPathFinder):
+    """Wraps the classes of WATCHED, now or when their modules are imported. `size()`: the ranks of the world, 0 outside."""
+
+    def __init__(self, size: Callable[[], int]) -> None:
+        self._size = size
+        self._outside: weakref.WeakSet[Any] = weakref.WeakSet()  # made before the world was there
+
+    def check(self) -> None:
+        """UsageError if something that was made before this world sees another one."""
+        for made in self._outside:
+            _compare(made, self._size())
+
+    def start(self) -> None:
+        """For the life of the process."""
+        sys.meta_path.insert(0, self)
+        for name in WATCHED:
+            if name in sys.modules:
+                self._wrap(sys.modules[name])
+
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+        """What the other finders find, with a loader that wraps the class afterwards."""
+        if name not in WATCHED:
+            return None
+        others = (finder for finder in sys.meta_path if finder is not self)
+        spec = next(filter(None, (finder.find_spec(name, path, target) for finder in others)), None)
+        if spec is not None and spec.loader is not None:
+            run = spec.loader.exec_module
+
+            def exec_module(module: ModuleType) -> None:
+                run(module)
+                self._wrap(module)
+
+            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
+
+    def _wrap(self, module: ModuleType) -> None:
+        kind = getattr(module, WATCHED[module.__name__][0], None)
+        if kind is None:
+            return
+        make = kind.__init__
+
+        @functools.wraps(make)
+        def checked(made: Any, *args: Any, **kwargs: Any) -> None:
+            make(made, *args, **kwargs)
+            if self._size():
+                _compare(made, self._size())
+            else:
+                self._outside.add(made)
+
+        kind.__init__ = checked
+
+
+def _compare(made: Any, size: int) -> None:
+    for base in type(made).__mro__:
+        name, title, seen_by = WATCHED.get(base.__module__, ("", "", len))
+        if base.__name__ == name and size > 1 and seen_by(made) != size:
+            raise UsageError(ALONE.format(what=f"{name}()", seen=seen_by(made), size=size, name=title))
