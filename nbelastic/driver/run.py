@@ -152,9 +152,12 @@ class Run:
         _, _, remote = self.outcomes.get(culprit, ("", None, "")) if culprit else ("", None, "")
         rank = end.members.index(culprit) if culprit in end.members else None
         worker = str(culprit) if culprit else ""
-        self.future.set_exception(
-            JobError(f"{self.name} failed: {end.reason}", rank=rank, worker=worker, remote_traceback=remote)
-        )
+        text = f"{self.name} failed: {end.reason}{self._where_to_go_on()}"
+        self.future.set_exception(JobError(text, rank=rank, worker=worker, remote_traceback=remote))
+
+    def _where_to_go_on(self) -> str:
+        plan = self.cell[1] if self.cell is not None else self.call.checkpoints if self.call is not None else None
+        return f"; run it again with checkpoint={plan[0]!r} to go on from its newest checkpoint" if plan else ""
 
     def abandon(self, reason: str, elsewhere: str = "") -> None:
         """The cluster is gone, or is another driver's (`elsewhere` says whose): nobody shall wait for ever."""

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from nbelastic.core.errors import StateError
+from nbelastic.worker.optimizers import frozen
 
 SHARDED = (
     "{name} is sharded over ranks (FSDP, DTensor): a state holds what every rank has whole. "
@@ -52,3 +55,28 @@ def check_kept(name: str, tensors: list[torch.Tensor]) -> None:
             raise StateError(
                 f"{name} keeps {kind} instead of plain tensors, which cannot be sent yet: use a plain torch.optim optimizer."
             )
+
+
+def frozen_value(name: str, value: Any) -> Any:
+    """A copy of a state's value that nothing else changes. StateError if autograd still needs a tensor in it."""
+    try:
+        return frozen(value)
+    except RuntimeError as error:
+        if "graph leaves" in str(error):
+            text = f"{name} holds a tensor with gradients still to come: give its detach() to the state."
+            raise StateError(text) from None
+        raise
+
+
+def only_numbers(values: Mapping[str, Any], left_out: set[str]) -> dict[str, float]:
+    """Those that are numbers. What is none is said on stderr, once a name: `left_out` has the names so far."""
+    numbers = {}
+    for name, value in values.items():
+        try:
+            numbers[name] = float(value)
+        except (TypeError, ValueError):
+            if name not in left_out:
+                left_out.add(name)
+                text = f"report({name}=…) is left out: a report is a number, not {type(value).__name__}."
+                print(f"nbelastic: {text}", file=sys.stderr, flush=True)
+    return numbers

@@ -13,7 +13,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -21,17 +21,24 @@ from nbelastic.core.errors import StateError
 from nbelastic.core.wire import Formation
 from nbelastic.worker import backward, generators, saving
 from nbelastic.worker import optimizers as opt
-from nbelastic.worker.copies import Part, put_all
+from nbelastic.worker.copies import Part
 from nbelastic.worker.layout import Layout
-from nbelastic.worker.memory import fits
 from nbelastic.worker.optimizers import frozen
-from nbelastic.worker.refused import check, check_kept
+from nbelastic.worker.refused import check, check_kept, frozen_value, only_numbers
 from nbelastic.worker.rendezvous import collectives
 from nbelastic.worker.saving import Saving
 from nbelastic.worker.session import Session
-from nbelastic.worker.transfer import Channel, check_plain, compare, describe, destinations, rebuild, shape_of
-
-T = TypeVar("T")
+from nbelastic.worker.transfer import (
+    Channel,
+    at_once,
+    check_plain,
+    compare,
+    describe,
+    destinations,
+    rebuild,
+    receive,
+    shape_of,
+)
 
 LARGE = (torch.nn.Module, torch.nn.Parameter, torch.optim.Optimizer)
 SEVERAL = "several steps a commit"
@@ -67,6 +74,7 @@ class State:
         self._mark = 0  # the count of collectives at the first of them
         self._accumulating = False  # a backward pass since the last step
         self._note: dict[str, Any] = {}
+        self._unreported: set[str] = set()  # names of values that were no numbers
         self.commits = 0
         self.reset_callbacks: list[Callable[[], object]] = []
         for name, value in values.items():
@@ -107,8 +115,9 @@ class State:
         `total` is how many commits the job will make: `report(loss=loss.item(), total=3000)` lets the dashboard say how
         long it will take.
         """
-        if self._session is not None:
-            self._session.report = {name: float(value) for name, value in values.items()}
+        if self._session is None:
+            return
+        self._session.report = only_numbers(values, self._unreported)
 
     def commit(self) -> None:
         """The point that recovery returns to. Every rank calls it, equally often; right after the step is best.
@@ -123,7 +132,7 @@ class State:
                 self._copy_from_now_on(SEVERAL)
         elif self._tensors.changed():
             self._copy_from_now_on(self._outside())
-        elif self._accumulating and any(p.grad is not None for p in self._names):
+        elif self._accumulating and self._grouped and any(p.grad is not None for p in self._names):
             return
         self._steps, self._accumulating = Counter(), False
         self.commits += 1
@@ -187,10 +196,8 @@ class State:
         """The elastic loop begins: nothing has been committed yet, and the start is what a break returns to."""
         self.end()
         self._session = session
-        optimizers = self._of(torch.optim.Optimizer)
-        self._hooks += [optimizer.register_step_pre_hook(self._stepping) for optimizer in optimizers]
-        if optimizers:
-            self._hooks.append(backward.Registered(self._accumulated))
+        self._hooks += [o.register_step_pre_hook(self._stepping) for o in self._of(torch.optim.Optimizer)]
+        self._hooks.append(backward.Registered(self._accumulated))
         self.commits, self._steps, self._copying = 0, Counter(), ""
         self._survey()
         check_plain(describe(self._small(), []))
@@ -222,30 +229,17 @@ class State:
         """Send the state, or receive it: whoever holds a commit goes on holding it until all of the newer one has come."""
         session = self._session
         assert session is not None
-        beside = where.type != "cuda"  # NCCL's operations belong to the stream of the main thread
-
-        def run(task: Callable[[], T]) -> T:
-            return session.apart(task) if beside else task()
-
-        def receive(places: list[torch.Tensor]) -> None:
-            if session.account.holds and fits(places, where, neighbours):
-                arrived = [torch.empty_like(place) for place in places]
-                run(lambda: channel.move_tensors(arrived))
-                session.account.holds = False  # until all of them are in place
-                put_all(places, arrived)
-            else:
-                session.account.holds = False
-                channel.move_tensors(places)
-
+        apart = session.apart if where.type != "cuda" else at_once  # NCCL's operations belong to this thread's stream
         if channel.receives:
-            described = run(lambda: channel.move_object(None))
-            self._accept(described, where, receive)
-            session.account.holds = True
+            account = session.account
+            described = apart(lambda: channel.move_object(None))
+            self._accept(described, where, lambda places: receive(channel, places, account, apart, neighbours))
+            account.holds = True
         else:
             outgoing: list[torch.Tensor] = []
             contents = describe(self._contents(), outgoing)
-            run(lambda: channel.move_object(contents))
-            run(lambda: channel.move_tensors(outgoing))
+            apart(lambda: channel.move_object(contents))
+            apart(lambda: channel.move_tensors(outgoing))
 
     def _accept(
         self, described: dict[str, Any], where: torch.device, fill: Callable[[list[torch.Tensor]], object]
@@ -300,12 +294,10 @@ class State:
 
     def _check_kept(self) -> None:
         """Look at what the optimizers keep when they have begun to keep it, and whenever it becomes more."""
-        optimizers = self._named(torch.optim.Optimizer)
-        kept = sum(len(optimizer.state) for optimizer in optimizers.values())
-        if kept != self._kept:
-            for name, optimizer in optimizers.items():
+        known, self._kept = self._kept, sum(len(optimizer.state) for optimizer in self._of(torch.optim.Optimizer))
+        if self._kept != known:
+            for name, optimizer in self._named(torch.optim.Optimizer).items():
                 check_kept(name, opt.tensors(optimizer))
-            self._kept = kept
 
     def _small(self) -> dict[str, Any]:
         """Counters and whatever has a `state_dict()`, by name."""
@@ -391,22 +383,12 @@ class State:
         self._tensors.commit(self._large() if self._tensors.keep else ())
         optimizers = self._of(torch.optim.Optimizer)
         self._note = {
-            "small": {name: self._frozen(name, value) for name, value in self._small().items()},
+            "small": {name: frozen_value(name, value) for name, value in self._small().items()},
             "buffers": buffers,
             "groups": [opt.settings(optimizer) for optimizer in optimizers],
             "entries": [opt.entries(optimizer) for optimizer in optimizers] if self._tensors.keep else [],
             "random": generators.states(),
         }
-
-    def _frozen(self, name: str, value: Any) -> Any:
-        try:
-            return frozen(value)
-        except RuntimeError as error:  # torch copies no tensor that autograd has made
-            if "graph leaves" in str(error):
-                raise StateError(
-                    f"{name} holds a tensor with gradients still to come: give its detach() to the state."
-                ) from None
-            raise
 
 
 class ObjectState(State):

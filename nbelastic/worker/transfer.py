@@ -7,13 +7,20 @@ from __future__ import annotations
 
 import io
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from nbelastic.core.errors import StateError
+from nbelastic.worker.copies import put_all
+from nbelastic.worker.memory import fits
+
+if TYPE_CHECKING:
+    from nbelastic.worker.account import Account
+
+R = TypeVar("R")
 
 LARGE = 1 << 20  # bytes; a larger tensor is sent as it lies
 TENSOR = "\0tensor"  # begins what stands in a description for a tensor: (TENSOR, index, shape, dtype, device type)
@@ -78,7 +85,7 @@ class Channel:
         self._root = root
         self._receivers = tuple(receivers)
         self._rank = rank
-        self._device = device
+        self.device = device
         self._group = dist.group.WORLD  # a thread that is left behind must not reach the next epoch's
         self._all = len(self._receivers) == world_size - 1 or device.type == "cuda"
         self.receives = rank in self._receivers
@@ -108,9 +115,9 @@ class Channel:
             except Exception as error:  # noqa: BLE001  (pickling fails in many ways)
                 raise _not_plain(error) from None
             data = torch.frombuffer(bytearray(buffer.getbuffer()), dtype=torch.uint8)
-        length = torch.tensor([data.numel()], dtype=torch.int64, device=self._device)
+        length = torch.tensor([data.numel()], dtype=torch.int64, device=self.device)
         self.move(length)
-        body = data.to(self._device) if self.sends else torch.empty(int(length), dtype=torch.uint8, device=self._device)
+        body = data.to(self.device) if self.sends else torch.empty(int(length), dtype=torch.uint8, device=self.device)
         self.move(body)
         if self.sends:
             return value
@@ -123,12 +130,12 @@ class Channel:
         """Send these tensors, or receive into them, in place: large ones as they lie, small ones by the bucket."""
         works, packed = [], []
         for bucket in _buckets(tensors):
-            if len(bucket) == 1 and bucket[0].is_contiguous() and bucket[0].device == self._device:
+            if len(bucket) == 1 and bucket[0].is_contiguous() and bucket[0].device == self.device:
                 works += self.begin(bucket[0].detach().view(-1))
                 continue
-            flat = torch.empty(sum(t.numel() for t in bucket), dtype=bucket[0].dtype, device=self._device)
+            flat = torch.empty(sum(t.numel() for t in bucket), dtype=bucket[0].dtype, device=self.device)
             if self.sends:
-                torch.cat([t.reshape(-1).to(self._device) for t in bucket], out=flat)
+                torch.cat([t.reshape(-1).to(self.device) for t in bucket], out=flat)
             works += self.begin(flat)
             packed.append((flat, bucket))
         _wait(works)
@@ -136,6 +143,33 @@ class Channel:
             for flat, bucket in packed:
                 for piece, tensor in zip(flat.split([t.numel() for t in bucket]), bucket, strict=True):
                     tensor.copy_(piece.view(tensor.shape))
+
+
+def at_once(task: Callable[[], R]) -> R:
+    """Run `task` here."""
+    return task()
+
+
+def receive(
+    channel: Channel,
+    places: list[torch.Tensor],
+    account: Account,
+    apart: Callable[[Callable[[], None]], None],
+    neighbours: int,
+) -> None:
+    """Receive into `places`, by way of memory of its own if this rank holds a state now and there is enough for that.
+
+    `account.holds` is False from the moment from which the tensors are of two commits. `apart` runs a transfer in a
+    thread that may be left behind; so many processes on this machine (`neighbours`) may receive at the same time.
+    """
+    if account.holds and fits(places, channel.device, neighbours):
+        arrived = [torch.empty_like(place) for place in places]
+        apart(lambda: channel.move_tensors(arrived))
+        account.holds = False  # until all of them are in place
+        put_all(places, arrived)
+    else:
+        account.holds = False
+        channel.move_tensors(places)
 
 
 def _wait(works: list[Any]) -> None:

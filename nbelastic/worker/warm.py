@@ -27,6 +27,16 @@ class WarmUp:
 
 def _first_time() -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        _train()
+    finally:  # or the first world would find a default group that is not its own
+        dist.destroy_process_group()
+    buffer = io.BytesIO()
+    torch.save({"a": [1, (2, "b")]}, buffer)
+    torch.load(io.BytesIO(buffer.getvalue()), weights_only=True)
+
+
+def _train() -> None:
     generator = torch.Generator()  # the global one is the user's
     with torch.random.fork_rng(devices=[]):
         model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.ReLU())
@@ -37,7 +47,3 @@ def _first_time() -> None:
         ddp(torch.rand(2, 2, generator=generator)).sum().backward()
         optimizer.step()
     del ddp  # before its group: its destructor holds the GIL, and the group's waits for threads that may need it
-    buffer = io.BytesIO()
-    torch.save({"a": [1, (2, "b")]}, buffer)
-    torch.load(io.BytesIO(buffer.getvalue()), weights_only=True)
-    dist.destroy_process_group()

@@ -9,9 +9,11 @@ from types import SimpleNamespace
 
 import pytest
 
+from nbelastic.core import messages as m
 from nbelastic.core.world import Limits, World
 from nbelastic.driver import status
 from nbelastic.driver.live import POINTS, Curve, Live
+from nbelastic.driver.run import Run
 from nbelastic.driver.status import snapshot
 from tests.core.story import wid
 
@@ -122,3 +124,14 @@ def test_the_time_of_a_status_follows_a_clock_that_is_set(monkeypatch):
     assert snapshot("c", World(Limits()), Live(), 10.0).time == 1000.0
     clocks.time = lambda: 4600.0
     assert snapshot("c", World(Limits()), Live(), 10.0).time == 4600.0
+
+
+def test_a_job_that_failed_says_where_it_can_go_on():
+    """Its checkpoints are named, if it has any."""
+    for plan, hint in (
+        (None, ""),
+        (("/runs/one", 100, 3), "; run it again with checkpoint='/runs/one' to go on from its newest checkpoint"),
+    ):
+        run = Run("job-1", ("code", plan), None)
+        run.end(m.EndJob("job-1", "failed", "all workers died", ()))
+        assert str(run.future.exception()) == f"job-1 failed: all workers died{hint}"

@@ -74,7 +74,7 @@ def train(folder: str, ahead: int, dying: str, scarce: bool = False) -> list[tup
     import torch
     import torch.distributed as dist
 
-    from nbelastic.worker import state as state_of
+    from nbelastic.worker import transfer
 
     model = torch.nn.ParameterList([torch.nn.Parameter(torch.zeros(ELEMENTS)) for _ in range(TENSORS)])
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
@@ -89,7 +89,7 @@ def train(folder: str, ahead: int, dying: str, scarce: bool = False) -> list[tup
     if dying:
         interrupt(folder, {"sends": 1, "receives": SIZE - 1 - ahead}, dies)
     if scarce:
-        state_of.fits = lambda *_: False
+        transfer.fits = lambda *_: False
 
     def look(where: str) -> None:
         values = [(float(p.min()), float(p.max())) for p in model]

@@ -276,8 +276,15 @@ def test_reports_are_numbers(begun):
     state = begun(ObjectState())
     state.report(loss=torch.tensor(0.5), step=3)
     assert state._session.report == {"loss": 0.5, "step": 3.0}
-    with pytest.raises((TypeError, ValueError)):
-        state.report(loss="low")
+
+
+def test_what_is_no_number_is_left_out_of_a_report(begun, capsys):
+    """Text does not end the job: one line says that it is not shown, once a name."""
+    state = begun(ObjectState())
+    for _ in range(2):
+        state.report(phase="warmup", loss=0.5)
+    assert state._session.report == {"loss": 0.5}
+    assert capsys.readouterr().err == "nbelastic: report(phase=…) is left out: a report is a number, not str.\n"
 
 
 def test_it_is_of_the_public_names():
