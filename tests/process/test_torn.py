@@ -1,10 +1,16 @@
 """A large state is on its way when its sender or a receiver dies: nobody goes on from a mixture of two commits."""
 
+import contextlib
+import os
+import random
+import signal
+import time
+
 import pytest
 
 import nbelastic as nbe
 from tests.process import torn
-from tests.process.observing import until
+from tests.process.observing import ranked, until
 
 
 @pytest.fixture(scope="module")
@@ -22,7 +28,9 @@ def run(cluster, tmp_path):
 
     def start(*args, **options):
         until(lambda: sum(w.state == "ready" for w in cluster.workers) == torn.SIZE)
-        jobs.append(cluster.run(torn.train, str(tmp_path), *args, **options))
+        folder = tmp_path / str(len(jobs))
+        folder.mkdir()
+        jobs.append(cluster.run(torn.train, str(folder), *args, **options))
         return jobs[-1]
 
     yield start
@@ -55,3 +63,21 @@ def test_without_memory_and_without_another_holder_the_job_fails_in_words(cluste
     """Nothing but mixtures is left: the job says that it has lost its state, and does not go on from one."""
     error = str(run(1, "sends", scarce=True).exception(timeout=60))
     assert "no worker is left that holds the training state" in error
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(600)
+def test_a_sender_that_is_killed_or_stopped_at_any_moment_tears_nothing(cluster, run):
+    """Twenty times, up to 0.35 s after the break: every job comes to its end, and every state is whole."""
+    chance = random.Random(1)
+    for attempt in range(20):
+        known = len(cluster.events)
+        job = run(1, "")
+        until(lambda known=known: any(event.kind == "world-broken" for event in cluster.events[known:]))
+        (root, *_) = ranked(cluster)
+        time.sleep(chance.uniform(0.0, 0.35))  # the moment is what is tested
+        if attempt % 2:
+            os.kill(root.pid, signal.SIGSTOP)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(root.pid, signal.SIGKILL)
+        assert last_of(job.result(timeout=60)) == {(torn.LAST, True)}
