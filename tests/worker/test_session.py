@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 
 import msgspec
 import pytest
@@ -15,7 +16,7 @@ from nbelastic.core.delivery import WINDOW
 from nbelastic.link import Keys
 from nbelastic.worker.printed import BOUND
 from nbelastic.worker.rendezvous import Group
-from nbelastic.worker.session import Session, WorldLeft
+from nbelastic.worker.session import Session, WorldAborted, WorldLeft
 
 EPOCH = 7
 
@@ -176,3 +177,39 @@ def test_a_new_driver_hears_of_a_program_that_begins(session):
     session._receive(wire.Welcome(3))
     (here,) = said(session)
     assert (here.job, here.busy, here.stopped) == ("job-2", True, "")
+
+
+def test_a_transfer_that_an_abort_does_not_wake_is_left_behind(session):
+    """The main thread goes on; what the transfer writes to is used by nobody any more."""
+    held = threading.Event()
+    session._receive(wire.Abort(EPOCH, "gone"))
+    with pytest.raises(WorldAborted):
+        session.apart(held.wait)
+    held.set()
+
+
+def test_a_transfer_says_how_it_ended(session):
+    """Its result, or its own error; also when the abort has come by then."""
+    assert session.apart(lambda: 7) == 7
+    session._receive(wire.Abort(EPOCH, "gone"))
+    assert session.apart(lambda: 8) == 8
+    with pytest.raises(RuntimeError, match="Connection closed"):
+        session.apart(lambda: Failing().wait())
+
+
+class Failing:
+    def wait(self):
+        raise RuntimeError("Connection closed by peer")
+
+
+def test_a_worker_that_hangs_while_it_closes_a_group_ends(session, monkeypatch):
+    """Nobody else waits for it in that epoch: it is replaced after some seconds."""
+    ended = []
+    monkeypatch.setattr(session, "_end_stuck", lambda: ended.append(1))
+    monkeypatch.setattr("nbelastic.worker.stuck.Blocked.stuck_for", lambda *_: 1.0)
+    session._left, session.group, session._left_at = session.group, None, time.monotonic()
+    session._tick()
+    assert ended == []
+    session._left_at -= 60
+    session._tick()
+    assert ended == [1]
