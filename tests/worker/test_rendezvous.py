@@ -6,6 +6,7 @@ import socket
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -344,3 +345,27 @@ def test_connections_of_the_users_threads_are_never_cut(monkeypatch):
         assert accepted.recv(10) == b"still here"
     for one in theirs:
         one.close()
+
+
+def test_an_abort_reaches_the_groups_that_the_program_makes():
+    """Two members meet in a group of their own; one waits there for the other, and an abort makes it raise."""
+    offer, members = Offer("127.0.0.1"), [Group(1, torch.device("cpu"), "gloo") for _ in range(2)]
+    store = dist.HashStore()
+
+    def join(rank):
+        where = Formation(1, rank, 2, rank, 2, 0, 1, offer.endpoint, 0, (), (("a", 2),))
+        members[rank].prepare(where, offer if rank == 0 else None)
+        default = members[rank].make_gloo(store, rank, 2)
+        return default, members[rank].make_gloo(dist.PrefixStore("own", store), rank, 2)
+
+    with ThreadPoolExecutor(2) as pool:
+        both = [*pool.map(join, range(2))]
+        together = [pool.submit(own.allreduce([torch.ones(1)]).wait) for _, own in both]
+        assert [one.result(20) for one in together] == [True, True]
+        assert [member.intact() for member in members] == [True, True]
+        alone = pool.submit(both[1][1].allreduce([torch.ones(1)]).wait)
+        while not alone.done():
+            members[1].abort()
+        with pytest.raises(RuntimeError):
+            alone.result()
+    assert not members[0].intact()
