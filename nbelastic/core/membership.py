@@ -11,7 +11,7 @@ from typing import assert_never
 
 from msgspec.structs import replace
 
-from nbelastic.core import epochs, jobs, liveness, mesh, networks, planned, setup, staffing, standstill, waits
+from nbelastic.core import epochs, jobs, liveness, mesh, networks, planned, setup, staffing, standstill, stopping, waits
 from nbelastic.core import messages as m
 from nbelastic.core.world import NEVER, HostPhase, Stage, Worker, WorkerState, World, first, less, put
 
@@ -37,7 +37,7 @@ def step(world: World, event: m.Event, now: float) -> tuple[World, tuple[m.Comma
     if world.probing:  # after the mesh, which may have left out a host with which a newcomer is probed
         world = networks.progress(world, now, out)
     if world.stopping:
-        world = _retire(world, now, out)
+        world = stopping.retire(world, now, out)
     if world.trial is not None or world.outdated:
         world = setup.progress(world, now, out)
     world = planned.progress(staffing.let_in(world, now), now, out)
@@ -86,9 +86,9 @@ def _pass_time(world: World, now: float, out: Commands) -> World:
     """What has a deadline of its own, and it has come. Time passes with every event, not only with `Ticked`."""
     limits = world.limits
     if world.linger_until and now >= world.linger_until:
-        world = _kill_lingering(world, now, out)
+        world = stopping.kill_lingering(world, now, out)
     if now >= world.setup_by:
-        world = _kill_overdue(world, now, out)
+        world = stopping.kill_overdue(world, now, out)
     if world.suspects and now >= world.suspect_since + limits.timeouts.grace:
         world = _break_unexplained(world, now, out)
     world = waits.act(world, now, out)
@@ -97,32 +97,6 @@ def _pass_time(world: World, now: float, out: Commands) -> World:
         text = f"{ready} of min {limits.min} workers ready for {limits.patience:g} s (elastic_timeout)"
         world = jobs.end(world, "failed", f"{text}; {staffing.shortage(world, now)}", now, out)
     return staffing.staff(world, now, out) if now >= world.wake_at else world
-
-
-def _kill_lingering(world: World, now: float, out: Commands) -> World:
-    """Programs that were told to stop have not: first those that hold no training state are killed, at the end all."""
-    job, timeouts = world.active, world.limits.timeouts
-    name, late = (job.name, job.late) if job else ("", frozenset())
-    told = [w for w, worker in world.workers.items() if worker.job and (worker.job != name or w in late)]
-    over = now >= world.linger_last
-    stuck = [w for w in told if over or not world.workers[w].has_state]
-    world = replace(world, linger_until=0.0 if len(stuck) == len(told) else world.linger_last)
-    for w in stuck:
-        limit = timeouts.stop if world.workers[w].has_state else timeouts.leave
-        text = f"{w} did not stop within {limit:g} s and is killed"
-        out.append(m.Record("worker-killed", text, host=w.host, worker=str(w)))
-        world = epochs.lose(world, (w,), f"{w} did not stop", now, out, keep=True)
-    return staffing.stop_workers(world, stuck, out, kill=True)
-
-
-def _kill_overdue(world: World, now: float, out: Commands) -> World:
-    """Their setup cells have not ended, and their engines take no other code."""
-    late, world = setup.overdue(world, now)
-    for w in late:
-        out.append(m.StopWorker(w, kill=True))
-        why = f"{w} had not ended a setup cell after {world.limits.timeouts.setup:g} s and was killed"
-        world = epochs.gone(world, w, why, now, out)
-    return world
 
 
 def _take(world: World, event: m.Event, now: float, out: Commands) -> World:
@@ -175,7 +149,7 @@ def _take(world: World, event: m.Event, now: float, out: Commands) -> World:
         case m.JobStopRequested(job=job, reason=reason):
             return jobs.end(world, "stopped", reason, now, out) if world.active and world.active.name == job else world
         case m.StopRequested():
-            return _stop(world, event, now, out)
+            return stopping.stop(world, event, now, out)
         case m.WorkerAt():
             return standstill.heard(waits.heard(world, event, now), event, now, out)
         case m.StoodStill() | m.WentOn():
@@ -214,7 +188,7 @@ def _take_order(world: World, event: Order, now: float, out: Commands) -> World:
 def _discovery_failed(world: World, reason: str, now: float, out: Commands) -> World:
     """Fatal only if it has never answered and no other host is known; otherwise the hosts stay as they are."""
     if not world.discovered and not world.hosts:
-        return _stop(world, m.StopRequested(f"host discovery failed: {reason}"), now, out)
+        return stopping.stop(world, m.StopRequested(f"host discovery failed: {reason}"), now, out)
     out.append(m.Record("discovery-failed", reason))
     return world
 
@@ -389,49 +363,6 @@ def _program_returned(world: World, w: m.WorkerId, now: float, out: Commands) ->
     job = world.active
     assert job is not None
     return jobs.finish(replace(world, job=replace(job, ended=job.ended | {w})), now, out)
-
-
-def _stop(world: World, event: m.StopRequested, now: float, out: Commands) -> World:
-    """The cluster is to end: programs first, which may write a last checkpoint, then the agents that they run on."""
-    reason = event.reason
-    if not world.stopping:
-        world = jobs.end(replace(world, stopping=reason), "stopped", f"the cluster was stopped: {reason}", now, out)
-        # of the others nothing will be heard that one could wait for
-        there = {name: host for name, host in world.hosts.items() if host.phase is not HostPhase.LOST}
-        runs = any(worker.job for worker in world.workers.values())
-        world = replace(
-            world,
-            workers={w: replace(worker, state=WorkerState.STOPPED) for w, worker in world.workers.items()},
-            hosts={name: replace(host, phase=HostPhase.DRAINING) for name, host in there.items()},
-            stopped=frozenset(world.workers),
-            starting=frozenset(),
-            failed=frozenset(),
-            probing={},
-            trial=None,
-            setup_by=NEVER,
-            still=None,
-            wake_at=NEVER,
-            linger_until=world.linger_until if runs else 0.0,
-        )
-    if event.within is not None and world.linger_until:
-        last = min(world.linger_last, now + event.within)
-        world = replace(world, linger_until=min(world.linger_until, last), linger_last=last)
-    return world
-
-
-def _retire(world: World, now: float, out: Commands) -> World:
-    """Agents are told to end whose workers' programs have ended, or had their time. The last ones are not waited for long."""
-    busy = {w.host for w, worker in world.workers.items() if worker.job} if world.linger_until else frozenset()
-    idle = [name for name in world.hosts if name not in world.retired and name not in busy]
-    if idle:
-        out.extend(m.StopAgent(name) for name in idle)
-        close_by = now + world.limits.timeouts.close
-        return replace(world, retired=world.retired.union(idle), close_by=close_by)
-    if now >= world.close_by:
-        for name in [name for name in world.hosts if name in world.retired]:
-            world = epochs.host_gone(world, name, "it did not end in time", now, out)
-        world = replace(world, close_by=NEVER)
-    return world
 
 
 def exit_text(code: int) -> str:

@@ -1,0 +1,80 @@
+"""The end of the cluster, and of programs and setup cells that have had their time."""
+
+from __future__ import annotations
+
+from msgspec.structs import replace
+
+from nbelastic.core import epochs, jobs, setup, staffing
+from nbelastic.core import messages as m
+from nbelastic.core.world import NEVER, HostPhase, WorkerState, World
+
+Commands = list[m.Command]
+
+
+def stop(world: World, event: m.StopRequested, now: float, out: Commands) -> World:
+    """The cluster is to end: programs first, which may write a last checkpoint, then the agents that they run on."""
+    reason = event.reason
+    if not world.stopping:
+        world = jobs.end(replace(world, stopping=reason), "stopped", f"the cluster was stopped: {reason}", now, out)
+        # of the others nothing will be heard that one could wait for
+        there = {name: host for name, host in world.hosts.items() if host.phase is not HostPhase.LOST}
+        runs = any(worker.job for worker in world.workers.values())
+        world = replace(
+            world,
+            workers={w: replace(worker, state=WorkerState.STOPPED) for w, worker in world.workers.items()},
+            hosts={name: replace(host, phase=HostPhase.DRAINING) for name, host in there.items()},
+            stopped=frozenset(world.workers),
+            starting=frozenset(),
+            failed=frozenset(),
+            probing={},
+            trial=None,
+            setup_by=NEVER,
+            still=None,
+            wake_at=NEVER,
+            linger_until=world.linger_until if runs else 0.0,
+        )
+    if event.within is not None and world.linger_until:
+        last = min(world.linger_last, now + event.within)
+        world = replace(world, linger_until=min(world.linger_until, last), linger_last=last)
+    return world
+
+
+def retire(world: World, now: float, out: Commands) -> World:
+    """Agents are told to end whose workers' programs have ended, or had their time. The last ones are not waited for long."""
+    busy = {w.host for w, worker in world.workers.items() if worker.job} if world.linger_until else frozenset()
+    idle = [name for name in world.hosts if name not in world.retired and name not in busy]
+    if idle:
+        out.extend(m.StopAgent(name) for name in idle)
+        close_by = now + world.limits.timeouts.close
+        return replace(world, retired=world.retired.union(idle), close_by=close_by)
+    if now >= world.close_by:
+        for name in [name for name in world.hosts if name in world.retired]:
+            world = epochs.host_gone(world, name, "it did not end in time", now, out)
+        world = replace(world, close_by=NEVER)
+    return world
+
+
+def kill_lingering(world: World, now: float, out: Commands) -> World:
+    """Programs that were told to stop have not: first those that hold no training state are killed, at the end all."""
+    job, timeouts = world.active, world.limits.timeouts
+    name, late = (job.name, job.late) if job else ("", frozenset())
+    told = [w for w, worker in world.workers.items() if worker.job and (worker.job != name or w in late)]
+    over = now >= world.linger_last
+    stuck = [w for w in told if over or not world.workers[w].has_state]
+    world = replace(world, linger_until=0.0 if len(stuck) == len(told) else world.linger_last)
+    for w in stuck:
+        limit = timeouts.stop if world.workers[w].has_state else timeouts.leave
+        text = f"{w} did not stop within {limit:g} s and is killed"
+        out.append(m.Record("worker-killed", text, host=w.host, worker=str(w)))
+        world = epochs.lose(world, (w,), f"{w} did not stop", now, out, keep=True)
+    return staffing.stop_workers(world, stuck, out, kill=True)
+
+
+def kill_overdue(world: World, now: float, out: Commands) -> World:
+    """Their setup cells have not ended, and their engines take no other code."""
+    late, world = setup.overdue(world, now)
+    for w in late:
+        out.append(m.StopWorker(w, kill=True))
+        why = f"{w} had not ended a setup cell after {world.limits.timeouts.setup:g} s and was killed"
+        world = epochs.gone(world, w, why, now, out)
+    return world
