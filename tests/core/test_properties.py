@@ -476,8 +476,8 @@ class AnyStory(RuleBasedStateMachine):
         if world.held:  # a member hangs, so that nobody can be joined with it
             assert "is left out" in world.reason, world.reason
             return
-        if world.put_off and world.stage in (Stage.RUNNING, Stage.PREPARING, Stage.ASKED):
-            assert story.silent & world.ranked, "it alone holds the state, and is asked again and again"
+        asked = world.stage in (Stage.RUNNING, Stage.PREPARING, Stage.ASKED)
+        if asked and world.put_off and story.silent & world.ranked:  # it alone holds the state, and never answers
             return
         size = len(world.members)
         if world.stage is Stage.RUNNING:

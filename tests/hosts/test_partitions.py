@@ -97,6 +97,25 @@ def test_two_hosts_that_do_not_reach_each_other(network, trains):
     assert len(training.finish(timeout=LONG)) == 3
 
 
+def test_a_newcomer_that_does_not_reach_one_member(network, trains):
+    """The training goes on as if nobody had come; the newcomer is told which host it does not reach. Healed, it joins."""
+    network.add("h4")
+    training = trains("h1:1,h2:1,h3:1", min=1)
+    training.runs(3, timeout=LONG)
+    up = [event.host for event in training.cluster.events if event.kind == "host-up"]
+    middle = up[1]  # neither the first nor the last that was admitted
+    network.cut_between("h4", middle)
+    with undisturbed(training):
+        training.cluster.add_host("h4:1")
+        (said, *_) = until(lambda: texts(training.cluster, "host-unreachable", "h4"), LONG, "h4 to be left out")
+        assert re.match(rf"h4: reaches the driver but not its peers \({middle} at \S+\); tried again in", said)
+        goes_on(training)
+    assert not texts(training.cluster, "change-planned") + texts(training.cluster, "world-broken")
+    network.heal()
+    training.runs(4, timeout=LONG)
+    assert len(training.finish(timeout=LONG)) == 4
+
+
 @pytest.mark.soak
 @pytest.mark.timeout(300)
 def test_a_slow_host_is_not_a_lost_one(network, trains):

@@ -274,6 +274,21 @@ def test_who_is_busy_with_other_things_is_not_taken_for_stuck(trains):
     assert len(events(training, "worker-lost")) == 1
 
 
+def test_a_survivor_that_never_wakes_is_replaced(trains):
+    """A rank sleeps ten minutes when another dies: nobody else waits for it longer than `recover`, and no step is lost."""
+    kwargs = {"slow": {"sleep": 600.0}}
+    training = trains("localhost:3", min=1, max=3, timeouts={"recover": 3}, kwargs=kwargs)
+    training.runs(3)
+    (training.folder / "sleep").touch()
+    sleeper = int(until(lambda: (f := training.folder / "sleep.begun").exists() and f.read_text()))
+    asleep = next(w.id for w in ranked(training.cluster) if w.pid == sleeper)
+    training.strike(next(w for w in ranked(training.cluster) if w.pid != sleeper))
+    training.runs(3)
+    assert sleeper not in {result["pid"] for result in training.finish()}
+    replaced = [event.text for event in events(training, "worker-lost") if event.worker == asleep]
+    assert replaced == [f"{asleep} did not leave epoch 1 while others waited"]
+
+
 def test_what_a_dead_worker_had_started_ends_with_it(make):
     """Data loaders and other children of a killed worker do not live on."""
     cluster = make("localhost:2", min=2)

@@ -69,6 +69,17 @@ def begun(training):
     return where.pop()
 
 
+def test_a_stopped_cluster_writes_its_last_checkpoint(runs, tmp_path):
+    """`cluster.stop()` lets the program end first: no commit is lost that was made before."""
+    training = runs(1, "localhost:2", every=1000)
+    training.runs(2)
+    until(lambda: training.lines()[-1]["step"] > 20)
+    made = training.lines()[-1]["step"]
+    training.cluster.stop(timeout=60)
+    (last,) = kept(tmp_path)
+    assert last >= made
+
+
 def done(training):
     (training.folder / "finish").touch()
     results = training.job.result(timeout=30)
