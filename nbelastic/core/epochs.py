@@ -79,9 +79,10 @@ def lose(world: World, gone: Iterable[m.WorkerId], why: str, now: float, out: Co
     return world if world.stage is Stage.GATHERING else break_epoch(world, why, now, out)
 
 
-def unseat(world: World, ids: Iterable[m.WorkerId]) -> World:
+def unseat(world: World, ids: Iterable[m.WorkerId], now: float) -> World:
     """Survivors of a broken epoch that are not to be in the next: they come back as newcomers when they have left this one."""
     those = frozenset(ids)
+    world = replace(world, workers=world.workers | {w: replace(world.workers[w], since=now) for w in those})
     world = seat(world, tuple(w for w in world.members if w not in those))
     return replace(
         world,

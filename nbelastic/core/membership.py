@@ -11,7 +11,20 @@ from typing import assert_never
 
 from msgspec.structs import replace
 
-from nbelastic.core import epochs, jobs, liveness, mesh, networks, planned, setup, staffing, standstill, stopping, waits
+from nbelastic.core import (
+    epochs,
+    jobs,
+    liveness,
+    mesh,
+    networks,
+    planned,
+    setup,
+    staffing,
+    standstill,
+    starting,
+    stopping,
+    waits,
+)
 from nbelastic.core import messages as m
 from nbelastic.core.world import NEVER, HostPhase, Stage, Worker, WorkerState, World, first, less, put
 
@@ -96,7 +109,7 @@ def _pass_time(world: World, now: float, out: Commands) -> World:
         ready = len(world.members) + len(world.waiting)
         text = f"{ready} of min {limits.min} workers ready for {limits.patience:g} s (elastic_timeout)"
         world = jobs.end(world, "failed", f"{text}; {staffing.shortage(world, now)}", now, out)
-    return staffing.staff(world, now, out) if now >= world.wake_at else world
+    return staffing.staff(starting.overdue(world, now, out), now, out) if now >= world.wake_at else world
 
 
 def _take(world: World, event: m.Event, now: float, out: Commands) -> World:

@@ -25,7 +25,7 @@ def add(world: World, spec: m.HostSpec, now: float, out: Commands, *, by: str, b
     if old is None:
         out.append(m.Record("host-added", f"{spec.name} with {_slots(spec.slots)} by {by}", host=spec.name))
         out.append(m.StartAgent(spec))
-        host = Host(spec, joined=world.joined, slots=(unused,) * spec.slots, by_hand=by_hand)
+        host = Host(spec, joined=world.joined, slots=(unused,) * spec.slots, since=now, by_hand=by_hand)
         return replace(world, joined=world.joined + 1, hosts={**world.hosts, spec.name: host})
     slots = tuple(replace(slot, strikes=0, cooling_until=0.0, reason="") for slot in old.slots)
     slots += (unused,) * (spec.slots - len(slots))
@@ -192,19 +192,24 @@ def staff(world: World, now: float, out: Commands) -> World:
     wanted = world.limits.wanted - _staying(world)
     changed: dict[str, Host] = {}
     started: list[m.WorkerId] = []
-    wake = NEVER
+    wake = min((comes_by(world, w) for w in world.starting), default=NEVER)
     for name, host in world.hosts.items():
         if host.phase is HostPhase.LOST and host.retry_at <= now:
             out.append(m.StartAgent(host.spec))
-            changed[name] = replace(host, phase=HostPhase.STARTING)
+            changed[name] = replace(host, phase=HostPhase.STARTING, since=now)
+            wake = min(wake, now + world.limits.timeouts.agent)
         elif host.phase is HostPhase.LOST:
             wake = min(wake, host.retry_at)
+        elif host.phase is HostPhase.STARTING:
+            wake = min(wake, speaks_by(world, host))
         elif host.phase is HostPhase.UP and not host.full and wanted > len(started):
             filled, fresh, cooled_at = _fill(host, wanted - len(started), now)
             wake = min(wake, cooled_at)
             if fresh:
                 changed[name] = filled
                 started += fresh
+    if started:
+        wake = min(wake, now + world.limits.timeouts.worker)
     if not changed:
         return world if world.wake_at == wake else replace(world, wake_at=wake)
     out.extend(m.StartWorker(w) for w in started)
@@ -236,6 +241,23 @@ def tell_of_room(before: World, world: World, out: Commands) -> None:
 def _asked(world: World) -> int:
     slots = sum(host.spec.slots for host in world.hosts.values() if host.phase is not HostPhase.DRAINING)
     return int(min(slots, world.limits.asked))
+
+
+def speaks_by(world: World, host: Host) -> float:
+    """When its agent must have spoken."""
+    silent = host.phase is HostPhase.STARTING and host.spec.name not in world.probing
+    return host.since + world.limits.timeouts.agent if silent else NEVER
+
+
+def comes_by(world: World, w: m.WorkerId) -> float:
+    """When its engine must have come; or when it must be out of an epoch that it was told to leave as a newcomer."""
+    worker, timeouts = world.workers[w], world.limits.timeouts
+    match worker.state:
+        case WorkerState.STARTING if not worker.registered:  # what it runs then has deadlines of its own
+            return worker.since + timeouts.worker
+        case WorkerState.RUNNING:
+            return worker.since + timeouts.recover
+    return NEVER
 
 
 def _fill(host: Host, wanted: float, now: float) -> tuple[Host, list[m.WorkerId], float]:

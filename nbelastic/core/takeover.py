@@ -179,7 +179,7 @@ def _hosts(
         if name in agents and old.phase is not HostPhase.LOST:
             hosts[name] = _found(old, agents[name], number, now)
         elif name in coming and old.phase is HostPhase.STARTING:
-            hosts[name] = _starting(old)
+            hosts[name] = _starting(old, now)
         else:
             hosts[name] = _without_agent(old, now, out)
     unwanted = [name for name in agents if name not in hosts or hosts[name].phase is HostPhase.LOST]
@@ -206,8 +206,8 @@ def _hosts(
     return networks.widen(world, now, out) if networks.wide(world) else world
 
 
-def _starting(old: SavedHost) -> Host:
-    return Host(old.spec, old.joined, _empty(old, old.newest), strikes=old.strikes, by_hand=old.by_hand)
+def _starting(old: SavedHost, now: float) -> Host:
+    return Host(old.spec, old.joined, _empty(old, old.newest), since=now, strikes=old.strikes, by_hand=old.by_hand)
 
 
 def _empty(old: SavedHost, newest: int) -> tuple[Slot, ...]:
@@ -217,7 +217,7 @@ def _empty(old: SavedHost, newest: int) -> tuple[Slot, ...]:
 def _found(old: SavedHost, agent: AgentHello, number: int, now: float) -> Host:
     """Its agent lives. One that was not admitted yet is admitted like any other."""
     if old.phase is HostPhase.STARTING and not agent.newest:
-        return _starting(old)
+        return _starting(old, now)
     busy = {w.slot: w.incarnation for w, _ in agent.workers}
     count = max([old.spec.slots, *(slot + 1 for slot in busy), *(slot + 1 for slot in agent.newest)])
     slots = tuple(

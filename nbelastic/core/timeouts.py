@@ -10,6 +10,8 @@ A_MEMBER = 0.05  # seconds that each member adds to what all of them connect for
 class Timeouts(Struct, frozen=True):
     """In seconds. What is done at each deadline is in the table of `docs/how-it-works.md`."""
 
+    agent: float = 120.0  # a host's agent says that it is there; then the host is lost, and tried again
+    worker: float = 300.0  # a worker's engine takes code; then it is replaced
     settle: float = 1.0  # a ready newcomer waits so long for others that are starting
     grace: float = 1.0  # a broken connection waits so long for the news of a death
     setup: float = 600.0  # a setup cell runs on a worker; then that one is killed and replaced

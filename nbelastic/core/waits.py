@@ -179,7 +179,7 @@ def _part(world: World, late: Collection[m.WorkerId], why: str, now: float, out:
     """The next world is formed without newcomers that did not come in. When that did not help either, others are replaced."""
     if len(late) < len(world.members):
         new = [w for w in late if not world.workers[w].has_state]
-        world = staffing.hold_back(epochs.unseat(world, new), new, why, now, out)
+        world = staffing.hold_back(epochs.unseat(world, new, now), new, why, now, out)
         late = [w for w in late if w not in new]
     if world.unformed < TWICE:
         return world

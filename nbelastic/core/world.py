@@ -95,7 +95,7 @@ class Host(Struct, frozen=True):
     joined: int  # its seniority
     slots: tuple[Slot, ...]
     full: bool = False  # every slot that may be started is busy
-    since: float = 0.0  # when it came up
+    since: float = 0.0  # when it came up or, before that, was started
     phase: HostPhase = HostPhase.STARTING
     reason: str = ""
     strikes: int = 0

@@ -131,7 +131,7 @@ class Cluster:
             reset_limit=reset_limit,
             cooldown=(float(cooldown[0]), float(cooldown[1])),
             stall=None if stall is None else float(stall),
-            timeouts=timeouts_of(timeouts, stop_timeout),
+            timeouts=timeouts_of(timeouts, stop_timeout, launcher),
         )
         self._settings = Settings(
             name=self.name,

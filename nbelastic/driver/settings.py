@@ -14,6 +14,7 @@ from nbelastic.driver.batch import check_options
 from nbelastic.driver.discovery import HostDiscovery
 
 SSH = "ssh"  # the launcher that is no batch system's
+QUEUE = 7 * 24 * 3600.0  # seconds that a batch job may wait before its agent starts
 
 
 class Settings(msgspec.Struct, frozen=True):
@@ -70,11 +71,11 @@ class Settings(msgspec.Struct, frozen=True):
             check(not self.launcher_options, "launcher_options go with a batch launcher: name it as launcher.")
 
 
-def timeouts_of(given: Mapping[str, float] | None, stop: float) -> Timeouts:
+def timeouts_of(given: Mapping[str, float] | None, stop: float, launcher: str) -> Timeouts:
     """The times of `Cluster(timeouts=…, stop_timeout=…)`. UsageError for a name or a number that cannot be."""
     check(stop >= 0, f"stop_timeout={stop:g}: at least 0 seconds.")
     known = [name for name in Timeouts.__struct_fields__ if name != "stop"]
-    chosen = {}
+    chosen = {} if launcher == SSH else {"agent": QUEUE}
     for name, seconds in (given or {}).items():
         check(name in known, f"timeouts: {name!r} is not one of {', '.join(known)}.")
         try:

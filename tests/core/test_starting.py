@@ -1,0 +1,56 @@
+"""Agents and workers that never come up are not waited for without end."""
+
+from __future__ import annotations
+
+from nbelastic.core import messages as m
+from nbelastic.core.membership import deadline
+from nbelastic.core.world import HostPhase, Stage
+from tests.core.story import Story, wid
+
+
+def test_an_agent_that_never_speaks_is_given_up():
+    """ssh has started it, and nothing is heard: after two minutes the host is lost, with the reason, and tried again."""
+    story = Story("a:1", min=1)
+    story.answers.clear()
+    assert deadline(story.world, story.now) == story.now + 120.0
+    story.wait(120.0)
+    host = story.world.hosts["a"]
+    assert (host.phase, host.reason) == (HostPhase.LOST, "its agent has said nothing for 120 s")
+    assert story.last(m.StopAgent) == m.StopAgent("a")
+    story.wait(5.0)
+    assert (story.world.hosts["a"].phase, len(story.commands(m.StartAgent))) == (HostPhase.STARTING, 2)
+    story.answer()
+    assert story.alive() == ["a/0#1"]
+
+
+def test_a_host_that_is_tried_again_has_its_time_again():
+    """Its second agent is not given up for what the first one took."""
+    story = Story("a:1", min=1).lose_host("a")
+    story.wait(100.0)
+    story.answers.clear()
+    story.wait(24.9)
+    assert story.world.hosts["a"].phase is HostPhase.STARTING
+    story.wait(0.2)
+    assert story.world.hosts["a"].phase is HostPhase.LOST
+
+
+def test_a_worker_whose_engine_never_comes_is_replaced():
+    """It was forked, and takes no code: after five minutes it is killed, which is a strike against its slot."""
+    story = Story("a:2", min=2)
+    story.hear(m.AgentReady)
+    story._unsay(wid("a/1#1"), m.WorkerStarted, m.WorkerRegistered)
+    story.answer().submit().quiet(299.9)
+    assert m.StopWorker(wid("a/1#1"), kill=True) not in story.said
+    story.quiet(0.2)
+    assert story.last(m.StopWorker) == m.StopWorker(wid("a/1#1"), kill=True)
+    assert story.records("worker-lost") == ["a/1#1 has not come up within 300 s"]
+    assert (story.world.stage, story.names) == (Stage.RUNNING, ["a/0#1", "a/1#2"])
+
+
+def test_a_program_may_take_its_time_to_begin():
+    """It loads data before it comes to the elastic function: that is the user's, and elastic_timeout bounds it."""
+    story = Story("a:1", min=1, elastic_timeout=None)
+    story.answer()
+    story.silent.add(wid("a/0#1"))
+    story.submit().wait(5000.0)
+    assert story.commands(m.StopWorker) == []
