@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -47,7 +48,8 @@ def run(tmp_path):
         (tmp_path / "test_it.py").write_text(text)
         plugins = ("-p", "tests.support.soak", "-p", "tests.support.skips", "-p", "no:cacheprovider")
         command = [sys.executable, "-m", "pytest", "-v", *plugins, *arguments, str(tmp_path / file)]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+        outer = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+        done = subprocess.run(command, cwd=ROOT, env=outer, capture_output=True, text=True, timeout=60, check=False)
         return done.returncode, done.stdout + done.stderr
 
     return of
