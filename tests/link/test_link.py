@@ -16,7 +16,7 @@ import zmq
 from nbelastic import link
 from nbelastic.core import messages as m
 from nbelastic.core import wire
-from nbelastic.core.delivery import RESENT, WINDOW, Delivery
+from nbelastic.core.delivery import KEPT, RESENT, WINDOW, Delivery
 from nbelastic.link import MAX_MESSAGE, Hub, Keys, Spoke, encode
 from tests.support.waiting import until_async as until
 
@@ -624,3 +624,24 @@ def test_who_is_forgotten_stays_forgotten():
                 assert not there.hub._deliveries
 
     asyncio.run(story())
+
+
+def test_words_that_are_given_up_are_told(caplog):
+    """To a driver that is away so many words wait and no more; the log says once that the oldest are lost."""
+
+    async def story():
+        async with place() as there:
+            await there.hub.stop()
+            one = Spoke(there.hub.address, there.keys.for_clients(), NAME, wire.ToWorker, lambda _: None)
+            one.start()
+            for number in range(KEPT + 5):
+                one.send(m.WorkerOffered(W, 1, number))
+            await until(lambda: one._delivery.given_up == 5)
+            assert one._delivery.waiting == KEPT
+            await asyncio.to_thread(one.close)
+
+    with caplog.at_level(logging.WARNING, "nbelastic.link"):
+        asyncio.run(story())
+    assert [record.message for record in caplog.records] == [
+        "the driver confirms nothing: the oldest messages to it are given up"
+    ]
