@@ -5,7 +5,7 @@ play them, each with its own CURVE connection and the project's delivery. Engine
 
 The cases: `start` until all workers are ready; `form` until a job's world runs; `steady` reports of all workers; `storm`:
 a worker dies and all others raise; `stop`: the driver's process is stopped (SIGSTOP) for 4 s, and a worker sends
-an event in the moment in which it goes on. `caught up` is how long that event takes to be taken.
+an event before it goes on. `caught up` is how long after SIGCONT that event is taken, with all that queues before it.
 """
 
 from __future__ import annotations
@@ -435,16 +435,17 @@ def storm(scale: Scale, number: int, note: Callable[..., None], whole: Callable[
 
 
 def stop(scale: Scale, note: Callable[..., None], whole: Callable[[str, int, list[str]], bool]) -> None:
-    """The driver's process is stopped; a worker sends an event in the moment in which it goes on."""
+    """The driver's process is stopped, and a worker sends an event before it goes on."""
     members, _, thread_before = scale.look()[2:]
     pid = scale.process.pid
     assert pid is not None
     os.kill(pid, signal.SIGSTOP)
-    time.sleep(STOPPED)
+    time.sleep(STOPPED - 0.5)
+    scale.tell("event", members[-1])
+    time.sleep(0.5)
     scale.taken.clear()
     began = time.monotonic()
     os.kill(pid, signal.SIGCONT)
-    scale.tell("event", members[-1])
     scale.until("the event", lambda *_: any(name == "StoreOffered" for at, _, name in scale.taken if at > began))
     at, thread = next((at, cpu) for at, cpu, name in scale.taken if at > began and name == "StoreOffered")
     note(stop_caught_up_s=at - began, stop_thread_CPU_s=thread - thread_before)
