@@ -32,6 +32,8 @@ from nbelastic.worker.sockets import Connections, Endpoint, endpoint, listeners,
 LOOK = 0.02  # seconds between looks at whether to go on waiting for a group
 TIMEOUT = timedelta(minutes=30)  # of a collective: a rank may well evaluate for long; aborts do not wait for it
 
+DEVICES = 20  # of gloo's, until one is told from the listeners that other threads open
+
 KEPT = 2
 # The groups that were left last. A group's destructor waits for gloo's threads, which may need the GIL, or be stuck. Torch
 # lets go of the GIL for it only where Python holds the last reference; where DDP's reducer does (a wrapper that the user
@@ -299,14 +301,18 @@ class _Maker:
 
 
 def _new_device() -> tuple[Any, int, Endpoint]:
-    """A device of gloo's on this process's interface, its listener's descriptor, and where that listens."""
+    """A device of gloo's on this process's interface, its listener's descriptor, and where that listens. Or RuntimeError."""
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "")
-    while True:
+    for _ in range(DEVICES):
         before = open_sockets()
         device = GLOO.create_device(interface=interface) if interface else GLOO.create_default_device()
         new = listeners(fd for inode, fd in open_sockets().items() if inode not in before)
         if len(new) == 1:  # else another thread has just opened one too
             return device, *new.popitem()
+    raise RuntimeError(
+        f"gloo's listener was not found, {DEVICES} times: unset GLOO_DEVICE_TRANSPORT, "
+        "or open no listeners in threads while the world changes."
+    )
 
 
 @contextlib.contextmanager

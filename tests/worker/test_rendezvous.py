@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from nbelastic.core.wire import Formation
+from nbelastic.worker import rendezvous
 from nbelastic.worker.ahead import Ahead
 from nbelastic.worker.rendezvous import TIMEOUT, Group, Offer, UnsupportedError
 from nbelastic.worker.sockets import listeners, open_sockets, shut_down
@@ -369,3 +370,26 @@ def test_an_abort_reaches_the_groups_that_the_program_makes():
         with pytest.raises(RuntimeError):
             alone.result()
     assert not members[0].intact()
+
+
+def test_a_listener_of_another_thread_is_not_taken_for_gloos(monkeypatch):
+    """One is opened in the same moment: gloo's device is made again. Always: the forming fails in words."""
+    listing, theirs = rendezvous.listeners, []
+
+    def beside(descriptors):
+        found = listing(descriptors)
+        if len(theirs) < most:
+            theirs.append(socket.create_server(("127.0.0.1", 0)))
+            found[theirs[-1].fileno()] = theirs[-1].getsockname()
+        return found
+
+    monkeypatch.setattr(rendezvous, "listeners", beside)
+    most = 3
+    _, _, (_, port) = rendezvous._new_device()
+    assert len(theirs) == 3
+    assert port not in [one.getsockname()[1] for one in theirs]
+    most = 100
+    with pytest.raises(RuntimeError, match="gloo's listener was not found, 20 times: unset GLOO_DEVICE_TRANSPORT"):
+        rendezvous._new_device()
+    for one in theirs:
+        one.close()
