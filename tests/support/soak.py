@@ -39,10 +39,18 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     global _soaking
     _soaking = config.option.markexpr == "soak"
-    if config.option.soak_seed is None:  # pytest-xdist hands the options on, so that all its workers have one seed
+    if hasattr(config, "workerinput"):  # of pytest-xdist: its workers must choose the same tests
+        config.option.soak_seed = config.workerinput["soak_seed"]
+    elif config.option.soak_seed is None:
         config.option.soak_seed = random.SystemRandom().randrange(1_000_000)
     if config.option.hypothesis_seed is None:
         config.option.hypothesis_seed = str(config.option.soak_seed)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node) -> None:
+    """Hand the seed to a worker of pytest-xdist."""
+    node.workerinput["soak_seed"] = node.config.option.soak_seed
 
 
 def pytest_report_header(config: pytest.Config) -> str:
