@@ -1247,7 +1247,7 @@ function explain(/** @type {Entry[]} */ entries, /** @type {Entry} */ entry) {
       {},
       element("th", { scope: "row" }, name),
       element("td", {}, milliseconds(ms)),
-      element("td", { "aria-hidden": "true" }, bar),
+      element("td", { "aria-hidden": "true" }, ...(share ? [bar] : [])),
     );
   });
   if (entry.took.all !== undefined) {
