@@ -154,6 +154,13 @@ def test_start_hands_over_only_what_was_given(ip, magics):
     assert "application/vnd.jupyter.widget-view+json" in ip.displayed[0]
 
 
+def test_times_of_waits_are_given_by_name(ip, magics):
+    """Several at once, with commas between them."""
+    ip.run_cell("%elastic_start --stop-timeout 9 --timeouts recover=30,form=120")
+    options = magics.cluster.options
+    assert (options["stop_timeout"], options["timeouts"]) == (9.0, {"recover": "30", "form": "120"})
+
+
 def test_start_without_waiting_or_showing(ip, magics):
     """--no-wait and --no-dashboard do what they say."""
     ip.run_cell("%elastic_start --no-wait --no-dashboard")
