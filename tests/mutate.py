@@ -1,0 +1,292 @@
+"""Mutation testing: change the code in one small place, run the tests, and see whether they notice.
+
+    python tests/mutate.py --seed 7 --count 60
+    python tests/mutate.py --seed 7 --count 10 --files nbelastic/core/rounds.py
+
+Each mutant is run in a temporary copy: tests of the mutated module first, then all of tests/core (or those of the state, of
+tests/worker). The diff of each survivor is printed, and a summary as JSON at the end. Exits with 1 if fewer than 95 % of the
+mutants that are not known to be equivalent were killed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import copy
+import difflib
+import json
+import os
+import random
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parents[1]
+NO_DECISIONS = {"__init__.py", "errors.py", "messages.py", "script_messages.py", "wire.py"}
+CORE = sorted(path for path in (ROOT / "nbelastic" / "core").glob("*.py") if path.name not in NO_DECISIONS)
+STATE = [
+    ROOT / "nbelastic" / "worker" / f"{name}.py"
+    for name in ["state", "sampler", "copies", "transfer", "checkpoint", "optimizers"]
+]
+STATE_TESTS = ["state", "sampler", "commit", "checkpoint", "exactly_once", "session", "transfer", "damaged_checkpoints"]
+ENOUGH = 0.95
+
+KNOWN = [  # equivalents: the module, the line before and after, and why no test can tell them apart
+    ("epochs.py", "if not leavers:", "if False:", "a short cut: what follows changes nothing then"),
+    ("standstill.py", "LEFT = (1 << 62, 1 << 62)", "LEFT = (1 << 62, 1 << 63)", "still beyond everything"),
+    ("rounds.py", "joined=group.joined + 1", "joined=group.joined + 2", "only the order of the numbers counts"),
+    ("state.py", "for index in sorted(places)", "for index in list(places)", "the same walk made the numbers"),
+    ("optimizers.py", "theirs[len(mine):]", "theirs", "the first ones are known to be equal by then"),
+    ("optimizers.py", "strict=True", "strict=False", "both are always of one length"),
+    ("transfer.py", "world_size - 1", "world_size + 1", "never a broadcast on the CPU: slower, with the same result"),
+]
+
+COMPARED = {
+    ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
+    ast.In: ast.NotIn, ast.NotIn: ast.In, ast.Is: ast.IsNot, ast.IsNot: ast.Is,
+}  # fmt: skip
+COMPUTED = {ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.FloorDiv, ast.BitOr: ast.BitAnd, ast.BitAnd: ast.BitOr}
+CALLED = {"min": "max", "max": "min", "any": "all", "all": "any", "sorted": "list"}
+
+
+class Mutant(NamedTuple):
+    """`node` is the place of what is replaced in `ast.walk`; `variant` counts what it can be replaced by."""
+
+    path: Path
+    line: int
+    category: str
+    node: int
+    variant: int
+
+
+def variants(node: ast.AST, attributes: dict[str, list[str]]) -> Iterator[tuple[str, ast.AST]]:
+    """What a node can become: each time one small mistake that somebody could make."""
+    changed = copy.deepcopy(node)
+    match changed:
+        case ast.Compare(ops=[op, *_]) if type(op) in COMPARED:
+            changed.ops[0] = COMPARED[type(op)]()
+            yield "comparison", changed
+        case ast.Constant(value=bool(value)):
+            yield "constant", ast.Constant(not value)
+        case ast.Constant(value=int(value) | float(value)):
+            yield "constant", ast.Constant(value + 1)
+        case ast.BoolOp(op=op, values=values):
+            yield "and/or", ast.BoolOp(ast.Or() if isinstance(op, ast.And) else ast.And(), values)
+            for index in range(len(values)):
+                rest = [value for place, value in enumerate(values) if place != index]
+                yield "operand dropped", rest[0] if len(rest) == 1 else ast.BoolOp(op, rest)
+        case ast.UnaryOp(op=ast.Not(), operand=operand):
+            yield "not", operand
+        case ast.IfExp(test=test, body=body, orelse=orelse):
+            yield "branches swapped", ast.IfExp(test, orelse, body)
+        case ast.If():
+            for value in (True, False):
+                yield "guard", ast.If(ast.Constant(value), changed.body, changed.orelse)
+        case ast.match_case(guard=ast.expr()):
+            changed.guard = None
+            yield "guard", changed
+        case ast.Expr(value=ast.Call()) | ast.Assign() | ast.AugAssign():
+            yield "statement dropped", ast.Pass()
+        case ast.Call(func=ast.Name(id="replace"), keywords=[_, _, *_] as keywords):
+            for index in range(len(keywords)):
+                rest = [each for place, each in enumerate(keywords) if place != index]
+                yield "field dropped", ast.Call(changed.func, changed.args, rest)
+        case ast.Call(func=ast.Name(id=name)) if name in CALLED:
+            changed.func, changed.keywords = ast.Name(CALLED[name]), changed.keywords if name != "sorted" else []
+            yield "call", changed
+        case ast.BinOp(op=op) if type(op) in COMPUTED:
+            changed.op = COMPUTED[type(op)]()
+            yield "operator", changed
+        case ast.Slice(lower=lower, upper=upper) if lower or upper:
+            yield "slice", ast.Slice()
+        case ast.Attribute(value=ast.Name(id=name), attr=attr, ctx=ast.Load()):
+            others = attributes.get(name, [])
+            if len(others) > 1:
+                changed.attr = others[(others.index(attr) + 1) % len(others)]
+                yield "attribute", changed
+
+
+def left_alone(tree: ast.AST) -> set[int]:
+    """Places in `ast.walk` of what is not mutated: strings, asserts, annotations, and the top of a module but functions."""
+    skipped: set[ast.AST] = set()
+    for node in ast.walk(tree):
+        parts: list[ast.AST | None] = []
+        match node:
+            case ast.Assert() | ast.JoinedStr() | ast.Raise() | ast.Import() | ast.ImportFrom():
+                parts = [node]
+            case ast.FunctionDef() | ast.AsyncFunctionDef():
+                arguments = node.args
+                every = (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)
+                parts = [*node.decorator_list, node.returns, *(argument.annotation for argument in every)]
+            case ast.AnnAssign():
+                parts = [node.annotation]
+            case ast.Module():
+                parts = [each for each in node.body if not isinstance(each, ast.FunctionDef | ast.ClassDef)]
+        for part in parts:
+            skipped |= set(ast.walk(part)) if part is not None else set()
+    return {place for place, node in enumerate(ast.walk(tree)) if node in skipped}
+
+
+def mutants(path: Path) -> list[Mutant]:
+    tree = ast.parse(path.read_text("utf-8"))
+    skipped, names = left_alone(tree), _attributes(tree)
+    return [
+        Mutant(path, getattr(node, "lineno", getattr(node, "pattern", node).lineno), category, place, number)
+        for place, node in enumerate(ast.walk(tree))
+        if place not in skipped and (hasattr(node, "lineno") or isinstance(node, ast.match_case))
+        for number, (category, _) in enumerate(variants(node, names))
+    ]
+
+
+def _attributes(tree: ast.AST) -> dict[str, list[str]]:
+    """Those that the module reads of each name, such as `world`."""
+    found: dict[str, set[str]] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and isinstance(node.ctx, ast.Load):
+            found.setdefault(node.value.id, set()).add(node.attr)
+    return {name: sorted(attributes) for name, attributes in found.items()}
+
+
+def source(mutant: Mutant) -> tuple[str, str]:
+    """The module without comments, before and after."""
+    tree = ast.parse(mutant.path.read_text("utf-8"))
+    before = ast.unparse(tree)
+    target = list(ast.walk(tree))[mutant.node]
+    _, new = list(variants(target, _attributes(tree)))[mutant.variant]
+
+    class Replacing(ast.NodeTransformer):
+        def visit(self, node: ast.AST) -> ast.AST:
+            return new if node is target else self.generic_visit(node)
+
+    return before + "\n", ast.unparse(ast.fix_missing_locations(Replacing().visit(tree))) + "\n"
+
+
+def draw(path: Path, count: int, chance: random.Random) -> list[Mutant]:
+    """Categories in turn, one mutant a line, so that frequent kinds of code do not crowd out the others."""
+    by_category: dict[str, list[Mutant]] = {}
+    for mutant in mutants(path):
+        by_category.setdefault(mutant.category, []).append(mutant)
+    drawn: dict[int, Mutant] = {}
+    while by_category and len(drawn) < count:
+        for category in chance.sample(sorted(by_category), len(by_category)):
+            found = [mutant for mutant in by_category[category] if mutant.line not in drawn]
+            if not found:
+                del by_category[category]
+            elif len(drawn) < count:
+                mutant = chance.choice(found)
+                drawn[mutant.line] = mutant
+    return list(drawn.values())
+
+
+def tests_of(path: Path) -> list[list[str]]:
+    """The runs of pytest that a mutant of this module has to pass: its own tests first."""
+    if path.parent.name != "core":
+        return [[f"tests/worker/test_{name}.py" for name in STATE_TESTS]]
+    others = ("test_messages.py", "test_imports.py")
+    every = [file for file in sorted((ROOT / "tests" / "core").glob("test_*.py")) if file.name not in others]
+    named = re.compile(rf"\bcore(\.| import .*){path.stem}\b")
+    own = [file for file in every if path.stem in file.stem or named.search(file.read_text("utf-8"))]
+    own = [file for file in own if "properties" not in file.name]
+    rest = [file for file in every if file not in own]
+    return [[str(file.relative_to(ROOT)) for file in files] for files in (own, rest) if files]
+
+
+def passes(copied: Path, files: list[str], seed: int, limit: float) -> tuple[bool | None, str]:
+    """Whether they do, or None if they were not done within `limit` seconds; and the first test that failed."""
+    plugins = ("pytest_timeout", "_hypothesis_pytestplugin")
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-qx",
+        "-p",
+        "no:cacheprovider",
+        "-o",
+        "addopts=",
+        "--soak-seed",
+        str(seed),
+    ]
+    command += [part for plugin in plugins for part in ("-p", plugin)]
+    environment = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+    try:
+        done = subprocess.run(
+            [*command, *files], cwd=copied, env=environment, capture_output=True, text=True, timeout=limit, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return None, f"not done within {limit:g} s"
+    failed = re.search(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.MULTILINE)
+    return done.returncode == 0, failed[1] if failed else done.stdout[-200:] if done.returncode else ""
+
+
+def judge(mutant: Mutant, copied: Path, seed: int, limit: float) -> dict[str, object]:
+    before, after = source(mutant)
+    name = str(mutant.path.relative_to(ROOT))
+    diff = list(difflib.unified_diff(before.splitlines(), after.splitlines(), name, name, lineterm="", n=2))
+    was, now = ("\n".join(line[1:] for line in diff[2:] if line[0] == sign) for sign in "-+")
+    found = {"file": name, "line": mutant.line, "category": mutant.category}
+    for module, old, new, reason in KNOWN:
+        if mutant.path.name == module and old in was and was.replace(old, new) == now:
+            return {**found, "result": "equivalent", "why": reason}
+    target = copied / name
+    original = target.read_text("utf-8")
+    target.write_text(after, "utf-8")
+    try:
+        for files in tests_of(mutant.path):
+            passed, test = passes(copied, files, seed, limit)
+            if not passed:
+                return {**found, "result": "killed" if passed is False else "timeout", "by": test}
+    finally:
+        target.write_text(original, "utf-8")
+    return {**found, "result": "survived", "diff": diff}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seed", type=int, required=True, help="chooses the mutants, and what hypothesis generates")
+    parser.add_argument("--count", type=int, default=60, help="how many mutants, over all files (60)")
+    parser.add_argument("--files", nargs="+", type=Path, default=[*CORE, *STATE], help="modules (core and state)")
+    parser.add_argument("--limit", type=float, default=300.0, help="seconds for each run of pytest (300)")
+    options = parser.parse_args()
+    os.nice(10)
+    chance = random.Random(options.seed)
+    files = [path.resolve() for path in options.files]
+    drawn = [draw(path, -(-options.count // len(files)), chance) for path in files]
+    chosen = [mutants[index] for index in range(max(map(len, drawn))) for mutants in drawn if index < len(mutants)]
+    chosen = chosen[: options.count]
+    results = []
+    with tempfile.TemporaryDirectory(prefix="mutate.") as folder:
+        copied = Path(folder)
+        for part in ("nbelastic", "tests"):
+            shutil.copytree(ROOT / part, copied / part, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copy(ROOT / "pyproject.toml", copied)
+        for runs in {json.dumps(tests_of(mutant.path)) for mutant in chosen}:
+            for run in json.loads(runs):
+                passed, test = passes(copied, run, options.seed, options.limit)
+                if not passed:
+                    print(f"The tests fail without any mutant: {test}.", file=sys.stderr)
+                    return 2
+        for mutant in chosen:
+            found = judge(mutant, copied, options.seed, options.limit)
+            results.append(found)
+            print(
+                f"{found['result']:10} {found['file']}:{found['line']} {found['category']} {found.get('by', '')}",
+                flush=True,
+            )
+            print(*found.get("diff", []), sep="\n", end="\n" if "diff" in found else "", flush=True)
+    counts = {
+        name: sum(found["result"] == name for found in results)
+        for name in ("killed", "timeout", "survived", "equivalent")
+    }
+    judged = len(results) - counts["equivalent"]
+    score = (judged - counts["survived"]) / judged if judged else 1.0
+    print(json.dumps({"seed": options.seed, **counts, "score": round(score, 3), "mutants": results}))
+    return 0 if score >= ENOUGH else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
