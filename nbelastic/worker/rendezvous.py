@@ -290,8 +290,8 @@ class _Maker:
     def __init__(self, group: Group) -> None:
         self._group = group
 
-    def __call__(self, store: Any, rank: int, size: int, timeout: timedelta = TIMEOUT) -> Any:
-        return self._group.make_gloo(store, rank, size, timeout)
+    def __call__(self, store: Any, rank: int, size: int, timeout: timedelta = TIMEOUT, **_options: Any) -> Any:
+        return self._group.make_gloo(store, rank, size, timeout)  # torch 2.15 also gives `enable_reconfigure`: not used
 
     def __getattr__(self, name: str) -> Any:
         return getattr(GLOO, name)

@@ -393,3 +393,16 @@ def test_a_listener_of_another_thread_is_not_taken_for_gloos(monkeypatch):
         rendezvous._new_device()
     for one in theirs:
         one.close()
+
+
+def test_options_that_a_newer_torch_gives_are_taken():
+    """torch 2.15 makes gloo groups with `enable_reconfigure`: the group is made, as with older ones."""
+    made = []
+
+    class FakeGroup:
+        def make_gloo(self, *given):
+            made.append(given)
+            return "a group"
+
+    assert rendezvous._Maker(FakeGroup())("store", 1, 2, timeout=TIMEOUT, enable_reconfigure=False) == "a group"
+    assert made == [("store", 1, 2, TIMEOUT)]
