@@ -94,7 +94,8 @@ def _faults_of_waiting(world: World, now: float) -> Iterator[str]:
     if wait is not None and (wait.stage, wait.epoch, wait.left) != (world.stage, world.epoch, len(world.awaiting)):
         yield f"it waits in {wait.stage} of epoch {wait.epoch} for {wait.left}"
     endless = world.limits.elastic_timeout is None
-    waits = job is not None and bool(world.awaiting) and world.stage is not Stage.RUNNING
+    told = job.late | job.succeeded if job is not None else frozenset()  # their programs are about to end
+    waits = job is not None and bool(world.awaiting - told) and world.stage is not Stage.RUNNING
     if waits and deadline(world, now) == NEVER and not endless:
         yield f"{world.stage} waits for {world.awaiting} without end"
     if job is not None and world.stage is Stage.GATHERING and deadline(world, now) == NEVER and not endless:
