@@ -7,7 +7,7 @@ not is broken like any other in which somebody has died, and its survivors gathe
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -120,13 +120,6 @@ def summary(world: World) -> SavedWorld:
     )
 
 
-def missing(saved: SavedWorld, agents: Mapping[str, AgentHello], workers: Iterable[m.WorkerId]) -> tuple[str, ...]:
-    """Who has not said yet where it is: hosts of which no agent has, and workers of the agents that have."""
-    heard = set(workers)
-    hosts = [host.spec.name for host in saved.hosts if host.spec.name not in agents]
-    return (*hosts, *(str(w) for agent in agents.values() for w, _ in agent.workers if w not in heard))
-
-
 def resume(
     saved: SavedWorld,
     agents: Mapping[str, AgentHello],
@@ -142,6 +135,7 @@ def resume(
     out: Commands = []
     world = _workers(_hosts(saved, agents, coming, now, out), agents, heard, dict(saved.ran), now)
     world = staffing.stop_workers(world, saved.stopped, out)
+    world = _presume(world, saved, heard)
     world = _lost(world, saved, heard, now, out)
     job = world.active
     inside = {}
@@ -294,13 +288,36 @@ def _workers(
     return replace(world, workers=workers, starting=starting, numbered=numbered, epoch=numbered)
 
 
+def _presume(world: World, saved: SavedWorld, heard: Heard) -> World:
+    """Members that were not heard, and whose processes live, train on where all the others train: nothing says otherwise.
+
+    Only if the others are the saved members, by rank, in one whole world. Those not heard may hold the interpreter lock.
+    """
+    job, members = world.active, saved.members
+    known = [heard[w] for w in members if w in heard and _is_there(world, w)]
+    quiet = [w for w in members if w not in heard and _is_there(world, w)]
+    if job is None or not known or not quiet or len(known) + len(quiet) < len(members):
+        return world
+    epoch = max(here.epoch for here in heard.values())
+    for here in known:
+        there = (here.job, here.epoch, here.size) == (job.name, epoch, len(members)) and here.formed
+        if not there or members[here.rank] != here.worker or not _calm(here.word) or here.stopped:
+            return world
+    ran = frozenset(cell.version for cell in world.setup)
+    like = world.workers[known[0].worker]
+    trains = {
+        w: replace(like, id=w, pid=world.workers[w].pid, state=WorkerState.RUNNING, store="", ran=ran) for w in quiet
+    }
+    return replace(world, workers=world.workers | trains, starting=world.starting - trains.keys())
+
+
 def _lost(world: World, saved: SavedWorld, heard: Heard, now: float, out: Commands) -> World:
     """Members that are gone, or that do not answer though their processes live."""
     gone = frozenset(w for w in saved.members if w not in world.workers)
     if gone:
         out.append(m.Record("worker-lost", f"{first(gone)} lost {GONE}"))
     for w in saved.members:
-        if _is_there(world, w) and w not in heard:
+        if _is_there(world, w) and w not in heard and world.workers[w].state is not WorkerState.RUNNING:
             out.append(m.StopWorker(w, kill=True))
             world = epochs.gone(world, w, f"{w} froze (it did not answer a new driver)", now, out)
     return world
@@ -324,6 +341,9 @@ def _world(world: World, saved: SavedWorld, inside: Heard, now: float, out: Comm
     world = jobs.linger(world, now) if late else world
     job = replace(job, formed=True, succeeded=finished, late=late)
     members = _whole(inside)
+    quiet = [w for w in saved.members if _is_there(world, w) and w not in inside]
+    if not members and any(world.workers[w].state is WorkerState.RUNNING for w in quiet):
+        members = saved.members  # as presumed
     if members:
         return _go_on(replace(world, job=replace(job, ranks=members)), members, inside, out)
     ranks = saved.ranks if set(holders) <= set(saved.ranks) else holders
@@ -351,11 +371,12 @@ def _calm(word: object) -> bool:
 
 def _go_on(world: World, members: tuple[m.WorkerId, ...], inside: Heard, out: Commands) -> World:
     """Nobody of this world is disturbed. What was to follow it will not be."""
-    epoch = inside[members[0]].epoch
+    known = [inside[w] for w in members if w in inside]
+    epoch = known[0].epoch
     world = _call_back(seat(world, members), inside, out)
-    for later in range(epoch + 1, max(inside[w].numbered for w in members) + 1):
+    for later in range(epoch + 1, max(here.numbered for here in known) + 1):
         out.append(m.DropWorld(later, members))
-    if any(inside[w].bound for w in members):
+    if any(here.bound for here in known):
         out.append(m.Stay(epoch, members))
     out.append(m.Record("world-found", f"{len(members)} workers train on in epoch {epoch}", epoch=epoch))
     return replace(world, epoch=epoch, stage=Stage.RUNNING, order=m.FormWorld(epoch, members, "", 0, ()))

@@ -198,7 +198,7 @@ class Driver:
     async def _main(self) -> None:
         self._inbox: asyncio.Queue[m.Event] = asyncio.Queue()
         saved = self.notes.found if self.notes is not None else None
-        self._arrivals = Arrivals(saved) if saved is not None else None
+        self._arrivals = Arrivals(saved, self.settings.silence) if saved is not None else None
         self.keys = saved.keys if saved is not None else Keys.make()
         self.term = saved.term + 1 if saved is not None else 1
         self._hub = Hub(self.keys, self._hear, self.settings.heartbeat, self.term, self._is_known)
@@ -492,9 +492,9 @@ class Driver:
         match message:
             case wire.LaunchEnded():
                 self.scripts.launch_ended(message, now)
-            case wire.AgentHello() | wire.WorkerHere() if self._arrivals is not None:
+            case wire.AgentHello() | wire.WorkerHere() | m.WorkerFroze() if self._arrivals is not None:
                 self._arrivals.hear(message)
-            case wire.WorkerHere(worker=w):
+            case wire.WorkerHere():
                 self._late(message)
             case wire.AgentHello():
                 problem = versions.difference(message.versions, versions.here())
@@ -545,7 +545,8 @@ class Driver:
         """It was not heard when this driver took over; or it has just started, and has nothing to tell yet."""
         if here.worker not in self.world.workers:
             return
-        if here.busy:
+        is_in = here.formed and here.epoch == self.world.epoch and here.worker in self.world.members
+        if here.busy and (not is_in or here.bound or here.word is not None):
             self._inbox.put_nowait(m.WorkerFroze(here.worker, "it answered a new driver too late"))
         else:
             self.find(here)

@@ -6,6 +6,7 @@ import asyncio
 import os
 import shutil
 import sys
+import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -103,6 +104,7 @@ class Fleet:
         self._loop = asyncio.get_running_loop()
         self._held: dict[str, _Held] = {}  # by host
         self._started = 0
+        self._expected: dict[str, float] = {}  # peers of another driver that were not heard yet, and since when
         self._doors = Doors(settings.keep, self._workers_asked)
         self._engine_of: dict[m.WorkerId, str] = {}
         self._worker_of: dict[str, m.WorkerId] = {}
@@ -237,8 +239,12 @@ class Fleet:
     def quiet_for(self, who: str | m.WorkerId) -> float:
         """Seconds since this host's agent, or this worker, was heard; 0 if it has said nothing yet."""
         peer = self.peer_of(who) if isinstance(who, str) else f"worker/{who}"
-        heard_at = self._hub.heard_at.get(peer)
+        heard_at = self._hub.heard_at.get(peer, self._expected.get(peer))
         return self._clock.silence(heard_at) if heard_at is not None else 0.0
+
+    def expect(self, w: m.WorkerId) -> None:
+        """It runs, and has not spoken to this driver: from now on its silence counts."""
+        self._expected[f"worker/{w}"] = time.monotonic()
 
     def pass_on(self, command: m.Probe | m.Rehome, workers: Iterable[m.WorkerId]) -> None:
         """What an agent is to do, and of a move what the workers of its host need to know."""
@@ -460,6 +466,7 @@ class Fleet:
                 if self._engines is not None:
                     self._engines.forget(engine)
             self._hub.forget(f"worker/{w}")
+            self._expected.pop(f"worker/{w}", None)
             self.live.steps.pop(w, None)
             self.live.worker_samples.pop(str(w), None)
             self.live.computed_at.pop(str(w), None)

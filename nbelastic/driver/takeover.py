@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import time
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,7 +16,6 @@ from nbelastic import versions
 from nbelastic.core import messages as m
 from nbelastic.core import takeover, wire
 from nbelastic.core.errors import UsageError
-from nbelastic.core.takeover import missing
 from nbelastic.core.world import HostPhase
 from nbelastic.driver.calls import read
 from nbelastic.driver.places import RunDir
@@ -27,7 +27,11 @@ from nbelastic.presence import lives
 if TYPE_CHECKING:
     from nbelastic.driver.driver import Driver
 
-PATIENCE = 3.0  # seconds that agents and workers whose processes live may take to say where they are
+PATIENCE = (
+    3.0  # seconds that agents and workers whose processes live may take to say where they are, and `silence` at least
+)
+A_WORKER = 0.01  # seconds that each worker adds to that
+LOOK = 0.25  # seconds between looks at whether agents' processes still live
 LATE = 5.0  # seconds within which the results of a job that is over are there
 LETTING_GO = 5.0  # seconds that a driver may take to let go
 
@@ -35,31 +39,50 @@ LETTING_GO = 5.0  # seconds that a driver may take to let go
 class Arrivals:
     """Who has said who it is, until all have, or have had their time. Lives in the driver's thread."""
 
-    def __init__(self, saved: Saved) -> None:
-        self._saved = saved
+    def __init__(self, saved: Saved, silence: float) -> None:
+        self._saved, self._patience = saved, max(silence, PATIENCE)
         self._complete = asyncio.Event()
+        self._hosts = {host.spec.name for host in saved.world.hosts if host.spec.name in saved.agents} - coming(saved)
+        self._missing: dict[str, set[m.WorkerId]] = {}  # by the hosts whose agents were heard
         self.agents: dict[str, wire.AgentHello] = {}
         self.workers: dict[m.WorkerId, wire.WorkerHere] = {}
+        self.frozen: list[m.WorkerFroze] = []  # are taken in when the driver has taken over
 
-    def hear(self, message: wire.AgentHello | wire.WorkerHere) -> None:
-        if isinstance(message, wire.AgentHello):
-            self.agents[message.host] = message
-        else:
-            self.workers[message.worker] = message
-        self._look()
+    def hear(self, message: wire.AgentHello | wire.WorkerHere | m.WorkerFroze) -> None:
+        """What a message costs does not grow with the number of workers."""
+        match message:
+            case wire.AgentHello(host=host, workers=workers):
+                self.agents[host] = message
+                self._missing[host] = {w for w, _ in workers if w not in self.workers}
+                self._patience = max(
+                    self._patience, PATIENCE + A_WORKER * sum(len(a.workers) for a in self.agents.values())
+                )
+            case wire.WorkerHere(worker=w):
+                host = w.host
+                self.workers[w] = message
+                self._missing.get(host, set()).discard(w)
+            case m.WorkerFroze(worker=w):  # it will not say anything
+                host = w.host
+                self.frozen.append(message)
+                self._missing.get(host, set()).discard(w)
+        if not self._missing.get(host, {host}):
+            del self._missing[host]
+            self._hosts.discard(host)
+            self._look()
 
     def _look(self) -> None:
-        gone = {host for host, agent in self._saved.agents.items() if agent.process and not lives(agent.process)}
-        gone |= coming(self._saved)
-        here = {host.spec.name for host in self._saved.world.hosts if host.spec.name in self._saved.agents}
-        awaited = set(missing(self._saved.world, self.agents, self.workers))
-        if not awaited - gone - ({host.spec.name for host in self._saved.world.hosts} - here):
+        if not self._hosts and not self._missing:
             self._complete.set()
 
     async def wait(self) -> None:
-        self._look()
-        with suppress(TimeoutError):
-            await asyncio.wait_for(self._complete.wait(), PATIENCE)
+        """The patience grows with the number of workers; agents whose processes have ended are not waited for."""
+        begun = time.monotonic()
+        while not self._complete.is_set() and time.monotonic() < begun + self._patience:
+            agents = self._saved.agents
+            self._hosts -= {host for host in self._hosts if agents[host].process and not lives(agents[host].process)}
+            self._look()
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._complete.wait(), LOOK)
 
 
 def coming(saved: Saved) -> set[str]:
@@ -118,10 +141,15 @@ def take_over(driver: Driver, saved: Saved, arrivals: Arrivals) -> None:
     for here in arrivals.workers.values():
         if here.worker in driver.world.workers:
             driver.find(here)
+    for w in driver.world.workers:
+        if w not in arrivals.workers:
+            driver.fleet.expect(w)
     for host in saved.agents:
         if host not in arrivals.agents and host not in on_the_way:
             driver.fleet.kill_agent(host)
     driver.carry_out(commands, now)
+    for event in arrivals.frozen:
+        driver.take_in(event)
     if saved.job is not None and saved.job.script is not None:
         _go_on_with_script(driver, saved.job, arrivals)
     job = driver.world.job

@@ -434,8 +434,32 @@ def test_a_member_that_is_frozen(noticed):
         away.break_off(1)
     mark = story.mark()
     away.new_driver(frozen=["a/1#1"])
+    story.hear(m.WorkerFroze)
     assert story.commands(m.StopWorker, mark) == [m.StopWorker(wid("a/1#1"), kill=True)]
     assert trains(story.quiet(3.0), "a/0#1", "a/1#2", "b/0#1")
+
+
+def test_a_member_that_has_not_answered_yet_is_not_disturbed():
+    """It holds the interpreter lock, say, and its process runs: it trains on with all others, and is missed by its silence."""
+    story = three()
+    mark = story.mark()
+    Away(story).new_driver(frozen=["a/1#1"])
+    story.answers = []  # its process is not stopped
+    assert disturbed(story, mark) == []
+    assert story.names == ["a/0#1", "a/1#1", "b/0#1"]
+    story.quiet(3.0).commit(3)
+    assert trains(story, "a/0#1", "a/1#1", "b/0#1")
+    story.send(m.WorkerSilent(wid("a/1#1"), 60.0, idle=True))
+    assert trains(story.quiet(3.0), "a/0#1", "a/1#2", "b/0#1")
+
+
+def test_a_member_that_has_not_answered_where_another_is_gone():
+    """The world is not whole, and the others would wait for it: it is replaced, too."""
+    story = three()
+    mark = story.mark()
+    Away(story).kill("b/0#1").new_driver(frozen=["a/1#1"])
+    assert story.commands(m.StopWorker, mark) == [m.StopWorker(wid("a/1#1"), kill=True)]
+    assert trains(story.quiet(3.0), "a/0#1", "a/1#2", "b/0#2")
 
 
 def test_a_newcomer_that_is_frozen_gets_no_program():

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from nbelastic.core import messages as m
-from nbelastic.core.takeover import missing, summary
 from nbelastic.core.world import HostPhase
 from tests.core.away import Away, disturbed, three, trains
 from tests.core.story import Story, wid
@@ -289,11 +288,3 @@ def test_resets_count_on():
     assert trains(story)
     story.kill(story.alive()[0])
     assert "4 resets exceed reset_limit=3" in story.job.reason
-
-
-def test_who_is_missing_is_named():
-    """The driver waits for hosts of which no agent has spoken, and for workers of the agents that have."""
-    story = three()
-    away = Away(story)
-    agents = {"a": away.hello("a")}
-    assert missing(summary(story.world), agents, [wid("a/0#1")]) == ("b", "a/1#1")

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import hashlib
 import itertools
 import json
 import os
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -86,6 +88,21 @@ def train(folder: str, *, pause: float = PAUSE, slow: dict[str, float] | None = 
 
     result: dict[str, Any] = loop(state)
     return result
+
+
+def hold(folder: str, seconds: int = 4) -> dict[str, Any]:
+    """Train; the first rank that finds `folder/hold` holds the interpreter lock for so long, and says nothing meanwhile."""
+
+    def wait() -> None:
+        file = Path(folder) / "hold"
+        while True:
+            with contextlib.suppress(FileNotFoundError):
+                file.rename(file.with_name("held"))
+                ctypes.PyDLL(None).sleep(seconds)
+            time.sleep(0.05)
+
+    threading.Thread(target=wait, daemon=True).start()
+    return train(folder)
 
 
 def _dawdle(folder: str, slow: dict[str, float]) -> None:

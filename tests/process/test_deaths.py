@@ -1,10 +1,7 @@
 """Workers die in many ways, and the training goes on: no step lost, the same numbers on all ranks."""
 
-import contextlib
-import ctypes
 import os
 import signal
-import threading
 import time
 from pathlib import Path
 
@@ -43,20 +40,7 @@ def test_a_worker_dies(trains, which, sig):
 
 def test_a_rank_that_holds_the_interpreter_lock_is_slow(trains):
     """Its process says nothing for four times `silence`, and runs: nobody is killed, and the same world trains on."""
-
-    def holding(folder):
-        def hold():
-            file = Path(folder) / "hold"
-            while True:
-                with contextlib.suppress(FileNotFoundError):  # one rank takes it
-                    file.rename(file.with_name("held"))
-                    ctypes.PyDLL(None).sleep(4)
-                time.sleep(0.05)
-
-        threading.Thread(target=hold, daemon=True).start()
-        return programs.train(folder)
-
-    training = trains("localhost:2", program=holding, min=1, silence=1.0)
+    training = trains("localhost:2", program=programs.hold, min=1, silence=1.0)
     members = training.runs(2)
     (training.folder / "hold").touch()
     (told,) = until(lambda: events(training, "worker-silent"), what="the silent rank to be named")

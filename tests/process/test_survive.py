@@ -222,6 +222,24 @@ def test_an_error_meanwhile(kept):
     cluster.stop()
 
 
+def test_a_rank_that_holds_the_interpreter_lock_while_a_kernel_attaches(kept):
+    """It answers long after the new driver has stopped waiting for it, and trains on: nobody is killed."""
+    kernel = kept(program="hold", arguments={"seconds": 7}, hosts="localhost:2", silence=1.0)
+    epoch = kernel.makes_steps(2)
+    kernel.kill()
+    (kernel.folder / "hold").touch()
+    until((kernel.folder / "held").exists, what="a rank to hold the lock")
+    training = attached(kernel)
+    kinds = lambda: [event.kind for event in training.cluster.events]
+    until(lambda: "worker-silent" in kinds(), what="the silent rank to be named")
+    steps = len(kernel.steps())
+    until(lambda: len(kernel.steps()) > steps + 30, what="steps after it")
+    training.runs(2)
+    assert training.cluster.status().epoch == epoch
+    assert not {"worker-lost", "world-broken"}.intersection(kinds())
+    training.finish()
+
+
 def test_a_discovery_that_fails_while_a_new_kernel_attaches(kept, tmp_path):
     """The hosts stay, the training goes on, and the discovery is asked again."""
     busy, script = tmp_path / "busy", tmp_path / "hosts.sh"

@@ -1,0 +1,58 @@
+"""Who a new driver waits for: the agents that its predecessor knew, and the workers that these agents have."""
+
+import asyncio
+from types import SimpleNamespace
+
+from nbelastic.core import messages as m
+from nbelastic.core import wire
+from nbelastic.core.world import HostPhase
+from nbelastic.driver.takeover import Arrivals
+
+WORKERS = [m.WorkerId("a", 0, 1), m.WorkerId("a", 1, 1), m.WorkerId("b", 0, 1)]
+
+
+def waiting(patience=30.0):
+    """Arrivals of a cluster with the hosts a and b, whose agents have no process on this machine."""
+    hosts = tuple(SimpleNamespace(spec=m.HostSpec(name, 1), phase=HostPhase.UP) for name in "ab")
+    agents = {name: SimpleNamespace(process="", job="") for name in "ab"}
+    return Arrivals(SimpleNamespace(agents=agents, world=SimpleNamespace(hosts=hosts)), patience)
+
+
+def hello(host):
+    return wire.AgentHello(host, 1, {}, workers=tuple((w, 1) for w in WORKERS if w.host == host))
+
+
+def complete(arrivals):
+    """Whether nobody is waited for any more."""
+    return asyncio.run(asyncio.wait_for(_ends_at_once(arrivals), 10.0))
+
+
+async def _ends_at_once(arrivals):
+    task = asyncio.create_task(arrivals.wait())
+    for _ in range(3):
+        await asyncio.sleep(0)
+    ended = task.done()
+    task.cancel()
+    return ended
+
+
+def test_all_agents_and_their_workers_are_waited_for():
+    """In whatever order they come."""
+    messages = [hello("a"), wire.WorkerHere(WORKERS[2], 1), wire.WorkerHere(WORKERS[1], 1), hello("b")]
+    arrivals = waiting()
+    for message in messages:
+        arrivals.hear(message)
+        assert not complete(arrivals)
+    arrivals.hear(wire.WorkerHere(WORKERS[0], 1))
+    assert complete(arrivals)
+
+
+def test_a_stopped_worker_is_not_waited_for():
+    """Its agent says so; it cannot answer. What the agent said is kept for afterwards."""
+    arrivals = waiting()
+    for message in (hello("a"), hello("b"), *(wire.WorkerHere(w, 1) for w in WORKERS[:2])):
+        arrivals.hear(message)
+    assert not complete(arrivals)
+    arrivals.hear(m.WorkerFroze(WORKERS[2], "stopped"))
+    assert complete(arrivals)
+    assert arrivals.frozen == [m.WorkerFroze(WORKERS[2], "stopped")]
