@@ -550,6 +550,8 @@ class Driver:
             self._inbox.put_nowait(m.WorkerFroze(here.worker, "it answered a new driver too late"))
         else:
             self.find(here)
+            if here.busy and here.job in self.runs:  # how its program ends was to be told to the last driver
+                self.fleet.await_outcome(here.worker, self.runs[here.job], self.program_ended)
 
     def _progress(self, message: wire.WorkerProgress, now: float) -> None:
         live, members = self.fleet.live, self.world.members
