@@ -179,6 +179,7 @@ def test_it_is_steered_by_keyboard_alone_in_the_dark(lab, page, notebook, output
     assert complaints_of_axe(page) == []
     view.get_by_role("button", name="Stop cluster").focus()
     page.keyboard.press("Enter")
+    page.wait_for_timeout(500)  # as above
     page.keyboard.press("Enter")
     expect(view.locator(".nbe-phase")).to_have_text("finished")
 
