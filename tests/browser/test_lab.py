@@ -196,6 +196,7 @@ def test_the_view_comes_back_after_a_reload_and_in_a_second_place(lab, page, not
     views = page.locator(".nbe")
     expect(views).to_have_count(2)
     views.nth(1).get_by_role("button", name="Stop cluster").click()
+    page.wait_for_timeout(500)  # what comes earlier is a double click, and confirms nothing
     views.nth(1).get_by_role("button", name="Really stop it?").click()
     for view in views.all():
         view.scroll_into_view_if_needed()  # what is out of sight is not drawn
