@@ -72,8 +72,9 @@ class Cluster:
         assert self.world.stage is Stage.RUNNING, self.world.reason
 
     def rejoin(self, w: m.WorkerId) -> None:
-        left = self.world.epoch if w in self.world.ranked else 0
-        self.send(m.WorkerReady(w, "job", left, 100, clean=True, store="tcp://10.0.0.1:1"))
+        member = w in self.world.ranked
+        left = self.world.epoch if member else 0
+        self.send(m.WorkerReady(w, "job", left, 100, clean=True, store="tcp://10.0.0.1:1", holds=member))
 
     def train(self, events: int) -> None:
         """Steady running with spares at hand: news that changes nothing."""

@@ -195,7 +195,8 @@ class Worker:
     def _ready(self) -> None:
         self.epoch = 0
         store = f"127.0.0.1:{1000 + self.id.slot}"
-        self.link.send(m.WorkerReady(self.id, self.job, self.left, self.commit, clean=True, store=store))
+        holds = self.left > 0
+        self.link.send(m.WorkerReady(self.id, self.job, self.left, self.commit, clean=True, store=store, holds=holds))
 
     def _leave(self, epoch: int) -> None:
         if self.epoch and self.epoch <= epoch:
