@@ -293,8 +293,8 @@ def _take_word(world: World, event: Word, now: float, out: Commands) -> World:
         case m.WorkerFormed():
             forming = world.stage is Stage.FORMING and w in world.awaiting
             return epochs.formed(world, w, out) if forming else world
-        case m.WorkerOffered(commit=commit):
-            if world.stage is not Stage.ASKED or w not in world.awaiting:
+        case m.WorkerOffered(commit=commit, ask=ask):
+            if world.stage is not Stage.ASKED or w not in world.awaiting or ask != world.asks:
                 return world
             return replace(world, awaiting=world.awaiting - {w}, offers=(*world.offers, commit))
         case m.WorkerRaised(intact=intact, error=error):

@@ -255,11 +255,15 @@ class WorkerFormed(Event):
 
 
 class WorkerOffered(Event):
-    """Asked to leave, it has just made commit number `commit` of this epoch and promises to stop at the next one."""
+    """Asked to leave, it has just made commit number `commit` of this epoch and promises to stop at the next one.
+
+    `ask` is the number of the `AskLeave` that it answers: the promise that an older one got may have been taken back.
+    """
 
     worker: WorkerId
     epoch: int
     commit: int
+    ask: int = 0
 
 
 class WorkerRaised(Event):
@@ -407,6 +411,7 @@ class DropWorld(Command):
 class AskLeave(Command):
     epoch: int
     members: tuple[WorkerId, ...]
+    number: int = 0
 
 
 class LeaveAt(Command):

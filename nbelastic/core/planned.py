@@ -174,8 +174,8 @@ def _ask(world: World, now: float, out: Commands) -> World:
     plan = world.plan
     if plan is not None and not _fits(world, plan):
         return _plan(epochs.call_off(world, out), now, out)
-    out.append(m.AskLeave(world.epoch, world.members))
-    world = replace(world, stage=Stage.ASKED, awaiting=world.ranked, offers=())
+    world = replace(world, stage=Stage.ASKED, asks=world.asks + 1, awaiting=world.ranked, offers=())
+    out.append(m.AskLeave(world.epoch, world.members, world.asks))
     return because(world, f"{len(world.members)} workers agree on the commit to leave at")
 
 

@@ -230,11 +230,15 @@ class Drop(Message):
 
 
 class Leave(Message):
-    """`commit` None: say where you are (and hold at the next commit); a number: leave there; -1: stay after all."""
+    """`commit` None: say where you are (and hold at the next commit); a number: leave there; -1: stay after all.
+
+    `ask` numbers a question; the answer repeats it.
+    """
 
     STAY: ClassVar[int] = -1
     epoch: int
     commit: int | None = None
+    ask: int = 0
 
 
 class Abort(Message):

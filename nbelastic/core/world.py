@@ -251,6 +251,7 @@ class World(Struct, frozen=True):
     stopped: frozenset[WorkerId] = frozenset()  # alive, but told to end: in no other of these sets
     failed: frozenset[WorkerId] = frozenset()  # alive, but of no use to this job
     suspects: frozenset[WorkerId] = frozenset()  # members that lost a connection while nobody is known dead
+    asks: int = 0  # how often members were asked to leave so far
     offers: tuple[int, ...] = ()
     broken_at: float = 0.0  # when the newest broken epoch broke, and all its members were sent the abort
     job: Job | None = None

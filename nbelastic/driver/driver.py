@@ -392,9 +392,9 @@ class Driver:
                 self._form(order, frozenset(order.members), wire.Prepare)
             case m.DropWorld(epoch=epoch, members=members):
                 to_workers(members, wire.Drop(epoch))
-            case m.AskLeave(epoch=epoch, members=members):
+            case m.AskLeave(epoch=epoch, members=members, number=number):
                 self.chronicle.begin_change(now, broken=False)
-                to_workers(members, wire.Leave(epoch))
+                to_workers(members, wire.Leave(epoch, ask=number))
             case m.LeaveAt(epoch=epoch, commit=commit, members=members):
                 to_workers(members, wire.Leave(epoch, commit))
             case m.Stay(epoch=epoch, members=members):

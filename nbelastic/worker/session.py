@@ -384,7 +384,7 @@ class Session:
         match message.commit:
             case None:
                 self._hold = self.commits + 1
-                self.link.send(m.WorkerOffered(self.worker, message.epoch, self.commits))
+                self.link.send(m.WorkerOffered(self.worker, message.epoch, self.commits, message.ask))
             case wire.Leave.STAY:
                 self._hold = self._leave_at = None
             case commit:

@@ -107,7 +107,7 @@ class Cluster:
         self.now += 2.0
         self.send(m.Ticked())
         for w in self.world.members:
-            self.send(m.WorkerOffered(w, self.world.epoch, 5))
+            self.send(m.WorkerOffered(w, self.world.epoch, 5, self.world.asks))
         assert self.world.stage is Stage.LEAVING
         self.form("planned change")
 

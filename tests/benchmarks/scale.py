@@ -212,8 +212,8 @@ class Worker:
                 self.link.send(m.WorkerPrepared(self.id, formation.epoch))
             case wire.Abort(epoch=epoch):
                 self._leave(epoch)
-            case wire.Leave(epoch=epoch, commit=None):
-                self.link.send(m.WorkerOffered(self.id, epoch, self.commit))
+            case wire.Leave(epoch=epoch, commit=None, ask=ask):
+                self.link.send(m.WorkerOffered(self.id, epoch, self.commit, ask))
             case wire.Leave(epoch=epoch, commit=commit) if commit is not None and commit >= 0:
                 self._leave(epoch)
 

@@ -162,6 +162,7 @@ WORDS = (  # what agents and workers say, and notebooks about jobs
     m.WorkerRaised,
     m.StoreOffered,
     m.WorkerPrepared,
+    m.WorkerOffered,
     m.WorkerFormed,
     m.WorkerSucceeded,
     m.ProgramEnded,

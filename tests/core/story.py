@@ -365,11 +365,11 @@ class Story:
                     self._unsay(w, m.WorkerPrepared)
                     if self.fakes[w].epoch == epoch:
                         self._abort(w, epoch)
-            case m.AskLeave(epoch=epoch, members=members):
+            case m.AskLeave(epoch=epoch, members=members, number=ask):
                 for w in members:
                     if not self.fakes[w].returned:
                         self.fakes[w].bound = True
-                        self._say(w, m.WorkerOffered(w, epoch, self.fakes[w].steps))
+                        self._say(w, m.WorkerOffered(w, epoch, self.fakes[w].steps, ask))
             case m.LeaveAt(members=members, commit=commit):
                 for w in members:
                     self._leave(w, commit)

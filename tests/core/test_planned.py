@@ -23,7 +23,7 @@ def test_all_leave_at_the_commit_after_the_newest():
     """Ranks are at different commits of the epoch: the agreed one is the next that none has made."""
     story = Story("a:3", min=1).run().commit(4)
     story.add("b:1").answer(lambda e: not isinstance(e, m.WorkerOffered))
-    story.send(*(m.WorkerOffered(w, 1, commit) for w, commit in zip(story.world.members, (4, 6, 5), strict=True)))
+    story.send(*(m.WorkerOffered(w, 1, commit, story.world.asks) for w, commit in zip(story.world.members, (4, 6, 5), strict=True)))
     leave = story.last(m.LeaveAt)
     assert (leave.epoch, leave.commit, leave.members) == (1, 7, story.world.members)
 
@@ -32,7 +32,7 @@ def test_a_word_said_twice_is_one_word():
     """One rank's offer counts once, however often it is heard; the agreement waits for the others."""
     story = Story("a:2", min=1).run()
     story.add("b:1").answer(lambda e: not isinstance(e, m.WorkerOffered))
-    story.send(*[m.WorkerOffered(wid("a/0#1"), 1, 3)] * 3)
+    story.send(*[m.WorkerOffered(wid("a/0#1"), 1, 3, story.world.asks)] * 3)
     assert story.world.stage is Stage.ASKED
     assert story.world.reason == "1 of 2 have said where they are"
 

@@ -517,7 +517,7 @@ class AnyStory(RuleBasedStateMachine):
         return True
 
 
-DOUBLED = (*WORDS, m.WorkerOffered, m.StoodStill, m.WentOn, m.RestartRequested)
+DOUBLED = (*WORDS, m.StoodStill, m.WentOn, m.RestartRequested)
 
 TestAnyStory = AnyStory.TestCase
 TestAnyStory.settings = settings(

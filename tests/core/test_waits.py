@@ -109,12 +109,25 @@ def test_who_does_not_say_where_it_is_puts_the_change_off():
     assert (story.world.stage, len(story.names), story.world.resets) == (Stage.RUNNING, 4, 0)
 
 
+def test_an_answer_that_comes_after_its_question_was_taken_back_does_not_count():
+    """A member that was told to stay makes more commits: it cannot leave at the one that follows its older answer."""
+    story = with_stage(Stage.ASKED)
+    late = m.WorkerOffered(wid("a/0#1"), 1, 3, story.world.asks)
+    story.answers.clear()
+    story.wait(10.0)
+    assert story.last(m.Stay).members == story.world.members
+    story.wait(10.0).hear(m.WorkerPrepared)
+    assert story.world.stage is Stage.ASKED
+    story.send(late)
+    assert story.world.awaiting == story.world.ranked
+
+
 def test_who_never_says_where_it_is_is_replaced():
     """Three times in a row: its process lives, and takes no part."""
     story = with_stage(Stage.ASKED)
     for pause in (10.0, 20.0, 40.0):
         assert story.names == ["a/0#1", "b/0#1", "c/0#1"]
-        story.answer(lambda e: e != m.WorkerOffered(wid("c/0#1"), 1, 3)).wait(10.0)
+        story.answer(lambda e: not isinstance(e, m.WorkerOffered) or e.worker != wid("c/0#1")).wait(10.0)
         story._unsay(wid("c/0#1"), m.WorkerOffered)
         story.wait(pause)
     assert "c/0#1 said nothing when asked 3 times" in story.records("worker-lost")

@@ -124,7 +124,7 @@ def _possible(world: World) -> list[m.Event]:
     if world.plan is not None:
         events += [m.WorkerPrepared(w, world.plan.epoch, error) for w in world.plan.members for error in ("", "no")]
     if world.stage is Stage.ASKED:
-        events += [m.WorkerOffered(w, world.epoch, 1) for w in world.awaiting]
+        events += [m.WorkerOffered(w, world.epoch, 1, world.asks) for w in world.awaiting]
     if world.active:
         events.append(m.JobStopRequested(world.active.name))
         inside = world.awaiting if world.stage is Stage.LEAVING else world.ranked
