@@ -23,7 +23,12 @@ def test_all_leave_at_the_commit_after_the_newest():
     """Ranks are at different commits of the epoch: the agreed one is the next that none has made."""
     story = Story("a:3", min=1).run().commit(4)
     story.add("b:1").answer(lambda e: not isinstance(e, m.WorkerOffered))
-    story.send(*(m.WorkerOffered(w, 1, commit, story.world.asks) for w, commit in zip(story.world.members, (4, 6, 5), strict=True)))
+    story.send(
+        *(
+            m.WorkerOffered(w, 1, commit, story.world.asks)
+            for w, commit in zip(story.world.members, (4, 6, 5), strict=True)
+        )
+    )
     leave = story.last(m.LeaveAt)
     assert (leave.epoch, leave.commit, leave.members) == (1, 7, story.world.members)
 
