@@ -1,4 +1,4 @@
-"""Workers that are silent although their processes run: how long they are left alone, and what is said of them."""
+"""Workers that are silent although their processes run: when they are replaced, and what the status says."""
 
 from __future__ import annotations
 

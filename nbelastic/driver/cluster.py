@@ -77,7 +77,7 @@ class Cluster:
     (slurm, pbs, …), with `launcher_options` for it; there, `python` names the interpreter. `env` and `cwd` are the
     agents' and workers' environment and folder. `nics` names the network interfaces to use, separated by commas; by
     default the hosts find one that reaches all. A worker that others wait for longer than `stall` is replaced.
-    A program that is told to stop may take `stop_timeout`, to write a last checkpoint. `timeouts` changes how long other
+    A program that is told to stop has `stop_timeout` seconds to write a last checkpoint. `timeouts` changes how long other
     waits may last, by the names of the table in docs/how-it-works.md: `{"recover": 30}`.
 
     With `keep` all but this process lives on when this process ends: `Cluster.attach` takes it over from another one.
@@ -167,8 +167,8 @@ class Cluster:
         """Start; returns when `min` workers are ready (`wait=False`: at once). Ctrl-C leaves it starting.
 
         UsageError if it runs already, or another cluster of that name. HostError if `min` workers need more open files than
-        a process may have here; and, with the end of the cluster, if not one host could be started. WaitTimeoutError after `timeout` seconds
-        (default: elastic_timeout) and ClusterStoppedError, both with the reason.
+        a process may have here, or if no host could be started; the cluster has stopped then. WaitTimeoutError after
+        `timeout` seconds (default: elastic_timeout) and ClusterStoppedError, both with the reason.
         """
         if self._driver is not None and not self._driver.finished.is_set():
             raise UsageError(f"the cluster {self.name!r} is running already.")
@@ -242,7 +242,7 @@ class Cluster:
         return clusters()
 
     def close(self) -> None:
-        """What befits the end of its kernel: let go of it if it is kept, else stop it."""
+        """End with the kernel: detach a kept cluster, stop any other."""
         if self._settings.keep is None or self._driver is None or self._driver.finished.is_set():
             self._stop(AT_THE_END, AT_ONCE - AT_THE_END)
             self._run_dir.release()  # if the driver was too slow: no driver thread outlives the kernel
@@ -267,7 +267,7 @@ class Cluster:
     def stop(self, timeout: float | None = None) -> None:
         """Stop the job, the workers and everything else that was started. Stopping twice is fine.
 
-        Programs may take `timeout` seconds (`stop_timeout`) to end, as they may write a last checkpoint. Ctrl-C kills them.
+        Programs have `timeout` seconds (default: `stop_timeout`) to write a last checkpoint and end. Ctrl-C kills them at once.
         """
         self._stop(self._limits.timeouts.stop if timeout is None else timeout, CLOSING)
 
@@ -413,11 +413,12 @@ class Cluster:
     def execute(
         self, source: str, *, setup: bool = False, key: str | None = None, timeout: float | None = None
     ) -> list[Executed]:
-        """Run a cell on every ready worker and wait. `setup`: also on every worker that joins later, before its work.
+        """Run a cell on every ready worker and wait. `setup`: also on every worker that joins later, before its program.
 
-        A setup cell is kept if it succeeds on a worker. One with the same `key` (without it: the same source) is replaced;
-        a worker on which it failed takes part in no job until the cell is mended or cleared. A list of (worker, stdout, stderr, the error with its traceback or None). UsageError while a job runs. SyntaxError,
-        before anything is sent.
+        Returns a list of (worker, stdout, stderr, error); the error is the remote traceback, or None. A setup cell is kept if
+        it succeeds on a worker. It replaces the one with the same `key` or, failing that, the same source. A worker on which
+        it fails takes part in no job until the cell is mended or cleared. UsageError while a job or another setup cell runs.
+        SyntaxError before anything is sent, if the cell cannot be compiled.
         """
         check_cell(source, awaits=True)
         driver = self._running()
@@ -443,7 +444,7 @@ class Cluster:
         return {cell.key: cell.source for cell in self._running().world.setup}
 
     def clear_setup(self, key: str | None = None) -> None:
-        """Forget the setup cell of this key, or all: later workers do not run it. UsageError if there is no such cell."""
+        """Forget the setup cell with this key, or all of them: later workers do not run them. UsageError for an unknown key."""
         driver, known = self._running(), self.setup_cells
         if key is not None and key not in known:
             raise UsageError(f"there is no setup cell {key!r}; there are {', '.join(known) or 'none'}.")

@@ -235,7 +235,7 @@ class Engines:
             try:
                 await self._caretaker.again()
             except (OSError, RuntimeError) as error:  # one of its ports may be taken for a moment
-                self._on_trouble(f"it could not be started again, which is tried on: {error}")
+                self._on_trouble(f"the last start failed: {error}")
                 await asyncio.sleep(pause)
                 pause = min(2 * pause, PAUSE)
             else:

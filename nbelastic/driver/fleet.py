@@ -196,7 +196,7 @@ class Fleet:
         while True:
             await asyncio.sleep(GATES)
             for address in self._doors.mend():
-                text = f"the process before the ports on {address} had ended or was stopped; another one has its place"
+                text = f"the gate at {address} had ended or was stopped, and was started again"
                 self._record(m.Record("gate-started", text))
 
     def do(self, command: m.StartAgent | m.StopAgent | m.StartWorker | m.StopWorker, log_dir: Path) -> None:
@@ -401,7 +401,9 @@ class Fleet:
     def _controller_fails(self, why: str) -> None:
         if why != self._trouble:
             self._trouble = why
-            self._record(m.Record("controller-failed", f"ipyparallel's controller fails, and is started again: {why}"))
+            self._record(
+                m.Record("controller-failed", f"ipyparallel's controller fails, and nbelastic starts it again: {why}")
+            )
 
     def _controller_came_again(self) -> None:
         self._record(m.Record("controller-started", "ipyparallel's controller had ended; it was started again"))

@@ -141,16 +141,16 @@ class Job:
     def logs(self, rank: int | None = None, worker: str | None = None, tail: int = 100) -> str:
         """The last `tail` lines that the program printed: of one rank, one worker, or all, each line with its worker.
 
-        Of a progress bar the newest state. A line that is not finished yet is the last one.
+        A progress bar is shown in its newest state. A line that has no end yet comes last.
         """
         return "\n".join(self._lines(rank, worker, tail))
 
     def lines_since(self, number: int, worker: str | None = None, most: int = 1000) -> list[tuple[str, Line]]:
-        """What was printed after line `number`, with its worker: the newest `most` lines, in the order they were heard."""
+        """The lines after line `number`, each with its worker: at most the newest `most`, in the order of their arrival."""
         return [(str(w), line) for w, line in self._run.since(number, worker, most)]
 
     def unfinished_lines(self, worker: str | None = None) -> list[tuple[str, Line]]:
-        """The lines that have no end yet, as of progress bars: the newest state of each worker's two streams."""
+        """The lines that have no end yet, such as progress bars: the newest state of each worker's two streams."""
         return [(str(w), line) for w, line in self._run.unfinished(worker)]
 
     @property

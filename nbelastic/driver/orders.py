@@ -216,7 +216,7 @@ def execute_setup(driver: Driver, key: str, source: str, results: Future[list[Ex
         del driver.fleet.setup_rows[version]
         if not tried and not any(cell.version == version for cell in world.setup):
             raise UsageError(
-                "another setup cell or a job is still running: wait for it, or restart the worker it hangs on."
+                "another setup cell or a job is still running: wait until it ends, or restart the worker that does not end it."
             )
         return _rows(tried, answers)
 

@@ -41,9 +41,9 @@ def checkpoints(folder: str | os.PathLike[str] | None, every: int | None, keep: 
 
 
 class Line(NamedTuple):
-    """A line that a worker printed to `stream` (out or err) as `rank`; its number is the run's, over all workers.
+    """A line that a worker printed to `stream` (out or err) as `rank`. Lines are numbered in each run, over all workers.
 
-    Number 0: a line that is not finished, as a progress bar.
+    A line that has no end yet, such as a progress bar, has number 0.
     """
 
     number: int

@@ -77,7 +77,7 @@ class ElasticMagics(Magics):  # type: ignore[misc]  # IPython carries no types h
         argument("--silence", type=float, metavar="S", help="seconds until a silent worker counts as lost (10)"),
         argument("--stall", type=float, metavar="S", help="replace a worker that others wait for so long (never)"),
         argument("--stop-timeout", type=float, metavar="S", help="seconds for a last checkpoint at a stop (60)"),
-        argument("--timeouts", metavar="NAMES", help="of other waits in seconds, as recover=30,form=120"),
+        argument("--timeouts", metavar="NAMES", help="seconds for other waits, as recover=30,form=120"),
         argument("--nics", metavar="NAMES", help="network interfaces to use, separated by commas (default: found)"),
         argument("--python", metavar="PATH", help="the Python of hosts that are not this machine (this one's path)"),
         argument("--env", action="append", metavar="NAME=VALUE", help="for agents and workers; may be given again"),
@@ -179,7 +179,7 @@ class ElasticMagics(Magics):  # type: ignore[misc]  # IPython carries no types h
             nargs="?",
             const="",
             metavar="KEY",
-            help="with a cell: run it on every later worker too; a cell with the same KEY is replaced (the notebook's id)",
+            help="with a cell: run it on every later worker too; it replaces the cell with this KEY (the notebook's id of the cell)",
         ),
         argument("--timeout", type=float, metavar="S", help="with a cell: how many seconds to wait for it"),
     )
@@ -199,7 +199,7 @@ class ElasticMagics(Magics):  # type: ignore[misc]  # IPython carries no types h
 
     @magic(
         "line",
-        argument("--clear", nargs="?", const="", metavar="KEY", help="forget the cell of this KEY; without KEY, all"),
+        argument("--clear", nargs="?", const="", metavar="KEY", help="forget the cell with this KEY; without KEY, all"),
     )
     def elastic_setup(self, options: Namespace) -> None:
         """List the setup cells in the order in which each new worker runs them: the key, then the first line."""

@@ -12,11 +12,11 @@ from nbelastic.core.errors import StateError
 from nbelastic.worker.optimizers import frozen
 
 SHARDED = (
-    "{name} is sharded over ranks (FSDP, DTensor): a state holds what every rank has whole. "
+    "{name} is sharded over ranks (FSDP, DTensor), but a state needs the whole model on every rank. "
     "Use DistributedDataParallel; sharded models are not supported yet."
 )
 _PER_RANK = (
-    "{name} is {kind}, which keeps another part of its state on each rank: it cannot be recovered yet. "
+    "{name} is {kind}, which keeps a different part of its state on each rank: it cannot be recovered yet. "
     "Use a plain torch.optim optimizer."
 )
 
@@ -27,13 +27,17 @@ def check(name: str, value: Any) -> None:
         return
     kinds = {base.__name__ for base in type(value).__mro__}
     if isinstance(value, torch.nn.parallel.DistributedDataParallel):
-        raise StateError(f"{name} is wrapped in DistributedDataParallel: give the bare model, wrap it inside.")
+        raise StateError(
+            f"{name} is wrapped in DistributedDataParallel: give the bare model, and wrap it inside the elastic function."
+        )
     if isinstance(value, torch.optim.LBFGS):
         raise StateError(f"{name} is LBFGS, which changes parameters within a step: it cannot be recovered.")
     if "ZeroRedundancyOptimizer" in kinds or type(value).__module__.split(".")[0] == "deepspeed":
         raise StateError(_PER_RANK.format(name=name, kind=type(value).__name__))
     if isinstance(value, torch.Generator):
-        raise StateError(f"{name} is a torch.Generator: give its get_state() to the state, and set_state() it back.")
+        raise StateError(
+            f"{name} is a torch.Generator: give its get_state() to the state, and restore it with set_state()."
+        )
     if "StatefulDataLoader" in kinds:
         raise StateError(
             f"{name} is a StatefulDataLoader, whose place differs between ranks: use nbe.ElasticSampler in a DataLoader."
@@ -63,13 +67,13 @@ def frozen_value(name: str, value: Any) -> Any:
         return frozen(value)
     except RuntimeError as error:
         if "graph leaves" in str(error):
-            text = f"{name} holds a tensor with gradients still to come: give its detach() to the state."
+            text = f"{name} holds a tensor that autograd still needs: give its detach() to the state."
             raise StateError(text) from None
         raise
 
 
 def only_numbers(values: Mapping[str, Any], left_out: set[str]) -> dict[str, float]:
-    """Those that are numbers. What is none is said on stderr, once a name: `left_out` has the names so far."""
+    """The values that are numbers. One line per name on stderr reports any other; `left_out` has the names so far."""
     numbers = {}
     for name, value in values.items():
         try:

@@ -283,8 +283,8 @@ class State:
             unknown = sum(p not in self._names for p in opt.parameters(optimizer))
             if unknown:
                 raise StateError(
-                    f"{name} trains {unknown} parameters of no model in the state: give it the model too; "
-                    "and replace layers before the optimizer is made."
+                    f"{name} trains {unknown} parameters of no model in the state: put that model into the state too, "
+                    "and replace layers before you make the optimizer."
                 )
         self._grouped = self._count_grouped()
         self._tensors.watch(list(self._names))
