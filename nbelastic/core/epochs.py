@@ -84,12 +84,8 @@ def unseat(world: World, ids: Iterable[m.WorkerId], now: float) -> World:
     those = frozenset(ids)
     world = replace(world, workers=world.workers | {w: replace(world.workers[w], since=now) for w in those})
     world = seat(world, tuple(w for w in world.members if w not in those))
-    return replace(
-        world,
-        awaiting=less(world.awaiting, those),
-        leaving=less(world.leaving, those),
-        starting=world.starting | those,
-    )
+    world = replace(world, awaiting=less(world.awaiting, those), leaving=less(world.leaving, those))
+    return staffing.expect(world, those)
 
 
 def _bury(world: World, ids: frozenset[m.WorkerId]) -> World:

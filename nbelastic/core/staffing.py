@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from heapq import nsmallest
 from itertools import islice
 
@@ -258,6 +258,12 @@ def comes_by(world: World, w: m.WorkerId) -> float:
         case WorkerState.RUNNING:
             return worker.since + timeouts.recover
     return NEVER
+
+
+def expect(world: World, ids: Collection[m.WorkerId]) -> World:
+    """These workers are on their way to the elastic loop, each with the deadline of `comes_by`."""
+    wake = min((comes_by(world, w) for w in ids), default=NEVER)
+    return replace(world, starting=world.starting.union(ids), wake_at=min(world.wake_at, wake))
 
 
 def _fill(host: Host, wanted: float, now: float) -> tuple[Host, list[m.WorkerId], float]:

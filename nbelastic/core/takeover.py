@@ -417,8 +417,7 @@ def _send_on(world: World, inside: Heard, now: float, out: Commands) -> World:
     assert job is not None
     there = [w for w in inside if _is_there(world, w)]
     words = {w: inside[w].word for w in sorted(there, key=lambda w: (w in world.ranked, inside[w].rank, w))}
-    on_the_way = (w for w in there if inside[w].busy and w not in world.ranked)
-    world = replace(world, starting=world.starting.union(on_the_way))
+    world = staffing.expect(world, [w for w in there if inside[w].busy and w not in world.ranked])
     for word in words.values():
         if isinstance(word, m.WorkerRaised):
             world = _then(world, word, now, out)

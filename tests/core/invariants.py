@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
-from nbelastic.core import addresses
+from nbelastic.core import addresses, staffing
 from nbelastic.core import messages as m
 from nbelastic.core.membership import deadline, step
 from nbelastic.core.networks import wide
@@ -91,6 +91,8 @@ def faults(before: World, world: World, commands: tuple[m.Command, ...], now: fl
 def _faults_of_waiting(world: World, now: float) -> Iterator[str]:
     """No stage waits for somebody's word without an end, but where there are too few and the user wants it so."""
     wait, job = world.wait, world.active
+    if world.wake_at > min((staffing.comes_by(world, w) for w in world.starting), default=NEVER):
+        yield f"nobody looks whether {sorted(world.starting)} come"
     if wait is not None and (wait.stage, wait.epoch, wait.left) != (world.stage, world.epoch, len(world.awaiting)):
         yield f"it waits in {wait.stage} of epoch {wait.epoch} for {wait.left}"
     endless = world.limits.elastic_timeout is None

@@ -54,3 +54,16 @@ def test_a_program_may_take_its_time_to_begin():
     story.silent.add(wid("a/0#1"))
     story.submit().wait(5000.0)
     assert story.commands(m.StopWorker) == []
+
+
+def test_a_newcomer_that_is_called_back_and_hangs_is_replaced():
+    """It hangs while the first world forms, when every worker has long been up: a minute later another one takes its place."""
+    story = Story("a:1", "b:1", "c:1", min=3, elastic_timeout=None, cooldown=(0.0, 0.0)).quiet(400.0)
+    story.submit().answer(lambda e: not isinstance(e, m.WorkerFormed))
+    assert story.world.stage is Stage.FORMING
+    story.hang("c/0#1").quiet(62.0)
+    assert story.records("newcomer-held")
+    assert "2 of min 3 workers ready; waiting for c/0#1" in story.world.reason
+    story.quiet(65.0)
+    assert story.records("worker-lost") == ["c/0#1 has not come up within 60 s"]
+    assert (story.world.stage, story.names) == (Stage.RUNNING, ["a/0#1", "b/0#1", "c/0#2"])
