@@ -94,6 +94,7 @@ def end(
         if outcome != "succeeded":
             world = abort(world, reason, out)
         out.append(m.StopProgram(job.name, inside, reason, culprit))
+    older = any(worker.job not in ("", job.name) for worker in world.workers.values())  # programs that were told to end
     ranks = job.ranks or tuple(sorted(job.ended))
     out.append(m.EndJob(job.name, outcome, reason, ranks, culprit))
     out.append(m.Record(f"job-{outcome}", f"{job.name} {outcome}: {reason}", worker=str(culprit or "")))
@@ -121,7 +122,7 @@ def end(
         starting=frozenset(w for w in world.starting if not world.workers[w].job),
         short_since=None,
         until=NEVER,
-        linger_until=0.0,
+        linger_until=world.linger_until if older else 0.0,
     )
     world = linger(world, now) if inside else world
     return staffing.staff(staffing.stop_workers(world, leaving, out), now, out)

@@ -209,3 +209,16 @@ def test_a_worker_that_comes_late_does_not_run_what_others_have_finished():
     assert not story.commands(m.RunProgram, mark)
     story.ended("a/1#1")
     assert (story.job.outcome, len(story.last(m.EndJob).members)) == ("succeeded", 2)
+
+
+def test_a_program_of_an_older_job_is_killed_after_the_next_job_has_ended():
+    """It does not stop, and the next job is over before its time is: it is killed when that comes."""
+    story = Story("a:1", "b:1", min=1).run("one")
+    story.silent.add(wid("b/0#1"))
+    story.stop_job("one").answer()
+    story.submit("two").quiet(2.0)
+    assert story.names == ["a/0#1"]
+    story.finish()
+    assert story.job.outcome == "succeeded"
+    story.quiet(60.0)
+    assert story.records("worker-killed") == ["b/0#1 did not stop within 60 s and is killed"]
