@@ -71,7 +71,7 @@ def _plan(world: World, now: float, out: Commands) -> World:
     size, most = len(world.members), world.limits.most
     text = f"{size} workers train in epoch {world.epoch}"
     room = size - len(world.leaving) < most
-    if not world.leaving and not (room and len(world.waiting) > len(world.held)):
+    if not world.leaving and not (room and world.waiting - world.held.keys()):
         return because(world, text + _held(world) * room)
     if now < world.change_at:
         return because(world, f"{text}; the next change waits, as {world.change_why}", world.change_at)

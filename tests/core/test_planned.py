@@ -277,3 +277,13 @@ def test_a_worker_that_need_not_leave_any_more_waits_for_the_next_world():
     story.add("b:1").quiet(2.0)
     assert story.names == ["a/0#1", "b/0#1"]
     assert story.alive() == ["b/0#1", "a/0#1"]
+
+
+def test_a_newcomer_does_not_wait_for_one_that_is_left_out_and_has_not_come_back():
+    """One newcomer hangs in the epoch that did not form: another one, which is ready, joins without it."""
+    story = Story("a:1", "b:1", min=1, cooldown=(50.0, 300.0)).run()
+    story.add("c:1").answer(lambda e: not isinstance(e, m.WorkerFormed))
+    story.hang("c/0#1").quiet(60.2)
+    assert wid("c/0#1") in story.world.held.keys() - story.world.waiting
+    story.add("d:1").quiet(2.0)
+    assert story.names == ["a/0#1", "b/0#1", "d/0#1"]
