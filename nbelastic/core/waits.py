@@ -68,7 +68,7 @@ def silent(world: World, event: m.WorkerSilent, now: float) -> World:
 def act(world: World, now: float, out: Commands) -> World:
     """What is due: ask where they are, or end the wait."""
     wait = world.wait
-    if wait is None:
+    if wait is None or (wait.stage, wait.epoch) != (world.stage, world.epoch):  # another deadline has ended the stage
         return world
     if now >= wait.look_at and wait.stage is not Stage.ASKED:
         out.append(m.Look(wait.epoch, tuple(w for w in world.members if w in world.awaiting)))

@@ -200,3 +200,14 @@ def test_patience_is_the_users():
     story = Story("a:3", **limits).run().commit(3).answer()
     story.hang("a/1#1").kill("a/2#1").quiet(5.1)
     assert story.last(m.StopWorker) == m.StopWorker(wid("a/1#1"), kill=True)
+
+
+def test_one_world_breaks_once():
+    """Its connections broke without a death, and at the same moment its time to form was over: that is one reset."""
+    story = with_stage(Stage.FORMING)
+    story.now += 59.0
+    story.raised("a/0#1", "connection reset", intact=False)
+    story.now += 2.0
+    story.send(m.Ticked())
+    assert (story.world.stage, story.world.resets) == (Stage.GATHERING, 1)
+    assert len(story.records("world-broken")) == 1
