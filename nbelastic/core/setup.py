@@ -37,7 +37,7 @@ def submit(world: World, event: m.SetupSubmitted, now: float, out: Commands) -> 
         return world  # the caller sees that its trial has not begun
     cell = SetupCell(event.key, event.source, event.version)
     ready = [w for w, worker in world.workers.items() if worker.state is WorkerState.READY and not worker.job]
-    failed = [w for w, worker in world.workers.items() if worker.failed_cell]
+    failed = [w for w, worker in world.workers.items() if worker.failed_cell and worker.state is WorkerState.FAILED]
     chosen = ready + [w for w in failed if not ready or world.workers[w].failed_cell == event.key]
     world = replace(world, trial=Trial(cell))
     for w in chosen:
@@ -92,7 +92,7 @@ def progress(world: World, now: float, out: Commands) -> World:
         if not running:
             return _judge(world, now, out)
         return world if running == trial.running else replace(world, trial=replace(trial, running=running))
-    return _catch_up(world, now, out) if world.outdated else world
+    return _catch_up(world, now, out, but=world.failed) if world.outdated else world
 
 
 def overdue(world: World, now: float) -> tuple[list[m.WorkerId], World]:
@@ -198,10 +198,10 @@ def _with(cells: tuple[SetupCell, ...], new: SetupCell) -> tuple[SetupCell, ...]
 
 
 def _catch_up(world: World, now: float, out: Commands, *, but: Collection[m.WorkerId] = ()) -> World:
-    """The cells have changed: idle workers run what they are lacking, and those that have failed are set up again."""
+    """Idle workers run what they are lacking, and those that have failed are set up again, unless they are in `but`."""
     outdated = False
     for w, worker in tuple(world.workers.items()):
-        if worker.failed_cell and w not in but:
+        if worker.failed_cell and worker.state is WorkerState.FAILED and w not in but:
             world = _advance(world, w, now, out)
         elif worker.state is WorkerState.READY and not worker.job:
             cell = lacking(world, worker)

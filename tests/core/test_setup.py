@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from nbelastic.core import messages as m
 from nbelastic.core.world import WorkerState
 from tests.core.away import Away
@@ -240,3 +242,30 @@ def test_a_new_driver_forgets_a_trial():
     Away(story).new_driver().answer()
     assert kept(story) == []
     assert story.run().names == ["a/0#1"]
+
+
+def test_a_cell_that_has_failed_is_not_run_again_because_another_worker_is_busy():
+    """One worker still leaves its program, so it is set up later; the one on which the cell failed is left alone."""
+    story = Story("a:1", "b:1", "c:1", **LIMITS).run()
+    story.silent.add(wid("b/0#1"))
+    story.stop_job().answer()
+    story.broken.add(("c", "one"))
+    story.set_up("first", "one").answer(limit=20)
+    assert story.world.outdated
+    assert [command.worker for command in story.commands(m.RunSetup)] == [wid("a/0#1"), wid("c/0#1")]
+    assert state(story, "c/0#1") is WorkerState.FAILED
+
+
+@pytest.mark.parametrize("clears", [False, True])
+def test_a_worker_that_was_told_to_end_runs_no_cell(clears):
+    """A cell failed on it, and its host is to leave: neither another version of the cell nor its clearing sets it up again."""
+    story = Story("a:1", "b:1", **LIMITS).answer()
+    story.broken.add(("b", "one"))
+    story.set_up("first", "one").answer().remove("b")
+    mark = story.mark()
+    if clears:
+        story.send(m.SetupCleared("first"))
+    else:
+        story.set_up("first", "two")
+    assert wid("b/0#1") not in [command.worker for command in story.commands(m.RunSetup, mark)]
+    assert state(story, "b/0#1") is WorkerState.STOPPED
