@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections import defaultdict
+from collections.abc import Callable, Container, Iterable
 from functools import partial
 from typing import Any
 from uuid import uuid4
 
 import ipyparallel as ipp
 import zmq
+from ipyparallel.client.client import Metadata
 from zmq.eventloop.zmqstream import ZMQStream
 from zmq.utils.monitor import parse_monitor_message
 
@@ -52,8 +54,27 @@ class Context(zmq.Context[Any]):
         self.watched = []
 
 
+class Records(defaultdict[str, Any]):
+    """ipyparallel's metadata of calls. Output that arrives after a call was purged does not make a new record of it."""
+
+    def __init__(self, known: Container[str]) -> None:
+        super().__init__(Metadata)
+        self._known = known  # calls that have not been purged
+
+    def __missing__(self, call: str) -> Any:
+        return super().__missing__(call) if call in self._known else Metadata()
+
+
 class Client(ipp.Client):  # type: ignore[misc]
     """ipyparallel's, which prints what comes too late."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.metadata = Records(self._futures)
+
+    def purge(self, result: Any) -> None:
+        """Forget a call, in the thread in which its output arrives."""
+        self._io_loop.add_callback(self.purge_local_results, result)
 
     def watch(self, changed: Callable[[bool], object]) -> None:
         """Have `changed(whether all is connected)` called in its thread."""

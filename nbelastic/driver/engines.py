@@ -351,7 +351,7 @@ class Engines:
 
     def _purge(self, result: Any) -> None:
         """ipyparallel's client keeps every result and all output, for whoever may ask again: nobody does."""
-        self.client.purge_local_results(result)
+        self.client.purge(result)
         del self.client.history[:-HISTORY]
 
     def run_cell(self, uuid: str, job: str, log_dir: str, cell: Cell, done: Callable[[Outcome], None]) -> None:

@@ -5,7 +5,6 @@ import signal
 import time
 
 import pytest
-from msgspec.structs import replace
 
 import nbelastic as nbe
 from tests.process import programs
@@ -97,10 +96,8 @@ def test_removed_and_added_again(trains):
 
 def test_two_hosts_within_a_moment_make_one_change(tmp_path):
     """Newcomers join together if one is ready while the others are starting, and they are soon ready too."""
-    cluster = nbe.Cluster("localhost:1", min=1, cooldown=(0, 0), log_dir=tmp_path / "logs")
-    settings = cluster._settings  # what "soon" is, is not to depend on how busy this machine is
-    cluster._settings = replace(settings, limits=replace(settings.limits, settle=30.0))
-    with cluster:
+    soon = {"settle": 30}  # seconds: what is soon does not depend on how busy this machine is
+    with nbe.Cluster("localhost:1", min=1, cooldown=(0, 0), timeouts=soon, log_dir=tmp_path / "logs") as cluster:
         training = Training(cluster, tmp_path / "steps", programs.train)
         training.runs(1)
         epoch = training.cluster.status().epoch
