@@ -55,11 +55,12 @@ class _Loop:
 
     def run(self, call: Callable[[], R]) -> R:
         _frameworks()
-        self._state.begin(self._session)
-        self._session.rescue = self._rescue
         try:
+            self._state.begin(self._session)
+            self._session.rescue = self._rescue
             return self._loop(call)
         except JobStoppedError:
+            self._state.undo()  # it may come in the middle of a step: buffers and counters are those of no commit then
             self._keep()
             raise
         finally:
@@ -134,8 +135,9 @@ def _frameworks() -> Watch:
     """One a process, at work since it was first asked for."""
 
     def size() -> int:
-        formation = _session.current().formation
-        return formation.world_size if formation is not None else 0
+        session = _session.current()
+        inside = session.rescue is not None  # the group stays after the elastic function has returned
+        return session.formation.world_size if inside and session.formation is not None else 0
 
     watch = Watch(size)
     watch.start()

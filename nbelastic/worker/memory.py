@@ -16,7 +16,10 @@ def fits(tensors: Iterable[torch.Tensor], device: torch.device, processes: int) 
     needed: dict[str, int] = {}
     for tensor in tensors:
         needed[tensor.device.type] = needed.get(tensor.device.type, 0) + tensor.nbytes
-    there = needed.get("cpu", 0) * processes <= _free_here() * SHARE
+    try:
+        there = needed.get("cpu", 0) * processes <= _free_here() * SHARE
+    except (OSError, ValueError, KeyError):  # a machine without these tables: it is not known
+        return False
     return there and (device.type != "cuda" or needed.get("cuda", 0) <= _free_on(device) * SHARE)
 
 

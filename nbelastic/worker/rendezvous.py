@@ -158,7 +158,8 @@ class Group:
             return made
         if self._gloo is None:
             return self._make_first(store, rank, size, timeout)
-        admit_only(self._door, self.peers)
+        if not os.environ.get("TORCH_GLOO_LAZY_INIT"):  # else it is open: members of other groups may still connect
+            admit_only(self._door, self.peers)
         try:
             return self._make(store, rank, size, timeout)
         finally:

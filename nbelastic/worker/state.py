@@ -233,7 +233,16 @@ class State:
         if channel.receives:
             account = session.account
             described = apart(lambda: channel.move_object(None))
-            self._accept(described, where, lambda places: receive(channel, places, account, apart, neighbours))
+
+            def check() -> None:
+                if (
+                    where.type == "cuda"
+                ):  # an aborted transfer looks like one that has ended well until the GPU is waited for
+                    session.check(where)
+
+            self._accept(
+                described, where, lambda places: receive(channel, places, account, apart, neighbours, check=check)
+            )
             account.holds = True
         else:
             outgoing: list[torch.Tensor] = []

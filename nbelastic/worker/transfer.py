@@ -128,17 +128,20 @@ class Channel:
 
     def move_tensors(self, tensors: Sequence[torch.Tensor]) -> None:
         """Send these tensors, or receive into them, in place: large ones as they lie, small ones by the bucket."""
-        works, packed = [], []
-        for bucket in _buckets(tensors):
-            if len(bucket) == 1 and bucket[0].is_contiguous() and bucket[0].device == self.device:
-                works += self.begin(bucket[0].detach().view(-1))
-                continue
-            flat = torch.empty(sum(t.numel() for t in bucket), dtype=bucket[0].dtype, device=self.device)
-            if self.sends:
-                torch.cat([t.reshape(-1).to(self.device) for t in bucket], out=flat)
-            works += self.begin(flat)
-            packed.append((flat, bucket))
-        _wait(works)
+        works: list[Any] = []
+        packed = []
+        try:
+            for bucket in _buckets(tensors):
+                if len(bucket) == 1 and bucket[0].is_contiguous() and bucket[0].device == self.device:
+                    works += self.begin(bucket[0].detach().view(-1))
+                    continue
+                flat = torch.empty(sum(t.numel() for t in bucket), dtype=bucket[0].dtype, device=self.device)
+                if self.sends:
+                    torch.cat([t.reshape(-1).to(self.device) for t in bucket], out=flat)
+                works += self.begin(flat)
+                packed.append((flat, bucket))
+        finally:
+            _wait(works)
         if self.receives:
             for flat, bucket in packed:
                 for piece, tensor in zip(flat.split([t.numel() for t in bucket]), bucket, strict=True):
@@ -156,20 +159,33 @@ def receive(
     account: Account,
     apart: Callable[[Callable[[], None]], None],
     neighbours: int,
+    *,
+    check: Callable[[], object] = lambda: None,
 ) -> None:
     """Receive into `places`, by way of memory of its own if this rank holds a state now and there is enough for that.
 
     `account.holds` is False from the moment from which the tensors are of two commits. `apart` runs a transfer in a
     thread that may be left behind; so many processes on this machine (`neighbours`) may receive at the same time.
+    `check` raises if what has arrived cannot be relied on.
     """
-    if account.holds and fits(places, channel.device, neighbours):
-        arrived = [torch.empty_like(place) for place in places]
+    arrived = _scratch(places) if account.holds and fits(places, channel.device, neighbours) else None
+    if arrived is not None:
         apart(lambda: channel.move_tensors(arrived))
+        check()
         account.holds = False  # until all of them are in place
         put_all(places, arrived)
     else:
         account.holds = False
         channel.move_tensors(places)
+        check()
+
+
+def _scratch(places: list[torch.Tensor]) -> list[torch.Tensor] | None:
+    """Memory for as much, or None if there is not enough after all: a fragmented GPU, or several ranks on one."""
+    try:
+        return [torch.empty_like(place) for place in places]
+    except RuntimeError:
+        return None
 
 
 def _wait(works: list[Any]) -> None:

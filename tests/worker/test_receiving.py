@@ -43,9 +43,9 @@ def holder():
     return account, [torch.full((2,), 5.0) for _ in range(4)]
 
 
-def receive(channel, places, account):
+def receive(channel, places, account, check=lambda: None):
     with contextlib.suppress(RuntimeError):
-        transfer.receive(channel, places, account, transfer.at_once, 1)
+        transfer.receive(channel, places, account, transfer.at_once, 1, check=check)
 
 
 def test_a_holder_keeps_its_commit_when_the_sender_dies():
@@ -61,6 +61,44 @@ def test_nothing_live_changes_before_all_has_come():
     receive(channel, live, account)
     assert channel.meanwhile == [[5, 5]] * 4
     assert [tensor.tolist() for tensor in live] == [[6, 6]] * 4
+
+
+def broken_off():
+    raise RuntimeError("the epoch is over")
+
+
+def test_what_cannot_be_relied_on_is_not_taken(monkeypatch):
+    """On a GPU an aborted transfer ends like any other: a holder keeps what it had, and who received in place holds nothing."""
+    account, live = holder()
+    receive(WholeChannel(live), live, account, broken_off)
+    assert account.holds
+    assert [tensor.tolist() for tensor in live] == [[5, 5]] * 4
+    monkeypatch.setattr(transfer, "fits", lambda *_: False)
+    receive(WholeChannel(live), live, account, broken_off)
+    assert not account.holds
+
+
+def test_memory_that_is_not_there_after_all_is_done_without(monkeypatch):
+    """A fragmented GPU, or several ranks on one: the transfer goes on in place, and the job with it."""
+
+    def no_memory(place):
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(torch, "empty_like", no_memory)
+    account, live = holder()
+    channel = WholeChannel(live)
+    receive(channel, live, account)
+    assert channel.meanwhile == [[6, 6]] * 4
+
+
+def test_where_free_memory_is_not_told_none_is_counted_on(monkeypatch):
+    """Some sandboxes have no tables of memory and control groups."""
+
+    def unknown():
+        raise FileNotFoundError
+
+    monkeypatch.setattr(memory, "_free_here", unknown)
+    assert not fits([Huge(1)], CPU, 1)
 
 
 def test_without_memory_for_it_a_holder_says_that_it_holds_nothing_any_more(monkeypatch):
