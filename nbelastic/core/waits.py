@@ -157,7 +157,7 @@ def _give_up(world: World, wait: Wait, now: float, out: Commands) -> World:
 
 
 def _do_not_form(world: World, wait: Wait, now: float, out: Commands) -> World:
-    """A group does not come to stand, and nobody is at work on it. Who has not connected is told apart; see `_part`."""
+    """A group does not come to stand, and nobody is at work on it. The next one is formed without newcomers that were late."""
     timeouts = world.limits.timeouts
     idle_since = max((wait.since, *wait.worked.values()))
     due = min(idle_since + timeouts.form_for(len(world.members)), wait.began + timeouts.sync)
@@ -166,24 +166,24 @@ def _do_not_form(world: World, wait: Wait, now: float, out: Commands) -> World:
     silent = [w for w in world.members if w in world.awaiting and not (w in wait.said and wait.said[w][0].connected)]
     late = silent or [w for w in world.members if w in world.awaiting]
     word = "connect" if silent else "get ready"
-    why = f"{first(frozenset(late))} did not {word} in epoch {world.epoch} within {now - wait.began:.0f} s"
+    what = f"did not {word} in epoch {world.epoch} within {now - wait.began:.0f} s"
+    why = f"{first(frozenset(late))} {what}"
     unformed = world.unformed + 1
     world = replace(epochs.break_epoch(world, why, now, out), unformed=unformed)
     if world.active is None or world.active.succeeded:
         return world
     world = mesh.begin(world, now, out, among={w.host for w in late})
-    return _part(world, late, why, now, out)
-
-
-def _part(world: World, late: Collection[m.WorkerId], why: str, now: float, out: Commands) -> World:
-    """The next world is formed without newcomers that did not come in. When that did not help either, others are replaced."""
-    if len(late) < len(world.members):
-        new = [w for w in late if not world.workers[w].has_state]
-        world = staffing.hold_back(epochs.unseat(world, new, now), new, why, now, out)
-        late = [w for w in late if w not in new]
-    if world.unformed < TWICE:
+    if world.unformed >= TWICE:
+        return _replace_late(world, late, what, now, out)
+    if len(late) == len(world.members):
         return world
+    new = [w for w in late if not world.workers[w].has_state]
+    return staffing.hold_back(epochs.unseat(world, new, now), new, why, now, out)
+
+
+def _replace_late(world: World, late: list[m.WorkerId], what: str, now: float, out: Commands) -> World:
+    """Leaving newcomers out did not help, or `min` needs them: all who were late are replaced, but for a last holder of state."""
     if not _hold_state(world, late):
         keep = max(late, key=lambda w: (world.workers[w].has_state, world.workers[w].clean, world.workers[w].commit))
         late = [w for w in late if w != keep]
-    return _replace_members(world, late, why.partition(" ")[2], now, out)
+    return _replace_members(world, late, what, now, out)

@@ -211,3 +211,19 @@ def test_one_world_breaks_once():
     story.send(m.Ticked())
     assert (story.world.stage, story.world.resets) == (Stage.GATHERING, 1)
     assert len(story.records("world-broken")) == 1
+
+
+def test_a_newcomer_that_never_connects_is_replaced_when_min_needs_it():
+    """Without it there are too few: after two worlds that did not form another process takes its place."""
+    story = Story("a:1", "b:1", min=2, elastic_timeout=None, cooldown=(0.0, 0.0)).run().commit(3).answer()
+    story.kill("b/0#1").answer(lambda e: not isinstance(e, m.WorkerFormed))
+    deaf = wid("b/0#2")
+    while deaf in story.world.workers:
+        assert story.now < 300.0, story.world.reason
+        story._unsay(deaf, m.WorkerFormed, m.WorkerAt)
+        story.answer(lambda e: isinstance(e, m.WorkerReady | m.WorkerAt)).wait(1.0)
+    assert [text for text in story.records("worker-lost") if str(deaf) in text] == [
+        "b/0#2 did not connect in epoch 3 within 60 s"
+    ]
+    story.quiet(3.0)
+    assert (story.world.stage, story.names) == (Stage.RUNNING, ["a/0#1", "b/0#3"])
