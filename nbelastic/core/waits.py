@@ -35,7 +35,9 @@ def renew(world: World, now: float) -> World:
         return replace(world, wait=Wait(world.stage, world.epoch, left, now, now, now + silent, now + silent / LOOKS))
     if old.left == left:
         return world
-    return replace(world, wait=replace(old, left=left, since=now, until=now + _silent(world), stuck=()))
+    silent = _silent(world)  # it may be shorter than before, and they are to be asked in time
+    look_at = min(old.look_at, now + silent / LOOKS)
+    return replace(world, wait=replace(old, left=left, since=now, until=now + silent, look_at=look_at, stuck=()))
 
 
 def deadline(world: World) -> float:
@@ -134,12 +136,17 @@ def _replace_members(world: World, members: Collection[m.WorkerId], what: str, n
 
 
 def _leave_behind(world: World, wait: Wait, now: float, out: Commands) -> World:
-    """Survivors that never leave their epoch are replaced, if the training state is not lost with them."""
+    """Survivors that never leave their epoch are replaced, if the training state is not lost with them.
+
+    On the way to the agreed commit no epoch is broken: who says where it is may save a file without using the processor.
+    """
     timeouts = world.limits.timeouts
     if wait.stuck:
         return _give_up(world, wait, now, out)
-    due = {w: max(wait.since, wait.worked.get(w, 0.0)) + timeouts.recover for w in world.awaiting}
-    longest = wait.since + timeouts.recover_working
+    leaves = wait.stage is Stage.LEAVING
+    said = {w: at for w, (_, at) in wait.said.items()} if leaves else {}
+    due = {w: max(wait.since, wait.worked.get(w, 0.0), said.get(w, 0.0)) + timeouts.recover for w in world.awaiting}
+    longest = wait.since + (timeouts.step if leaves else timeouts.recover_working)
     stuck = tuple(w for w in world.members if w in due and now >= min(due[w], longest))
     if not stuck:
         return replace(world, wait=replace(wait, until=min(*due.values(), longest)))

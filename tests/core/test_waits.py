@@ -227,3 +227,24 @@ def test_a_newcomer_that_never_connects_is_replaced_when_min_needs_it():
     ]
     story.quiet(3.0)
     assert (story.world.stage, story.names) == (Stage.RUNNING, ["a/0#1", "b/0#3"])
+
+
+def test_a_member_that_answers_on_its_way_to_the_agreed_commit_is_let():
+    """Rank 0 saves a file for an hour all but a minute, without CPU time: it says where it is, so it is waited for."""
+    story = with_stage(Stage.LEAVING).hear(m.WorkerReady, "b/0#1", "c/0#1")
+    words = tuple(story.answers)  # for when it gets there
+    story.answers.clear()
+    for _ in range(354):
+        story.wait(10.0).hear(m.WorkerAt)
+    assert story.commands(m.StopWorker) == []
+    story.send(*words)
+    assert (story.world.stage, len(story.names), story.world.resets) == (Stage.RUNNING, 4, 0)
+
+
+def test_even_a_member_that_answers_is_not_waited_for_without_end():
+    """It never comes to the agreed commit, while others wait for it there: after `step` seconds it is replaced."""
+    story = with_stage(Stage.LEAVING).hear(m.WorkerReady, "b/0#1", "c/0#1")
+    story.answers.clear()
+    for _ in range(361):
+        story.wait(10.0).hear(m.WorkerAt)
+    assert story.last(m.StopWorker) == m.StopWorker(wid("a/0#1"), kill=True)
