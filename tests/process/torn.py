@@ -84,7 +84,7 @@ def train(folder: str, ahead: int, dying: str, scarce: bool = False) -> list[tup
 
     def dies(role: str) -> bool:
         if role == "sends":
-            return dying in ("sends", "both")
+            return dying in ("sends", "both") and once(folder, "one-sender")  # not the next one, who sends it again
         return dying in ("receives", "both") and once(folder, "one-receiver")
 
     transfer.Channel.begin = PLAIN.setdefault("begin", transfer.Channel.begin)
