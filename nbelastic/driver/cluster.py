@@ -601,12 +601,14 @@ class Cluster:
     # ---- waiting ----
 
     def _running(self) -> Driver:
-        if self._driver is None or self._driver.finished.is_set():
+        driver = self._driver
+        # A driver whose machine has finished still closes what it opened, and takes in nothing any more.
+        if driver is None or driver.finished.is_set() or driver.world.phase == "finished":
             why = self._last.why_ended if self._last is not None else ""
             raise ClusterStoppedError(
                 f"the cluster {self.name!r} is not running{f' ({why})' if why else ''}: start it."
             )
-        return self._driver
+        return driver
 
     def _wait(self, predicate: Callable[[Driver], T | None], timeout: float | None, what: str) -> T:
         driver = self._running()
