@@ -110,10 +110,10 @@ def test_a_stopped_process_has_no_stack_and_the_others_are_shown(make):
     stopped, other = cluster.workers
     until(lambda: all(stack.text for stack in cluster.stacks()))
     os.kill(stopped.pid, signal.SIGSTOP)
-    look = lambda: {stack.worker: stack for stack in cluster.stacks(timeout=0.05)}
-    stacks = until(lambda: (found := look())[other.id].text and found, what="the other's answer")
-    assert stacks[other.id].text == "It runs no code of yours.\n"
-    assert stopped.id not in stacks or stacks[stopped.id].text == ""
+    look = lambda: {stack.worker: stack.text for stack in cluster.stacks(timeout=0.05)}
+    # A process stops when the kernel next runs one of its threads: on a busy machine it may answer once more.
+    shown = until(lambda: (found := look())[other.id] and not found.get(stopped.id) and found, what="one answer of two")
+    assert shown[other.id] == "It runs no code of yours.\n"
 
 
 def test_a_break_says_how_long_each_part_took(trains):
