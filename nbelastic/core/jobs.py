@@ -117,6 +117,8 @@ def end(
         unexplained=(0, -1),
         offers=(),
         change_at=0.0,
+        put_off=0,
+        unanswered={},
         unformed=0,
         wait=None,
         starting=frozenset(w for w in world.starting if not world.workers[w].job),

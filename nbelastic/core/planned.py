@@ -195,7 +195,7 @@ def _agree(world: World, now: float, out: Commands) -> World:
     target, plan = epochs.next_members(world), world.plan
     if not _worth_it(world, target) or (plan is not None and not _fits(world, plan)):
         return _plan(epochs.call_off(world, out), now, out)
-    world = replace(world, put_off=0)
+    world = replace(world, put_off=0, unanswered={})
     commit = max(world.offers) + 1
     out.append(m.LeaveAt(world.epoch, commit, world.members))
     if plan is not None:

@@ -18,7 +18,7 @@ class Timeouts(Struct, frozen=True):
     silent: float = 600.0  # a worker whose process computes may be silent for so long, unless `stall` says otherwise
     silent_idle: float = 60.0  # the same if its process uses no CPU time: it may be deadlocked
     prepare: float = 15.0  # the next group is built beside the training; then newcomers are left out
-    ask: float = 10.0  # members say at which commit they are; then the change is put off
+    ask: float = 10.0  # members say at which commit they are; then the change is put off: see `ask_for`
     step: float = 3600.0  # members come to the commit at which they leave; then the epoch is broken
     recover: float = 60.0  # a survivor leaves a broken epoch after the last other did; then it is replaced
     recover_working: float = 600.0  # the same, of a survivor that is seen to compute
@@ -31,6 +31,10 @@ class Timeouts(Struct, frozen=True):
     def prepare_for(self, size: int) -> float:
         """A larger group takes longer to connect."""
         return self.prepare + A_MEMBER * size
+
+    def ask_for(self, silence: float) -> float:
+        """A member that is not heard may answer as long as `silence` allows: how long it may be silent has one rule."""
+        return max(self.ask, silence)
 
     def form_for(self, size: int) -> float:
         """The same for the group that they wait for."""

@@ -97,7 +97,7 @@ def _silent(world: World) -> float:
     timeouts, size = world.limits.timeouts, len(world.members)
     match world.stage:
         case Stage.ASKED:
-            return timeouts.ask
+            return timeouts.ask_for(world.limits.silence)
         case Stage.FORMING:
             return timeouts.form_for(size)
         case Stage.LEAVING if len(world.awaiting) == size:  # they train, and it is still a long step
@@ -113,11 +113,14 @@ def _do_not_change(world: World, now: float, out: Commands) -> World:
     pause = world.limits.timeouts.ask * 2.0 ** min(put_off - 1, DOUBLINGS)
     out.append(m.Record("change-put-off", f"{why}; asked again in {pause:g} s", epoch=world.epoch))
     world = epochs.call_off(world, out)
-    world = replace(world, change_at=now + pause, change_why=why, put_off=put_off)
-    lost = [w for w in sorted(late) if not world.workers[w].silent]  # of the others `liveness` decides
-    if put_off < OFTEN or not _hold_state(world, lost):
+    unanswered = {w: world.unanswered.get(w, 0) + 1 for w in sorted(late)}
+    world = replace(world, change_at=now + pause, change_why=why, put_off=put_off, unanswered=unanswered)
+    # those that are not heard are judged by `liveness`
+    lost = [w for w, times in unanswered.items() if times >= OFTEN and not world.workers[w].silent]
+    if not lost or not _hold_state(world, lost):
         return world
-    return _replace_members(replace(world, put_off=0), lost, f"said nothing when asked {OFTEN} times", now, out)
+    world = replace(world, put_off=0, unanswered={})
+    return _replace_members(world, lost, f"said nothing when asked {OFTEN} times", now, out)
 
 
 def _hold_state(world: World, less: Collection[m.WorkerId]) -> bool:

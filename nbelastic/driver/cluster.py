@@ -130,6 +130,7 @@ class Cluster:
             elastic_timeout=None if elastic_timeout is None else float(elastic_timeout),
             reset_limit=reset_limit,
             cooldown=(float(cooldown[0]), float(cooldown[1])),
+            silence=float(silence),
             stall=None if stall is None else float(stall),
             timeouts=timeouts_of(timeouts, stop_timeout, launcher),
         )
@@ -139,7 +140,6 @@ class Cluster:
             discovery=discovery or FixedHosts(hosts or "localhost", self._default_slots),
             run_dir=self._run_dir.path,
             backend=backend,
-            silence=float(silence),
             preload=tuple(preload),
             environment={name: str(value) for name, value in (env or {}).items()},
             nics=tuple(part.strip() for part in (nics or "").split(",") if part.strip()),

@@ -28,7 +28,6 @@ class Settings(msgspec.Struct, frozen=True):
     discovery: HostDiscovery
     run_dir: Path
     backend: str
-    silence: float
     preload: tuple[str, ...]
     environment: dict[str, str]
     nics: tuple[str, ...]
@@ -39,6 +38,10 @@ class Settings(msgspec.Struct, frozen=True):
     lease: float | None = None
     log_dir: Path = Path()
     number: str = ""
+
+    @property
+    def silence(self) -> float:
+        return self.limits.silence
 
     @property
     def heartbeat(self) -> float:

@@ -121,7 +121,6 @@ def drive(hosts: int, parent: Connection, players: list[Connection]) -> None:
             discovery=FixedHosts(names, SLOTS),
             run_dir=Path(folder),
             backend="gloo",
-            silence=10.0,
             preload=(),
             environment={},
             nics=(),

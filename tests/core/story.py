@@ -498,9 +498,9 @@ class Story:
         self.fakes.pop(w, None)
 
 
-def with_stage(stage: Stage) -> Story:
+def with_stage(stage: Stage, **limits) -> Story:
     """Three workers on three hosts and min 2; stopped at `stage`, a world being old enough to have state."""
-    story = Story("a:1", "b:1", "c:1", min=2, cooldown=(0.0, 0.0))
+    story = Story("a:1", "b:1", "c:1", **{"min": 2, "cooldown": (0.0, 0.0)} | limits)
     if stage is Stage.FORMING:
         story.answer()
         story.submit().hear(m.WorkerReady)

@@ -135,6 +135,28 @@ def test_who_never_says_where_it_is_is_replaced():
     assert (story.world.stage, len(story.names)) == (Stage.RUNNING, 4)
 
 
+def test_the_question_waits_for_as_long_as_a_member_may_be_silent():
+    """`silence` is a minute: a member that answers after 59 s has not been silent for too long, and the change is made."""
+    story = with_stage(Stage.ASKED, silence=60.0)
+    story.hear(m.WorkerOffered, "a/0#1", "b/0#1").wait(59.0)
+    assert story.world.stage is Stage.ASKED
+    story.quiet(2.0)
+    assert (story.world.stage, len(story.names), story.world.resets) == (Stage.RUNNING, 4, 0)
+    assert story.records("change-put-off") == []
+
+
+def test_only_who_missed_all_three_questions_is_replaced():
+    """Three members miss one question each, one after the other: each change is put off, and nobody is replaced."""
+    story = with_stage(Stage.ASKED)
+    for late, pause in (("a/0#1", 10.0), ("b/0#1", 20.0), ("c/0#1", 40.0)):
+        story.answer(lambda e, w=wid(late): not isinstance(e, m.WorkerOffered) or e.worker != w).wait(10.0)
+        story._unsay(wid(late), m.WorkerOffered)
+        story.wait(pause)
+    story.quiet(3.0)
+    assert (story.commands(m.StopWorker), len(story.records("change-put-off"))) == ([], 3)
+    assert (story.world.stage, len(story.names), story.world.resets) == (Stage.RUNNING, 4, 0)
+
+
 def test_a_world_that_does_not_form_is_formed_without_the_newcomer():
     """A newcomer never gets in: after a minute all are called back, and those who hold the state train without it."""
     story = Story("a:1", "b:1", min=1).run()
