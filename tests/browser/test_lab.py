@@ -95,6 +95,12 @@ def chip(view, name):
     return view.get_by_role("button", name=re.compile(rf"^{name}\b"))
 
 
+def process_shown(detail):
+    """The pid that the details of a worker name."""
+    expect(detail).to_contain_text(re.compile(r"Process\s*\d"))
+    return int(re.search(r"Process\s*(\d+)", detail.inner_text()).group(1))
+
+
 def test_a_day_of_work_while_a_cell_sleeps(lab, page, notebook, output_path):
     """Start and train; while a cell is busy add a host, look at logs and stacks, lose a worker and see it, remove."""
     page.set_viewport_size({"width": 1300, "height": 1500})
@@ -128,7 +134,7 @@ def test_a_day_of_work_while_a_cell_sleeps(lab, page, notebook, output_path):
     view.get_by_role("tab", name="Timeline").click()
     chip(view, "rank 1").click()
     detail = view.locator(".nbe-detail")
-    pid = int(re.search(r"Process\s*(\d+)", detail.inner_text()).group(1))
+    pid = process_shown(detail)
     os.kill(pid, signal.SIGKILL)
     expect(view.locator(".nbe-log")).to_contain_text("SIGKILL")
     expect(view.locator(".nbe-facts").first).to_contain_text("4 / 2–4")
@@ -212,7 +218,7 @@ def test_a_view_whose_kernel_was_restarted_says_so(lab, page, notebook):
     view = page.locator(".nbe").first
     expect(view.locator(".nbe-phase")).to_have_text("ready")
     chip(view, "slot 0").click()
-    pid = int(re.search(r"Process\s*(\d+)", view.locator(".nbe-detail").inner_text()).group(1))
+    pid = process_shown(view.locator(".nbe-detail"))
     page.evaluate("() => { window.jupyterapp.shell.currentWidget.sessionContext.session.kernel.restart() }")
     expect(view.get_by_role("alert")).to_contain_text("the kernel")
     expect(view.get_by_role("button", name="Add host")).to_be_disabled()

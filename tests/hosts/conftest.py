@@ -37,11 +37,6 @@ def temporary(network: Network) -> Path:
     return folder
 
 
-@pytest.fixture(scope="session", autouse=True)
-def _warm(warm_agents: object) -> None:
-    """Most tests save the seconds that agents need for their imports; those marked `cold` do not."""
-
-
 @pytest.fixture
 def make(network: Network, temporary: Path, tmp_path: Path) -> Iterator[Callable[..., nbe.Cluster]]:
     """Start clusters on the network's hosts; they are stopped at the end, and nothing of them is left on any host."""

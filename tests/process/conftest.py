@@ -13,11 +13,6 @@ from tests.process import programs
 from tests.process.observing import Training, alive, ours, until
 
 
-@pytest.fixture(scope="session", autouse=True)
-def _warm(warm_agents: object) -> None:
-    """Most tests save the seconds that agents need for their imports; those marked `cold` do not."""
-
-
 @pytest.fixture
 def make(tmp_path: Path) -> Iterator[Callable[..., nbe.Cluster]]:
     """Start clusters; they are stopped at the end, and nothing of them is left."""

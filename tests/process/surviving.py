@@ -77,8 +77,7 @@ class Kernel:
         agent = pid_of(saved.agents[max(saved.agents, key=lambda host: host != "localhost")].process)
         if part == "agent":
             return agent
-        children = psutil.Process(agent).children(recursive=True)
-        template = next(child for child in children if "forkserver" in " ".join(child.cmdline()) and child.children())
+        template = next(child for child in psutil.Process(agent).children() if child.children())
         return template.pid if part == "template" else next(child.pid for child in template.children())
 
     def kill(self) -> None:

@@ -6,9 +6,12 @@ import json
 import subprocess
 import sys
 
+import pytest
+
 from tests.support.code_blocks import ROOT, blocks
 
 
+@pytest.mark.cold  # agents start here as users' agents do
 def test_the_readmes_script_runs(tmp_path):
     """A cluster of two, a training of 200 steps, a host that is added meanwhile, and a value per rank."""
     (block,) = [block for block in blocks("python", pages=[ROOT / "README.md"]) if "nbe.Cluster(" in block.code]

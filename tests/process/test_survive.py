@@ -61,6 +61,7 @@ def test_a_killed_kernel_costs_no_step(kept):
     training.cluster.stop()
 
 
+@pytest.mark.cold  # it looks for processes by their parents
 @pytest.mark.parametrize(
     ("part", "first"),
     [

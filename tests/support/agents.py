@@ -1,4 +1,8 @@
-"""The fixture `warm_agents`: agents that tests start are forked from one warm process; see tests/support/warm.py."""
+"""Agents that tests start are forks of one warm process, but for those of tests that are marked `cold`: see warm.py.
+
+The process starts with the first test of these folders. This pytest asks it by itself, other hosts by the code that ssh runs,
+and what tests start (kernels, terminals) by the variable TESTS_WARM.
+"""
 
 from __future__ import annotations
 
@@ -8,27 +12,27 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import psutil
 import pytest
 
 from nbelastic.driver import launchers, ssh
-from tests.support import warm
+from tests.support import startup, warm
 
 ROOT = Path(__file__).parents[2]
-DEADLINE = 120  # seconds that the warm process has for its imports
+FOLDERS = ("browser", "hosts", "notebooks", "process")
 
 
 class WarmProcess:
-    """`with WarmProcess() as process:` forks agents while `process.used` is true."""
+    """Forks agents while `used` is true, once it was started."""
 
     used = False
     pid = 0
 
-    def __enter__(self) -> Self:
+    def start(self) -> None:
+        startup.on_path()
         self._folder = tempfile.mkdtemp(prefix="warm-")
         self.address = f"{self._folder}/socket"
         with socket.socket(socket.AF_UNIX) as listener:
@@ -43,11 +47,22 @@ class WarmProcess:
                 stdout=subprocess.PIPE,
                 pass_fds=[listener.fileno()],
             )
-        self.pid, self.used = self._process.pid, True
+        self.pid = self._process.pid
         assert self._process.stdout.readline() == b"ready\n", "the warm process has ended; its error is above"
-        return self
+        launchers.Popen = WarmPopen
 
-    def __exit__(self, *_: object) -> None:
+    def use(self, used: bool) -> None:
+        """From now on agents are forks, or not."""
+        self.used = used
+        ssh.AGENT = self.code() if used else warm.AGENT
+        if used:
+            os.environ["TESTS_WARM"] = self.address
+        else:
+            os.environ.pop("TESTS_WARM", None)
+
+    def end(self) -> None:
+        self.use(False)
+        launchers.Popen = subprocess.Popen
         self._process.stdin.close()
         self._process.wait(10)
         self._process.stdout.close()
@@ -70,10 +85,10 @@ class WarmProcess:
 
     def code(self) -> str:
         """What a Python on another host runs to be an agent: it asks the warm process first."""
-        jitter = {name: os.environ[name] for name in ("TESTS_JITTER", "PYTHONPATH") if "TESTS_JITTER" in os.environ}
-        here = f"import os; os.environ.update({jitter!r}); " if jitter else ""
+        ours = {name: os.environ[name] for name in ("PYTHONPATH", "TESTS_JITTER") if name in os.environ}
+        here = f"import os; os.environ.update({ours!r}); "
         here += f"import sys; sys.path.insert(0, {str(ROOT)!r}); from tests.support.warm import join; del sys.path[0]"
-        return f"{here}; join({self.address!r})"
+        return f"{here}; join({self.address!r}); {warm.AGENT}"
 
 
 process = WarmProcess()
@@ -100,16 +115,15 @@ class WarmPopen(subprocess.Popen):
             super()._execute_child(args, executable, preexec, close, pass_fds, cwd, *more)
 
 
-@pytest.fixture(scope="session")
-def warm_agents() -> Iterator[WarmProcess]:
-    """From now on tests that are not marked `cold` start warm agents."""
-    with process, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(launchers, "Popen", WarmPopen)
-        patch.setattr(ssh, "AGENT", process.code())  # each test that is marked `cold` sets it back
-        yield process
+@pytest.hookimpl(tryfirst=True)  # kernels start while their notebooks are set up
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    warm_here = item.path.parent.name in FOLDERS and item.get_closest_marker("cold") is None
+    if warm_here and not process.pid:
+        process.start()
+    if warm_here != process.used:
+        process.use(warm_here)
 
 
-@pytest.fixture(autouse=True)
-def _warm_or_cold(request: pytest.FixtureRequest) -> None:
-    process.used = process.pid != 0 and request.node.get_closest_marker("cold") is None
-    ssh.AGENT = process.code() if process.used else warm.AGENT
+def pytest_unconfigure() -> None:
+    if process.pid:
+        process.end()

@@ -1,8 +1,8 @@
 """`pytest --jitter SEED`: event loops stall at random, and agents and workers start late.
 
 A stall lasts up to 0.1 s; agents start up to 5 s late and workers up to 2.5 s, in every process that a test starts.
-Each process draws its delays from the seed. The product knows nothing of it: Python imports `stalls/sitecustomize.py`,
-which lies on PYTHONPATH, as it starts.
+Each process draws its delays from the seed. The product knows nothing of it: Python imports `startup/sitecustomize.py`
+as it starts.
 """
 
 from __future__ import annotations
@@ -10,11 +10,10 @@ from __future__ import annotations
 import importlib
 import os
 import sys
-from pathlib import Path
 
 import pytest
 
-STALLS = Path(__file__).with_name("stalls")
+from tests.support import startup
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -26,8 +25,8 @@ def pytest_configure(config: pytest.Config) -> None:
     seed = config.option.jitter
     if seed and os.environ.get("TESTS_JITTER") != seed:
         os.environ["TESTS_JITTER"] = seed
-        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(STALLS), os.environ.get("PYTHONPATH")]))
-        sys.path.insert(0, str(STALLS))
+        startup.on_path()
+        sys.path.insert(0, startup.FOLDER)
         sys.modules.pop("sitecustomize", None)
         importlib.import_module("sitecustomize")
 

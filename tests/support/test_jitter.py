@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 
-from tests.support.jitter import STALLS
+from tests.support.startup import FOLDER
 
 LOOP = """
 import os, selectors, sys, time
@@ -22,7 +22,7 @@ print(slept)
 
 
 def run(code: str, seed: str) -> str:
-    environment = {**os.environ, "TESTS_JITTER": seed, "PYTHONPATH": str(STALLS)}
+    environment = {**os.environ, "TESTS_JITTER": seed, "PYTHONPATH": FOLDER}
     command = [sys.executable, "-c", code]
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=60).stdout
 

@@ -62,7 +62,7 @@ def ask(connection: socket.socket, request: dict[str, Any], fds: list[int]) -> i
 def join(address: str) -> None:
     """Have the warm process at `address` fork an agent in this process's namespaces; wait for it and end as it ends.
 
-    If there is none, or the environment here differs in what Python and torch read as they start, be the agent.
+    Return if there is none, or if the environment here differs in what Python and torch read as they start.
     """
     descriptors = [0, 1, 2, *(os.open(f"/proc/self/ns/{name}", os.O_RDONLY) for name in NAMESPACES)]
     try:
@@ -71,15 +71,13 @@ def join(address: str) -> None:
             request = {"cwd": os.getcwd(), "environment": dict(os.environ), "waits": True}
             code = ask(connection, request, descriptors)
     except (OSError, EOFError):
-        code = None
-    for fd in descriptors[3:]:
-        os.close(fd)
-    if code is None:
-        exec(AGENT, {"__name__": "__main__"})
-    elif code < 0:
+        return
+    finally:
+        for fd in descriptors[3:]:
+            os.close(fd)
+    if code < 0:
         os.kill(os.getpid(), -code)
-    else:
-        os._exit(code)
+    os._exit(code)
 
 
 def serve(listener: int) -> None:
@@ -158,8 +156,9 @@ class Server:
         for fd, wanted in zip(fds[:3], range(3), strict=True):
             os.dup2(fd, wanted)
         libc = ctypes.CDLL(None, use_errno=True)
-        for fd in fds[3:]:
-            if libc.setns(fd, 0):
+        for fd, name in zip(fds[3:], NAMESPACES, strict=False):
+            here = os.path.samestat(os.fstat(fd), os.stat(f"/proc/self/ns/{name}"))
+            if not here and libc.setns(fd, 0):
                 raise OSError(ctypes.get_errno(), "setns")
         os.closerange(3, max(fds) + 1)
         os.environ.clear()

@@ -1,4 +1,8 @@
-"""Python imports this file as it starts, in every process of a run with `pytest --jitter SEED`: see tests/support/jitter.py."""
+"""Python imports this file as it starts, in every process of the tests; two variables say what it does.
+
+TESTS_WARM: the address of the warm process. It forks an agent for the process that was to be one: see tests/support/warm.py.
+TESTS_JITTER: the seed of `pytest --jitter SEED`: see tests/support/jitter.py.
+"""
 
 from __future__ import annotations
 
@@ -12,17 +16,26 @@ STALL = 0.1  # seconds that an event loop stalls at most
 OFTEN = 0.02  # of all looks at what is ready
 AGENT_LATE, WORKER_LATE = 5.0, 2.5  # seconds that they start late at most
 
+_agent = sys.orig_argv[-2:] == ["-c", "from nbelastic.host.start import main; main()"]
 _seed = os.environ.get("TESTS_JITTER", "")
 _random = random.Random(f"{_seed} {sys.orig_argv[1:]}")
 
 
-def install() -> None:
+def become_warm() -> None:
+    """Have the warm process fork the agent, and end as that ends; return if there is no warm process."""
+    sys.path.insert(0, os.path.abspath(f"{__file__}/../../../.."))
+    from tests.support.warm import join
+
+    del sys.path[0]
+    join(os.environ["TESTS_WARM"])
+
+
+def stall() -> None:
     """From now on the event loops of this process stall at random, and so do those of the processes that it forks."""
     for selector in (selectors.EpollSelector, selectors.PollSelector):
         selector.select = _stalling(selector.select)
     os.register_at_fork(before=_random.random, after_in_child=_forked)  # each fork has numbers of its own
-    code = sys.orig_argv[-1] if sys.orig_argv[-2:-1] == ["-c"] else ""
-    if "nbelastic.host.start" in code:
+    if _agent:
         late(AGENT_LATE)
 
 
@@ -46,5 +59,7 @@ def _forked() -> None:
         late(WORKER_LATE)
 
 
+if _agent and "TESTS_WARM" in os.environ:
+    become_warm()
 if _seed:
-    install()
+    stall()
