@@ -14,6 +14,7 @@ from nbelastic.core import script_messages as s
 from nbelastic.core.group import Group, GroupState, Node, Stage, first_failure, places
 from nbelastic.core.world import NEVER
 
+END = 15.0  # seconds that a node may take to end, which is killed after 5 s of them; then it is not waited for
 STARTS = 3  # of a node in a row that came to nothing: then its host cannot run this script
 Commands = list[m.Command]
 
@@ -178,13 +179,17 @@ def _progress(group: Group, now: float, out: Commands) -> Group:
     if group.stage is Stage.RUNNING:
         return _run(group, now, out)
     late = _not_left(group)
-    if late and now >= group.leave_by:
+    if late and now >= group.leave_by and not group.told:
         for host in late:
             out.append(s.EndNode(host, f"it did not end its workers within {group.terms.leave:g} s"))
-        group = replace(group, leave_by=NEVER)
+        group = replace(group, leave_by=now + END, told=True)
+    elif late and now >= group.leave_by:
+        for host in late:
+            group = _left(group, s.NodeLeft(host, f"it did not end within {END:g} s", broken=True), now, out)
+        return group if group.stage is Stage.ENDED else _progress(group, now, out)
     if late:
         return replace(group, reason=f"round {group.round} is over; not yet ended on {', '.join(late)}")
-    return _gather(replace(group, leave_by=NEVER), now, out)
+    return _gather(replace(group, leave_by=NEVER, told=False), now, out)
 
 
 def _run(group: Group, now: float, out: Commands) -> Group:
@@ -242,6 +247,7 @@ def _leave(group: Group, why: str, now: float, out: Commands) -> Group:
         failures=(),
         judge_at=NEVER,
         leave_by=now + group.terms.leave,
+        told=False,
         enough=False,
     )
 

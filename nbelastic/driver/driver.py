@@ -23,11 +23,11 @@ from nbelastic.core.addresses import parted
 from nbelastic.core.errors import ClusterStoppedError, HostError, NbelasticError
 from nbelastic.core.membership import deadline, step
 from nbelastic.core.placement import places
-from nbelastic.core.world import HostPhase, Stage, WorkerState, World
+from nbelastic.core.world import HostPhase, WorkerState, World
 from nbelastic.driver import discovery as hosts
 from nbelastic.driver.chronicle import Chronicle
 from nbelastic.driver.clock import Clock
-from nbelastic.driver.faults import Faults
+from nbelastic.driver.faults import Faults, try_each
 from nbelastic.driver.fleet import Fleet
 from nbelastic.driver.live import numbers
 from nbelastic.driver.notes import Notes
@@ -71,6 +71,7 @@ class Driver:
         self._waiters: list[tuple[Callable[[Driver], Any], Future[Any]]] = []
         self._asked: list[tuple[m.Event, Callable[[Driver], Any], Future[Any]]] = []  # become waiters with their events
         self._owed: set[Future[Any]] = set()
+        self._asked_to_leave: m.AskLeave | None = None  # while its members do not know where to
         self._over = False
         self._thread = threading.Thread(target=self._run, name="nbelastic-driver", daemon=True)
         self._failure: BaseException | None = None
@@ -246,7 +247,7 @@ class Driver:
                 try:
                     self._take(event)
                 except Exception as error:  # noqa: BLE001  (a bug of ours: what trains must go on)
-                    self._stop_deciding(event, error)
+                    self.stop_deciding(event, error)
         except BaseException:
             if self.notes is not None:
                 self.let_go = self.let_go or f"the driver of {self.settings.name!r} has failed; it lives on without one"
@@ -286,26 +287,21 @@ class Driver:
         if before.phase == "running":
             self.chronicle.sign(event, now)
         self.world, commands = step(before, event, now)
-        self.save()  # first: a driver that is killed now has told nobody what the next one cannot know
-        self.chronicle.note(event, now)
-        errors = []
-        for command in commands:
-            try:
-                self._do(command, now)
-            except Exception as error:  # noqa: BLE001  (the others, an abort among them, are carried out)
-                errors.append(error)
+        acts: list[Callable[[], object]]
+        acts = [self.save, partial(self.chronicle.note, event, now), *(partial(self._do, c, now) for c in commands)]
+        error = try_each(acts)  # saved first: a driver that is killed now has told nobody what the next one cannot know
         self._after(event, before, commands, now)
-        if errors:
-            raise errors[0]
+        if error is not None:
+            raise error
 
-    def _stop_deciding(self, event: m.Event, error: Exception) -> None:
+    def stop_deciding(self, event: m.Event, error: Exception) -> None:
         """The state may be wrong: decide nothing with it, leave the workers as they are, and tell whoever waits."""
         for task in self._watches:  # they would have hosts and workers ended
             task.cancel()
         if self._tick is not None:
             self._tick.cancel()
-        if self.world.stage is Stage.ASKED:  # members that have answered wait at their next commit
-            self.fleet.to_workers(self.world.members, wire.Leave(self.world.epoch, wire.Leave.STAY))
+        if self._asked_to_leave is not None:  # members that have answered wait at their next commit
+            self._do(m.Stay(self._asked_to_leave.epoch, self._asked_to_leave.members), self.clock.now())
         self.faults.stop_deciding(event, error)
         for future in list(self._owed):
             self._fail(future)
@@ -359,11 +355,11 @@ class Driver:
         self._publish()
 
     def save(self) -> None:
-        """Save what another driver would need, if it has changed. A full disk is reported and tried again."""
+        """Save what another driver would need, if it has changed. What fails, as on a full disk, is reported and tried again."""
         try:
             if self.notes is not None:
                 self.notes.save(self)
-        except OSError as error:
+        except Exception as error:  # noqa: BLE001  (nobody who trains needs what is saved)
             self.faults.report("the cluster cannot be saved for another kernel", error)
 
     def _schedule(self, now: float) -> None:
@@ -394,14 +390,18 @@ class Driver:
                 to_workers(members, wire.Drop(epoch))
             case m.AskLeave(epoch=epoch, members=members, number=number):
                 self.chronicle.begin_change(now, broken=False)
+                self._asked_to_leave = command
                 to_workers(members, wire.Leave(epoch, ask=number))
             case m.LeaveAt(epoch=epoch, commit=commit, members=members):
                 to_workers(members, wire.Leave(epoch, commit))
+                self._asked_to_leave = None
             case m.Stay(epoch=epoch, members=members):
                 to_workers(members, wire.Leave(epoch, wire.Leave.STAY))
+                self._asked_to_leave = None
             case m.AbortWorld(epoch=epoch, members=members, reason=reason):
                 self.chronicle.begin_change(now, broken=True)
                 to_workers(members, wire.Abort(epoch, reason))
+                self._asked_to_leave = None
             case m.StopProgram(job=job, workers=workers, reason=reason, culprit=culprit):
                 for w in workers:
                     to_workers((w,), wire.Quit(job, reason, own=w == culprit))

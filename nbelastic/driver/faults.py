@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from nbelastic.core import messages as m
@@ -45,6 +45,17 @@ class Faults:
         error = context.get("exception")
         if error is not None:
             self.report(str(context.get("message", "a callback")), error)
+
+
+def try_each(acts: Iterable[Callable[[], object]]) -> Exception | None:
+    """Do all of them, whichever fails: an abort may be among them. The first error, if there was one."""
+    first = None
+    for act in acts:
+        try:
+            act()
+        except Exception as error:  # noqa: BLE001  (the caller reports it)
+            first = first or error
+    return first
 
 
 def _in_one_line(error: BaseException) -> str:

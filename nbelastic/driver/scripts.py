@@ -9,6 +9,7 @@ import asyncio
 import os
 from collections.abc import Mapping
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
@@ -23,6 +24,7 @@ from nbelastic.core.group import Group, Stage, Terms, places
 from nbelastic.core.membership import exit_text
 from nbelastic.core.rounds import advance, deadline
 from nbelastic.core.world import NEVER, HostPhase
+from nbelastic.driver.faults import try_each
 from nbelastic.driver.invitations import Invitations
 from nbelastic.driver.orders import Order
 from nbelastic.driver.run import Run
@@ -246,12 +248,18 @@ class Scripts:
             self._send(host, wire.Wait(reason, full))
 
     def _advance(self, event: m.Event, now: float) -> None:
-        if self._group is None:
+        if self._group is None or self._driver.faults.decides_not:
             return
-        self._group, commands = advance(self._group, event, now)
-        self._driver.chronicle.note_script(event, now)
-        for command in commands:
-            self._do(command)
+        try:
+            self._group, commands = advance(self._group, event, now)
+        except Exception as error:  # noqa: BLE001  (a bug of ours: what trains must go on)
+            self._driver.stop_deciding(event, error)
+            return
+        note = partial(self._driver.chronicle.note_script, event, now)
+        failed = try_each([note, *(partial(self._do, command) for command in commands)])
+        if failed is not None:
+            self._driver.stop_deciding(event, failed)
+            return
         self._schedule(now)
         self._driver.save()
         self._driver.look()

@@ -12,6 +12,7 @@ from nbelastic.core import messages as m
 from nbelastic.core import script_messages as s
 from nbelastic.core.group import Group, GroupState, Stage, Terms
 from nbelastic.core.rounds import advance, deadline
+from nbelastic.core.world import NEVER
 
 
 class Play:
@@ -144,6 +145,8 @@ def faults(before: Group, event: m.Event, group: Group, commands: tuple[m.Comman
         yield "there is no reason"
     if before.stage is Stage.ENDED and (group != before or commands):
         yield "a script that has ended goes on"
+    if group.stage is Stage.GATHERING and deadline(group) == NEVER:
+        yield "there is no round, and nobody does anything about that"
     if (group.stage is Stage.ENDED) != bool(group.outcome):
         yield f"{group.stage} with the outcome {group.outcome!r}"
     ends = [command for command in commands if isinstance(command, s.EndScript)]

@@ -368,6 +368,19 @@ def test_a_node_that_does_not_end_its_workers_is_ended():
     assert ended == ["b"]
 
 
+@pytest.mark.parametrize("guest", [False, True])
+def test_a_node_whose_end_is_never_reported_is_left_behind(guest):
+    """It was told to end, and nobody says that it has: the others begin again without it, and one of ours is started anew."""
+    play = Play("a:1", leave=10.0, max_restarts=1)
+    play.guest("b", 1) if guest else play.look("a:1", "b:1")
+    number, play.slow, play.mute = play.group.round, True, {"b"}
+    play.send(s.NodeFailed("a", number, (s.Failure(0, 0, -9, "killed"),)))
+    play.answers = [answer for answer in play.answers if answer.host == "a"]
+    play.send(play.answers.pop()).wait(60.0)
+    assert (play.group.stage, play.group.round, play.seats) == (Stage.RUNNING, number + 1, [("a", 1)])
+    assert [command.host for command in play.commands(s.StartNode)] == ["a"] + ["b", "b"] * (not guest)
+
+
 def test_a_stop_ends_every_node():
     """With the reason."""
     play = Play("a:1", "b:1").send(s.ScriptStopped("stopped by you"))

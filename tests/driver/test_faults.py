@@ -12,11 +12,16 @@ import nbelastic as nbe
 from nbelastic import supervision
 from nbelastic.core import messages as m
 from nbelastic.core import wire
+from nbelastic.core.group import Terms
 from nbelastic.core.membership import step
+from nbelastic.core.rounds import advance
+from nbelastic.core.script_messages import ScriptStopped
 from nbelastic.core.world import Stage
 from nbelastic.driver import driver as module
+from nbelastic.driver import scripts
 from nbelastic.driver.driver import Driver
-from tests.core.story import with_stage
+from nbelastic.driver.run import Run
+from tests.core.story import wid, with_stage
 from tests.driver.quiet import NoHosts
 
 
@@ -32,6 +37,10 @@ def break_it(cluster):
     cluster.scale(2, 3)
     with pytest.raises(nbe.ClusterStoppedError):
         cluster.wait(1, timeout=20)
+
+
+def reverse(group, commands):
+    return group, commands[::-1]
 
 
 def kinds(cluster):
@@ -97,11 +106,87 @@ def test_members_that_were_asked_to_leave_stay(quiet, monkeypatch):
     """Each has promised to stop at its next commit until it hears more: the faulty driver sends that they stay."""
     cluster, sent = quiet(), []
     driver = cluster._driver
-    world = with_stage(Stage.ASKED).world
+    story = with_stage(Stage.ASKED)
+    asked, world = story.last(m.AskLeave), story.world
     monkeypatch.setattr(driver.fleet, "to_workers", lambda workers, message: sent.append((workers, message)))
-    driver.world = world
-    driver.request(driver._stop_deciding, m.Ticked(), KeyError("x")).exception(timeout=20)
-    assert sent == [(world.members, wire.Leave(world.epoch, wire.Leave.STAY))]
+    driver.request(driver.carry_out, [asked], story.now).exception(timeout=20)
+    driver.request(driver.stop_deciding, m.Ticked(), KeyError("x")).exception(timeout=20)
+    assert sent[1:] == [(world.members, wire.Leave(world.epoch, wire.Leave.STAY))]
+
+
+@pytest.mark.parametrize("broken", ["note", "to_workers"])
+def test_members_that_have_answered_stay_if_nobody_tells_them_where_to_leave(quiet, monkeypatch, broken):
+    """The fault comes when the last of them has answered: the agreed commit has been chosen, and they have not heard of it."""
+    cluster, sent = quiet(), []
+    driver = cluster._driver
+    story = with_stage(Stage.ASKED).hear(m.WorkerOffered, "a/0#1", "b/0#1")
+
+    def to_workers(workers, message):
+        if broken == "to_workers" and isinstance(message, wire.Leave) and message.commit not in (None, wire.Leave.STAY):
+            raise KeyError("c/0#1")
+        sent.append((workers, message))
+
+    def begin():
+        monkeypatch.setattr(driver.clock, "now", lambda: story.now)
+        driver.world = story.world
+        driver.carry_out([story.last(m.AskLeave)], story.now)
+
+    monkeypatch.setattr(driver.fleet, "to_workers", to_workers)
+    driver.request(begin).result(timeout=20)
+    if broken == "note":
+        monkeypatch.setattr(driver.chronicle, "note", lambda event, now: 1 / 0)
+    driver.post(m.WorkerOffered(wid("c/0#1"), 1, 3, story.world.asks))
+    with pytest.raises(nbe.ClusterStoppedError):
+        cluster.wait(9, timeout=20)
+    leaves = [message.commit for _, message in sent if isinstance(message, wire.Leave)]
+    assert leaves[0] is None
+    assert leaves[-1] == (4 if broken == "note" else wire.Leave.STAY), leaves
+
+
+def test_a_fault_in_a_decision_about_a_script_ends_the_deciding_too(quiet, monkeypatch):
+    """Its timer is not left without a next one unseen, nor does it act on a group of which nobody knows whether it is right."""
+    cluster = quiet()
+    driver, passed = cluster._driver, []
+
+    def broken_advance(group, event, now):
+        passed.append(event)
+        if len(passed) == 2:
+            raise KeyError("round 1")
+        return advance(group, event, now)
+
+    monkeypatch.setattr(scripts, "advance", broken_advance)
+    script = Run("script-1", None, None)
+    driver.request(driver.scripts.submit, script, wire.Script("script-1", "train.py"), Terms()).result(timeout=20)
+    for _ in range(3):
+        driver.call(driver.scripts._pass)
+    with pytest.raises(nbe.ClusterStoppedError, match=r"decides nothing any more \(KeyError: 'round 1', at Passed\)"):
+        cluster.wait(1, timeout=20)
+    driver.request(lambda: None).exception(timeout=20)
+    assert len(passed) == 2
+    cluster.stop()
+    assert script.future.done()
+
+
+def test_the_other_commands_of_a_decision_about_a_script_are_carried_out(quiet, monkeypatch):
+    """One of them fails: the others, which end its nodes, do not wait for a repair."""
+    cluster = quiet()
+    driver, done = cluster._driver, []
+    do = driver.scripts._do
+
+    def failing(command):
+        if isinstance(command, m.Record) and command.kind == "job-stopped":
+            raise OSError("no")
+        done.append(command)
+        do(command)
+
+    script = Run("script-1", None, None)
+    driver.request(driver.scripts.submit, script, wire.Script("script-1", "train.py"), Terms()).result(timeout=20)
+    monkeypatch.setattr(driver.scripts, "_do", failing)
+    monkeypatch.setattr(scripts, "advance", lambda group, event, now: reverse(*advance(group, event, now)))
+    driver.call(driver.scripts._advance, ScriptStopped("stopped by a test"), driver.clock.read())
+    with pytest.raises(nbe.ClusterStoppedError):
+        cluster.wait(1, timeout=20)
+    assert [type(command).__name__ for command in done] == ["EndScript"]
 
 
 def test_a_fault_beside_the_decisions_costs_one_thing(quiet, monkeypatch, caplog):
@@ -124,6 +209,17 @@ def test_a_fault_beside_the_decisions_costs_one_thing(quiet, monkeypatch, caplog
     assert len(texts) == 2, texts
     assert texts[0] == "AgentGoodbye of agent/gpu9~1: LookupError: nobody"
     assert len([record for record in caplog.records if record.levelno == logging.ERROR]) == 2
+
+
+def test_a_cluster_that_cannot_be_saved_goes_on(quiet, monkeypatch):
+    """A fault where the next driver's knowledge is written costs that knowledge alone, and is reported."""
+    cluster = quiet(keep=True)
+    with monkeypatch.context() as fault:
+        fault.setattr(cluster._driver.notes, "save", lambda driver: {}["keys"])
+        cluster.scale(2, 3)
+        cluster._wait(lambda driver: driver.world.limits.min == 2 or None, 20, "the new bounds")
+    (text,) = [event.text for event in cluster.events if event.kind == "driver-error"]
+    assert text == "the cluster cannot be saved for another kernel: KeyError: 'keys'"
 
 
 def test_who_gives_up_waiting_is_forgotten(quiet):
