@@ -108,7 +108,6 @@ def end(
         order=None,
         plan=None,
         ahead=frozenset(),
-        early=(),
         undone=None,
         awaiting=frozenset(),
         waiting=frozenset(),

@@ -39,9 +39,7 @@ def begin(world: World, now: float, out: Commands, among: Collection[str] = ()) 
         host = world.hosts[target]
         out.append(m.Probe(prober, target, (host.address,), host.port, number))
     awaited, until = frozenset(probes), now + PROBE_PATIENCE
-    mesh = replace(
-        world.mesh, number=number, until=until, awaited=awaited, pairs=pairs, cut=frozenset(), among=tuple(told_apart)
-    )
+    mesh = replace(world.mesh, number=number, until=until, awaited=awaited, pairs=pairs, among=tuple(told_apart))
     return replace(world, probes=number, mesh=mesh)
 
 
@@ -75,8 +73,9 @@ def progress(world: World, now: float, out: Commands) -> World:
 def _is_open(world: World, name: str) -> bool:
     """Other machines may reach it."""
     host = world.hosts.get(name)
-    there = host is not None and host.phase in (HostPhase.UP, HostPhase.DRAINING)
-    return host is not None and there and bool(host.port and host.address) and not is_loopback(host.address)
+    if host is None or host.phase not in (HostPhase.UP, HostPhase.DRAINING):
+        return False
+    return bool(host.port and host.address) and not is_loopback(host.address)
 
 
 def _pair(one: str, other: str) -> Pair:

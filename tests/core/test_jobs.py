@@ -103,8 +103,9 @@ def test_a_job_can_be_submitted_before_any_worker_is_ready():
 
 def test_a_job_stopped_before_any_worker_is_ready():
     """The workers that come later find no job, and the cluster is as before."""
-    story = Story("a:2", min=2).submit()
+    story = Story("a:2", min=2).hear(m.AgentReady).submit()
     story.send(m.JobStopRequested("job"))
+    assert story.world.reason == "0 of min 2 workers ready; waiting for a/0#1 (0 s), a/1#1 (0 s)"
     story.answer()
     assert story.commands(m.RunProgram) == []
     assert story.world.reason == "2 workers ready; no job is running"

@@ -199,6 +199,18 @@ def test_a_host_lost_in_the_middle_of_a_round_is_only_lost():
     assert [host.phase for name, host in story.world.hosts.items() if name != "gpu3"] == [HostPhase.UP] * 2
 
 
+def test_a_host_lost_after_its_last_answer_is_only_lost():
+    """Twice it did not reach another, but it is lost before the round is over: its loss stays the reason."""
+    story = sever(wide(3), "1", "3")
+    story.send(m.StoodStill(story.world.epoch, 3.0))
+    story.send(*[e for e in story.answers if isinstance(e, m.Probed)])
+    story.send(*[e for e in story.answers if isinstance(e, m.Probed) and "gpu3" in (e.host, e.target)])
+    assert story.world.mesh.awaited == {("gpu1", "gpu2"), ("gpu2", "gpu1")}
+    story.lose_host("gpu3").answer()
+    assert (story.world.hosts["gpu3"].reason, story.world.mesh.pairs) == ("its machine is gone", frozenset())
+    assert story.commands(m.StopAgent) == []
+
+
 def test_connections_that_break_though_all_live_are_the_networks():
     """Two hosts are cut off before they have formed a world: not the program is to blame, and one of the two leaves."""
     story = wide(3)

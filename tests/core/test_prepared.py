@@ -60,6 +60,15 @@ def test_one_finishes_in_the_next_epoch_before_others_have_left_this_one():
     assert (story.job.outcome, story.job.reason) == ("succeeded", "every rank finished")
 
 
+def test_a_program_that_ended_in_the_next_epoch_is_not_waited_for_when_the_job_is_stopped():
+    """Others have not left this epoch yet: the end of that program counts all the same, and nobody is killed."""
+    story = with_stage(Stage.LEAVING)
+    story.hear(m.WorkerReady, "a/0#1").hear(m.WorkerFormed, "a/0#1").returned("a/0#1").ended("a/0#1")
+    story.stop_job().quiet(100.0)
+    assert story.records("worker-killed") == []
+    assert story.alive() == ["a/0#1", "b/0#1", "c/0#1", "d/0#1"]
+
+
 @pytest.mark.parametrize("stage", BEFORE_LEAVING)
 def test_the_joiner_dies_and_nobody_notices(stage):
     """What was prepared is dropped, the members stay, and nobody is aborted."""
@@ -254,6 +263,15 @@ def test_those_who_were_left_out_are_taken_when_too_few_are_left():
     story.scale(3, None).answer().wait(15.3)
     story.remove("c", now=True).answer()
     assert story.names == ["a/0#1", "b/0#1", "d/0#1"]
+
+
+def test_those_who_were_left_out_stay_out_while_enough_are_left():
+    """A member dies, and min others are left: the newcomer that could not be joined is not in their way."""
+    story = with_stage(Stage.PREPARING)
+    story._unsay(wid("d/0#1"), m.WorkerPrepared)
+    story.answer().wait(15.3)
+    story.kill("b/0#1").hear(m.WorkerReady)
+    assert story.names == ["a/0#1", "c/0#1"]
 
 
 @pytest.mark.parametrize("stage", BEFORE_LEAVING)

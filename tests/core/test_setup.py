@@ -182,6 +182,17 @@ def test_a_cell_that_is_cleared_brings_its_workers_back():
     assert story.run().names == ["a/0#1", "b/0#1"]
 
 
+def test_a_cell_that_fails_after_it_was_cleared_keeps_nobody_out():
+    """A newcomer still ran it: nobody asks for that cell any more."""
+    story = Story("a:1", **LIMITS).answer()
+    story.set_up("value", "1").answer()
+    story.broken.add(("b", "1"))
+    story.add("b:1").hear(m.AgentReady).hear(m.WorkerRegistered)
+    story.send(m.SetupCleared("value"))
+    story.answer()
+    assert state(story, "b/0#1") is WorkerState.READY
+
+
 def test_a_worker_that_is_restarted_is_set_up_again():
     """Its host may have been mended."""
     story = Story("a:1", "b:1", **LIMITS).answer()
