@@ -10,12 +10,13 @@ from __future__ import annotations
 import random
 
 import pytest
-from hypothesis import is_hypothesis_test, settings
+from hypothesis import Phase, is_hypothesis_test, settings
 
 SHARE = 0.1  # of the soak tests, in every run
 TIMES = 20  # as many generated examples in a soak as in other runs
 
 settings.register_profile("nbelastic", deadline=None, print_blob=True, database=None)
+settings.register_profile("unshrunk", settings.get_profile("nbelastic"), phases=[Phase.explicit, Phase.generate])
 settings.load_profile("nbelastic")
 
 _soaking = False
