@@ -145,7 +145,7 @@ export function who(/** @type {Writer[]} */ writers) {
 }
 
 /** Is an event of this kind a loss or an error? A worker that is behind and a refused order are not. */
-const FAILURE = /lost|failed|broken|killed|unreachable|host-refused|not-finite/;
+const FAILURE = /lost|failed|broken|killed|error|unreachable|host-refused|not-finite/;
 
 /** good, bad, busy or quiet: the four colours. Each comes with a sign and a word. */
 export function tone(/** @type {string} */ word) {

@@ -472,6 +472,16 @@ def test_events_are_filtered_by_kind(view):
     expect(items.last).to_contain_text("gpu2/1#1 was killed")
 
 
+def test_a_fault_of_the_driver_is_a_failure(view):
+    """An unexpected error in the driver's code is among the failures, with its sign."""
+    fault = event(1, "driver-error", "the host discovery: KeyError: 'a'")
+    view.open(state(events=[fault, event(2)]))
+    view.page.get_by_label("Show").select_option("failures")
+    items = view.page.get_by_role("list", name="Events, newest first").locator("> li")
+    expect(items).to_have_count(1)
+    expect(items).to_contain_text("the host discovery: KeyError: 'a'")
+
+
 def test_what_was_missed_is_asked_for(view):
     """More events than the last few, while nobody looked: the hole is filled; older ones come by a button."""
     view.open(state(events=[]), {"history": {"events": HISTORY[3:], "oldest": 1}})
