@@ -413,7 +413,8 @@ class Spoke:
 
     `on_message(message)` and `tick() -> seconds until the next tick` run in that thread. `send` and `report` may be called
     from any thread and never block. `heard_at` is when the driver was last heard (monotonic seconds), `away` whether
-    something could not be sent since, as there is no connection.
+    something could not be sent since, as there is no connection. While `works()` is false, which is called in that thread,
+    nothing is sent: to the driver this end is silent, and what was said meanwhile arrives later.
     """
 
     def __init__(
@@ -426,7 +427,9 @@ class Spoke:
         *,
         tick: Callable[[], float] = lambda: HEARTBEAT,
         heartbeat: float = HEARTBEAT,
+        works: Callable[[], bool] = lambda: True,
     ) -> None:
+        self._works = works
         self._address, self._keys, self._name = address, keys, name
         self._decoder = msgspec.json.Decoder(accepts)
         self._on_message = on_message
@@ -578,6 +581,8 @@ class Spoke:
         """What is kept here anyway, or need not be. All of it is a sign of life."""
         for head, frame in messages:
             self._beat_at = time.monotonic() + self._heartbeat
+            if not self._works():
+                return
             try:
                 socket.send_multipart((head, frame), zmq.NOBLOCK)
             except zmq.Again:

@@ -57,6 +57,7 @@ def step(world: World, event: m.Event, now: float) -> tuple[World, tuple[m.Comma
     if world.early and world.plan is None:
         world = _hear_early(world, now, out)
     world = waits.renew(staffing.let_in(world, now), now)
+    world = stopping.expect_ends(world, now)
     if world.still is not None:
         world = standstill.explain(world)
     return world, tuple(out)
@@ -84,6 +85,7 @@ def deadline(world: World, now: float) -> float:
         world.wake_at,
         world.linger_until or NEVER,
         world.close_by,
+        min(world.ends.values(), default=NEVER),
         world.suspect_since + limits.timeouts.grace if world.suspects else NEVER,
         NEVER if world.short_since is None else world.short_since + limits.patience,
         waits.deadline(world),
@@ -100,6 +102,8 @@ def _pass_time(world: World, now: float, out: Commands) -> World:
     limits = world.limits
     if world.linger_until and now >= world.linger_until:
         world = stopping.kill_lingering(world, now, out)
+    if now >= min(world.ends.values(), default=NEVER):
+        world = stopping.give_up(world, now, out)
     if now >= world.setup_by:
         world = stopping.kill_overdue(world, now, out)
     if world.suspects and now >= world.suspect_since + limits.timeouts.grace:

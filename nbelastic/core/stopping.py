@@ -70,6 +70,25 @@ def kill_lingering(world: World, now: float, out: Commands) -> World:
     return staffing.stop_workers(world, stuck, out, kill=True)
 
 
+def expect_ends(world: World, now: float) -> World:
+    """Each worker that was told to end has a deadline. When the cluster is stopped, that of its agent counts."""
+    told = frozenset[m.WorkerId]() if world.stopping else world.stopped
+    if world.ends.keys() == told:
+        return world
+    end = now + world.limits.timeouts.end
+    return replace(world, ends={w: world.ends.get(w, end) for w in sorted(told)})
+
+
+def give_up(world: World, now: float, out: Commands) -> World:
+    """Workers whose ends were not reported in time count as ended: their slots, and their hosts, do not wait for that."""
+    limit = world.limits.timeouts.end
+    for w in [w for w, until in world.ends.items() if now >= until and w in world.stopped]:
+        text = f"{w} was told to end, and its end was not reported within {limit:g} s: it counts as ended"
+        out.append(m.Record("worker-lost", text, host=w.host, worker=str(w)))
+        world = epochs.gone(world, w, text, now, out)
+    return world
+
+
 def kill_overdue(world: World, now: float, out: Commands) -> World:
     """Their setup cells have not ended, and their engines take no other code."""
     late, world = setup.overdue(world, now)

@@ -26,6 +26,7 @@ class Timeouts(Struct, frozen=True):
     sync: float = 3600.0  # the same, however much they compute and send
     stop: float = 60.0  # a program that holds the training state ends when its job is over: it may write a checkpoint
     leave: float = 5.0  # the same, of a program that does not hold it; then they are killed
+    end: float = 30.0  # a worker ends that was told to, which its agent reports; then it counts as ended
     close: float = 5.0  # agents end when the cluster is stopped; then they are not waited for any more
 
     def prepare_for(self, size: int) -> float:

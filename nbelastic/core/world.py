@@ -251,6 +251,7 @@ class World(Struct, frozen=True):
     starting: frozenset[WorkerId] = frozenset()  # workers of which one can expect that they soon will
     leaving: frozenset[WorkerId] = frozenset()  # members that are to leave: drained or above max
     stopped: frozenset[WorkerId] = frozenset()  # alive, but told to end: in no other of these sets
+    ends: dict[WorkerId, float] = {}  # of those: when each counts as ended, whatever is reported
     failed: frozenset[WorkerId] = frozenset()  # alive, but of no use to this job
     suspects: frozenset[WorkerId] = frozenset()  # members that lost a connection while nobody is known dead
     asks: int = 0  # how often members were asked to leave so far

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import math
 import multiprocessing as mp
 import os
 import select
@@ -43,6 +44,9 @@ LATE = 2.0  # seconds by which a look may be late; later than that, this process
 WATCH = 0.1  # seconds between looks at the workers' process states
 FROZEN_LOOKS = 2  # a process found stopped this many times in a row is reported
 SAMPLE = 1.0
+LATE_TURN = 15.0  # seconds by which the main thread's next turn may be late; then this host is not heard any more
+LAST_TURN = 60.0  # the same; then nobody will end this process and its workers any more, so it does
+ORDER = 300.0  # seconds that one order may take: the first fork waits for what the template imports
 LAST = 60.0  # seconds that workers have for a last checkpoint when the lease is over
 GRACE = 1.0  # seconds between SIGTERM and SIGKILL
 ENTRY = ("nbelastic.worker.boot", "boot")  # by name: host and worker never import one another
@@ -96,7 +100,17 @@ class Agent:
         self._term = 0  # of the newest driver
         self._newest: dict[int, int] = {}  # the highest incarnation of each slot
         peer = f"agent/{config.host}~{config.number}"
-        self._link = Spoke(config.driver, config.keys, peer, wire.ToAgent, self._receive, heartbeat=config.heartbeat)
+        self._turn_by = math.inf  # when the main thread will have come to its next turn
+        self._vouched_at = 0.0
+        self._link = Spoke(
+            config.driver,
+            config.keys,
+            peer,
+            wire.ToAgent,
+            self._receive,
+            heartbeat=config.heartbeat,
+            works=self._works,
+        )
 
     def run(self) -> None:
         signal.signal(signal.SIGTERM, lambda *_: self._take_leave())
@@ -110,7 +124,10 @@ class Agent:
             at_end.callback(self._end_workers)
             at_end.callback(self._nodes.close)
             self._link.send(self._hello())
-            self._serve(ends)
+            try:
+                self._serve(ends)
+            finally:
+                self._turn_by = math.inf  # what is done at the end has deadlines of its own
 
     def _settle(self, at_end: contextlib.ExitStack) -> None:
         """Where it is, how it is reached, and a folder."""
@@ -186,6 +203,7 @@ class Agent:
         while not self._done:
             sentinels = {forked.process.sentinel: w for w, forked in self._workers.items()}
             timeout = WATCH if self._workers or self._nodes.sentinels else SAMPLE
+            self._turn_by = time.monotonic() + timeout
             ready = connection.wait([self._wake, *ends, *sentinels, *self._nodes.sentinels], timeout)
             now = time.monotonic()
             if now - last > timeout + LATE:
@@ -208,6 +226,18 @@ class Agent:
             if now >= sample_at:
                 sample_at = now + SAMPLE
                 self._sample(now)
+
+    def _works(self) -> bool:
+        """Whether the main thread, which carries out orders, comes to its turns; in the link's thread."""
+        now = time.monotonic()
+        if now - self._vouched_at > self._config.heartbeat + LATE:  # this thread did not run either
+            self._turn_by = max(self._turn_by, now)
+        self._vouched_at = now
+        late = now - self._turn_by
+        if late > LAST_TURN:
+            os.write(2, b"nbelastic: the agent hangs, and ends\n")
+            os._exit(1)  # the template ends the workers
+        return late <= LATE_TURN
 
     def _forsaken(self, now: float) -> bool:
         """Nobody has come for the lease, and workers that end by themselves then have ended."""
@@ -239,6 +269,7 @@ class Agent:
         if poll.poll(0):
             os.eventfd_read(self._wake)
         while self._inbox:
+            self._turn_by = time.monotonic() + ORDER
             match self._inbox.popleft():
                 case wire.Spawn() as order:
                     self._spawn(order)
@@ -252,6 +283,7 @@ class Agent:
                     self._introduce(term)
                 case wire.Retire():
                     self._done = True
+        self._turn_by = time.monotonic()
 
     def _spawn(self, order: wire.Spawn) -> None:
         boot = getattr(importlib.import_module(ENTRY[0]), ENTRY[1])

@@ -95,6 +95,8 @@ def _faults_of_waiting(world: World, now: float) -> Iterator[str]:
         yield f"nobody looks whether {sorted(world.starting)} come"
     if wait is not None and (wait.stage, wait.epoch, wait.left) != (world.stage, world.epoch, len(world.awaiting)):
         yield f"it waits in {wait.stage} of epoch {wait.epoch} for {wait.left}"
+    if not world.stopping and world.ends.keys() != world.stopped:
+        yield f"{world.stopped ^ world.ends.keys()} are to end, and nobody looks whether they do"
     endless = world.limits.elastic_timeout is None
     told = job.late | job.succeeded if job is not None else frozenset()  # their programs are about to end
     waits = job is not None and bool(world.awaiting - told) and world.stage is not Stage.RUNNING

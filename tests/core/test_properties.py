@@ -118,6 +118,13 @@ class AnyStory(RuleBasedStateMachine):
         if m.StopWorker(w, kill=True) in self.story.commands(m.StopWorker, mark):
             self.story._forget(w)
 
+    @precondition(lambda self: any(isinstance(e, m.WorkerExited) for e in self.story.answers))
+    @rule(data=st.data())
+    def end_unreported(self, data):
+        """A worker was told to end, and nobody says that it has."""
+        exits = [e for e in self.story.answers if isinstance(e, m.WorkerExited)]
+        self.story.answers.remove(data.draw(st.sampled_from(exits)))
+
     @rule(data=st.data())
     def is_heard_again(self, data):
         self.story.send(m.WorkerHeard(self._worker(data)))

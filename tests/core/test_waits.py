@@ -251,6 +251,24 @@ def test_a_newcomer_that_never_connects_is_replaced_when_min_needs_it():
     assert (story.world.stage, story.names) == (Stage.RUNNING, ["a/0#1", "b/0#3"])
 
 
+@pytest.mark.parametrize("now", [False, True])
+def test_a_worker_whose_end_is_never_reported_counts_as_ended(now):
+    """Its host is removed, and its agent carries out no order: after half a minute the host is gone too."""
+    story = with_stage(Stage.RUNNING)
+    story.remove("c", now=now).answer(lambda e: not isinstance(e, m.WorkerExited))
+    assert story.world.stopped == {wid("c/0#1")}
+    story.wait(29.9)
+    assert story.world.stopped == {wid("c/0#1")}
+    story.wait(0.2)
+    assert (story.world.stopped, list(story.world.hosts)) == (frozenset(), ["a", "b"])
+    assert story.last(m.StopAgent) == m.StopAgent("c")
+    (text,) = [text for text in story.records("worker-lost") if text.startswith("c/0#1")]
+    assert text == "c/0#1 was told to end, and its end was not reported within 30 s: it counts as ended"
+    story.answers.clear()
+    story.quiet(3.0)
+    assert story.names == ["a/0#1", "b/0#1"]
+
+
 def test_a_member_that_answers_on_its_way_to_the_agreed_commit_is_let():
     """Rank 0 saves a file for an hour all but a minute, without CPU time: it says where it is, so it is waited for."""
     story = with_stage(Stage.LEAVING).hear(m.WorkerReady, "b/0#1", "c/0#1")

@@ -1,11 +1,17 @@
-"""The driver's heartbeats go on whatever fails."""
+"""The driver's heartbeats go on whatever fails; those of its hosts stop when nobody works there."""
 
 from __future__ import annotations
 
 import asyncio
 
 from nbelastic import supervision
-from nbelastic.link import Hub, Keys
+from nbelastic.core import messages as m
+from nbelastic.core import wire
+from nbelastic.link import Hub, Keys, Spoke
+from tests.support.waiting import until_async as until
+
+W = m.WorkerId("a", 0, 1)
+NAME = f"worker/{W}"
 
 
 def test_heartbeats_go_on_after_a_fault(monkeypatch, caplog):
@@ -32,3 +38,34 @@ def test_heartbeats_go_on_after_a_fault(monkeypatch, caplog):
     assert [record.getMessage() for record in caplog.records if record.exc_info] == [
         "nbelastic has a fault: the driver's heartbeats (it is started again)"
     ] * 2
+
+
+def test_an_end_that_does_not_work_is_not_heard():
+    """Its owner hangs: nothing goes out, neither heartbeats nor words, until it works again; then all words arrive."""
+
+    async def story():
+        heard, works = [], False
+        hub = Hub(Keys.make(), lambda _, message: heard.append(message), 0.05)
+        await hub.start()
+        keys = hub._keys.for_clients()
+        one = Spoke(hub.address, keys, NAME, wire.ToWorker, lambda _: None, heartbeat=0.05, works=lambda: works)
+        one.start()
+        try:
+            one.send(m.WorkerFormed(W, 1))
+            await asyncio.sleep(0.4)
+            assert (heard, hub.heard_at) == ([], {})
+            works = True
+            await until(lambda: heard)
+            one.send(m.WorkerFormed(W, 2))
+            await until(lambda: len(heard) == 2)
+            works = False
+            await asyncio.sleep(0.1)
+            last = hub.heard_at[NAME]
+            await asyncio.sleep(0.4)
+            assert hub.heard_at[NAME] == last
+        finally:
+            await asyncio.to_thread(one.close)
+            await hub.stop()
+        assert heard == [m.WorkerFormed(W, 1), m.WorkerFormed(W, 2)]
+
+    asyncio.run(story())
