@@ -75,6 +75,7 @@ platform.python_version = lambda: "3.8.1"
 """
 
 
+@pytest.mark.cold  # its hosts differ in what Python reads as it starts
 def test_what_goes_wrong_on_a_host_is_that_host_s_alone(network, trains, tmp_path):
     """Nine hosts of ten cannot be used, each for a reason of its own, which is told; the tenth trains."""
     folder = network.folder / "folder"

@@ -84,8 +84,13 @@ class WarmProcess:
             return set()
 
     def code(self) -> str:
-        """What a Python on another host runs to be an agent: it asks the warm process first."""
-        ours = {name: os.environ[name] for name in ("PYTHONPATH", "TESTS_JITTER") if name in os.environ}
+        """What a Python on another host runs to be an agent: it asks the warm process first.
+
+        sshd gives it an environment of its own, and the warm process serves only its equals.
+        """
+        ours = warm.decisive(os.environ)
+        if "TESTS_JITTER" in os.environ:
+            ours["TESTS_JITTER"] = os.environ["TESTS_JITTER"]
         here = f"import os; os.environ.update({ours!r}); "
         here += f"import sys; sys.path.insert(0, {str(ROOT)!r}); from tests.support.warm import join; del sys.path[0]"
         return f"{here}; join({self.address!r}); {warm.AGENT}"
