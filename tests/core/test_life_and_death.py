@@ -157,6 +157,16 @@ def test_a_stop_does_not_wait_for_hosts_that_are_lost():
     assert nowhere.world.phase == "finished"
 
 
+def test_a_lost_host_is_not_tried_again_while_the_cluster_stops():
+    """Its time comes while a program still writes its last checkpoint: nothing is started, and the driver rests."""
+    story = Story("a:1", "b:1", min=1).run()
+    story.lose_host("b").hang("a/0#1")
+    mark = story.mark()
+    story.send(m.StopRequested("done"))
+    story.wait(59.0)
+    assert story.commands(m.StartAgent, mark) == []
+
+
 def test_a_death_before_ready_is_replaced():
     """A worker that dies while it starts, or before it has said ready, is replaced; no epoch is broken."""
     story = Story("a:2", min=2)

@@ -47,6 +47,14 @@ def test_a_worker_whose_engine_never_comes_is_replaced():
     assert (story.world.stage, story.names) == (Stage.RUNNING, ["a/0#1", "a/1#2"])
 
 
+def test_workers_that_are_late_together_are_replaced_in_the_order_of_their_names():
+    """Six hosts, not in alphabetical order: each driver that hears the same does the same."""
+    hosts = ("gpu7", "gpu1", "gpu4", "gpu3", "gpu9", "gpu2")
+    story = Story(*(f"{host}:1" for host in hosts)).hear(m.AgentReady)
+    story.wait(300.0)
+    assert [stop.worker.host for stop in story.commands(m.StopWorker)] == sorted(hosts)
+
+
 def test_a_program_may_take_its_time_to_begin():
     """It loads data before it comes to the elastic function: that is the user's, and elastic_timeout bounds it."""
     story = Story("a:1", min=1, elastic_timeout=None)

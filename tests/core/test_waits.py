@@ -67,6 +67,17 @@ def test_a_survivor_that_alone_holds_the_state_is_not_killed():
     assert (story.job.outcome, story.job.reason) == ("failed", f"{why} 100 s (elastic_timeout)")
 
 
+def test_one_of_two_that_alone_hold_the_state_wakes():
+    """The state is safe with it: the other is replaced as any other, and the job goes on."""
+    story = Story("a:3", min=1).run().commit(3).answer()
+    story.hang("a/1#1", "a/2#1").kill("a/0#1").quiet(61.0)
+    assert "nobody else holds the training state" in story.world.reason
+    story.silent.remove(wid("a/1#1"))
+    story._say_ready(wid("a/1#1"))
+    story.quiet(63.0)
+    assert (story.world.stage, story.names) == (Stage.RUNNING, ["a/1#1", "a/0#2", "a/2#2"])
+
+
 def test_only_the_user_can_make_it_wait_for_ever():
     """The same with elastic_timeout None: it waits on, asks where the survivor is, and says that there is no end."""
     story = Story("a:2", min=1, elastic_timeout=None).run().commit(3).answer()
