@@ -211,7 +211,8 @@ class State:
 
     def sync(self, formation: Formation) -> None:
         """Collective: `formation.receivers` get the state of rank `formation.root`, in place."""
-        plan = self._session.checkpoints if self._session is not None else None
+        assert self._session is not None
+        plan = self._session.checkpoints
         if plan is not None and self.commits == 0 and formation.rank == formation.root:
             plan.resume(self)
         if formation.receivers:

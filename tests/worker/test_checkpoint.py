@@ -10,6 +10,7 @@ import torch
 import nbelastic as nbe
 from nbelastic.core.errors import WaitTimeoutError
 from nbelastic.worker import checkpoint, saving
+from tests.worker.conftest import formation
 from tests.worker.kept import contents, count, counter, network, train, write, written
 from tests.worker.test_transfer import same
 
@@ -298,6 +299,19 @@ def test_a_job_goes_on_where_the_last_one_was(tmp_path, capsys):
     assert second.state.step == 0
     second.commits(10)
     assert written(tmp_path)[-1] == "000003-commit-30"
+
+
+@pytest.mark.parametrize(("rank", "step"), [(0, 20), (1, 0)])
+def test_the_root_of_a_jobs_first_world_reads_the_checkpoint(tmp_path, begun, rank, step):
+    """The others receive it from the root; later worlds go on from what their members hold."""
+    Job(tmp_path).commits(20)
+    job = Job(tmp_path)
+    state = begun(job.state)
+    state._session.checkpoints = job.plan
+    state.sync(formation(rank, 2))
+    assert state.step == step
+    count(state).sync(formation(rank, 2))
+    assert state.step == step + 1
 
 
 def test_a_plan_that_fails_to_save_goes_on(tmp_path, capsys):
