@@ -8,7 +8,7 @@ import hmac
 import logging
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, InvalidStateError
 from functools import partial
 from pathlib import Path
@@ -26,11 +26,11 @@ from nbelastic.core.placement import places
 from nbelastic.core.world import HostPhase, WorkerState, World
 from nbelastic.driver import discovery as hosts
 from nbelastic.driver.chronicle import Chronicle
-from nbelastic.driver.clock import Clock
 from nbelastic.driver.faults import Faults, try_each
 from nbelastic.driver.fleet import Fleet
 from nbelastic.driver.live import numbers
 from nbelastic.driver.notes import Notes
+from nbelastic.driver.parts import REAL, Parts
 from nbelastic.driver.places import RunDir
 from nbelastic.driver.run import Run
 from nbelastic.driver.saved import SavedJob
@@ -39,7 +39,7 @@ from nbelastic.driver.settings import Settings
 from nbelastic.driver.silence import LATE, Silence
 from nbelastic.driver.status import Status, snapshot
 from nbelastic.driver.takeover import Arrivals, take_over
-from nbelastic.link import Hub, Keys
+from nbelastic.link import Keys
 from nbelastic.supervision import supervise
 
 T = TypeVar("T")
@@ -54,13 +54,14 @@ FAILURES = ("worker-lost", "host-lost", "world-broken")
 class Driver:
     """Everything below `_main` happens in the driver's thread; `post`, `call` and `when` are for the others."""
 
-    def __init__(self, settings: Settings, run_dir: RunDir, notes: Notes | None = None) -> None:
-        """`run_dir`, held by the caller, is released (or left to the next driver) when the thread ends."""
+    def __init__(self, settings: Settings, run_dir: RunDir, notes: Notes | None = None, parts: Parts = REAL) -> None:
+        """`run_dir`, held by the caller, is released (or left to the next driver) when the driver ends."""
         self.settings = settings
+        self._parts = parts
         self._run_dir = run_dir
         self.notes = notes
         self.world = World(settings.limits)
-        self.clock = Clock(settings.heartbeat + LATE)
+        self.clock = parts.clock(settings.heartbeat + LATE)
         self.chronicle = Chronicle(
             settings.log_dir / "events.jsonl", again=notes is not None and notes.found is not None
         )
@@ -68,6 +69,7 @@ class Driver:
         self.let_go = ""  # why, if the cluster lives on without this driver
         self.runs: dict[str, Run] = {}
         self.finished = threading.Event()
+        self._ready = threading.Event()
         self._waiters: list[tuple[Callable[[Driver], Any], Future[Any]]] = []
         self._asked: list[tuple[m.Event, Callable[[Driver], Any], Future[Any]]] = []  # become waiters with their events
         self._owed: set[Future[Any]] = set()
@@ -84,10 +86,8 @@ class Driver:
 
     def start(self) -> None:
         """Start the thread; returns when orders can be taken."""
-        ready = threading.Event()
-        self._ready = ready
         self._thread.start()
-        ready.wait()
+        self._ready.wait()
         if self._failure is not None:
             raise self._failure
 
@@ -175,10 +175,21 @@ class Driver:
     # ---- the thread ----
 
     def _run(self) -> None:
-        self._loop = asyncio.new_event_loop()
-        self._loop.set_exception_handler(self.faults.in_callback)
+        loop = asyncio.new_event_loop()
+        with self._ending():
+            loop.run_until_complete(self._main())
+        loop.close()
+
+    async def serve(self) -> None:
+        """Instead of `start`: be the driver in this event loop, until the cluster has stopped or is let go."""
+        with self._ending():
+            await self._main()
+
+    @contextlib.contextmanager
+    def _ending(self) -> Iterator[None]:
+        """Whatever ends it: who waits is told, and the name of the cluster is given up."""
         try:
-            self._loop.run_until_complete(self._main())
+            yield
         except BaseException as error:
             self._failure = error
             if self._ready.is_set():  # else `start` raises it
@@ -194,15 +205,16 @@ class Driver:
                 self._run_dir.release()
             self.finished.set()
             self.chronicle.notify()
-            self._loop.close()
 
     async def _main(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._loop.set_exception_handler(self.faults.in_callback)
         self._inbox: asyncio.Queue[m.Event] = asyncio.Queue()
         saved = self.notes.found if self.notes is not None else None
         self._arrivals = Arrivals(saved, self.settings.silence) if saved is not None else None
         self.keys = saved.keys if saved is not None else Keys.make()
         self.term = saved.term + 1 if saved is not None else 1
-        self._hub = Hub(self.keys, self._hear, self.settings.heartbeat, self.term, self._is_known)
+        self._hub = self._parts.transport(self.keys, self._hear, self.settings.heartbeat, self.term, self._is_known)
         try:
             await self._hub.start(port=parted(saved.address)[1] if saved is not None else 0)
         except OSError as error:
@@ -216,6 +228,7 @@ class Driver:
             self._hub,
             self.keys,
             self.clock,
+            self._parts,
             post=self._inbox.put_nowait,
             record=self.record,
             report=self.faults.report,

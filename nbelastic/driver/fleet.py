@@ -21,17 +21,17 @@ from nbelastic.core.errors import HostError
 from nbelastic.driver.cells import Executed, error_of, executed
 from nbelastic.driver.clock import Clock
 from nbelastic.driver.gate import Doors
-from nbelastic.driver.launchers import AdoptedAgent, Agent, BatchJobAgent, agent_for, locate
+from nbelastic.driver.launchers import AdoptedAgent, Agent, BatchJobAgent
 from nbelastic.driver.live import Live
+from nbelastic.driver.parts import EngineClient, Parts, Transport
 from nbelastic.driver.places import batch_folder
 from nbelastic.driver.run import Run
 from nbelastic.driver.saved import Saved, SavedAgent
 from nbelastic.driver.settings import SSH
-from nbelastic.link import Hub, Keys
+from nbelastic.link import Keys
 from nbelastic.supervision import Report
 
 if TYPE_CHECKING:
-    from nbelastic.driver.engines import Engines
     from nbelastic.driver.settings import Settings
 
 GATES = 0.5  # seconds between looks at the gates
@@ -90,15 +90,16 @@ class Fleet:
     def __init__(
         self,
         settings: Settings,
-        hub: Hub,
+        hub: Transport,
         keys: Keys,
         clock: Clock,
+        parts: Parts,
         *,
         post: Callable[[m.Event], None],
         record: Callable[[m.Record], None],
         report: Report,
     ) -> None:
-        self._clock = clock
+        self._clock, self._parts = clock, parts
         self._settings, self._hub, self._keys, self._post, self._record = settings, hub, keys, post, record
         self._report = report
         self._loop = asyncio.get_running_loop()
@@ -110,7 +111,7 @@ class Fleet:
         self._worker_of: dict[str, m.WorkerId] = {}
         self.setup_rows: dict[int, dict[m.WorkerId, Executed]] = {}  # of versions for which somebody waits
         self._spawns: list[tuple[m.WorkerId, Path]] = []  # wait for the controller
-        self._engines: Engines | None = None
+        self._engines: EngineClient | None = None
         self._starting: asyncio.Task[None] | None = None
         self._trouble = ""  # why the controller failed, as it was recorded last
         self.live = Live(log_dir=str(settings.log_dir))
@@ -268,7 +269,7 @@ class Fleet:
     async def _launch(self, spec: m.HostSpec, held: _Held, number: int) -> None:
         """Find out where the host is and start its agent there."""
         try:
-            local, held.here = await locate(spec, self._settings.launcher)
+            local, held.here = await self._parts.locate(spec, self._settings.launcher)
             if local:
                 held.slots = spec.slots  # they share this machine's cores
                 threads = str(max(1, (os.cpu_count() or 1) // sum(each.slots for each in self._held.values())))
@@ -276,7 +277,7 @@ class Fleet:
             else:
                 threads, driver = "", self._doors.lead(held.here, self._hub.address)
             stopped = partial(self._agent_stopped, spec.name, held)
-            agent = agent_for(spec, local, self._settings, stopped, number)
+            agent = self._parts.agent_for(spec, local, self._settings, stopped, number)
             agent.start({**self._config(spec, local, number), "driver": driver, "threads": threads})
         except Exception as error:  # noqa: BLE001  (no ssh here, or whatever a launcher raises: the host shows it)
             held.launching = None
@@ -319,11 +320,9 @@ class Fleet:
 
     async def _start_engines(self, process: str = "") -> None:
         """Start ipyparallel's controller, or connect to the one behind `process`."""
-        from nbelastic.driver.engines import Engines
-
         settings = self._settings
         folder = str(settings.run_dir / "ipython")
-        self._engines = Engines(
+        self._engines = self._parts.engines(
             folder,
             settings.name,
             settings.silence,

@@ -27,11 +27,12 @@ from nbelastic.core.world import NEVER, HostPhase
 from nbelastic.driver.faults import try_each
 from nbelastic.driver.invitations import Invitations
 from nbelastic.driver.orders import Order
+from nbelastic.driver.parts import Transport
 from nbelastic.driver.run import Run
 from nbelastic.driver.saved import SavedJob
 from nbelastic.driver.script_status import with_script, workers_of
 from nbelastic.driver.status import Status
-from nbelastic.link import Hub, Keys, machine
+from nbelastic.link import Keys, machine
 
 if TYPE_CHECKING:
     from nbelastic.driver.driver import Driver
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
 class Scripts:
     """Lives in the driver's thread; `shown` may be called from any."""
 
-    def __init__(self, driver: Driver, hub: Hub, keys: Keys) -> None:
+    def __init__(self, driver: Driver, hub: Transport, keys: Keys) -> None:
         self._driver, self._hub = driver, hub
         self._loop = asyncio.get_running_loop()
         self._group: Group | None = None

@@ -20,11 +20,12 @@ import signal
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import zmq
 
 from nbelastic import descriptors, versions
@@ -34,10 +35,9 @@ from nbelastic.core.delivery import HEAD
 from nbelastic.core.membership import step
 from nbelastic.core.world import Limits, World
 from nbelastic.driver import driver as driver_module
-from nbelastic.driver import fleet as fleet_module
 from nbelastic.driver.discovery import FixedHosts
 from nbelastic.driver.driver import Driver
-from nbelastic.driver.fleet import Fleet
+from nbelastic.driver.parts import Parts
 from nbelastic.driver.places import RunDir
 from nbelastic.driver.run import Run
 from nbelastic.driver.saved import SavedJob
@@ -60,6 +60,12 @@ class SimulatedAgent:
 
     process = job = ""
 
+    def __init__(self, tell: Callable[..., None], host: str, number: int) -> None:
+        self._tell, self._host, self._number = tell, host, number
+
+    def start(self, config: Mapping[str, Any]) -> None:
+        self._tell("agent", self._host, self._number, config["driver"], msgspec.convert(config["keys"], Keys))
+
     def kill(self) -> None:
         """It ends with the benchmark."""
 
@@ -71,6 +77,9 @@ class SimulatedEngines:
 
     def __init__(self, tell: Callable[..., None]) -> None:
         self._tell = tell
+
+    async def start(self) -> None:
+        """There is no controller."""
 
     def knows(self, uuid: str) -> bool:
         return True
@@ -85,17 +94,9 @@ class SimulatedEngines:
         self._tell("run", uuid, job)
 
 
-class SimulatedFleet(Fleet):
-    """Agents and engines are simulated; the link is not."""
-
-    tell: Callable[..., None]
-
-    def _start_agent(self, spec: m.HostSpec) -> None:
-        self._started += 1
-        held = self._held[spec.name] = fleet_module._Held(spec.name, self._started)
-        held.agent = SimulatedAgent()
-        self._engines = self._engines or SimulatedEngines(self.tell)  # type: ignore[assignment]
-        self.tell("agent", spec.name, self._started, self._hub.address, self._keys.for_clients())
+async def here(_spec: m.HostSpec, _launcher: str) -> tuple[str, str]:
+    """All hosts are this machine."""
+    return "127.0.0.1", ""
 
 
 def drive(hosts: int, parent: Connection, players: list[Connection]) -> None:
@@ -111,8 +112,12 @@ def drive(hosts: int, parent: Connection, players: list[Connection]) -> None:
         return step(world, event, now)
 
     descriptors.raise_limit()
-    SimulatedFleet.tell = staticmethod(tell)  # type: ignore[assignment]
-    vars(driver_module).update(Fleet=SimulatedFleet, step=timed)
+    driver_module.step = timed
+    parts = Parts(
+        locate=here,
+        agent_for=lambda spec, _local, _settings, _on_stop, number: SimulatedAgent(tell, spec.name, number),
+        engines=lambda *_, **__: SimulatedEngines(tell),
+    )
     with tempfile.TemporaryDirectory() as folder:
         names = ",".join(f"host{number:04}:{SLOTS}" for number in range(hosts))
         settings = Settings(
@@ -130,7 +135,7 @@ def drive(hosts: int, parent: Connection, players: list[Connection]) -> None:
             launcher_options={},
             log_dir=Path(folder),
         )
-        driver = Driver(settings, RunDir(f"scale-{os.getpid()}"))
+        driver = Driver(settings, RunDir(f"scale-{os.getpid()}"), parts=parts)
         driver.start()
 
         while True:

@@ -1,0 +1,302 @@
+"""A driver's outside, in memory: a clock that a test moves, a link, agents, workers and their engines.
+
+`Outside` gives the driver its `Parts`. All of it lives in one event loop, whose time stands still until `passes(seconds)`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from nbelastic import versions
+from nbelastic.core import messages as m
+from nbelastic.core import wire
+from nbelastic.core.world import Limits
+from nbelastic.driver.clock import Clock
+from nbelastic.driver.discovery import FixedHosts
+from nbelastic.driver.driver import Driver
+from nbelastic.driver.parts import Parts
+from nbelastic.driver.places import RunDir
+from nbelastic.driver.run import Run
+from nbelastic.driver.saved import SavedJob
+from nbelastic.driver.settings import Settings
+
+TURNS = 40  # of the event loop, in which a word is answered, and the answer too
+LOOK = 0.25  # seconds by which time passes at once: no timer of the driver's is more frequent
+SIGKILL = -9
+
+
+class StandingLoop(asyncio.SelectorEventLoop):
+    """Its time is what a test says."""
+
+    now = 1000.0
+
+    def time(self) -> float:
+        return self.now
+
+
+def tell(story: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    """Run a story in a loop whose time stands still."""
+    with asyncio.Runner(loop_factory=StandingLoop) as runner:
+        runner.run(story())
+
+
+@dataclass
+class FakeWorker:
+    """What a worker that trains would say to what it is told; it commits when a test says so."""
+
+    id: m.WorkerId
+    say: Callable[[wire.Message | m.Event], None]
+    job: str = ""
+    epoch: int = 0  # the one it is in; 0: none
+    left: int = 0
+    commits: int = 0  # in this epoch
+    total: int = 0
+    holds: bool = False
+    done: Callable[[tuple[str, Any, str]], None] | None = None
+
+    def runs(self, job: str, done: Callable[[tuple[str, Any, str]], None]) -> None:
+        """Its program comes to the elastic function at once."""
+        self.job, self.done, self.total, self.left, self.holds = job, done, 0, 0, False
+        self.waits()
+
+    def waits(self) -> None:
+        store = f"127.0.0.1:{4000 + self.left}"
+        self.say(m.WorkerReady(self.id, self.job, self.left, self.total, True, store, self.holds))
+
+    def hears(self, message: wire.Message) -> None:
+        match message:
+            case wire.Formation(epoch=epoch) if epoch > max(self.left, self.epoch):
+                self.epoch, self.commits, self.holds = epoch, 0, True
+                self.say(m.WorkerFormed(self.id, epoch))
+            case wire.Prepare(formation=formation):
+                self.say(m.WorkerPrepared(self.id, formation.epoch))
+            case wire.Leave(epoch=epoch, commit=None, ask=ask):
+                self.say(m.WorkerOffered(self.id, epoch, self.commits, ask))
+            case wire.Leave(commit=commit) if commit != wire.Leave.STAY and self.epoch:
+                self.total += commit - self.commits
+                self.leaves(self.epoch)
+            case wire.Abort(epoch=epoch) if self.epoch and epoch >= self.epoch:
+                self.leaves(epoch)
+            case wire.Quit(reason=reason) if self.done is not None:
+                done, self.done, self.epoch = self.done, None, 0
+                done(("error", f"JobStoppedError: {reason}", ""))
+
+    def leaves(self, epoch: int) -> None:
+        self.left, self.epoch = epoch, 0
+        self.waits()
+
+    def trains(self, commits: int) -> None:
+        if self.epoch:
+            self.commits += commits
+            self.total += commits
+            self.say(wire.WorkerProgress(self.id, self.epoch, self.total, {}))
+            self.say(m.StoreOffered(self.id, self.epoch, f"127.0.0.1:{5000 + self.epoch}"))
+
+
+class FakeAgent:
+    """A host's agent: its workers are objects. The driver holds it as it holds a process."""
+
+    process = job = ""
+
+    def __init__(self, outside: Outside, spec: m.HostSpec, on_stop: Callable[[str], None], number: int) -> None:
+        self._outside, self.spec, self._on_stop, self._number = outside, spec, on_stop, number
+        self.lives = False
+
+    def start(self, config: Mapping[str, Any]) -> None:
+        self.lives = True
+        self._outside.agents[f"agent/{self.spec.name}~{self._number}"] = self
+        self.say(wire.AgentHello(self.spec.name, self._number, versions.here(), (m.Interface("lo", "127.0.0.1"),)))
+
+    def say(self, message: wire.Message | m.Event) -> None:
+        self._outside.deliver(f"agent/{self.spec.name}~{self._number}", message)
+
+    def hears(self, message: wire.Message) -> None:
+        match message:
+            case wire.Spawn(worker=w):
+                worker = self._outside.workers[w] = FakeWorker(
+                    w, lambda word: self._outside.deliver(f"worker/{w}", word)
+                )
+                self.say(m.WorkerStarted(w, 1000 + w.slot))
+                worker.say(wire.WorkerHello(w, 1000 + w.slot, f"engine-{w}"))
+            case wire.Reap(worker=w, kill=kill):
+                self.loses(w, SIGKILL if kill else 0)
+            case wire.Retire():
+                self.kill()
+
+    def loses(self, w: m.WorkerId, code: int = SIGKILL) -> None:
+        """A worker's process has ended."""
+        self._outside.workers.pop(w, None)
+        self.say(m.WorkerExited(w, code))
+
+    def kill(self) -> None:
+        if self.lives:
+            self.lives = False
+            for w in [w for w in self._outside.workers if w.host == self.spec.name]:
+                del self._outside.workers[w]
+            asyncio.get_running_loop().call_soon(self._on_stop, "its agent ended")
+
+
+class MemoryLink:
+    """The driver's end of a link without sockets: each word arrives in a later turn of the loop, in order."""
+
+    address = "tcp://127.0.0.1:1"
+
+    def __init__(self, outside: Outside, on_message: Callable[[str, Any], None]) -> None:
+        self._outside, self.on_message = outside, on_message
+        self.heard_at: dict[str, float] = {}
+
+    async def start(self, interface: str = "", port: int = 0) -> None:
+        """There is nothing to listen at."""
+
+    async def stop(self) -> None:
+        self.on_message = lambda peer, message: None
+
+    def send(self, peer: str, message: wire.Message) -> None:
+        self._outside.sent.append((peer, message))
+        asyncio.get_running_loop().call_soon(self._outside.arrive, peer, message)
+
+    def send_to_all(self, peers: Iterable[str], message: wire.Message) -> None:
+        for peer in peers:
+            self.send(peer, message)
+
+    def forget(self, peer: str) -> None:
+        self.heard_at.pop(peer, None)
+
+
+class FakeEngines:
+    """Takes code for the fake workers at once."""
+
+    connection, process, client = "{}", "", None
+
+    def __init__(self, outside: Outside) -> None:
+        self._outside = outside
+
+    async def start(self) -> None:
+        """It is there."""
+
+    async def stop(self) -> None:
+        self._outside.engines_stopped = True
+
+    def knows(self, uuid: str) -> bool:
+        return True
+
+    def forget(self, uuid: str) -> None:
+        """Nothing is known of it."""
+
+    def busy(self, uuid: str, job: str) -> None:
+        """Nothing is asked of it."""
+
+    def run_cell(self, uuid: str, job: str, _log_dir: str, _cell: Any, done: Callable[..., None]) -> None:
+        self._outside.workers[m.WorkerId.parse(uuid.removeprefix("engine-"))].runs(job, done)
+
+
+class Outside:
+    """What a driver has around it, and the driver: `async with Outside(tmp_path, "a:2", min=2) as outside`."""
+
+    def __init__(self, folder: Path, hosts: str, **limits: Any) -> None:
+        self.agents: dict[str, FakeAgent] = {}
+        self.workers: dict[m.WorkerId, FakeWorker] = {}
+        self.sent: list[tuple[str, wire.Message]] = []
+        self.engines_stopped = False
+        self.silent: set[str] = set()  # hosts from which nothing is heard
+        settings = Settings(
+            name="fake",
+            limits=Limits(**limits),
+            discovery=FixedHosts(hosts, 1),
+            run_dir=folder / "run",
+            backend="gloo",
+            preload=(),
+            environment={},
+            nics=(),
+            python=None,
+            cwd=None,
+            launcher="ssh",
+            launcher_options={},
+            log_dir=folder,
+        )
+        self.driver = Driver(settings, RunDir("fake"), parts=self._parts())
+
+    def _parts(self) -> Parts:
+        loop = asyncio.get_running_loop()
+
+        async def locate(spec: m.HostSpec, launcher: str) -> tuple[str, str]:
+            return "127.0.0.1", ""
+
+        return Parts(
+            transport=self._link,
+            locate=locate,
+            agent_for=lambda spec, _local, _settings, on_stop, number: FakeAgent(self, spec, on_stop, number),
+            engines=lambda *_, **__: FakeEngines(self),
+            clock=lambda most: Clock(most, monotonic=loop.time, boottime=loop.time),
+        )
+
+    def _link(self, _keys: object, on_message: Callable[[str, Any], None], *_: object) -> MemoryLink:
+        self.link = MemoryLink(self, on_message)
+        return self.link
+
+    async def __aenter__(self) -> Self:
+        self._serving = asyncio.create_task(self.driver.serve())
+        await self.settles()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        if not self._serving.done():
+            self.driver.post(m.StopRequested("the test is over", within=0.0))
+            await self.passes(20.0)
+        await self._serving
+
+    async def settles(self) -> None:
+        """Whatever is said now is heard and answered; no time passes."""
+        for _ in range(TURNS):
+            await asyncio.sleep(0)
+
+    async def passes(self, seconds: float) -> None:
+        """Time passes: hosts and workers that are not silent send heartbeats."""
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, StandingLoop)
+        end = loop.now + seconds
+        while loop.now < end:
+            loop.now = min(end, loop.now + LOOK)
+            for peer in self.link.heard_at:
+                if peer.partition("/")[2].partition("~")[0].partition("/")[0] not in self.silent:
+                    self.link.heard_at[peer] = loop.now
+            await self.settles()
+
+    def deliver(self, peer: str, message: wire.Message | m.Event) -> None:
+        """Somebody says something to the driver."""
+        host = peer.partition("/")[2].partition("~")[0].partition("/")[0]
+        if host not in self.silent:
+            self.link.heard_at[peer] = asyncio.get_running_loop().time()
+            asyncio.get_running_loop().call_soon(lambda: self.link.on_message(peer, message))
+
+    def arrive(self, peer: str, message: wire.Message) -> None:
+        """The driver's word reaches whom it was sent to, if that still is there."""
+        role, _, name = peer.partition("/")
+        who = self.agents.get(peer) if role == "agent" else self.workers.get(m.WorkerId.parse(name))
+        if who is not None and name.partition("~")[0].partition("/")[0] not in self.silent:
+            who.hears(message)
+
+    def submit(self, name: str = "job-1") -> Run:
+        run = Run(name, ("a cell", None), None)
+        self.driver.submit(run, SavedJob(name))
+        return run
+
+    def kill(self, w: str) -> None:
+        """Its process dies, and its agent sees it."""
+        worker = m.WorkerId.parse(w)
+        next(agent for agent in self.agents.values() if agent.spec.name == worker.host and agent.lives).loses(worker)
+
+    def trains(self, commits: int = 3) -> None:
+        for worker in list(self.workers.values()):
+            worker.trains(commits)
+
+    @property
+    def ranks(self) -> list[str]:
+        return [str(w) for w in self.driver.world.members] if self.driver.world.phase == "running" else []
+
+    def kinds(self) -> list[str]:
+        return [record.kind for record in self.driver.chronicle.kept()[0]]

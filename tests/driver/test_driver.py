@@ -1,0 +1,85 @@
+"""A whole driver, from its start to its end, without a process, a socket or a second of waiting."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from nbelastic.core import messages as m
+from nbelastic.core import wire
+from nbelastic.core.world import HostPhase
+from tests.driver.fakes import Outside, tell
+
+
+def test_a_life(tmp_path: Path) -> None:
+    """Two hosts start, a world forms, a worker dies and is replaced, the job is stopped, and then the cluster."""
+
+    async def story() -> None:
+        async with Outside(tmp_path, "a:2,b:1", min=2) as outside:
+            await outside.passes(2.0)
+            assert outside.driver.ready_workers() == 3
+            run = outside.submit()
+            await outside.passes(2.0)
+            assert outside.ranks == ["a/0#1", "a/1#1", "b/0#1"]
+            outside.trains(5)
+            await outside.settles()
+            outside.kill("a/1#1")
+            await outside.passes(3.0)
+            assert outside.ranks == ["a/0#1", "a/1#2", "b/0#1"]
+            assert [outside.kinds().count(kind) for kind in ("worker-lost", "world-broken")] == [1, 1]
+            outside.trains(5)
+            await outside.settles()
+            assert (outside.driver.status.step, outside.driver.world.resets) == (
+                11,
+                1,
+            )  # one on the way to where all left for the newcomer
+            outside.driver.post(m.JobStopRequested("job-1"))
+            await outside.passes(1.0)
+            assert run.future.done()
+        assert outside.driver.finished.is_set()
+        assert outside.engines_stopped
+        assert not any(agent.lives for agent in outside.agents.values())
+        assert outside.driver.status.phase == "finished"
+
+    tell(story)
+
+
+def test_a_newcomer_joins_by_plan(tmp_path: Path) -> None:
+    """All leave at the commit that they agree on: nothing breaks, and no step is lost."""
+
+    async def story() -> None:
+        async with Outside(tmp_path, "a:2", min=1) as outside:
+            await outside.passes(2.0)
+            outside.submit()
+            await outside.passes(2.0)
+            outside.trains(5)
+            await outside.settles()
+            outside.driver.post(m.HostAdded(m.HostSpec("b", 1), "a test"))
+            await outside.passes(3.0)
+            assert outside.ranks == ["a/0#1", "a/1#1", "b/0#1"]
+            assert (outside.driver.world.resets, outside.driver.status.step) == (0, 5)
+            agreed = [message.commit for _, message in outside.sent if isinstance(message, wire.Leave)]
+            assert agreed == [None, None, 6, 6]
+
+    tell(story)
+
+
+def test_a_host_that_falls_silent_is_lost_and_tried_again(tmp_path: Path) -> None:
+    """After `silence`, and not before; the others train on, and when it is heard it is among them again."""
+
+    async def story() -> None:
+        async with Outside(tmp_path, "a:1,b:1", min=1, silence=10.0) as outside:
+            await outside.passes(2.0)
+            outside.submit()
+            await outside.passes(2.0)
+            outside.silent.add("b")
+            await outside.passes(9.0)
+            assert outside.driver.world.hosts["b"].phase is HostPhase.UP
+            await outside.passes(3.0)
+            assert outside.driver.world.hosts["b"].reason.startswith("nothing heard of it for 1")
+            assert outside.ranks == ["a/0#1"]
+            outside.silent.clear()
+            outside.trains(5)
+            await outside.passes(10.0)
+            assert outside.ranks == ["a/0#1", "b/0#2"]
+
+    tell(story)
