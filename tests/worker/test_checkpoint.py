@@ -280,6 +280,22 @@ def test_the_end_is_saved_too(tmp_path):
     assert len(written(tmp_path)) == 2
 
 
+def test_without_a_driver_the_next_rank_saves_the_end_if_none_before_it_has(tmp_path, monkeypatch):
+    """Rank 0 may have died: then rank 1 writes the last checkpoint, and only then."""
+    monkeypatch.setattr(saving, "TURN", 0.0)
+    zero, one = Job(tmp_path), Job(tmp_path)
+    one.rank = 1
+    for dead, saved in [(False, "000001-commit-3"), (True, "000002-commit-6")]:
+        for job in (zero, one):
+            job.commits(3)
+        if not dead:
+            zero.plan.ended(zero.state)
+            zero.plan.finish()
+        one.plan.ended(one.state, alone=1)
+        one.plan.finish()
+        assert written(tmp_path)[-1] == saved
+
+
 def test_a_job_goes_on_where_the_last_one_was(tmp_path, capsys):
     """The newest checkpoint, before the first world only; an empty folder is where a job begins."""
     first = Job(tmp_path)

@@ -3,6 +3,7 @@
 import functools
 import os
 import pathlib
+import re
 
 import numpy as np
 import pytest
@@ -11,8 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import nbelastic as nbe
+from nbelastic.core.errors import StateError
 from nbelastic.worker import transfer
-from nbelastic.worker.transfer import describe, destinations, rebuild
+from nbelastic.worker.transfer import compare, describe, destinations, rebuild
 from tests.support.soak import examples
 
 CPU = torch.device("cpu")
@@ -93,6 +95,26 @@ def test_buckets(several, bound):
         assert len({t.dtype for t in bucket}) == 1
         assert len(bucket) == 1 or all(t.nbytes < bound for t in bucket)
         assert sum(t.nbytes for t in bucket[:-1]) < bound
+
+
+def described(small="", **weights):
+    model = {name: torch.zeros(shape) for name, shape in weights.items()}
+    return describe({"small": dict.fromkeys(small), "modules": {"model": model}, "optimizers": {}}, [])
+
+
+def test_states_of_other_contents_are_refused():
+    """The error names one difference, the same on each rank: a value by the alphabet, or a tensor with both its shapes."""
+    received = "in the state that is received."
+    for theirs, mine, error in [
+        (described(), described("dbfaec"), "'a' is in the state here and not in the one that is received."),
+        (described("dbfaec"), described(), "'a' is not in the state here and in the one that is received."),
+        (described(w=2), described(w=3), f"model.w is ((3,), 'float32') here and ((2,), 'float32') {received}"),
+        (described(w=2), described(w=2, b=1), f"model.b is ((1,), 'float32') here and None {received}"),
+        (described(w=2, b=1), described(w=2), f"model.b is None here and ((1,), 'float32') {received}"),
+    ]:
+        with pytest.raises(StateError, match=f"^{re.escape(error)}$"):
+            compare(theirs, mine)
+    compare(described("ab", w=2), described("ba", w=2))
 
 
 def test_numbers_of_numpys_are_numbers():
