@@ -137,7 +137,7 @@ def test_a_terminal_on_another_machine(network, make, terminal, carry, tmp_path)
     training.runs(2, timeout=LONG)
     with terminal("h3", file, TRAIN, training.folder, FOR_EVER) as run:
         hosts = [row.host for row in training.runs(3, timeout=LONG)]
-        assert hosts[:2] == ["localhost", "h1"]
+        assert set(hosts[:2]) == {"localhost", "h1"}
         assert guests(cluster) == hosts[2:]
         assert cluster.hosts[2].reason == "torchrun: worker group HEALTHY"
         run.press_ctrl_c()
