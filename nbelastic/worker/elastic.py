@@ -54,7 +54,6 @@ class _Loop:
         self._own: BaseException | None = None
 
     def run(self, call: Callable[[], R]) -> R:
-        _frameworks()
         try:
             self._state.begin(self._session)
             self._session.rescue = self._rescue
@@ -99,7 +98,7 @@ class _Loop:
         session = self._session
         try:
             self._enter(formation, offer, again)
-            _frameworks().check()
+            frameworks().check()
             with wrapping(self._state._tensors):
                 value = call()
             self._keep()
@@ -131,8 +130,8 @@ class _Loop:
 
 
 @functools.cache
-def _frameworks() -> Watch:
-    """One a process, at work since it was first asked for."""
+def frameworks() -> Watch:
+    """One in each process, at work since it was first asked for."""
 
     def size() -> int:
         session = _session.current()

@@ -1,7 +1,8 @@
 """Frameworks that would train each rank by itself are refused: they look for torchrun's environment, which is not set.
 
-Nothing here imports them. Their classes are wrapped when their modules are there, and what they have made of their world
-is compared with the real one.
+Nothing here imports them. Their classes are wrapped when their modules are there. What an object takes for its world is
+compared with the real one when it is made, when a world begins, and when the program uses it in a world. An object that
+an earlier program made, and that this one does not use, is left alone.
 """
 
 from __future__ import annotations
@@ -31,14 +32,19 @@ def _world(trainer: Any) -> int:
     return int(trainer.world_size)
 
 
-# By module: the class in it, what it is called, and how many ranks an instance of it sees.
-_Watched = tuple[str, str, Callable[[Any], int]]
+_ACCELERATE, _LIGHTNING, _FABRIC = (
+    "Accelerate (which the Hugging Face Trainer uses too)",
+    "Lightning",
+    "Lightning Fabric",
+)
+# By module: the class in it, what it is called, how many ranks an instance of it sees, and the methods that train.
+_Watched = tuple[str, str, Callable[[Any], int], tuple[str, ...]]
 WATCHED: dict[str, _Watched] = {
-    "accelerate.accelerator": ("Accelerator", "Accelerate (which the Hugging Face Trainer uses too)", _processes),
-    "lightning.pytorch.trainer.trainer": ("Trainer", "Lightning", _world),
-    "pytorch_lightning.trainer.trainer": ("Trainer", "Lightning", _world),
-    "lightning.fabric.fabric": ("Fabric", "Lightning Fabric", _world),
-    "lightning_fabric.fabric": ("Fabric", "Lightning Fabric", _world),
+    "accelerate.accelerator": ("Accelerator", _ACCELERATE, _processes, ("prepare", "backward")),
+    "lightning.pytorch.trainer.trainer": ("Trainer", _LIGHTNING, _world, ("fit",)),
+    "pytorch_lightning.trainer.trainer": ("Trainer", _LIGHTNING, _world, ("fit",)),
+    "lightning.fabric.fabric": ("Fabric", _FABRIC, _world, ("setup", "backward")),
+    "lightning_fabric.fabric": ("Fabric", _FABRIC, _world, ("setup", "backward")),
 }
 
 
@@ -47,7 +53,11 @@ class Watch(importlib.abc.MetaPathFinder):
 
     def __init__(self, size: Callable[[], int]) -> None:
         self._size = size
-        self._outside: weakref.WeakSet[Any] = weakref.WeakSet()  # made before the world was there
+        self._outside: weakref.WeakSet[Any] = weakref.WeakSet()  # made by this program before the world was there
+
+    def begin(self) -> None:
+        """A new program: what an earlier one made counts only where this one uses it."""
+        self._outside.clear()
 
     def check(self) -> None:
         """UsageError if something that was made before this world sees another one."""
@@ -92,10 +102,21 @@ class Watch(importlib.abc.MetaPathFinder):
                 self._outside.add(made)
 
         kind.__init__ = checked
+        for name in WATCHED[module.__name__][3]:
+            if hasattr(kind, name):
+                setattr(kind, name, self._checked_first(getattr(kind, name)))
+
+    def _checked_first(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(method)
+        def checked(made: Any, *args: Any, **kwargs: Any) -> Any:
+            _compare(made, self._size())
+            return method(made, *args, **kwargs)
+
+        return checked
 
 
 def _compare(made: Any, size: int) -> None:
     for base in type(made).__mro__:
-        name, title, seen_by = WATCHED.get(base.__module__, ("", "", len))
+        name, title, seen_by, _ = WATCHED.get(base.__module__, ("", "", len, ()))
         if base.__name__ == name and size > 1 and seen_by(made) != size:
             raise UsageError(ALONE.format(what=f"{name}()", seen=seen_by(made), size=size, name=title))

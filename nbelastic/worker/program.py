@@ -17,6 +17,7 @@ from IPython.core.getipython import get_ipython
 
 from nbelastic.core.errors import JobStoppedError
 from nbelastic.worker import boot
+from nbelastic.worker.elastic import frameworks
 from nbelastic.worker.session import Session, current
 
 Checkpoints = tuple[str, int, int] | None  # the folder, commits between two, how many are kept
@@ -86,6 +87,7 @@ def _outcome(job: str, log_dir: str, checkpoints: Checkpoints, program: Callable
     with _output(session):
         try:
             session.begin(job)
+            frameworks().begin()
             _plan(session, checkpoints)
             return "ok", program(), ""
         except BaseException as error:  # noqa: BLE001  (whatever it is, it ends the program and not the worker)

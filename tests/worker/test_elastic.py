@@ -12,7 +12,7 @@ from nbelastic.worker.session import JobStoppedError
 @pytest.fixture(autouse=True)
 def alone(monkeypatch):
     """The process is a test's, not a worker's: nothing is watched in it afterwards."""
-    monkeypatch.setattr(elastic, "_frameworks", lambda: None)
+    monkeypatch.setattr(elastic, "frameworks", lambda: None)
 
 
 class StoppedInAStep:

@@ -18,13 +18,19 @@ class Trainer:
     @property
     def world_size(self):
         return self.seen
+
+    def fit(self, what):
+        return what
 '''
+FABRIC = TRAINER.replace("Trainer", "Fabric").replace("fit", "setup")
 STAND_INS = {  # with the shape of the real ones
-    "accelerate.accelerator": TRAINER.replace("Trainer", "Accelerator").replace("world_size", "num_processes"),
+    "accelerate.accelerator": FABRIC.replace("Fabric", "Accelerator")
+    .replace("world_size", "num_processes")
+    .replace("setup", "prepare"),
     "lightning.pytorch.trainer.trainer": TRAINER,
     "pytorch_lightning.trainer.trainer": TRAINER,
-    "lightning.fabric.fabric": TRAINER.replace("Trainer", "Fabric"),
-    "lightning_fabric.fabric": TRAINER.replace("Trainer", "Fabric"),
+    "lightning.fabric.fabric": FABRIC,
+    "lightning_fabric.fabric": FABRIC,
 }
 
 
@@ -85,6 +91,23 @@ def test_what_was_made_before_the_world_is_refused_when_the_world_is_entered(ins
         watch.check()
     del made
     watch.check()
+
+
+@pytest.mark.parametrize("name", STAND_INS)
+def test_what_an_earlier_program_made_is_refused_only_where_this_one_uses_it(installed, name):
+    """It lies about in the worker's namespace: a program that does without it runs, one that trains with it is refused."""
+    size = [0]
+    watch = Watch(lambda: size[0])
+    watch.start()
+    made = getattr(importlib.import_module(name), WATCHED[name][0])()
+    watch.begin()
+    size[0] = 2
+    watch.check()
+    use = getattr(made, WATCHED[name][3][0])
+    with pytest.raises(UsageError, match="takes this rank for a world of 1, and the world has 2 ranks"):
+        use("model")
+    size[0] = 0
+    assert use("model") == "model"
 
 
 def test_other_imports_are_left_alone(installed):
