@@ -95,7 +95,8 @@ class Group:
         self._device = device
         self._backend = backend
         self._reach: Connections | None = None  # what an abort shuts down, while there is something to abort
-        self._whole: dict[str, int] | None = None  # the connections that stood when the last group was complete
+        self._whole: dict[str, int] | None = None  # the connections that stood when the default group was complete
+        self._own: list[tuple[Any, dict[str, int]]] = []  # of each of the program's own groups: options, connections
         self._gloo: Any = None  # the device of all its gloo groups: its one listener takes all connections
         self._door = 0  # the descriptor of that listener
         self._store: Any = None
@@ -123,7 +124,7 @@ class Group:
         if self._given_up:
             raise ValueError("it was given up")
         self._made = made
-        self._complete()
+        self._whole = self._complete()
 
     def form(
         self,
@@ -148,7 +149,7 @@ class Group:
             if self._device.type == "cuda":
                 self._open_store(formation, offer)
             self._init(formation)
-            self._complete()
+            self._whole = {**(self._whole or {}), **self._complete()}  # those that have been closed since count too
         offer.admit_only(self.peers if offer is self._offer else ())
 
     def make_gloo(self, store: Any, rank: int, size: int, timeout: timedelta = TIMEOUT) -> Any:
@@ -161,9 +162,13 @@ class Group:
         if not os.environ.get("TORCH_GLOO_LAZY_INIT"):  # else it is open: members of other groups may still connect
             admit_only(self._door, self.peers)
         try:
-            return self._make(store, rank, size, timeout)
+            made = self._make(store, rank, size, timeout)
         finally:
-            self._complete()
+            now = self._complete()
+        self._own = [own for own in self._own if not own[1].keys().isdisjoint(now)]  # else all of it is closed
+        known = {inode for _, sockets in self._own for inode in sockets}.union(self._whole or ())
+        self._own.append((made.options, {inode: fd for inode, fd in now.items() if inode not in known}))
+        return made
 
     def _make_first(self, store: Any, rank: int, size: int, timeout: timedelta = TIMEOUT) -> Any:
         """Each member says where its listener is before anybody connects, so that the connections can be known by that."""
@@ -180,17 +185,21 @@ class Group:
         options._devices, options._timeout = [self._gloo], timeout
         return GLOO(store, rank, size, options)
 
-    def _complete(self) -> None:
-        """All connections stand, and strangers have no business here any more. The store may get more from members."""
+    def _complete(self) -> dict[str, int]:
+        """All connections stand, and strangers have no business here any more. The store may get more from members.
+
+        Returns these connections.
+        """
         reach = self._reach
         if reach is None:  # it was given up
-            return
-        self._whole = {**(self._whole or {}), **reach.now()}  # those that have been closed since are not forgotten
-        self.peers = peers(self._whole.values())
+            return {}
+        now = reach.now()
+        self.peers = peers(now.values())
         if self._offer is not None:
             self._offer.admit_only(self.peers)
         if not os.environ.get("TORCH_GLOO_LAZY_INIT"):  # else gloo connects when it first needs to
             admit_only(self._door, ())
+        return now
 
     def _open_store(self, formation: Formation, offer: Offer | None) -> Any:
         """A client of rank 0's store. On rank 0 too: the server's own client must outlive an abort of this group."""
@@ -255,12 +264,20 @@ class Group:
         dist.distributed_c10d._abort_process_group()
 
     def intact(self) -> bool:
-        """Whether every connection of the formed group still stands: then no collective failed for a peer's sake."""
+        """Whether every connection of the groups still stands: then no collective failed for a peer's sake.
+
+        A group that the program has destroyed counts no more: the first rank to do so closes it for all.
+        """
         if self._whole is None:
             return False
+        there = [backend for group in dist.distributed_c10d._world.pg_map for backend in _backends(group)]
+        options = {id(backend.options) for backend in there if isinstance(backend, GLOO)}
+        whole = dict(self._whole)
+        for theirs, sockets in self._own:
+            whole |= sockets if id(theirs) in options else {}
         now = open_sockets()
         poll = select.poll()
-        for inode, fd in self._whole.items():
+        for inode, fd in whole.items():
             if now.get(inode) != fd:
                 return False
             poll.register(fd, select.POLLRDHUP)
@@ -281,6 +298,7 @@ class Group:
                 dist.destroy_process_group()
         self._store = self._offer = self.subgroups = self._gloo = None
         self._reach = self._whole = None
+        self._own = []
         if len(_kept) > KEPT:
             threading.Thread(target=_kept.popleft().clear, name="nbelastic-drop", daemon=True).start()
 
@@ -338,5 +356,9 @@ def collectives_of_all() -> int:
 
 
 def _begun(group: Any) -> int:
-    kinds = {str(kind.type) for kind in group._device_types}
-    return sum(int(group._get_backend(torch.device(kind))._get_sequence_number_for_group()) for kind in kinds)
+    return sum(int(backend._get_sequence_number_for_group()) for backend in _backends(group))
+
+
+def _backends(group: Any) -> list[Any]:
+    """Of each kind of device that it has one for."""
+    return [group._get_backend(torch.device(kind)) for kind in {str(kind.type) for kind in group._device_types}]

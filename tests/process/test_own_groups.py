@@ -53,3 +53,30 @@ def test_ranks_that_wait_in_a_group_of_their_own_are_woken_and_not_replaced(make
     lost = [event.text for event in training.cluster.events if event.kind == "worker-lost"]
     assert all("SIGKILL" in text for text in lost), lost
     assert len(lost) == 3
+
+
+def destroy_a_group():
+    """Every rank takes part in a group of its own, destroys it, and then one raises an error of the program's."""
+    import torch
+    import torch.distributed as dist
+
+    @nbe.elastic
+    def loop(state):
+        group = dist.new_group([*range(nbe.size())])
+        dist.all_reduce(torch.ones(1), group=group)
+        dist.destroy_process_group(group)
+        del group
+        dist.barrier()
+        if nbe.rank() == 1:
+            raise RuntimeError("sizes differ")
+        dist.barrier()
+
+    return loop(nbe.ObjectState())
+
+
+def test_an_error_after_a_group_was_destroyed_is_the_programs_own(make):
+    """The connections that it closed are not lost ones: the job fails at once, and no world is broken and formed again."""
+    cluster = make("localhost:2", min=2)
+    error = str(cluster.run(destroy_a_group).exception(timeout=60))
+    assert "raised RuntimeError: sizes differ" in error
+    assert "in a row" not in error

@@ -372,6 +372,53 @@ def test_an_abort_reaches_the_groups_that_the_program_makes():
     assert not members[0].intact()
 
 
+class Known:
+    """A group as torch knows it."""
+
+    _device_types = (torch.device("cpu"),)
+
+    def __init__(self, backend):
+        self._get_backend = lambda _: backend
+
+
+def test_a_group_that_the_program_destroyed_is_no_broken_connection(monkeypatch):
+    """An error that comes after it is the program's own. One that is still there counts, as one that was lost does."""
+    offer, members = Offer("127.0.0.1"), [Group(1, torch.device("cpu"), "gloo") for _ in range(2)]
+    store = dist.HashStore()
+
+    def join(rank):
+        where = Formation(1, rank, 2, rank, 2, 0, 1, offer.endpoint, 0, (), (("a", 2),))
+        members[rank].prepare(where, offer if rank == 0 else None)
+        default = members[rank].make_gloo(store, rank, 2)
+        return default, members[rank].make_gloo(dist.PrefixStore("own", store), rank, 2)
+
+    with ThreadPoolExecutor(2) as pool:
+        (first, own), (second, other) = pool.map(join, range(2))
+    with monkeypatch.context() as patch:
+        patch.setitem(dist.distributed_c10d._world.pg_map, Known(own), ("gloo", store))
+        assert members[0].intact()
+        del other  # the other rank closes its end
+        until(lambda: not members[0].intact())
+    assert members[0].intact()  # torch knows it no more: the program has destroyed it
+    del own
+    assert members[0].intact()
+    del second
+    until(lambda: not members[0].intact())
+    del first
+
+
+def test_a_group_of_the_programs_counts_until_it_is_destroyed():
+    """As torch keeps the books: a lost connection of a group that is still there breaks the world."""
+    group = form(1, 1)
+    own = dist.new_group([0])
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as gone:
+        group._own[-1][1][os.readlink(f"/proc/self/fd/{gone.fileno()}")] = gone.fileno()
+    assert not group.intact()
+    dist.destroy_process_group(own)
+    assert group.intact()
+    group.leave()
+
+
 def test_a_listener_of_another_thread_is_not_taken_for_gloos(monkeypatch):
     """One is opened in the same moment: gloo's device is made again. Always: the forming fails in words."""
     listing, theirs = rendezvous.listeners, []
