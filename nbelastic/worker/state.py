@@ -241,9 +241,17 @@ class State:
                 ):  # an aborted transfer looks like one that has ended well until the GPU is waited for
                     session.check(where)
 
-            self._accept(
-                described, where, lambda places: receive(channel, places, account, apart, neighbours, check=check)
-            )
+            def fill(places: list[torch.Tensor]) -> None:
+                held = account.holds
+                try:
+                    receive(channel, places, account, apart, neighbours, check=check)
+                except BaseException:
+                    if held and self._tensors.keep:  # the copies are those of the commit that it held
+                        self.undo()
+                        account.holds = True
+                    raise
+
+            self._accept(described, where, fill)
             account.holds = True
         else:
             outgoing: list[torch.Tensor] = []

@@ -65,6 +65,11 @@ def test_without_memory_and_without_another_holder_the_job_fails_in_words(cluste
     assert "no worker is left that holds the training state" in error
 
 
+def test_without_memory_and_with_copies_the_ranks_go_on_from_the_older_commit(cluster, run):
+    """Several steps in each commit: who received a mixture puts its copies back, and still holds its commit."""
+    assert last_of(run(1, "sends", scarce=True, steps=2).result(timeout=60)) == {(torn.LAST, True)}
+
+
 @pytest.mark.soak
 @pytest.mark.timeout(600)
 def test_a_sender_that_is_killed_or_stopped_at_any_moment_tears_nothing(cluster, run):

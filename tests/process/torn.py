@@ -67,10 +67,11 @@ def interrupt(folder: str, roles: dict[str, int], dies: Callable[[str], bool]) -
     transfer.Channel.begin = counted  # type: ignore[method-assign]
 
 
-def train(folder: str, ahead: int, dying: str, scarce: bool = False) -> list[tuple[Any, ...]]:
+def train(folder: str, ahead: int, dying: str, scarce: bool = False, steps: int = 1) -> list[tuple[Any, ...]]:
     """Ranks below `ahead` are one commit ahead when the last rank dies; then who is `dying` dies in the transfer.
 
     `dying`: "sends", "receives" (one of them), "both" or "". `scarce`: there is no memory for a second copy of the state.
+    `steps`: of the optimizer, in each commit; with two, tensors are copied at each commit.
     """
     import torch
     import torch.distributed as dist
@@ -78,7 +79,7 @@ def train(folder: str, ahead: int, dying: str, scarce: bool = False) -> list[tup
     from nbelastic.worker import transfer
 
     model = torch.nn.ParameterList([torch.nn.Parameter(torch.zeros(ELEMENTS)) for _ in range(TENSORS)])
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0 / steps)
     state = nbe.TorchState(model=model, optimizer=optimizer, step=0)
     seen = []
 
@@ -117,7 +118,8 @@ def train(folder: str, ahead: int, dying: str, scarce: bool = False) -> list[tup
                 os.kill(os.getpid(), signal.SIGKILL)
             if not first or nbe.rank() >= ahead:  # for the others their part of the collective was complete
                 dist.all_reduce(torch.ones(1))
-            optimizer.step()
+            for _ in range(steps):
+                optimizer.step()
             state.step += 1
             state.commit()
             if first:

@@ -4,6 +4,7 @@ import pytest
 
 from nbelastic.core.wire import Formation
 from nbelastic.worker import sampler
+from nbelastic.worker.account import Account
 
 
 def formation(rank, size, root=0, receivers=()):
@@ -24,11 +25,15 @@ class FakeSession:
     """What a state tells its session, and nothing else."""
 
     def __init__(self):
+        self.account = Account()
         self.committed_at = []
         self.checked = []
         self.speaks = True
         self.checkpoints = None
         self.report = {}
+
+    def apart(self, task):
+        return task()
 
     def check(self, where):
         self.checked.append(where)
@@ -39,13 +44,13 @@ class FakeSession:
 
 @pytest.fixture
 def begun():
-    """`begun(state)`: the state as the elastic loop begins with it, in a world that gave it nothing."""
+    """`begun(state, session)`: the state as the elastic loop begins with it, in a world that gave it nothing."""
 
     states = []
 
-    def begin(state):
+    def begin(state, session=None):
         states.append(state)
-        state.begin(FakeSession())
+        state.begin(session or FakeSession())
         state.sync(formation(0, 1))
         return state
 

@@ -5,9 +5,12 @@ import contextlib
 import pytest
 import torch
 
+from nbelastic import TorchState
 from nbelastic.worker import memory, transfer, warm
 from nbelastic.worker.account import Account
 from nbelastic.worker.memory import fits
+from nbelastic.worker.transfer import describe
+from tests.worker.conftest import FakeSession
 
 CPU = torch.device("cpu")
 
@@ -153,3 +156,54 @@ def test_a_warm_up_that_fails_leaves_no_group_behind(monkeypatch):
     with pytest.raises(RuntimeError, match="out of memory"):
         warm._first_time()
     assert not torch.distributed.is_initialized()
+
+
+class DyingSender:
+    """It describes its state, which is of the next commit, and dies when half of the tensors have come."""
+
+    receives, device, move_tensors = True, CPU, BrokenChannel.move_tensors
+
+    def __init__(self, sender):
+        self.described = {**describe(sender._contents(), []), "commits": sender.commits + 1}
+
+    def move_object(self, _):
+        return self.described
+
+
+def trained(begun, *, steps, holds=True):
+    """A state at its first commit, after so many steps, and what is in it."""
+    torch.manual_seed(1)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    session = FakeSession()
+    session.account.holds = holds
+    state = begun(TorchState(model=model, optimizer=optimizer, mean=torch.ones(3)), session)
+    for _ in range(steps):
+        model(torch.rand(2, 4)).sum().backward()
+        optimizer.step()
+    state.commit()
+    return state, contents(state)
+
+
+def contents(state):
+    tensors = []
+    described = describe(state._contents(), tensors)
+    return str(described), [tensor.tolist() for tensor in tensors]
+
+
+@pytest.mark.parametrize(
+    ("steps", "holds", "still"),
+    [(2, True, True), (1, True, False), (2, False, False)],
+    ids=["copies", "no copies", "newcomer"],
+)
+def test_a_holder_with_copies_goes_back_to_them_when_a_transfer_in_place_breaks_off(
+    begun, monkeypatch, steps, holds, still
+):
+    """It still holds its commit, and says so. Without copies, or before it held a state, it holds nothing."""
+    monkeypatch.setattr(transfer, "fits", lambda *_: False)
+    state, before = trained(begun, steps=steps, holds=holds)
+    with pytest.raises(RuntimeError, match="Connection closed"):
+        state._move(DyingSender(state), CPU, 1)
+    assert state._session.account.holds is still
+    assert (contents(state) == before) is still
+    assert state.commits == 1
