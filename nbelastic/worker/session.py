@@ -89,7 +89,9 @@ class Session:
         self._dropped: set[int] = set()  # epochs that were prepared for nothing
         self.warm_up = WarmUp()
         self._inbox: queue.SimpleQueue[wire.Message] = queue.SimpleQueue()
-        self.report: dict[str, float] = {}
+        self._report: dict[str, float] = {}
+        self._not_finite: dict[str, None] = {}  # names that were so at least once since the last sending
+        self._diverged: frozenset[str] = frozenset()  # names that were so in the last sending
         self._reported: tuple[int, int] = (0, 0)
         self._report_at = 0.0
         self._busy, self._busy_at = "", 0.0
@@ -129,7 +131,8 @@ class Session:
         self._inbox = queue.SimpleQueue()
         self.used, self._rank = False, 0
         self.checkpoints = None
-        self.report = {}
+        self._report, self._diverged = {}, frozenset()
+        self._not_finite.clear()
         self.account.beginning = False
 
     def finish(self) -> None:
@@ -233,6 +236,14 @@ class Session:
             self._offer_store()
         if self.attention:
             self._listen()
+
+    def report(self, values: dict[str, float]) -> None:
+        """The newest are sent now and then. One that is not finite is sent at once, and not replaced by newer ones before."""
+        self._report = values
+        wrong = [name for name, value in values.items() if not math.isfinite(value)]
+        self._not_finite.update(dict.fromkeys(wrong))
+        if not self._diverged.issuperset(wrong):
+            self.link.wake()
 
     def _offer_store(self) -> None:
         """For the epoch after this one, beside the training."""
@@ -472,15 +483,20 @@ class Session:
         first = self._first
         if first is not None:  # else the main thread may be about to say it
             self._first = None
-        if first is None and (seen == self._reported or now < self._report_at):
+        report = self._report
+        wrong = frozenset(self._not_finite.copy()).union(n for n, value in report.items() if not math.isfinite(value))
+        urgent = not wrong <= self._diverged
+        if first is None and not urgent and (seen == self._reported or now < self._report_at):
             return
-        self._reported, self._report_at = seen, now + REPORT_EVERY
-        report = {name: value if math.isfinite(value) else None for name, value in self.report.items()}
+        for name in wrong:
+            self._not_finite.pop(name, None)
+        self._reported, self._report_at, self._diverged = seen, now + REPORT_EVERY, wrong
+        sent = {name: None if name in wrong else value for name, value in report.items()}
         if self.link.away:
-            self.account.reports.add(self.total, report)
+            self.account.reports.add(self.total, sent)
             return
-        progress = wire.WorkerProgress(self.worker, seen[0] or epoch, self.total, report, first)
-        if first is None and self.account.busy:
+        progress = wire.WorkerProgress(self.worker, seen[0] or epoch, self.total, sent, first)
+        if first is None and self.account.busy and not urgent:
             self.link.report(progress)
         else:  # the first one of an epoch, and the last of a program, are the only ones of their kind
             self.link.send(progress)

@@ -117,7 +117,7 @@ class State:
         """
         if self._session is None:
             return
-        self._session.report = only_numbers(values, self._unreported)
+        self._session.report(only_numbers(values, self._unreported))
 
     def commit(self) -> None:
         """The point that recovery returns to. Every rank calls it, equally often; right after the step is best.

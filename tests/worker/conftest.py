@@ -30,10 +30,13 @@ class FakeSession:
         self.checked = []
         self.speaks = True
         self.checkpoints = None
-        self.report = {}
+        self.reported = {}
 
     def apart(self, task):
         return task()
+
+    def report(self, values):
+        self.reported = values
 
     def check(self, where):
         self.checked.append(where)

@@ -86,6 +86,49 @@ def test_commits_are_reported_and_the_last_one_is_said(session):
     assert not session.link._reports
 
 
+def reports(session):
+    """Those that were sent for sure, oldest first."""
+    return [message.report for message in said(session) if isinstance(message, wire.WorkerProgress)]
+
+
+def test_a_loss_that_is_nan_in_one_step_is_sent_at_once(session):
+    """Before the next sample is due, for sure, and though the next step's loss is a number again."""
+    session.account.busy = True
+    session.committed(4)
+    session.report({"loss": 0.5})
+    session._send_progress(1.0)
+    session.committed(5)
+    session.report({"loss": float("nan"), "step": 5.0})
+    session.report({"loss": 0.4, "step": 6.0})
+    session._send_progress(1.01)
+    assert reports(session) == [{"loss": None, "step": 6.0}]
+    session.committed(6)
+    session._send_progress(2.0)
+    assert [message.report for message in session.link._reports.values()] == [{"loss": 0.4, "step": 6.0}]
+
+
+def test_a_loss_that_stays_infinite_is_urgent_once(session):
+    """From the second sample on it is sent like any other, however many steps report it."""
+    session.account.busy = True
+    for second in range(1, 5):
+        session.committed(3 + second)
+        for _ in range(3):
+            session.report({"loss": float("inf")})
+            session._send_progress(second + 0.01)
+    assert reports(session) == [{"loss": None}]
+
+
+def test_a_nan_after_the_last_commit_is_sent(session):
+    """The program reports it and ends: no further commit comes that would take it along."""
+    session.account.busy = True
+    session.committed(4)
+    session._send_progress(1.0)
+    session.report({"loss": float("nan")})
+    session.account.busy = False
+    session._send_progress(1.01)
+    assert reports(session)[-1] == {"loss": None}
+
+
 def test_output_waits_while_the_driver_confirms_nothing(session):
     """What is printed meanwhile is bounded; its end is sent when the driver has caught up."""
     session.account.busy = True

@@ -275,7 +275,7 @@ def test_reports_are_numbers(begun):
     ObjectState().report(loss=1)
     state = begun(ObjectState())
     state.report(loss=torch.tensor(0.5), step=3)
-    assert state._session.report == {"loss": 0.5, "step": 3.0}
+    assert state._session.reported == {"loss": 0.5, "step": 3.0}
 
 
 def test_what_is_no_number_is_left_out_of_a_report(begun, capsys):
@@ -283,7 +283,7 @@ def test_what_is_no_number_is_left_out_of_a_report(begun, capsys):
     state = begun(ObjectState())
     for _ in range(2):
         state.report(phase="warmup", loss=0.5)
-    assert state._session.report == {"loss": 0.5}
+    assert state._session.reported == {"loss": 0.5}
     assert capsys.readouterr().err == "nbelastic: report(phase=…) is left out: a report is a number, not str.\n"
 
 
