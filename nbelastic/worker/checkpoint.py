@@ -20,7 +20,7 @@ import shutil
 import uuid
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import msgspec
 import torch
@@ -192,6 +192,7 @@ def _write_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> tuple[Entry,
     taking down, and would warn of being alone; neither goes with a thread beside the training.
     """
     writer = FileSystemWriter(path, sync_files=False, per_thread_copy_ahead=0)
+    writer.transforms = _Plain()
     planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     planner.set_up_planner(tensors, storage_meta=writer.storage_meta(), is_coordinator=True)
     writer.set_up_storage_writer(True)
@@ -211,6 +212,27 @@ def _write_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> tuple[Entry,
         )
         for name, tensor in tensors.items()
     )
+
+
+class _Plain:
+    """Gives torch the file itself for each tensor.
+
+    Torch's own wrapper is a file to Python, which flushes it once more when it is collected. After an error that is when
+    the file below is closed: Python 3.13 prints a traceback then.
+    """
+
+    def transform_save_stream(self, _item: Any, file: IO[bytes]) -> tuple[_Open, list[str]]:
+        return _Open(file), []
+
+
+class _Open:
+    """A file that stays open when torch closes it: the next tensor goes into it too."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self.write, self.flush = file.write, file.flush
+
+    def close(self) -> None:
+        self.flush()
 
 
 def _write_manifest(path: Path, commits: int, entries: tuple[Entry, ...]) -> None:
@@ -353,6 +375,8 @@ def reason(error: BaseException) -> str:
     """An error of the disk in words; any other with its type."""
     if isinstance(error, StateError):
         return str(error)
+    if isinstance(error, RuntimeError) and isinstance(error.__context__, OSError):  # torch's writer hides it
+        error = error.__context__
     if isinstance(error, OSError) and error.strerror:
         return f"{error.strerror}: {error.filename}" if error.filename else error.strerror
     return f"{type(error).__name__}: {error}".partition("\n")[0]

@@ -255,6 +255,27 @@ def test_a_disk_that_is_full(tmp_path, capsys):
     assert written(tmp_path) == ["000001-commit-1", "000002-commit-3"]
 
 
+FULL = """
+import gc, resource, signal, sys, torch
+import nbelastic as nbe
+
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+nbe.ObjectState(weights=torch.zeros(90_000)).save(sys.argv[1])._thread.join()
+gc.collect()
+"""
+
+
+def test_a_disk_that_is_full_in_the_middle_of_a_tensor_is_one_line(tmp_path):
+    """What the disk said, and nothing of the interpreter's about files that were closed before."""
+    command = [sys.executable, "-X", "dev", "-W", "ignore", "-c", FULL, str(tmp_path)]
+    done = subprocess.run(
+        command, cwd=Path(__file__).parents[2], check=True, capture_output=True, text=True, timeout=100
+    )
+    line = f"nbelastic: the checkpoint of commit 0 was not written to {tmp_path}: {os.strerror(errno.EFBIG)}."
+    assert done.stderr.splitlines() == [line]
+
+
 @pytest.mark.timeout(30)
 def test_a_name_that_the_disk_refuses(tmp_path, monkeypatch, capsys):
     """The checkpoint is written, and cannot get its name: the error is reported, and no other name is tried for ever."""
