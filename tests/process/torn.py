@@ -56,6 +56,7 @@ def interrupt(folder: str, roles: dict[str, int], dies: Callable[[str], bool]) -
         if begun[programs.epoch()] == HALF and (Path(folder) / "dead").exists() and once(folder, f"half-{os.getpid()}"):
             for work in works:
                 work.wait()
+            works = []  # a receipt can be waited for once
             role = "sends" if self.sends else "receives"
             (Path(folder) / f"half-{role}-{os.getpid()}").touch()
             for name, count in roles.items():
