@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import msgspec
 import torch
+import torch.distributed as dist
 
 from nbelastic.core import messages as m
 from nbelastic.core import wire
@@ -261,6 +262,7 @@ class Session:
                 break
             self._heed(message)
         if self._leave_at is not None and self.commits >= self._leave_at:
+            self.settle()
             raise WorldLeft
         with self._promise:
             self.attention = self._hold is not None or self._leave_at is not None or not self._inbox.empty()
@@ -295,6 +297,24 @@ class Session:
             torch.cuda.current_stream(where).synchronize()
         if self.group is not None and self._over(self.group.epoch):
             raise WorldAborted
+
+    def settle(self) -> None:
+        """Wait for all that this worker has begun on its GPU: a commit holds it, and closing the group would cut it off.
+
+        WorldAborted if the epoch is broken: collectives that were aborted there end as if all were well.
+        """
+        if torch.cuda.is_initialized():
+            where = device(self.worker.slot)
+            torch.cuda.synchronize(where)
+            self.check(where)
+
+    def on_any_rank(self, mine: bool) -> bool:
+        """Collective: whether `mine` is true on any rank."""
+        if self.formation is None or self.formation.world_size == 1:
+            return mine
+        found = torch.tensor([mine], dtype=torch.uint8)
+        dist.all_reduce(found, dist.ReduceOp.MAX)
+        return bool(found)
 
     def judge(self, error: BaseException) -> bool:
         """The user's function raised: was it a collective? The driver knows. True: the error is the program's own."""

@@ -122,17 +122,15 @@ class State:
     def commit(self) -> None:
         """The point that recovery returns to. Every rank calls it, equally often; right after the step is best.
 
-        It is also where the ranks leave together for a planned change of the world. While gradients are accumulated, a
-        commit without a step does nothing: half of a sum cannot be returned to.
+        It is also where the ranks leave together for a planned change of the world. While gradients are accumulated on any
+        rank, a commit without a step does nothing: half of a sum cannot be returned to. The ranks agree on that.
         """
         if self._steps:
             if collectives() != self._mark:
                 self._expose()
             elif max(self._steps.values()) > 1:
                 self._copy_from_now_on(SEVERAL)
-        elif self._tensors.changed():
-            self._copy_from_now_on(self._outside())
-        elif self._accumulating and self._grouped and any(p.grad is not None for p in self._names):
+        elif self._without_a_step():
             return
         self._steps, self._accumulating = Counter(), False
         self.commits += 1
@@ -142,6 +140,19 @@ class State:
             if self._session.checkpoints is not None:
                 self._session.checkpoints.committed(self)
             self._session.committed(self.commits)
+
+    def _without_a_step(self) -> bool:
+        """A commit without a step: whether it does nothing, on all ranks alike, as some rank accumulates gradients."""
+        changed = self._tensors.changed()
+        if changed:
+            self._copy_from_now_on(self._outside())
+        waits = self._accumulating and not changed and any(p.grad is not None for p in self._names)
+        if self._session is None:
+            return waits and self._grouped > 0
+        if self._grouped and self._session.on_any_rank(waits):
+            return True
+        self._session.settle()
+        return False
 
     def save(self, path: str | Path, *, keep: int = saving.KEEP) -> Saving:
         """Write the state, as it is now, as a checkpoint into the folder `path`, of which the newest `keep` stay.

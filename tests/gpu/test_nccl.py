@@ -70,3 +70,40 @@ def _memory_after_training() -> int:
     torch.cuda.synchronize()
     free, total = torch.cuda.mem_get_info()
     return total - free
+
+
+def _sums(worlds: int) -> list[tuple[float, float, int]]:
+    """Sum the ranks' numbers again and again, behind larger sums, and commit without a step; what was wrong in the next world."""
+    import torch.distributed as dist
+
+    state = nbe.ObjectState(worlds=0, sums=torch.zeros(1 << 20, device=nbe.device()), expected=0, wrong=[])
+
+    @nbe.elastic
+    def loop(state):
+        low, high = (float(value) for value in state.sums.aminmax())
+        if not low == high == state.expected:
+            state.wrong = [*state.wrong, (low, high, state.expected)]
+        state.worlds += 1
+        large = torch.ones(1 << 28, device=nbe.device())
+        while state.worlds < worlds:
+            for _ in range(8):
+                dist.all_reduce(large, dist.ReduceOp.AVG)
+            state.sums.fill_(nbe.rank() + 1)
+            dist.all_reduce(state.sums)
+            state.expected = nbe.size() * (nbe.size() + 1) // 2
+            state.commit()
+        return state.wrong
+
+    return loop(state)
+
+
+def test_collectives_that_are_under_way_when_ranks_leave_are_not_cut_off():
+    """Two ranks on two GPUs, planned changes at commits without a step: what was summed before each commit is complete."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    with nbe.Cluster("localhost:2", min=1, cooldown=(0, 0)) as cluster:
+        job = cluster.run(_sums, 6)
+        for most in (1, 2, 1, 2, 1):
+            cluster.wait(3 - most, timeout=60)
+            cluster.scale(max=most)
+        assert job.result(timeout=120) == [[]]

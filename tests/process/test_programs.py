@@ -289,6 +289,31 @@ def test_one_elastic_function_a_job(cluster):
     assert "run two jobs" in str(cluster.run(program).exception(timeout=20))
 
 
+def test_ranks_count_the_same_commits_whichever_runs_a_backward_pass(cluster):
+    """One rank looks at gradients of its own before a commit without a step: that commit counts on no rank."""
+
+    def program():
+        import torch
+
+        model = torch.nn.Linear(2, 2)
+        state = nbe.TorchState(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+
+        @nbe.elastic
+        def loop(state):
+            counts = []
+            for number in range(4):
+                if (nbe.rank(), number) == (1, 1):
+                    state.model(torch.ones(1, 2)).sum().backward()
+                state.commit()
+                state.optimizer.zero_grad()
+                counts.append(state.commits)
+            return counts
+
+        return loop(state)
+
+    assert cluster.run(program).result(timeout=20) == [[1, 1, 2, 3]] * 3
+
+
 def test_reports_reach_the_status(cluster):
     """What rank 0 last reported is in the status while the job runs; a loss that is no number is an event, once."""
 

@@ -28,12 +28,20 @@ class FakeSession:
         self.account = Account()
         self.committed_at = []
         self.checked = []
+        self.settled = 0
+        self.others_accumulate = False
         self.speaks = True
         self.checkpoints = None
         self.reported = {}
 
     def apart(self, task):
         return task()
+
+    def settle(self):
+        self.settled += 1
+
+    def on_any_rank(self, mine):
+        return mine or self.others_accumulate
 
     def report(self, values):
         self.reported = values

@@ -237,6 +237,37 @@ def test_gradients_that_were_thrown_away_do_not_hold_up_a_commit(group, begun):
     assert state.commits == 1
 
 
+def test_a_commit_without_a_step_does_the_same_on_every_rank(group, begun):
+    """Another rank has run a backward pass of its own, or this one has: both skip the commit, and count on alike after it."""
+    counts = []
+    for mine, others in ((False, True), (True, False), (False, False)):
+        model, optimizer = network()
+        state = begun(TorchState(model=model, optimizer=optimizer, seen=0))
+        step(model, optimizer)
+        optimizer.zero_grad()
+        state.commit()
+        if mine:
+            model(torch.ones(2, 4)).sum().backward()
+        state._session.others_accumulate = others
+        state.commit()
+        counts.append(state.commits)
+    assert counts == [1, 1, 2]
+
+
+def test_the_gpu_is_waited_for_only_where_a_commit_without_a_step_counts(group, begun):
+    """A step has waited for it already, and while gradients accumulate it may go on."""
+    model, optimizer = network()
+    state = begun(TorchState(model=model, optimizer=optimizer))
+    step(model, optimizer)
+    state.commit()
+    backward(model)
+    state.commit()
+    assert state._session.settled == 0
+    optimizer.zero_grad()
+    state.commit()
+    assert state._session.settled == 1
+
+
 def test_a_scaler_that_skips_a_step(group, begun):
     """GradScaler leaves a step out when gradients overflow: its scale is noted with the next commit that counts."""
     model, optimizer = network()

@@ -129,6 +129,53 @@ def test_a_nan_after_the_last_commit_is_sent(session):
     assert reports(session)[-1] == {"loss": None}
 
 
+@pytest.fixture
+def gpu(session, monkeypatch):
+    """`gpu(then)`: this worker has one, which calls `then()` when it has done what is under way. Returns what was called."""
+    calls = []
+
+    def pretend(then=lambda: None):
+        class Stream:
+            def synchronize(self):
+                calls.append("stream")
+
+        monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda where: (calls.append(str(where)), then()))
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda _: Stream())
+        monkeypatch.setattr(session.group, "leave", lambda: calls.append("leave"))
+        return calls
+
+    return pretend
+
+
+def test_what_is_under_way_on_the_gpu_ends_before_a_group_is_left(session, gpu):
+    """A collective after the last step is not cut off: the whole GPU is waited for, whichever stream it is on."""
+    calls = gpu()
+    session._receive(wire.Leave(EPOCH, 4))
+    with pytest.raises(WorldLeft):
+        session.committed(4)
+    session.leave_group()
+    assert calls == ["cuda:0", "stream", "leave"]
+
+
+def test_a_collective_that_was_aborted_on_the_gpu_is_not_taken_for_complete(session, gpu):
+    """The abort comes while the rank waits for it at the commit where all leave: this rank goes back."""
+    gpu(lambda: session._receive(wire.Abort(EPOCH, "gone")))
+    session._receive(wire.Leave(EPOCH, 4))
+    with pytest.raises(WorldAborted):
+        session.committed(4)
+
+
+def test_without_a_gpu_nothing_is_waited_for(session, monkeypatch):
+    """Nor is CUDA asked for a device."""
+    monkeypatch.setattr(torch.cuda, "is_available", None)
+    session._receive(wire.Leave(EPOCH, 4))
+    with pytest.raises(WorldLeft):
+        session.committed(4)
+
+
 def test_output_waits_while_the_driver_confirms_nothing(session):
     """What is printed meanwhile is bounded; its end is sent when the driver has caught up."""
     session.account.busy = True
