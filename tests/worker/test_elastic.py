@@ -21,13 +21,15 @@ class StoppedInAStep:
     used = False
     link = SimpleNamespace(away=False)
     account = SimpleNamespace(holds=True)
-    report = {}
 
     def __init__(self, state):
         self.state, self.saved = state, []
         self.checkpoints = SimpleNamespace(
             committed=lambda state: None, ended=lambda state, rank: self.saved.append(state.n)
         )
+
+    def settle(self):
+        pass
 
     def committed(self, total):
         pass
