@@ -9,7 +9,20 @@ from msgspec.structs import replace
 from nbelastic.core import addresses, jobs, staffing
 from nbelastic.core import messages as m
 from nbelastic.core.placement import rank_order
-from nbelastic.core.world import NEVER, HostPhase, Job, Stage, Worker, WorkerState, World, because, less, put, seat
+from nbelastic.core.world import (
+    NEVER,
+    NO_BREAKS,
+    HostPhase,
+    Job,
+    Stage,
+    Worker,
+    WorkerState,
+    World,
+    because,
+    less,
+    put,
+    seat,
+)
 
 Commands = list[m.Command]
 
@@ -41,7 +54,7 @@ def host_gone(world: World, name: str, reason: str, now: float, out: Commands, *
 
 def _explained(world: World, dead: Iterable[m.WorkerId]) -> World:
     """The death of a member explains broken connections: the count of breaks without a death begins anew."""
-    return replace(world, unexplained=(0, -1)) if not world.ranked.isdisjoint(dead) else world
+    return replace(world, unexplained=NO_BREAKS) if not world.ranked.isdisjoint(dead) else world
 
 
 def leave_out(world: World, name: str, reason: str, now: float, out: Commands, *, kind: str) -> World:
@@ -310,7 +323,6 @@ def enter(world: World, order: m.FormWorld, ahead: frozenset[m.WorkerId]) -> Wor
         plainly=False,
         awaiting=world.ranked - ahead,
         waiting=waiting - world.ranked,
-        leaving=world.leaving & world.ranked,
         suspects=frozenset(),
         workers=workers,
         short_since=None,

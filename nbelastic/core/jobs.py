@@ -6,7 +6,7 @@ from msgspec.structs import replace
 
 from nbelastic.core import messages as m
 from nbelastic.core import setup, staffing
-from nbelastic.core.world import NEVER, Job, Stage, WorkerState, World
+from nbelastic.core.world import NEVER, NO_BREAKS, Job, Stage, WorkerState, World
 
 Commands = list[m.Command]
 
@@ -113,7 +113,7 @@ def end(
         waiting=frozenset(),
         leaving=frozenset(),
         suspects=frozenset(),
-        unexplained=(0, -1),
+        unexplained=NO_BREAKS,
         offers=(),
         change_at=0.0,
         put_off=0,

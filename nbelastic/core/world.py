@@ -12,6 +12,7 @@ from nbelastic.core.messages import Event, FormWorld, HostSpec, Interface, Worke
 from nbelastic.core.timeouts import Timeouts
 
 NEVER = float("inf")
+NO_BREAKS = (0, -1)  # how many, and at which commit
 
 
 class Limits(Struct, frozen=True):
@@ -278,7 +279,7 @@ class World(Struct, frozen=True):
     since: float = 0.0  # since when ready newcomers, or leavers, wait for those that are starting
     suspect_since: float = 0.0
     complaint: str = ""  # what the first of the suspects raised
-    unexplained: tuple[int, int] = (0, -1)  # breaks of the job in a row that no death explains, and their commit
+    unexplained: tuple[int, int] = NO_BREAKS  # breaks of the job in a row that no death explains, and their commit
     until: float = NEVER  # when the wait that `reason` names ends by itself
     wake_at: float = NEVER  # when a cooling slot or a lost host is to be tried again
     linger_until: float = 0.0  # until when a program of an ended job may still run
