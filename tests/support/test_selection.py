@@ -46,10 +46,13 @@ def run(tmp_path):
     def of(text: str, *arguments: str, file: str = "test_it.py") -> tuple[int, str]:
         (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers =\n    soak:\n    gpu:\n")
         (tmp_path / "test_it.py").write_text(text)
-        plugins = ("-p", "tests.support.soak", "-p", "tests.support.skips", "-p", "no:cacheprovider")
-        command = [sys.executable, "-m", "pytest", "-v", *plugins, *arguments, str(tmp_path / file)]
+        plugins = ("-p", "_hypothesis_pytestplugin", "-p", "tests.support.soak", "-p", "tests.support.skips")
+        command = [sys.executable, "-m", "pytest", "-v", *plugins, "-p", "no:cacheprovider", *arguments]
         outer = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
-        done = subprocess.run(command, cwd=ROOT, env=outer, capture_output=True, text=True, timeout=60, check=False)
+        outer["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # importing the other plug-ins takes seconds
+        done = subprocess.run(
+            [*command, str(tmp_path / file)], cwd=ROOT, env=outer, capture_output=True, text=True, timeout=60, check=False
+        )
         return done.returncode, done.stdout + done.stderr
 
     return of
