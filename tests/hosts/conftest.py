@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,23 +19,27 @@ from tests.process.observing import Training, alive, ours, until
 ROOT = Path(__file__).parents[2]  # workers import `tests` from here
 
 
-@pytest.fixture
-def network(monkeypatch: pytest.MonkeyPatch) -> Iterator[Network]:
-    """Three machines, h1, h2 and h3, that `ssh` reaches by these names; `network.add` starts more."""
+@pytest.fixture(scope="module")
+def module_network() -> Iterator[Network]:
     reason = missing()
     if reason:
         pytest.skip(reason)
     with Network(3) as started:
-        monkeypatch.setenv("PATH", started.path, prepend=os.pathsep)
         yield started
+
+
+@pytest.fixture
+def network(module_network: Network, monkeypatch: pytest.MonkeyPatch) -> Iterator[Network]:
+    """Three machines, h1, h2 and h3, that `ssh` reaches by these names; `network.add` starts more. Each test finds them as new."""
+    monkeypatch.setenv("PATH", module_network.path, prepend=os.pathsep)
+    yield module_network
+    module_network.restore()
 
 
 @pytest.fixture
 def temporary(network: Network) -> Path:
     """Where agents and workers have their temporary files: on all hosts the same folder, of this test alone."""
-    folder = network.folder / "tmp"
-    folder.mkdir()
-    return folder
+    return Path(tempfile.mkdtemp(prefix="tmp-", dir=network.folder))
 
 
 @pytest.fixture

@@ -75,11 +75,11 @@ def processes_in(namespace: str) -> set[int]:
     return found
 
 
-def kill_all(namespace: str) -> None:
-    """Kill whatever runs in a namespace, and what it starts meanwhile."""
+def kill_all(namespace: str, spared: int = 0) -> None:
+    """Kill whatever runs in a namespace, and what it starts meanwhile, but for one process."""
 
     def empty() -> bool:
-        pids = processes_in(namespace)
+        pids = processes_in(namespace) - {spared}
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)

@@ -55,20 +55,23 @@ class Network:
 
     def __init__(self, hosts: int = 3) -> None:
         self.first = tuple(f"h{number}" for number in range(1, hosts + 1))
-        self.hosts: dict[str, Host] = {}
-        self._cut: set[str] = set()
-        self._deaf: set[tuple[str, str]] = set()  # (a, b): what a sends to b vanishes
-        self._slow: dict[str, list[int]] = {}  # host -> its relays
-        self._told: dict[str, set[str]] = {}  # what each namespace was told about its neighbours
+        self.hosts: dict[str, Host]
+        self._cut: set[str]
+        self._deaf: set[tuple[str, str]]  # (a, b): what a sends to b vanishes
+        self._slow: dict[str, list[int]]  # host -> its relays
+        self._told: dict[str, set[str]]  # what each namespace was told about its neighbours
+        self._new: dict[str, str]  # host -> its interfaces and their addresses as it was started
 
     def __enter__(self) -> Self:
         sweep()
+        self.hosts, self._cut, self._deaf, self._slow, self._told = {}, set(), set(), {}, {}
         self.name = f"nbe{os.getpid()}-{next(_count)}"
         self.switch = f"{self.name}-switch"
         self.folder = Path(tempfile.mkdtemp(prefix=f"{self.name}-"))
         try:
             self._build()
             self.add(*self.first)
+            self._new = {name: self._addresses(name) for name in self.first}
         except BaseException:
             self.__exit__()
             raise
@@ -109,7 +112,7 @@ class Network:
         ip(self.switch, f"link set {port} master bridge up\n")
 
     def _host(self, name: str, kind: dict[str, Any]) -> Host:
-        number = len(self.hosts) + 1
+        number = 1 + max((host.number for host in self.hosts.values()), default=0)
         hides = (*kind.pop("hides", ()), *(() if kind.get("python", True) else machine.without_python()))
         second = str(self._second[number]) if kind.pop("second", False) else ""
         return Host(
@@ -168,6 +171,43 @@ class Network:
         self._tell()
         self._boot(hosts)
         return tuple(hosts)
+
+    def remove(self, *names: str) -> None:
+        """Remove hosts that `add` started, with all that runs on them."""
+        self.heal(*names)
+        for name in names:
+            host = self.hosts.pop(name)
+            kill_all(host.namespace)
+            # the kernel removes the cables of a deleted namespace at its leisure; the next host's have the same names
+            cables = [*host.ports().values(), *([f"dead{host.number}"] if host.dead else [])]
+            ip(self.switch, "".join(f"link del {cable}\n" for cable in cables))
+            ip("", f"netns del {host.namespace}\n")
+            self._told.pop(name, None)
+            shutil.rmtree(host.folder)
+        self._tell()
+
+    def restore(self) -> None:
+        """Make this network as it was when it was new; build it again if a test has changed the inside of one of its first hosts."""
+        self.heal()
+        self.remove(*(name for name in self.hosts if name not in {DRIVER, *self.first}))
+        for name in self.first:
+            kill_all(self.hosts[name].namespace, self._server(name))
+        if self._new != {name: self._addresses(name) for name in self.first} or not all(map(self._server, self.first)):
+            self.__exit__()
+            self.__enter__()
+
+    def _addresses(self, host: str) -> str:
+        return command("ip", "-n", self.hosts[host].namespace, "-br", "address")
+
+    def _server(self, host: str) -> int:
+        """The process of a host's SSH server, 0 if there is none."""
+        file = self.hosts[host].folder / "sshd.pid"
+        server = int(file.read_text()) if file.exists() else 0
+        return server if server in self.processes(host) else 0
+
+    def strays(self, host: str) -> set[int]:
+        """What runs on a host beside its SSH server."""
+        return self.processes(host) - {self._server(host)}
 
     def _tell(self) -> None:
         """Bring everyone's list of neighbours up to date.

@@ -17,12 +17,8 @@ LONG = 60.0  # seconds: hosts start in five of them where the processors have no
 def strays(network: Network) -> dict[int, str]:
     """What runs on the hosts beside their SSH servers: process -> its command line."""
     found = {}
-    for name, host in network.hosts.items():
-        if name == DRIVER:
-            continue
-        file = host.folder / "sshd.pid"
-        server = int(file.read_text()) if file.exists() else 0
-        for pid in network.processes(name) - {server}:
+    for name in network.hosts.keys() - {DRIVER}:
+        for pid in network.strays(name):
             try:
                 found[pid] = " ".join(psutil.Process(pid).cmdline())
             except psutil.NoSuchProcess:

@@ -8,16 +8,16 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from nbelastic.driver import ssh
 from nbelastic.presence import pid_of
 from tests.hosts.conftest import ROOT
 from tests.hosts.network import Network
 from tests.hosts.observing import LONG, nothing_left, texts
 from tests.process.observing import alive, until
-from tests.process.surviving import Found, Kernel, attached, end_all
+from tests.process.surviving import Found, Kernel, attached, kernels
 
 SILENCE = 2.0
 OLD_LEASE = 8.0  # seconds that agents on other machines used to live without word of the driver
@@ -26,16 +26,9 @@ OLD_LEASE = 8.0  # seconds that agents on other machines used to live without wo
 @pytest.fixture
 def kept(network: Network, temporary: Path, tmp_path: Path) -> Iterator[Callable[..., Kernel]]:
     """A kernel with a kept cluster on h1 and h2; at the end whoever has it stops it, and nothing of it is left anywhere."""
-    started: list[Kernel] = []
-
-    def start(**options: Any) -> Kernel:
-        options = {"env": {"TMPDIR": str(temporary)}, "cwd": str(ROOT), "silence": SILENCE, **options}
-        kernel = Kernel(f"far-{os.getpid()}-{tmp_path.name}", tmp_path / "steps", "h1:1,h2:1", **options)
-        started.append(kernel)
-        return kernel.ready()
-
-    yield start
-    end_all(started, LONG)
+    usual = {"hosts": "h1:1,h2:1", "env": {"TMPDIR": str(temporary)}, "cwd": str(ROOT), "silence": SILENCE}
+    with kernels("far", tmp_path, LONG, agent=ssh.AGENT, **usual) as start:
+        yield start
     network.heal()
     nothing_left(network, temporary)
 

@@ -358,6 +358,36 @@ def test_what_a_killed_run_has_left_goes_at_the_next_start(network: Network) -> 
         until(lambda: not list(remains(name, set(map(int, pids)))), what="the old network to be gone")
 
 
+def test_each_test_finds_the_network_as_new(network: Network) -> None:
+    """Cuts, slow cables, processes and more hosts are undone; if a host was changed inside, or has no SSH server, all are made anew."""
+    name = network.name
+    network.add("h4", dead="alone", second=True)
+    network.slow("h4")
+    network.cut("h1")
+    network.cut_between("h2", "h3")
+    network.run("h2", "sh", "-c", "setsid sleep 1000 >/dev/null 2>&1 &")
+    network.restore()
+    assert network.name == name
+    assert not [pid for host in ("h1", "h2", "h3") for pid in network.strays(host)]
+    assert list(network.hosts) == [DRIVER, "h1", "h2", "h3"]
+    assert list(names(f"{name}-h4")) == []
+    network.add("h4", dead="alone", second=True)
+    for a, b in (("h1", "h2"), ("h2", "h3"), ("h4", "h3")):
+        with Connection(network, a, b) as connection:
+            assert connection.there()
+    assert ssh("h4", "hostname").stdout == "h4\n"
+    for change in (
+        lambda: network.kill("h1"),
+        lambda: network.run("h1", "ip", "-4", "address", "flush", "dev", "eth0"),
+    ):
+        change()
+        network.restore()
+        assert list(remains(name)) == []
+        name = network.name
+        with Connection(network, DRIVER, "h1") as connection:
+            assert connection.there()
+
+
 def test_without_root_the_reason_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     assert networks.missing.__wrapped__() == f"{networks.NEEDS}: not root"

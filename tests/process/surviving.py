@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,8 @@ from tests.process.scripting import ScriptTraining
 
 MARK = "NBELASTIC_TEST_KERNEL"  # in the environment of the kernel, and so of all that it starts
 ROOT = Path(__file__).parents[2]
+PAUSE = 0.03  # seconds between two steps of a kernel's training: whoever takes it over needs the processors too
+_numbers = itertools.count()
 
 
 class Kernel:
@@ -33,6 +37,7 @@ class Kernel:
         hosts: str | None = "localhost:3",
         program: str = "train",
         arguments: dict[str, Any] | None = None,
+        agent: str = "",
         **options: Any,
     ) -> None:
         self.name, self.folder = name, folder
@@ -43,6 +48,7 @@ class Kernel:
             "hosts": hosts,
             "program": program,
             "arguments": arguments or {},
+            "agent": agent,
             "options": {"log_dir": str(folder.parent / "logs"), "lease": 60.0, **options},
         }
         self.process = self._begin(said)
@@ -141,9 +147,21 @@ def end(kernel: Kernel) -> None:
         nbe.Cluster.attach(kernel.name).stop()
 
 
-def end_all(kernels: Iterable[Kernel], timeout: float) -> None:
-    """And nothing of them is left."""
-    for kernel in kernels:
+@contextmanager
+def kernels(name: str, folder: Path, timeout: float, **usual: Any) -> Iterator[Callable[..., Kernel]]:
+    """Start kernels with kept clusters; at the end whoever has them stops them, and nothing of them is left."""
+    started: list[Kernel] = []
+
+    def start(**options: Any) -> Kernel:
+        options = {**usual, **options}
+        if options.get("program", "train") == "train":
+            options["arguments"] = {"pause": PAUSE, **options.get("arguments", {})}
+        kernel = Kernel(f"{name}-{os.getpid()}-{next(_numbers)}", folder / f"steps{len(started)}", **options)
+        started.append(kernel)
+        return kernel.ready()
+
+    yield start
+    for kernel in started:
         end(kernel)
         until(lambda kernel=kernel: not kernel.left(), timeout, f"nothing to be left of {kernel.name}")
 

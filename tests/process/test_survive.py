@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -18,24 +16,15 @@ from nbelastic.folders import runs
 from tests.process import programs
 from tests.process.observing import alive, undisturbed, until
 from tests.process.scripting import FOR_EVER, TRAIN, joining, torchrun
-from tests.process.surviving import FoundScript, Kernel, attached, end_all
+from tests.process.surviving import FoundScript, Kernel, attached, kernels
 
 WORLD = 3
-_numbers = itertools.count()
 
 
 @pytest.fixture
 def kept(tmp_path: Path) -> Iterator[Callable[..., Kernel]]:
-    """Start kernels with kept clusters; at the end whoever has them stops them, and nothing of them is left."""
-    started: list[Kernel] = []
-
-    def start(**options: Any) -> Kernel:
-        kernel = Kernel(f"kept-{os.getpid()}-{next(_numbers)}", tmp_path / f"steps{len(started)}", **options)
-        started.append(kernel)
-        return kernel.ready()
-
-    yield start
-    end_all(started, 10)
+    with kernels("kept", tmp_path, 10) as start:
+        yield start
 
 
 def test_a_killed_kernel_costs_no_step(kept):

@@ -7,7 +7,7 @@ import pytest
 import nbelastic as nbe
 from tests.process.observing import Training, until
 from tests.process.programs import train
-from tests.process.surviving import Kernel, attached, end
+from tests.process.surviving import PAUSE, Kernel, attached, end
 
 
 @pytest.fixture
@@ -48,6 +48,7 @@ def kept(slurm, tmp_path, monkeypatch):
     """A kernel with a kept cluster whose hosts are jobs, each on a node of its own; nothing of it is left."""
     monkeypatch.setenv("HOME", str(tmp_path))
     options = {"launcher": "slurm", "launcher_options": {"options": "--exclusive"}, "silence": 3.0}
+    options["arguments"] = {"pause": PAUSE}
     started = []
 
     def start(hosts):
