@@ -12,7 +12,7 @@ import sys
 import time
 import urllib.request
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import pytest
 
@@ -57,6 +57,7 @@ class Lab:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self.port = probe.getsockname()[1]
+        self.address = f"http://127.0.0.1:{self.port}"
 
     def __enter__(self) -> Self:
         self._write_settings()
@@ -84,7 +85,7 @@ class Lab:
         self.log.close()
 
     def write(self, name: str, *cells: str) -> str:
-        """A notebook of these cells; returns its address."""
+        """A notebook of these cells in the folder `self.place`, where its kernel runs; its address, in a workspace of its own."""
         kernel = {"kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}}
         made = [
             {
@@ -98,9 +99,21 @@ class Lab:
             for i, source in enumerate(cells)
         ]
         notebook = {"cells": made, "metadata": kernel, "nbformat": 4, "nbformat_minor": 5}
-        (self.folder / "work" / name).write_text(json.dumps(notebook))
-        place = "lab/tree" if self.app == "lab" else "notebooks"
-        return f"http://127.0.0.1:{self.port}/{place}/{name}?token={self.token}"
+        self.place = self.folder / "work" / name
+        self.place.mkdir()
+        (self.place / f"{name}.ipynb").write_text(json.dumps(notebook))
+        view = f"lab/workspaces/{name}/tree" if self.app == "lab" else "notebooks"
+        return f"{self.address}/{view}/{name}/{name}.ipynb?token={self.token}"
+
+    def end_kernels(self) -> None:
+        """Each has a moment to end its cluster."""
+        for session in json.load(self._ask("GET", "sessions")):
+            self._ask("DELETE", f"sessions/{session['id']}").close()
+
+    def _ask(self, method: str, what: str) -> Any:
+        headers = {"Authorization": f"token {self.token}"}
+        request = urllib.request.Request(f"{self.address}/api/{what}", headers=headers, method=method)
+        return urllib.request.urlopen(request, timeout=20)
 
     def _write_settings(self) -> None:
         (self.folder / "work").mkdir()
@@ -116,7 +129,7 @@ class Lab:
         end = time.monotonic() + 60
         while True:
             try:
-                with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/api", timeout=5):
+                with urllib.request.urlopen(f"{self.address}/api", timeout=5):
                     return
             except OSError:
                 assert self.process.poll() is None, f"JupyterLab ended; see {self.folder / 'lab.log'}"
@@ -124,10 +137,17 @@ class Lab:
                 time.sleep(0.2)
 
 
-@pytest.fixture
-def lab(request, tmp_path):
+@pytest.fixture(scope="module")
+def server(request, tmp_path_factory):
     """Parametrize indirectly with a theme, `light` or `dark`, or with `notebook` for Jupyter Notebook 7."""
     wanted = getattr(request, "param", "light")
     theme, app = ("light", "notebook") if wanted == "notebook" else (wanted, "lab")
-    with Lab(tmp_path, theme, app) as lab:
+    with Lab(tmp_path_factory.mktemp("lab"), theme, app) as lab:
         yield lab
+
+
+@pytest.fixture
+def lab(server):
+    """A running server; each test's kernels end with the test."""
+    yield server
+    server.end_kernels()

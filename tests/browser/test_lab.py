@@ -104,7 +104,7 @@ def process_shown(detail):
 def test_a_day_of_work_while_a_cell_sleeps(lab, page, notebook, output_path):
     """Start and train; while a cell is busy add a host, look at logs and stacks, lose a worker and see it, remove."""
     page.set_viewport_size({"width": 1300, "height": 1500})
-    run = notebook(lab.write("live.ipynb", LOAD, START, TRAIN, BUSY, "%elastic_status", "%elastic_stop"))
+    run = notebook(lab.write("live", LOAD, START, TRAIN, BUSY, "%elastic_status", "%elastic_stop"))
     view = page.locator(".nbe").first
     run(0)
     run(1)
@@ -122,7 +122,7 @@ def test_a_day_of_work_while_a_cell_sleeps(lab, page, notebook, output_path):
     expect(view.locator(".nbe-lines")).to_contain_text("step 100")
     view.screenshot(path=f"{output_path}/logs.png")
     view.get_by_role("tab", name="Stacks").click()
-    slow = lab.folder / "work" / "slow"
+    slow = lab.place / "slow"
     slow.touch()
     expect(chip(view, "rank 1, slot 1, running, 1 commit behind")).to_be_visible()
     view.get_by_role("button", name="Stacks now").click()
@@ -143,7 +143,7 @@ def test_a_day_of_work_while_a_cell_sleeps(lab, page, notebook, output_path):
     expect(prompt(page, 3)).to_have_text("[*]:")
     view.get_by_role("button", name="Remove host 127.0.0.2").click()
     expect(view.locator(".nbe-table")).not_to_contain_text("127.0.0.2")
-    (lab.folder / "work" / "awake").touch()
+    (lab.place / "awake").touch()
     expect(prompt(page, 3)).to_have_text("[4]:")
     run(4)
     expect(page.locator(".jp-OutputArea-executeResult").last).to_contain_text("world 2 / 2–4")
@@ -151,12 +151,80 @@ def test_a_day_of_work_while_a_cell_sleeps(lab, page, notebook, output_path):
     expect(view.locator(".nbe-phase")).to_have_text("finished")
 
 
+def test_the_view_comes_back_after_a_reload_and_in_a_second_place(lab, page, notebook):
+    """Reloading the page brings the same live view; %elastic shows another; one order changes both."""
+    run = notebook(lab.write("again", LOAD, START, "%elastic", "%elastic_stop"))
+    run(0)
+    run(1)
+    page.evaluate("window.jupyterapp.commands.execute('docmanager:save')")
+    page.reload()
+    expect(page.locator(".nbe-phase")).to_have_text("ready", timeout=60_000)
+    run(2, ends=False)
+    views = page.locator(".nbe")
+    expect(views).to_have_count(2)
+    views.nth(1).get_by_role("button", name="Stop cluster").click()
+    page.wait_for_timeout(500)  # what comes earlier is a double click, and confirms nothing
+    views.nth(1).get_by_role("button", name="Really stop it?").click()
+    for view in views.all():
+        view.scroll_into_view_if_needed()  # what is out of sight is not drawn
+        expect(view.locator(".nbe-phase")).to_have_text("finished")
+    run(3)
+
+
+def test_a_view_whose_kernel_was_restarted_says_so(lab, page, notebook):
+    """It does not pretend: it says that the kernel is gone, and takes no orders; nothing of the cluster is left."""
+    run = notebook(lab.write("restart", LOAD, START, "1 + 1"))
+    run(0)
+    run(1)
+    view = page.locator(".nbe").first
+    expect(view.locator(".nbe-phase")).to_have_text("ready")
+    chip(view, "slot 0").click()
+    pid = process_shown(view.locator(".nbe-detail"))
+    page.evaluate("() => { window.jupyterapp.shell.currentWidget.sessionContext.session.kernel.restart() }")
+    expect(view.get_by_role("alert")).to_contain_text("the kernel")
+    expect(view.get_by_role("button", name="Add host")).to_be_disabled()
+    page.wait_for_function(KERNEL_READY, timeout=60_000)
+    run(2)
+    until(lambda: not alive(pid))
+
+
+def test_a_kept_cluster_goes_on_after_a_restart(lab, page, notebook, output_path):
+    """Another kernel attaches: the dashboard goes on with its history, logs and orders, and nobody who trains was disturbed."""
+    page.set_viewport_size({"width": 1300, "height": 1500})
+    name = f"lab-{os.getpid()}"
+    stop = "%elastic_stop"
+    run = notebook(lab.write("kept", LOAD, f"{START} --keep --name {name}", TRAIN, f"%elastic_attach {name}", stop))
+    view, facts = page.locator(".nbe"), page.locator(".nbe-facts")
+    run(0)
+    run(1)
+    run(2)
+    expect(facts.first).to_contain_text("2 / 2–4")
+    expect(facts.first).to_contain_text("loss")
+    page.evaluate("() => { window.jupyterapp.shell.currentWidget.sessionContext.session.kernel.restart() }")
+    expect(view.first.get_by_role("alert")).to_contain_text("the kernel")
+    page.wait_for_function(KERNEL_READY, timeout=60_000)
+    run(0)
+    run(3)
+    expect(facts.last).to_contain_text("2 / 2–4")
+    expect(facts.last).to_contain_text("loss")
+    expect(view.last.locator(".nbe-log")).to_contain_text("world of 2 at epoch 1")
+    expect(view.last.locator(".nbe-log")).to_contain_text("2 workers train on in epoch 1")
+    view.last.get_by_role("tab", name="Logs").click()
+    expect(view.last.locator(".nbe-lines")).to_contain_text("step 50")
+    view.last.screenshot(path=f"{output_path}/attached.png")
+    view.last.get_by_label("Host to add").fill("127.0.0.2:1")
+    view.last.get_by_role("button", name="Add host").click()
+    expect(facts.last).to_contain_text("3 / 2–4")
+    run(4)
+    expect(view.last.locator(".nbe-phase")).to_have_text("finished")
+
+
 @pytest.mark.soak
-@pytest.mark.parametrize("lab", ["dark"], indirect=True)
+@pytest.mark.parametrize("server", ["dark"], indirect=True)
 def test_it_is_steered_by_keyboard_alone_in_the_dark(lab, page, notebook, output_path):
     """Tab, arrows and Enter reach every order; a slot is opened and its worker restarted; the second Enter stops all."""
     page.set_viewport_size({"width": 1000, "height": 1300})
-    run = notebook(lab.write("keys.ipynb", LOAD, START, TRAIN, "%elastic_stop"))
+    run = notebook(lab.write("keys", LOAD, START, TRAIN, "%elastic_stop"))
     view = page.locator(".nbe").first
     run(0)
     run(1)
@@ -190,81 +258,11 @@ def test_it_is_steered_by_keyboard_alone_in_the_dark(lab, page, notebook, output
     expect(view.locator(".nbe-phase")).to_have_text("finished")
 
 
-def test_the_view_comes_back_after_a_reload_and_in_a_second_place(lab, page, notebook):
-    """Reloading the page brings the same live view; %elastic shows another; one order changes both."""
-    run = notebook(lab.write("again.ipynb", LOAD, START, "%elastic", "%elastic_stop"))
-    run(0)
-    run(1)
-    page.evaluate("window.jupyterapp.commands.execute('docmanager:save')")
-    page.reload()
-    expect(page.locator(".nbe-phase")).to_have_text("ready", timeout=60_000)
-    run(2, ends=False)
-    views = page.locator(".nbe")
-    expect(views).to_have_count(2)
-    views.nth(1).get_by_role("button", name="Stop cluster").click()
-    page.wait_for_timeout(500)  # what comes earlier is a double click, and confirms nothing
-    views.nth(1).get_by_role("button", name="Really stop it?").click()
-    for view in views.all():
-        view.scroll_into_view_if_needed()  # what is out of sight is not drawn
-        expect(view.locator(".nbe-phase")).to_have_text("finished")
-    run(3)
-
-
-def test_a_view_whose_kernel_was_restarted_says_so(lab, page, notebook):
-    """It does not pretend: it says that the kernel is gone, and takes no orders; nothing of the cluster is left."""
-    run = notebook(lab.write("restart.ipynb", LOAD, START, "1 + 1"))
-    run(0)
-    run(1)
-    view = page.locator(".nbe").first
-    expect(view.locator(".nbe-phase")).to_have_text("ready")
-    chip(view, "slot 0").click()
-    pid = process_shown(view.locator(".nbe-detail"))
-    page.evaluate("() => { window.jupyterapp.shell.currentWidget.sessionContext.session.kernel.restart() }")
-    expect(view.get_by_role("alert")).to_contain_text("the kernel")
-    expect(view.get_by_role("button", name="Add host")).to_be_disabled()
-    page.wait_for_function(KERNEL_READY, timeout=60_000)
-    run(2)
-    until(lambda: not alive(pid))
-
-
-def test_a_kept_cluster_goes_on_after_a_restart(lab, page, notebook, output_path):
-    """Another kernel attaches: the dashboard goes on with its history, logs and orders, and nobody who trains was disturbed."""
-    page.set_viewport_size({"width": 1300, "height": 1500})
-    name = f"lab-{os.getpid()}"
-    stop = "%elastic_stop"
-    run = notebook(
-        lab.write("kept.ipynb", LOAD, f"{START} --keep --name {name}", TRAIN, f"%elastic_attach {name}", stop)
-    )
-    view, facts = page.locator(".nbe"), page.locator(".nbe-facts")
-    run(0)
-    run(1)
-    run(2)
-    expect(facts.first).to_contain_text("2 / 2–4")
-    expect(facts.first).to_contain_text("loss")
-    page.evaluate("() => { window.jupyterapp.shell.currentWidget.sessionContext.session.kernel.restart() }")
-    expect(view.first.get_by_role("alert")).to_contain_text("the kernel")
-    page.wait_for_function(KERNEL_READY, timeout=60_000)
-    run(0)
-    run(3)
-    expect(facts.last).to_contain_text("2 / 2–4")
-    expect(facts.last).to_contain_text("loss")
-    expect(view.last.locator(".nbe-log")).to_contain_text("world of 2 at epoch 1")
-    expect(view.last.locator(".nbe-log")).to_contain_text("2 workers train on in epoch 1")
-    view.last.get_by_role("tab", name="Logs").click()
-    expect(view.last.locator(".nbe-lines")).to_contain_text("step 50")
-    view.last.screenshot(path=f"{output_path}/attached.png")
-    view.last.get_by_label("Host to add").fill("127.0.0.2:1")
-    view.last.get_by_role("button", name="Add host").click()
-    expect(facts.last).to_contain_text("3 / 2–4")
-    run(4)
-    expect(view.last.locator(".nbe-phase")).to_have_text("finished")
-
-
 @pytest.mark.soak
-@pytest.mark.parametrize("lab", ["notebook"], indirect=True)
+@pytest.mark.parametrize("server", ["notebook"], indirect=True)
 def test_in_jupyter_notebook_7(lab, page, notebook):
     """The same view, and clicks are heard there too while a cell is busy."""
-    run = notebook(lab.write("classic.ipynb", LOAD, START, BUSY, "%elastic_stop"))
+    run = notebook(lab.write("classic", LOAD, START, BUSY, "%elastic_stop"))
     run(0)
     run(1)
     view = page.locator(".nbe").first
@@ -277,6 +275,6 @@ def test_in_jupyter_notebook_7(lab, page, notebook):
     expect(prompt(page, 2)).to_have_text("[*]:")
     view.get_by_role("button", name="Remove host 127.0.0.2").click()
     expect(view.locator(".nbe-table")).not_to_contain_text("127.0.0.2")
-    (lab.folder / "work" / "awake").touch()
+    (lab.place / "awake").touch()
     expect(prompt(page, 2)).to_have_text("[3]:")
     run(3)
