@@ -31,6 +31,7 @@ from tests.benchmarks.recovery import N, Steps, steps_in
 from tests.process.scripting import FOR_EVER, TRAIN, joining, torchrun
 
 LOOK = 0.02  # seconds
+PAUSE = 0.01  # seconds after each step
 PATIENCE = 60.0
 ALONE = ("--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1", "--max-restarts=1000")
 # With its default, one store for all restarts, gloo ranks find addresses of the dead and no kill is survived.
@@ -74,13 +75,13 @@ def ours(count: int, joins: int) -> dict[str, list[float]]:
     with tempfile.TemporaryDirectory() as folder, nbe.Cluster(f"localhost:{N}", min=1, cooldown=(0, 0)) as cluster:
         cluster.wait(N)
         began = time.time()
-        job = cluster.run_script(TRAIN, folder, FOR_EVER, max_restarts=1000, env={"OMP_NUM_THREADS": "1"})
+        job = cluster.run_script(TRAIN, folder, FOR_EVER, PAUSE, max_restarts=1000, env={"OMP_NUM_THREADS": "1"})
         start = found(lambda: steps_in(folder), "ours starts")[0]["t"] - began
         values = {"start": [start], "kill: next": kills(folder, count), "join": [], "alone": []}
         for _ in range(joins):
             found(lambda: members(folder), "a world of full size")
             began = time.time()
-            with torchrun(*joining(cluster.connection_file()), TRAIN, folder, FOR_EVER, OMP_NUM_THREADS="1"):
+            with torchrun(*joining(cluster.connection_file()), TRAIN, folder, FOR_EVER, PAUSE, OMP_NUM_THREADS="1"):
                 first = found(
                     lambda began=began: [s for s in steps_in(folder) if s["world"] == N + 1 and s["t"] > began],
                     "a join",
@@ -105,6 +106,7 @@ def theirs(count: int) -> dict[str, list[float]]:
             TRAIN,
             folder,
             FOR_EVER,
+            PAUSE,
         ]
         environment = {**os.environ, **OWN_STORE}
         run = stack.enter_context(
@@ -123,7 +125,7 @@ def theirs(count: int) -> dict[str, list[float]]:
 def alone() -> float:
     with tempfile.TemporaryDirectory() as folder:
         began = time.time()
-        with torchrun(*ALONE, "--nproc-per-node=1", TRAIN, folder, FOR_EVER, **OWN_STORE):
+        with torchrun(*ALONE, "--nproc-per-node=1", TRAIN, folder, FOR_EVER, PAUSE, **OWN_STORE):
             return float(found(lambda: steps_in(folder), "torchrun starts")[0]["t"] - began)
 
 

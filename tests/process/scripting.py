@@ -13,6 +13,7 @@ from typing import Any
 
 import nbelastic as nbe
 from tests.process.observing import lines_in, ranked, until
+from tests.support.agents import WarmPopen
 
 SCRIPTS = Path(__file__).parent / "scripts"
 TELL, TRAIN = SCRIPTS / "tell.py", SCRIPTS / "train.py"
@@ -63,8 +64,9 @@ class ScriptTraining:
 def torchrun(*arguments: Any, **environment: str) -> Iterator[subprocess.Popen[str]]:
     """A terminal's torchrun; ended at the end. Its output is in `.stdout`."""
     command = [sys.executable, "-m", "torch.distributed.run", *map(str, arguments)]
-    with subprocess.Popen(
+    with WarmPopen(
         command,
+        stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -18,7 +18,8 @@ from tests.process.scripting import FOR_EVER, TELL, TRAIN, ScriptTraining, joini
 @pytest.fixture(scope="module")
 def lone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[nbe.Cluster]:
     """One host with one slot, and room for two workers more."""
-    with nbe.Cluster("localhost:1", max=3, cooldown=(0, 0), log_dir=tmp_path_factory.mktemp("logs")) as cluster:
+    options = {"max": 3, "cooldown": (0, 0), "silence": 2.0, "log_dir": tmp_path_factory.mktemp("logs")}
+    with nbe.Cluster("localhost:1", **options) as cluster:
         yield cluster
 
 

@@ -12,6 +12,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -68,11 +69,12 @@ class WarmProcess:
         self._process.stdout.close()
         shutil.rmtree(self._folder)
 
-    def fork(self, cwd: str, environment: dict[str, str], fds: list[int]) -> int:
-        """The pid of a new agent, a child of this process, that has these standard descriptors."""
+    def fork(self, code: str, cwd: str, environment: Mapping[str, str], fds: list[int]) -> int:
+        """The pid of a new child of this process that runs the code and has these standard descriptors."""
+        request = {"code": code, "cwd": cwd, "environment": dict(environment), "waits": False}
         with socket.socket(socket.AF_UNIX) as connection:
             connection.connect(self.address)
-            return warm.ask(connection, {"cwd": cwd, "environment": environment, "waits": False}, fds)
+            return warm.ask(connection, request, fds)
 
     def family(self) -> set[int]:
         """This process, and the agents that it has forked for other hosts, with their workers."""
@@ -99,25 +101,47 @@ class WarmProcess:
 process = WarmProcess()
 
 
+TORCHRUN = "import runpy, sys; sys.argv[1:] = {!r}; runpy.run_module('torch.distributed.run', run_name='__main__')"
+
+
+def warm_code(args: Sequence[str]) -> str | None:
+    """What a fork of the warm process has to run in the place of this command, if it can."""
+    match args:
+        case [sys.executable, "-c", ssh.AGENT]:
+            return warm.AGENT
+        case [sys.executable, "-m", "torch.distributed.run", *arguments]:
+            return TORCHRUN.format(arguments)
+    return None
+
+
 class WarmPopen(subprocess.Popen):
-    """A process of this machine; if it is to be an agent, a fork of the warm process."""
+    """A process of this machine with streams of its own; an agent and a torchrun are forks of the warm process."""
 
     def _execute_child(
-        self, args: Any, executable: Any, preexec: Any, close: Any, pass_fds: Any, cwd: Any, *more: Any
+        self,
+        args: Any,
+        executable: Any,
+        preexec: Any,
+        close: Any,
+        pass_fds: Any,
+        cwd: Any,
+        environment: Any,
+        *more: Any,
     ) -> None:
-        # *more: environment, startupinfo, creationflags, shell, then two descriptors for each of the three streams
-        agent = process.used and list(args) == [sys.executable, "-c", ssh.AGENT]
-        if agent:
-            streams = more[4:10]
+        # *more: startupinfo, creationflags, shell, then two descriptors for each of the three streams
+        code = warm_code(list(args)) if process.used else None
+        if code is not None:
+            streams = more[3:9]
+            fds = [streams[0], streams[3], streams[5]]
             try:
-                self.pid = process.fork(os.fspath(cwd), dict(os.environ), [streams[0], streams[3], streams[5]])
+                self.pid = process.fork(code, os.fspath(cwd or os.getcwd()), environment or os.environ, fds)
             except EOFError:
-                agent = False
+                code = None
             else:
                 self._child_created = True
                 self._close_pipe_fds(*streams)
-        if not agent:
-            super()._execute_child(args, executable, preexec, close, pass_fds, cwd, *more)
+        if code is None:
+            super()._execute_child(args, executable, preexec, close, pass_fds, cwd, environment, *more)
 
 
 @pytest.hookimpl(tryfirst=True)  # kernels start while their notebooks are set up

@@ -51,7 +51,13 @@ def run(tmp_path):
         outer = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
         outer["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # importing the other plug-ins takes seconds
         done = subprocess.run(
-            [*command, str(tmp_path / file)], cwd=ROOT, env=outer, capture_output=True, text=True, timeout=60, check=False
+            [*command, str(tmp_path / file)],
+            cwd=ROOT,
+            env=outer,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
         )
         return done.returncode, done.stdout + done.stderr
 

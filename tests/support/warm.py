@@ -68,7 +68,7 @@ def join(address: str) -> None:
     try:
         with socket.socket(socket.AF_UNIX) as connection:
             connection.connect(address)
-            request = {"cwd": os.getcwd(), "environment": dict(os.environ), "waits": True}
+            request = {"code": AGENT, "cwd": os.getcwd(), "environment": dict(os.environ), "waits": True}
             code = ask(connection, request, descriptors)
     except (OSError, EOFError):
         return
@@ -170,7 +170,7 @@ class Server:
         if "TESTS_JITTER" in os.environ:  # see tests/support/jitter.py
             jitter = importlib.import_module("sitecustomize")
             jitter.late(jitter.AGENT_LATE)
-        run(AGENT)
+        run(request["code"])
 
     def _spawn(self, path: bytes, arguments: list[str], fds: list[int]) -> int:
         """In an agent, in place of multiprocessing's own: the first template is a fork, and all else starts as ever."""

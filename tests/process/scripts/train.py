@@ -1,6 +1,7 @@
-"""A plain DDP script for torchrun, with a checkpoint after every step: `train.py FOLDER STEPS`.
+"""A plain DDP script for torchrun, with a checkpoint after every step: `train.py FOLDER STEPS [PAUSE]`.
 
-The data of a step are the same in a world of any size. FOLDER/finish ends it.
+The data of a step are the same in a world of any size. FOLDER/finish ends it. PAUSE seconds (0.05) follow each step: other
+processes need the processors too.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ BATCH = 12
 
 
 def main() -> None:
-    folder, steps = Path(sys.argv[1]), int(sys.argv[2])
+    folder, steps, pause = Path(sys.argv[1]), int(sys.argv[2]), float([*sys.argv, "0.05"][3])
     dist.init_process_group("gloo")
     rank, world = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)
@@ -50,7 +51,7 @@ def main() -> None:
             dist.all_reduce(ending)
             if ending.item():
                 break
-            time.sleep(0.01)
+            time.sleep(pause)
     if rank == 0:
         print(f"done at {step}")
     del ddp, loss  # a reducer that holds the group's last reference can hang in torch, with the GIL held
