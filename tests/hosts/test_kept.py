@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from nbelastic.driver import ssh
 from nbelastic.presence import pid_of
 from tests.hosts.conftest import ROOT
 from tests.hosts.network import Network
@@ -27,7 +26,7 @@ OLD_LEASE = 8.0  # seconds that agents on other machines used to live without wo
 def kept(network: Network, temporary: Path, tmp_path: Path) -> Iterator[Callable[..., Kernel]]:
     """A kernel with a kept cluster on h1 and h2; at the end whoever has it stops it, and nothing of it is left anywhere."""
     usual = {"hosts": "h1:1,h2:1", "env": {"TMPDIR": str(temporary)}, "cwd": str(ROOT), "silence": SILENCE}
-    with kernels("far", tmp_path, LONG, agent=ssh.AGENT, **usual) as start:
+    with kernels("far", tmp_path, LONG, **usual) as start:
         yield start
     network.heal()
     nothing_left(network, temporary)

@@ -3,8 +3,7 @@
 With `"attach": n` it takes over the one of that name, and says how many seconds the imports took, until it had the cluster,
 and until n workers trained.
 
-`python -m tests.process.kernel '{"name": …, "folder": …, "hosts": …, "options": {…}, "program": …, "arguments": {…},
-"agent": …}'`
+`python -m tests.process.kernel '{"name": …, "folder": …, "hosts": …, "options": {…}, "program": …, "arguments": {…}}'`
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ import sys
 import time
 
 import nbelastic as nbe
-from nbelastic.driver import ssh
 from tests.process import programs
 from tests.process.scripting import FOR_EVER, TRAIN
 
@@ -31,7 +29,6 @@ def main() -> None:
         print(json.dumps([*times, time.monotonic() - start]), flush=True)
         sys.stdin.read()
         return
-    ssh.AGENT = said["agent"] or ssh.AGENT
     options = {"keep": True, "cooldown": (0, 0), **said["options"]}
     cluster = nbe.Cluster(said["hosts"], name=said["name"], **options)
     cluster.start(timeout=60)

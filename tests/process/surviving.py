@@ -37,7 +37,6 @@ class Kernel:
         hosts: str | None = "localhost:3",
         program: str = "train",
         arguments: dict[str, Any] | None = None,
-        agent: str = "",
         **options: Any,
     ) -> None:
         self.name, self.folder = name, folder
@@ -48,7 +47,6 @@ class Kernel:
             "hosts": hosts,
             "program": program,
             "arguments": arguments or {},
-            "agent": agent,
             "options": {"log_dir": str(folder.parent / "logs"), "lease": 60.0, **options},
         }
         self.process = self._begin(said)

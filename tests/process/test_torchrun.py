@@ -120,6 +120,7 @@ def test_a_file_that_others_can_read_is_refused(lone, tmp_path):
             assert error in run.stdout.read()
 
 
+@pytest.mark.cold  # one torchrun is started as users start theirs
 def test_by_host_and_port(lone, tmp_path):
     """The keys are those of the cluster of this machine that listens there."""
     endpoint = json.loads(lone.connection_file().read_text())["address"].removeprefix("tcp://")
