@@ -78,6 +78,86 @@ def test_buffers_and_gradients_are_no_new_layers(begun):
     assert not state._layout.changed()
 
 
+def tie(model):
+    model[1].weight = model[0].weight
+
+
+def tie_anew(model):
+    """It comes last among the parameters of its layer then."""
+    del model[1].weight
+    model[1].weight = model[0].weight
+
+
+def name_again(model):
+    model.extra = model[0]
+    model[1].other = model[0].bias
+
+
+@pytest.mark.parametrize("alias", [tie, tie_anew, name_again])
+def test_another_name_for_a_parameter_is_no_new_layer(begun, alias):
+    """As of tied weights: what the state holds is the same, and a rank that is aborted there still has its commit."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    tie(model)
+    state = begun(TorchState(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1)))
+    state.commit()
+    alias(model)
+    assert state.clean
+    model[0].bias = nn.Parameter(torch.ones(4))
+    assert not state.clean
+
+
+def swap(model):
+    model[0], model[1] = model[1], model[0]
+
+
+def replace_one_of_two_names(model):
+    model[1].weight = nn.Parameter(model[0].weight.detach())
+
+
+def take_away(model):
+    del model[1].bias
+
+
+def take_away_a_layer(model):
+    del model[1]
+
+
+def write_behind_its_back(model):
+    model[1]._parameters["bias"] = nn.Parameter(torch.ones(4))
+
+
+def give_a_leaf_a_layer(model):
+    model[0].adapter = nn.Linear(2, 2)
+
+
+def give_a_leaf_a_layer_without_parameters(model):
+    model[0].norm = nn.BatchNorm1d(4, affine=False)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        swap,
+        replace_one_of_two_names,
+        take_away,
+        take_away_a_layer,
+        write_behind_its_back,
+        give_a_leaf_a_layer,
+        give_a_leaf_a_layer_without_parameters,
+    ],
+)
+def test_every_change_of_a_model_is_noticed(begun, change):
+    """However it is made: what the last commit holds is another model's, and the next commit holds this one's."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    tie(model)
+    state = begun(TorchState(model=model))
+    state.commit()
+    change(model)
+    assert not state.clean
+    state.commit()
+    assert state.clean
+
+
 # ---- optimizers ----
 
 
