@@ -171,17 +171,21 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.cold  # it looks for processes by their parents
 @pytest.mark.parametrize("how", ["idle", "busy"])
 def test_a_killed_kernel_leaves_nothing(tmp_path, how):
     """SIGKILL of the driver's process: agents, templates, workers and controller are gone within 10 s."""
     with subprocess.Popen([sys.executable, "-c", DRIVER, str(tmp_path), how], stdout=subprocess.PIPE) as driver:
-        assert driver.stdout.readline() == b"up\n"
-        children = psutil.Process(driver.pid).children(recursive=True)
-        assert len(children) > 7
-        driver.kill()
+        try:
+            assert driver.stdout.readline() == b"up\n"
+            children = psutil.Process(driver.pid).children(recursive=True)
+            assert len(children) > 7
+        finally:
+            driver.kill()
     until(lambda: not [child for child in children if alive(child.pid)], 10)
 
 
+@pytest.mark.cold  # it looks for processes by their parents
 def test_a_script_that_ends_leaves_nothing(tmp_path):
     """A program that forgets to stop its cluster ends soon all the same, in good order, and takes everything along."""
     command, errors = [sys.executable, "-c", DRIVER, str(tmp_path), "leaves"], tmp_path / "stderr"
