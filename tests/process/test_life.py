@@ -291,6 +291,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.cold  # it is about the limits that a process was started with
 def test_workers_may_have_as_many_files_open_as_the_host_allows(tmp_path):
     """However low the limit is that the notebook was started with."""
     command = [sys.executable, "-c", LIMITED, str(tmp_path)]
