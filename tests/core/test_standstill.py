@@ -113,11 +113,12 @@ def test_equally_far_in_different_places():
 
 
 def test_who_does_not_answer_is_named():
-    """After a second in which the others have answered, the reason names the one that has not."""
+    """After a second in which others have answered, the reason names the first that has not."""
     story = training()
-    story.silent.add(wid("b/0#1"))
+    story.silent.update({wid("b/0#1"), wid("c/0#1")})
     story.stand_still(times=2)
-    assert "rank 1 (b/0#1) has not said where it is" in story.world.reason
+    where = "rank 0 (a/0#1) is in train.py:9 in step, rank 1 (b/0#1) has not said where it is"
+    assert story.world.reason.endswith(f"no commit for 4 s; {where}")
 
 
 def test_a_place_that_is_unknown_is_left_out():
