@@ -122,7 +122,7 @@ def variants(node: ast.AST, attributes: dict[str, list[str]]) -> Iterator[tuple[
 
 
 def left_alone(tree: ast.AST) -> set[int]:
-    """Places in `ast.walk` of what is not mutated: strings, asserts, annotations, and the top of a module but functions."""
+    """Places in `ast.walk` of what is not mutated: strings, asserts, annotations, options of classes, and a module's top but functions."""
     skipped: set[ast.AST] = set()
     for node in ast.walk(tree):
         parts: list[ast.AST | None] = []
@@ -133,6 +133,8 @@ def left_alone(tree: ast.AST) -> set[int]:
                 arguments = node.args
                 every = (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)
                 parts = [*node.decorator_list, node.returns, *(argument.annotation for argument in every)]
+            case ast.ClassDef():
+                parts = [*node.decorator_list, *node.keywords]
             case ast.AnnAssign():
                 parts = [node.annotation]
             case ast.Module():

@@ -59,25 +59,25 @@ class SavedHost(Struct, frozen=True, omit_defaults=True):
 class SavedWorld(Struct, frozen=True):
     """What of a world its agents and workers cannot know. `gathering`: its last break was counted."""
 
-    limits: Limits = Limits()
-    hosts: tuple[SavedHost, ...] = ()
-    removed: tuple[str, ...] = ()
-    incarnations: dict[str, int] = {}
-    joined: int = 0
-    numbered: int = 0
-    probes: int = 0
-    members: tuple[m.WorkerId, ...] = ()
-    stopped: tuple[m.WorkerId, ...] = ()
-    gathering: bool = False
-    job: str = ""
-    outcome: str = ""
-    reason: str = ""
-    formed: bool = False
-    ranks: tuple[m.WorkerId, ...] = ()
-    setup: tuple[SetupCell, ...] = ()
-    ran: tuple[tuple[m.WorkerId, tuple[int, ...]], ...] = ()  # versions of setup cells, of workers that took code
-    resets: int = 0
-    door: str = ""
+    limits: Limits
+    hosts: tuple[SavedHost, ...]
+    removed: tuple[str, ...]
+    incarnations: dict[str, int]
+    joined: int
+    numbered: int
+    probes: int
+    members: tuple[m.WorkerId, ...]
+    stopped: tuple[m.WorkerId, ...]
+    gathering: bool
+    job: str
+    outcome: str
+    reason: str
+    formed: bool
+    ranks: tuple[m.WorkerId, ...]
+    setup: tuple[SetupCell, ...]
+    ran: tuple[tuple[m.WorkerId, tuple[int, ...]], ...]  # versions of setup cells, of workers that took code
+    resets: int
+    door: str
 
 
 def summary(world: World) -> SavedWorld:

@@ -40,7 +40,7 @@ class Notes:
         self.job = found.job if found is not None else None
         self._run_dir, self._arguments = run_dir, dict(arguments)
         self._last: Saved | None = None
-        self._of: tuple[World | None, SavedWorld] = (None, SavedWorld())
+        self._of: tuple[World, SavedWorld] | None = None
         self._output: Any = None
         self._live_at = 0.0
 
@@ -69,7 +69,7 @@ class Notes:
 
     def save(self, driver: Driver) -> None:
         """Write it down if it has changed."""
-        if self._of[0] is not driver.world:
+        if self._of is None or self._of[0] is not driver.world:
             self._of = (driver.world, summary(driver.world))
         fleet, agents, gates = driver.fleet, driver.fleet.agents(), driver.fleet.doors.saved
         discovery = driver.settings.discovery

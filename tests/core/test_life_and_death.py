@@ -119,6 +119,14 @@ def test_a_stop_lets_a_program_write_its_last_checkpoint():
     assert story.world.phase == "finished"
 
 
+def test_a_worker_that_still_starts_does_not_cut_the_last_checkpoint_short():
+    """The cluster stops: its agent is told at once, and those of programs that run are not."""
+    story = Story("a:1", min=1).run().commit(3)
+    story.add("b:1").hear(m.AgentReady)
+    story.send(m.StopRequested("done"))
+    assert [c.host for c in story.commands(m.StopAgent)] == ["b"]
+
+
 def test_a_stop_can_be_hastened():
     """Whoever has no time says so, at once or later: the programs are killed then."""
     story = Story("a:1", min=1).run().commit(3)

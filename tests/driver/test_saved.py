@@ -11,8 +11,8 @@ from msgspec.structs import replace
 
 from nbelastic.core import messages as m
 from nbelastic.core.errors import UsageError
-from nbelastic.core.takeover import SavedHost, SavedWorld
-from nbelastic.core.world import HostPhase
+from nbelastic.core.takeover import summary
+from nbelastic.core.world import Host, HostPhase, Job, Limits, Slot, World
 from nbelastic.driver import saved as saved_module
 from nbelastic.driver.chronicle import Chronicle
 from nbelastic.driver.discovery import FixedHosts, ScriptDiscovery
@@ -42,7 +42,8 @@ def _own_temporary_folder(tmp_path, monkeypatch):
 
 
 def example(name: str = "train", process: str = US) -> Saved:
-    world = SavedWorld(hosts=(SavedHost(m.HostSpec("a", 2), 0, False, 1, HostPhase.UP),), job="job-1")
+    host = Host(m.HostSpec("a", 2), 0, (Slot(incarnation=1),), phase=HostPhase.UP)
+    world = summary(World(Limits(), hosts={"a": host}, job=Job("job-1")))
     return Saved(
         "0.1.0", saved_module.fingerprint(), name, 1, "tcp://127.0.0.1:20001", Keys.make(), {}, "/logs", world,
         agents={"a": SavedAgent(1, process)}, processes=(process,), job=SavedJob("job-1"),
