@@ -49,7 +49,7 @@ from nbelastic.driver.saved import (
     read,
 )
 from nbelastic.driver.script import Options, script_for
-from nbelastic.driver.settings import Settings, check, timeouts_of
+from nbelastic.driver.settings import Settings, check, check_kinds, timeouts_of
 from nbelastic.driver.stacks import WorkerStack, show_stacks
 from nbelastic.driver.status import EventRecord, HostStatus, Status, WorkerStatus
 from nbelastic.driver.takeover import request
@@ -116,6 +116,7 @@ class Cluster:
         lease: float = 3600.0,
     ) -> None:
         given = {name: value for name, value in locals().items() if name != "self"}
+        check_kinds(given)
         check(slots is None or slots >= 1, f"slots={slots}: at least 1.")
         check(hosts is None or discovery is None, "give hosts or discovery, not both.")
         self.name = name or f"nbelastic-{os.getpid()}-{next(_numbers)}"

@@ -18,6 +18,7 @@ from nbelastic.core.addresses import bracketed
 from nbelastic.core.errors import DiscoveryError, NbelasticError, UsageError
 from nbelastic.core.messages import HostSpec
 from nbelastic.core.placement import parse_host, parse_hosts, parse_script_output
+from nbelastic.kinds import NAMES, TEXT, WHOLE, check_kind
 from nbelastic.processes import kill_group
 
 GROUP = "nbelastic.discovery"  # of the entry points: each is called with the slots (or None) and gives a HostDiscovery
@@ -43,11 +44,14 @@ class FixedHosts:
     """A list that changes only when it is told to: `FixedHosts("gpu1:4,gpu2:4")`."""
 
     def __init__(self, hosts: str | Sequence[str], slots: int = 1) -> None:
+        check_kind("slots", slots, WHOLE)
         self._slots = slots
         self.set(hosts)
 
     def set(self, hosts: str | Sequence[str]) -> None:
         """Replace the list. UsageError if a host is badly written or listed twice."""
+        if not isinstance(hosts, str):
+            check_kind("hosts", hosts, NAMES._replace(words='text or a list of texts, as "gpu1:4"'))
         text = hosts if isinstance(hosts, str) else ",".join(hosts)
         self._hosts = parse_hosts(text, self._slots)
 
@@ -66,6 +70,8 @@ class ScriptDiscovery:
 
     def __init__(self, command: str, slots: int = 1) -> None:
         """UsageError if `command` is empty or has an unclosed quote."""
+        check_kind("command", command, TEXT)
+        check_kind("slots", slots, WHOLE)
         self.command = command
         self._slots = slots
         self._folder = os.getcwd()

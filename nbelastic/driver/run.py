@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from nbelastic.core import messages as m
 from nbelastic.core import wire
 from nbelastic.core.errors import ClusterStoppedError, JobError, JobStoppedError, UsageError
+from nbelastic.kinds import PATH, check_kind
 from nbelastic.terminal import newest, shown
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ def checkpoints(folder: str | os.PathLike[str] | None, every: int | None, keep: 
             given = "checkpoint_keep" if every is None else "checkpoint_every"
             raise UsageError(f"{given} says nothing without checkpoint: name a folder too.")
         return None
+    check_kind("checkpoint", folder, PATH)
     for name, number in (("checkpoint_every", every), ("checkpoint_keep", keep)):
         if number is not None and (not isinstance(number, int) or number < 1):
             raise UsageError(f"{name}={number!r}: a whole number, at least 1.")

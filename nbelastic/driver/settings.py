@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -12,9 +13,43 @@ from nbelastic.core.timeouts import Timeouts
 from nbelastic.core.world import Limits
 from nbelastic.driver.batch import check_options
 from nbelastic.driver.discovery import HostDiscovery
+from nbelastic.kinds import NAMES, PATH, RANGE, SECONDS, TABLE, TEXT, WHOLE, check_kind, check_optional
 
 SSH = "ssh"  # the launcher that is no batch system's
 QUEUE = 7 * 24 * 3600.0  # seconds that a batch job may wait before its agent starts
+
+
+# The arguments of Cluster. Whether their values can be is checked later.
+NEEDED = {
+    **dict.fromkeys(("min", "spares"), WHOLE),
+    **dict.fromkeys(("silence", "stop_timeout", "lease"), SECONDS),
+    **dict.fromkeys(("backend", "launcher"), TEXT),
+    "cooldown": RANGE,
+    "preload": NAMES,
+}
+OPTIONAL = {
+    **dict.fromkeys(("max", "slots", "reset_limit"), WHOLE),
+    **dict.fromkeys(("elastic_timeout", "stall"), SECONDS),
+    **dict.fromkeys(("nics", "name"), TEXT),
+    **dict.fromkeys(("log_dir", "cwd", "python"), PATH),
+    **dict.fromkeys(("timeouts", "env", "launcher_options"), TABLE),
+}
+
+
+def check_kinds(given: Mapping[str, Any]) -> None:
+    """UsageError, in one line, for the first argument of Cluster that is of a wrong type."""
+    for name, kind in NEEDED.items():
+        check_kind(name, given[name], kind)
+    for name, kind in OPTIONAL.items():
+        check_optional(name, given[name], kind)
+    cooldown = given["cooldown"]
+    check(len(cooldown) == 2, f"cooldown={cooldown!r}: two numbers of seconds, the lower first.")
+    for seconds in cooldown:
+        check_kind("cooldown", seconds, RANGE._replace(types=SECONDS.types))
+    check(
+        given["discovery"] is None or isinstance(given["discovery"], str | HostDiscovery),
+        f"discovery must be a script's path or have a method hosts(): {type(given['discovery']).__name__} has none.",
+    )
 
 
 class Settings(msgspec.Struct, frozen=True):
@@ -83,7 +118,7 @@ def timeouts_of(given: Mapping[str, float] | None, stop: float, launcher: str) -
         check(name in known, f"timeouts: {name!r} is not one of {', '.join(known)}.")
         try:
             chosen[name] = float(seconds)
-        except ValueError:
+        except (TypeError, ValueError):
             raise UsageError(f"timeouts: {name}={seconds!r} is not a number of seconds.") from None
         check(0 < chosen[name] < float("inf"), f"timeouts: {name}={seconds}: more than 0 seconds, and not endless.")
     return Timeouts(stop=float(stop), **chosen)

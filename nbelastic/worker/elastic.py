@@ -32,6 +32,8 @@ def elastic(function: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S,
 
     The idea is Horovod Elastic's `hvd.elastic.run`; here it is the driver who says what an exception was.
     """
+    if not callable(function):
+        raise UsageError(f"nbe.elastic decorates a function(state, …), not {type(function).__name__}.")
 
     @functools.wraps(function)
     def wrapper(state: S, *args: P.args, **kwargs: P.kwargs) -> R:

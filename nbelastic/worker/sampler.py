@@ -52,7 +52,7 @@ class ElasticSampler(Sampler[int]):  # type: ignore[misc]  # torch is not looked
             raise UsageError(f"a {kind} has no length, so its samples cannot be shared out: give range(n).") from None
         self.dataset = dataset
         self.shuffle = shuffle
-        self.seed = int(seed)
+        self.seed = _whole("seed", seed)
         self.drop_last = drop_last
         self.global_batch = None if global_batch is None else _positive("global_batch", global_batch)
         self.epoch = 0
@@ -63,7 +63,7 @@ class ElasticSampler(Sampler[int]):  # type: ignore[misc]  # torch is not looked
     def set_epoch(self, epoch: int) -> None:
         """Begin `epoch`, if it is not the present one."""
         if epoch != self.epoch:
-            self.epoch, self.used = int(epoch), 0
+            self.epoch, self.used = _whole("epoch", epoch), 0
 
     def record_batch(self, batch_size: int) -> None:
         """Count that this rank has used `batch_size` more samples, and each other rank its share of the same batch.
@@ -108,12 +108,15 @@ class ElasticSampler(Sampler[int]):  # type: ignore[misc]  # torch is not looked
 
         The sampler that it was saved from may have had other options. StateError: it had another number of samples.
         """
-        used, count = int(state["used"]), len(self.dataset)
+        try:
+            used, epoch, seed = int(state["used"]), int(state["epoch"]), int(state.get("seed", self.seed))
+        except (AttributeError, KeyError, TypeError, ValueError):
+            raise StateError("this is no state of an ElasticSampler: give what its state_dict() returned.") from None
+        count = len(self.dataset)
         if state.get("samples", count) != count or not 0 <= used <= count:
             there = state.get("samples", f"at least {used}")
             raise StateError(f"the state is of a dataset of {there} samples, this one has {count}: use the same data.")
-        self.epoch, self.used = int(state["epoch"]), used
-        self.seed = int(state.get("seed", self.seed))
+        self.epoch, self.used, self.seed = epoch, used, seed
 
     def __iter__(self) -> Iterator[int]:
         """What is left for this rank, now. UsageError in a DataLoader's process that would repeat samples."""
@@ -230,6 +233,13 @@ def _place(outside: tuple[int, int] = (0, 1)) -> tuple[int, int]:
     except NoWorldError:
         return outside
     return formation.rank, formation.world_size
+
+
+def _whole(what: str, number: Any) -> int:
+    try:
+        return int(number)
+    except (TypeError, ValueError, OverflowError):
+        raise UsageError(f"{what} must be a whole number, not {number!r}.") from None
 
 
 def _positive(what: str, number: int) -> int:

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from nbelastic.core.errors import StateError, WaitTimeoutError
+from nbelastic.core.errors import StateError, UsageError, WaitTimeoutError
+from nbelastic.kinds import PATH, WHOLE, check_kind, check_optional
 from nbelastic.worker import checkpoint
 from nbelastic.worker.checkpoint import Snapshot, reason
 from nbelastic.worker.transfer import describe
@@ -121,6 +122,9 @@ def save(state: State, path: str | Path, *, keep: int = KEEP, writes: bool = Tru
     StateError if the folder cannot be written, or the state cannot be saved.
     """
     folder = _folder(path)
+    check_optional("keep", keep, WHOLE)
+    if keep is not None and keep < 1:
+        raise UsageError(f"keep={keep}: at least 1.")
     if not writes:
         return Saving(folder, keep, state.commits)
     checkpoint.prepare(folder)
@@ -272,6 +276,7 @@ def _settle() -> None:
 
 
 def _folder(path: str | Path) -> Path:
+    check_kind("path", path, PATH)
     return Path(path).expanduser().absolute()
 
 

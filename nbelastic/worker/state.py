@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from nbelastic.core.errors import StateError
+from nbelastic.core.errors import StateError, UsageError
 from nbelastic.core.wire import Formation
 from nbelastic.worker import backward, generators, saving
 from nbelastic.worker import optimizers as opt
@@ -59,7 +59,9 @@ class State:
     They are attributes: `state.epoch += 1`. `commits` counts the commits since the beginning of the job.
     """
 
-    def __init__(self, **values: Any) -> None:
+    def __init__(self, *unnamed: Any, **values: Any) -> None:
+        if unnamed:
+            raise UsageError(f"a state's values have names: {type(self).__name__}(model=model, step=0).")
         self._values: dict[str, Any] = {}
         self._session: Session | None = None
         self._hooks: list[Any] = []
@@ -107,7 +109,11 @@ class State:
 
     def register_reset_callbacks(self, callbacks: Iterable[Callable[[], object]]) -> None:
         """Called in order on every rank, after the new group exists and before training resumes; not at the start."""
-        self.reset_callbacks.extend(callbacks)
+        added = [*callbacks] if isinstance(callbacks, Iterable) else [callbacks]
+        for callback in added:
+            if not callable(callback):
+                raise UsageError(f"a reset callback must be a function, not {callback!r}.")
+        self.reset_callbacks.extend(added)
 
     def report(self, **values: float) -> None:
         """Numbers for the dashboard, as `report(loss=loss.item())`. The newest are sent a few times a second.
