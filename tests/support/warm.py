@@ -16,6 +16,7 @@ import ctypes
 import importlib
 import json
 import os
+import platform
 import selectors
 import signal
 import socket
@@ -165,6 +166,7 @@ class Server:
         os.environ.update(request["environment"])
         os.chdir(request["cwd"])
         tempfile.tempdir = None
+        platform._uname_cache = None  # it has the warm process's host name
         sys.path[:] = self._path
         util.spawnv_passfds = self._spawn
         if "TESTS_JITTER" in os.environ:  # see tests/support/jitter.py
