@@ -194,6 +194,25 @@ class FakeEngines:
         self._outside.workers[m.WorkerId.parse(uuid.removeprefix("engine-"))].runs(job, done)
 
 
+def settings_for(folder: Path, hosts: str, **limits: Any) -> Settings:
+    """What the driver of a cluster of these hosts, whose files are in `folder`, is told."""
+    return Settings(
+        name="fake",
+        limits=Limits(**limits),
+        discovery=FixedHosts(hosts, 1),
+        run_dir=folder / "run",
+        backend="gloo",
+        preload=(),
+        environment={},
+        nics=(),
+        python=None,
+        cwd=None,
+        launcher="ssh",
+        launcher_options={},
+        log_dir=folder,
+    )
+
+
 class Outside:
     """What a driver has around it, and the driver: `async with Outside(tmp_path, "a:2", min=2) as outside`."""
 
@@ -203,22 +222,8 @@ class Outside:
         self.sent: list[tuple[str, wire.Message]] = []
         self.engines_stopped = False
         self.silent: set[str] = set()  # hosts from which nothing is heard
-        settings = Settings(
-            name="fake",
-            limits=Limits(**limits),
-            discovery=FixedHosts(hosts, 1),
-            run_dir=folder / "run",
-            backend="gloo",
-            preload=(),
-            environment={},
-            nics=(),
-            python=None,
-            cwd=None,
-            launcher="ssh",
-            launcher_options={},
-            log_dir=folder,
-        )
-        self.driver = Driver(settings, RunDir("fake"), parts=self._parts())
+        self.lost: set[tuple[str, type]] = set()  # a worker, and what never reaches it
+        self.driver = Driver(settings_for(folder, hosts, **limits), RunDir("fake"), parts=self._parts())
 
     def _parts(self) -> Parts:
         loop = asyncio.get_running_loop()
@@ -277,7 +282,11 @@ class Outside:
         """The driver's word reaches whom it was sent to, if that still is there."""
         role, _, name = peer.partition("/")
         who = self.agents.get(peer) if role == "agent" else self.workers.get(m.WorkerId.parse(name))
-        if who is not None and name.partition("~")[0].partition("/")[0] not in self.silent:
+        if (
+            who is not None
+            and (name, type(message)) not in self.lost
+            and name.partition("~")[0].partition("/")[0] not in self.silent
+        ):
             who.hears(message)
 
     def submit(self, name: str = "job-1") -> Run:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,20 +10,30 @@ import pytest
 from nbelastic.core import membership, wire
 from nbelastic.core import messages as m
 from nbelastic.driver import driver as driver_module
-from nbelastic.link import Spoke
+from nbelastic.driver.driver import Driver
+from nbelastic.driver.parts import Parts
+from nbelastic.driver.places import RunDir
+from nbelastic.link import Hub, Spoke
+from tests.driver.fakes import settings_for
 from tests.process.observing import until
 
 
-def test_the_last_word_of_a_dead_worker_does_not_bring_it_back(quiet: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_last_word_of_a_dead_worker_does_not_bring_it_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It comes after the news of its death: it is read, and then nothing is kept for it and no heartbeat sent to it."""
     taken: list[m.Event] = []
+    hubs: list[Hub] = []
 
     def step(world: Any, event: m.Event, now: float) -> Any:
         taken.append(event)
         return membership.step(world, event, now)
 
+    def make(*arguments: Any) -> Hub:
+        hubs.append(Hub(*arguments))
+        return hubs[-1]
+
     monkeypatch.setattr(driver_module, "step", step)
-    driver = quiet()._driver
+    driver = Driver(settings_for(tmp_path, ""), RunDir("fake"), parts=Parts(transport=make))
+    driver.start()
     word = m.WorkerFormed(m.WorkerId("a", 0, 1), 1)
     for name in (str(word.worker), "no worker's name"):
         one = Spoke(driver.address, driver.keys.for_clients(), f"worker/{name}", wire.ToWorker, lambda _: None)
@@ -31,5 +42,7 @@ def test_the_last_word_of_a_dead_worker_does_not_bring_it_back(quiet: Any, monke
         if name == str(word.worker):
             until(lambda: word in taken)
         one.close()
-    assert driver._hub.heard_at == {}
-    assert driver._hub._deliveries == {}
+    assert [(hub.heard_at, hub._deliveries) for hub in hubs] == [({}, {})]
+    driver.post(m.StopRequested("that is all"))
+    driver.join(20)
+    assert driver.finished.is_set()

@@ -15,13 +15,15 @@ from nbelastic.core import wire
 from nbelastic.core.group import Terms
 from nbelastic.core.membership import step
 from nbelastic.core.rounds import advance
-from nbelastic.core.script_messages import ScriptStopped
+from nbelastic.core.script_messages import NodeReady, Passed
 from nbelastic.core.world import Stage
 from nbelastic.driver import driver as module
 from nbelastic.driver import scripts
 from nbelastic.driver.driver import Driver
+from nbelastic.driver.notes import Notes
 from nbelastic.driver.run import Run
-from tests.core.story import wid, with_stage
+from tests.core.story import wid
+from tests.driver.fakes import Outside, tell
 from tests.driver.quiet import NoHosts
 
 
@@ -37,10 +39,6 @@ def break_it(cluster):
     cluster.scale(2, 3)
     with pytest.raises(nbe.ClusterStoppedError):
         cluster.wait(1, timeout=20)
-
-
-def reverse(group, commands):
-    return group, commands[::-1]
 
 
 def kinds(cluster):
@@ -102,112 +100,133 @@ def test_the_other_commands_of_a_decision_are_carried_out(quiet, monkeypatch):
     assert done == [m.StartAgent(m.HostSpec("gpu9", cluster._default_slots))]
 
 
-def test_members_that_were_asked_to_leave_stay(quiet, monkeypatch):
+async def asked_to_leave(outside):
+    """A world of two trains, one of them has promised to stop for a newcomer, and the other one has not heard the question."""
+    await outside.passes(2.0)
+    outside.submit()
+    await outside.passes(2.0)
+    outside.trains(5)
+    await outside.settles()
+    outside.lost.add(("a/1#1", wire.Leave))
+    outside.driver.post(m.HostAdded(m.HostSpec("b", 1), "a test"))
+    await outside.settles()
+    assert outside.driver.world.awaiting == {wid("a/1#1")}
+    assert outside.driver.world.stage is Stage.ASKED
+
+
+def leaves(outside):
+    return [message.commit for _, message in outside.sent if isinstance(message, wire.Leave)]
+
+
+def test_members_that_were_asked_to_leave_stay(tmp_path):
     """Each has promised to stop at its next commit until it hears more: the faulty driver sends that they stay."""
-    cluster, sent = quiet(), []
-    driver = cluster._driver
-    story = with_stage(Stage.ASKED)
-    asked, world = story.last(m.AskLeave), story.world
-    monkeypatch.setattr(driver.fleet, "to_workers", lambda workers, message: sent.append((workers, message)))
-    driver.request(driver.carry_out, [asked], story.now).exception(timeout=20)
-    driver.request(driver.stop_deciding, m.Ticked(), KeyError("x")).exception(timeout=20)
-    assert sent[1:] == [(world.members, wire.Leave(world.epoch, wire.Leave.STAY))]
+
+    async def story():
+        async with Outside(tmp_path, "a:2") as outside:
+            await asked_to_leave(outside)
+            outside.driver.stop_deciding(m.Ticked(), KeyError("x"))
+            assert leaves(outside) == [None, None, wire.Leave.STAY, wire.Leave.STAY]
+
+    tell(story)
 
 
-@pytest.mark.parametrize("broken", ["note", "to_workers"])
-def test_members_that_have_answered_stay_if_nobody_tells_them_where_to_leave(quiet, monkeypatch, broken):
-    """The fault comes when the last of them has answered: the agreed commit has been chosen, and they have not heard of it."""
-    cluster, sent = quiet(), []
-    driver = cluster._driver
-    story = with_stage(Stage.ASKED).hear(m.WorkerOffered, "a/0#1", "b/0#1")
+@pytest.mark.parametrize("broken", ["note", "send"])
+def test_members_that_have_answered_are_told_what_becomes_of_them(tmp_path, monkeypatch, broken):
+    """The fault comes with the last answer, when the commit is chosen: they hear of it or, if that is what fails, stay."""
 
-    def to_workers(workers, message):
-        if broken == "to_workers" and isinstance(message, wire.Leave) and message.commit not in (None, wire.Leave.STAY):
-            raise KeyError("c/0#1")
-        sent.append((workers, message))
+    async def story():
+        async with Outside(tmp_path, "a:2") as outside:
+            await asked_to_leave(outside)
+            driver, send = outside.driver, outside.link.send_to_all
 
-    def begin():
-        monkeypatch.setattr(driver.clock, "now", lambda: story.now)
-        driver.world = story.world
-        driver.carry_out([story.last(m.AskLeave)], story.now)
+            def fail(*event):
+                if broken == "note" or (isinstance(event[-1], wire.Leave) and event[-1].commit == 6):
+                    raise KeyError("b/0#1")
+                send(*event)
 
-    monkeypatch.setattr(driver.fleet, "to_workers", to_workers)
-    driver.request(begin).result(timeout=20)
-    if broken == "note":
-        monkeypatch.setattr(driver.chronicle, "note", lambda event, now: 1 / 0)
-    driver.post(m.WorkerOffered(wid("c/0#1"), 1, 3, story.world.asks))
-    with pytest.raises(nbe.ClusterStoppedError):
-        cluster.wait(9, timeout=20)
-    leaves = [message.commit for _, message in sent if isinstance(message, wire.Leave)]
-    assert leaves[0] is None
-    assert leaves[-1] == (4 if broken == "note" else wire.Leave.STAY), leaves
+            target, name = (driver.chronicle, "note") if broken == "note" else (outside.link, "send_to_all")
+            monkeypatch.setattr(target, name, fail)
+            outside.deliver("worker/a/1#1", m.WorkerOffered(wid("a/1#1"), 1, 5, driver.world.asks))
+            await outside.settles()
+            assert driver.faults.decides_not
+            commit = 6 if broken == "note" else wire.Leave.STAY
+            assert leaves(outside) == [None, None, commit, commit]
+
+    tell(story)
 
 
-def test_a_fault_in_a_decision_about_a_script_ends_the_deciding_too(quiet, monkeypatch):
-    """Its timer is not left without a next one unseen, nor does it act on a group of which nobody knows whether it is right."""
-    cluster = quiet()
-    driver, passed = cluster._driver, []
+def with_script(outside, **terms):
+    run = Run("script-1", None, None)
+    outside.driver.scripts.submit(run, wire.Script("script-1", "train.py"), Terms(**terms))
+    return run
+
+
+def test_a_fault_in_a_decision_about_a_script_ends_the_deciding_too(tmp_path, monkeypatch):
+    """It is not one lost message: nothing is decided about a group of which nobody knows whether it is right."""
+    events = []
 
     def broken_advance(group, event, now):
-        passed.append(event)
-        if len(passed) == 2:
+        events.append(type(event).__name__)
+        if isinstance(event, Passed):
             raise KeyError("round 1")
         return advance(group, event, now)
 
-    monkeypatch.setattr(scripts, "advance", broken_advance)
-    script = Run("script-1", None, None)
-    driver.request(driver.scripts.submit, script, wire.Script("script-1", "train.py"), Terms()).result(timeout=20)
-    for _ in range(3):
-        driver.call(driver.scripts._pass)
-    with pytest.raises(nbe.ClusterStoppedError, match=r"decides nothing any more \(KeyError: 'round 1', at Passed\)"):
-        cluster.wait(1, timeout=20)
-    driver.request(lambda: None).exception(timeout=20)
-    assert len(passed) == 2
-    cluster.stop()
-    assert script.future.done()
+    async def story():
+        async with Outside(tmp_path, "a:1", min=2) as outside:
+            await outside.passes(1.0)
+            with_script(outside, elastic_timeout=5.0)
+            monkeypatch.setattr(scripts, "advance", broken_advance)
+            await outside.passes(6.0)
+            assert "decides nothing any more (KeyError: 'round 1', at Passed)" in outside.driver.status.reason
+            outside.deliver("node/a~1", NodeReady("a", 0, "127.0.0.1:4000", "default"))
+            await outside.passes(6.0)
+            assert events == ["Passed"]
+
+    tell(story)
 
 
-def test_the_other_commands_of_a_decision_about_a_script_are_carried_out(quiet, monkeypatch):
-    """One of them fails: the others, which end its nodes, do not wait for a repair."""
-    cluster = quiet()
-    driver, done = cluster._driver, []
-    do = driver.scripts._do
+def test_the_other_commands_of_a_decision_about_a_script_are_carried_out(tmp_path, monkeypatch):
+    """The first one fails: the script's end is told all the same."""
 
-    def failing(command):
-        if isinstance(command, m.Record) and command.kind == "job-stopped":
-            raise OSError("no")
-        done.append(command)
-        do(command)
+    def broken_advance(group, event, now):
+        group, commands = advance(group, event, now)
+        return group, (m.Ticked(), *commands)
 
-    script = Run("script-1", None, None)
-    driver.request(driver.scripts.submit, script, wire.Script("script-1", "train.py"), Terms()).result(timeout=20)
-    monkeypatch.setattr(driver.scripts, "_do", failing)
-    monkeypatch.setattr(scripts, "advance", lambda group, event, now: reverse(*advance(group, event, now)))
-    driver.call(driver.scripts._advance, ScriptStopped("stopped by a test"), driver.clock.read())
-    with pytest.raises(nbe.ClusterStoppedError):
-        cluster.wait(1, timeout=20)
-    assert [type(command).__name__ for command in done] == ["EndScript"]
+    async def story():
+        async with Outside(tmp_path, "", min=1) as outside:
+            run = with_script(outside)
+            monkeypatch.setattr(scripts, "advance", broken_advance)
+            outside.driver.post(m.JobStopRequested("script-1"))
+            await outside.settles()
+            assert "Ticked is no command of a script" in outside.driver.faults.decides_not
+            assert isinstance(run.future.exception(0), nbe.JobStoppedError)
+
+    tell(story)
 
 
-def test_a_fault_beside_the_decisions_costs_one_thing(quiet, monkeypatch, caplog):
+def test_a_fault_beside_the_decisions_costs_one_thing(tmp_path, caplog):
     """A question, a message, a callback: who asked is told, one event each says the rest, and the driver decides on."""
-    cluster = quiet()
-    driver = cluster._driver
 
     def fail(*_):
         raise LookupError("nobody")
 
-    with pytest.raises(LookupError):
-        driver.when(fail).result(timeout=20)
-    monkeypatch.setattr(driver, "_read", fail)
-    for _ in range(3):
-        driver.call(driver._hear, "agent/gpu9~1", wire.AgentGoodbye("gpu9", "test"))
-    driver.call(fail)
-    cluster.scale(2, 3)
-    cluster._wait(lambda driver: driver.world.limits.min == 2 or None, 20, "the new bounds")
-    texts = [event.text for event in cluster.events if event.kind == "driver-error"]
-    assert len(texts) == 2, texts
-    assert texts[0] == "AgentGoodbye of agent/gpu9~1: LookupError: nobody"
+    async def story():
+        async with Outside(tmp_path, "a:1") as outside:
+            driver = outside.driver
+            await outside.settles()
+            question = driver.when(fail)
+            for _ in range(3):
+                outside.deliver("agent/a~1", wire.Look(1))
+            driver.call(fail)
+            driver.post(m.Scaled(2, 3))
+            await outside.settles()
+            assert isinstance(question.exception(0), LookupError)
+            assert driver.world.limits.min == 2
+            texts = [record.text for record in driver.chronicle.kept()[0] if record.kind == "driver-error"]
+            assert len(texts) == 2, texts
+            assert "Look of agent/a~1: TypeError: Look from agent/a~1 is no message that the driver knows" in texts
+
+    tell(story)
     assert len([record for record in caplog.records if record.levelno == logging.ERROR]) == 2
 
 
@@ -215,22 +234,33 @@ def test_a_cluster_that_cannot_be_saved_goes_on(quiet, monkeypatch):
     """A fault where the next driver's knowledge is written costs that knowledge alone, and is reported."""
     cluster = quiet(keep=True)
     with monkeypatch.context() as fault:
-        fault.setattr(cluster._driver.notes, "save", lambda driver: {}["keys"])
+        fault.setattr(Notes, "save", lambda notes, driver: {}["keys"])
         cluster.scale(2, 3)
         cluster._wait(lambda driver: driver.world.limits.min == 2 or None, 20, "the new bounds")
     (text,) = [event.text for event in cluster.events if event.kind == "driver-error"]
     assert text == "the cluster cannot be saved for another kernel: KeyError: 'keys'"
 
 
-def test_who_gives_up_waiting_is_forgotten(quiet):
-    """Time-outs leave nothing behind that each later event would ask."""
-    cluster = quiet()
-    for _ in range(3):
-        with pytest.raises(nbe.WaitTimeoutError):
-            cluster.wait(1, timeout=0.01)
-    cluster.scale(2, 3)
-    cluster._wait(lambda driver: driver.world.limits.min == 2 or None, 20, "the new bounds")
-    assert cluster._driver._waiters == []
+def test_who_gives_up_waiting_is_forgotten(tmp_path):
+    """Later events do not ask their questions any more."""
+    asked = []
+
+    async def story():
+        async with Outside(tmp_path, "a:1") as outside:
+            given_up, waiting = (
+                outside.driver.when(lambda _: asked.append("given up")),
+                outside.driver.when(asked.append),
+            )
+            given_up.cancel()
+            await outside.settles()
+            asked.clear()
+            outside.driver.post(m.Scaled(2, 3))
+            await outside.settles()
+            assert asked
+            assert set(asked) == {outside.driver}
+            waiting.cancel()
+
+    tell(story)
 
 
 def test_a_background_task_that_fails_is_started_again(monkeypatch):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import signal
 import subprocess
 import sys
@@ -126,10 +127,12 @@ def test_a_name_harms_nothing_else(quiet, own_base, name):
 def test_clusters_of_two_machines_share_a_name_and_a_home(quiet, own_base, tmp_path, monkeypatch):
     """Each has its own folder for batch jobs in the shared home, removes only that, and keeps it over an attach."""
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    numbers = ["00000001", "00000002"]
+    monkeypatch.setattr(secrets, "token_hex", lambda _, left=iter(numbers): next(left))
     first = quiet(keep=True)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "logs"))
     second = quiet()
-    folders = [batch_folder("quiet", cluster._driver.settings.number) for cluster in (first, second)]
+    folders = [batch_folder("quiet", number) for number in numbers]
     for folder in folders:
         folder.mkdir(parents=True)
     second.stop()

@@ -18,9 +18,10 @@ from nbelastic import link
 from nbelastic.driver.gate import MOST_OF_A_PEER
 from tests.hosts.network import DRIVER
 from tests.hosts.observing import LONG, agent_of, on
-from tests.process.observing import ours, undisturbed, until
+from tests.process.observing import controller_file, ours, run_dir, undisturbed, until
 
 ATTACKER = Path(__file__).with_name("attacker.py")
+DROPPED = "dropped a message"  # of who has the key, and speaks nonsense: the driver's link logs it
 GROWTH = 50 << 20  # bytes that any of our processes may grow by under attack
 
 
@@ -183,28 +184,28 @@ def under_attack(network, trains):
 
 
 @contextlib.contextmanager
-def nothing_changes(training):
+def nothing_changes(training, caplog):
     """The training goes on in its epoch; nothing is taken in, nobody grows much, and in the end no descriptor is left over."""
     steps_go_on(training)  # until what is offered ahead is there
-    hub, before, events = training.cluster._driver._hub, sizes(training), len(training.cluster.events)
+    before, events = sizes(training), len(training.cluster.events)
     with undisturbed(training):
         yield
         steps_go_on(training)
         more = grown(before, sizes(training))
         assert max(size for size, _ in more.values()) < GROWTH, more
     assert len(training.cluster.events) == events
-    assert not hub.dropped
+    assert DROPPED not in caplog.text
     until(lambda: max(fds for _, fds in grown(before, sizes(training)).values()) <= 2, LONG, "descriptors to be closed")
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(300)
-def test_ten_thousand_broken_messages(network, trains):
+def test_ten_thousand_broken_messages(network, trains, caplog):
     """Noise, half a greeting, other mechanisms, endless frames, HTTP, keys of another cluster, words of torch's store: at
     each door that opens at all. Those of the workers do not.
     """
     training, attacker = under_attack(network, trains)
-    with nothing_changes(training):
+    with nothing_changes(training, caplog):
         doors = Doors(network, training)
         sent = attacker.does("junk", doors.open, 10_000)
         assert sent["sent"] > 3000
@@ -216,10 +217,10 @@ def test_ten_thousand_broken_messages(network, trains):
 
 @pytest.mark.soak
 @pytest.mark.timeout(300)
-def test_two_thousand_connections_at_each_door(network, trains):
+def test_two_thousand_connections_at_each_door(network, trains, caplog):
     """They are refused or held, and do no harm; a host joins meanwhile, and a death is recovered from."""
     training, attacker = under_attack(network, trains)
-    with nothing_changes(training):
+    with nothing_changes(training, caplog):
         doors = Doors(network, training)
         with attacker.floods(doors.open, 2000) as standing:
             until(lambda: max(accepted().values(), default=0) <= MOST_OF_A_PEER, LONG, "gates to refuse the rest")
@@ -232,7 +233,7 @@ def test_two_thousand_connections_at_each_door(network, trains):
         training.strike(on(training, "h2"))
         training.runs(3, timeout=LONG)
         steps_go_on(training)
-    assert not training.cluster._driver._hub.dropped
+    assert DROPPED not in caplog.text
     training.finish()
 
 
@@ -244,8 +245,7 @@ def test_keys_are_kept_on_hosts(network, make, temporary, monkeypatch):
     monkeypatch.setattr(link.Keys, "make", staticmethod(lambda: found.append(original()) or found[-1]))
     cluster = make(min=2)
     rows = cluster.execute("import os, subprocess; p = subprocess.Popen(['sleep', '1000']); print(p.pid)", timeout=LONG)
-    fleet = cluster._driver.fleet
-    engines = json.loads(fleet._engines.connection)
+    engines = json.loads(controller_file(cluster, "-engine.json"))
     secrets = [key for key in msgspec.structs.astuple(found[0]) if key]
     secrets += [value for name, value in engines.items() if name == "key" or name.startswith("curve_")]
     assert len(set(secrets)) >= 6
@@ -256,7 +256,7 @@ def test_keys_are_kept_on_hosts(network, make, temporary, monkeypatch):
             shown = Path(f"/proc/{pid}/cmdline").read_bytes() + Path(f"/proc/{pid}/environ").read_bytes()
             assert not [secret for secret in secrets if secret.encode() in shown], psutil.Process(pid).cmdline()
     inside = cluster.execute("print(dict(os.environ))", timeout=LONG)
-    said = [repr(row) for row in inside] + [repr(thing) for thing in (cluster, cluster._driver.settings, *found)]
+    said = [repr(row) for row in inside] + [repr(thing) for thing in (cluster, *found)]
     said += [repr(event) for event in cluster.events] + [repr(cluster.status())]
     files = [file for folder in (cluster.log_dir, *temporary.glob("nbelastic-*")) for file in folder.rglob("*")]
     assert {"events.jsonl"} < {file.name for file in files}
@@ -286,7 +286,7 @@ for place in sys.argv[1:]:
 def test_another_user_reads_nothing(network, make, temporary):
     """Neither the driver's folder nor the hosts' nor the logs, nor a process's environment or descriptors."""
     cluster = make(min=2)
-    places = [cluster._driver.settings.run_dir.parent, cluster._driver.settings.run_dir, cluster.log_dir]
+    places = [run_dir(cluster).parent, run_dir(cluster), cluster.log_dir]
     places += temporary.glob("nbelastic-*")
     places += [f"/proc/{pid}/{what}" for pid in ours(cluster) for what in ("environ", "fd")]
     command = [sys.executable, "-c", NOBODY, *map(str, places)]

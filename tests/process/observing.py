@@ -15,6 +15,7 @@ from typing import Any
 import psutil
 
 import nbelastic as nbe
+from nbelastic.folders import runs
 from tests.support import agents
 from tests.support.waiting import until
 
@@ -35,6 +36,16 @@ def descendants() -> set[int]:
 def ours(cluster: nbe.Cluster) -> set[int]:
     """Every process of a running cluster: whatever this process has started, and the workers."""
     return descendants() | {worker.pid for worker in cluster.workers if worker.pid}
+
+
+def run_dir(cluster: nbe.Cluster) -> Path:
+    """Where a running cluster of this user's keeps its files."""
+    return runs() / cluster.name
+
+
+def controller_file(cluster: nbe.Cluster, ending: str) -> str:
+    """What ipyparallel's controller has written: `.process` (`pid@start`), or how an engine comes to it, `-engine.json`."""
+    return (run_dir(cluster) / "ipython" / "security" / f"ipcontroller-{cluster.name}{ending}").read_text()
 
 
 def ranked(cluster: nbe.Cluster) -> list[Any]:

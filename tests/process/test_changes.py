@@ -142,10 +142,12 @@ def test_a_spare_steps_in(trains):
     """A spare worker is kept warm without a rank, and takes a dead one's place."""
     training = trains("localhost:3", min=1, max=2, spares=1)
     training.runs(2)
-    (spare,) = until(lambda: training.cluster._driver.world.waiting)  # it has come as far as the elastic loop
+    (spare,) = [w.id for w in training.cluster.workers if w.rank is None]
+    waits = "in gather"  # it has come as far as the elastic loop
+    until(lambda: any(stack.worker == spare and waits in stack.text for stack in training.cluster.stacks()))
     training.strike(training.runs(2)[0])
     ranks = training.runs(2)
-    assert str(spare) in {w.id for w in ranks}
+    assert spare in {w.id for w in ranks}
     assert len([text for text in texts(training.cluster, "world-formed") if "world of 2" in text]) == 2
     training.finish()
 

@@ -23,14 +23,14 @@ import nbelastic as nbe
 from nbelastic.driver.engines import Engines
 from nbelastic.driver.gate import Doors
 from nbelastic.presence import identity, lives, pid_of
-from tests.process.observing import alive, until
+from tests.process.observing import alive, controller_file, until
 
 HERE = Path(__file__).parent
 
 
 def controller_of(cluster: nbe.Cluster) -> int:
     """The controller's."""
-    return pid_of(cluster._driver.fleet._engines.process)
+    return pid_of(controller_file(cluster, ".process"))
 
 
 def killed(cluster: nbe.Cluster) -> int:
@@ -115,7 +115,7 @@ def port_of(cluster: nbe.Cluster, side: str) -> int:
     """Of the controller, for programs and cells (`client`) or for what becomes of them (`engine`)."""
     if side == "client":
         return int(cluster.client._config["mux"].rpartition(":")[2])
-    return int(json.loads(cluster._driver.fleet._engines.connection)["mux"])
+    return int(json.loads(controller_file(cluster, "-engine.json"))["mux"])
 
 
 def finishing(folder: str) -> str:

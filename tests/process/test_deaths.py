@@ -9,7 +9,7 @@ import psutil
 import pytest
 
 import nbelastic as nbe
-from nbelastic.presence import pid_of
+from nbelastic.driver import ssh
 from tests.process import programs
 from tests.process.observing import alive, ranked, until
 
@@ -299,7 +299,7 @@ def test_a_state_without_a_model(trains):
 def test_an_agent_that_dies_while_its_template_starts(make):
     """The template had no time to ask the kernel for word of that, and ends all the same: it makes no worker."""
     cluster = make("127.0.0.2:1", min=1)
-    agent = psutil.Process(pid_of(cluster._driver.fleet.agents()["127.0.0.2"].process))
+    (agent,) = [child for child in psutil.Process().children() if ssh.AGENT in child.cmdline()]
 
     def templates(but: int = 0) -> list[psutil.Process]:
         others = [child for child in agent.children() if child.pid != but]

@@ -6,7 +6,6 @@ import socket
 import stat
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 
@@ -16,12 +15,9 @@ import pytest
 import nbelastic as nbe
 from nbelastic import link
 from nbelastic.core import messages as m
+from nbelastic.driver.driver import Driver
 from tests.process import programs
-from tests.process.observing import alive, descendants, ours, until
-
-
-def run_dir(cluster):
-    return Path(tempfile.gettempdir()) / f"nbelastic-{os.getuid()}" / "runs" / cluster.name
+from tests.process.observing import alive, descendants, ours, run_dir, until
 
 
 def test_nothing_is_left_after_a_stop(make):
@@ -58,17 +54,16 @@ def test_stopped_in_the_middle_of_everything(make, tmp_path):
 def test_what_was_asked_at_the_last_moment(make, monkeypatch):
     """Whoever asks a driver that ends before it can hear of it is told so, and does not wait for ever."""
     cluster = make("localhost:1", wait=False)
-    driver = cluster._driver
-    call, stacks = driver.call, []
-    monkeypatch.setattr(driver, "call", lambda *_: None)  # too late
+    call, stacks = Driver.call, []
+    monkeypatch.setattr(Driver, "call", lambda *_: None)  # too late
     job = cluster.run(os.getpid)
     cluster.ask_stacks(stacks.append)
 
-    def at_the_end(*_):
-        call(driver._inbox.put_nowait, m.StopRequested("stopped at that moment"))
+    def at_the_end(driver, *_):
+        call(driver, driver.take_in, m.StopRequested("stopped at that moment"))
         assert driver.finished.wait(10)
 
-    monkeypatch.setattr(driver, "call", at_the_end)
+    monkeypatch.setattr(Driver, "call", at_the_end)
     for ask in (cluster.connection_file, job.result):
         with pytest.raises(nbe.ClusterStoppedError, match="stopped at that moment"):
             ask()

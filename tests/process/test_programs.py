@@ -234,8 +234,9 @@ def test_errors_of_use_are_clear(cluster):
 
 def test_a_job_counts_from_its_submission(cluster):
     """However late the driver takes it in: cells and other jobs are refused already, and it can be stopped."""
-    busy = threading.Event()
-    cluster._driver.call(busy.wait)
+    busy, begun = threading.Event(), threading.Event()
+    cluster.ask_stacks(lambda _: (begun.set(), busy.wait(20)))  # in the driver's thread
+    assert begun.wait(20)
     try:
         job = cluster.run(raising, "", "nobody", -1)
         assert cluster.status().job != job.name
