@@ -230,14 +230,49 @@ def gather(world: World, now: float, out: Commands) -> World:
         return because(world, text, world.mesh.until)
     ready = len(world.members) + len(world.waiting)
     if ready < limits.min:
-        since = world.short_since if world.short_since is not None else now
-        reason = f"{ready} of min {limits.min} workers ready; {staffing.shortage(world, now)}"
-        return because(replace(world, short_since=since), reason)
+        return _too_few(world, ready, now)
     survivors = len(world.members) - len(world.leaving)
     if survivors < limits.min and ready < limits.most and not staffing.settled(world, now):
         reason = f"{ready} workers ready; {staffing.shortage(world, now)}"
         return because(replace(world, short_since=None), reason, world.since + limits.timeouts.settle)
     return form(world, next_members(world), now, out)
+
+
+def _too_few(world: World, ready: int, now: float) -> World:
+    """`elastic_timeout` counts while workers are missing, and not while enough of them run what comes before the loop."""
+    low, since, paused = world.limits.min, world.short_since, world.paused_since
+    if since is None:
+        since, paused = now, None
+    there = ready + sum(world.workers[w].registered for w in world.starting)
+    if there >= low and paused is None:
+        paused = now
+    elif there < low and paused is not None:
+        since, paused = since + now - paused, None
+    reason = f"{ready} of min {low} workers ready; {staffing.shortage(world, now)}"
+    return because(replace(world, short_since=since, paused_since=paused), reason)
+
+
+def short_until(world: World) -> float:
+    """When the job fails because there are too few in the elastic loop. Who has none in its program keeps nobody waiting."""
+    limits = world.limits
+    if world.short_since is None or limits.elastic_timeout is None:
+        return NEVER
+    if world.paused_since is None:
+        return world.short_since + limits.elastic_timeout
+    if not (world.members or world.waiting):
+        return NEVER
+    return max(world.paused_since, world.since, world.broken_at) + limits.timeouts.program
+
+
+def give_up(world: World, now: float, out: Commands) -> World:
+    """That time has come."""
+    limits, ready = world.limits, len(world.members) + len(world.waiting)
+    text = f"{ready} of min {limits.min} workers ready"
+    if world.paused_since is None:
+        text += f" for {limits.patience:g} s (elastic_timeout)"
+    else:
+        text += f", and others have not come to the elastic function within {limits.timeouts.program:g} s"
+    return jobs.end(world, "failed", f"{text}; {staffing.shortage(world, now)}", now, out)
 
 
 def staying(world: World) -> tuple[m.WorkerId, ...]:

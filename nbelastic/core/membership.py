@@ -87,7 +87,7 @@ def deadline(world: World, now: float) -> float:
         world.close_by,
         min(world.ends.values(), default=NEVER),
         world.suspect_since + limits.timeouts.grace if world.suspects else NEVER,
-        NEVER if world.short_since is None else world.short_since + limits.patience,
+        epochs.short_until(world),
         waits.deadline(world),
         world.mesh.until,
         world.setup_by,
@@ -109,10 +109,8 @@ def _pass_time(world: World, now: float, out: Commands) -> World:
     if world.suspects and now >= world.suspect_since + limits.timeouts.grace:
         world = _break_unexplained(world, now, out)
     world = waits.act(world, now, out)
-    if world.short_since is not None and now >= world.short_since + limits.patience:
-        ready = len(world.members) + len(world.waiting)
-        text = f"{ready} of min {limits.min} workers ready for {limits.patience:g} s (elastic_timeout)"
-        world = jobs.end(world, "failed", f"{text}; {staffing.shortage(world, now)}", now, out)
+    if now >= epochs.short_until(world):
+        world = epochs.give_up(world, now, out)
     return staffing.staff(starting.overdue(world, now, out), now, out) if now >= world.wake_at else world
 
 

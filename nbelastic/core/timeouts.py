@@ -14,6 +14,7 @@ class Timeouts(Struct, frozen=True):
     worker: float = 300.0  # a worker's engine takes code; then it is replaced
     settle: float = 1.0  # a ready newcomer waits so long for others that are starting
     grace: float = 1.0  # a broken connection waits so long for the news of a death
+    program: float = 3600.0  # programs come to the elastic function, while others wait in theirs; then the job fails
     setup: float = 600.0  # a setup cell runs on a worker; then that one is killed and replaced
     silent: float = 600.0  # a worker whose process computes may be silent for so long, unless `stall` says otherwise
     silent_idle: float = 60.0  # the same if its process uses no CPU time: it may be deadlocked

@@ -286,7 +286,8 @@ class World(Struct, frozen=True):
     linger_last: float = 0.0  # and until when one that holds the training state
     retired: frozenset[str] = frozenset()  # hosts whose agents were told to end, as the cluster is stopped
     close_by: float = NEVER  # who of them has not ended then is not waited for
-    short_since: float | None = None  # since when there have been fewer than min
+    short_since: float | None = None  # since when there have been fewer than min in the elastic loop, less the pauses
+    paused_since: float | None = None  # since when as many as min are there, whose programs have not come to that loop
 
     @property
     def phase(self) -> str:

@@ -102,7 +102,8 @@ def _faults_of_waiting(world: World, now: float) -> Iterator[str]:
     waits = job is not None and bool(world.awaiting - told) and world.stage is not Stage.RUNNING
     if waits and deadline(world, now) == NEVER and not endless:
         yield f"{world.stage} waits for {world.awaiting} without end"
-    if job is not None and world.stage is Stage.GATHERING and deadline(world, now) == NEVER and not endless:
+    busy = world.paused_since is not None and not (world.members or world.waiting)  # in what comes before the loop
+    if job is not None and world.stage is Stage.GATHERING and deadline(world, now) == NEVER and not (endless or busy):
         yield "there is no world, and nobody does anything about that"
 
 

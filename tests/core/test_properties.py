@@ -483,6 +483,8 @@ class AnyStory(RuleBasedStateMachine):
         if world.held:  # a member hangs, so that nobody can be joined with it
             assert "is left out" in world.reason, world.reason
             return
+        if world.stage is Stage.PREPARING and story.silent & world.awaiting & world.ranked:  # the same, tried again
+            return
         asked = world.stage in (Stage.RUNNING, Stage.PREPARING, Stage.ASKED)
         if asked and world.put_off and story.silent & world.ranked:  # it alone holds the state, and never answers
             return

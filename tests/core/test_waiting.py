@@ -70,6 +70,59 @@ def test_elastic_timeout_names_what_it_waited_for():
     assert end.reason.startswith("1 of min 2 workers ready for 60 s (elastic_timeout); waiting for dark/0#1")
 
 
+def before_its_function(story: Story, *workers: str) -> Story:
+    """Their programs run, and have not come to the elastic function."""
+    for w in workers:
+        story._unsay(wid(w), m.WorkerReady)
+    return story
+
+
+def test_a_program_without_an_elastic_function_may_take_its_time():
+    """All workers run it, and nobody waits for anything: `elastic_timeout` is the wait for workers."""
+    story = Story("a:2", min=2, elastic_timeout=60.0)
+    story.answer()
+    before_its_function(story.submit(), "a/0#1", "a/1#1").wait(10_000.0)
+    assert story.world.active, story.job.reason
+    story.ended("a/0#1", "a/1#1")
+    assert story.job.outcome == "succeeded"
+
+
+def test_elastic_timeout_does_not_count_the_lines_before_the_elastic_function():
+    """A worker that takes a dead one's place loads its data for half an hour: it is there, and the other one waits."""
+    story = Story("a:1", "b:1", min=2, elastic_timeout=60.0).run()
+    story.kill("b/0#1").answer(lambda e: not isinstance(e, m.WorkerReady) or e.worker != wid("b/0#2"))
+    late = [e for e in story.answers if isinstance(e, m.WorkerReady)]
+    before_its_function(story, "b/0#2").wait(1800.0)
+    assert story.world.reason.startswith("1 of min 2 workers ready; waiting for b/0#2")
+    story.send(*late)
+    story.quiet(2.0)
+    assert (story.world.stage, story.names) == (Stage.RUNNING, ["a/0#1", "b/0#2"])
+
+
+def test_elastic_timeout_sums_up_the_time_without_enough_workers():
+    """The program dies in its first lines again and again: the pauses of its slot, and not its life, come to 60 s."""
+    story = Story("a:1", "b:1", min=2, elastic_timeout=60.0, cooldown=(25.0, 25.0)).run()
+    story.kill("b/0#1").hear(m.WorkerReady)
+    deaths = 0
+    while story.world.active:
+        story.answer(lambda e: not isinstance(e, m.WorkerReady)).wait(40.0)
+        story.kill(*story.alive("b")).wait(25.0)
+        deaths += 1
+    assert deaths == 3
+    assert story.job.reason.startswith("1 of min 2 workers ready for 60 s (elastic_timeout); waiting for b/0 (cooling")
+
+
+def test_a_program_that_others_wait_for_has_to_come_to_its_elastic_function():
+    """One hangs in its first lines while another one waits: after an hour the job fails, and says who it was."""
+    story = Story("a:2", min=2, elastic_timeout=60.0)
+    story.answer()
+    before_its_function(story.submit(), "a/1#1").answer().wait(3599.0)
+    assert story.world.active
+    story.wait(2.0)
+    text = "1 of min 2 workers ready, and others have not come to the elastic function within 3600 s; waiting for a/1#1"
+    assert story.job.reason.startswith(text)
+
+
 def test_elastic_timeout_begins_anew_after_each_world():
     """The time below min is counted from when it began, not summed up."""
     story = Story("a:1", "b:1", min=2, elastic_timeout=60.0, cooldown=(50.0, 50.0)).run()
