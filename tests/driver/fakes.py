@@ -228,16 +228,17 @@ class Outside:
     def _parts(self) -> Parts:
         loop = asyncio.get_running_loop()
 
-        async def locate(spec: m.HostSpec, launcher: str) -> tuple[str, str]:
-            return "127.0.0.1", ""
-
         return Parts(
             transport=self._link,
-            locate=locate,
+            locate=self.locate,
             agent_for=lambda spec, _local, _settings, on_stop, number: FakeAgent(self, spec, on_stop, number),
             engines=lambda *_, **__: FakeEngines(self),
             clock=lambda most: Clock(most, monotonic=loop.time, boottime=loop.time),
         )
+
+    async def locate(self, spec: m.HostSpec, launcher: str) -> tuple[str, str]:
+        """Every host is this machine."""
+        return "127.0.0.1", ""
 
     def _link(self, _keys: object, on_message: Callable[[str, Any], None], *_: object) -> MemoryLink:
         self.link = MemoryLink(self, on_message)

@@ -7,8 +7,9 @@ from subprocess import Popen
 import pytest
 
 import nbelastic as nbe
-from nbelastic.driver import fleet, invitations, launchers
+from nbelastic.driver import invitations, launchers
 from nbelastic.driver.launchers import ProcessAgent
+from tests.driver.fakes import Outside, tell
 
 
 def gone_at_once(*args, **kwargs):
@@ -42,12 +43,22 @@ async def broken(spec, *_):
     raise ValueError(f"{spec.name} is odd")
 
 
-def test_a_host_that_cannot_be_launched_is_lost_with_the_reason(own_base, monkeypatch):
+class Nowhere(Outside):
+    """No host can be found."""
+
+    async def locate(self, spec, launcher):
+        return await broken(spec)
+
+
+def test_a_host_that_cannot_be_launched_is_lost_with_the_reason(tmp_path):
     """Whatever the launch raised: the host does not stay "starting" without a word."""
-    monkeypatch.setattr(fleet, "locate", broken)
-    cluster = nbe.Cluster("gpu9", name="one", log_dir=own_base / "logs")
-    with pytest.raises(nbe.HostError, match=r"gpu9: its agent cannot be started: gpu9 is odd"):
-        cluster.start(timeout=20)
+
+    async def story():
+        async with Nowhere(tmp_path, "gpu9") as outside:
+            with pytest.raises(nbe.HostError, match=r"gpu9: its agent cannot be started: gpu9 is odd"):
+                outside.driver.begun(1)
+
+    tell(story)
 
 
 def test_a_connection_file_that_cannot_be_made_says_so(quiet, monkeypatch):
