@@ -8,18 +8,18 @@ from collections.abc import Callable
 from typing import Any
 
 LOOK = 0.01  # seconds between two looks
-REST = 4  # times what a look took of the processor: what is waited for needs it too
+REST = 3  # times what a look took: what is waited for needs the processors too
 
 
 def until(true: Callable[[], Any], timeout: float = 20.0, what: str = "") -> Any:
     """Return the first true answer of `true()`. AssertionError after `timeout` seconds."""
     end = time.monotonic() + timeout
     while True:
-        begun = time.thread_time()
+        begun = time.monotonic()
         if answer := true():
             return answer
         assert time.monotonic() < end, f"not within {timeout:g} s: {what or true}"
-        time.sleep(max(LOOK, REST * (time.thread_time() - begun)))
+        time.sleep(max(LOOK, REST * (time.monotonic() - begun)))
 
 
 async def until_async(true: Callable[[], Any], timeout: float = 40.0, what: str = "") -> Any:  # noqa: ASYNC109  (as above)
