@@ -5,7 +5,6 @@ from __future__ import annotations
 import getpass
 import os
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -130,12 +129,8 @@ def daemon(name: str, command: list[str], environment: dict[str, str], folder: P
     try:
         yield
     finally:
-        process.send_signal(signal.SIGTERM)
-        try:
-            process.wait(10)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+        process.kill()  # asked to end, one that has run jobs takes more than 10 s, and nothing of it is needed again
+        process.wait()
 
 
 def ready(slurm: Slurm) -> bool:
