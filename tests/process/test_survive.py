@@ -88,7 +88,7 @@ def forsaken(kept: Callable[..., Kernel], tmp_path: Path) -> Callable[[bool], No
 
     def story(with_rank_0: bool) -> None:
         folder = tmp_path / "checkpoints"
-        kernel = kept(lease=10.0, arguments={"checkpoint": str(folder), "checkpoint_every": 1_000_000})
+        kernel = kept(lease=5.0, silence=3.0, arguments={"checkpoint": str(folder), "checkpoint_every": 1_000_000})
         kernel.makes_steps(WORLD)
         kernel.kill()
         if with_rank_0:
