@@ -7,6 +7,7 @@ import socket
 import stat
 import subprocess
 import sys
+import tempfile
 from collections import Counter
 from pathlib import Path
 
@@ -283,11 +284,14 @@ for place in sys.argv[1:]:
 """
 
 
-def test_another_user_reads_nothing(network, make, temporary):
+def test_another_user_reads_nothing(network, make, temporary, tmp_path):
     """Neither the driver's folder nor the hosts' nor the logs, nor a process's environment or descriptors."""
     cluster = make(min=2)
     places = [run_dir(cluster).parent, run_dir(cluster), cluster.log_dir]
     places += temporary.glob("nbelastic-*")
+    for folder in {network.folder, temporary, *tmp_path.parents, tmp_path, Path(tempfile.gettempdir())}:
+        if not folder.stat().st_mode & stat.S_IXOTH:  # the tests' own folders would keep others out
+            folder.chmod(0o711)
     places += [f"/proc/{pid}/{what}" for pid in ours(cluster) for what in ("environ", "fd")]
     command = [sys.executable, "-c", NOBODY, *map(str, places)]
     assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == ""
