@@ -214,7 +214,7 @@ def tests_of(path: Path) -> list[list[str]]:
 def passes(root: Path, files: list[str], seed: int, limit: float) -> tuple[bool | None, str]:
     """Whether the tests do, or None if their time ran out; and the first test that failed."""
     options = ["-qx", "-p", "no:cacheprovider", "-o", "addopts=", "--soak-seed", str(seed)]
-    options += ["-p", "pytest_timeout", "--timeout", str(limit)]
+    options += ["-p", "pytest_timeout", "--timeout", str(SLOWDOWN * limit // 2)]
     options += ["-p", "_hypothesis_pytestplugin", "--hypothesis-profile", "unshrunk"]
     same = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTHONDONTWRITEBYTECODE": "1", "PYTHONHASHSEED": str(seed)}
     with tempfile.TemporaryFile("w+") as output:  # a pipe would stay open while a process that a test started lives

@@ -226,6 +226,19 @@ def test_random_numbers_repeat_after_a_restore(begun):
     assert draw() == first
 
 
+def test_a_gpus_random_numbers_repeat_after_a_restore(begun, monkeypatch):
+    """Its generator goes on from where it was at the commit, if there is a GPU in use."""
+    stands = ["at the commit"]
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda: stands[-1])
+    monkeypatch.setattr(torch.cuda, "set_rng_state", stands.append)
+    state = begun(ObjectState())
+    state.commit()
+    stands.append("later")
+    state.restore()
+    assert stands[-1] == "at the commit"
+
+
 def test_a_model_without_an_optimizer_is_always_copied(begun):
     """Nobody tells when its tensors change, so each commit copies them."""
     model = torch.nn.Linear(2, 2)
