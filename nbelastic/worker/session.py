@@ -511,7 +511,7 @@ class Session:
         for name in wrong:
             self._not_finite.pop(name, None)
         self._reported, self._report_at, self._diverged = seen, now + REPORT_EVERY, wrong
-        sent = {name: None if name in wrong else value for name, value in report.items()}
+        sent = {**report, **dict.fromkeys(wrong)}
         if self.link.away:
             self.account.reports.add(self.total, sent)
             return

@@ -118,6 +118,15 @@ def test_a_loss_that_stays_infinite_is_urgent_once(session):
     assert reports(session) == [{"loss": None}]
 
 
+def test_a_nan_of_a_name_that_the_next_report_lacks_is_sent(session):
+    """As of a validation loss, which only some steps report."""
+    session.account.busy = True
+    session.report({"validation": float("nan")})
+    session.report({"loss": 0.4})
+    session._send_progress(1.0)
+    assert reports(session) == [{"loss": 0.4, "validation": None}]
+
+
 def test_a_nan_after_the_last_commit_is_sent(session):
     """The program reports it and ends: no further commit comes that would take it along."""
     session.account.busy = True
