@@ -29,6 +29,8 @@ def faults(before: World, world: World, commands: tuple[m.Command, ...], now: fl
     workers, alive = world.workers, set(world.workers)
     if not world.reason:
         yield "there is no reason"
+    if any(worker.id != w for w, worker in workers.items()):
+        yield "a worker is kept under the name of another"
     if not before.epoch <= world.epoch <= world.numbered or world.numbered > before.numbered + 2:
         yield f"the epoch went from {before.epoch} to {world.epoch}, the numbers from {before.numbered}"
     planned = world.stage in (Stage.PREPARING, Stage.ASKED, Stage.LEAVING)

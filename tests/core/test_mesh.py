@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from nbelastic.core import messages as m
 from nbelastic.core.membership import deadline
 from nbelastic.core.world import HostPhase, Stage
@@ -37,6 +39,21 @@ def test_hosts_of_a_world_that_stands_still_probe_one_another():
     story.answer()
     story.stand_still(5.0)
     assert len(story.commands(m.Probe, mark)) == 12
+
+
+@pytest.mark.parametrize(("addresses", "port"), [([], 4711), (["10.0.0.1", "10.0.0.2"], 0)])
+def test_hosts_that_cannot_be_tried_are_not_probed(addresses, port):
+    """Their agents have found no interface, or have no prober: nobody could say where to try."""
+    story = Story(min=1)
+    for number, name in enumerate(("gpu1", "gpu2")):
+        found = tuple(m.Interface("eth0", address) for address in addresses[number : number + 1])
+        story.homes |= {name: interface.address for interface in found}
+        story.add(f"{name}:1").send(m.AgentReady(name, 1, found, port))
+        story.answer(lambda e: not isinstance(e, m.AgentReady))
+    story.run().commit(3)
+    mark = story.mark()
+    story.stand_still(5.0)
+    assert story.commands(m.Probe, mark) == []
 
 
 def test_up_to_eight_hosts_are_all_probed_with_one_another():
