@@ -179,6 +179,8 @@ def _progress(group: Group, now: float, out: Commands) -> Group:
     if group.stage is Stage.RUNNING:
         return _run(group, now, out)
     late = _not_left(group)
+    if late and group.leave_by == NEVER:  # all had ended, and a node has moved since: it is to offer another store
+        group = replace(group, leave_by=now + group.terms.leave)
     if late and now >= group.leave_by and not group.told:
         for host in late:
             out.append(s.EndNode(host, f"it did not end its workers within {group.terms.leave:g} s"))

@@ -142,6 +142,17 @@ def test_what_a_node_has_offered_where_it_no_longer_is():
     assert [command.store for command in play.said if isinstance(command, s.FormRound)] == ["elsewhere:1"]
 
 
+def test_a_node_whose_workers_failed_and_that_has_moved_is_not_waited_for_without_end():
+    """It offered a store, and then its host moved: past `leave` seconds without another offer it is ended."""
+    play = Play("b:1", "a:1", "c:1", min=2)
+    play.slow, play.lost = True, ("c",)
+    play.look("b:1", "a:1", "d:1").send(s.NodeFailed("b", 1))
+    play.ready("b").ready("a").send(s.NodeMoved("b"))
+    assert play.group.stage is Stage.GATHERING
+    play.wait(35.1)
+    assert play.commands(s.EndNode)[-1].host == "b"
+
+
 def test_the_host_of_rank_0_is_lost():
     """The next one leads: no host is special."""
     play = Play("a:2", "b:2").look("b:2")
