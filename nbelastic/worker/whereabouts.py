@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 import sysconfig
 import threading
@@ -15,6 +16,7 @@ _LIBRARIES = (
     os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep,  # nbelastic itself
     "<frozen",
 )
+_PACKAGES = re.compile(r"[^\"]*/(?:site|dist)-packages/")  # wherever they are: a user's own, a parent environment's
 _BELOW = ("/ipyparallel/", "/ipykernel/", "/IPython/", "/nbelastic/worker/program.py")  # what runs the user's program
 _LOOP = "/nbelastic/worker/elastic.py"
 
@@ -54,11 +56,12 @@ def _format(frames: list[FrameType]) -> str:
     text = "".join(traceback.StackSummary.extract((frame, frame.f_lineno) for frame in frames).format())
     for folder in _LIBRARIES:  # torch/nn/modules/module.py says enough
         text = text.replace(f'"{folder}', '"')
-    return text
+    return _PACKAGES.sub("", text)
 
 
 def _is_the_users(frame: FrameType) -> bool:
-    return not frame.f_code.co_filename.startswith(_LIBRARIES)
+    file = frame.f_code.co_filename
+    return not file.startswith(_LIBRARIES) and _PACKAGES.match(file) is None
 
 
 def _in_words(frame: FrameType) -> str:

@@ -2,7 +2,7 @@
 
 import threading
 
-from nbelastic.worker.whereabouts import whereabouts
+from nbelastic.worker.whereabouts import stack, whereabouts
 
 
 def ask() -> str:
@@ -30,3 +30,18 @@ def test_code_of_a_cell_is_called_cell():
     exec(compile(source, "/tmp/ipykernel_123/456.py", "exec"), scope)
     assert scope["found"][0].startswith("cell:")
     assert " in " not in scope["found"][0]
+
+
+def test_packages_are_no_code_of_the_users_wherever_they_are():
+    """Those of the user's own folder or of a parent environment too: their threads are not shown."""
+    scope = {"stack": stack, "threading": threading}
+    source = "found = []\nt = threading.Thread(target=lambda: found.append(stack()))\nt.start()\nt.join()\n"
+    other = threading.Event()
+    waits = {"other": other}
+    exec(compile("def run(): other.wait()", "/home/me/.local/lib/python3.11/site-packages/zmq/poll.py", "exec"), waits)
+    thread = threading.Thread(target=waits["run"], name="of a package")
+    thread.start()
+    exec(compile(source, "/home/me/train.py", "exec"), scope)
+    other.set()
+    thread.join()
+    assert "of a package" not in scope["found"][0]
