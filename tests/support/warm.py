@@ -33,10 +33,11 @@ from typing import Any, NoReturn
 AGENT = "from nbelastic.host.start import main; main()"
 LENGTH = struct.Struct("!q")
 DECISIVE = ("PYTHON", "TORCH", "LD_")  # variables that Python, torch and the linker read as they start
-OURS = (
+IGNORED = (  # of these: what nbelastic sets for agents, which means nothing without a GPU, and what torch sets when it compiles
     "TORCH_NCCL",
     "TORCH_CPP_LOG_LEVEL",
-)  # of these, that nbelastic itself sets for agents: without a GPU they mean nothing
+    "TORCHINDUCTOR_CACHE_DIR",
+)
 NAMESPACES = ("net", "uts", "mnt")
 CLONE = {"x86_64": 56, "aarch64": 220}.get(os.uname().machine, 0)  # the number of the system call
 CLONE_PARENT = 0x8000
@@ -45,7 +46,7 @@ start_program = util.spawnv_passfds
 
 def decisive(environment: Mapping[str, str]) -> dict[str, str]:
     """The variables that must be those of the warm process."""
-    chosen = (name for name in environment if name.startswith(DECISIVE) and not name.startswith(OURS))
+    chosen = (name for name in environment if name.startswith(DECISIVE) and not name.startswith(IGNORED))
     return {name: environment[name] for name in chosen}
 
 
