@@ -6,6 +6,7 @@ Other threads of the program open connections at any moment, also while a group 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import socket
 from collections.abc import Iterable, Iterator
@@ -38,14 +39,14 @@ class Connections:
 
 def open_sockets() -> dict[str, int]:
     """The sockets of this process: `socket:[inode]` -> file descriptor."""
-    found = {}
+    found: dict[str, int] = {}
     for name in os.listdir("/proc/self/fd"):
         try:
             target = os.readlink(f"/proc/self/fd/{name}")
         except OSError:
             continue
         if target.startswith("socket:"):
-            found[target] = int(name)
+            found[target] = min(int(name), found.get(target, int(name)))  # the others are `borrowed` by other threads
     return found
 
 
@@ -83,7 +84,7 @@ def shut_down(fd: int, inode: str) -> None:
 def borrowed(fd: int, inode: str = "") -> Iterator[socket.socket | None]:
     """A network socket of Python's for as long; None if `fd` is none, or not the one of `inode` any more."""
     try:
-        copy = os.dup(fd)
+        copy = fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, fd + 1)  # a higher number: `open_sockets` takes the lowest
     except OSError:  # closed
         yield None
         return

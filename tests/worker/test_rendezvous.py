@@ -16,7 +16,7 @@ from nbelastic.core.wire import Formation
 from nbelastic.worker import rendezvous
 from nbelastic.worker.ahead import Ahead
 from nbelastic.worker.rendezvous import TIMEOUT, Group, Offer, UnsupportedError
-from nbelastic.worker.sockets import listeners, open_sockets, shut_down
+from nbelastic.worker.sockets import borrowed, listeners, open_sockets, shut_down
 from tests.process.observing import until
 
 
@@ -346,6 +346,15 @@ def test_connections_of_the_users_threads_are_never_cut(monkeypatch):
         assert accepted.recv(10) == b"still here"
     for one in theirs:
         one.close()
+
+
+def test_a_socket_keeps_its_descriptor_while_another_thread_looks_at_it():
+    """Else a connection that was noted under the number of a copy would count as broken once the copy is closed."""
+    with socket.socket() as ours:
+        inode = os.readlink(f"/proc/self/fd/{ours.fileno()}")
+        with borrowed(ours.fileno(), inode) as copy:
+            assert copy.fileno() != ours.fileno()
+            assert open_sockets()[inode] == ours.fileno()
 
 
 def test_an_abort_reaches_the_groups_that_the_program_makes():
