@@ -12,11 +12,11 @@ from types import FrameType
 
 STACK_BOUND = 64_000  # characters
 _LIBRARIES = (
-    *dict.fromkeys(sysconfig.get_path(kind) + os.sep for kind in ("purelib", "platlib", "stdlib", "platstdlib")),
+    *dict.fromkeys(sysconfig.get_path(kind) + os.sep for kind in ("stdlib", "platstdlib")),
     os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep,  # nbelastic itself
     "<frozen",
 )
-_PACKAGES = re.compile(r"[^\"]*/(?:site|dist)-packages/")  # wherever they are: a user's own, a parent environment's
+_PACKAGES = r"[^\"\n]*/(?:site|dist)-packages/"  # wherever they are: a user's own, a parent environment's
 _BELOW = ("/ipyparallel/", "/ipykernel/", "/IPython/", "/nbelastic/worker/program.py")  # what runs the user's program
 _LOOP = "/nbelastic/worker/elastic.py"
 
@@ -54,14 +54,15 @@ def _format(frames: list[FrameType]) -> str:
     if not any(map(_is_the_users, frames)):
         return "It runs no code of yours.\n"
     text = "".join(traceback.StackSummary.extract((frame, frame.f_lineno) for frame in frames).format())
-    for folder in _LIBRARIES:  # torch/nn/modules/module.py says enough
+    text = re.sub(rf'(?<=File "){_PACKAGES}', "", text)  # torch/nn/modules/module.py says enough
+    for folder in _LIBRARIES:
         text = text.replace(f'"{folder}', '"')
-    return _PACKAGES.sub("", text)
+    return text
 
 
 def _is_the_users(frame: FrameType) -> bool:
     file = frame.f_code.co_filename
-    return not file.startswith(_LIBRARIES) and _PACKAGES.match(file) is None
+    return not file.startswith(_LIBRARIES) and re.match(_PACKAGES, file) is None
 
 
 def _in_words(frame: FrameType) -> str:

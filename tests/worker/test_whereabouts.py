@@ -45,3 +45,19 @@ def test_packages_are_no_code_of_the_users_wherever_they_are():
     other.set()
     thread.join()
     assert "of a package" not in scope["found"][0]
+
+
+def test_a_stack_shortens_the_files_of_packages_and_nothing_else(tmp_path):
+    """`zmq/poll.py` says enough. A line of the user's that names such a folder stays as it is, and so does its number."""
+    file = tmp_path / "train.py"
+    file.write_text("found = []\ndef go(ask):\n    ask(lambda: found.append(stack()), '/opt/site-packages/x')\n")
+    scope = {"stack": stack}
+    exec(compile(file.read_text(), str(file), "exec"), scope)
+    package = {"threading": threading}
+    source = "def ask(call, _):\n    t = threading.Thread(target=call)\n    t.start()\n    t.join()\n"
+    exec(compile(source, "/home/me/.local/lib/python3.11/site-packages/zmq/poll.py", "exec"), package)
+    scope["go"](package["ask"])
+    text = scope["found"][0]
+    assert f"File \"{file}\", line 3, in go\n    ask(lambda: found.append(stack()), '/opt/site-packages/x')\n" in text
+    assert 'File "zmq/poll.py", line ' in text
+    assert 'File "threading.py"' in text
