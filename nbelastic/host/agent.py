@@ -32,6 +32,7 @@ from nbelastic.core import messages as m
 from nbelastic.core import wire
 from nbelastic.core.addresses import address_of, is_loopback
 from nbelastic.folders import base, held_folder
+from nbelastic.host.forks import fork
 from nbelastic.host.gpus import Gpus
 from nbelastic.host.interfaces import candidates
 from nbelastic.host.nodes import Nodes
@@ -301,8 +302,8 @@ class Agent:
             "lease": self._config.lease if self._config.keep else 0.0,
             **self._config.settings,
         }
-        process = self._context.Process(target=boot, args=(settings,), daemon=False, name=str(order.worker))
-        process.start()
+        name = str(order.worker)
+        process = fork(lambda: self._context.Process(target=boot, args=(settings,), daemon=False, name=name))
         self._newest[order.worker.slot] = max(order.worker.incarnation, self._newest.get(order.worker.slot, 0))
         assert process.pid is not None
         try:

@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 
 from nbelastic.core import wire
+from nbelastic.host.forks import fork
 from nbelastic.processes import kill_group, stopped
 
 ENTRY = ("nbelastic.scripts.boot", "boot")  # by name: host and scripts never import one another
@@ -48,6 +49,9 @@ class Nodes:
 
     def launch(self, order: wire.Launch, home: tuple[str, str], log_dir: str) -> None:
         """Fork one. `home`: the address and the interface of its stores."""
+        self._started[order.number] = _Started(fork(lambda: self._described(order, home, log_dir)))
+
+    def _described(self, order: wire.Launch, home: tuple[str, str], log_dir: str) -> BaseProcess:
         boot = getattr(importlib.import_module(ENTRY[0]), ENTRY[1])
         template = vars(forkserver._forkserver)
         settings: dict[str, Any] = {
@@ -60,9 +64,7 @@ class Nodes:
             # how its workers find the template; Python 3.14 has a key as well
             "template": {k: template[k] for k in ("_forkserver_address", "_forkserver_authkey") if k in template},
         }
-        process = self._context.Process(target=boot, args=(settings,), daemon=False, name=f"node-{order.number}")
-        process.start()
-        self._started[order.number] = _Started(process)
+        return self._context.Process(target=boot, args=(settings,), daemon=False, name=f"node-{order.number}")
 
     def recall(self, number: int, *, kill: bool) -> None:
         """Have it end its workers, then itself."""
