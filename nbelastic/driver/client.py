@@ -73,8 +73,8 @@ class Client(ipp.Client):  # type: ignore[misc]
         self.metadata = Records(self._futures)
 
     def purge(self, result: Any) -> None:
-        """Forget a call, in the thread in which its output arrives."""
-        self._io_loop.add_callback(self.purge_local_results, result)
+        """Forget a call once it is answered, in the thread in which its output arrives; its output may end before."""
+        result.add_done_callback(lambda _: self._io_loop.add_callback(self.purge_local_results, result))
 
     def watch(self, changed: Callable[[bool], object]) -> None:
         """Have `changed(whether all is connected)` called in its thread."""

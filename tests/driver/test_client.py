@@ -1,0 +1,22 @@
+"""What the driver has ipyparallel's client forget."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from types import SimpleNamespace
+
+from nbelastic.driver.client import Client
+
+
+def test_a_call_is_forgotten_once_it_is_answered():
+    """Its output may end before its answer comes: ipyparallel raises for a call that is still under way."""
+    forgotten = []
+    loop = SimpleNamespace(add_callback=lambda call, result: call(result))
+    client = SimpleNamespace(_io_loop=loop, purge_local_results=forgotten.append)
+    answer = Future()
+    Client.purge(client, answer)
+    assert forgotten == []
+    answer.set_result(None)
+    assert forgotten == [answer]
+    Client.purge(client, answer)
+    assert forgotten == [answer, answer]
