@@ -33,16 +33,15 @@ from nbelastic.core import messages as m
 from nbelastic.core import wire
 from nbelastic.core.delivery import HEAD
 from nbelastic.core.membership import step
-from nbelastic.core.world import Limits, World
+from nbelastic.core.world import World
 from nbelastic.driver import driver as driver_module
-from nbelastic.driver.discovery import FixedHosts
 from nbelastic.driver.driver import Driver
 from nbelastic.driver.parts import Parts
 from nbelastic.driver.places import RunDir
 from nbelastic.driver.run import Run
 from nbelastic.driver.saved import SavedJob
-from nbelastic.driver.settings import Settings
 from nbelastic.link import Keys, Spoke
+from tests.driver.fakes import settings_for
 
 SLOTS = 8
 PLAYERS = 2  # processes
@@ -120,21 +119,7 @@ def drive(hosts: int, parent: Connection, players: list[Connection]) -> None:
     )
     with tempfile.TemporaryDirectory() as folder:
         names = ",".join(f"host{number:04}:{SLOTS}" for number in range(hosts))
-        settings = Settings(
-            name="scale",
-            limits=Limits(min=1, max=hosts * SLOTS, cooldown=(0, 0)),
-            discovery=FixedHosts(names, SLOTS),
-            run_dir=Path(folder),
-            backend="gloo",
-            preload=(),
-            environment={},
-            nics=(),
-            python=None,
-            cwd=None,
-            launcher="ssh",
-            launcher_options={},
-            log_dir=Path(folder),
-        )
+        settings = settings_for(Path(folder), names, SLOTS, min=1, max=hosts * SLOTS, cooldown=(0, 0))
         driver = Driver(settings, RunDir(f"scale-{os.getpid()}"), parts=parts)
         driver.start()
 

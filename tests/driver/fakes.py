@@ -194,12 +194,12 @@ class FakeEngines:
         self._outside.workers[m.WorkerId.parse(uuid.removeprefix("engine-"))].runs(job, done)
 
 
-def settings_for(folder: Path, hosts: str, **limits: Any) -> Settings:
+def settings_for(folder: Path, hosts: str, slots: int = 1, **limits: Any) -> Settings:
     """What the driver of a cluster of these hosts, whose files are in `folder`, is told."""
     return Settings(
         name="fake",
         limits=Limits(**limits),
-        discovery=FixedHosts(hosts, 1),
+        discovery=FixedHosts(hosts, slots),
         run_dir=folder / "run",
         backend="gloo",
         preload=(),

@@ -23,6 +23,10 @@ from nbelastic.driver import launchers, ssh
 from tests.support import startup, warm
 
 ROOT = Path(__file__).parents[2]
+# Processes that must start fast know this text too, and import nothing of nbelastic's to compare. Were it another, all
+# agents would start cold without a word.
+assert ssh.AGENT == warm.AGENT
+assert f'"{ssh.AGENT}"' in Path(startup.FOLDER, "sitecustomize.py").read_text()
 FOLDERS = ("browser", "hosts", "notebooks", "process")
 
 

@@ -357,8 +357,8 @@ def test_a_socket_keeps_its_descriptor_while_another_thread_looks_at_it():
             assert open_sockets()[inode] == ours.fileno()
 
 
-def test_an_abort_reaches_the_groups_that_the_program_makes():
-    """Two members meet in a group of their own; one waits there for the other, and an abort makes it raise."""
+def two_members(pool):
+    """They, and of each its default group and one that its program makes."""
     offer, members = Offer("127.0.0.1"), [Group(1, torch.device("cpu"), "gloo") for _ in range(2)]
     store = dist.HashStore()
 
@@ -368,8 +368,13 @@ def test_an_abort_reaches_the_groups_that_the_program_makes():
         default = members[rank].make_gloo(store, rank, 2)
         return default, members[rank].make_gloo(dist.PrefixStore("own", store), rank, 2)
 
+    return members, [*pool.map(join, range(2))]
+
+
+def test_an_abort_reaches_the_groups_that_the_program_makes():
+    """Two members meet in a group of their own; one waits there for the other, and an abort makes it raise."""
     with ThreadPoolExecutor(2) as pool:
-        both = [*pool.map(join, range(2))]
+        members, both = two_members(pool)
         together = [pool.submit(own.allreduce([torch.ones(1)]).wait) for _, own in both]
         assert [one.result(20) for one in together] == [True, True]
         assert [member.intact() for member in members] == [True, True]
@@ -392,19 +397,10 @@ class Known:
 
 def test_a_group_that_the_program_destroyed_is_no_broken_connection(monkeypatch):
     """An error that comes after it is the program's own. One that is still there counts, as one that was lost does."""
-    offer, members = Offer("127.0.0.1"), [Group(1, torch.device("cpu"), "gloo") for _ in range(2)]
-    store = dist.HashStore()
-
-    def join(rank):
-        where = Formation(1, rank, 2, rank, 2, 0, 1, offer.endpoint, 0, (), (("a", 2),))
-        members[rank].prepare(where, offer if rank == 0 else None)
-        default = members[rank].make_gloo(store, rank, 2)
-        return default, members[rank].make_gloo(dist.PrefixStore("own", store), rank, 2)
-
     with ThreadPoolExecutor(2) as pool:
-        (first, own), (second, other) = pool.map(join, range(2))
+        members, ((first, own), (second, other)) = two_members(pool)
     with monkeypatch.context() as patch:
-        patch.setitem(dist.distributed_c10d._world.pg_map, Known(own), ("gloo", store))
+        patch.setitem(dist.distributed_c10d._world.pg_map, Known(own), ("gloo", None))
         assert members[0].intact()
         del other  # the other rank closes its end
         until(lambda: not members[0].intact())
