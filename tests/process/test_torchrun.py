@@ -56,7 +56,7 @@ def test_a_worker_of_a_terminal_fails(lone, tmp_path):
         with pytest.raises(nbe.JobError, match="rank 1 on torchrun-") as caught:
             job.result(timeout=60)
         assert run.wait(20) != 0
-        assert "job-2 failed: rank 1 on torchrun-" in run.stdout.read()
+        assert f"{job.name} failed: rank 1 on torchrun-" in run.stdout.read()
     assert caught.value.rank == 1
     assert len(told(tmp_path, restarts=1)) == 2
 
