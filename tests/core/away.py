@@ -131,7 +131,8 @@ class Away:
         for name in late:  # whoever says nothing is killed
             story.end_agent(name)
         mute = {wid(name) for name in frozen} | story.silent
-        heard = {w: self._statement(w) for w in story.fakes if w not in mute}
+        # nothing depends on who answers first
+        heard = {w: self._statement(w) for w in reversed(story.fakes) if w not in mute}
         agents = {name: self.hello(name) for name in story.agents if name not in coming}
         story.world, commands = resume(self.saved, agents, heard, story.now, coming=coming)
         story.stores |= {w: here.store for w, here in heard.items()}

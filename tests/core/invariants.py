@@ -43,6 +43,8 @@ def faults(before: World, world: World, commands: tuple[m.Command, ...], now: fl
     epoch_sets = (world.ranked, world.waiting, world.leaving, world.awaiting, world.suspects)
     if world.active is None and any(epoch_sets):
         yield "there are members without a job"
+    if world.active is None and world.undone is not None:
+        yield "a plan that was called off is kept without a job"
     if world.active is None and world.unexplained[0]:
         yield "unexplained breaks are counted without a job"
     for name in ("ranked", "awaiting", "waiting", "starting", "leaving", "stopped", "failed", "suspects"):

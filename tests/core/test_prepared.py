@@ -122,6 +122,15 @@ def test_what_was_said_before_the_prepared_world_is_old_when_that_comes_to_nothi
     assert len({story.fakes[w].commit for w in story.world.members}) == 1
 
 
+def test_the_job_ends_when_the_prepared_world_has_come_to_nothing():
+    """Nothing of that is left for the next job."""
+    story = with_stage(Stage.LEAVING)
+    story.kill("d/0#1").hear(m.WorkerReady, "a/0#1")
+    story.send(m.JobStopRequested(story.world.job.name, "stopped by you"))
+    story.quiet(2.0)
+    assert story.run().world.stage is Stage.RUNNING
+
+
 def test_what_is_wanted_changes_when_all_have_left():
     """The maximum is lowered at the last moment: the next world is formed over a store that was not used for the other."""
     story = with_stage(Stage.LEAVING)

@@ -191,6 +191,16 @@ def test_the_ranks_are_what_the_workers_say():
     assert trains(story, *names)
 
 
+def test_survivors_keep_their_order():
+    """A member died meanwhile: those who are left are ranked as before, whoever answers the new driver first."""
+    story = Story("a:1", "b:1", "c:1", "d:1", min=1).run().quiet(60.0)
+    story.kill("b/0#1").quiet(3.0)
+    assert story.names == ["a/0#1", "c/0#1", "d/0#1", "b/0#2"]
+    Away(story).kill("c/0#1").new_driver()
+    story.quiet(3.0)
+    assert story.names == ["a/0#1", "d/0#1", "b/0#2", "c/0#2"]
+
+
 def test_after_it_planned_changes_work():
     """A host added and one removed under the new driver: the members change without an abort."""
     story = three()
