@@ -60,6 +60,23 @@ def test_one_finishes_in_the_next_epoch_before_others_have_left_this_one():
     assert (story.job.outcome, story.job.reason) == ("succeeded", "every rank finished")
 
 
+def test_one_finishes_in_the_next_epoch_and_another_never_joins_it():
+    """Who is missing keeps nobody waiting for good: it is replaced, as far as there is something left to do."""
+    story = with_stage(Stage.LEAVING)
+    story.hear(m.WorkerReady, "a/0#1").hear(m.WorkerFormed, "a/0#1").returned("a/0#1").ended("a/0#1")
+    story.answer(lambda event: not (isinstance(event, m.WorkerFormed) and event.worker == wid("d/0#1")))
+    assert (story.world.stage, story.world.awaiting, story.job.succeeded) == (
+        Stage.FORMING,
+        {wid("d/0#1")},
+        {wid("a/0#1")},
+    )
+    assert story.world.wait is not None
+    story.silent.add(wid("d/0#1"))
+    story.answers = []
+    story.quiet(600.0)
+    assert story.job.outcome == "succeeded"
+
+
 def test_a_program_that_ended_in_the_next_epoch_is_not_waited_for_when_the_job_is_stopped():
     """Others have not left this epoch yet: the end of that program counts all the same, and nobody is killed."""
     story = with_stage(Stage.LEAVING)
@@ -128,7 +145,7 @@ def test_the_job_ends_when_the_prepared_world_has_come_to_nothing():
     story.kill("d/0#1").hear(m.WorkerReady, "a/0#1")
     story.send(m.JobStopRequested(story.world.job.name, "stopped by you"))
     story.quiet(2.0)
-    assert story.run().world.stage is Stage.RUNNING
+    assert story.run("next").world.stage is Stage.RUNNING
 
 
 def test_what_is_wanted_changes_when_all_have_left():

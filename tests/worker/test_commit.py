@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from nbelastic import StateError, TorchState
+from nbelastic.worker import optimizers
 from nbelastic.worker.copies import ALIGNED, _places_for
 from nbelastic.worker.session import WorldAborted
 from nbelastic.worker.transfer import describe
@@ -46,6 +47,24 @@ def weights(*models):
 
 def copies(state):
     return len(state._tensors._copies)
+
+
+def test_what_an_optimizer_keeps_is_noted_without_a_copy():
+    """A note has the tensors themselves, which a commit need not copy, and copies of what is no tensor."""
+    model, optimizer = network()
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    kept = optimizer.state[model.weight]
+    kept["seen"] = {"tensor": torch.ones(1), "steps": [1]}
+    noted = optimizers.entries(optimizer)
+    tensors = kept["momentum_buffer"], kept["seen"]["tensor"]
+    kept["seen"]["steps"].append(2)
+    optimizer.state.clear()
+    optimizers.put_entries(optimizer, noted)
+    found = optimizer.state[model.weight]
+    assert found["momentum_buffer"] is tensors[0]
+    assert found["seen"]["tensor"] is tensors[1]
+    assert found["seen"]["steps"] == [1]
 
 
 def test_a_collective_between_step_and_commit_is_noticed(group, begun, capsys):

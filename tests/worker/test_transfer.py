@@ -123,6 +123,26 @@ def test_numbers_of_numpys_are_numbers():
     assert type(describe(np.float64(0.5), [])) is float
 
 
+class Work:
+    """A collective that is under way."""
+
+    def __init__(self, error=None):
+        self.waited_for, self._error = False, error
+
+    def wait(self):
+        self.waited_for = True
+        if self._error is not None:
+            raise self._error
+
+
+def test_all_is_waited_for_when_one_fails():
+    """A collective that is under way may still write to its tensor. The first error is told."""
+    works = [Work(), Work(RuntimeError("first")), None, Work(RuntimeError("second")), Work()]
+    with pytest.raises(RuntimeError, match="first"):
+        transfer._wait(works)
+    assert all(work.waited_for for work in works if work is not None)
+
+
 # ---- over a real group of three ----
 
 
