@@ -120,6 +120,19 @@ def stale(story):
     return [event for event in story.answers if isinstance(event, m.WorkerReady)]
 
 
+def test_a_connection_that_broke_as_all_were_leaving_is_forgotten():
+    """They have changed over before anybody looked into it: nothing of it disturbs the next world."""
+    story = with_stage(Stage.LEAVING)
+    story.send(m.WorkerRaised(wid("b/0#1"), 1, intact=False, error="RuntimeError: connection reset"))
+    assert story.world.suspects == {wid("b/0#1")}
+    story.answer()
+    assert (story.world.epoch, story.world.stage) == (2, Stage.RUNNING)
+    mark = story.mark()
+    story.quiet(60.0)
+    assert story.records("world-broken") == []
+    assert story.commands(m.AbortWorld, mark) == []
+
+
 def test_what_was_said_before_the_prepared_world_is_old_when_that_comes_to_nothing():
     """All had left and made a step there, but for one, when the joiner died: who is behind receives the newest state."""
     story = with_stage(Stage.LEAVING)
@@ -267,6 +280,8 @@ def test_newcomers_of_which_none_is_to_blame_come_one_at_a_time():
     story.answer().wait(15.3)
     assert len(story.records("newcomer-held")) == 2
     story.quiet(20.0)
+    story.send(m.StoreOffered(story.world.members[1], 3, "b/0#1@3"))  # which does not help: rank 0 has a world's store
+    story.answer()
     assert story.world.reason.endswith("a/0#1 is to offer a store for the next epoch")
     story.commit(3).quiet(20.0)
     sizes = [len(command.order.members) for command in story.commands(m.PrepareWorld, mark)]

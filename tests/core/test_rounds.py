@@ -333,6 +333,7 @@ def test_a_failure_after_some_have_finished_fails_the_job():
     play = Play("a:1", "b:1", max_restarts=5).succeed("a")
     play.fail("b").wait(2)
     assert play.end.outcome == "failed"
+    assert {name: node.state.value for name, node in play.group.nodes.items()} == {"a": "SUCCEEDED", "b": "FAILED"}
 
 
 def test_a_node_that_dies_is_started_again():
