@@ -176,7 +176,7 @@ def test_the_next_controller_has_no_ghosts(make):
         until(lambda: all(w.id != victim.id for w in cluster.workers))
     until(lambda: started_again(cluster) > before)
     cluster.wait(2)
-    assert known(cluster) == len(cluster.client.ids) == 2
+    until(lambda: known(cluster) == len(cluster.client.ids) == 2, what="both engines to be known")  # one says so again
     assert cluster.client[:].apply_sync(os.getpid) == [w.pid for w in sorted(cluster.workers, key=lambda w: w.pid)]
 
 
