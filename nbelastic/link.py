@@ -176,7 +176,8 @@ class Hub:
         self._socket.curve_secretkey = self._keys.server_secret.encode()
         self._socket.curve_publickey = self._keys.server_public.encode()
         try:
-            self._bind(bracketed(interface), [port] if port else ports.chosen(TRIES, PORTS) or ["*"])
+            chosen = [one for one in ports.chosen(TRIES, PORTS) if ports.is_free(interface, one)]
+            self._bind(bracketed(interface), [port] if port else chosen or ["*"])
         except zmq.ZMQError as error:
             await self.stop()
             raise OSError(error.errno, f"{error.strerror}: {interface}, port {port}") from None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import socket
 
 ROOM = 1600  # ports there have to be to choose from
 
@@ -20,3 +21,16 @@ def chosen(count: int, lowest: int) -> list[int]:
         low = 32768
     dice = random.SystemRandom()  # the other ones are the user's
     return dice.sample(range(lowest, low), count) if low - lowest >= ROOM else []
+
+
+def is_free(address: str, port: int) -> bool:
+    """Whether nobody listens at this port of an address, or holds it to listen there later.
+
+    ZeroMQ would take one that is only held, and whoever holds it could not listen there any more.
+    """
+    with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as probe:
+        try:
+            probe.bind((address, port))
+        except OSError:
+            return False
+    return True
