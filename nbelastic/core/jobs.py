@@ -96,8 +96,9 @@ def end(
         out.append(m.StopProgram(job.name, inside, reason, culprit))
     older = any(worker.job not in ("", job.name) for worker in world.workers.values())  # programs that were told to end
     ranks = job.ranks or tuple(sorted(job.ended))
-    out.append(m.EndJob(job.name, outcome, reason, ranks, culprit))
+    # The event first: whoever waits for the job finds it in the log.
     out.append(m.Record(f"job-{outcome}", f"{job.name} {outcome}: {reason}", worker=str(culprit or "")))
+    out.append(m.EndJob(job.name, outcome, reason, ranks, culprit))
     leaving = sorted(world.leaving)
     world = replace(
         world,

@@ -336,8 +336,8 @@ def _end(
 ) -> Group:
     bad = outcome != "succeeded"
     out.extend(s.EndNode(name, f"{group.job} {outcome}: {reason}", error=bad) for name in group.nodes)
-    out.append(s.EndScript(outcome, reason, group.seats, failure, host))
     out.append(m.Record(f"job-{outcome}", f"{group.job} {outcome}: {reason}", host=host))
+    out.append(s.EndScript(outcome, reason, group.seats, failure, host))
     states = {
         name: replace(node, state=GroupState.FAILED if bad and node.state in _INSIDE else node.state)
         for name, node in group.nodes.items()

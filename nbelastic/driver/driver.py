@@ -74,6 +74,7 @@ class Driver:
         self._asked: list[tuple[m.Event, Callable[[Driver], Any], Future[Any]]] = []  # become waiters with their events
         self._owed: set[Future[Any]] = set()
         self._asked_to_leave: m.AskLeave | None = None  # while its members do not know where to
+        self._last_epoch = 0  # of the jobs before the present one
         self._over = False
         self._thread = threading.Thread(target=self._run, name="nbelastic-driver", daemon=True)
         self._failure: BaseException | None = None
@@ -336,6 +337,7 @@ class Driver:
             self.notes.submit(saved, self)
         self.add_run(run)
         self.fleet.begin_job()
+        self._last_epoch = self.world.numbered
         self.take_in(m.JobSubmitted(run.name))
 
     def add_run(self, run: Run) -> None:
@@ -568,8 +570,8 @@ class Driver:
 
     def _progress(self, message: wire.WorkerProgress, now: float) -> None:
         live, members = self.fleet.live, self.world.members
-        if message.worker not in self.world.workers:
-            return
+        if message.worker not in self.world.workers or 0 < message.epoch <= self._last_epoch:
+            return  # it is dead, or speaks of the job before
         if message.commit:  # who has just come has made none yet
             live.steps[message.worker] = message.commit
         self._silence.commits.made(message.epoch, message.commit, now)

@@ -149,8 +149,8 @@ def take(driver: Driver, message: Mapping[str, Any], default_slots: int, by: str
                 orders[i] = replace(each, word=word, why=why)
 
     def refuse(error: BaseException) -> None:
-        settle("refused", str(error))
         driver.record(m.Record("order-refused", f"{by}: {error}"))
+        settle("refused", str(error))
 
     def settled(future: Future[str]) -> None:
         error = future.exception()

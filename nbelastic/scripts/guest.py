@@ -184,8 +184,8 @@ class GuestRendezvous(DriverRendezvous):
             pids = _workers()
             if len(pids) == order.seats[order.rank].workers:
                 self._started = order.round
+                self._mind_signals()  # first: whoever sees the workers may send one
                 self.link.send(s.NodeStarted(self._name, order.round, pids))
-                self._mind_signals()
         return super().num_nodes_waiting()
 
     def _mind_signals(self) -> None:

@@ -63,6 +63,31 @@ def test_a_newcomer_joins_by_plan(tmp_path: Path) -> None:
     tell(story)
 
 
+def test_late_progress_of_the_job_before_is_not_that_of_the_next(tmp_path: Path) -> None:
+    """A worker's last word of one job may come when the next has begun: that begins at step 0."""
+
+    async def story() -> None:
+        async with Outside(tmp_path, "a:1", min=1) as outside:
+            await outside.passes(2.0)
+            outside.submit()
+            await outside.passes(2.0)
+            outside.trains(5)
+            await outside.settles()
+            outside.driver.post(m.JobStopRequested("job-1"))
+            await outside.passes(1.0)
+            outside.submit("job-2")
+            late = wire.WorkerProgress(m.WorkerId("a", 0, 1), 1, 7, {"loss": 0.5})
+            outside.deliver("worker/a/0#1", late)
+            await outside.passes(2.0)
+            status = outside.driver.status
+            assert (status.job, status.step, status.report) == ("job-2", 0, {})
+            outside.trains(3)
+            await outside.settles()
+            assert outside.driver.status.step == 3
+
+    tell(story)
+
+
 def test_a_host_that_falls_silent_is_lost_and_tried_again(tmp_path: Path) -> None:
     """After `silence`, and not before; the others train on, and when it is heard it is among them again."""
 
