@@ -15,7 +15,9 @@ from pathlib import Path
 from typing import Any, Self
 
 import pytest
+from playwright.sync_api import expect
 
+expect.set_options(timeout=30_000)  # milliseconds; for whichever file a process runs
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "tests" / "notebook"))  # for the fake cluster
 CHROMIUM = "/usr/bin/chromium"

@@ -12,7 +12,6 @@ from playwright.sync_api import expect
 
 from tests.process.observing import alive, until
 
-expect.set_options(timeout=30_000)  # milliseconds
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(300)]
 
 LOAD = "%load_ext nbelastic"

@@ -211,8 +211,10 @@ def test_a_change_lights_up_for_a_moment(view):
     view.open(state())
     lit = view.page.locator(".nbe-news")
     expect(lit).to_have_count(0)
+    longer = view.page.add_style_tag(content=".nbe-news { animation-duration: 60s !important; }")
     view.patch(step=1500, hosts={"gpu2": {"workers": {"1#1": worker(None, "lost")}}})
     expect(lit).to_have_attribute("data-state", "lost")
+    longer.evaluate("node => node.remove()")
     expect(lit).to_have_count(0)
 
 

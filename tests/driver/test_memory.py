@@ -12,6 +12,7 @@ from nbelastic.driver import run as module
 from nbelastic.driver.live import Live
 from nbelastic.driver.run import Run
 from tests.core.story import wid
+from tests.support.waiting import until
 
 
 def said(worker, text, end=None):
@@ -80,4 +81,4 @@ def test_orders_without_an_id_are_told_apart(quiet):
         cluster.order({"order": "scale", "max": most}, "a page")
     cluster._wait(lambda driver: driver.world.limits.max == 4 or None, 20, "the new bounds")
     assert len({order.id for order in cluster.status().orders}) == 2
-    assert [order.word for order in cluster.status().orders] == ["done", "done"]
+    until(lambda: [order.word for order in cluster.status().orders] == ["done", "done"], what="both to be done")

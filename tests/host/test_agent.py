@@ -19,7 +19,7 @@ HANGING = """
 import sys, time
 from pathlib import Path
 from nbelastic.host import agent
-agent.SAMPLE, agent.LATE_TURN, agent.LAST_TURN = 0.2, 0.3, 1.0
+agent.SAMPLE, agent.LATE_TURN, agent.LAST_TURN = 0.2, 0.3, 5.0
 file = Path(sys.argv[1])
 def sample(self, now):
     while file.exists():

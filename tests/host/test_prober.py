@@ -16,6 +16,7 @@ from nbelastic.core.addresses import address_of
 from nbelastic.host import prober
 from nbelastic.host.prober import Prober, endpoint
 from nbelastic.link import Keys
+from tests.support.waiting import until
 
 KEYS = Keys.make().for_clients()
 
@@ -30,7 +31,7 @@ def running(host="gpu1", *addresses, keys=KEYS):
         one.close()
 
 
-def ask(one, target, endpoints, timeout=1.0):
+def ask(one, target, endpoints, timeout=9.0):
     """What `one` reaches, and after how many seconds it said so."""
     answers = Queue()
     began = time.monotonic()
@@ -125,9 +126,9 @@ def test_where_nobody_listens_nothing_is_reached():
     """The answer comes when the time is over, with the addresses that were reached; the others hinder nobody."""
     with running() as one:
         dead = [f"tcp://127.0.0.9:{free_port()}", "tcp://192.0.2.77:9"]
-        reached, took = ask(one, "gpu1", [dead[0], *one.endpoints, dead[1]], timeout=0.8)
+        reached, took = ask(one, "gpu1", [dead[0], *one.endpoints, dead[1]], timeout=3.0)
         assert reached == ("127.0.0.1",)
-        assert took > 0.7
+        assert took > 2.9
 
 
 def test_somebody_else_is_not_who_is_looked_for():
@@ -183,7 +184,7 @@ def test_nonsense_harms_nobody():
         odd.close()
         assert ask(one, "gpu1", one.endpoints)[0] == ("127.0.0.1",)
         for connection in quiet:
-            connection.settimeout(5)
+            connection.settimeout(20)
             while connection.recv(100):  # its greeting, and the end: who says nothing is not kept
                 pass
             connection.close()
@@ -206,7 +207,7 @@ def test_many_questions_at_once():
         answers = Queue()
         pairs = [(one, other) for one in hosts for other in hosts]
         for one, other in pairs:
-            one.probe(other._host, other.endpoints, 5.0, answers.put)
+            one.probe(other._host, other.endpoints, 9.0, answers.put)
         assert all(len(answers.get(timeout=10)) == 2 for _ in pairs)
     finally:
         for one in hosts:
@@ -218,7 +219,7 @@ def test_an_error_in_what_is_done_with_an_answer_is_logged(caplog):
     with running() as one:
         one.probe("gpu1", one.endpoints, 1.0, lambda _: 1 / 0)
         assert ask(one, "gpu1", one.endpoints)[0] == ("127.0.0.1",)
-    assert "ZeroDivisionError" in caplog.text
+        until(lambda: "ZeroDivisionError" in caplog.text, what="the other answer")
     assert KEYS.client_secret not in caplog.text
 
 
@@ -236,7 +237,8 @@ def test_closing_leaves_nothing_behind():
     began = time.monotonic()
     one.close()
     assert time.monotonic() - began < 30
-    assert (threading.active_count(), len(os.listdir("/proc/self/fd"))) == (threads, descriptors)
+    assert threading.active_count() <= threads  # fewer: something of an earlier test has ended meanwhile
+    assert len(os.listdir("/proc/self/fd")) <= descriptors
     socket.create_server(("127.0.0.2", one.port)).close()
     assert answers.empty()
     one.close()

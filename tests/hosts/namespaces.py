@@ -80,9 +80,10 @@ def kill_all(namespace: str, spared: int = 0) -> None:
 
     def empty() -> bool:
         pids = processes_in(namespace) - {spared}
-        for pid in pids:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        for sig in (signal.SIGSTOP, signal.SIGKILL):  # all at once: none is left to tell of another one's end
+            for pid in pids:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, sig)
         return not pids
 
     until(empty, DEADLINE, f"all processes of {namespace} to end")

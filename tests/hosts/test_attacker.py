@@ -154,7 +154,7 @@ def test_what_listens_where(network, trains):
     Nothing of ours listens on all interfaces, and the hub and ipyparallel's controller only on loopback.
     """
     training = trains()
-    training.runs(2)
+    training.runs(2, timeout=LONG)
     doors = Doors(network, training)
     for name in ("h1", "h2"):
         host = network[name]
@@ -178,7 +178,7 @@ def steps_go_on(training, steps=20):
 def under_attack(network, trains):
     """A training of two that has got going, and an attacker beside it."""
     training = trains()
-    training.runs(2)
+    training.runs(2, timeout=LONG)
     attacker = Attacker(network)
     steps_go_on(training)
     return training, attacker

@@ -103,7 +103,7 @@ def test_what_goes_wrong_on_a_host_is_that_host_s_alone(network, trains, tmp_pat
     names = ("closed", "silent", "bare", "secretive", "stranger", "old", "poor", "nowhere", "narrow")
     hosts = ",".join(f"{name}:1" for name in (*names, "h1"))
     training = trains(
-        hosts, min=1, python=python, cwd=folder / "deep", env={"PYTHONPATH": str(ROOT)}, cooldown=(60, 60)
+        hosts, min=1, python=python, cwd=folder / "deep", env={"PYTHONPATH": str(ROOT)}, cooldown=(100, 100)
     )
     cluster = training.cluster
     assert [w.host for w in training.runs(1, timeout=LONG)] == ["h1"]
@@ -130,7 +130,7 @@ def test_what_goes_wrong_on_a_host_is_that_host_s_alone(network, trains, tmp_pat
     assert "ssh-copy-id secretive" in found["secretive"]
     for name in names:
         kind = "host-refused" if name == "old" else "host-lost"
-        assert texts(cluster, kind, name) == [f"{name}: {found[name]}; tried again in 60 s"]
+        assert texts(cluster, kind, name) == [f"{name}: {found[name]}; tried again in 100 s"]
     assert len(training.finish(timeout=LONG)) == 1
 
 

@@ -169,7 +169,7 @@ def test_it_ends_with_the_process_that_opened_it():
 def mended(doors, door):
     """As the driver does it now and then: a process that was killed may not quite have ended, its port be taken."""
     doors.mend()
-    with contextlib.suppress(ConnectionRefusedError), call(door) as one:
+    with contextlib.suppress(ConnectionError), call(door) as one:
         return comes_back(one)
 
 

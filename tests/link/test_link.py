@@ -48,10 +48,10 @@ async def place(heartbeat=link.HEARTBEAT):
 
 
 @asynccontextmanager
-async def spoke(there, name=NAME, accepts=wire.ToWorker, keys=None):
+async def spoke(there, name=NAME, accepts=wire.ToWorker, keys=None, heartbeat=link.HEARTBEAT):
     """A peer as agents and workers are; `.heard` is what reached it."""
     heard = []
-    one = Spoke(there.hub.address, keys or there.keys.for_clients(), name, accepts, heard.append)
+    one = Spoke(there.hub.address, keys or there.keys.for_clients(), name, accepts, heard.append, heartbeat=heartbeat)
     one.heard = heard
     one.start()
     try:
@@ -116,7 +116,9 @@ def test_closing_sends_what_is_queued():
         async with place() as there:
             async with spoke(there) as worker:
                 worker.send(GOOD)
-            await until(lambda: there.of(NAME) == [GOOD])
+                await until(lambda: there.heard)  # the connection stands: there is half a second for the last words
+                worker.send(m.WorkerSucceeded(W, 1))
+            await until(lambda: there.of(NAME) == [GOOD, m.WorkerSucceeded(W, 1)])
 
     asyncio.run(story())
 
@@ -138,13 +140,12 @@ def test_an_agent_may_speak_for_its_workers_only():
     asyncio.run(story())
 
 
-def test_heartbeats_go_both_ways(monkeypatch):
+def test_heartbeats_go_both_ways():
     """Without a message both ends go on hearing each other."""
-    monkeypatch.setattr(link, "HEARTBEAT", 0.05)
 
     async def story():
-        async with place() as there:
-            async with spoke(there) as worker:
+        async with place(0.05) as there:
+            async with spoke(there, heartbeat=0.05) as worker:
                 worker.send(GOOD)
                 await until(lambda: NAME in there.hub.heard_at)
                 at, back = there.hub.heard_at[NAME], worker.heard_at
@@ -154,18 +155,23 @@ def test_heartbeats_go_both_ways(monkeypatch):
     asyncio.run(story())
 
 
-def test_silence_is_seen(monkeypatch):
-    """`heard_at` stands still when a peer has gone, and `forget` ends that."""
-    monkeypatch.setattr(link, "HEARTBEAT", 0.05)
+def test_silence_is_seen():
+    """`heard_at` moves while a peer is there, and stands still when it has gone; `forget` ends that."""
 
     async def story():
-        async with place() as there:
-            async with spoke(there) as worker:
+        async with place(0.05) as there:
+
+            async def silent():
+                last = there.hub.heard_at[NAME]
+                await asyncio.sleep(0.4)
+                return there.hub.heard_at[NAME] == last
+
+            async with spoke(there, heartbeat=0.05) as worker:
                 worker.send(GOOD)
                 await until(lambda: NAME in there.hub.heard_at)
-            at = there.hub.heard_at[NAME]
-            await asyncio.sleep(0.2)
-            assert there.hub.heard_at[NAME] <= at + 0.1
+                at = there.hub.heard_at[NAME]
+                await until(lambda: there.hub.heard_at[NAME] > at)
+            await until(silent, what="its last words to have come")
             there.hub.forget(NAME)
             assert not there.hub.heard_at
 
@@ -510,7 +516,8 @@ def test_reports_wait_while_words_queue():
             assert [message for message in heard if isinstance(message, m.WorkerOffered)] == words
             reports = [message.commit for message in heard if isinstance(message, wire.WorkerProgress)]
             assert reports == sorted(set(reports))
-            assert len(reports) <= turns < count
+            assert len(reports) <= turns  # there are many, if this loop is faster than ZeroMQ
+            assert len(reports) < count
 
     asyncio.run(story())
 
@@ -531,17 +538,19 @@ def test_a_stopped_driver_is_not_flooded():
 
             def stand_still(times):
                 """Until the first word has gone out so often: meanwhile this loop, and with it the driver, does nothing."""
+                one.report(wire.WorkerProgress(W, 1, times, {}))
                 while sent["WorkerOffered"][encode(words[0])] < times:
                     one.report(wire.WorkerProgress(W, 1, times, {}))
                     time.sleep(0.001)
                 return sent["WorkerProgress"].total()
 
-            assert stand_still(2) == stand_still(3)
-            assert sent["WorkerOffered"].total() <= WINDOW + 2 * RESENT
+            stand_still(2)  # by now it has read what the driver had said before
+            assert stand_still(3) == stand_still(4)
+            assert sent["WorkerOffered"].total() <= WINDOW + 3 * RESENT
             await until(lambda: words[-1] in there.of(NAME))
             assert [message for message in there.of(NAME) if isinstance(message, m.WorkerOffered)] == words
-            assert sent["WorkerOffered"].total() <= len(words) + WINDOW + 2 * RESENT
-            await until(lambda: wire.WorkerProgress(W, 1, 3, {}) in there.of(NAME))
+            assert sent["WorkerOffered"].total() <= len(words) + WINDOW + 3 * RESENT
+            await until(lambda: wire.WorkerProgress(W, 1, 4, {}) in there.of(NAME))
             await asyncio.to_thread(one.close)
 
     asyncio.run(story())

@@ -32,8 +32,8 @@ def test_a_host_comes_and_goes(trains):
     newcomer = ranks[2]
     training.cluster.remove_host("127.0.0.2")
     assert [w.id for w in training.runs(2)] == old
-    until(lambda: not alive(newcomer.pid), 5)
-    until(lambda: [host.name for host in training.cluster.hosts] == ["localhost"], 5)
+    until(lambda: not alive(newcomer.pid))
+    until(lambda: [host.name for host in training.cluster.hosts] == ["localhost"])
     training.finish()
     assert never_broken(training)
     assert [w.restarts for w in training.cluster.workers] == [0, 0]

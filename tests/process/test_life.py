@@ -83,9 +83,10 @@ def test_it_can_be_started_again(make):
 
 def test_names_are_unique(make):
     """A second cluster of that name is refused with what to do; so is a second start."""
-    cluster = make("localhost:1", name="only-one")
-    with pytest.raises(nbe.UsageError, match=r"'only-one' is running already .process"):
-        nbe.Cluster("localhost:1", name="only-one").start()
+    name = f"only-{os.getpid()}"  # the tests may run twice on this machine
+    cluster = make("localhost:1", name=name)
+    with pytest.raises(nbe.UsageError, match=f"'{name}' is running already .process"):
+        nbe.Cluster("localhost:1", name=name).start()
     with pytest.raises(nbe.UsageError, match="running already"):
         cluster.start()
     assert cluster.run(os.getpid).result(timeout=20) == [cluster.workers[0].pid]
@@ -205,10 +206,10 @@ def test_ctrl_c_in_start_leaves_it_starting(make, interruptible):
     cluster = make("localhost:2", wait=False)
 
     def interrupted(call):
-        timer = subprocess.Popen(["sh", "-c", f"sleep 0.3; kill -INT {os.getpid()}"])
-        with pytest.raises(KeyboardInterrupt):
-            call()
-        timer.wait()
+        begun, me = run_dir(cluster) / "agent-localhost.log", os.getpid()
+        wait = f"until [ -e {begun} ] || ! kill -0 {me}; do sleep 0.1; done; sleep 0.3"
+        with pytest.raises(KeyboardInterrupt), subprocess.Popen(["sh", "-c", f"{wait}; kill -INT {me}"]):
+            call()  # wherever it is by then, and if it has ended: the signal is expected
 
     interrupted(lambda: cluster.wait(7, timeout=20))
     cluster.wait(2, timeout=20)
@@ -218,10 +219,7 @@ def test_ctrl_c_in_start_leaves_it_starting(make, interruptible):
     assert job.result(timeout=20) == [None, None]
     assert all(worker.restarts == 0 for worker in cluster.workers)
     cluster.stop()
-    timer = subprocess.Popen(["sh", "-c", f"sleep 0.3; kill -INT {os.getpid()}"])
-    with pytest.raises(KeyboardInterrupt):
-        cluster.start(timeout=30)
-    timer.wait()
+    interrupted(lambda: cluster.start(timeout=30))
     cluster.wait(2, timeout=20)
     assert len(cluster.run(os.getpid).result(timeout=20)) == 2
 

@@ -16,6 +16,7 @@ from tests.process.observing import until
 def cluster(tmp_path_factory):
     """Two hosts with two slots and one: packed by host, unevenly."""
     with nbe.Cluster("localhost:2,127.0.0.2:1", min=3, cooldown=(0, 0), log_dir=tmp_path_factory.mktemp("logs")) as one:
+        until(lambda: all(w.pid for w in one.workers), what="the agents to tell of all processes")
         yield one
 
 
@@ -331,9 +332,8 @@ def test_reports_reach_the_status(cluster):
 
     job = cluster.run(program)
     until(lambda: cluster.status().report.get("step", 0) > 5)
-    status = cluster.status()
-    assert status.report["rank"] == 0
-    assert status.step > 5
+    assert cluster.status().report["rank"] == 0
+    until(lambda: cluster.status().step > 5)  # a report may be sent before its commit is made
     until(lambda: (cluster.status().steps_per_second or 0) > 1)
     (told,) = (event.text for event in cluster.events if event.kind == "not-finite")
     assert told.startswith("loss is not a finite number any more: rank 0 reported so at commit ")
@@ -429,7 +429,8 @@ def test_what_has_no_newline_is_shown(cluster, tmp_path):
         until(lambda name=name: all(f"{name}:  50%" in job.logs(worker=w.id) for w in cluster.workers))
         file.with_name(f"go on {step}").touch()
     job.result(timeout=20)
-    until(lambda: all(job.logs(worker=w.id).endswith("the last words") for w in cluster.workers))
+    for ending in ("auto: 100%", "the last words"):  # of two streams, which come one after the other
+        until(lambda ending=ending: all(ending in job.logs(worker=w.id) for w in cluster.workers))
     for worker in cluster.workers:
         lines = job.logs(worker=worker.id).split("\n")
         assert [line.partition("|")[0] for line in lines] == ["plain: 100%", "auto: 100%", "the last words"]

@@ -16,7 +16,8 @@ from tests.process.scripting import TELL, ScriptTraining, joining, torchrun
 
 def test_a_group_that_is_struck(make: Callable[..., nbe.Cluster], tmp_path):
     """A worker is killed, a node, a host, and a host joins: each time all begin again from the last checkpoint."""
-    cluster = make("localhost:2,127.0.0.2:1", min=1)
+    cooldown = (5, 5)  # the others make steps before a lost host is back
+    cluster = make("localhost:2,127.0.0.2:1", min=1, cooldown=cooldown)
     training = ScriptTraining(cluster, tmp_path / "training", max_restarts=1)
     os.kill(training.runs(3)[2].pid, signal.SIGKILL)
     until(lambda: any("SIGKILL; restart 1 of 1" in event.text for event in cluster.events), what="a restart")
@@ -24,6 +25,7 @@ def test_a_group_that_is_struck(make: Callable[..., nbe.Cluster], tmp_path):
     node = psutil.Process(node_of(cluster, "localhost"))
     node.kill()  # its workers die with it, and another is started: that does not count
     until(lambda: not alive(first.pid), what="the workers of the killed node to end")
+    until(lambda: any("its node ended (SIGKILL)" in event.text for event in cluster.events), what="its end to be known")
     training.runs(3)
     agent_of(cluster, "127.0.0.2").kill()  # the whole host
     training.runs(2, timeout=20)

@@ -190,7 +190,7 @@ def test_a_job_that_ends_meanwhile(kept):
     cluster.detach()
     cluster = nbe.Cluster.attach(kernel.name)
     assert cluster.job.result(timeout=20) == ["rank 0", "rank 1", "rank 2"]
-    assert "I am rank 1" in cluster.job.logs()
+    until(lambda: "I am rank 1" in cluster.job.logs(), what="what it has printed")
     training = cluster.run(programs.say, str(kernel.folder))
     assert training.name == "job-2"
     assert len(training.result(timeout=20)) == WORLD
@@ -238,6 +238,7 @@ def test_a_discovery_that_fails_while_a_new_kernel_attaches(kept, tmp_path):
     kernel = kept(hosts=None, discovery=str(script))
     epoch = kernel.makes_steps(2)
     kernel.kill()
+    until(lambda: not any(str(script) in command for command in kernel.processes().values()), what="its last look")
     busy.touch()
     training = attached(kernel)
     kinds = lambda: [event.kind for event in training.cluster.events if "discovery" in event.kind]
@@ -267,6 +268,7 @@ def test_a_driver_that_does_not_answer(kept):
     """A stopped kernel keeps its cluster; who wants it is told which process to end."""
     kernel = kept(program="")
     kernel.process.send_signal(signal.SIGSTOP)
+    until(lambda: psutil.Process(kernel.process.pid).status() == psutil.STATUS_STOPPED)
     with pytest.raises(nbe.UsageError, match=f"process {kernel.process.pid}.*end that kernel"):
         nbe.Cluster.attach(kernel.name)
     kernel.kill()

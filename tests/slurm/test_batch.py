@@ -103,7 +103,7 @@ def test_a_killed_agent(slurm, tmp_path):
             held.agent.kill()
             held.agent.kill()
             assert held.stops == []
-            await until(lambda: not slurm.jobs() and not psutil.pid_exists(pid))
+            await until(lambda: held.stops and not slurm.jobs() and not psutil.pid_exists(pid))
             assert held.stops == [None]
             assert held.left() == []
 

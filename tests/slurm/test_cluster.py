@@ -19,8 +19,8 @@ def training(slurm, tmp_path, monkeypatch):
         yield Training(cluster.start(timeout=60), tmp_path / "steps", train)
     finally:
         cluster.stop()
-    until(lambda: not slurm.jobs(), what="all jobs to end")
-    assert [path.name for path in (tmp_path / ".nbelastic").rglob("*") if path.suffix in (".json", ".sh")] == []
+    left = lambda: [path for path in (tmp_path / ".nbelastic").rglob("*") if path.suffix in (".json", ".sh")]
+    until(lambda: not slurm.jobs() and not left(), what="all jobs to end, and their keys to go")
 
 
 def jobs(slurm):

@@ -52,7 +52,7 @@ def test_a_question_is_answered_from_within_a_step(session):
     thread.start()
     assert not passed.wait(0.2)
     session._receive(wire.Leave(EPOCH, 5))
-    thread.join(5)
+    thread.join(20)
     assert (passed.is_set(), session.commits) == (True, 5)
 
 

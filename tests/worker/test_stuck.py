@@ -38,7 +38,8 @@ def wait_in(filename):
 @pytest.mark.parametrize("where", ["torch/distributed/distributed_c10d.py", "torch/autograd/graph.py"])
 def test_asleep_in_a_collective_is_stuck(where):
     """The thread sleeps inside torch's collectives and uses no processor: it is stuck, and for how long is told."""
-    assert 0.3 < watched(wait_in(f"/site-packages/{where}"), 0.5) < 0.7
+    began = time.monotonic()
+    assert 0.3 < watched(wait_in(f"/site-packages/{where}"), 1.0) <= time.monotonic() - began
 
 
 def test_asleep_in_the_users_code_is_not():
@@ -63,11 +64,15 @@ def test_busy_in_a_collective_is_not():
 def test_it_starts_again_when_it_moves():
     """Two short waits are not one long one."""
 
+    waits = []
+
     def twice(seconds):
         for _ in range(2):
+            began = time.monotonic()
             wait_in("/site-packages/torch/distributed/x.py")(seconds)
+            waits.append(time.monotonic() - began)
             end = time.monotonic() + 0.1
             while time.monotonic() < end:
                 pass
 
-    assert watched(twice, 0.3) < 0.45
+    assert watched(twice, 0.3) < sum(waits)

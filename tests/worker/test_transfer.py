@@ -16,6 +16,7 @@ from nbelastic.core.errors import StateError
 from nbelastic.worker import transfer
 from nbelastic.worker.transfer import compare, describe, destinations, rebuild
 from tests.support.soak import examples
+from tests.support.waiting import until
 
 CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.uint8, torch.bool]
@@ -281,8 +282,7 @@ def test_a_newcomer_gets_everything(tmp_path):
     """Parameters, buffers of any type, optimizer, scheduler, sampler, counters: after joining all ranks are equal."""
     with nbe.Cluster("localhost:1", min=1, cooldown=(0, 0), log_dir=tmp_path / "logs") as cluster:
         job = cluster.run(sync_everything, str(tmp_path))
-        while cluster.status().step < 5 and not job.done():
-            pass
+        until(lambda: cluster.status().step >= 5 or job.done(), what="five steps")
         cluster.add_host("127.0.0.2:1")
         one, two = job.result(timeout=30)
         assert one == two
