@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 from nbelastic.core import messages as m
 from nbelastic.core import wire
 from nbelastic.core.world import HostPhase
 from tests.driver.fakes import Outside, tell
+
+
+@asynccontextmanager
+async def training(folder: Path, hosts: str, **limits: Any) -> AsyncIterator[Outside]:
+    """A job on all workers of these hosts, which has made no step yet."""
+    async with Outside(folder, hosts, **limits) as outside:
+        await outside.passes(2.0)
+        outside.submit()
+        await outside.passes(2.0)
+        yield outside
 
 
 def test_a_life(tmp_path: Path) -> None:
@@ -47,10 +60,7 @@ def test_a_newcomer_joins_by_plan(tmp_path: Path) -> None:
     """All leave at the commit that they agree on: nothing breaks, and no step is lost."""
 
     async def story() -> None:
-        async with Outside(tmp_path, "a:2", min=1) as outside:
-            await outside.passes(2.0)
-            outside.submit()
-            await outside.passes(2.0)
+        async with training(tmp_path, "a:2", min=1) as outside:
             outside.trains(5)
             await outside.settles()
             outside.driver.post(m.HostAdded(m.HostSpec("b", 1), "a test"))
@@ -67,10 +77,7 @@ def test_late_progress_of_the_job_before_is_not_that_of_the_next(tmp_path: Path)
     """A worker's last word of one job may come when the next has begun: that begins at step 0."""
 
     async def story() -> None:
-        async with Outside(tmp_path, "a:1", min=1) as outside:
-            await outside.passes(2.0)
-            outside.submit()
-            await outside.passes(2.0)
+        async with training(tmp_path, "a:1", min=1) as outside:
             outside.trains(5)
             await outside.settles()
             outside.driver.post(m.JobStopRequested("job-1"))
@@ -92,10 +99,7 @@ def test_a_host_that_falls_silent_is_lost_and_tried_again(tmp_path: Path) -> Non
     """After `silence`, and not before; the others train on, and when it is heard it is among them again."""
 
     async def story() -> None:
-        async with Outside(tmp_path, "a:1,b:1", min=1, silence=10.0) as outside:
-            await outside.passes(2.0)
-            outside.submit()
-            await outside.passes(2.0)
+        async with training(tmp_path, "a:1,b:1", min=1, silence=10.0) as outside:
             outside.silent.add("b")
             await outside.passes(9.0)
             assert outside.driver.world.hosts["b"].phase is HostPhase.UP

@@ -8,10 +8,7 @@ from nbelastic import supervision
 from nbelastic.core import messages as m
 from nbelastic.core import wire
 from nbelastic.link import Hub, Keys, Spoke
-from tests.support.waiting import until_async as until
-
-W = m.WorkerId("a", 0, 1)
-NAME = f"worker/{W}"
+from tests.link.test_link import NAME, W, silent, until
 
 
 def test_heartbeats_go_on_after_a_fault(monkeypatch, caplog):
@@ -45,12 +42,6 @@ def test_an_end_that_does_not_work_is_not_heard():
 
     async def story():
         heard, works = [], False
-
-        async def silent():
-            last = hub.heard_at[NAME]
-            await asyncio.sleep(0.4)
-            return hub.heard_at[NAME] == last
-
         hub = Hub(Keys.make(), lambda _, message: heard.append(message), 0.05)
         await hub.start()
         keys = hub._keys.for_clients()
@@ -65,7 +56,7 @@ def test_an_end_that_does_not_work_is_not_heard():
             one.send(m.WorkerFormed(W, 2))
             await until(lambda: len(heard) == 2)
             works = False
-            await until(silent, what="what was on its way to have come")
+            await until(lambda: silent(hub), what="what was on its way to have come")
         finally:
             await asyncio.to_thread(one.close)
             await hub.stop()

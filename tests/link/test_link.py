@@ -155,23 +155,24 @@ def test_heartbeats_go_both_ways():
     asyncio.run(story())
 
 
+async def silent(hub):
+    """Whether the peer says nothing, not even a heartbeat, for the time of eight."""
+    last = hub.heard_at[NAME]
+    await asyncio.sleep(0.4)
+    return hub.heard_at[NAME] == last
+
+
 def test_silence_is_seen():
     """`heard_at` moves while a peer is there, and stands still when it has gone; `forget` ends that."""
 
     async def story():
         async with place(0.05) as there:
-
-            async def silent():
-                last = there.hub.heard_at[NAME]
-                await asyncio.sleep(0.4)
-                return there.hub.heard_at[NAME] == last
-
             async with spoke(there, heartbeat=0.05) as worker:
                 worker.send(GOOD)
                 await until(lambda: NAME in there.hub.heard_at)
                 at = there.hub.heard_at[NAME]
                 await until(lambda: there.hub.heard_at[NAME] > at)
-            await until(silent, what="its last words to have come")
+            await until(lambda: silent(there.hub), what="its last words to have come")
             there.hub.forget(NAME)
             assert not there.hub.heard_at
 
