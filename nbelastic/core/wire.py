@@ -121,11 +121,53 @@ class WorkerProgress(Message):
     first: float | None = None
 
 
-class WorkerBusy(Message):
-    """A program of `job` runs in it; empty: none. Said at each change, and again and again."""
+class Blob(Struct, frozen=True):
+    """What `pickles.pack` made, of `size` bytes: `data`, or in a file at `path`; or neither, and the receiver fetches it."""
+
+    size: int
+    data: bytes = b""
+    path: str = ""
+
+
+class ProgramResult(Message):
+    """How the program of `job` ended: with `value`, or with an `error` (one line) and its `traceback`.
+
+    It is sent again to each new driver, until the next program begins.
+    """
 
     worker: WorkerId
     job: str
+    error: str = ""
+    traceback: str = ""
+    value: Blob | None = None
+
+
+class CellResult(Message):
+    """What cell `number` printed, and its error, in one line and with its traceback; both are empty if it has none."""
+
+    worker: WorkerId
+    number: int
+    stdout: str
+    stderr: str
+    error: str
+    traceback: str
+
+
+class FetchCall(Message):
+    """Send the call of `job` from `offset` on, in several `CallPiece`s: not all of it, if it is long."""
+
+    worker: WorkerId
+    job: str
+    offset: int
+
+
+class ResultPiece(Message):
+    """The answer to `FetchResult`: bytes of the value of `job` from `offset` on."""
+
+    worker: WorkerId
+    job: str
+    offset: int
+    data: bytes
 
 
 class WorkerOutput(Message):
@@ -150,6 +192,43 @@ class StackShown(Message):
     number: int
     place: str
     text: str
+
+
+class Program(Message):
+    """To a worker: run this as the program of `job`. It is a cell's `source`, or a pickled `call`.
+
+    `checkpoints`: the folder, commits between two, how many are kept. A long result goes into a file in the folder `results`,
+    if there is one that the driver sees too.
+    """
+
+    job: str
+    log_dir: str
+    checkpoints: tuple[str, int, int] | None = None
+    source: str = ""
+    call: Blob | None = None
+    results: str = ""
+
+
+class Cell(Message):
+    """To a worker: run this cell between programs."""
+
+    number: int
+    source: str
+
+
+class CallPiece(Message):
+    """The answer to `FetchCall`: bytes of the call of `job` from `offset` on."""
+
+    job: str
+    offset: int
+    data: bytes
+
+
+class FetchResult(Message):
+    """Send the value of `job` from `offset` on, in several `ResultPiece`s: not all of it, if it is long."""
+
+    job: str
+    offset: int
 
 
 class Spawn(Message):
@@ -372,8 +451,11 @@ FromWorker = (
     | m.WorkerSucceeded
     | m.WorkerAt
     | WorkerProgress
-    | WorkerBusy
     | WorkerOutput
+    | ProgramResult
+    | CellResult
+    | FetchCall
+    | ResultPiece
     | StackShown
 )
 FromNode = (
@@ -382,4 +464,20 @@ FromNode = (
 FromDriver = TakeOver
 ToAgent = Welcome | Launch | Recall | Spawn | Reap | Retire | Probe | Rehome
 ToNode = Welcome | Round | LeaveRound | Wait | Dismiss | Rehome
-ToWorker = Welcome | Formation | Prepare | Drop | Leave | Abort | Quit | Rehome | Expect | Look | ShowStack
+ToWorker = (
+    Welcome
+    | Program
+    | Cell
+    | CallPiece
+    | FetchResult
+    | Formation
+    | Prepare
+    | Drop
+    | Leave
+    | Abort
+    | Quit
+    | Rehome
+    | Expect
+    | Look
+    | ShowStack
+)

@@ -2,43 +2,50 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
-from typing import Any, NamedTuple
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import FunctionType
+from typing import Any
 
-import msgspec
-
+from nbelastic import pickles
 from nbelastic.core.errors import UsageError
-from nbelastic.driver.run import Checkpoints
+
+INLINE = 1 << 16  # bytes of a call that are sent with the order to run it
+DEPTH = 3  # functions that call one another, in which the name is looked for that cannot be pickled
 
 
-class Call(NamedTuple):
-    """`parts`: what `ipyparallel.serialize.pack_apply_message` made of the function and its arguments."""
+def pickled(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[memoryview]:
+    """Pickle the call, as `pickles.pack` does. UsageError, which names what cannot be pickled.
 
-    parts: Sequence[bytes]
-    checkpoints: Checkpoints
-
-    def write(self, path: Path) -> None:
-        """Write the call into a new file of mode 0600. OSError if the disk is full, say."""
-        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
-            file.write(msgspec.msgpack.encode(self))
-
-
-def pickled(
-    function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], checkpoints: Checkpoints
-) -> Call:
-    """Pickle the call. UsageError if the function or an argument cannot be pickled."""
-    from ipyparallel.serialize import pack_apply_message
-
+    A notebook's function takes along the notebook's names that it uses. One of a module is imported by the workers.
+    """
     try:
-        parts = [bytes(part) for part in pack_apply_message(function, args, kwargs)]
+        return pickles.pack((function, tuple(args), dict(kwargs)))
     except Exception as error:  # noqa: BLE001  (pickling fails in many ways)
         name = repr(getattr(function, "__name__", function))
-        raise UsageError(f"{name} cannot be sent to the workers: {type(error).__name__}: {error}") from None
-    return Call(parts, checkpoints)
+        parts = {f"argument {number}": value for number, value in enumerate(args, 1)}
+        parts |= {f"argument {name}": value for name, value in kwargs.items()}
+        culprit = next((what for what, value in parts.items() if not _can_be_pickled(value)), "")
+        culprit = culprit or next(_culprits(function, DEPTH), "")
+        text = f"{culprit}: {type(error).__name__}: {error}" if culprit else f"{type(error).__name__}: {error}"
+        raise UsageError(f"{name} cannot be sent to the workers: {text}") from None
 
 
-def read(path: Path) -> Call:
-    """Read what `write` wrote. OSError, or msgspec.DecodeError for a damaged file. Nothing is unpickled."""
-    return msgspec.msgpack.decode(path.read_bytes(), type=Call)
+def _culprits(function: object, depth: int) -> Iterator[str]:
+    """The names that a function uses and that cannot be pickled, in words."""
+    inner = inspect.unwrap(function) if callable(function) else function
+    if not isinstance(inner, FunctionType) or not depth:
+        return
+    used = inspect.getclosurevars(inner)
+    for name, value in {**used.globals, **used.nonlocals}.items():
+        if not _can_be_pickled(value):
+            yield from _culprits(value, depth - 1)
+            yield f"it uses {name!r}, a {type(value).__name__}"
+
+
+def _can_be_pickled(value: object) -> bool:
+    try:
+        pickles.pack(value)
+    except Exception:  # noqa: BLE001  (pickling fails in many ways)
+        return False
+    return True

@@ -1,4 +1,4 @@
-"""The controller's process: started, watched, started again in its place, found by a later kernel."""
+"""ipyparallel's controller, a process: started, watched, started again in its place, found by a later kernel."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from nbelastic import ports
 from nbelastic.folders import make_private
 from nbelastic.presence import identity, lives, pid_of
 from nbelastic.processes import leave, state_of, stopped
+from nbelastic.supervision import Report, report_to_log, supervise
 
 CODE = "from nbelastic.driver.controller import main; main()"
 PORTS = 16  # that ipyparallel's controller listens on
@@ -25,13 +26,53 @@ LOWEST = 10_000  # of those that we choose
 LAST_WORDS = 2000  # characters of its output in an error
 
 
-class Caretaker:
-    """One cluster's controller. Its files are in the profile's folder, and for their owner alone."""
+HEARTBEAT = 100  # milliseconds between two heartbeats of an engine, up to so many engines; of more, as many as engines
+LONGER = 10.0  # seconds that ipyparallel waits longer for a silent engine than we do: it would throw its results away
+FIRST_PAUSE, PAUSE = 0.1, 10.0  # seconds between two starts of a controller that ends soon: at first, and at most
+SOON = 10.0  # seconds after its start
+LOOK = 1.0  # seconds between two looks at whether it is stopped
+STILL = 5  # looks at a stopped controller after which it is ended
 
-    def __init__(self, profile: Path, name: str, arguments: Sequence[str], keep: tuple[Path, float] | None) -> None:
+
+def heartbeat(most: float) -> int:
+    """Milliseconds between two heartbeats for `most` engines.
+
+    An engine counts only after a heartbeat, so a short period has it known soon. Each heartbeat costs the controller about
+    1.1 ms of CPU. So the period grows with the engines, and all of them together take about a tenth of a core.
+    """
+    return max(HEARTBEAT, int(min(most, 10 * HEARTBEAT)))
+
+
+class Caretaker:
+    """One cluster's controller, for at most `most` engines. Its files are in the profile's folder, and for their owner alone.
+
+    One that ends unasked is started again in its place, and `on_again()` is called; `on_trouble(why)`, if it ends at once or
+    cannot be started. Engines and clients come back to it by themselves. With `keep`, a file and a lease for
+    `presence.outlast`, it outlives this process.
+    """
+
+    def __init__(
+        self,
+        profile: Path,
+        name: str,
+        silence: float,
+        *,
+        keep: tuple[Path, float] | None = None,
+        on_again: Callable[[], None] = lambda: None,
+        on_trouble: Callable[[str], None] = lambda why: None,  # noqa: ARG005
+        most: float = 0,
+        report: Report = report_to_log,
+    ) -> None:
         self._profile, self._name = profile, name
-        self._arguments = arguments
-        self._keep = keep
+        period = heartbeat(most)
+        self._arguments = [
+            "--nodb",  # the hub's record of every message would grow for ever
+            "--usethreads",
+            f"--HeartMonitor.period={period}",
+            f"--HeartMonitor.max_heartmonitor_misses={int((silence + LONGER) * 1000 / period)}",
+            "--log-level=40",
+        ]
+        self._keep, self._on_again, self._on_trouble, self._report = keep, on_again, on_trouble, report
         self._stem = profile / "security" / f"ipcontroller-{name}"
         self._log = profile / "log" / f"ipcontroller-{name}.log"
         self._state = profile / "log" / f"engines{name}.json"
@@ -39,7 +80,85 @@ class Caretaker:
         self._holding = contextlib.ExitStack()  # its ports
         self._extra = contextlib.ExitStack()
         self._chosen = False
+        self._tasks: list[asyncio.Task[None]] = []
         self.process = ""  # pid@start
+        self.connection = ""  # what engines need to come to it (JSON); empty before there is one
+
+    # ---- beginning and end ----
+
+    async def start(self) -> None:
+        """Start one that knows nothing of any before. RuntimeError with its last words if it ends instead."""
+        await self.begin()
+        self._supervise()
+
+    async def attach(self) -> None:
+        """Take over the one that an earlier kernel has started; one that has ended is started again in its place."""
+        if not self.adopt():
+            await self.again()
+        self._supervise()
+
+    async def detach(self) -> None:
+        """Leave it to a later kernel."""
+        await self._close()
+        if self._child is not None:
+            leave(self._child)
+        self._child = None
+
+    async def stop(self) -> None:
+        """End it. It has nothing to tidy up, and asking it takes longer than the kernel has at its end."""
+        await self._close()
+        await self.end()
+
+    async def _close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._extra.close()
+        self._holding.close()
+
+    def _supervise(self) -> None:
+        self.connection = json.dumps(self.information("engine"))
+        watches = (("the look at ipyparallel's controller", self._watch), ("the look for a stopped one", self._look))
+        self._tasks = [asyncio.create_task(supervise(what, watch, self._report)) for what, watch in watches]
+
+    # ---- while it is there ----
+
+    async def _watch(self) -> None:
+        """For ever: have a controller. One that ends at once is started again after pauses that grow."""
+        pause, now = 0.0, asyncio.get_running_loop().time
+        while True:
+            began = now()
+            await self.ended()
+            lived = now() - began
+            pause = min(2 * pause or FIRST_PAUSE, PAUSE) if lived < SOON else 0.0
+            if pause:
+                self._on_trouble(f"it ended after {lived:.1f} s: {self.last_line()}")
+                await asyncio.sleep(pause)
+            await self._start_again()
+            self._on_again()
+
+    async def _start_again(self) -> None:
+        pause = FIRST_PAUSE
+        while True:
+            try:
+                await self.again()
+            except (OSError, RuntimeError) as error:  # one of its ports may be taken for a moment
+                self._on_trouble(f"the last start failed: {error}")
+                await asyncio.sleep(pause)
+                pause = min(2 * pause, PAUSE)
+            else:
+                return
+
+    async def _look(self) -> None:
+        """For ever: a stopped controller is as good as none."""
+        still = 0
+        while True:
+            await asyncio.sleep(LOOK)
+            still = still + 1 if stopped(self._pid) else 0
+            if still >= STILL:
+                await self.end()
+
+    # ---- its process ----
 
     def information(self, kind: str) -> dict[str, Any]:
         """How an `engine` or a `client` comes to it: addresses and keys."""
@@ -50,7 +169,7 @@ class Caretaker:
         return self._stem.with_name(self._stem.name + ending)
 
     async def begin(self) -> None:
-        """Start one that knows nothing of any before. RuntimeError with its last words if it ends instead."""
+        """Start it without a trace of any before."""
         for folder in (self._stem.parent, self._log.parent):
             make_private(folder)
         self.adopt()
@@ -59,9 +178,8 @@ class Caretaker:
             file.unlink(missing_ok=True)
         await self.again()
 
-    def adopt(self, process: str = "") -> bool:
-        """Take the one over that an earlier kernel has started; whether it lives. Its own word counts more than `process`."""
-        self.process = process
+    def adopt(self) -> bool:
+        """Whether the one lives that an earlier kernel has started; it is this one's then."""
         with contextlib.suppress(FileNotFoundError):
             self.process = self._file(".process").read_text()
         return lives(self.process)
@@ -136,22 +254,6 @@ class Caretaker:
                         os.close(fd)
         if self._child is not None:
             await self.ended()  # its first thread may be a zombie while others still end
-
-    def close(self) -> None:
-        """It is not needed any more, or not by this process."""
-        self._extra.close()
-        self._holding.close()
-
-    @property
-    def stopped(self) -> bool:
-        """Somebody has stopped it (SIGSTOP), and nothing is passed on."""
-        return stopped(self._pid)
-
-    def leave(self) -> None:
-        """It is to outlive this process."""
-        if self._child is not None:
-            leave(self._child)
-        self._child = None
 
     @property
     def _pid(self) -> int:

@@ -1,19 +1,14 @@
-"""Notebook cells before they are sent, and the errors that come back from them."""
+"""Notebook cells before they are sent, and what comes back from them."""
 
 from __future__ import annotations
 
 import ast
-import re
 import traceback
 import warnings
-from typing import Any
 
-from nbelastic.core.messages import WorkerId
+from nbelastic.core.wire import CellResult
 
 Executed = tuple[str, str, str, str | None]  # worker, stdout, stderr, error
-_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
-_PROMPT = re.compile(r"^( *)Cell In\[\d+\]", re.MULTILINE)  # the engine's own count, which differs between workers
-_RULE = re.compile(r"\A-+\n")
 
 
 def check_cell(source: str, *, awaits: bool) -> None:
@@ -40,35 +35,6 @@ def described(error: SyntaxError) -> str:
     return "".join(traceback.format_exception_only(error)).rstrip()
 
 
-def executed(w: WorkerId, result: Any) -> Executed:
+def row(result: CellResult) -> Executed:
     """What a cell printed on one worker, and its error."""
-    return str(w), str(result.stdout), str(result.stderr), traceback_of(result) or None
-
-
-def error_of(result: Any) -> str:
-    """The error of an executed cell in one line, or nothing."""
-    error = _raised(result)
-    return "" if error is None else _in_one_line(error)
-
-
-def traceback_of(result: Any) -> str:
-    """The error of an executed cell with its remote traceback, without colours; or nothing."""
-    error = _raised(result)
-    if error is None:
-        return ""
-    text = _COLOURS.sub("", str(getattr(error, "traceback", "") or "")).strip()
-    text = _PROMPT.sub(r"\1Cell", _RULE.sub("", text))
-    return text or _in_one_line(error)
-
-
-def _raised(result: Any) -> Exception | None:
-    try:
-        result.get(timeout=0)
-    except Exception as error:  # noqa: BLE001  (the user's own error, whatever it is)
-        return error
-    return None
-
-
-def _in_one_line(error: Exception) -> str:
-    name = getattr(error, "ename", type(error).__name__)
-    return f"{name}: {getattr(error, 'evalue', error)}"
+    return str(result.worker), result.stdout, result.stderr, result.traceback or None

@@ -16,8 +16,9 @@ from typing import Any, Self, TypeVar, Unpack
 
 from msgspec.structs import replace
 
-from nbelastic import descriptors
+from nbelastic import descriptors, pickles
 from nbelastic.core import messages as m
+from nbelastic.core import wire
 from nbelastic.core.errors import (
     ClusterStoppedError,
     HostError,
@@ -27,7 +28,7 @@ from nbelastic.core.placement import parse_host
 from nbelastic.core.staffing import too_many
 from nbelastic.core.world import Limits
 from nbelastic.driver import orders
-from nbelastic.driver.calls import Call, pickled
+from nbelastic.driver.calls import INLINE, pickled
 from nbelastic.driver.cells import Executed, check_cell
 from nbelastic.driver.discovery import FixedHosts, HostDiscovery
 from nbelastic.driver.discovery import find as find_discovery
@@ -36,7 +37,7 @@ from nbelastic.driver.job import Job, outcome
 from nbelastic.driver.notes import Notes
 from nbelastic.driver.orders import execute_on_all, execute_setup
 from nbelastic.driver.places import RunDir, gpus
-from nbelastic.driver.run import Cell, Run, checkpoints
+from nbelastic.driver.run import Checkpoints, Run, checkpoints
 from nbelastic.driver.saved import (
     ClusterInfo,
     Saved,
@@ -59,6 +60,7 @@ from nbelastic.folders import make_private
 T = TypeVar("T")
 _numbers = itertools.count(1)
 CLOSING = 10.0  # seconds that all but the programs may take to end
+CONTROLLER = 10.0  # seconds that ipyparallel's controller may take to start, and to know an engine
 AT_ONCE = 2.0  # seconds for everything when the kernel ends, which leaves no more
 AT_THE_END = 0.5  # of these, seconds for programs
 
@@ -160,6 +162,7 @@ class Cluster:
         self._watchers = Watchers(self.status)
         self._job: Job | None = None  # the last one; earlier ones are kept by who needs them
         self._submitted = 0  # jobs so far, those of other drivers included
+        self._client: Any = None  # ipyparallel's, for `%px`, once somebody has asked for it
         self._added: set[str] = set()  # hosts of which the driver may not have taken notice yet
 
     # ---- life ----
@@ -261,6 +264,9 @@ class Cluster:
 
     def _forget(self) -> None:
         """The kernel's end no longer concerns this cluster."""
+        client, self._client = self._client, None
+        if client is not None:
+            client.close()
         if _running.get(self.name) is self:  # another one may have taken the name
             del _running[self.name]
         self._watchers.changed()
@@ -320,7 +326,7 @@ class Cluster:
         UsageError if a job runs already, if the function cannot be sent, or for wrong arguments.
         """
         plan = checkpoints(checkpoint, checkpoint_every, checkpoint_keep)
-        return self._submit(None, lambda: pickled(function, args, kwargs, plan))
+        return self._submit(plan, pickle=lambda: pickled(function, args, kwargs))
 
     def run_cell(
         self,
@@ -335,7 +341,7 @@ class Cluster:
         SyntaxError, before anything is sent.
         """
         check_cell(source, awaits=False)
-        return self._submit((source, checkpoints(checkpoint, checkpoint_every, checkpoint_keep)), None)
+        return self._submit(checkpoints(checkpoint, checkpoint_every, checkpoint_keep), source)
 
     def run_script(self, path: str | os.PathLike[str], *args: Any, **options: Unpack[Options]) -> Job:
         """Run an unmodified torchrun script on every host, with a worker a slot; returns at once.
@@ -348,7 +354,7 @@ class Cluster:
         """
         driver = self._may_submit()
         script, terms = script_for(self._next_job(), path, args, options, driver.settings)
-        run = Run(script.job, None, None)
+        run = Run(script.job, None)
         return self._accept(driver, run, driver.scripts.submit, script, terms)
 
     def connection_file(self, host: str | None = None) -> Path:
@@ -380,17 +386,24 @@ class Cluster:
             raise UsageError(f"{present} is still running: wait for it or stop it first.")
         return driver
 
-    def _submit(self, cell: Cell | None, pickle: Callable[[], Call] | None) -> Job:
+    def _submit(self, plan: Checkpoints, source: str = "", pickle: Callable[[], list[memoryview]] | None = None) -> Job:
         """UsageError, and no job, if a job runs already or if this one cannot be pickled or saved."""
         driver = self._may_submit()
-        run = Run(self._next_job(), cell, pickle() if pickle is not None else None)
-        saved = SavedJob(run.name, cell, f"{run.name}.program" if run.call is not None else "")
-        if run.call is not None and driver.notes is not None:
-            try:
-                run.call.write(self._run_dir.path / saved.program)
-            except OSError as error:
-                raise self._not_saved(run, error) from None
-        return self._accept(driver, run, driver.submit, saved)
+        name = self._next_job()
+        program = wire.Program(name, "", plan, source, self._saved(name, pickle()) if pickle is not None else None)
+        return self._accept(driver, Run(name, program), driver.submit, SavedJob(name, program))
+
+    def _saved(self, job: str, call: list[memoryview]) -> wire.Blob:
+        """A short call is sent as it is; a long one, and that of a kept cluster, is in a file. UsageError if that is full."""
+        size = pickles.size(call)
+        if size <= INLINE and self._settings.keep is None:
+            return wire.Blob(size, b"".join(call))
+        path = self._run_dir.path / f"{job}.program"
+        try:
+            pickles.write(path, call)
+        except OSError as error:
+            raise self._not_saved(job, error) from None
+        return wire.Blob(size, path=str(path))
 
     def _accept(self, driver: Driver, run: Run, submit: Callable[..., None], *args: Any) -> Job:
         """Have the driver take the job in. With `keep` this waits until the job is saved; UsageError if it cannot be."""
@@ -404,12 +417,13 @@ class Cluster:
             except OSError as error:
                 self._job = last
                 self._submitted -= 1
-                raise self._not_saved(run, error) from None
+                run.forget_program()
+                raise self._not_saved(run.name, error) from None
         return self._job
 
-    def _not_saved(self, run: Run, error: OSError) -> UsageError:
+    def _not_saved(self, job: str, error: OSError) -> UsageError:
         where = f"{self._run_dir.path} ({error.strerror})"
-        return UsageError(f"{run.name} cannot be saved in {where}: free some space there, then run it again.")
+        return UsageError(f"{job} cannot be saved in {where}: free some space there, then run it again.")
 
     def execute(
         self, source: str, *, setup: bool = False, key: str | None = None, timeout: float | None = None
@@ -578,8 +592,18 @@ class Cluster:
 
     @property
     def client(self) -> Any:
-        """ipyparallel's client, for what it can do beside us. ClusterStoppedError if the cluster does not run."""
-        return self._running().fleet.client
+        """ipyparallel's client, for what it can do beside us: it knows all workers that are ready.
+
+        It is made when it is asked for first. ClusterStoppedError if the cluster does not run.
+        """
+        driver = self._running()
+        if self._client is None:
+            from nbelastic.driver.client import connect  # it imports ipyparallel, which takes its time
+
+            information = self._wait(lambda d: d.fleet.information, CONTROLLER, "ipyparallel's controller")
+            self._client = connect(information, self.name, str(driver.settings.run_dir / "ipython"))
+        self._client.wait_for(list(driver.fleet.engines.values()), CONTROLLER)
+        return self._client
 
     def subscribe(self, callback: Callable[[Status], object]) -> Callable[[], None]:
         """Have `callback(status)` called after changes, at most 4 times a second, from another thread. Returns the undoing."""

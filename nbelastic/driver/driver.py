@@ -32,8 +32,9 @@ from nbelastic.driver.live import numbers
 from nbelastic.driver.notes import Notes
 from nbelastic.driver.parts import REAL, Parts
 from nbelastic.driver.places import RunDir
+from nbelastic.driver.results import Outcome
 from nbelastic.driver.run import Run
-from nbelastic.driver.saved import SavedJob
+from nbelastic.driver.saved import Saved, SavedJob
 from nbelastic.driver.scripts import Scripts
 from nbelastic.driver.settings import Settings
 from nbelastic.driver.silence import LATE, Silence
@@ -240,6 +241,7 @@ class Driver:
         self.scripts = Scripts(self, self._hub, self.keys.for_clients())
         try:
             if saved is not None and self._arrivals is not None:
+                self._recall(saved)
                 await asyncio.gather(self.fleet.adopt(saved), self._arrivals.wait())
                 arrivals, self._arrivals = self._arrivals, None
                 take_over(self, saved, arrivals)
@@ -268,6 +270,13 @@ class Driver:
             raise
         finally:
             await self._end(in_child)
+
+    def _recall(self, saved: Saved) -> None:
+        """Before anybody is heard: the newest job of the last driver, of which workers will tell how it ended."""
+        if saved.job is not None:
+            self.runs[saved.job.name] = Run(saved.job.name, saved.job.program)
+        if self.notes is not None:
+            self.notes.recall(self)
 
     def supervised(self, what: str, run: Callable[[], Awaitable[None]]) -> asyncio.Task[None]:
         """Start a background task, which is started again whenever it fails."""
@@ -467,10 +476,24 @@ class Driver:
         job = self.world.active
         return self.settings.log_dir / (job.name if job else "idle")
 
-    def program_ended(self, w: m.WorkerId, run: Run, outcome: tuple[str, Any, str]) -> None:
-        error = "" if outcome[0] == "ok" else outcome[1] or "an error without a message"
-        self._inbox.put_nowait(m.ProgramEnded(w, run.name, error))
-        run.ended(w, outcome)
+    def _take_result(self, message: wire.ProgramResult | wire.ResultPiece | wire.FetchCall | wire.CellResult) -> None:
+        """A worker speaks of a program or a cell that it is to run, or has run."""
+        match message:
+            case wire.ProgramResult(worker=w, job=job):
+                self.fleet.results.take(message, partial(self.program_ended, w, job))
+            case wire.ResultPiece():
+                self.fleet.results.piece(message)
+            case wire.FetchCall(job=job):
+                if job in self.runs:
+                    self.fleet.send_call(message, self.runs[job])
+            case wire.CellResult():
+                self.fleet.cell_ended(message)
+
+    def program_ended(self, w: m.WorkerId, job: str, outcome: Outcome) -> None:
+        """A worker's program has ended, and its value is here."""
+        self._inbox.put_nowait(m.ProgramEnded(w, job, outcome.error))
+        if job in self.runs:
+            self.runs[job].ended(w, outcome)
 
     def _is_known(self, peer: str) -> bool:
         """Whether this agent, worker or node, which is not heard yet, is to be kept in touch with.
@@ -526,8 +549,8 @@ class Driver:
                     self.fleet.hello(w, engine)
             case wire.WorkerProgress():
                 self._progress(message, now)
-            case wire.WorkerBusy():
-                self.fleet.busy(message)
+            case wire.ProgramResult() | wire.ResultPiece() | wire.FetchCall() | wire.CellResult():
+                self._take_result(message)
             case wire.StackShown(worker=w):
                 if w in self.world.workers:
                     self.fleet.live.stacks[w] = message
@@ -565,8 +588,6 @@ class Driver:
             self._inbox.put_nowait(m.WorkerFroze(here.worker, "it answered a new driver too late"))
         else:
             self.find(here)
-            if here.busy and here.job in self.runs:  # how its program ends was to be told to the last driver
-                self.fleet.await_outcome(here.worker, self.runs[here.job], self.program_ended)
 
     def _progress(self, message: wire.WorkerProgress, now: float) -> None:
         live, members = self.fleet.live, self.world.members

@@ -1,8 +1,9 @@
-"""The rim of the driver: agents, engines and the link, as the core's commands need them."""
+"""The rim of the driver: agents, the controller and the link, as the core's commands need them."""
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import shutil
 import sys
@@ -14,20 +15,24 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+from msgspec.structs import replace
 
+from nbelastic import pickles
 from nbelastic.core import messages as m
 from nbelastic.core import wire
 from nbelastic.core.errors import HostError
-from nbelastic.driver.cells import Executed, error_of, executed
+from nbelastic.driver.cells import Executed, row
 from nbelastic.driver.clock import Clock
 from nbelastic.driver.gate import Doors
 from nbelastic.driver.launchers import AdoptedAgent, Agent, BatchJobAgent
 from nbelastic.driver.live import Live
-from nbelastic.driver.parts import EngineClient, Parts, Transport
+from nbelastic.driver.parts import Controller, Parts, Transport
 from nbelastic.driver.places import batch_folder
+from nbelastic.driver.results import Outcome, Results
 from nbelastic.driver.run import Run
 from nbelastic.driver.saved import Saved, SavedAgent
 from nbelastic.driver.settings import SSH
+from nbelastic.folders import make_private
 from nbelastic.link import Keys
 from nbelastic.supervision import Report
 
@@ -107,11 +112,14 @@ class Fleet:
         self._started = 0
         self._expected: dict[str, float] = {}  # peers of another driver that were not heard yet, and since when
         self._doors = Doors(settings.keep, self._workers_asked)
-        self._engine_of: dict[m.WorkerId, str] = {}
-        self._worker_of: dict[str, m.WorkerId] = {}
+        self.engines: dict[m.WorkerId, str] = {}  # how ipyparallel's client names those that can be spoken to
+        self._results_folder = settings.run_dir / "results"
+        self.results = Results(self._results_folder, lambda w, message: self.to_workers((w,), message))
+        self._cells: dict[tuple[m.WorkerId, int], Callable[[wire.CellResult], None]] = {}  # that are not answered
+        self._numbers = itertools.count(1)  # of cells that are no setup cells: those have a time as their number
         self.setup_rows: dict[int, dict[m.WorkerId, Executed]] = {}  # of versions for which somebody waits
         self._spawns: list[tuple[m.WorkerId, Path]] = []  # wait for the controller
-        self._engines: EngineClient | None = None
+        self._controller: Controller | None = None
         self._starting: asyncio.Task[None] | None = None
         self._trouble = ""  # why the controller failed, as it was recorded last
         self.live = Live(log_dir=str(settings.log_dir))
@@ -125,8 +133,8 @@ class Fleet:
             self._starting.cancel()
             await asyncio.gather(self._starting, return_exceptions=True)
         try:
-            if self._engines is not None:
-                await self._engines.stop()
+            if self._controller is not None:
+                await self._controller.stop()
         finally:
             self._doors.close()
         shutil.rmtree(batch_folder(self._settings.name, self._settings.number), ignore_errors=True)
@@ -138,8 +146,8 @@ class Fleet:
                 held.agent.release()
         if self._starting is not None:
             await asyncio.gather(self._starting, return_exceptions=True)
-        if self._engines is not None:
-            await self._engines.detach()
+        if self._controller is not None:
+            await self._controller.detach()
         self._doors.leave()
 
     async def adopt(self, saved: Saved) -> None:
@@ -159,7 +167,7 @@ class Fleet:
                 held.agent = AdoptedAgent(old.process, stopped)
                 held.agent.start({})
         if saved.agents:
-            self._starting = self._loop.create_task(self._start_engines(saved.controller))
+            self._starting = self._loop.create_task(self._start_controller(attach=bool(saved.controller)))
             await self._starting
 
     def agents(self) -> dict[str, SavedAgent]:
@@ -182,7 +190,7 @@ class Fleet:
     @property
     def controller(self) -> str:
         """Its process, as `pid@start`; empty if there is none yet."""
-        return self._engines.process if self._engines is not None else ""
+        return self._controller.process if self._controller is not None else ""
 
     async def look_after_jobs(self) -> None:
         """How do the batch jobs stand whose agents have not spoken yet? One that has failed says so then."""
@@ -212,7 +220,7 @@ class Fleet:
                     # One that has not spoken yet has no workers, and may not be there to hear it.
                     self._loop.call_later(3.0 if heard else 0.0, self._end, host, held)
             case m.StartWorker(worker=w):
-                if self._engines is None or not self._engines.connection:
+                if self._controller is None or not self._controller.connection:
                     self._spawns.append((w, log_dir))
                 else:
                     self._spawn(w, log_dir)
@@ -285,7 +293,7 @@ class Fleet:
             return
         held.agent, held.launching = agent, None
         if self._starting is None:  # after the agent: its template needs longer than the controller
-            self._starting = self._loop.create_task(self._start_engines())
+            self._starting = self._loop.create_task(self._start_controller())
 
     def _config(self, spec: m.HostSpec, local: str, number: int) -> dict[str, Any]:
         settings = self._settings
@@ -318,15 +326,13 @@ class Fleet:
         """For how many workers there are hosts, or how many there may be if that is less."""
         return int(min(self._settings.limits.wanted, sum(held.asked for held in self._held.values())))
 
-    async def _start_engines(self, process: str = "") -> None:
-        """Start ipyparallel's controller, or connect to the one behind `process`."""
+    async def _start_controller(self, *, attach: bool = False) -> None:
+        """Start ipyparallel's controller, or take the one over that an earlier driver has started."""
         settings = self._settings
-        folder = str(settings.run_dir / "ipython")
-        self._engines = self._parts.engines(
-            folder,
+        self._controller = self._parts.controller(
+            settings.run_dir / "ipython",
             settings.name,
             settings.silence,
-            self._engine_registered,
             keep=settings.keep,
             on_again=self._controller_came_again,
             on_trouble=self._controller_fails,
@@ -334,10 +340,10 @@ class Fleet:
             report=self._report,
         )
         try:
-            await (self._engines.attach() if process else self._engines.start())
+            await (self._controller.attach() if attach else self._controller.start())
         except Exception as error:
-            if process:  # there is a cluster, and it is not to end for that
-                raise HostError(f"ipyparallel's controller does not answer ({error}): attach again.") from error
+            if attach:  # there is a cluster, and it is not to end for that
+                raise HostError(f"ipyparallel's controller cannot be started ({error}): attach again.") from error
             self._post(m.StopRequested(f"ipyparallel's controller could not be started: {error}"))
             return
         for w, log_dir in self._spawns:
@@ -345,10 +351,10 @@ class Fleet:
         self._spawns.clear()
 
     def _spawn(self, w: m.WorkerId, log_dir: Path) -> None:
-        assert self._engines is not None
+        assert self._controller is not None
         held = self._held.get(w.host)
         if held is not None:
-            connection = self._doors.lead_engines(held.here, self._engines.connection)
+            connection = self._doors.lead_engines(held.here, self._controller.connection)
             self._hub.send(held.peer, wire.Spawn(w, str(log_dir), connection))
 
     def _end(self, host: str, held: _Held) -> None:
@@ -375,27 +381,19 @@ class Fleet:
         """What was measured belongs to the job before."""
         self.pace = Pace()
         self.live.begin_job()
+        shutil.rmtree(self._results_folder, ignore_errors=True)  # who has such a result has it mapped
+        make_private(self._results_folder)
 
     def to_workers(self, workers: Iterable[m.WorkerId], message: wire.Message) -> None:
         self._hub.send_to_all((f"worker/{w}" for w in workers), message)
 
     def hello(self, w: m.WorkerId, engine: str) -> None:
-        """A worker says which engine it is."""
-        self._engine_of[w], self._worker_of[engine] = engine, w
+        """A worker says that it can run programs and cells, and which engine it is."""
+        self.engines[w] = engine
         held = self._held.get(w.host)
         if held is not None and held.move is not None:  # it may have come between its fork and its first word
             self._hub.send(f"worker/{w}", held.move)
-        self._say_registered(w)
-
-    def busy(self, message: wire.WorkerBusy) -> None:
-        """A worker says what it is doing."""
-        if self._engines is not None and message.worker in self._engine_of:
-            self._engines.busy(self._engine_of[message.worker], message.job)
-
-    def _engine_registered(self, engine: str) -> None:
-        w = self._worker_of.get(engine)
-        if w is not None:
-            self._say_registered(w)
+        self._post(m.WorkerRegistered(w))
 
     def _controller_fails(self, why: str) -> None:
         if why != self._trouble:
@@ -407,65 +405,59 @@ class Fleet:
     def _controller_came_again(self) -> None:
         self._record(m.Record("controller-started", "ipyparallel's controller had ended; it was started again"))
 
-    def _say_registered(self, w: m.WorkerId) -> None:
-        """Once the engine of a worker that has said its name is known, or again: the core takes it once."""
-        assert self._engines is not None
-        if self._engines.knows(self._engine_of[w]):
-            self._post(m.WorkerRegistered(w))
-
     def run_setup(self, w: m.WorkerId, version: int, source: str) -> None:
         """Run a setup cell on one worker."""
 
-        def done(result: Any) -> None:
-            error = error_of(result)
-            if error.startswith("ControllerLostError"):  # how far it ran is not known: another process begins anew
-                self._post(m.RestartRequested(w, "nbelastic, as the answer of its setup cell was lost"))
-                return
+        def done(result: wire.CellResult) -> None:
             if version in self.setup_rows:
-                self.setup_rows[version][w] = executed(w, result)
-            self._post(m.SetupEnded(w, version, error))
+                self.setup_rows[version][w] = row(result)
+            self._post(m.SetupEnded(w, version, result.error))
 
-        self.execute(w, source, done)
+        self.execute(w, source, done, version)
 
-    def execute(self, w: m.WorkerId, source: str, done: Callable[[Any], None]) -> None:
-        """Run a cell on one worker; `done(AsyncResult)` is called in this thread."""
-        assert self._engines is not None
-        self._engines.execute(self._engine_of[w], source, done)
-
-    def run_program(
-        self, w: m.WorkerId, run: Run, ended: Callable[[m.WorkerId, Run, tuple[str, Any, str]], None]
+    def execute(
+        self, w: m.WorkerId, source: str, done: Callable[[wire.CellResult], None], number: int | None = None
     ) -> None:
-        assert self._engines is not None
+        """Run a cell on one worker; `done(result)` is called in this thread, unless the worker dies before."""
+        number = number or next(self._numbers)
+        self._cells[w, number] = done
+        self.to_workers((w,), wire.Cell(number, source))
+
+    def cell_ended(self, result: wire.CellResult) -> None:
+        """What a cell printed, and its error. That of an earlier driver's nobody waits for."""
+        done = self._cells.pop((result.worker, result.number), None)
+        if done is not None:
+            done(result)
+
+    def run_program(self, w: m.WorkerId, run: Run, ended: Callable[[m.WorkerId, str, Outcome], None]) -> None:
+        """Have a worker run the program; `ended` is called in a later turn if it is not there any more."""
+        program = run.program
+        if program is None or (program.call is not None and not _is_whole(program.call)):
+            error = Outcome(f"the saved program of {run.name} is missing or damaged: run it again")
+            self._loop.call_soon(ended, w, run.name, error)
+            return
+        call, results = program.call, str(self._results_folder)
+        if w.host not in self._held or self._held[w.host].here:  # another machine, which sees no file of this one
+            results = ""
+            call = wire.Blob(call.size, call.data) if call is not None else None
         log_dir = str(self._settings.log_dir / run.name)
+        self.to_workers((w,), replace(program, log_dir=log_dir, call=call, results=results))
 
-        def done(outcome: tuple[str, Any, str]) -> None:
-            ended(w, run, outcome)
-
-        engine = self._engine_of[w]
-        if run.cell is not None:
-            self._engines.run_cell(engine, run.name, log_dir, run.cell, done)
-        elif run.call is not None:
-            self._engines.run_function(engine, run.name, log_dir, run.call, done)
-        else:
-            self._loop.call_soon(
-                done, ("error", f"the saved program of {run.name} is missing or damaged: run it again", "")
-            )
-
-    def await_outcome(
-        self, w: m.WorkerId, run: Run, ended: Callable[[m.WorkerId, Run, tuple[str, Any, str]], None]
-    ) -> None:
-        """What `run_program` would have told, of a program that another driver has started."""
-        if self._engines is not None and w in self._engine_of:
-            self._engines.await_outcome(self._engine_of[w], run.name, lambda outcome: ended(w, run, outcome))
+    def send_call(self, fetch: wire.FetchCall, run: Run) -> None:
+        """The next pieces of a program that is too long for one message."""
+        call = run.program.call if run.program is not None else None
+        if call is not None and call.path:
+            for at, data in pickles.pieces(pickles.mapped(Path(call.path)), fetch.offset):
+                self.to_workers((fetch.worker,), wire.CallPiece(fetch.job, at, data))
 
     def forget_all(self, workers: Iterable[m.WorkerId]) -> None:
-        """Forget what was known of workers that are gone. A worker may have died before its engine was there."""
-        for w in workers:
-            engine = self._engine_of.pop(w, None)
-            if engine is not None:
-                self._worker_of.pop(engine, None)
-                if self._engines is not None:
-                    self._engines.forget(engine)
+        """Forget what was known of workers that are gone."""
+        gone = frozenset(workers)
+        self.results.forget(gone)
+        for cell in [cell for cell in self._cells if cell[0] in gone]:
+            del self._cells[cell]
+        for w in gone:
+            self.engines.pop(w, None)
             self._hub.forget(f"worker/{w}")
             self._expected.pop(f"worker/{w}", None)
             self.live.steps.pop(w, None)
@@ -475,6 +467,16 @@ class Fleet:
             self.live.stacks.pop(w, None)
 
     @property
-    def client(self) -> Any:
-        """ipyparallel's client, for `%px`; None before the controller is up."""
-        return self._engines.client if self._engines is not None else None
+    def information(self) -> dict[str, Any] | None:
+        """How a client comes to ipyparallel's controller; None before that is up."""
+        if self._controller is None or not self._controller.connection:
+            return None
+        return self._controller.information("client")
+
+
+def _is_whole(call: wire.Blob) -> bool:
+    """Whether the file of a call, if it is in one, is there as it was written."""
+    try:
+        return not call.path or os.path.getsize(call.path) == call.size
+    except OSError:
+        return False

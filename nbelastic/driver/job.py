@@ -10,6 +10,7 @@ from concurrent import futures
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from nbelastic import pickles
 from nbelastic.core import messages as m
 from nbelastic.core.errors import ClusterStoppedError, JobError, JobStoppedError, UsageError, WaitTimeoutError
 from nbelastic.driver.progress import Progress, terminal
@@ -50,6 +51,7 @@ class Job:
     def __init__(self, driver: Driver, run: Run) -> None:
         self._driver, self._run = driver, run
         self._bells: set[Callable[[], None]] = set()  # of those who await the end
+        self._values: list[Any] | None = None  # once somebody has asked for them
         run.future.add_done_callback(lambda _: self._ring())
 
     @property
@@ -75,10 +77,25 @@ class Job:
     def result(self, timeout: float | None = None) -> list[Any]:
         """One value per rank of the last world, by rank (None for a rank that died after others had finished).
 
-        JobError with the first failing rank's remote traceback, JobStoppedError, or WaitTimeoutError with the reason.
+        JobError with the first failing rank's remote traceback, or if a value cannot be unpickled here; JobStoppedError, or
+        WaitTimeoutError with the reason.
         """
         with Progress(self._line, terminal()) as progress:
-            return outcome(self._run.future, timeout, self._why, progress.show)
+            packed = outcome(self._run.future, timeout, self._why, progress.show)
+        return self._unpack(packed)
+
+    def _unpack(self, packed: list[pickles.Bytes | None]) -> list[Any]:
+        """Unpickle the values, once. What the driver has are bytes."""
+        if self._values is None:
+            values = []
+            for rank, data in enumerate(packed):
+                try:
+                    values.append(None if data is None else pickles.unpack(data))
+                except Exception as error:
+                    text = f"the result of rank {rank} cannot be read here: {type(error).__name__}: {error}"
+                    raise JobError(f"{self.name} succeeded, but {text}", rank=rank) from error
+            self._values = values
+        return self._values
 
     def __await__(self) -> Generator[Any, None, list[Any]]:
         """What `result()` gives or raises; other tasks, and a notebook's widgets, go on meanwhile.
@@ -106,7 +123,7 @@ class Job:
                         progress.show()
         finally:
             self._bells.discard(ring)
-        return self._run.future.result()
+        return self._unpack(self._run.future.result())
 
     def _ring(self) -> None:
         """In the driver's thread."""

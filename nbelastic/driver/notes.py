@@ -54,8 +54,6 @@ class Notes:
             self.job = last
             self.submitted -= 1
             raise
-        if last is not None and last.program:
-            (self._run_dir.path / last.program).unlink(missing_ok=True)
         for path in self._outputs():
             path.unlink(missing_ok=True)
         if self._output is not None:

@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from msgspec.structs import replace
 
 from nbelastic.core import messages as m
+from nbelastic.core import wire
 from nbelastic.core.epochs import alone_holds_state
 from nbelastic.core.errors import ClusterStoppedError, HostError, NbelasticError, UsageError
 from nbelastic.core.placement import parse_host
 from nbelastic.core.world import HostPhase, WorkerState, World
-from nbelastic.driver.cells import Executed, executed
+from nbelastic.driver.cells import Executed, row
 from nbelastic.driver.live import OrderStatus
 from nbelastic.driver.settings import check_bounds
 
@@ -194,8 +195,8 @@ def execute_on_all(driver: Driver, source: str, results: Future[list[Executed]])
 
     for w in waiting:
 
-        def done(result: Any, w: m.WorkerId = w) -> None:
-            answers[w] = executed(w, result)
+        def done(result: wire.CellResult, w: m.WorkerId = w) -> None:
+            answers[w] = row(result)
             driver.look()
 
         fleet.execute(w, source, done)

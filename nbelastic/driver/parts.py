@@ -1,4 +1,4 @@
-"""What the driver reaches the outside by: the link, agents, ipyparallel's engines and the clock.
+"""What the driver reaches the outside by: the link, agents, ipyparallel's controller and the clock.
 
 The decisions need none of them. A test gives fakes, and drives a whole driver without a process, a socket or a second of waiting.
 """
@@ -7,18 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from nbelastic.core import messages as m
 from nbelastic.core import wire
+from nbelastic.driver.caretaker import Caretaker
 from nbelastic.driver.clock import Clock
 from nbelastic.driver.launchers import Agent, agent_for, locate
 from nbelastic.link import Hub
-
-if TYPE_CHECKING:
-    from nbelastic.driver.calls import Call
-    from nbelastic.driver.engines import Outcome
-    from nbelastic.driver.run import Cell
 
 
 class Transport(Protocol):
@@ -38,42 +34,21 @@ class Transport(Protocol):
     def forget(self, peer: str) -> None: ...
 
 
-class EngineClient(Protocol):
-    """What runs code on engines, by their uuids: see `engines.Engines`."""
+class Controller(Protocol):
+    """ipyparallel's controller: see `caretaker.Caretaker`."""
 
     connection: str
-    client: Any
-
-    @property
-    def process(self) -> str: ...
+    process: str
 
     async def start(self) -> None: ...
 
-    async def attach(self, process: str = "") -> None: ...
+    async def attach(self) -> None: ...
 
     async def detach(self) -> None: ...
 
     async def stop(self) -> None: ...
 
-    def knows(self, uuid: str) -> bool: ...
-
-    def forget(self, uuid: str) -> None: ...
-
-    def busy(self, uuid: str, job: str) -> None: ...
-
-    def execute(self, uuid: str, source: str, done: Callable[[Any], None]) -> None: ...
-
-    def run_cell(self, uuid: str, job: str, log_dir: str, cell: Cell, done: Callable[[Outcome], None]) -> None: ...
-
-    def run_function(self, uuid: str, job: str, log_dir: str, call: Call, done: Callable[[Outcome], None]) -> None: ...
-
-    def await_outcome(self, uuid: str, job: str, done: Callable[[Outcome], None]) -> None: ...
-
-
-def _engines(*arguments: Any, **options: Any) -> EngineClient:
-    from nbelastic.driver.engines import Engines  # it imports ipyparallel, which takes its time
-
-    return Engines(*arguments, **options)
+    def information(self, kind: str) -> dict[str, Any]: ...
 
 
 @dataclass(frozen=True)
@@ -83,7 +58,7 @@ class Parts:
     transport: Callable[..., Transport] = Hub
     locate: Callable[[m.HostSpec, str], Awaitable[tuple[str, str]]] = locate
     agent_for: Callable[..., Agent] = agent_for
-    engines: Callable[..., EngineClient] = _engines
+    controller: Callable[..., Controller] = Caretaker
     clock: Callable[[float], Clock] = Clock
 
 

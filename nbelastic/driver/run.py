@@ -5,16 +5,16 @@ from __future__ import annotations
 import os
 from collections import OrderedDict, deque
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any, NamedTuple
+from pathlib import Path
+from typing import NamedTuple
 
 from nbelastic.core import messages as m
 from nbelastic.core import wire
 from nbelastic.core.errors import ClusterStoppedError, JobError, JobStoppedError, UsageError
+from nbelastic.driver.results import Outcome
 from nbelastic.kinds import PATH, check_kind
+from nbelastic.pickles import Bytes
 from nbelastic.terminal import newest, shown
-
-if TYPE_CHECKING:
-    from nbelastic.driver.calls import Call
 
 EVERY, KEEP = 100, 3  # commits between two checkpoints, and how many stay
 TAIL = 1000  # lines of output kept in memory a worker; the log files have all of it
@@ -22,7 +22,6 @@ MOST = 100_000  # of all workers together, those that have died included; the on
 ERRORS = 100  # that are kept of workers whose programs failed
 
 Checkpoints = tuple[str, int, int] | None  # the folder, commits between two, how many are kept
-Cell = tuple[str, Checkpoints]
 
 
 def checkpoints(folder: str | os.PathLike[str] | None, every: int | None, keep: int | None) -> Checkpoints:
@@ -55,14 +54,18 @@ class Line(NamedTuple):
 
 
 class Run:
-    """Lives in the driver's thread; `future` and `lines` may be read from any."""
+    """Lives in the driver's thread; `future` and `lines` may be read from any.
 
-    def __init__(self, name: str, cell: Cell | None, call: Call | None) -> None:
+    `program` is what workers run; None for a script, and if an earlier driver's is lost. The future has the packed value of
+    each rank, None for one that died after others had finished.
+    """
+
+    def __init__(self, name: str, program: wire.Program | None) -> None:
         self.name = name
-        self.cell = cell
-        self.call = call  # None as well if the driver before this one has lost it
-        self.outcomes: dict[m.WorkerId, tuple[str, Any, str]] = {}
-        self.future: Future[list[Any]] = Future()
+        self.program = program
+        self._plan = program.checkpoints if program is not None else None
+        self.outcomes: dict[m.WorkerId, Outcome] = {}
+        self.future: Future[list[Bytes | None]] = Future()
         self.lines: OrderedDict[m.WorkerId, deque[Line]] = (
             OrderedDict()
         )  # the last ones of each; the newest writer last
@@ -120,11 +123,11 @@ class Run:
         ]
         return sorted(found, key=lambda pair: pair[1].number)[-most:]
 
-    def ended(self, worker: m.WorkerId, outcome: tuple[str, Any, str]) -> None:
+    def ended(self, worker: m.WorkerId, outcome: Outcome) -> None:
         """Keep what became of the program on this worker, as far as it is still needed."""
         if not self.future.done():
             self.outcomes[worker] = outcome
-            failed = [w for w, (kind, *_) in self.outcomes.items() if kind != "ok"]
+            failed = [w for w, each in self.outcomes.items() if each.error]
             for w in failed[:-ERRORS]:
                 del self.outcomes[w]
         self.settle(False)
@@ -132,8 +135,14 @@ class Run:
     def end(self, command: m.EndJob) -> None:
         self._end = command
         self.members = command.members
-        self.call = None  # no worker begins it any more
+        self.forget_program()
         self.settle(False)
+
+    def forget_program(self) -> None:
+        """No worker begins it any more."""
+        if self.program is not None and self.program.call is not None and self.program.call.path:
+            Path(self.program.call.path).unlink(missing_ok=True)
+        self.program = None
 
     def settle(self, late: bool) -> None:
         """Resolve the future as soon as all is known; `late`: with what is known now."""
@@ -141,8 +150,7 @@ class Run:
         if end is None or self.future.done():
             return
         if end.outcome == "succeeded":
-            values = [self.outcomes.get(w, ("gone", None, "")) for w in end.members]
-            self.future.set_result([value if kind == "ok" else None for kind, value, _ in values])
+            self.future.set_result([self.outcomes.get(w, Outcome()).value for w in end.members])
             self.outcomes.clear()
             return
         if end.outcome == "stopped":
@@ -151,15 +159,16 @@ class Run:
         culprit = end.culprit
         if culprit is not None and culprit not in self.outcomes and not late:
             return
-        _, _, remote = self.outcomes.get(culprit, ("", None, "")) if culprit else ("", None, "")
+        remote = self.outcomes[culprit].traceback if culprit in self.outcomes else ""
         rank = end.members.index(culprit) if culprit in end.members else None
         worker = str(culprit) if culprit else ""
         text = f"{self.name} failed: {end.reason}{self._where_to_go_on()}"
         self.future.set_exception(JobError(text, rank=rank, worker=worker, remote_traceback=remote))
 
     def _where_to_go_on(self) -> str:
-        plan = self.cell[1] if self.cell is not None else self.call.checkpoints if self.call is not None else None
-        return f"; run it again with checkpoint={plan[0]!r} to go on from its newest checkpoint" if plan else ""
+        if self._plan is None:
+            return ""
+        return f"; run it again with checkpoint={self._plan[0]!r} to go on from its newest checkpoint"
 
     def abandon(self, reason: str, elsewhere: str = "") -> None:
         """The cluster is gone, or is another driver's (`elsewhere` says whose): nobody shall wait for ever."""

@@ -51,15 +51,14 @@ class SavedAgent(msgspec.Struct, frozen=True):
 
 
 class SavedJob(msgspec.Struct, frozen=True):
-    """The newest job. `cell` is its program, or `program` names the file that the function is in, or it is a script.
+    """The newest job: a program, or a script.
 
     Of that one, which the world knows nothing of, the number of the last round is here, the nodes of the hosts, and how it
     ended.
     """
 
     name: str
-    cell: tuple[str, tuple[str, int, int] | None] | None = None
-    program: str = ""
+    program: wire.Program | None = None
     script: tuple[wire.Script, Terms] | None = None
     round: int = 0
     nodes: dict[str, int] = {}

@@ -28,6 +28,7 @@ from nbelastic.driver.faults import try_each
 from nbelastic.driver.invitations import Invitations
 from nbelastic.driver.orders import Order
 from nbelastic.driver.parts import Transport
+from nbelastic.driver.results import Outcome
 from nbelastic.driver.run import Run
 from nbelastic.driver.saved import SavedJob
 from nbelastic.driver.script_status import with_script, workers_of
@@ -324,7 +325,7 @@ class Scripts:
         culprit = None
         if command.failure is not None:
             culprit = m.WorkerId(command.host, command.failure.local_rank, group.round)
-            run.outcomes[culprit] = ("error", command.failure.error, command.failure.traceback)
+            run.outcomes[culprit] = Outcome(command.failure.error, command.failure.traceback)
         end = m.EndJob(run.name, command.outcome, command.reason, members, culprit)
         run.end(end)
         if self._driver.notes is not None:

@@ -5,11 +5,10 @@ from __future__ import annotations
 import asyncio
 import os
 import time
+from concurrent.futures import Future
 from contextlib import suppress
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import msgspec
 from msgspec.structs import replace
 
 from nbelastic import versions
@@ -17,7 +16,6 @@ from nbelastic.core import messages as m
 from nbelastic.core import takeover, wire
 from nbelastic.core.errors import UsageError
 from nbelastic.core.world import HostPhase
-from nbelastic.driver.calls import read
 from nbelastic.driver.places import RunDir
 from nbelastic.driver.run import Run
 from nbelastic.driver.saved import Saved, SavedJob
@@ -112,19 +110,9 @@ def request(saved: Saved, run_dir: RunDir) -> None:
         link.close()
 
 
-def unpack(job: SavedJob, folder: Path) -> Run:
-    """The job's program again, for workers that join later: as it was pickled."""
-    call = None
-    with suppress(OSError, msgspec.DecodeError):
-        call = read(folder / job.program) if job.program else None
-    return Run(job.name, job.cell, call)
-
-
 def take_over(driver: Driver, saved: Saved, arrivals: Arrivals) -> None:
     """All who live have spoken: this is the world."""
     now = driver.clock.now()
-    if saved.job is not None:
-        driver.runs[saved.job.name] = unpack(saved.job, driver.settings.run_dir)
     ours = versions.here()
     on_the_way = coming(saved)
     driver.world, commands = takeover.resume(
@@ -135,8 +123,6 @@ def take_over(driver: Driver, saved: Saved, arrivals: Arrivals) -> None:
         problems={host: versions.difference(agent.versions, ours) for host, agent in arrivals.agents.items()},
         coming=on_the_way,
     )
-    if driver.notes is not None:
-        driver.notes.recall(driver)
     driver.record(m.Record("driver-came", f"driver {saved.term + 1} has taken over (process {os.getpid()})"))
     for here in arrivals.workers.values():
         if here.worker in driver.world.workers:
@@ -158,8 +144,8 @@ def take_over(driver: Driver, saved: Saved, arrivals: Arrivals) -> None:
     elif job is not None and job.name in driver.runs:
         run = driver.runs[job.name]
         those = [w for w, here in arrivals.workers.items() if here.job == job.name and w in driver.world.workers]
-        over = m.EndJob(job.name, job.outcome, job.reason, job.ranks) if job.outcome else None
-        _ask_for_outcomes(driver, run, those, over)
+        if job.outcome:
+            _end_again(driver, run, those, m.EndJob(job.name, job.outcome, job.reason, job.ranks))
 
 
 def _go_on_with_script(driver: Driver, job: SavedJob, arrivals: Arrivals) -> None:
@@ -180,17 +166,13 @@ def _go_on_with_script(driver: Driver, job: SavedJob, arrivals: Arrivals) -> Non
         driver.scripts.begin_again(driver.runs[job.name], job, nodes)
 
 
-def _ask_for_outcomes(driver: Driver, run: Run, workers: list[m.WorkerId], over: m.EndJob | None) -> None:
-    """The last driver was to be told; so is this one. Of a job that is over already nothing more is to be decided."""
-    left = set(workers)
+def _end_again(driver: Driver, run: Run, workers: list[m.WorkerId], over: m.EndJob) -> None:
+    """The job was over when the last driver ended: its workers tell this one as well how their programs ended."""
 
-    def told(w: m.WorkerId, run: Run, outcome: tuple[str, Any, str]) -> None:
-        driver.program_ended(w, run, outcome)  # also of a job that is over: the worker is free then
-        left.discard(w)
-        if over is not None and not left:
-            run.end(over)
+    def told(driver: Driver) -> bool | None:
+        return True if all(w in run.outcomes or w not in driver.world.workers for w in workers) else None
 
-    for w in workers:
-        driver.fleet.await_outcome(w, run, told)
-    if over is not None:
-        driver.later(LATE if workers else 0.0, lambda: run.end(over))
+    all_told: Future[bool] = Future()
+    all_told.add_done_callback(lambda _: run.end(over))
+    driver.watch(told, all_told)
+    driver.later(LATE, lambda: run.end(over))

@@ -52,6 +52,7 @@ class Account:
         self.formed = False  # the group of this epoch stands, and has the state
         self.holds = False  # it has the job's state, all of one commit
         self.word: m.WorkerReady | m.WorkerRaised | m.WorkerSucceeded | None = None
+        self.result: wire.ProgramResult | None = None  # of the newest program, if it has ended
         self.numbered = 0  # the highest epoch that it has heard of
         self.reports = Reports()
 
@@ -59,6 +60,7 @@ class Account:
         """A new program."""
         self.job, self.beginning = job, True
         self.busy, self.formed, self.holds, self.word = True, False, False, None
+        self.result = None
         self.reports = Reports()
 
     def hear(self, message: wire.Message) -> None:

@@ -1,4 +1,4 @@
-"""The worker as an ipyparallel engine: `%px` works on it between jobs."""
+"""The worker as an ipyparallel engine, for `%px`. Programs and cells of ours run in the same main thread and namespace."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import zmq
@@ -16,6 +17,7 @@ from ipyparallel.engine import app as engine_app
 from ipyparallel.engine.app import IPEngine
 from zmq.utils.monitor import recv_monitor_message
 
+from nbelastic.worker.program import Runner
 from nbelastic.worker.session import current
 
 REPEAT = 2.0  # seconds after which an unanswered word is said again
@@ -46,6 +48,8 @@ class Engine(IPEngine):  # type: ignore[misc]
     It outlives its controller, and says again who it is when it is connected to the next one.
     """
 
+    _heart: tuple[Any, ...] = ()  # how it is started
+
     out_stream_factory = Stream
 
     async def register(self) -> None:
@@ -65,13 +69,26 @@ class Engine(IPEngine):  # type: ignore[misc]
         content = {"uuid": self.ident} if self.id is None else {"uuid": self.ident, "id": self.id}
         self.session.send(self.registrar, "registration_request", content=content)
 
-    async def complete_registration(self, *args: Any) -> None:
-        await super().complete_registration(*args)
-        monitors = {}
-        for socket, name in ((self.shell_socket, "mux"), (self.iopub_socket, "iopub")):
-            port = str(self.connection_info[name])
-            monitors[socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)] = port
+    async def complete_registration(self, msg: Any, connect: Callable[..., None], *args: Any) -> None:
+        """From here on there is an IPython, and this worker can run programs and cells."""
+        monitors: dict[zmq.Socket[bytes], str] = {}
+        ports = {str(self.connection_info[name]) for name in ("mux", "iopub")}
+
+        def watched(socket: Any, url: str, **options: Any) -> None:
+            port = url.rpartition(":")[2]
+            if port in ports:
+                monitors[socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)] = port
+            connect(socket, url, **options)
+
+        await super().complete_registration(msg, watched, *args)
+        loop, runner = asyncio.get_running_loop(), Runner(current())
+        self._serving = loop.create_task(runner.serve())
+        current().hello(self.ident, lambda message: loop.call_soon_threadsafe(runner.take, message))
         threading.Thread(target=self._watch, args=(monitors,), name="nbelastic-controller", daemon=True).start()
+
+    def start_heartbeat(self, *args: Any) -> None:
+        """Not yet: the controller takes an engine whose heart beats for one that hears, and can be heard."""
+        self._heart = args
 
     def _watch(self, monitors: dict[zmq.Socket[bytes], str]) -> None:
         """For ever: say who this is whenever code can come, and what it prints can go, by new connections.
@@ -94,6 +111,9 @@ class Engine(IPEngine):  # type: ignore[misc]
                     there.add(port)
                     if len(there) == len(monitors):
                         self._say_who()
+                        heart, self._heart = self._heart, ()
+                        if heart:
+                            super().start_heartbeat(*heart)
 
     def init_signal(self) -> None:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -115,5 +135,4 @@ def serve(profile: str) -> None:
     app = Engine.instance(log_level=40)
     app.initialize([f"--profile-dir={profile}", "--IPEngine.enable_nanny=False", *FOR_EVER, "--log-level=40"])
     del os.environ["IPP_CONNECTION_INFO"]  # it holds a key: nothing that the user starts shall inherit it
-    current().hello(app.ident)
     app.start()

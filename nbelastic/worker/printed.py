@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import io
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import groupby
 from operator import itemgetter
 from typing import NamedTuple
@@ -11,6 +12,34 @@ from typing import NamedTuple
 from nbelastic.terminal import newest
 
 BOUND = 64_000  # characters a stream that are kept for one sending
+
+
+class Output(io.TextIOBase):
+    """A standard stream: what is written goes to `taken`, and into the worker's log file, which is descriptor `fd`."""
+
+    encoding = "utf-8"
+
+    def __init__(self, taken: Callable[[str], object], fd: int) -> None:
+        self._taken, self._fd = taken, fd
+        self._file = open(fd, "w", encoding="utf-8", errors="replace", buffering=1, closefd=False)  # noqa: SIM115
+
+    def write(self, text: str) -> int:
+        self._taken(text)
+        return self._file.write(text)
+
+    def flush(self) -> None:
+        self._file.flush()
+
+    def writable(self) -> bool:
+        return True
+
+    def fileno(self) -> int:
+        return self._fd
+
+
+def printable(text: str) -> str:
+    """Without what no file and no message can hold: lone surrogates, as in strange file names."""
+    return text.encode(errors="replace").decode()
 
 
 class Piece(NamedTuple):

@@ -1,106 +1,155 @@
-"""Running a job's program (a cell or a function) in the engine: its output, its value, its error."""
+"""Running programs (a job's cell or function) and cells in this worker's main thread: their output, values and errors."""
 
 from __future__ import annotations
 
 import ast
+import asyncio
 import contextlib
-import io
+import inspect
 import linecache
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from ipyparallel.serialize import unpack_apply_message
 from IPython.core.getipython import get_ipython
 
+from nbelastic import pickles
+from nbelastic.core import wire
 from nbelastic.core.errors import JobStoppedError
-from nbelastic.worker import boot
+from nbelastic.worker import boot, cells
 from nbelastic.worker.elastic import frameworks
-from nbelastic.worker.session import Session, current
+from nbelastic.worker.printed import Output, printable
+from nbelastic.worker.session import Session
 
-Checkpoints = tuple[str, int, int] | None  # the folder, commits between two, how many are kept
-Outcome = tuple[str, Any, str]  # ("ok", value, "") or ("error", summary, traceback)
-
-_newest: tuple[str, Outcome | None] = ("", None)  # the last program's job, and what became of it
-
-
-class _Stream(io.TextIOBase):
-    """Writes to the worker's log file at once, and to the notebook with the link's next tick."""
-
-    encoding = "utf-8"
-
-    def __init__(self, session: Session, name: str, fd: int) -> None:
-        self._session, self._name, self._fd = session, name, fd
-        self._file = open(fd, "w", encoding="utf-8", errors="replace", buffering=1, closefd=False)  # noqa: SIM115
-
-    def write(self, text: str) -> int:
-        self._session.printed.write(self._name, text)
-        return self._file.write(text)
-
-    def flush(self) -> None:
-        self._file.flush()
-
-    def writable(self) -> bool:
-        return True
-
-    def fileno(self) -> int:
-        return self._fd
+INLINE = 1 << 16  # bytes of a result that are sent with the word that the program has ended
+AGAIN = 5.0  # seconds after which a piece of the call that has not come is asked for again
+PATIENCE = 60.0  # seconds without a piece after which the program fails
+ERROR_BOUND = 500  # characters of an error's text
+BOUND = 100_000  # characters of a traceback: the end of it
 
 
-def call(job: str, log_dir: str, checkpoints: Checkpoints, *parts: memoryview) -> Outcome:
-    """Run a function as the program of `job`. `parts`: the pickled call; it is unpickled here."""
-    return _run(job, log_dir, checkpoints, lambda: _apply(parts))
+class Outcome(NamedTuple):
+    """`value` is packed; None if there is an `error` (one line, with its `traceback`)."""
+
+    value: list[memoryview] | None = None
+    error: str = ""
+    traceback: str = ""
 
 
-def run_cell(job: str, log_dir: str, checkpoints: Checkpoints, source: str) -> Outcome:
-    """Run a notebook cell as the program of `job`, in the engine's own namespace; its last expression is its value."""
-    return _run(job, log_dir, checkpoints, lambda: _execute(job, source))
+class Runner:
+    """Runs programs and cells one after the other, in the order in which they come. Lives in the engine's event loop."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._orders: asyncio.Queue[wire.Message] = asyncio.Queue()
+        self._pieces: asyncio.Queue[wire.CallPiece] = asyncio.Queue()
+        self._newest = ""  # the last program's job
+
+    def take(self, message: wire.Message) -> None:
+        """A message of the driver's that concerns what runs here."""
+        if isinstance(message, wire.CallPiece):
+            self._pieces.put_nowait(message)
+        else:
+            self._orders.put_nowait(message)
+
+    async def serve(self) -> None:
+        """For ever."""
+        while True:
+            match await self._orders.get():
+                case wire.Program() as order:
+                    await self._program(order)
+                case wire.Cell() as cell:
+                    self._session.link.send(await cells.run(self._session.worker, cell))
+
+    async def _program(self, order: wire.Program) -> None:
+        if order.job == self._newest:  # a driver that came meanwhile could not know that it was on its way
+            self._session.say_result_again()
+            return
+        self._newest = order.job
+        self._session.account.begin(order.job)
+        boot.redirect(Path(order.log_dir), str(self._session.worker))
+        try:
+            call = None if order.call is None else await self._fetched(order.job, order.call)
+        except (OSError, JobStoppedError) as error:
+            outcome = Outcome(error=_summary(error))
+        else:
+            outcome = _run(self._session, order, call)
+        self._end(order, outcome)
+
+    async def _fetched(self, job: str, call: wire.Blob) -> pickles.Bytes:
+        """The bytes of the call, wherever they are. OSError if they do not come; JobStoppedError if the job ends before."""
+        if call.data:
+            return bytearray(call.data)
+        if call.path:
+            return pickles.mapped(Path(call.path))
+        data, at, since = bytearray(call.size), 0, 0.0
+        while at < call.size:
+            if not self._pieces.qsize():
+                self._session.link.send(wire.FetchCall(self._session.worker, job, at))
+            try:
+                piece = await asyncio.wait_for(self._pieces.get(), AGAIN)
+            except TimeoutError:
+                since = 0.0 if self._session.link.away else since + AGAIN
+                if since >= PATIENCE:
+                    raise OSError(f"the program did not come: {at} of {call.size} bytes in {since:g} s") from None
+                continue
+            if piece.job == job and piece.offset == at:
+                data[at : at + len(piece.data)] = piece.data
+                at, since = at + len(piece.data), 0.0
+            self._session.refuse_if_stopped(job)
+        return data
+
+    def _end(self, order: wire.Program, outcome: Outcome) -> None:
+        """Say how it ended. A long value goes into a file, or is kept until the driver has fetched it."""
+        blob, kept = None, b""
+        if outcome.value is not None:
+            size = pickles.size(outcome.value)
+            value = outcome.value
+            if size <= INLINE:
+                blob = wire.Blob(size, b"".join(value))
+            elif order.results:
+                path = Path(order.results) / f"{str(self._session.worker).replace('/', '-')}.{order.job}"
+                try:
+                    pickles.write(path, value)
+                    blob = wire.Blob(size, path=str(path))
+                except OSError as error:
+                    text = f"the result cannot be written to {path.parent} ({error.strerror}): free some space there"
+                    outcome = Outcome(error=text)
+            else:
+                blob, kept = wire.Blob(size), b"".join(value)
+        worker = self._session.worker
+        result = wire.ProgramResult(worker, order.job, outcome.error, outcome.traceback, blob)
+        self._session.program_ended(result, kept)
 
 
-def outcome(job: str) -> Outcome:
-    """What became of the newest program, for who did not hear it: it is kept until the next one begins.
-
-    `("none", None, "")` if that was not the program of `job`, which has not begun here then. As all calls it waits for its
-    turn: a program that runs has ended by then.
-    """
-    newest, kept = _newest
-    return kept if newest == job and kept is not None else ("none", None, "")
-
-
-def _run(job: str, log_dir: str, checkpoints: Checkpoints, program: Callable[[], Any]) -> Outcome:
-    global _newest
-    if (
-        _newest[0] == job and _newest[1] is not None
-    ):  # a driver that came meanwhile could not know that it was on its way
-        return _newest[1]
-    _newest = (job, None)
-    found = _outcome(job, log_dir, checkpoints, program)
-    _newest = (job, found)
-    return found
-
-
-def _outcome(job: str, log_dir: str, checkpoints: Checkpoints, program: Callable[[], Any]) -> Outcome:
-    session = current()
-    boot.redirect(Path(log_dir), str(session.worker))
+def _run(session: Session, order: wire.Program, call: pickles.Bytes | None) -> Outcome:
+    program: Callable[[], Any] = partial(_execute, order.job, order.source) if call is None else partial(_apply, call)
     with _output(session):
         try:
-            session.begin(job)
+            session.begin(order.job)
             frameworks().begin()
-            _plan(session, checkpoints)
-            return "ok", program(), ""
+            _plan(session, order.checkpoints)
+            value = program()
         except BaseException as error:  # noqa: BLE001  (whatever it is, it ends the program and not the worker)
             text = "" if isinstance(error, JobStoppedError) else _describe(error)
             print(text or f"stopped: {error}", file=sys.stderr)
-            return "error", _summary(error), text
+            return Outcome(error=_summary(error), traceback=text)
         finally:
             if session.checkpoints is not None:
                 session.checkpoints.finish()
             session.finish()
+        try:
+            return Outcome(pickles.pack(value))
+        except Exception as error:  # noqa: BLE001  (pickling fails in many ways)
+            text = f"{type(error).__name__}: the result cannot be sent: {printable(str(error)[:ERROR_BOUND])}"
+            print(text, file=sys.stderr)
+            return Outcome(error=text)
 
 
-def _plan(session: Session, checkpoints: Checkpoints) -> None:
+def _plan(session: Session, checkpoints: tuple[str, int, int] | None) -> None:
     """The job's checkpoints, if there are to be any. StateError if they cannot be written."""
     if checkpoints is None:
         return
@@ -113,19 +162,29 @@ def _plan(session: Session, checkpoints: Checkpoints) -> None:
 
 @contextlib.contextmanager
 def _output(session: Session) -> Iterator[None]:
-    out, err = _Stream(session, "out", 1), _Stream(session, "err", 2)
+    out, err = (Output(partial(session.printed.write, name), fd) for name, fd in (("out", 1), ("err", 2)))
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         yield
     out.flush()
     err.flush()
 
 
-def _apply(parts: Sequence[memoryview]) -> Any:
-    function, args, kwargs = unpack_apply_message(parts, get_ipython().user_ns, copy=False)
+def _apply(call: pickles.Bytes) -> Any:
+    function, args, kwargs = pickles.unpack(call)
+    _add_names(function, get_ipython().user_ns)
     return function(*args, **kwargs)
 
 
+def _add_names(function: object, namespace: Mapping[str, Any]) -> None:
+    """A notebook's function finds what cells have defined on this worker, as far as the notebook has no such name."""
+    own = getattr(inspect.unwrap(function) if callable(function) else None, "__globals__", {})
+    if own.get("__name__") == "__main__":
+        for name, value in namespace.items():
+            own.setdefault(name, value)
+
+
 def _execute(job: str, source: str) -> Any:
+    """The cell, in the engine's own namespace; its last expression is its value."""
     shell = get_ipython()
     filename = f"<{job}>"
     code = shell.transform_cell(source)
@@ -141,8 +200,8 @@ def _execute(job: str, source: str) -> Any:
 def _summary(error: BaseException) -> str:
     if isinstance(error, SystemExit):
         return f"SystemExit: the program called sys.exit({error.code!r})"
-    text = traceback.format_exception_only(error)[-1].strip()
-    return _printable(text if len(text) < 500 else f"{text[:500]}…")
+    text = traceback.format_exception_only(error)[-1].strip() or "an error without a message"
+    return printable(text if len(text) < ERROR_BOUND else f"{text[:ERROR_BOUND]}…")
 
 
 def _describe(error: BaseException) -> str:
@@ -151,9 +210,4 @@ def _describe(error: BaseException) -> str:
     ours = str(Path(__file__).parent)
     theirs = [frame for frame in frames if not frame.filename.startswith(ours)] or list(frames)
     lines = ["Traceback (most recent call last):\n", *traceback.format_list(theirs)]
-    return _printable("".join(lines + traceback.format_exception_only(error)))
-
-
-def _printable(text: str) -> str:
-    """Without what no file and no message can hold: lone surrogates, as in strange file names."""
-    return text.encode(errors="replace").decode()
+    return printable("".join(lines + traceback.format_exception_only(error))[-BOUND:])

@@ -20,6 +20,7 @@ import msgspec
 import torch
 import torch.distributed as dist
 
+from nbelastic import pickles
 from nbelastic.core import messages as m
 from nbelastic.core import wire
 from nbelastic.core.errors import JobStoppedError, NoWorldError
@@ -44,7 +45,6 @@ ABORT_PATIENCE = 0.3  # seconds that an aborted main thread may sleep in a colle
 FORMING_PATIENCE = 0.1  # seconds that an aborted group may take to stop connecting before it is left behind
 LEAVE_PATIENCE = 10.0  # seconds that closing a group may take
 REPORT_EVERY = 0.25
-BUSY_EVERY = 5.0
 VERDICT = 0.25  # seconds within which the word that ends the job follows the abort, if the error is its end
 PREPARE_BOUND = 200  # characters of an error's text in a preparation
 ERROR_BOUND = 500  # characters of an error's text; the traceback has all of it
@@ -95,11 +95,14 @@ class Session:
         self._diverged: frozenset[str] = frozenset()  # names that were so in the last sending
         self._reported: tuple[int, int] = (0, 0)
         self._report_at = 0.0
-        self._busy, self._busy_at = "", 0.0
         self._first: float | None = None
         self._aborted = 0  # the newest epoch that was aborted
         self._blocked: Blocked | None = None
         self._quit: wire.Quit | None = None
+        self._last_quit: wire.Quit | None = None  # it may be of a job whose program has not begun
+        self._run: Callable[[wire.Message], object] | None = None  # takes programs and cells
+        self._unsent: wire.ProgramResult | None = None
+        self._value = b""  # of the newest program, for a driver that fetches it
         self.printed = Printed()  # is sent with the next tick
         self.account = Account()
         self._lease = float(settings["lease"])  # seconds without a driver; 0.0: another process sees to that
@@ -115,33 +118,58 @@ class Session:
             heartbeat=float(settings["heartbeat"]),
         )
 
-    def hello(self, engine: str) -> None:
+    def hello(self, engine: str, run: Callable[[wire.Message], object]) -> None:
+        """Say that programs and cells can come: `run(message)` is called in the link's thread for each of them."""
+        self._run = run
         self.account.engine = engine
         self.link.send(wire.WorkerHello(self.worker, os.getpid(), engine))
 
     def begin(self, job: str) -> None:
-        """A new program: nothing of the last one counts. ValueError if the back end asked for cannot be had."""
-        self.account.begin(job)
+        """A new program: nothing of the last one counts.
+
+        ValueError if the back end asked for cannot be had; JobStoppedError if the job is over already.
+        """
         self.warm_up.wait()
         self._backend = backend_for(*self._choice)
         self.leave_group()
         self._ahead.abort()
         self.job, self.epoch, self.commits, self.total = job, 0, 0, 0
         self.printed.job, self.printed.rank = job, None
-        self._quit = self._hold = self._leave_at = self._coming = None
+        self._hold = self._leave_at = self._coming = None
+        self._quit = self._quit_of(job)
         self._inbox = queue.SimpleQueue()
         self.used, self._rank = False, 0
         self.checkpoints = None
         self._report, self._diverged = {}, frozenset()
         self._not_finite.clear()
         self.account.beginning = False
+        self.refuse_if_stopped(job)
+
+    def _quit_of(self, job: str) -> wire.Quit | None:
+        told = self._last_quit
+        return told if told is not None and told.job == job else None
+
+    def refuse_if_stopped(self, job: str) -> None:
+        """JobStoppedError if this job is over, also if its program has not begun here."""
+        told = self._quit_of(job)
+        if told is not None:
+            raise JobStoppedError(told.reason)
 
     def finish(self) -> None:
         """The program has ended. A group that stands is kept: other ranks may not have read its last words yet."""
-        self.account.busy = False
-        self.link.wake()  # the program's last output is to arrive before the next one's
         if self._quit is not None:
             self.leave_group()
+
+    def program_ended(self, result: wire.ProgramResult, value: bytes) -> None:
+        """The driver is told with the next tick, after all that the program has printed. `value`: what it will fetch."""
+        self._value = value
+        self.account.result, self.account.busy = result, False
+        self.say_result_again()
+
+    def say_result_again(self) -> None:
+        """How the newest program ended, if it has."""
+        self._unsent = self.account.result
+        self.link.wake()
 
     def gather(self, commit: int, *, clean: bool) -> tuple[wire.Formation, Offer]:
         """Say that this worker is ready and wait for the world it will be in. JobStoppedError if the job ends."""
@@ -362,10 +390,19 @@ class Session:
                 if term >= self._term:
                     self._term = term
                     self.link.begin_again(self._introduction)
+                    self._unsent = self.account.result
+                return
+            case wire.Program() | wire.Cell() | wire.CallPiece():
+                if self._run is not None:  # else nobody has been told that it can come
+                    self._run(message)
+                return
+            case wire.FetchResult(job=job, offset=offset):
+                self._send_value(job, offset)
                 return
             case wire.Abort(epoch=epoch):
                 self._aborted = max(self._aborted, epoch)
             case wire.Quit(job=job):
+                self._last_quit = message
                 if job != self.job:
                     return
                 self._quit = message
@@ -460,8 +497,10 @@ class Session:
             self.printed.hold()
         else:
             self._send_output()
-            self._send_busy(now)
         self._send_progress(now)
+        result, self._unsent = self._unsent, None
+        if result is not None:
+            self.link.send(result)
         group, following = self.group, self._ahead.group
         gone = following is None or not self._over(following.epoch) or self._ahead.abort()
         if self._left is not None and now - self._left_at > LEAVE_PATIENCE:
@@ -521,19 +560,15 @@ class Session:
         else:  # the first one of an epoch, and the last of a program, are the only ones of their kind
             self.link.send(progress)
 
-    def _send_busy(self, now: float) -> None:
-        job = self.account.job if self.account.busy else ""
-        if job != self._busy:
-            self.link.send(wire.WorkerBusy(self.worker, job))
-        elif now >= self._busy_at:
-            self.link.report(wire.WorkerBusy(self.worker, job))
-        else:
-            return
-        self._busy, self._busy_at = job, now + BUSY_EVERY
-
     def _send_output(self) -> None:
         for job, rank, stream, text, end in self.printed.take():
             self.link.send(wire.WorkerOutput(self.worker, stream, text, end, job, rank))
+
+    def _send_value(self, job: str, offset: int) -> None:
+        result, value = self.account.result, self._value
+        if result is not None and result.job == job:
+            for at, data in pickles.pieces(value, offset):
+                self.link.send(wire.ResultPiece(self.worker, job, at, data))
 
 
 _session: Session | None = None

@@ -69,28 +69,16 @@ class SimulatedAgent:
         """It ends with the benchmark."""
 
 
-class SimulatedEngines:
-    """Programs begin on simulated workers."""
+class NoController:
+    """Nobody asks for engines."""
 
-    connection, process, client = "{}", "", None
-
-    def __init__(self, tell: Callable[..., None]) -> None:
-        self._tell = tell
+    connection, process = "{}", ""
 
     async def start(self) -> None:
-        """There is no controller."""
+        """There is none."""
 
-    def knows(self, uuid: str) -> bool:
-        return True
-
-    def forget(self, uuid: str) -> None:
-        """Nothing is known of it."""
-
-    def busy(self, uuid: str, job: str) -> None:
-        """Nothing is asked of it."""
-
-    def run_cell(self, uuid: str, job: str, *_: object) -> None:
-        self._tell("run", uuid, job)
+    async def stop(self) -> None:
+        """There is none."""
 
 
 async def here(_spec: m.HostSpec, _launcher: str) -> tuple[str, str]:
@@ -115,7 +103,7 @@ def drive(hosts: int, parent: Connection, players: list[Connection]) -> None:
     parts = Parts(
         locate=here,
         agent_for=lambda spec, _local, _settings, _on_stop, number: SimulatedAgent(tell, spec.name, number),
-        engines=lambda *_, **__: SimulatedEngines(tell),
+        controller=lambda *_, **__: NoController(),
     )
     with tempfile.TemporaryDirectory() as folder:
         names = ",".join(f"host{number:04}:{SLOTS}" for number in range(hosts))
@@ -126,7 +114,9 @@ def drive(hosts: int, parent: Connection, players: list[Connection]) -> None:
         while True:
             match parent.recv():
                 case "submit":
-                    driver.call(driver.submit, Run("job-1", ("", None), None), SavedJob("job-1"))
+                    driver.call(
+                        driver.submit, Run("job-1", wire.Program("job-1", "", source="a cell")), SavedJob("job-1")
+                    )
                 case "look":
                     world = driver.world
                     members = list(map(str, world.members))
@@ -177,10 +167,6 @@ class Worker:
         self.link.send(wire.WorkerProgress(w, 0, 0, {}))
         self.link.send(wire.WorkerHello(w, 1, str(w)))
 
-    def begin(self, job: str) -> None:
-        self.job = job
-        self._ready()
-
     def _ready(self) -> None:
         self.epoch = 0
         store = f"127.0.0.1:{1000 + self.id.slot}"
@@ -197,6 +183,9 @@ class Worker:
             case wire.Formation(epoch=epoch) if epoch > max(self.left, self.epoch):
                 self.epoch = epoch
                 self.link.send(m.WorkerFormed(self.id, epoch, {}))
+            case wire.Program(job=job):
+                self.job = job
+                self._ready()
             case wire.Prepare(formation=formation):
                 self.link.send(m.WorkerPrepared(self.id, formation.epoch))
             case wire.Abort(epoch=epoch):
@@ -252,8 +241,6 @@ class Players:
         match order:
             case ("agent", host, number, address, keys):
                 self._start(host, number, address, keys)
-            case ("run", w, job) if w in self._workers:
-                self._workers[w].begin(job)
             case ("kill", w) if w in self._workers:
                 self._kill(self._workers.pop(w))
             case ("storm",):

@@ -17,6 +17,9 @@ FAILURE = s.Failure(3, 1, -9, "SIGKILL", "Traceback …\n", 0.5)
 SEAT = s.Seat("gpu-1", 4, "trainer")
 FILL = {
     str: "text ü \n",
+    bytes: b"\x00\xff",
+    wire.Blob | None: wire.Blob(3, b"\x00\xff\n", "/run/one"),
+    tuple[str, int, int] | None: ("/runs/one", 100, 3),
     int: 7,
     float: 0.5,
     bool: True,

@@ -1,4 +1,4 @@
-"""A driver's outside, in memory: a clock that a test moves, a link, agents, workers and their engines.
+"""A driver's outside, in memory: a clock that a test moves, a link, agents and workers.
 
 `Outside` gives the driver its `Parts`. All of it lives in one event loop, whose time stands still until `passes(seconds)`.
 """
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from nbelastic import versions
+from nbelastic import pickles, versions
 from nbelastic.core import messages as m
 from nbelastic.core import wire
 from nbelastic.core.world import Limits
@@ -27,6 +27,7 @@ from nbelastic.driver.settings import Settings
 TURNS = 40  # of the event loop, in which a word is answered, and the answer too
 LOOK = 0.25  # seconds by which time passes at once: no timer of the driver's is more frequent
 SIGKILL = -9
+NOTHING = b"".join(pickles.pack(None))
 
 
 class StandingLoop(asyncio.SelectorEventLoop):
@@ -56,12 +57,13 @@ class FakeWorker:
     commits: int = 0  # in this epoch
     total: int = 0
     holds: bool = False
-    done: Callable[[tuple[str, Any, str]], None] | None = None
+    busy: bool = False
 
-    def runs(self, job: str, done: Callable[[tuple[str, Any, str]], None]) -> None:
-        """Its program comes to the elastic function at once."""
-        self.job, self.done, self.total, self.left, self.holds = job, done, 0, 0, False
-        self.waits()
+    def ends(self, error: str = "") -> None:
+        """Its program has ended."""
+        self.busy = False
+        blob = None if error else wire.Blob(len(NOTHING), NOTHING)
+        self.say(wire.ProgramResult(self.id, self.job, error, value=blob))
 
     def waits(self) -> None:
         store = f"127.0.0.1:{4000 + self.left}"
@@ -81,9 +83,12 @@ class FakeWorker:
                 self.leaves(self.epoch)
             case wire.Abort(epoch=epoch) if self.epoch and epoch >= self.epoch:
                 self.leaves(epoch)
-            case wire.Quit(reason=reason) if self.done is not None:
-                done, self.done, self.epoch = self.done, None, 0
-                done(("error", f"JobStoppedError: {reason}", ""))
+            case wire.Quit(reason=reason) if self.busy:
+                self.epoch = 0
+                self.ends(f"JobStoppedError: {reason}")
+            case wire.Program(job=job):  # it comes to the elastic function at once
+                self.job, self.busy, self.total, self.left, self.holds = job, True, 0, 0, False
+                self.waits()
 
     def leaves(self, epoch: int) -> None:
         self.left, self.epoch = epoch, 0
@@ -167,10 +172,10 @@ class MemoryLink:
         self.heard_at.pop(peer, None)
 
 
-class FakeEngines:
-    """Takes code for the fake workers at once."""
+class FakeController:
+    """Where engines would register."""
 
-    connection, process, client = "{}", "", None
+    connection, process = "{}", ""
 
     def __init__(self, outside: Outside) -> None:
         self._outside = outside
@@ -178,20 +183,17 @@ class FakeEngines:
     async def start(self) -> None:
         """It is there."""
 
+    async def attach(self) -> None:
+        """It is there still."""
+
+    async def detach(self) -> None:
+        """It stays."""
+
     async def stop(self) -> None:
-        self._outside.engines_stopped = True
+        self._outside.controller_stopped = True
 
-    def knows(self, uuid: str) -> bool:
-        return True
-
-    def forget(self, uuid: str) -> None:
-        """Nothing is known of it."""
-
-    def busy(self, uuid: str, job: str) -> None:
-        """Nothing is asked of it."""
-
-    def run_cell(self, uuid: str, job: str, _log_dir: str, _cell: Any, done: Callable[..., None]) -> None:
-        self._outside.workers[m.WorkerId.parse(uuid.removeprefix("engine-"))].runs(job, done)
+    def information(self, kind: str) -> dict[str, Any]:
+        return {}
 
 
 def settings_for(folder: Path, hosts: str, slots: int = 1, **limits: Any) -> Settings:
@@ -220,7 +222,7 @@ class Outside:
         self.agents: dict[str, FakeAgent] = {}
         self.workers: dict[m.WorkerId, FakeWorker] = {}
         self.sent: list[tuple[str, wire.Message]] = []
-        self.engines_stopped = False
+        self.controller_stopped = False
         self.silent: set[str] = set()  # hosts from which nothing is heard
         self.lost: set[tuple[str, type]] = set()  # a worker, and what never reaches it
         self.driver = Driver(settings_for(folder, hosts, **limits), RunDir("fake"), parts=self._parts())
@@ -232,7 +234,7 @@ class Outside:
             transport=self._link,
             locate=self.locate,
             agent_for=lambda spec, _local, _settings, on_stop, number: FakeAgent(self, spec, on_stop, number),
-            engines=lambda *_, **__: FakeEngines(self),
+            controller=lambda *_, **__: FakeController(self),
             clock=lambda most: Clock(most, monotonic=loop.time, boottime=loop.time),
         )
 
@@ -291,7 +293,7 @@ class Outside:
             who.hears(message)
 
     def submit(self, name: str = "job-1") -> Run:
-        run = Run(name, ("a cell", None), None)
+        run = Run(name, wire.Program(name, "", source="a cell"))
         self.driver.submit(run, SavedJob(name))
         return run
 

@@ -1,4 +1,4 @@
-"""What the driver has ipyparallel's client forget."""
+"""What the notebook's ipyparallel client forgets."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ def test_a_call_is_forgotten_once_it_is_answered():
     loop = SimpleNamespace(add_callback=lambda call, result: call(result))
     client = SimpleNamespace(_io_loop=loop, purge_local_results=forgotten.append)
     answer = Future()
-    Client.purge(client, answer)
+    Client._forget(client, answer)
     assert forgotten == []
     answer.set_result(None)
     assert forgotten == [answer]
-    Client.purge(client, answer)
+    Client._forget(client, answer)
     assert forgotten == [answer, answer]

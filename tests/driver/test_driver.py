@@ -49,7 +49,7 @@ def test_a_life(tmp_path: Path) -> None:
             await outside.passes(1.0)
             assert run.future.done()
         assert outside.driver.finished.is_set()
-        assert outside.engines_stopped
+        assert outside.controller_stopped
         assert not any(agent.lives for agent in outside.agents.values())
         assert outside.driver.status.phase == "finished"
 

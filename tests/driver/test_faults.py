@@ -156,7 +156,7 @@ def test_members_that_have_answered_are_told_what_becomes_of_them(tmp_path, monk
 
 
 def with_script(outside, **terms):
-    run = Run("script-1", None, None)
+    run = Run("script-1", None)
     outside.driver.scripts.submit(run, wire.Script("script-1", "train.py"), Terms(**terms))
     return run
 

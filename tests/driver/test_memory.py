@@ -10,6 +10,7 @@ from nbelastic.core import messages as m
 from nbelastic.core import wire
 from nbelastic.driver import run as module
 from nbelastic.driver.live import Live
+from nbelastic.driver.results import Outcome
 from nbelastic.driver.run import Run
 from tests.core.story import wid
 from tests.support.waiting import until
@@ -22,7 +23,7 @@ def said(worker, text, end=None):
 def test_lines_of_workers_that_died_make_room(monkeypatch):
     """A crash loop: the lines of the oldest processes go first, those of who still prints stay."""
     monkeypatch.setattr(module, "MOST", 100)
-    run = Run("job", None, None)
+    run = Run("job", None)
     position = 0
     for incarnation in range(1, 50):
         run.hear(said(f"a/0#{incarnation}", "line\n" * 10))
@@ -39,14 +40,14 @@ def test_lines_of_workers_that_died_make_room(monkeypatch):
 def test_outcomes_of_programs_that_failed_do_not_add_up(monkeypatch):
     """Newcomers that fail, one after the other: the last ones are kept, and the values of who succeeded."""
     monkeypatch.setattr(module, "ERRORS", 3)
-    run = Run("job", None, None)
-    run.ended(wid("b/0#1"), ("ok", 42, ""))
+    run = Run("job", None)
+    run.ended(wid("b/0#1"), Outcome(value=b"42"))
     for incarnation in range(1, 10):
-        run.ended(wid(f"a/0#{incarnation}"), ("error", "ValueError: no", "traceback"))
+        run.ended(wid(f"a/0#{incarnation}"), Outcome("ValueError: no", "traceback"))
     assert [str(w) for w in run.outcomes] == ["b/0#1", "a/0#7", "a/0#8", "a/0#9"]
     run.end(m.EndJob("job", "succeeded", "", (wid("b/0#1"),)))
-    run.ended(wid("a/0#9"), ("ok", 1, ""))
-    assert (run.future.result(), run.outcomes) == ([42], {})
+    run.ended(wid("a/0#9"), Outcome(value=b"1"))
+    assert (run.future.result(), run.outcomes) == ([b"42"], {})
 
 
 def test_jobs_that_are_over_are_forgotten(quiet):
@@ -59,7 +60,7 @@ def test_jobs_that_are_over_are_forgotten(quiet):
         runs.append(weakref.ref(job._run))
         job.stop()
         job.wait(timeout=20)
-        assert job._run.call is None
+        assert job._run.program is None
     assert names == [f"job-{number}" for number in range(1, 6)]
     assert cluster.job is job
     gc.collect()

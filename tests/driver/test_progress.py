@@ -15,6 +15,7 @@ import pytest
 from ipykernel.iostream import OutStream
 from msgspec.structs import replace
 
+from nbelastic import pickles
 from nbelastic.core.errors import JobError, JobStoppedError, WaitTimeoutError
 from nbelastic.driver import progress
 from nbelastic.driver.job import Job, outcome
@@ -96,8 +97,8 @@ def seen(stderr, monkeypatch):
     return stream
 
 
-def job_of(*story, end=lambda run: run.future.set_result([7])):
-    run = Run("job-1", None, None)
+def job_of(*story, end=lambda run: run.future.set_result([b"".join(pickles.pack(7))])):
+    run = Run("job-1", None)
     return Job(FakeDriver(story or [RUNNING], lambda: end(run)), run)
 
 
@@ -337,7 +338,7 @@ def test_who_no_longer_awaits_a_job_does_it_no_harm():
     asyncio.run(story())
     assert job.status == "running"
     assert not job._bells, "nothing of it is left"
-    job._run.future.set_result([7])
+    job._run.future.set_result([b"".join(pickles.pack(7))])
     assert job.result() == [7]
 
 
@@ -347,7 +348,7 @@ def test_a_loop_that_was_closed_while_a_job_was_awaited_does_not_disturb_the_dri
     waiting = loop.create_task(awaited(job))
     loop.run_until_complete(asyncio.sleep(0))
     loop.close()
-    job._run.future.set_result([7])
+    job._run.future.set_result([b"".join(pickles.pack(7))])
     assert caplog.text == ""
     waiting._log_destroy_pending = False
     waiting.get_coro().close()

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from nbelastic.core import messages as m
+from nbelastic.core import wire
 from nbelastic.core.world import Limits, World
 from nbelastic.driver import status
 from nbelastic.driver.live import POINTS, Curve, Live
@@ -132,6 +133,6 @@ def test_a_job_that_failed_says_where_it_can_go_on():
         (None, ""),
         (("/runs/one", 100, 3), "; run it again with checkpoint='/runs/one' to go on from its newest checkpoint"),
     ):
-        run = Run("job-1", ("code", plan), None)
+        run = Run("job-1", wire.Program("job-1", "", plan, "code"))
         run.end(m.EndJob("job-1", "failed", "all workers died", ()))
         assert str(run.future.exception()) == f"job-1 failed: all workers died{hint}"

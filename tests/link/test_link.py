@@ -580,14 +580,14 @@ def test_a_report_that_did_not_go_out_is_replaced():
             one = Spoke(there.hub.address, there.keys.for_clients(), NAME, wire.ToWorker, lambda _: None)
             for number in range(100):
                 one.report(wire.WorkerProgress(W, 1, number, {}))
-                one.report(wire.WorkerBusy(W, f"job-{number}"))
+                one.report(wire.StackShown(W, number, "", ""))
             one.start()
             await until(lambda: len(there.heard) == 2)
             one.send(GOOD)
             await until(lambda: GOOD in there.of(NAME))
             assert len(there.heard) == 3
             assert wire.WorkerProgress(W, 1, 99, {}) in there.of(NAME)
-            assert wire.WorkerBusy(W, "job-99") in there.of(NAME)
+            assert wire.StackShown(W, 99, "", "") in there.of(NAME)
             await asyncio.to_thread(one.close)
 
     asyncio.run(story())

@@ -1,7 +1,4 @@
-"""A kernel with a controller that outlives it. `python kept_kernel.py <folder> <lease>`; prints the controller's process.
-
-On the first engine that comes it runs a program, which waits for `<folder>/go`.
-"""
+"""A kernel with a controller that outlives it. `python kept_kernel.py <folder> <lease>`; prints the controller's process."""
 
 from __future__ import annotations
 
@@ -10,29 +7,16 @@ import os
 import sys
 from pathlib import Path
 
-from nbelastic.driver.engines import Engines
+from nbelastic.driver.caretaker import Caretaker
 from nbelastic.presence import identity
-
-PROGRAM = """
-import time
-from pathlib import Path
-x = 5
-Path({folder!r}, "begun").touch()
-while not Path({folder!r}, "go").exists():
-    time.sleep(0.01)
-y = 7
-y
-"""
 
 
 async def main(folder: Path, lease: float) -> None:
     (folder / "driver").write_text(identity(os.getpid()))
-    there: asyncio.Queue[str] = asyncio.Queue()
-    engines = Engines(str(folder / "ipython"), "kept", 8.0, there.put_nowait, keep=(folder / "driver", lease))
-    await engines.start()
-    (folder / "connection").write_text(engines.connection)
-    print(engines.process, flush=True)
-    engines.run_cell(await there.get(), "job-1", str(folder), (PROGRAM.format(folder=str(folder)), None), print)
+    controller = Caretaker(folder / "ipython", "kept", 8.0, keep=(folder / "driver", lease))
+    await controller.start()
+    (folder / "connection").write_text(controller.connection)
+    print(controller.process, flush=True)
     await asyncio.sleep(1000)
 
 

@@ -9,27 +9,17 @@ import os
 import sys
 import threading
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 from nbelastic.worker import session
 from nbelastic.worker.engine import FOR_EVER, Engine
-from nbelastic.worker.printed import Printed
 
 
 class LoneSession:
-    """What a program needs of its worker's session."""
+    """There is no driver that would be told."""
 
-    worker = "lone/0#1"
-    checkpoints = None
-    printed = Printed()
-    link = SimpleNamespace(wake=lambda: None)
-
-    def begin(self, job: str) -> None:
-        pass
-
-    def finish(self) -> None:
-        pass
+    def hello(self, engine: str, run: Any) -> None:
+        """Nobody hears it."""
 
 
 def main(connection: str, profile: str) -> None:

@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
@@ -20,7 +19,8 @@ import psutil
 import pytest
 
 import nbelastic as nbe
-from nbelastic.driver.engines import Engines
+from nbelastic.driver.caretaker import Caretaker
+from nbelastic.driver.client import ControllerLostError, connect
 from nbelastic.driver.gate import Doors
 from nbelastic.presence import identity, lives, pid_of
 from tests.process.observing import alive, controller_file, until
@@ -51,7 +51,11 @@ def again(cluster: nbe.Cluster, before: int) -> None:
 
 
 def known(cluster: nbe.Cluster) -> int:
-    return len([name for name in cluster.client.queue_status() if name != "unassigned"])
+    """How many engines the controller knows; -1 if it has ended before it could answer."""
+    try:
+        return len([name for name in cluster.client.queue_status() if name != "unassigned"])
+    except ControllerLostError:
+        return -1
 
 
 def test_a_killed_controller_is_started_again(trains):
@@ -75,22 +79,6 @@ def test_a_killed_controller_is_started_again(trains):
     assert view.pull("x", block=True) == [5, 5, 5]
 
 
-def test_a_cell_outlives_the_controller(make, tmp_path):
-    """One that runs while the controller is killed has its result, and what it prints afterwards is seen."""
-    cluster = make("localhost:2", min=2)
-    go = tmp_path / "go"
-    source = f"import os, time\nopen('{tmp_path}/' + str(os.getpid()), 'w')\n"
-    source += f"while not os.path.exists('{go}'):\n    time.sleep(0.01)\nprint('done')"
-    rows: list[Any] = []
-    asking = threading.Thread(target=lambda: rows.extend(cluster.execute(source, timeout=30)))
-    asking.start()
-    until(lambda: len(list(tmp_path.glob("[0-9]*"))) == 2)
-    again(cluster, killed(cluster))
-    go.touch()
-    asking.join()
-    assert [row[1:] for row in rows] == [("done\n", "", None)] * 2
-
-
 def stop(victim: int) -> None:
     os.kill(victim, signal.SIGSTOP)
     until(lambda: psutil.Process(victim).status() == psutil.STATUS_STOPPED)
@@ -111,59 +99,48 @@ def unread(port: int, at: int = 1) -> bool:
     return any(row[at].endswith(f":{port:04X}") and not row[4].endswith(":00000000") for row in rows)
 
 
-def port_of(cluster: nbe.Cluster, side: str) -> int:
-    """Of the controller, for programs and cells (`client`) or for what becomes of them (`engine`)."""
-    if side == "client":
-        return int(cluster.client._config["mux"].rpartition(":")[2])
-    return int(json.loads(controller_file(cluster, "-engine.json"))["mux"])
-
-
-def finishing(folder: str) -> str:
-    """Say so, and give back something."""
-    with open(f"{folder}/{os.getpid()}", "a") as file:
-        file.write("ran\n")
-    return "the value"
+def test_nothing_of_ours_depends_on_it(make):
+    """It is stopped, and kept so: a program, with an argument and a result, and a cell run as if it were there."""
+    cluster = make("localhost:2", min=2)
+    with deaf(cluster):
+        assert cluster.run(sorted, [2, 1]).result(timeout=20) == [[1, 2]] * 2
+        rows = cluster.execute("print('here')", timeout=20)
+        assert [row[1:] for row in rows] == [("here\n", "", None)] * 2
 
 
 def waiting(folder: str) -> str:
+    """Say that it runs, and wait for the word."""
     Path(folder, f"{os.getpid()}.waits").touch()
     while not Path(folder, "go").exists():
         time.sleep(0.01)
-    return finishing(folder)
+    return "the value"
 
 
-def test_a_lost_result_is_asked_for_again(make, tmp_path):
-    """The controller had it, and was killed before it passed it on: the job has its results all the same."""
+def test_a_call_outlives_the_controller(make, tmp_path):
+    """One of `%px` that runs while the controller is killed has its result, and what it prints afterwards is seen."""
+    cluster = make("localhost:2", min=2)
+    source = f"import os, time\nopen('{tmp_path}/' + str(os.getpid()) + '.waits', 'w')\n"
+    source += f"while not os.path.exists('{tmp_path}/go'):\n    time.sleep(0.01)\nprint('done')"
+    result = cluster.client[:].execute(source)
+    until(lambda: len(list(tmp_path.glob("*.waits"))) == 2)
+    again(cluster, killed(cluster))
+    (tmp_path / "go").touch()
+    result.get(timeout=30)
+    until(lambda: result.stdout == ["done\n"] * 2, what="both outputs")
+
+
+def test_a_lost_answer_is_an_error(make, tmp_path):
+    """The controller had it, and was killed before it passed it on: whoever waits for it is told, and the next call works."""
     cluster = make("localhost:1", min=1)
-    job = cluster.run(waiting, str(tmp_path))
+    view = cluster.client[:]
+    result = view.apply_async(waiting, str(tmp_path))
     until(lambda: list(tmp_path.glob("*.waits")))
     with deaf(cluster):
         (tmp_path / "go").touch()
-        until(lambda: unread(port_of(cluster, "engine")))
-    assert job.result(timeout=30) == ["the value"]
-
-
-def test_a_lost_program_is_sent_again(make, tmp_path):
-    """The controller had it, and was killed before it passed it on: it runs, and once."""
-    cluster = make("localhost:1", min=1)
-    with deaf(cluster):
-        job = cluster.run(finishing, str(tmp_path))
-        until(lambda: unread(port_of(cluster, "client")))
-    assert job.result(timeout=30) == ["the value"]
-    assert (tmp_path / str(cluster.workers[0].pid)).read_text() == "ran\n"
-
-
-def test_a_lost_answer_of_a_cell_is_an_error(make, tmp_path):
-    """Whether it ran is not known: it is not run again, and nobody waits for ever."""
-    cluster = make("localhost:1", min=1)
-    rows: list[Any] = []
-    asking = threading.Thread(target=lambda: rows.extend(cluster.execute("1 + 1", timeout=30)))
-    with deaf(cluster):
-        asking.start()
-        until(lambda: unread(port_of(cluster, "client")))
-    asking.join()
-    assert ["ControllerLostError" in row[3] for row in rows] == [True]  # with a traceback
-    assert [row[3] for row in cluster.execute("1 + 1", timeout=20)] == [None]
+        until(lambda: unread(json.loads(controller_file(cluster, "-engine.json"))["mux"]))
+    with pytest.raises(ipp.error.CompositeError, match="ControllerLostError"):
+        result.get(timeout=30)
+    assert view.apply_async(sorted, [2, 1]).get(timeout=20) == [[1, 2]]
 
 
 def test_the_next_controller_has_no_ghosts(make):
@@ -212,7 +189,6 @@ class Kept:
         self.uuid = (
             self._run("lone_engine.py", self.folder / "connection", self.folder / "profile").stdout.readline().strip()
         )
-        until((self.folder / "begun").exists)
         return self
 
     def _run(self, script: str, *args: object) -> Any:
@@ -223,25 +199,19 @@ class Kept:
         self.kernel.kill()
         self.kernel.wait()
 
-    def engines(self) -> Engines:
+    def caretaker(self) -> Caretaker:
         (self.folder / "driver").write_text(identity(os.getpid()))
-        self.there: asyncio.Queue[str] = asyncio.Queue()
-        keep = (self.folder / "driver", 60.0)
-        return Engines(str(self.folder / "ipython"), "kept", 8.0, self.there.put_nowait, keep=keep)
+        return Caretaker(self.folder / "ipython", "kept", 8.0, keep=(self.folder / "driver", 60.0))
 
-    async def check(self, engines: Engines) -> None:
-        """All that the kernel before has begun is known and can be gone on with."""
-        assert await asyncio.wait_for(self.there.get(), 20) == self.uuid
-        assert engines.knows(self.uuid)
-        outcome: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        engines.await_outcome(self.uuid, "job-1", outcome.set_result)
-        assert await asyncio.wait_for(outcome, 20) == ("ok", 7, "")
-        unknown: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        engines.await_outcome(self.uuid, "job-0", unknown.set_result)
-        assert await asyncio.wait_for(unknown, 20) == ("error", "this worker has not run job-0", "")
-        cell: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        engines.execute(self.uuid, "print(x + y)", cell.set_result)
-        assert (await asyncio.wait_for(cell, 20)).stdout == "12\n"
+    def check(self, controller: Caretaker) -> None:
+        """A client of this controller finds the engine, and what it knows."""
+        with closing(connect(controller.information("client"), "kept", str(self.folder / "ipython"))) as client:
+            assert client.wait_for([self.uuid], 20.0)
+            client[:].execute("x = globals().get('x', 0) + 1")
+            client[:].execute(f"open('{self.folder}/x', 'w').write(str(x))").get(timeout=20)
+
+    def x(self) -> str:
+        return (self.folder / "x").read_text()
 
     def close(self) -> None:
         for process in self.processes:
@@ -269,7 +239,7 @@ def keep(tmp_path):
 
 @pytest.mark.parametrize("dies", ["kernel", "both"])
 def test_another_kernel_goes_on(keep, dies):
-    """The kernel is killed, and perhaps the controller with it: the next kernel finds the engine and what became of its job."""
+    """The kernel is killed, and perhaps the controller with it: the next kernel finds the engine, and all that it knows."""
     kept = keep(60.0)
     kept.kill_kernel()
     assert lives(kept.controller)
@@ -278,21 +248,23 @@ def test_another_kernel_goes_on(keep, dies):
         until(lambda: not alive(kept.group[0].pid))
 
     async def go_on() -> None:
-        engines = kept.engines()
-        await engines.attach(kept.controller)
-        assert (engines.process == kept.controller) is (dies == "kernel")
-        (kept.folder / "go").touch()
-        await kept.check(engines)
-        os.kill(pid_of(engines.process), signal.SIGKILL)  # it may be no child of ours
-        assert await asyncio.wait_for(kept.there.get(), 20) == kept.uuid
-        kept.there.put_nowait(kept.uuid)
-        await kept.check(engines)
-        await engines.detach()
-        assert lives(engines.process)
+        controller = kept.caretaker()
+        came: asyncio.Queue[None] = asyncio.Queue()
+        controller._on_again = lambda: came.put_nowait(None)
+        await controller.attach()
+        assert (controller.process == kept.controller) is (dies == "kernel")
+        await asyncio.to_thread(kept.check, controller)
+        assert kept.x() == "1"
+        os.kill(pid_of(controller.process), signal.SIGKILL)  # it may be no child of ours
+        await asyncio.wait_for(came.get(), 20)
+        await asyncio.to_thread(kept.check, controller)
+        await controller.detach()
+        assert lives(controller.process)
 
-        last = kept.engines()
+        last = kept.caretaker()
         await last.attach()
-        await kept.check(last)
+        await asyncio.to_thread(kept.check, last)
+        assert kept.x() == "3"
         await last.stop()
         assert not lives(last.process)
 
@@ -323,33 +295,31 @@ def test_it_shows_no_secret(keep):
 
 
 def test_what_a_broken_connection_takes_along(tmp_path):
-    """It was on its way through a gate that is killed: a cell fails, a program runs, once, and is heard of."""
+    """An answer was on its way through a gate that is killed: whoever waits for it is told."""
 
     async def go_on() -> None:
-        there: asyncio.Queue[str] = asyncio.Queue()
-        engines, doors = Engines(str(tmp_path / "ipython"), "behind", 8.0, there.put_nowait), Doors()
-        await engines.start()
-        (tmp_path / "connection").write_text(doors.lead_engines("127.0.0.1", engines.connection))
+        controller, doors = Caretaker(tmp_path / "ipython", "behind", 8.0), Doors()
+        await controller.start()
+        (tmp_path / "connection").write_text(doors.lead_engines("127.0.0.1", controller.connection))
         (tmp_path / "profile").mkdir()
         with run("lone_engine.py", tmp_path / "connection", tmp_path / "profile") as engine, closing(engine.stdin):
-            uuid = await asyncio.wait_for(there.get(), 20)
+            await asyncio.to_thread(_lose_an_answer, controller, doors, engine.stdout.readline().strip())
+        await controller.stop()
+        doors.close()
+
+    def _lose_an_answer(controller: Caretaker, doors: Doors, uuid: str) -> None:
+        with closing(connect(controller.information("client"), "behind", str(tmp_path / "ipython"))) as client:
+            assert client.wait_for([uuid], 20.0)
             (gate,) = [pid_of(gate.process) for gate in doors.saved]
             stop(gate)
-            cell: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-            engines.execute(uuid, "1 + 1", cell.set_result)
-            outcome: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-            source = f"with open('{tmp_path}/ran', 'a') as file:\n    file.write('ran ')\n7"
-            engines.run_cell(uuid, "job-1", str(tmp_path), (source, None), outcome.set_result)
-            port = int(json.loads(engines.connection)["mux"])
+            result = client[0].apply_async(sorted, [2, 1])
+            port = int(json.loads(controller.connection)["mux"])
             until(lambda: unread(port, at=2), what="something to come to the gate")
             os.kill(gate, signal.SIGKILL)
             until(lambda: not alive(gate))
             doors.mend()
-            assert await asyncio.wait_for(outcome, 30) == ("ok", 7, "")
-            assert (tmp_path / "ran").read_text() == "ran "
             with pytest.raises(ipp.RemoteError, match="ControllerLostError"):
-                (await asyncio.wait_for(cell, 30)).get()
-        await engines.stop()
-        doors.close()
+                result.get(timeout=30)
+            assert client[0].apply_async(sorted, [2, 1]).get(timeout=20) == [1, 2]
 
     asyncio.run(go_on())

@@ -199,20 +199,22 @@ def test_arguments_are_pickled_once_for_all_workers(cluster):
     assert argument.pickled == 1
 
 
-def test_ipyparallel_keeps_nothing_of_what_was_run(cluster):
-    """Cells, setup cells and programs: their results and output are not kept for whoever might ask again."""
-    client = cluster.client
-    for _ in range(3):
-        cluster.execute("print('x' * 1000); 'value'", timeout=20)
-        cluster.run(os.getpid).result(timeout=20)
-    until(lambda: not (client.results or client._futures or client._output_futures))
-    until(lambda: client.metadata.keys() <= {"submitted"})  # a key of ipyparallel's own
-
-
 def test_a_function_that_cannot_be_sent(cluster):
-    """It is refused at once, with the reason."""
-    with open(os.devnull) as stream, pytest.raises(nbe.UsageError, match="cannot be sent"):
-        cluster.run(lambda: stream.name)
+    """It is refused at once, and what cannot be pickled is named: an argument, or what the function or one of its helpers uses."""
+    lock = threading.Lock()
+
+    def helper():
+        return lock
+
+    def outer():
+        return helper()
+
+    for call, why in (
+        (lambda: cluster.run(print, 1, lock), "'print' cannot be sent to the workers: argument 2: TypeError: .*lock"),
+        (lambda: cluster.run(outer), "cannot be sent to the workers: it uses 'lock', a lock: TypeError"),
+    ):
+        with pytest.raises(nbe.UsageError, match=why):
+            call()
 
 
 def test_errors_of_use_are_clear(cluster):

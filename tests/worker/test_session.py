@@ -270,6 +270,7 @@ def test_a_new_driver_hears_of_a_program_that_begins(session):
         heard.extend(said(session))
 
     session.warm_up.wait = warming
+    session.account.begin("job-2")
     session.begin("job-2")
     (here,) = heard
     assert (here.job, here.busy, here.stopped, here.epoch, here.formed) == ("job-2", True, "", 0, False)

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from pathlib import Path
 
 import pytest
 
-from nbelastic.driver import engines
-from nbelastic.driver.engines import FIRST_PAUSE, PAUSE, Engines, heartbeat
+from nbelastic.driver import caretaker
+from nbelastic.driver.caretaker import FIRST_PAUSE, PAUSE, Caretaker, heartbeat
 
 
-class DyingCaretaker:
+class Dying(Caretaker):
     """Of a controller that ends as soon as it has started."""
 
-    def __init__(self) -> None:
-        self.started = 1
+    started = 1
 
     async def ended(self) -> None:
         """It has ended already."""
@@ -30,7 +29,7 @@ class DyingCaretaker:
 
 
 def test_a_controller_that_ends_at_once_is_started_after_longer_and_longer_pauses(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Not without end and without a word: each time the reason is told."""
     pauses: list[float] = []
@@ -40,12 +39,9 @@ def test_a_controller_that_ends_at_once_is_started_after_longer_and_longer_pause
         pauses.append(seconds)
 
     async def story() -> None:
-        one = Engines(str(tmp_path), "name", 5.0, lambda _: None, on_trouble=told.append)
-        one._caretaker = DyingCaretaker()  # type: ignore[assignment]
-        one._loop = asyncio.get_running_loop()
-        monkeypatch.setattr(engines.asyncio, "sleep", sleep)
+        monkeypatch.setattr(caretaker.asyncio, "sleep", sleep)
         with pytest.raises(asyncio.CancelledError):
-            await one._watch()
+            await Dying(tmp_path, "name", 5.0, on_trouble=told.append)._watch()
 
     asyncio.run(story())
     assert pauses[:3] == [FIRST_PAUSE, 2 * FIRST_PAUSE, 4 * FIRST_PAUSE]

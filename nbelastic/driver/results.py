@@ -1,0 +1,80 @@
+"""The values of a job's program as they come from the workers: none of them is unpickled here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+from nbelastic import pickles
+from nbelastic.core import messages as m
+from nbelastic.core import wire
+
+Send = Callable[[m.WorkerId, wire.Message], object]
+
+
+class Outcome(NamedTuple):
+    """What became of a program on one worker: its packed value, or an error (one line, with its traceback)."""
+
+    error: str = ""
+    traceback: str = ""
+    value: pickles.Bytes | None = None
+
+
+class _Coming(NamedTuple):
+    """A value that is being fetched from another machine."""
+
+    job: str
+    size: int
+    data: bytearray
+    done: Callable[[Outcome], None]
+
+
+class Results:
+    """Lives in the driver's thread. A value is in the message, in a file in `folder`, or is fetched in pieces: `send(worker,
+    message)` asks for them.
+    """
+
+    def __init__(self, folder: Path, send: Send) -> None:
+        self._folder, self._send = folder, send
+        self._coming: dict[m.WorkerId, _Coming] = {}
+
+    def take(self, result: wire.ProgramResult, done: Callable[[Outcome], None]) -> None:
+        """Call `done(outcome)` when the value is here, which may be at once."""
+        value = result.value
+        self._coming.pop(result.worker, None)
+        if value is None:
+            done(Outcome(result.error or "an error without a message", result.traceback))
+        elif value.data:
+            done(Outcome(value=value.data))
+        elif value.path:
+            done(self._mapped(result.worker, Path(value.path)))
+        else:
+            self._coming[result.worker] = _Coming(result.job, value.size, bytearray(), done)
+            self._send(result.worker, wire.FetchResult(result.job, 0))
+
+    def _mapped(self, w: m.WorkerId, path: Path) -> Outcome:
+        if path.parent != self._folder:  # the workers' key must not open any file of the notebook's user
+            return Outcome(f"the result of {w} is not where results are: {path}")
+        try:
+            return Outcome(value=pickles.mapped(path))
+        except (OSError, ValueError) as error:
+            return Outcome(f"the result of {w} cannot be read: {error}")
+
+    def piece(self, piece: wire.ResultPiece) -> None:
+        """The next bytes of a value; more of them are asked for when all have come that were."""
+        coming = self._coming.get(piece.worker)
+        if coming is None or piece.job != coming.job or piece.offset != len(coming.data):
+            return
+        coming.data.extend(piece.data)
+        at = len(coming.data)
+        if at >= coming.size:
+            del self._coming[piece.worker]
+            coming.done(Outcome(value=coming.data))
+        elif at % (pickles.PIECES * pickles.PIECE) == 0:
+            self._send(piece.worker, wire.FetchResult(coming.job, at))
+
+    def forget(self, workers: Iterable[m.WorkerId]) -> None:
+        """They are gone: nothing more comes."""
+        for w in workers:
+            self._coming.pop(w, None)

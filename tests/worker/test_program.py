@@ -1,0 +1,251 @@
+"""How a worker runs programs: where their bytes come from, what is told of their end, and what they never do twice."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from types import SimpleNamespace
+
+import pytest
+
+from nbelastic import pickles
+from nbelastic.core import wire
+from nbelastic.core.errors import JobStoppedError
+from nbelastic.core.messages import WorkerId
+from nbelastic.worker import program
+from nbelastic.worker.account import Account
+from nbelastic.worker.printed import Printed
+from nbelastic.worker.program import INLINE, Runner
+
+W = WorkerId("a", 0, 1)
+RAN: list[str] = []
+
+
+def called(value: object = 7) -> object:
+    RAN.append("called")
+    return value() if callable(value) else value
+
+
+class FakeSession:
+    """What a runner needs of its worker's session."""
+
+    worker, checkpoints, speaks = W, None, True
+
+    def __init__(self) -> None:
+        self.account, self.printed = Account(), Printed()
+        self.link = SimpleNamespace(send=self.sent_to_driver, away=False)
+        self.answer = lambda message: None
+        self.value, self.stopped = b"", ""
+
+    def sent_to_driver(self, message: wire.Message) -> None:
+        self.answer(message)
+
+    def begin(self, job: str) -> None:
+        self.refuse_if_stopped(job)
+
+    def finish(self) -> None:
+        """The program has ended."""
+
+    def refuse_if_stopped(self, job: str) -> None:
+        if self.stopped == job:
+            raise JobStoppedError("the job is over")
+
+    def program_ended(self, result: wire.ProgramResult, value: bytes) -> None:
+        self.account.result, self.value = result, value
+        self.say_result_again()
+
+    def say_result_again(self) -> None:
+        self.results.put_nowait(self.account.result)
+
+
+@pytest.fixture
+def session(monkeypatch):
+    """Its process keeps its standard streams."""
+    RAN.clear()
+    monkeypatch.setattr(program.boot, "redirect", lambda *_: None)
+    monkeypatch.setattr(program, "frameworks", lambda: SimpleNamespace(begin=lambda: None))
+    monkeypatch.setattr(program, "get_ipython", lambda: SimpleNamespace(user_ns={"there": 5}))
+    return FakeSession()
+
+
+def call(function=called, *args, **options) -> tuple[bytes, wire.Program]:
+    """The packed call, and the order to run it, which names `options` instead of the bytes if there are any."""
+    data = b"".join(pickles.pack((function, args, {})))
+    blob = wire.Blob(len(data), **options) if options else wire.Blob(len(data), data)
+    return data, wire.Program("job-1", "", call=blob)
+
+
+def run(session, *orders):
+    """Have these run; returns the results that the driver hears of."""
+
+    async def story():
+        session.runner, session.results = Runner(session), asyncio.Queue()
+        serving = asyncio.create_task(session.runner.serve())
+        for order in orders:
+            session.runner.take(order)
+        results = [await session.results.get() for _ in orders]
+        serving.cancel()
+        return results
+
+    return asyncio.run(asyncio.wait_for(story(), 20))
+
+
+def value(result):
+    assert not result.error
+    return pickles.unpack(result.value.data)
+
+
+def test_a_call_in_a_message(session):
+    """What the function returned comes back, packed."""
+    (result,) = run(session, call(called, "text")[1])
+    assert (value(result), result.job, result.worker) == ("text", "job-1", W)
+
+
+def test_a_call_in_a_file(session, tmp_path):
+    """It is mapped: a file of any size."""
+    path = tmp_path / "program"
+    data, order = call(called, "text", path=str(path))
+    path.write_bytes(data)
+    assert value(run(session, order)[0]) == "text"
+
+
+def test_a_file_that_is_gone_ends_the_program_alone(session, tmp_path):
+    """The worker lives, and runs the next one."""
+    order = call(called, path=str(tmp_path / "nowhere"))[1]
+    gone, there = run(session, order, wire.Program("job-2", "", call=call(called, 8)[1].call))
+    assert gone.error.startswith("FileNotFoundError: ")
+    assert value(there) == 8
+
+
+def test_a_call_from_another_machine_is_fetched_in_pieces(session):
+    """Those that come twice, or are of another job, change nothing."""
+    array = os.urandom(3 * pickles.PIECE)
+    data, _ = call(len, array)
+
+    def answer(message):
+        if isinstance(message, wire.FetchCall):
+            session.runner.take(wire.CallPiece("job-0", message.offset, b"junk"))
+            for at, piece in pickles.pieces(data, message.offset):
+                for _ in range(2):
+                    session.runner.take(wire.CallPiece("job-1", at, piece))
+
+    session.answer = answer
+    (result,) = run(session, wire.Program("job-1", "", call=wire.Blob(len(data))))
+    assert value(result) == len(array)
+
+
+def test_a_piece_that_does_not_come_is_asked_for_again(session, monkeypatch):
+    """As when another driver has come meanwhile; while there is none, no time passes. In the end the program fails."""
+    monkeypatch.setattr(program, "AGAIN", 0.01)
+    monkeypatch.setattr(program, "PATIENCE", 0.05)
+    data, _ = call()
+    asked = []
+
+    def answer(message):
+        if isinstance(message, wire.FetchCall):
+            asked.append(message.offset)
+            session.link.away = len(asked) < 20
+            if len(asked) == 20:
+                session.runner.take(wire.CallPiece("job-1", 0, data))
+
+    session.answer = answer
+    assert value(run(session, wire.Program("job-1", "", call=wire.Blob(len(data))))[0]) == 7
+    assert asked == [0] * 20
+    session.answer = lambda message: None
+    (result,) = run(session, wire.Program("job-2", "", call=wire.Blob(len(data))))
+    assert result.error == f"OSError: the program did not come: 0 of {len(data)} bytes in 0.05 s"
+
+
+def test_a_program_that_comes_twice_runs_once(session):
+    """A new driver cannot know that it was on its way: it is told again how it ended."""
+    _, order = call()
+    first, second = run(session, order, order)
+    assert first == second
+    assert RAN == ["called"]
+
+
+def test_a_program_of_a_job_that_is_over_does_not_begin(session):
+    """The word that the job is over may come before the program gets its turn."""
+    session.stopped = "job-1"
+    (result,) = run(session, call()[1])
+    assert result.error.endswith("JobStoppedError: the job is over")
+    assert result.traceback == ""
+    assert RAN == []
+
+
+def test_a_job_that_ends_while_its_call_is_fetched(session):
+    """The rest is not waited for."""
+    data, _ = call(called, os.urandom(2 * pickles.PIECE))
+
+    def answer(message):
+        session.stopped = "job-1"
+        session.runner.take(wire.CallPiece("job-1", 0, data[: pickles.PIECE]))
+
+    session.answer = answer
+    (result,) = run(session, wire.Program("job-1", "", call=wire.Blob(len(data))))
+    assert result.error.endswith("JobStoppedError: the job is over")
+
+
+def test_a_long_result_is_in_a_file_of_this_machine(session, tmp_path):
+    """One for its owner's eyes alone; its name tells worker and job."""
+    order = call(called, "x" * INLINE)[1]
+    (result,) = run(session, wire.Program("job-1", "", call=order.call, results=str(tmp_path)))
+    (file,) = tmp_path.iterdir()
+    assert (file.name, result.value.path) == ("a-0#1.job-1", str(file))
+    assert pickles.unpack(pickles.mapped(file)) == "x" * INLINE
+
+
+def test_a_long_result_for_another_machine_is_kept(session):
+    """Until the driver has fetched it."""
+    (result,) = run(session, call(called, "x" * INLINE)[1])
+    assert (result.value.data, result.value.path) == (b"", "")
+    assert (len(session.value), pickles.unpack(session.value)) == (result.value.size, "x" * INLINE)
+
+
+def test_a_result_for_which_there_is_no_room(session, tmp_path):
+    """The program fails with one line that says what to do."""
+    order = call(called, "x" * INLINE)[1]
+    (tmp_path / "a-0#1.job-1.new").symlink_to("/dev/full")
+    (result,) = run(session, wire.Program("job-1", "", call=order.call, results=str(tmp_path)))
+    where = f"the result cannot be written to {tmp_path} (No space left on device): free some space there"
+    assert (result.error, result.value) == (where, None)
+
+
+def test_a_result_that_cannot_be_pickled(session):
+    """It is the program's error, and is printed as one."""
+    (result,) = run(session, call(called, threading.Lock)[1])
+    assert result.error == "TypeError: the result cannot be sent: cannot pickle '_thread.lock' object"
+    (piece,) = [piece for piece in session.printed.take() if piece.stream == "err"]
+    assert result.error in piece.text
+
+
+def test_a_call_that_cannot_be_unpickled(session):
+    """Junk in a file, or a module that is not here: an error of this program, with its traceback."""
+    data, _ = call()
+    junk = wire.Blob(len(data), data[:40] + bytes(len(data) - 40))
+    (result,) = run(session, wire.Program("job-1", "", call=junk))
+    assert "Error" in result.error
+    assert result.traceback.startswith("Traceback")
+
+
+def test_an_error_has_its_traceback_from_the_users_first_line_on(session):
+    """And none of ours before it."""
+
+    def failing():
+        raise ValueError("no\ud800")
+
+    (result,) = run(session, call(called, failing)[1])
+    assert result.error == "ValueError: no?"
+    assert "program.py" not in result.traceback.replace("test_program.py", "")
+    assert result.traceback.endswith("ValueError: no?\n")
+
+
+def test_a_notebooks_function_finds_what_cells_have_defined_here(session):
+    """As long as the notebook has no such name itself."""
+    namespace = {"__name__": "__main__", "here": 1}
+    exec("def used():\n    return here + there", namespace)
+    assert value(run(session, call(namespace["used"])[1])[0]) == 6
+    namespace["there"] = 10
+    order = wire.Program("job-2", "", call=call(namespace["used"])[1].call)
+    assert value(run(session, order)[0]) == 11
