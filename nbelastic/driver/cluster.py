@@ -10,7 +10,6 @@ import itertools
 import os
 import secrets
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Self, TypeVar, Unpack
 
@@ -27,7 +26,7 @@ from nbelastic.core.errors import (
 from nbelastic.core.placement import parse_host
 from nbelastic.core.staffing import too_many
 from nbelastic.core.world import Limits
-from nbelastic.driver import orders
+from nbelastic.driver import requests
 from nbelastic.driver.calls import INLINE, pickled
 from nbelastic.driver.cells import Executed, check_cell
 from nbelastic.driver.discovery import FixedHosts, HostDiscovery
@@ -35,13 +34,11 @@ from nbelastic.driver.discovery import find as find_discovery
 from nbelastic.driver.driver import Driver
 from nbelastic.driver.job import Job, outcome
 from nbelastic.driver.notes import Notes
-from nbelastic.driver.orders import execute_on_all, execute_setup
 from nbelastic.driver.places import RunDir, gpus
-from nbelastic.driver.run import Checkpoints, Run, checkpoints
+from nbelastic.driver.run import Checkpoints, checkpoints
 from nbelastic.driver.saved import (
     ClusterInfo,
     Saved,
-    SavedJob,
     arguments_of,
     begin,
     clusters,
@@ -51,7 +48,7 @@ from nbelastic.driver.saved import (
 )
 from nbelastic.driver.script import Options, script_for
 from nbelastic.driver.settings import Settings, check, check_kinds, timeouts_of
-from nbelastic.driver.stacks import WorkerStack, show_stacks
+from nbelastic.driver.stacks import WorkerStack
 from nbelastic.driver.status import EventRecord, HostStatus, Status, WorkerStatus
 from nbelastic.driver.takeover import request
 from nbelastic.driver.watchers import Watchers
@@ -60,6 +57,7 @@ from nbelastic.folders import make_private
 T = TypeVar("T")
 _numbers = itertools.count(1)
 CLOSING = 10.0  # seconds that all but the programs may take to end
+ANSWER = 60.0  # seconds that the driver may take to answer what it can answer at once
 CONTROLLER = 10.0  # seconds that ipyparallel's controller may take to start, and to know an engine
 AT_ONCE = 2.0  # seconds for everything when the kernel ends, which leaves no more
 AT_THE_END = 0.5  # of these, seconds for programs
@@ -163,7 +161,6 @@ class Cluster:
         self._job: Job | None = None  # the last one; earlier ones are kept by who needs them
         self._submitted = 0  # jobs so far, those of other drivers included
         self._client: Any = None  # ipyparallel's, for `%px`, once somebody has asked for it
-        self._added: set[str] = set()  # hosts of which the driver may not have taken notice yet
 
     # ---- life ----
 
@@ -190,7 +187,7 @@ class Cluster:
             low = self._limits.min
             limit = self._limits.elastic_timeout if timeout is None else timeout
             try:
-                self._wait(lambda d: d.begun(low), limit, f"{low} ready workers")
+                self._ask(requests.WaitForStart(low), limit, f"{low} ready workers", cancel=True)
             except HostError:
                 self.stop()
                 raise
@@ -205,7 +202,7 @@ class Cluster:
         notes = Notes(self._run_dir, self._arguments, self._found) if self._settings.keep is not None else None
         number = self._found.number if self._found is not None else secrets.token_hex(4)
         settings = replace(self._settings, limits=limits, log_dir=log_dir, number=number)
-        driver = Driver(settings, self._run_dir, notes)
+        driver = Driver(settings, self._run_dir, notes, submitted=self._submitted)
         driver.start()
         return driver
 
@@ -326,7 +323,7 @@ class Cluster:
         UsageError if a job runs already, if the function cannot be sent, or for wrong arguments.
         """
         plan = checkpoints(checkpoint, checkpoint_every, checkpoint_keep)
-        return self._submit(plan, pickle=lambda: pickled(function, args, kwargs))
+        return self._submit_program(plan, pickle=lambda: pickled(function, args, kwargs))
 
     def run_cell(
         self,
@@ -341,7 +338,7 @@ class Cluster:
         SyntaxError, before anything is sent.
         """
         check_cell(source, awaits=False)
-        return self._submit(checkpoints(checkpoint, checkpoint_every, checkpoint_keep), source)
+        return self._submit_program(checkpoints(checkpoint, checkpoint_every, checkpoint_keep), source)
 
     def run_script(self, path: str | os.PathLike[str], *args: Any, **options: Unpack[Options]) -> Job:
         """Run an unmodified torchrun script on every host, with a worker a slot; returns at once.
@@ -352,10 +349,8 @@ class Cluster:
         forks. A change of the hosts restarts all workers, as does one that fails, up to `max_restarts` times.
         UsageError if a job runs already, or for what cannot be.
         """
-        driver = self._may_submit()
-        script, terms = script_for(self._next_job(), path, args, options, driver.settings)
-        run = Run(script.job, None)
-        return self._accept(driver, run, driver.scripts.submit, script, terms)
+        script, terms = script_for(path, args, options, self._running().settings)
+        return self._submit(requests.SubmitScript(script, terms))
 
     def connection_file(self, host: str | None = None) -> Path:
         """The file (0600) with which a terminal's torchrun joins: `--rdzv-backend=nbelastic --rdzv-endpoint=<file>`.
@@ -364,66 +359,44 @@ class Cluster:
         it has to be copied (`scp -p`). It holds the cluster's keys, and is of no use after its stop. HostError if it
         cannot be made.
         """
-        driver = self._running()
-        found: Future[Path] = driver.owe(Future())
-        driver.call(driver.scripts.invitations.make, parse_host(host, 1) if host is not None else None, found)
-        return outcome(found, None, lambda: "the cluster file")
+        there = parse_host(host, 1) if host is not None else None
+        return Path(self._ask(requests.MakeConnectionFile(there), None, "the cluster file"))
 
-    def _next_job(self) -> str:
-        return f"job-{self._submitted + 1}"
-
-    def _present_job(self, driver: Driver) -> str:
-        """The name of the job that runs, or that the driver has not yet taken in; empty if there is none."""
-        if self._job is not None and not self._job.done():
-            return self._job.name
-        return driver.world.active.name if driver.world.active is not None else ""
-
-    def _may_submit(self) -> Driver:
-        driver = self._running()
-        driver.refuse_if_faulty()
-        present = self._present_job(driver)
-        if present:
-            raise UsageError(f"{present} is still running: wait for it or stop it first.")
-        return driver
-
-    def _submit(self, plan: Checkpoints, source: str = "", pickle: Callable[[], list[memoryview]] | None = None) -> Job:
+    def _submit_program(
+        self, plan: Checkpoints, source: str = "", pickle: Callable[[], list[memoryview]] | None = None
+    ) -> Job:
         """UsageError, and no job, if a job runs already or if this one cannot be pickled or saved."""
-        driver = self._may_submit()
-        name = self._next_job()
-        program = wire.Program(name, "", plan, source, self._saved(name, pickle()) if pickle is not None else None)
-        return self._accept(driver, Run(name, program), driver.submit, SavedJob(name, program))
+        self._refuse_if_running()  # before anything is pickled; the driver has the last word
+        call = self._saved(pickle()) if pickle is not None else None
+        try:
+            return self._submit(requests.Submit(wire.Program("", "", plan, source, call)))
+        except BaseException:
+            if call is not None and call.path:
+                Path(call.path).unlink(missing_ok=True)
+            raise
 
-    def _saved(self, job: str, call: list[memoryview]) -> wire.Blob:
+    def _saved(self, call: list[memoryview]) -> wire.Blob:
         """A short call is sent as it is; a long one, and that of a kept cluster, is in a file. UsageError if that is full."""
         size = pickles.size(call)
         if size <= INLINE and self._settings.keep is None:
             return wire.Blob(size, b"".join(call))
-        path = self._run_dir.path / f"{job}.program"
+        path = self._run_dir.path / f"{secrets.token_hex(8)}.program"
         try:
             pickles.write(path, call)
         except OSError as error:
-            raise self._not_saved(job, error) from None
+            raise requests.not_saved(f"job-{self._running().submitted + 1}", path.parent, error) from None
         return wire.Blob(size, path=str(path))
 
-    def _accept(self, driver: Driver, run: Run, submit: Callable[..., None], *args: Any) -> Job:
-        """Have the driver take the job in. With `keep` this waits until the job is saved; UsageError if it cannot be."""
-        accepted = driver.request(submit, run, *args)
-        last, self._job = self._job, Job(driver, run)
-        self._submitted += 1
-        driver.owe(run.future)
-        if driver.notes is not None:
-            try:
-                outcome(accepted, None, lambda: f"{run.name} to be saved")
-            except OSError as error:
-                self._job = last
-                self._submitted -= 1
-                run.forget_program()
-                raise self._not_saved(run.name, error) from None
+    def _submit(self, request: requests.Submit | requests.SubmitScript) -> Job:
+        driver = self._running()
+        name = self._ask(request, ANSWER, "the driver to take the job in")
+        self._job = Job(driver, driver.runs[name])
         return self._job
 
-    def _not_saved(self, job: str, error: OSError) -> UsageError:
-        where = f"{self._run_dir.path} ({error.strerror})"
-        return UsageError(f"{job} cannot be saved in {where}: free some space there, then run it again.")
+    def _refuse_if_running(self) -> None:
+        driver = self._running()
+        driver.refuse_if_faulty()
+        requests.refuse_second_job(driver.present_job)
 
     def execute(
         self, source: str, *, setup: bool = False, key: str | None = None, timeout: float | None = None
@@ -436,22 +409,11 @@ class Cluster:
         SyntaxError before anything is sent, if the cell cannot be compiled.
         """
         check_cell(source, awaits=True)
-        driver = self._running()
-        driver.refuse_if_faulty()
-        present = self._present_job(driver)
-        if present:
-            raise UsageError(f"{present} is running: cells run between jobs.")
-        results: Future[list[Executed]] = driver.owe(Future())
-        if setup:
-            digest = hashlib.sha256(source.encode()).hexdigest()
-            driver.call(execute_setup, driver, key or f"cell-{digest[:8]}", source, results)
-        else:
-            driver.call(execute_on_all, driver, source, results)
-        try:
-            return outcome(results, timeout, lambda: f"the cell to end ({driver.status.reason})")
-        finally:
-            if not setup:  # a setup cell is kept if it succeeds later
-                results.cancel()  # nobody waits for it any more
+        digest = hashlib.sha256(source.encode()).hexdigest()
+        run = requests.ExecuteSetup(key or f"cell-{digest[:8]}", source) if setup else requests.Execute(source)
+        # A setup cell is kept if it succeeds later.
+        rows: list[Executed] = self._ask(run, timeout, "the cell to end", cancel=not setup)
+        return rows
 
     @property
     def setup_cells(self) -> dict[str, str]:
@@ -460,10 +422,9 @@ class Cluster:
 
     def clear_setup(self, key: str | None = None) -> None:
         """Forget the setup cell with this key, or all of them: later workers do not run them. UsageError for an unknown key."""
-        driver, known = self._running(), self.setup_cells
-        if key is not None and key not in known:
-            raise UsageError(f"there is no setup cell {key!r}; there are {', '.join(known) or 'none'}.")
-        driver.post(m.SetupCleared(key or ""))
+        if key == "":
+            raise UsageError("there is no setup cell ''; without a key all are cleared.")
+        self._ask(requests.ClearSetup(key or ""))
 
     @property
     def job(self) -> Job | None:
@@ -472,30 +433,21 @@ class Cluster:
 
     def stop_job(self, by: str = "you") -> None:
         """Stop the running job, if there is one."""
-        driver = self._running()
-        present = self._present_job(driver)
-        if present:
-            driver.post(m.JobStopRequested(present, f"stopped by {by}"))
+        self._ask(requests.StopJob(by))
 
-    # ---- orders: they return at once ----
+    # ---- orders: they return when the driver has taken them in ----
 
     def add_host(self, host: str, by: str = "you") -> None:
         """Add `name`, `name:slots` or `user@name:slots`; a host that is there gets these slots and is pardoned."""
-        spec = parse_host(host, self._default_slots)
-        self._running().post(orders.add_host(spec, by).event)
-        self._added.add(spec.name)
+        self._ask(requests.AddHost(parse_host(host, self._default_slots), by))
 
     def remove_host(self, host: str, now: bool = False, by: str = "you") -> None:
         """Its workers leave at the next commit (`now`: at once). UsageError if there is no such host."""
-        driver = self._running()
-        known = dict.fromkeys([*driver.world.hosts, *driver.scripts.guests, *self._added])
-        driver.post(orders.remove_host(known, host, now, by).event)
-        self._added.discard(host)
+        self._ask(requests.RemoveHost(host, now, by))
 
     def scale(self, min: int | None = None, max: int | None = None, by: str = "you") -> None:  # noqa: A002
         """Change the bounds of the world size; what is not given stays."""
-        driver = self._running()
-        driver.post(orders.scale(driver.world, min, max, True, by).event)
+        self._ask(requests.Scale(min, max, by))
 
     def restart(self, worker: str, by: str = "you") -> None:
         """Kill this worker (its id, as `localhost/0#1`) and start another in its place; no strike against its slot.
@@ -503,34 +455,21 @@ class Cluster:
         A world that it is in heals as from any death. UsageError if there is no such worker, or if the training state
         would be lost with it.
         """
-        driver = self._running()
-        driver.scripts.refuse_to_restart()
-        driver.post(orders.restart(driver.world, worker, by).event)
+        self._ask(requests.Restart(worker, by))
 
     def order(self, message: Mapping[str, Any], by: str) -> None:
         """Take an order as the dashboard sends it; what becomes of it is in `status().orders`, a refusal in `events` too.
 
         ClusterStoppedError if the cluster does not run.
         """
-        driver = self._running()
-        driver.call(orders.take, driver, message, self._default_slots, by)
+        self._running().request(requests.Press(dict(message), self._default_slots, by))
 
     # ---- looking on ----
 
     def wait(self, world: int, timeout: float = 60.0) -> Status:
         """Wait until `world` workers run in one world (or, with no job, are ready). WaitTimeoutError says for what."""
-
-        def there(driver: Driver) -> Status | None:
-            if driver.scripts.active is not None:
-                status = driver.status
-                return status if status.phase == "running" and status.world_size == world else None
-            active = driver.world.active
-            if active is None:
-                submitted = self._job is not None and not self._job.done()  # and not begun yet
-                return driver.status if driver.ready_workers() == world and not submitted else None
-            return driver.status if driver.world.phase == "running" and driver.status.world_size == world else None
-
-        return self._wait(there, timeout, f"a world of {world}")
+        status: Status = self._ask(requests.WaitForWorld(world), timeout, f"a world of {world}", cancel=True)
+        return status
 
     def status(self) -> Status:
         """A frozen snapshot, at any time."""
@@ -564,19 +503,13 @@ class Cluster:
 
         Who has not answered after `timeout` seconds has no text: its process is stopped, or C code holds the interpreter.
         """
-        return outcome(self._ask_stacks(timeout), None, lambda: "stacks")
+        stacks: list[WorkerStack] = self._ask(requests.ShowStacks(timeout), None, "stacks")
+        return stacks
 
     def ask_stacks(self, done: Callable[[list[WorkerStack]], object], timeout: float = 2.0) -> None:
         """The same without waiting: `done(stacks)` is called in the driver's thread."""
-        self._ask_stacks(timeout).add_done_callback(lambda future: done([] if future.exception() else future.result()))
-
-    def _ask_stacks(self, timeout: float) -> Future[list[WorkerStack]]:
-        driver = self._running()
-        if driver.scripts.active is not None:
-            raise UsageError("a script's workers cannot be asked where they are: use py-spy.")
-        found: Future[list[WorkerStack]] = driver.owe(Future())
-        driver.call(show_stacks, driver, timeout, found)
-        return found
+        asked = self._running().request(requests.ShowStacks(timeout))
+        asked.add_done_callback(lambda future: done([] if future.exception() else future.result()))
 
     def trace(self) -> dict[str, Any]:
         """The event log as Chrome trace JSON: write it into a file and open that in Perfetto."""
@@ -600,7 +533,7 @@ class Cluster:
         if self._client is None:
             from nbelastic.driver.client import connect  # it imports ipyparallel, which takes its time
 
-            information = self._wait(lambda d: d.fleet.information, CONTROLLER, "ipyparallel's controller")
+            information = self._ask(requests.FindController(), CONTROLLER, "ipyparallel's controller", cancel=True)
             self._client = connect(information, self.name, str(driver.settings.run_dir / "ipython"))
         self._client.wait_for(list(driver.fleet.engines.values()), CONTROLLER)
         return self._client
@@ -635,13 +568,22 @@ class Cluster:
             )
         return driver
 
-    def _wait(self, predicate: Callable[[Driver], T | None], timeout: float | None, what: str) -> T:
+    def _ask(
+        self,
+        request: requests.AnyRequest,
+        timeout: float | None = ANSWER,
+        what: str = "the driver",
+        *,
+        cancel: bool = False,
+    ) -> Any:
+        """The driver's answer, or its error; WaitTimeoutError says `what` was waited for. `cancel`: nobody wants it later."""
         driver = self._running()
-        future = driver.when(predicate)
+        future = driver.request(request)
         try:
             return outcome(future, timeout, lambda: f"{what}: {driver.status.reason}")
         finally:
-            future.cancel()  # nobody waits for it any more
+            if cancel:
+                future.cancel()
 
 
 _running: dict[str, Cluster] = {}

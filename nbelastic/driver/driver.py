@@ -32,6 +32,7 @@ from nbelastic.driver.live import numbers
 from nbelastic.driver.notes import Notes
 from nbelastic.driver.parts import REAL, Parts
 from nbelastic.driver.places import RunDir
+from nbelastic.driver.requests import AnyRequest, answer
 from nbelastic.driver.results import Outcome
 from nbelastic.driver.run import Run
 from nbelastic.driver.saved import Saved, SavedJob
@@ -53,10 +54,14 @@ FAILURES = ("worker-lost", "host-lost", "world-broken")
 
 
 class Driver:
-    """Everything below `_main` happens in the driver's thread; `post`, `call` and `when` are for the others."""
+    """Everything below `_main` happens in the driver's thread; `request`, `post` and `call` are for the others."""
 
-    def __init__(self, settings: Settings, run_dir: RunDir, notes: Notes | None = None, parts: Parts = REAL) -> None:
-        """`run_dir`, held by the caller, is released (or left to the next driver) when the driver ends."""
+    def __init__(
+        self, settings: Settings, run_dir: RunDir, notes: Notes | None = None, parts: Parts = REAL, submitted: int = 0
+    ) -> None:
+        """`run_dir`, held by the caller, is released (or left to the next driver) when the driver ends. `submitted`: how many
+        jobs the cluster has had.
+        """
         self.settings = settings
         self._parts = parts
         self._run_dir = run_dir
@@ -75,7 +80,7 @@ class Driver:
         self._asked: list[tuple[m.Event, Callable[[Driver], Any], Future[Any]]] = []  # become waiters with their events
         self._owed: set[Future[Any]] = set()
         self._asked_to_leave: m.AskLeave | None = None  # while its members do not know where to
-        self._last_epoch = 0  # of the jobs before the present one
+        self.submitted = submitted  # jobs so far, those of other drivers included
         self._over = False
         self._thread = threading.Thread(target=self._run, name="nbelastic-driver", daemon=True)
         self._failure: BaseException | None = None
@@ -103,26 +108,28 @@ class Driver:
         try:
             self._loop.call_soon_threadsafe(function, *args)
         except RuntimeError:
-            raise ClusterStoppedError(f"the cluster {self.settings.name!r} has stopped: start a new one.") from None
+            why = f" ({self.why_ended})" if self.why_ended else ""
+            raise ClusterStoppedError(
+                f"the cluster {self.settings.name!r} has stopped{why}: start a new one."
+            ) from None
 
     def refuse_if_faulty(self, event: m.Event | None = None) -> None:
         """ClusterStoppedError if the driver decides nothing any more; it still stops the cluster."""
         if self.faults.decides_not and not isinstance(event, m.StopRequested):
             raise ClusterStoppedError(f"{self.faults.decides_not}.")
 
-    def request(self, function: Callable[..., T], *args: Any) -> Future[T]:
-        """Call `function` in the driver's thread. The future has its result, or the error that it raised."""
-        future: Future[T] = self.owe(Future())
+    def request(self, request: AnyRequest) -> Future[Any]:
+        """The answer to a request, or its error. ClusterStoppedError, now or later, if the driver cannot answer it."""
+        self.refuse_if_faulty()
+        future: Future[Any] = self.owe(Future())
 
-        def answer() -> None:
+        def begin() -> None:
             try:
-                result = function(*args)
+                answer(self, request, future)
             except Exception as error:  # noqa: BLE001  (it is given to the caller)
                 settle(future.set_exception, error)
-            else:
-                settle(future.set_result, result)
 
-        self.call(answer)
+        self.call(begin)
         return future
 
     def owe(self, future: Future[T]) -> Future[T]:
@@ -135,14 +142,8 @@ class Driver:
             self._fail(future)
         return future
 
-    def when(self, predicate: Callable[[Driver], T | None]) -> Future[T]:
-        """A future of the first result of `predicate(driver)` that is not None; it is asked after every event."""
-        future: Future[T] = self.owe(Future())
-        self.call(self.watch, predicate, future)
-        return future
-
     def ask(self, event: m.Event, predicate: Callable[[Driver], T | None], future: Future[T]) -> None:
-        """From the driver's own thread: take this event in; from then on `predicate` is asked, as with `when`."""
+        """From the driver's own thread: take this event in; from then on `predicate` is asked, as with `watch`."""
         self._asked.append((event, predicate, self.owe(future)))
         self._inbox.put_nowait(event)
 
@@ -344,9 +345,9 @@ class Driver:
         """Take a new job in, from the driver's own thread. OSError, and no job, if a kept cluster cannot save it."""
         if self.notes is not None:
             self.notes.submit(saved, self)
+        self.submitted += 1
         self.add_run(run)
-        self.fleet.begin_job()
-        self._last_epoch = self.world.numbered
+        self.fleet.begin_job(self.world.numbered)
         self.take_in(m.JobSubmitted(run.name))
 
     def add_run(self, run: Run) -> None:
@@ -354,6 +355,12 @@ class Driver:
         for name in [name for name, other in self.runs.items() if other.future.done()][:-1]:
             del self.runs[name]
         self.runs[run.name] = run
+        self.owe(run.future)
+
+    @property
+    def present_job(self) -> str:
+        """The name of the job whose end is not known yet, a script or not; empty if there is none."""
+        return next((name for name, run in self.runs.items() if not run.future.done()), "")
 
     def release(self, why: str) -> None:
         """Let go of the cluster, from the driver's own thread: it lives on for another driver."""
@@ -591,7 +598,7 @@ class Driver:
 
     def _progress(self, message: wire.WorkerProgress, now: float) -> None:
         live, members = self.fleet.live, self.world.members
-        if message.worker not in self.world.workers or 0 < message.epoch <= self._last_epoch:
+        if message.worker not in self.world.workers or 0 < message.epoch <= live.last_epoch:
             return  # it is dead, or speaks of the job before
         if message.commit:  # who has just come has made none yet
             live.steps[message.worker] = message.commit
@@ -680,7 +687,7 @@ class Driver:
         self.chronicle.notify()
 
     def watch(self, predicate: Callable[[Driver], Any], future: Future[Any]) -> None:
-        """`when` from the driver's own thread."""
+        """Resolve `future` with the first result of `predicate(driver)` that is not None; it is asked after every event."""
         self._waiters.append((predicate, future))
         self.look()
 

@@ -377,10 +377,10 @@ class Fleet:
             self._hub.forget(held.peer)
             held.kill()
 
-    def begin_job(self) -> None:
-        """What was measured belongs to the job before."""
+    def begin_job(self, last_epoch: int) -> None:
+        """What was measured, and what is heard of epochs up to `last_epoch`, belongs to the job before."""
         self.pace = Pace()
-        self.live.begin_job()
+        self.live.begin_job(last_epoch)
         shutil.rmtree(self._results_folder, ignore_errors=True)  # who has such a result has it mapped
         make_private(self._results_folder)
 

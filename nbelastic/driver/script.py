@@ -34,13 +34,12 @@ class Options(TypedDict, total=False):
 
 
 def script_for(
-    job: str,
     path: str | os.PathLike[str],
     arguments: Sequence[Any],
     options: Options,
     settings: Settings,
 ) -> tuple[wire.Script, Terms]:
-    """What the nodes are told, and the group's terms. UsageError, in one line, for what cannot be."""
+    """What the nodes are told, but for the job's name, and the group's terms. UsageError, in one line, for what cannot be."""
     given: dict[str, Any] = dict(options)
     environment = {name: str(value) for name, value in (given.pop("env", None) or {}).items()}
     nproc, restarts = given.pop("nproc", None), given.get("max_restarts", 0)
@@ -53,7 +52,7 @@ def script_for(
         check(_STREAMS.fullmatch(text) is not None, f"{name}={text!r}: as torchrun has it, 0 to 3 or 0:1,1:2.")
     shutdown = float(given.pop("shutdown_timeout", 30.0))
     script = wire.Script(
-        job,
+        "",
         _target(path, bool(given.get("module")), bool(given.get("no_python"))),
         tuple(str(each) for each in arguments),
         environment=environment,

@@ -85,7 +85,8 @@ class Scripts:
         """A new script. There is no other, and no job."""
         if self._driver.notes is not None:
             self._driver.notes.submit(SavedJob(run.name, script=(script, terms)), self._driver)
-        self._driver.fleet.begin_job()
+        self._driver.submitted += 1
+        self._driver.fleet.begin_job(self._driver.world.numbered)
         self._begin(run, script, Group(run.name, terms), "was submitted")
 
     def begin_again(self, run: Run, job: SavedJob, nodes: Mapping[str, tuple[int, ...]]) -> None:

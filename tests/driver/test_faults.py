@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from concurrent.futures import Future
 from types import SimpleNamespace
 
 import pytest
@@ -36,9 +37,8 @@ def broken_step(world, event, now):
 
 def break_it(cluster):
     """Have the driver take an event that its code cannot take."""
-    cluster.scale(2, 3)
     with pytest.raises(nbe.ClusterStoppedError):
-        cluster.wait(1, timeout=20)
+        cluster.scale(2, 3)
 
 
 def kinds(cluster):
@@ -80,7 +80,7 @@ def test_a_kept_cluster_gets_a_sound_driver_by_an_attach(quiet, monkeypatch):
     cluster.detach()
     with nbe.Cluster.attach("quiet", discovery=NoHosts()) as again:
         again.scale(2, 3)
-        again._wait(lambda driver: driver.world.limits.min == 2 or None, 20, "the new bounds")
+        assert again.status().min == 2
 
 
 def test_the_other_commands_of_a_decision_are_carried_out(quiet, monkeypatch):
@@ -214,7 +214,8 @@ def test_a_fault_beside_the_decisions_costs_one_thing(tmp_path, caplog):
         async with Outside(tmp_path, "a:1") as outside:
             driver = outside.driver
             await outside.settles()
-            question = driver.when(fail)
+            question = Future()
+            driver.watch(fail, question)
             for _ in range(3):
                 outside.deliver("agent/a~1", wire.Look(1))
             driver.call(fail)
@@ -236,7 +237,7 @@ def test_a_cluster_that_cannot_be_saved_goes_on(quiet, monkeypatch):
     with monkeypatch.context() as fault:
         fault.setattr(Notes, "save", lambda notes, driver: {}["keys"])
         cluster.scale(2, 3)
-        cluster._wait(lambda driver: driver.world.limits.min == 2 or None, 20, "the new bounds")
+        assert cluster.status().min == 2
     (text,) = [event.text for event in cluster.events if event.kind == "driver-error"]
     assert text == "the cluster cannot be saved for another kernel: KeyError: 'keys'"
 
@@ -247,10 +248,9 @@ def test_who_gives_up_waiting_is_forgotten(tmp_path):
 
     async def story():
         async with Outside(tmp_path, "a:1") as outside:
-            given_up, waiting = (
-                outside.driver.when(lambda _: asked.append("given up")),
-                outside.driver.when(asked.append),
-            )
+            given_up, waiting = Future(), Future()
+            outside.driver.watch(lambda _: asked.append("given up"), given_up)
+            outside.driver.watch(asked.append, waiting)
             given_up.cancel()
             await outside.settles()
             asked.clear()

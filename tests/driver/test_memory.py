@@ -80,6 +80,6 @@ def test_orders_without_an_id_are_told_apart(quiet):
     cluster = quiet()
     for most in (3, 4):
         cluster.order({"order": "scale", "max": most}, "a page")
-    cluster._wait(lambda driver: driver.world.limits.max == 4 or None, 20, "the new bounds")
+    until(lambda: cluster.status().max == 4)
     assert len({order.id for order in cluster.status().orders}) == 2
     until(lambda: [order.word for order in cluster.status().orders] == ["done", "done"], what="both to be done")

@@ -236,20 +236,14 @@ def test_errors_of_use_are_clear(cluster):
 
 
 def test_a_job_counts_from_its_submission(cluster):
-    """However late the driver takes it in: cells and other jobs are refused already, and it can be stopped."""
-    busy, begun = threading.Event(), threading.Event()
-    cluster.ask_stacks(lambda _: (begun.set(), busy.wait(20)))  # in the driver's thread
-    assert begun.wait(20)
-    try:
-        job = cluster.run(raising, "", "nobody", -1)
-        assert cluster.status().job != job.name
-        with pytest.raises(nbe.UsageError, match="cells run between jobs"):
-            cluster.execute("1")
-        with pytest.raises(nbe.UsageError, match=f"{job.name} is still running"):
-            cluster.run(os.getpid)
-        cluster.stop_job()
-    finally:
-        busy.set()
+    """When `run` returns the status has the job: cells and other jobs are refused, and it can be stopped."""
+    job = cluster.run(raising, "", "nobody", -1)
+    assert cluster.status().job == job.name
+    with pytest.raises(nbe.UsageError, match="cells run between jobs"):
+        cluster.execute("1")
+    with pytest.raises(nbe.UsageError, match=f"{job.name} is still running"):
+        cluster.run(os.getpid)
+    cluster.stop_job()
     assert job.wait(timeout=20).status == "stopped"
 
 
