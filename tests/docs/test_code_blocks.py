@@ -5,9 +5,11 @@ from __future__ import annotations
 import ast
 import inspect
 import subprocess
+from pathlib import Path
 
 import pytest
 from IPython.core.inputtransformer2 import TransformerManager
+from nbval.plugin import comment_markers
 
 import nbelastic as nbe
 from nbelastic.notebook.arguments import without_comment
@@ -38,6 +40,14 @@ def test_the_readmes_example_puts_its_data_where_the_model_is():
     """On a GPU the model is there, and each batch has to be."""
     code = "\n".join(block.code for block in example())
     assert "ddp(x.to(nbe.device())), y.to(nbe.device())" in code
+
+
+def test_markers_of_nbval_stand_alone():
+    """nbval takes a marker for a remark if anything else is on its line, and compares what nobody wanted compared."""
+    notebooks = sorted((Path(__file__).parents[2] / "notebooks").glob("*.ipynb"))
+    marked = [line for each in notebooks for cell in cells(each.name) for line in cell.splitlines() if "NBVAL" in line]
+    assert marked
+    assert {line.lstrip("# ") for line in marked} <= comment_markers.keys()
 
 
 @pytest.mark.parametrize("block", PYTHON, ids=str)
