@@ -114,7 +114,9 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
 
 def _is_plain(tensor: Any) -> bool:
     """Whether its memory and its shape are all there is to it."""
-    plain = tensor.layout is sys.modules["torch"].strided and tensor.device.type == "cpu" and not tensor.is_quantized
+    if tensor.is_nested or tensor.is_quantized:
+        return False
+    plain = tensor.layout is sys.modules["torch"].strided and tensor.device.type == "cpu"
     alone = not tensor.requires_grad and not tensor.is_conj() and not tensor.is_neg() and not vars(tensor)
     return plain and alone and tensor.is_contiguous() and tensor.nbytes >= LARGE and tensor.dim() > 0
 

@@ -70,6 +70,8 @@ class Delivery:
             self._kept.popleft()
             self.given_up += 1
             self._sent, self._top = max(self._sent, self._confirmed), max(self._top, self._confirmed)
+            if self._limit <= self._confirmed:  # all that was to be sent again is given up
+                self._limit = 0
 
     def due(self, now: float) -> list[tuple[bytes, bytes]]:
         """Heads and messages to send now: new ones, and again the first of those that were not confirmed in time."""

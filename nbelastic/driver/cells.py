@@ -6,18 +6,25 @@ import ast
 import traceback
 import warnings
 
+from nbelastic.core.errors import UsageError
 from nbelastic.core.wire import CellResult
 
+LONGEST = 1_000_000  # characters of a cell
 Executed = tuple[str, str, str, str | None]  # worker, stdout, stderr, error
 
 
 def check_cell(source: str, *, awaits: bool) -> None:
-    """Raise SyntaxError if no worker could compile this cell, which may hold IPython's syntax (`!ls`, `%time`).
+    """Raise SyntaxError if no worker could compile this cell, which may hold IPython's syntax (`!ls`, `%time`); UsageError if
+    it is too long for a message.
 
     `awaits`: `await` may stand outside of functions. The error points to the line, so that nothing has to be sent first.
     """
     from IPython.core.inputtransformer2 import TransformerManager
 
+    if len(source) > LONGEST:
+        raise UsageError(
+            f"the cell has {len(source)} characters, and {LONGEST} are possible: read long data from a file."
+        )
     code = TransformerManager().transform_cell(source)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the worker gives them

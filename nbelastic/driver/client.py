@@ -17,9 +17,7 @@ from tornado.ioloop import PeriodicCallback
 from zmq.eventloop.zmqstream import ZMQStream
 from zmq.utils.monitor import parse_monitor_message
 
-RECONNECT = (
-    10  # milliseconds after which it tries to connect again; engines, whose answers it wants, wait ten times as long
-)
+RECONNECT = (10, 500)  # milliseconds after which it tries to connect again, first and at most; engines begin with 100
 CONNECT = 10.0  # seconds that the controller may take to answer
 LOOK = 1.0  # seconds between two looks at what is not answered
 GONE = 5.0  # seconds within which engines that live have told the next controller who they are
@@ -54,7 +52,8 @@ class Context(zmq.Context[Any]):
     def socket(self, socket_type: int, *args: Any, **options: Any) -> Any:
         made = super().socket(socket_type, *args, **options)
         if socket_type != zmq.PAIR:  # a monitor
-            made.setsockopt(zmq.RECONNECT_IVL, RECONNECT)
+            made.setsockopt(zmq.RECONNECT_IVL, RECONNECT[0])
+            made.setsockopt(zmq.RECONNECT_IVL_MAX, RECONNECT[1])
             if socket_type == zmq.DEALER:
                 made.setsockopt(zmq.IDENTITY, uuid4().bytes)
             monitor = made.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
@@ -93,6 +92,8 @@ class Client(ipp.Client):  # type: ignore[misc]
         self.metadata = Records(self._futures)
         self._up: set[int] = set()
         self._doubted: set[str] = set()  # engines of the last controller that the next one does not know yet
+        self._looking: PeriodicCallback | None = None
+        self._dropping: object = None  # what drops them
         self._looks: dict[str, int] = {}  # engine -> for how many looks it has not answered
 
     def begin(self) -> None:
@@ -128,7 +129,8 @@ class Client(ipp.Client):  # type: ignore[misc]
             self._context.watched[number] = (socket, stream)
 
     def _end(self) -> None:
-        self._looking.stop()
+        if self._looking is not None:
+            self._looking.stop()
         self._context.unwatch()
 
     def _watch(self, number: int, message: list[bytes]) -> None:
@@ -145,7 +147,9 @@ class Client(ipp.Client):  # type: ignore[misc]
         self._doubted = set(self._engines.values())
         known = self._send(self._query_socket, "connection_request")
         known.add_done_callback(lambda answer: self._io_loop.add_callback(self._know, answer))
-        self._io_loop.call_later(GONE, self._drop)
+        if self._dropping is not None:
+            self._io_loop.remove_timeout(self._dropping)
+        self._dropping = self._io_loop.call_later(GONE, self._drop)
 
     def _know(self, answer: Future[Any]) -> None:
         if answer.exception() is None:
@@ -165,6 +169,7 @@ class Client(ipp.Client):  # type: ignore[misc]
 
     def _drop(self) -> None:
         """Engines that have died while there was no controller: the next one will never have heard of them."""
+        self._dropping = None
         for number, uuid in list(self._engines.items()):
             if uuid in self._doubted:
                 self._unregister_engine({"content": {"id": number, "uuid": uuid}})

@@ -160,7 +160,7 @@ class Cluster:
         self._watchers = Watchers(self.status)
         self._job: Job | None = None  # the last one; earlier ones are kept by who needs them
         self._submitted = 0  # jobs so far, those of other drivers included
-        self._client: Any = None  # ipyparallel's, for `%px`, once somebody has asked for it
+        self._client: tuple[Driver, Any] | None = None  # ipyparallel's, for `%px`, once somebody has asked for it
 
     # ---- life ----
 
@@ -207,6 +207,7 @@ class Cluster:
         return driver
 
     def _take(self, driver: Driver) -> None:
+        self._close_client()
         self._driver = self._last = driver
         driver.chronicle.listener = self._watchers.changed
         _running[self.name] = self
@@ -261,12 +262,15 @@ class Cluster:
 
     def _forget(self) -> None:
         """The kernel's end no longer concerns this cluster."""
-        client, self._client = self._client, None
-        if client is not None:
-            client.close()
+        self._close_client()
         if _running.get(self.name) is self:  # another one may have taken the name
             del _running[self.name]
         self._watchers.changed()
+
+    def _close_client(self) -> None:
+        held, self._client = self._client, None
+        if held is not None:
+            held[1].close()
 
     def stop(self, timeout: float | None = None) -> None:
         """Stop the job, the workers and everything else that was started. Stopping twice is fine.
@@ -525,18 +529,20 @@ class Cluster:
 
     @property
     def client(self) -> Any:
-        """ipyparallel's client, for what it can do beside us: it knows all workers that are ready.
+        """ipyparallel's client, for what it can do beside us. It knows all ready workers that the controller has met in 10 s.
 
         It is made when it is asked for first. ClusterStoppedError if the cluster does not run.
         """
         driver = self._running()
-        if self._client is None:
+        if self._client is None or self._client[0] is not driver:
+            self._close_client()
             from nbelastic.driver.client import connect  # it imports ipyparallel, which takes its time
 
             information = self._ask(requests.FindController(), CONTROLLER, "ipyparallel's controller", cancel=True)
-            self._client = connect(information, self.name, str(driver.settings.run_dir / "ipython"))
-        self._client.wait_for(list(driver.fleet.engines.values()), CONTROLLER)
-        return self._client
+            self._client = driver, connect(information, self.name, str(driver.settings.run_dir / "ipython"))
+        client = self._client[1]
+        client.wait_for(list(driver.fleet.engines.values()), CONTROLLER)
+        return client
 
     def subscribe(self, callback: Callable[[Status], object]) -> Callable[[], None]:
         """Have `callback(status)` called after changes, at most 4 times a second, from another thread. Returns the undoing."""

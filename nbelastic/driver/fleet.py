@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import os
 import shutil
@@ -116,7 +117,7 @@ class Fleet:
         self._results_folder = settings.run_dir / "results"
         self.results = Results(self._results_folder, lambda w, message: self.to_workers((w,), message))
         self._cells: dict[tuple[m.WorkerId, int], Callable[[wire.CellResult], None]] = {}  # that are not answered
-        self._numbers = itertools.count(1)  # of cells that are no setup cells: those have a time as their number
+        self._numbers = itertools.count(time.time_ns())  # of cells: no other driver's cell has the same
         self.setup_rows: dict[int, dict[m.WorkerId, Executed]] = {}  # of versions for which somebody waits
         self._spawns: list[tuple[m.WorkerId, Path]] = []  # wait for the controller
         self._controller: Controller | None = None
@@ -381,8 +382,9 @@ class Fleet:
         """What was measured, and what is heard of epochs up to `last_epoch`, belongs to the job before."""
         self.pace = Pace()
         self.live.begin_job(last_epoch)
-        shutil.rmtree(self._results_folder, ignore_errors=True)  # who has such a result has it mapped
-        make_private(self._results_folder)
+        with contextlib.suppress(OSError):  # without it results are fetched
+            shutil.rmtree(self._results_folder, ignore_errors=True)  # who has such a result has it mapped
+            make_private(self._results_folder)
 
     def to_workers(self, workers: Iterable[m.WorkerId], message: wire.Message) -> None:
         self._hub.send_to_all((f"worker/{w}" for w in workers), message)

@@ -46,7 +46,7 @@ class Results:
         if value is None:
             done(Outcome(result.error or "an error without a message", result.traceback))
         elif value.data:
-            done(Outcome(value=value.data))
+            done(Outcome(value=bytearray(value.data)))  # arrays in it can be written to, as in longer ones
         elif value.path:
             done(self._mapped(result.worker, Path(value.path)))
         else:
@@ -73,6 +73,10 @@ class Results:
             coming.done(Outcome(value=coming.data))
         elif at % (pickles.PIECES * pickles.PIECE) == 0:
             self._send(piece.worker, wire.FetchResult(coming.job, at))
+
+    def coming(self, workers: Iterable[m.WorkerId]) -> bool:
+        """Whether pieces of one of their values are still to come."""
+        return any(w in self._coming for w in workers)
 
     def forget(self, workers: Iterable[m.WorkerId]) -> None:
         """They are gone: nothing more comes."""

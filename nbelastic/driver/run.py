@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections import OrderedDict, deque
 from concurrent.futures import Future
@@ -141,7 +142,8 @@ class Run:
     def forget_program(self) -> None:
         """No worker begins it any more."""
         if self.program is not None and self.program.call is not None and self.program.call.path:
-            Path(self.program.call.path).unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                Path(self.program.call.path).unlink()
         self.program = None
 
     def settle(self, late: bool) -> None:

@@ -174,5 +174,12 @@ def _end_again(driver: Driver, run: Run, workers: list[m.WorkerId], over: m.EndJ
 
     all_told: Future[bool] = Future()
     all_told.add_done_callback(lambda _: run.end(over))
+
+    def give_up() -> None:
+        if driver.fleet.results.coming(workers):
+            driver.later(LATE, give_up)
+        else:
+            run.end(over)
+
     driver.watch(told, all_told)
-    driver.later(LATE, lambda: run.end(over))
+    driver.later(LATE, give_up)

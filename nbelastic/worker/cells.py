@@ -15,6 +15,7 @@ from nbelastic.core.messages import WorkerId
 from nbelastic.worker.printed import Output, printable
 
 BOUND = 50_000  # characters of each of a cell's streams, and of its traceback, that are sent: the end of it
+ERROR_BOUND = 500  # characters of an error in one line
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 _PROMPT = re.compile(r"^( *)Cell In\[\d+\]", re.MULTILINE)  # the engine's own count, which differs between workers
 _RULE = re.compile(r"\A-+\n")
@@ -25,7 +26,10 @@ async def run(worker: WorkerId, cell: wire.Cell) -> wire.CellResult:
     out: list[str] = []
     err: list[str] = []
     with contextlib.redirect_stdout(Output(out.append, 1)), contextlib.redirect_stderr(Output(err.append, 2)):
-        error, traceback = await _run(cell.source)
+        try:
+            error, traceback = await _run(cell.source)
+        except BaseException as failed:  # noqa: BLE001  (whatever it is, the driver waits for an answer)
+            error = traceback = _in_one_line(failed)
         sys.stdout.flush()
         sys.stderr.flush()
     return wire.CellResult(worker, cell.number, *map(_end, ("".join(out), "".join(err), error, traceback)))
@@ -49,7 +53,7 @@ async def _run(source: str) -> tuple[str, str]:
     error = result.error_before_exec or result.error_in_exec
     if error is None:
         return "", ""
-    line = f"{type(error).__name__}: {error}"
+    line = _in_one_line(error)
     text = _COLOURS.sub("", "\n".join(shown)).strip()
     return line, _PROMPT.sub(r"\1Cell", _RULE.sub("", text)) or line
 
@@ -63,6 +67,14 @@ def _shown(shell: Any) -> Iterator[list[str]]:
         yield shown
     finally:
         del shell._showtraceback
+
+
+def _in_one_line(error: BaseException) -> str:
+    try:
+        text = str(error)
+    except Exception:  # noqa: BLE001  (the user's own class)
+        text = "an error that cannot be shown"
+    return f"{type(error).__name__}: {text}"[:ERROR_BOUND]
 
 
 def _end(text: str) -> str:

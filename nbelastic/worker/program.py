@@ -25,6 +25,7 @@ from nbelastic.worker.printed import Output, printable
 from nbelastic.worker.session import Session
 
 INLINE = 1 << 16  # bytes of a result that are sent with the word that the program has ended
+LOOK = 0.25  # seconds between looks at whether the job is over, while its call is fetched
 AGAIN = 5.0  # seconds after which a piece of the call that has not come is asked for again
 PATIENCE = 60.0  # seconds without a piece after which the program fails
 ERROR_BOUND = 500  # characters of an error's text
@@ -59,25 +60,25 @@ class Runner:
         """For ever."""
         while True:
             match await self._orders.get():
+                case wire.Program(job=job) if job == self._newest:  # a driver that came meanwhile could not know of it
+                    self._session.say_result_again()
                 case wire.Program() as order:
-                    await self._program(order)
+                    self._newest = order.job
+                    self._session.program_begins(order.job)
+                    try:
+                        result, value = self._result(order, await self._program(order))
+                    except asyncio.CancelledError:  # this task is to end
+                        raise
+                    except BaseException as error:  # noqa: BLE001  (the driver has to hear of the end, whatever it was)
+                        result, value = wire.ProgramResult(self._session.worker, order.job, _summary(error)), b""
+                    self._session.program_ended(result, value)
                 case wire.Cell() as cell:
                     self._session.link.send(await cells.run(self._session.worker, cell))
 
-    async def _program(self, order: wire.Program) -> None:
-        if order.job == self._newest:  # a driver that came meanwhile could not know that it was on its way
-            self._session.say_result_again()
-            return
-        self._newest = order.job
-        self._session.account.begin(order.job)
+    async def _program(self, order: wire.Program) -> Outcome:
         boot.redirect(Path(order.log_dir), str(self._session.worker))
-        try:
-            call = None if order.call is None else await self._fetched(order.job, order.call)
-        except (OSError, JobStoppedError) as error:
-            outcome = Outcome(error=_summary(error))
-        else:
-            outcome = _run(self._session, order, call)
-        self._end(order, outcome)
+        call = None if order.call is None else await self._fetched(order.job, order.call)
+        return _run(self._session, order, call)
 
     async def _fetched(self, job: str, call: wire.Blob) -> pickles.Bytes:
         """The bytes of the call, wherever they are. OSError if they do not come; JobStoppedError if the job ends before."""
@@ -85,44 +86,52 @@ class Runner:
             return bytearray(call.data)
         if call.path:
             return pickles.mapped(Path(call.path))
-        data, at, since = bytearray(call.size), 0, 0.0
+        while self._pieces.qsize():  # of another call
+            self._pieces.get_nowait()
+        data, at, now = bytearray(call.size), 0, asyncio.get_running_loop().time
+        asked = came = -AGAIN
         while at < call.size:
-            if not self._pieces.qsize():
+            self._session.refuse_if_stopped(job)
+            if self._session.link.away or came < 0:
+                came = now()
+            if now() - came >= PATIENCE:
+                raise OSError(f"the program did not come: {at} of {call.size} bytes, and nothing for {PATIENCE:g} s")
+            if now() - max(asked, came) >= AGAIN or asked < 0:
+                asked = now()
                 self._session.link.send(wire.FetchCall(self._session.worker, job, at))
             try:
-                piece = await asyncio.wait_for(self._pieces.get(), AGAIN)
+                piece = await asyncio.wait_for(self._pieces.get(), LOOK)
             except TimeoutError:
-                since = 0.0 if self._session.link.away else since + AGAIN
-                if since >= PATIENCE:
-                    raise OSError(f"the program did not come: {at} of {call.size} bytes in {since:g} s") from None
                 continue
             if piece.job == job and piece.offset == at:
                 data[at : at + len(piece.data)] = piece.data
-                at, since = at + len(piece.data), 0.0
-            self._session.refuse_if_stopped(job)
+                at, came = at + len(piece.data), now()
+                if at % (pickles.PIECES * pickles.PIECE) == 0:  # all have come that were asked for
+                    asked = -AGAIN
         return data
 
-    def _end(self, order: wire.Program, outcome: Outcome) -> None:
-        """Say how it ended. A long value goes into a file, or is kept until the driver has fetched it."""
+    def _result(self, order: wire.Program, outcome: Outcome) -> tuple[wire.ProgramResult, bytes]:
+        """What the driver is told, and what it will fetch. A long value goes into a file, if there is a folder with room."""
         blob, kept = None, b""
         if outcome.value is not None:
             size = pickles.size(outcome.value)
-            value = outcome.value
+            path = Path(order.results) / f"{str(self._session.worker).replace('/', '-')}.{order.job}"
             if size <= INLINE:
-                blob = wire.Blob(size, b"".join(value))
-            elif order.results:
-                path = Path(order.results) / f"{str(self._session.worker).replace('/', '-')}.{order.job}"
-                try:
-                    pickles.write(path, value)
-                    blob = wire.Blob(size, path=str(path))
-                except OSError as error:
-                    text = f"the result cannot be written to {path.parent} ({error.strerror}): free some space there"
-                    outcome = Outcome(error=text)
+                blob = wire.Blob(size, b"".join(outcome.value))
+            elif order.results and _written(path, outcome.value):
+                blob = wire.Blob(size, path=str(path))
             else:
-                blob, kept = wire.Blob(size), b"".join(value)
+                blob, kept = wire.Blob(size), b"".join(outcome.value)
         worker = self._session.worker
-        result = wire.ProgramResult(worker, order.job, outcome.error, outcome.traceback, blob)
-        self._session.program_ended(result, kept)
+        return wire.ProgramResult(worker, order.job, outcome.error, outcome.traceback, blob), kept
+
+
+def _written(path: Path, value: list[memoryview]) -> bool:
+    try:
+        pickles.write(path, value)
+    except OSError:  # the disk is full: the driver fetches it, as from another machine
+        return False
+    return True
 
 
 def _run(session: Session, order: wire.Program, call: pickles.Bytes | None) -> Outcome:
@@ -175,9 +184,12 @@ def _apply(call: pickles.Bytes) -> Any:
     return function(*args, **kwargs)
 
 
-def _add_names(function: object, namespace: Mapping[str, Any]) -> None:
+def _add_names(function: Any, namespace: Mapping[str, Any]) -> None:
     """A notebook's function finds what cells have defined on this worker, as far as the notebook has no such name."""
-    own = getattr(inspect.unwrap(function) if callable(function) else None, "__globals__", {})
+    while isinstance(function, partial):
+        function = function.func
+    plain = function if hasattr(inspect.unwrap(function), "__globals__") else type(function).__call__
+    own = getattr(inspect.unwrap(plain), "__globals__", {})
     if own.get("__name__") == "__main__":
         for name, value in namespace.items():
             own.setdefault(name, value)

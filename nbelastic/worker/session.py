@@ -160,6 +160,11 @@ class Session:
         if self._quit is not None:
             self.leave_group()
 
+    def program_begins(self, job: str) -> None:
+        """A new program, which may have to be fetched first: what the last one has left is not needed any more."""
+        self._value = b""
+        self.account.begin(job)
+
     def program_ended(self, result: wire.ProgramResult, value: bytes) -> None:
         """The driver is told with the next tick, after all that the program has printed. `value`: what it will fetch."""
         self._value = value

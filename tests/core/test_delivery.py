@@ -286,3 +286,19 @@ def test_a_busy_link_sends_a_lost_message_again():
         end.say(b"message %d" % number)
         assert [message for _, message in end.due(10.0 + number / 10)] == [b"message %d" % number]
     assert end.due(11.0)[0][1] == b"message 0"
+
+
+def test_an_end_goes_on_though_all_that_it_sent_again_was_given_up():
+    """The other end was away for so long that the oldest messages went: the others arrive when it is back."""
+    ends = Ends()
+    ends.say(0, 20)
+    ends.ways[0].clear()  # lost
+    ends.now = 2 * PATIENCE
+    ends.send(0)  # the first ones again, which are lost as well
+    ends.ways[0].clear()
+    for number in range(KEPT):
+        ends.said[0].append(b"later %d" % number)
+        ends.ends[0].say(ends.said[0][-1])
+    assert ends.ends[0].given_up == 20
+    ends.settle()
+    assert ends.heard[1] == ends.said[0][20:]

@@ -40,8 +40,10 @@ def receiver(tmp_path):
 
 
 def test_a_short_value_is_there_at_once(receiver):
+    """And may be changed, as one that is mapped."""
     receiver.takes(wire.Blob(3, b"abc"))
     assert receiver.outcomes == [Outcome(value=b"abc")]
+    receiver.outcomes[0].value[0] = 0  # arrays in it can be written to, as in longer ones
     assert receiver.asked == []
 
 

@@ -54,3 +54,10 @@ def test_arguments_are_pickled_once_and_by_the_caller(cluster):
     argument = Counted()
     cluster.run(print, argument)
     assert argument.pickled_by == ["MainThread"]
+
+
+def test_a_job_needs_no_folder_for_its_results(cluster, monkeypatch):
+    """The disk is full when the job begins: it runs, and long results are fetched."""
+    monkeypatch.setattr("nbelastic.driver.fleet.make_private", no_space)
+    assert cluster.run(os.getpid).status == "running"
+    assert cluster.status().job == "job-1"

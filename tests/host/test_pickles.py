@@ -54,6 +54,13 @@ def test_tensors_of_all_sorts_come_back(tensor):
     assert torch.equal(found.to_dense(), tensor.to_dense())
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_a_nested_tensor_comes_back():
+    tensor = torch.nested.nested_tensor([torch.zeros(LARGE), torch.ones(LARGE)])
+    found = pickles.unpack(packed(tensor))
+    assert all(torch.equal(*pair) for pair in zip(found.unbind(), tensor.unbind(), strict=True))
+
+
 def test_arrays_are_neither_copied_nor_shared(tmp_path):
     """A mapped file is read when it is used; who writes into the array changes neither the file nor another's."""
     array = np.arange(100_000.0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -15,7 +16,7 @@ from nbelastic.core.errors import JobStoppedError
 from nbelastic.core.messages import WorkerId
 from nbelastic.worker import program
 from nbelastic.worker.account import Account
-from nbelastic.worker.printed import Printed
+from nbelastic.worker.printed import Output, Printed
 from nbelastic.worker.program import INLINE, Runner
 
 W = WorkerId("a", 0, 1)
@@ -50,6 +51,9 @@ class FakeSession:
     def refuse_if_stopped(self, job: str) -> None:
         if self.stopped == job:
             raise JobStoppedError("the job is over")
+
+    def program_begins(self, job: str) -> None:
+        self.account.begin(job)
 
     def program_ended(self, result: wire.ProgramResult, value: bytes) -> None:
         self.account.result, self.value = result, value
@@ -119,42 +123,58 @@ def test_a_file_that_is_gone_ends_the_program_alone(session, tmp_path):
 
 
 def test_a_call_from_another_machine_is_fetched_in_pieces(session):
-    """Those that come twice, or are of another job, change nothing."""
-    array = os.urandom(3 * pickles.PIECE)
+    """Several at a time, and the next ones when they have come; what comes twice, or is of another job, changes nothing."""
+    array = os.urandom((pickles.PIECES + 2) * pickles.PIECE)
     data, _ = call(len, array)
+    asked, way = [], []
 
-    def answer(message):
-        if isinstance(message, wire.FetchCall):
-            session.runner.take(wire.CallPiece("job-0", message.offset, b"junk"))
-            for at, piece in pickles.pieces(data, message.offset):
-                for _ in range(2):
-                    session.runner.take(wire.CallPiece("job-1", at, piece))
-
-    session.answer = answer
-    (result,) = run(session, wire.Program("job-1", "", call=wire.Blob(len(data))))
-    assert value(result) == len(array)
-
-
-def test_a_piece_that_does_not_come_is_asked_for_again(session, monkeypatch):
-    """As when another driver has come meanwhile; while there is none, no time passes. In the end the program fails."""
-    monkeypatch.setattr(program, "AGAIN", 0.01)
-    monkeypatch.setattr(program, "PATIENCE", 0.05)
-    data, _ = call()
-    asked = []
+    def arrives():
+        if way:
+            session.runner.take(way.pop(0))
+            asyncio.get_running_loop().call_soon(arrives)
 
     def answer(message):
         if isinstance(message, wire.FetchCall):
             asked.append(message.offset)
-            session.link.away = len(asked) < 20
-            if len(asked) == 20:
-                session.runner.take(wire.CallPiece("job-1", 0, data))
+            way.append(wire.CallPiece("job-0", message.offset, b"junk"))
+            way.extend(
+                wire.CallPiece("job-1", at, piece) for at, piece in pickles.pieces(data, message.offset) for _ in "ab"
+            )
+            asyncio.get_running_loop().call_soon(arrives)
 
     session.answer = answer
+    (result,) = run(session, wire.Program("job-1", "", call=wire.Blob(len(data))))
+    assert value(result) == len(array)
+    assert asked == [0, pickles.PIECES * pickles.PIECE]
+
+
+def test_a_piece_that_does_not_come_is_asked_for_again(session, monkeypatch):
+    """As when another driver has come meanwhile; while there is none, no time passes. In the end the program fails."""
+    for name, seconds in {"LOOK": 0.001, "AGAIN": 0.01, "PATIENCE": 0.05}.items():
+        monkeypatch.setattr(program, name, seconds)
+    data, _ = call()
+    asked, looks = [], iter(range(10**6))
+
+    class Link:
+        send = session.sent_to_driver
+
+        @property
+        def away(self):
+            """For longer than the patience lasts."""
+            return next(looks) < 100
+
+    def answer(message):
+        if isinstance(message, wire.FetchCall):
+            asked.append(next(looks))
+            if asked[-1] > 100:
+                session.runner.take(wire.CallPiece("job-1", 0, data))
+
+    session.answer, session.link = answer, Link()
     assert value(run(session, wire.Program("job-1", "", call=wire.Blob(len(data))))[0]) == 7
-    assert asked == [0] * 20
+    assert len(asked) == 2
     session.answer = lambda message: None
     (result,) = run(session, wire.Program("job-2", "", call=wire.Blob(len(data))))
-    assert result.error == f"OSError: the program did not come: 0 of {len(data)} bytes in 0.05 s"
+    assert result.error == f"OSError: the program did not come: 0 of {len(data)} bytes, and nothing for 0.05 s"
 
 
 def test_a_program_that_comes_twice_runs_once(session):
@@ -175,12 +195,11 @@ def test_a_program_of_a_job_that_is_over_does_not_begin(session):
 
 
 def test_a_job_that_ends_while_its_call_is_fetched(session):
-    """The rest is not waited for."""
+    """The driver has forgotten it by then, and sends nothing more: it is not waited for."""
     data, _ = call(called, os.urandom(2 * pickles.PIECE))
 
     def answer(message):
         session.stopped = "job-1"
-        session.runner.take(wire.CallPiece("job-1", 0, data[: pickles.PIECE]))
 
     session.answer = answer
     (result,) = run(session, wire.Program("job-1", "", call=wire.Blob(len(data))))
@@ -204,12 +223,37 @@ def test_a_long_result_for_another_machine_is_kept(session):
 
 
 def test_a_result_for_which_there_is_no_room(session, tmp_path):
-    """The program fails with one line that says what to do."""
+    """The disk is full, or the folder is gone: the driver fetches it, as from another machine. No training is lost for that."""
     order = call(called, "x" * INLINE)[1]
     (tmp_path / "a-0#1.job-1.new").symlink_to("/dev/full")
-    (result,) = run(session, wire.Program("job-1", "", call=order.call, results=str(tmp_path)))
-    where = f"the result cannot be written to {tmp_path} (No space left on device): free some space there"
-    assert (result.error, result.value) == (where, None)
+    for job, folder in (("job-1", tmp_path), ("job-2", tmp_path / "nowhere")):
+        (result,) = run(session, wire.Program(job, "", call=order.call, results=str(folder)))
+        assert (result.error, result.value.path, result.value.data) == ("", "", b"")
+        assert pickles.unpack(session.value) == "x" * INLINE
+
+
+def test_whatever_happens_the_driver_hears_of_the_end(session, monkeypatch):
+    """The log folder is gone, the log's disk is full: the program ends with an error or prints nowhere; the next one runs."""
+
+    def gone(*_):
+        raise PermissionError(13, "Permission denied")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(program.boot, "redirect", gone)
+        (result,) = run(session, call()[1])
+        assert result.error == "PermissionError: [Errno 13] Permission denied"
+    with open("/dev/full", "w") as full:
+        broken_output = lambda taken, fd: Output(taken, full.fileno())
+        with monkeypatch.context() as broken:
+            broken.setattr(program, "Output", broken_output)
+            (result,) = run(session, wire.Program("job-2", "", call=call(called, loud)[1].call))
+    assert value(result) == "said"
+    assert "loud" in "".join(piece.text for piece in session.printed.take())
+
+
+def loud():
+    print("loud" * 10_000)
+    return "said"
 
 
 def test_a_result_that_cannot_be_pickled(session):
@@ -246,6 +290,8 @@ def test_a_notebooks_function_finds_what_cells_have_defined_here(session):
     namespace = {"__name__": "__main__", "here": 1}
     exec("def used():\n    return here + there", namespace)
     assert value(run(session, call(namespace["used"])[1])[0]) == 6
+    order = wire.Program("job-3", "", call=call(partial(namespace["used"]))[1].call)
+    assert value(run(session, order)[0]) == 6
     namespace["there"] = 10
     order = wire.Program("job-2", "", call=call(namespace["used"])[1].call)
     assert value(run(session, order)[0]) == 11

@@ -1,0 +1,15 @@
+"""Cells before they are sent."""
+
+from __future__ import annotations
+
+import pytest
+
+import nbelastic as nbe
+from nbelastic.driver.cells import LONGEST, check_cell
+
+
+def test_a_cell_that_no_message_can_hold_is_refused():
+    """It would cut the link to every worker, again and again."""
+    check_cell("#" * LONGEST, awaits=False)
+    with pytest.raises(nbe.UsageError, match=r"the cell has 1000001 characters, and 1000000 are possible: read"):
+        check_cell("#" * (LONGEST + 1), awaits=True)
