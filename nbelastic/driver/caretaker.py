@@ -21,7 +21,8 @@ from nbelastic.processes import leave, state_of, stopped
 from nbelastic.supervision import Report, report_to_log, supervise
 
 CODE = "from nbelastic.driver.controller import main; main()"
-PORTS = 16  # that ipyparallel's controller listens on
+PORTS = 18  # that ipyparallel's controller listens on
+TRIES = 3  # of a first start: a port may have been taken before the controller listens there
 LOWEST = 10_000  # of those that we choose
 LAST_WORDS = 2000  # characters of its output in an error
 
@@ -87,8 +88,16 @@ class Caretaker:
     # ---- beginning and end ----
 
     async def start(self) -> None:
-        """Start one that knows nothing of any before. RuntimeError with its last words if it ends instead."""
-        await self.begin()
+        """Start one that knows nothing of any before. RuntimeError with its last words if it ends instead, several times."""
+        for left in reversed(range(TRIES)):
+            try:
+                await self.begin()
+            except RuntimeError as error:
+                if not left:
+                    raise
+                self._on_trouble(f"the first start failed: {error}")
+            else:
+                break
         self._supervise()
 
     async def attach(self) -> None:

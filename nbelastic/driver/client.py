@@ -19,6 +19,7 @@ from zmq.utils.monitor import parse_monitor_message
 
 RECONNECT = (10, 500)  # milliseconds after which it tries to connect again, first and at most; engines begin with 100
 CONNECT = 10.0  # seconds that the controller may take to answer
+ASK = 0.3  # seconds between two questions for engines that are waited for
 LOOK = 1.0  # seconds between two looks at what is not answered
 GONE = 5.0  # seconds within which engines that live have told the next controller who they are
 LOST = "the answer was lost with ipyparallel's controller, or a connection to it: how far it ran is not known"
@@ -90,7 +91,8 @@ class Client(ipp.Client):  # type: ignore[misc]
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self.metadata = Records(self._futures)
-        self._up: set[int] = set()
+        self._up: set[int] = set()  # connections that are there
+        self._met = False  # a controller
         self._doubted: set[str] = set()  # engines of the last controller that the next one does not know yet
         self._looking: PeriodicCallback | None = None
         self._dropping: object = None  # what drops them
@@ -104,9 +106,14 @@ class Client(ipp.Client):  # type: ignore[misc]
     def wait_for(self, engines: Collection[str], timeout: float) -> bool:
         """Wait until it knows these engines, by their uuids. Returns whether it does, after `timeout` seconds at most."""
         end = time.monotonic() + timeout
+        asked = time.monotonic()
         while not set(engines) <= set(dict(self._engines).values()):
-            if time.monotonic() > end:
+            now = time.monotonic()
+            if now > end:
                 return False
+            if now - asked > ASK:  # what the controller has said before it knew of this client is not said again
+                asked = now
+                self._io_loop.add_callback(self._ask)
             time.sleep(0.01)
         return True
 
@@ -123,7 +130,6 @@ class Client(ipp.Client):  # type: ignore[misc]
         self._looking = PeriodicCallback(self._look, LOOK * 1000)
         self._looking.start()
         for number, (socket, monitor) in enumerate(self._context.watched):
-            self._up.add(number)
             stream = ZMQStream(monitor, self._io_loop)
             stream.on_recv(partial(self._watch, number))
             self._context.watched[number] = (socket, stream)
@@ -138,15 +144,22 @@ class Client(ipp.Client):  # type: ignore[misc]
             self._up.discard(number)
         elif number not in self._up:
             self._up.add(number)
-            if len(self._up) == len(self._context.watched):
-                self._meet()
+            if len(self._up) < len(self._context.watched):
+                return
+            if self._met:
+                self._meet_again()
+            self._met = True
+            self._ask()
 
-    def _meet(self) -> None:
+    def _ask(self) -> None:
+        """Which engines are there?"""
+        known = self._send(self._query_socket, "connection_request")
+        known.add_done_callback(lambda answer: self._io_loop.add_callback(self._know, answer))
+
+    def _meet_again(self) -> None:
         """There is another controller."""
         self._fail_unbound()
         self._doubted = set(self._engines.values())
-        known = self._send(self._query_socket, "connection_request")
-        known.add_done_callback(lambda answer: self._io_loop.add_callback(self._know, answer))
         if self._dropping is not None:
             self._io_loop.remove_timeout(self._dropping)
         self._dropping = self._io_loop.call_later(GONE, self._drop)

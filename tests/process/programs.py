@@ -90,19 +90,25 @@ def train(folder: str, *, pause: float = PAUSE, slow: dict[str, float] | None = 
     return result
 
 
-def hold(folder: str, seconds: int = 4) -> dict[str, Any]:
-    """Train; the first rank that finds `folder/hold` holds the interpreter lock for so long, and says nothing meanwhile."""
+def hold(folder: str) -> dict[str, Any]:
+    """Train; the first rank that finds `folder/hold` makes `folder/held`, and holds the interpreter lock until `let_go`."""
 
     def wait() -> None:
         file = Path(folder) / "hold"
         while True:
             with contextlib.suppress(FileNotFoundError):
-                file.rename(file.with_name("held"))
-                ctypes.PyDLL(None).sleep(seconds)
+                file.rename(file.with_name("taken"))  # one process only gets it
+                os.mkfifo(file.with_name("held"))
+                ctypes.PyDLL(None).open(bytes(file.with_name("held")), os.O_RDONLY)  # until somebody writes
             time.sleep(0.05)
 
     threading.Thread(target=wait, daemon=True).start()
     return train(folder)
+
+
+def let_go(folder: str | Path) -> None:
+    """The rank that holds the interpreter lock goes on."""
+    os.close(os.open(Path(folder) / "held", os.O_WRONLY))
 
 
 def _dawdle(folder: str, slow: dict[str, float]) -> None:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import time
 
+import pytest
+
+import nbelastic as nbe
 from nbelastic.core import messages as m
 from nbelastic.core.membership import step
 from nbelastic.driver import driver
@@ -24,7 +27,8 @@ def test_what_trains_goes_on_without_decisions(make, tmp_path, monkeypatch):
     until(lambda: cluster.status().step > 5)
     pids = {worker.pid for worker in cluster.workers}
     monkeypatch.setattr(driver, "step", broken)
-    cluster.scale(2, 2)
+    with pytest.raises(nbe.ClusterStoppedError, match="KeyError: 'a fault', at Scaled"):
+        cluster.scale(2, 2)
     until(lambda: "decides nothing any more" in cluster.status().reason)
     end, made = time.monotonic() + 3.0, cluster.status().step
     until(lambda: time.monotonic() > end and cluster.status().step > made + 20)

@@ -214,7 +214,7 @@ def test_an_error_meanwhile(kept):
 
 def test_a_rank_that_holds_the_interpreter_lock_while_a_kernel_attaches(kept):
     """It answers long after the new driver has stopped waiting for it, and trains on: nobody is killed."""
-    kernel = kept(program="hold", arguments={"seconds": 7}, hosts="localhost:2", silence=1.0)
+    kernel = kept(program="hold", hosts="localhost:2", silence=1.0)
     epoch = kernel.makes_steps(2)
     kernel.kill()
     (kernel.folder / "hold").touch()
@@ -222,6 +222,7 @@ def test_a_rank_that_holds_the_interpreter_lock_while_a_kernel_attaches(kept):
     training = attached(kernel)
     kinds = lambda: [event.kind for event in training.cluster.events]
     until(lambda: "worker-silent" in kinds(), what="the silent rank to be named")
+    programs.let_go(kernel.folder)
     steps = len(kernel.steps())
     until(lambda: len(kernel.steps()) > steps + 30, what="steps after it")
     training.runs(2)
