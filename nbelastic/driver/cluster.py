@@ -159,7 +159,7 @@ class Cluster:
         self._last: Driver | None = None
         self._watchers = Watchers(self.status)
         self._job: Job | None = None  # the last one; earlier ones are kept by who needs them
-        self._submitted = 0  # jobs so far, those of other drivers included
+        self._submitted = 0  # jobs that other drivers have had
         self._client: tuple[Driver, Any] | None = None  # ipyparallel's, for `%px`, once somebody has asked for it
 
     # ---- life ----
@@ -202,7 +202,8 @@ class Cluster:
         notes = Notes(self._run_dir, self._arguments, self._found) if self._settings.keep is not None else None
         number = self._found.number if self._found is not None else secrets.token_hex(4)
         settings = replace(self._settings, limits=limits, log_dir=log_dir, number=number)
-        driver = Driver(settings, self._run_dir, notes, submitted=self._submitted)
+        submitted = max(self._submitted, self._last.submitted if self._last is not None else 0)
+        driver = Driver(settings, self._run_dir, notes, submitted=submitted)
         driver.start()
         return driver
 

@@ -32,7 +32,7 @@ from nbelastic.driver.live import numbers
 from nbelastic.driver.notes import Notes
 from nbelastic.driver.parts import REAL, Parts
 from nbelastic.driver.places import RunDir
-from nbelastic.driver.requests import AnyRequest, answer
+from nbelastic.driver.requests import AnyRequest, Press, answer
 from nbelastic.driver.results import Outcome
 from nbelastic.driver.run import Run
 from nbelastic.driver.saved import Saved, SavedJob
@@ -120,7 +120,8 @@ class Driver:
 
     def request(self, request: AnyRequest) -> Future[Any]:
         """The answer to a request, or its error. ClusterStoppedError, now or later, if the driver cannot answer it."""
-        self.refuse_if_faulty()
+        if not isinstance(request, Press):  # a button may stop a cluster whose driver decides nothing any more
+            self.refuse_if_faulty()
         future: Future[Any] = self.owe(Future())
 
         def begin() -> None:
@@ -359,8 +360,8 @@ class Driver:
 
     @property
     def present_job(self) -> str:
-        """The name of the job whose end is not known yet, a script or not; empty if there is none."""
-        return next((name for name, run in self.runs.items() if not run.future.done()), "")
+        """The name of the job whose end is not known yet, a script or not; empty if there is none. From any thread."""
+        return next((name for name, run in list(self.runs.items()) if not run.future.done()), "")
 
     def release(self, why: str) -> None:
         """Let go of the cluster, from the driver's own thread: it lives on for another driver."""

@@ -26,6 +26,7 @@ from nbelastic.driver.run import Run
 from tests.core.story import wid
 from tests.driver.fakes import Outside, tell
 from tests.driver.quiet import NoHosts
+from tests.support.waiting import until
 
 
 def broken_step(world, event, now):
@@ -69,6 +70,15 @@ def test_a_fault_in_a_decision_ends_the_deciding(quiet, monkeypatch, caplog):
     cluster.stop()
     assert cluster.status().phase == "finished"
     assert not cluster._run_dir.path.exists()
+
+
+def test_a_button_stops_a_cluster_that_decides_nothing(quiet, monkeypatch):
+    """Whoever has only the dashboard can end it."""
+    monkeypatch.setattr(module, "step", broken_step)
+    cluster = quiet()
+    break_it(cluster)
+    cluster.order({"order": "stop"}, "a page")
+    until(lambda: cluster.status().phase == "finished")
 
 
 def test_a_kept_cluster_gets_a_sound_driver_by_an_attach(quiet, monkeypatch):

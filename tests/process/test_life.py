@@ -77,7 +77,9 @@ def test_it_can_be_started_again(make):
     cluster.stop()
     cluster.start(timeout=30)
     assert job.result() == [pid]
-    assert cluster.run(os.getpid).result(timeout=20) != [pid]
+    another = cluster.run(os.getpid)
+    assert another.result(timeout=20) != [pid]
+    assert (job.name, another.name) == ("job-1", "job-2")
 
 
 def test_names_are_unique(make):
