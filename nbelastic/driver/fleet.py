@@ -128,11 +128,14 @@ class Fleet:
 
     async def stop(self) -> None:
         """End every agent and the controller."""
+        begun = [
+            task for task in (self._starting, *(held.launching for held in self._held.values())) if task is not None
+        ]
         for held in self._held.values():
             held.kill()
         if self._starting is not None:
             self._starting.cancel()
-            await asyncio.gather(self._starting, return_exceptions=True)
+        await asyncio.gather(*begun, return_exceptions=True)
         try:
             if self._controller is not None:
                 await self._controller.stop()

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import shlex
 import sys
+from contextlib import suppress
 
 from nbelastic.core.messages import HostSpec
 
@@ -76,7 +77,13 @@ async def real_name(spec: HostSpec) -> str:
         "ssh", "-G", *(["-l", spec.user] if spec.user else []), "--", spec.name,
         stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.DEVNULL,
     )  # fmt: skip
-    out, _ = await process.communicate()
+    try:
+        out, _ = await process.communicate()
+    finally:
+        if process.returncode is None:  # the cluster stops meanwhile: a `Match exec` may take as long as it likes
+            process.kill()
+            with suppress(TimeoutError):  # whatever it has started may hold its output open
+                await asyncio.wait_for(process.communicate(), 1.0)
     for line in out.decode(errors="replace").splitlines():
         key, _, value = line.partition(" ")
         if key == "hostname":

@@ -1,5 +1,6 @@
 """The command that starts an agent elsewhere, and what its failures mean."""
 
+import asyncio
 import os
 import shlex
 import subprocess
@@ -96,3 +97,24 @@ def test_no_secret_is_in_the_command():
     words = shlex.split(ssh.command(GPU, None)[-1])
     assert words[:3] == ["exec", "/bin/sh", "-c"]
     assert len(words) == 4
+
+
+def test_a_name_that_nobody_waits_for_any_more_costs_no_process(tmp_path, monkeypatch):
+    """The cluster is stopped while ssh looks the name up, which a `Match exec` may make long: that ssh ends too."""
+    (tmp_path / "ssh").write_text(
+        f"#!/bin/sh\necho $$ > {tmp_path}/new && mv {tmp_path}/new {tmp_path}/pid && exec sleep 1000\n"
+    )
+    (tmp_path / "ssh").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+
+    async def story():
+        asking = asyncio.create_task(ssh.real_name(GPU))
+        while not (tmp_path / "pid").exists():  # noqa: ASYNC110  (another process makes it)
+            await asyncio.sleep(0.01)
+        asking.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asking
+
+    asyncio.run(story())
+    with pytest.raises(ProcessLookupError):
+        os.kill(int((tmp_path / "pid").read_text()), 0)
