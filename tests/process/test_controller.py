@@ -47,6 +47,9 @@ def started_again(cluster: nbe.Cluster) -> int:
 def again(cluster: nbe.Cluster, before: int) -> None:
     """Wait until there is another one, which our client has met and which knows all workers."""
     until(lambda: started_again(cluster) > before)
+    client = cluster.client
+    # What an engine answers before the client is back is lost, and told as that.
+    until(lambda: len(client._up) == len(client._context.watched), what="the client to be connected")
     until(lambda: known(cluster) == len(cluster.workers), what="all engines to be known")
 
 
