@@ -221,8 +221,10 @@ class Fleet:
                 if held is not None:
                     heard = held.peer in self._hub.heard_at
                     self._hub.send(held.peer, wire.Retire())
-                    # One that has not spoken yet has no workers, and may not be there to hear it.
-                    self._loop.call_later(3.0 if heard else 0.0, self._end, host, held)
+                    if heard:
+                        self._loop.call_later(3.0, self._end, host, held)
+                    else:  # it has no workers, and may not be there to hear it; at once: the host may be added again
+                        self._end(host, held)
             case m.StartWorker(worker=w):
                 if self._controller is None or not self._controller.connection:
                     self._spawns.append((w, log_dir))

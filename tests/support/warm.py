@@ -114,10 +114,17 @@ class Server:
             header, fds, _, _ = socket.recv_fds(connection, LENGTH.size, 16)
             request = json.loads(connection.recv(LENGTH.unpack(header)[0], socket.MSG_WAITALL))
             if decisive(request["environment"]) == self._environment:
+                leads, says = os.pipe()
                 pid = os.fork() if request["waits"] else fork_for_parent()
                 if pid == 0:
                     connection.close()
+                    os.setsid()
+                    os.close(says)
+                    os.close(leads)
                     self._become_agent(request, fds)
+                os.close(says)
+                os.read(leads, 1)  # until it leads a group of its own, which is what is killed with it
+                os.close(leads)
                 if request["waits"]:
                     self._watch(pid, connection.dup())
                 else:
@@ -154,7 +161,6 @@ class Server:
             waiting.close()
         for sig, handler in ((signal.SIGTERM, signal.SIG_DFL), (signal.SIGINT, signal.default_int_handler)):
             signal.signal(sig, handler)
-        os.setsid()
         for fd, wanted in zip(fds[:3], range(3), strict=True):
             os.dup2(fd, wanted)
         libc = ctypes.CDLL(None, use_errno=True)

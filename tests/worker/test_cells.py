@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import json
 
 import pytest
 from IPython.core.interactiveshell import InteractiveShell
+from traitlets.config import Config
 
 from nbelastic.core import wire
 from nbelastic.core.messages import WorkerId
@@ -20,7 +22,8 @@ W = WorkerId("a", 0, 1)
 @pytest.fixture
 def run(monkeypatch):
     """`run(source)`: its result, in an IPython of its own."""
-    shell = InteractiveShell()
+    options = Config({"HistoryManager": {"enabled": False}})  # nothing is written to this user's folder
+    shell = InteractiveShell(config=options)
     monkeypatch.setattr(cells, "get_ipython", lambda: shell)
 
     def cell(source: str) -> wire.CellResult:
@@ -28,7 +31,7 @@ def run(monkeypatch):
 
     yield cell
     shell.restore_sys_module_state()
-    shell.history_manager.end_session()
+    atexit.unregister(shell.atexit_operations)
 
 
 def test_what_a_cell_prints(run):
