@@ -46,7 +46,7 @@ def test_a_rank_that_holds_the_interpreter_lock_is_slow(trains):
     (told,) = until(lambda: events(training, "worker-silent"), what="the silent rank to be named")
     assert told.worker in {member.id for member in members}
     assert "though its host answers; its process" in told.text
-    time.sleep(2.0)
+    time.sleep(2.0)  # it was silent for 1 s when it was named: what is promised is that more time changes nothing
     programs.let_go(training.folder)
     steps = training.lines()[-1]["step"]
     until(lambda: training.lines()[-1]["step"] > steps + 20, what="steps after it")
