@@ -14,8 +14,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
-import hashlib
-import hmac
 import json
 import logging
 import os
@@ -100,10 +98,6 @@ class Keys(msgspec.Struct, frozen=True):
         pairs = [key.decode() for _ in range(2) for key in zmq.curve_keypair()]
         return Keys(*pairs)
 
-    def proof(self, term: int) -> str:
-        """That one has the driver's secret, in words that say nothing of it."""
-        return hmac.new(self.server_secret.encode(), f"driver {term}".encode(), hashlib.sha256).hexdigest()
-
     def for_clients(self) -> Keys:
         """What agents and workers get: all but the driver's secret."""
         return msgspec.structs.replace(self, server_secret="")
@@ -148,7 +142,6 @@ class Hub:
             "agent": msgspec.json.Decoder(wire.FromAgent),
             "worker": msgspec.json.Decoder(wire.FromWorker),
             "node": msgspec.json.Decoder(wire.FromNode),
-            "driver": msgspec.json.Decoder(wire.FromDriver),
         }
         self._beating: asyncio.Task[None] | None = None
         self._turn: asyncio.Handle | None = None  # when the rest is read
@@ -364,7 +357,7 @@ class Hub:
         """
         first = (wire.AgentHello, wire.WorkerHere, wire.NodeHello)
         says = isinstance(message, first) or (isinstance(message, s.NodeReady) and not message.guest)
-        return isinstance(message, wire.TakeOver) or (says and bool(head) and self._delivery(peer).answers(head))
+        return says and bool(head) and self._delivery(peer).answers(head)
 
     def _decode(self, peer: str, frames: list[bytes]) -> wire.Message | m.Event | None:
         role, _, name = peer.partition("/")

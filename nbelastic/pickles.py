@@ -21,6 +21,7 @@ import cloudpickle
 
 ALIGN = 64  # bytes; what vector instructions want
 LARGE = 1 << 16  # bytes of a tensor from which on it is put beside the pickle
+INLINE = 1 << 16  # bytes of a call or a result that are sent in one message with what it belongs to
 PIECE, PIECES = 1 << 18, 16  # bytes in a message to another machine, and messages for which it asks at a time
 _NUMBER = struct.Struct("<Q")
 

@@ -12,6 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
+OUTPUT = 4096  # bytes of a process's output that are looked at
 
 
 def state_of(pid: int) -> str:
@@ -76,3 +77,11 @@ def follow_parent() -> None:
         kill_group(os.getpgrp())
 
     threading.Thread(target=watch, name="nbelastic-follow-parent", daemon=True).start()
+
+
+def tail(log: Path, begin: int = 0) -> str:
+    """The end of what has been written after the first `begin` bytes; nothing if the file is not there (any more)."""
+    with suppress(OSError), open(log, "rb") as file:
+        file.seek(max(begin, os.fstat(file.fileno()).st_size - OUTPUT))
+        return file.read().decode(errors="replace")
+    return ""

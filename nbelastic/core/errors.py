@@ -15,6 +15,10 @@ class UsageError(NbelasticError):
     """What was asked for cannot be done as it was asked: a wrong argument, a wrong moment."""
 
 
+class AnotherDriverError(UsageError):
+    """The cluster of this name has a driver already."""
+
+
 class HostError(NbelasticError):
     """A host could not be reached, started or understood."""
 

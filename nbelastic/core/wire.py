@@ -425,17 +425,6 @@ class Dismiss(Message):
     error: bool = True
 
 
-class TakeOver(Message):
-    """From a new driver of this cluster to the one that is there: let go of it.
-
-    `by` says who it is, in words; `proof` that it has the driver's own secret, which agents and workers have not.
-    """
-
-    term: int
-    by: str
-    proof: str
-
-
 FromAgent = (
     LaunchEnded | AgentHello | AgentSample | AgentGoodbye | m.Probed | m.WorkerStarted | m.WorkerExited | m.WorkerFroze
 )
@@ -461,7 +450,6 @@ FromWorker = (
 FromNode = (
     NodeHello | NodeSample | WorkerOutput | s.NodeReady | s.NodeStarted | s.NodeFailed | s.NodeSucceeded | s.NodeLeft
 )
-FromDriver = TakeOver
 ToAgent = Welcome | Launch | Recall | Spawn | Reap | Retire | Probe | Rehome
 ToNode = Welcome | Round | LeaveRound | Wait | Dismiss | Rehome
 ToWorker = (

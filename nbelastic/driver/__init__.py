@@ -1,1 +1,1 @@
-"""What runs in the notebook kernel (never torch): the owner thread and what people hold."""
+"""The driver, a process of its own, and what people hold of it in a kernel. Neither imports torch."""

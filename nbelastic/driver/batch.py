@@ -27,12 +27,12 @@ from traitlets import List, TraitError, Unicode
 from nbelastic.core.errors import DiscoveryError, UsageError
 from nbelastic.driver.discovery import finish
 from nbelastic.driver.ssh import AGENT
+from nbelastic.processes import tail
 
 GROUP = "ipyparallel.engine_launchers"
 SUBMIT = 60.0  # seconds that a submission may take
 ASK = 20.0  # seconds that a question for a job's state may take
 EVERY = 2.0  # seconds between two of them; the controller is shared by many people
-OUTPUT = 4096  # bytes of an agent's output that are looked at
 
 # Beside ipyparallel's own, which are made for many engines with srun: a step of srun would have one CPU only, and a job
 # that the batch system starts again by itself would be an agent that nobody expects.
@@ -311,14 +311,6 @@ class BatchAgent:
         for path in (self._config, self._script):
             with suppress(OSError):
                 path.unlink()
-
-
-def tail(log: Path, begin: int = 0) -> str:
-    """The end of what has been written after the first `begin` bytes; nothing if the file is not there (any more)."""
-    with suppress(OSError), open(log, "rb") as file:
-        file.seek(max(begin, os.fstat(file.fileno()).st_size - OUTPUT))
-        return file.read().decode(errors="replace")
-    return ""
 
 
 def _run(command: list[str], **settings: Any) -> str:

@@ -10,7 +10,6 @@ from typing import Any
 from nbelastic import pickles
 from nbelastic.core.errors import UsageError
 
-INLINE = 1 << 16  # bytes of a call that are sent with the order to run it
 DEPTH = 3  # functions that call one another, in which the name is looked for that cannot be pickled
 
 

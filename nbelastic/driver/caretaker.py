@@ -17,7 +17,7 @@ from typing import Any
 from nbelastic import ports
 from nbelastic.folders import make_private
 from nbelastic.presence import identity, lives, pid_of
-from nbelastic.processes import leave, state_of, stopped
+from nbelastic.processes import state_of, stopped
 from nbelastic.supervision import Report, report_to_log, supervise
 
 CODE = "from nbelastic.driver.controller import main; main()"
@@ -105,13 +105,6 @@ class Caretaker:
         if not self.adopt():
             await self.again()
         self._supervise()
-
-    async def detach(self) -> None:
-        """Leave it to a later kernel."""
-        await self._close()
-        if self._child is not None:
-            leave(self._child)
-        self._child = None
 
     async def stop(self) -> None:
         """End it. It has nothing to tidy up, and asking it takes longer than the kernel has at its end."""

@@ -1,11 +1,10 @@
-"""What happened and how long it took: the event log, and those who want to be told."""
+"""What happened and how long it took: the event log."""
 
 from __future__ import annotations
 
 import os
 import time
 from collections import deque
-from collections.abc import Callable
 from contextlib import suppress
 from io import FileIO
 from pathlib import Path
@@ -30,7 +29,7 @@ _RECORD = msgspec.json.Decoder(_Line)
 
 
 class Chronicle:
-    """Lives in the driver's thread; `records` may be read from any."""
+    """Lives in the driver's thread."""
 
     def __init__(self, path: Path, *, again: bool = False) -> None:
         """`again`: go on with what another driver has written."""
@@ -41,7 +40,6 @@ class Chronicle:
         self.count = len(self.records)  # of all records so far
         self._whole = before[1]  # else the last line was cut off, by a kill or a full disk
         self._incomplete = False  # lines are missing
-        self.listener: Callable[[], None] | None = None
         self._changed_at = 0.0  # when the present change of the world began
         self._sign_at = 0.0  # when the first sign of a break came that has not been decided on
         self._quiet = 0.0  # for how long who was lost had not been heard
@@ -52,7 +50,6 @@ class Chronicle:
         self._took: dict[str, float] = {}
 
     def close(self) -> None:
-        self.notify()
         self._file.close()
 
     def note(self, event: m.Event, now: float) -> None:
@@ -87,11 +84,8 @@ class Chronicle:
         self._write({"at": now, "record": msgspec.to_builtins(record)})
 
     def kept(self) -> tuple[list[EventRecord], int]:
-        """The newest records, and how many there have been in all; from any thread."""
-        while True:
-            count, records = self.count, list(self.records)
-            if count == self.count:
-                return records, count
+        """The newest records, and how many there have been in all."""
+        return list(self.records), self.count
 
     def prepare(self, now: float) -> None:
         self._prepare_at = now
@@ -129,10 +123,6 @@ class Chronicle:
         self._formed_at = self._changed_at = 0.0
         text = f"first step of epoch {message.epoch}: commit {message.commit}"
         self.record(m.Record("training", text, epoch=message.epoch), now, size, took)
-
-    def notify(self) -> None:
-        if self.listener is not None:
-            self.listener()
 
     def _open(self) -> FileIO:
         return FileIO(os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "ab")

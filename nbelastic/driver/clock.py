@@ -15,8 +15,8 @@ def _boottime() -> float:
 class Clock:
     """Seconds in which the driver could act. Deadlines of `step` are of this clock, so an absence of the driver uses up none.
 
-    The driver's thread calls `now()` at least every `most` seconds. A longer gap between two calls is an absence: a cell held
-    the GIL, or the kernel's process was stopped. A suspended machine is one too, although its monotonic clock stands still.
+    The driver's thread calls `now()` at least every `most` seconds. A longer gap between two calls is an absence: its
+    process was stopped. A suspended machine is one too, although its monotonic clock stands still.
     """
 
     def __init__(

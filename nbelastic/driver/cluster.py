@@ -9,58 +9,59 @@ import hashlib
 import itertools
 import os
 import secrets
+import subprocess
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self, TypeVar, Unpack
+from typing import Any, Self, Unpack
 
 from msgspec.structs import replace
 
-from nbelastic import descriptors, pickles
-from nbelastic.core import messages as m
+from nbelastic import pickles
 from nbelastic.core import wire
+from nbelastic.core.addresses import bracketed
 from nbelastic.core.errors import (
+    AnotherDriverError,
     ClusterStoppedError,
     HostError,
+    NbelasticError,
     UsageError,
 )
 from nbelastic.core.placement import parse_host
-from nbelastic.core.staffing import too_many
 from nbelastic.core.world import Limits
-from nbelastic.driver import requests
-from nbelastic.driver.calls import INLINE, pickled
+from nbelastic.driver import process, requests
+from nbelastic.driver.calls import pickled
 from nbelastic.driver.cells import Executed, check_cell
-from nbelastic.driver.discovery import FixedHosts, HostDiscovery
-from nbelastic.driver.discovery import find as find_discovery
-from nbelastic.driver.driver import Driver
-from nbelastic.driver.job import Job, outcome
-from nbelastic.driver.notes import Notes
-from nbelastic.driver.places import RunDir, gpus
+from nbelastic.driver.connection import Connection, connected, kill_driver
+from nbelastic.driver.discovery import ByClients, HostDiscovery, source_of
+from nbelastic.driver.finder import Finder
+from nbelastic.driver.job import ANSWER, Job, outcome
+from nbelastic.driver.places import START, RunDir, gpus
+from nbelastic.driver.process import AT_THE_END
 from nbelastic.driver.run import Checkpoints, checkpoints
 from nbelastic.driver.saved import (
     ClusterInfo,
-    Saved,
     arguments_of,
-    begin,
     clusters,
     find,
     kept_arguments,
+    patience_for,
     read,
+    written,
 )
 from nbelastic.driver.script import Options, script_for
 from nbelastic.driver.settings import Settings, check, check_kinds, timeouts_of
 from nbelastic.driver.stacks import WorkerStack
 from nbelastic.driver.status import EventRecord, HostStatus, Status, WorkerStatus
-from nbelastic.driver.takeover import request
 from nbelastic.driver.watchers import Watchers
-from nbelastic.folders import make_private
+from nbelastic.processes import leave
 
-T = TypeVar("T")
 _numbers = itertools.count(1)
 CLOSING = 10.0  # seconds that all but the programs may take to end
-ANSWER = 60.0  # seconds that the driver may take to answer what it can answer at once
+SOON = 2.0  # seconds in which a process ends that has nothing more to do
+AGAIN = 0.05  # seconds to the next try to attach, while another kernel attaches
 CONTROLLER = 10.0  # seconds that ipyparallel's controller may take to start, and to know an engine
 AT_ONCE = 2.0  # seconds for everything when the kernel ends, which leaves no more
-AT_THE_END = 0.5  # of these, seconds for programs
 
 
 class Cluster:
@@ -80,8 +81,8 @@ class Cluster:
     A program that is told to stop has `stop_timeout` seconds to write a last checkpoint. `timeouts` changes how long other
     waits may last, by the names of the table in docs/how-it-works.md: `{"recover": 30}`.
 
-    With `keep` all but this process lives on when this process ends: `Cluster.attach` takes it over from another one.
-    After `lease` seconds without a driver it ends, with a last checkpoint if the job has checkpoints.
+    With `keep` all but this process lives on when this process ends: `Cluster.attach` has it again from another one.
+    After `lease` seconds to which nobody is attached it ends, with a last checkpoint if the job has checkpoints.
 
     Starts with `start()` or `with`; every call returns at once or says what it waits for.
     """
@@ -122,8 +123,8 @@ class Cluster:
         self.name = name or f"nbelastic-{os.getpid()}-{next(_numbers)}"
         self._run_dir = RunDir(self.name)
         self._default_slots = slots or gpus() or builtins.max(min, os.cpu_count() or 1)
-        if isinstance(discovery, str):
-            discovery = find_discovery(discovery, slots, self._default_slots)
+        source = source_of(discovery, hosts, slots, self._default_slots)
+        self._discovery = discovery if isinstance(source, ByClients) and not isinstance(discovery, str) else None
         self._limits = Limits(
             min=min,
             max=max,
@@ -138,7 +139,7 @@ class Cluster:
         self._settings = Settings(
             name=self.name,
             limits=self._limits,
-            discovery=discovery or FixedHosts(hosts or "localhost", self._default_slots),
+            discovery=source,
             run_dir=self._run_dir.path,
             backend=backend,
             preload=tuple(preload),
@@ -152,15 +153,16 @@ class Cluster:
         )
         self._settings.check()
         given["slots"] = self._default_slots
-        self._arguments = kept_arguments(given, self._settings.discovery)
-        self._found: Saved | None = None  # of the driver before this one
+        self._arguments = kept_arguments(given, source)
         self._log_dir = Path(log_dir) if log_dir is not None else None
-        self._driver: Driver | None = None
-        self._last: Driver | None = None
+        self._driver: Connection | None = None
+        self._last: Connection | None = None
+        self._process: subprocess.Popen[bytes] | None = None  # the driver's, if it is a child of this one
+        self._finder: Finder | None = None
+        self._own = True  # without `keep` it ends with this kernel
         self._watchers = Watchers(self.status)
         self._job: Job | None = None  # the last one; earlier ones are kept by who needs them
-        self._submitted = 0  # jobs that other drivers have had
-        self._client: tuple[Driver, Any] | None = None  # ipyparallel's, for `%px`, once somebody has asked for it
+        self._client: tuple[Connection, Any] | None = None  # ipyparallel's, for `%px`, once somebody has asked for it
 
     # ---- life ----
 
@@ -173,16 +175,9 @@ class Cluster:
         """
         if self._driver is not None and not self._driver.finished.is_set():
             raise UsageError(f"the cluster {self.name!r} is running already.")
-        begin(self._run_dir)
-        self._found = None  # an earlier start may have attached
         log_dir = (self._log_dir or self._run_dir.log_dir()).absolute()
-        try:
-            make_private(log_dir)
-            driver = self._drive(log_dir)
-        except BaseException:
-            self._run_dir.release()
-            raise
-        self._take(driver)
+        submitted = self._last.submitted if self._last is not None else 0
+        self._launch(replace(self._settings, log_dir=log_dir, number=secrets.token_hex(4)), submitted=submitted)
         if wait:
             low = self._limits.min
             limit = self._limits.elastic_timeout if timeout is None else timeout
@@ -193,77 +188,107 @@ class Cluster:
                 raise
         return self
 
-    def _drive(self, log_dir: Path) -> Driver:
-        """Start the driver's thread. HostError if `min` workers need more open files than a process may have."""
-        room = descriptors.room(descriptors.raise_limit())
-        if self._found is None and self._limits.min > room:
-            raise HostError(too_many(self._limits.min, room))
-        limits = replace(self._limits, room=room)
-        notes = Notes(self._run_dir, self._arguments, self._found) if self._settings.keep is not None else None
-        number = self._found.number if self._found is not None else secrets.token_hex(4)
-        settings = replace(self._settings, limits=limits, log_dir=log_dir, number=number)
-        submitted = max(self._submitted, self._last.submitted if self._last is not None else 0)
-        driver = Driver(settings, self._run_dir, notes, submitted=submitted)
-        driver.start()
-        return driver
+    def _launch(self, settings: Settings, *, found: bool = False, submitted: int = 0, patience: float = START) -> None:
+        start = process.Start(settings, self._arguments, found, submitted, patience)
+        connection, child = process.launch(start, self._run_dir.path, self._watchers.changed)
+        leave(child)  # it may outlive this process
+        self._process, self._own = child, True
+        self._take(connection)
 
-    def _take(self, driver: Driver) -> None:
-        self._close_client()
+    def _take(self, driver: Connection) -> None:
+        self._forget()
         self._driver = self._last = driver
-        driver.chronicle.listener = self._watchers.changed
+        if self._discovery is not None:
+            self._finder = Finder(self._discovery, driver)
         _running[self.name] = self
+        driver.on_change = self._changed
+        self._changed()
+
+    def _changed(self) -> None:
+        """In the thread of the connection."""
+        if self._last is not None and self._last.finished.is_set() and self._finder is not None:
+            self._finder.stop()
+        self._watchers.changed()
 
     @classmethod
     def attach(cls, name: str | None = None, discovery: str | HostDiscovery | None = None) -> Self:
-        """Take over a cluster that was started with `keep`: its kernel has died, or lets go of it now.
+        """Connect to a cluster of this machine, also from several kernels at once: all see the same, and may give orders.
 
-        `name` (or its run folder) can be left out if there is only one. Its job comes back as `job`, with what it has
-        printed; a training goes on undisturbed. `discovery`: where hosts come from, if that was an object of your own;
-        without it the hosts stay as they are. UsageError, in one line, for a cluster that is not there, not yours, damaged,
-        of another version, or whose driver does not let go.
+        `name` (or its run folder) can be left out if only one is kept. Its job comes back as `job`, with what it has
+        printed. If its driver has died, another one is started; a training goes on undisturbed. `discovery`: where hosts
+        come from, if that was an object of your own; without it the hosts stay as they are. UsageError, in one line, for a
+        cluster that is not there, not yours, damaged, of another version, or whose driver does not answer.
         """
         folder = find(name)
-        run_dir = RunDir(folder.name)
-        request(read(folder), run_dir)
+        end = time.monotonic() + START
+        while True:
+            try:
+                patience = patience_for(folder)
+                self = cls._of(folder, connected(folder, patience), discovery, patience)
+            except AnotherDriverError:  # another kernel attaches at this moment
+                if time.monotonic() > end:
+                    raise
+                time.sleep(AGAIN)
+            else:
+                break
+        jobs = list(self._running().jobs.values())
+        self._job = Job(self._running(), jobs[-1]) if jobs else None
+        return self
+
+    @classmethod
+    def _of(
+        cls, folder: Path, driver: Connection | None, discovery: str | HostDiscovery | None, patience: float
+    ) -> Self:
+        """With this driver; None: with another one, which takes over what that has left which was there."""
+        if driver is None:
+            saved = read(folder)
+            hosts = written(host.spec for host in saved.world.hosts if not host.by_hand)
+            self = cls(**arguments_of(saved.name, saved.log_dir, saved.arguments, hosts, discovery))
+            self._launch(self._settings, found=True, patience=patience)
+            return self
         try:
-            found = read(folder)  # as its last driver has left it
-            self = cls(**arguments_of(found, discovery))
-            self._run_dir, self._found = run_dir, found
-            self._submitted = found.submitted
-            driver = self._drive(Path(found.log_dir))
+            hosts = [f"{bracketed(host.name)}:{host.slots}" for host in driver.status.hosts]
+            self = cls(**arguments_of(folder.name, str(driver.log_dir), driver.arguments, hosts, discovery))
+            self._own = False
+            self._take(driver)
+            if discovery is not None and self._discovery is None:
+                self._ask(requests.Discover(self._settings.discovery))
         except BaseException:
-            run_dir.let_go()
+            driver.leave("it was not attached to")
             raise
-        self._take(driver)
-        if found.job is not None and found.job.name in driver.runs:
-            self._job = Job(driver, driver.runs[found.job.name])
         return self
 
     @staticmethod
     def all() -> list[ClusterInfo]:
-        """Your clusters on this machine: with a kernel, or kept and waiting for one."""
+        """Your clusters on this machine: with a driver, or kept and waiting for another one."""
         return clusters()
 
     def close(self) -> None:
-        """End with the kernel: detach a kept cluster, stop any other."""
-        if self._settings.keep is None or self._driver is None or self._driver.finished.is_set():
-            self._stop(AT_THE_END, AT_ONCE - AT_THE_END)
-            self._run_dir.release()  # if the driver was too slow: no driver thread outlives the kernel
+        """End with the kernel: detach a cluster that is kept, or another kernel's; stop any other."""
+        if self._driver is None or self._driver.finished.is_set():
+            self._forget()
+        elif self._own and self._settings.keep is None:
+            self._stop(AT_THE_END, AT_ONCE - AT_THE_END, kill=False)  # a slow driver ends soon after the kernel
         else:
             self.detach()
 
     def detach(self) -> None:
         """Let go of a cluster that is kept: it lives on, for `attach`. UsageError for one that is not."""
         driver = self._running()
-        check(self._settings.keep is not None, f"the cluster {self.name!r} is not kept: start it with keep=True.")
-        driver.call(driver.release, f"the cluster {self.name!r} was detached: attach to it again")
-        driver.join(10.0)
+        kept = not self._own or self._settings.keep is not None
+        check(kept, f"the cluster {self.name!r} is not kept: start it with keep=True.")
+        driver.leave(f"the cluster {self.name!r} was detached: attach to it again")
         self._driver = None
         self._forget()
 
     def _forget(self) -> None:
         """The kernel's end no longer concerns this cluster."""
+        if self._last is not None and self._last.forked:
+            return  # all of it is the parent's
         self._close_client()
+        if self._finder is not None:
+            self._finder.stop()
+            self._finder = None
         if _running.get(self.name) is self:  # another one may have taken the name
             del _running[self.name]
         self._watchers.changed()
@@ -280,28 +305,48 @@ class Cluster:
         """
         self._stop(self._limits.timeouts.stop if timeout is None else timeout, CLOSING)
 
-    def _stop(self, within: float, more: float) -> None:
-        """Programs have `within` seconds to end, and the rest `more` seconds after that."""
+    def _stop(self, within: float, more: float, *, kill: bool = True) -> None:
+        """Programs have `within` seconds to end, and the rest `more` seconds after that; then, to `kill`, the driver ends."""
         driver, self._driver = self._driver, None
-        if driver is None:
+        if driver is None or driver.forked:
             return
         try:
-            self._end(driver, within, more)
+            self._end(driver, within, more, kill=kill)
         except KeyboardInterrupt:
-            self._end(driver, 0.0, more)
+            self._end(driver, 0.0, more, kill=kill)
             raise
         finally:
             self._forget()
 
-    @staticmethod
-    def _end(driver: Driver, within: float, more: float) -> None:
-        with contextlib.suppress(ClusterStoppedError):
-            driver.post(m.StopRequested("stopped by hand", within))
-        driver.join(within + more)
+    def _end(self, driver: Connection, within: float, more: float, *, kill: bool) -> None:
+        if driver.finished.is_set():
+            driver = self._again(driver)
+        driver.request(requests.Stop("hand", within))
+        if not driver.finished.wait(within + more) and kill:
+            kill_driver(self._run_dir)
+            driver.finished.wait(more)
+            if self._settings.keep is not None:  # what it has started outlives it
+                self._launch(self._settings, found=True, patience=patience_for(self._run_dir.path))
+                driver, self._driver = self._running(), None
+                driver.request(requests.Stop("hand", 0.0))
+                driver.finished.wait(more)
+        if self._process is not None and driver.finished.is_set():
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(SOON)
+
+    def _again(self, lost: Connection) -> Connection:
+        """Another connection to the same driver, if it lives and only this one is lost."""
+        with contextlib.suppress(UsageError):
+            again = connected(self._run_dir.path)
+            if again is not None and again.number == lost.number:
+                return again
+            if again is not None:
+                again.leave("it is another cluster's")
+        return lost
 
     def request_stop(self, by: str = "you") -> None:
         """Begin to stop and return at once; `stop()` waits for the end. After it, the cluster can be started again."""
-        self._running().post(m.StopRequested(f"stopped by {by}"))
+        self._running().request(requests.Stop(by))
 
     def __enter__(self) -> Self:
         started = self._driver is not None and not self._driver.finished.is_set()
@@ -354,7 +399,7 @@ class Cluster:
         forks. A change of the hosts restarts all workers, as does one that fails, up to `max_restarts` times.
         UsageError if a job runs already, or for what cannot be.
         """
-        script, terms = script_for(path, args, options, self._running().settings)
+        script, terms = script_for(path, args, options, self._settings)
         return self._submit(requests.SubmitScript(script, terms))
 
     def connection_file(self, host: str | None = None) -> Path:
@@ -383,7 +428,7 @@ class Cluster:
     def _saved(self, call: list[memoryview]) -> wire.Blob:
         """A short call is sent as it is; a long one, and that of a kept cluster, is in a file. UsageError if that is full."""
         size = pickles.size(call)
-        if size <= INLINE and self._settings.keep is None:
+        if size <= pickles.INLINE and self._settings.keep is None:
             return wire.Blob(size, b"".join(call))
         path = self._run_dir.path / f"{secrets.token_hex(8)}.program"
         try:
@@ -395,12 +440,13 @@ class Cluster:
     def _submit(self, request: requests.Submit | requests.SubmitScript) -> Job:
         driver = self._running()
         name = self._ask(request, ANSWER, "the driver to take the job in")
-        self._job = Job(driver, driver.runs[name])
+        self._job = Job(driver, driver.jobs[name])
         return self._job
 
     def _refuse_if_running(self) -> None:
         driver = self._running()
-        driver.refuse_if_faulty()
+        if driver.faulty:
+            raise ClusterStoppedError(f"{driver.faulty}.")
         requests.refuse_second_job(driver.present_job)
 
     def execute(
@@ -423,7 +469,7 @@ class Cluster:
     @property
     def setup_cells(self) -> dict[str, str]:
         """The sources of the setup cells by their keys, in the order in which a worker runs them."""
-        return {cell.key: cell.source for cell in self._running().world.setup}
+        return dict(self._running().setup)
 
     def clear_setup(self, key: str | None = None) -> None:
         """Forget the setup cell with this key, or all of them: later workers do not run them. UsageError for an unknown key."""
@@ -501,7 +547,7 @@ class Cluster:
     def numbered_events(self) -> tuple[list[EventRecord], int]:
         """The events that are kept, and how many there have been in all."""
         driver = self._driver or self._last
-        return driver.chronicle.kept() if driver is not None else ([], 0)
+        return driver.events() if driver is not None else ([], 0)
 
     def stacks(self, timeout: float = 2.0) -> list[WorkerStack]:
         """Where every worker is at this moment: the Python stack of its main thread, taken by another one of its threads.
@@ -512,7 +558,7 @@ class Cluster:
         return stacks
 
     def ask_stacks(self, done: Callable[[list[WorkerStack]], object], timeout: float = 2.0) -> None:
-        """The same without waiting: `done(stacks)` is called in the driver's thread."""
+        """The same without waiting: `done(stacks)` is called in another thread, and must not wait."""
         asked = self._running().request(requests.ShowStacks(timeout))
         asked.add_done_callback(lambda future: done([] if future.exception() else future.result()))
 
@@ -526,7 +572,7 @@ class Cluster:
     def log_dir(self) -> Path | None:
         """Where the logs of the present (or last) start are."""
         driver = self._driver or self._last
-        return driver.settings.log_dir if driver is not None else self._log_dir
+        return driver.log_dir if driver is not None else self._log_dir
 
     @property
     def client(self) -> Any:
@@ -535,14 +581,15 @@ class Cluster:
         It is made when it is asked for first. ClusterStoppedError if the cluster does not run.
         """
         driver = self._running()
+        found: requests.ControllerFound
+        found = self._ask(requests.FindController(), CONTROLLER, "ipyparallel's controller", cancel=True)
         if self._client is None or self._client[0] is not driver:
             self._close_client()
             from nbelastic.driver.client import connect  # it imports ipyparallel, which takes its time
 
-            information = self._ask(requests.FindController(), CONTROLLER, "ipyparallel's controller", cancel=True)
-            self._client = driver, connect(information, self.name, str(driver.settings.run_dir / "ipython"))
+            self._client = driver, connect(found.information, self.name, str(self._run_dir.path / "ipython"))
         client = self._client[1]
-        client.wait_for(list(driver.fleet.engines.values()), CONTROLLER)
+        client.wait_for(found.engines, CONTROLLER)
         return client
 
     def subscribe(self, callback: Callable[[Status], object]) -> Callable[[], None]:
@@ -565,10 +612,10 @@ class Cluster:
 
     # ---- waiting ----
 
-    def _running(self) -> Driver:
+    def _running(self) -> Connection:
         driver = self._driver
-        # A driver whose machine has finished still closes what it opened, and takes in nothing any more.
-        if driver is None or driver.finished.is_set() or driver.world.phase == "finished":
+        # A driver whose cluster is stopped still closes what it opened, and takes in nothing any more.
+        if driver is None or driver.finished.is_set() or driver.status.phase == "finished":
             why = self._last.why_ended if self._last is not None else ""
             raise ClusterStoppedError(
                 f"the cluster {self.name!r} is not running{f' ({why})' if why else ''}: start it."
@@ -597,9 +644,10 @@ _running: dict[str, Cluster] = {}
 
 
 def _stop_all() -> None:
-    """At the kernel's end: nothing of ours stays but what is kept. (A killed kernel is noticed by the agents.)"""
+    """At the kernel's end: nothing of ours stays but what is kept. (A killed kernel is noticed by the driver.)"""
     for cluster in list(_running.values()):
-        cluster.close()
+        with contextlib.suppress(NbelasticError):  # it ends at this moment
+            cluster.close()
 
 
 atexit.register(_stop_all)

@@ -9,10 +9,13 @@ import shlex
 import shutil
 import subprocess
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from importlib.metadata import entry_points
-from typing import IO, NamedTuple, Protocol, runtime_checkable
+from typing import IO, NamedTuple, Protocol, Self, runtime_checkable
+
+from msgspec import Struct
 
 from nbelastic.core.addresses import bracketed
 from nbelastic.core.errors import DiscoveryError, NbelasticError, UsageError
@@ -25,7 +28,38 @@ GROUP = "nbelastic.discovery"  # of the entry points: each is called with the sl
 TIMEOUT = 30.0  # seconds that a discovery script may take
 PATIENCE = 35.0  # seconds that any discovery may take; a script says more exactly itself what was wrong
 LIMIT = 1 << 20  # bytes that a program may write
+POLL = 1.0  # seconds between looks
+LONGEST_PAUSE = 30.0  # seconds between looks at one that keeps failing
 LAST_WORDS = 0.5  # seconds for what a program wrote before it ended, if something it started keeps its output open
+
+
+class Listed(Struct, frozen=True, tag=True):
+    """These hosts, for as long as nobody says otherwise."""
+
+    hosts: tuple[HostSpec, ...]
+
+
+class Script(Struct, frozen=True, tag=True):
+    """A program, run in `folder` for each look. `command`: as somebody has written it."""
+
+    command: str
+    words: tuple[str, ...]
+    slots: int
+    folder: str
+
+
+class Installed(Struct, frozen=True, tag=True):
+    """An entry point of the group `nbelastic.discovery`, called with `slots`."""
+
+    name: str
+    slots: int | None
+
+
+class ByClients(Struct, frozen=True, tag=True):
+    """An object in a kernel, which says what it has found."""
+
+
+Source = Listed | Script | Installed | ByClients  # where hosts come from, as it is said to a driver
 
 
 @runtime_checkable
@@ -72,37 +106,57 @@ class ScriptDiscovery:
         """UsageError if `command` is empty or has an unclosed quote."""
         check_kind("command", command, TEXT)
         check_kind("slots", slots, WHOLE)
-        self.command = command
-        self._slots = slots
-        self._folder = os.getcwd()
         try:
             words = [command] if os.path.isfile(command) else shlex.split(command)
         except ValueError as error:
             raise UsageError(f"{command!r} is no command: {error}.") from None
         if not words:
             raise UsageError("the discovery is empty: name a script that prints the hosts, one a line.")
-        self._words = [_program(words[0]), *words[1:]]
-
-    @property
-    def words(self) -> tuple[str, ...]:
-        """The command, with the script's full path."""
-        return tuple(self._words)
+        self.source = Script(command, (_program(words[0]), *words[1:]), slots, os.getcwd())
 
     @property
     def program(self) -> str:
         """The script's full path, or its bare name if it is nowhere to be found."""
-        return self._words[0]
+        return self.source.words[0]
 
     async def hosts(self) -> Sequence[HostSpec]:
         """DiscoveryError with the script's exit code and what it wrote to stderr, or with the line that is wrong."""
-        code, out, err = await finish(self._words, TIMEOUT, name=self.command, folder=self._folder)
+        script = self.source
+        code, out, err = await finish(script.words, TIMEOUT, name=script.command, folder=script.folder)
         if code:
             said = err.strip()[-500:] or "no message"
-            raise DiscoveryError(f"{self.command} failed with exit code {code}: {said}")
+            raise DiscoveryError(f"{script.command} failed with exit code {code}: {said}")
         try:
-            return parse_script_output(out, self._slots)
+            return parse_script_output(out, script.slots)
         except UsageError as error:
-            raise DiscoveryError(f"{self.command} printed something else than hosts: {error}") from None
+            raise DiscoveryError(f"{script.command} printed something else than hosts: {error}") from None
+
+    @classmethod
+    def of(cls, script: Script) -> Self:
+        """The same again, as a driver was told of it."""
+        found = cls.__new__(cls)
+        found.source = script
+        return found
+
+
+def source_of(
+    given: str | HostDiscovery | None, hosts: str | Sequence[str] | None, slots: int | None, default: int
+) -> Source:
+    """Where `Cluster(hosts, discovery=given, slots=slots)` has hosts come from; lines without a number get `default` slots.
+
+    UsageError for what cannot be: see `find`.
+    """
+    if given is None:
+        return Listed(tuple(FixedHosts(hosts or "localhost", default).listed()))
+    found = find(given, slots, default) if isinstance(given, str) else given
+    if type(found) is ScriptDiscovery:  # one that is derived from it may say other hosts
+        return found.source
+    return Installed(given, slots) if isinstance(given, str) else ByClients()
+
+
+def opened(source: Script | Installed) -> HostDiscovery:
+    """In the driver. UsageError for an entry point that does not work."""
+    return ScriptDiscovery.of(source) if isinstance(source, Script) else find(source.name, source.slots)
 
 
 def find(text: str, slots: int | None, default: int = 1) -> HostDiscovery:
@@ -142,8 +196,6 @@ class Lookout:
 
     async def look(self) -> tuple[HostSpec, ...]:
         """The hosts. NbelasticError if there is no answer, or none in time, or not one that can be used."""
-        if isinstance(self._discovery, FixedHosts):
-            return tuple(self._discovery.listed())
         if self._thread is None:
             self._home = asyncio.get_running_loop()
             self._away = asyncio.new_event_loop()
@@ -200,6 +252,42 @@ class Lookout:
             error = DiscoveryError(f"{self._name} {late}.")
         with suppress(RuntimeError):  # nobody waits any more
             self._home.call_soon_threadsafe(answer.set_result, (found, error))
+
+
+async def watch(
+    discovery: HostDiscovery,
+    found: Callable[[tuple[HostSpec, ...]], object],
+    failed: Callable[[str], object],
+    recovered: Callable[[str], object],
+) -> None:
+    """For ever: ask where hosts come from, once a second; after failures more rarely. Call `found` after each change.
+
+    Each new failure is told once, and its end.
+    """
+    last: tuple[HostSpec, ...] | None = None
+    told, since, pause = "", 0.0, POLL
+    lookout = Lookout(discovery)
+    try:
+        while True:
+            try:
+                hosts = await lookout.look()
+            except NbelasticError as error:
+                since = since or time.monotonic()
+                pause = min(2 * pause, LONGEST_PAUSE) if told else POLL
+                if gist(error) != told:
+                    told = gist(error)
+                    failed(str(error))
+            else:
+                pause = POLL
+                if told:
+                    recovered(f"host discovery answers again, after {time.monotonic() - since:.0f} s")
+                    told, since = "", 0.0
+                if hosts != last:
+                    last = hosts
+                    found(hosts)
+            await asyncio.sleep(pause)
+    finally:
+        await lookout.close()
 
 
 def gist(error: Exception) -> str:
@@ -331,4 +419,4 @@ def _checked(found: Sequence[HostSpec], who: str) -> tuple[HostSpec, ...]:
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
         raise DiscoveryError(f"{who} gave the host {twice[0]!r} more than once.")
-    return hosts
+    return tuple(HostSpec(host.name, int(host.slots), host.user or "") for host in hosts)

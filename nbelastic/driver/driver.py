@@ -1,14 +1,11 @@
-"""The owner thread: one inbox, one World. It runs commands and feeds their results back as events."""
+"""The driver: one inbox, one World. It runs commands and feeds their results back as events."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import hmac
-import logging
-import threading
 import time
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from concurrent.futures import Future, InvalidStateError
 from functools import partial
 from pathlib import Path
@@ -16,23 +13,25 @@ from typing import Any, TypeVar
 
 from msgspec.structs import replace
 
-from nbelastic import forks, versions
+from nbelastic import versions
 from nbelastic.core import messages as m
 from nbelastic.core import wire
 from nbelastic.core.addresses import parted
-from nbelastic.core.errors import ClusterStoppedError, HostError, NbelasticError
+from nbelastic.core.errors import ClusterStoppedError, HostError
 from nbelastic.core.membership import deadline, step
 from nbelastic.core.placement import places
 from nbelastic.core.world import HostPhase, WorkerState, World
-from nbelastic.driver import discovery as hosts
+from nbelastic.driver.answers import answer
 from nbelastic.driver.chronicle import Chronicle
+from nbelastic.driver.clients import Clients
+from nbelastic.driver.discovery import Installed, Listed, Script, Source, opened, watch
 from nbelastic.driver.faults import Faults, try_each
 from nbelastic.driver.fleet import Fleet
 from nbelastic.driver.live import numbers
 from nbelastic.driver.notes import Notes
 from nbelastic.driver.parts import REAL, Parts
 from nbelastic.driver.places import RunDir
-from nbelastic.driver.requests import AnyRequest, Press, answer
+from nbelastic.driver.requests import AnyRequest, Press, Stop
 from nbelastic.driver.results import Outcome
 from nbelastic.driver.run import Run
 from nbelastic.driver.saved import Saved, SavedJob
@@ -46,21 +45,26 @@ from nbelastic.supervision import supervise
 
 T = TypeVar("T")
 
-POLL = 1.0  # seconds between looks at the host discovery
-LONGEST_PAUSE = 30.0  # seconds between looks at a discovery that keeps failing
+LOOK = 5.0  # seconds between looks at whether the run folder is there
 JOBS = 2.0  # seconds between looks at batch jobs
-log = logging.getLogger("nbelastic")
 FAILURES = ("worker-lost", "host-lost", "world-broken")
 
 
 class Driver:
-    """Everything below `_main` happens in the driver's thread; `request`, `post` and `call` are for the others."""
+    """It has one thread, in which everything of it happens."""
 
     def __init__(
-        self, settings: Settings, run_dir: RunDir, notes: Notes | None = None, parts: Parts = REAL, submitted: int = 0
+        self,
+        settings: Settings,
+        run_dir: RunDir,
+        notes: Notes | None = None,
+        parts: Parts = REAL,
+        *,
+        submitted: int = 0,
+        arguments: Mapping[str, Any] | None = None,
     ) -> None:
         """`run_dir`, held by the caller, is released (or left to the next driver) when the driver ends. `submitted`: how many
-        jobs the cluster has had.
+        jobs the cluster has had. `arguments`: those of `Cluster`, for its clients; None: it has no clients.
         """
         self.settings = settings
         self._parts = parts
@@ -72,91 +76,57 @@ class Driver:
             settings.log_dir / "events.jsonl", again=notes is not None and notes.found is not None
         )
         self.faults = Faults(settings.name, self.record)
-        self.let_go = ""  # why, if the cluster lives on without this driver
         self.runs: dict[str, Run] = {}
-        self.finished = threading.Event()
-        self._ready = threading.Event()
+        self._clients = Clients(self, run_dir.path, arguments) if arguments is not None else None
         self._waiters: list[tuple[Callable[[Driver], Any], Future[Any]]] = []
         self._asked: list[tuple[m.Event, Callable[[Driver], Any], Future[Any]]] = []  # become waiters with their events
         self._owed: set[Future[Any]] = set()
         self._asked_to_leave: m.AskLeave | None = None  # while its members do not know where to
         self.submitted = submitted  # jobs so far, those of other drivers included
         self._over = False
-        self._thread = threading.Thread(target=self._run, name="nbelastic-driver", daemon=True)
+        self._inbox: asyncio.Queue[m.Event] = asyncio.Queue()
         self._failure: BaseException | None = None
         self._tick: asyncio.TimerHandle | None = None
         self._publishing = False  # it is about to be
         self._watches: list[asyncio.Task[None]] = []
+        self._own: list[asyncio.Task[None]] = []  # that goes on when the driver decides nothing any more
+        self._discovery: asyncio.Task[None] | None = None
         self._gates: asyncio.Task[None] | None = None
 
-    # ---- from other threads ----
-
-    def start(self) -> None:
-        """Start the thread; returns when orders can be taken."""
-        self._thread.start()
-        self._ready.wait()
-        if self._failure is not None:
-            raise self._failure
-
-    def post(self, event: m.Event) -> None:
-        """Put an event into the inbox. ClusterStoppedError if the driver has ended, or decides nothing any more."""
-        self.refuse_if_faulty(event)
-        self.call(self._inbox.put_nowait, event)
-
-    def call(self, function: Callable[..., object], *args: Any) -> None:
-        """Call `function` in the driver's thread. ClusterStoppedError if it has ended."""
-        try:
-            self._loop.call_soon_threadsafe(function, *args)
-        except RuntimeError:
-            why = f" ({self.why_ended})" if self.why_ended else ""
-            raise ClusterStoppedError(
-                f"the cluster {self.settings.name!r} has stopped{why}: start a new one."
-            ) from None
-
-    def refuse_if_faulty(self, event: m.Event | None = None) -> None:
-        """ClusterStoppedError if the driver decides nothing any more; it still stops the cluster."""
-        if self.faults.decides_not and not isinstance(event, m.StopRequested):
-            raise ClusterStoppedError(f"{self.faults.decides_not}.")
-
     def request(self, request: AnyRequest) -> Future[Any]:
-        """The answer to a request, or its error. ClusterStoppedError, now or later, if the driver cannot answer it."""
-        if not isinstance(request, Press):  # a button may stop a cluster whose driver decides nothing any more
-            self.refuse_if_faulty()
+        """The answer to a request, or its error. ClusterStoppedError if the driver cannot answer it."""
         future: Future[Any] = self.owe(Future())
-
-        def begin() -> None:
-            try:
-                answer(self, request, future)
-            except Exception as error:  # noqa: BLE001  (it is given to the caller)
-                settle(future.set_exception, error)
-
-        self.call(begin)
+        if self.faults.decides_not and not isinstance(request, Press | Stop):  # a button may be one that stops
+            self._fail(future)
+            return future
+        try:
+            answer(self, request, future)
+        except Exception as error:  # noqa: BLE001  (it is given to the caller)
+            settle(future.set_exception, error)
         return future
 
     def owe(self, future: Future[T]) -> Future[T]:
         """It fails with ClusterStoppedError if the driver ends first, even before what was called could resolve it."""
         self._owed.add(future)
         future.add_done_callback(self._owed.discard)
-        if (
-            self._over or self.faults.decides_not
-        ):  # which the driver sets before it looks at what it owes: one of the two of us sees the other
+        if self._over:
             self._fail(future)
         return future
 
     def ask(self, event: m.Event, predicate: Callable[[Driver], T | None], future: Future[T]) -> None:
-        """From the driver's own thread: take this event in; from then on `predicate` is asked, as with `watch`."""
+        """Take this event in; from then on `predicate` is asked, as with `watch`."""
         self._asked.append((event, predicate, self.owe(future)))
         self._inbox.put_nowait(event)
 
     def take_in(self, event: m.Event) -> None:
-        """`post` from the driver's own thread."""
+        """Put an event into the inbox."""
         self._inbox.put_nowait(event)
 
     def record(self, record: m.Record) -> None:
-        """Add a line to the event log, from the driver's own thread."""
+        """Add a line to the event log."""
         self._record(record, self.clock.now())
         self.save()
-        self.chronicle.notify()
+        self.tell()
 
     def _record(self, record: m.Record, now: float) -> None:
         if record.kind in FAILURES:
@@ -173,47 +143,28 @@ class Driver:
         """Where it listens: `tcp://127.0.0.1:4711`."""
         return self._hub.address
 
-    def join(self, timeout: float) -> None:
-        self._thread.join(timeout)
+    async def serve(self, ready: Callable[[], object] = lambda: None) -> None:
+        """Be the driver until the cluster has stopped; `ready()` is called when requests can be taken.
 
-    # ---- the thread ----
-
-    def _run(self) -> None:
-        loop = asyncio.new_event_loop()
-        with self._ending():
-            loop.run_until_complete(self._main())
-        loop.close()
-
-    async def serve(self) -> None:
-        """Instead of `start`: be the driver in this event loop, until the cluster has stopped or is let go."""
-        with self._ending():
-            await self._main()
-
-    @contextlib.contextmanager
-    def _ending(self) -> Iterator[None]:
-        """Whatever ends it: who waits is told, and the name of the cluster is given up."""
+        Whatever ends it: who waits is told, and the name of the cluster is given up. A kept cluster whose driver fails lives
+        on as it is, for the next one.
+        """
         try:
-            yield
+            await self._main(ready)
         except BaseException as error:
             self._failure = error
-            if self._ready.is_set():  # else `start` raises it
-                log.exception("nbelastic's driver of the cluster %r has failed", self.settings.name)
+            raise
         finally:
-            self._ready.set()
-            self._over = True
-            for future in list(self._owed):
-                self._fail(future)
-            if self.let_go or (self.notes is not None and self._failure is not None):
+            if self.notes is not None and self._failure is not None:
                 self._run_dir.let_go()
             else:
                 self._run_dir.release()
-            self.finished.set()
-            self.chronicle.notify()
+            if self._clients is not None:
+                self._clients.hang_up(self.why_ended)
 
-    async def _main(self) -> None:
+    async def _main(self, ready: Callable[[], object]) -> None:
         self._loop = asyncio.get_running_loop()
         self._loop.set_exception_handler(self.faults.in_callback)
-        self._inbox: asyncio.Queue[m.Event] = asyncio.Queue()
         saved = self.notes.found if self.notes is not None else None
         self._arrivals = Arrivals(saved, self.settings.silence) if saved is not None else None
         self.keys = saved.keys if saved is not None else Keys.make()
@@ -225,8 +176,6 @@ class Driver:
             raise HostError(
                 f"the driver cannot listen: {error.strerror}; end who has that port, then try again."
             ) from None
-        in_child = partial(forks.close_sockets, parted(self._hub.address)[1])
-        forks.in_child(in_child)
         self.fleet = Fleet(
             self.settings,
             self._hub,
@@ -250,14 +199,17 @@ class Driver:
             if self.notes is not None:
                 self.notes.save(self)
             self._publish()
-            self._ready.set()
+            if self._clients is not None:
+                await self._clients.start()
+            ready()
             self._gates = self.supervised("the look at the gates", self.fleet.look_after_gates)
             self._watches = [
-                self.supervised("the host discovery", self._discover),
                 self.supervised("the look at silent hosts and workers", self._silence.listen),
                 self.supervised("the look at batch jobs", self._look_after_jobs),
             ]
-            while self.world.phase != "finished" and not self.let_go:
+            self._own = [self.supervised("the look around", self._look_around)]
+            self.discover(self.settings.discovery)
+            while self.world.phase != "finished":
                 event = await self._inbox.get()
                 if self.faults.decides_not:
                     self._only_stop(event)
@@ -266,12 +218,12 @@ class Driver:
                     self._take(event)
                 except Exception as error:  # noqa: BLE001  (a bug of ours: what trains must go on)
                     self.stop_deciding(event, error)
-        except BaseException:
-            if self.notes is not None:
-                self.let_go = self.let_go or f"the driver of {self.settings.name!r} has failed; it lives on without one"
+        except BaseException as error:
+            self._failure = error
             raise
         finally:
-            await self._end(in_child)
+            if self.notes is None or self._failure is None:
+                await self._end()
 
     def _recall(self, saved: Saved) -> None:
         """Before anybody is heard: the newest job of the last driver, of which workers will tell how it ended."""
@@ -284,22 +236,31 @@ class Driver:
         """Start a background task, which is started again whenever it fails."""
         return asyncio.create_task(supervise(what, run, self.faults.report))
 
-    async def _end(self, in_child: Callable[[], object]) -> None:
+    async def _end(self) -> None:
         """Close everything: the last line first, and each of them even if another one fails."""
         async with contextlib.AsyncExitStack() as lines:
+            if self._clients is not None:
+                lines.push_async_callback(self._clients.close)
+            lines.callback(self._give_up)
             if self.notes is not None:
                 lines.callback(self.notes.close)
             lines.callback(self.chronicle.close)
             for run in self.runs.values():
-                lines.callback(run.abandon, f"the cluster {self.settings.name!r} was stopped", self.let_go)
+                lines.callback(run.abandon, f"the cluster {self.settings.name!r} was stopped")
             lines.callback(self.scripts.close)
-            lines.callback(forks.no_longer, in_child)
             lines.push_async_callback(self._hub.stop)
-            lines.push_async_callback(self.fleet.release if self.let_go else self.fleet.stop)
+            lines.push_async_callback(self.fleet.stop)
             lines.push_async_callback(self._stop_watching)
 
+    def _give_up(self) -> None:
+        """Nothing is answered any more."""
+        self._over = True
+        for future in list(self._owed):
+            self._fail(future)
+
     async def _stop_watching(self) -> None:
-        tasks = [*self._watches, *([self._gates] if self._gates is not None else [])]
+        tasks = [*self._watches, *self._own, *([self._gates] if self._gates is not None else [])]
+        tasks += [self._discovery] if self._discovery is not None else []
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -321,6 +282,7 @@ class Driver:
 
     def stop_deciding(self, event: m.Event, error: Exception) -> None:
         """The state may be wrong: decide nothing with it, leave the workers as they are, and tell whoever waits."""
+        self.stop_own_discovery()
         for task in self._watches:  # they would have hosts and workers ended
             task.cancel()
         if self._tick is not None:
@@ -348,26 +310,24 @@ class Driver:
             self.notes.submit(saved, self)
         self.submitted += 1
         self.add_run(run)
-        self.fleet.begin_job(self.world.numbered)
+        self.fleet.begin_job(run.name, self.world.numbered)
         self.take_in(m.JobSubmitted(run.name))
 
     def add_run(self, run: Run) -> None:
         """Keep a run, and of those that have ended the last: the last words of its workers may still come."""
         for name in [name for name, other in self.runs.items() if other.future.done()][:-1]:
             del self.runs[name]
+            if self._clients is not None:
+                self._clients.forget(name)
+            else:
+                self.fleet.results.remove(name)
         self.runs[run.name] = run
         self.owe(run.future)
 
     @property
     def present_job(self) -> str:
-        """The name of the job whose end is not known yet, a script or not; empty if there is none. From any thread."""
-        return next((name for name, run in list(self.runs.items()) if not run.future.done()), "")
-
-    def release(self, why: str) -> None:
-        """Let go of the cluster, from the driver's own thread: it lives on for another driver."""
-        if not self.let_go:
-            self.let_go = why
-            self._inbox.put_nowait(m.Ticked())
+        """The name of the job whose end is not known yet, a script or not; empty if there is none."""
+        return next((name for name, run in self.runs.items() if not run.future.done()), "")
 
     def _after(self, event: m.Event, before: World, commands: tuple[m.Command, ...], now: float) -> None:
         if not self.world.suspects:
@@ -392,7 +352,7 @@ class Driver:
             if self.notes is not None:
                 self.notes.save(self)
         except Exception as error:  # noqa: BLE001  (nobody who trains needs what is saved)
-            self.faults.report("the cluster cannot be saved for another kernel", error)
+            self.faults.report("the cluster cannot be saved for another driver", error)
 
     def _schedule(self, now: float) -> None:
         if self._tick is not None:
@@ -524,10 +484,6 @@ class Driver:
             self.faults.report(f"{type(message).__name__} of {peer}", error)
 
     def _read(self, peer: str, message: wire.Message | m.Event, now: float) -> None:
-        if isinstance(message, wire.TakeOver):
-            if message.term > self.term and hmac.compare_digest(message.proof, self.keys.proof(message.term)):
-                self.release(f"the cluster {self.settings.name!r} was taken over by {message.by}")
-            return
         if peer.startswith("agent/") and peer != self.fleet.peer_of(peer[6:].rpartition("~")[0]):
             self._hub.send(peer, wire.Retire())  # given up while it was not heard: it comes back from the dead
             self._hub.forget(peer)
@@ -566,6 +522,7 @@ class Driver:
             case wire.WorkerOutput(job=job):
                 if job in self.runs:  # the last words of one may come when the next has begun
                     self.runs[job].hear(message)
+                    self.tell()
                 if self.notes is not None:
                     self.notes.output(message)
             case m.Event():
@@ -627,52 +584,64 @@ class Driver:
             await self.fleet.look_after_jobs()
             self.save()  # what no event tells: the number of one that has been submitted, another gate
 
-    async def _discover(self) -> None:
-        """Ask where hosts come from, once a second; after failures more rarely. Each new failure is reported once, and its end."""
-        last: tuple[m.HostSpec, ...] | None = None
-        told, since, pause = "", 0.0, POLL
-        lookout = hosts.Lookout(self.settings.discovery)
-        try:
-            while True:
-                try:
-                    found = await lookout.look()
-                except NbelasticError as error:
-                    since = since or time.monotonic()
-                    pause = min(2 * pause, LONGEST_PAUSE) if told else POLL
-                    if hosts.gist(error) != told:
-                        told = hosts.gist(error)
-                        self._inbox.put_nowait(m.DiscoveryFailed(str(error)))
-                else:
-                    pause = POLL
-                    if told:
-                        away = f"host discovery answers again, after {time.monotonic() - since:.0f} s"
-                        self.record(m.Record("discovery-recovered", away))
-                        told, since = "", 0.0
-                    if found != last:
-                        last = found
-                        self._inbox.put_nowait(m.HostsDiscovered(found))
-                await asyncio.sleep(pause)
-        finally:
-            await lookout.close()
+    def discover(self, source: Source) -> None:
+        """Ask from now on there where hosts come from."""
+        self.stop_own_discovery()
+        if isinstance(source, Listed):
+            self.discovered(source.hosts)
+        elif isinstance(source, Script | Installed):
+            failed, recovered = partial(self.discovered, None, failed=True), partial(self.discovered, None)
+            look = partial(watch, opened(source), self.discovered, failed, recovered)
+            self._discovery = self.supervised("the host discovery", look)
+
+    def stop_own_discovery(self) -> None:
+        """A client says from now on where hosts are; or nobody does."""
+        if self._discovery is not None:
+            self._discovery.cancel()
+            self._discovery = None
+
+    def discovered(self, hosts: tuple[m.HostSpec, ...] | None, text: str = "", *, failed: bool = False) -> None:
+        """Where hosts come from says: these. Or it has failed (None), or answers again, as `text` tells."""
+        if hosts is not None:
+            self.take_in(m.HostsDiscovered(hosts))
+        elif failed:
+            self.take_in(m.DiscoveryFailed(text))
+        else:
+            self.record(m.Record("discovery-recovered", text))
+
+    async def _look_around(self) -> None:
+        """For ever: a kept cluster to which nobody has been connected for the time of its lease ends; so does one whose run
+        folder was removed, which nobody can find any more.
+        """
+        lease, clients = self.settings.lease, self._clients
+        while clients is not None:
+            alone = 0.0 if clients.anybody or lease is None else time.monotonic() - clients.alone_since
+            if lease is not None and alone >= lease:
+                self.take_in(m.StopRequested(f"nobody has been connected to it for {lease:g} s"))
+                return
+            if not self._run_dir.is_there:
+                self.take_in(m.StopRequested("its run folder was removed"))
+                return
+            await asyncio.sleep(LOOK if lease is None else max(0.01, min(LOOK, lease - alone)))
 
     # ---- those who look on ----
 
     @property
     def status(self) -> Status:
-        """A snapshot, from any thread: the world is immutable, and only those who look pay for it."""
+        """A snapshot: the world is immutable, and only those who look pay for it."""
         status = self.scripts.shown(snapshot(self.settings.name, self.world, self.fleet.live, self.clock.read()))
         status = replace(status, time=status.time + self.clock.skipped)
         if self.faults.decides_not and not self.world.stopping:
             status = replace(status, reason=self.faults.decides_not)
-        return replace(status, phase="finished", reason=self.let_go, world_size=0) if self.let_go else status
+        return status
 
     def _publish_soon(self) -> None:
         """Once for all reports that are read in the same turn."""
         if not self._publishing:
             self._publishing = True
-            self._loop.call_soon(self._publish)
+            self._loop.call_soon(self._publish, False)
 
-    def _publish(self) -> None:
+    def _publish(self, news: bool = True) -> None:
         self._publishing = False
         for predicate, future in list(self._waiters):
             if not future.done():  # else the caller has given up
@@ -685,7 +654,12 @@ class Driver:
                         continue
                     settle(future.set_result, result)
             self._waiters.remove((predicate, future))
-        self.chronicle.notify()
+        self.tell(news=news)
+
+    def tell(self, *, news: bool = True) -> None:
+        """Clients hear soon of what has changed; later, if it is not `news`."""
+        if self._clients is not None:
+            self._clients.changed(news=news)
 
     def watch(self, predicate: Callable[[Driver], Any], future: Future[Any]) -> None:
         """Resolve `future` with the first result of `predicate(driver)` that is not None; it is asked after every event."""
@@ -697,11 +671,11 @@ class Driver:
         self._publish()
 
     def later(self, seconds: float, function: Callable[[], object]) -> None:
-        """Call `function` in the driver's own thread, if it still runs then."""
+        """Call `function`, if the driver still runs then."""
         self._loop.call_later(seconds, function)
 
     def _fail(self, future: Future[Any]) -> None:
-        why = self.let_go or self.world.stopping
+        why = self.world.stopping
         text = f"the cluster {self.settings.name!r} has stopped{f': {why}' if why else ''}."
         if self.faults.decides_not and not why:
             text = f"{self.faults.decides_not}."
@@ -710,11 +684,8 @@ class Driver:
     @property
     def why_ended(self) -> str:
         """Who stopped it, or what failed."""
-        return (
-            self.let_go
-            or self.world.stopping
-            or (f"its driver failed: {self._failure!r}" if self._failure is not None else "")
-        )
+        failed = f"its driver failed: {self._failure!r}" if self._failure is not None else ""
+        return self.world.stopping or failed
 
     def ready_workers(self) -> int:
         """How many workers can take code."""

@@ -114,8 +114,7 @@ class Fleet:
         self._expected: dict[str, float] = {}  # peers of another driver that were not heard yet, and since when
         self._doors = Doors(settings.keep, self._workers_asked)
         self.engines: dict[m.WorkerId, str] = {}  # how ipyparallel's client names those that can be spoken to
-        self._results_folder = settings.run_dir / "results"
-        self.results = Results(self._results_folder, lambda w, message: self.to_workers((w,), message))
+        self.results = Results(settings.run_dir / "results", lambda w, message: self.to_workers((w,), message))
         self._cells: dict[tuple[m.WorkerId, int], Callable[[wire.CellResult], None]] = {}  # that are not answered
         self._numbers = itertools.count(time.time_ns())  # of cells: no other driver's cell has the same
         self.setup_rows: dict[int, dict[m.WorkerId, Executed]] = {}  # of versions for which somebody waits
@@ -142,17 +141,6 @@ class Fleet:
         finally:
             self._doors.close()
         shutil.rmtree(batch_folder(self._settings.name, self._settings.number), ignore_errors=True)
-
-    async def release(self) -> None:
-        """Let go of all that another driver is to have: nothing of it ends."""
-        for held in self._held.values():
-            if isinstance(held.agent, AdoptedAgent):
-                held.agent.release()
-        if self._starting is not None:
-            await asyncio.gather(self._starting, return_exceptions=True)
-        if self._controller is not None:
-            await self._controller.detach()
-        self._doors.leave()
 
     async def adopt(self, saved: Saved) -> None:
         """What another driver has started. Whatever of it is gone is said by events."""
@@ -383,13 +371,12 @@ class Fleet:
             self._hub.forget(held.peer)
             held.kill()
 
-    def begin_job(self, last_epoch: int) -> None:
+    def begin_job(self, job: str, last_epoch: int) -> None:
         """What was measured, and what is heard of epochs up to `last_epoch`, belongs to the job before."""
         self.pace = Pace()
         self.live.begin_job(last_epoch)
         with contextlib.suppress(OSError):  # without it results are fetched
-            shutil.rmtree(self._results_folder, ignore_errors=True)  # who has such a result has it mapped
-            make_private(self._results_folder)
+            make_private(self.results.folder(job))
 
     def to_workers(self, workers: Iterable[m.WorkerId], message: wire.Message) -> None:
         self._hub.send_to_all((f"worker/{w}" for w in workers), message)
@@ -443,7 +430,7 @@ class Fleet:
             error = Outcome(f"the saved program of {run.name} is missing or damaged: run it again")
             self._loop.call_soon(ended, w, run.name, error)
             return
-        call, results = program.call, str(self._results_folder)
+        call, results = program.call, str(self.results.folder(run.name))
         if w.host not in self._held or self._held[w.host].here:  # another machine, which sees no file of this one
             results = ""
             call = wire.Blob(call.size, call.data) if call is not None else None

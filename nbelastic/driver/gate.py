@@ -23,7 +23,7 @@ import msgspec
 from nbelastic import descriptors
 from nbelastic.core.addresses import bracketed
 from nbelastic.presence import identity, lives, outlast, pid_of
-from nbelastic.processes import kill_group, leave, stopped
+from nbelastic.processes import kill_group, stopped
 
 MOST_OF_A_PEER = 128  # connections of one address through one door, or twice as many as workers are asked for
 MOST = 4096  # through one door, or four times as many as workers are asked for
@@ -120,12 +120,6 @@ class Gate:
         elif lives(process):
             kill_group(pid_of(process))
 
-    def leave(self) -> None:
-        """All that is open is another driver's from now on."""
-        for child in self._children.values():
-            leave(child)
-        self._children, self._doors = {}, {}
-
     def close(self) -> None:
         for process in list(self._doors):
             self._end(process)
@@ -188,11 +182,6 @@ class Doors:
 
     def _gate(self, here: str) -> Gate:
         return self._gates.setdefault(here, Gate(here, self._keep, self._workers))
-
-    def leave(self) -> None:
-        """To another driver."""
-        for gate in self._gates.values():
-            gate.leave()
 
     def close(self) -> None:
         for gate in self._gates.values():

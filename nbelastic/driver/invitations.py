@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
 from pathlib import Path
 
 from nbelastic import clusterfile
@@ -43,9 +44,11 @@ class Invitations:
             lease = max(LEASE, settings.silence) if settings.lease is None else settings.lease
             clusterfile.ClusterFile(settings.name, address, self._keys, lease).write(path)
         except Exception as error:  # noqa: BLE001  (whatever it is, the caller waits for it)
-            found.set_exception(HostError(f"no cluster file can be made: {error}"))
+            with suppress(InvalidStateError):  # who has asked is gone
+                found.set_exception(HostError(f"no cluster file can be made: {error}"))
         else:
-            found.set_result(path)
+            with suppress(InvalidStateError):
+                found.set_result(path)
 
     def close(self) -> None:
         """What is not made yet will not be; the driver tells those who wait for it."""

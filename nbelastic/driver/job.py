@@ -15,12 +15,14 @@ from nbelastic.core import messages as m
 from nbelastic.core.errors import ClusterStoppedError, JobError, JobStoppedError, UsageError, WaitTimeoutError
 from nbelastic.driver.progress import Progress, terminal
 from nbelastic.driver.progress import line as in_one_line
-from nbelastic.driver.run import Line, Run
+from nbelastic.driver.requests import StopJob
+from nbelastic.driver.run import Line
 
 if TYPE_CHECKING:
-    from nbelastic.driver.driver import Driver
+    from nbelastic.driver.connection import Connection, JobCopy
 
 T = TypeVar("T")
+ANSWER = 60.0  # seconds that the driver may take to answer what it can answer at once
 _SLICE = 0.1  # seconds between looks at Ctrl-C while waiting
 
 
@@ -48,20 +50,20 @@ class Job:
     Who waits at a terminal sees meanwhile how it gets on.
     """
 
-    def __init__(self, driver: Driver, run: Run) -> None:
-        self._driver, self._run = driver, run
+    def __init__(self, driver: Connection, copy: JobCopy) -> None:
+        self._driver, self._copy = driver, copy
         self._bells: set[Callable[[], None]] = set()  # of those who await the end
         self._values: list[Any] | None = None  # once somebody has asked for them
-        run.future.add_done_callback(lambda _: self._ring())
+        copy.future.add_done_callback(lambda _: self._ring())
 
     @property
     def name(self) -> str:
-        return self._run.name
+        return self._copy.name
 
     @property
     def status(self) -> str:
-        """running, succeeded, failed, stopped; or detached: another kernel has it."""
-        future = self._run.future
+        """running, succeeded, failed, stopped; or detached: nothing is heard of it here any more."""
+        future = self._copy.future
         if not future.done():
             return "running"
         error = future.exception()
@@ -72,7 +74,7 @@ class Job:
         return "stopped" if isinstance(error, JobStoppedError) else "failed"
 
     def done(self) -> bool:
-        return self._run.future.done()
+        return self._copy.future.done()
 
     def result(self, timeout: float | None = None) -> list[Any]:
         """One value per rank of the last world, by rank (None for a rank that died after others had finished).
@@ -81,7 +83,7 @@ class Job:
         WaitTimeoutError with the reason.
         """
         with Progress(self._line, terminal()) as progress:
-            packed = outcome(self._run.future, timeout, self._why, progress.show)
+            packed = outcome(self._copy.future, timeout, self._why, progress.show)
         return self._unpack(packed)
 
     def _unpack(self, packed: list[pickles.Bytes | None]) -> list[Any]:
@@ -123,10 +125,10 @@ class Job:
                         progress.show()
         finally:
             self._bells.discard(ring)
-        return self._unpack(self._run.future.result())
+        return self._unpack(self._copy.future.result())
 
     def _ring(self) -> None:
-        """In the driver's thread."""
+        """In the thread of the connection."""
         for ring in list(self._bells):
             ring()
 
@@ -153,7 +155,8 @@ class Job:
     def stop(self, by: str = "you") -> None:
         """End it; `result()` will raise JobStoppedError. Ended already: nothing happens."""
         if not self.done():
-            self._driver.post(m.JobStopRequested(self.name, f"stopped by {by}"))
+            answered = self._driver.request(StopJob(by, self.name))
+            outcome(answered, ANSWER, lambda: f"the driver: {self._driver.status.reason}")
 
     def logs(self, rank: int | None = None, worker: str | None = None, tail: int = 100) -> str:
         """The last `tail` lines that the program printed: of one rank, one worker, or all, each line with its worker.
@@ -164,30 +167,36 @@ class Job:
 
     def lines_since(self, number: int, worker: str | None = None, most: int = 1000) -> list[tuple[str, Line]]:
         """The lines after line `number`, each with its worker: at most the newest `most`, in the order of their arrival."""
-        return [(str(w), line) for w, line in self._run.since(number, worker, most)]
+        return [(str(w), line) for w, line in self._copy.printed.since(number, worker, most)]
 
     def unfinished_lines(self, worker: str | None = None) -> list[tuple[str, Line]]:
         """The lines that have no end yet, such as progress bars: the newest state of each worker's two streams."""
-        return [(str(w), line) for w, line in self._run.unfinished(worker)]
+        return [(str(w), line) for w, line in self._copy.printed.unfinished(worker)]
 
     @property
     def writers(self) -> list[tuple[str, int | None]]:
         """The workers that have printed something, and their ranks in the present or last world."""
-        members = self._run.members or self._driver.world.members
-        ranks = {w: rank for rank, w in enumerate(members)}
-        return [(str(w), ranks.get(w)) for w in sorted(self._run.lines, key=lambda w: (ranks.get(w, len(ranks)), w))]
+        ranks = {w: rank for rank, w in enumerate(self._members)}
+        writers = sorted(self._copy.printed.lines, key=lambda w: (ranks.get(w, len(ranks)), w))
+        return [(str(w), ranks.get(w)) for w in writers]
+
+    @property
+    def _members(self) -> list[m.WorkerId]:
+        """Of the present or last world, by rank."""
+        ranked = sorted((row.rank, row.id) for row in self._driver.status.workers if row.rank is not None)
+        return list(self._copy.members) or [m.WorkerId.parse(worker) for _, worker in ranked]
 
     def _lines(self, rank: int | None, worker: str | None, tail: int) -> Iterator[str]:
-        members = self._run.members or self._driver.world.members
         if rank is not None:
+            members = self._members
             if not 0 <= rank < len(members):
                 raise UsageError(f"there is no rank {rank}: the world has {len(members)}.")
             worker = str(members[rank])
         one = worker is not None
-        for w, lines in sorted(self._run.lines.items(), key=lambda item: item[0]):
+        for w, lines in sorted(self._copy.printed.lines.items(), key=lambda item: item[0]):
             if one and str(w) != worker:
                 continue
-            for line in [*lines, *(line for _, line in self._run.unfinished(str(w)))][-tail:]:
+            for line in [*list(lines), *(line for _, line in self._copy.printed.unfinished(str(w)))][-tail:]:
                 yield line.text if one else f"{w} | {line.text}"
 
     def __repr__(self) -> str:

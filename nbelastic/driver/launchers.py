@@ -1,4 +1,4 @@
-"""Start and stop an agent on a host, over ipyparallel's launchers: here as a process, elsewhere through ssh."""
+"""Start and stop an agent on a host: here as a process, elsewhere through ssh or by a batch system."""
 
 from __future__ import annotations
 
@@ -17,16 +17,14 @@ from subprocess import PIPE, STDOUT, Popen
 from typing import IO, Any, Protocol
 
 import psutil
-from ipyparallel.cluster.launcher import LocalProcessLauncher
 
 from nbelastic.core.addresses import is_loopback
 from nbelastic.core.messages import HostSpec
 from nbelastic.driver import ssh
-from nbelastic.driver.batch import BatchAgent, tail
 from nbelastic.driver.places import batch_folder
 from nbelastic.driver.settings import SSH, Settings
 from nbelastic.presence import identity, lives, pid_of
-from nbelastic.processes import kill_group
+from nbelastic.processes import kill_group, tail
 
 
 class Agent(Protocol):
@@ -49,41 +47,6 @@ class Agent(Protocol):
 
 
 PIPE_BUFFER = 1 << 16  # bytes that a pipe of Linux takes before somebody reads; a user may have up to 1 MiB
-
-
-class AgentLauncher(LocalProcessLauncher):  # type: ignore[misc]
-    """ipyparallel's local launcher, for a process that is told something on its standard input, which stays open."""
-
-    said = b""
-    keep = False  # it is to outlive this process
-
-    def start(self) -> None:
-        with ExitStack() as ours:
-            out = ours.enter_context(open(self.output_file, "ab"))
-            stdin = ours.enter_context(_endless()) if self.keep else PIPE
-            process = self._popen_process = Popen(
-                self.args, stdin=stdin, stdout=out, stderr=STDOUT, cwd=self.work_dir, start_new_session=True
-            )
-            with suppress(BrokenPipeError):  # it has ended already: its exit tells why
-                pipe: IO[bytes] = stdin if process.stdin is None else process.stdin  # type: ignore[assignment]
-                if len(self.said) > PIPE_BUFFER:  # else a child that ends before it reads would block the driver
-                    fcntl.fcntl(pipe, fcntl.F_SETPIPE_SZ, len(self.said))
-                pipe.write(self.said)
-                pipe.flush()
-        self.pid = process.pid
-        self.process = psutil.Process(process.pid)
-        self.notify_start(process.pid)
-        self._start_waiting()
-
-    def _log_output(self, stop_data: Mapping[str, Any] | None = None) -> None:
-        """Nothing: ipyparallel would print it all into the notebook, and remove the file before we look for the reason."""
-
-    def let_go(self) -> None:
-        """Close its standard input: an agent ends then."""
-        stdin = self._popen_process.stdin if self._popen_process is not None else None
-        if stdin is not None:
-            with suppress(BrokenPipeError):  # it has ended, and what it was told is still in the buffer
-                stdin.close()
 
 
 def _endless() -> IO[bytes]:
@@ -115,22 +78,38 @@ class ProcessAgent:
 
     def start(self, config: Mapping[str, Any]) -> None:
         self._begin = self._log.stat().st_size if self._log.exists() else 0
-        launcher = AgentLauncher(cmd_and_args=self._command, work_dir=os.getcwd(), output_file=str(self._log))
-        launcher.said = json.dumps(config).encode() + b"\n"
-        launcher.keep = self._keep
-        launcher.on_stop(self._stopped)
-        launcher.start()
-        self._launcher = launcher
-        self.process = identity(launcher.pid)
+        said = json.dumps(config).encode() + b"\n"
+        with ExitStack() as ours:
+            out = ours.enter_context(open(self._log, "ab"))
+            stdin = ours.enter_context(_endless()) if self._keep else PIPE
+            self._child = Popen(self._command, stdin=stdin, stdout=out, stderr=STDOUT, start_new_session=True)
+            with suppress(BrokenPipeError):  # it has ended already: its exit tells why
+                pipe: IO[bytes] = stdin if self._child.stdin is None else self._child.stdin  # type: ignore[assignment]
+                if len(said) > PIPE_BUFFER:  # else a child that ends before it reads would block the driver
+                    fcntl.fcntl(pipe, fcntl.F_SETPIPE_SZ, len(said))
+                pipe.write(said)
+                pipe.flush()
+        self.process = identity(self._child.pid)
+        self._watched = os.pidfd_open(self._child.pid)
+        asyncio.get_running_loop().add_reader(self._watched, self._ended)
 
-    def _stopped(self, data: Mapping[str, Any]) -> None:
-        self._launcher.let_go()
-        self._on_stop(self._explain(data.get("exit_code"), tail(self._log, self._begin)))
+    def _ended(self) -> None:
+        asyncio.get_running_loop().remove_reader(self._watched)
+        os.close(self._watched)
+        code = self._child.wait()
+        self._let_go()
+        self._on_stop(self._explain(code, tail(self._log, self._begin)))
+
+    def _let_go(self) -> None:
+        """Close its standard input: an agent ends then."""
+        if self._child.stdin is not None:
+            with suppress(BrokenPipeError):  # it has ended, and what it was told is still in the buffer
+                self._child.stdin.close()
 
     def kill(self) -> None:
-        self._launcher.let_go()
-        if self._launcher.running:
-            kill_group(self._launcher.pid)
+        self._let_go()
+        if self._child.returncode is None:  # nobody else has its number before its exit is taken
+            kill_group(self._child.pid)
 
 
 class AdoptedAgent:
@@ -179,6 +158,8 @@ class BatchJobAgent:
     process = ""
 
     def __init__(self, host: str, settings: Settings, on_stop: Callable[[str], None], number: int) -> None:
+        from nbelastic.driver.batch import BatchAgent  # it imports ipyparallel, which takes its time
+
         self._python, self._on_stop = settings.python, on_stop
         folder = batch_folder(settings.name, settings.number)
         self._batch = BatchAgent(

@@ -14,6 +14,7 @@ NAN = float("nan")
 BEHIND = 1.0  # seconds for which others must have been ahead
 CURVES = 4  # values whose history is kept
 POINTS = 100  # of a history
+LARGEST = 2**53  # of a number of steps: a page of a browser knows no larger whole numbers
 IDLE = 5.0  # seconds without CPU time after which a process is idle
 IDLE_BELOW = 5.0  # percent of a core: threads that wait for Python's interpreter lock use a little
 
@@ -114,7 +115,7 @@ class Live(Struct):
         """Take what rank 0 has reported; `total` is ours. Returns the names that are not finite for the first time."""
         self.report = dict(values)
         total = self.report.pop("total", None)
-        known = isinstance(total, float | int) and 0 < total < float("inf")
+        known = isinstance(total, float | int) and 0 < total < LARGEST
         self.total = int(total) if total is not None and known else None
         for name, value in list(self.report.items())[:CURVES]:
             if isinstance(value, str):

@@ -16,10 +16,9 @@ from nbelastic.clusterfile import replace_private
 from nbelastic.core import wire
 from nbelastic.core.takeover import SavedWorld, summary
 from nbelastic.core.world import World
-from nbelastic.driver.discovery import FixedHosts
 from nbelastic.driver.live import SavedLive
 from nbelastic.driver.places import RunDir
-from nbelastic.driver.saved import Saved, SavedJob, fingerprint, written
+from nbelastic.driver.saved import Saved, SavedJob, fingerprint
 from nbelastic.link import encode
 
 if TYPE_CHECKING:
@@ -70,9 +69,6 @@ class Notes:
         if self._of is None or self._of[0] is not driver.world:
             self._of = (driver.world, summary(driver.world))
         fleet, agents, gates = driver.fleet, driver.fleet.agents(), driver.fleet.doors.saved
-        discovery = driver.settings.discovery
-        if isinstance(discovery, FixedHosts):  # it may have been told of others
-            self._arguments["hosts"] = written(discovery.listed())
         saved = Saved(
             versions.ours(),
             fingerprint(),

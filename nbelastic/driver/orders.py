@@ -214,13 +214,13 @@ def execute_setup(driver: Driver, key: str, source: str, results: Future[list[Ex
         if trial is not None and trial.cell.version == version:
             tried.update(trial.running)
             return None
-        del driver.fleet.setup_rows[version]
         if not tried and not any(cell.version == version for cell in world.setup):
             raise UsageError(
                 "another setup cell or a job is still running: wait until it ends, or restart the worker that does not end it."
             )
         return _rows(tried, answers)
 
+    results.add_done_callback(lambda _: driver.fleet.setup_rows.pop(version, None))
     driver.ask(m.SetupSubmitted(key, source, version), settle, results)
 
 

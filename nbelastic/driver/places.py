@@ -6,14 +6,16 @@ import fcntl
 import os
 import shutil
 import time
+from contextlib import suppress
 from pathlib import Path
 
 from nbelastic import forks
-from nbelastic.core.errors import UsageError
+from nbelastic.core.errors import AnotherDriverError, UsageError
 from nbelastic.folders import base, runs
 from nbelastic.presence import identity, lives, pid_of
 
 LONGEST = 100  # bytes of a cluster's name: names of files are made of it
+START = 60.0  # seconds that a driver may take to start
 LOOK = 0.02  # seconds between looks at a lock that somebody is about to let go
 
 
@@ -46,7 +48,7 @@ class RunDir:
             except BlockingIOError:
                 os.close(fd)
             if time.monotonic() > end:
-                raise UsageError(
+                raise AnotherDriverError(
                     f"a cluster named {self.name!r} is running already (process {holder(path) or 'unknown'}): "
                     "stop it or choose another name."
                 )
@@ -60,6 +62,13 @@ class RunDir:
     def held(self) -> bool:
         """By us."""
         return self._held >= 0
+
+    @property
+    def is_there(self) -> bool:
+        """Whether what this holds is still what others find by the name; true if it holds nothing."""
+        with suppress(OSError):
+            return not self.held or os.path.samestat(self.lock.stat(), os.fstat(self._held))
+        return False
 
     @property
     def driver(self) -> int:

@@ -1,31 +1,22 @@
-"""What a notebook asks of the driver, and the driver's answers. Each request has one answer, or one error."""
+"""What clients ask of the driver: notebooks and terminals. Each request has one answer, or one error."""
 
 # mypy: disable-error-code="misc"
 # (msgspec hands `frozen` down to subclasses, which mypy's reading of dataclass_transform does not know)
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
-from concurrent.futures import Future
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, assert_never
+from typing import Any
 
 from msgspec import Struct
-from msgspec.structs import replace
 
 from nbelastic.core import messages as m
 from nbelastic.core import wire
 from nbelastic.core.errors import UsageError
 from nbelastic.core.group import Terms
-from nbelastic.driver import orders
-from nbelastic.driver.orders import execute_on_all, execute_setup
-from nbelastic.driver.run import Run
-from nbelastic.driver.saved import SavedJob
-from nbelastic.driver.stacks import show_stacks
+from nbelastic.driver.cells import Executed
+from nbelastic.driver.discovery import Source
+from nbelastic.driver.stacks import WorkerStack
 from nbelastic.driver.status import Status
-
-if TYPE_CHECKING:
-    from nbelastic.driver.driver import Driver
 
 
 class Request(Struct, frozen=True, tag=True):
@@ -113,6 +104,27 @@ class Restart(Request):
     by: str
 
 
+class Stop(Request):
+    """Stop the cluster: programs have `within` seconds (None: `stop_timeout`) to end. Answered at once."""
+
+    by: str
+    within: float | None = None
+
+
+class HostsFound(Request):
+    """A discovery in a kernel has found these `hosts`; None: it has failed, or answers again, and `text` says so."""
+
+    hosts: tuple[m.HostSpec, ...] | None
+    text: str = ""
+    failed: bool = False
+
+
+class Discover(Request):
+    """Ask from now on there where hosts come from."""
+
+    source: Source
+
+
 class Press(Request):
     """A button's message. What becomes of it is in the status; it is answered at once. `slots`: of a host without a number."""
 
@@ -134,7 +146,14 @@ class MakeConnectionFile(Request):
 
 
 class FindController(Request):
-    """Answered with what an ipyparallel client needs to come to the controller, when that is up."""
+    """Answered with a `ControllerFound`, when ipyparallel's controller is up."""
+
+
+class ControllerFound(Struct, frozen=True):
+    """What an ipyparallel client needs to come to the controller, and the engines that it will meet there, by their uuids."""
+
+    information: dict[str, Any]
+    engines: tuple[str, ...]
 
 
 AnyRequest = (
@@ -154,79 +173,18 @@ AnyRequest = (
     | ShowStacks
     | MakeConnectionFile
     | FindController
+    | Stop
+    | HostsFound
+    | Discover
 )
 
-
-def answer(driver: Driver, request: AnyRequest, future: Future[Any]) -> None:
-    """In the driver's thread: resolve `future`, now or later. Raises what is wrong with the request."""
-    match request:
-        case WaitForStart(least=least):
-            driver.watch(lambda d: d.begun(least), future)
-        case WaitForWorld(size=size):
-            driver.watch(lambda d: _world_of(d, size), future)
-        case Submit(program=program):
-            _submit(driver, program, future)
-        case SubmitScript(script=script, terms=terms):
-            _submit_script(driver, script, terms, future)
-        case StopJob(job=job, by=by):
-            present = driver.present_job
-            if present and job in ("", present):
-                _take_in(driver, m.JobStopRequested(present, f"stopped by {by}"), future)
-            else:
-                future.set_result(True)
-        case Execute(source=source):
-            _refuse_cells_during_a_job(driver)
-            execute_on_all(driver, source, future)
-        case ExecuteSetup(key=key, source=source):
-            _refuse_cells_during_a_job(driver)
-            execute_setup(driver, key, source, future)
-        case ClearSetup(key=key):
-            known = [cell.key for cell in driver.world.setup]
-            if key and key not in known:
-                raise UsageError(f"there is no setup cell {key!r}; there are {', '.join(known) or 'none'}.")
-            _take_in(driver, m.SetupCleared(key), future)
-        case AddHost(host=host, by=by):
-            _take_in(driver, orders.add_host(host, by).event, future)
-        case RemoveHost(host=host, now=now, by=by):
-            there = dict.fromkeys([*driver.world.hosts, *driver.scripts.guests])
-            _take_in(driver, orders.remove_host(there, host, now, by).event, future)
-        case Scale(min=low, max=high, by=by):
-            _take_in(driver, orders.scale(driver.world, low, high, True, by).event, future)
-        case Restart(worker=worker, by=by):
-            driver.scripts.refuse_to_restart()
-            _take_in(driver, orders.restart(driver.world, worker, by).event, future)
-        case Press(message=message, slots=slots, by=by):
-            orders.take(driver, message, slots, by)
-            future.set_result(True)
-        case ShowStacks(timeout=timeout):
-            if driver.scripts.active is not None:
-                raise UsageError("a script's workers cannot be asked where they are: use py-spy.")
-            show_stacks(driver, timeout, future)
-        case MakeConnectionFile(host=host):
-            driver.scripts.invitations.make(host, future)
-        case FindController():
-            driver.watch(lambda d: d.fleet.information, future)
-        case _:
-            assert_never(request)
-
-
-def _take_in(driver: Driver, event: m.Event, future: Future[Any]) -> None:
-    """Answer when the event has been decided on: from then on the status shows it."""
-    driver.ask(event, lambda _: True, future)
-
-
-def _world_of(driver: Driver, size: int) -> Status | None:
-    if driver.scripts.active is not None:
-        status = driver.status
-        return status if status.phase == "running" and status.world_size == size else None
-    if driver.world.active is None:
-        return driver.status if driver.ready_workers() == size else None
-    return driver.status if driver.world.phase == "running" and driver.status.world_size == size else None
-
-
-def _refuse_cells_during_a_job(driver: Driver) -> None:
-    if driver.present_job:
-        raise UsageError(f"{driver.present_job} is running: cells run between jobs.")
+ANSWERS: dict[type[Request], Any] = {  # of which type the answer is; of the others: text, or only that there is one
+    WaitForWorld: Status,
+    Execute: list[Executed],
+    ExecuteSetup: list[Executed],
+    ShowStacks: list[WorkerStack],
+    FindController: ControllerFound,
+}
 
 
 def refuse_second_job(present: str) -> None:
@@ -239,45 +197,3 @@ def not_saved(job: str, folder: Path, error: OSError) -> UsageError:
     """There is no room for a job."""
     where = f"{folder} ({error.strerror})"
     return UsageError(f"{job} cannot be saved in {where}: free some space there, then run it again.")
-
-
-def _next_job(driver: Driver) -> str:
-    refuse_second_job(driver.present_job)
-    return f"job-{driver.submitted + 1}"
-
-
-def _submit(driver: Driver, program: wire.Program, future: Future[Any]) -> None:
-    job = _next_job(driver)
-    program = replace(program, job=job, call=_named(program.call, job))
-    run = Run(job, program)
-    with _saving(driver, job):
-        driver.submit(run, SavedJob(job, program))
-
-    def begun(driver: Driver) -> str | None:
-        there = driver.world.job is not None and driver.world.job.name == job
-        return job if there or run.future.done() else None
-
-    driver.watch(begun, future)
-
-
-def _named(call: wire.Blob | None, job: str) -> wire.Blob | None:
-    """The file of a call gets the job's name."""
-    if call is None or not call.path:
-        return call
-    return replace(call, path=str(Path(call.path).rename(Path(call.path).with_name(f"{job}.program"))))
-
-
-def _submit_script(driver: Driver, script: wire.Script, terms: Terms, future: Future[Any]) -> None:
-    job = _next_job(driver)
-    with _saving(driver, job):
-        driver.scripts.submit(Run(job, None), replace(script, job=job), terms)
-    future.set_result(job)
-
-
-@contextlib.contextmanager
-def _saving(driver: Driver, job: str) -> Iterator[None]:
-    """A kept cluster takes in no job that it cannot save."""
-    try:
-        yield
-    except OSError as error:
-        raise not_saved(job, driver.settings.run_dir, error) from None

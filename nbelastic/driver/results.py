@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,7 +20,7 @@ class Outcome(NamedTuple):
 
     error: str = ""
     traceback: str = ""
-    value: pickles.Bytes | None = None
+    value: wire.Blob | None = None
 
 
 class _Coming(NamedTuple):
@@ -46,20 +48,30 @@ class Results:
         if value is None:
             done(Outcome(result.error or "an error without a message", result.traceback))
         elif value.data:
-            done(Outcome(value=bytearray(value.data)))  # arrays in it can be written to, as in longer ones
+            done(Outcome(value=value))
         elif value.path:
-            done(self._mapped(result.worker, Path(value.path)))
+            done(self._in_file(result, value))
         else:
             self._coming[result.worker] = _Coming(result.job, value.size, bytearray(), done)
             self._send(result.worker, wire.FetchResult(result.job, 0))
 
-    def _mapped(self, w: m.WorkerId, path: Path) -> Outcome:
-        if path.parent != self._folder:  # the workers' key must not open any file of the notebook's user
-            return Outcome(f"the result of {w} is not where results are: {path}")
+    def _in_file(self, result: wire.ProgramResult, value: wire.Blob) -> Outcome:
+        path = Path(value.path)
+        if path.parent != self.folder(result.job):  # the workers' key must not open any file of the notebook's user
+            return Outcome(f"the result of {result.worker} is not where results are: {path}")
         try:
-            return Outcome(value=pickles.mapped(path))
-        except (OSError, ValueError) as error:
-            return Outcome(f"the result of {w} cannot be read: {error}")
+            whole = path.stat().st_size == value.size
+        except OSError as error:
+            return Outcome(f"the result of {result.worker} cannot be read: {error}")
+        return Outcome(value=value) if whole else Outcome(f"the result of {result.worker} is not whole: {path}")
+
+    def folder(self, job: str) -> Path:
+        """Where its workers on this machine put long values."""
+        return self._folder / job
+
+    def remove(self, job: str) -> None:
+        """Nobody asks for its values any more; who has them has mapped them."""
+        shutil.rmtree(self.folder(job), ignore_errors=True)
 
     def piece(self, piece: wire.ResultPiece) -> None:
         """The next bytes of a value; more of them are asked for when all have come that were."""
@@ -70,9 +82,18 @@ class Results:
         at = len(coming.data)
         if at >= coming.size:
             del self._coming[piece.worker]
-            coming.done(Outcome(value=coming.data))
+            coming.done(Outcome(value=self._kept(piece.worker, coming)))
         elif at % (pickles.PIECES * pickles.PIECE) == 0:
             self._send(piece.worker, wire.FetchResult(coming.job, at))
+
+    def _kept(self, w: m.WorkerId, coming: _Coming) -> wire.Blob:
+        """A long value in a file, where clients map it; in a message, if there is no room."""
+        path = self.folder(coming.job) / str(w).replace("/", "-")
+        if coming.size > pickles.INLINE:
+            with suppress(OSError):
+                pickles.write(path, [memoryview(coming.data)])
+                return wire.Blob(coming.size, path=str(path))
+        return wire.Blob(coming.size, bytes(coming.data))
 
     def coming(self, workers: Iterable[m.WorkerId]) -> bool:
         """Whether pieces of one of their values are still to come."""

@@ -5,16 +5,16 @@ from __future__ import annotations
 import contextlib
 import os
 from collections import OrderedDict, deque
+from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
 from typing import NamedTuple
 
 from nbelastic.core import messages as m
 from nbelastic.core import wire
-from nbelastic.core.errors import ClusterStoppedError, JobError, JobStoppedError, UsageError
+from nbelastic.core.errors import JobError, JobStoppedError, UsageError
 from nbelastic.driver.results import Outcome
 from nbelastic.kinds import PATH, check_kind
-from nbelastic.pickles import Bytes
 from nbelastic.terminal import newest, shown
 
 EVERY, KEEP = 100, 3  # commits between two checkpoints, and how many stay
@@ -54,64 +54,57 @@ class Line(NamedTuple):
     rank: int | None = None
 
 
-class Run:
-    """Lives in the driver's thread; `future` and `lines` may be read from any.
+class Printed:
+    """What the workers of a job have printed: the last lines of each. One thread writes, any may read.
 
-    `program` is what workers run; None for a script, and if an earlier driver's is lost. The future has the packed value of
-    each rank, None for one that died after others had finished.
+    `forget(worker)` is called when others need the room of its lines.
     """
 
-    def __init__(self, name: str, program: wire.Program | None) -> None:
-        self.name = name
-        self.program = program
-        self._plan = program.checkpoints if program is not None else None
-        self.outcomes: dict[m.WorkerId, Outcome] = {}
-        self.future: Future[list[Bytes | None]] = Future()
-        self.lines: OrderedDict[m.WorkerId, deque[Line]] = (
-            OrderedDict()
-        )  # the last ones of each; the newest writer last
+    def __init__(self, forget: Callable[[m.WorkerId], object] = lambda _: None) -> None:
+        self._forget = forget
+        self.lines: OrderedDict[m.WorkerId, deque[Line]] = OrderedDict()  # of each; the newest writer last
         self.heard = 0  # lines so far
+        self.changes = 0  # of lines without an end
         self._kept = 0  # lines in memory
-        self.members: tuple[m.WorkerId, ...] = ()
-        self._end: m.EndJob | None = None
-        self._rest: dict[tuple[m.WorkerId, str], Line] = {}  # of each stream, as it was sent
-        self._heard_to: dict[tuple[m.WorkerId, str], int] = {}  # which position
+        self._rests: dict[tuple[m.WorkerId, str], tuple[int, Line]] = {}  # of each stream: the change, and the line
 
-    def hear(self, output: wire.WorkerOutput) -> None:
-        """Keep the last lines of what a worker printed."""
-        lines = self.lines.setdefault(output.worker, deque(maxlen=TAIL))
-        self.lines.move_to_end(output.worker)
-        key = (output.worker, output.stream)
-        known, begin = self._heard_to.get(key, 0), output.end - len(output.text)
-        if output.end <= known:
-            return
-        self._heard_to[key] = output.end
-        if begin > known:
-            self._add(lines, output, f"… {begin - known} characters are only in the log file …")
-        before = self._rest[key].text if key in self._rest else ""
-        *whole, rest = (before + output.text[max(0, known - begin) :]).split("\n")
-        for text in whole:
-            self._add(lines, output, shown(text))
-        self._rest[key] = Line(0, output.stream, newest(rest)[-10_000:], output.rank)
-        self._make_room()
-
-    def _add(self, lines: deque[Line], output: wire.WorkerOutput, text: str) -> None:
-        self.heard += 1
+    def add(self, worker: m.WorkerId, line: Line) -> None:
+        """The next line, in the order in which they were heard."""
+        lines = self._of(worker)
+        self.heard = line.number
         self._kept += len(lines) < TAIL
-        lines.append(Line(self.heard, output.stream, text, output.rank))
-
-    def unfinished(self, worker: str | None = None) -> list[tuple[m.WorkerId, Line]]:
-        """The lines without an end, of one worker or of all: the present state of progress bars, the last words of a job."""
-        rests = ((w, rest._replace(text=shown(rest.text))) for (w, _), rest in sorted(self._rest.items()))
-        return [(w, line) for w, line in rests if line.text and worker in (None, str(w))]
-
-    def _make_room(self) -> None:
+        lines.append(line)
         while self._kept > MOST and len(self.lines) > 1:
             worker, lines = self.lines.popitem(last=False)
             self._kept -= len(lines)
             for stream in ("out", "err"):
-                self._rest.pop((worker, stream), None)
-                self._heard_to.pop((worker, stream), None)
+                self._rests.pop((worker, stream), None)
+            self._forget(worker)
+
+    def _of(self, worker: m.WorkerId) -> deque[Line]:
+        lines = self.lines.setdefault(worker, deque(maxlen=TAIL))
+        self.lines.move_to_end(worker)
+        return lines
+
+    def begin(self, worker: m.WorkerId, rest: Line) -> None:
+        """A line that has no end yet; without text: there is none any more."""
+        self._of(worker)
+        self.changes += 1
+        self._rests[worker, rest.stream] = self.changes, rest
+
+    def begun(self, worker: m.WorkerId, stream: str) -> str:
+        """The line of this stream that has no end yet."""
+        return self._rests[worker, stream][1].text if (worker, stream) in self._rests else ""
+
+    def unfinished(self, worker: str | None = None) -> list[tuple[m.WorkerId, Line]]:
+        """The lines without an end, of one worker or of all: the present state of progress bars, the last words of a job."""
+        found = [(w, rest) for (w, _), (_, rest) in sorted(self._rests.items(), key=lambda item: item[0])]
+        rests = ((w, rest._replace(text=shown(rest.text))) for w, rest in found)
+        return [(w, line) for w, line in rests if line.text and worker in (None, str(w))]
+
+    def changed_since(self, change: int) -> list[tuple[m.WorkerId, Line]]:
+        """The lines without an end that have changed after `change`, those that are empty now included."""
+        return [(w, rest) for (w, _), (number, rest) in self._rests.items() if number > change]
 
     def since(self, number: int, worker: str | None = None, most: int = TAIL) -> list[tuple[m.WorkerId, Line]]:
         """The newest `most` lines after `number`, of one worker or of all, in the order in which they were heard."""
@@ -123,6 +116,50 @@ class Run:
             if line.number > number
         ]
         return sorted(found, key=lambda pair: pair[1].number)[-most:]
+
+
+class Run:
+    """Lives in the driver's thread.
+
+    `program` is what workers run; None for a script, and if an earlier driver's is lost. The future has the packed value of
+    each rank, None for one that died after others had finished.
+    """
+
+    def __init__(self, name: str, program: wire.Program | None) -> None:
+        self.name = name
+        self.program = program
+        self._plan = program.checkpoints if program is not None else None
+        self.outcomes: dict[m.WorkerId, Outcome] = {}
+        self.future: Future[list[wire.Blob | None]] = Future()
+        self.printed = Printed(self._forget)
+        self.members: tuple[m.WorkerId, ...] = ()
+        self._end: m.EndJob | None = None
+        self._heard_to: dict[tuple[m.WorkerId, str], int] = {}  # which position of each stream
+
+    def hear(self, output: wire.WorkerOutput) -> None:
+        """Keep the last lines of what a worker printed."""
+        w, stream, printed = output.worker, output.stream, self.printed
+        known, begin = self._heard_to.get((w, stream), 0), output.end - len(output.text)
+        if output.end <= known:
+            return
+        self._heard_to[w, stream] = output.end
+        if begin > known:
+            self._add(output, f"… {begin - known} characters are only in the log file …")
+        before = printed.begun(w, stream)
+        *whole, rest = (before + output.text[max(0, known - begin) :]).split("\n")
+        for text in whole:
+            self._add(output, shown(text))
+        rest = newest(rest)[-10_000:]
+        if rest != before:
+            printed.begin(w, Line(0, stream, rest, output.rank))
+
+    def _forget(self, worker: m.WorkerId) -> None:
+        for stream in ("out", "err"):
+            self._heard_to.pop((worker, stream), None)
+
+    def _add(self, output: wire.WorkerOutput, text: str) -> None:
+        line = Line(self.printed.heard + 1, output.stream, text, output.rank)
+        self.printed.add(output.worker, line)
 
     def ended(self, worker: m.WorkerId, outcome: Outcome) -> None:
         """Keep what became of the program on this worker, as far as it is still needed."""
@@ -172,10 +209,8 @@ class Run:
             return ""
         return f"; run it again with checkpoint={self._plan[0]!r} to go on from its newest checkpoint"
 
-    def abandon(self, reason: str, elsewhere: str = "") -> None:
-        """The cluster is gone, or is another driver's (`elsewhere` says whose): nobody shall wait for ever."""
+    def abandon(self, reason: str) -> None:
+        """The cluster is gone: nobody shall wait for ever."""
         self.settle(True)
-        if elsewhere and not self.future.done():
-            self.future.set_exception(ClusterStoppedError(f"{elsewhere}; {self.name} goes on there."))
-        elif not self.future.done():
+        if not self.future.done():
             self.future.set_exception(JobStoppedError(f"{self.name} was stopped: {reason}"))

@@ -1,4 +1,4 @@
-"""What a cluster that outlives its kernel leaves for the next one, in its run folder: settings, keys, hosts, the job.
+"""What a kept cluster leaves for its next driver, in its run folder: settings, keys, hosts, the job.
 
 All of it is its owner's alone (0700, 0600). A file is replaced as a whole: a kill at any byte leaves the one before.
 """
@@ -27,14 +27,15 @@ from nbelastic.core.errors import UsageError
 from nbelastic.core.group import Terms
 from nbelastic.core.messages import EndJob, HostSpec
 from nbelastic.core.takeover import SavedWorld
-from nbelastic.driver.discovery import FixedHosts, HostDiscovery, ScriptDiscovery
+from nbelastic.driver.discovery import ByClients, HostDiscovery, Installed, Listed, Script, Source
 from nbelastic.driver.gate import SavedGate
-from nbelastic.driver.places import RunDir, batch_folder, holder
+from nbelastic.driver.places import START, RunDir, batch_folder, holder
 from nbelastic.folders import runs
 from nbelastic.link import Keys, encode
 from nbelastic.presence import lives
 
 NAME = "state.json"
+A_WORKER = 0.02  # seconds that each worker adds to what a next driver may take
 T = TypeVar("T")
 
 
@@ -109,7 +110,7 @@ class _Versions(msgspec.Struct):
 
 
 class ClusterInfo(msgspec.Struct, frozen=True):
-    """A cluster of this machine and user. `driver`: its kernel's process, 0 if there is none. `problem`: why it cannot be
+    """A cluster of this machine and user. `driver`: the driver's process, 0 if there is none. `problem`: why it cannot be
     attached to.
     """
 
@@ -189,7 +190,7 @@ def find(name: str | None) -> Path:
     return runs() / kept[0]
 
 
-def kept_arguments(given: Mapping[str, Any], discovery: HostDiscovery) -> dict[str, Any]:
+def kept_arguments(given: Mapping[str, Any], source: Source) -> dict[str, Any]:
     """What `Cluster` was called with, such that it can be written down and used in another folder."""
     said = {name for name, value in given.items() if value is not None or name == "elastic_timeout"}
     kept = {name: given[name] for name in given if name in said and name != "discovery"}
@@ -198,27 +199,43 @@ def kept_arguments(given: Mapping[str, Any], discovery: HostDiscovery) -> dict[s
     kept |= {name: {k: str(v) for k, v in kept[name].items()} for name in ("env", "launcher_options") if name in kept}
     kept |= {name: list(kept[name]) for name in ("preload", "cooldown") if name in kept}
     kept |= {name: dict(kept[name]) for name in ("timeouts",) if name in kept}
-    if isinstance(discovery, FixedHosts):
-        kept["hosts"] = written(discovery.listed())
-    elif isinstance(discovery, ScriptDiscovery):
-        kept["discovery"] = shlex.join(discovery.words)
-    elif isinstance(given["discovery"], str):
-        kept["discovery"] = given["discovery"]
-    else:
-        kept["own discovery"] = True
+    match source:
+        case Listed(hosts=hosts):
+            kept["hosts"] = written(hosts)
+        case Script(words=words):
+            kept["discovery"] = shlex.join(words)
+        case Installed(name=name):
+            kept["discovery"] = name
+        case ByClients():
+            kept["own discovery"] = True
     return kept
 
 
-def arguments_of(saved: Saved, discovery: str | HostDiscovery | None) -> dict[str, Any]:
-    """What `Cluster` is to be called with again."""
-    arguments = {**saved.arguments, "name": saved.name, "log_dir": saved.log_dir}
-    own = arguments.pop("own discovery", False)
+def arguments_of(
+    name: str,
+    log_dir: str,
+    arguments: Mapping[str, Any],
+    hosts: list[str],
+    discovery: str | HostDiscovery | None,
+) -> dict[str, Any]:
+    """What `Cluster` is to be called with again. `hosts`: those that there are, if only their own kernel knew of more."""
+    again = {**arguments, "name": name, "log_dir": log_dir}
+    own = again.pop("own discovery", False)
     if discovery is not None:
-        arguments.pop("hosts", None)
-        arguments["discovery"] = discovery
-    elif own:  # nobody says more than there are
-        arguments["hosts"] = written(host.spec for host in saved.world.hosts if not host.by_hand)
-    return arguments
+        again.pop("hosts", None)
+        again["discovery"] = discovery
+    elif own:
+        again["hosts"] = hosts
+    return again
+
+
+def patience_for(folder: Path) -> float:
+    """Seconds that a driver may take to be there, with all that it has to wait for if it takes over this kept cluster."""
+    with suppress(UsageError):  # it is not kept, or will be told what is wrong
+        saved = read(folder)
+        silence = float(saved.arguments.get("silence", 0.0))
+        return START + silence + A_WORKER * sum(host.spec.slots for host in saved.world.hosts)
+    return START
 
 
 def written(specs: Iterable[HostSpec]) -> list[str]:

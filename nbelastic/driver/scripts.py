@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 
 class Scripts:
-    """Lives in the driver's thread; `shown` may be called from any."""
+    """Lives in the driver's thread."""
 
     def __init__(self, driver: Driver, hub: Transport, keys: Keys) -> None:
         self._driver, self._hub = driver, hub
@@ -86,7 +86,7 @@ class Scripts:
         if self._driver.notes is not None:
             self._driver.notes.submit(SavedJob(run.name, script=(script, terms)), self._driver)
         self._driver.submitted += 1
-        self._driver.fleet.begin_job(self._driver.world.numbered)
+        self._driver.fleet.begin_job(run.name, self._driver.world.numbered)
         self._begin(run, script, Group(run.name, terms), "was submitted")
 
     def begin_again(self, run: Run, job: SavedJob, nodes: Mapping[str, tuple[int, ...]]) -> None:
@@ -167,6 +167,7 @@ class Scripts:
             case wire.WorkerOutput():
                 if self._run is not None and (self._is_present(message.worker.host, peer)):
                     self._run.hear(message)
+                    self._driver.tell()
                     if self._driver.notes is not None:
                         self._driver.notes.output(replace(message, job=self._run.name))
                 return

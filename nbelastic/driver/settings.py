@@ -11,8 +11,7 @@ import msgspec
 from nbelastic.core.errors import UsageError
 from nbelastic.core.timeouts import Timeouts
 from nbelastic.core.world import Limits
-from nbelastic.driver.batch import check_options
-from nbelastic.driver.discovery import HostDiscovery
+from nbelastic.driver.discovery import HostDiscovery, Source
 from nbelastic.kinds import NAMES, PATH, RANGE, SECONDS, TABLE, TEXT, WHOLE, check_kind, check_optional
 
 SSH = "ssh"  # the launcher that is no batch system's
@@ -60,7 +59,7 @@ class Settings(msgspec.Struct, frozen=True):
 
     name: str
     limits: Limits
-    discovery: HostDiscovery
+    discovery: Source
     run_dir: Path
     backend: str
     preload: tuple[str, ...]
@@ -104,6 +103,8 @@ class Settings(msgspec.Struct, frozen=True):
         check(limits.reset_limit is None or limits.reset_limit >= 0, f"reset_limit={limits.reset_limit}: at least 0.")
         check(0 <= cooldown[0] <= cooldown[1], f"cooldown={cooldown}: two numbers of seconds, the lower first.")
         if self.launcher != SSH:
+            from nbelastic.driver.batch import check_options  # it imports ipyparallel, which takes its time
+
             check_options(self.launcher, self.launcher_options)
         else:
             check(not self.launcher_options, "launcher_options go with a batch launcher: name it as launcher.")

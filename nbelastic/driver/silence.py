@@ -89,7 +89,7 @@ class Silence:
     def _tell_of_absence(self) -> None:
         seconds, self._absent = self._clock.absent - self._absent, self._clock.absent
         if seconds > self._silence:
-            why = "a cell held Python's interpreter lock, or the kernel or its machine was stopped"
+            why = "its process or its machine was stopped"
             self._record(m.Record("driver-away", f"the driver did not run for {seconds:.0f} s: {why}"))
 
     def _hosts(self, world: World) -> None:

@@ -1,4 +1,4 @@
-"""Taking a cluster over whose driver is gone, and letting go of one for another driver."""
+"""Taking a cluster over whose driver is gone."""
 
 from __future__ import annotations
 
@@ -14,12 +14,9 @@ from msgspec.structs import replace
 from nbelastic import versions
 from nbelastic.core import messages as m
 from nbelastic.core import takeover, wire
-from nbelastic.core.errors import UsageError
 from nbelastic.core.world import HostPhase
-from nbelastic.driver.places import RunDir
 from nbelastic.driver.run import Run
 from nbelastic.driver.saved import Saved, SavedJob
-from nbelastic.link import Spoke
 from nbelastic.presence import lives
 
 if TYPE_CHECKING:
@@ -31,7 +28,6 @@ PATIENCE = (
 A_WORKER = 0.01  # seconds that each worker adds to that
 LOOK = 0.25  # seconds between looks at whether agents' processes still live
 LATE = 5.0  # seconds within which the results of a job that is over are there
-LETTING_GO = 5.0  # seconds that a driver may take to let go
 
 
 class Arrivals:
@@ -87,27 +83,6 @@ def coming(saved: Saved) -> set[str]:
     """Hosts whose agents have a job that may not have begun."""
     starting = {host.spec.name for host in saved.world.hosts if host.phase is HostPhase.STARTING}
     return {host for host, agent in saved.agents.items() if agent.job and host in starting}
-
-
-def request(saved: Saved, run_dir: RunDir) -> None:
-    """Be the one driver: whoever is it is told to let go. UsageError if it does not."""
-    with suppress(UsageError):  # there is one
-        run_dir.hold()
-    if run_dir.held:
-        return
-    order = wire.TakeOver(saved.term + 1, f"process {os.getpid()}", saved.keys.proof(saved.term + 1))
-    link = Spoke(saved.address, saved.keys, f"driver/{os.getpid()}", wire.ToWorker, lambda _: None)
-    link.start()
-    try:
-        link.send(order)
-        run_dir.hold(LETTING_GO)
-    except UsageError:
-        raise UsageError(
-            f"the cluster {run_dir.name!r} has a driver that does not let go of it (process {run_dir.driver}): it is "
-            "stopped or busy; end that kernel, then attach again."
-        ) from None
-    finally:
-        link.close()
 
 
 def take_over(driver: Driver, saved: Saved, arrivals: Arrivals) -> None:

@@ -131,9 +131,9 @@ class ElasticMagics(Magics):  # type: ignore[misc]  # IPython carries no types h
         argument("--cluster", dest="bind", metavar="VARIABLE", help="a variable to keep the Cluster in"),
     )
     def elastic_attach(self, options: Namespace) -> None:
-        """Take over a cluster that was started with --keep, after its kernel has died or been restarted.
+        """Connect to a cluster of this machine, as one that was started with --keep by a kernel that is gone.
 
-        Its job goes on, and comes back with what it has printed. A kernel that still has it loses it to this one.
+        Its job comes back with what it has printed. Several kernels may be attached: all see the same and may give orders.
         """
         self._make_way()
         for variable in (options.bind, options.job):
@@ -155,7 +155,7 @@ class ElasticMagics(Magics):  # type: ignore[misc]  # IPython carries no types h
 
     @magic("line")
     def elastic_list(self, _: Namespace) -> ClusterList:
-        """Show your clusters on this machine: with a kernel, or kept and waiting for one."""
+        """Show your clusters on this machine: with a driver, or kept and waiting for another one."""
         from nbelastic.driver.saved import clusters
         from nbelastic.notebook.snapshot import ClusterList
 

@@ -6,7 +6,6 @@ compared when the notebook is checked.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Sequence
 from html import escape
 
@@ -15,7 +14,7 @@ from nbelastic.driver.status import HostStatus, Status, WorkerStatus
 
 _HOST_COLUMNS = ("host", "slots", "state", "why")
 NONE = "No cluster is running."
-_CLUSTER_COLUMNS = ("cluster", "kernel", "hosts", "job", "why")
+_CLUSTER_COLUMNS = ("cluster", "driver", "hosts", "job", "why")
 _WORKER_COLUMNS = ("rank", "worker", "state", "step", "restarts", "why")
 
 
@@ -100,9 +99,9 @@ def _value(value: float | str) -> str:
 
 
 def _cluster(info: ClusterInfo) -> tuple[str, ...]:
-    kernel = "this one" if info.driver == os.getpid() else f"process {info.driver}" if info.driver else "none"
-    why = info.problem or ("" if info.driver else f"%elastic_attach {info.name}")
-    return info.name, kernel, ", ".join(info.hosts), info.job, why
+    driver = f"process {info.driver}" if info.driver else "none"
+    why = info.problem or f"%elastic_attach {info.name}"
+    return info.name, driver, ", ".join(info.hosts), info.job, why
 
 
 def _host(host: HostStatus) -> tuple[str, ...]:

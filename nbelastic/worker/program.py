@@ -24,7 +24,6 @@ from nbelastic.worker.elastic import frameworks
 from nbelastic.worker.printed import Output, printable
 from nbelastic.worker.session import Session
 
-INLINE = 1 << 16  # bytes of a result that are sent with the word that the program has ended
 LOOK = 0.25  # seconds between looks at whether the job is over, while its call is fetched
 AGAIN = 5.0  # seconds after which a piece of the call that has not come is asked for again
 PATIENCE = 60.0  # seconds without a piece after which the program fails
@@ -116,7 +115,7 @@ class Runner:
         if outcome.value is not None:
             size = pickles.size(outcome.value)
             path = Path(order.results) / f"{str(self._session.worker).replace('/', '-')}.{order.job}"
-            if size <= INLINE:
+            if size <= pickles.INLINE:
                 blob = wire.Blob(size, b"".join(outcome.value))
             elif order.results and _written(path, outcome.value):
                 blob = wire.Blob(size, path=str(path))

@@ -75,7 +75,6 @@ WIRE = {
     "FromAgent": typing.get_args(wire.FromAgent),
     "FromWorker": typing.get_args(wire.FromWorker),
     "FromNode": typing.get_args(wire.FromNode),
-    "FromDriver": (wire.FromDriver,),
     "ToNode": typing.get_args(wire.ToNode),
     "ToAgent": typing.get_args(wire.ToAgent),
     "ToWorker": typing.get_args(wire.ToWorker),

@@ -14,9 +14,10 @@ from typing import Any, Self
 from nbelastic import pickles, versions
 from nbelastic.core import messages as m
 from nbelastic.core import wire
+from nbelastic.core.placement import parse_hosts
 from nbelastic.core.world import Limits
 from nbelastic.driver.clock import Clock
-from nbelastic.driver.discovery import FixedHosts
+from nbelastic.driver.discovery import Listed
 from nbelastic.driver.driver import Driver
 from nbelastic.driver.parts import Parts
 from nbelastic.driver.places import RunDir
@@ -186,9 +187,6 @@ class FakeController:
     async def attach(self) -> None:
         """It is there still."""
 
-    async def detach(self) -> None:
-        """It stays."""
-
     async def stop(self) -> None:
         self._outside.controller_stopped = True
 
@@ -201,7 +199,7 @@ def settings_for(folder: Path, hosts: str, slots: int = 1, **limits: Any) -> Set
     return Settings(
         name="fake",
         limits=Limits(**limits),
-        discovery=FixedHosts(hosts, slots),
+        discovery=Listed(parse_hosts(hosts, slots)),
         run_dir=folder / "run",
         backend="gloo",
         preload=(),
@@ -253,9 +251,14 @@ class Outside:
 
     async def __aexit__(self, *_: object) -> None:
         if not self._serving.done():
-            self.driver.post(m.StopRequested("the test is over", within=0.0))
+            self.driver.take_in(m.StopRequested("the test is over", within=0.0))
             await self.passes(20.0)
         await self._serving
+
+    @property
+    def ended(self) -> bool:
+        """Whether the driver has."""
+        return self._serving.done()
 
     async def settles(self) -> None:
         """Whatever is said now is heard and answered; no time passes."""

@@ -1,4 +1,4 @@
-"""Clusters without hosts: their drivers run, and start no process."""
+"""Clusters without hosts: their drivers run in threads, and start no process."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 import nbelastic as nbe
+from tests.support import inside
 
 
 class NoHosts:
@@ -28,12 +29,13 @@ def own_base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def quiet(own_base: Path) -> Iterator[Any]:
+def quiet(own_base: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """Start clusters without hosts: `quiet(keep=True)`. All are stopped at the end."""
+    inside.use(monkeypatch)
     with ExitStack() as stack:
 
         def start(name: str = "quiet", **options: Any) -> nbe.Cluster:
-            options = {"log_dir": own_base / "logs", **options}
-            return stack.enter_context(nbe.Cluster(discovery=NoHosts(), name=name, **options).start(wait=False))
+            options = {"log_dir": own_base / "logs", "discovery": NoHosts(), **options}
+            return stack.enter_context(nbe.Cluster(name=name, **options).start(wait=False))
 
         yield start

@@ -16,6 +16,7 @@ from nbelastic.driver.places import RunDir
 from nbelastic.link import Hub, Spoke
 from tests.driver.fakes import settings_for
 from tests.process.observing import until
+from tests.support import inside
 
 
 def test_the_last_word_of_a_dead_worker_does_not_bring_it_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -33,7 +34,7 @@ def test_the_last_word_of_a_dead_worker_does_not_bring_it_back(tmp_path: Path, m
 
     monkeypatch.setattr(driver_module, "step", step)
     driver = Driver(settings_for(tmp_path, ""), RunDir("fake"), parts=Parts(transport=make))
-    driver.start()
+    thread = inside.DriverThread(driver)
     word = m.WorkerFormed(m.WorkerId("a", 0, 1), 1)
     for name in (str(word.worker), "no worker's name"):
         one = Spoke(driver.address, driver.keys.for_clients(), f"worker/{name}", wire.ToWorker, lambda _: None)
@@ -43,6 +44,5 @@ def test_the_last_word_of_a_dead_worker_does_not_bring_it_back(tmp_path: Path, m
             until(lambda: word in taken)
         one.close()
     assert [(hub.heard_at, hub._deliveries) for hub in hubs] == [({}, {})]
-    driver.post(m.StopRequested("that is all"))
-    driver.join(20)
-    assert driver.finished.is_set()
+    thread.ask(m.StopRequested("that is all"))
+    thread.wait(20)

@@ -12,6 +12,7 @@ import pytest
 import nbelastic as nbe
 from nbelastic import descriptors
 from nbelastic.core.errors import HostError
+from tests.support import inside
 
 
 def test_the_soft_limit_is_raised_to_the_hard_one() -> None:
@@ -37,6 +38,7 @@ def test_how_many_workers_fit(limit: int, used: int, fit: int) -> None:
 
 def test_more_workers_than_fit_are_refused_at_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """One line says how many fit and which limit to raise; nothing has been started."""
+    inside.use(monkeypatch)
     monkeypatch.setattr(descriptors, "raise_limit", lambda: 256)
     before = set(threading.enumerate())
     with pytest.raises(HostError, match=r"^40 workers are asked for, and only 21 fit: .*ulimit -Hn.*$"):

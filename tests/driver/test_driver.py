@@ -45,10 +45,10 @@ def test_a_life(tmp_path: Path) -> None:
                 11,
                 1,
             )  # one on the way to where all left for the newcomer
-            outside.driver.post(m.JobStopRequested("job-1"))
+            outside.driver.take_in(m.JobStopRequested("job-1"))
             await outside.passes(1.0)
             assert run.future.done()
-        assert outside.driver.finished.is_set()
+        assert outside.ended
         assert outside.controller_stopped
         assert not any(agent.lives for agent in outside.agents.values())
         assert outside.driver.status.phase == "finished"
@@ -63,7 +63,7 @@ def test_a_newcomer_joins_by_plan(tmp_path: Path) -> None:
         async with training(tmp_path, "a:2", min=1) as outside:
             outside.trains(5)
             await outside.settles()
-            outside.driver.post(m.HostAdded(m.HostSpec("b", 1), "a test"))
+            outside.driver.take_in(m.HostAdded(m.HostSpec("b", 1), "a test"))
             await outside.passes(3.0)
             assert outside.ranks == ["a/0#1", "a/1#1", "b/0#1"]
             assert (outside.driver.world.resets, outside.driver.status.step) == (0, 5)
@@ -80,7 +80,7 @@ def test_late_progress_of_the_job_before_is_not_that_of_the_next(tmp_path: Path)
         async with training(tmp_path, "a:1", min=1) as outside:
             outside.trains(5)
             await outside.settles()
-            outside.driver.post(m.JobStopRequested("job-1"))
+            outside.driver.take_in(m.JobStopRequested("job-1"))
             await outside.passes(1.0)
             outside.submit("job-2")
             late = wire.WorkerProgress(m.WorkerId("a", 0, 1), 1, 7, {"loss": 0.5})

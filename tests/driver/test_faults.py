@@ -118,7 +118,7 @@ async def asked_to_leave(outside):
     outside.trains(5)
     await outside.settles()
     outside.lost.add(("a/1#1", wire.Leave))
-    outside.driver.post(m.HostAdded(m.HostSpec("b", 1), "a test"))
+    outside.driver.take_in(m.HostAdded(m.HostSpec("b", 1), "a test"))
     await outside.settles()
     assert outside.driver.world.awaiting == {wid("a/1#1")}
     assert outside.driver.world.stage is Stage.ASKED
@@ -206,7 +206,7 @@ def test_the_other_commands_of_a_decision_about_a_script_are_carried_out(tmp_pat
         async with Outside(tmp_path, "", min=1) as outside:
             run = with_script(outside)
             monkeypatch.setattr(scripts, "advance", broken_advance)
-            outside.driver.post(m.JobStopRequested("script-1"))
+            outside.driver.take_in(m.JobStopRequested("script-1"))
             await outside.settles()
             assert "Ticked is no command of a script" in outside.driver.faults.decides_not
             assert isinstance(run.future.exception(0), nbe.JobStoppedError)
@@ -228,8 +228,8 @@ def test_a_fault_beside_the_decisions_costs_one_thing(tmp_path, caplog):
             driver.watch(fail, question)
             for _ in range(3):
                 outside.deliver("agent/a~1", wire.Look(1))
-            driver.call(fail)
-            driver.post(m.Scaled(2, 3))
+            asyncio.get_running_loop().call_soon(fail)
+            driver.take_in(m.Scaled(2, 3))
             await outside.settles()
             assert isinstance(question.exception(0), LookupError)
             assert driver.world.limits.min == 2
@@ -249,7 +249,7 @@ def test_a_cluster_that_cannot_be_saved_goes_on(quiet, monkeypatch):
         cluster.scale(2, 3)
         assert cluster.status().min == 2
     (text,) = [event.text for event in cluster.events if event.kind == "driver-error"]
-    assert text == "the cluster cannot be saved for another kernel: KeyError: 'keys'"
+    assert text == "the cluster cannot be saved for another driver: KeyError: 'keys'"
 
 
 def test_who_gives_up_waiting_is_forgotten(tmp_path):
@@ -264,7 +264,7 @@ def test_who_gives_up_waiting_is_forgotten(tmp_path):
             given_up.cancel()
             await outside.settles()
             asked.clear()
-            outside.driver.post(m.Scaled(2, 3))
+            outside.driver.take_in(m.Scaled(2, 3))
             await outside.settles()
             assert asked
             assert set(asked) == {outside.driver}

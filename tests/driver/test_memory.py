@@ -13,6 +13,7 @@ from nbelastic.driver.live import Live
 from nbelastic.driver.results import Outcome
 from nbelastic.driver.run import Run
 from tests.core.story import wid
+from tests.support import inside
 from tests.support.waiting import until
 
 
@@ -29,25 +30,25 @@ def test_lines_of_workers_that_died_make_room(monkeypatch):
         run.hear(said(f"a/0#{incarnation}", "line\n" * 10))
         position += len("alive\n")
         run.hear(said("b/0#1", "alive\n", position))
-    kept = {str(w): len(lines) for w, lines in run.lines.items()}
-    assert sum(kept.values()) == run._kept <= 100
+    kept = {str(w): len(lines) for w, lines in run.printed.lines.items()}
+    assert sum(kept.values()) == run.printed._kept <= 100
     assert kept["b/0#1"] == 49
     assert list(kept)[:-1] == [f"a/0#{i}" for i in range(50 - len(kept) + 1, 50)]
-    assert len(run._rest) == len(run._heard_to) == len(kept)
-    assert [line.text for _, line in run.since(0, "b/0#1")] == ["alive"] * 49
+    assert len(run.printed._rests) + len(kept) == len(run._heard_to) == len(kept)
+    assert [line.text for _, line in run.printed.since(0, "b/0#1")] == ["alive"] * 49
 
 
 def test_outcomes_of_programs_that_failed_do_not_add_up(monkeypatch):
     """Newcomers that fail, one after the other: the last ones are kept, and the values of who succeeded."""
     monkeypatch.setattr(module, "ERRORS", 3)
     run = Run("job", None)
-    run.ended(wid("b/0#1"), Outcome(value=b"42"))
+    run.ended(wid("b/0#1"), Outcome(value=wire.Blob(2, b"42")))
     for incarnation in range(1, 10):
         run.ended(wid(f"a/0#{incarnation}"), Outcome("ValueError: no", "traceback"))
     assert [str(w) for w in run.outcomes] == ["b/0#1", "a/0#7", "a/0#8", "a/0#9"]
     run.end(m.EndJob("job", "succeeded", "", (wid("b/0#1"),)))
-    run.ended(wid("a/0#9"), Outcome(value=b"1"))
-    assert (run.future.result(), run.outcomes) == ([b"42"], {})
+    run.ended(wid("a/0#9"), Outcome(value=wire.Blob(1, b"1")))
+    assert (run.future.result(), run.outcomes) == ([wire.Blob(2, b"42")], {})
 
 
 def test_jobs_that_are_over_are_forgotten(quiet):
@@ -57,14 +58,15 @@ def test_jobs_that_are_over_are_forgotten(quiet):
     for _ in range(5):
         job = cluster.run(os.getpid)
         names.append(job.name)
-        runs.append(weakref.ref(job._run))
+        driver = inside.threads[cluster.name].driver
+        runs.append((weakref.ref(job._copy), weakref.ref(driver.runs[job.name])))
         job.stop()
         job.wait(timeout=20)
-        assert job._run.program is None
+        assert driver.runs[job.name].program is None
     assert names == [f"job-{number}" for number in range(1, 6)]
     assert cluster.job is job
     gc.collect()
-    assert [run() is None for run in runs] == [True, True, True, False, False]
+    assert [(copy() is None, run() is None) for copy, run in runs] == [(True, True)] * 3 + [(False, False)] * 2
 
 
 def test_a_sample_that_comes_after_its_worker_s_end_is_dropped():

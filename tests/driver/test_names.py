@@ -47,7 +47,7 @@ def test_the_name_of_a_stopped_cluster_is_free(quiet):
     new = quiet("digits")
     old.stop()
     assert new.status().phase == "waiting"
-    assert new._run_dir.held
+    assert new._run_dir.driver == os.getpid()
     assert new._run_dir.path.exists()
 
 

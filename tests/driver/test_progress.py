@@ -269,7 +269,7 @@ def test_without_a_terminal_nothing_is_printed(stderr, capfd):
     file = io.StringIO()
     stderr(file)
     job = job_of()
-    threading.Thread(target=job._run.future.set_result, args=(packed(7),)).start()
+    threading.Thread(target=job._copy.future.set_result, args=(packed(7),)).start()
     assert job.result() == asyncio.run(awaited(job)) == [7]
     assert (file.getvalue(), *capfd.readouterr()) == ("", "", "")
 
@@ -307,7 +307,7 @@ def test_an_awaited_job_gives_its_result_while_others_go_on():
     async def both():
         waiting = asyncio.ensure_future(awaited(job))
         await asyncio.sleep(0)  # it waits, and we go on
-        threading.Thread(target=job._run.future.set_result, args=(packed(1, 2),)).start()
+        threading.Thread(target=job._copy.future.set_result, args=(packed(1, 2),)).start()
         return await asyncio.gather(waiting, awaited(job))
 
     assert asyncio.run(both()) == [[1, 2], [1, 2]]
@@ -319,7 +319,7 @@ def test_an_awaited_job_raises_what_result_raises(error):
     job = job_of()
 
     async def story():
-        asyncio.get_running_loop().call_soon(job._run.future.set_exception, error)
+        asyncio.get_running_loop().call_soon(job._copy.future.set_exception, error)
         await job
 
     with pytest.raises(type(error)) as caught:
@@ -343,7 +343,7 @@ def test_who_no_longer_awaits_a_job_does_it_no_harm():
     asyncio.run(story())
     assert job.status == "running"
     assert not job._bells, "nothing of it is left"
-    job._run.future.set_result(packed(7))
+    job._copy.future.set_result(packed(7))
     assert job.result() == [7]
 
 
@@ -353,7 +353,7 @@ def test_a_loop_that_was_closed_while_a_job_was_awaited_does_not_disturb_the_dri
     waiting = loop.create_task(awaited(job))
     loop.run_until_complete(asyncio.sleep(0))
     loop.close()
-    job._run.future.set_result(packed(7))
+    job._copy.future.set_result(packed(7))
     assert caplog.text == ""
     waiting._log_destroy_pending = False
     waiting.get_coro().close()

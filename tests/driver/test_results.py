@@ -40,10 +40,9 @@ def receiver(tmp_path):
 
 
 def test_a_short_value_is_there_at_once(receiver):
-    """And may be changed, as one that is mapped."""
+    """It came with the message."""
     receiver.takes(wire.Blob(3, b"abc"))
-    assert receiver.outcomes == [Outcome(value=b"abc")]
-    receiver.outcomes[0].value[0] = 0  # arrays in it can be written to, as in longer ones
+    assert receiver.outcomes == [Outcome(value=wire.Blob(3, b"abc"))]
     assert receiver.asked == []
 
 
@@ -55,19 +54,28 @@ def test_an_error_is_the_outcome(receiver):
     assert receiver.outcomes[1].error == "an error without a message"
 
 
-def test_a_value_in_a_file_is_mapped(receiver, tmp_path):
-    """It stays when the file is removed."""
-    (tmp_path / "value").write_bytes(LONG)
-    receiver.takes(wire.Blob(len(LONG), path=str(tmp_path / "value")))
-    (tmp_path / "value").unlink()
-    (outcome,) = receiver.outcomes
-    assert outcome.value[:] == LONG
+def test_a_value_in_a_file_stays_there(receiver, tmp_path):
+    """The driver does not read it: who wants it maps it. When nobody may ask for it any more, it goes with its job's folder."""
+    path = tmp_path / "job-1" / "value"
+    path.parent.mkdir()
+    path.write_bytes(LONG)
+    receiver.takes(wire.Blob(len(LONG), path=str(path)))
+    assert receiver.outcomes == [Outcome(value=wire.Blob(len(LONG), path=str(path)))]
+    receiver.results.remove("job-0")
+    assert path.exists()
+    receiver.results.remove("job-1")
+    assert not path.exists()
 
 
-def test_a_file_that_is_not_there_is_an_error(receiver, tmp_path):
-    receiver.takes(wire.Blob(3, path=str(tmp_path / "value")))
+@pytest.mark.parametrize(("size", "error"), [(None, "cannot be read: "), (2, "is not whole: ")])
+def test_a_file_that_is_not_there_or_not_whole_is_an_error(receiver, tmp_path, size, error):
+    path = tmp_path / "job-1" / "value"
+    path.parent.mkdir()
+    if size is not None:
+        path.write_bytes(b"a" * size)
+    receiver.takes(wire.Blob(3, path=str(path)))
     (outcome,) = receiver.outcomes
-    assert outcome.error.startswith("the result of a/0#1 cannot be read: ")
+    assert outcome.error.startswith(f"the result of a/0#1 {error}")
 
 
 @pytest.mark.parametrize("path", ["/etc/passwd", "folder/../value", "value"])
@@ -85,7 +93,7 @@ def test_a_value_of_another_machine_is_fetched(receiver):
     assert receiver.outcomes == []
     receiver.asked.append(receiver.asked[0])
     receiver.gets_pieces()
-    assert [bytes(outcome.value) for outcome in receiver.outcomes] == [LONG]
+    assert [outcome.value.data for outcome in receiver.outcomes] == [LONG]
 
 
 def test_a_result_that_is_said_again_is_fetched_from_the_start(receiver):
@@ -96,7 +104,7 @@ def test_a_result_that_is_said_again_is_fetched_from_the_start(receiver):
     receiver.results.piece(wire.ResultPiece(W, "job-1", at, piece))
     receiver.takes(wire.Blob(len(LONG)))
     receiver.gets_pieces()
-    assert [bytes(outcome.value) for outcome in receiver.outcomes] == [LONG]
+    assert [outcome.value.data for outcome in receiver.outcomes] == [LONG]
 
 
 def test_pieces_of_the_dead_and_of_others_are_ignored(receiver):
@@ -106,7 +114,7 @@ def test_pieces_of_the_dead_and_of_others_are_ignored(receiver):
     receiver.results.piece(wire.ResultPiece(OTHER, "job-1", 0, b"junk"))
     receiver.results.forget([OTHER])
     receiver.gets_pieces()
-    assert [bytes(outcome.value) for outcome in receiver.outcomes] == [LONG]
+    assert [outcome.value.data for outcome in receiver.outcomes] == [LONG]
     receiver.takes(wire.Blob(len(LONG)))
     receiver.results.forget([W])
     receiver.gets_pieces()

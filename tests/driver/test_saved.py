@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from nbelastic.core.takeover import summary
 from nbelastic.core.world import Host, HostPhase, Job, Limits, Slot, World
 from nbelastic.driver import saved as saved_module
 from nbelastic.driver.chronicle import Chronicle
-from nbelastic.driver.discovery import FixedHosts, ScriptDiscovery
+from nbelastic.driver.discovery import source_of
 from nbelastic.driver.places import RunDir
 from nbelastic.driver.saved import (
     NAME,
@@ -131,10 +132,10 @@ def test_arguments_are_understood_elsewhere(tmp_path, monkeypatch):
     script.write_text("#!/bin/sh\\necho a")
     script.chmod(0o755)
     given = {"min": 2, "max": None, "hosts": None, "discovery": "./hosts.sh gpu", "preload": ("numpy",), "name": None}
-    kept = kept_arguments(given, ScriptDiscovery("./hosts.sh gpu"))
+    kept = kept_arguments(given, source_of("./hosts.sh gpu", None, None, 1))
     assert kept == {"min": 2, "discovery": f"{script} gpu", "preload": ["numpy"]}
     fixed = kept_arguments(
-        {"discovery": None, "env": {"A": 1}, "log_dir": Path("logs")}, FixedHosts("u@h:2,[fd00::1]:1")
+        {"discovery": None, "env": {"A": 1}, "log_dir": Path("logs")}, source_of(None, "u@h:2,[fd00::1]:1", None, 1)
     )
     assert fixed == {"hosts": ["u@h:2", "[fd00::1]:1"], "env": {"A": "1"}, "log_dir": str(tmp_path / "logs")}
     assert json.loads(json.dumps([kept, fixed])) == [kept, fixed]
@@ -147,11 +148,11 @@ def test_a_discovery_of_one_s_own():
         async def hosts(self):
             return ()
 
-    kept = kept_arguments({"discovery": Mine()}, Mine())
-    found = replace(example(), arguments=kept)
-    assert arguments_of(found, None) == {"name": "train", "log_dir": "/logs", "hosts": ["a:2"]}
     mine = Mine()
-    assert arguments_of(found, mine) == {"name": "train", "log_dir": "/logs", "discovery": mine}
+    kept = kept_arguments({"discovery": mine}, source_of(mine, None, None, 1))
+    again = partial(arguments_of, "train", "/logs", kept, ["a:2"])
+    assert again(None) == {"name": "train", "log_dir": "/logs", "hosts": ["a:2"]}
+    assert again(mine) == {"name": "train", "log_dir": "/logs", "discovery": mine}
 
 
 def test_a_process_is_its_number_and_its_start():

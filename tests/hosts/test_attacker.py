@@ -15,11 +15,11 @@ import msgspec
 import psutil
 import pytest
 
-from nbelastic import link
 from nbelastic.driver.gate import MOST_OF_A_PEER
+from nbelastic.driver.saved import read
 from tests.hosts.network import DRIVER
 from tests.hosts.observing import LONG, agent_of, on
-from tests.process.observing import controller_file, ours, run_dir, undisturbed, until
+from tests.process.observing import controller_file, driver_of, ours, run_dir, undisturbed, until
 
 ATTACKER = Path(__file__).with_name("attacker.py")
 DROPPED = "dropped a message"  # of who has the key, and speaks nonsense: the driver's link logs it
@@ -132,13 +132,19 @@ def sizes(training):
     return found
 
 
-def the_gates():
-    return [child for child in psutil.Process().children() if "nbelastic.driver.gate" in " ".join(child.cmdline())]
+def the_gates(cluster):
+    return [
+        child
+        for child in psutil.Process(driver_of(cluster)).children()
+        if "nbelastic.driver.gate" in " ".join(child.cmdline())
+    ]
 
 
-def accepted():
+def accepted(cluster):
     """How many connections the gates have taken, by door."""
-    taken = [one.laddr for gate in the_gates() for one in gate.net_connections("tcp") if one.status == "ESTABLISHED"]
+    taken = [
+        one.laddr for gate in the_gates(cluster) for one in gate.net_connections("tcp") if one.status == "ESTABLISHED"
+    ]
     return Counter(door for door in taken if not door.ip.startswith("127."))
 
 
@@ -163,7 +169,7 @@ def test_what_listens_where(network, trains):
         assert {address for (address, _), what in doors.found[name].items() if what == "worker"} == {host.address}
         assert len({port for (_, port), what in doors.found[name].items() if what == "agent"}) == 1
     assert {address for address, _ in doors.found[DRIVER]} == {network[DRIVER].address}
-    gates = set().union(*(listening({gate.pid: "gate"}, gate.pid) for gate in the_gates()))
+    gates = set().union(*(listening({gate.pid: "gate"}, gate.pid) for gate in the_gates(training.cluster)))
     assert gates == doors.found[DRIVER].keys()
     training.finish()
 
@@ -185,7 +191,7 @@ def under_attack(network, trains):
 
 
 @contextlib.contextmanager
-def nothing_changes(training, caplog):
+def nothing_changes(training):
     """The training goes on in its epoch; nothing is taken in, nobody grows much, and in the end no descriptor is left over."""
     steps_go_on(training)  # until what is offered ahead is there
     before, events = sizes(training), len(training.cluster.events)
@@ -195,18 +201,18 @@ def nothing_changes(training, caplog):
         more = grown(before, sizes(training))
         assert max(size for size, _ in more.values()) < GROWTH, more
     assert len(training.cluster.events) == events
-    assert DROPPED not in caplog.text
+    assert DROPPED not in (training.cluster.log_dir / "driver.log").read_text()
     until(lambda: max(fds for _, fds in grown(before, sizes(training)).values()) <= 2, LONG, "descriptors to be closed")
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(300)
-def test_ten_thousand_broken_messages(network, trains, caplog):
+def test_ten_thousand_broken_messages(network, trains):
     """Noise, half a greeting, other mechanisms, endless frames, HTTP, keys of another cluster, words of torch's store: at
     each door that opens at all. Those of the workers do not.
     """
     training, attacker = under_attack(network, trains)
-    with nothing_changes(training, caplog):
+    with nothing_changes(training):
         doors = Doors(network, training)
         sent = attacker.does("junk", doors.open, 10_000)
         assert sent["sent"] > 3000
@@ -218,13 +224,17 @@ def test_ten_thousand_broken_messages(network, trains, caplog):
 
 @pytest.mark.soak
 @pytest.mark.timeout(300)
-def test_two_thousand_connections_at_each_door(network, trains, caplog):
+def test_two_thousand_connections_at_each_door(network, trains):
     """They are refused or held, and do no harm; a host joins meanwhile, and a death is recovered from."""
     training, attacker = under_attack(network, trains)
-    with nothing_changes(training, caplog):
+    with nothing_changes(training):
         doors = Doors(network, training)
         with attacker.floods(doors.open, 2000) as standing:
-            until(lambda: max(accepted().values(), default=0) <= MOST_OF_A_PEER, LONG, "gates to refuse the rest")
+            until(
+                lambda: max(accepted(training.cluster).values(), default=0) <= MOST_OF_A_PEER,
+                LONG,
+                "gates to refuse the rest",
+            )
             found = standing()
             assert not any(found[door] for door in doors.of("worker"))
             steps_go_on(training)
@@ -234,20 +244,18 @@ def test_two_thousand_connections_at_each_door(network, trains, caplog):
         training.strike(on(training, "h2"))
         training.runs(3, timeout=LONG)
         steps_go_on(training)
-    assert DROPPED not in caplog.text
+    assert DROPPED not in (training.cluster.log_dir / "driver.log").read_text()
     training.finish()
 
 
 @pytest.mark.cold  # it reads what the system shows of processes
-def test_keys_are_kept_on_hosts(network, make, temporary, monkeypatch):
+def test_keys_are_kept_on_hosts(network, make, temporary):
     """No key in a command line or an environment on any host, in a log, an event or a `repr`; files are their owner's alone."""
-    found = []
-    original = link.Keys.make
-    monkeypatch.setattr(link.Keys, "make", staticmethod(lambda: found.append(original()) or found[-1]))
-    cluster = make(min=2)
+    cluster = make(min=2, keep=True)  # it is saved, and its keys with it
+    keys = read(run_dir(cluster)).keys
     rows = cluster.execute("import os, subprocess; p = subprocess.Popen(['sleep', '1000']); print(p.pid)", timeout=LONG)
     engines = json.loads(controller_file(cluster, "-engine.json"))
-    secrets = [key for key in msgspec.structs.astuple(found[0]) if key]
+    secrets = [key for key in msgspec.structs.astuple(keys) if key]
     secrets += [value for name, value in engines.items() if name == "key" or name.startswith("curve_")]
     assert len(set(secrets)) >= 6
     everybody = ours(cluster) | network.processes("h1") | network.processes("h2") | {int(row[1]) for row in rows}
@@ -257,7 +265,7 @@ def test_keys_are_kept_on_hosts(network, make, temporary, monkeypatch):
             shown = Path(f"/proc/{pid}/cmdline").read_bytes() + Path(f"/proc/{pid}/environ").read_bytes()
             assert not [secret for secret in secrets if secret.encode() in shown], psutil.Process(pid).cmdline()
     inside = cluster.execute("print(dict(os.environ))", timeout=LONG)
-    said = [repr(row) for row in inside] + [repr(thing) for thing in (cluster, *found)]
+    said = [repr(row) for row in inside] + [repr(thing) for thing in (cluster, keys)]
     said += [repr(event) for event in cluster.events] + [repr(cluster.status())]
     files = [file for folder in (cluster.log_dir, *temporary.glob("nbelastic-*")) for file in folder.rglob("*")]
     assert {"events.jsonl"} < {file.name for file in files}

@@ -1,4 +1,4 @@
-"""The kernel dies, and its cluster is on other machines: ssh clients, gates and hosts outlive it, or end."""
+"""Kernel and driver die, and their cluster is on other machines: ssh clients, gates and hosts outlive them, or end."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_the_kernel_alone(kept):
     """Hosts behind ssh and a gate go on, and are there again for the next kernel, which nobody who trains notices."""
     kernel = kept()
     epoch = kernel.makes_steps(2)
-    kernel.kill()
+    kernel.crash()
     made = len(kernel.steps())
     until(lambda: len(kernel.steps()) > made + 30, LONG, "steps without a driver")
     training = whole(kernel)
@@ -61,7 +61,7 @@ def test_the_kernel_and_a_host(kept, network):
     """Who is left waits with its state; the host is lost to the next kernel, and comes back when it is there again."""
     kernel = kept()
     kernel.makes_steps(2)
-    kernel.kill()
+    kernel.crash()
     network.power_off("h2")
     training = whole(kernel, 1)
     network.reboot("h2")
@@ -75,7 +75,7 @@ def test_the_kernel_and_its_gate(kept):
     epoch = kernel.makes_steps(2)
     gates = [pid_of(gate.process) for gate in kernel.saved.gates]
     assert gates
-    kernel.kill()
+    kernel.crash()
     for gate in gates:
         os.kill(gate, signal.SIGKILL)
     until(lambda: not any(map(alive, gates)), what="the gates to end")
@@ -91,22 +91,31 @@ def test_the_kernel_and_its_gate(kept):
     end(training)
 
 
-def test_a_kernel_that_is_stopped_for_a_while(kept):
-    """Nobody notices, without `keep` too: hosts at the other end of an ssh line that stands go on training."""
+@pytest.mark.parametrize("with_driver", [False, True])
+def test_a_kernel_that_is_stopped_for_a_while(kept, with_driver):
+    """Nobody notices, without `keep` too: hosts at the other end of an ssh line that stands go on training.
+
+    Of a laptop whose lid is closed the driver is stopped as well; it notices that it was away.
+    """
     kernel = kept(keep=False)
     epoch = kernel.makes_steps(2)
     workers = {line["pid"] for line in kernel.steps() if line["epoch"] == epoch}
-    os.kill(kernel.process.pid, signal.SIGSTOP)
+    victims = [kernel.process.pid, *([kernel.driver] if with_driver else [])]
     stopped = time.time()
+    for victim in victims:
+        os.kill(victim, signal.SIGSTOP)
     try:
         trained_for(kernel, stopped, OLD_LEASE + 2)
     finally:
-        os.kill(kernel.process.pid, signal.SIGCONT)
-    until(lambda: "driver-away" in kinds(kernel), LONG, "the kernel to notice that it was away")
+        for victim in victims:
+            os.kill(victim, signal.SIGCONT)
+    if with_driver:
+        until(lambda: "driver-away" in kinds(kernel), LONG, "the driver to notice that it was away")
     trained_for(kernel, time.time(), 3 * SILENCE)
     assert {line["pid"] for line in kernel.steps() if line["t"] > stopped} == workers
     assert {line["epoch"] for line in kernel.steps() if line["t"] > stopped} == {epoch}
     assert not {"worker-lost", "host-lost", "world-broken"}.intersection(kinds(kernel))
+    assert ("driver-away" in kinds(kernel)) is with_driver
     steps = [line["step"] for line in kernel.steps() if line["pid"] == min(workers)]
     assert steps == list(range(steps[0], steps[0] + len(steps)))
     kernel.end()
@@ -133,5 +142,5 @@ def test_nobody_comes(kept):
     """Hosts elsewhere end with the lease, too."""
     kernel = kept(lease=5.0)
     kernel.makes_steps(2)
-    kernel.kill()
+    kernel.crash()
     until(lambda: not kernel.left(), LONG, "nothing to be left")

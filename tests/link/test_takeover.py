@@ -155,10 +155,3 @@ def test_a_port_that_somebody_holds_is_none_to_take(monkeypatch):
             assert parted(hub.address)[1] == free
 
     asyncio.run(story())
-
-
-def test_only_who_has_the_driver_s_secret_can_prove_it():
-    """Agents and workers have keys, and none that takes a cluster over."""
-    keys = Keys.make()
-    assert keys.proof(2) == keys.proof(2)
-    assert len({keys.proof(2), keys.proof(3), keys.for_clients().proof(2), Keys.make().proof(2)}) == 4

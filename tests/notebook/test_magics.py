@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 from pathlib import Path
 
@@ -217,14 +216,14 @@ def test_the_list_of_clusters():
     """In plain text and in HTML; what is wrong with one is said; names are no markup."""
     shown = ClusterList(
         [
-            ClusterInfo("mine", os.getpid(), True, ("a", "b"), "job-1"),
+            ClusterInfo("mine", 42, True, ("a", "b"), "job-1"),
             ClusterInfo("kept", 0, True, ("a",)),
             ClusterInfo("<b>", 4711, True, problem="it is damaged"),
         ]
     )
     assert repr(shown).splitlines() == [
-        "cluster  kernel        hosts  job    why",
-        "mine     this one      a, b   job-1",
+        "cluster  driver        hosts  job    why",
+        "mine     process 42    a, b   job-1  %elastic_attach mine",
         "kept     none          a             %elastic_attach kept",
         "<b>      process 4711                it is damaged",
     ]

@@ -15,6 +15,7 @@ from typing import Any
 import psutil
 
 import nbelastic as nbe
+from nbelastic.driver.places import RunDir
 from nbelastic.folders import runs
 from tests.support import agents
 from tests.support.waiting import until
@@ -41,6 +42,11 @@ def ours(cluster: nbe.Cluster) -> set[int]:
 def run_dir(cluster: nbe.Cluster) -> Path:
     """Where a running cluster of this user's keeps its files."""
     return runs() / cluster.name
+
+
+def driver_of(cluster: nbe.Cluster) -> int:
+    """The driver's process."""
+    return RunDir(cluster.name).driver
 
 
 def controller_file(cluster: nbe.Cluster, ending: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -15,6 +16,7 @@ from typing import Any
 import psutil
 
 import nbelastic as nbe
+from nbelastic.driver.places import RunDir
 from nbelastic.driver.saved import Saved, read
 from nbelastic.folders import runs
 from nbelastic.presence import pid_of
@@ -85,8 +87,23 @@ class Kernel:
         return template.pid if part == "template" else next(child.pid for child in template.children())
 
     def kill(self) -> None:
-        self.process.kill()
-        self.process.communicate()
+        """The kernel alone; the driver of a kept cluster lives on."""
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.communicate()
+
+    def crash(self) -> None:
+        """The kernel and its driver."""
+        driver = self.driver
+        self.kill()
+        if driver:
+            os.kill(driver, signal.SIGKILL)
+            until(lambda: not alive(driver), what="the driver to end")
+
+    @property
+    def driver(self) -> int:
+        """The process of the cluster's driver; 0: there is none."""
+        return RunDir(self.name).driver
 
     def end(self) -> None:
         """As a kernel that is restarted: it has some time for its own end."""

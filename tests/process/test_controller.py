@@ -23,6 +23,7 @@ from nbelastic.driver.caretaker import Caretaker
 from nbelastic.driver.client import ControllerLostError, connect
 from nbelastic.driver.gate import Doors
 from nbelastic.presence import identity, lives, pid_of
+from nbelastic.processes import leave
 from tests.process.observing import alive, controller_file, until
 
 HERE = Path(__file__).parent
@@ -261,7 +262,9 @@ def test_another_kernel_goes_on(keep, dies):
         os.kill(pid_of(controller.process), signal.SIGKILL)  # it may be no child of ours
         await asyncio.wait_for(came.get(), 20)
         await asyncio.to_thread(kept.check, controller)
-        await controller.detach()
+        await controller._close()  # as the driver's process ends
+        if controller._child is not None:
+            leave(controller._child)
         assert lives(controller.process)
 
         last = kept.caretaker()

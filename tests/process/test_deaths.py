@@ -11,7 +11,7 @@ import pytest
 import nbelastic as nbe
 from nbelastic.driver import ssh
 from tests.process import programs
-from tests.process.observing import alive, ranked, until
+from tests.process.observing import alive, driver_of, ranked, until
 
 
 def events(training, kind):
@@ -303,7 +303,8 @@ def test_a_state_without_a_model(trains):
 def test_an_agent_that_dies_while_its_template_starts(make):
     """The template had no time to ask the kernel for word of that, and ends all the same: it makes no worker."""
     cluster = make("127.0.0.2:1", min=1)
-    (agent,) = [child for child in psutil.Process().children() if ssh.AGENT in child.cmdline()]
+    driver = psutil.Process(driver_of(cluster))
+    (agent,) = [child for child in driver.children() if ssh.AGENT in child.cmdline()]
 
     def templates(but: int = 0) -> list[psutil.Process]:
         others = [child for child in agent.children() if child.pid != but]

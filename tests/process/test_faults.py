@@ -12,6 +12,7 @@ from nbelastic.core.membership import step
 from nbelastic.driver import driver
 from tests.process import programs
 from tests.process.observing import until
+from tests.support import inside
 
 
 def test_what_trains_goes_on_without_decisions(make, tmp_path, monkeypatch):
@@ -22,6 +23,7 @@ def test_what_trains_goes_on_without_decisions(make, tmp_path, monkeypatch):
             raise KeyError("a fault")
         return step(world, event, now)
 
+    inside.use(monkeypatch)
     cluster = make("localhost:2", min=2, silence=1.0)
     cluster.run(programs.train, str(tmp_path))
     until(lambda: cluster.status().step > 5)

@@ -7,17 +7,16 @@ import stat
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 
 import psutil
 import pytest
 
 import nbelastic as nbe
-from nbelastic import link
-from nbelastic.core import messages as m
-from nbelastic.driver.driver import Driver
+from nbelastic.driver.saved import read
 from tests.process import programs
-from tests.process.observing import alive, descendants, ours, run_dir, until
+from tests.process.observing import alive, descendants, driver_of, ours, run_dir, until
 
 
 def test_nothing_is_left_after_a_stop(make):
@@ -51,22 +50,20 @@ def test_stopped_in_the_middle_of_everything(make, tmp_path):
     assert not descendants()
 
 
-def test_what_was_asked_at_the_last_moment(make, monkeypatch):
-    """Whoever asks a driver that ends before it can hear of it is told so, and does not wait for ever."""
+def test_what_was_asked_at_the_last_moment(make):
+    """Whoever asks a driver that ends before it can answer is told so, and does not wait for ever."""
     cluster = make("localhost:1", wait=False)
-    call, stacks = Driver.call, []
-    monkeypatch.setattr(Driver, "call", lambda *_: None)  # too late
+    driver, stacks = psutil.Process(driver_of(cluster)), []
+    driver.suspend()
     cluster.ask_stacks(stacks.append)
-
-    def at_the_end(driver, *_):
-        call(driver, driver.take_in, m.StopRequested("stopped at that moment"))
-        assert driver.finished.wait(10)
-
-    monkeypatch.setattr(Driver, "call", at_the_end)
-    for ask in (lambda: cluster.run(os.getpid), cluster.connection_file):
-        with pytest.raises(nbe.ClusterStoppedError, match="stopped at that moment"):
-            ask()
-    assert stacks == [[]]
+    with ThreadPoolExecutor() as threads:
+        asked = [threads.submit(ask) for ask in (lambda: cluster.run(os.getpid), cluster.connection_file)]
+        assert not wait(asked, 0.2).done
+        driver.kill()
+        for each in asked:
+            with pytest.raises(nbe.ClusterStoppedError, match="has ended unexpectedly"):
+                each.result(10)
+    until(lambda: stacks == [[]])
 
 
 def test_it_can_be_started_again(make):
@@ -113,13 +110,11 @@ def test_everything_listens_on_loopback_only(make, tmp_path):
 
 
 @pytest.mark.cold  # it reads what the system shows of processes
-def test_keys_are_kept(make, monkeypatch):
+def test_keys_are_kept(make):
     """No key in any command line or in the workers' environment; files are their owner's alone."""
-    found = []
-    original = link.Keys.make
-    monkeypatch.setattr(link.Keys, "make", staticmethod(lambda: found.append(original()) or found[-1]))
-    cluster = make("localhost:2", min=2)
-    secrets = [found[0].server_secret, found[0].client_secret, found[0].client_public]
+    cluster = make("localhost:2", min=2, keep=True)  # it is saved, and its keys with it
+    keys = read(run_dir(cluster)).keys
+    secrets = [keys.server_secret, keys.client_secret, keys.client_public]
     rows = cluster.execute("import subprocess; p = subprocess.Popen(['sleep', '1000']); print(p.pid)", timeout=20)
     children = {int(row[1]) for row in rows}
     files = [file for file in run_dir(cluster).rglob("*") if file.is_file()]

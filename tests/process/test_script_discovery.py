@@ -13,6 +13,7 @@ import nbelastic as nbe
 from nbelastic.core.messages import HostSpec
 from nbelastic.driver import discovery
 from tests.process.observing import alive, until
+from tests.support import inside
 
 
 @pytest.fixture
@@ -97,6 +98,7 @@ def test_a_script_that_fails_at_first(script):
 )
 def test_a_script_that_hangs_or_prints_junk_at_first(script, monkeypatch, does, within, why):
     """That is no start either."""
+    inside.use(monkeypatch)
     monkeypatch.setattr(discovery, "TIMEOUT", within)
     script.write(does)
     cluster = nbe.Cluster(discovery=str(script.path))
@@ -113,6 +115,7 @@ def test_a_script_that_is_not_there(tmp_path):
 
 def test_a_script_that_hangs_later(trains, script, monkeypatch):
     """It is warned about, its children are killed with it, and the training does not notice."""
+    inside.use(monkeypatch)
     script.say("localhost:1")
     training = trains(None, discovery=str(script.path), min=1)
     training.runs(1)

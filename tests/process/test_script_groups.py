@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 from collections.abc import Callable
@@ -10,8 +11,9 @@ from pathlib import Path
 import psutil
 
 import nbelastic as nbe
-from tests.process.observing import alive, until
+from tests.process.observing import alive, driver_of, until
 from tests.process.scripting import TELL, ScriptTraining, joining, torchrun
+from tests.support import agents
 
 
 def test_a_group_that_is_struck(make: Callable[..., nbe.Cluster], tmp_path):
@@ -79,7 +81,8 @@ def test_a_closed_cluster(make: Callable[..., nbe.Cluster], tmp_path: Path):
 def node_of(cluster: nbe.Cluster, host: str) -> int:
     """The process of a host's elastic agent."""
     log = str(cluster.log_dir / cluster.status().job / f"{host}-elastic.log")
-    for process in psutil.Process().children(recursive=True):
+    starters = (psutil.Process(pid) for pid in (driver_of(cluster), agents.process.pid))
+    for process in itertools.chain.from_iterable(starter.children(recursive=True) for starter in starters):
         try:
             if any(file.path == log for file in process.open_files()):
                 return process.pid
@@ -90,5 +93,6 @@ def node_of(cluster: nbe.Cluster, host: str) -> int:
 
 def agent_of(cluster: nbe.Cluster, host: str) -> psutil.Process:
     """The agent whose template is an ancestor of the host's node."""
-    ours = {child.pid for child in psutil.Process().children()}
+    starters = (psutil.Process(pid) for pid in (driver_of(cluster), agents.process.pid))
+    ours = {child.pid for starter in starters for child in starter.children()}
     return next(parent for parent in psutil.Process(node_of(cluster, host)).parents() if parent.pid in ours)

@@ -1,4 +1,4 @@
-"""The kernel dies, and the training does not: another kernel takes it over, or it ends within its lease."""
+"""The kernel dies, and its driver with it or not, and the training does not: who attaches has it, or it ends within its lease."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import psutil
 import pytest
 
 import nbelastic as nbe
+from nbelastic.driver import connection
 from nbelastic.driver.saved import NAME, fingerprint
 from nbelastic.folders import runs
 from tests.process import programs
@@ -27,11 +28,11 @@ def kept(tmp_path: Path) -> Iterator[Callable[..., Kernel]]:
         yield start
 
 
-def test_a_killed_kernel_costs_no_step(kept):
+def test_a_killed_driver_costs_no_step(kept):
     """Nobody stands still: the world goes on while no driver is there, and comes back as it is, with its job and history."""
     kernel = kept()
     epoch = kernel.makes_steps(WORLD)
-    kernel.kill()
+    kernel.crash()
     made = len(kernel.steps())
     until(lambda: len(kernel.steps()) > made + 30, what="steps without a driver")
     before = set(kernel.processes())
@@ -70,11 +71,11 @@ def test_a_kernel_and_another_part_die(kept, part, first):
     kernel.makes_steps(WORLD)
     victim = kernel.part(part)
     if first == "kernel":
-        kernel.kill()
+        kernel.crash()
         os.kill(victim, signal.SIGKILL)
-    else:
+    elif first == "part":
         os.kill(victim, signal.SIGKILL)
-        kernel.kill()
+        kernel.crash()
     until(lambda: not alive(victim), what=f"the {part} to end")
     training = attached(kernel)
     training.runs(WORLD)
@@ -83,14 +84,14 @@ def test_a_kernel_and_another_part_die(kept, part, first):
 
 
 @pytest.fixture
-def forsaken(kept: Callable[..., Kernel], tmp_path: Path) -> Callable[[bool], None]:
-    """Kill the kernel of a training that has checkpoints, and rank 0 with it or not, and wait for the end of the lease."""
+def forsaken(kept: Callable[..., Kernel], tmp_path: Path) -> Callable[..., None]:
+    """Kill the kernel of a training that has checkpoints, with its driver or not, and rank 0 or not; wait for the lease's end."""
 
-    def story(with_rank_0: bool) -> None:
+    def story(with_driver: bool, with_rank_0: bool = False) -> None:
         folder = tmp_path / "checkpoints"
         kernel = kept(lease=5.0, silence=3.0, arguments={"checkpoint": str(folder), "checkpoint_every": 1_000_000})
         kernel.makes_steps(WORLD)
-        kernel.kill()
+        kernel.crash() if with_driver else kernel.kill()
         if with_rank_0:
             os.kill(next(line["pid"] for line in kernel.steps() if line["rank"] == 0), signal.SIGKILL)
         until(lambda: not kernel.left(), 60 if with_rank_0 else 40, "nothing to be left")
@@ -101,50 +102,77 @@ def forsaken(kept: Callable[..., Kernel], tmp_path: Path) -> Callable[[bool], No
     return story
 
 
-def test_nobody_comes(forsaken):
+@pytest.mark.parametrize("with_driver", [False, True])
+def test_nobody_comes(forsaken, with_driver):
     """All ends within the lease, after a last checkpoint; then nothing is left, and the name is free again."""
-    forsaken(with_rank_0=False)
+    forsaken(with_driver)
 
 
 def test_an_ordinary_restart(kept):
     """A kernel that ends in order lets go of its cluster as one that is killed."""
     kernel = kept()
     epoch = kernel.makes_steps(WORLD)
+    driver = kernel.driver
     kernel.end()
     training = attached(kernel)
     training.runs(WORLD)
-    assert training.cluster.status().epoch == epoch
+    assert (training.cluster.status().epoch, kernel.driver) == (epoch, driver)
     training.finish()
     training.cluster.stop()
 
 
-def test_the_newer_driver_wins(kept):
-    """One that has the cluster is told who took it, and refuses orders; nobody who trains is disturbed."""
+@pytest.mark.cold  # it looks for processes by their parents
+@pytest.mark.parametrize("part", ["worker", "agent", "controller"])
+def test_what_dies_while_no_kernel_is_there_is_replaced(kept, part):
+    """The driver is its own process, and does all that it does: who attaches finds the training whole, and what happened."""
+    kernel = kept(hosts="localhost:2,127.0.0.2:1")
+    epoch = kernel.makes_steps(WORLD)
+    victim = kernel.part(part)
+    kernel.kill()
+    os.kill(victim, signal.SIGKILL)
+    if part != "controller":
+        until(lambda: kernel.makes_steps(WORLD) > epoch, 60, "a world as large as before")
+    training = attached(kernel)
+    training.runs(WORLD)
+    kind = {"worker": "worker-lost", "agent": "host-lost", "controller": "controller-started"}[part]
+    until(lambda: kind in [event.kind for event in training.cluster.events], what=kind)
+    assert "driver-came" not in [event.kind for event in training.cluster.events]
+    assert len(training.finish()) == WORLD
+    training.cluster.stop()
+
+
+def test_several_kernels_have_one_cluster(kept):
+    """All see the same: orders and who gave them, what is printed, and the result; one that leaves disturbs nobody."""
     kernel = kept()
     epoch = kernel.makes_steps(WORLD)
-    kernel.kill()
-    older = attached(kernel)
-    older.runs(WORLD)
-    with undisturbed(older):
-        newer = attached(kernel)
-        newer.runs(WORLD)
-        with pytest.raises(nbe.ClusterStoppedError, match="taken over by process"):
-            older.cluster.scale(max=5)
-        with pytest.raises(nbe.ClusterStoppedError, match=r"taken over by process \d+; job-1 goes on there"):
-            older.job.result(timeout=5)
-        assert (older.job.status, older.cluster.status().phase) == ("detached", "finished")
-        assert "taken over" in older.cluster.status().reason
-        older.cluster.stop()  # is nothing to the newer
-        assert newer.cluster.status().epoch == epoch
-    assert len(newer.finish()) == WORLD
-    newer.cluster.stop()
+    one, two = attached(kernel), attached(kernel)
+    with undisturbed(one):
+        one.cluster.scale(max=7, by="one")
+        two.cluster.scale(max=5, by="two")
+        until(lambda: [each.cluster.status().max for each in (one, two)] == [5, 5], what="the last order to be seen")
+        texts = [event.text for event in one.cluster.events if event.kind == "scaled"]
+        assert ["one" in texts[-2], "two" in texts[-1]] == [True, True]
+        until(lambda: one.cluster.events == two.cluster.events, what="the same events")
+        one.cluster.detach()
+        with pytest.raises(nbe.ClusterStoppedError, match="was detached: attach to it again"):
+            one.cluster.scale(max=9)
+        assert one.job.status == "detached"
+        assert two.cluster.status().epoch == epoch
+        one = attached(kernel)
+    results = two.finish()
+    assert one.job.result(timeout=20) == results
+    assert "is the sum" not in one.job.logs() or one.job.logs() == two.job.logs()
+    two.cluster.stop()
+    until(lambda: one.cluster.status().phase == "finished", what="the end to be seen")
+    with pytest.raises(nbe.ClusterStoppedError, match="stopped by hand"):
+        one.cluster.run(print)
 
 
 def test_a_script_begins_again(kept):
     """It knows of restarts only, so a new driver starts it anew, from its checkpoint; a terminal's torchrun comes along."""
     kernel = kept(program="script", hosts="localhost:2", arguments={"max_restarts": 0})
     until(lambda: len({line["pid"] for line in kernel.steps()}) == 2, 30, "steps")
-    kernel.kill()
+    kernel.crash()
     cluster = nbe.Cluster.attach(kernel.name)
     training = FoundScript(cluster, cluster.job, kernel.folder)
     training.runs(2)
@@ -152,7 +180,7 @@ def test_a_script_begins_again(kept):
     options = joining(cluster.connection_file(), "--max-restarts=0")
     with torchrun(*options, TRAIN, kernel.folder, FOR_EVER) as guest:
         training.runs(3)
-        cluster.detach()
+        kernel.crash()
         cluster = nbe.Cluster.attach(kernel.name)
         training = FoundScript(cluster, cluster.job, kernel.folder)
         training.runs(3)
@@ -166,7 +194,7 @@ def test_a_script_that_ends_meanwhile(kept):
     kernel = kept(program="script", hosts="localhost:2")
     pids = until(lambda: {line["pid"] for line in kernel.steps() if line["world"] == 2}, 30, "steps")
     template = psutil.Process(next(iter(pids))).parent()
-    kernel.kill()
+    kernel.crash()
     (kernel.folder / "finish").touch()
     until(lambda: len(template.children()) == 2, what="the script and its node to end, of which the engines are left")
     cluster = nbe.Cluster.attach(kernel.name)
@@ -178,16 +206,19 @@ def test_a_script_that_ends_meanwhile(kept):
 @pytest.mark.soak
 def test_rank_0_and_nobody_come(forsaken):
     """Who is left writes the last checkpoint."""
-    forsaken(with_rank_0=True)
+    forsaken(with_driver=True, with_rank_0=True)
 
 
-def test_a_job_that_ends_meanwhile(kept):
+@pytest.mark.parametrize("with_driver", [False, True])
+def test_a_job_that_ends_meanwhile(kept, with_driver):
     """Its results are there for the next kernel, and for the one after; what it has printed is too."""
     kernel = kept(program="say", min=WORLD)
-    kernel.kill()
+    kernel.crash() if with_driver else kernel.kill()
     cluster = nbe.Cluster.attach(kernel.name)
     assert cluster.job.result(timeout=20) == ["rank 0", "rank 1", "rank 2"]
     cluster.detach()
+    if with_driver:
+        kernel.crash()
     cluster = nbe.Cluster.attach(kernel.name)
     assert cluster.job.result(timeout=20) == ["rank 0", "rank 1", "rank 2"]
     until(lambda: "I am rank 1" in cluster.job.logs(), what="what it has printed")
@@ -201,7 +232,7 @@ def test_an_error_meanwhile(kept):
     """The user's own error is the job's, with its traceback, though nobody was there to hear it."""
     kernel = kept(program="fail_later", min=WORLD)
     until((kernel.folder / "begun").exists, what="the world")
-    kernel.kill()
+    kernel.crash()
     (kernel.folder / "go").touch()
     until((kernel.folder / "failed").exists, what="the error")
     cluster = nbe.Cluster.attach(kernel.name)
@@ -216,7 +247,7 @@ def test_a_rank_that_holds_the_interpreter_lock_while_a_kernel_attaches(kept):
     """It answers long after the new driver has stopped waiting for it, and trains on: nobody is killed."""
     kernel = kept(program="hold", hosts="localhost:2", silence=1.0)
     epoch = kernel.makes_steps(2)
-    kernel.kill()
+    kernel.crash()
     (kernel.folder / "hold").touch()
     until((kernel.folder / "held").exists, what="a rank to hold the lock")
     training = attached(kernel)
@@ -238,7 +269,7 @@ def test_a_discovery_that_fails_while_a_new_kernel_attaches(kept, tmp_path):
     script.chmod(0o755)
     kernel = kept(hosts=None, discovery=str(script))
     epoch = kernel.makes_steps(2)
-    kernel.kill()
+    kernel.crash()
     until(lambda: not any(str(script) in command for command in kernel.processes().values()), what="its last look")
     busy.touch()
     training = attached(kernel)
@@ -252,10 +283,10 @@ def test_a_discovery_that_fails_while_a_new_kernel_attaches(kept, tmp_path):
 def test_setup_cells_run_once(kept):
     """On workers of another driver they have run; those that come later run them, though this kernel never saw them."""
     kernel = kept(program="")
-    kernel.kill()
+    kernel.crash()
     cluster = nbe.Cluster.attach(kernel.name)
     cluster.execute("counted = globals().get('counted', 0) + 1", setup=True)
-    cluster.detach()
+    kernel.crash()
     cluster = nbe.Cluster.attach(kernel.name)
     victim = cluster.workers[0].id
     cluster.restart(victim)
@@ -265,21 +296,23 @@ def test_setup_cells_run_once(kept):
     cluster.stop()
 
 
-def test_a_driver_that_does_not_answer(kept):
-    """A stopped kernel keeps its cluster; who wants it is told which process to end."""
+def test_a_driver_that_does_not_answer(kept, monkeypatch):
+    """A stopped driver keeps its cluster; who wants it is told which process to end."""
+    monkeypatch.setattr(connection, "PATIENCE", 1.0)
     kernel = kept(program="")
-    kernel.process.send_signal(signal.SIGSTOP)
-    until(lambda: psutil.Process(kernel.process.pid).status() == psutil.STATUS_STOPPED)
-    with pytest.raises(nbe.UsageError, match=f"process {kernel.process.pid}.*end that kernel"):
+    driver = kernel.driver
+    os.kill(driver, signal.SIGSTOP)
+    until(lambda: psutil.Process(driver).status() == psutil.STATUS_STOPPED)
+    with pytest.raises(nbe.UsageError, match=rf"process {driver}.*end that process"):
         nbe.Cluster.attach(kernel.name)
-    kernel.kill()
+    kernel.crash()
     nbe.Cluster.attach(kernel.name).stop()
 
 
 def test_files_that_cannot_be_used(kept, tmp_path):
     """Each gets a line that says what is wrong; none of them costs the cluster anything."""
     kernel = kept(program="")
-    kernel.kill()
+    kernel.crash()
     path = runs() / kernel.name / NAME
     whole = path.read_bytes()
     for broken, said in (

@@ -14,10 +14,11 @@ from nbelastic import pickles
 from nbelastic.core import wire
 from nbelastic.core.errors import JobStoppedError
 from nbelastic.core.messages import WorkerId
+from nbelastic.pickles import INLINE
 from nbelastic.worker import program
 from nbelastic.worker.account import Account
 from nbelastic.worker.printed import Output, Printed
-from nbelastic.worker.program import INLINE, Runner
+from nbelastic.worker.program import Runner
 
 W = WorkerId("a", 0, 1)
 RAN: list[str] = []

@@ -1,0 +1,163 @@
+"""The driver's answers to the requests of its clients."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from concurrent.futures import Future
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, assert_never
+
+from msgspec.structs import replace
+
+from nbelastic.core import messages as m
+from nbelastic.core import wire
+from nbelastic.core.errors import UsageError
+from nbelastic.core.group import Terms
+from nbelastic.driver import orders
+from nbelastic.driver import requests as r
+from nbelastic.driver.orders import execute_on_all, execute_setup
+from nbelastic.driver.run import Run
+from nbelastic.driver.saved import SavedJob
+from nbelastic.driver.stacks import show_stacks
+from nbelastic.driver.status import Status
+
+if TYPE_CHECKING:
+    from nbelastic.driver.driver import Driver
+
+
+def answer(driver: Driver, request: r.AnyRequest, future: Future[Any]) -> None:
+    """In the driver's thread: resolve `future`, now or later. Raises what is wrong with the request."""
+    match request:
+        case r.WaitForStart(least=least):
+            driver.watch(lambda d: d.begun(least), future)
+        case r.WaitForWorld(size=size):
+            driver.watch(lambda d: _world_of(d, size), future)
+        case r.Submit(program=program):
+            _submit(driver, program, future)
+        case r.SubmitScript(script=script, terms=terms):
+            _submit_script(driver, script, terms, future)
+        case r.StopJob(job=job, by=by):
+            present = driver.present_job
+            if present and job in ("", present):
+                _take_in(driver, m.JobStopRequested(present, f"stopped by {by}"), future)
+            else:
+                future.set_result(True)
+        case r.Execute(source=source):
+            _refuse_cells_during_a_job(driver)
+            execute_on_all(driver, source, future)
+        case r.ExecuteSetup(key=key, source=source):
+            _refuse_cells_during_a_job(driver)
+            execute_setup(driver, key, source, future)
+        case r.ClearSetup(key=key):
+            known = [cell.key for cell in driver.world.setup]
+            if key and key not in known:
+                raise UsageError(f"there is no setup cell {key!r}; there are {', '.join(known) or 'none'}.")
+            _take_in(driver, m.SetupCleared(key), future)
+        case r.AddHost() | r.RemoveHost() | r.Scale() | r.Restart() | r.Press():
+            _take_order(driver, request, future)
+        case r.ShowStacks(timeout=timeout):
+            if driver.scripts.active is not None:
+                raise UsageError("a script's workers cannot be asked where they are: use py-spy.")
+            show_stacks(driver, timeout, future)
+        case r.MakeConnectionFile(host=host):
+            driver.scripts.invitations.make(host, future)
+        case r.FindController():
+            driver.watch(_controller, future)
+        case r.Stop(by=by, within=within):
+            driver.take_in(m.StopRequested(f"stopped by {by}", within))
+            future.set_result(True)
+        case r.Discover(source=source):
+            driver.discover(source)
+            future.set_result(True)
+        case r.HostsFound(hosts=hosts, text=text, failed=failed):
+            driver.stop_own_discovery()
+            driver.discovered(hosts, text, failed=failed)
+            future.set_result(True)
+        case _:
+            assert_never(request)
+
+
+def _take_order(
+    driver: Driver, order: r.AddHost | r.RemoveHost | r.Scale | r.Restart | r.Press, future: Future[Any]
+) -> None:
+    match order:
+        case r.AddHost(host=host, by=by):
+            _take_in(driver, orders.add_host(host, by).event, future)
+        case r.RemoveHost(host=host, now=now, by=by):
+            there = dict.fromkeys([*driver.world.hosts, *driver.scripts.guests])
+            _take_in(driver, orders.remove_host(there, host, now, by).event, future)
+        case r.Scale(min=low, max=high, by=by):
+            _take_in(driver, orders.scale(driver.world, low, high, True, by).event, future)
+        case r.Restart(worker=worker, by=by):
+            driver.scripts.refuse_to_restart()
+            _take_in(driver, orders.restart(driver.world, worker, by).event, future)
+        case r.Press(message=message, slots=slots, by=by):
+            orders.take(driver, message, slots, by)
+            future.set_result(True)
+
+
+def _controller(driver: Driver) -> r.ControllerFound | None:
+    information = driver.fleet.information
+    return r.ControllerFound(information, tuple(driver.fleet.engines.values())) if information is not None else None
+
+
+def _take_in(driver: Driver, event: m.Event, future: Future[Any]) -> None:
+    """Answer when the event has been decided on: from then on the status shows it."""
+    driver.ask(event, lambda _: True, future)
+
+
+def _world_of(driver: Driver, size: int) -> Status | None:
+    if driver.scripts.active is not None:
+        status = driver.status
+        return status if status.phase == "running" and status.world_size == size else None
+    if driver.world.active is None:
+        return driver.status if driver.ready_workers() == size else None
+    return driver.status if driver.world.phase == "running" and driver.status.world_size == size else None
+
+
+def _refuse_cells_during_a_job(driver: Driver) -> None:
+    if driver.present_job:
+        raise UsageError(f"{driver.present_job} is running: cells run between jobs.")
+
+
+def _next_job(driver: Driver) -> str:
+    r.refuse_second_job(driver.present_job)
+    return f"job-{driver.submitted + 1}"
+
+
+def _submit(driver: Driver, program: wire.Program, future: Future[Any]) -> None:
+    job = _next_job(driver)
+    program = replace(program, job=job, call=_named(program.call, job))
+    run = Run(job, program)
+    with _saving(driver, job):
+        driver.submit(run, SavedJob(job, program))
+
+    def begun(driver: Driver) -> str | None:
+        there = driver.world.job is not None and driver.world.job.name == job
+        return job if there or run.future.done() else None
+
+    driver.watch(begun, future)
+
+
+def _named(call: wire.Blob | None, job: str) -> wire.Blob | None:
+    """The file of a call gets the job's name."""
+    if call is None or not call.path:
+        return call
+    return replace(call, path=str(Path(call.path).rename(Path(call.path).with_name(f"{job}.program"))))
+
+
+def _submit_script(driver: Driver, script: wire.Script, terms: Terms, future: Future[Any]) -> None:
+    job = _next_job(driver)
+    with _saving(driver, job):
+        driver.scripts.submit(Run(job, None), replace(script, job=job), terms)
+    future.set_result(job)
+
+
+@contextlib.contextmanager
+def _saving(driver: Driver, job: str) -> Iterator[None]:
+    """A kept cluster takes in no job that it cannot save."""
+    try:
+        yield
+    except OSError as error:
+        raise r.not_saved(job, driver.settings.run_dir, error) from None

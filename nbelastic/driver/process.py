@@ -1,0 +1,239 @@
+"""The driver's process: started by a client, told on its standard input what it is to be, it says when it is there."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+
+import msgspec
+from msgspec.structs import replace
+
+from nbelastic import descriptors
+from nbelastic.core import errors
+from nbelastic.core import messages as m
+from nbelastic.core.errors import HostError, NbelasticError
+from nbelastic.core.staffing import too_many
+from nbelastic.driver.connection import Connection
+from nbelastic.driver.places import START, RunDir
+from nbelastic.driver.requests import Stop
+from nbelastic.driver.settings import Settings
+from nbelastic.driver.updates import encoded
+from nbelastic.folders import make_private
+
+if TYPE_CHECKING:
+    from nbelastic.driver.driver import Driver
+
+CODE = """import json, sys
+path = json.loads(sys.stdin.buffer.readline())
+sys.path += [each for each in path if each and each not in sys.path]
+from nbelastic.driver.process import main
+main(path)"""
+LOG = "driver.log"  # in the cluster's folder of logs: what the driver's process writes to its standard output and error
+TAKEN_BACK = 5.0  # seconds to stop what has begun, when somebody interrupts a start
+LAST_WORDS = 2000  # characters of what it wrote
+AT_THE_END = 0.5  # seconds that programs have when the kernel has ended
+
+
+class Start(msgspec.Struct, frozen=True):
+    """What the process is told. `found`: it takes over what another driver has left. `submitted`: jobs so far. `patience`: seconds
+    that it may take to start.
+
+    `arguments`: those of `Cluster`, as they are kept. `kernel`: the descriptor of a pidfd; `ready`: of a pipe.
+    """
+
+    settings: Settings
+    arguments: dict[str, Any]
+    found: bool = False
+    submitted: int = 0
+    patience: float = START
+    kernel: int = -1
+    ready: int = -1
+
+
+class Refusal(msgspec.Struct, frozen=True):
+    """Why there is no driver: the name of an error's class in `core.errors`, and its text. Both are empty: there is one."""
+
+    error: str = ""
+    text: str = ""
+
+
+# ---- in the client ----
+
+
+def launch(start: Start, folder: Path, on_change: Callable[[], object]) -> tuple[Connection, subprocess.Popen[bytes]]:
+    """Start the driver's process for this run folder; returns when it can be asked.
+
+    It outlives this thread, this session and, for a kept cluster, this process. Raises what is wrong: UsageError if there is
+    such a cluster already, HostError if the driver cannot start.
+    """
+    ours, theirs = os.pipe()
+    with contextlib.ExitStack() as stack:
+        stack.callback(os.close, ours)
+        kernel = os.pidfd_open(os.getpid())
+        stack.callback(os.close, kernel)
+        words = stack.enter_context(tempfile.TemporaryFile())
+        try:
+            child = subprocess.Popen(
+                [sys.executable, "-P", "-c", CODE, f"nbelastic-driver {start.settings.name}"],  # for `ps`
+                stdin=subprocess.PIPE,
+                stdout=words,
+                stderr=words,
+                start_new_session=True,  # what interrupts or ends the kernel's process group is not for it
+                pass_fds=[theirs, kernel],
+            )
+        finally:
+            os.close(theirs)
+        try:
+            start = replace(start, kernel=kernel, ready=theirs)
+            data = (
+                json.dumps([each for each in sys.path if isinstance(each, str)]).encode()
+                + b"\n"
+                + bytes(encoded(start))
+            )
+            with contextlib.suppress(BrokenPipeError):  # it has ended, and has said why
+                _tell(child, data)
+            _wait_for(ours, child, words, start.patience)
+        except BaseException:
+            child.kill()  # it has started nothing yet
+            child.wait()
+            raise
+        try:
+            return Connection(folder, on_change), child
+        except (OSError, TimeoutError):
+            _take_back(child, start, folder)
+            raise HostError("the driver's process does not answer at its start: try again.") from None
+        except BaseException:
+            _take_back(child, start, folder)
+            raise
+
+
+def _take_back(child: subprocess.Popen[bytes], start: Start, folder: Path) -> None:
+    """End a driver that is there, and what it may have started by now; but not what it has taken over."""
+    if child.poll() is None and not start.found:
+        with contextlib.suppress(OSError, NbelasticError, subprocess.TimeoutExpired):
+            Connection(folder).request(Stop("an interrupt", 0.0))
+            child.wait(TAKEN_BACK)
+    child.kill()
+    child.wait()
+
+
+def _tell(child: subprocess.Popen[bytes], data: bytes) -> None:
+    assert child.stdin is not None
+    with child.stdin:
+        child.stdin.write(data)
+
+
+def _wait_for(ready: int, child: subprocess.Popen[bytes], words: IO[bytes], patience: float) -> None:
+    """Return when the driver says that it is there. NbelasticError if it is not."""
+    end, said = time.monotonic() + patience, b""
+    while not said.endswith(b"\n"):
+        if not select.select([ready], [], [], max(0.0, end - time.monotonic()))[0]:
+            raise HostError(f"the driver's process did not start within {patience:g} s.")
+        data = os.read(ready, 1 << 16)
+        if not data:
+            words.seek(0)
+            last = words.read()[-LAST_WORDS:].decode(errors="replace").strip()
+            raise HostError(f"the driver's process has ended at its start (exit code {child.wait()}): {last}")
+        said += data
+    refusal = msgspec.json.decode(said, type=Refusal)
+    if refusal.error:
+        kind: type[NbelasticError] = getattr(errors, refusal.error, HostError)
+        raise kind(refusal.text)
+
+
+# ---- in the driver's process ----
+
+
+def main(path: list[str]) -> None:
+    """Read what to be, be it, and end. `path`: the kernel's `sys.path`, which agents of this machine get."""
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s")
+    signal.signal(
+        signal.SIGINT, lambda *_: None
+    )  # an interrupt is for what runs in the kernel; children have their own way
+    start = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=Start, dec_hook=lambda kind, value: kind(value))
+    os.set_inheritable(start.kernel, False)
+    with os.fdopen(start.ready, "wb") as pipe:
+        os.set_inheritable(start.ready, False)
+
+        def say(refusal: Refusal) -> None:
+            if not pipe.closed:
+                with contextlib.suppress(BrokenPipeError), pipe:
+                    pipe.write(msgspec.json.encode(refusal) + b"\n")
+
+        try:
+            driver = prepare(start)
+            sys.path[:] = path  # not before all is imported: a file of the user's may be named as a module of Python's
+            _write_to(driver.settings.log_dir / LOG)
+            asyncio.run(_serve(driver, start.kernel, lambda: say(Refusal())))
+        except BaseException as error:
+            if isinstance(error, NbelasticError):
+                say(Refusal(type(error).__name__, str(error)))
+            else:
+                logging.getLogger("nbelastic").exception("the driver of %r has failed", start.settings.name)
+                say(Refusal(HostError.__name__, f"the driver cannot start: {type(error).__name__}: {error}"))
+            os._exit(1)  # what a kept cluster needs is left as it is
+
+
+def prepare(start: Start) -> Driver:
+    """A driver that holds the cluster's name, and has all that it needs to serve. NbelasticError if it cannot be."""
+    from nbelastic.driver.driver import Driver
+    from nbelastic.driver.notes import Notes
+    from nbelastic.driver.saved import begin, read
+
+    settings = start.settings
+    room = descriptors.room(descriptors.raise_limit())
+    if not start.found and settings.limits.min > room:
+        raise HostError(too_many(settings.limits.min, room))
+    run_dir = RunDir(settings.name)
+    if not start.found:
+        begin(run_dir)
+    try:
+        if start.found:
+            run_dir.hold()
+        found = read(run_dir.path) if start.found else None
+        log_dir, number, submitted = settings.log_dir, settings.number, start.submitted
+        if found is not None:
+            log_dir, number, submitted = Path(found.log_dir), found.number, found.submitted
+        settings = replace(settings, limits=replace(settings.limits, room=room), log_dir=log_dir, number=number)
+        make_private(log_dir)
+        notes = Notes(run_dir, start.arguments, found) if settings.keep is not None else None
+        return Driver(settings, run_dir, notes, submitted=submitted, arguments=start.arguments)
+    except BaseException:
+        run_dir.let_go() if start.found else run_dir.release()
+        raise
+
+
+async def _serve(driver: Driver, kernel: int, ready: Callable[[], object]) -> None:
+    """Be the driver until its cluster has stopped; without `keep`, or if there is none of this descriptor, with its kernel."""
+    loop = asyncio.get_running_loop()
+
+    def ended() -> None:
+        loop.remove_reader(kernel)
+        driver.take_in(m.StopRequested("its kernel has ended", AT_THE_END))
+
+    if driver.settings.keep is None:
+        loop.add_reader(kernel, ended)
+        told = m.StopRequested("its driver was told to end (SIGTERM)", AT_THE_END)
+        loop.add_signal_handler(signal.SIGTERM, driver.take_in, told)
+    await driver.serve(ready)
+    os._exit(0)  # nothing is open any more, and a name that is still being looked up must not hold up the end
+
+
+def _write_to(log: Path) -> None:
+    """The kernel's terminal may go away."""
+    fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+    os.dup2(fd, 1)
+    os.dup2(fd, 2)
+    os.close(fd)

@@ -1,0 +1,124 @@
+"""The driver is a process of its own: what becomes of a cluster when its kernel is busy, stopped, signalled or gone."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+import nbelastic as nbe
+from tests.process import programs
+from tests.process.observing import alive, descendants, driver_of, lines_in, run_dir, until
+
+BUSY = """
+import ctypes, os, signal, sys, time
+import nbelastic as nbe
+from tests.process import programs
+
+if __name__ == "__main__":
+    with nbe.Cluster("localhost:3", min=2, cooldown=(0, 0), log_dir=f"{sys.argv[1]}/logs") as cluster:
+        job = cluster.run(programs.train, sys.argv[1])
+        cluster.wait(3, timeout=60)
+        while cluster.status().step < 20:
+            time.sleep(0.02)
+        victim = cluster.workers[0].pid
+        os.kill(victim, signal.SIGKILL)
+        killed = time.time()
+        ctypes.PyDLL(None).usleep(4_000_000)  # it holds the interpreter's lock
+        print(victim, killed, time.time(), flush=True)
+        open(f"{sys.argv[1]}/finish", "w")
+        print(len(job.result(timeout=30)), flush=True)
+"""
+
+
+def test_a_kernel_that_holds_the_interpreter_lock_delays_no_recovery(tmp_path: Path) -> None:
+    """A cell computes for seconds without letting go of the lock; a worker dies meanwhile, and the others have gone on long since."""
+    done = subprocess.run(
+        [sys.executable, "-c", BUSY, str(tmp_path)], capture_output=True, text=True, check=False, timeout=90
+    )
+    assert done.returncode == 0, done.stderr
+    victim, killed, awake = map(float, done.stdout.split("\n")[0].split())
+    steps = [line for line in lines_in(tmp_path) if "step" in line and line["pid"] != victim]
+    after = [line["t"] for line in steps if killed < line["t"] < awake and line["world"] == 3 and line["epoch"] > 1]
+    assert after, "the world was not whole again before the kernel let go of the lock"
+
+
+def test_signals_for_the_kernel_are_not_for_its_driver(make, tmp_path):
+    """An interrupt goes to the kernel's process group, and a terminal's end to its session: the driver is in neither."""
+    cluster = make("localhost:1", min=1)
+    driver = driver_of(cluster)
+    assert driver != os.getpid()
+    assert os.getpgid(driver) == os.getsid(driver) == driver
+    os.kill(driver, signal.SIGINT)
+    assert cluster.run(os.getpid).result(timeout=20) == [cluster.workers[0].pid]
+
+
+def test_a_driver_that_dies_ends_its_cluster(make, tmp_path):
+    """Without `keep`: nothing of it is left, who waits is told, and it can be started again."""
+    cluster = make("localhost:2", min=2)
+    job = cluster.run(programs.train, str(tmp_path))
+    until(lambda: cluster.status().step > 3)
+    pids = {worker.pid for worker in cluster.workers}
+    os.kill(driver_of(cluster), signal.SIGKILL)
+    with pytest.raises(nbe.ClusterStoppedError, match=r"the driver of .* has ended unexpectedly"):
+        job.result(timeout=10)
+    status = cluster.status()
+    assert (status.phase, status.world_size) == ("finished", 0)
+    assert "has ended unexpectedly" in status.reason
+    until(lambda: not any(map(alive, pids)) and not descendants(), 15, "nothing to be left")
+    cluster.start(timeout=30)
+    assert len(cluster.run(os.getpid).result(timeout=20)) == 2
+    cluster.stop()
+    assert not run_dir(cluster).exists()
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_a_driver_that_is_stopped_does_not_hold_up_a_stop(make, monkeypatch, keep):
+    """It is ended when its time is over, and all that it has started, though that of a kept cluster would outlive it."""
+    monkeypatch.setattr("nbelastic.driver.cluster.CLOSING", 3.0)
+    cluster = make("localhost:2", min=2, keep=keep)
+    pids = {worker.pid for worker in cluster.workers}
+    driver = driver_of(cluster)
+    os.kill(driver, signal.SIGSTOP)
+    until(lambda: psutil.Process(driver).status() == psutil.STATUS_STOPPED)
+    cluster.stop(timeout=0.5)
+    until(lambda: not any(map(alive, pids)) and not descendants(), 15, "nothing to be left")
+
+
+FORKED = """
+import os, signal, sys
+import nbelastic as nbe
+
+if __name__ == "__main__":
+    with nbe.Cluster("localhost:1", log_dir=sys.argv[1]) as cluster:
+        if os.fork() == 0:
+            cluster.stop()  # nothing of it is the child's
+            try:
+                cluster.execute("1")
+            except nbe.ClusterStoppedError as error:
+                os._exit(0 if "was forked" in str(error) else 2)
+            os._exit(3)
+        _, status = os.wait()
+        print(os.waitstatus_to_exitcode(status), cluster.run(os.getppid).result(timeout=20) != [], flush=True)
+"""
+
+
+def test_a_forked_kernel_has_no_cluster(tmp_path: Path) -> None:
+    """A child, as `multiprocessing` makes it, can neither stop its parent's cluster nor keep it."""
+    done = subprocess.run(
+        [sys.executable, "-c", FORKED, str(tmp_path)], capture_output=True, text=True, check=False, timeout=60
+    )
+    assert done.stdout == "0 True\n", done.stderr
+
+
+def test_its_errors_are_in_a_file(make):
+    """The kernel's terminal may be gone: what the driver's process writes is among the cluster's logs, for their owner alone."""
+    cluster = make("localhost:1")
+    log = cluster.log_dir / "driver.log"
+    assert log.stat().st_mode & 0o777 == 0o600
+    assert log.read_text() == ""

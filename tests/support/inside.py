@@ -1,0 +1,99 @@
+"""A driver in a thread of the test's own process, where a test can change what its code does."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nbelastic.core import messages as m
+from nbelastic.driver import cluster, connection, process
+from nbelastic.driver.connection import Connection
+from nbelastic.driver.driver import Driver
+from nbelastic.driver.places import RunDir
+
+
+class DriverThread:
+    """In the place of the driver's process."""
+
+    pid = 0
+    returncode = None
+
+    def __init__(self, driver: Driver) -> None:
+        self.driver = driver
+        self._ready = threading.Event()
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="driver", daemon=True)
+        self._thread.start()
+        self._ready.wait()
+        if self._error is not None:
+            raise self._error
+
+    def _run(self) -> None:
+        async def serve() -> None:
+            self._loop, self._task = asyncio.get_running_loop(), asyncio.current_task()
+            try:
+                await self.driver.serve(self._ready.set)
+            except asyncio.CancelledError:
+                await self.driver._hub.stop()  # a process that is killed keeps nothing open
+                self.driver.chronicle.close()
+                if self.driver._clients is not None and self.driver._clients._server is not None:
+                    self.driver._clients._server.close()
+                raise
+
+        try:
+            asyncio.run(serve())
+        except BaseException as error:
+            self._error = error
+        finally:
+            self._ready.set()
+
+    @property
+    def ident(self) -> int:
+        """Of the thread."""
+        return self._thread.ident or 0
+
+    def call(self, function: Callable[..., object], *arguments: Any) -> None:
+        """In the driver's thread."""
+        self._loop.call_soon_threadsafe(function, *arguments)
+
+    def ask(self, event: m.Event) -> None:
+        """Have the driver take this event in."""
+        self.call(self.driver.take_in, event)
+
+    def kill(self) -> None:
+        """As a kill of the process: a kept cluster stays as it is."""
+        self._loop.call_soon_threadsafe(self._task.cancel)
+        self._thread.join()
+
+    def wait(self, timeout: float | None = None) -> int:
+        self._thread.join(timeout)
+        if self._thread.is_alive():
+            raise subprocess.TimeoutExpired("driver", timeout or 0.0)
+        return 0
+
+
+threads: dict[str, DriverThread] = {}  # the newest of each cluster
+
+
+def launch(start: process.Start, folder: Path, on_change: Callable[[], object]) -> tuple[Connection, DriverThread]:
+    """As `process.launch`, without a process."""
+    thread = threads[folder.name] = DriverThread(process.prepare(start))
+    return Connection(folder, on_change), thread
+
+
+def kill_driver(run_dir: RunDir) -> None:
+    """As `connection.kill_driver`."""
+    threads[run_dir.name].kill()
+
+
+def use(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drivers that are started from now on run in threads."""
+    monkeypatch.setattr(process, "launch", launch)
+    for module in (cluster, connection):
+        monkeypatch.setattr(module, "kill_driver", kill_driver)
