@@ -1,6 +1,6 @@
 """What the dashboard costs: `python -m tests.benchmarks.dashboard [--json FILE] [--quick]`.
 
-The driver's CPU with four workers at rest and in training, with a dashboard and without; and of a cluster of 64 hosts
+The CPU of driver and kernel with four workers at rest and in training, with a dashboard and without; and of a cluster of 64 hosts
 with 8 slots what the kernel computes and sends.
 """
 
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 
+import psutil
 from msgspec import json
 from msgspec.structs import replace
 
@@ -17,32 +18,45 @@ from nbelastic.notebook.dashboard import Dashboard
 from nbelastic.notebook.frames import Frames
 from tests.benchmarks import recovery
 from tests.benchmarks.recovery import Cases, training
+from tests.process.observing import driver_of
 
 HOSTS, SLOTS = 64, 8
 
 
-def busy(seconds: float) -> float:
-    """This process's CPU in percent of a core."""
-    began = time.process_time()
-    time.sleep(seconds)
-    return (time.process_time() - began) / seconds * 100
+class Processors:
+    """The CPU of the driver's process and of the kernel's, this one, in percent of a core."""
+
+    def __init__(self, cluster: nbe.Cluster) -> None:
+        self._processes = {"driver": psutil.Process(driver_of(cluster)), "kernel": psutil.Process()}
+        self.found: dict[str, list[float]] = {}
+
+    def measure(self, what: str, rounds: int, seconds: float) -> None:
+        for _ in range(rounds):
+            began = {name: sum(process.cpu_times()[:2]) for name, process in self._processes.items()}
+            time.sleep(seconds)
+            for name, process in self._processes.items():
+                used = sum(process.cpu_times()[:2]) - began[name]
+                self.found.setdefault(f"{name}, {what}", []).append(used / seconds * 100)
 
 
 def driver(rounds: int, seconds: float) -> dict[str, list[float]]:
-    """Percent of a core: the kernel's process with four workers, at rest and while they train (a step takes 5 ms)."""
+    """Percent of a core: driver and kernel with four workers, at rest and while they train (a step takes 5 ms)."""
     found: dict[str, list[float]] = {}
     with nbe.Cluster("localhost:4", min=4) as cluster:
-        found["rest"] = [busy(seconds) for _ in range(rounds)]
-        shown = Dashboard(cluster)
-        found["rest, shown"] = [busy(seconds) for _ in range(rounds)]
-        shown.close()
+        found |= _shown_or_not(cluster, "rest", rounds, seconds)
     with training("localhost:4", min=4) as (cluster, _):
         cluster.wait(4)
-        found["training"] = [busy(seconds) for _ in range(rounds)]
-        shown = Dashboard(cluster)
-        found["training, shown"] = [busy(seconds) for _ in range(rounds)]
-        shown.close()
+        found |= _shown_or_not(cluster, "training", rounds, seconds)
     return found
+
+
+def _shown_or_not(cluster: nbe.Cluster, what: str, rounds: int, seconds: float) -> dict[str, list[float]]:
+    processors = Processors(cluster)
+    processors.measure(what, rounds, seconds)
+    shown = Dashboard(cluster)
+    processors.measure(f"{what}, shown", rounds, seconds)
+    shown.close()
+    return processors.found
 
 
 def wide(step: int) -> Status:

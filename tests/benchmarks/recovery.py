@@ -25,6 +25,7 @@ import psutil
 
 import nbelastic as nbe
 from tests.benchmarks import programs
+from tests.process.observing import driver_of
 from tests.process.observing import lines_in as steps_in
 
 Step = dict[str, Any]
@@ -171,7 +172,7 @@ def soak(count: int) -> dict[str, list[float]]:
 
     def look(cluster: nbe.Cluster) -> None:
         oldest = psutil.Process(min(cluster.workers, key=lambda w: w.rank or 0).pid)
-        for name, process in (("driver", psutil.Process()), ("survivor", oldest)):
+        for name, process in (("driver", psutil.Process(driver_of(cluster))), ("survivor", oldest)):
             seen.setdefault(f"{name} sockets", []).append(len(process.net_connections("inet")))
             seen.setdefault(f"{name} files", []).append(process.num_fds())
             seen.setdefault(f"{name} threads", []).append(process.num_threads())

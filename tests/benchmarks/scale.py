@@ -42,6 +42,7 @@ from nbelastic.driver.run import Run
 from nbelastic.driver.saved import SavedJob
 from nbelastic.link import Keys, Spoke
 from tests.driver.fakes import settings_for
+from tests.support import inside
 
 SLOTS = 8
 PLAYERS = 2  # processes
@@ -109,18 +110,17 @@ def drive(hosts: int, parent: Connection, players: list[Connection]) -> None:
         names = ",".join(f"host{number:04}:{SLOTS}" for number in range(hosts))
         settings = settings_for(Path(folder), names, SLOTS, min=1, max=hosts * SLOTS, cooldown=(0, 0))
         driver = Driver(settings, RunDir(f"scale-{os.getpid()}"), parts=parts)
-        driver.start()
+        thread = inside.DriverThread(driver)
 
         while True:
             match parent.recv():
                 case "submit":
-                    driver.call(
-                        driver.submit, Run("job-1", wire.Program("job-1", "", source="a cell")), SavedJob("job-1")
-                    )
+                    job = Run("job-1", wire.Program("job-1", "", source="a cell"))
+                    thread.call(driver.submit, job, SavedJob("job-1"))
                 case "look":
                     world = driver.world
                     members = list(map(str, world.members))
-                    cpu = (time.process_time(), time.clock_gettime(time.pthread_getcpuclockid(driver._thread.ident)))
+                    cpu = (time.process_time(), time.clock_gettime(time.pthread_getcpuclockid(thread.ident)))
                     parent.send((world.phase, driver.ready_workers(), members, *cpu, list(taken)))
                     taken.clear()
 

@@ -65,7 +65,7 @@ def kept(hosts: str) -> Iterator[Kernel]:
 
 
 def survive(rounds: int, part: str = "") -> dict[str, list[float]]:
-    """Kill the kernel, and another part a moment later, again and again; another kernel makes it whole each time."""
+    """Kill the kernel, or also its driver and another part, again and again; another kernel attaches each time."""
     names = ("attach", "attach, imports", "next step", "whole", "steps lost")
     found: dict[str, list[float]] = {name: [] for name in names}
     if not part:
@@ -75,9 +75,11 @@ def survive(rounds: int, part: str = "") -> dict[str, list[float]]:
             kernel.makes_steps(WORLD)
             time.sleep(2 * SPELL)
             begun = time.time()
-            kernel.kill()
             if part:
+                kernel.crash()
                 kill(kernel.part(part))
+            else:
+                kernel.kill()
             time.sleep(SPELL)
             comes = time.time()
             imported, attached, whole = kernel.again(WORLD)
@@ -90,6 +92,25 @@ def survive(rounds: int, part: str = "") -> dict[str, list[float]]:
                 now = time.time()
                 found["stood still"].append(longest(kernel.steps(), begun, now))
                 found["undisturbed"].append(longest(kernel.steps(), begun - (now - begun), begun))
+    return found
+
+
+def nobody(rounds: int) -> dict[str, list[float]]:
+    """Kill the kernel, and then a worker again and again, while nobody is attached."""
+    found: dict[str, list[float]] = {"next step": [], "whole": [], "steps lost": []}
+    with kept(f"localhost:{WORLD}") as kernel:
+        all_train(kernel, time.time())
+        kernel.kill()
+        for _ in range(rounds):
+            time.sleep(SPELL)
+            ranks = {line["pid"]: line for line in kernel.steps()}
+            begun = time.time()
+            kill(max((pid for pid in ranks if alive(pid)), key=lambda pid: ranks[pid]["rank"]))
+            all_train(kernel, begun)
+            found["whole"].append(time.time() - begun)
+            smaller = [line["t"] for line in kernel.steps() if line["t"] > begun and line["world"] < WORLD]
+            found["next step"].append(min(smaller, default=begun) - begun)
+            found["steps lost"].append(lost(kernel.steps()))
     return found
 
 
@@ -125,9 +146,9 @@ def all_train(kernel: Kernel, since: float) -> None:
 
 def cases(part: int) -> Cases:
     rounds = max(3, 20 // part)
-    with_another = {f"kernel and {name}": partial(survive, rounds, name) for name in PARTS}
+    with_another = {f"driver and {name}": partial(survive, rounds, name) for name in PARTS}
     by_itself = {f"{name} alone": partial(alone, rounds, name) for name in PARTS}
-    return {"kernel": partial(survive, rounds), **with_another, **by_itself}
+    return {"kernel": partial(survive, rounds), "nobody": partial(nobody, rounds), **with_another, **by_itself}
 
 
 if __name__ == "__main__":
