@@ -67,11 +67,12 @@ def answer(driver: Driver, request: r.AnyRequest, future: Future[Any]) -> None:
         case r.Stop(by=by, within=within):
             driver.take_in(m.StopRequested(f"stopped by {by}", within))
             future.set_result(True)
-        case r.Discover(source=source):
-            driver.discover(source)
+        case r.Discover(source=source, arguments=arguments):
+            driver.discover(source, arguments)
             future.set_result(True)
         case r.HostsFound(hosts=hosts, text=text, failed=failed):
-            driver.stop_own_discovery()
+            if hosts is not None:
+                driver.stop_discovery()
             driver.discovered(hosts, text, failed=failed)
             future.set_result(True)
         case _:
@@ -128,10 +129,14 @@ def _next_job(driver: Driver) -> str:
 
 def _submit(driver: Driver, program: wire.Program, future: Future[Any]) -> None:
     job = _next_job(driver)
-    program = replace(program, job=job, call=_named(program.call, job))
-    run = Run(job, program)
     with _saving(driver, job):
-        driver.submit(run, SavedJob(job, program))
+        program = replace(program, job=job, call=_named(program.call, job))
+        run = Run(job, program)
+        try:
+            driver.submit(run, SavedJob(job, program))
+        except OSError:
+            run.forget_program()  # it would take the room that the next try needs
+            raise
 
     def begun(driver: Driver) -> str | None:
         there = driver.world.job is not None and driver.world.job.name == job

@@ -1,4 +1,4 @@
-"""ipyparallel's controller, a process: started, watched, started again in its place, found by a later kernel."""
+"""ipyparallel's controller, a process: started, watched, started again in its place, found by a later driver."""
 
 from __future__ import annotations
 
@@ -101,13 +101,13 @@ class Caretaker:
         self._supervise()
 
     async def attach(self) -> None:
-        """Take over the one that an earlier kernel has started; one that has ended is started again in its place."""
+        """Take over the one that an earlier driver has started; one that has ended is started again in its place."""
         if not self.adopt():
             await self.again()
         self._supervise()
 
     async def stop(self) -> None:
-        """End it. It has nothing to tidy up, and asking it takes longer than the kernel has at its end."""
+        """End it. It has nothing to tidy up, and asking it takes longer than there is time at the end of a kernel."""
         await self._close()
         await self.end()
 
@@ -181,7 +181,7 @@ class Caretaker:
         await self.again()
 
     def adopt(self) -> bool:
-        """Whether the one lives that an earlier kernel has started; it is this one's then."""
+        """Whether the one lives that an earlier driver has started; it is this one's then."""
         with contextlib.suppress(FileNotFoundError):
             self.process = self._file(".process").read_text()
         return lives(self.process)

@@ -27,8 +27,10 @@ if TYPE_CHECKING:
 NEWS, STATUS = 0.02, 0.25  # seconds between two updates at least: with news, and with a status alone
 SHARE = 10  # an update costs at most one part in so many of the driver's time
 FULL = 1 << 20  # bytes that a client has not read; it gets no update before it has
-LONGEST = 16 << 20  # bytes of a client's message
-GOODBYE = 2.0  # seconds that clients have at the end to take what there is, and again while they read
+GOODBYE, LONG_GOODBYE = (
+    2.0,
+    6.0,
+)  # seconds that clients have at the end to take what there is: at first, and if they read
 
 
 _requests = msgspec.msgpack.Decoder(r.AnyRequest)
@@ -39,7 +41,7 @@ class Clients:
 
     def __init__(self, driver: Driver, folder: Path, arguments: Mapping[str, Any]) -> None:
         self._driver, self._folder = driver, folder
-        self.welcome = u.frame(u.Welcome(dict(arguments), str(driver.settings.log_dir), driver.settings.number))
+        self.arguments = dict(arguments)
         self._open: set[_Client] = set()
         self._doomed: set[str] = set()  # jobs that the driver has forgotten, but not their values
         self._there: set[_Client] = set()  # of these, who is told what changes
@@ -61,9 +63,9 @@ class Clients:
                 os.unlink(path)
             listener.bind(path)
             os.chmod(path, 0o600)
+            self._server = await self._loop.create_unix_server(lambda: _Client(self, self._driver), sock=listener)
         finally:
             os.close(folder)
-        self._server = await self._loop.create_unix_server(lambda: _Client(self, self._driver), sock=listener)
 
     @property
     def anybody(self) -> bool:
@@ -128,8 +130,8 @@ class Clients:
         for client in list(self._there):
             client.update(status, last=True)
         self._gone.clear()
-        left = float("inf")
-        while self._there and (size := sum(client.unread for client in self._there)) < left:
+        left, end = float("inf"), self._loop.time() + LONG_GOODBYE
+        while self._there and (size := sum(client.unread for client in self._there)) < left and self._loop.time() < end:
             left = size or -1.0  # nothing is left to be read: once more, for them to say so
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._gone.wait(), GOODBYE)
@@ -145,7 +147,7 @@ class _Client(asyncio.Protocol):
 
     def __init__(self, clients: Clients, driver: Driver) -> None:
         self._clients, self._driver = clients, driver
-        self._frames = u.Frames(u.FROM_CLIENT, LONGEST)
+        self._frames = u.Frames(u.FROM_CLIENT, u.LONGEST)
         self._known = False  # it has said hello, and speaks as we do
         self._asked: dict[int, Future[Any]] = {}
         self.takes: set[str] = set()  # jobs of whose end it was told, and whose values it has not mapped yet
@@ -207,7 +209,8 @@ class _Client(asyncio.Protocol):
             self._transport.close()
             return
         self._known = True
-        self._transport.write(self._clients.welcome)
+        settings = self._driver.settings
+        self._transport.write(u.frame(u.Welcome(self._clients.arguments, str(settings.log_dir), settings.number)))
         self._clients.come(self)
         self.update(u.encoded(self._driver.status))
 
@@ -233,7 +236,7 @@ class _Client(asyncio.Protocol):
         self.update(u.encoded(self._driver.status))
 
     def update(self, status: msgspec.Raw, *, last: bool = False, whatever: bool = False) -> None:
-        """Say what is new. `whatever` it has not read yet; `last`: nothing comes after it."""
+        """Say what has changed: with `whatever` also to a client that has not read what came before; `last`: and that it is over."""
         if not self._known or (self._late and not last and not whatever):
             return
         driver = self._driver

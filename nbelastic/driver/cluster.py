@@ -239,7 +239,7 @@ class Cluster:
     def _of(
         cls, folder: Path, driver: Connection | None, discovery: str | HostDiscovery | None, patience: float
     ) -> Self:
-        """With this driver; None: with another one, which takes over what that has left which was there."""
+        """On this connection; without one, with a new driver, which takes over what the dead one has left."""
         if driver is None:
             saved = read(folder)
             hosts = written(host.spec for host in saved.world.hosts if not host.by_hand)
@@ -252,7 +252,7 @@ class Cluster:
             self._own = False
             self._take(driver)
             if discovery is not None and self._discovery is None:
-                self._ask(requests.Discover(self._settings.discovery))
+                self._ask(requests.Discover(self._settings.discovery, self._arguments))
         except BaseException:
             driver.leave("it was not attached to")
             raise
@@ -323,19 +323,27 @@ class Cluster:
             driver = self._again(driver)
         driver.request(requests.Stop("hand", within))
         if not driver.finished.wait(within + more) and kill:
-            kill_driver(self._run_dir)
+            kill_driver(self._run_dir, self._run_dir.driver)
             driver.finished.wait(more)
-            if self._settings.keep is not None:  # what it has started outlives it
-                self._launch(self._settings, found=True, patience=patience_for(self._run_dir.path))
-                driver, self._driver = self._running(), None
-                driver.request(requests.Stop("hand", 0.0))
-                driver.finished.wait(more)
+        if driver.finished.is_set() and kill and self._has_left_something(driver):
+            self._launch(self._settings, found=True, patience=patience_for(self._run_dir.path))
+            driver, self._driver = self._running(), None
+            driver.request(requests.Stop("hand", within))
+            driver.finished.wait(within + more)
         if self._process is not None and driver.finished.is_set():
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(SOON)
 
+    def _has_left_something(self, driver: Connection) -> bool:
+        """Whether this kept cluster lives on without the driver, which was killed."""
+        if self._settings.keep is None or self._run_dir.driver:
+            return False
+        with contextlib.suppress(UsageError):
+            return read(self._run_dir.path).number == driver.number
+        return False
+
     def _again(self, lost: Connection) -> Connection:
-        """Another connection to the same driver, if it lives and only this one is lost."""
+        """A connection to the driver that this start of the cluster has now; `lost`, if there is none."""
         with contextlib.suppress(UsageError):
             again = connected(self._run_dir.path)
             if again is not None and again.number == lost.number:

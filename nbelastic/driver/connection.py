@@ -34,6 +34,7 @@ from nbelastic.driver.status import EventRecord, Status
 
 log = logging.getLogger("nbelastic")
 AGAIN = 0.02  # seconds to the next try to connect, while it starts or ends
+LAST_WORDS = 1.0  # seconds for what is still to be sent when a connection is left
 PATIENCE = 10.0  # seconds that a driver may take to greet
 
 
@@ -121,12 +122,19 @@ class Connection:
         self.number = ""  # of the cluster's start
         self._thread = threading.Thread(target=self._read, name="nbelastic-connection", daemon=True)
         self._thread.start()
-        threading.Thread(target=self._write, name="nbelastic-requests", daemon=True).start()
-        if not self._greeted.wait(PATIENCE):
+        self._writer = threading.Thread(target=self._write, name="nbelastic-requests", daemon=True)
+        self._writer.start()
+        try:
+            self._meet()
+        except BaseException:  # an interrupt too: nobody is to be taken for attached who is not
             self.leave("")
+            raise
+
+    def _meet(self) -> None:
+        """Wait for the driver's first words. TimeoutError, ConnectionResetError, or why it refuses."""
+        if not self._greeted.wait(PATIENCE):
             raise TimeoutError
         if self._refused is not None:
-            self.leave("")
             raise self._refused
         if not self._status:
             raise ConnectionResetError  # it has just ended
@@ -186,6 +194,10 @@ class Connection:
             data = u.frame(u.Ask(number, u.encoded(request)))
         except TypeError as error:
             raise UsageError(f"this cannot be asked of the driver: {error}.") from None
+        if len(data) > u.LONGEST:
+            raise UsageError(
+                f"this cannot be asked of the driver: it has {len(data)} bytes, and {u.LONGEST} are possible."
+            )
         self._asked[number] = type(request), future
         future.add_done_callback(lambda future: self._unask(number, future))
         self._out.put(data)
@@ -200,6 +212,8 @@ class Connection:
     def leave(self, why: str) -> None:
         """Close the connection; the driver stays. `why`, in words for who still waits."""
         self._left = why
+        self._out.put(None)
+        self._writer.join(LAST_WORDS)  # what was asked just before still goes out
         self._shut()
         if threading.current_thread() is not self._thread:
             self._thread.join(PATIENCE)
@@ -341,7 +355,7 @@ def connected(folder: Path, patience: float = START) -> Connection | None:
             break
     if connection.faulty and connection.arguments.get("keep"):
         connection.leave("its driver had a fault and was ended")
-        kill_driver(run_dir)
+        kill_driver(run_dir, pid)
         return None
     return connection
 
@@ -352,16 +366,17 @@ def silent(name: str, pid: int) -> UsageError:
     return UsageError(f"{text}; end that process, then attach again.")
 
 
-def kill_driver(run_dir: RunDir) -> None:
-    """Kill the process that holds this name, and wait until it has ended."""
-    pid = run_dir.driver
+def kill_driver(run_dir: RunDir, pid: int) -> None:
+    """Kill this process, if it still is the one that holds the name; wait until it has ended."""
     if not pid:
         return
     with contextlib.suppress(ProcessLookupError):
         fd = os.pidfd_open(pid)
         try:
-            if run_dir.driver == pid:  # the number may be another's by now
+            if run_dir.driver == pid:  # the number may be another's by now, or the name
                 signal.pidfd_send_signal(fd, signal.SIGKILL)
-                select.select([fd], [], [], PATIENCE)
+                ended = select.poll()
+                ended.register(fd, select.POLLIN)
+                ended.poll(PATIENCE * 1000)
         finally:
             os.close(fd)

@@ -229,6 +229,7 @@ class Driver:
         """Before anybody is heard: the newest job of the last driver, of which workers will tell how it ended."""
         if saved.job is not None:
             self.runs[saved.job.name] = Run(saved.job.name, saved.job.program)
+        self.fleet.results.remove_all_but(list(self.runs))
         if self.notes is not None:
             self.notes.recall(self)
 
@@ -282,7 +283,7 @@ class Driver:
 
     def stop_deciding(self, event: m.Event, error: Exception) -> None:
         """The state may be wrong: decide nothing with it, leave the workers as they are, and tell whoever waits."""
-        self.stop_own_discovery()
+        self.stop_discovery()
         for task in self._watches:  # they would have hosts and workers ended
             task.cancel()
         if self._tick is not None:
@@ -584,18 +585,24 @@ class Driver:
             await self.fleet.look_after_jobs()
             self.save()  # what no event tells: the number of one that has been submitted, another gate
 
-    def discover(self, source: Source) -> None:
-        """Ask from now on there where hosts come from."""
-        self.stop_own_discovery()
+    def discover(self, source: Source, arguments: Mapping[str, Any] | None = None) -> None:
+        """Ask from now on there where hosts come from. Who attaches later, and a next driver, find these `arguments`."""
+        if isinstance(source, Script | Installed):
+            failed, recovered = partial(self.discovered, None, failed=True), partial(self.discovered, None)
+            look = partial(watch, opened(source), self.discovered, failed, recovered)
+        self.stop_discovery()
         if isinstance(source, Listed):
             self.discovered(source.hosts)
         elif isinstance(source, Script | Installed):
-            failed, recovered = partial(self.discovered, None, failed=True), partial(self.discovered, None)
-            look = partial(watch, opened(source), self.discovered, failed, recovered)
             self._discovery = self.supervised("the host discovery", look)
+        if arguments is not None and self._clients is not None:
+            self._clients.arguments = dict(arguments)
+        if arguments is not None and self.notes is not None:
+            self.notes.arguments = dict(arguments)
+            self.save()
 
-    def stop_own_discovery(self) -> None:
-        """A client says from now on where hosts are; or nobody does."""
+    def stop_discovery(self) -> None:
+        """Ask no script or plug-in any more: a client says from now on where hosts are, or nobody does."""
         if self._discovery is not None:
             self._discovery.cancel()
             self._discovery = None
@@ -610,8 +617,8 @@ class Driver:
             self.record(m.Record("discovery-recovered", text))
 
     async def _look_around(self) -> None:
-        """For ever: a kept cluster to which nobody has been connected for the time of its lease ends; so does one whose run
-        folder was removed, which nobody can find any more.
+        """For ever: a kept cluster to which nobody has been connected for the time of its lease ends; so does one whose lock
+        file was removed, as by a cleaner of temporary folders: nobody could find it any more.
         """
         lease, clients = self.settings.lease, self._clients
         while clients is not None:
@@ -620,7 +627,7 @@ class Driver:
                 self.take_in(m.StopRequested(f"nobody has been connected to it for {lease:g} s"))
                 return
             if not self._run_dir.is_there:
-                self.take_in(m.StopRequested("its run folder was removed"))
+                self.take_in(m.StopRequested("its lock file was removed"))
                 return
             await asyncio.sleep(LOOK if lease is None else max(0.01, min(LOOK, lease - alone)))
 

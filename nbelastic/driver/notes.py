@@ -37,7 +37,7 @@ class Notes:
         self.found = found
         self.submitted = found.submitted if found is not None else 0
         self.job = found.job if found is not None else None
-        self._run_dir, self._arguments = run_dir, dict(arguments)
+        self._run_dir, self.arguments = run_dir, dict(arguments)
         self._last: Saved | None = None
         self._of: tuple[World, SavedWorld] | None = None
         self._output: Any = None
@@ -76,7 +76,7 @@ class Notes:
             driver.term,
             driver.address,
             driver.keys,
-            self._arguments,
+            self.arguments,
             str(driver.settings.log_dir),
             self._of[1],
             agents,

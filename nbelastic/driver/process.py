@@ -36,10 +36,14 @@ if TYPE_CHECKING:
     from nbelastic.driver.driver import Driver
 
 CODE = """import json, sys
-path = json.loads(sys.stdin.buffer.readline())
+ours, *path = json.loads(sys.stdin.buffer.readline())
+sys.path[:0] = [ours]
+import nbelastic
+sys.path[:1] = []
 sys.path += [each for each in path if each and each not in sys.path]
 from nbelastic.driver.process import main
 main(path)"""
+log = logging.getLogger("nbelastic")
 LOG = "driver.log"  # in the cluster's folder of logs: what the driver's process writes to its standard output and error
 TAKEN_BACK = 5.0  # seconds to stop what has begun, when somebody interrupts a start
 LAST_WORDS = 2000  # characters of what it wrote
@@ -48,7 +52,7 @@ AT_THE_END = 0.5  # seconds that programs have when the kernel has ended
 
 class Start(msgspec.Struct, frozen=True):
     """What the process is told. `found`: it takes over what another driver has left. `submitted`: jobs so far. `patience`: seconds
-    that it may take to start.
+    that it may take to start. `temporary`: the kernel's temporary folder.
 
     `arguments`: those of `Cluster`, as they are kept. `kernel`: the descriptor of a pidfd; `ready`: of a pipe.
     """
@@ -58,6 +62,7 @@ class Start(msgspec.Struct, frozen=True):
     found: bool = False
     submitted: int = 0
     patience: float = START
+    temporary: str = ""
     kernel: int = -1
     ready: int = -1
 
@@ -96,17 +101,15 @@ def launch(start: Start, folder: Path, on_change: Callable[[], object]) -> tuple
         finally:
             os.close(theirs)
         try:
-            start = replace(start, kernel=kernel, ready=theirs)
-            data = (
-                json.dumps([each for each in sys.path if isinstance(each, str)]).encode()
-                + b"\n"
-                + bytes(encoded(start))
-            )
+            start = replace(start, kernel=kernel, ready=theirs, temporary=tempfile.gettempdir())
+            home = str(Path(__file__).parents[2])  # where the driver finds the same nbelastic as this process
+            path = [home, *(each for each in sys.path if isinstance(each, str))]
+            data = json.dumps(path).encode() + b"\n" + bytes(encoded(start))
             with contextlib.suppress(BrokenPipeError):  # it has ended, and has said why
                 _tell(child, data)
             _wait_for(ours, child, words, start.patience)
         except BaseException:
-            child.kill()  # it has started nothing yet
+            child.kill()  # it has started nothing, or has just begun to
             child.wait()
             raise
         try:
@@ -138,8 +141,10 @@ def _tell(child: subprocess.Popen[bytes], data: bytes) -> None:
 def _wait_for(ready: int, child: subprocess.Popen[bytes], words: IO[bytes], patience: float) -> None:
     """Return when the driver says that it is there. NbelasticError if it is not."""
     end, said = time.monotonic() + patience, b""
+    news = select.poll()
+    news.register(ready, select.POLLIN)
     while not said.endswith(b"\n"):
-        if not select.select([ready], [], [], max(0.0, end - time.monotonic()))[0]:
+        if not news.poll(max(0.0, end - time.monotonic()) * 1000):
             raise HostError(f"the driver's process did not start within {patience:g} s.")
         data = os.read(ready, 1 << 16)
         if not data:
@@ -163,6 +168,7 @@ def main(path: list[str]) -> None:
         signal.SIGINT, lambda *_: None
     )  # an interrupt is for what runs in the kernel; children have their own way
     start = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=Start, dec_hook=lambda kind, value: kind(value))
+    tempfile.tempdir = start.temporary
     os.set_inheritable(start.kernel, False)
     with os.fdopen(start.ready, "wb") as pipe:
         os.set_inheritable(start.ready, False)
@@ -172,18 +178,22 @@ def main(path: list[str]) -> None:
                 with contextlib.suppress(BrokenPipeError), pipe:
                     pipe.write(msgspec.json.encode(refusal) + b"\n")
 
+        def fail(error: BaseException) -> None:
+            """At once: nothing that is still going on may keep the cluster's port; what a kept one needs is left as it is."""
+            if isinstance(error, NbelasticError):
+                say(Refusal(type(error).__name__, str(error)))
+            else:
+                log.error("the driver of %r has failed", start.settings.name, exc_info=error)
+                say(Refusal(HostError.__name__, f"the driver cannot start: {type(error).__name__}: {error}"))
+            os._exit(1)
+
         try:
             driver = prepare(start)
             sys.path[:] = path  # not before all is imported: a file of the user's may be named as a module of Python's
             _write_to(driver.settings.log_dir / LOG)
-            asyncio.run(_serve(driver, start.kernel, lambda: say(Refusal())))
-        except BaseException as error:
-            if isinstance(error, NbelasticError):
-                say(Refusal(type(error).__name__, str(error)))
-            else:
-                logging.getLogger("nbelastic").exception("the driver of %r has failed", start.settings.name)
-                say(Refusal(HostError.__name__, f"the driver cannot start: {type(error).__name__}: {error}"))
-            os._exit(1)  # what a kept cluster needs is left as it is
+            asyncio.run(_serve(driver, start.kernel, lambda: say(Refusal()), fail))
+        except BaseException as error:  # noqa: BLE001  (it is reported, and this is the end)
+            fail(error)
 
 
 def prepare(start: Start) -> Driver:
@@ -215,8 +225,10 @@ def prepare(start: Start) -> Driver:
         raise
 
 
-async def _serve(driver: Driver, kernel: int, ready: Callable[[], object]) -> None:
-    """Be the driver until its cluster has stopped; without `keep`, or if there is none of this descriptor, with its kernel."""
+async def _serve(
+    driver: Driver, kernel: int, ready: Callable[[], object], fail: Callable[[BaseException], None]
+) -> None:
+    """Run the driver until its cluster has stopped. Without `keep` the end of the kernel that started it stops the cluster."""
     loop = asyncio.get_running_loop()
 
     def ended() -> None:
@@ -227,7 +239,10 @@ async def _serve(driver: Driver, kernel: int, ready: Callable[[], object]) -> No
         loop.add_reader(kernel, ended)
         told = m.StopRequested("its driver was told to end (SIGTERM)", AT_THE_END)
         loop.add_signal_handler(signal.SIGTERM, driver.take_in, told)
-    await driver.serve(ready)
+    try:
+        await driver.serve(ready)
+    except BaseException as error:  # noqa: BLE001  (it is reported, and this is the end)
+        fail(error)
     os._exit(0)  # nothing is open any more, and a name that is still being looked up must not hold up the end
 
 

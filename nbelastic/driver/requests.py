@@ -120,9 +120,10 @@ class HostsFound(Request):
 
 
 class Discover(Request):
-    """Ask from now on there where hosts come from."""
+    """Ask from now on there where hosts come from. `arguments`: those of `Cluster` with it, as they are kept."""
 
     source: Source
+    arguments: dict[str, Any]
 
 
 class Press(Request):

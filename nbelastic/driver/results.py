@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -68,6 +68,13 @@ class Results:
     def folder(self, job: str) -> Path:
         """Where its workers on this machine put long values."""
         return self._folder / job
+
+    def remove_all_but(self, jobs: Collection[str]) -> None:
+        """Of what a dead driver has left."""
+        with suppress(FileNotFoundError):
+            for folder in self._folder.iterdir():
+                if folder.name not in jobs:
+                    self.remove(folder.name)
 
     def remove(self, job: str) -> None:
         """Nobody asks for its values any more; who has them has mapped them."""

@@ -24,6 +24,7 @@ from nbelastic.driver.stacks import WorkerStack
 from nbelastic.driver.status import EventRecord, Status
 
 SOCKET = "driver.sock"  # in the run folder
+LONGEST = 16 << 20  # bytes of a client's message
 LENGTH = struct.Struct("<Q")  # before each message: its bytes
 
 

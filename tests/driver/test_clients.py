@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import stat
 import threading
@@ -448,12 +449,12 @@ def test_values_stay_until_everybody_has_them(quiet):
     until(lambda: sorted(path.name for path in folder.iterdir()) == ["job-3", "job-4"])
 
 
-def test_a_cluster_whose_run_folder_is_removed_ends(quiet, monkeypatch):
+def test_a_cluster_whose_lock_is_removed_ends(quiet, monkeypatch):
     """Nobody could find it any more."""
     monkeypatch.setattr(driver_module, "LOOK", 0.05)
     cluster = quiet()
     cluster._run_dir.lock.unlink()
-    until(lambda: cluster.status().reason == "stopped: its run folder was removed")
+    until(lambda: cluster.status().reason == "stopped: its lock file was removed")
 
 
 def test_a_status_that_is_read_late_is_not_shown_instead_of_a_newer_one(quiet):
@@ -464,3 +465,60 @@ def test_a_status_that_is_read_late_is_not_shown_instead_of_a_newer_one(quiet):
     cluster.scale(2, 3)
     driver._decoded = old, cluster.status()
     assert cluster.status().min == 2
+
+
+def test_what_is_asked_before_a_connection_is_left_still_goes_out(quiet):
+    """An order, and at once a detach: 20 times."""
+    cluster = quiet(keep=True)
+    for most in range(1, 21):
+        other = nbe.Cluster.attach("quiet")
+        other.order({"order": "scale", "max": most}, "a page")
+        other.detach()
+        until(lambda most=most: cluster.status().max == most)
+
+
+def test_who_is_interrupted_while_attaching_is_not_attached(quiet, monkeypatch):
+    """Ctrl-C while the driver does not greet: the lease of the cluster would never run out."""
+    cluster = quiet()
+    monkeypatch.setattr(Connection, "_meet", lambda _: signal.raise_signal(signal.SIGINT))
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            nbe.Cluster.attach("quiet")
+    finally:
+        signal.signal(signal.SIGINT, before)
+    until(lambda: in_driver(cluster, lambda driver: len(driver._clients._open)) == 1)
+
+
+def test_what_a_dead_driver_has_left_of_old_jobs_is_removed(quiet):
+    """Results of jobs that the next driver does not know."""
+    cluster = quiet(keep=True)
+    folder = cluster._run_dir.path / "results"
+    for name in ("job-1", "job-2"):
+        job = cluster.run(os.getpid)
+        ended(cluster, job, Outcome(value=blob(name, folder / name / "value")))
+        job.result(timeout=10)
+    inside.kill_driver(cluster._run_dir, 0)
+    with nbe.Cluster.attach("quiet", discovery=NoHosts()):
+        assert [path.name for path in folder.iterdir()] == ["job-2"]
+
+
+def test_a_request_that_is_too_long_costs_its_own_call(quiet):
+    cluster = quiet()
+    with pytest.raises(nbe.UsageError, match=r"it has \d+ bytes, and 16777216 are possible"):
+        cluster.restart("x" * (u.LONGEST + 1))
+    cluster.scale(2, 3)
+    assert cluster.status().min == 2
+
+
+def test_a_script_that_was_attached_with_is_remembered(quiet, tmp_path):
+    """Who attaches later need not say it again, also after the driver has died."""
+    script = tmp_path / "hosts.sh"
+    script.write_text("#!/bin/sh\nexit 1\n")
+    script.chmod(0o755)
+    cluster = quiet(keep=True)
+    nbe.Cluster.attach("quiet", discovery=str(script)).detach()
+    assert nbe.Cluster.attach("quiet")._arguments["discovery"] == str(script)
+    inside.kill_driver(cluster._run_dir, 0)
+    with nbe.Cluster.attach("quiet") as again:
+        assert again._arguments["discovery"] == str(script)

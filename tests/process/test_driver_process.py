@@ -122,3 +122,36 @@ def test_its_errors_are_in_a_file(make):
     log = cluster.log_dir / "driver.log"
     assert log.stat().st_mode & 0o777 == 0o600
     assert log.read_text() == ""
+
+
+def test_a_kept_cluster_whose_driver_has_died_can_be_stopped(make):
+    """Another driver does it: no agent is left with its processors until the end of the lease."""
+    cluster = make("localhost:2", min=2, keep=True)
+    pids = {worker.pid for worker in cluster.workers}
+    os.kill(driver_of(cluster), signal.SIGKILL)
+    until(lambda: cluster.status().phase == "finished")
+    assert all(map(alive, pids))
+    cluster.stop()
+    assert not run_dir(cluster).exists()
+    until(lambda: not any(map(alive, pids)) and not descendants(), 15, "nothing to be left")
+
+
+def test_the_temporary_folder_is_the_kernel_s(make, monkeypatch, tmp_path):
+    """However that has got it: `tempfile.tempdir` is no variable of the environment."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    cluster = make("localhost:1")
+    assert cluster.run(os.getpid).result(timeout=20) == [cluster.workers[0].pid]
+    assert list(tmp_path.glob("nbelastic-*/runs/*/driver.sock"))
+    cluster.stop()
+
+
+def test_a_file_of_the_user_s_is_no_module_of_the_driver_s(tmp_path: Path) -> None:
+    """A notebook's folder may have an `asyncio.py`, and is on the kernel's path."""
+    (tmp_path / "asyncio.py").write_text("raise SystemExit('not this one')")
+    (tmp_path / "secrets.py").write_text("raise SystemExit('not this one')")
+    code = "import asyncio, secrets, sys; import nbelastic as nbe\n"
+    code += "nbe.Cluster\nsys.path.insert(0, '')\nsys.path.append(sys.argv[1])\n"
+    code += "nbe.Cluster('localhost:1', log_dir=sys.argv[1]).start(wait=False).stop(); print('fine')"
+    command = [sys.executable, "-P", "-c", code, str(tmp_path)]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=60)
+    assert done.stdout == "fine\n", done.stderr

@@ -87,7 +87,7 @@ def launch(start: process.Start, folder: Path, on_change: Callable[[], object]) 
     return Connection(folder, on_change), thread
 
 
-def kill_driver(run_dir: RunDir) -> None:
+def kill_driver(run_dir: RunDir, pid: int) -> None:
     """As `connection.kill_driver`."""
     threads[run_dir.name].kill()
 
