@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import os
-import socket
-import stat
 from collections.abc import Callable
-from contextlib import suppress
 
 _in_child: set[Callable[[], object]] = set()
 
@@ -18,18 +15,6 @@ def in_child(function: Callable[[], object]) -> None:
 
 def no_longer(function: Callable[[], object]) -> None:
     _in_child.discard(function)
-
-
-def close_sockets(port: int) -> None:
-    """Close the TCP sockets of this process that are bound to this local port. ZeroMQ does not tell their numbers."""
-    for fd in map(int, os.listdir("/proc/self/fd")):
-        with suppress(OSError):  # the folder's own descriptor is closed by now
-            if not stat.S_ISSOCK(os.fstat(fd).st_mode):
-                continue
-            with socket.socket(fileno=os.dup(fd)) as copy:
-                found = copy.family in (socket.AF_INET, socket.AF_INET6) and copy.getsockname()[1] == port
-            if found:
-                os.close(fd)
 
 
 def _forked() -> None:

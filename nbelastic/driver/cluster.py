@@ -19,7 +19,6 @@ from msgspec.structs import replace
 
 from nbelastic import pickles
 from nbelastic.core import wire
-from nbelastic.core.addresses import bracketed
 from nbelastic.core.errors import (
     AnotherDriverError,
     ClusterStoppedError,
@@ -27,6 +26,7 @@ from nbelastic.core.errors import (
     NbelasticError,
     UsageError,
 )
+from nbelastic.core.messages import HostSpec
 from nbelastic.core.placement import parse_host
 from nbelastic.core.world import Limits
 from nbelastic.driver import process, requests
@@ -247,7 +247,7 @@ class Cluster:
             self._launch(self._settings, found=True, patience=patience)
             return self
         try:
-            hosts = [f"{bracketed(host.name)}:{host.slots}" for host in driver.status.hosts]
+            hosts = written(HostSpec(host.name, host.slots) for host in driver.status.hosts)
             self = cls(**arguments_of(folder.name, str(driver.log_dir), driver.arguments, hosts, discovery))
             self._own = False
             self._take(driver)

@@ -13,7 +13,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future, InvalidStateError
+from concurrent.futures import Future
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -28,6 +28,7 @@ from nbelastic.core.errors import ClusterStoppedError, JobError, NbelasticError,
 from nbelastic.driver import requests as r
 from nbelastic.driver import updates as u
 from nbelastic.driver.chronicle import KEPT
+from nbelastic.driver.faults import settle
 from nbelastic.driver.places import START, RunDir
 from nbelastic.driver.run import Printed
 from nbelastic.driver.status import EventRecord, Status
@@ -61,7 +62,7 @@ class JobCopy:
             if end.values is not None:
                 self.future.set_result([_bytes_of(blob) for blob in end.values])
                 return
-            error = _error(end.error, end.text)
+            error = error_of(end.error, end.text)
             if isinstance(error, JobError):
                 error.rank, error.worker, error.remote_traceback = end.rank, end.worker, end.traceback
         except (OSError, ValueError) as problem:
@@ -80,10 +81,10 @@ def _bytes_of(blob: wire.Blob | None) -> pickles.Bytes | None:
     return pickles.mapped(Path(blob.path)) if blob.path else bytearray(blob.data)  # arrays in it can be written to
 
 
-def _error(name: str, text: str) -> NbelasticError:
-    kind = getattr(errors, name, NbelasticError)
-    error: NbelasticError = kind(text)
-    return error
+def error_of(name: str, text: str) -> NbelasticError:
+    """An error as the driver has said it: the name of its class in `core.errors`, and its text."""
+    kind: type[NbelasticError] = getattr(errors, name, NbelasticError)
+    return kind(text)
 
 
 class Connection:
@@ -267,12 +268,12 @@ class Connection:
                 if future is not None and future.set_running_or_notify_cancel():
                     future.set_result(answer)
             case u.Failed(number=0, error=error, text=text):
-                self._refused = _error(error, text)
+                self._refused = error_of(error, text)
                 self._greeted.set()
             case u.Failed(number=number, error=error, text=text):
                 _, future = self._asked.pop(number, (None, None))
                 if future is not None and future.set_running_or_notify_cancel():
-                    future.set_exception(_error(error, text))
+                    future.set_exception(error_of(error, text))
             case u.Over(why=why):
                 self.why_ended = why or self.why_ended
                 self._send(u.Bye())
@@ -322,8 +323,7 @@ class Connection:
         self.on_change()
 
     def _fail(self, future: Future[Any]) -> None:
-        with contextlib.suppress(InvalidStateError):  # it has been answered, or cancelled, at this very moment
-            future.set_exception(ClusterStoppedError(self.gone))
+        settle(future.set_exception, ClusterStoppedError(self.gone))
 
     @property
     def gone(self) -> str:

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping
-from concurrent.futures import Future, InvalidStateError
+from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -25,7 +25,7 @@ from nbelastic.driver.answers import answer
 from nbelastic.driver.chronicle import Chronicle
 from nbelastic.driver.clients import Clients
 from nbelastic.driver.discovery import Installed, Listed, Script, Source, opened, watch
-from nbelastic.driver.faults import Faults, try_each
+from nbelastic.driver.faults import Faults, settle, try_each
 from nbelastic.driver.fleet import Fleet
 from nbelastic.driver.live import numbers
 from nbelastic.driver.notes import Notes
@@ -708,9 +708,3 @@ class Driver:
                 "no host could be started: " + "; ".join(f"{host.spec.name}: {host.reason}" for host in hosts)
             )
         return None
-
-
-def settle(resolve: Callable[[T], None], value: T) -> None:
-    """Resolve a future that another thread, or the driver's end, may have resolved at this moment."""
-    with contextlib.suppress(InvalidStateError):
-        resolve(value)

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable
-from typing import Any
+from concurrent.futures import InvalidStateError
+from contextlib import suppress
+from typing import Any, TypeVar
 
 from nbelastic.core import messages as m
 
+T = TypeVar("T")
 MOST = 100  # different errors that are reported
 log = logging.getLogger("nbelastic")
 
@@ -56,6 +59,12 @@ def try_each(acts: Iterable[Callable[[], object]]) -> Exception | None:
         except Exception as error:  # noqa: BLE001  (the caller reports it)
             first = first or error
     return first
+
+
+def settle(resolve: Callable[[T], None], value: T) -> None:
+    """Resolve a future that another thread, or the driver's end, may have resolved at this moment."""
+    with suppress(InvalidStateError):
+        resolve(value)
 
 
 def _in_one_line(error: BaseException) -> str:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from concurrent.futures import Future, InvalidStateError
-from contextlib import suppress
+from concurrent.futures import Future
 from pathlib import Path
 
 from nbelastic import clusterfile
 from nbelastic.core import messages as m
 from nbelastic.core.errors import HostError
+from nbelastic.driver.faults import settle
 from nbelastic.driver.fleet import LEASE, Fleet
 from nbelastic.driver.launchers import here_towards
 from nbelastic.driver.settings import Settings
@@ -44,11 +44,9 @@ class Invitations:
             lease = max(LEASE, settings.silence) if settings.lease is None else settings.lease
             clusterfile.ClusterFile(settings.name, address, self._keys, lease).write(path)
         except Exception as error:  # noqa: BLE001  (whatever it is, the caller waits for it)
-            with suppress(InvalidStateError):  # who has asked is gone
-                found.set_exception(HostError(f"no cluster file can be made: {error}"))
+            settle(found.set_exception, HostError(f"no cluster file can be made: {error}"))
         else:
-            with suppress(InvalidStateError):
-                found.set_result(path)
+            settle(found.set_result, path)
 
     def close(self) -> None:
         """What is not made yet will not be; the driver tells those who wait for it."""

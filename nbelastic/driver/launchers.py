@@ -120,7 +120,6 @@ class AdoptedAgent:
     def __init__(self, process: str, on_stop: Callable[[str], None]) -> None:
         self.process, self._on_stop = process, on_stop
         self._pid = pid_of(process)
-        self._watched = -1
 
     def start(self, config: Mapping[str, Any]) -> None:  # noqa: ARG002  (the other driver has told it)
         if not self.process:  # a job that was about to be submitted: only the link tells of it
@@ -137,15 +136,9 @@ class AdoptedAgent:
         loop.add_reader(self._watched, self._ended)
 
     def _ended(self) -> None:
-        self.release()
+        asyncio.get_running_loop().remove_reader(self._watched)
+        os.close(self._watched)
         self._on_stop("its process has ended")
-
-    def release(self) -> None:
-        """Look at it no more."""
-        fd, self._watched = self._watched, -1
-        if fd >= 0:
-            asyncio.get_running_loop().remove_reader(fd)
-            os.close(fd)
 
     def kill(self) -> None:
         if lives(self.process):

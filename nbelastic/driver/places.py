@@ -16,7 +16,6 @@ from nbelastic.presence import identity, lives, pid_of
 
 LONGEST = 100  # bytes of a cluster's name: names of files are made of it
 START = 60.0  # seconds that a driver may take to start
-LOOK = 0.02  # seconds between looks at a lock that somebody is about to let go
 
 
 class RunDir:
@@ -34,25 +33,22 @@ class RunDir:
         self.lock = self.path.with_name(f"{name}.lock")
         self._held = -1
 
-    def hold(self, patience: float = 0.0) -> None:
-        """Be the one driver of this name. UsageError if there is one, and it does not let go within `patience` seconds."""
-        path, end = self.lock, time.monotonic() + patience
+    def hold(self) -> None:
+        """Be the one driver of this name. AnotherDriverError if there is one."""
+        path = self.lock
         while True:
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                if path.exists() and os.path.samestat(path.stat(), os.fstat(fd)):
-                    break
-                os.close(fd)  # it was removed by who held it
-                continue
             except BlockingIOError:
                 os.close(fd)
-            if time.monotonic() > end:
                 raise AnotherDriverError(
                     f"a cluster named {self.name!r} is running already (process {holder(path) or 'unknown'}): "
                     "stop it or choose another name."
-                )
-            time.sleep(LOOK)
+                ) from None
+            if path.exists() and os.path.samestat(path.stat(), os.fstat(fd)):
+                break
+            os.close(fd)  # it was removed by who held it
         self._held = fd
         forks.in_child(self._leave_to_parent)
         os.ftruncate(fd, 0)

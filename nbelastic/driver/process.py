@@ -21,11 +21,10 @@ import msgspec
 from msgspec.structs import replace
 
 from nbelastic import descriptors
-from nbelastic.core import errors
 from nbelastic.core import messages as m
 from nbelastic.core.errors import HostError, NbelasticError
 from nbelastic.core.staffing import too_many
-from nbelastic.driver.connection import Connection
+from nbelastic.driver.connection import Connection, error_of
 from nbelastic.driver.places import START, RunDir
 from nbelastic.driver.requests import Stop
 from nbelastic.driver.settings import Settings
@@ -154,8 +153,7 @@ def _wait_for(ready: int, child: subprocess.Popen[bytes], words: IO[bytes], pati
         said += data
     refusal = msgspec.json.decode(said, type=Refusal)
     if refusal.error:
-        kind: type[NbelasticError] = getattr(errors, refusal.error, HostError)
-        raise kind(refusal.text)
+        raise error_of(refusal.error, refusal.text)
 
 
 # ---- in the driver's process ----
