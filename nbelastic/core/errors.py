@@ -35,6 +35,10 @@ class ClusterStoppedError(NbelasticError):
     """The cluster was stopped, or is not running yet."""
 
 
+class DriverLostError(ClusterStoppedError):
+    """The driver has died before it answered; another one has taken over, and can be asked again."""
+
+
 class JobError(NbelasticError):
     """The training program failed; `remote_traceback` is the failing rank's own.
 

@@ -14,18 +14,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
+from msgspec.structs import replace
 
 from nbelastic import versions
 from nbelastic.core.errors import JobError, NbelasticError, UsageError
 from nbelastic.driver import requests as r
 from nbelastic.driver import updates as u
 from nbelastic.driver.run import MOST, Run
+from nbelastic.terminal import shown
 
 if TYPE_CHECKING:
     from nbelastic.driver.driver import Driver
 
 NEWS, STATUS = 0.02, 0.25  # seconds between two updates at least: with news, and with a status alone
 SHARE = 10  # an update costs at most one part in so many of the driver's time
+LONGEST_WHO = 80  # characters of what a client says who it is
 FULL = 1 << 20  # bytes that a client has not read; it gets no update before it has
 GOODBYE, LONG_GOODBYE = (
     2.0,
@@ -70,6 +73,11 @@ class Clients:
     @property
     def anybody(self) -> bool:
         return bool(self._there)
+
+    @property
+    def alone(self) -> bool:
+        """Whether there is one client."""
+        return len(self._there) == 1
 
     def changed(self, *, news: bool) -> None:
         """Something has. `news`: more than what the status alone shows."""
@@ -149,6 +157,7 @@ class _Client(asyncio.Protocol):
         self._clients, self._driver = clients, driver
         self._frames = u.Frames(u.FROM_CLIENT, u.LONGEST)
         self._known = False  # it has said hello, and speaks as we do
+        self._who = ""
         self._asked: dict[int, Future[Any]] = {}
         self.takes: set[str] = set()  # jobs of whose end it was told, and whose values it has not mapped yet
         self._events = 0  # of which it was told
@@ -179,7 +188,8 @@ class _Client(asyncio.Protocol):
 
     def _take(self, message: u.ToDriver) -> None:
         match message:
-            case u.Hello(version=version, language=language):
+            case u.Hello(version=version, language=language, who=who):
+                self._who = shown(who)[:LONGEST_WHO]
                 self._greet(version, language)
             case u.Ask(number=number, request=request) if self._known:
                 self._ask(number, request)
@@ -199,6 +209,8 @@ class _Client(asyncio.Protocol):
             text = f"this cannot be asked of the driver: {error}."
             self._transport.write(u.frame(u.Failed(number, UsageError.__name__, text)))
             return
+        if isinstance(request, r.Order) and not self._clients.alone:  # all are to see who has given it
+            request = replace(request, by=f"{request.by} ({self._who})")
         future = self._asked[number] = self._driver.request(request)
         future.add_done_callback(lambda future: self._answer(number, future))
 

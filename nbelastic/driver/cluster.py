@@ -11,7 +11,9 @@ import os
 import secrets
 import subprocess
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Self, Unpack
 
@@ -22,6 +24,7 @@ from nbelastic.core import wire
 from nbelastic.core.errors import (
     AnotherDriverError,
     ClusterStoppedError,
+    DriverLostError,
     HostError,
     NbelasticError,
     UsageError,
@@ -32,7 +35,7 @@ from nbelastic.core.world import Limits
 from nbelastic.driver import process, requests
 from nbelastic.driver.calls import pickled
 from nbelastic.driver.cells import Executed, check_cell
-from nbelastic.driver.connection import Connection, connected, kill_driver
+from nbelastic.driver.connection import Connection, JobCopy, connected, kill_driver
 from nbelastic.driver.discovery import ByClients, HostDiscovery, source_of
 from nbelastic.driver.finder import Finder
 from nbelastic.driver.job import ANSWER, Job, outcome
@@ -61,6 +64,7 @@ CLOSING = 10.0  # seconds that all but the programs may take to end
 SOON = 2.0  # seconds in which a process ends that has nothing more to do
 AGAIN = 0.05  # seconds to the next try to attach, while another kernel attaches
 CONTROLLER = 10.0  # seconds that ipyparallel's controller may take to start, and to know an engine
+DEATHS, AGAIN_AND_AGAIN = 3, 60.0  # drivers that this process replaces, in so many seconds
 AT_ONCE = 2.0  # seconds for everything when the kernel ends, which leaves no more
 
 
@@ -160,6 +164,7 @@ class Cluster:
         self._process: subprocess.Popen[bytes] | None = None  # the driver's, if it is a child of this one
         self._finder: Finder | None = None
         self._own = True  # without `keep` it ends with this kernel
+        self._deaths: deque[float] = deque(maxlen=DEATHS)  # of drivers, when
         self._watchers = Watchers(self.status)
         self._job: Job | None = None  # the last one; earlier ones are kept by who needs them
         self._client: tuple[Connection, Any] | None = None  # ipyparallel's, for `%px`, once somebody has asked for it
@@ -177,7 +182,8 @@ class Cluster:
             raise UsageError(f"the cluster {self.name!r} is running already.")
         log_dir = (self._log_dir or self._run_dir.log_dir()).absolute()
         submitted = self._last.submitted if self._last is not None else 0
-        self._launch(replace(self._settings, log_dir=log_dir, number=secrets.token_hex(4)), submitted=submitted)
+        settings = replace(self._settings, log_dir=log_dir, number=secrets.token_hex(4))
+        self._take(self._launch(settings, submitted=submitted))
         if wait:
             low = self._limits.min
             limit = self._limits.elastic_timeout if timeout is None else timeout
@@ -188,21 +194,73 @@ class Cluster:
                 raise
         return self
 
-    def _launch(self, settings: Settings, *, found: bool = False, submitted: int = 0, patience: float = START) -> None:
+    def _launch(
+        self,
+        settings: Settings,
+        *,
+        found: bool = False,
+        submitted: int = 0,
+        patience: float = START,
+        before: Connection | None = None,
+    ) -> Connection:
         start = process.Start(settings, self._arguments, found, submitted, patience)
-        connection, child = process.launch(start, self._run_dir.path, self._watchers.changed)
+        connection, child = process.launch(start, self._run_dir.path, self._watchers.changed, before)
         leave(child)  # it may outlive this process
         self._process, self._own = child, True
-        self._take(connection)
+        return connection
 
     def _take(self, driver: Connection) -> None:
         self._forget()
+        _running[self.name] = self
+        self._use(driver)
+
+    def _use(self, driver: Connection) -> None:
+        """From now on."""
         self._driver = self._last = driver
+        if self._finder is not None:
+            self._finder.stop()
         if self._discovery is not None:
             self._finder = Finder(self._discovery, driver)
-        _running[self.name] = self
-        driver.on_change = self._changed
+        if self._client is not None:  # ipyparallel's controller outlives the driver
+            self._client = driver, self._client[1]
+        driver.on_change, driver.on_death = self._changed, partial(self._replace, driver)
         self._changed()
+
+    def _replace(self, dead: Connection) -> Connection | None:
+        """In the thread of the connection to a driver that has died: connect to the next one, which a kernel starts.
+
+        None if the cluster is not kept, is stopped or left here, has ended, or if its drivers die again and again.
+        """
+        now = time.monotonic()
+        if self._settings.keep is None or self._driver is not dead:
+            return None
+        if len(self._deaths) == DEATHS and now - self._deaths[0] < AGAIN_AND_AGAIN:
+            dead.why_ended += (
+                f", {DEATHS + 1} times in {now - self._deaths[0]:.0f} s: its log in {dead.log_dir} says why"
+            )
+            return None
+        self._deaths.append(now)
+        try:
+            heir = self._next_driver(dead, now + START)
+        except (NbelasticError, OSError) as error:
+            dead.why_ended += f", and no other one could take its place: {error}"
+            return None
+        if self._driver is dead:
+            self._use(heir)
+        return heir
+
+    def _next_driver(self, dead: Connection, end: float) -> Connection:
+        """The first of the kernels that have lost a driver starts the next one, the others connect to it."""
+        folder = self._run_dir.path
+        while True:
+            try:
+                patience = patience_for(folder)
+                heir = connected(folder, patience, dead)
+                return heir or self._launch(self._settings, found=True, patience=patience, before=dead)
+            except AnotherDriverError:
+                if time.monotonic() > end:
+                    raise
+                time.sleep(AGAIN)
 
     def _changed(self) -> None:
         """In the thread of the connection."""
@@ -231,8 +289,6 @@ class Cluster:
                 time.sleep(AGAIN)
             else:
                 break
-        jobs = list(self._running().jobs.values())
-        self._job = Job(self._running(), jobs[-1]) if jobs else None
         return self
 
     @classmethod
@@ -244,7 +300,7 @@ class Cluster:
             saved = read(folder)
             hosts = written(host.spec for host in saved.world.hosts if not host.by_hand)
             self = cls(**arguments_of(saved.name, saved.log_dir, saved.arguments, hosts, discovery))
-            self._launch(self._settings, found=True, patience=patience)
+            self._take(self._launch(self._settings, found=True, patience=patience))
             return self
         try:
             hosts = written(HostSpec(host.name, host.slots) for host in driver.status.hosts)
@@ -298,59 +354,53 @@ class Cluster:
         if held is not None:
             held[1].close()
 
-    def stop(self, timeout: float | None = None) -> None:
+    def stop(self, timeout: float | None = None, by: str = "hand") -> None:
         """Stop the job, the workers and everything else that was started. Stopping twice is fine.
 
         Programs have `timeout` seconds (default: `stop_timeout`) to write a last checkpoint and end. Ctrl-C kills them at once.
         """
-        self._stop(self._limits.timeouts.stop if timeout is None else timeout, CLOSING)
+        self._stop(self._limits.timeouts.stop if timeout is None else timeout, CLOSING, by=by)
 
-    def _stop(self, within: float, more: float, *, kill: bool = True) -> None:
+    def _stop(self, within: float, more: float, *, by: str = "hand", kill: bool = True) -> None:
         """Programs have `within` seconds to end, and the rest `more` seconds after that; then, to `kill`, the driver ends."""
         driver, self._driver = self._driver, None
         if driver is None or driver.forked:
             return
         try:
-            self._end(driver, within, more, kill=kill)
+            self._end(driver, requests.Stop(by, within), more, kill=kill)
         except KeyboardInterrupt:
-            self._end(driver, 0.0, more, kill=kill)
+            self._end(driver, requests.Stop(by, 0.0), more, kill=kill)
             raise
         finally:
             self._forget()
 
-    def _end(self, driver: Connection, within: float, more: float, *, kill: bool) -> None:
-        if driver.finished.is_set():
-            driver = self._again(driver)
-        driver.request(requests.Stop("hand", within))
-        if not driver.finished.wait(within + more) and kill:
+    def _end(self, driver: Connection, stop: requests.Stop, more: float, *, kill: bool) -> None:
+        patience = (stop.within or 0.0) + more
+        driver.request(stop)
+        driver.finished.wait(patience)
+        if not driver.finished.is_set() and kill:
             kill_driver(self._run_dir, self._run_dir.driver)
             driver.finished.wait(more)
-        if driver.finished.is_set() and kill and self._has_left_something(driver):
-            self._launch(self._settings, found=True, patience=patience_for(self._run_dir.path))
-            driver, self._driver = self._running(), None
-            driver.request(requests.Stop("hand", within))
-            driver.finished.wait(within + more)
+        if driver.died and (heir := driver.heir or self._heir_of(driver)) is not None:
+            self._last = heir
+            heir.request(stop)
+            heir.finished.wait(patience)
         if self._process is not None and driver.finished.is_set():
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(SOON)
 
-    def _has_left_something(self, driver: Connection) -> bool:
-        """Whether this kept cluster lives on without the driver, which was killed."""
-        if self._settings.keep is None or self._run_dir.driver:
-            return False
-        with contextlib.suppress(UsageError):
-            return read(self._run_dir.path).number == driver.number
-        return False
-
-    def _again(self, lost: Connection) -> Connection:
-        """A connection to the driver that this start of the cluster has now; `lost`, if there is none."""
-        with contextlib.suppress(UsageError):
-            again = connected(self._run_dir.path)
-            if again is not None and again.number == lost.number:
-                return again
-            if again is not None:
-                again.leave("it is another cluster's")
-        return lost
+    def _heir_of(self, dead: Connection) -> Connection | None:
+        """A driver that can stop what this one has left: of a kept cluster; or it lives, and only the connection was lost."""
+        with contextlib.suppress(NbelasticError, OSError):
+            if self._settings.keep is None:
+                heir = connected(self._run_dir.path, before=dead)
+            else:
+                heir = self._next_driver(dead, time.monotonic() + START)
+            if heir is not None and heir.number == dead.number:
+                return heir
+            if heir is not None:
+                heir.leave("it is another cluster's")
+        return None
 
     def request_stop(self, by: str = "you") -> None:
         """Begin to stop and return at once; `stop()` waits for the end. After it, the cluster can be started again."""
@@ -448,7 +498,7 @@ class Cluster:
     def _submit(self, request: requests.Submit | requests.SubmitScript) -> Job:
         driver = self._running()
         name = self._ask(request, ANSWER, "the driver to take the job in")
-        self._job = Job(driver, driver.jobs[name])
+        self._job = self._job_of(driver.jobs[name])
         return self._job
 
     def _refuse_if_running(self) -> None:
@@ -487,8 +537,18 @@ class Cluster:
 
     @property
     def job(self) -> Job | None:
-        """The current or last job."""
+        """The current or last job, whoever has begun it."""
+        newest = next(reversed(list(self._last.jobs.values())), None) if self._last is not None else None
+        if newest is not None and (self._job is None or self._job.name != newest.name):
+            self._job = self._job_of(newest)
         return self._job
+
+    def _job_of(self, copy: JobCopy) -> Job:
+        def driver() -> Connection:
+            assert self._last is not None
+            return self._last
+
+        return Job(driver, copy)
 
     def stop_job(self, by: str = "you") -> None:
         """Stop the running job, if there is one."""
@@ -498,15 +558,15 @@ class Cluster:
 
     def add_host(self, host: str, by: str = "you") -> None:
         """Add `name`, `name:slots` or `user@name:slots`; a host that is there gets these slots and is pardoned."""
-        self._ask(requests.AddHost(parse_host(host, self._default_slots), by))
+        self._ask(requests.AddHost(by, parse_host(host, self._default_slots)))
 
     def remove_host(self, host: str, now: bool = False, by: str = "you") -> None:
         """Its workers leave at the next commit (`now`: at once). UsageError if there is no such host."""
-        self._ask(requests.RemoveHost(host, now, by))
+        self._ask(requests.RemoveHost(by, host, now))
 
     def scale(self, min: int | None = None, max: int | None = None, by: str = "you") -> None:  # noqa: A002
         """Change the bounds of the world size; what is not given stays."""
-        self._ask(requests.Scale(min, max, by))
+        self._ask(requests.Scale(by, min, max))
 
     def restart(self, worker: str, by: str = "you") -> None:
         """Kill this worker (its id, as `localhost/0#1`) and start another in its place; no strike against its slot.
@@ -514,14 +574,14 @@ class Cluster:
         A world that it is in heals as from any death. UsageError if there is no such worker, or if the training state
         would be lost with it.
         """
-        self._ask(requests.Restart(worker, by))
+        self._ask(requests.Restart(by, worker))
 
     def order(self, message: Mapping[str, Any], by: str) -> None:
         """Take an order as the dashboard sends it; what becomes of it is in `status().orders`, a refusal in `events` too.
 
         ClusterStoppedError if the cluster does not run.
         """
-        self._running().request(requests.Press(dict(message), self._default_slots, by))
+        self._running().request(requests.Press(by, dict(message), self._default_slots))
 
     # ---- looking on ----
 
@@ -643,9 +703,13 @@ class Cluster:
         future = driver.request(request)
         try:
             return outcome(future, timeout, lambda: f"{what}: {driver.status.reason}")
+        except DriverLostError:
+            if not isinstance(request, requests.AGAIN):
+                raise
         finally:
             if cancel:
                 future.cancel()
+        return self._ask(request, timeout, what, cancel=cancel)
 
 
 _running: dict[str, Cluster] = {}

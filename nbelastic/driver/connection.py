@@ -24,7 +24,7 @@ from msgspec.structs import replace
 from nbelastic import forks, pickles, versions
 from nbelastic.core import errors, wire
 from nbelastic.core import messages as m
-from nbelastic.core.errors import ClusterStoppedError, JobError, NbelasticError, UsageError
+from nbelastic.core.errors import ClusterStoppedError, DriverLostError, JobError, NbelasticError, UsageError
 from nbelastic.driver import requests as r
 from nbelastic.driver import updates as u
 from nbelastic.driver.chronicle import KEPT
@@ -48,7 +48,9 @@ class JobCopy:
         self.members: tuple[m.WorkerId, ...] = ()  # of the last world, once it is over
         self.future: Future[list[pickles.Bytes | None]] = Future()
 
-    def take(self, update: u.JobUpdate) -> None:
+    def take(self, update: u.JobUpdate, *, all_there_is: bool) -> None:
+        if all_there_is:  # the driver before this one has told of a part of it
+            self.printed = Printed()
         for worker, line in update.lines:
             self.printed.add(worker, line)
         for worker, rest in update.rests:
@@ -75,6 +77,16 @@ class JobCopy:
             self.future.set_exception(error)
 
 
+def _who() -> str:
+    """What people know this process by: its notebook, its terminal or its number."""
+    notebook = os.environ.get("JPY_SESSION_NAME", "")  # Jupyter's servers set it to the path of the notebook
+    if notebook:
+        return os.path.basename(notebook)
+    with contextlib.suppress(OSError):
+        return f"terminal {os.ttyname(0).removeprefix('/dev/')}"
+    return f"process {os.getpid()}"
+
+
 def _bytes_of(blob: wire.Blob | None) -> pickles.Bytes | None:
     if blob is None:
         return None
@@ -91,13 +103,21 @@ class Connection:
     """To the driver whose run folder this is. A thread reads; all else is for any thread.
 
     `finished` is set when the driver has ended and everything is closed, or when it was left. `on_change` is called then,
-    and after each update.
+    and after each update. `on_death` is called before, in the connection's thread, if the driver has died: it may give
+    a connection to another one, the `heir`, where the jobs go on.
     """
 
-    def __init__(self, folder: Path, on_change: Callable[[], object] = lambda: None) -> None:
-        """OSError if nobody listens there; UsageError for a driver of another version."""
+    def __init__(
+        self, folder: Path, on_change: Callable[[], object] = lambda: None, before: Connection | None = None
+    ) -> None:
+        """OSError if nobody listens there; UsageError for a driver of another version. `before`: to one that has died."""
         self.name = folder.name
         self.on_change = on_change
+        self.on_death: Callable[[], Connection | None] = lambda: None
+        self.heir: Connection | None = None
+        self._before = before
+        self._over = False  # the driver has said that it ends
+        self.died = False  # it has not, and is gone
         self.finished = threading.Event()
         self.forked = False  # this process, from the one that is connected
         self.why_ended = ""
@@ -114,7 +134,7 @@ class Connection:
         self._left = ""  # why, if it was left
         self._socket = self._connect(folder)
         forks.in_child(self._forget)
-        self._send(u.Hello(versions.ours(), u.language()))
+        self._send(u.Hello(versions.ours(), u.language(), _who()))
         self._frames = u.Frames(u.FROM_DRIVER)
         self._greeted = threading.Event()
         self._refused: NbelasticError | None = None
@@ -165,6 +185,8 @@ class Connection:
         status = known[1]
         if self.finished.is_set() and status.phase != "finished":
             status = replace(status, phase="finished", reason=self.why_ended, world_size=0)
+        elif self.died:
+            status = replace(status, reason=f"{self.why_ended}; another one takes over")
         return status
 
     def events(self) -> tuple[list[EventRecord], int]:
@@ -259,6 +281,8 @@ class Connection:
         match message:
             case u.Welcome(arguments=arguments, log_dir=log_dir, number=number):
                 self.arguments, self.log_dir, self.number = arguments, Path(log_dir), number
+                if self._before is not None and self._before.number == number:
+                    self.jobs = self._before.jobs
             case u.Update():
                 self._update(message)
             case u.Answer(number=number, value=value):
@@ -275,6 +299,7 @@ class Connection:
                 if future is not None and future.set_running_or_notify_cancel():
                     future.set_exception(error_of(error, text))
             case u.Over(why=why):
+                self._over = True
                 self.why_ended = why or self.why_ended
                 self._send(u.Bye())
 
@@ -287,7 +312,7 @@ class Connection:
             self.setup = update.setup
         self.submitted, self.faulty, self.why_ended = update.submitted, update.faulty, update.stopping
         for job in update.jobs:
-            self._job(job.job).take(job)
+            self._job(job.job).take(job, all_there_is=not self._greeted.is_set())
             if job.end is not None and job.end.values is not None:
                 self._send(u.Took(job.job))
         for name, copy in self.jobs.items():
@@ -308,22 +333,26 @@ class Connection:
         self.why_ended = self._left or self.why_ended
         if not self.why_ended:
             self.why_ended = f"the driver of {self.name!r} has ended unexpectedly"
+        if not (self._over or self._left):
+            self.died = True
+            self.on_change()
+            self.heir = self.on_death()
+            if self.heir is not None and self._left:
+                self.heir.leave(self._left)
         self.finished.set()
         self._out.put(None)
         self._socket.close()
         for _, future in list(self._asked.values()):
             self._fail(future)
-        for job in list(self.jobs.values()):
-            job.abandon(
-                ClusterStoppedError(
-                    f"{self.why_ended}; {job.name} goes on there." if self._left else f"{self.why_ended}."
-                )
-            )
+        for job in [] if self.heir and not self._left else list(self.jobs.values()):
+            goes_on = f"; {job.name} goes on there" if self._left else ""
+            job.abandon(ClusterStoppedError(f"{self._left or self.why_ended}{goes_on}."))
         self._greeted.set()
         self.on_change()
 
     def _fail(self, future: Future[Any]) -> None:
-        settle(future.set_exception, ClusterStoppedError(self.gone))
+        error = DriverLostError(f"{self.why_ended} before it answered; another one has taken over: ask again.")
+        settle(future.set_exception, error if self.heir else ClusterStoppedError(self.gone))
 
     @property
     def gone(self) -> str:
@@ -332,8 +361,10 @@ class Connection:
         return f"the cluster {self.name!r} has stopped{why}: start a new one."
 
 
-def connected(folder: Path, patience: float = START) -> Connection | None:
+def connected(folder: Path, patience: float = START, before: Connection | None = None) -> Connection | None:
     """A connection to the driver whose run folder this is; None if it is dead, or was faulty and has been ended.
+
+    `before`: see `Connection`.
 
     UsageError if it does not listen within `patience` seconds, does not answer, or is of another version.
     """
@@ -344,7 +375,7 @@ def connected(folder: Path, patience: float = START) -> Connection | None:
         if not pid:
             return None
         try:
-            connection = Connection(folder)
+            connection = Connection(folder, before=before)
         except (ConnectionError, FileNotFoundError):  # it is about to listen, or to end
             if time.monotonic() > end:
                 raise silent(folder.name, pid) from None

@@ -50,11 +50,16 @@ class Job:
     Who waits at a terminal sees meanwhile how it gets on.
     """
 
-    def __init__(self, driver: Connection, copy: JobCopy) -> None:
-        self._driver, self._copy = driver, copy
+    def __init__(self, driver: Callable[[], Connection], copy: JobCopy) -> None:
+        """`driver()`: the connection to the driver that there is now."""
+        self._connection, self._copy = driver, copy
         self._bells: set[Callable[[], None]] = set()  # of those who await the end
         self._values: list[Any] | None = None  # once somebody has asked for them
         copy.future.add_done_callback(lambda _: self._ring())
+
+    @property
+    def _driver(self) -> Connection:
+        return self._connection()
 
     @property
     def name(self) -> str:

@@ -76,8 +76,10 @@ class Refusal(msgspec.Struct, frozen=True):
 # ---- in the client ----
 
 
-def launch(start: Start, folder: Path, on_change: Callable[[], object]) -> tuple[Connection, subprocess.Popen[bytes]]:
-    """Start the driver's process for this run folder; returns when it can be asked.
+def launch(
+    start: Start, folder: Path, on_change: Callable[[], object], before: Connection | None = None
+) -> tuple[Connection, subprocess.Popen[bytes]]:
+    """Start the driver's process for this run folder; returns when it can be asked. `before`: see `Connection`.
 
     It outlives this thread, this session and, for a kept cluster, this process. Raises what is wrong: UsageError if there is
     such a cluster already, HostError if the driver cannot start.
@@ -112,7 +114,7 @@ def launch(start: Start, folder: Path, on_change: Callable[[], object]) -> tuple
             child.wait()
             raise
         try:
-            return Connection(folder, on_change), child
+            return Connection(folder, on_change, before), child
         except (OSError, TimeoutError):
             _take_back(child, start, folder)
             raise HostError("the driver's process does not answer at its start: try again.") from None

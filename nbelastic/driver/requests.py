@@ -20,7 +20,13 @@ from nbelastic.driver.status import Status
 
 
 class Request(Struct, frozen=True, tag=True):
-    """Something that somebody asks for. `by` says who, in words, where others see it."""
+    """Something that somebody asks for."""
+
+
+class Order(Request):
+    """A request that changes what others see. `by` says who gives it, in words, where they see it."""
+
+    by: str
 
 
 class WaitForStart(Request):
@@ -48,10 +54,9 @@ class SubmitScript(Request):
     terms: Terms
 
 
-class StopJob(Request):
+class StopJob(Order):
     """End the job of this name or, without one, the job that runs, if there is any."""
 
-    by: str
     job: str = ""
 
 
@@ -74,40 +79,35 @@ class ClearSetup(Request):
     key: str = ""
 
 
-class AddHost(Request):
+class AddHost(Order):
     """Start workers there."""
 
     host: m.HostSpec
-    by: str
 
 
-class RemoveHost(Request):
+class RemoveHost(Order):
     """Its workers leave at the next commit; `now`: at once."""
 
     host: str
     now: bool
-    by: str
 
 
-class Scale(Request):
+class Scale(Order):
     """Change the bounds of the world size; what is None stays."""
 
     min: int | None
     max: int | None
-    by: str
 
 
-class Restart(Request):
+class Restart(Order):
     """Start another process in the place of this worker's."""
 
     worker: str
-    by: str
 
 
-class Stop(Request):
+class Stop(Order):
     """Stop the cluster: programs have `within` seconds (None: `stop_timeout`) to end. Answered at once."""
 
-    by: str
     within: float | None = None
 
 
@@ -126,12 +126,11 @@ class Discover(Request):
     arguments: dict[str, Any]
 
 
-class Press(Request):
+class Press(Order):
     """A button's message. What becomes of it is in the status; it is answered at once. `slots`: of a host without a number."""
 
     message: dict[str, Any]
     slots: int
-    by: str
 
 
 class ShowStacks(Request):
@@ -178,6 +177,8 @@ AnyRequest = (
     | HostsFound
     | Discover
 )
+
+AGAIN = (WaitForStart, WaitForWorld, ShowStacks, MakeConnectionFile, FindController)  # may be asked of the next driver
 
 ANSWERS: dict[type[Request], Any] = {  # of which type the answer is; of the others: text, or only that there is one
     WaitForWorld: Status,

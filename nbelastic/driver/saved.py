@@ -174,7 +174,9 @@ def _others() -> str:
 
 
 def find(name: str | None) -> Path:
-    """The run folder of the kept cluster of this name, or in this folder; of the only one there is. UsageError if there is none."""
+    """The run folder of the cluster of this name, or in this folder; without either of the only one that is kept or,
+    if none is, that there is. UsageError if there is none.
+    """
     if name is not None and os.sep in name:
         folder = Path(name).expanduser().resolve()
         if folder.parent != runs().resolve():
@@ -184,10 +186,11 @@ def find(name: str | None) -> Path:
         return folder
     if name is not None:
         return RunDir(name).path
-    kept = [info.name for info in clusters() if info.kept]
-    if len(kept) != 1:
-        raise UsageError(f"say which cluster: {', '.join(kept)}." if kept else "no cluster is kept on this machine.")
-    return runs() / kept[0]
+    there = clusters()
+    names = [info.name for info in there if info.kept] or [info.name for info in there]
+    if len(names) != 1:
+        raise UsageError(f"say which cluster: {', '.join(names)}." if names else "you have no cluster on this machine.")
+    return runs() / names[0]
 
 
 def kept_arguments(given: Mapping[str, Any], source: Source) -> dict[str, Any]:

@@ -33,10 +33,11 @@ class ToDriver(Struct, frozen=True, tag=True):
 
 
 class Hello(ToDriver):
-    """Which version the client is, and what it speaks: see `language`."""
+    """Which version the client is, what it speaks: see `language`, and who it is, in words."""
 
     version: str
     language: str
+    who: str = ""
 
 
 class Ask(ToDriver):

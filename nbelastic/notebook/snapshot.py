@@ -39,16 +39,22 @@ class StatusView:
 
 
 class ClusterList:
-    """What `%elastic_list` shows; `clusters` is the list itself."""
+    """What `%elastic_list` shows; `clusters` is the list itself. `attach`: what to write to attach to one."""
 
-    def __init__(self, clusters: list[ClusterInfo]) -> None:
-        self.clusters = clusters
+    def __init__(self, clusters: list[ClusterInfo], attach: str = "%elastic_attach") -> None:
+        self.clusters, self._attach = clusters, attach
 
     def __repr__(self) -> str:
-        return _text_table(_CLUSTER_COLUMNS, map(_cluster, self.clusters)) or NONE
+        return _text_table(_CLUSTER_COLUMNS, self._rows()) or NONE
 
     def _repr_html_(self) -> str:
-        return _html_table("Clusters", _CLUSTER_COLUMNS, map(_cluster, self.clusters)) or f"<div>{NONE}</div>"
+        return _html_table("Clusters", _CLUSTER_COLUMNS, self._rows()) or f"<div>{NONE}</div>"
+
+    def _rows(self) -> Iterable[tuple[str, ...]]:
+        for info in self.clusters:
+            driver = f"process {info.driver}" if info.driver else "none"
+            why = info.problem or f"{self._attach} {info.name}"
+            yield info.name, driver, ", ".join(info.hosts), info.job, why
 
 
 def limits(least: int, most: int | None) -> str:
@@ -96,12 +102,6 @@ def _progress(status: Status) -> list[str]:
 
 def _value(value: float | str) -> str:
     return value if isinstance(value, str) else f"{value:.4g}"
-
-
-def _cluster(info: ClusterInfo) -> tuple[str, ...]:
-    driver = f"process {info.driver}" if info.driver else "none"
-    why = info.problem or f"%elastic_attach {info.name}"
-    return info.name, driver, ", ".join(info.hosts), info.job, why
 
 
 def _host(host: HostStatus) -> tuple[str, ...]:

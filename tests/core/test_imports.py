@@ -15,7 +15,7 @@ import nbelastic
 
 ROOT = Path(nbelastic.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
-FOLDERS = ("core", "driver", "host", "worker", "scripts", "notebook")
+FOLDERS = ("core", "driver", "host", "worker", "scripts", "notebook", "commands")
 MAY = {
     "core": {"core"},
     "link": {"core", "link"},
@@ -24,6 +24,8 @@ MAY = {
     "worker": {"core", "link", "worker"},
     "scripts": {"core", "link", "scripts"},
     "notebook": {"core", "driver", "notebook"},
+    "commands": {"core", "driver", "notebook", "commands"},
+    "__main__": {"commands"},
 }
 CLOCKS_AND_DOORS = {
     *("time", "datetime", "random", "secrets", "uuid", "threading", "_thread", "asyncio", "multiprocessing"),

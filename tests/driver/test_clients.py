@@ -441,7 +441,9 @@ def test_values_stay_until_everybody_has_them(quiet):
         for number in range(1, 5):
             job = cluster.run(os.getpid)
             if number == 2:
-                in_driver(cluster, lambda _: setattr(slow, "takes", {"job-1"}))  # it does not say that it has it
+                told = lambda _: slow._jobs.get("job-1", (0, 0, False))[2] and not slow.takes
+                until(lambda: in_driver(cluster, told))  # it has said that it has it, and is to be as if it had not
+                in_driver(cluster, lambda _: setattr(slow, "takes", {"job-1"}))
             ended(cluster, job, Outcome(value=blob(number, folder / job.name / "value")))
             assert job.result(timeout=10) == [number]
         assert sorted(path.name for path in folder.iterdir()) == ["job-1", "job-3", "job-4"]

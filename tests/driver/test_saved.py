@@ -116,7 +116,7 @@ def test_a_name_is_one_cluster_s():
 
 def test_which_one_is_meant():
     """The only one, if none is named; a name; or a folder."""
-    with pytest.raises(UsageError, match="no cluster is kept"):
+    with pytest.raises(UsageError, match="you have no cluster"):
         find(None)
     run_dir = left("one")
     assert find(None) == find("one") == find(str(run_dir.path)) == run_dir.path

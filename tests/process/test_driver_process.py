@@ -124,13 +124,54 @@ def test_its_errors_are_in_a_file(make):
     assert log.read_text() == ""
 
 
-def test_a_kept_cluster_whose_driver_has_died_can_be_stopped(make):
-    """Another driver does it: no agent is left with its processors until the end of the lease."""
+def test_a_driver_that_dies_is_replaced_by_its_kernel(make, tmp_path):
+    """Of a kept cluster: the training does not stand still, and who holds the cluster and the job hardly notices."""
+    cluster = make("localhost:3", min=2, keep=True)
+    cluster.client[:].apply_sync(os.getpid)
+    with nbe.Cluster.attach(cluster.name) as other:
+        job = cluster.run_cell(f"from tests.process import programs; print('begun'); programs.train({str(tmp_path)!r})")
+        cluster.wait(3)
+        until(lambda: job.logs().count("begun") == 3, what="output")
+        dead = driver_of(cluster)
+        os.kill(dead, signal.SIGKILL)
+        assert cluster.wait(3, timeout=30).epoch == 1, "it is asked of the next driver"
+        assert job.logs().count("begun") == 3
+        until(lambda: any("has taken over" in event.text for event in other.events))
+        victim = cluster.workers[0].pid
+        os.kill(victim, signal.SIGKILL)
+        until(
+            lambda: victim not in {worker.pid for worker in other.workers}, what="the next driver to replace a worker"
+        )
+        cluster.wait(3, timeout=30)
+        (tmp_path / "finish").touch()
+        assert len(job.result(timeout=30)) == len(other.job.result(timeout=10)) == 3
+        until(lambda: len(cluster.client.ids) == 3, what="the controller to miss the worker that was killed")
+        assert len(cluster.client[:].apply_sync(os.getpid)) == 3
+        assert driver_of(cluster) == driver_of(other) != dead
+        other.detach()
+
+
+def test_drivers_that_die_again_and_again_are_not_replaced_for_ever(make):
+    """Who holds the cluster is told; what trains goes on, and can be attached to."""
+    cluster = make("localhost:1", keep=True)
+    for number in range(2, 5):
+        os.kill(driver_of(cluster), signal.SIGKILL)
+        until(lambda: f"driver {number} has taken over" in cluster.events[-1].text)
+    os.kill(driver_of(cluster), signal.SIGKILL)
+    until(lambda: cluster.status().phase == "finished")
+    assert "has ended unexpectedly, 4 times in" in cluster.status().reason
+    with nbe.Cluster.attach(cluster.name) as again:
+        assert len(again.run(os.getpid).result(timeout=20)) == 1
+
+
+@pytest.mark.parametrize("soon", [True, False])
+def test_a_kept_cluster_whose_driver_has_died_can_be_stopped(make, soon):
+    """The next driver does it: no agent is left with its processors until the end of the lease."""
     cluster = make("localhost:2", min=2, keep=True)
     pids = {worker.pid for worker in cluster.workers}
     os.kill(driver_of(cluster), signal.SIGKILL)
-    until(lambda: cluster.status().phase == "finished")
-    assert all(map(alive, pids))
+    if not soon:
+        until(lambda: "another one takes over" in cluster.status().reason)
     cluster.stop()
     assert not run_dir(cluster).exists()
     until(lambda: not any(map(alive, pids)) and not descendants(), 15, "nothing to be left")

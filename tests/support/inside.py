@@ -81,10 +81,12 @@ class DriverThread:
 threads: dict[str, DriverThread] = {}  # the newest of each cluster
 
 
-def launch(start: process.Start, folder: Path, on_change: Callable[[], object]) -> tuple[Connection, DriverThread]:
+def launch(
+    start: process.Start, folder: Path, on_change: Callable[[], object], before: Connection | None = None
+) -> tuple[Connection, DriverThread]:
     """As `process.launch`, without a process."""
     thread = threads[folder.name] = DriverThread(process.prepare(start))
-    return Connection(folder, on_change), thread
+    return Connection(folder, on_change, before), thread
 
 
 def kill_driver(run_dir: RunDir, pid: int) -> None:

@@ -1,0 +1,1 @@
+"""The terminal's client: `nbelastic COMMAND`, or `python -m nbelastic COMMAND`."""
