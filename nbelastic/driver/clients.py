@@ -30,6 +30,7 @@ NEWS, STATUS = 0.02, 0.25  # seconds between two updates at least: with news, an
 SHARE = 10  # an update costs at most one part in so many of the driver's time
 LONGEST_WHO = 80  # characters of what a client says who it is
 FULL = 1 << 20  # bytes that a client has not read; it gets no update before it has
+FIRST = 10.0  # seconds that the client which has started the driver may take to connect, if the cluster ends at once
 GOODBYE, LONG_GOODBYE = (
     2.0,
     6.0,
@@ -48,7 +49,7 @@ class Clients:
         self._open: set[_Client] = set()
         self._doomed: set[str] = set()  # jobs that the driver has forgotten, but not their values
         self._there: set[_Client] = set()  # of these, who is told what changes
-        self._gone = asyncio.Event()
+        self._come, self._gone = asyncio.Event(), asyncio.Event()
         self._timer: asyncio.TimerHandle | None = None
         self._due = float("inf")
         self._told_at, self._cost = 0.0, 0.0  # of the last update: when, and how long it took
@@ -105,6 +106,7 @@ class Clients:
 
     def come(self, client: _Client) -> None:
         self._there.add(client)
+        self._come.set()
 
     def go(self, client: _Client, *, closed: bool) -> None:
         if closed:
@@ -130,6 +132,9 @@ class Clients:
 
     async def close(self) -> None:
         """Say how it ended, and wait until the clients have what they need of the run folder."""
+        if self._server is not None:
+            with suppress(TimeoutError):  # who has started the driver is to be told too
+                await asyncio.wait_for(self._come.wait(), FIRST)
         if self._timer is not None:
             self._timer.cancel()
         if self._server is not None:

@@ -330,6 +330,7 @@ def test_who_hears_nothing_while_several_jobs_end_does_not_wait_for_ever(quiet):
     before = there()
     with nbe.Cluster.attach("quiet") as other:
         (late,) = there() - before
+        first = other.job
         in_driver(cluster, lambda _: late.pause_writing())
         for _ in range(3):
             job.stop()
@@ -337,7 +338,8 @@ def test_who_hears_nothing_while_several_jobs_end_does_not_wait_for_ever(quiet):
             job = cluster.run(os.getpid)
         in_driver(cluster, lambda _: late.resume_writing())
         with pytest.raises(nbe.ClusterStoppedError, match="job-1 has ended, and the driver has forgotten how"):
-            other.job.result(timeout=10)
+            first.result(timeout=10)
+        assert other.job.name == job.name == "job-4"
         other.detach()
 
 
@@ -409,6 +411,21 @@ def test_a_faulty_driver_without_clients_ends_with_the_lease(quiet, monkeypatch)
     in_driver(cluster, lambda driver: driver.stop_deciding(m.Ticked(), KeyError("x")))
     cluster.detach()
     until(lambda: not run_dir.path.exists())
+
+
+def test_a_driver_that_ends_at_once_tells_its_kernel_why(quiet, monkeypatch):
+    """Before that has connected, as when the discovery fails at its first look."""
+
+    def connect_late(*arguments):
+        thread = inside.threads["quiet"]
+        thread.ask(m.StopRequested("the inventory is down"))
+        until(lambda: thread.driver.world.phase == "finished")
+        return Connection(*arguments)
+
+    monkeypatch.setattr(inside, "Connection", connect_late)
+    cluster = quiet()
+    until(lambda: cluster.status().phase == "finished")
+    assert cluster.status().reason == "stopped: the inventory is down"
 
 
 def test_an_attach_that_fails_leaves_no_connection(quiet):

@@ -104,7 +104,8 @@ def packed(*values):
 
 def job_of(*story, end=lambda run: run.future.set_result(packed(7))):
     run = Run("job-1", None)
-    return Job(FakeDriver(story or [RUNNING], lambda: end(run)), run)
+    driver = FakeDriver(story or [RUNNING], lambda: end(run))
+    return Job(lambda: driver, run)
 
 
 # ---- the line ----
