@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from nbelastic.core.errors import (
         ClusterStoppedError,
         DiscoveryError,
+        DriverLostError,
         HostError,
         JobError,
         JobStoppedError,
@@ -46,6 +47,7 @@ _HOME = {
     "nbelastic.core.errors": (
         "ClusterStoppedError",
         "DiscoveryError",
+        "DriverLostError",
         "HostError",
         "JobError",
         "JobStoppedError",
@@ -80,6 +82,7 @@ __all__ = [
     "Cluster",
     "ClusterStoppedError",
     "DiscoveryError",
+    "DriverLostError",
     "ElasticSampler",
     "FixedHosts",
     "HostDiscovery",

@@ -1,0 +1,156 @@
+"""`nbelastic` in a terminal: what it prints, refuses and orders, on clusters whose drivers run in threads."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+
+import pytest
+
+from nbelastic.commands.main import main
+from nbelastic.core import wire
+from nbelastic.driver.results import Outcome
+from tests.core.story import wid
+from tests.driver.test_clients import blob, ended, in_driver
+from tests.support.waiting import until
+
+
+@pytest.fixture
+def said(capsys):
+    """Run a command; what it has printed, its errors, and its exit code."""
+
+    def run(line: str) -> tuple[str, str, int]:
+        capsys.readouterr()
+        code = main(line.split())
+        return *capsys.readouterr(), code
+
+    return run
+
+
+def prints(cluster, job, rank: int, text: str) -> None:
+    """As if a worker had."""
+    w = wid(f"a/{rank}#1")
+
+    def hear(driver):
+        driver._is_known = lambda _: True
+        end = driver.runs[job.name]._heard_to.get((w, "out"), 0) + len(text)
+        driver._hear(f"worker/{w}", wire.WorkerOutput(w, "out", text, end, job.name, rank))
+
+    in_driver(cluster, hear)
+    until(lambda: text.strip() in job.logs())
+
+
+def test_without_a_cluster_each_command_says_so(said, own_base):
+    assert said("list") == ("No cluster is running.\n", "", 0)
+    for line in ("status", "logs", "logs -f", "stop", "attach", "scale --min 1"):
+        assert said(line) == ("", "nbelastic: you have no cluster on this machine.\n", 1)
+    out, error, code = said("add train gpu1")
+    assert (out, code) == ("", 1)
+    assert "there is no kept cluster 'train' here" in error
+
+
+@pytest.mark.parametrize("line", ["", "add train", "status a b", "nonsense", "logs --rank x"])
+def test_what_is_no_command_is_refused_with_the_usage(line, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(line.split())
+    assert ended.value.code == 2
+    assert "usage: nbelastic" in capsys.readouterr().err
+
+
+def test_a_cluster_that_is_alone_needs_no_name(quiet, said):
+    """Kept or not; where there are several, they are named."""
+    cluster = quiet()
+    assert "waiting" in said("status")[0]
+    assert json.loads(said("status quiet --json")[0])["name"] == "quiet"
+    assert "nbelastic attach quiet" in said("list")[0]
+    quiet("other")
+    assert said("status") == ("", "nbelastic: say which cluster: other, quiet.\n", 1)
+    assert said("status other")[2] == 0
+    assert cluster.status().phase == "waiting", "a look does not end it"
+
+
+def test_orders_are_those_of_a_notebook(quiet, said):
+    """Who has given one is told to all, as soon as several are connected."""
+    cluster = quiet()
+    cluster.scale(2, 9)
+    assert said("scale --max 4") == ("", "", 0)
+    until(lambda: (cluster.status().min, cluster.status().max) == (2, 4))
+    until(lambda: any("min 2, max 9 by you" in event.text for event in cluster.events))
+    text = next(event.text for event in cluster.events if "max 4" in event.text)
+    assert text.startswith("min 2, max 4 by nbelastic scale (")
+    assert said("remove quiet nowhere") == ("", "nbelastic: there is no host 'nowhere'; the hosts are none.\n", 1)
+    assert said("scale") == ("", "nbelastic: say --min N, --max N or both.\n", 1)
+
+
+def test_a_stop_is_over_when_the_cluster_is(quiet, said):
+    cluster = quiet(keep=True)
+    cluster.run(os.getpid)
+    assert said("stop --job") == ("", "", 0)
+    assert cluster.job.wait(10).status == "stopped"
+    assert said("stop quiet") == ("", "", 0)
+    assert not cluster._run_dir.path.exists()
+    assert cluster.status().reason.startswith("stopped: stopped by nbelastic stop (")
+
+
+def test_logs_are_in_the_order_in_which_they_came(quiet, said):
+    """Of all ranks or of one, the last lines of them."""
+    cluster = quiet()
+    assert said("logs") == ("", "nbelastic: no job has run yet on 'quiet'.\n", 1)
+    job = cluster.run(os.getpid)
+    for rank, text in ((1, "one\n"), (0, "two\n"), (1, "six\n"), (0, "bar")):
+        prints(cluster, job, rank, text)
+    assert said("logs")[0] == "rank 1 | one\nrank 0 | two\nrank 1 | six\nrank 0 | bar\n"
+    assert said("logs --rank 1")[0] == "rank 1 | one\nrank 1 | six\n"
+    assert said("logs --tail 1")[0] == "rank 1 | six\nrank 0 | bar\n", "a line that has no end yet comes last"
+
+
+def test_who_follows_sees_each_line_once_until_the_job_ends(quiet, capsys):
+    cluster = quiet()
+    following = threading.Thread(target=main, args=(["logs", "-f", "--tail", "1"],))
+    following.start()
+    job = cluster.run(os.getpid)  # it waits for one
+    for text in ("one\n", "two\n", "six\n"):
+        prints(cluster, job, 0, text)
+    lines = []
+    until(lambda: lines.append(capsys.readouterr().out) or "six" in "".join(lines))
+    prints(cluster, job, 0, "end")
+    ended(cluster, job, Outcome(value=blob(None)))
+    following.join(10)
+    out, error = capsys.readouterr()
+    assert error == "job-1 succeeded\n"
+    lines = "".join([*lines, out]).splitlines()
+    assert lines[-2:] == ["rank 0 | six", "rank 0 | end"]
+    assert len(lines) == len(set(lines))
+
+
+def test_who_is_attached_sees_events_and_output_until_the_cluster_stops(quiet, capsys):
+    """Of one job after the other."""
+    cluster = quiet()
+    following = threading.Thread(target=main, args=(["attach"],))
+    following.start()
+    seen = []
+    for text in ("one\n", "two\n"):
+        job = cluster.run(os.getpid)
+        prints(cluster, job, 0, text)
+        ended(cluster, job, Outcome(value=blob(None)))
+        job.wait(10)
+        until(lambda: seen.append(capsys.readouterr().out) or f"rank 0 | {text}" in "".join(seen))
+    cluster.scale(2, 3)
+    cluster.stop()
+    following.join(10)
+    out = "".join([*seen, capsys.readouterr().out])
+    assert "min 2, max 3 by you" in out
+    assert out.count("job-1 was submitted") == out.count("job-2 was submitted") == 1
+    assert out.splitlines()[-1].startswith("finished: stopped: stopped by hand (process ")
+
+
+def test_an_interrupt_ends_the_command_alone(quiet, monkeypatch, capsys):
+    cluster = quiet()
+
+    def interrupt(_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("nbelastic.commands.follow._wait", interrupt)
+    assert main(["attach"]) == 130
+    assert cluster.status().phase == "waiting"
