@@ -231,23 +231,25 @@ class Cluster:
 
         None if the cluster is not kept, is stopped or left here, has ended, or if its drivers die again and again.
         """
-        now = time.monotonic()
-        if self._settings.keep is None or self._driver is not dead:
-            return None
-        if len(self._deaths) == DEATHS and now - self._deaths[0] < AGAIN_AND_AGAIN:
-            dead.why_ended += (
-                f", {DEATHS + 1} times in {now - self._deaths[0]:.0f} s: its log in {dead.log_dir} says why"
-            )
-            return None
-        self._deaths.append(now)
-        try:
-            heir = self._next_driver(dead, now + START)
-        except (NbelasticError, OSError) as error:
-            dead.why_ended += f", and no other one could take its place: {error}"
-            return None
-        if self._driver is dead:
-            self._use(heir)
-        return heir
+        why = f"its log in {dead.log_dir} may say why"
+        while self._settings.keep is not None and self._driver is dead:
+            now = time.monotonic()
+            if len(self._deaths) == DEATHS and (passed := now - self._deaths[0]) < AGAIN_AND_AGAIN:
+                dead.why_ended += f", {DEATHS + 1} times in {passed:.0f} s: {why}"
+                break
+            self._deaths.append(now)
+            try:
+                heir = self._next_driver(dead, now + START)
+            except HostError as error:  # that one has died as well, or cannot start
+                why = str(error)
+            except (NbelasticError, OSError) as error:
+                dead.why_ended += f", and no other one could take its place: {error}"
+                break
+            else:
+                if self._driver is dead:
+                    self._use(heir)
+                return heir
+        return None
 
     def _next_driver(self, dead: Connection, end: float) -> Connection:
         """The first of the kernels that have lost a driver starts the next one, the others connect to it."""

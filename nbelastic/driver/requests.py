@@ -178,7 +178,11 @@ AnyRequest = (
     | Discover
 )
 
-AGAIN = (WaitForStart, WaitForWorld, ShowStacks, MakeConnectionFile, FindController)  # may be asked of the next driver
+# May be asked again of the next driver, if one dies before it answers: it makes no difference to have asked twice.
+AGAIN = (
+    *(WaitForStart, WaitForWorld, ShowStacks, MakeConnectionFile, FindController),
+    *(AddHost, Scale, StopJob),
+)
 
 ANSWERS: dict[type[Request], Any] = {  # of which type the answer is; of the others: text, or only that there is one
     WaitForWorld: Status,

@@ -1,7 +1,7 @@
-"""Random faults while four workers train: `python -m tests.benchmarks.chaos [--faults N] [--pause S] [--seed N]`.
+"""Random faults while four workers train: `python -m tests.benchmarks.chaos [--faults N] [--pause S] [--seed N] [--drivers]`.
 
 SIGKILL of one worker or two, of one that is starting; SIGSTOP, sometimes continued; hosts added, drained, taken away; the
-maximum moved. At the end every sample of every epoch was used exactly once, all ranks hold the same bits, the losses are
+maximum moved. With `--drivers` the cluster is kept, and every second fault is a SIGKILL of its driver. At the end every sample of every epoch was used exactly once, all ranks hold the same bits, the losses are
 those of an undisturbed run and of one process alone, and no resources were lost. Prints the goodput: steps a second with
 faults against steps a second without, from the first step to the last.
 """
@@ -21,10 +21,12 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import psutil
 
 import nbelastic as nbe
+from nbelastic.driver.places import RunDir
 from tests.benchmarks import chaos_program as program
 from tests.process.observing import alive, ours, until
 
@@ -72,7 +74,7 @@ class Watch:
 class Storm:
     """One fault after the other; the last worker that holds the state is always let live."""
 
-    def __init__(self, cluster: nbe.Cluster, dice: random.Random, watch: Watch) -> None:
+    def __init__(self, cluster: nbe.Cluster, dice: random.Random, watch: Watch, *, drivers: bool) -> None:
         self._cluster, self._dice, self._watch = cluster, dice, watch
         self._struck: dict[int, float] = {}
         self.spared = 0  # a pid
@@ -87,10 +89,13 @@ class Storm:
             self.take_away: 1,
             self.move_maximum: 2,
         }
+        if drivers:
+            self._kinds[self.kill_driver] = sum(self._kinds.values())
 
     def strike(self) -> str:
         kind = self._dice.choices(list(self._kinds), list(self._kinds.values()))[0]
-        kind()
+        with suppress(nbe.DriverLostError):
+            kind()
         return kind.__name__
 
     def _members(self, count: int) -> list[psutil.Process]:
@@ -134,6 +139,13 @@ class Storm:
         self._send(signal.SIGSTOP, victims)
         self._watch.sleep(self._dice.uniform(0.02, 0.6))
         self._send(signal.SIGCONT, victims)
+
+    def kill_driver(self) -> None:
+        """Also while it takes over from the one that was killed just before."""
+        driver = RunDir(self._cluster.name).driver
+        with suppress(ProcessLookupError):
+            if driver:
+                os.kill(driver, signal.SIGKILL)
 
     def add(self) -> None:
         self._cluster.add_host(f"{GUEST}:{self._dice.choice([1, 2])}")
@@ -196,10 +208,12 @@ def eldest(cluster: nbe.Cluster) -> psutil.Process:
     return psutil.Process(members[1].pid)
 
 
-def storm_through(cluster: nbe.Cluster, faults: int, seed: int, pause: float, job: nbe.Job) -> dict[str, Any]:
+def storm_through(
+    cluster: nbe.Cluster, faults: int, seed: int, pause: float, job: nbe.Job, *, drivers: bool
+) -> dict[str, Any]:
     """All faults. In their first half one worker is spared, to see whether it stays as it was; then nobody is."""
     dice, watch = random.Random(seed), Watch(cluster)
-    storm = Storm(cluster, dice, watch)
+    storm = Storm(cluster, dice, watch, drivers=drivers)
     done: Counter[str] = Counter()
 
     def rage(count: int) -> None:
@@ -210,19 +224,19 @@ def storm_through(cluster: nbe.Cluster, faults: int, seed: int, pause: float, jo
             done[storm.strike()] += 1
 
     settle(cluster, job, storm, watch)
-    driver, elder = psutil.Process(), eldest(cluster)
+    kernel, elder = psutil.Process(), eldest(cluster)
     storm.spared = elder.pid
     while cluster.status().epoch < WARM and sum(done.values()) < faults // 2 and not job.done():
         rage(1)
     settle(cluster, job, storm, watch)
-    before = looks(driver=driver, elder=elder)
+    before = looks(kernel=kernel, elder=elder)
     rage(faults // 2 - sum(done.values()))
     settle(cluster, job, storm, watch)
     after = looks(elder=elder)
     storm.spared = 0
     rage(faults - faults // 2)
     settle(cluster, job, storm, watch)
-    after |= looks(driver=driver)
+    after |= looks(kernel=kernel)
     watch.pids |= ours(cluster)
     return {
         "faults": sum(done.values()),
@@ -235,16 +249,17 @@ def storm_through(cluster: nbe.Cluster, faults: int, seed: int, pause: float, jo
     }
 
 
-def run(faults: int, seed: int, pause: float, epochs: int | None = None) -> dict[str, Any]:
-    """Train through faults, or, without, for `epochs`; what was seen, and each rank's results."""
+def run(faults: int, seed: int, pause: float, epochs: int | None = None, *, drivers: bool = False) -> dict[str, Any]:
+    """Train through faults, or, without, for `epochs`; what was seen, and each rank's results. `drivers`: they die too."""
     found: dict[str, Any] = {}
-    with tempfile.TemporaryDirectory() as folder:
-        with nbe.Cluster(f"localhost:{WORKERS}", min=1, max=WORKERS, cooldown=(0, 0)) as cluster:
+    with tempfile.TemporaryDirectory() as folder, mock.patch("nbelastic.driver.cluster.DEATHS", 1_000_000):
+        options = {"min": 1, "max": WORKERS, "cooldown": (0, 0), "keep": drivers, "silence": 3.0 if drivers else 10.0}
+        with nbe.Cluster(f"localhost:{WORKERS}", **options) as cluster:
             cluster.wait(WORKERS, timeout=60)
             job = cluster.run(program.train, folder, epochs)
             cluster.wait(WORKERS, timeout=30)
             if faults:
-                found = storm_through(cluster, faults, seed, pause, job)
+                found = storm_through(cluster, faults, seed, pause, job, drivers=drivers)
             pids = ours(cluster) | found.pop("pids", set())
             if epochs is None:
                 (Path(folder) / "finish").touch()
@@ -311,8 +326,9 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--only-faults", action="store_true", help="compare with one process only, without the goodput")
+    parser.add_argument("--drivers", action="store_true", help="kill the driver as well")
     options = parser.parse_args()
-    disturbed = run(options.faults, options.seed, options.pause)
+    disturbed = run(options.faults, options.seed, options.pause, drivers=options.drivers)
     quiet = None if options.only_faults else run(0, options.seed, options.pause, disturbed["epochs"])
     alone = program.alone(disturbed["epochs"])
     curves = [alone] if quiet is None else [alone, quiet["curve"]]
