@@ -6,41 +6,59 @@ import os
 import sys
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Callable, Sequence
+from io import TextIOWrapper
 
 import msgspec
 
 from nbelastic import versions
 from nbelastic.commands.follow import TAIL, Output, follow_all, follow_job
-from nbelastic.core.errors import NbelasticError, UsageError
+from nbelastic.core.errors import ClusterStoppedError, NbelasticError, UsageError
 from nbelastic.driver.cluster import Cluster
-from nbelastic.notebook.snapshot import ClusterList, StatusView
+from nbelastic.notebook.snapshot import ClusterList, StatusView, limits
+from nbelastic.terminal import plain
 
 INTERRUPTED = 130  # the exit code of a command that Ctrl-C has ended, as shells have it
 
 
 def main(words: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit code: 0, 1 with one line on stderr that says what is wrong, 130 after Ctrl-C."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):  # it may be closed, and is None then
+            stream.reconfigure(errors="replace")  # a terminal's encoding may not have all characters
     options = _parser().parse_args(words)
     try:
         options.command(options)
-        sys.stdout.flush()
+        if sys.stdout is not None:
+            sys.stdout.flush()
     except NbelasticError as error:
-        print(f"nbelastic: {error}", file=sys.stderr)
+        print(f"nbelastic: {plain(str(error))}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:  # as of `nbelastic logs | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python complains when it ends
+        _write_no_more()
+    except OSError as error:
+        print(f"nbelastic: {error}", file=sys.stderr)
+        _write_no_more()
+        return 1
     return 0
 
 
+def _write_no_more() -> None:
+    """Else Python tries, and complains, when it ends."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 def _list(_: Namespace) -> None:
-    print(ClusterList(Cluster.all(), attach="nbelastic attach"))
+    print(plain(str(ClusterList(Cluster.all(), attach="nbelastic attach"))))
 
 
 def _status(options: Namespace) -> None:
     status = _attached(options).status()
-    print(msgspec.json.encode(status).decode() if options.json else StatusView(status))
+    if options.json:
+        print(msgspec.json.encode(status).decode())
+    else:
+        print(f"{status.name} is {plain(str(StatusView(status)))}")
 
 
 def _logs(options: Namespace) -> None:
@@ -56,28 +74,58 @@ def _logs(options: Namespace) -> None:
 
 def _add(options: Namespace) -> None:
     cluster = _attached(options)
-    for host in options.hosts:
+
+    def add(host: str) -> str:
         cluster.add_host(host, by="nbelastic add")
+        return f"{host} is being added"
+
+    _of_each(cluster, options.hosts, add)
 
 
 def _remove(options: Namespace) -> None:
     cluster = _attached(options)
-    for host in options.hosts:
+
+    def remove(host: str) -> str:
         cluster.remove_host(host, now=options.now, by="nbelastic remove")
+        return f"{host} is removed" if options.now else f"{host} leaves at the next commit"
+
+    _of_each(cluster, options.hosts, remove)
+
+
+def _of_each(cluster: Cluster, hosts: Sequence[str], order: Callable[[str], str]) -> None:
+    """Give the order for each host, also if it is refused for another one; raise the first refusal."""
+    refusals = []
+    for host in hosts:
+        try:
+            print(f"{cluster.name}: {order(host)}.")
+        except UsageError as error:
+            refusals.append(error)
+    if refusals:
+        raise refusals[0]
 
 
 def _scale(options: Namespace) -> None:
     if options.min is None and options.max is None:
         raise UsageError("say --min N, --max N or both.")
-    _attached(options).scale(min=options.min, max=options.max, by="nbelastic scale")
+    cluster = _attached(options)
+    cluster.scale(min=options.min, max=options.max, by="nbelastic scale")
+    status = cluster.status()
+    print(f"{cluster.name}: {limits(status.min, status.max)} workers from now on.")
 
 
 def _stop(options: Namespace) -> None:
     cluster = _attached(options)
-    if options.job:
-        cluster.stop_job(by="nbelastic stop")
-    else:
+    job = cluster.job
+    if not options.job:
         cluster.stop(options.timeout, by="nbelastic stop")
+        if cluster.status().phase != "finished":
+            raise ClusterStoppedError(f"{cluster.name!r} has not stopped in time: {cluster.status().reason}.")
+        print(f"{cluster.name}: stopped.")
+    elif job is None or job.done():
+        print(f"{cluster.name}: no job is running.")
+    else:
+        job.stop(by="nbelastic stop")
+        print(f"{cluster.name}: {job.name} is being stopped.")
 
 
 def _attach(options: Namespace) -> None:
@@ -85,6 +133,8 @@ def _attach(options: Namespace) -> None:
 
 
 def _attached(options: Namespace) -> Cluster:
+    if options.name is None and len(names := [info.name for info in Cluster.all()]) > 1:
+        raise UsageError(f"say which cluster: {', '.join(names)}.")
     return Cluster.attach(options.name)
 
 
@@ -97,7 +147,8 @@ def _parser() -> ArgumentParser:
         formatter_class=RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"nbelastic {versions.ours()}")
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    parser.set_defaults(command=lambda _: parser.print_help())
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND")
 
     def command(name: str, act: Callable[[Namespace], None], text: str, *, named: str | None = "?") -> ArgumentParser:
         made = commands.add_parser(name, help=text, description=text)

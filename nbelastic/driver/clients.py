@@ -21,7 +21,6 @@ from nbelastic.core.errors import JobError, NbelasticError, UsageError
 from nbelastic.driver import requests as r
 from nbelastic.driver import updates as u
 from nbelastic.driver.run import MOST, Run
-from nbelastic.terminal import shown
 
 if TYPE_CHECKING:
     from nbelastic.driver.driver import Driver
@@ -149,8 +148,12 @@ class Clients:
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._gone.wait(), GOODBYE)
 
-    def hang_up(self, why: str) -> None:
-        """Close the connections: from now on nothing is there any more."""
+    def kernel_ended(self) -> None:
+        """The one that has started the driver, perhaps before it has connected."""
+        self._come.set()
+
+    def hang_up(self, why: str | None) -> None:
+        """Close the connections: from now on nothing is there any more. None: the cluster is, for the next driver."""
         for client in list(self._open):
             client.hang_up(why)
 
@@ -194,7 +197,7 @@ class _Client(asyncio.Protocol):
     def _take(self, message: u.ToDriver) -> None:
         match message:
             case u.Hello(version=version, language=language, who=who):
-                self._who = shown(who)[:LONGEST_WHO]
+                self._who = "".join(filter(str.isprintable, who[:LONGEST_WHO]))
                 self._greet(version, language)
             case u.Ask(number=number, request=request) if self._known:
                 self._ask(number, request)
@@ -296,8 +299,8 @@ class _Client(asyncio.Protocol):
         """Bytes that it was sent and has not read."""
         return self._transport.get_write_buffer_size()
 
-    def hang_up(self, why: str) -> None:
-        if self._known:
+    def hang_up(self, why: str | None) -> None:
+        if self._known and why is not None:
             self._transport.write(u.frame(u.Over(why)))
         self._transport.close()
 

@@ -29,7 +29,6 @@ from nbelastic.core.errors import (
     NbelasticError,
     UsageError,
 )
-from nbelastic.core.messages import HostSpec
 from nbelastic.core.placement import parse_host
 from nbelastic.core.world import Limits
 from nbelastic.driver import process, requests
@@ -43,6 +42,7 @@ from nbelastic.driver.places import START, RunDir, gpus
 from nbelastic.driver.process import AT_THE_END
 from nbelastic.driver.run import Checkpoints, checkpoints
 from nbelastic.driver.saved import (
+    BY_CLIENTS,
     ClusterInfo,
     arguments_of,
     clusters,
@@ -50,7 +50,6 @@ from nbelastic.driver.saved import (
     kept_arguments,
     patience_for,
     read,
-    written,
 )
 from nbelastic.driver.script import Options, script_for
 from nbelastic.driver.settings import Settings, check, check_kinds, timeouts_of
@@ -64,7 +63,9 @@ CLOSING = 10.0  # seconds that all but the programs may take to end
 SOON = 2.0  # seconds in which a process ends that has nothing more to do
 AGAIN = 0.05  # seconds to the next try to attach, while another kernel attaches
 CONTROLLER = 10.0  # seconds that ipyparallel's controller may take to start, and to know an engine
+NOT_ATTACHED = "it was not attached to"
 DEATHS, AGAIN_AND_AGAIN = 3, 60.0  # drivers that this process replaces, in so many seconds
+LONGEST = 1e9  # seconds that somebody may say
 AT_ONCE = 2.0  # seconds for everything when the kernel ends, which leaves no more
 
 
@@ -183,7 +184,7 @@ class Cluster:
         log_dir = (self._log_dir or self._run_dir.log_dir()).absolute()
         submitted = self._last.submitted if self._last is not None else 0
         settings = replace(self._settings, log_dir=log_dir, number=secrets.token_hex(4))
-        self._take(self._launch(settings, submitted=submitted))
+        self._take(self._launch(process.Start(settings, self._arguments, submitted=submitted)))
         if wait:
             low = self._limits.min
             limit = self._limits.elastic_timeout if timeout is None else timeout
@@ -194,16 +195,7 @@ class Cluster:
                 raise
         return self
 
-    def _launch(
-        self,
-        settings: Settings,
-        *,
-        found: bool = False,
-        submitted: int = 0,
-        patience: float = START,
-        before: Connection | None = None,
-    ) -> Connection:
-        start = process.Start(settings, self._arguments, found, submitted, patience)
+    def _launch(self, start: process.Start, before: Connection | None = None) -> Connection:
         connection, child = process.launch(start, self._run_dir.path, self._watchers.changed, before)
         leave(child)  # it may outlive this process
         self._process, self._own = child, True
@@ -217,13 +209,14 @@ class Cluster:
     def _use(self, driver: Connection) -> None:
         """From now on."""
         self._driver = self._last = driver
-        if self._finder is not None:
-            self._finder.stop()
+        finder, client = self._finder, self._client
+        if finder is not None:
+            finder.stop()
+        if client is not None:  # ipyparallel's controller outlives the driver
+            self._client = driver, client[1]
+        driver.use(self._changed, partial(self._replace, driver))
         if self._discovery is not None:
             self._finder = Finder(self._discovery, driver)
-        if self._client is not None:  # ipyparallel's controller outlives the driver
-            self._client = driver, self._client[1]
-        driver.on_change, driver.on_death = self._changed, partial(self._replace, driver)
         self._changed()
 
     def _replace(self, dead: Connection) -> Connection | None:
@@ -231,15 +224,17 @@ class Cluster:
 
         None if the cluster is not kept, is stopped or left here, has ended, or if its drivers die again and again.
         """
-        why = f"its log in {dead.log_dir} may say why"
+        why, tries = f"its log in {dead.log_dir} may say why", 0
         while self._settings.keep is not None and self._driver is dead:
             now = time.monotonic()
-            if len(self._deaths) == DEATHS and (passed := now - self._deaths[0]) < AGAIN_AND_AGAIN:
-                dead.why_ended += f", {DEATHS + 1} times in {passed:.0f} s: {why}"
+            often = len(self._deaths) == DEATHS and now - self._deaths[0] < AGAIN_AND_AGAIN
+            if often or tries == DEATHS:
+                dead.why_ended += f", {DEATHS + 1} times in {now - self._deaths[0]:.0f} s, and is not replaced again before somebody attaches: {why}"
                 break
             self._deaths.append(now)
+            tries += 1
             try:
-                heir = self._next_driver(dead, now + START)
+                heir = self._next_driver(dead)
             except HostError as error:  # that one has died as well, or cannot start
                 why = str(error)
             except (NbelasticError, OSError) as error:
@@ -251,18 +246,31 @@ class Cluster:
                 return heir
         return None
 
-    def _next_driver(self, dead: Connection, end: float) -> Connection:
-        """The first of the kernels that have lost a driver starts the next one, the others connect to it."""
-        folder = self._run_dir.path
+    def _next_driver(self, dead: Connection) -> Connection:
+        """The first of the kernels that have lost a driver starts the next one, the others connect to it.
+
+        UsageError if the cluster has ended meanwhile, or another one has its name.
+        """
+        folder, end = self._run_dir.path, time.monotonic() + START
         while True:
+            patience = patience_for(folder)
+            heir = connected(folder, patience, dead)
+            if heir is not None and heir.number == dead.number:
+                return heir
+            if heir is not None:
+                heir.leave("it is another cluster's")
+            saved = read(folder)
+            if saved.number != dead.number:
+                raise UsageError(f"another cluster has the name {self.name!r} now.")
             try:
-                patience = patience_for(folder)
-                heir = connected(folder, patience, dead)
-                return heir or self._launch(self._settings, found=True, patience=patience, before=dead)
+                return self._launch(self._told(self.name, saved.log_dir, saved.arguments)._start_again(patience), dead)
             except AnotherDriverError:
                 if time.monotonic() > end:
                     raise
                 time.sleep(AGAIN)
+
+    def _start_again(self, patience: float) -> process.Start:
+        return process.Start(self._settings, self._arguments, found=True, patience=patience)
 
     def _changed(self) -> None:
         """In the thread of the connection."""
@@ -300,20 +308,32 @@ class Cluster:
         """On this connection; without one, with a new driver, which takes over what the dead one has left."""
         if driver is None:
             saved = read(folder)
-            hosts = written(host.spec for host in saved.world.hosts if not host.by_hand)
-            self = cls(**arguments_of(saved.name, saved.log_dir, saved.arguments, hosts, discovery))
-            self._take(self._launch(self._settings, found=True, patience=patience))
+            self = cls._told(folder.name, saved.log_dir, saved.arguments, discovery)
+            self._take(self._launch(self._start_again(patience)))
             return self
         try:
-            hosts = written(HostSpec(host.name, host.slots) for host in driver.status.hosts)
-            self = cls(**arguments_of(folder.name, str(driver.log_dir), driver.arguments, hosts, discovery))
-            self._own = False
-            self._take(driver)
+            self = cls._told(folder.name, str(driver.log_dir), driver.arguments, discovery)
+        except BaseException:
+            driver.leave(NOT_ATTACHED)
+            raise
+        self._own = False
+        self._take(driver)
+        try:
             if discovery is not None and self._discovery is None:
                 self._ask(requests.Discover(self._settings.discovery, self._arguments))
         except BaseException:
-            driver.leave("it was not attached to")
+            self._let_go(NOT_ATTACHED)
             raise
+        return self
+
+    @classmethod
+    def _told(
+        cls, name: str, log_dir: str, arguments: Mapping[str, Any], discovery: str | HostDiscovery | None = None
+    ) -> Self:
+        """As it was started. Where hosts came from an object of another kernel's, they stay as they are."""
+        self = cls(**arguments_of(name, log_dir, arguments, discovery))
+        if discovery is None and arguments.get(BY_CLIENTS):
+            self._settings, self._arguments = replace(self._settings, discovery=ByClients()), dict(arguments)
         return self
 
     @staticmethod
@@ -332,10 +352,16 @@ class Cluster:
 
     def detach(self) -> None:
         """Let go of a cluster that is kept: it lives on, for `attach`. UsageError for one that is not."""
-        driver = self._running()
+        self._running()
         kept = not self._own or self._settings.keep is not None
         check(kept, f"the cluster {self.name!r} is not kept: start it with keep=True.")
-        driver.leave(f"the cluster {self.name!r} was detached: attach to it again")
+        self._let_go(f"the cluster {self.name!r} was detached: attach to it again")
+
+    def _let_go(self, why: str) -> None:
+        driver, self._driver = self._driver, None
+        while driver is not None:
+            driver.leave(why)
+            driver = driver.heir  # if it has died just before
         self._driver = None
         self._forget()
 
@@ -361,6 +387,7 @@ class Cluster:
 
         Programs have `timeout` seconds (default: `stop_timeout`) to write a last checkpoint and end. Ctrl-C kills them at once.
         """
+        check(timeout is None or 0 <= timeout <= LONGEST, f"timeout={timeout}: a number of seconds, at least 0.")
         self._stop(self._limits.timeouts.stop if timeout is None else timeout, CLOSING, by=by)
 
     def _stop(self, within: float, more: float, *, by: str = "hand", kill: bool = True) -> None:
@@ -383,8 +410,12 @@ class Cluster:
         if not driver.finished.is_set() and kill:
             kill_driver(self._run_dir, self._run_dir.driver)
             driver.finished.wait(more)
-        if driver.died and (heir := driver.heir or self._heir_of(driver)) is not None:
-            self._last = heir
+        for _ in range(DEATHS):
+            heir = (driver.heir or self._heir_of(driver)) if driver.died else None
+            if heir is None:
+                break
+            self._last = driver = heir
+            heir.use(self._changed)
             heir.request(stop)
             heir.finished.wait(patience)
         if self._process is not None and driver.finished.is_set():
@@ -394,10 +425,9 @@ class Cluster:
     def _heir_of(self, dead: Connection) -> Connection | None:
         """A driver that can stop what this one has left: of a kept cluster; or it lives, and only the connection was lost."""
         with contextlib.suppress(NbelasticError, OSError):
-            if self._settings.keep is None:
-                heir = connected(self._run_dir.path, before=dead)
-            else:
-                heir = self._next_driver(dead, time.monotonic() + START)
+            if self._settings.keep is not None:
+                return self._next_driver(dead)
+            heir = connected(self._run_dir.path, before=dead)
             if heir is not None and heir.number == dead.number:
                 return heir
             if heir is not None:
@@ -554,7 +584,7 @@ class Cluster:
 
     def stop_job(self, by: str = "you") -> None:
         """Stop the running job, if there is one."""
-        self._ask(requests.StopJob(by))
+        self._ask(requests.StopJob(by, self._running().present_job))
 
     # ---- orders: they return when the driver has taken them in ----
 
@@ -586,6 +616,12 @@ class Cluster:
         self._running().request(requests.Press(by, dict(message), self._default_slots))
 
     # ---- looking on ----
+
+    @property
+    def _died(self) -> bool:
+        """Whether this kernel has lost the cluster because its driver has died, and could not be replaced."""
+        driver = self._last
+        return driver is not None and driver.finished.is_set() and driver.died and driver.heir is None
 
     def wait(self, world: int, timeout: float = 60.0) -> Status:
         """Wait until `world` workers run in one world (or, with no job, are ready). WaitTimeoutError says for what."""

@@ -45,16 +45,20 @@ class JobCopy:
     def __init__(self, name: str) -> None:
         self.name = name
         self.printed = Printed()
+        self._before = 0  # lines that only an earlier driver has counted
         self.members: tuple[m.WorkerId, ...] = ()  # of the last world, once it is over
         self.future: Future[list[pickles.Bytes | None]] = Future()
 
     def take(self, update: u.JobUpdate, *, all_there_is: bool) -> None:
-        if all_there_is:  # the driver before this one has told of a part of it
-            self.printed = Printed()
+        """`all_there_is`: the driver before this one may have told of a part of it."""
+        known, printed = self.printed.heard, Printed() if all_there_is else self.printed
+        if all_there_is and update.lines:  # numbers do not go back, though this driver may have fewer lines
+            self._before = max(0, known - update.lines[-1][1].number)
         for worker, line in update.lines:
-            self.printed.add(worker, line)
+            printed.add(worker, line._replace(number=line.number + self._before))
         for worker, rest in update.rests:
-            self.printed.begin(worker, rest)
+            printed.begin(worker, rest)
+        self.printed = printed
         self.members = update.members or self.members
         if update.end is not None and not self.future.done():
             self._end(update.end)
@@ -102,9 +106,8 @@ def error_of(name: str, text: str) -> NbelasticError:
 class Connection:
     """To the driver whose run folder this is. A thread reads; all else is for any thread.
 
-    `finished` is set when the driver has ended and everything is closed, or when it was left. `on_change` is called then,
-    and after each update. `on_death` is called before, in the connection's thread, if the driver has died: it may give
-    a connection to another one, the `heir`, where the jobs go on.
+    `finished` is set when the driver has ended and everything is closed, or when it was left. Who has made it says by `use`
+    or `leave` what is to become of it.
     """
 
     def __init__(
@@ -113,7 +116,9 @@ class Connection:
         """OSError if nobody listens there; UsageError for a driver of another version. `before`: to one that has died."""
         self.name = folder.name
         self.on_change = on_change
-        self.on_death: Callable[[], Connection | None] = lambda: None
+        self._on_death: Callable[[], Connection | None] = lambda: None
+        self._said = threading.Event()  # what is to become of it
+        self._used = False
         self.heir: Connection | None = None
         self._before = before
         self._over = False  # the driver has said that it ends
@@ -228,6 +233,13 @@ class Connection:
             self._fail(future)
         return future
 
+    def use(self, on_change: Callable[[], object], on_death: Callable[[], Connection | None] = lambda: None) -> None:
+        """Call `on_change` after each update, and at the end. `on_death`, in the connection's thread, if the driver dies, or has died by
+        now: it may give a connection to another one, the `heir`, where the jobs go on.
+        """
+        self.on_change, self._on_death, self._used = on_change, on_death, True
+        self._said.set()
+
     def _unask(self, number: int, future: Future[Any]) -> None:
         if self._asked.pop(number, None) is not None and future.cancelled():
             self._send(u.Cancel(number))
@@ -235,10 +247,11 @@ class Connection:
     def leave(self, why: str) -> None:
         """Close the connection; the driver stays. `why`, in words for who still waits."""
         self._left = why
+        self._said.set()
         self._out.put(None)
         self._writer.join(LAST_WORDS)  # what was asked just before still goes out
         self._shut()
-        if threading.current_thread() is not self._thread:
+        if threading.current_thread() is not self._thread and not self.died:  # else it may be starting another driver
             self._thread.join(PATIENCE)
 
     def _send(self, message: u.ToDriver) -> None:
@@ -329,26 +342,35 @@ class Connection:
         return self.jobs[name]
 
     def _end(self) -> None:
-        forks.no_longer(self._forget)
+        self._greeted.set()
         self.why_ended = self._left or self.why_ended
         if not self.why_ended:
             self.why_ended = f"the driver of {self.name!r} has ended unexpectedly"
         if not (self._over or self._left):
-            self.died = True
-            self.on_change()
-            self.heir = self.on_death()
-            if self.heir is not None and self._left:
-                self.heir.leave(self._left)
+            self._die()
+        forks.no_longer(self._forget)
         self.finished.set()
         self._out.put(None)
         self._socket.close()
         for _, future in list(self._asked.values()):
             self._fail(future)
-        for job in [] if self.heir and not self._left else list(self.jobs.values()):
-            goes_on = f"; {job.name} goes on there" if self._left else ""
-            job.abandon(ClusterStoppedError(f"{self._left or self.why_ended}{goes_on}."))
-        self._greeted.set()
+        if self._used and (self.heir is None or self._left):  # else it is for the one before, or the heir, to say
+            for job in list(self.jobs.values()):
+                goes_on = f"; {job.name} goes on there" if self._left else ""
+                job.abandon(ClusterStoppedError(f"{self._left or self.why_ended}{goes_on}."))
         self.on_change()
+
+    def _die(self) -> None:
+        self.died = True
+        self.on_change()
+        self._said.wait(PATIENCE)
+        try:
+            self.heir = self._on_death()
+        except Exception as error:
+            log.exception("the driver of %r has died, and cannot be replaced", self.name)
+            self.why_ended += f", and no other one could take its place: {error!r}"
+        if self.heir is not None and self._left:
+            self.heir.leave(self._left)
 
     def _fail(self, future: Future[Any]) -> None:
         error = DriverLostError(f"{self.why_ended} before it answered; another one has taken over: ask again.")

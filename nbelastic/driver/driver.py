@@ -155,12 +155,13 @@ class Driver:
             self._failure = error
             raise
         finally:
-            if self.notes is not None and self._failure is not None:
+            lives_on = self.notes is not None and self._failure is not None
+            if lives_on:
                 self._run_dir.let_go()
             else:
                 self._run_dir.release()
             if self._clients is not None:
-                self._clients.hang_up(self.why_ended)
+                self._clients.hang_up(None if lives_on else self.why_ended)
 
     async def _main(self, ready: Callable[[], object]) -> None:
         self._loop = asyncio.get_running_loop()
@@ -600,6 +601,12 @@ class Driver:
         if arguments is not None and self.notes is not None:
             self.notes.arguments = dict(arguments)
             self.save()
+
+    def kernel_ended(self, within: float) -> None:
+        """The one that has started this driver, for a cluster that is not kept: programs have so many seconds to end."""
+        if self._clients is not None:
+            self._clients.kernel_ended()
+        self.take_in(m.StopRequested("its kernel has ended", within))
 
     def stop_discovery(self) -> None:
         """Ask no script or plug-in any more: a client says from now on where hosts are, or nobody does."""

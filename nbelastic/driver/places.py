@@ -23,10 +23,10 @@ class RunDir:
 
     def __init__(self, name: str) -> None:
         known = all(c.isalnum() or c in "-_." for c in name)
-        if not (0 < len(name.encode()) <= LONGEST and known) or name.startswith(".") or name.endswith(".lock"):
+        if not (known and 0 < len(name.encode()) <= LONGEST) or name.startswith((".", "-")) or name.endswith(".lock"):
             raise UsageError(
                 f"{name!r} is not a valid name for a cluster: use up to {LONGEST} letters, digits, '-', '_' and '.', "
-                "no '.' first and no '.lock' last."
+                "no '.' or '-' first and no '.lock' last."
             )
         self.name = name
         self.path = runs() / name

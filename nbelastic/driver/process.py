@@ -233,7 +233,7 @@ async def _serve(
 
     def ended() -> None:
         loop.remove_reader(kernel)
-        driver.take_in(m.StopRequested("its kernel has ended", AT_THE_END))
+        driver.kernel_ended(AT_THE_END)
 
     if driver.settings.keep is None:
         loop.add_reader(kernel, ended)

@@ -181,7 +181,7 @@ AnyRequest = (
 # May be asked again of the next driver, if one dies before it answers: it makes no difference to have asked twice.
 AGAIN = (
     *(WaitForStart, WaitForWorld, ShowStacks, MakeConnectionFile, FindController),
-    *(AddHost, Scale, StopJob),
+    *(AddHost, Scale, StopJob, Discover),
 )
 
 ANSWERS: dict[type[Request], Any] = {  # of which type the answer is; of the others: text, or only that there is one

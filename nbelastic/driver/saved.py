@@ -36,6 +36,7 @@ from nbelastic.presence import lives
 
 NAME = "state.json"
 A_WORKER = 0.02  # seconds that each worker adds to what a next driver may take
+BY_CLIENTS = "own discovery"  # among the arguments that are kept: it was an object of a kernel's
 T = TypeVar("T")
 
 
@@ -151,7 +152,7 @@ def _begin_to_read(folder: Path) -> tuple[_Versions, bytes, int]:
         with open(path, "rb") as file:
             found, data = os.fstat(file.fileno()), file.read()
     except FileNotFoundError:
-        raise UsageError(f"there is no kept cluster {folder.name!r} here: {_others()}.") from None
+        raise UsageError(f"there is no cluster {folder.name!r} here: {_others()}.") from None
     except OSError as error:
         raise UsageError(f"{path} cannot be read: {error.strerror}.") from None
     if found.st_uid != os.getuid():
@@ -169,8 +170,8 @@ def _decoded(path: Path, data: bytes, kind: type[T]) -> T:
 
 
 def _others() -> str:
-    names = ", ".join(info.name for info in clusters() if info.kept)
-    return f"there are {names}" if names else "none is kept on this machine"
+    names = ", ".join(info.name for info in clusters())
+    return f"there are {names}" if names else "you have none on this machine"
 
 
 def find(name: str | None) -> Path:
@@ -178,7 +179,7 @@ def find(name: str | None) -> Path:
     if none is, that there is. UsageError if there is none.
     """
     if name is not None and os.sep in name:
-        folder = Path(name).expanduser().resolve()
+        folder = Path(os.path.expanduser(name)).resolve()
         if folder.parent != runs().resolve():
             raise UsageError(
                 f"{folder} is not in {runs()}, where clusters of this kernel are: set TMPDIR as it was there."
@@ -210,7 +211,7 @@ def kept_arguments(given: Mapping[str, Any], source: Source) -> dict[str, Any]:
         case Installed(name=name):
             kept["discovery"] = name
         case ByClients():
-            kept["own discovery"] = True
+            kept[BY_CLIENTS] = True
     return kept
 
 
@@ -218,17 +219,14 @@ def arguments_of(
     name: str,
     log_dir: str,
     arguments: Mapping[str, Any],
-    hosts: list[str],
     discovery: str | HostDiscovery | None,
 ) -> dict[str, Any]:
-    """What `Cluster` is to be called with again. `hosts`: those that there are, if only their own kernel knew of more."""
+    """What `Cluster` is to be called with again. An object of another kernel's cannot be said: see `BY_CLIENTS`."""
     again = {**arguments, "name": name, "log_dir": log_dir}
-    own = again.pop("own discovery", False)
+    again.pop(BY_CLIENTS, None)
     if discovery is not None:
         again.pop("hosts", None)
         again["discovery"] = discovery
-    elif own:
-        again["hosts"] = hosts
     return again
 
 

@@ -413,7 +413,7 @@ def test_a_faulty_driver_without_clients_ends_with_the_lease(quiet, monkeypatch)
     until(lambda: not run_dir.path.exists())
 
 
-def test_a_driver_that_ends_at_once_tells_its_kernel_why(quiet, monkeypatch):
+def test_a_driver_that_ends_at_once_tells_its_kernel_why(quiet, monkeypatch, tmp_path):
     """Before that has connected, as when the discovery fails at its first look."""
 
     def connect_late(*arguments):
@@ -423,7 +423,7 @@ def test_a_driver_that_ends_at_once_tells_its_kernel_why(quiet, monkeypatch):
         return Connection(*arguments)
 
     monkeypatch.setattr(inside, "Connection", connect_late)
-    cluster = quiet()
+    cluster = nbe.Cluster(name="quiet", discovery=NoHosts(), log_dir=tmp_path / "logs").start(wait=False)
     until(lambda: cluster.status().phase == "finished")
     assert cluster.status().reason == "stopped: the inventory is down"
 

@@ -47,10 +47,10 @@ def test_without_a_cluster_each_command_says_so(said, own_base):
         assert said(line) == ("", "nbelastic: you have no cluster on this machine.\n", 1)
     out, error, code = said("add train gpu1")
     assert (out, code) == ("", 1)
-    assert "there is no kept cluster 'train' here" in error
+    assert "there is no cluster 'train' here" in error
 
 
-@pytest.mark.parametrize("line", ["", "add train", "status a b", "nonsense", "logs --rank x"])
+@pytest.mark.parametrize("line", ["add train", "status a b", "nonsense", "logs --rank x"])
 def test_what_is_no_command_is_refused_with_the_usage(line, capsys):
     with pytest.raises(SystemExit) as ended:
         main(line.split())
@@ -74,7 +74,7 @@ def test_orders_are_those_of_a_notebook(quiet, said):
     """Who has given one is told to all, as soon as several are connected."""
     cluster = quiet()
     cluster.scale(2, 9)
-    assert said("scale --max 4") == ("", "", 0)
+    assert said("scale --max 4") == ("quiet: 2–4 workers from now on.\n", "", 0)
     until(lambda: (cluster.status().min, cluster.status().max) == (2, 4))
     until(lambda: any("min 2, max 9 by you" in event.text for event in cluster.events))
     text = next(event.text for event in cluster.events if "max 4" in event.text)
@@ -86,9 +86,10 @@ def test_orders_are_those_of_a_notebook(quiet, said):
 def test_a_stop_is_over_when_the_cluster_is(quiet, said):
     cluster = quiet(keep=True)
     cluster.run(os.getpid)
-    assert said("stop --job") == ("", "", 0)
+    assert said("stop --job") == ("quiet: job-1 is being stopped.\n", "", 0)
     assert cluster.job.wait(10).status == "stopped"
-    assert said("stop quiet") == ("", "", 0)
+    assert said("stop --job") == ("quiet: no job is running.\n", "", 0)
+    assert said("stop quiet") == ("quiet: stopped.\n", "", 0)
     assert not cluster._run_dir.path.exists()
     assert cluster.status().reason.startswith("stopped: stopped by nbelastic stop (")
 

@@ -150,8 +150,8 @@ def test_a_discovery_of_one_s_own():
 
     mine = Mine()
     kept = kept_arguments({"discovery": mine}, source_of(mine, None, None, 1))
-    again = partial(arguments_of, "train", "/logs", kept, ["a:2"])
-    assert again(None) == {"name": "train", "log_dir": "/logs", "hosts": ["a:2"]}
+    again = partial(arguments_of, "train", "/logs", kept)
+    assert again(None) == {"name": "train", "log_dir": "/logs"}
     assert again(mine) == {"name": "train", "log_dir": "/logs", "discovery": mine}
 
 

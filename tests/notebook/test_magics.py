@@ -37,7 +37,7 @@ def ip(monkeypatch):
 def attach(name):
     """A cluster of this name that was kept, with its job."""
     if name == "nobody":
-        raise UsageError("there is no kept cluster 'nobody' here: none is kept on this machine.")
+        raise UsageError("there is no cluster 'nobody' here: you have none on this machine.")
     cluster = FakeCluster(name=name)
     cluster.start()
     cluster.job = FakeJob()
@@ -188,7 +188,7 @@ def test_another_cluster_closes_the_old_dashboard(ip, magics, cluster, line):
 
 def test_attaching_gives_what_starting_gives(ip, magics, capsys):
     """The cluster, its job, the dashboard; one line if there is none; and none while another one runs."""
-    assert run(ip, capsys, "%elastic_attach nobody").startswith("UsageError: there is no kept cluster 'nobody'")
+    assert run(ip, capsys, "%elastic_attach nobody").startswith("UsageError: there is no cluster 'nobody'")
     assert magics.cluster is None
     ip.run_cell("%elastic_attach survivor --cluster c --job j")
     assert ip.user_ns["c"] is magics.cluster

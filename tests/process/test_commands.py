@@ -39,7 +39,7 @@ def test_a_terminal_looks_on_and_steers(make, tmp_path):
     command = [sys.executable, "-m", "nbelastic", "attach", cluster.name]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as terminal:
         reads(terminal, "first step of epoch 1")
-        assert nbelastic("add", cluster.name, "127.0.0.2:1") == ""
+        assert "127.0.0.2:1 is being added" in nbelastic("add", cluster.name, "127.0.0.2:1")
         cluster.wait(2, timeout=30)
         reads(terminal, "world of 2")
         assert "127.0.0.2/0" in nbelastic("status", cluster.name)

@@ -330,6 +330,6 @@ def test_files_that_cannot_be_used(kept, tmp_path):
     path.chmod(0o600)
     with pytest.raises(nbe.UsageError, match="attach to it"):
         nbe.Cluster("localhost:1", name=kernel.name).start()
-    with pytest.raises(nbe.UsageError, match="no kept cluster 'nobody'"):
+    with pytest.raises(nbe.UsageError, match="no cluster 'nobody'"):
         nbe.Cluster.attach("nobody")
     nbe.Cluster.attach(kernel.name).stop()

@@ -70,6 +70,7 @@ class DriverThread:
         """As a kill of the process: a kept cluster stays as it is."""
         self._loop.call_soon_threadsafe(self._task.cancel)
         self._thread.join()
+        self.driver.chronicle.close()  # as the end of the process does
 
     def wait(self, timeout: float | None = None) -> int:
         self._thread.join(timeout)

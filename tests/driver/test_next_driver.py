@@ -1,0 +1,155 @@
+"""A driver that dies, and the next one: what becomes of those who are connected. The drivers run in threads."""
+
+from __future__ import annotations
+
+import os
+import threading
+
+import pytest
+
+import nbelastic as nbe
+from nbelastic.driver import process
+from nbelastic.driver import updates as u
+from nbelastic.driver.connection import Connection, JobCopy
+from nbelastic.driver.results import Outcome
+from nbelastic.driver.run import Line
+from tests.core.story import wid
+from tests.driver.test_clients import blob, driver_of, ended
+from tests.support import inside
+from tests.support.waiting import until
+
+
+def die(cluster) -> None:
+    """Its driver is killed, and another one has taken over for those who are connected."""
+    dead = cluster._driver
+    inside.kill_driver(cluster._run_dir, 0)
+    until(lambda: cluster._driver is not dead)
+
+
+def test_the_next_driver_goes_on_where_the_last_one_was(quiet):
+    """Of a kept cluster whose driver dies: the same `Cluster` and `Job`; bounds, setup cells and results are as they were."""
+    cluster = quiet(keep=True)
+    cluster.scale(2, 9)
+    job = cluster.run(os.getpid)
+    die(cluster)
+    assert (cluster.status().min, cluster.status().max) == (2, 9)
+    assert cluster.job is job
+    assert job.status == "running"
+    ended(cluster, job, Outcome(value=blob("done")))
+    assert job.result(timeout=10) == ["done"]
+    assert not job._driver.finished.is_set()
+
+
+def test_another_cluster_of_the_same_name_is_not_the_next_driver_s(quiet):
+    """The dead one's kernel pauses, and somebody stops what is left of it and starts another one."""
+    cluster = quiet(keep=True)
+    job = cluster.run(os.getpid)
+    go_on = threading.Event()
+    replace = cluster._driver._on_death
+    cluster._driver._on_death = lambda: go_on.wait(10) and replace()
+    inside.kill_driver(cluster._run_dir, 0)
+    with nbe.Cluster.attach("quiet"):
+        pass
+    other = quiet(keep=True)
+    go_on.set()
+    with pytest.raises(nbe.ClusterStoppedError, match="another cluster has the name 'quiet' now"):
+        job.result(timeout=10)
+    cluster.stop()
+    assert other.status().phase == "waiting"
+
+
+def test_the_next_driver_has_the_newest_discovery(quiet, tmp_path):
+    """Not that of the kernel which happens to start it; and objects of another kernel's are not made up."""
+    script = tmp_path / "hosts.sh"
+    script.write_text("#!/bin/sh\n")
+    script.chmod(0o755)
+    cluster = quiet(keep=True, discovery=str(script))
+    script.with_name("e.sh").write_bytes(script.read_bytes())
+    script.with_name("e.sh").chmod(0o755)
+    nbe.Cluster.attach("quiet", discovery=str(script.with_name("e.sh"))).detach()
+    die(cluster)
+    assert cluster._driver.arguments["discovery"].endswith("e.sh")
+    cluster.stop()
+    own = quiet("own", keep=True)
+    with nbe.Cluster.attach("own") as other:
+        own.detach()
+        die(other)
+        assert other._driver.arguments["own discovery"]
+        assert other.hosts == ()
+
+
+def test_a_driver_that_dies_before_its_kernel_uses_it_is_replaced(quiet, monkeypatch):
+    """As soon as it has greeted: neither the cluster nor its job is lost."""
+    cluster = quiet(keep=True)
+    job = cluster.run(os.getpid)
+    use, died = Connection.use, []
+
+    def use_late(connection, *arguments):
+        if not died:
+            died.append(connection)
+            inside.kill_driver(cluster._run_dir, 0)
+            until(lambda: connection.died)
+        use(connection, *arguments)
+
+    first = cluster._driver
+    monkeypatch.setattr(Connection, "use", use_late)
+    inside.kill_driver(cluster._run_dir, 0)
+    until(lambda: cluster._driver not in (first, *died))
+    assert job.status == "running"
+    ended(cluster, job, Outcome(value=blob(1)))
+    assert job.result(timeout=10) == [1]
+
+
+def test_what_goes_wrong_at_a_replacement_ends_the_connection(quiet, monkeypatch):
+    """Whatever it is: nobody waits for ever."""
+    cluster = quiet(keep=True)
+    job = cluster.run(os.getpid)
+    with monkeypatch.context() as broken:
+        broken.setattr("nbelastic.driver.cluster.patience_for", lambda _: 1 / 0)
+        inside.kill_driver(cluster._run_dir, 0)
+        with pytest.raises(nbe.ClusterStoppedError, match="no other one could take its place: ZeroDivisionError"):
+            job.result(timeout=10)
+    with nbe.Cluster.attach("quiet") as again:
+        assert again.job.status == "running"
+
+
+def test_who_detaches_while_a_driver_is_replaced_is_detached(quiet, monkeypatch):
+    """Nobody is connected any more, or the lease would never run."""
+    cluster = quiet(keep=True)
+    job = cluster.run(os.getpid)
+    started, go_on = threading.Event(), threading.Event()
+    launch = process.launch
+
+    def launch_late(*arguments):
+        started.set()
+        assert go_on.wait(10)
+        return launch(*arguments)
+
+    monkeypatch.setattr(process, "launch", launch_late)
+    inside.kill_driver(cluster._run_dir, 0)
+    assert started.wait(10)
+    detaching = threading.Thread(target=cluster.detach)
+    detaching.start()
+    detaching.join(5)
+    assert not detaching.is_alive()
+    go_on.set()
+    until(lambda: job.status == "detached")
+    until(lambda: not driver_of(cluster)._clients._open)
+    monkeypatch.undo()
+
+
+def test_lines_of_the_last_driver_are_not_told_again(quiet):
+    """Numbers go on, though the next driver may know fewer of the lines."""
+    copy = JobCopy("job-1")
+    w = wid("a/0#1")
+
+    def update(numbers):
+        return u.JobUpdate("job-1", [(w, Line(number, "out", str(text), 0)) for number, text in numbers])
+
+    copy.take(update([(1, "a"), (2, "b"), (3, "c")]), all_there_is=True)
+    copy.take(update([(1, "a"), (2, "b"), (3, "c"), (4, "d")]), all_there_is=True)
+    assert [line.text for _, line in copy.printed.since(3)] == ["d"]
+    copy.take(update([(1, "c"), (2, "d")]), all_there_is=True)
+    assert copy.printed.since(4) == []
+    copy.take(update([(3, "e")]), all_there_is=False)
+    assert [line.text for _, line in copy.printed.since(4)] == ["e"]
