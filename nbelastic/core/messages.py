@@ -147,11 +147,12 @@ class Probed(Event):
 
 
 class AgentLost(Event):
-    """`quiet`: seconds for which it was not heard, if that is how its end was noticed."""
+    """`quiet`: seconds for which it was not heard, if that is how its end was noticed. `number`: which start of it; 0: the last."""
 
     host: str
     reason: str
     quiet: float = 0.0
+    number: int = 0
 
 
 class WorkerStarted(Event):

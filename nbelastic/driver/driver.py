@@ -270,6 +270,8 @@ class Driver:
             self._tick.cancel()
 
     def _take(self, event: m.Event) -> None:
+        if isinstance(event, m.AgentLost) and self.fleet.has_another(event):
+            return
         now = self.clock.now()
         before = self.world
         if before.phase == "running":
@@ -505,8 +507,7 @@ class Driver:
                 ready = m.AgentReady(message.host, message.pid, message.addresses, message.port, problem)
                 self._inbox.put_nowait(ready)
             case wire.AgentGoodbye(host=host, reason=reason):
-                self.fleet.kill_agent(host)
-                self._inbox.put_nowait(m.AgentLost(host, reason))
+                self.fleet.lose_agent(host, reason)
             case wire.AgentSample():
                 self.fleet.live.sample_of(message, self.world.workers, now)
                 self._publish_soon()

@@ -361,7 +361,17 @@ class Fleet:
             del self._held[host]
             self.live.host_samples.pop(host, None)
             self._hub.forget(held.peer)
-            self._post(m.AgentLost(host, why))
+            self._post(m.AgentLost(host, why, number=held.number))
+
+    def lose_agent(self, host: str, why: str, quiet: float = 0.0) -> None:
+        """It is gone, or of no use: end it, and say so."""
+        number = self._held[host].number if host in self._held else 0
+        self.kill_agent(host)
+        self._post(m.AgentLost(host, why, quiet, number))
+
+    def has_another(self, lost: m.AgentLost) -> bool:
+        """Whether this host's agent was started again before the loss of the one before was decided on."""
+        return lost.number > 0 and lost.host in self._held and self._held[lost.host].number != lost.number
 
     def kill_agent(self, host: str) -> None:
         """It is taken for lost: make sure that it is."""

@@ -96,8 +96,7 @@ class Silence:
         for host in world.hosts:
             quiet = self._fleet.quiet_for(host)
             if quiet > self._silence:
-                self._fleet.kill_agent(host)
-                self._post(m.AgentLost(host, f"nothing heard of it for {quiet:.0f} s", quiet))
+                self._fleet.lose_agent(host, f"nothing heard of it for {quiet:.0f} s", quiet)
 
     def _workers(self, world: World) -> None:
         """Their processes exist and are not stopped, or their agents would have said so."""

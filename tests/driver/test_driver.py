@@ -112,3 +112,23 @@ def test_a_host_that_falls_silent_is_lost_and_tried_again(tmp_path: Path) -> Non
             assert outside.ranks == ["a/0#1", "b/0#2"]
 
     tell(story)
+
+
+def test_the_end_of_an_agent_is_not_that_of_the_next(tmp_path: Path) -> None:
+    """A host is removed and added again at once: its old agent's end is heard when the order is given and not decided on yet."""
+
+    async def story() -> None:
+        async with training(tmp_path, "a:1,b:1", min=1) as outside:
+            (old,) = (agent for agent in outside.agents.values() if agent.spec.name == "b")
+            hears = old.hears
+            old.hears = lambda message: isinstance(message, wire.Retire) or hears(message)  # it ends, but not at once
+            outside.driver.take_in(m.HostRemoved("b", by="a test", now=True))
+            await outside.settles()
+            assert "b" not in outside.driver.world.hosts
+            outside.driver.take_in(m.HostAdded(m.HostSpec("b", 1), "a test"))
+            old._on_stop("its agent ended")
+            await outside.passes(3.0)
+            assert "host-lost" not in outside.kinds()
+            assert outside.driver.world.hosts["b"].phase is HostPhase.UP
+
+    tell(story)
