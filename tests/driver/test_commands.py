@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 import threading
 
 import pytest
 
+from nbelastic.commands.follow import Output
 from nbelastic.commands.main import main
 from nbelastic.core import wire
 from nbelastic.driver.results import Outcome
@@ -38,7 +41,7 @@ def prints(cluster, job, rank: int, text: str) -> None:
         driver._hear(f"worker/{w}", wire.WorkerOutput(w, "out", text, end, job.name, rank))
 
     in_driver(cluster, hear)
-    until(lambda: text.strip() in job.logs())
+    until(lambda: text.strip().rpartition("\n")[2] in job.logs())
 
 
 def test_without_a_cluster_each_command_says_so(said, own_base):
@@ -155,3 +158,77 @@ def test_an_interrupt_ends_the_command_alone(quiet, monkeypatch, capsys):
     monkeypatch.setattr("nbelastic.commands.follow._wait", interrupt)
     assert main(["attach"]) == 130
     assert cluster.status().phase == "waiting"
+
+
+def test_words_of_others_do_not_steer_the_terminal(quiet, said):
+    """What a program prints, or a host says, may be coloured, and no more."""
+    cluster = quiet()
+    job = cluster.run(os.getpid)
+    prints(cluster, job, 0, "\x1b]0;title\x07\x1b[31mred\x1b[0m \x1b]52;c;QQ==\x1b\\and\x9b blue\n")
+    assert said("logs")[0] == "rank 0 | \x1b[31mred\x1b[0m and blue\n"
+
+
+def test_a_line_that_comes_after_the_first_look_is_shown(quiet, capsys):
+    """A follower has looked before anything was printed; later it says how many lines it has missed."""
+    cluster = quiet()
+    output, job = Output(), cluster.run(os.getpid)
+    output.show(job)
+    prints(cluster, job, 0, "first\n")
+    output.show(job)
+    prints(cluster, job, 0, "".join(f"{i}\n" for i in range(1500)) + "end\n")
+    output.show(job)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[:3] == ["rank 0 | first", "… 501 lines are only in the log files …", "rank 0 | 501"]
+    assert lines[-1] == "rank 0 | end"
+
+
+@pytest.mark.parametrize("seconds", ["-3", "nan", "inf"])
+def test_a_stop_takes_no_nonsense(quiet, said, seconds):
+    """And stops nothing then."""
+    cluster = quiet()
+    out, error, code = said(f"stop --timeout {seconds}")
+    assert (out, code) == ("", 1)
+    assert "a number of seconds, at least 0" in error
+    assert cluster.status().phase == "waiting"
+
+
+def test_each_host_is_told_of(quiet, said):
+    """One that is refused does not keep the others from being added."""
+    cluster = quiet()
+    out, error, code = said("add quiet a:x 127.0.0.9:1")
+    assert (out, code) == ("quiet: 127.0.0.9:1 is being added.\n", 1)
+    assert "number of slots" in error
+    until(lambda: [host.name for host in cluster.hosts] == ["127.0.0.9"])
+    cluster.remove_host("127.0.0.9", now=True)
+
+
+def test_follow_says_why_a_job_has_failed(quiet, said):
+    """With the traceback, and by its exit code."""
+    cluster = quiet()
+    job = cluster.run(os.getpid)
+    ended(cluster, job, Outcome(error="ValueError: no data", traceback="Traceback: no data"))
+    out, error, code = said("logs -f")
+    assert (out, code) == ("", 1)
+    assert error == "nbelastic: job-1 failed: it failed\n\nTraceback: no data\n"
+
+
+@pytest.mark.parametrize("name", ["-x", "../x", "~nobody-at-all/x", "\udcff", "a b"])
+def test_names_that_cannot_be_are_refused_in_one_line(own_base, capsys, name):
+    assert main(["status", "--", name]) == 1
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def run_alone(*words: str, **options) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "nbelastic", *words]
+    return subprocess.run(command, stderr=subprocess.PIPE, text=True, check=False, timeout=60, **options)
+
+
+def test_an_output_that_cannot_be_written_to(own_base):
+    """Closed, full or without the characters: one line at most, no traceback."""
+    closed = run_alone("list", preexec_fn=lambda: os.close(1))
+    assert (closed.returncode, closed.stderr) == (0, "")
+    with open("/dev/full", "w") as full:
+        done = run_alone("list", stdout=full)
+    assert (done.returncode, done.stderr) == (1, "nbelastic: [Errno 28] No space left on device\n")
+    ascii_only = run_alone("--help", stdout=subprocess.PIPE, env={**os.environ, "PYTHONIOENCODING": "ascii"})
+    assert ascii_only.returncode == 0
