@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 
 _CONTROLS = re.compile(
-    r"\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)?"  # a command to the terminal itself, as for its title
-    r"|\x1b\[[0-9;?]*[ -/]*[@-ln-~]"  # a control sequence that is no colour
-    r"|\x1b(?!\[[0-9;]*m)[ -/]*[0-Z\\^-~]?"  # any other escape
+    r"\x1b\][^\x07\x1b\n]*(?:\x07|\x1b\\)?"  # a command to the terminal itself, as for its title
+    r"|\x1b\[[0-?]*[ -/]*[@-ln-~]"  # a control sequence that is no colour
+    r"|\x1b(?!\[[0-9;:]*m)[ -/]*[0-Z\\^-~]?"  # any other escape
     r"|[\x00-\x08\x0b-\x1a\x1c-\x1f\x7f-\x9f]"
 )
 _MOVES = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-ln-~]")  # control sequences, but for those of colours, which end in `m`

@@ -36,7 +36,7 @@ class Output:
         lines = [line for _, line in job.lines_since(self._number, most=MOST)]
         wanted = [line for line in lines if self._wants(line)]
         if self._begun and lines and (missing := lines[-1].number - self._number - len(lines)) > 0:
-            print(f"… {missing} lines are only in the log files …")
+            print(f"… {missing} lines {'' if self._rank is None else 'of all ranks '}are only in the log files …")
         for line in wanted if self._begun else wanted[max(0, len(wanted) - self._tail) :]:
             _print(line)
         self._begun = True
@@ -89,7 +89,7 @@ def follow_all(cluster: Cluster) -> None:
             if job is not None:
                 output.show(job)
             if over:
-                if cluster._died:
+                if cluster.died:
                     raise ClusterStoppedError(f"{cluster.status().reason}.")
                 print(plain(headline(cluster.status())))
                 return

@@ -13,6 +13,7 @@ import subprocess
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 from typing import Any, Self, Unpack
@@ -215,9 +216,13 @@ class Cluster:
         if client is not None:  # ipyparallel's controller outlives the driver
             self._client = driver, client[1]
         driver.use(self._changed, partial(self._replace, driver))
+        if driver.arguments.get(BY_CLIENTS):  # else somebody has said since that they come from elsewhere
+            self._find(driver)
+        self._changed()
+
+    def _find(self, driver: Connection) -> None:
         if self._discovery is not None:
             self._finder = Finder(self._discovery, driver)
-        self._changed()
 
     def _replace(self, dead: Connection) -> Connection | None:
         """In the thread of the connection to a driver that has died: connect to the next one, which a kernel starts.
@@ -262,8 +267,12 @@ class Cluster:
             saved = read(folder)
             if saved.number != dead.number:
                 raise UsageError(f"another cluster has the name {self.name!r} now.")
+            newest = self
+            if saved.arguments != self._arguments:  # another kernel has attached, and said where hosts come from
+                with contextlib.suppress(UsageError):  # that is not there any more
+                    newest = self._told(self.name, saved.log_dir, saved.arguments)
             try:
-                return self._launch(self._told(self.name, saved.log_dir, saved.arguments)._start_again(patience), dead)
+                return self._launch(newest._start_again(patience), dead)
             except AnotherDriverError:
                 if time.monotonic() > end:
                     raise
@@ -319,8 +328,10 @@ class Cluster:
         self._own = False
         self._take(driver)
         try:
-            if discovery is not None and self._discovery is None:
+            if discovery is not None:
                 self._ask(requests.Discover(self._settings.discovery, self._arguments))
+                if not driver.arguments.get(BY_CLIENTS):
+                    self._find(self._running())
         except BaseException:
             self._let_go(NOT_ATTACHED)
             raise
@@ -361,6 +372,7 @@ class Cluster:
         driver, self._driver = self._driver, None
         while driver is not None:
             driver.leave(why)
+            driver.abandon_jobs()
             driver = driver.heir  # if it has died just before
         self._driver = None
         self._forget()
@@ -436,7 +448,13 @@ class Cluster:
 
     def request_stop(self, by: str = "you") -> None:
         """Begin to stop and return at once; `stop()` waits for the end. After it, the cluster can be started again."""
-        self._running().request(requests.Stop(by))
+
+        def again(asked: Future[Any]) -> None:
+            if isinstance(asked.exception(), DriverLostError):
+                with contextlib.suppress(NbelasticError):
+                    self.request_stop(by)
+
+        self._running().request(requests.Stop(by)).add_done_callback(again)
 
     def __enter__(self) -> Self:
         started = self._driver is not None and not self._driver.finished.is_set()
@@ -613,13 +631,16 @@ class Cluster:
 
         ClusterStoppedError if the cluster does not run.
         """
-        self._running().request(requests.Press(by, dict(message), self._default_slots))
+        driver = self._running()
+        if driver.died:
+            raise DriverLostError(f"{driver.why_ended}; another one takes over: order again.")
+        driver.request(requests.Press(by, dict(message), self._default_slots))
 
     # ---- looking on ----
 
     @property
-    def _died(self) -> bool:
-        """Whether this kernel has lost the cluster because its driver has died, and could not be replaced."""
+    def died(self) -> bool:
+        """Whether the cluster is lost here because its driver has died and was not replaced. One that is kept lives on."""
         driver = self._last
         return driver is not None and driver.finished.is_set() and driver.died and driver.heir is None
 
@@ -737,7 +758,7 @@ class Cluster:
         cancel: bool = False,
     ) -> Any:
         """The driver's answer, or its error; WaitTimeoutError says `what` was waited for. `cancel`: nobody wants it later."""
-        driver = self._running()
+        driver, begun = self._running(), time.monotonic()
         future = driver.request(request)
         try:
             return outcome(future, timeout, lambda: f"{what}: {driver.status.reason}")
@@ -747,7 +768,8 @@ class Cluster:
         finally:
             if cancel:
                 future.cancel()
-        return self._ask(request, timeout, what, cancel=cancel)
+        left = None if timeout is None else max(0.0, timeout - (time.monotonic() - begun))
+        return self._ask(request, left, what, cancel=cancel)
 
 
 _running: dict[str, Cluster] = {}

@@ -51,9 +51,9 @@ class JobCopy:
 
     def take(self, update: u.JobUpdate, *, all_there_is: bool) -> None:
         """`all_there_is`: the driver before this one may have told of a part of it."""
-        known, printed = self.printed.heard, Printed() if all_there_is else self.printed
-        if all_there_is and update.lines:  # numbers do not go back, though this driver may have fewer lines
-            self._before = max(0, known - update.lines[-1][1].number)
+        printed = self.printed
+        if all_there_is:
+            printed, self._before = Printed(), self._only_known_here(update)
         for worker, line in update.lines:
             printed.add(worker, line._replace(number=line.number + self._before))
         for worker, rest in update.rests:
@@ -62,6 +62,19 @@ class JobCopy:
         self.members = update.members or self.members
         if update.end is not None and not self.future.done():
             self._end(update.end)
+
+    def _only_known_here(self, update: u.JobUpdate) -> int:
+        """How many lines the driver does not count. Numbers do not go back, though it may know fewer lines than the one before."""
+        known = self.printed.heard
+        if not update.lines:
+            return known
+        newest = next(((w, line) for w, line in self.printed.since(known - 1, most=1)), None)
+        if newest is not None:
+            worker, last = newest
+            for w, line in reversed(update.lines):
+                if w == worker and line[1:] == last[1:]:
+                    return max(0, known - line.number)
+        return max(0, known - update.lines[-1][1].number)
 
     def _end(self, end: u.JobEnd) -> None:
         try:
@@ -77,8 +90,7 @@ class JobCopy:
 
     def abandon(self, error: NbelasticError) -> None:
         """Nothing more is heard of it."""
-        if not self.future.done():
-            self.future.set_exception(error)
+        settle(self.future.set_exception, error)
 
 
 def _who() -> str:
@@ -239,6 +251,8 @@ class Connection:
         """
         self.on_change, self._on_death, self._used = on_change, on_death, True
         self._said.set()
+        if self.finished.is_set():  # it has died long before
+            self.abandon_jobs()
 
     def _unask(self, number: int, future: Future[Any]) -> None:
         if self._asked.pop(number, None) is not None and future.cancelled():
@@ -296,6 +310,7 @@ class Connection:
                 self.arguments, self.log_dir, self.number = arguments, Path(log_dir), number
                 if self._before is not None and self._before.number == number:
                     self.jobs = self._before.jobs
+                self._before = None
             case u.Update():
                 self._update(message)
             case u.Answer(number=number, value=value):
@@ -355,10 +370,14 @@ class Connection:
         for _, future in list(self._asked.values()):
             self._fail(future)
         if self._used and (self.heir is None or self._left):  # else it is for the one before, or the heir, to say
-            for job in list(self.jobs.values()):
-                goes_on = f"; {job.name} goes on there" if self._left else ""
-                job.abandon(ClusterStoppedError(f"{self._left or self.why_ended}{goes_on}."))
+            self.abandon_jobs()
         self.on_change()
+
+    def abandon_jobs(self) -> None:
+        """Nothing more is heard of them here."""
+        for job in list(self.jobs.values()):
+            goes_on = f"; {job.name} goes on there" if self._left else ""
+            job.abandon(ClusterStoppedError(f"{self._left or self.why_ended}{goes_on}."))
 
     def _die(self) -> None:
         self.died = True

@@ -12,7 +12,14 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from nbelastic import pickles
 from nbelastic.core import messages as m
-from nbelastic.core.errors import ClusterStoppedError, JobError, JobStoppedError, UsageError, WaitTimeoutError
+from nbelastic.core.errors import (
+    ClusterStoppedError,
+    DriverLostError,
+    JobError,
+    JobStoppedError,
+    UsageError,
+    WaitTimeoutError,
+)
 from nbelastic.driver.progress import Progress, terminal
 from nbelastic.driver.progress import line as in_one_line
 from nbelastic.driver.requests import StopJob
@@ -159,9 +166,11 @@ class Job:
 
     def stop(self, by: str = "you") -> None:
         """End it; `result()` will raise JobStoppedError. Ended already: nothing happens."""
-        if not self.done():
+        while not self.done():
             answered = self._driver.request(StopJob(by, self.name))
-            outcome(answered, ANSWER, lambda: f"the driver: {self._driver.status.reason}")
+            with contextlib.suppress(DriverLostError):  # then the next one is asked
+                outcome(answered, ANSWER, lambda: f"the driver: {self._driver.status.reason}")
+                return
 
     def logs(self, rank: int | None = None, worker: str | None = None, tail: int = 100) -> str:
         """The last `tail` lines that the program printed: of one rank, one worker, or all, each line with its worker.

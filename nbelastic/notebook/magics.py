@@ -364,7 +364,10 @@ class ElasticMagics(Magics):  # type: ignore[misc]  # IPython carries no types h
         if self.cluster is not None:
             if self.cluster.status().phase != "finished":
                 raise UsageError("a cluster is running already: %elastic shows it, %elastic_stop ends it.")
-            self.cluster.stop()
+            if self.cluster.died:
+                self.cluster.close()  # it may live on, and is perhaps about to be attached to
+            else:
+                self.cluster.stop()
 
     def _cluster(self) -> Cluster:
         if self.cluster is None:

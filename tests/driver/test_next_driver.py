@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import threading
 
 import pytest
+from IPython.core.interactiveshell import InteractiveShell
 
 import nbelastic as nbe
 from nbelastic.driver import process
@@ -13,10 +15,24 @@ from nbelastic.driver import updates as u
 from nbelastic.driver.connection import Connection, JobCopy
 from nbelastic.driver.results import Outcome
 from nbelastic.driver.run import Line
+from nbelastic.notebook.magics import ElasticMagics
 from tests.core.story import wid
+from tests.driver.quiet import NoHosts
 from tests.driver.test_clients import blob, driver_of, ended
 from tests.support import inside
 from tests.support.waiting import until
+
+# A thread that is "killed" leaves open what the end of a process would close.
+pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
+THREADS = ("driver", "nbelastic-connection", "nbelastic-finder")
+
+
+@pytest.fixture(autouse=True)
+def alone():
+    """No thread of one test, which would find the next test's folder, lives on."""
+    yield
+    until(lambda: not [thread for thread in threading.enumerate() if thread.name in THREADS])
+    gc.collect()
 
 
 def die(cluster) -> None:
@@ -135,11 +151,11 @@ def test_who_detaches_while_a_driver_is_replaced_is_detached(quiet, monkeypatch)
     go_on.set()
     until(lambda: job.status == "detached")
     until(lambda: not driver_of(cluster)._clients._open)
-    monkeypatch.undo()
+    nbe.Cluster.attach("quiet").stop()
 
 
-def test_lines_of_the_last_driver_are_not_told_again(quiet):
-    """Numbers go on, though the next driver may know fewer of the lines."""
+def test_lines_of_the_last_driver_are_not_told_again():
+    """Numbers go on, though the next driver may know fewer of the lines, and some that the last one has not told."""
     copy = JobCopy("job-1")
     w = wid("a/0#1")
 
@@ -153,3 +169,72 @@ def test_lines_of_the_last_driver_are_not_told_again(quiet):
     assert copy.printed.since(4) == []
     copy.take(update([(3, "e")]), all_there_is=False)
     assert [line.text for _, line in copy.printed.since(4)] == ["e"]
+    copy.take(update([(1, "e"), (2, "f")]), all_there_is=True)
+    assert [line.text for _, line in copy.printed.since(5)] == ["f"]
+    copy.take(update([]), all_there_is=True)
+    copy.take(update([(1, "g")]), all_there_is=False)
+    assert [line.text for _, line in copy.printed.since(6)] == ["g"]
+
+
+def test_a_discovery_that_was_attached_with_is_the_next_driver_s(quiet, tmp_path):
+    """An object is written down as one; and one that somebody has replaced since does not come back with the next driver."""
+    script = tmp_path / "hosts.sh"
+    script.write_text("#!/bin/sh\n")
+    script.chmod(0o755)
+    cluster = quiet(keep=True, discovery=str(script))
+    with nbe.Cluster.attach("quiet", discovery=NoHosts()) as other:
+        assert other._finder is not None
+        die(cluster)
+        assert cluster._driver.arguments["own discovery"]
+        until(lambda: other._driver.number == cluster._driver.number and other._finder is not None)
+        nbe.Cluster.attach("quiet", discovery=str(script)).detach()
+        die(cluster)
+        until(lambda: not other._driver.died and "discovery" in other._driver.arguments)
+        until(lambda: not other._finder._thread.is_alive())
+
+
+def test_an_order_to_stop_reaches_the_next_driver(quiet, monkeypatch):
+    """Of the cluster, or of its job: it was given just as the driver had died."""
+    cluster = quiet(keep=True)
+    job = cluster.run(os.getpid)
+    started, go_on = threading.Event(), threading.Event()
+    launch = process.launch
+
+    def launch_late(*arguments):
+        started.set()
+        assert go_on.wait(10)
+        return launch(*arguments)
+
+    monkeypatch.setattr(process, "launch", launch_late)
+    inside.kill_driver(cluster._run_dir, 0)
+    assert started.wait(10)
+    with pytest.raises(nbe.DriverLostError, match="order again"):
+        cluster.order({"do": "scale", "min": 2}, "a test")
+    stopping = threading.Thread(target=job.stop)
+    stopping.start()
+    go_on.set()
+    stopping.join(10)
+    assert job.wait(10).status == "stopped"
+    started.clear()
+    go_on.clear()
+    inside.kill_driver(cluster._run_dir, 0)
+    assert started.wait(10)
+    cluster.request_stop()
+    go_on.set()
+    until(lambda: cluster.status().phase == "finished")
+    assert not cluster.died
+
+
+def test_a_notebook_attaches_again_to_what_lives_on(quiet, monkeypatch):
+    """Its own cluster's drivers have died too often: %elastic_attach does not stop it first."""
+    cluster = quiet(keep=True)
+    job = cluster.run(os.getpid)
+    monkeypatch.setattr("nbelastic.driver.cluster.DEATHS", 0)
+    inside.kill_driver(cluster._run_dir, 0)
+    until(lambda: cluster.died)
+    assert job.status == "detached"
+    magics = ElasticMagics(InteractiveShell(), attach=lambda _: nbe.Cluster.attach("quiet"))
+    magics.cluster = cluster
+    magics._make_way()
+    with nbe.Cluster.attach("quiet") as again:
+        assert again.job.status == "running"

@@ -78,6 +78,7 @@ class FakeCluster:
         self.setup_cells: dict[str, str] = {}
         self.shown_stacks: list[WorkerStack] = []
         self.subscribers: list[object] = []
+        self.died = False
         self.job: FakeJob | None = None
         self.raises: BaseException | None = None
         self.outputs: list[tuple[str, str, str, str | None]] = []
@@ -96,7 +97,10 @@ class FakeCluster:
         self.tell(phase="finished", reason="stopped by hand", hosts=(), workers=(), world_size=0)
 
     def close(self) -> None:
-        self.stop()
+        if self.died:
+            self.calls.append(("close",))
+        else:
+            self.stop()
 
     def detach(self) -> None:
         self.calls.append(("detach",))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import socket
 import subprocess
 import threading
 from collections.abc import Callable
@@ -44,6 +46,9 @@ class DriverThread:
                 self.driver.chronicle.close()
                 if self.driver._clients is not None and self.driver._clients._server is not None:
                     self.driver._clients._server.close()
+                    for client in list(self.driver._clients._open):  # its loop ends before it has closed them
+                        with contextlib.suppress(OSError):
+                            client._transport.get_extra_info("socket").shutdown(socket.SHUT_RDWR)
                 raise
 
         try:
