@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from tests.process import programs
@@ -32,12 +34,21 @@ def reads(process: subprocess.Popen[bytes], text: str, timeout: float = 30) -> N
             said += data
 
 
+@contextlib.contextmanager
+def ended(process: subprocess.Popen[bytes]) -> Iterator[None]:
+    """Whatever fails: nobody waits for a process that follows for ever."""
+    try:
+        yield
+    finally:
+        process.kill()
+
+
 def test_a_terminal_looks_on_and_steers(make, tmp_path):
     """It adds a host, loses a worker and removes the host; the notebook sees who did it, and nobody's training ends."""
     cluster = make("localhost:1", min=1, max=2)
     job = cluster.run(programs.train, str(tmp_path))
     command = [sys.executable, "-m", "nbelastic", "attach", cluster.name]
-    with subprocess.Popen(command, stdout=subprocess.PIPE) as terminal:
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as terminal, ended(terminal):
         reads(terminal, "first step of epoch 1")
         assert "127.0.0.2:1 is being added" in nbelastic("add", cluster.name, "127.0.0.2:1")
         cluster.wait(2, timeout=30)
