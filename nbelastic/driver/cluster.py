@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
-from typing import Any, Self, Unpack
+from typing import Any, Self, TypeVar, Unpack
 
 from msgspec.structs import replace
 
@@ -35,7 +35,7 @@ from nbelastic.core.world import Limits
 from nbelastic.driver import process, requests
 from nbelastic.driver.calls import pickled
 from nbelastic.driver.cells import Executed, check_cell
-from nbelastic.driver.connection import Connection, JobCopy, connected, kill_driver
+from nbelastic.driver.connection import Connection, JobCopy, connected, kill_driver, taken
 from nbelastic.driver.discovery import ByClients, HostDiscovery, source_of
 from nbelastic.driver.finder import Finder
 from nbelastic.driver.job import ANSWER, Job, outcome
@@ -59,13 +59,14 @@ from nbelastic.driver.status import EventRecord, HostStatus, Status, WorkerStatu
 from nbelastic.driver.watchers import Watchers
 from nbelastic.processes import leave
 
+T = TypeVar("T")
 _numbers = itertools.count(1)
 CLOSING = 10.0  # seconds that all but the programs may take to end
 SOON = 2.0  # seconds in which a process ends that has nothing more to do
 AGAIN = 0.05  # seconds to the next try to attach, while another kernel attaches
 CONTROLLER = 10.0  # seconds that ipyparallel's controller may take to start, and to know an engine
 NOT_ATTACHED = "it was not attached to"
-DEATHS, AGAIN_AND_AGAIN = 3, 60.0  # drivers that this process replaces, in so many seconds
+DEATHS, DEATHS_WITHIN = 3, 60.0  # drivers that this process replaces, in so many seconds
 LONGEST = 1e9  # seconds that somebody may say
 AT_ONCE = 2.0  # seconds for everything when the kernel ends, which leaves no more
 
@@ -232,7 +233,7 @@ class Cluster:
         why, tries = f"its log in {dead.log_dir} may say why", 0
         while self._settings.keep is not None and self._driver is dead:
             now = time.monotonic()
-            often = len(self._deaths) == DEATHS and now - self._deaths[0] < AGAIN_AND_AGAIN
+            often = len(self._deaths) == DEATHS and now - self._deaths[0] < DEATHS_WITHIN
             if often or tries == DEATHS:
                 dead.why_ended += f", {DEATHS + 1} times in {now - self._deaths[0]:.0f} s, and is not replaced again before somebody attaches: {why}"
                 break
@@ -256,27 +257,23 @@ class Cluster:
 
         UsageError if the cluster has ended meanwhile, or another one has its name.
         """
-        folder, end = self._run_dir.path, time.monotonic() + START
-        while True:
+        folder = self._run_dir.path
+
+        def next_one() -> Connection:
             patience = patience_for(folder)
             heir = connected(folder, patience, dead)
-            if heir is not None and heir.number == dead.number:
-                return heir
             if heir is not None:
-                heir.leave("it is another cluster's")
+                return heir
             saved = read(folder)
             if saved.number != dead.number:
-                raise UsageError(f"another cluster has the name {self.name!r} now.")
+                raise taken(self.name)
             newest = self
             if saved.arguments != self._arguments:  # another kernel has attached, and said where hosts come from
                 with contextlib.suppress(UsageError):  # that is not there any more
                     newest = self._told(self.name, saved.log_dir, saved.arguments)
-            try:
-                return self._launch(newest._start_again(patience), dead)
-            except AnotherDriverError:
-                if time.monotonic() > end:
-                    raise
-                time.sleep(AGAIN)
+            return self._launch(newest._start_again(patience), dead)
+
+        return _unless_another_starts_one(next_one)
 
     def _start_again(self, patience: float) -> process.Start:
         return process.Start(self._settings, self._arguments, found=True, patience=patience)
@@ -296,25 +293,13 @@ class Cluster:
         come from, if that was an object of your own; without it the hosts stay as they are. UsageError, in one line, for a
         cluster that is not there, not yours, damaged, of another version, or whose driver does not answer.
         """
-        folder = find(name)
-        end = time.monotonic() + START
-        while True:
-            try:
-                patience = patience_for(folder)
-                self = cls._of(folder, connected(folder, patience), discovery, patience)
-            except AnotherDriverError:  # another kernel attaches at this moment
-                if time.monotonic() > end:
-                    raise
-                time.sleep(AGAIN)
-            else:
-                break
-        return self
+        return _unless_another_starts_one(partial(cls._of, find(name), discovery))
 
     @classmethod
-    def _of(
-        cls, folder: Path, driver: Connection | None, discovery: str | HostDiscovery | None, patience: float
-    ) -> Self:
-        """On this connection; without one, with a new driver, which takes over what the dead one has left."""
+    def _of(cls, folder: Path, discovery: str | HostDiscovery | None) -> Self:
+        """Connected to its driver or, if that is dead, to a new one, which takes over what it has left."""
+        patience = patience_for(folder)
+        driver = connected(folder, patience)
         if driver is None:
             saved = read(folder)
             self = cls._told(folder.name, saved.log_dir, saved.arguments, discovery)
@@ -439,11 +424,7 @@ class Cluster:
         with contextlib.suppress(NbelasticError, OSError):
             if self._settings.keep is not None:
                 return self._next_driver(dead)
-            heir = connected(self._run_dir.path, before=dead)
-            if heir is not None and heir.number == dead.number:
-                return heir
-            if heir is not None:
-                heir.leave("it is another cluster's")
+            return connected(self._run_dir.path, before=dead)
         return None
 
     def request_stop(self, by: str = "you") -> None:
@@ -763,13 +744,25 @@ class Cluster:
         try:
             return outcome(future, timeout, lambda: f"{what}: {driver.status.reason}")
         except DriverLostError:
-            if not isinstance(request, requests.AGAIN):
+            if not isinstance(request, requests.REPEATABLE):
                 raise
         finally:
             if cancel:
                 future.cancel()
         left = None if timeout is None else max(0.0, timeout - (time.monotonic() - begun))
         return self._ask(request, left, what, cancel=cancel)
+
+
+def _unless_another_starts_one(attempt: Callable[[], T]) -> T:
+    """What `attempt()` gives, made again while another kernel starts the driver at the same moment."""
+    end = time.monotonic() + START
+    while True:
+        try:
+            return attempt()
+        except AnotherDriverError:
+            if time.monotonic() > end:
+                raise
+            time.sleep(AGAIN)
 
 
 _running: dict[str, Cluster] = {}

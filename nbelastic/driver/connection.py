@@ -405,9 +405,8 @@ class Connection:
 def connected(folder: Path, patience: float = START, before: Connection | None = None) -> Connection | None:
     """A connection to the driver whose run folder this is; None if it is dead, or was faulty and has been ended.
 
-    `before`: see `Connection`.
-
-    UsageError if it does not listen within `patience` seconds, does not answer, or is of another version.
+    `before`: see `Connection`. UsageError if it does not listen within `patience` seconds, does not answer, is of another
+    version, or if it is the driver of another cluster than the one `before`.
     """
     run_dir = RunDir(folder.name)
     end = time.monotonic() + patience
@@ -425,11 +424,19 @@ def connected(folder: Path, patience: float = START, before: Connection | None =
             raise silent(folder.name, pid) from None
         else:
             break
+    if before is not None and connection.number != before.number:
+        connection.leave("it is another cluster's")
+        raise taken(folder.name)
     if connection.faulty and connection.arguments.get("keep"):
         connection.leave("its driver had a fault and was ended")
         kill_driver(run_dir, pid)
         return None
     return connection
+
+
+def taken(name: str) -> UsageError:
+    """To who has lost a driver."""
+    return UsageError(f"another cluster has the name {name!r} now.")
 
 
 def silent(name: str, pid: int) -> UsageError:

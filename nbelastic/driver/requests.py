@@ -179,7 +179,7 @@ AnyRequest = (
 )
 
 # May be asked again of the next driver, if one dies before it answers: it makes no difference to have asked twice.
-AGAIN = (
+REPEATABLE = (
     *(WaitForStart, WaitForWorld, ShowStacks, MakeConnectionFile, FindController),
     *(AddHost, Scale, StopJob, Discover),
 )

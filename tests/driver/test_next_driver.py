@@ -42,6 +42,20 @@ def die(cluster) -> None:
     until(lambda: cluster._driver is not dead)
 
 
+def held_up(monkeypatch) -> tuple[threading.Event, threading.Event]:
+    """The next drivers are not there before somebody sets the second event; the first tells that one is about to start."""
+    started, go_on = threading.Event(), threading.Event()
+    launch = process.launch
+
+    def launch_late(*arguments):
+        started.set()
+        assert go_on.wait(10)
+        return launch(*arguments)
+
+    monkeypatch.setattr(process, "launch", launch_late)
+    return started, go_on
+
+
 def test_the_next_driver_goes_on_where_the_last_one_was(quiet):
     """Of a kept cluster whose driver dies: the same `Cluster` and `Job`; bounds, setup cells and results are as they were."""
     cluster = quiet(keep=True)
@@ -133,15 +147,7 @@ def test_who_detaches_while_a_driver_is_replaced_is_detached(quiet, monkeypatch)
     """Nobody is connected any more, or the lease would never run."""
     cluster = quiet(keep=True)
     job = cluster.run(os.getpid)
-    started, go_on = threading.Event(), threading.Event()
-    launch = process.launch
-
-    def launch_late(*arguments):
-        started.set()
-        assert go_on.wait(10)
-        return launch(*arguments)
-
-    monkeypatch.setattr(process, "launch", launch_late)
+    started, go_on = held_up(monkeypatch)
     inside.kill_driver(cluster._run_dir, 0)
     assert started.wait(10)
     detaching = threading.Thread(target=cluster.detach)
@@ -197,15 +203,7 @@ def test_an_order_to_stop_reaches_the_next_driver(quiet, monkeypatch):
     """Of the cluster, or of its job: it was given just as the driver had died."""
     cluster = quiet(keep=True)
     job = cluster.run(os.getpid)
-    started, go_on = threading.Event(), threading.Event()
-    launch = process.launch
-
-    def launch_late(*arguments):
-        started.set()
-        assert go_on.wait(10)
-        return launch(*arguments)
-
-    monkeypatch.setattr(process, "launch", launch_late)
+    started, go_on = held_up(monkeypatch)
     inside.kill_driver(cluster._run_dir, 0)
     assert started.wait(10)
     with pytest.raises(nbe.DriverLostError, match="order again"):
