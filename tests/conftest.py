@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+
 import pytest
 
 from tests.support import agents, jitter, parallel, skips, soak
@@ -9,5 +11,7 @@ from tests.support import agents, jitter, parallel, skips, soak
 
 def pytest_addoption(pluginmanager: pytest.PytestPluginManager) -> None:
     """Register the plug-ins here: pytest then asks them for their options too."""
+    # A shell has its background jobs ignore SIGINT, and so would all that tests start.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     for plugin in (jitter, soak, skips, agents, parallel):
         pluginmanager.register(plugin)

@@ -10,6 +10,7 @@ import psutil
 import nbelastic as nbe
 from tests.hosts.network import DRIVER, Network
 from tests.process.observing import Training, until
+from tests.support.waiting import files_in
 
 LONG = 60.0  # seconds: hosts start in five of them where the processors have nothing else to do
 
@@ -29,7 +30,7 @@ def strays(network: Network) -> dict[int, str]:
 def nothing_left(network: Network, temporary: Path, timeout: float = LONG) -> None:
     """No process on any host, and of our files there only logs. (A killed process's multiprocessing leaves its `pymp-…`.)"""
     until(lambda: not strays(network), timeout, f"nothing to be left: {strays(network)}")
-    for path in temporary.rglob("*"):
+    for path in files_in(temporary):
         python_s_own = path.relative_to(temporary).parts[0].startswith("pymp-")
         logs = path.parent.name == "logs" or path.name.endswith((".out", ".err", ".log", ".error.json"))
         assert python_s_own or path.is_dir() or logs, path

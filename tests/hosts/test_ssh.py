@@ -16,6 +16,7 @@ from tests.hosts.conftest import ROOT
 from tests.hosts.observing import LONG, agent_of, goes_on, nothing_left, on, phases, reasons, strays, texts
 from tests.process import programs
 from tests.process.observing import alive, until
+from tests.support.waiting import files_in
 
 
 def script(network, text):
@@ -205,5 +206,5 @@ def test_nothing_outlives_the_kernel_s_process(network, temporary, tmp_path):
         finally:
             kernel.kill()
         until(lambda: not strays(network), 10, f"nothing to run on the hosts; {strays(network)}")
-    until(lambda: not list(temporary.rglob("run-*")), LONG, "the agents' folders to go")
-    until(lambda: not [path for path in temporary.rglob("*") if path.is_socket()], LONG, "the driver's socket to go")
+    left = lambda: [path for path in files_in(temporary) if path.is_socket() or path.name.startswith("run-")]
+    until(lambda: not left(), LONG, "the agents' folders and the driver's socket to go")

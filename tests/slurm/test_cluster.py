@@ -8,6 +8,7 @@ import nbelastic as nbe
 from tests.process.observing import Training, until
 from tests.process.programs import train
 from tests.process.surviving import PAUSE, Kernel, attached, end
+from tests.support.waiting import files_in
 
 
 @pytest.fixture
@@ -19,7 +20,7 @@ def training(slurm, tmp_path, monkeypatch):
         yield Training(cluster.start(timeout=60), tmp_path / "steps", train)
     finally:
         cluster.stop()
-    left = lambda: [path for path in (tmp_path / ".nbelastic").rglob("*") if path.suffix in (".json", ".sh")]
+    left = lambda: [path for path in files_in(tmp_path / ".nbelastic") if path.suffix in (".json", ".sh")]
     until(lambda: not slurm.jobs() and not left(), what="all jobs to end, and their keys to go")
 
 

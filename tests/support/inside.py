@@ -43,7 +43,6 @@ class DriverThread:
                 await self.driver.serve(self._ready.set)
             except asyncio.CancelledError:
                 await self.driver._hub.stop()  # a process that is killed keeps nothing open
-                self.driver.chronicle.close()
                 if self.driver._clients is not None and self.driver._clients._server is not None:
                     self.driver._clients._server.close()
                     for client in list(self.driver._clients._open):  # its loop ends before it has closed them
@@ -56,6 +55,7 @@ class DriverThread:
         except BaseException as error:
             self._error = error
         finally:
+            self.driver.chronicle.close()  # as the end of a process does
             self._ready.set()
 
     @property
@@ -75,7 +75,6 @@ class DriverThread:
         """As a kill of the process: a kept cluster stays as it is."""
         self._loop.call_soon_threadsafe(self._task.cancel)
         self._thread.join()
-        self.driver.chronicle.close()  # as the end of the process does
 
     def wait(self, timeout: float | None = None) -> int:
         self._thread.join(timeout)

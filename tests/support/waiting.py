@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 LOOK = 0.01  # seconds between two looks
@@ -20,6 +22,11 @@ def until(true: Callable[[], Any], timeout: float = 20.0, what: str = "") -> Any
             return answer
         assert time.monotonic() < end, f"not within {timeout:g} s: {what or true}"
         time.sleep(max(LOOK, REST * (time.monotonic() - begun)))
+
+
+def files_in(folder: Path) -> list[Path]:
+    """All that lies in it or below; others may remove it meanwhile, at which `Path.rglob` raises."""
+    return [Path(parent, name) for parent, folders, files in os.walk(folder) for name in (*folders, *files)]
 
 
 async def until_async(true: Callable[[], Any], timeout: float = 40.0, what: str = "") -> Any:  # noqa: ASYNC109  (as above)
