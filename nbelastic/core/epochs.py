@@ -8,9 +8,9 @@ from msgspec.structs import replace
 
 from nbelastic.core import addresses, jobs, staffing
 from nbelastic.core import messages as m
+from nbelastic.core.limits import NEVER
 from nbelastic.core.placement import rank_order
 from nbelastic.core.world import (
-    NEVER,
     NO_BREAKS,
     HostPhase,
     Job,

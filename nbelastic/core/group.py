@@ -8,7 +8,7 @@ from enum import StrEnum
 from msgspec import Struct
 
 from nbelastic.core import script_messages as s
-from nbelastic.core.world import NEVER
+from nbelastic.core.limits import NEVER, Limits
 
 CONSEQUENCES = (-15, -2)  # a worker that was told to end says nothing of why
 
@@ -31,17 +31,6 @@ class GroupState(StrEnum):
     UNKNOWN = "UNKNOWN"
 
 
-class Terms(Struct, frozen=True):
-    """What the user allows. `nproc`: workers a host, instead of its slots. Times in seconds."""
-
-    max_restarts: int = 0
-    nproc: int | None = None
-    elastic_timeout: float = 600.0
-    settle: float = 1.0  # the last call: how long enough nodes wait for others that are on their way
-    grace: float = 1.0  # how long an exception waits for the news of a lost host, which would explain it
-    leave: float = 35.0  # how long a node may take to end its workers
-
-
 class Node(Struct, frozen=True):
     joined: int  # its seniority
     slots: int
@@ -60,9 +49,8 @@ class Group(Struct, frozen=True):
     """A script's job. `seats` are those of the present or last round, by group rank."""
 
     job: str
-    terms: Terms
-    min: int = 1
-    max: int | None = None
+    terms: s.Terms
+    limits: Limits
     stage: Stage = Stage.GATHERING
     round: int = 0
     nodes: dict[str, Node] = {}
@@ -79,6 +67,7 @@ class Group(Struct, frozen=True):
     until: float = NEVER
     reason: str = "no host is up yet"
     outcome: str = ""
+    seen: s.HostsSeen | None = None  # the last one
 
     @property
     def size(self) -> int:

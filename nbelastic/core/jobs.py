@@ -6,21 +6,28 @@ from msgspec.structs import replace
 
 from nbelastic.core import messages as m
 from nbelastic.core import setup, staffing
-from nbelastic.core.world import NEVER, NO_BREAKS, Job, Stage, WorkerState, World
+from nbelastic.core.limits import NEVER
+from nbelastic.core.world import NO_BREAKS, Job, Stage, WorkerState, World
 
 Commands = list[m.Command]
+
+
+def refusal(world: World) -> tuple[str, str] | None:
+    """The outcome of a job that cannot begin, and why."""
+    if world.stopping:
+        return "stopped", f"the cluster is stopping: {world.stopping}"
+    if world.present_job:
+        return "failed", f"{world.present_job} is still running: wait for it or stop it first"
+    return None
 
 
 def submit(world: World, name: str, now: float, out: Commands) -> World:
     """A new job: its program runs on every worker that is ready."""
     if world.job is not None and world.job.name == name:
         return world
-    if world.stopping:
-        out.append(m.EndJob(name, "stopped", f"the cluster is stopping: {world.stopping}", ()))
-        return world
-    if world.active:
-        reason = f"{world.active.name} is still running: wait for it or stop it first"
-        out.append(m.EndJob(name, "failed", reason, ()))
+    problem = refusal(world)
+    if problem:
+        out.append(m.EndJob(name, *problem, ()))
         return world
     out.append(m.Record("job-started", f"{name} was submitted"))
     workers, starting, behind = dict(world.workers), set(world.starting), []
@@ -36,6 +43,7 @@ def submit(world: World, name: str, now: float, out: Commands) -> World:
     world = replace(
         world,
         job=Job(name),
+        script=None,
         workers=workers,
         starting=frozenset(starting),
         failed=frozenset(w for w in world.failed if workers[w].failed_cell),

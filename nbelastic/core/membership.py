@@ -18,6 +18,8 @@ from nbelastic.core import (
     mesh,
     networks,
     planned,
+    rounds,
+    script,
     setup,
     staffing,
     standstill,
@@ -26,7 +28,18 @@ from nbelastic.core import (
     waits,
 )
 from nbelastic.core import messages as m
-from nbelastic.core.world import NEVER, HostPhase, Stage, Worker, WorkerState, World, first, less, put
+from nbelastic.core import script_messages as s
+from nbelastic.core.limits import NEVER
+from nbelastic.core.world import (
+    HostPhase,
+    Stage,
+    Worker,
+    WorkerState,
+    World,
+    first,
+    less,
+    put,
+)
 
 __all__ = ["deadline", "step"]
 
@@ -41,6 +54,7 @@ UNEXPLAINED = 3  # breaks in a row at one commit that no death explains: then th
 def step(world: World, event: m.Event, now: float) -> tuple[World, tuple[m.Command, ...]]:
     """The world after `event`, which the driver received at `now` (seconds, monotonic), and what is to be done."""
     out: Commands = []
+    before = world
     world = _pass_time(world, now, out)
     worker = getattr(event, "worker", None)
     if worker is None or worker in world.workers:
@@ -53,6 +67,8 @@ def step(world: World, event: m.Event, now: float) -> tuple[World, tuple[m.Comma
         world = stopping.retire(world, now, out)
     if world.trial is not None or world.outdated:
         world = setup.progress(world, now, out)
+    if world.script is not None or world.guests:
+        world = script.progress(before, world, now, out)
     world = planned.progress(staffing.let_in(world, now), now, out)
     if world.early and world.plan is None:
         world = _hear_early(world, now, out)
@@ -93,6 +109,7 @@ def deadline(world: World, now: float) -> float:
         world.setup_by,
         min(world.held.values(), default=NEVER),
         min((admission.until for admission in world.probing.values()), default=NEVER) if world.probing else NEVER,
+        rounds.deadline(world.script) if world.script is not None else NEVER,
     )
     return max(now, min(times))
 
@@ -162,13 +179,23 @@ def _take(world: World, event: m.Event, now: float, out: Commands) -> World:
         case m.JobSubmitted(job=job):
             return jobs.submit(world, job, now, out)
         case m.JobStopRequested(job=job, reason=reason):
-            return jobs.end(world, "stopped", reason, now, out) if world.active and world.active.name == job else world
+            if world.active is not None and world.active.name == job:
+                return jobs.end(world, "stopped", reason, now, out)
+            return script.stop(world, job, reason, now, out)
         case m.StopRequested():
             return stopping.stop(world, event, now, out)
         case m.WorkerAt():
             return standstill.heard(waits.heard(world, event, now), event, now, out)
         case m.StoodStill() | m.WentOn():
             return standstill.heard(world, event, now, out)
+        case s.ScriptSubmitted():
+            return script.submit(world, event, now, out)
+        case s.GuestCame():
+            return script.came(world, event, now, out)
+        case s.NodeReady():
+            return script.ready(world, event, now, out)
+        case s.NodeStarted() | s.NodeFailed() | s.NodeSucceeded() | s.NodeLeft():
+            return script.take(world, event, now, out)
         case m.Ticked():
             return world
         case _:
@@ -189,6 +216,7 @@ def _take_order(world: World, event: Order, now: float, out: Commands) -> World:
             world = staffing.add(world, spec, now, out, by=by or "discovery", by_hand=True)
         case m.HostRemoved():
             world = _remove(replace(world, removed=world.removed | {event.name}), event, now, out)
+            world = script.remove(world, event, out)
         case m.HostsDiscovered(hosts=specs):
             world = staffing.discovered(replace(world, discovered=True), specs, now, out)
         case m.Scaled(min=low, max=high, by=by):

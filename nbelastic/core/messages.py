@@ -127,7 +127,8 @@ class AgentReady(Event):
 
     `addresses` are in the agent's order of preference: first the one from which it reaches the driver; loopback ones only
     on the driver's own machine, where they come first. On each of them, at `port`, its prober listens. `problem`, which
-    the driver finds in the hello, says why this host cannot be used ("nbelastic 0.2 there, 0.3 here").
+    the driver finds in the hello, says why this host cannot be used ("nbelastic 0.2 there, 0.3 here"). `here`: where it
+    comes to the driver's machine; empty: it is on it.
     """
 
     host: str
@@ -135,6 +136,7 @@ class AgentReady(Event):
     addresses: tuple[Interface, ...] = ()
     port: int = 0
     problem: str = ""
+    here: str = ""
 
 
 class Probed(Event):

@@ -25,7 +25,7 @@ NAMED = 3  # of many hosts, in a text
 
 def agent_ready(world: World, event: m.AgentReady, now: float, out: Commands) -> World:
     """The agent of a host that was starting is there: use the host, refuse it, or probe its network first."""
-    name = event.host
+    name, world = event.host, replace(world, here=event.here or world.here)
     host = world.hosts.get(name)
     if host is None or host.phase is not HostPhase.STARTING or name in world.probing:
         return world

@@ -12,9 +12,8 @@ from msgspec.structs import replace
 from nbelastic.core import messages as m
 from nbelastic.core import script_messages as s
 from nbelastic.core.group import Group, GroupState, Node, Stage, first_failure, places
-from nbelastic.core.world import NEVER
+from nbelastic.core.limits import NEVER
 
-END = 15.0  # seconds that a node may take to end, which is killed after 5 s of them; then it is not waited for
 STARTS = 3  # of a node in a row that came to nothing: then its host cannot run this script
 Commands = list[m.Command]
 
@@ -33,7 +32,8 @@ def deadline(group: Group) -> float:
     """When to send `Passed` if nothing else happens; infinity if never."""
     if group.stage is Stage.ENDED:
         return NEVER
-    short = NEVER if group.short_since is None else group.short_since + group.terms.elastic_timeout
+    counts = group.short_since is not None and group.leave_by == NEVER  # first, those who are late have to leave
+    short = group.short_since + group.limits.patience if group.short_since is not None and counts else NEVER
     retries = (node.retry_at for node in group.nodes.values() if node.retry_at)
     return min(group.until, group.judge_at, group.leave_by, short, *retries)
 
@@ -66,7 +66,7 @@ def _take(group: Group, event: m.Event, now: float, out: Commands) -> Group:
 
 def _hosts(group: Group, event: s.HostsSeen, now: float, out: Commands) -> Group:
     """Those that have come are started; of those that have gone nothing more is expected."""
-    group = replace(group, min=event.min, max=event.max)
+    group = replace(group, limits=event.limits, seen=event)
     there = dict(event.hosts)
     over = (
         GroupState.SUCCEEDED,
@@ -129,7 +129,7 @@ def _failed(group: Group, event: s.NodeFailed, now: float) -> Group:
         return group
     unknown = s.Failure(_first_rank(group, host), 0, 1, "its workers failed")
     failures = group.failures + tuple((host, each, now - each.ago) for each in event.failures or (unknown,))
-    return replace(group, failures=failures, judge_at=min(group.judge_at, now + group.terms.grace))
+    return replace(group, failures=failures, judge_at=min(group.judge_at, now + group.limits.timeouts.grace))
 
 
 def _left(group: Group, event: s.NodeLeft, now: float, out: Commands) -> Group:
@@ -184,10 +184,15 @@ def _progress(group: Group, now: float, out: Commands) -> Group:
     if late and now >= group.leave_by and not group.told:
         for host in late:
             out.append(s.EndNode(host, f"it did not end its workers within {group.terms.leave:g} s"))
-        group = replace(group, leave_by=now + END, told=True)
+        group = replace(group, leave_by=now + group.limits.timeouts.node, told=True)
     elif late and now >= group.leave_by:
         for host in late:
-            group = _left(group, s.NodeLeft(host, f"it did not end within {END:g} s", broken=True), now, out)
+            group = _left(
+                group,
+                s.NodeLeft(host, f"it did not end within {group.limits.timeouts.node:g} s", broken=True),
+                now,
+                out,
+            )
         return group if group.stage is Stage.ENDED else _progress(group, now, out)
     if late:
         return replace(group, reason=f"round {group.round} is over; not yet ended on {', '.join(late)}")
@@ -207,13 +212,15 @@ def _run(group: Group, now: float, out: Commands) -> Group:
         return replace(group, reason=f"{len(done)} of {len(states)} nodes have finished")
     text = f"{_described(group.seats)} in round {group.round}"
     target = _target(group)
-    if target == group.seats or sum(seat.workers for seat in target) < group.min:
+    if target == group.seats or sum(seat.workers for seat in target) < group.limits.min:
         return replace(group, reason=text, enough=False)
     since = group.since if group.enough else now
     group = replace(group, enough=True, since=since)
     coming = _coming(group)
-    if coming and now < since + group.terms.settle and not _full(group, target):
-        return replace(group, until=since + group.terms.settle, reason=f"{text}; waiting for {', '.join(coming)}")
+    if coming and now < since + group.limits.timeouts.settle and not _full(group, target):
+        return replace(
+            group, until=since + group.limits.timeouts.settle, reason=f"{text}; waiting for {', '.join(coming)}"
+        )
     size = sum(seat.workers for seat in target)
     change = f"from {group.size} to {size} workers"
     out.append(m.Record("change-planned", change, epoch=group.round))
@@ -271,15 +278,15 @@ def _gather(group: Group, now: float, out: Commands) -> Group:
     size = sum(seat.workers for seat in target)
     coming = _coming(group)
     waiting = f"; waiting for {', '.join(coming)}" if coming else ""
-    if size < group.min or not target:
+    if size < group.limits.min or not target:
         since = group.short_since if group.short_since is not None else now
-        reason = f"{size} of min {group.min} workers ready{waiting or '; add a host or lower min'}"
-        if now >= since + group.terms.elastic_timeout:
-            return _end(group, "failed", f"{reason} for {group.terms.elastic_timeout:g} s (elastic_timeout)", out)
+        reason = f"{size} of min {group.limits.min} workers ready{waiting or '; add a host or lower min'}"
+        if now >= since + group.limits.patience:
+            return _end(group, "failed", f"{reason} for {group.limits.patience:g} s (elastic_timeout)", out)
         return replace(group, short_since=since, enough=False, reason=reason)
     group = replace(group, short_since=None, since=group.since if group.enough else now, enough=True)
-    if coming and now < group.since + group.terms.settle and not _full(group, target):
-        return replace(group, until=group.since + group.terms.settle, reason=f"{size} workers ready{waiting}")
+    if coming and now < group.since + group.limits.timeouts.settle and not _full(group, target):
+        return replace(group, until=group.since + group.limits.timeouts.settle, reason=f"{size} workers ready{waiting}")
     return _form(group, target, out)
 
 
@@ -311,7 +318,7 @@ def _target(group: Group) -> tuple[s.Seat, ...]:
         for host, node in group.nodes.items()
         if node.ready or (inside and host in order and node.state is GroupState.HEALTHY)
     }
-    room = group.max if group.max is not None else NEVER
+    room = group.limits.most
     seats = []
     for host, node in sorted(able.items(), key=lambda item: (order.get(item[0], len(order)), item[1].joined)):
         workers = node.slots if node.guest else int(min(node.slots, room))
@@ -322,7 +329,7 @@ def _target(group: Group) -> tuple[s.Seat, ...]:
 
 
 def _full(group: Group, target: tuple[s.Seat, ...]) -> bool:
-    return group.max is not None and sum(seat.workers for seat in target) >= group.max
+    return sum(seat.workers for seat in target) >= group.limits.most
 
 
 def _coming(group: Group) -> list[str]:
@@ -337,7 +344,7 @@ def _end(
     bad = outcome != "succeeded"
     out.extend(s.EndNode(name, f"{group.job} {outcome}: {reason}", error=bad) for name in group.nodes)
     out.append(m.Record(f"job-{outcome}", f"{group.job} {outcome}: {reason}", host=host))
-    out.append(s.EndScript(outcome, reason, group.seats, failure, host))
+    out.append(s.EndScript(outcome, reason, group.round, group.seats, failure, host))
     states = {
         name: replace(node, state=GroupState.FAILED if bad and node.state in _INSIDE else node.state)
         for name, node in group.nodes.items()

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from msgspec import Struct
 
+from nbelastic.core.limits import Limits
 from nbelastic.core.messages import Command, Event
 
 UNDONE = 76  # exit code of a node that ends before its workers have succeeded: it was dismissed, or they have failed
@@ -38,6 +39,23 @@ class Seat(Struct, frozen=True):
     role: str
 
 
+class Terms(Struct, frozen=True):
+    """How a script's workers are started again, beside the cluster's limits. `nproc`: workers a host, instead of its slots."""
+
+    max_restarts: int = 0
+    nproc: int | None = None
+    leave: float = 35.0  # seconds that a node may take to end its workers
+
+
+class ScriptSubmitted(Event):
+    """Somebody runs a script; or one that has formed `round` rounds begins again, as its driver was lost."""
+
+    job: str
+    target: str
+    terms: Terms
+    round: int = 0
+
+
 class NodeReady(Event):
     """It waits for a round, having left `round` (0: none), and offers a store at `store`.
 
@@ -53,6 +71,14 @@ class NodeReady(Event):
     guest: bool = False
     job: str = ""
     pid: int = 0
+
+
+class GuestCame(Event):
+    """A node has come by itself, from a terminal. `here`: it is on the driver's machine."""
+
+    host: str
+    pid: int
+    here: bool = False
 
 
 class NodeMoved(Event):
@@ -93,14 +119,13 @@ class NodeLeft(Event):
 
 
 class HostsSeen(Event):
-    """The cluster's hosts that are up, the oldest first, with their slots; and how many workers there may be.
+    """The cluster's hosts that are up, the oldest first, with their slots; and its limits.
 
     `lost`: those that are not up because something has happened to them. Who is in neither has left as somebody wanted.
     """
 
     hosts: tuple[tuple[str, int], ...]
-    min: int
-    max: int | None
+    limits: Limits
     lost: tuple[str, ...] = ()
 
 
@@ -114,11 +139,15 @@ class Passed(Event):
     """Time has."""
 
 
-class StartNode(Command):
+class ScriptCommand(Command):
+    """Something to be done for a script's nodes."""
+
+
+class StartNode(ScriptCommand):
     host: str
 
 
-class EndNode(Command):
+class EndNode(ScriptCommand):
     """`error`: it shall end with this as an error; empty: well."""
 
     host: str
@@ -126,7 +155,29 @@ class EndNode(Command):
     error: bool = True
 
 
-class FormRound(Command):
+class LetWait(ScriptCommand):
+    """A guest is to wait: why, and whether that is because there is no room. No reason: there is no script."""
+
+    host: str
+    reason: str
+    full: bool = False
+
+
+class MoveNode(ScriptCommand):
+    """It is to offer its store at `address`, of `interface`."""
+
+    host: str
+    address: str
+    interface: str = ""
+
+
+class RepeatRound(ScriptCommand):
+    """It is in the present round, and has not heard of that."""
+
+    host: str
+
+
+class FormRound(ScriptCommand):
     """`seats` by group rank. `store` is the first one's; `restarts` have been counted so far."""
 
     round: int
@@ -135,7 +186,7 @@ class FormRound(Command):
     restarts: int
 
 
-class LeaveRound(Command):
+class LeaveRound(ScriptCommand):
     """The nodes of `hosts` are to end their workers of `round` and wait for another one."""
 
     round: int
@@ -143,11 +194,12 @@ class LeaveRound(Command):
     reason: str
 
 
-class EndScript(Command):
-    """`seats` of its last round; `failure` the first one, if it failed by one, and the node it was on."""
+class EndScript(ScriptCommand):
+    """`seats` of its last round, `round`; `failure` the first one, if it failed by one, and the node it was on."""
 
     outcome: str  # succeeded, failed or stopped
     reason: str
+    round: int = 0
     seats: tuple[Seat, ...] = ()
     failure: Failure | None = None
     host: str = ""

@@ -11,7 +11,8 @@ from collections.abc import Collection
 from msgspec.structs import replace
 
 from nbelastic.core import messages as m
-from nbelastic.core.world import NEVER, SetupCell, Trial, Worker, WorkerState, World, less, put
+from nbelastic.core.limits import NEVER
+from nbelastic.core.world import SetupCell, Trial, Worker, WorkerState, World, less, put
 
 Commands = list[m.Command]
 

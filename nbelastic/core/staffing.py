@@ -9,7 +9,8 @@ from itertools import islice
 from msgspec.structs import replace
 
 from nbelastic.core import messages as m
-from nbelastic.core.world import NEVER, Host, HostPhase, Slot, Worker, WorkerState, World, less
+from nbelastic.core.limits import NEVER
+from nbelastic.core.world import Host, HostPhase, Slot, Worker, WorkerState, World, less
 
 Commands = list[m.Command]
 AGENT_RETRY = 1.0  # seconds; an agent that cannot start is never tried in a hot loop, whatever the cooldown

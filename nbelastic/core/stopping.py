@@ -6,7 +6,8 @@ from msgspec.structs import replace
 
 from nbelastic.core import epochs, jobs, setup, staffing
 from nbelastic.core import messages as m
-from nbelastic.core.world import NEVER, HostPhase, WorkerState, World
+from nbelastic.core.limits import NEVER
+from nbelastic.core.world import HostPhase, WorkerState, World
 
 Commands = list[m.Command]
 

@@ -15,13 +15,13 @@ from msgspec.structs import replace
 from nbelastic.core import epochs, jobs, networks, setup, staffing
 from nbelastic.core import messages as m
 from nbelastic.core.addresses import is_loopback
+from nbelastic.core.limits import Limits
 from nbelastic.core.membership import step
 from nbelastic.core.wire import AgentHello, WorkerHere
 from nbelastic.core.world import (
     Host,
     HostPhase,
     Job,
-    Limits,
     SetupCell,
     Slot,
     Stage,
@@ -77,6 +77,7 @@ class SavedWorld(Struct, frozen=True):
     setup: tuple[SetupCell, ...]
     ran: tuple[tuple[m.WorkerId, tuple[int, ...]], ...]  # versions of setup cells, of workers that took code
     resets: int
+    here: str
     door: str
 
 
@@ -116,6 +117,7 @@ def summary(world: World) -> SavedWorld:
         setup=world.setup,
         ran=tuple((w, tuple(sorted(worker.ran))) for w, worker in world.workers.items() if worker.registered),
         resets=world.resets,
+        here=world.here,
         door=world.door,
     )
 
@@ -194,6 +196,7 @@ def _hosts(
         admissions=len(hosts),
         removed=frozenset(saved.removed),
         incarnations={**saved.incarnations, **{old.spec.name: old.newest for old in saved.hosts}},
+        here=saved.here,
         door=saved.door,
         since=now,
     )

@@ -27,6 +27,7 @@ class Timeouts(Struct, frozen=True):
     sync: float = 3600.0  # the same, however much they compute and send
     stop: float = 60.0  # a program that holds the training state ends when its job is over: it may write a checkpoint
     leave: float = 5.0  # the same, of a program that does not hold it; then they are killed
+    node: float = 15.0  # the torch agent of a script ends on a host, when it was told to; then it counts as ended
     end: float = 30.0  # a worker ends that was told to, which its agent reports; then it counts as ended
     close: float = 5.0  # agents end when the cluster is stopped; then they are not waited for any more
 

@@ -12,7 +12,8 @@ from msgspec.structs import replace
 
 from nbelastic.core import epochs, jobs, mesh, staffing
 from nbelastic.core import messages as m
-from nbelastic.core.world import NEVER, Stage, Wait, World, first
+from nbelastic.core.limits import NEVER
+from nbelastic.core.world import Stage, Wait, World, first
 
 Commands = list[m.Command]
 WORDS = frozenset((Stage.GATHERING, Stage.FORMING, Stage.ASKED, Stage.LEAVING))

@@ -2,53 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from enum import StrEnum
 from heapq import nsmallest
 
 from msgspec import Struct
 from msgspec.structs import replace
 
+from nbelastic.core.group import Group
+from nbelastic.core.limits import NEVER, Limits
 from nbelastic.core.messages import Event, FormWorld, HostSpec, Interface, WorkerAt, WorkerId
-from nbelastic.core.timeouts import Timeouts
+from nbelastic.core.script_messages import NodeReady
 
-NEVER = float("inf")
 NO_BREAKS = (0, -1)  # how many, and at which commit
-
-
-class Limits(Struct, frozen=True):
-    """What the user allows. Times in seconds."""
-
-    min: int = 1
-    max: int | None = None
-    spares: int = 0
-    elastic_timeout: float | None = 600.0  # None: for ever
-    reset_limit: int | None = None
-    cooldown: tuple[float, float] = (5.0, 300.0)
-    healthy: float = 60.0  # a worker that lived this long has its slot's strikes forgiven
-    silence: float = 10.0  # for how long a host or a worker may be silent before that is news
-    stall: float | None = None  # how long others wait for a member that is behind before it is replaced; None: for ever
-    timeouts: Timeouts = Timeouts()
-    room: int | None = None  # how many workers the limit of open files on the driver's machine allows; None: any number
-
-    @property
-    def asked(self) -> float:
-        """How many workers people want started."""
-        return NEVER if self.max is None else self.max + self.spares
-
-    @property
-    def wanted(self) -> float:
-        """How many workers to keep started."""
-        return self.asked if self.room is None else min(self.asked, self.room)
-
-    @property
-    def patience(self) -> float:
-        """For how long there may be too few workers."""
-        return NEVER if self.elastic_timeout is None else self.elastic_timeout
-
-    @property
-    def most(self) -> float:
-        """How many may train at once."""
-        return NEVER if self.max is None else self.max
 
 
 class Stage(StrEnum):
@@ -218,6 +184,14 @@ class Job(Struct, frozen=True):
     reason: str = ""
 
 
+class Guest(Struct, frozen=True):
+    """A node that has come by itself, from a terminal. `here`: it is on the driver's machine."""
+
+    pid: int
+    here: bool
+    ready: NodeReady | None = None  # what it has said last of that it waits
+
+
 class World(Struct, frozen=True):
     """All that the driver knows and decides from. `members` are the current epoch's (or its survivors), by rank."""
 
@@ -259,6 +233,8 @@ class World(Struct, frozen=True):
     offers: tuple[int, ...] = ()
     broken_at: float = 0.0  # when the newest broken epoch broke, and all its members were sent the abort
     job: Job | None = None
+    script: Group | None = None  # that runs or, if no job came after it, has run last
+    guests: dict[str, Guest] = {}
     resets: int = 0
     setup: tuple[SetupCell, ...] = ()  # in the order in which workers run them
     trial: Trial | None = None
@@ -267,6 +243,7 @@ class World(Struct, frozen=True):
     joined: int = 0  # hosts so far
     discovered: bool = False  # the host discovery has answered once, under this driver or an earlier one
     admissions: int = 0  # hosts that have come up so far
+    here: str = ""  # where hosts on other machines come to the driver's machine
     door: str = ""  # where terminals of other machines come to the driver's machine, if they are let in
     probing: dict[str, Admission] = {}  # newcomers, by name
     probes: int = 0  # the last number that probes were given
@@ -300,8 +277,25 @@ class World(Struct, frozen=True):
 
     @property
     def active(self) -> Job | None:
-        """The job that still has to run, if any."""
+        """The job that still has to run, if any and if it is no script."""
         return self.job if self.job is not None and not self.job.outcome else None
+
+    @property
+    def present_job(self) -> str:
+        """The name of the job or script that still has to run; empty: none."""
+        if self.active is not None:
+            return self.active.name
+        return self.active_script.job if self.active_script is not None else ""
+
+    @property
+    def active_script(self) -> Group | None:
+        """The script that still has to run, if any."""
+        return self.script if self.script is not None and not self.script.outcome else None
+
+
+def is_same(before: World, world: World, *, but: Collection[str] = ()) -> bool:
+    """Whether nothing has changed `but` these fields. What is equal and another object counts as changed. O(1)"""
+    return all(getattr(before, f) is getattr(world, f) for f in World.__struct_fields__ if f not in but)
 
 
 def host_cooling_until(host: Host, now: float) -> float:

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from nbelastic.core import messages as m
 from nbelastic.core import wire
 from nbelastic.core.errors import UsageError
-from nbelastic.core.group import Terms
+from nbelastic.core.script_messages import Terms
 from nbelastic.driver import orders
 from nbelastic.driver import requests as r
 from nbelastic.driver.orders import execute_on_all, execute_setup
@@ -57,7 +57,7 @@ def answer(driver: Driver, request: r.AnyRequest, future: Future[Any]) -> None:
         case r.AddHost() | r.RemoveHost() | r.Scale() | r.Restart() | r.Press():
             _take_order(driver, request, future)
         case r.ShowStacks(timeout=timeout):
-            if driver.scripts.active is not None:
+            if driver.world.active_script is not None:
                 raise UsageError("a script's workers cannot be asked where they are: use py-spy.")
             show_stacks(driver, timeout, future)
         case r.MakeConnectionFile(host=host):
@@ -70,10 +70,8 @@ def answer(driver: Driver, request: r.AnyRequest, future: Future[Any]) -> None:
         case r.Discover(source=source, arguments=arguments):
             driver.discover(source, arguments)
             future.set_result(True)
-        case r.HostsFound(hosts=hosts, text=text, failed=failed):
-            if hosts is not None:
-                driver.stop_discovery()
-            driver.discovered(hosts, text, failed=failed)
+        case r.HostsFound(key=key, hosts=hosts, text=text, failed=failed):
+            driver.found_by_client(key, hosts, text, failed=failed)
             future.set_result(True)
         case _:
             assert_never(request)
@@ -86,12 +84,10 @@ def _take_order(
         case r.AddHost(host=host, by=by):
             _take_in(driver, orders.add_host(host, by).event, future)
         case r.RemoveHost(host=host, now=now, by=by):
-            there = dict.fromkeys([*driver.world.hosts, *driver.scripts.guests])
-            _take_in(driver, orders.remove_host(there, host, now, by).event, future)
+            _take_in(driver, orders.remove_host(driver.world, host, now, by).event, future)
         case r.Scale(min=low, max=high, by=by):
             _take_in(driver, orders.scale(driver.world, low, high, True, by).event, future)
         case r.Restart(worker=worker, by=by):
-            driver.scripts.refuse_to_restart()
             _take_in(driver, orders.restart(driver.world, worker, by).event, future)
         case r.Press(message=message, slots=slots, by=by):
             orders.take(driver, message, slots, by)
@@ -109,7 +105,7 @@ def _take_in(driver: Driver, event: m.Event, future: Future[Any]) -> None:
 
 
 def _world_of(driver: Driver, size: int) -> Status | None:
-    if driver.scripts.active is not None:
+    if driver.world.active_script is not None:
         status = driver.status
         return status if status.phase == "running" and status.world_size == size else None
     if driver.world.active is None:
@@ -138,11 +134,11 @@ def _submit(driver: Driver, program: wire.Program, future: Future[Any]) -> None:
             run.forget_program()  # it would take the room that the next try needs
             raise
 
-    def begun(driver: Driver) -> str | None:
-        there = driver.world.job is not None and driver.world.job.name == job
-        return job if there or run.future.done() else None
+    _answer_when_begun(driver, run, future)
 
-    driver.watch(begun, future)
+
+def _answer_when_begun(driver: Driver, run: Run, future: Future[Any]) -> None:
+    driver.watch(lambda d: run.name if d.world.present_job == run.name or run.future.done() else None, future)
 
 
 def _named(call: wire.Blob | None, job: str) -> wire.Blob | None:
@@ -154,9 +150,10 @@ def _named(call: wire.Blob | None, job: str) -> wire.Blob | None:
 
 def _submit_script(driver: Driver, script: wire.Script, terms: Terms, future: Future[Any]) -> None:
     job = _next_job(driver)
+    run = Run(job, None)
     with _saving(driver, job):
-        driver.scripts.submit(Run(job, None), replace(script, job=job), terms)
-    future.set_result(job)
+        driver.submit(run, SavedJob(job, script=(replace(script, job=job), terms)))
+    _answer_when_begun(driver, run, future)
 
 
 @contextlib.contextmanager

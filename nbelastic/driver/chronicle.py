@@ -56,10 +56,6 @@ class Chronicle:
         """Write what `step` was given: the file replays any bug as a test."""
         self._write({"at": now, "event": msgspec.to_builtins(event)})
 
-    def note_script(self, event: m.Event, now: float) -> None:
-        """The same of what `rounds.advance` was given."""
-        self._write({"at": now, "script": msgspec.to_builtins(event)})
-
     def sign(self, event: m.Event, now: float) -> None:
         """Before `step` decides on it: is this the first that is heard of a break?"""
         if isinstance(event, m.AgentLost | m.WorkerFroze):

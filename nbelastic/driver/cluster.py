@@ -30,8 +30,8 @@ from nbelastic.core.errors import (
     NbelasticError,
     UsageError,
 )
+from nbelastic.core.limits import Limits
 from nbelastic.core.placement import parse_host
-from nbelastic.core.world import Limits
 from nbelastic.driver import process, requests
 from nbelastic.driver.calls import pickled
 from nbelastic.driver.cells import Executed, check_cell
@@ -211,19 +211,20 @@ class Cluster:
     def _use(self, driver: Connection) -> None:
         """From now on."""
         self._driver = self._last = driver
-        finder, client = self._finder, self._client
-        if finder is not None:
-            finder.stop()
+        client = self._client
         if client is not None:  # ipyparallel's controller outlives the driver
             self._client = driver, client[1]
         driver.use(self._changed, partial(self._replace, driver))
-        if driver.arguments.get(BY_CLIENTS):  # else somebody has said since that they come from elsewhere
-            self._find(driver)
+        self._find(driver)
         self._changed()
 
     def _find(self, driver: Connection) -> None:
-        if self._discovery is not None:
-            self._finder = Finder(self._discovery, driver)
+        """Hosts come from an object of this kernel's, unless somebody has said since that they come from elsewhere."""
+        source, heard = self._settings.discovery, driver.arguments.get(BY_CLIENTS)
+        if self._finder is not None:
+            self._finder.stop()
+        if self._discovery is not None and isinstance(source, ByClients) and source.key == heard:
+            self._finder = Finder(self._discovery, source.key, driver)
 
     def _replace(self, dead: Connection) -> Connection | None:
         """In the thread of the connection to a driver that has died: connect to the next one, which a kernel starts.
@@ -315,8 +316,9 @@ class Cluster:
         try:
             if discovery is not None:
                 self._ask(requests.Discover(self._settings.discovery, self._arguments))
-                if not driver.arguments.get(BY_CLIENTS):
-                    self._find(self._running())
+                heard = self._running()  # another driver, if this one died meanwhile
+                heard.arguments = self._arguments
+                self._find(heard)
         except BaseException:
             self._let_go(NOT_ATTACHED)
             raise
@@ -329,7 +331,10 @@ class Cluster:
         """As it was started. Where hosts came from an object of another kernel's, they stay as they are."""
         self = cls(**arguments_of(name, log_dir, arguments, discovery))
         if discovery is None and arguments.get(BY_CLIENTS):
-            self._settings, self._arguments = replace(self._settings, discovery=ByClients()), dict(arguments)
+            self._settings, self._arguments = (
+                replace(self._settings, discovery=ByClients(arguments[BY_CLIENTS])),
+                dict(arguments),
+            )
         return self
 
     @staticmethod

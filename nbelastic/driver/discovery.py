@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import threading
 import time
+import uuid
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from importlib.metadata import entry_points
@@ -56,7 +57,9 @@ class Installed(Struct, frozen=True, tag=True):
 
 
 class ByClients(Struct, frozen=True, tag=True):
-    """An object in a kernel, which says what it has found."""
+    """An object in a kernel, which says what it has found, with this `key`: others that have said so before do not count."""
+
+    key: str
 
 
 Source = Listed | Script | Installed | ByClients  # where hosts come from, as it is said to a driver
@@ -151,7 +154,7 @@ def source_of(
     found = find(given, slots, default) if isinstance(given, str) else given
     if type(found) is ScriptDiscovery:  # one that is derived from it may say other hosts
         return found.source
-    return Installed(given, slots) if isinstance(given, str) else ByClients()
+    return Installed(given, slots) if isinstance(given, str) else ByClients(uuid.uuid4().hex)
 
 
 def opened(source: Script | Installed) -> HostDiscovery:

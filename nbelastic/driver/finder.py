@@ -17,8 +17,8 @@ from nbelastic.supervision import report_to_log, supervise
 class Finder:
     """Asks in a thread of its own until `stop()`."""
 
-    def __init__(self, discovery: HostDiscovery, driver: Connection) -> None:
-        self._driver = driver
+    def __init__(self, discovery: HostDiscovery, key: str, driver: Connection) -> None:
+        self._driver, self._key = driver, key
         self._loop = asyncio.new_event_loop()
         tell = self._tell
         look = partial(watch, discovery, tell, partial(tell, None, failed=True), partial(tell, None))
@@ -36,4 +36,4 @@ class Finder:
         self._loop.close()
 
     def _tell(self, hosts: tuple[HostSpec, ...] | None, text: str = "", *, failed: bool = False) -> None:
-        self._driver.request(HostsFound(hosts, text, failed))
+        self._driver.request(HostsFound(self._key, hosts, text, failed))

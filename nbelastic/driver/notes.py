@@ -15,7 +15,7 @@ from nbelastic import versions
 from nbelastic.clusterfile import replace_private
 from nbelastic.core import wire
 from nbelastic.core.takeover import SavedWorld, summary
-from nbelastic.core.world import World
+from nbelastic.core.world import World, is_same
 from nbelastic.driver.live import SavedLive
 from nbelastic.driver.places import RunDir
 from nbelastic.driver.saved import Saved, SavedJob, fingerprint
@@ -66,7 +66,7 @@ class Notes:
 
     def save(self, driver: Driver) -> None:
         """Write it down if it has changed."""
-        if self._of is None or self._of[0] is not driver.world:
+        if self._of is None or not is_same(self._of[0], driver.world, but=("script", "guests")):
             self._of = (driver.world, summary(driver.world))
         fleet, agents, gates = driver.fleet, driver.fleet.agents(), driver.fleet.doors.saved
         saved = Saved(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -55,8 +55,9 @@ def add_host(spec: m.HostSpec, by: str) -> Order:
     return Order(f"add {spec.name}:{spec.slots}", m.HostAdded(spec, by), done)
 
 
-def remove_host(known: Collection[str], host: str, now: bool, by: str) -> Order:
-    """Done when it has left. UsageError if it is none of those `known`."""
+def remove_host(world: World, host: str, now: bool, by: str) -> Order:
+    """Done when it has left. UsageError if there is none of this name."""
+    known = [*world.hosts, *world.guests]
     if host not in known:
         raise UsageError(f"there is no host {host!r}; the hosts are {', '.join(known) or 'none'}.")
 
@@ -64,13 +65,15 @@ def remove_host(known: Collection[str], host: str, now: bool, by: str) -> Order:
         there = driver.world.hosts.get(host)
         if there is not None and there.phase is not HostPhase.DRAINING:
             raise HostError(f"{host} was added again.")
-        return None if there is not None else "it has left"
+        return None if there is not None or host in driver.world.guests else "it has left"
 
     return Order(f"remove {host}{' now' if now else ''}", m.HostRemoved(host, now, by), done)
 
 
 def restart(world: World, worker: str, by: str) -> Order:
     """Done when another process is in its place. UsageError if there is no such worker, or if it alone has the state."""
+    if world.active_script is not None:
+        raise UsageError(f"{world.active_script.job} is a script: its workers only begin again together.")
     known = {str(w): w for w in world.workers if w not in world.stopped}
     if worker not in known:
         raise UsageError(f"there is no worker {worker!r}; the workers are {', '.join(known) or 'none'}.")
@@ -101,15 +104,14 @@ def scale(world: World, low: int | None, high: int | None, keep_max: bool, by: s
 
 def stop_job(world: World, by: str) -> Order:
     """Done when it has ended. UsageError if none runs."""
-    job = world.active
-    if job is None:
+    job = world.present_job
+    if not job:
         raise UsageError("no job is running.")
 
     def done(driver: Driver) -> str | None:
-        now = driver.world.job
-        return None if now is not None and now.name == job.name and not now.outcome else f"{job.name} has ended"
+        return None if driver.world.present_job == job else f"{job} has ended"
 
-    return Order(f"stop {job.name}", m.JobStopRequested(job.name, f"stopped by {by}"), done)
+    return Order(f"stop {job}", m.JobStopRequested(job, f"stopped by {by}"), done)
 
 
 def stop(by: str) -> Order:
@@ -123,7 +125,7 @@ def read(message: Mapping[str, Any], world: World, default_slots: int, by: str) 
         case {"order": "add_host", "host": str(host)}:
             return add_host(parse_host(host, default_slots), by)
         case {"order": "remove_host", "host": str(host), **rest}:
-            return remove_host(world.hosts, host, rest.get("now") is True, by)
+            return remove_host(world, host, rest.get("now") is True, by)
         case {"order": "restart", "worker": str(worker)}:
             return restart(world, worker, by)
         case {"order": "scale", **rest}:
@@ -168,7 +170,7 @@ def take(driver: Driver, message: Mapping[str, Any], default_slots: int, by: str
         ends = message.get("order") in ("stop", "stop_job")
         if not ends and sum(each.word == "under way" for each in orders) >= PENDING:
             raise UsageError(f"{PENDING} orders are under way already: wait for one to be done.")
-        order = driver.scripts.order(message, by) or read(message, driver.world, default_slots, by)
+        order = read(message, driver.world, default_slots, by)
     except NbelasticError as error:
         orders.append(OrderStatus(key, by, str(message.get("order", "")).replace("_", " ")[:ID_BOUND]))
         refuse(error)

@@ -12,7 +12,7 @@ from msgspec import Struct
 from nbelastic.core import messages as m
 from nbelastic.core import wire
 from nbelastic.core.errors import UsageError
-from nbelastic.core.group import Terms
+from nbelastic.core.script_messages import Terms
 from nbelastic.driver.cells import Executed
 from nbelastic.driver.discovery import Source
 from nbelastic.driver.stacks import WorkerStack
@@ -112,8 +112,12 @@ class Stop(Order):
 
 
 class HostsFound(Request):
-    """A discovery in a kernel has found these `hosts`; None: it has failed, or answers again, and `text` says so."""
+    """The discovery `key`, in a kernel, has found these `hosts`; None: it has failed, or answers again: `text` says so.
 
+    It is not heard once hosts come from elsewhere.
+    """
+
+    key: str
     hosts: tuple[m.HostSpec, ...] | None
     text: str = ""
     failed: bool = False

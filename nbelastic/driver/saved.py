@@ -24,8 +24,8 @@ from nbelastic.core import wire
 from nbelastic.core.addresses import bracketed
 from nbelastic.core.delivery import HEAD
 from nbelastic.core.errors import UsageError
-from nbelastic.core.group import Terms
 from nbelastic.core.messages import EndJob, HostSpec
+from nbelastic.core.script_messages import Terms
 from nbelastic.core.takeover import SavedWorld
 from nbelastic.driver.discovery import ByClients, HostDiscovery, Installed, Listed, Script, Source
 from nbelastic.driver.gate import SavedGate
@@ -36,7 +36,7 @@ from nbelastic.presence import lives
 
 NAME = "state.json"
 A_WORKER = 0.02  # seconds that each worker adds to what a next driver may take
-BY_CLIENTS = "own discovery"  # among the arguments that are kept: it was an object of a kernel's
+BY_CLIENTS = "own discovery"  # among the arguments that are kept: the key of an object of a kernel's
 T = TypeVar("T")
 
 
@@ -55,8 +55,7 @@ class SavedAgent(msgspec.Struct, frozen=True):
 class SavedJob(msgspec.Struct, frozen=True):
     """The newest job: a program, or a script.
 
-    Of that one, which the world knows nothing of, the number of the last round is here, the nodes of the hosts, and how it
-    ended.
+    Of that one the number of the last round is here, the nodes of the hosts, and how it ended: it begins again.
     """
 
     name: str
@@ -210,8 +209,8 @@ def kept_arguments(given: Mapping[str, Any], source: Source) -> dict[str, Any]:
             kept["discovery"] = shlex.join(words)
         case Installed(name=name):
             kept["discovery"] = name
-        case ByClients():
-            kept[BY_CLIENTS] = True
+        case ByClients(key=key):
+            kept[BY_CLIENTS] = key
     return kept
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, TypedDict
 
 from nbelastic.core import wire
-from nbelastic.core.group import Terms
+from nbelastic.core.script_messages import Terms
 from nbelastic.driver.fleet import NCCL
 from nbelastic.driver.settings import Settings, check
 
@@ -62,7 +62,7 @@ def script_for(
         unset=tuple(name for name in NCCL if name not in settings.environment),
         **given,
     )
-    terms = Terms(max_restarts=restarts, nproc=nproc, elastic_timeout=settings.limits.patience, leave=shutdown + 5.0)
+    terms = Terms(max_restarts=restarts, nproc=nproc, leave=shutdown + 5.0)
     return script, terms
 
 

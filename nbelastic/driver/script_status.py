@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from msgspec.structs import replace
 
 from nbelastic.core import messages as m
 from nbelastic.core import script_messages as s
 from nbelastic.core.group import Group, GroupState, Stage
+from nbelastic.core.world import Guest
 from nbelastic.driver.status import HostStatus, Status, WorkerStatus
 
 _STATES = {
@@ -23,22 +24,19 @@ _STATES = {
 def with_script(
     status: Status,
     group: Group | None,
-    guests: Sequence[str],
-    waiting: Mapping[str, int],
+    guests: Mapping[str, Guest],
     *,
     samples: Mapping[m.WorkerId, tuple[float, int]],
     log_dir: str,
 ) -> Status:
     """`status` with `group` in it, if that is the present or last job.
 
-    `guests`: hosts that have come from terminals; `waiting`: how many workers each of them would bring that waits for a
-    script. `samples`: of each worker the CPU (percent of a core) and memory (bytes).
+    `guests`: hosts that have come from terminals. `samples`: of each worker the CPU (percent of a core) and memory (bytes).
     """
-    current = group is not None and number_of(status.job) <= number_of(group.job)
-    if group is None or not current:
-        return replace(status, hosts=status.hosts + _guest_rows(None, guests, waiting))
+    if group is None:
+        return replace(status, hosts=status.hosts + _guest_rows(None, guests))
     if group.stage is Stage.ENDED:
-        hosts = status.hosts + _guest_rows(None, guests, waiting)
+        hosts = status.hosts + _guest_rows(None, guests)
         return replace(status, job=group.job, outcome=group.outcome, hosts=hosts)
     running = group.stage is Stage.RUNNING
     return replace(
@@ -47,18 +45,19 @@ def with_script(
         reason=group.reason,
         epoch=group.round,
         world_size=group.size if running else 0,
-        hosts=tuple(_with_state(host, group) for host in status.hosts) + _guest_rows(group, guests, waiting),
+        hosts=tuple(_with_state(host, group) for host in status.hosts) + _guest_rows(group, guests),
         workers=_rows(group, samples, f"{log_dir}/{group.job}") if running else (),
         job=group.job,
         outcome="",
     )
 
 
-def _guest_rows(group: Group | None, guests: Sequence[str], waiting: Mapping[str, int]) -> tuple[HostStatus, ...]:
+def _guest_rows(group: Group | None, guests: Mapping[str, Guest]) -> tuple[HostStatus, ...]:
     rows = []
-    for host in guests:
+    for host, guest in guests.items():
         node = group.nodes.get(host) if group is not None else None
-        slots = node.slots if node is not None else waiting.get(host, 0)
+        waiting = guest.ready.workers if guest.ready is not None else 0
+        slots = node.slots if node is not None else waiting
         reason = f"torchrun: worker group {node.state}" if node is not None else "torchrun: waits for a script"
         rows.append(HostStatus(host, "", slots, "up", reason, 0.0))
     return tuple(rows)
@@ -83,11 +82,6 @@ def _rows(group: Group, samples: Mapping[m.WorkerId, tuple[float, int]], log_dir
 def workers_of(seats: tuple[s.Seat, ...], number: int) -> tuple[m.WorkerId, ...]:
     """The workers of round `number`, by rank. Those of another round are others."""
     return tuple(m.WorkerId(seat.host, local, number) for seat in seats for local in range(seat.workers))
-
-
-def number_of(job: str | None) -> int:
-    """Of `job-3`: 3."""
-    return int(job.rpartition("-")[2]) if job else 0
 
 
 def _with_state(host: HostStatus, group: Group) -> HostStatus:

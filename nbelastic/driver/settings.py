@@ -9,8 +9,8 @@ from typing import Any
 import msgspec
 
 from nbelastic.core.errors import UsageError
+from nbelastic.core.limits import Limits
 from nbelastic.core.timeouts import Timeouts
-from nbelastic.core.world import Limits
 from nbelastic.driver.discovery import HostDiscovery, Source
 from nbelastic.kinds import NAMES, PATH, RANGE, SECONDS, TABLE, TEXT, WHOLE, check_kind, check_optional
 

@@ -15,8 +15,9 @@ from pathlib import Path
 from time import perf_counter
 
 from nbelastic.core import messages as m
+from nbelastic.core.limits import Limits
 from nbelastic.core.membership import step
-from nbelastic.core.world import Limits, Stage, World
+from nbelastic.core.world import Stage, World
 
 SLOTS = 8
 SPARES = 64

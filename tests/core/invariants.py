@@ -10,10 +10,11 @@ from msgspec.structs import replace
 
 from nbelastic.core import addresses, staffing
 from nbelastic.core import messages as m
+from nbelastic.core.limits import NEVER
 from nbelastic.core.membership import deadline, step
 from nbelastic.core.networks import wide
 from nbelastic.core.setup import lacking
-from nbelastic.core.world import NEVER, HostPhase, Stage, WorkerState, World
+from nbelastic.core.world import HostPhase, Stage, WorkerState, World
 
 if TYPE_CHECKING:
     from tests.core.story import Story

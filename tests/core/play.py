@@ -8,11 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from msgspec.structs import replace
+
 from nbelastic.core import messages as m
 from nbelastic.core import script_messages as s
-from nbelastic.core.group import Group, GroupState, Stage, Terms
+from nbelastic.core.group import Group, GroupState, Stage
+from nbelastic.core.limits import NEVER, Limits
 from nbelastic.core.rounds import advance, deadline
-from nbelastic.core.world import NEVER
+from nbelastic.core.timeouts import Timeouts
 
 
 class Play:
@@ -22,9 +25,11 @@ class Play:
     """
 
     def __init__(self, *hosts: str, **terms) -> None:
-        self.bounds = (terms.pop("min", 1), terms.pop("max", None))
+        times = {name: terms.pop(name) for name in ("settle", "grace") if name in terms}
+        allowed = {name: terms.pop(name) for name in ("min", "max", "elastic_timeout") if name in terms}
+        self.limits = Limits(**allowed, timeouts=Timeouts(**times))
         self.slow = False
-        self.group = Group("job-1", Terms(**terms))
+        self.group = Group("job-1", s.Terms(**terms), self.limits)
         self.now = 100.0
         self.hosts = dict(self.parsed(host) for host in hosts)
         self.mute: set[str] = set()  # hosts whose nodes do not start
@@ -36,6 +41,10 @@ class Play:
         self.inside: set[str] = set()  # nodes whose workers run
         self.look()
 
+    def allow(self, low: int, high: int | None) -> None:
+        """The bounds of the cluster are others; its hosts are looked at next."""
+        self.limits = replace(self.limits, min=low, max=high)
+
     @staticmethod
     def parsed(host: str) -> tuple[str, int]:
         name, _, slots = host.partition(":")
@@ -45,7 +54,7 @@ class Play:
         """The cluster's hosts are these now, or still the same."""
         if hosts:
             self.hosts = dict(self.parsed(host) for host in hosts)
-        return self.send(s.HostsSeen(tuple(self.hosts.items()), *self.bounds, self.lost))
+        return self.send(s.HostsSeen(tuple(self.hosts.items()), self.limits, self.lost))
 
     def send(self, event: m.Event) -> Play:
         before = self.group
@@ -176,8 +185,8 @@ def faults(before: Group, event: m.Event, group: Group, commands: tuple[m.Comman
 
 def _faults_of_a_round(before: Group, group: Group, order: s.FormRound) -> Iterator[str]:
     hosts, size = [seat.host for seat in order.seats], sum(seat.workers for seat in order.seats)
-    if not group.min <= size or (group.max is not None and size > group.max):
-        yield f"a round of {size}, outside [{group.min}, {group.max}]"
+    if not group.limits.min <= size <= group.limits.most:
+        yield f"a round of {size}, outside [{group.limits.min}, {group.limits.max}]"
     if len(set(hosts)) != len(hosts) or (group.stage is Stage.RUNNING and order.seats != group.seats):
         yield f"the seats are {hosts}"
     if order.restarts != group.restarts:

@@ -11,9 +11,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from nbelastic.core import messages as m
+from nbelastic.core.limits import Limits
 from nbelastic.core.membership import deadline, step
 from nbelastic.core.placement import parse_host
-from nbelastic.core.world import Limits, Stage, WorkerState, World
+from nbelastic.core.world import Stage, WorkerState, World
 from tests.core.invariants import check, check_doubled, check_stores
 
 AWAITED = (m.WorkerPrepared, m.WorkerOffered, m.WorkerReady, m.WorkerFormed, m.WorkerAt)

@@ -10,6 +10,8 @@ import pytest
 from nbelastic.core import messages as m
 from nbelastic.core import script_messages as s
 from nbelastic.core import wire
+from nbelastic.core.limits import Limits
+from nbelastic.core.timeouts import Timeouts
 
 W = m.WorkerId("gpu-1.example.org", 3, 12)
 SPEC = m.HostSpec("::1", 4, "me")
@@ -46,6 +48,8 @@ FILL = {
     ),
     tuple[tuple[int, int, int], ...]: ((0, 97, 1 << 33), (1, 0, 1 << 20)),
     m.FormWorld: m.FormWorld(7, (W,), "127.0.0.1:1", 0, (1,)),
+    s.Terms: s.Terms(2, 4, 9.0),
+    Limits: Limits(2, 9, timeouts=Timeouts(node=3.0)),
     s.Failure: FAILURE,
     s.Failure | None: FAILURE,
     tuple[s.Failure, ...]: (FAILURE,),
@@ -53,7 +57,9 @@ FILL = {
     tuple[tuple[float, int], ...]: ((99.5, 1 << 33),),
     tuple[tuple[int, int, int, int], ...]: ((0, 5, 0, 4), (4, 5, 0, 1)),
     wire.Script: wire.Script("job-1", "/home/me/train.py", ("--epochs", "10"), environment={"A": "b"}),
-    wire.Formation: wire.Formation(7, 0, 2, 0, 2, 0, 1, "127.0.0.1:1", 0, (1,), (("a", 2),)),
+    wire.Formation: wire.Formation(7, (("a", (0, 2)), ("b", (1,))), "127.0.0.1:1", 0, ((1, 3),)),
+    tuple[tuple[str, tuple[int, ...]], ...]: (("a", (0, 2)), ("b", (1,))),
+    tuple[tuple[int, int], ...]: ((1, 3),),
 }
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from nbelastic.core import script_messages as s
 from nbelastic.core.group import GroupState, Stage, first_failure, places
-from nbelastic.core.rounds import advance
+from nbelastic.core.rounds import advance, deadline
 from tests.core.play import Play
 
 
@@ -69,7 +69,7 @@ def test_survivors_keep_the_low_ranks_whatever_hosts_are_called():
     assert play.seats == [("b", 1), ("c", 1), ("a", 1)]
     play.look("c:1", "a:1").look("c:1", "a:1", "b:1")
     assert play.seats == [("c", 1), ("a", 1), ("b", 1)], "a host that comes back is a newcomer"
-    play.bounds = (1, 2)
+    play.allow(1, 2)
     assert play.look().seats == [("c", 1), ("a", 1)]
 
 
@@ -290,10 +290,10 @@ def test_max_is_kept():
 def test_scaling_up_and_down():
     """New bounds restart the group if they change who is in."""
     play = Play("a:2", "b:2")
-    play.bounds = (1, 2)
+    play.allow(1, 2)
     play.look()
     assert play.seats == [("a", 2)]
-    play.bounds = (1, None)
+    play.allow(1, None)
     play.look()
     assert play.seats == [("a", 2), ("b", 2)]
     assert play.group.restarts == 0
@@ -372,12 +372,23 @@ def test_a_guest_that_comes_back_unasked_has_failed():
 def test_a_node_that_does_not_end_its_workers_is_ended():
     """The others do not wait for it for ever."""
     play = Play("a:1", "b:1", leave=10.0)
-    play.group, _ = advance(play.group, s.HostsSeen((("a", 1), ("b", 1), ("c", 1)), 1, None), play.now)
+    play.group, _ = advance(play.group, s.HostsSeen((("a", 1), ("b", 1), ("c", 1)), play.limits), play.now)
     play.group, commands = advance(play.group, s.NodeReady("c", 0, "c:1", "default"), play.now)
     assert any(isinstance(command, s.LeaveRound) for command in commands)
     play.ready("a").wait(11)
     ended = [command.host for command in play.said if isinstance(command, s.EndNode)]
     assert ended == ["b"]
+
+
+def test_who_is_late_is_waited_for_before_too_few_are_given_up():
+    """A node has to offer another store, and is mute, while `elastic_timeout` passes: the group waits for its own deadline."""
+    play = Play("a:1", "b:1", min=2, elastic_timeout=10.0, leave=30.0, max_restarts=1).fail("a")
+    play.look("a:1").wait(1.0)
+    play.mute, play.slow = {"a"}, True
+    play.send(s.NodeMoved("a"))
+    play.wait(20.0)
+    assert play.group.stage is Stage.GATHERING
+    assert deadline(play.group) > play.now
 
 
 @pytest.mark.parametrize("guest", [False, True])

@@ -5,8 +5,6 @@ The invariants themselves are `play.faults`, checked after every step of every p
 
 from __future__ import annotations
 
-import math
-
 from hypothesis import HealthCheck, assume, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
@@ -53,7 +51,7 @@ class AnyScript(RuleBasedStateMachine):
 
     @rule(low=st.integers(1, 3), room=st.none() | st.integers(0, 3))
     def scale(self, low, room):
-        self.play.bounds = (low, None if room is None else low + room)
+        self.play.allow(low, None if room is None else low + room)
         self.play.look()
 
     @rule(really=st.integers(0, 9))
@@ -162,7 +160,7 @@ class AnyScript(RuleBasedStateMachine):
             assert "of min" in group.reason
             return
         assert play.inside == {seat.host for seat in group.seats}
-        room = math.inf if group.max is None else group.max - group.size
+        room = group.limits.most - group.size
         outside = [node for host, node in group.nodes.items() if host not in play.inside]
         assert all((node.slots if node.guest else 1) > room for node in outside), f"{group.size} train: {group.reason}"
 
@@ -177,7 +175,7 @@ class AnyScript(RuleBasedStateMachine):
         play = self.play
         host = getattr(event, "host", "")
         if isinstance(event, s.HostsSeen):
-            return dict(event.hosts) != play.hosts or (event.min, event.max) != play.bounds
+            return (dict(event.hosts), event.limits) != (play.hosts, play.limits)
         if host not in play.rounds or event.round > play.rounds[host]:
             return True
         return isinstance(event, s.NodeReady) and (host in play.inside) == (event.round == play.rounds[host])

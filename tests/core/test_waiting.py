@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from nbelastic.core import messages as m
+from nbelastic.core.limits import Limits
 from nbelastic.core.membership import deadline, step
-from nbelastic.core.world import Limits, Stage, World
+from nbelastic.core.world import Stage, World
 from tests.core.story import Story, wid
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 
 from nbelastic.core import messages as m
+from nbelastic.core.limits import NEVER
 from nbelastic.core.membership import deadline
 from nbelastic.core.timeouts import Timeouts
-from nbelastic.core.world import NEVER, HostPhase, Stage
+from nbelastic.core.world import HostPhase, Stage
 from tests.core.story import Story, wid, with_stage
 
 WAITING = [stage for stage in Stage if stage is not Stage.RUNNING]  # a world that runs waits for nobody's word

@@ -14,8 +14,8 @@ from typing import Any, Self
 from nbelastic import pickles, versions
 from nbelastic.core import messages as m
 from nbelastic.core import wire
+from nbelastic.core.limits import Limits
 from nbelastic.core.placement import parse_hosts
-from nbelastic.core.world import Limits
 from nbelastic.driver.clock import Clock
 from nbelastic.driver.discovery import Listed
 from nbelastic.driver.driver import Driver

@@ -28,7 +28,7 @@ from nbelastic.driver.results import Outcome
 from tests.core.story import wid
 from tests.driver.quiet import NoHosts
 from tests.support import inside
-from tests.support.waiting import until
+from tests.support.waiting import until, until_async
 
 
 def driver_of(cluster):
@@ -445,6 +445,46 @@ def test_an_attach_with_a_script_has_hosts_come_from_there(quiet, tmp_path):
     with nbe.Cluster.attach("quiet", discovery=str(script)) as other:
         until(lambda: any("hosts.sh failed with exit code 1" in event.text for event in cluster.events))
         other.detach()
+
+
+class Slow:
+    """A discovery that finds a host only when `go` is set; `looks` counts its answers."""
+
+    def __init__(self, *hosts):
+        self.go, self.looks, self._hosts = threading.Event(), 0, tuple(m.HostSpec(host, 1) for host in hosts)
+
+    async def hosts(self):
+        await until_async(self.go.is_set)
+        self.looks += 1
+        return self._hosts
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_who_found_hosts_before_is_not_heard_any_more(quiet, tmp_path, own):
+    """Its first look ends when somebody else has said where hosts come from: a script, or an object of another kernel."""
+    script = tmp_path / "hosts.sh"
+    script.write_text("#!/bin/sh\n")
+    script.chmod(0o755)
+    before, after = Slow("nowhere.invalid"), Slow()
+    after.go.set()
+    cluster = quiet(discovery=before)
+    with nbe.Cluster.attach("quiet", discovery=after if own else str(script)) as other:
+        before.go.set()
+        until(lambda: before.looks > 1)
+        assert (list(cluster.hosts), [event.kind for event in cluster.events if event.host]) == ([], [])
+        other.detach()
+    after.go.set()
+
+
+def test_who_finds_hosts_is_heard_until_another_says_something(quiet):
+    """Somebody attaches with an object that never answers, or that fails: hosts come from where they came from."""
+    before, after = Slow("nowhere.invalid"), Slow()
+    cluster = quiet(discovery=before)
+    with nbe.Cluster.attach("quiet", discovery=after) as other:
+        before.go.set()
+        until(lambda: [host.name for host in cluster.hosts] == ["nowhere.invalid"])
+        other.detach()
+    after.go.set()
 
 
 def test_values_stay_until_everybody_has_them(quiet):

@@ -12,17 +12,16 @@ import pytest
 import nbelastic as nbe
 from nbelastic import supervision
 from nbelastic.core import messages as m
-from nbelastic.core import wire
-from nbelastic.core.group import Terms
+from nbelastic.core import rounds, wire
 from nbelastic.core.membership import step
 from nbelastic.core.rounds import advance
-from nbelastic.core.script_messages import NodeReady, Passed
+from nbelastic.core.script_messages import NodeReady, Terms
 from nbelastic.core.world import Stage
 from nbelastic.driver import driver as module
-from nbelastic.driver import scripts
 from nbelastic.driver.driver import Driver
 from nbelastic.driver.notes import Notes
 from nbelastic.driver.run import Run
+from nbelastic.driver.saved import SavedJob
 from tests.core.story import wid
 from tests.driver.fakes import Outside, tell
 from tests.driver.quiet import NoHosts
@@ -165,9 +164,11 @@ def test_members_that_have_answered_are_told_what_becomes_of_them(tmp_path, monk
     tell(story)
 
 
-def with_script(outside, **terms):
+async def with_script(outside):
     run = Run("script-1", None)
-    outside.driver.scripts.submit(run, wire.Script("script-1", "train.py"), Terms(**terms))
+    script = wire.Script("script-1", "train.py")
+    outside.driver.submit(run, SavedJob("script-1", script=(script, Terms())))
+    await outside.settles()
     return run
 
 
@@ -177,17 +178,15 @@ def test_a_fault_in_a_decision_about_a_script_ends_the_deciding_too(tmp_path, mo
 
     def broken_advance(group, event, now):
         events.append(type(event).__name__)
-        if isinstance(event, Passed):
-            raise KeyError("round 1")
-        return advance(group, event, now)
+        raise KeyError("round 1")
 
     async def story():
-        async with Outside(tmp_path, "a:1", min=2) as outside:
+        async with Outside(tmp_path, "a:1", min=2, elastic_timeout=5.0) as outside:
             await outside.passes(1.0)
-            with_script(outside, elastic_timeout=5.0)
-            monkeypatch.setattr(scripts, "advance", broken_advance)
+            await with_script(outside)
+            monkeypatch.setattr(rounds, "advance", broken_advance)
             await outside.passes(6.0)
-            assert "decides nothing any more (KeyError: 'round 1', at Passed)" in outside.driver.status.reason
+            assert "decides nothing any more (KeyError: 'round 1', at Ticked)" in outside.driver.status.reason
             outside.deliver("node/a~1", NodeReady("a", 0, "127.0.0.1:4000", "default"))
             await outside.passes(6.0)
             assert events == ["Passed"]
@@ -204,11 +203,11 @@ def test_the_other_commands_of_a_decision_about_a_script_are_carried_out(tmp_pat
 
     async def story():
         async with Outside(tmp_path, "", min=1) as outside:
-            run = with_script(outside)
-            monkeypatch.setattr(scripts, "advance", broken_advance)
+            run = await with_script(outside)
+            monkeypatch.setattr(rounds, "advance", broken_advance)
             outside.driver.take_in(m.JobStopRequested("script-1"))
             await outside.settles()
-            assert "Ticked is no command of a script" in outside.driver.faults.decides_not
+            assert "Ticked is no command that the driver knows" in outside.driver.faults.decides_not
             assert isinstance(run.future.exception(0), nbe.JobStoppedError)
 
     tell(story)

@@ -12,8 +12,9 @@ from msgspec.structs import replace
 
 from nbelastic.core import messages as m
 from nbelastic.core.errors import UsageError
+from nbelastic.core.limits import Limits
 from nbelastic.core.takeover import summary
-from nbelastic.core.world import Host, HostPhase, Job, Limits, Slot, World
+from nbelastic.core.world import Host, HostPhase, Job, Slot, World
 from nbelastic.driver import saved as saved_module
 from nbelastic.driver.chronicle import Chronicle
 from nbelastic.driver.discovery import source_of

@@ -11,7 +11,8 @@ import pytest
 
 from nbelastic.core import messages as m
 from nbelastic.core import wire
-from nbelastic.core.world import Limits, World
+from nbelastic.core.limits import Limits
+from nbelastic.core.world import World
 from nbelastic.driver import status
 from nbelastic.driver.live import POINTS, Curve, Live
 from nbelastic.driver.run import Run
@@ -72,16 +73,16 @@ def live_at(commits, **steps):
     return live
 
 
-def test_who_is_behind_for_a_second_is_behind():
-    """Others have made commit 8 more than a second ago; this one made 5 last."""
-    live = live_at([(10.0, 5), (11.0, 8), (12.5, 9)], w0=9, w1=5)
+def test_who_is_behind_for_two_seconds_is_behind():
+    """Others have made commit 8 more than two seconds ago; this one made 5 last."""
+    live = live_at([(9.0, 5), (10.0, 8), (12.5, 9)], w0=9, w1=5)
     assert live.behind(wid("a/1#1"), 12.6) == 3
     assert live.behind(wid("a/0#1"), 12.6) == 0
 
 
 def test_news_that_is_on_its_way_is_no_delay():
-    """Progress is told four times a second: that the others' came first says nothing."""
-    live = live_at([(10.0, 5), (12.5, 6)], w0=6, w1=5)
+    """Rank 0 reports four times a second, others once: that its report came first says nothing."""
+    live = live_at([(10.0, 5), (11.0, 6)], w0=6, w1=5)
     assert live.behind(wid("a/1#1"), 12.6) == 0
 
 
