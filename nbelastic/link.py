@@ -23,6 +23,7 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
@@ -36,7 +37,8 @@ from nbelastic.core import messages as m
 from nbelastic.core import script_messages as s
 from nbelastic.core import wire
 from nbelastic.core.addresses import bracketed
-from nbelastic.core.delivery import HEAD, Delivery
+from nbelastic.core.delivery import HEAD, Delivery, number_of
+from nbelastic.core.relay import HOLD, KIND, Relay, bundles, is_bundle, opened
 from nbelastic.supervision import report_to_log, supervise
 
 log = logging.getLogger("nbelastic.link")
@@ -50,7 +52,8 @@ ASK_AGAIN = 0.25  # seconds between two welcomes for one who has not said who it
 PORTS = 20000  # the hub's are from here on: see `ports.chosen`
 TRIES = 100  # of them
 BATCH, TURN = 256, 0.01  # messages, and seconds, after which a reader lets others have their turn
-KIND = 24  # bytes of a report by which those of one peer are told apart: they begin with its type
+RELAY = "relay"  # an agent's socket for the processes of its host
+AWAY = [b""]  # what a relay sends instead of an answer: it has no connection to the driver
 QUIET = 1.5  # heartbeats without a word of the driver after which a spoke keeps its reports to itself
 _FLOOD = 16 * MAX_MESSAGE  # a message of this size is not even read: it closes the sender's connection
 _SETTINGS = {
@@ -146,6 +149,8 @@ class Hub:
         self._beating: asyncio.Task[None] | None = None
         self._turn: asyncio.Handle | None = None  # when the rest is read
         self._heard: set[str] = set()  # peers whose messages are to be confirmed
+        self._routes: dict[str, str] = {}  # of those whom an agent relays: which one
+        self._bundled: dict[str, list[tuple[bytes, bytes, bytes]]] = {}  # what goes out next, by agent
         self._reports: dict[tuple[str, bytes], bytes] = {}  # the newest of each peer and kind, not looked at yet
         self._closing = False
         self.heard_at: dict[str, float] = {}
@@ -218,6 +223,7 @@ class Hub:
                 self._say(peer, frame, now)
             else:
                 self._send(peer, frame)
+        self._send_bundles()
 
     def _say(self, peer: str, frame: bytes, now: float) -> None:
         delivery = self._delivery(peer)
@@ -237,12 +243,28 @@ class Hub:
 
     def forget(self, peer: str) -> None:
         """It is gone for good."""
-        for known in (self.heard_at, self.dropped, self._welcomed, self._deliveries):
+        for known in (self.heard_at, self.dropped, self._welcomed, self._deliveries, self._routes):
             known.pop(peer, None)
 
     def _send(self, peer: str, *frames: bytes) -> None:
+        """`frames`: a head, or none, and a message."""
         if self._closing:
             return
+        route = self._routes.get(peer)
+        if route is None:
+            self._send_now(peer, frames)
+            return
+        head = frames[0] if len(frames) == 2 else b""
+        self._bundled.setdefault(route, []).append((peer.encode(), head, frames[-1]))
+
+    def _send_bundles(self) -> None:
+        """Before anything else is sent: what is sent to one host arrives in order."""
+        bundled, self._bundled = self._bundled, {}
+        for agent, messages in bundled.items():
+            for frames in bundles(messages):
+                self._send_now(agent, frames)
+
+    def _send_now(self, peer: str, frames: Iterable[bytes]) -> None:
         with contextlib.suppress(zmq.ZMQError):  # it is not connected
             self._socket.send_multipart([peer.encode(), *frames], zmq.NOBLOCK)
         self._read_on()  # sending may have taken the sign that something can be read off the descriptor
@@ -265,7 +287,8 @@ class Hub:
                 self._take_reports()
                 break
             now = time.monotonic()
-            _guarded(self._take, name.decode(errors="replace"), frames, now)  # a fault must not end the reading
+            take = self._take_bundle if is_bundle(frames) else self._take
+            _guarded(take, name.decode(errors="replace"), frames, now)  # a fault must not end the reading
             if now > end:
                 self._read_on()
                 break
@@ -282,6 +305,7 @@ class Hub:
             self._send_due(peer, delivery, now)
             if delivery.to_confirm:
                 self._send(peer, delivery.head(), b"")
+        self._send_bundles()
 
     def _take(self, peer: str, frames: list[bytes], now: float) -> None:
         head = frames.pop(0) if len(frames) == 2 and len(frames[0]) == HEAD.size else b""
@@ -295,7 +319,7 @@ class Hub:
                 self._heard.add(peer)
             if not fresh:  # a heartbeat, a report, or something that was heard before
                 self.heard_at[peer] = now
-                if frames[0] and not is_numbered(head):
+                if frames[0] and not number_of(head):
                     self._reports[peer, frames[0][:KIND]] = frames[0]
                 return
             self._reports.pop((peer, frames[0][:KIND]), None)  # an older one, which is not to come after this
@@ -303,6 +327,22 @@ class Hub:
             self.heard_at[peer] = now
             return
         self._pass_on(peer, frames, now)
+
+    def _take_bundle(self, agent: str, frames: list[bytes], now: float) -> None:
+        """What an agent relays. It speaks for processes of its own host alone."""
+        role, _, rest = agent.partition("/")
+        host = rest.rpartition("~")[0]
+        theirs = (f"worker/{host}/", f"node/{host}~")
+        for name, message in opened(frames):
+            peer = name.decode(errors="replace")
+            if role == "agent" and peer.startswith(theirs):
+                self._routes[peer] = agent
+                _guarded(self._take, peer, message, now)
+                if peer not in self.heard_at and peer not in self._deliveries:  # nobody will forget it
+                    self._send_bundles()
+                    self._routes.pop(peer, None)
+            else:
+                self._drop(agent, f"relays for {peer[:80]!r}")
 
     def _pass_on(self, peer: str, frames: list[bytes], now: float) -> None:
         message = self._decode(peer, frames)
@@ -332,7 +372,7 @@ class Hub:
             if message is not None:
                 _guarded(self._on_message, peer, message)
             return
-        fresh = not head or self._delivery(peer).hear(head, now) or not is_numbered(head)
+        fresh = not head or self._delivery(peer).hear(head, now) or not number_of(head)
         if not fresh and self._term > 1:  # something else comes first, which would be repeated until it was heard
             self._welcome(peer)
             return
@@ -349,6 +389,7 @@ class Hub:
             delivery = self._delivery(peer)
             delivery.give_up()  # an earlier one
             self._say(peer, encode(wire.Welcome(self._term)), now)
+            self._send_bundles()
 
     def _introduces(self, peer: str, head: bytes, message: wire.Message | m.Event) -> bool:
         """Whether it says to this driver who one is, and all that one is to be known for.
@@ -394,12 +435,7 @@ class Hub:
                 delivery = self._delivery(peer)
                 self._send_due(peer, delivery, now)
                 self._send(peer, delivery.head(), b"")
-
-
-def is_numbered(head: bytes) -> bool:
-    """Whether the message behind this head is kept until it is confirmed. A report is not."""
-    number: int = HEAD.unpack(head)[1]
-    return number > 0
+            self._send_bundles()
 
 
 class Spoke:
@@ -407,14 +443,16 @@ class Spoke:
 
     `on_message(message)` and `tick() -> seconds until the next tick` run in that thread. `send` and `report` may be called
     from any thread and never block. `heard_at` is when the driver was last heard (monotonic seconds), `away` whether
-    something could not be sent since, as there is no connection. While `works()` is false, which is called in that thread,
-    nothing is sent: to the driver this end is silent, and what was said meanwhile arrives later.
+    something could not be sent since, as there is no connection. With a folder instead of an address and keys, messages go
+    by the agent that relays there; an agent is started with the folder, this user's alone, where it shall `relay`. While
+    `works()` is false, which is called in that thread, nothing of its own is sent: to the driver this end is silent, and
+    what was said meanwhile arrives later.
     """
 
     def __init__(
         self,
-        address: str,
-        keys: Keys,
+        address: str | Path,
+        keys: Keys | None,
         name: str,
         accepts: object,
         on_message: Callable[[wire.Message], None],
@@ -435,13 +473,25 @@ class Spoke:
         self._closing = False
         self._blocked = False  # something is to be sent, and cannot be
         self._beat_at = 0.0
+        self._relay = Relay(min(HOLD, heartbeat / 4))
+        self._relay_blocked = False  # something is to be passed on, and cannot be
+        self._at_end = contextlib.ExitStack()
+        self._others: zmq.Socket[bytes] | None = None  # for which this end relays
         self._wake = -1
         self._thread = threading.Thread(target=self._run, name="nbelastic-link", daemon=True)
         self.heard_at = 0.0
         self.away = False
         self.dropped = 0
 
-    def start(self) -> None:
+    def start(self, relay: Path | None = None) -> None:
+        """OSError if the folder cannot be used."""
+        with contextlib.ExitStack() as at_end:
+            context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+            at_end.callback(context.term)
+            self._socket = self._connect(context, at_end)
+            if relay is not None:
+                self._others = self._open_relay(context, relay, at_end)
+            self._at_end = at_end.pop_all()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self.heard_at = time.monotonic()
         self._thread.start()
@@ -486,25 +536,41 @@ class Spoke:
         os.close(wake)
 
     def _run(self) -> None:
-        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        socket = self._connect(context)
-        poller = zmq.Poller()
-        poller.register(socket, zmq.POLLIN)
-        poller.register(self._wake, select.POLLIN)
-        try:
-            self._serve(socket, poller)
-        finally:
-            socket.close()
-            context.term()
+        with self._at_end:
+            poller = zmq.Poller()
+            poller.register(self._socket, zmq.POLLIN)
+            poller.register(self._wake, select.POLLIN)
+            if self._others is not None:
+                poller.register(self._others, zmq.POLLIN)
+            self._serve(self._socket, poller)
 
-    def _connect(self, context: zmq.Context[zmq.Socket[bytes]]) -> zmq.Socket[bytes]:
-        socket = context.socket(zmq.DEALER)
+    def _open_relay(
+        self, context: zmq.Context[zmq.Socket[bytes]], folder: Path, at_end: contextlib.ExitStack
+    ) -> zmq.Socket[bytes]:
+        """Where the processes of this host come. Who can enter the folder is this user: no keys are needed."""
+        others = at_end.enter_context(contextlib.closing(context.socket(zmq.ROUTER)))
+        for option, value in _SETTINGS.items():
+            others.setsockopt(option, value)
+        others.setsockopt(zmq.ROUTER_HANDOVER, 1)
+        try:
+            others.bind(_endpoint(folder, at_end))
+        except zmq.ZMQError as error:
+            raise OSError(error.errno, f"{error.strerror}: {folder / RELAY}") from None
+        (folder / RELAY).chmod(0o600)
+        return others
+
+    def _connect(self, context: zmq.Context[zmq.Socket[bytes]], at_end: contextlib.ExitStack) -> zmq.Socket[bytes]:
+        socket = at_end.enter_context(contextlib.closing(context.socket(zmq.DEALER)))
         for option, value in _SETTINGS.items():
             socket.setsockopt(option, value)
         socket.setsockopt(zmq.IDENTITY, self._name.encode())
         socket.setsockopt(zmq.RECONNECT_IVL, 100)
         socket.setsockopt(zmq.RECONNECT_IVL_MAX, 300)
         socket.setsockopt(zmq.IMMEDIATE, 1)  # what cannot go out stays with us, and we know that it did not
+        if isinstance(self._address, Path):
+            socket.connect(_endpoint(self._address, at_end))
+            return socket
+        assert self._keys is not None
         socket.curve_serverkey = self._keys.server_public.encode()
         socket.curve_publickey = self._keys.client_public.encode()
         socket.curve_secretkey = self._keys.client_secret.encode()
@@ -515,20 +581,61 @@ class Spoke:
         while True:
             now = time.monotonic()
             delay = min(_guarded(self._tick) or HEARTBEAT, self._heartbeat)
+            if not self._relay_blocked:
+                delay = min(delay, self._relay.wait(now))
             self._flush(socket)
             if now >= self._beat_at:
                 self._send_all(socket, [(self._delivery.head(), b"")])
             if self._closing:
+                self._pass_on_all(socket)
                 self._part(socket)
                 return
-            poller.modify(socket, zmq.POLLIN | zmq.POLLOUT if self._blocked else zmq.POLLIN)
+            blocked = self._blocked or self._relay_blocked
+            poller.modify(socket, zmq.POLLIN | zmq.POLLOUT if blocked else zmq.POLLIN)
             delay = min(delay, self._beat_at - time.monotonic())
             ready = dict(poller.poll(int(max(0.0, delay) * 1000) + 1))
             if self._wake in ready:
                 with contextlib.suppress(BlockingIOError):
                     os.eventfd_read(self._wake)
+            self._pass_on_all(socket)
             if ready.get(socket, 0) & zmq.POLLIN:
                 self._take_in(socket)
+
+    def _pass_on_all(self, socket: zmq.Socket[bytes]) -> None:
+        """Take a batch of what this host's processes have sent, and send the driver what is due of it."""
+        if self._others is not None:
+            _guarded(self._collect, self._others)
+            _guarded(self._pass_up, socket)
+
+    def _collect(self, others: zmq.Socket[bytes]) -> None:
+        """Who sends something while there is no connection hears so."""
+        now = time.monotonic()
+        with contextlib.suppress(zmq.Again):
+            for _ in range(BATCH):
+                name, *frames = others.recv_multipart(zmq.NOBLOCK)
+                self._relay.take(name, frames, now)
+                if self._relay_blocked:
+                    self._hand_on([name, *AWAY])
+
+    def _pass_up(self, socket: zmq.Socket[bytes]) -> None:
+        now = time.monotonic()
+        if self._relay.wait(now) > 0:
+            self._relay_blocked = False
+            return
+        was_blocked, self._relay_blocked = self._relay_blocked, not socket.poll(0, zmq.POLLOUT)
+        if self._relay_blocked:  # what is numbered waits here: it would take long to be sent again
+            self.away = True
+            for name in self._relay.names if not was_blocked else ():
+                self._hand_on([name, *AWAY])
+            return
+        for bundle in self._relay.due(now):
+            with contextlib.suppress(zmq.Again):
+                socket.send_multipart(bundle, zmq.NOBLOCK)
+
+    def _hand_on(self, frames: list[bytes]) -> None:
+        if self._others is not None:
+            with contextlib.suppress(zmq.ZMQError):  # it has ended, or does not read: it is sent again
+                self._others.send_multipart(frames, zmq.NOBLOCK)
 
     def _part(self, socket: zmq.Socket[bytes]) -> None:
         """The last words go out, and again if need be, until they are confirmed or their time is up."""
@@ -539,18 +646,29 @@ class Spoke:
             self._flush(socket)
 
     def _take_in(self, socket: zmq.Socket[bytes]) -> None:
-        """Take a batch of what has come, and confirm it."""
+        """Take a batch of what has come, and confirm it. What is for others is handed on to them."""
         for _ in range(BATCH):
             try:
-                *heads, frame = socket.recv_multipart(zmq.NOBLOCK)
+                frames = socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 break
+            if frames == AWAY:
+                self.away = True
+                continue
+            if is_bundle(frames):
+                _guarded(self._hand_out, frames)
+                continue
+            *heads, frame = frames
             self.heard_at = now = time.monotonic()
             self.away = False
             if (not heads or self._delivery.hear(heads[0], now)) and frame:
                 self._receive(frame)
         if self._delivery.to_confirm:
             self._send_all(socket, [(self._delivery.head(), b"")])
+
+    def _hand_out(self, bundle: list[bytes]) -> None:
+        for name, message in opened(bundle):
+            self._hand_on([name, *message])
 
     def _flush(self, socket: zmq.Socket[bytes]) -> None:
         """Send what is due, and the newest reports if the driver hears them."""
@@ -592,6 +710,13 @@ class Spoke:
                 log.warning("dropped a message of the driver: %.200s; later ones are only counted", error)
             return
         _guarded(self._on_message, message)
+
+
+def _endpoint(folder: Path, at_end: contextlib.ExitStack) -> str:
+    """The relay's in this folder: the full path may be longer than a socket's may be."""
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    at_end.callback(os.close, fd)
+    return f"ipc:///proc/self/fd/{fd}/{RELAY}"
 
 
 class _Anew(bytes):

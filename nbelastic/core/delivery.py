@@ -19,6 +19,12 @@ SLOWEST = 3  # how often the pause before the next resend doubles, at most
 HEAD = struct.Struct("<QQQQQ")
 
 
+def number_of(head: bytes) -> int:
+    """Of the message behind this head, which is kept until it is confirmed. 0: it is not, as a report."""
+    number: int = HEAD.unpack(head)[1]
+    return number
+
+
 class Delivery:
     """One end. `patience`: seconds after which what is not confirmed is sent again.
 

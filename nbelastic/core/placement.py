@@ -102,3 +102,14 @@ def places(members: Sequence[WorkerId]) -> tuple[Place, ...]:
         Place(rank, local[rank], per_host[worker.host], cross[rank], with_local_rank[local[rank]])
         for rank, worker in enumerate(members)
     )
+
+
+def ranges(numbers: Sequence[int]) -> tuple[tuple[int, int], ...]:
+    """Ascending numbers as ranges, each from its first number up to, and without, its second."""
+    found: list[tuple[int, int]] = []
+    for number in numbers:
+        if found and found[-1][1] == number:
+            found[-1] = (found[-1][0], number + 1)
+        else:
+            found.append((number, number + 1))
+    return tuple(found)

@@ -283,23 +283,20 @@ class ShowStack(Message):
 
 
 class Formation(Message):
-    """A `FormWorld` as one worker gets it. `hosts` lists (name, workers) in rank order."""
+    """A `FormWorld`, the same for all of its members.
+
+    `hosts`: in rank order, each with its members' slots. `receivers`: ranges of ranks (the first, and the one after the last).
+    """
 
     epoch: int
-    rank: int
-    world_size: int
-    local_rank: int
-    local_size: int
-    cross_rank: int
-    cross_size: int
+    hosts: tuple[tuple[str, tuple[int, ...]], ...]
     store: str
     root: int
-    receivers: tuple[int, ...]
-    hosts: tuple[tuple[str, int], ...]
+    receivers: tuple[tuple[int, int], ...]
 
 
 class Prepare(Message):
-    """A `PrepareWorld` as one worker gets it."""
+    """A `PrepareWorld`."""
 
     formation: Formation
 

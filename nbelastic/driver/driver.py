@@ -8,6 +8,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from concurrent.futures import Future
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -15,16 +16,17 @@ from msgspec.structs import replace
 
 from nbelastic import versions
 from nbelastic.core import messages as m
+from nbelastic.core import script_messages as s
 from nbelastic.core import wire
 from nbelastic.core.addresses import parted
 from nbelastic.core.errors import ClusterStoppedError, HostError
 from nbelastic.core.membership import deadline, step
-from nbelastic.core.placement import places
-from nbelastic.core.world import HostPhase, WorkerState, World
+from nbelastic.core.placement import ranges
+from nbelastic.core.world import HostPhase, WorkerState, World, is_same
 from nbelastic.driver.answers import answer
 from nbelastic.driver.chronicle import Chronicle
 from nbelastic.driver.clients import Clients
-from nbelastic.driver.discovery import Installed, Listed, Script, Source, opened, watch
+from nbelastic.driver.discovery import ByClients, Installed, Listed, Script, Source, opened, watch
 from nbelastic.driver.faults import Faults, settle, try_each
 from nbelastic.driver.fleet import Fleet
 from nbelastic.driver.live import numbers
@@ -84,6 +86,7 @@ class Driver:
         self._asked_to_leave: m.AskLeave | None = None  # while its members do not know where to
         self.submitted = submitted  # jobs so far, those of other drivers included
         self._over = False
+        self._deciding = False
         self._inbox: asyncio.Queue[m.Event] = asyncio.Queue()
         self._failure: BaseException | None = None
         self._tick: asyncio.TimerHandle | None = None
@@ -91,6 +94,8 @@ class Driver:
         self._watches: list[asyncio.Task[None]] = []
         self._own: list[asyncio.Task[None]] = []  # that goes on when the driver decides nothing any more
         self._discovery: asyncio.Task[None] | None = None
+        self._heard_discovery = ""  # the key of the one in a kernel that is heard
+        self._next_discovery = ""  # of the one that is heard from its first word on
         self._gates: asyncio.Task[None] | None = None
 
     def request(self, request: AnyRequest) -> Future[Any]:
@@ -210,15 +215,11 @@ class Driver:
             ]
             self._own = [self.supervised("the look around", self._look_around)]
             self.discover(self.settings.discovery)
+            while not self._inbox.empty():
+                self._decide(self._inbox.get_nowait())
+            self._deciding = True
             while self.world.phase != "finished":
-                event = await self._inbox.get()
-                if self.faults.decides_not:
-                    self._only_stop(event)
-                    continue
-                try:
-                    self._take(event)
-                except Exception as error:  # noqa: BLE001  (a bug of ours: what trains must go on)
-                    self.stop_deciding(event, error)
+                self._decide(await self._inbox.get())
         except BaseException as error:
             self._failure = error
             raise
@@ -229,7 +230,8 @@ class Driver:
     def _recall(self, saved: Saved) -> None:
         """Before anybody is heard: the newest job of the last driver, of which workers will tell how it ended."""
         if saved.job is not None:
-            self.runs[saved.job.name] = Run(saved.job.name, saved.job.program)
+            run = self.runs[saved.job.name] = Run(saved.job.name, saved.job.program)
+            self.owe(run.future)
         self.fleet.results.remove_all_but(list(self.runs))
         if self.notes is not None:
             self.notes.recall(self)
@@ -269,6 +271,22 @@ class Driver:
         if self._tick is not None:
             self._tick.cancel()
 
+    def decide(self, event: m.Event) -> None:
+        """Take this event in at once, before those in the inbox: a node's, which is its host's present one now."""
+        if not self._deciding:  # there is no world yet, or other events come first
+            self.take_in(event)
+        else:
+            self._decide(event)
+
+    def _decide(self, event: m.Event) -> None:
+        if self.faults.decides_not:
+            self._only_stop(event)
+            return
+        try:
+            self._take(event)
+        except Exception as error:  # noqa: BLE001  (a bug of ours: what trains must go on)
+            self.stop_deciding(event, error)
+
     def _take(self, event: m.Event) -> None:
         if isinstance(event, m.AgentLost) and self.fleet.has_another(event):
             return
@@ -277,6 +295,10 @@ class Driver:
         if before.phase == "running":
             self.chronicle.sign(event, now)
         self.world, commands = step(before, event, now)
+        if isinstance(event, s.NodeReady) and is_same(before, self.world):  # who waits says so twice a second
+            for command in commands:
+                self._do(command, now)
+            return
         acts: list[Callable[[], object]]
         acts = [self.save, partial(self.chronicle.note, event, now), *(partial(self._do, c, now) for c in commands)]
         error = try_each(acts)  # saved first: a driver that is killed now has told nobody what the next one cannot know
@@ -309,13 +331,18 @@ class Driver:
         self._schedule(now)
 
     def submit(self, run: Run, saved: SavedJob) -> None:
-        """Take a new job in, from the driver's own thread. OSError, and no job, if a kept cluster cannot save it."""
+        """Take a new job or script in, from the driver's own thread. OSError, and no job, if a kept cluster cannot save it."""
         if self.notes is not None:
             self.notes.submit(saved, self)
         self.submitted += 1
         self.add_run(run)
         self.fleet.begin_job(run.name, self.world.numbered)
-        self.take_in(m.JobSubmitted(run.name))
+        if saved.script is None:
+            self.take_in(m.JobSubmitted(run.name))
+        else:
+            script, terms = saved.script
+            self.scripts.begin(run, script)
+            self.take_in(s.ScriptSubmitted(run.name, script.target, terms))
 
     def add_run(self, run: Run) -> None:
         """Keep a run, and of those that have ended the last: the last words of its workers may still come."""
@@ -342,7 +369,6 @@ class Driver:
             self.fleet.to_workers(self.world.members, wire.Expect(addresses))
         if self.world.buried != before.buried:
             self.fleet.forget_all(before.workers.keys() - self.world.workers.keys())
-        self.scripts.observe(event, now)
         self._schedule(now)
         for asked in [asked for asked in self._asked if asked[0] is event]:
             self._asked.remove(asked)
@@ -378,10 +404,10 @@ class Driver:
                 self.fleet.run_program(w, self.runs[job], self.program_ended)
             case m.FormWorld():
                 self.chronicle.form(command, now)
-                self._form(command, frozenset(command.to or command.members))
+                to_workers(command.to or command.members, _formation(command))
             case m.PrepareWorld(order=order):
                 self.chronicle.prepare(now)
-                self._form(order, frozenset(order.members), wire.Prepare)
+                to_workers(order.members, wire.Prepare(_formation(order)))
             case m.DropWorld(epoch=epoch, members=members):
                 to_workers(members, wire.Drop(epoch))
             case m.AskLeave(epoch=epoch, members=members, number=number):
@@ -414,35 +440,10 @@ class Driver:
                 to_workers(members, wire.Look(epoch))
             case m.Record():
                 self._record(command, now)
+            case s.ScriptCommand():
+                self.scripts.do(command)
             case _:
                 raise TypeError(f"{type(command).__name__} is no command that the driver knows")
-
-    def _form(
-        self,
-        command: m.FormWorld,
-        to: frozenset[m.WorkerId],
-        wrap: Callable[[wire.Formation], wire.Message] = lambda formation: formation,
-    ) -> None:
-        counts: dict[str, int] = {}
-        for w in command.members:
-            counts[w.host] = counts.get(w.host, 0) + 1
-        for w, place in zip(command.members, places(command.members), strict=True):
-            if w not in to:
-                continue
-            formation = wire.Formation(
-                command.epoch,
-                place.rank,
-                len(command.members),
-                place.local_rank,
-                place.local_size,
-                place.cross_rank,
-                place.cross_size,
-                command.store,
-                command.root,
-                command.receivers,
-                tuple(counts.items()),
-            )
-            self.fleet.to_workers((w,), wrap(formation))
 
     def _job_dir(self) -> Path:
         job = self.world.active
@@ -493,18 +494,19 @@ class Driver:
             self._hub.forget(peer)
             return
         if peer.startswith("node/"):
-            self.scripts.hear(peer, message, now)
+            self.scripts.hear(peer, message)
             return
         match message:
             case wire.LaunchEnded():
-                self.scripts.launch_ended(message, now)
+                self.scripts.launch_ended(message)
             case wire.AgentHello() | wire.WorkerHere() | m.WorkerFroze() if self._arrivals is not None:
                 self._arrivals.hear(message)
             case wire.WorkerHere():
                 self._late(message)
             case wire.AgentHello():
                 problem = versions.difference(message.versions, versions.here())
-                ready = m.AgentReady(message.host, message.pid, message.addresses, message.port, problem)
+                here = self.fleet.here_towards(message.host)
+                ready = m.AgentReady(message.host, message.pid, message.addresses, message.port, problem, here)
                 self._inbox.put_nowait(ready)
             case wire.AgentGoodbye(host=host, reason=reason):
                 self.fleet.lose_agent(host, reason)
@@ -592,7 +594,13 @@ class Driver:
         if isinstance(source, Script | Installed):
             failed, recovered = partial(self.discovered, None, failed=True), partial(self.discovered, None)
             look = partial(watch, opened(source), self.discovered, failed, recovered)
-        self.stop_discovery()
+        if isinstance(source, ByClients):
+            self._next_discovery = source.key
+            if not self._heard_discovery and self._discovery is None:
+                self._heard_discovery = source.key
+        else:
+            self.stop_discovery()
+            self._heard_discovery = self._next_discovery = ""
         if isinstance(source, Listed):
             self.discovered(source.hosts)
         elif isinstance(source, Script | Installed):
@@ -608,6 +616,14 @@ class Driver:
         if self._clients is not None:
             self._clients.kernel_ended()
         self.take_in(m.StopRequested("its kernel has ended", within))
+
+    def found_by_client(self, key: str, hosts: tuple[m.HostSpec, ...] | None, text: str, *, failed: bool) -> None:
+        """A discovery in a kernel says something. With its first word it takes the place of the one before it."""
+        if key == self._next_discovery and key != self._heard_discovery:
+            self.stop_discovery()
+            self._heard_discovery = key
+        if key == self._heard_discovery:
+            self.discovered(hosts, text, failed=failed)
 
     def stop_discovery(self) -> None:
         """Ask no script or plug-in any more: a client says from now on where hosts are, or nobody does."""
@@ -716,3 +732,10 @@ class Driver:
                 "no host could be started: " + "; ".join(f"{host.spec.name}: {host.reason}" for host in hosts)
             )
         return None
+
+
+def _formation(order: m.FormWorld) -> wire.Formation:
+    """What each of its members is told."""
+    by_host = groupby(order.members, key=lambda w: w.host)
+    hosts = tuple((host, tuple(w.slot for w in workers)) for host, workers in by_host)
+    return wire.Formation(order.epoch, hosts, order.store, order.root, ranges(order.receivers))

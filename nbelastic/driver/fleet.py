@@ -230,10 +230,9 @@ class Fleet:
         """Where other machines, to which this one is `here`, come to one of its loopback endpoints."""
         return self._doors.lead(here, endpoint)
 
-    @property
-    def here(self) -> str:
-        """Where hosts on other machines come to this one; empty if there are none."""
-        return next((held.here for held in self._held.values() if held.here), "")
+    def here_towards(self, host: str) -> str:
+        """Where a host on another machine comes to this one; empty if it is on this one."""
+        return self._held[host].here if host in self._held else ""
 
     def peer_of(self, host: str) -> str:
         """How the host's present agent is named on the link; empty if it has none."""

@@ -11,7 +11,7 @@ from nbelastic.core import wire
 from nbelastic.core.messages import WorkerId
 
 NAN = float("nan")
-BEHIND = 1.0  # seconds for which others must have been ahead
+BEHIND = 2.0  # seconds for which others must have been ahead: most workers report once a second
 CURVES = 4  # values whose history is kept
 POINTS = 100  # of a history
 LARGEST = 2**53  # of a number of steps: a page of a browser knows no larger whole numbers
@@ -146,7 +146,7 @@ class Live(Struct):
         self.curves = {name: Curve(*of) for name, of in saved.curves.items()}
 
     def behind(self, w: WorkerId, now: float) -> int:
-        """How many commits others had made a second ago and this one has not."""
+        """How many commits others had made BEHIND seconds ago and this one has not."""
         own = self.steps.get(w)
         if own is None:
             return 0

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 LATE = 2.0  # seconds by which a look may be late; later than that, the driver itself was away
 AGAIN = 1.0  # seconds between words of the same standing still
+QUIET = 3.0  # heartbeats without a word of a host after which nothing is made of its workers' silence
 USUAL = 5.0  # times the epoch's usual time from commit to commit: that long is no standing still
 
 
@@ -81,10 +82,14 @@ class Silence:
             self._tell_of_absence()
             self._hosts(world)
             self._workers(world)
-            if world.phase == "running":
+            if world.phase == "running" and not self._is_a_host_quiet(world):
                 news = self.commits.news(world.epoch, max(1.0, self._silence / 2), now)
                 if news is not None:
                     self._post(news)
+
+    def _is_a_host_quiet(self, world: World) -> bool:
+        """Its workers are not heard then: whether they make commits is not known. It is heard soon, or lost."""
+        return any(self._fleet.quiet_for(host) > QUIET * self._interval for host in world.hosts)
 
     def _tell_of_absence(self) -> None:
         seconds, self._absent = self._clock.absent - self._absent, self._clock.absent

@@ -13,9 +13,11 @@ import math
 import multiprocessing as mp
 import os
 import select
+import shutil
 import signal
 import socket
 import sys
+import tempfile
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -38,18 +40,16 @@ from nbelastic.host.interfaces import candidates
 from nbelastic.host.nodes import Nodes
 from nbelastic.host.prober import TIMEOUT as PROBE_TIMEOUT
 from nbelastic.host.prober import Prober, endpoint
+from nbelastic.host.protocol import GRACE, Action, End, Fork, Introduce, Protocol, Say, Signal
 from nbelastic.link import Keys, Spoke
 from nbelastic.processes import kill_group, state_of
 
 LATE = 2.0  # seconds by which a look may be late; later than that, this process itself was stopped
 WATCH = 0.1  # seconds between looks at the workers' process states
-FROZEN_LOOKS = 2  # a process found stopped this many times in a row is reported
 SAMPLE = 1.0
 LATE_TURN = 15.0  # seconds by which the main thread's next turn may be late; then this host is not heard any more
 LAST_TURN = 60.0  # the same; then nobody will end this process and its workers any more, so it does
 ORDER = 300.0  # seconds that one order may take: the first fork waits for what the template imports
-LAST = 60.0  # seconds that workers have for a last checkpoint when the lease is over
-GRACE = 1.0  # seconds between SIGTERM and SIGKILL
 ENTRY = ("nbelastic.worker.boot", "boot")  # by name: host and worker never import one another
 
 
@@ -72,13 +72,10 @@ class Config(msgspec.Struct, frozen=True):
 
 
 class _Forked:
-    """A worker's process and what was seen of it."""
+    """A worker's process."""
 
     def __init__(self, process: BaseProcess) -> None:
         self.process = process
-        self.frozen = 0
-        self.blocked_at = 0.0  # since when its main thread is in uninterruptible sleep; 0.0: it is not
-        self.kill_at = 0.0
         self.stats = psutil.Process(process.pid)
 
 
@@ -91,15 +88,12 @@ class Agent:
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._context = mp.get_context("forkserver")
         self._workers: dict[m.WorkerId, _Forked] = {}
-        known = ("host", "driver", "keys", "heartbeat")
-        self._nodes = Nodes(self._context, {name: msgspec.to_builtins(getattr(config, name)) for name in known})
         self._gpus = Gpus()
         self._done = False
         self._back_at = (
             0.0  # when it ran again after it was stopped: it has not read yet what the driver sent meanwhile
         )
-        self._term = 0  # of the newest driver
-        self._newest: dict[int, int] = {}  # the highest incarnation of each slot
+        self._protocol = Protocol(config.lease, keep=config.keep)
         peer = f"agent/{config.host}~{config.number}"
         self._turn_by = math.inf  # when the main thread will have come to its next turn
         self._vouched_at = 0.0
@@ -118,8 +112,10 @@ class Agent:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         with contextlib.ExitStack() as at_end:
             self._settle(at_end)
+            known = {"host": self._config.host, "relay": str(self._folder), "heartbeat": self._config.heartbeat}
+            self._nodes = Nodes(self._context, known)
             ends = self._ends()
-            self._link.start()
+            self._link.start(relay=self._folder)
             at_end.callback(self._gpus.close)
             at_end.callback(self._link.close)
             at_end.callback(self._end_workers)
@@ -142,9 +138,11 @@ class Agent:
         at_end.callback(self._be_gone)
         if not local:
             self._be_reached()
-        run_dir = config.run_dir or at_end.enter_context(held_folder())
-        self._profile = Path(run_dir) / "profile"  # the engines' IPython profile: an empty one
+        run_dir = Path(config.run_dir or at_end.enter_context(held_folder()))
+        self._profile = run_dir / "profile"  # the engines' IPython profile: an empty one
         self._profile.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._folder = Path(tempfile.mkdtemp(prefix=f"agent-{config.number}-", dir=run_dir))  # of this agent alone
+        at_end.callback(shutil.rmtree, self._folder, ignore_errors=True)
 
     def _be_reached(self) -> Prober:
         if self._prober is None:
@@ -159,7 +157,6 @@ class Agent:
             self._prober.close()
 
     def _hello(self) -> wire.AgentHello:
-        workers = tuple((w, forked.process.pid or 0) for w, forked in self._workers.items())
         return wire.AgentHello(
             self._config.host,
             os.getpid(),
@@ -167,19 +164,11 @@ class Agent:
             self._addresses,
             self._port,
             self._home[0],
-            workers,
-            dict(self._newest),
+            self._protocol.workers,
+            dict(self._protocol.newest),
             self._nodes.numbers,
             self._nodes.ended,
         )
-
-    def _introduce(self, term: int) -> None:
-        """A driver has taken over: all that it needs to know, and nothing of what the last one has missed."""
-        if term >= self._term:
-            self._term = term
-            self._link.begin_again(self._hello)
-            for forked in self._workers.values():
-                forked.frozen = 0  # is said again
 
     def _probe(self, order: wire.Probe) -> None:
         def done(reached: tuple[str, ...]) -> None:
@@ -212,18 +201,20 @@ class Agent:
             last = now
             if not self._done and any(fd in ready for fd in ends):
                 return
-            if not self._config.driver_pid and self._forsaken(now):
+            heard_at = max(self._link.heard_at, self._back_at)
+            if not self._config.driver_pid and self._protocol.forsaken(heard_at, now):
                 print(f"the driver at {self._config.driver} is not heard any more", file=sys.stderr)
                 return
             for sentinel in ready:
                 if sentinel in sentinels:
-                    self._exited(sentinels[sentinel])
+                    self._ended(sentinels[sentinel])
             for news in self._nodes.watch(now):
                 self._link.send(news)
             self._obey()
             if now >= watch_at:
                 watch_at = now + WATCH
-                self._watch(now)
+                states = {w: state_of(forked.process.pid or 0) for w, forked in self._workers.items()}
+                self._do(self._protocol.looked(states, now))
             if now >= sample_at:
                 sample_at = now + SAMPLE
                 self._sample(now)
@@ -239,11 +230,6 @@ class Agent:
             os.write(2, b"nbelastic: the agent hangs, and ends\n")
             os._exit(1)  # the template ends the workers
         return late <= LATE_TURN
-
-    def _forsaken(self, now: float) -> bool:
-        """Nobody has come for the lease, and workers that end by themselves then have ended."""
-        over = now - max(self._link.heard_at, self._back_at) - self._config.lease
-        return over > (LAST if self._config.keep and self._workers else 0.0)
 
     def _receive(self, message: wire.Message) -> None:
         """In the link's thread, where networks are seen to: forking the first worker waits for the template's imports."""
@@ -272,26 +258,33 @@ class Agent:
         while self._inbox:
             self._turn_by = time.monotonic() + ORDER
             match self._inbox.popleft():
-                case wire.Spawn() as order:
-                    self._spawn(order)
-                case wire.Reap(worker=w, kill=kill):
-                    self._reap(w, kill=kill)
                 case wire.Launch() as order:
                     self._nodes.launch(order, self._home, str(self._log_dir(order.log_dir)))
                 case wire.Recall(number=number, kill=kill):
                     self._nodes.recall(number, kill=kill)
-                case wire.Welcome(term=term):
-                    self._introduce(term)
-                case wire.Retire():
-                    self._done = True
+                case order:
+                    self._do(self._protocol.heard(order, time.monotonic()))
         self._turn_by = time.monotonic()
+
+    def _do(self, actions: list[Action]) -> None:
+        for action in actions:
+            match action:
+                case Say(message=message):
+                    self._link.send(message)
+                case Introduce():
+                    self._link.begin_again(self._hello)
+                case Fork(order=order):
+                    self._spawn(order)
+                case Signal(worker=w, kill=kill):
+                    kill_group(self._workers[w].process.pid or 0, signal.SIGKILL if kill else signal.SIGTERM)
+                case End():
+                    self._done = True
 
     def _spawn(self, order: wire.Spawn) -> None:
         boot = getattr(importlib.import_module(ENTRY[0]), ENTRY[1])
         address, interface = self._home
         settings: dict[str, Any] = {
-            "driver": self._config.driver,
-            "keys": msgspec.to_builtins(self._config.keys),
+            "relay": str(self._folder),
             "worker": str(order.worker),
             "address": address,
             "interface": interface,
@@ -304,14 +297,13 @@ class Agent:
         }
         name = str(order.worker)
         process = fork(lambda: self._context.Process(target=boot, args=(settings,), daemon=False, name=name))
-        self._newest[order.worker.slot] = max(order.worker.incarnation, self._newest.get(order.worker.slot, 0))
         assert process.pid is not None
         try:
             self._workers[order.worker] = _Forked(process)
         except psutil.NoSuchProcess:  # it died within the blink since start()
-            self._link.send(m.WorkerExited(order.worker, process.exitcode or 1))
+            self._do(self._protocol.exited(order.worker, process.exitcode or 1))
             return
-        self._link.send(m.WorkerStarted(order.worker, process.pid))
+        self._do(self._protocol.forked(order.worker, process.pid))
 
     def _log_dir(self, asked: str) -> Path:
         """Elsewhere the driver's folder may not be writable, or not be there: ours has the same name."""
@@ -319,33 +311,12 @@ class Agent:
             return Path(asked)
         return base() / "logs" / Path(self._config.log_dir).name / Path(asked).name
 
-    def _reap(self, w: m.WorkerId, *, kill: bool) -> None:
-        forked = self._workers.get(w)
-        if forked is None:
-            self._link.send(m.WorkerExited(w, 0))
-        elif kill:
-            kill_group(forked.process.pid or 0)
-            forked.kill_at = time.monotonic()  # again until it is gone: one that was just forked leads no group yet
-        else:
-            kill_group(forked.process.pid or 0, signal.SIGTERM)
-            forked.kill_at = time.monotonic() + GRACE
-
-    def _exited(self, w: m.WorkerId) -> None:
-        process = self._workers.pop(w).process
+    def _ended(self, w: m.WorkerId) -> None:
+        process = self._workers[w].process
         process.join()
-        self._link.send(m.WorkerExited(w, process.exitcode or 0))
-        kill_group(process.pid or 0)  # what it had started
+        self._do(self._protocol.exited(w, process.exitcode or 0))
+        del self._workers[w]
         process.close()
-
-    def _watch(self, now: float) -> None:
-        for w, forked in self._workers.items():
-            state = state_of(forked.process.pid or 0)
-            forked.frozen = forked.frozen + 1 if state in "Tt" else 0
-            forked.blocked_at = (forked.blocked_at or now) if state == "D" else 0.0
-            if forked.frozen == FROZEN_LOOKS:
-                self._link.send(m.WorkerFroze(w, {"T": "stopped", "t": "traced"}[state]))
-            if forked.kill_at and now >= forked.kill_at:
-                kill_group(forked.process.pid or 0)
 
     def _sample(self, now: float) -> None:
         workers: dict[str, tuple[float, int]] = {}
@@ -357,8 +328,7 @@ class Agent:
                 continue
         memory, gpus = psutil.virtual_memory(), self._gpus.sample()
         cpu = psutil.cpu_percent()
-        since = {str(w): forked.blocked_at for w, forked in self._workers.items() if forked.blocked_at}
-        blocked = {w: now - at for w, at in since.items() if now - at >= SAMPLE}
+        blocked = self._protocol.blocked(now)
         self._link.report(wire.AgentSample(self._config.host, cpu, memory.used, workers, gpus, memory.total, blocked))
 
     def _end_workers(self) -> None:

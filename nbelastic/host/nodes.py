@@ -30,7 +30,7 @@ class _Started:
 
 
 class Nodes:
-    """For the agent's main thread. `known`: what every node is told (its host, the driver, the keys)."""
+    """For the agent's main thread. `known`: what every node is told (its host, the relay)."""
 
     def __init__(self, context: ForkServerContext, known: dict[str, Any]) -> None:
         self._context, self._known = context, known

@@ -12,13 +12,12 @@ from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import psutil
 from torch.distributed.elastic.multiprocessing import SignalException
 
 from nbelastic.core import script_messages as s
 from nbelastic.core import wire
-from nbelastic.link import Keys, Spoke
+from nbelastic.link import Spoke
 from nbelastic.scripts.elastic_agent import JobAgent, worker_spec
 from nbelastic.scripts.output import JobLogs, Tail
 from nbelastic.scripts.rendezvous import DriverRendezvous
@@ -48,11 +47,10 @@ class Node:
 
     def _connect(self, hear: Any) -> Spoke:
         settings = self._settings
-        keys = msgspec.convert(settings["keys"], Keys)
         peer = f"node/{self._host}~{settings['number']}"
         return Spoke(
-            settings["driver"],
-            keys,
+            Path(settings["relay"]),
+            None,
             peer,
             wire.ToNode,
             hear,

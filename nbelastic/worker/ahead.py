@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from nbelastic.core.wire import Formation
+from nbelastic.worker.formation import Formation
 from nbelastic.worker.rendezvous import Group, Offer
 
 T = TypeVar("T")

@@ -25,8 +25,8 @@ from torch.distributed import PrefixStore, TCPStore
 
 from nbelastic.core.addresses import bracketed, parted
 from nbelastic.core.messages import STUCK
-from nbelastic.core.wire import Formation
 from nbelastic.worker.admission import admit_all, admit_only
+from nbelastic.worker.formation import Formation
 from nbelastic.worker.sockets import Connections, Endpoint, endpoint, listeners, open_sockets, peers, shut_down
 
 LOOK = 0.02  # seconds between looks at whether to go on waiting for a group

@@ -14,9 +14,9 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import wait
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
-import msgspec
 import torch
 import torch.distributed as dist
 
@@ -24,10 +24,11 @@ from nbelastic import pickles
 from nbelastic.core import messages as m
 from nbelastic.core import wire
 from nbelastic.core.errors import JobStoppedError, NoWorldError
-from nbelastic.link import Keys, Spoke
+from nbelastic.link import Spoke
 from nbelastic.worker.account import Account
 from nbelastic.worker.ahead import Ahead, in_a_thread
 from nbelastic.worker.boot import set_interface
+from nbelastic.worker.formation import Formation, formation_of
 from nbelastic.worker.printed import Printed
 from nbelastic.worker.rendezvous import LOOK, Group, Offer, UnsupportedError, backend_for, collectives_of_all
 from nbelastic.worker.stuck import Blocked, of_a_collective
@@ -44,7 +45,8 @@ ABORT_EVERY = 0.02
 ABORT_PATIENCE = 0.3  # seconds that an aborted main thread may sleep in a collective
 FORMING_PATIENCE = 0.1  # seconds that an aborted group may take to stop connecting before it is left behind
 LEAVE_PATIENCE = 10.0  # seconds that closing a group may take
-REPORT_EVERY = 0.25
+REPORT_EVERY = 0.25  # seconds between two reports of rank 0
+REPORT_RARELY = 1.0  # the same of all other ranks, of whom only is shown how far they are
 VERDICT = 0.25  # seconds within which the word that ends the job follows the abort, if the error is its end
 PREPARE_BOUND = 200  # characters of an error's text in a preparation
 ERROR_BOUND = 500  # characters of an error's text; the traceback has all of it
@@ -68,7 +70,7 @@ class Session:
         self._choice: tuple[str, int] = (settings["backend"], int(settings["slots"]))
         self._backend = ""
         self.job = ""
-        self.formation: wire.Formation | None = None
+        self.formation: Formation | None = None
         self.group: Group | None = None
         self._left: Group | None = None  # while it is being closed
         self._left_at = 0.0
@@ -85,11 +87,11 @@ class Session:
         self.rescue: Callable[[], None] | None = None  # keeps the last commit, while an elastic function runs
         self._hold: int | None = None  # commit number at which to wait for word of where to leave
         self._leave_at: int | None = None
-        self._coming: wire.Formation | None = None  # what follows when this epoch is left
+        self._coming: Formation | None = None  # what follows when this epoch is left
         self._ahead = Ahead(self.address)
         self._dropped: set[int] = set()  # epochs that were prepared for nothing
         self.warm_up = WarmUp()
-        self._inbox: queue.SimpleQueue[wire.Message] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[wire.Message | Formation] = queue.SimpleQueue()
         self._report: dict[str, float] = {}
         self._not_finite: dict[str, None] = {}  # names that were so at least once since the last sending
         self._diverged: frozenset[str] = frozenset()  # names that were so in the last sending
@@ -107,10 +109,9 @@ class Session:
         self.account = Account()
         self._lease = float(settings["lease"])  # seconds without a driver; 0.0: another process sees to that
         self._term = 0  # of the newest driver
-        keys = msgspec.convert(settings["keys"], Keys)
         self.link = Spoke(
-            settings["driver"],
-            keys,
+            Path(settings["relay"]),
+            None,
             f"worker/{self.worker}",
             wire.ToWorker,
             self._receive,
@@ -176,7 +177,7 @@ class Session:
         self._unsent = self.account.result
         self.link.wake()
 
-    def gather(self, commit: int, *, clean: bool) -> tuple[wire.Formation, Offer]:
+    def gather(self, commit: int, *, clean: bool) -> tuple[Formation, Offer]:
         """Say that this worker is ready and wait for the world it will be in. JobStoppedError if the job ends."""
         if self.group is not None:
             self.epoch = max(self.epoch, self.group.epoch)
@@ -193,16 +194,16 @@ class Session:
             coming, self._coming = self._coming, None
             message = coming or self._hear(REPEAT)
             match message:
-                case wire.Formation(epoch=epoch) if epoch > self.epoch and not self._over(epoch):
+                case Formation(epoch=epoch) if epoch > self.epoch and not self._over(epoch):
                     self.commits, self._hold, self._leave_at = 0, None, None
                     self.account.word = None
                     return message, offer
                 case wire.Rehome():  # nobody could connect to the old one
                     offer = self._ahead.take_offer()
-                case wire.Formation(epoch=epoch) | wire.Abort(epoch=epoch):
+                case Formation(epoch=epoch) | wire.Abort(epoch=epoch):
                     self.epoch = max(self.epoch, epoch)  # aborted before it had begun: it has been left already
 
-    def join(self, formation: wire.Formation, offer: Offer) -> Group:
+    def join(self, formation: Formation, offer: Offer) -> Group:
         """Form the epoch's process group. Raises what torch raises, or WorldAborted."""
         prepared = self._ahead.take(formation.epoch)
         self.group = prepared or Group(formation.epoch, device(self.worker.slot), self._backend)
@@ -300,10 +301,10 @@ class Session:
         with self._promise:
             self.attention = self._hold is not None or self._leave_at is not None or not self._inbox.empty()
 
-    def _heed(self, message: wire.Message | None) -> None:
+    def _heed(self, message: wire.Message | Formation | None) -> None:
         epoch = self.group.epoch if self.group else 0
         match message:
-            case wire.Formation():
+            case Formation():
                 self._coming = message
             case wire.Abort() | wire.Drop() if self._over(epoch):
                 raise WorldAborted
@@ -377,7 +378,7 @@ class Session:
             self._left.leave()
         self._left = None
 
-    def _hear(self, timeout: float) -> wire.Message | None:
+    def _hear(self, timeout: float) -> wire.Message | Formation | None:
         try:
             message = self._inbox.get(timeout=timeout)
         except queue.Empty:
@@ -412,7 +413,7 @@ class Session:
                     return
                 self._quit = message
             case wire.Prepare(formation=formation):
-                self._prepare(formation)
+                self._prepare(formation_of(formation, self.worker))
                 return
             case wire.Look(epoch=epoch):
                 self._say_where(epoch)
@@ -427,10 +428,11 @@ class Session:
                 self._move(message)
             case wire.Drop(epoch=epoch):
                 self._dropped.add(epoch)
+        news = formation_of(message, self.worker) if isinstance(message, wire.Formation) else message
         with self._promise:
             if isinstance(message, wire.Leave):
                 self._arrange(message)
-            self._inbox.put(message)
+            self._inbox.put(news)
             self.attention = True
 
     def _introduction(self) -> wire.WorkerHere:
@@ -481,7 +483,7 @@ class Session:
             begun = collectives_of_all() - self._ahead_by
             self.link.send(m.WorkerAt(self.worker, epoch, self.total, begun, whereabouts(), used, connected))
 
-    def _prepare(self, formation: wire.Formation) -> None:
+    def _prepare(self, formation: Formation) -> None:
         def done(failure: Exception | None) -> None:
             error = "" if failure is None else f"{type(failure).__name__}: {failure}"[:PREPARE_BOUND]
             supported = not isinstance(failure, UnsupportedError)
@@ -496,7 +498,7 @@ class Session:
 
     def _tick(self) -> float:
         now = time.monotonic()
-        if self.link.away:
+        if self.link.away or 0.0 < self._lease < now - self.link.heard_at:
             self._be_alone(now)
         elif self.link.crowded:
             self.printed.hold()
@@ -554,7 +556,8 @@ class Session:
             return
         for name in wrong:
             self._not_finite.pop(name, None)
-        self._reported, self._report_at, self._diverged = seen, now + REPORT_EVERY, wrong
+        every = REPORT_EVERY if self.speaks else REPORT_RARELY
+        self._reported, self._report_at, self._diverged = seen, now + every, wrong
         sent = {**report, **dict.fromkeys(wrong)}
         if self.link.away:
             self.account.reports.add(self.total, sent)
@@ -601,7 +604,7 @@ def device(slot: int) -> torch.device:
     return torch.device("cpu")
 
 
-def world() -> wire.Formation:
+def world() -> Formation:
     """The formation this worker is in. NoWorldError outside an elastic function."""
     with contextlib.suppress(NoWorldError):
         formation = current().formation

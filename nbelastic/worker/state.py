@@ -18,10 +18,10 @@ from typing import Any
 import torch
 
 from nbelastic.core.errors import StateError, UsageError
-from nbelastic.core.wire import Formation
 from nbelastic.worker import backward, generators, saving
 from nbelastic.worker import optimizers as opt
 from nbelastic.worker.copies import Part
+from nbelastic.worker.formation import Formation
 from nbelastic.worker.layout import Layout
 from nbelastic.worker.optimizers import frozen
 from nbelastic.worker.refused import check, check_kept, frozen_value, only_numbers

@@ -1,7 +1,8 @@
 """What the driver does with many workers: `python -m tests.benchmarks.scale [--json FILE] [--workers N] [--rate R]`.
 
 Driver, link and core are the real ones, in a process of their own. Agents and workers are simulated: two processes
-play them, each with its own CURVE connection and the project's delivery. Engines and process groups are left out.
+play them, each agent with its own CURVE connection and the project's relay, each worker with the project's delivery.
+Engines and process groups are left out.
 
 The cases: `start` until all workers are ready; `form` until a job's world runs; `steady` reports of all workers; `storm`:
 a worker dies and all others raise; `stop`: the driver's process is stopped (SIGSTOP) for 4 s, and a worker sends
@@ -20,7 +21,9 @@ import signal
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -33,6 +36,7 @@ from nbelastic.core import messages as m
 from nbelastic.core import wire
 from nbelastic.core.delivery import HEAD
 from nbelastic.core.membership import step
+from nbelastic.core.relay import Relay
 from nbelastic.core.world import World
 from nbelastic.driver import driver as driver_module
 from nbelastic.driver.driver import Driver
@@ -46,6 +50,7 @@ from tests.support import inside
 
 SLOTS = 8
 PLAYERS = 2  # processes
+RARELY = 1.0  # seconds between two reports of a rank that is not 0
 STOPPED = 4.0  # seconds
 STORM = 0.02  # seconds within which the others raise
 PATIENCE = 120.0  # seconds for each case
@@ -133,20 +138,43 @@ def hash_of(name: str) -> int:
 # ---- simulated agents and workers ----
 
 
+class Lane:
+    """A worker's socket: it ends at the agent, in the same process."""
+
+    def __init__(self, relay: Relay, name: str) -> None:
+        self._relay, self._name = relay, name.encode()
+        self.came: deque[list[bytes]] = deque()
+
+    def send_multipart(self, frames: Sequence[bytes], _flags: int = 0) -> None:
+        self._relay.take(self._name, frames, time.monotonic())
+
+    def recv_multipart(self, _flags: int = 0) -> list[bytes]:
+        if not self.came:
+            raise zmq.Again
+        return self.came.popleft()
+
+    def poll(self, _timeout: int, _flags: int) -> bool:
+        return True
+
+
 class Peer(Spoke):
     """An end of the link without a thread of its own, which counts what it sends."""
 
-    def open(self, context: zmq.Context[zmq.Socket[bytes]]) -> None:
-        self.socket = self._connect(context)
-        self.fd = int(self.socket.getsockopt(zmq.FD))
-        self.heard_at = time.monotonic()
-        self.numbered = self.newest = self.all = 0
+    numbered = newest = all = 0
 
-    def work(self, now: float) -> None:
+    def open(self, socket: Any) -> None:
+        self.socket = socket
+        self.heard_at = time.monotonic()
+
+    @property
+    def due(self) -> bool:
+        return bool(self._out or self._reports) or time.monotonic() >= self._beat_at
+
+    def work(self) -> None:
         """What the thread does in its turn."""
         self._take_in(self.socket)
         self._flush(self.socket)
-        if now >= self._beat_at:
+        if time.monotonic() >= self._beat_at:
             self._send_all(self.socket, [(self._delivery.head(), b"")])
 
     def _send_all(self, socket: zmq.Socket[bytes], messages: list[tuple[bytes, bytes]]) -> None:
@@ -158,12 +186,53 @@ class Peer(Spoke):
         super()._send_all(socket, messages)
 
 
+class Host:
+    """An agent, and the ends of its workers: a socket to the driver for all of them."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], name: str, address: str, keys: Keys) -> None:
+        self._at_end = ExitStack()
+        self.agent = Peer(address, keys, name, wire.ToAgent, self._hear)
+        self.agent.open(self.agent._connect(context, self._at_end))
+        self.agent._others = self
+        self.fd = int(self.agent.socket.getsockopt(zmq.FD))
+        self.hear: Callable[[Any], None] = lambda _: None
+        self.peers: dict[bytes, Peer] = {}
+        self.bundles = 0
+
+    def _hear(self, message: Any) -> None:
+        self.hear(message)
+
+    def add(self, name: str, hear: Callable[[Any], None]) -> Peer:
+        peer = self.peers[name.encode()] = Peer("", None, name, wire.ToWorker, hear)
+        peer.open(Lane(self.agent._relay, name))
+        return peer
+
+    def send_multipart(self, frames: list[bytes], _flags: int = 0) -> None:
+        """As the relay's own socket: to one of the workers."""
+        if frames[0] in self.peers:
+            self.peers[frames[0]].socket.came.append(frames[1:])
+
+    @property
+    def due(self) -> bool:
+        relay = self.agent._relay.wait(time.monotonic()) == 0
+        return relay or self.agent.due or any(peer.due for peer in self.peers.values())
+
+    def work(self) -> None:
+        self.agent.work()
+        for peer in list(self.peers.values()):
+            if peer.due or peer.socket.came:
+                peer.work()
+        self.bundles += self.agent._relay.wait(time.monotonic()) == 0
+        self.agent._pass_up(self.agent.socket)
+
+
 class Worker:
     """It joins every world that it is told of, commits with every report, and leaves when it is to."""
 
-    def __init__(self, w: m.WorkerId, link: Callable[[str, object, Callable[[Any], None]], Peer]) -> None:
+    def __init__(self, w: m.WorkerId, link: Callable[[str, Callable[[Any], None]], Peer]) -> None:
         self.id, self.job, self.epoch, self.left, self.commit = w, "", 0, 0, 0
-        self.link = link(f"worker/{w}", wire.ToWorker, self._hear)
+        self.speaks = False  # it is rank 0
+        self.link = link(f"worker/{w}", self._hear)
         self.link.send(wire.WorkerProgress(w, 0, 0, {}))
         self.link.send(wire.WorkerHello(w, 1, str(w)))
 
@@ -182,6 +251,7 @@ class Worker:
         match message:
             case wire.Formation(epoch=epoch) if epoch > max(self.left, self.epoch):
                 self.epoch = epoch
+                self.speaks = message.hosts[0][0] == self.id.host and message.hosts[0][1][0] == self.id.slot
                 self.link.send(m.WorkerFormed(self.id, epoch, {}))
             case wire.Program(job=job):
                 self.job = job
@@ -212,8 +282,8 @@ class Players:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._context.set(zmq.MAX_SOCKETS, 20_000)
         self._epoll = select.epoll()
-        self._peers: dict[int, Peer] = {}
-        self._agents: dict[str, Peer] = {}
+        self._hosts: dict[int, Host] = {}
+        self._by_name: dict[str, Host] = {}
         self._workers: dict[str, Worker] = {}
         self._timers: list[tuple[float, int, Callable[[], None]]] = []
         self._count = 0
@@ -226,9 +296,9 @@ class Players:
             now = time.monotonic()
             while self._timers and self._timers[0][0] <= now:
                 heapq.heappop(self._timers)[2]()
-            due = {fd for fd, peer in self._peers.items() if peer._out or peer._reports or now >= peer._beat_at}
-            for fd in (active | due) & self._peers.keys():
-                self._peers[fd].work(now)
+            due = {fd for fd, host in self._hosts.items() if host.due}
+            for fd in (active | due) & self._hosts.keys():
+                self._hosts[fd].work()
             # an edge of a descriptor may be lost when something is sent: look again at who has just worked
             ready = {fd for fd, _ in self._epoll.poll(0.005)}
             if self._orders.fileno() in ready:
@@ -251,24 +321,23 @@ class Players:
                 worker = self._workers[w]
                 worker.link.send(m.StoreOffered(worker.id, worker.epoch, "127.0.0.1:1"))
             case ("count",):
-                peers = self._peers.values()
-                self._parent.send([(peer.numbered, peer.newest, peer.all) for peer in peers])
+                hosts = self._hosts.values()
+                peers = [peer for host in hosts for peer in (host.agent, *host.peers.values())]
+                counts = [(peer.numbered, peer.newest, peer.all) for peer in peers]
+                self._parent.send((counts, sum(host.bundles + host.agent.all for host in hosts)))
 
     def _after(self, seconds: float, call: Callable[[], None]) -> None:
         self._count += 1
         heapq.heappush(self._timers, (time.monotonic() + seconds, self._count, call))
 
     def _start(self, host: str, number: int, address: str, keys: Keys) -> None:
-        def link(name: str, accepts: object, hear: Callable[[Any], None]) -> Peer:
-            peer = Peer(address, keys, name, accepts, hear)
-            peer.open(self._context)
-            self._peers[peer.fd] = peer
-            self._epoll.register(peer.fd, select.EPOLLIN)
-            return peer
+        here = self._by_name[host] = Host(self._context, f"agent/{host}~{number}", address, keys)
+        self._hosts[here.fd], agent = here, here.agent
+        self._epoll.register(here.fd, select.EPOLLIN)
 
         def hear(message: wire.Message) -> None:
             if isinstance(message, wire.Spawn):
-                worker = self._workers[str(message.worker)] = Worker(message.worker, link)
+                worker = self._workers[str(message.worker)] = Worker(message.worker, here.add)
                 agent.send(m.WorkerStarted(message.worker, 1))
                 first = self._every * (self._count % 100) / 100
                 self._after(first, lambda: self._report(worker))
@@ -277,20 +346,20 @@ class Players:
             agent.report(wire.AgentSample(host, 1.0, 1, {}))
             self._after(1.0, sample)
 
-        agent = self._agents[host] = link(f"agent/{host}~{number}", wire.ToAgent, hear)
+        here.hear = hear
         agent.send(wire.AgentHello(host, 1, versions.here()))
         self._after(1.0, sample)
 
     def _report(self, worker: Worker) -> None:
         if str(worker.id) in self._workers:
             worker.report()
-            self._after(self._every, lambda: self._report(worker))
+            every = self._every if worker.speaks else max(self._every, RARELY)
+            self._after(every, lambda: self._report(worker))
 
     def _kill(self, worker: Worker) -> None:
-        peer = self._peers.pop(worker.link.fd)
-        self._epoll.unregister(peer.fd)
-        peer.socket.close(linger=0)
-        self._agents[worker.id.host].send(m.WorkerExited(worker.id, -9))
+        host = self._by_name[worker.id.host]
+        del host.peers[f"worker/{worker.id}".encode()]
+        host.agent.send(m.WorkerExited(worker.id, -9))
 
 
 def play(orders: Connection, parent: Connection, rate: float) -> None:
@@ -354,10 +423,11 @@ class Scale:
         for player in self._players:
             player.send(order)
 
-    def counted(self) -> list[tuple[int, int, int]]:
-        """Of each living peer: numbered messages sent, how many different ones, and all messages."""
+    def counted(self) -> tuple[list[tuple[int, int, int]], int]:
+        """Of each living peer: numbered messages sent, how many different ones, and all; and how many the driver has got."""
         self.tell("count")
-        return [counts for player in self._players for counts in player.recv()]
+        found = [player.recv() for player in self._players]
+        return [each for counts, _ in found for each in counts], sum(got for _, got in found)
 
 
 def run(workers: int, rate: float, seconds: float, rounds: int) -> Numbers:
@@ -377,19 +447,22 @@ def run(workers: int, rate: float, seconds: float, rounds: int) -> Numbers:
         at, cpu = scale.until("a world of all", whole)
         note(form_s=at - began, form_CPU_s=cpu - before)
         for _ in range(rounds):
-            sent = sum(every for *_, every in scale.counted())
+            (counts, got_before), got_after = scale.counted(), 0
+            sent = sum(every for *_, every in counts)
             began, before = time.monotonic(), scale.look()[3]
             time.sleep(seconds)
             cpu, end = scale.look()[3], time.monotonic()
-            received = sum(every for *_, every in scale.counted()) - sent
+            counts, got_after = scale.counted()
             note(
-                steady_messages_per_s=received / (end - began), steady_CPU_percent=100 * (cpu - before) / (end - began)
+                steady_messages_per_s=(sum(every for *_, every in counts) - sent) / (end - began),
+                steady_bundles_per_s=(got_after - got_before) / (end - began),
+                steady_CPU_percent=100 * (cpu - before) / (end - began),
             )
         for number in range(rounds):
             storm(scale, number, note, whole)
         for _ in range(rounds):
             stop(scale, note, whole)
-        counts = [(numbered, newest) for numbered, newest, _ in scale.counted() if newest]
+        counts = [(numbered, newest) for numbered, newest, _ in scale.counted()[0] if newest]
         for numbered, newest in counts:
             note(sent_per_message=numbered / newest)
         note(sent_per_message_on_average=sum(a for a, _ in counts) / sum(b for _, b in counts))
@@ -434,7 +507,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="write the numbers here")
     parser.add_argument("--workers", type=int, default=1000, help="in whole hosts of 8")
-    parser.add_argument("--rate", type=float, default=4.0, help="reports a second of each worker")
+    parser.add_argument("--rate", type=float, default=4.0, help="reports a second of rank 0; others make one")
     parser.add_argument("--seconds", type=float, default=5.0, help="of each steady measurement")
     parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args()

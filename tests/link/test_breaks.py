@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 
+import pytest
+
 from nbelastic.core import messages as m
 from nbelastic.core import wire
 from nbelastic.core.delivery import KEPT
@@ -22,8 +24,8 @@ class Relay:
         self._open: set[asyncio.StreamWriter] = set()
         self.carried = 0
 
-    async def start(self) -> None:
-        self._server = await asyncio.start_server(self._pass_on, "127.0.0.1", 0)
+    async def start(self, port: int = 0) -> None:
+        self._server = await asyncio.start_server(self._pass_on, "127.0.0.1", port)
         self.port = self._server.sockets[0].getsockname()[1]
 
     async def stop(self) -> None:
@@ -52,8 +54,12 @@ class Relay:
         self._open -= both
 
 
-def test_nothing_is_lost_or_heard_twice():
-    """Both speak all the time while their connection is cut two dozen times: all of it arrives, once, in order."""
+@pytest.mark.parametrize("by_agent", [False, True])
+def test_nothing_is_lost_or_heard_twice(by_agent, tmp_path):
+    """Both speak all the time while their connection is cut two dozen times: all of it arrives, once, in order.
+
+    So it is if the connection is that of a worker's agent.
+    """
 
     async def story() -> None:
         keys, said, heard = Keys.make(), [], []
@@ -62,7 +68,10 @@ def test_nothing_is_lost_or_heard_twice():
         relay = Relay(int(hub.address.rpartition(":")[2]))
         await relay.start()
         address = f"tcp://127.0.0.1:{relay.port}"
-        one = Spoke(address, keys.for_clients(), NAME, wire.ToWorker, heard.append, heartbeat=0.1)
+        agent = Spoke(address, keys.for_clients(), "agent/a~1", wire.ToAgent, heard.append, heartbeat=0.1)
+        agent.start(relay=tmp_path)
+        way = (tmp_path, None) if by_agent else (address, keys.for_clients())
+        one = Spoke(*way, NAME, wire.ToWorker, heard.append, heartbeat=0.1)
         one.start()
         one.send(m.WorkerOffered(W, 1, 0))
         await until(lambda: said)
@@ -81,6 +90,7 @@ def test_nothing_is_lost_or_heard_twice():
         assert [message.commit for message in said] == list(range(EACH))
         assert [message.epoch for message in heard] == list(range(1, EACH))
         await asyncio.to_thread(one.close)
+        await asyncio.to_thread(agent.close)
         await relay.stop()
         await hub.stop()
 

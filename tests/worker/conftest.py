@@ -2,9 +2,9 @@
 
 import pytest
 
-from nbelastic.core.wire import Formation
 from nbelastic.worker import sampler
 from nbelastic.worker.account import Account
+from nbelastic.worker.formation import Formation
 
 
 def formation(rank, size, root=0, receivers=()):

@@ -12,9 +12,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from nbelastic.core.wire import Formation
 from nbelastic.worker import rendezvous
 from nbelastic.worker.ahead import Ahead
+from nbelastic.worker.formation import Formation
 from nbelastic.worker.rendezvous import TIMEOUT, Group, Offer, UnsupportedError
 from nbelastic.worker.sockets import borrowed, listeners, open_sockets, shut_down
 from tests.process.observing import until

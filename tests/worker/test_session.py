@@ -13,7 +13,7 @@ import torch
 from nbelastic.core import messages as m
 from nbelastic.core import wire
 from nbelastic.core.delivery import WINDOW
-from nbelastic.link import Keys
+from nbelastic.worker.formation import Formation
 from nbelastic.worker.printed import BOUND
 from nbelastic.worker.rendezvous import Group
 from nbelastic.worker.session import Session, WorldAborted, WorldLeft
@@ -24,9 +24,9 @@ EPOCH = 7
 @pytest.fixture
 def session():
     """In the middle of an epoch; what it says stays in its link."""
-    settings = {"worker": "a/0#1", "address": "127.0.0.1", "backend": "gloo", "slots": 1, "driver": "tcp://127.0.0.1:1"}
+    settings = {"worker": "a/0#1", "address": "127.0.0.1", "backend": "gloo", "slots": 1, "relay": "/tmp"}
     settings["heartbeat"], settings["lease"] = 1.0, 0.0
-    session = Session({**settings, "keys": msgspec.to_builtins(Keys.make())})
+    session = Session(settings)
     session.group = Group(EPOCH, torch.device("cpu"), "gloo")
     session.commits = 3
     return session
@@ -235,7 +235,7 @@ def test_what_comes_while_one_listens_is_not_overheard(session):
 def test_a_new_driver_hears_that_a_promise_was_made(session):
     """And that an epoch that is over is not to be gone on with; what was said before is not said again."""
     session.job = session.account.job = "job"
-    session.formation = wire.Formation(EPOCH, 1, 2, 1, 2, 0, 1, "", 0, (), (("a", 2),))
+    session.formation = Formation(EPOCH, 1, 2, 1, 2, 0, 1, "", 0, (), (("a", 2),))
     session.account.busy = session.account.formed = session.account.holds = True
     session._receive(wire.Leave(EPOCH))
     session._receive(wire.Welcome(2))

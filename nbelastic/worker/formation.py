@@ -1,0 +1,45 @@
+"""A group that is to form, as one of its members sees it."""
+
+from __future__ import annotations
+
+from msgspec import Struct
+
+from nbelastic.core import wire
+from nbelastic.core.messages import WorkerId
+from nbelastic.core.placement import places
+
+
+class Formation(Struct, frozen=True):
+    """The ranks of one member. `receivers` get the state of rank `root`; `hosts` lists (name, workers) in rank order."""
+
+    epoch: int
+    rank: int
+    world_size: int
+    local_rank: int
+    local_size: int
+    cross_rank: int
+    cross_size: int
+    store: str
+    root: int
+    receivers: tuple[int, ...]
+    hosts: tuple[tuple[str, int], ...]
+
+
+def formation_of(order: wire.Formation, worker: WorkerId) -> Formation:
+    """The part of `worker` in what all members are told. ValueError if it is no member."""
+    members = [(host, slot) for host, slots in order.hosts for slot in slots]
+    rank = members.index((worker.host, worker.slot))
+    place = places([WorkerId(host, slot, 0) for host, slot in members])[rank]
+    return Formation(
+        order.epoch,
+        rank,
+        len(members),
+        place.local_rank,
+        place.local_size,
+        place.cross_rank,
+        place.cross_size,
+        order.store,
+        order.root,
+        tuple(rank for first, end in order.receivers for rank in range(first, end)),
+        tuple((host, len(slots)) for host, slots in order.hosts),
+    )
