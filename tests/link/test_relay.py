@@ -148,7 +148,7 @@ def test_what_is_said_while_the_line_is_cut_is_not_late(tmp_path):
                 await until(lambda: there.heard)
                 await line.stop()
                 agent.send(wire.AgentGoodbye("a", "no"))
-                await until(lambda: agent.away, what="the agent to see that its connection is gone")
+                await until(lambda: agent._blocked, what="the agent to see that its connection is gone")
                 one.send(m.WorkerFormed(W, 2))
                 await until(lambda: one.away)
                 one.send(m.WorkerFormed(W, 3))
