@@ -87,7 +87,7 @@ def lose(world: World, gone: Iterable[m.WorkerId], why: str, now: float, out: Co
         return jobs.finish(world, now, out)
     if job.succeeded:
         return _wind_up(world, job, why, now, out)
-    if job.formed and not _state_lives(world):
+    if not state_lives(world):
         return jobs.end(world, "failed", f"{why}; no worker is left that holds the training state", now, out)
     return world if world.stage is Stage.GATHERING else break_epoch(world, why, now, out)
 
@@ -113,16 +113,18 @@ def _bury(world: World, ids: frozenset[m.WorkerId]) -> World:
     )
 
 
-def _state_lives(world: World) -> bool:
-    return any(world.workers[w].has_state for ids in (world.members, world.waiting) for w in ids)
+def state_lives(world: World, without: Collection[m.WorkerId] = ()) -> bool:
+    """Whether the job's training state, if there is one yet, is somewhere else than with these workers."""
+    job = world.active
+    if job is None or not job.formed or world.kept is not None:
+        return True
+    holders = (w for ids in (world.members, world.waiting) for w in ids if world.workers[w].has_state)
+    return any(w not in without for w in holders)
 
 
 def alone_holds_state(world: World, w: m.WorkerId) -> bool:
     """Whether the job's training state would be lost with it."""
-    job = world.active
-    if job is None or not job.formed or not world.workers[w].has_state:
-        return False
-    return not any(world.workers[o].has_state for ids in (world.members, world.waiting) for o in ids if o != w)
+    return world.workers[w].has_state and not state_lives(world, (w,))
 
 
 def break_epoch(world: World, why: str, now: float, out: Commands) -> World:
@@ -198,7 +200,7 @@ def succeeded(world: World, w: m.WorkerId, now: float, out: Commands) -> World:
 def left(world: World, worker: Worker, now: float, out: Commands) -> World:
     """A member has left its epoch. The job fails if it does not hold the state any more, and nobody else does."""
     world = put(world, worker)
-    if worker.has_state or world.active is None or not world.active.formed or _state_lives(world):
+    if worker.has_state or state_lives(world):
         return world
     why = f"the state's transfer to {worker.id} broke off halfway; no worker is left that holds the training state"
     return jobs.end(world, "failed", why, now, out)
@@ -218,7 +220,7 @@ def complete(world: World, out: Commands) -> World:
         return world
     text = f"world of {len(world.members)} at epoch {world.epoch}"
     out.append(m.Record("world-formed", text, epoch=world.epoch))
-    return replace(world, stage=Stage.RUNNING, unformed=0, job=replace(job, formed=True))
+    return replace(world, stage=Stage.RUNNING, unformed=0, kept=None, job=replace(job, formed=True))
 
 
 def gather(world: World, now: float, out: Commands) -> World:
@@ -230,26 +232,32 @@ def gather(world: World, now: float, out: Commands) -> World:
         return because(world, text, world.mesh.until)
     ready = len(world.members) + len(world.waiting)
     if ready < limits.min:
-        return _too_few(world, ready, now)
+        coming = sum(world.workers[w].registered for w in world.starting)
+        text = f"{ready} of min {limits.min} workers ready"
+        return _too_few(world, text, now, coming=ready + coming >= limits.min)
+    members = next_members(world)
+    if world.kept is not None and not any(world.workers[w].has_state for w in members):
+        host = world.kept.host
+        coming = any(w.host == host and world.workers[w].registered for w in world.starting)
+        return _too_few(world, f"the training state is kept on {host}, for a worker there", now, coming=coming)
     survivors = len(world.members) - len(world.leaving)
     if survivors < limits.min and ready < limits.most and not staffing.settled(world, now):
         reason = f"{ready} workers ready; {staffing.shortage(world, now)}"
         return because(replace(world, short_since=None), reason, world.since + limits.timeouts.settle)
-    return form(world, next_members(world), now, out)
+    return form(world, members, now, out)
 
 
-def _too_few(world: World, ready: int, now: float) -> World:
-    """`elastic_timeout` counts while workers are missing, and not while enough of them run what comes before the loop."""
-    low, since, paused = world.limits.min, world.short_since, world.paused_since
+def _too_few(world: World, text: str, now: float, *, coming: bool) -> World:
+    """`elastic_timeout` counts while workers are missing, and not while those are `coming`: they run what comes before the loop."""
+    since, paused = world.short_since, world.paused_since
     if since is None:
         since, paused = now, None
-    there = ready + sum(world.workers[w].registered for w in world.starting)
-    if there >= low and paused is None:
+    if coming and paused is None:
         paused = now
-    elif there < low and paused is not None:
+    elif not coming and paused is not None:
         since, paused = since + now - paused, None
-    reason = f"{ready} of min {low} workers ready; {staffing.shortage(world, now)}"
-    return because(replace(world, short_since=since, paused_since=paused), reason)
+    world = replace(world, short_since=since, paused_since=paused)
+    return because(world, f"{text}; {staffing.shortage(world, now)}")
 
 
 def short_until(world: World) -> float:
@@ -268,6 +276,8 @@ def give_up(world: World, now: float, out: Commands) -> World:
     """That time has come."""
     limits, ready = world.limits, len(world.members) + len(world.waiting)
     text = f"{ready} of min {limits.min} workers ready"
+    if world.kept is not None:
+        text += f", and none with the training state, which is kept on {world.kept.host},"
     if world.paused_since is None:
         text += f" for {limits.patience:g} s (elastic_timeout)"
     else:
@@ -291,7 +301,8 @@ def next_members(world: World) -> tuple[m.WorkerId, ...]:
     most = world.limits.max if world.limits.max is not None else len(world.workers)
     keep = staying(world)[:most]
     seniority = {name: host.joined for name, host in world.hosts.items()}
-    new = sorted(_newcomers(world, len(keep)), key=lambda w: (seniority[w.host], w))[: most - len(keep)]
+    new = sorted(_newcomers(world, len(keep)), key=lambda w: (_is_heir(world, w), seniority[w.host], w))
+    new = new[: most - len(keep)]
     return rank_order(keep, new, seniority)
 
 
@@ -304,6 +315,11 @@ def _newcomers(world: World, others: int) -> Collection[m.WorkerId]:
     once = free.difference(again) or sorted(again, key=lambda w: (world.workers[w].failures, w))[:1]
     short = world.stage is Stage.GATHERING and others + len(once) < world.limits.min
     return world.waiting if short else once
+
+
+def _is_heir(world: World, w: m.WorkerId) -> int:
+    """0 for who has taken the state that was kept: without it no world is formed. Else 1."""
+    return 0 if world.kept is not None and world.workers[w].has_state else 1
 
 
 def release(world: World, staying: tuple[m.WorkerId, ...], out: Commands) -> World:

@@ -43,6 +43,7 @@ def submit(world: World, name: str, now: float, out: Commands) -> World:
     world = replace(
         world,
         job=Job(name),
+        kept=None,
         script=None,
         workers=workers,
         starting=frozenset(starting),
@@ -111,6 +112,7 @@ def end(
     world = replace(
         world,
         job=replace(job, outcome=outcome, reason=reason),
+        kept=None,
         stage=Stage.GATHERING,
         members=(),
         ranked=frozenset(),

@@ -25,6 +25,7 @@ from nbelastic.core import (
     standstill,
     starting,
     stopping,
+    stuck,
     waits,
 )
 from nbelastic.core import messages as m
@@ -59,6 +60,8 @@ def step(world: World, event: m.Event, now: float) -> tuple[World, tuple[m.Comma
     worker = getattr(event, "worker", None)
     if worker is None or worker in world.workers:
         world = _take(world, event, now, out)
+    if world.kept is not None:
+        world = stuck.progress(world, now, out)
     if world.mesh.pairs:
         world = mesh.progress(world, now, out)
     if world.probing:  # after the mesh, which may have left out a host with which a newcomer is probed
@@ -162,6 +165,10 @@ def _take(world: World, event: m.Event, now: float, out: Commands) -> World:
             return liveness.silent(waits.silent(world, event, now), event, now, out)
         case m.WorkerHeard(worker=w):
             return liveness.heard(world, w)
+        case m.WorkerStuck(worker=w):
+            return stuck.asks(world, w, out)
+        case m.StateKept():
+            return stuck.kept(world, event, out)
         case m.RestartRequested(worker=w, by=by):
             return _restart(world, w, by, now, out)
         case m.WorkerRegistered(worker=w):

@@ -283,6 +283,21 @@ class WorkerSucceeded(Event):
     epoch: int
 
 
+class WorkerStuck(Event):
+    """Its main thread sleeps in a collective of `epoch`, and the abort does not wake it: it asks how to end. See `EndStuck`."""
+
+    worker: WorkerId
+    epoch: int
+
+
+class StateKept(Event):
+    """Stuck, it has kept the state of this `commit` on its host, for the next worker there. It says so until it is told to end."""
+
+    worker: WorkerId
+    job: str
+    commit: int
+
+
 class StoodStill(Event):
     """In a running world no commit was made for `seconds`. The driver says so every second or so while that lasts."""
 
@@ -372,6 +387,13 @@ class StopWorker(Command):
 
     worker: WorkerId
     kill: bool = False
+
+
+class EndStuck(Command):
+    """The answer to `WorkerStuck` and `StateKept`: it ends itself. `keep`: not before it has kept the training state, as it alone holds it."""
+
+    worker: WorkerId
+    keep: bool = False
 
 
 class RunSetup(Command):

@@ -194,7 +194,7 @@ def staff(world: World, now: float, out: Commands) -> World:
     changed: dict[str, Host] = {}
     started: list[m.WorkerId] = []
     wake = min((comes_by(world, w) for w in world.starting), default=NEVER)
-    for name, host in world.hosts.items():
+    for name, host in _in_turn(world):
         if host.phase is HostPhase.LOST and host.retry_at <= now:
             out.append(m.StartAgent(host.spec))
             changed[name] = replace(host, phase=HostPhase.STARTING, since=now)
@@ -221,6 +221,12 @@ def staff(world: World, now: float, out: Commands) -> World:
         starting=world.starting.union(started),
         wake_at=wake,
     )
+
+
+def _in_turn(world: World) -> Iterable[tuple[str, Host]]:
+    """By seniority; but first the host that keeps the training state, which only a worker there can take."""
+    kept = world.kept
+    return world.hosts.items() if kept is None else sorted(world.hosts.items(), key=lambda item: item[0] != kept.host)
 
 
 def too_many(asked: int, room: int) -> str:
@@ -298,8 +304,8 @@ def _shed(world: World, now: float, out: Commands) -> World:
     surplus = _staying(world) - int(limits.wanted)
     if surplus <= 0:
         return world
-    kept = world.ranked | world.stopped | world.failed
-    idle = (w for w in reversed(world.workers) if w not in kept)
+    busy = world.ranked | world.stopped | world.failed
+    idle = (w for w in reversed(world.workers) if w not in busy)
     return stop_workers(world, list(islice(idle, surplus)), out)
 
 

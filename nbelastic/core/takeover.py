@@ -22,6 +22,7 @@ from nbelastic.core.world import (
     Host,
     HostPhase,
     Job,
+    Kept,
     SetupCell,
     Slot,
     Stage,
@@ -73,6 +74,7 @@ class SavedWorld(Struct, frozen=True):
     outcome: str
     reason: str
     formed: bool
+    kept: Kept | None
     ranks: tuple[m.WorkerId, ...]
     setup: tuple[SetupCell, ...]
     ran: tuple[tuple[m.WorkerId, tuple[int, ...]], ...]  # versions of setup cells, of workers that took code
@@ -113,6 +115,7 @@ def summary(world: World) -> SavedWorld:
         outcome=job.outcome,
         reason=job.reason,
         formed=job.formed,
+        kept=world.kept,
         ranks=job.ranks,
         setup=world.setup,
         ran=tuple((w, tuple(sorted(worker.ran))) for w, worker in world.workers.items() if worker.registered),
@@ -187,6 +190,7 @@ def _hosts(
         saved.limits,
         hosts=hosts,
         job=job,
+        kept=saved.kept,
         resets=saved.resets,
         joined=saved.joined,
         discovered=True,
@@ -336,7 +340,7 @@ def _world(world: World, saved: SavedWorld, inside: Heard, now: float, out: Comm
     if told and not finished:
         return _end(seat(world, holders), inside, told, now, out)
     if not holders:
-        if job.formed:
+        if not epochs.state_lives(world):
             why = f"no worker is left that holds the training state: the last one was lost {GONE}"
             return jobs.end(world, "failed", why, now, out)
         return _call_back(world, inside, out)

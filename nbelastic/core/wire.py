@@ -322,6 +322,12 @@ class Abort(Message):
     reason: str
 
 
+class EndStuck(Message):
+    """To a worker that is stuck: end; `keep`: first keep the training state for the next worker of this host."""
+
+    keep: bool
+
+
 class Quit(Message):
     """The job is over for this worker; `own`: with its own error."""
 
@@ -435,6 +441,8 @@ FromWorker = (
     | m.WorkerOffered
     | m.WorkerRaised
     | m.WorkerSucceeded
+    | m.WorkerStuck
+    | m.StateKept
     | m.WorkerAt
     | WorkerProgress
     | WorkerOutput
@@ -460,6 +468,7 @@ ToWorker = (
     | Drop
     | Leave
     | Abort
+    | EndStuck
     | Quit
     | Rehome
     | Expect

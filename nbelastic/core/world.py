@@ -184,6 +184,13 @@ class Job(Struct, frozen=True):
     reason: str = ""
 
 
+class Kept(Struct, frozen=True):
+    """The job's training state, on a disk of this host: its last holder was stuck, and kept it for the next worker there."""
+
+    host: str
+    commit: int
+
+
 class Guest(Struct, frozen=True):
     """A node that has come by itself, from a terminal. `here`: it is on the driver's machine."""
 
@@ -233,6 +240,7 @@ class World(Struct, frozen=True):
     offers: tuple[int, ...] = ()
     broken_at: float = 0.0  # when the newest broken epoch broke, and all its members were sent the abort
     job: Job | None = None
+    kept: Kept | None = None  # until a world has formed with it
     script: Group | None = None  # that runs or, if no job came after it, has run last
     guests: dict[str, Guest] = {}
     resets: int = 0

@@ -46,6 +46,7 @@ from nbelastic.link import Keys
 from nbelastic.supervision import supervise
 
 T = TypeVar("T")
+Change = m.FormWorld | m.PrepareWorld | m.AskLeave | m.LeaveAt | m.Stay | m.AbortWorld
 
 LOOK = 5.0  # seconds between looks at whether the run folder is there
 JOBS = 2.0  # seconds between looks at batch jobs
@@ -402,28 +403,14 @@ class Driver:
             case m.RunProgram(worker=w, job=job):
                 self.fleet.live.steps.pop(w, None)
                 self.fleet.run_program(w, self.runs[job], self.program_ended)
-            case m.FormWorld():
-                self.chronicle.form(command, now)
-                to_workers(command.to or command.members, _formation(command))
-            case m.PrepareWorld(order=order):
-                self.chronicle.prepare(now)
-                to_workers(order.members, wire.Prepare(_formation(order)))
+            case m.FormWorld() | m.PrepareWorld() | m.AskLeave() | m.LeaveAt() | m.Stay() | m.AbortWorld():
+                self._change(command, now)
             case m.DropWorld(epoch=epoch, members=members):
                 to_workers(members, wire.Drop(epoch))
-            case m.AskLeave(epoch=epoch, members=members, number=number):
-                self.chronicle.begin_change(now, broken=False)
-                self._asked_to_leave = command
-                to_workers(members, wire.Leave(epoch, ask=number))
-            case m.LeaveAt(epoch=epoch, commit=commit, members=members):
-                to_workers(members, wire.Leave(epoch, commit))
-                self._asked_to_leave = None
-            case m.Stay(epoch=epoch, members=members):
-                to_workers(members, wire.Leave(epoch, wire.Leave.STAY))
-                self._asked_to_leave = None
-            case m.AbortWorld(epoch=epoch, members=members, reason=reason):
-                self.chronicle.begin_change(now, broken=True)
-                to_workers(members, wire.Abort(epoch, reason))
-                self._asked_to_leave = None
+            case m.Look(epoch=epoch, members=members):
+                to_workers(members, wire.Look(epoch))
+            case m.EndStuck(worker=w, keep=keep):
+                to_workers((w,), wire.EndStuck(keep))
             case m.StopProgram(job=job, workers=workers, reason=reason, culprit=culprit):
                 for w in workers:
                     to_workers((w,), wire.Quit(job, reason, own=w == culprit))
@@ -436,14 +423,34 @@ class Driver:
                 self.fleet.pass_on(command, self.world.workers)
                 if isinstance(command, m.Rehome):
                     self.scripts.rehome(command.host, wire.Rehome(command.address, command.interface))
-            case m.Look(epoch=epoch, members=members):
-                to_workers(members, wire.Look(epoch))
             case m.Record():
                 self._record(command, now)
             case s.ScriptCommand():
                 self.scripts.do(command)
             case _:
                 raise TypeError(f"{type(command).__name__} is no command that the driver knows")
+
+    def _change(self, command: Change, now: float) -> None:
+        """Tell workers how the world changes, and note how far that is."""
+        to_workers = self.fleet.to_workers
+        self._asked_to_leave = command if isinstance(command, m.AskLeave) else None
+        match command:
+            case m.FormWorld():
+                self.chronicle.form(command, now)
+                to_workers(command.to or command.members, _formation(command))
+            case m.PrepareWorld(order=order):
+                self.chronicle.prepare(now)
+                to_workers(order.members, wire.Prepare(_formation(order)))
+            case m.AskLeave(epoch=epoch, members=members, number=number):
+                self.chronicle.begin_change(now, broken=False)
+                to_workers(members, wire.Leave(epoch, ask=number))
+            case m.LeaveAt(epoch=epoch, commit=commit, members=members):
+                to_workers(members, wire.Leave(epoch, commit))
+            case m.Stay(epoch=epoch, members=members):
+                to_workers(members, wire.Leave(epoch, wire.Leave.STAY))
+            case m.AbortWorld(epoch=epoch, members=members, reason=reason):
+                self.chronicle.begin_change(now, broken=True)
+                to_workers(members, wire.Abort(epoch, reason))
 
     def _job_dir(self) -> Path:
         job = self.world.active

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
@@ -12,7 +14,9 @@ import torch.distributed as dist
 
 from nbelastic.core.errors import JobStoppedError, UsageError
 from nbelastic.core.messages import WorkerSucceeded
+from nbelastic.worker import saving
 from nbelastic.worker import session as _session
+from nbelastic.worker.checkpoint import reason
 from nbelastic.worker.frameworks import Watch
 from nbelastic.worker.session import Session, WorldAborted, WorldLeft
 from nbelastic.worker.state import State
@@ -58,14 +62,15 @@ class _Loop:
     def run(self, call: Callable[[], R]) -> R:
         try:
             self._state.begin(self._session)
-            self._session.rescue = self._rescue
+            self._session.rescue, self._session.keep = self._rescue, self._keep_for_successor
+            self._succeed()
             return self._loop(call)
         except JobStoppedError:
             self._state.undo()  # it may come in the middle of a step: buffers and counters are those of no commit then
             self._keep()
             raise
         finally:
-            self._session.rescue = None
+            self._session.rescue = self._session.keep = None
             self._state.end()
 
     def _rescue(self) -> None:
@@ -75,6 +80,21 @@ class _Loop:
             self._state.undo()
             self._keep()
             plan.finish()
+
+    def _keep_for_successor(self, folder: Path) -> int:
+        """The same of a job that goes on, if nobody else holds its state. Returns the commit. Raises what the disk raises."""
+        try:
+            self._state.undo()
+            saving.keep(self._state, folder)
+        except BaseException as error:
+            print(f"nbelastic: the training state could not be kept: {reason(error)}", file=sys.stderr, flush=True)
+            raise
+        return self._state.commits
+
+    def _succeed(self) -> None:
+        """Take the state that the last worker of this host with it has kept, if there is one."""
+        if saving.take_kept(self._state, self._session.kept):
+            self._session.account.holds = self._session.took_kept = True
 
     def _keep(self) -> None:
         """The last checkpoint, if the job has them: also of a job that was stopped."""

@@ -183,6 +183,25 @@ def _become(state: State, path: Path) -> None:
         raise StateError(f"it does not fit this state: {reason(error)}") from None
 
 
+def keep(state: State, folder: Path) -> None:
+    """Write `state` into `folder`, this process's last deed. Raises what the disk raises, and StateError."""
+    checkpoint.prepare(folder)
+    snapshot, events = Copies().take(state)
+    for event in events:
+        event.synchronize()
+    checkpoint.write(folder, snapshot, 1)
+
+
+def take_kept(state: State, folder: Path) -> bool:
+    """Become what `keep` has written into `folder`. False if there is nothing, or not yet, or not any more."""
+    try:
+        return _load(state, folder) is not None
+    except StateError:
+        if folder.exists():
+            raise
+        return False  # another worker has taken it, and a world has formed
+
+
 class Plan:
     """A job's checkpoints: the newest is where it begins; every so many commits, and at the end, rank 0 writes one."""
 

@@ -10,10 +10,12 @@ import contextlib
 import math
 import os
 import queue
+import shutil
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import wait
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
@@ -31,7 +33,7 @@ from nbelastic.worker.boot import set_interface
 from nbelastic.worker.formation import Formation, formation_of
 from nbelastic.worker.printed import Printed
 from nbelastic.worker.rendezvous import LOOK, Group, Offer, UnsupportedError, backend_for, collectives_of_all
-from nbelastic.worker.stuck import Blocked, of_a_collective
+from nbelastic.worker.stuck import REPEAT, Stuck, of_a_collective
 from nbelastic.worker.warm import WarmUp
 from nbelastic.worker.whereabouts import stack, whereabouts
 
@@ -40,9 +42,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-REPEAT = 2.0  # seconds after which an unanswered word is said again
 ABORT_EVERY = 0.02
-ABORT_PATIENCE = 0.3  # seconds that an aborted main thread may sleep in a collective
 FORMING_PATIENCE = 0.1  # seconds that an aborted group may take to stop connecting before it is left behind
 LEAVE_PATIENCE = 10.0  # seconds that closing a group may take
 REPORT_EVERY = 0.25  # seconds between two reports of rank 0
@@ -84,7 +84,12 @@ class Session:
         self._promise = threading.Lock()  # a commit is counted, or a promise is made not to pass one: not both at once
         self.used = False  # an elastic function has run in this job
         self.checkpoints: Plan | None = None  # of this job
-        self.rescue: Callable[[], None] | None = None  # keeps the last commit, while an elastic function runs
+        self.rescue: Callable[[], None] | None = None  # writes the last checkpoint, while an elastic function runs
+        self.keep: Callable[[Path], int] | None = (
+            None  # keeps the last commit in a folder, likewise; returns its number
+        )
+        self.took_kept = False  # the state here is what another worker of this host had kept
+        self._folder = Path(settings["relay"])  # of this host's agent
         self._hold: int | None = None  # commit number at which to wait for word of where to leave
         self._leave_at: int | None = None
         self._coming: Formation | None = None  # what follows when this epoch is left
@@ -99,7 +104,6 @@ class Session:
         self._report_at = 0.0
         self._first: float | None = None
         self._aborted = 0  # the newest epoch that was aborted
-        self._blocked: Blocked | None = None
         self._quit: wire.Quit | None = None
         self._last_quit: wire.Quit | None = None  # it may be of a job whose program has not begun
         self._run: Callable[[wire.Message], object] | None = None  # takes programs and cells
@@ -110,7 +114,7 @@ class Session:
         self._lease = float(settings["lease"])  # seconds without a driver; 0.0: another process sees to that
         self._term = 0  # of the newest driver
         self.link = Spoke(
-            Path(settings["relay"]),
+            self._folder,
             None,
             f"worker/{self.worker}",
             wire.ToWorker,
@@ -118,6 +122,7 @@ class Session:
             tick=self._tick,
             heartbeat=float(settings["heartbeat"]),
         )
+        self._stuck = Stuck(self.worker, self.link.send, self._end_stuck)
 
     def hello(self, engine: str, run: Callable[[wire.Message], object]) -> None:
         """Say that programs and cells can come: `run(message)` is called in the link's thread for each of them."""
@@ -144,6 +149,10 @@ class Session:
         self._report, self._diverged = {}, frozenset()
         self._not_finite.clear()
         self.account.beginning = False
+        self.took_kept = False
+        for kept in self._folder.glob("kept-*"):
+            if kept != self.kept:  # of a job that is over
+                shutil.rmtree(kept, ignore_errors=True)
         self.refuse_if_stopped(job)
 
     def _quit_of(self, job: str) -> wire.Quit | None:
@@ -197,6 +206,7 @@ class Session:
                 case Formation(epoch=epoch) if epoch > self.epoch and not self._over(epoch):
                     self.commits, self._hold, self._leave_at = 0, None, None
                     self.account.word = None
+                    self._stuck.enter(epoch)
                     return message, offer
                 case wire.Rehome():  # nobody could connect to the old one
                     offer = self._ahead.take_offer()
@@ -269,6 +279,8 @@ class Session:
             self.link.wake()
         elif self.commits == OFFERED_AT:  # the next epoch's store, before it is needed
             self._offer_store()
+            if self.took_kept:
+                self._forget_kept()
         if self.attention:
             self._listen()
 
@@ -421,6 +433,9 @@ class Session:
             case wire.ShowStack(number=number):
                 self.link.send(wire.StackShown(self.worker, number, whereabouts(), stack()))
                 return
+            case wire.EndStuck(keep=keep):
+                self._stuck.answer(partial(self.keep, self.kept) if keep and self.keep is not None else None)
+                return
             case wire.Expect(addresses=addresses):
                 self._ahead.expect(addresses)
                 return
@@ -508,22 +523,40 @@ class Session:
         result, self._unsent = self._unsent, None
         if result is not None:
             self.link.send(result)
+        if self._stuck.keeping:
+            if self._quit is not None:
+                self._end_stuck()
+            if not self.link.away:
+                self._stuck.say_kept(self.job, now)
+            return ABORT_EVERY
         group, following = self.group, self._ahead.group
         gone = following is None or not self._over(following.epoch) or self._ahead.abort()
         if self._left is not None and now - self._left_at > LEAVE_PATIENCE:
             group = self._left
         elif group is None or not self._over(group.epoch):
-            self._blocked = None
+            self._stuck.forget()
             return REPORT_EVERY if gone else ABORT_EVERY
         group.abort()
-        self._blocked = self._blocked or Blocked(now)
-        if self._blocked.stuck_for(now) > ABORT_PATIENCE:
-            os.write(2, b"nbelastic: stuck in an aborted collective; this worker ends and is replaced\n")
-            self._end_stuck()
+        if self._stuck.watch(group.epoch, now):
+            if self._quit is not None or not self.account.holds:
+                self._end_stuck()
+            if not self.link.away:
+                self._stuck.ask(now)
         return ABORT_EVERY
+
+    @property
+    def kept(self) -> Path:
+        """Where a worker of this host that was stuck has kept the training state of this job, if one has."""
+        return self._folder / f"kept-{self.job}"
+
+    def _forget_kept(self) -> None:
+        """The whole world has it."""
+        self.took_kept = False
+        in_a_thread(partial(shutil.rmtree, self.kept, ignore_errors=True))
 
     def _end_stuck(self) -> NoReturn:
         """Of a job that is stopped nobody else keeps what rank 0 would have kept."""
+        os.write(2, b"nbelastic: stuck in an aborted collective; this worker ends and is replaced\n")
         try:
             if self._quit is not None and self.rescue is not None:
                 self.rescue()

@@ -1,4 +1,4 @@
-"""Is the main thread stuck in a collective, or is it busy with the user's code?
+"""Is the main thread stuck in a collective, or is it busy with the user's code? And how a worker ends that is stuck.
 
 Aborting gloo does not wake everybody: a send that was partly written when its connection broke is never told
 (`Pair::signalException` passes over unbound buffers in its transmit queue), so about one rank in a hundred waits on
@@ -12,8 +12,16 @@ from __future__ import annotations
 import os
 import sys
 import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 
+from nbelastic.core import messages as m
+from nbelastic.worker.ahead import in_a_thread
+
+PATIENCE = 0.3  # seconds that an aborted main thread may sleep in a collective
+REPEAT = 2.0  # seconds after which an unanswered word is said again
 WAITS = (
     "/torch/distributed/",
     "/torch/nn/parallel/",
@@ -50,6 +58,74 @@ class Blocked:
     def _in_a_collective(self) -> bool:
         frame = sys._current_frames().get(self._ident)
         return frame is not None and any(part in frame.f_code.co_filename for part in WAITS)
+
+
+class Stuck:
+    """What a worker does whose main thread no abort wakes: it asks the driver how to end.
+
+    If it alone holds the training state, it first keeps that for the next worker of its host. `say` sends a word to the
+    driver; `end` ends this process. `enter` is for the main thread, the rest for the link's.
+    """
+
+    def __init__(self, worker: m.WorkerId, say: Callable[[m.Event], None], end: Callable[[], object]) -> None:
+        self._worker, self._say, self._end = worker, say, end
+        self._lock = threading.Lock()  # the main thread goes on, or the state is being kept: not both
+        self._entered = 0  # the newest epoch in which the main thread may change the state
+        self._blocked: Blocked | None = None
+        self._epoch = 0  # the aborted one
+        self._ask_at = 0.0
+        self._keeping: Future[int] | None = None
+
+    @property
+    def keeping(self) -> bool:
+        """Whether the state is being kept, or has been: there is no way back."""
+        return self._keeping is not None
+
+    def enter(self, epoch: int) -> None:
+        """The main thread is about to change the state, in a new epoch. If that is being kept, it goes no further."""
+        with self._lock:
+            self._entered = epoch
+        if self.keeping:
+            threading.Event().wait()
+
+    def forget(self) -> None:
+        """No epoch that is aborted holds the main thread."""
+        self._blocked, self._ask_at = None, 0.0
+
+    def watch(self, epoch: int, now: float) -> bool:
+        """Look at the main thread, which is to leave this aborted `epoch`: whether it is stuck in it."""
+        self._blocked, self._epoch = self._blocked or Blocked(now), epoch
+        return self._blocked.stuck_for(now) > PATIENCE
+
+    def ask(self, now: float) -> None:
+        """How to end. The answer comes to `answer`."""
+        if now >= self._ask_at:
+            self._ask_at = now + REPEAT
+            self._say(m.WorkerStuck(self._worker, self._epoch))
+
+    def answer(self, keep: Callable[[], int] | None) -> None:
+        """End; but first `keep()`, if it is given, which returns the commit. A main thread that has moved meanwhile goes on."""
+        if self._keeping is not None:
+            if keep is None and self._keeping.done():
+                self._end()
+        elif self._blocked is not None and self._blocked.stuck_for(time.monotonic()) > PATIENCE:
+            if keep is None:
+                self._end()
+                return
+            with self._lock:
+                if self._entered <= self._epoch:
+                    self._keeping = in_a_thread(keep)
+            self._ask_at = 0.0
+
+    def say_kept(self, job: str, now: float) -> None:
+        """As soon as it is, and until the driver has answered. What could not be kept is lost."""
+        if self._keeping is None or not self._keeping.done():
+            return
+        if self._keeping.exception() is not None:
+            self._end()
+        elif now >= self._ask_at:
+            self._ask_at = now + REPEAT
+            self._say(m.StateKept(self._worker, job, self._keeping.result()))
 
 
 def of_a_collective(error: BaseException | None) -> bool:

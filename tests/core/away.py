@@ -146,6 +146,9 @@ class Away:
                 story._say(w, m.ProgramEnded(w, *story.fakes[w].ended))
             elif w in story.fakes and not here.busy:  # its engine is known
                 story._say(w, m.WorkerRegistered(w))
+        story.answers += [
+            m.WorkerStuck(w, fake.numbered) for w, fake in story.fakes.items() if w in story.stuck and fake.holds
+        ]
         story.answers += [m.WorkerFroze(w, "stopped") for w in sorted(mute) if w in story.fakes]
         story.answers += [
             m.AgentReady(name, 1, story.interfaces(name), 4711) for name in coming if name in story.agents

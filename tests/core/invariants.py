@@ -175,6 +175,8 @@ WORDS = (  # what agents and workers say, and notebooks about jobs
     m.WorkerOffered,
     m.WorkerFormed,
     m.WorkerSucceeded,
+    m.WorkerStuck,
+    m.StateKept,
     m.ProgramEnded,
     m.JobSubmitted,
     m.JobStopRequested,
@@ -184,8 +186,8 @@ WORDS = (  # what agents and workers say, and notebooks about jobs
 def check_doubled(world: World, event: m.Event, now: float) -> None:
     """A word that is heard twice in a row changes nothing the second time, and commands nothing.
 
-    By design, whoever asks twice is answered twice: a worker that waits for a world, one whose connections broke, and a job
-    that was refused.
+    By design, whoever asks twice is answered twice: a worker that waits for a world, one whose connections broke, one that is
+    stuck, and a job that was refused.
     """
     if not isinstance(event, WORDS):
         return
@@ -199,6 +201,8 @@ def check_doubled(world: World, event: m.Event, now: float) -> None:
         case m.WorkerReady(worker=w) | m.WorkerRaised(worker=w):
             answers = (m.FormWorld, m.AbortWorld, m.StopProgram)
             commands = [c for c in commands if not isinstance(c, answers) or _receivers(c) != (w,)]
+        case m.WorkerStuck() | m.StateKept():
+            commands = [c for c in commands if not isinstance(c, m.EndStuck)]
         case m.JobSubmitted(job=job):
             commands = [c for c in commands if not isinstance(c, m.EndJob) or c.job != job]
     assert not commands, f"{event} is answered twice: {commands}"

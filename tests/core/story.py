@@ -48,6 +48,7 @@ class FakeWorker:
     ended: tuple[str, str] = ("", "")  # the job of a program that has ended, and its error
     stands: int = 0  # the epoch whose group it has kept when its program ended
     stopped: str = ""  # why it was told to stop
+    took: bool = False  # its state is one that was kept
 
 
 def wid(text: str) -> m.WorkerId:
@@ -65,6 +66,8 @@ class Story:
         self.heard: list[m.Event] = []
         self.fakes: dict[m.WorkerId, FakeWorker] = {}
         self.silent: set[m.WorkerId] = set()  # they answer nothing
+        self.stuck: set[m.WorkerId] = set()  # no abort wakes them
+        self.kept: dict[str, tuple[str, int]] = {}  # on these hosts: a job's state, and its commit
         self.started: set[m.WorkerId] = set()  # every worker ever started
         self.addresses: dict[str, tuple[str, ...]] = {}  # of hosts that have any, in their order of preference
         self.homes: dict[str, str] = {}  # where their workers' stores are
@@ -191,6 +194,8 @@ class Story:
             if fake.steps > 1 and not fake.offered:
                 fake.offered = True
                 self._say(w, m.StoreOffered(w, fake.epoch, self.store(w, fake.epoch)))
+                if fake.took:
+                    self.kept.pop(w.host, None)
         return self
 
     def kill(self, *workers: str, code: int = SIGKILL) -> Story:
@@ -209,6 +214,7 @@ class Story:
     def end_agent(self, name: str) -> None:
         """Its workers end with it."""
         self.agents.pop(name, None)
+        self.kept.pop(name, None)
         for w in [w for w in self.fakes if w.host == name]:
             self._forget(w)
         self.answers = [e for e in self.answers if getattr(e, "host", "") != name]
@@ -248,6 +254,17 @@ class Story:
         for name in workers:
             self.silent.add(wid(name))
             self._unsay(wid(name), *AWAITED)
+        return self
+
+    def stick(self, worker: str) -> Story:
+        """Its main thread sleeps in a collective for good: it is noticed when the epoch is aborted."""
+        w = wid(worker)
+        self.stuck.add(w)
+        self._unsay(w, *AWAITED)
+        fake = self.fakes[w]
+        if not fake.epoch and fake.word is not None:
+            fake.word = None
+            self._ask_how_to_end(w, fake.left)
         return self
 
     def hold_back(self, w: m.WorkerId) -> None:
@@ -351,7 +368,11 @@ class Story:
                 missing = {cell.source for cell in self.world.setup} - set(self.ran.get(w, ()))
                 assert not missing, f"{w} gets a program without {missing}"
                 assert not self.fakes[w].job, f"{w} still runs {self.fakes[w].job}"
-                self.fakes[w] = FakeWorker(job, numbered=self.fakes[w].numbered)
+                kept, commit = self.kept.get(w.host, ("", 0))
+                took = kept == job
+                self.fakes[w] = FakeWorker(
+                    job, numbered=self.fakes[w].numbered, commit=commit if took else 0, holds=took, took=took
+                )
                 self._say_ready(w)
             case m.FormWorld():
                 self._form(command)
@@ -384,6 +405,8 @@ class Story:
             case m.StopProgram(workers=workers):
                 for w in workers:
                     self._quit(w, command)
+            case m.EndStuck(worker=w, keep=keep):
+                self._end_stuck(w, keep)
             case m.EndJob() | m.Record():
                 pass
 
@@ -465,6 +488,9 @@ class Story:
         self._hear_of_epoch(w, epoch)
         if fake is None or not fake.job or fake.returned:
             return
+        if w in self.stuck:
+            self._ask_how_to_end(w, epoch)
+            return
         self._unsay(w, m.WorkerFormed, m.WorkerOffered, m.WorkerReady)
         fake.left, fake.epoch, fake.formed, fake.bound = max(fake.left, epoch), 0, False, False
         self._say_ready(w)
@@ -472,6 +498,9 @@ class Story:
     def _quit(self, w: m.WorkerId, order: m.StopProgram) -> None:
         fake = self.fakes.get(w)
         if fake is None or fake.job != order.job:
+            return
+        if w in self.stuck:
+            self._exit_stuck(w)
             return
         self._unsay(w, m.WorkerFormed, m.WorkerOffered, m.WorkerReady)
         own = w == order.culprit
@@ -481,6 +510,26 @@ class Story:
         if own:
             fake.word = m.WorkerRaised(w, fake.left, intact=True, error=error)
         self._say(w, m.ProgramEnded(w, order.job, error))
+
+    def _ask_how_to_end(self, w: m.WorkerId, epoch: int) -> None:
+        if self.fakes[w].holds:
+            self.answers.append(m.WorkerStuck(w, epoch))
+        else:
+            self._exit_stuck(w)
+
+    def _end_stuck(self, w: m.WorkerId, keep: bool) -> None:
+        if w not in self.stuck or w not in self.fakes:
+            return
+        if keep:
+            fake = self.fakes[w]
+            self.kept[w.host] = (fake.job, fake.commit)
+            self.answers.append(m.StateKept(w, fake.job, fake.commit))
+        else:
+            self._exit_stuck(w)
+
+    def _exit_stuck(self, w: m.WorkerId) -> None:
+        self._forget(w)
+        self.answers.append(m.WorkerExited(w, m.STUCK))
 
     def _say_ready(self, w: m.WorkerId) -> None:
         fake = self.fakes[w]

@@ -383,6 +383,13 @@ class AnyStory(RuleBasedStateMachine):
         assume(members)
         self.story.hang(str(data.draw(st.sampled_from(members))))
 
+    @rule(data=st.data())
+    def stick(self, data):
+        """A member sleeps in a collective of its epoch, and no abort will wake it."""
+        inside = sorted(w for w, fake in self.story.fakes.items() if fake.epoch and fake.job and not fake.returned)
+        assume(inside)
+        self.story.stick(str(data.draw(st.sampled_from(inside))))
+
     # ---- words and time ----
 
     @precondition(lambda self: self.story.answers)

@@ -90,6 +90,28 @@ def train(folder: str, *, pause: float = PAUSE, slow: dict[str, float] | None = 
     return result
 
 
+def stick(folder: str) -> dict[str, Any]:
+    """Train; who loses a collective while `folder/stick` exists sleeps in it for good, as gloo leaves one in a hundred."""
+    import torch
+    import torch.distributed as dist
+
+    sleep = compile("__import__('time').sleep(1000)", "/site-packages/torch/distributed/dead.py", "exec")
+
+    def caught(collective: Any) -> Any:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return collective(*args, **kwargs)
+            except RuntimeError:
+                if (Path(folder) / "stick").exists():
+                    exec(sleep)
+                raise
+
+        return run
+
+    dist.all_reduce, torch.Tensor.backward = caught(dist.all_reduce), caught(torch.Tensor.backward)
+    return train(folder)
+
+
 def hold(folder: str) -> dict[str, Any]:
     """Train; the first rank that finds `folder/hold` makes `folder/held`, and holds the interpreter lock until `let_go`."""
 

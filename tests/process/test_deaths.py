@@ -280,6 +280,20 @@ def test_a_survivor_that_never_wakes_is_replaced(trains):
     assert replaced == [f"{asleep} did not leave epoch {left} while others waited"]
 
 
+def test_the_last_holder_of_the_state_is_stuck(trains):
+    """Of two, one is killed and the abort does not wake the other: its successor goes on with its state, at its commit."""
+    training = trains("localhost:2", program=programs.stick, min=1, max=2)
+    members = training.runs(2)
+    (training.folder / "stick").touch()
+    training.strike(members[0])
+    until(lambda: events(training, "state-kept"), what="the state to be kept")
+    (training.folder / "stick").unlink()
+    training.runs(2)
+    assert not {result["pid"] for result in training.finish()} & {member.pid for member in members}
+    (kept,) = events(training, "state-kept")
+    assert kept.worker == members[1].id
+
+
 def test_what_a_dead_worker_had_started_ends_with_it(make):
     """Data loaders and other children of a killed worker do not live on."""
     cluster = make("localhost:2", min=2)

@@ -351,3 +351,28 @@ def test_a_plan_that_fails_to_save_goes_on(tmp_path, capsys):
 class Unsaved:
     def __reduce__(self):
         raise TypeError("of no use elsewhere")
+
+
+# ---- what a worker that is stuck keeps for its successor ----
+
+
+def test_a_successor_takes_what_was_kept(tmp_path):
+    """The same numbers at the same commit; and while it is not all written there is nothing to be taken."""
+    state = train(network(), 3)
+    was = contents(state)
+    other = network(seed=1)
+    assert not saving.take_kept(other, tmp_path / "kept")
+    (tmp_path / "kept").mkdir()
+    assert not saving.take_kept(other, tmp_path / "kept")
+    saving.keep(state, tmp_path / "kept")
+    assert saving.take_kept(other, tmp_path / "kept")
+    assert all(same(*pair) for pair in zip(contents(other), was, strict=True))
+    assert other.commits == 3
+
+
+def test_what_was_kept_and_is_damaged_is_not_passed_over(tmp_path):
+    """Training from the beginning, as if nothing had been kept, would be worse than an error."""
+    saving.keep(train(network(), 3), tmp_path / "kept")
+    next((tmp_path / "kept").glob("*/manifest")).write_bytes(b"{")
+    with pytest.raises(nbe.StateError, match="damaged"):
+        saving.take_kept(network(), tmp_path / "kept")

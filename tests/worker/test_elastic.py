@@ -1,5 +1,6 @@
 """How the loop of an elastic function ends."""
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -21,6 +22,7 @@ class StoppedInAStep:
     used = False
     link = SimpleNamespace(away=False)
     account = SimpleNamespace(holds=True)
+    kept = Path("/nowhere")
 
     def __init__(self, state):
         self.state, self.saved = state, []

@@ -6,7 +6,11 @@ import time
 
 import pytest
 
-from nbelastic.worker.stuck import Blocked
+from nbelastic.core import messages as m
+from nbelastic.worker.stuck import PATIENCE, Blocked, Stuck
+
+W = m.WorkerId("a", 0, 1)
+EPOCH = 7
 
 
 def watched(main, seconds):
@@ -76,3 +80,106 @@ def test_it_starts_again_when_it_moves():
                 pass
 
     assert watched(twice, 0.3) < sum(waits)
+
+
+class Ended(Exception):
+    """In the place of this process's end."""
+
+
+@pytest.fixture
+def stuck(monkeypatch):
+    """Its main thread sleeps in a collective of an aborted epoch; what it says is in `said`."""
+    monkeypatch.setattr(Blocked, "_look", lambda _: (True, 0))
+    monkeypatch.setattr(Blocked, "_in_a_collective", lambda _: True)
+
+    def end():
+        raise Ended
+
+    said = []
+    found = Stuck(W, said.append, end)
+    found.said = said
+    began = time.monotonic() - 2 * PATIENCE
+    found.watch(EPOCH, began)
+    assert not found.watch(EPOCH, began)
+    assert found.watch(EPOCH, time.monotonic())
+    return found
+
+
+def kept(stuck, now, word):
+    """`stuck` says so as soon as its thread has ended."""
+    while word not in stuck.said:
+        stuck.say_kept("job", now)
+        time.sleep(0.001)
+
+
+def test_who_is_stuck_asks_until_it_is_answered(stuck):
+    """Every two seconds, and ends when it is told to."""
+    for now in (100.0, 101.0, 102.5):
+        stuck.ask(now)
+    assert stuck.said == [m.WorkerStuck(W, EPOCH)] * 2
+    with pytest.raises(Ended):
+        stuck.answer(None)
+
+
+def test_the_state_is_kept_before_the_end(stuck):
+    """It says at which commit, again and again, until it is told to end; one more order to keep it changes nothing."""
+    stuck.ask(100.0)
+    stuck.answer(lambda: 5)
+    stuck.answer(lambda: 6)
+    kept(stuck, 100.1, m.StateKept(W, "job", 5))
+    stuck.say_kept("job", 101.0)
+    stuck.say_kept("job", 102.5)
+    assert stuck.said == [m.WorkerStuck(W, EPOCH)] + [m.StateKept(W, "job", 5)] * 2
+    with pytest.raises(Ended):
+        stuck.answer(None)
+
+
+def test_an_order_to_end_waits_for_what_is_being_kept(stuck):
+    """The driver has asked twice, and the older answer says that others hold the state."""
+    go_on = threading.Event()
+
+    def keep():
+        go_on.wait()
+        return 5
+
+    stuck.answer(keep)
+    stuck.answer(None)
+    go_on.set()
+    kept(stuck, 100.0, m.StateKept(W, "job", 5))
+
+
+def test_what_cannot_be_kept_is_lost(stuck):
+    """A full disk: the process ends, and does not say that it has kept anything."""
+
+    def keep():
+        raise OSError("full")
+
+    stuck.answer(keep)
+    while not stuck._keeping.done():
+        time.sleep(0.001)
+    with pytest.raises(Ended):
+        stuck.say_kept("job", 100.0)
+    assert not stuck.said
+
+
+def test_a_main_thread_that_has_moved_goes_on(stuck, monkeypatch):
+    """It woke up while the driver was asked: no answer ends it, and nothing is kept."""
+    monkeypatch.setattr(Blocked, "_look", lambda _: (False, 1))
+    stuck.answer(None)
+    stuck.answer(lambda: 5)
+    assert not stuck.keeping
+
+
+def test_a_state_that_is_kept_does_not_change_meanwhile(stuck):
+    """The main thread wakes up after all: it enters no other epoch, in which it would train or receive."""
+    stuck.answer(lambda: 5)
+    through = threading.Event()
+    threading.Thread(target=lambda: (stuck.enter(EPOCH + 1), through.set()), daemon=True).start()
+    assert not through.wait(0.2)
+
+
+def test_a_main_thread_in_the_next_epoch_keeps_nothing(stuck):
+    """What it holds is not what it held when the question was asked."""
+    stuck.enter(EPOCH + 1)
+    stuck.answer(lambda: 5)
+    assert not stuck.keeping
