@@ -7,7 +7,10 @@ import resource
 
 MOST = 65536  # enough for 10,000 workers; processes that go through all numbers up to the limit stay quick
 OF_CONTROLLER, PER_ENGINE = 128, 6  # ipyparallel's controller: without engines (measured: 108), and for each
-OF_DRIVER, PER_WORKER = 96, 1.5  # the driver: for the cluster (measured: 72), and for each worker (measured: 1.4)
+OF_DRIVER, PER_WORKER = (
+    96,
+    1.5,
+)  # the driver: for the cluster (measured: 72), and for each worker (measured: 1.4, when each had a connection)
 
 
 def raise_limit() -> int:

@@ -1,4 +1,6 @@
-"""The one wire: ZeroMQ ROUTER (the driver's `Hub`) and DEALER (a `Spoke` in every agent and worker), CURVE, JSON.
+"""The one wire: ZeroMQ ROUTER (the driver's `Hub`) and DEALER (a `Spoke` in every agent and terminal), CURVE, JSON.
+
+The processes of a host come by their agent's unix socket (`core.relay`), and hold no keys.
 
 Every message is one msgspec struct of `core.messages`, decoded against the union that the sender's role allows; an empty
 one is a heartbeat. Before it goes a frame by which it is heard once and in order, though connections break in between
@@ -102,7 +104,7 @@ class Keys(msgspec.Struct, frozen=True):
         return Keys(*pairs)
 
     def for_clients(self) -> Keys:
-        """What agents and workers get: all but the driver's secret."""
+        """What agents and terminals get: all but the driver's secret."""
         return msgspec.structs.replace(self, server_secret="")
 
 
@@ -119,8 +121,8 @@ class _OnlyOurs:
 class Hub:
     """The driver's end. `on_message(peer, message)` is called in the loop's thread for every valid message.
 
-    Peers are named `agent/<host>~<number>`, `worker/<WorkerId>`, `node/<host>~<number>` or `driver/<pid>`. `heard_at` is
-    when each was last heard (monotonic seconds). Who is not heard yet is asked about: of a peer for which `is_known(peer)`
+    Peers are named `agent/<host>~<number>`, `worker/<WorkerId>` or `node/<host>~<number>`. `heard_at` is when
+    each was last heard (monotonic seconds). Who is not heard yet is asked about: of a peer for which `is_known(peer)`
     is false messages are passed on, and nothing is kept. With a `term` above 1 others have been here before: who is not
     known gets a welcome until it says who it is, and nothing else that it says is heard.
     """
@@ -410,8 +412,6 @@ class Hub:
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             self._drop(peer, str(error))
             return None
-        if role == "driver":
-            return message
         speaker = getattr(message, "worker", None) if role == "worker" else getattr(message, "host", None)
         if speaker is None:  # an agent's word on one of its workers
             speaker = getattr(message, "worker", m.WorkerId("", 0, 0)).host

@@ -29,11 +29,12 @@ def advance(group: Group, event: m.Event, now: float) -> tuple[Group, tuple[m.Co
 
 
 def deadline(group: Group) -> float:
-    """When to send `Passed` if nothing else happens; infinity if never."""
+    """When to send `Ticked` if nothing else happens; infinity if never."""
     if group.stage is Stage.ENDED:
         return NEVER
-    counts = group.short_since is not None and group.leave_by == NEVER  # first, those who are late have to leave
-    short = group.short_since + group.limits.patience if group.short_since is not None and counts else NEVER
+    short = NEVER
+    if group.short_since is not None and group.leave_by == NEVER:  # first, those who are late have to leave
+        short = group.short_since + group.limits.patience
     retries = (node.retry_at for node in group.nodes.values() if node.retry_at)
     return min(group.until, group.judge_at, group.leave_by, short, *retries)
 
@@ -217,10 +218,9 @@ def _run(group: Group, now: float, out: Commands) -> Group:
     since = group.since if group.enough else now
     group = replace(group, enough=True, since=since)
     coming = _coming(group)
-    if coming and now < since + group.limits.timeouts.settle and not _full(group, target):
-        return replace(
-            group, until=since + group.limits.timeouts.settle, reason=f"{text}; waiting for {', '.join(coming)}"
-        )
+    settled = since + group.limits.timeouts.settle
+    if coming and now < settled and not _full(group, target):
+        return replace(group, until=settled, reason=f"{text}; waiting for {', '.join(coming)}")
     size = sum(seat.workers for seat in target)
     change = f"from {group.size} to {size} workers"
     out.append(m.Record("change-planned", change, epoch=group.round))
@@ -285,8 +285,9 @@ def _gather(group: Group, now: float, out: Commands) -> Group:
             return _end(group, "failed", f"{reason} for {group.limits.patience:g} s (elastic_timeout)", out)
         return replace(group, short_since=since, enough=False, reason=reason)
     group = replace(group, short_since=None, since=group.since if group.enough else now, enough=True)
-    if coming and now < group.since + group.limits.timeouts.settle and not _full(group, target):
-        return replace(group, until=group.since + group.limits.timeouts.settle, reason=f"{size} workers ready{waiting}")
+    settled = group.since + group.limits.timeouts.settle
+    if coming and now < settled and not _full(group, target):
+        return replace(group, until=settled, reason=f"{size} workers ready{waiting}")
     return _form(group, target, out)
 
 

@@ -231,8 +231,7 @@ class Driver:
     def _recall(self, saved: Saved) -> None:
         """Before anybody is heard: the newest job of the last driver, of which workers will tell how it ended."""
         if saved.job is not None:
-            run = self.runs[saved.job.name] = Run(saved.job.name, saved.job.program)
-            self.owe(run.future)
+            self.add_run(Run(saved.job.name, saved.job.program))
         self.fleet.results.remove_all_but(list(self.runs))
         if self.notes is not None:
             self.notes.recall(self)
@@ -341,9 +340,7 @@ class Driver:
         if saved.script is None:
             self.take_in(m.JobSubmitted(run.name))
         else:
-            script, terms = saved.script
-            self.scripts.begin(run, script)
-            self.take_in(s.ScriptSubmitted(run.name, script.target, terms))
+            self.scripts.begin(run, *saved.script)
 
     def add_run(self, run: Run) -> None:
         """Keep a run, and of those that have ended the last: the last words of its workers may still come."""

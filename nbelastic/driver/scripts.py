@@ -58,22 +58,20 @@ class Scripts:
 
     # ---- what happens ----
 
-    def begin(self, run: Run, script: wire.Script) -> None:
-        """A script is about to be submitted."""
+    def begin(self, run: Run, script: wire.Script, terms: s.Terms, number: int = 0) -> None:
+        """Submit a script. `number`: of the last round that another driver has begun, if it was submitted there."""
         self._run, self._script = run, script
         self._orders, self._samples = {}, {}
+        self._driver.take_in(s.ScriptSubmitted(run.name, script.target, terms, number))
 
     def begin_again(self, run: Run, job: SavedJob, nodes: Mapping[str, tuple[int, ...]]) -> None:
         """A script of another driver: its hosts' `nodes` are ended, and others start it anew. Guests are asked to come back."""
         assert job.script is not None
-        script, terms = job.script
         for host, numbers in nodes.items():
             for number in numbers:
                 self._started = max(self._started, number)
                 self._driver.fleet.to_agent(host, wire.Recall(number, kill=True))
-        self.begin(run, script)
-        # what was begun last may not have been written down
-        self._driver.take_in(s.ScriptSubmitted(run.name, script.target, terms, job.round + 1))
+        self.begin(run, *job.script, job.round + 1)  # what was begun last may not have been written down
 
     def hear(self, peer: str, message: wire.Message | m.Event) -> None:
         """A node has said something."""

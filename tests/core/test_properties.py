@@ -122,7 +122,9 @@ class AnyStory(RuleBasedStateMachine):
     @rule(data=st.data())
     def end_unreported(self, data):
         """A worker was told to end, and nobody says that it has."""
-        exits = [e for e in self.story.answers if isinstance(e, m.WorkerExited)]
+        stopped = self.story.world.stopped
+        exits = [e for e in self.story.answers if isinstance(e, m.WorkerExited) and e.worker in stopped]
+        assume(exits)
         self.story.answers.remove(data.draw(st.sampled_from(exits)))
 
     @rule(data=st.data())
@@ -263,7 +265,8 @@ class AnyStory(RuleBasedStateMachine):
     def _happens(self, away, data):
         """While no driver is there."""
         fakes = self.story.fakes
-        inside = sorted(str(w) for w, fake in fakes.items() if fake.formed and fake.epoch and not fake.returned)
+        inside = {w for w, fake in fakes.items() if fake.formed and fake.epoch and not fake.returned}
+        inside = sorted(map(str, inside - self.story.stuck))
         every, hosts = sorted(map(str, fakes)), sorted(self.story.agents)
         noticed = data.draw(st.booleans())
         match data.draw(st.sampled_from(["form", "form", "commit", "kill", "host", "error", "return", "end"])):
@@ -517,7 +520,7 @@ class AnyStory(RuleBasedStateMachine):
         forming = {e.worker for e in story.answers if isinstance(e, m.WorkerFormed)}
         leaving = {e.worker for e in story.answers if isinstance(e, m.WorkerReady)}
         leaving = leaving & story.world.ranked if story.world.stage is Stage.LEAVING else set()
-        there = {w for w, fake in story.fakes.items() if fake.epoch} | leaving
+        there = ({w for w, fake in story.fakes.items() if fake.epoch} | leaving) - story.stuck
         inside = sorted(w for w in there - (forming - leaving) if not story.fakes[w].returned)
         assume(inside)
         return data.draw(st.sampled_from(inside))
