@@ -430,7 +430,6 @@ class Driver:
     def _change(self, command: Change, now: float) -> None:
         """Tell workers how the world changes, and note how far that is."""
         to_workers = self.fleet.to_workers
-        self._asked_to_leave = command if isinstance(command, m.AskLeave) else None
         match command:
             case m.FormWorld():
                 self.chronicle.form(command, now)
@@ -439,8 +438,10 @@ class Driver:
                 self.chronicle.prepare(now)
                 to_workers(order.members, wire.Prepare(_formation(order)))
             case m.AskLeave(epoch=epoch, members=members, number=number):
+                self._asked_to_leave = command
                 self.chronicle.begin_change(now, broken=False)
                 to_workers(members, wire.Leave(epoch, ask=number))
+                return
             case m.LeaveAt(epoch=epoch, commit=commit, members=members):
                 to_workers(members, wire.Leave(epoch, commit))
             case m.Stay(epoch=epoch, members=members):
@@ -448,6 +449,7 @@ class Driver:
             case m.AbortWorld(epoch=epoch, members=members, reason=reason):
                 self.chronicle.begin_change(now, broken=True)
                 to_workers(members, wire.Abort(epoch, reason))
+        self._asked_to_leave = None  # now they know
 
     def _job_dir(self) -> Path:
         job = self.world.active
