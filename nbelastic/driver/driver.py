@@ -441,7 +441,6 @@ class Driver:
                 self._asked_to_leave = command
                 self.chronicle.begin_change(now, broken=False)
                 to_workers(members, wire.Leave(epoch, ask=number))
-                return
             case m.LeaveAt(epoch=epoch, commit=commit, members=members):
                 to_workers(members, wire.Leave(epoch, commit))
             case m.Stay(epoch=epoch, members=members):
@@ -449,7 +448,8 @@ class Driver:
             case m.AbortWorld(epoch=epoch, members=members, reason=reason):
                 self.chronicle.begin_change(now, broken=True)
                 to_workers(members, wire.Abort(epoch, reason))
-        self._asked_to_leave = None  # now they know
+        if isinstance(command, m.LeaveAt | m.Stay | m.AbortWorld):
+            self._asked_to_leave = None  # now they know
 
     def _job_dir(self) -> Path:
         job = self.world.active

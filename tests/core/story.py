@@ -187,7 +187,7 @@ class Story:
 
     def commit(self, count: int = 1) -> Story:
         """Every member makes commits: the job trains."""
-        for w, fake in [(w, self.fakes[w]) for w in self.world.members]:
+        for w, fake in [(w, self.fakes[w]) for w in self.world.members if w in self.fakes]:
             fake.commit += count
             fake.steps += count
             fake.begun += count
