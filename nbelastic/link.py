@@ -501,7 +501,7 @@ class Spoke:
         self._out.append(encode(message))
         self.wake()
 
-    def report(self, message: wire.Message) -> None:
+    def report(self, message: wire.Message | m.Event) -> None:
         """Send the newest message of this kind, unless a newer one replaces it before it goes out. It may be lost."""
         self._reports[type(message)] = message
         self.wake()

@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from nbelastic.core import messages as m
 from nbelastic.core import wire
-
-if TYPE_CHECKING:
-    from nbelastic.worker.session import Session
 
 KEPT = 256  # reports; when there are more, every other one goes
 
@@ -70,32 +65,3 @@ class Account:
                 self.numbered = max(self.numbered, formation.epoch)
             case wire.Formation(epoch=epoch) | wire.Abort(epoch=epoch) | wire.Drop(epoch=epoch):
                 self.numbered = max(self.numbered, epoch)
-
-    def statement(self, session: Session, pid: int, *, bound: bool, over: bool, stopped: str) -> wire.WorkerHere:
-        """In the link's thread, while the main thread goes on."""
-        if self.beginning:
-            numbered = max(self.numbered, session.epoch)
-            return wire.WorkerHere(session.worker, pid, self.engine, self.job, self.busy, numbered=numbered)
-        formation, group = session.formation, session.group
-        epoch = group.epoch if group is not None else 0
-        at = formation if formation is not None and formation.epoch == epoch else None
-        return wire.WorkerHere(
-            session.worker,
-            pid,
-            self.engine,
-            self.job,
-            self.busy,
-            session.epoch,
-            epoch,
-            at.rank if at is not None else session.last_rank,
-            at.world_size if at is not None else 0,
-            self.formed and at is not None and not over,
-            max(self.numbered, session.epoch, epoch),
-            bound,
-            session.total,
-            self.holds,
-            session.offered,
-            stopped,
-            self.word,
-            self.reports.take(),
-        )

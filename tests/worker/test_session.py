@@ -13,7 +13,6 @@ import torch
 from nbelastic.core import messages as m
 from nbelastic.core import wire
 from nbelastic.core.delivery import WINDOW
-from nbelastic.worker.formation import Formation
 from nbelastic.worker.printed import BOUND
 from nbelastic.worker.rendezvous import Group
 from nbelastic.worker.session import Session, WorldAborted, WorldLeft
@@ -28,7 +27,7 @@ def session():
     settings["heartbeat"], settings["lease"] = 1.0, 0.0
     session = Session(settings)
     session.group = Group(EPOCH, torch.device("cpu"), "gloo")
-    session.commits = 3
+    session._protocol.epoch, session._protocol.commits = EPOCH, 3
     return session
 
 
@@ -53,7 +52,7 @@ def test_a_question_is_answered_from_within_a_step(session):
     assert not passed.wait(0.2)
     session._receive(wire.Leave(EPOCH, 5))
     thread.join(20)
-    assert (passed.is_set(), session.commits) == (True, 5)
+    assert (passed.is_set(), session._protocol.commits) == (True, 5)
 
 
 def test_a_change_that_is_called_off_holds_nobody(session):
@@ -68,74 +67,6 @@ def test_a_change_that_is_called_off_holds_nobody(session):
     session.committed(6)
     with pytest.raises(WorldLeft):
         session.committed(7)
-
-
-def test_commits_are_reported_and_the_last_one_is_said(session):
-    """Only the newest report counts, so it may get lost; the first of an epoch and the last of a program may not."""
-    session.account.busy = True
-    session._first = 5.0
-    session._send_progress(1.0)
-    session.committed(4)
-    session._send_progress(2.0)
-    assert [message.first for message in said(session)] == [5.0]
-    assert [report.commit for report in session.link._reports.values()] == [4]
-    session.committed(5)
-    session.account.busy = False
-    session._send_progress(3.0)
-    assert [message.commit for message in said(session)] == [0, 5]
-    assert not session.link._reports
-
-
-def reports(session):
-    """Those that were sent for sure, oldest first."""
-    return [message.report for message in said(session) if isinstance(message, wire.WorkerProgress)]
-
-
-def test_a_loss_that_is_nan_in_one_step_is_sent_at_once(session):
-    """Before the next sample is due, for sure, and though the next step's loss is a number again."""
-    session.account.busy = True
-    session.committed(4)
-    session.report({"loss": 0.5})
-    session._send_progress(1.0)
-    session.committed(5)
-    session.report({"loss": float("nan"), "step": 5.0})
-    session.report({"loss": 0.4, "step": 6.0})
-    session._send_progress(1.01)
-    assert reports(session) == [{"loss": None, "step": 6.0}]
-    session.committed(6)
-    session._send_progress(2.0)
-    assert [message.report for message in session.link._reports.values()] == [{"loss": 0.4, "step": 6.0}]
-
-
-def test_a_loss_that_stays_infinite_is_urgent_once(session):
-    """From the second sample on it is sent like any other, however many steps report it."""
-    session.account.busy = True
-    for second in range(1, 5):
-        session.committed(3 + second)
-        for _ in range(3):
-            session.report({"loss": float("inf")})
-            session._send_progress(second + 0.01)
-    assert reports(session) == [{"loss": None}]
-
-
-def test_a_nan_of_a_name_that_the_next_report_lacks_is_sent(session):
-    """As of a validation loss, which only some steps report."""
-    session.account.busy = True
-    session.report({"validation": float("nan")})
-    session.report({"loss": 0.4})
-    session._send_progress(1.0)
-    assert reports(session) == [{"loss": 0.4, "validation": None}]
-
-
-def test_a_nan_after_the_last_commit_is_sent(session):
-    """The program reports it and ends: no further commit comes that would take it along."""
-    session.account.busy = True
-    session.committed(4)
-    session._send_progress(1.0)
-    session.report({"loss": float("nan")})
-    session.account.busy = False
-    session._send_progress(1.01)
-    assert reports(session)[-1] == {"loss": None}
 
 
 @pytest.fixture
@@ -230,53 +161,6 @@ def test_what_comes_while_one_listens_is_not_overheard(session):
     session.committed(4)
     assert session.attention
     assert said(session) == [m.WorkerOffered(session.worker, EPOCH, 4)]
-
-
-def test_a_new_driver_hears_that_a_promise_was_made(session):
-    """And that an epoch that is over is not to be gone on with; what was said before is not said again."""
-    session.job = session.account.job = "job"
-    session.formation = Formation(EPOCH, 1, 2, 1, 2, 0, 1, "", 0, (), (("a", 2),))
-    session.account.busy = session.account.formed = session.account.holds = True
-    session._receive(wire.Leave(EPOCH))
-    session._receive(wire.Welcome(2))
-    (here,) = said(session)
-    assert (here.job, here.busy, here.epoch, here.rank, here.size) == ("job", True, EPOCH, 1, 2)
-    assert (here.formed, here.holds, here.bound, here.numbered, here.stopped) == (True, True, True, EPOCH, "")
-    session._receive(wire.Abort(EPOCH + 1, "gone"))
-    session._receive(wire.Welcome(3))
-    session._receive(wire.Welcome(2))
-    (here,) = said(session)
-    assert (here.formed, here.holds, here.numbered) == (False, True, EPOCH + 1)
-
-
-@pytest.mark.parametrize(("own", "stopped"), [(False, "the job is over"), (True, "")])
-def test_a_new_driver_hears_who_was_told_to_stop(session, own, stopped):
-    """Why, unless it was told to end with its own error."""
-    session.job = session.account.job = "job"
-    session._receive(wire.Quit("job", "the job is over", own=own))
-    session._receive(wire.Welcome(2))
-    (here,) = said(session)
-    assert (here.job, here.stopped) == ("job", stopped)
-
-
-def test_a_new_driver_hears_of_a_program_that_begins(session):
-    """Its job's name and that it runs, and nothing of what is still there of the one before."""
-    session.job = "job-1"
-    session._receive(wire.Quit("job-1", "the job is over"))
-    heard = []
-
-    def warming():
-        session._receive(wire.Welcome(2))
-        heard.extend(said(session))
-
-    session.warm_up.wait = warming
-    session.account.begin("job-2")
-    session.begin("job-2")
-    (here,) = heard
-    assert (here.job, here.busy, here.stopped, here.epoch, here.formed) == ("job-2", True, "", 0, False)
-    session._receive(wire.Welcome(3))
-    (here,) = said(session)
-    assert (here.job, here.busy, here.stopped) == ("job-2", True, "")
 
 
 def test_a_transfer_that_an_abort_does_not_wake_is_left_behind(session):

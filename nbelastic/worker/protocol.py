@@ -1,0 +1,343 @@
+"""What a worker says to its driver, and does at the driver's word: messages and the time go in, actions come out.
+
+There is no socket, thread, clock or process group in here: `Session` carries the actions out. The methods are for one
+thread at a time; `Session` sees to that.
+"""
+
+# mypy: disable-error-code="misc"
+# (msgspec hands `frozen` down to subclasses, which mypy's reading of dataclass_transform does not know)
+from __future__ import annotations
+
+import math
+
+from msgspec import Struct
+
+from nbelastic.core import messages as m
+from nbelastic.core import wire
+from nbelastic.worker.account import Account
+from nbelastic.worker.formation import Formation, formation_of
+
+REPORT_EVERY = 0.25  # seconds between two reports of rank 0
+REPORT_RARELY = 1.0  # the same of all other ranks, of whom only is shown how far they are
+ERROR_BOUND = 500  # characters of an error's text; the traceback has all of it
+News = wire.Message | Formation
+
+
+class Action(Struct, frozen=True):
+    """Something to be done by the worker's process."""
+
+
+class Say(Action):
+    """`newest`: it may be lost, and replaced by a newer one of its kind."""
+
+    message: wire.Message | m.Event
+    newest: bool = False
+
+
+class Introduce(Action):
+    """Tell a new driver all that it needs to know, and nothing that the last one has missed."""
+
+
+class Post(Action):
+    """The main thread is to read this at its next commit or between epochs."""
+
+    news: News
+
+
+class Do(Action):
+    """Something that only a process can do: the driver's message says what."""
+
+    message: wire.Message
+
+
+class Build(Action):
+    """Build the group of this formation beside the training."""
+
+    formation: Formation
+
+
+class SendOutput(Action):
+    """What the program has printed goes to the driver; `later`: it is kept until there is one that takes it."""
+
+    later: bool = False
+
+
+class Abort(Action):
+    """Those who train with this worker are to raise as well."""
+
+
+class End(Action):
+    """Nobody needs this process any more."""
+
+
+class Line(Struct, frozen=True):
+    """The connection to the driver: is it `away`, or so `crowded` that output should wait, and when it was `heard_at`."""
+
+    away: bool
+    crowded: bool
+    heard_at: float
+
+
+class Protocol:
+    """Of one worker. Times are of one clock, in seconds."""
+
+    def __init__(self, worker: m.WorkerId, lease: float) -> None:
+        """`lease`: seconds without a driver after which the worker ends; 0.0: another process sees to that."""
+        self.worker = worker
+        self._lease = lease
+        self._term = 0  # of the newest driver
+        self.account = Account()
+        self.job = ""
+        self.quit: wire.Quit | None = None
+        self._last_quit: wire.Quit | None = None  # it may be of a job whose program has not begun
+        self.left = 0  # the last epoch that was left
+        self.epoch = 0  # the one whose group this worker has, or is forming; 0: none
+        self.formation: Formation | None = None  # of that, when its group stands
+        self.rank = 0  # in this epoch or, between epochs, in the last of this job
+        self.commits = 0  # in this epoch
+        self.total = 0  # over all epochs
+        self.hold: int | None = None  # the commit at which to wait for word of where to leave
+        self.leave_at: int | None = None
+        self._aborted = 0  # the newest epoch that was aborted
+        self._dropped: set[int] = set()  # epochs that were prepared for nothing
+        self.reports = Reports(worker)
+        self._unsent: wire.ProgramResult | None = None
+
+    @property
+    def speaks(self) -> bool:
+        """Whether what all ranks have to say is said by this one: rank 0 of this world or, between worlds, of the last."""
+        return self.rank == 0
+
+    @property
+    def bound(self) -> bool:
+        """Whether it has promised not to go on by itself."""
+        return self.hold is not None or self.leave_at is not None
+
+    def over(self, epoch: int) -> bool:
+        """Whether nobody is to be in this epoch any more."""
+        return epoch <= self._aborted or epoch in self._dropped or self.quit is not None
+
+    def stopped(self, job: str) -> str | None:
+        """Why this job is over, if it is, also if its program has not begun here."""
+        told = self._last_quit
+        return told.reason if told is not None and told.job == job else None
+
+    # ---- the main thread ----
+
+    def begin(self, job: str) -> None:
+        """A new program: nothing of the last one counts."""
+        self.job, self.left, self.epoch, self.commits, self.total, self.rank = job, 0, 0, 0, 0, 0
+        self.hold = self.leave_at = None
+        told = self._last_quit
+        self.quit = told if told is not None and told.job == job else None
+        self.reports = Reports(self.worker)
+        self.account.beginning = False
+
+    def ready(self, commit: int, *, clean: bool, store: str) -> m.WorkerReady:
+        """What is said by who waits for a world."""
+        word = m.WorkerReady(self.worker, self.job, self.left, commit, clean, store, self.account.holds)
+        self.account.word = word
+        return word
+
+    def leave(self) -> None:
+        """It has left its epoch."""
+        self.left, self.epoch, self.formation = max(self.left, self.epoch), 0, None
+        self.account.formed = False
+
+    def enter(self, news: News | None) -> Formation | None:
+        """To who waits for a world: the world that it is in, if that is the news."""
+        match news:
+            case Formation(epoch=epoch) if epoch > self.left and not self.over(epoch):
+                self.commits, self.hold, self.leave_at = 0, None, None
+                self.account.word = None
+                return news
+            case (
+                Formation(epoch=epoch) | wire.Abort(epoch=epoch)
+            ):  # aborted before it had begun: it has been left already
+                self.left = max(self.left, epoch)
+        return None
+
+    def joined(self, formation: Formation) -> None:
+        """Its group stands."""
+        self.formation, self.rank = formation, formation.rank
+
+    def formed(self, took: dict[str, float]) -> m.WorkerFormed:
+        """It has the state too. `took`: milliseconds a phase."""
+        self.account.formed = self.account.holds = True
+        return m.WorkerFormed(self.worker, self.epoch, took)
+
+    def raised(self, error: str, *, intact: bool) -> m.WorkerRaised:
+        """The user's function raised."""
+        word = m.WorkerRaised(self.worker, self.epoch, intact, error[:ERROR_BOUND])
+        self.account.word = word
+        return word
+
+    # ---- the driver's word ----
+
+    def receive(self, message: wire.Message) -> list[Action]:
+        self.account.hear(message)
+        match message:
+            case wire.Welcome(term=term):
+                if term < self._term:
+                    return []
+                self._term = term
+                self._unsent = self.account.result
+                return [Introduce()]
+            case wire.Prepare(formation=formation):
+                return [] if self.over(formation.epoch) else [Build(formation_of(formation, self.worker))]
+            case wire.Formation():
+                return [Post(formation_of(message, self.worker))]
+            case wire.Abort(epoch=epoch):
+                self._aborted = max(self._aborted, epoch)
+                return [Post(message)]
+            case wire.Drop(epoch=epoch):
+                self._dropped.add(epoch)
+                return [Post(message)]
+            case wire.Quit(job=job):
+                self._last_quit = message
+                if job != self.job:
+                    return []
+                self.quit = message
+                return [Post(message)]
+            case wire.Leave():
+                return [*self._arrange(message), Post(message)]
+            case wire.Rehome():
+                return [Do(message), Post(message)]
+        return [Do(message)]
+
+    def _arrange(self, message: wire.Leave) -> list[Action]:
+        """Where to leave this epoch. The promise is made here and not at a commit: the main thread may not get to one, as
+        others, who have made theirs, take no part in the step that it is in.
+        """
+        if message.epoch != self.epoch:
+            return []
+        match message.commit:
+            case None:
+                self.hold = self.commits + 1
+                return [Say(m.WorkerOffered(self.worker, message.epoch, self.commits, message.ask))]
+            case wire.Leave.STAY:
+                self.hold = self.leave_at = None
+            case commit:
+                self.hold, self.leave_at = None, commit
+        return []
+
+    def program_ended(self, result: wire.ProgramResult) -> None:
+        """The driver is told with the next tick, after all that the program has printed."""
+        self.account.result, self.account.busy = result, False
+        self.say_result_again()
+
+    def say_result_again(self) -> None:
+        """How the newest program ended, if it has."""
+        self._unsent = self.account.result
+
+    def statement(self, pid: int, store: str) -> wire.WorkerHere:
+        """To a new driver. `store`: what is offered for the next epoch. The main thread goes on meanwhile."""
+        account, numbered = self.account, max(self.account.numbered, self.left, self.epoch)
+        if account.beginning:  # what else is known is still of the program before
+            return wire.WorkerHere(self.worker, pid, account.engine, account.job, account.busy, numbered=numbered)
+        at, told = self.formation, self.quit
+        return wire.WorkerHere(
+            self.worker,
+            pid,
+            account.engine,
+            account.job,
+            account.busy,
+            self.left,
+            self.epoch,
+            self.rank,
+            at.world_size if at is not None else 0,
+            account.formed and at is not None and not self.over(at.epoch),
+            numbered,
+            self.bound,
+            self.total,
+            account.holds,
+            store,
+            told.reason if told is not None and not told.own else "",
+            account.word,
+            account.reports.take(),
+        )
+
+    # ---- time ----
+
+    def tick(self, now: float, line: Line) -> list[Action]:
+        alone = line.away or 0.0 < self._lease < now - line.heard_at
+        actions: list[Action] = [SendOutput(later=alone or line.crowded)]
+        if alone:
+            actions += self._be_alone(now, line)
+        actions += self._progress(now, line)
+        if self._unsent is not None:
+            actions.append(Say(self._unsent))
+            self._unsent = None
+        return actions
+
+    def _be_alone(self, now: float, line: Line) -> list[Action]:
+        """There is no driver. A broken world is left, as far as that goes, and nobody waits for ever."""
+        word, actions = self.account.word, list[Action]()
+        if isinstance(word, m.WorkerRaised) and not word.intact and self.epoch and word.epoch == self.epoch:
+            actions.append(Abort())  # those who wait for this one are to raise as well
+        if self._lease and now - line.heard_at > self._lease:
+            if not self.account.busy:
+                return [*actions, End()]
+            if self.quit is None:  # as if it were stopped: with a last checkpoint, if the job has those
+                reason = f"no driver has come for {self._lease:g} s (lease)"
+                actions += self.receive(wire.Abort(self.account.numbered, reason))
+                actions += self.receive(wire.Quit(self.job, reason))
+        return actions
+
+    def _progress(self, now: float, line: Line) -> list[Action]:
+        due = self.reports.due(now, self.epoch, self.commits, often=self.speaks)
+        if due is None:
+            return []
+        if line.away:
+            self.account.reports.add(self.total, due.values)
+            return []
+        progress = wire.WorkerProgress(self.worker, self.epoch or self.left, self.total, due.values, due.first)
+        # The first one of an epoch, and the last of a program, are the only ones of their kind.
+        return [Say(progress, newest=due.first is None and self.account.busy and not due.urgent)]
+
+
+class Due(Struct, frozen=True):
+    """What is to be reported now."""
+
+    values: dict[str, float | None]
+    first: float | None
+    urgent: bool
+
+
+class Reports:
+    """What the program reports, from the main thread, and when it is sent, in the link's."""
+
+    def __init__(self, worker: m.WorkerId) -> None:
+        self._worker = worker
+        self._values: dict[str, float] = {}
+        self._not_finite: dict[str, None] = {}  # names that were so at least once since the last sending
+        self._diverged: frozenset[str] = frozenset()  # names that were so in the last sending
+        self._first: float | None = None
+        self._sent: tuple[int, int] = (0, 0)
+        self._next = 0.0
+
+    def put(self, values: dict[str, float]) -> bool:
+        """The newest are sent now and then. True: now, as one is not finite, and is not replaced by newer ones before."""
+        self._values = values
+        wrong = [name for name, value in values.items() if not math.isfinite(value)]
+        self._not_finite.update(dict.fromkeys(wrong))
+        return not self._diverged.issuperset(wrong)
+
+    def begin(self, first: float) -> None:
+        """The first commit of an epoch, so many milliseconds after it was formed."""
+        self._first = first
+
+    def due(self, now: float, epoch: int, commits: int, *, often: bool) -> Due | None:
+        first = self._first
+        if first is not None:  # else the main thread may be about to say it
+            self._first = None
+        values = self._values
+        wrong = frozenset(self._not_finite.copy()).union(n for n, value in values.items() if not math.isfinite(value))
+        urgent = not wrong <= self._diverged
+        if first is None and not urgent and ((epoch, commits) == self._sent or now < self._next):
+            return None
+        for name in wrong:
+            self._not_finite.pop(name, None)
+        every = REPORT_EVERY if often else REPORT_RARELY
+        self._sent, self._next, self._diverged = (epoch, commits), now + every, wrong
+        return Due({**values, **dict.fromkeys(wrong)}, first, urgent)

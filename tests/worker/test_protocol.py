@@ -1,0 +1,285 @@
+"""What a worker says and does at the driver's word: no process, no socket, no clock."""
+
+from __future__ import annotations
+
+import pytest
+
+from nbelastic.core import messages as m
+from nbelastic.core import wire
+from nbelastic.worker.formation import Formation
+from nbelastic.worker.protocol import Abort, Build, Do, End, Introduce, Line, Post, Protocol, Say, SendOutput
+
+EPOCH = 7
+W = m.WorkerId("a", 0, 1)
+HERE = Line(away=False, crowded=False, heard_at=0.0)
+AWAY = Line(away=True, crowded=False, heard_at=0.0)
+ORDER = wire.Formation(EPOCH + 1, (("a", (0, 1)),), "10.0.0.1:1", 0, ((1, 2),))
+
+
+@pytest.fixture
+def worker():
+    """In the middle of an epoch of its job, at its third commit there."""
+    worker = Protocol(W, lease=0.0)
+    worker.account.begin("job")
+    worker.begin("job")
+    worker.epoch, worker.commits = EPOCH, 3
+    worker.joined(Formation(EPOCH, 1, 2, 1, 2, 0, 1, "", 0, (), (("a", 2),)))
+    worker.formed({})
+    return worker
+
+
+def commit(worker):
+    worker.commits += 1
+    worker.total += 1
+
+
+def said(actions):
+    return [action.message for action in actions if isinstance(action, Say)]
+
+
+# ---- changes ----
+
+
+def test_a_question_is_a_promise_at_once(worker):
+    """The main thread may not get to a commit, as others have promised theirs: the answer does not wait for it."""
+    question = wire.Leave(EPOCH, ask=2)
+    assert worker.receive(question) == [Say(m.WorkerOffered(W, EPOCH, 3, 2)), Post(question)]
+    assert (worker.hold, worker.bound) == (4, True)
+    worker.receive(wire.Leave(EPOCH, 6))
+    assert (worker.hold, worker.leave_at, worker.bound) == (None, 6, True)
+    worker.receive(wire.Leave(EPOCH, wire.Leave.STAY))
+    assert not worker.bound
+
+
+def test_a_question_about_another_epoch_is_no_promise(worker):
+    """It has been left, or is not there yet."""
+    assert not said(worker.receive(wire.Leave(EPOCH - 1)))
+    worker.receive(wire.Leave(EPOCH - 1, 4))
+    assert not worker.bound
+
+
+@pytest.mark.parametrize("word", [wire.Abort(EPOCH, "gone"), wire.Drop(EPOCH), wire.Quit("job", "over")])
+def test_an_epoch_can_be_over_in_three_ways(worker, word):
+    """Aborted, prepared for nothing, or its job has ended: the main thread learns of it."""
+    assert not worker.over(EPOCH)
+    assert worker.receive(word) == [Post(word)]
+    assert worker.over(EPOCH)
+
+
+def test_an_abort_counts_for_older_epochs_too(worker):
+    """And takes nothing back: an older one comes late."""
+    worker.receive(wire.Abort(EPOCH + 1, "gone"))
+    worker.receive(wire.Abort(EPOCH, "gone"))
+    assert [worker.over(epoch) for epoch in (EPOCH, EPOCH + 1, EPOCH + 2)] == [True, True, False]
+
+
+def test_a_group_is_built_unless_it_is_over_already(worker):
+    """The order to prepare it comes after the one that drops it."""
+    (build,) = worker.receive(wire.Prepare(ORDER))
+    assert isinstance(build, Build)
+    assert (build.formation.epoch, build.formation.rank, build.formation.receivers) == (EPOCH + 1, 0, (1,))
+    worker.receive(wire.Drop(EPOCH + 1))
+    assert worker.receive(wire.Prepare(ORDER)) == []
+
+
+def test_what_only_a_process_can_do_is_left_to_it(worker):
+    """Programs, questions of where it is, the end of one that is stuck; another address is news for the main thread too."""
+    for message in (wire.Cell(1, "x"), wire.Look(EPOCH), wire.EndStuck(keep=True)):
+        assert worker.receive(message) == [Do(message)]
+    moved = wire.Rehome("10.0.0.2", "eth0")
+    assert worker.receive(moved) == [Do(moved), Post(moved)]
+
+
+# ---- between epochs ----
+
+
+def test_who_waits_for_a_world_enters_a_newer_one(worker):
+    """Its own last epoch is over for it, and one that was aborted before it began is left already."""
+    worker.leave()
+    word = worker.ready(5, clean=True, store="10.0.0.1:1")
+    assert word == m.WorkerReady(W, "job", EPOCH, 5, True, "10.0.0.1:1", True)
+    (post,) = worker.receive(ORDER)
+    worker.receive(wire.Abort(EPOCH + 1, "gone"))
+    assert worker.enter(post.news) is None
+    assert worker.ready(5, clean=True, store="").epoch == EPOCH + 1
+    (post,) = worker.receive(wire.Formation(EPOCH + 2, ORDER.hosts, "", 0, ()))
+    assert worker.enter(post.news) is post.news
+    assert (worker.commits, worker.account.word) == (0, None)
+
+
+@pytest.mark.parametrize("news", [None, wire.Leave(EPOCH), wire.Drop(EPOCH)])
+def test_other_news_is_no_world(worker, news):
+    """Whoever waits says its word again."""
+    worker.leave()
+    assert worker.enter(news) is None
+    assert worker.left == EPOCH
+
+
+def test_a_new_program_knows_nothing_of_the_last(worker):
+    """But if its job is over by then, that counts."""
+    worker.receive(wire.Leave(EPOCH))
+    worker.receive(wire.Quit("next", "stopped by hand"))
+    assert worker.quit is None
+    worker.begin("next")
+    assert (worker.epoch, worker.left, worker.commits, worker.bound, worker.rank) == (0, 0, 0, False, 0)
+    assert (worker.stopped("next"), worker.stopped("job")) == ("stopped by hand", None)
+    assert worker.over(1)
+
+
+# ---- what is reported ----
+
+
+def progress(worker, now, line=HERE):
+    """What it reports now: (for sure, the message)."""
+    found = [action for action in worker.tick(now, line) if isinstance(action, Say)]
+    return [(not action.newest, action.message) for action in found if isinstance(action.message, wire.WorkerProgress)]
+
+
+def values(worker, now):
+    return [(sure, message.report) for sure, message in progress(worker, now)]
+
+
+def test_commits_are_reported_and_the_last_one_is_said(worker):
+    """Only the newest report counts, so it may get lost; the first of an epoch and the last of a program may not."""
+    worker.reports.begin(5.0)
+    ((sure, first),) = progress(worker, 1.0)
+    assert (sure, first.first) == (True, 5.0)
+    commit(worker)
+    ((sure, next_),) = progress(worker, 3.0)
+    assert (sure, next_.first, next_.commit) == (False, None, 1)
+    commit(worker)
+    worker.account.busy = False
+    ((sure, last),) = progress(worker, 5.0)
+    assert (sure, last.commit) == (True, 2)
+
+
+def test_rank_0_reports_more_often(worker):
+    """The others only say how far they are."""
+    commit(worker)
+    assert len(progress(worker, 1.0)) == 1
+    commit(worker)
+    assert not progress(worker, 1.9)
+    worker.rank = 0
+    assert len(progress(worker, 2.1)) == 1
+    commit(worker)
+    assert len(progress(worker, 2.4)) == 1
+
+
+def test_a_loss_that_is_nan_in_one_step_is_sent_at_once(worker):
+    """Before the next sample is due, for sure, and though the next step's loss is a number again."""
+    commit(worker)
+    worker.reports.put({"loss": 0.5})
+    progress(worker, 1.0)
+    commit(worker)
+    assert worker.reports.put({"loss": float("nan"), "step": 5.0})
+    worker.reports.put({"loss": 0.4, "step": 6.0})
+    assert values(worker, 1.01) == [(True, {"loss": None, "step": 6.0})]
+    commit(worker)
+    assert values(worker, 3.0) == [(False, {"loss": 0.4, "step": 6.0})]
+
+
+def test_a_loss_that_stays_infinite_is_urgent_once(worker):
+    """From the second sample on it is sent like any other, however many steps report it."""
+    sure = []
+    for second in range(1, 10, 2):
+        commit(worker)
+        for _ in range(3):
+            worker.reports.put({"loss": float("inf")})
+            sure += [is_sure for is_sure, _ in values(worker, second + 0.01)]
+    assert sure == [True, False, False, False, False]
+
+
+def test_a_nan_of_a_name_that_the_next_report_lacks_is_sent(worker):
+    """As of a validation loss, which only some steps report."""
+    worker.reports.put({"validation": float("nan")})
+    worker.reports.put({"loss": 0.4})
+    assert values(worker, 1.0) == [(True, {"loss": 0.4, "validation": None})]
+
+
+def test_a_nan_after_the_last_commit_is_sent(worker):
+    """The program reports it and ends: no further commit comes that would take it along."""
+    commit(worker)
+    progress(worker, 1.0)
+    worker.reports.put({"loss": float("nan")})
+    worker.account.busy = False
+    assert values(worker, 1.01) == [(True, {"loss": None})]
+
+
+def test_a_result_comes_after_all_that_was_printed_and_reported(worker):
+    """The driver is to know all of it when the program has ended; it hears the result once."""
+    commit(worker)
+    result = wire.ProgramResult(W, "job")
+    worker.program_ended(result)
+    output, *rest = worker.tick(1.0, HERE)
+    assert output == SendOutput()
+    assert [type(message) for message in said(rest)] == [wire.WorkerProgress, wire.ProgramResult]
+    assert not said(worker.tick(9.0, HERE))
+
+
+def test_output_waits_for_a_driver_that_takes_it(worker):
+    """It is away, or does not confirm what it gets."""
+    crowded = Line(away=False, crowded=True, heard_at=0.0)
+    assert [worker.tick(1.0, line)[0].later for line in (HERE, crowded, AWAY)] == [False, True, True]
+
+
+# ---- without a driver, and with a new one ----
+
+
+def test_who_lost_a_connection_passes_it_on(worker):
+    """Without a driver nobody aborts the others: who has raised lets them raise as well. The program's own error does not."""
+    assert Abort() not in worker.tick(1.0, AWAY)
+    worker.raised("RuntimeError: x", intact=True)
+    assert Abort() not in worker.tick(1.0, AWAY)
+    worker.raised("RuntimeError: x", intact=False)
+    assert Abort() in worker.tick(1.0, AWAY)
+    assert Abort() not in worker.tick(1.0, HERE)
+
+
+def test_a_worker_that_nobody_comes_back_for_ends(worker):
+    """The lease is over: its program stops as if by hand, with a last checkpoint; when that has ended, so does it."""
+    worker._lease = 5.0
+    assert End() not in worker.tick(4.0, HERE)
+    news = [action.news for action in worker.tick(6.0, HERE) if isinstance(action, Post)]
+    assert news == [wire.Abort(0, "no driver has come for 5 s (lease)"), wire.Quit("job", news[0].reason)]
+    assert worker.over(EPOCH)
+    assert not [action for action in worker.tick(7.0, HERE) if isinstance(action, Post)]
+    worker.account.busy = False
+    assert End() in worker.tick(8.0, HERE)
+
+
+def test_a_new_driver_is_introduced_to_and_hears_the_result_again(worker):
+    """An older one's welcome comes late, and is not answered."""
+    worker.program_ended(wire.ProgramResult(W, "job"))
+    worker.tick(1.0, HERE)
+    assert worker.receive(wire.Welcome(2)) == [Introduce()]
+    assert worker.receive(wire.Welcome(1)) == []
+    assert wire.ProgramResult(W, "job") in said(worker.tick(2.0, HERE))
+
+
+def test_a_new_driver_hears_that_a_promise_was_made(worker):
+    """And that an epoch that is over is not to be gone on with."""
+    worker.receive(wire.Leave(EPOCH))
+    here = worker.statement(1, "store")
+    assert (here.job, here.busy, here.epoch, here.rank, here.size) == ("job", True, EPOCH, 1, 2)
+    assert (here.formed, here.holds, here.bound, here.numbered, here.stopped) == (True, True, True, EPOCH, "")
+    worker.receive(wire.Abort(EPOCH + 1, "gone"))
+    here = worker.statement(1, "store")
+    assert (here.formed, here.holds, here.numbered, here.store) == (False, True, EPOCH + 1, "store")
+
+
+@pytest.mark.parametrize(("own", "stopped"), [(False, "the job is over"), (True, "")])
+def test_a_new_driver_hears_who_was_told_to_stop(worker, own, stopped):
+    """Why, unless it was told to end with its own error."""
+    worker.receive(wire.Quit("job", "the job is over", own=own))
+    assert worker.statement(1, "").stopped == stopped
+
+
+def test_a_new_driver_hears_of_a_program_that_begins(worker):
+    """Its job's name and that it runs, and nothing of what is still there of the one before."""
+    worker.receive(wire.Quit("job", "the job is over"))
+    worker.account.begin("next")
+    here = worker.statement(1, "")
+    assert (here.job, here.busy, here.stopped, here.epoch, here.formed) == ("next", True, "", 0, False)
+    worker.begin("next")
+    here = worker.statement(1, "")
+    assert (here.job, here.busy, here.stopped) == ("next", True, "")
