@@ -34,6 +34,11 @@ def runs() -> Path:
     return path
 
 
+def kept(folder: Path, worker: object) -> Path:
+    """Where this worker keeps the training state for another one, in its agent's folder."""
+    return folder / f"kept-{str(worker).replace('/', '-')}"
+
+
 def make_private(folder: Path) -> None:
     """Make it, and those around it that are not there yet, for their owner alone."""
     if not folder.is_dir():

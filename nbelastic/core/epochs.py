@@ -8,6 +8,7 @@ from msgspec.structs import replace
 
 from nbelastic.core import addresses, jobs, staffing
 from nbelastic.core import messages as m
+from nbelastic.core.holders import bequeath, forget_kept, keeper, state_lives
 from nbelastic.core.limits import NEVER
 from nbelastic.core.placement import rank_order
 from nbelastic.core.world import (
@@ -113,20 +114,6 @@ def _bury(world: World, ids: frozenset[m.WorkerId]) -> World:
     )
 
 
-def state_lives(world: World, without: Collection[m.WorkerId] = ()) -> bool:
-    """Whether the job's training state, if there is one yet, is somewhere else than with these workers."""
-    job = world.active
-    if job is None or not job.formed or world.kept is not None:
-        return True
-    holders = (w for ids in (world.members, world.waiting) for w in ids if world.workers[w].has_state)
-    return any(w not in without for w in holders)
-
-
-def alone_holds_state(world: World, w: m.WorkerId) -> bool:
-    """Whether the job's training state would be lost with it."""
-    return world.workers[w].has_state and not state_lives(world, (w,))
-
-
 def break_epoch(world: World, why: str, now: float, out: Commands) -> World:
     """The epoch is broken: everyone else is aborted wherever it blocks, and the survivors gather."""
     job = world.active
@@ -206,13 +193,13 @@ def left(world: World, worker: Worker, now: float, out: Commands) -> World:
     return jobs.end(world, "failed", why, now, out)
 
 
-def formed(world: World, w: m.WorkerId, out: Commands) -> World:
+def formed(world: World, w: m.WorkerId, now: float, out: Commands) -> World:
     """`w` is in, and holds the state from now on. The world runs when all members do."""
     world = put(world, replace(world.workers[w], has_state=True, failures=0))
-    return complete(replace(world, awaiting=world.awaiting - {w}), out)
+    return complete(replace(world, awaiting=world.awaiting - {w}), now, out)
 
 
-def complete(world: World, out: Commands) -> World:
+def complete(world: World, now: float, out: Commands) -> World:
     """The world runs if all members are in."""
     job = world.active
     assert job is not None
@@ -220,12 +207,24 @@ def complete(world: World, out: Commands) -> World:
         return world
     text = f"world of {len(world.members)} at epoch {world.epoch}"
     out.append(m.Record("world-formed", text, epoch=world.epoch))
-    return replace(world, stage=Stage.RUNNING, unformed=0, kept=None, job=replace(job, formed=True))
+    behind = {w: replace(world.workers[w], has_state=False) for w in world.waiting if world.workers[w].has_state}
+    world = replace(world, workers=world.workers | behind) if behind else world
+    world = replace(world, stage=Stage.RUNNING, unformed=0, job=replace(job, formed=True))
+    return _inherited(world, now, out) if world.kept is not None else world
+
+
+def _inherited(world: World, now: float, out: Commands) -> World:
+    """The state that was kept is back in a world. For its sake a worker more may have been started on that host."""
+    name = keeper(world)
+    world = forget_kept(world, out)
+    if world.hosts[name].phase is HostPhase.DRAINING:
+        world = staffing.retire_empty(staffing.dismiss(world, staffing.on_host(world, name), now, out), name, out)
+    return staffing.staff(world, now, out)
 
 
 def gather(world: World, now: float, out: Commands) -> World:
     """No world: form one as soon as there are enough."""
-    world = release(world, staying(world), out)
+    world = bequeath(release(world, staying(world), out), out)
     limits = world.limits
     if world.unformed and world.mesh.pairs:
         text = f"epoch {world.epoch} did not form: its hosts are asked whether they reach one another"
@@ -237,8 +236,8 @@ def gather(world: World, now: float, out: Commands) -> World:
         return _too_few(world, text, now, coming=ready + coming >= limits.min)
     members = next_members(world)
     if world.kept is not None and not any(world.workers[w].has_state for w in members):
-        host = world.kept.host
-        coming = any(w.host == host and world.workers[w].registered for w in world.starting)
+        host, heir = keeper(world), world.kept.heir
+        coming = heir in world.waiting or any(w.host == host and world.workers[w].registered for w in world.starting)
         return _too_few(world, f"the training state is kept on {host}, for a worker there", now, coming=coming)
     survivors = len(world.members) - len(world.leaving)
     if survivors < limits.min and ready < limits.most and not staffing.settled(world, now):
@@ -277,7 +276,7 @@ def give_up(world: World, now: float, out: Commands) -> World:
     limits, ready = world.limits, len(world.members) + len(world.waiting)
     text = f"{ready} of min {limits.min} workers ready"
     if world.kept is not None:
-        text += f", and none with the training state, which is kept on {world.kept.host},"
+        text += f", and none with the training state, which is kept on {keeper(world)},"
     if world.paused_since is None:
         text += f" for {limits.patience:g} s (elastic_timeout)"
     else:
@@ -375,6 +374,7 @@ def enter(world: World, order: m.FormWorld, ahead: frozenset[m.WorkerId]) -> Wor
         awaiting=world.ranked - ahead,
         waiting=waiting - world.ranked,
         suspects=frozenset(),
+        stuck=frozenset(),
         workers=workers,
         short_since=None,
         until=NEVER,

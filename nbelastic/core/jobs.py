@@ -6,6 +6,7 @@ from msgspec.structs import replace
 
 from nbelastic.core import messages as m
 from nbelastic.core import setup, staffing
+from nbelastic.core.holders import forget_kept
 from nbelastic.core.limits import NEVER
 from nbelastic.core.world import NO_BREAKS, Job, Stage, WorkerState, World
 
@@ -43,7 +44,6 @@ def submit(world: World, name: str, now: float, out: Commands) -> World:
     world = replace(
         world,
         job=Job(name),
-        kept=None,
         script=None,
         workers=workers,
         starting=frozenset(starting),
@@ -110,9 +110,9 @@ def end(
     out.append(m.EndJob(job.name, outcome, reason, ranks, culprit))
     leaving = sorted(world.leaving)
     world = replace(
-        world,
+        forget_kept(world, out),
         job=replace(job, outcome=outcome, reason=reason),
-        kept=None,
+        stuck=frozenset(),
         stage=Stage.GATHERING,
         members=(),
         ranked=frozenset(),

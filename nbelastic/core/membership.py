@@ -30,6 +30,7 @@ from nbelastic.core import (
 )
 from nbelastic.core import messages as m
 from nbelastic.core import script_messages as s
+from nbelastic.core.holders import alone_holds_state, claims
 from nbelastic.core.limits import NEVER
 from nbelastic.core.world import (
     HostPhase,
@@ -165,8 +166,8 @@ def _take(world: World, event: m.Event, now: float, out: Commands) -> World:
             return liveness.silent(waits.silent(world, event, now), event, now, out)
         case m.WorkerHeard(worker=w):
             return liveness.heard(world, w)
-        case m.WorkerStuck(worker=w):
-            return stuck.asks(world, w, out)
+        case m.WorkerStuck():
+            return stuck.asks(world, event, now, out)
         case m.StateKept():
             return stuck.kept(world, event, out)
         case m.RestartRequested(worker=w, by=by):
@@ -263,7 +264,7 @@ def _restart(world: World, w: m.WorkerId, by: str, now: float, out: Commands) ->
     """A person has lost patience with it: it is killed and replaced, without a strike. Not if the job would be lost."""
     if world.stopping or w in world.stopped:
         return world
-    if epochs.alone_holds_state(world, w):
+    if alone_holds_state(world, w):
         text = f"{by}: {w} is not restarted, as it alone holds the training state"
         out.append(m.Record("order-refused", text, host=w.host, worker=str(w)))
         return world
@@ -288,8 +289,9 @@ def _ready(world: World, event: m.WorkerReady, now: float, out: Commands) -> Wor
         commit=event.commit,
         clean=event.clean,
         store=event.store,
-        has_state=event.holds,
+        has_state=claims(world, old, event),
     )
+    world = replace(world, stuck=less(world.stuck, frozenset({w})))
     if w not in world.ranked:
         is_first = not world.waiting or world.short_since is not None  # that of them which makes them enough counts
         world = replace(world, since=now if is_first else world.since)
@@ -329,7 +331,7 @@ def _take_word(world: World, event: Word, now: float, out: Commands) -> World:
             return put(world, replace(world.workers[w], store=store))
         case m.WorkerFormed():
             forming = world.stage is Stage.FORMING and w in world.awaiting
-            return epochs.formed(world, w, out) if forming else world
+            return epochs.formed(world, w, now, out) if forming else world
         case m.WorkerOffered(commit=commit, ask=ask):
             if world.stage is not Stage.ASKED or w not in world.awaiting or ask != world.asks:
                 return world

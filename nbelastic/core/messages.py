@@ -284,14 +284,18 @@ class WorkerSucceeded(Event):
 
 
 class WorkerStuck(Event):
-    """Its main thread sleeps in a collective of `epoch`, and the abort does not wake it: it asks how to end. See `EndStuck`."""
+    """Its main thread sleeps in a collective of `epoch`, and the abort does not wake it. It asks for `EndStuck`, until it gets it.
+
+    `keeping`: it was told to keep the training state, and is at it.
+    """
 
     worker: WorkerId
     epoch: int
+    keeping: bool = False
 
 
 class StateKept(Event):
-    """Stuck, it has kept the state of this `commit` on its host, for the next worker there. It says so until it is told to end."""
+    """Stuck, it has written the state of this `commit` to its host's disk. It says so until it is told to end."""
 
     worker: WorkerId
     job: str
@@ -390,10 +394,24 @@ class StopWorker(Command):
 
 
 class EndStuck(Command):
-    """The answer to `WorkerStuck` and `StateKept`: it ends itself. `keep`: not before it has kept the training state, as it alone holds it."""
+    """The answer to `WorkerStuck` and `StateKept`: it ends itself. `keep`: it first writes the training state to its host's disk."""
 
     worker: WorkerId
     keep: bool = False
+
+
+class TakeKept(Command):
+    """Read the state of this `commit` that the worker `by` has kept on this host, and then say `WorkerReady` again."""
+
+    worker: WorkerId
+    by: WorkerId
+    commit: int
+
+
+class ForgetKept(Command):
+    """What the worker `by` has kept on its host is not needed any more."""
+
+    by: WorkerId
 
 
 class RunSetup(Command):

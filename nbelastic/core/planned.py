@@ -211,7 +211,7 @@ def _change(world: World, now: float, out: Commands) -> World:
         ahead = world.ahead
         back = (w for w in world.members if w not in world.leaving and w not in plan.members)  # need not leave any more
         world = epochs.release(world, (*plan.members, *back), out)
-        world = epochs.complete(epochs.enter(world, plan, ahead), out)
+        world = epochs.complete(epochs.enter(world, plan, ahead), now, out)
         return _plan(world, now, out) if world.stage is Stage.RUNNING else world
     if plan is not None:  # they have to come back from there first
         return progress(epochs.call_off(world, out), now, out)

@@ -9,6 +9,7 @@ from itertools import islice
 from msgspec.structs import replace
 
 from nbelastic.core import messages as m
+from nbelastic.core.holders import keeper
 from nbelastic.core.limits import NEVER
 from nbelastic.core.world import Host, HostPhase, Slot, Worker, WorkerState, World, less
 
@@ -103,6 +104,8 @@ def retire_empty(world: World, name: str, out: Commands) -> World:
     host = world.hosts.get(name)
     if host is None or host.phase is not HostPhase.DRAINING or world.stopping or on_host(world, name):
         return world
+    if name == keeper(world):
+        return world
     out.append(m.StopAgent(name))
     out.append(m.Record("host-gone", f"{name} has left", host=name))
     return _forget(world, name)
@@ -191,8 +194,16 @@ def staff(world: World, now: float, out: Commands) -> World:
         return world
     world = _shed(world, now, out)
     wanted = world.limits.wanted - _staying(world)
+    lacking = keeper(world) if _lacks_heir(world) else None
     changed: dict[str, Host] = {}
     started: list[m.WorkerId] = []
+
+    def room(name: str, host: Host) -> float:
+        """How many may be started there."""
+        if name == lacking and host.phase in (HostPhase.UP, HostPhase.DRAINING):
+            return max(1, wanted - len(started))
+        return wanted - len(started) if host.phase is HostPhase.UP else 0
+
     wake = min((comes_by(world, w) for w in world.starting), default=NEVER)
     for name, host in _in_turn(world):
         if host.phase is HostPhase.LOST and host.retry_at <= now:
@@ -203,8 +214,8 @@ def staff(world: World, now: float, out: Commands) -> World:
             wake = min(wake, host.retry_at)
         elif host.phase is HostPhase.STARTING:
             wake = min(wake, speaks_by(world, host))
-        elif host.phase is HostPhase.UP and not host.full and wanted > len(started):
-            filled, fresh, cooled_at = _fill(host, wanted - len(started), now)
+        elif not host.full and room(name, host) > 0:
+            filled, fresh, cooled_at = _fill(host, room(name, host), now)
             wake = min(wake, cooled_at)
             if fresh:
                 changed[name] = filled
@@ -225,8 +236,14 @@ def staff(world: World, now: float, out: Commands) -> World:
 
 def _in_turn(world: World) -> Iterable[tuple[str, Host]]:
     """By seniority; but first the host that keeps the training state, which only a worker there can take."""
-    kept = world.kept
-    return world.hosts.items() if kept is None else sorted(world.hosts.items(), key=lambda item: item[0] != kept.host)
+    first = keeper(world)
+    return world.hosts.items() if not first else sorted(world.hosts.items(), key=lambda item: item[0] != first)
+
+
+def _lacks_heir(world: World) -> bool:
+    """Whether nobody lives on the host that keeps the training state: then a worker is started there, wanted or not."""
+    name = keeper(world)
+    return name in world.hosts and all(w in world.stopped or w in world.failed for w in on_host(world, name))
 
 
 def too_many(asked: int, room: int) -> str:
@@ -305,7 +322,7 @@ def _shed(world: World, now: float, out: Commands) -> World:
     if surplus <= 0:
         return world
     busy = world.ranked | world.stopped | world.failed
-    idle = (w for w in reversed(world.workers) if w not in busy)
+    idle = (w for w in reversed(world.workers) if w not in busy and w.host != keeper(world))
     return stop_workers(world, list(islice(idle, surplus)), out)
 
 

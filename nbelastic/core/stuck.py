@@ -1,45 +1,66 @@
-"""Workers that no abort wakes end themselves. Who alone holds the training state keeps it for its successor first."""
+"""Workers that no abort wakes end themselves. If nobody else holds the training state, one of them keeps it on disk first.
+
+A worker of the same host reads it from there, and then holds it like any other.
+"""
 
 from __future__ import annotations
 
 from msgspec.structs import replace
 
-from nbelastic.core import epochs, jobs
+from nbelastic.core import jobs
 from nbelastic.core import messages as m
-from nbelastic.core.world import HostPhase, Kept, World, put
+from nbelastic.core.holders import holders, keeper, state_lives
+from nbelastic.core.world import HostPhase, Kept, Stage, World
 
 Commands = list[m.Command]
 
 
-def asks(world: World, w: m.WorkerId, out: Commands) -> World:
-    """How is it to end? What it holds does not count any more, if it need not keep it."""
-    keep = w not in world.stopped and epochs.alone_holds_state(world, w)
-    out.append(m.EndStuck(w, keep))
-    return world if keep else put(world, replace(world.workers[w], has_state=False))
+def asks(world: World, event: m.WorkerStuck, now: float, out: Commands) -> World:
+    """How is it to end? As long as it is open whether others still hold the state it gets no answer, and asks again."""
+    w = event.worker
+    if event.keeping:
+        if world.wait is not None and w in world.awaiting:
+            world = replace(world, wait=replace(world.wait, worked={**world.wait.worked, w: now}))
+        return world
+    if w in world.ranked:
+        world = replace(world, stuck=world.stuck | {w})
+    if w in world.stopped or not world.workers[w].has_state or world.kept is not None or not _is_formed(world):
+        out.append(m.EndStuck(w))
+        return world
+    others = [o for o in holders(world) if o != w]
+    awake = [o for o in others if o not in world.stuck]
+    if any(world.stage is not Stage.GATHERING or o not in world.awaiting for o in awake):
+        out.append(m.EndStuck(w))
+    elif not awake and w == min((w, *others)):
+        out.append(m.EndStuck(w, keep=True))
+    return world
+
+
+def _is_formed(world: World) -> bool:
+    return world.active is not None and world.active.formed
 
 
 def kept(world: World, event: m.StateKept, out: Commands) -> World:
     """The state is safe: the worker may end."""
     w, job = event.worker, world.active
     out.append(m.EndStuck(w))
-    found = Kept(w.host, event.commit)
-    if job is None or job.name != event.job or not job.formed or world.kept == found:
+    if job is None or job.name != event.job or not job.formed:
+        out.append(m.ForgetKept(w))
         return world
-    text = (
-        f"nothing wakes {w}, which alone holds the training state: it has kept commit {event.commit} for its successor"
-    )
+    if world.kept is not None:
+        return world
+    text = f"nothing wakes {w}, which alone holds the training state: it has kept commit {event.commit} on {w.host}"
     out.append(m.Record("state-kept", text, host=w.host, worker=str(w), epoch=world.epoch))
-    return replace(world, kept=found)
+    return replace(world, kept=Kept(w, event.commit))
 
 
 def progress(world: World, now: float, out: Commands) -> World:
     """What was kept on a host is lost with it."""
-    assert world.kept is not None
-    name = world.kept.host
+    name = keeper(world)
     host = world.hosts.get(name)
     if host is not None and host.phase is not HostPhase.LOST:
         return world
     world = replace(world, kept=None)
-    if epochs.state_lives(world):
+    if state_lives(world):
         return world
     return jobs.end(world, "failed", f"the training state was kept on {name}, which is gone", now, out)

@@ -15,6 +15,7 @@ from msgspec.structs import replace
 from nbelastic.core import epochs, jobs, networks, setup, staffing
 from nbelastic.core import messages as m
 from nbelastic.core.addresses import is_loopback
+from nbelastic.core.holders import forget_kept, state_lives
 from nbelastic.core.limits import Limits
 from nbelastic.core.membership import step
 from nbelastic.core.wire import AgentHello, WorkerHere
@@ -115,7 +116,7 @@ def summary(world: World) -> SavedWorld:
         outcome=job.outcome,
         reason=job.reason,
         formed=job.formed,
-        kept=world.kept,
+        kept=replace(world.kept, heir=None) if world.kept is not None else None,
         ranks=job.ranks,
         setup=world.setup,
         ran=tuple((w, tuple(sorted(worker.ran))) for w, worker in world.workers.items() if worker.registered),
@@ -340,10 +341,12 @@ def _world(world: World, saved: SavedWorld, inside: Heard, now: float, out: Comm
     if told and not finished:
         return _end(seat(world, holders), inside, told, now, out)
     if not holders:
-        if not epochs.state_lives(world):
+        if not state_lives(world):
             why = f"no worker is left that holds the training state: the last one was lost {GONE}"
             return jobs.end(world, "failed", why, now, out)
         return _call_back(world, inside, out)
+    if world.kept is not None and max(inside[w].commit for w in holders) > world.kept.commit:
+        world = forget_kept(world, out)
     late = frozenset(told).intersection(holders)
     world = jobs.linger(world, now) if late else world
     job = replace(job, formed=True, succeeded=finished, late=late)
@@ -380,6 +383,7 @@ def _go_on(world: World, members: tuple[m.WorkerId, ...], inside: Heard, out: Co
     """Nobody of this world is disturbed. What was to follow it will not be."""
     known = [inside[w] for w in members if w in inside]
     epoch = known[0].epoch
+    world = forget_kept(world, out)
     world = _call_back(seat(world, members), inside, out)
     for later in range(epoch + 1, max(here.numbered for here in known) + 1):
         out.append(m.DropWorld(later, members))

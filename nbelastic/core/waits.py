@@ -12,6 +12,7 @@ from msgspec.structs import replace
 
 from nbelastic.core import epochs, jobs, mesh, staffing
 from nbelastic.core import messages as m
+from nbelastic.core.holders import state_lives
 from nbelastic.core.limits import NEVER
 from nbelastic.core.world import Stage, Wait, World, first
 
@@ -118,7 +119,7 @@ def _do_not_change(world: World, now: float, out: Commands) -> World:
     world = replace(world, change_at=now + pause, change_why=why, put_off=put_off, unanswered=unanswered)
     # those that are not heard are judged by `liveness`
     lost = [w for w, times in unanswered.items() if times >= OFTEN and not world.workers[w].silent]
-    if not lost or not epochs.state_lives(world, lost):
+    if not lost or not state_lives(world, lost):
         return world
     world = replace(world, put_off=0, unanswered={})
     return _replace_members(world, lost, f"said nothing when asked {OFTEN} times", now, out)
@@ -146,7 +147,7 @@ def _leave_behind(world: World, wait: Wait, now: float, out: Commands) -> World:
     stuck = tuple(w for w in world.members if w in due and now >= min(due[w], longest))
     if not stuck:
         return replace(world, wait=replace(wait, until=min(*due.values(), longest)))
-    if not epochs.state_lives(world, stuck):
+    if not state_lives(world, stuck):
         why = f"{first(frozenset(stuck))} did not leave epoch {world.epoch}, and nobody else holds the training state"
         wait = replace(wait, stuck=stuck, why=why, until=wait.since + world.limits.patience)
         world = replace(world, wait=wait)
@@ -186,7 +187,7 @@ def _do_not_form(world: World, wait: Wait, now: float, out: Commands) -> World:
 
 def _replace_late(world: World, late: list[m.WorkerId], what: str, now: float, out: Commands) -> World:
     """Leaving newcomers out did not help, or `min` needs them: all who were late are replaced, but for a last holder of state."""
-    if not epochs.state_lives(world, late):
+    if not state_lives(world, late):
         keep = max(late, key=lambda w: (world.workers[w].has_state, world.workers[w].clean, world.workers[w].commit))
         late = [w for w in late if w != keep]
     return _replace_members(world, late, what, now, out)

@@ -323,9 +323,22 @@ class Abort(Message):
 
 
 class EndStuck(Message):
-    """To a worker that is stuck: end; `keep`: first keep the training state for the next worker of this host."""
+    """To a worker that is stuck: end; `keep`: first write the training state to this host's disk."""
 
     keep: bool
+
+
+class TakeKept(Message):
+    """To a worker that waits for a world: the state of this `commit` is on this host's disk, where worker `by` has kept it."""
+
+    by: WorkerId
+    commit: int
+
+
+class ForgetKept(Message):
+    """To an agent: remove what worker `by` has kept."""
+
+    by: WorkerId
 
 
 class Quit(Message):
@@ -455,7 +468,7 @@ FromWorker = (
 FromNode = (
     NodeHello | NodeSample | WorkerOutput | s.NodeReady | s.NodeStarted | s.NodeFailed | s.NodeSucceeded | s.NodeLeft
 )
-ToAgent = Welcome | Launch | Recall | Spawn | Reap | Retire | Probe | Rehome
+ToAgent = Welcome | Launch | Recall | Spawn | Reap | Retire | Probe | Rehome | ForgetKept
 ToNode = Welcome | Round | LeaveRound | Wait | Dismiss | Rehome
 ToWorker = (
     Welcome
@@ -469,6 +482,7 @@ ToWorker = (
     | Leave
     | Abort
     | EndStuck
+    | TakeKept
     | Quit
     | Rehome
     | Expect

@@ -185,10 +185,11 @@ class Job(Struct, frozen=True):
 
 
 class Kept(Struct, frozen=True):
-    """The job's training state, on a disk of this host: its last holder was stuck, and kept it for the next worker there."""
+    """The job's training state is on a disk: its last holder `by` was stuck, and wrote it there for a worker of its host."""
 
-    host: str
+    by: WorkerId
     commit: int
+    heir: WorkerId | None = None  # who is to read it
 
 
 class Guest(Struct, frozen=True):
@@ -241,6 +242,7 @@ class World(Struct, frozen=True):
     broken_at: float = 0.0  # when the newest broken epoch broke, and all its members were sent the abort
     job: Job | None = None
     kept: Kept | None = None  # until a world has formed with it
+    stuck: frozenset[WorkerId] = frozenset()  # members that no abort wakes
     script: Group | None = None  # that runs or, if no job came after it, has run last
     guests: dict[str, Guest] = {}
     resets: int = 0

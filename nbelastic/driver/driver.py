@@ -408,6 +408,10 @@ class Driver:
                 to_workers(members, wire.Look(epoch))
             case m.EndStuck(worker=w, keep=keep):
                 to_workers((w,), wire.EndStuck(keep))
+            case m.TakeKept(worker=w, by=by, commit=commit):
+                to_workers((w,), wire.TakeKept(by, commit))
+            case m.ForgetKept(by=by):
+                self.fleet.to_agent(by.host, wire.ForgetKept(by))
             case m.StopProgram(job=job, workers=workers, reason=reason, culprit=culprit):
                 for w in workers:
                     to_workers((w,), wire.Quit(job, reason, own=w == culprit))

@@ -16,8 +16,8 @@ from msgspec.structs import replace
 
 from nbelastic.core import messages as m
 from nbelastic.core import wire
-from nbelastic.core.epochs import alone_holds_state
 from nbelastic.core.errors import ClusterStoppedError, HostError, NbelasticError, UsageError
+from nbelastic.core.holders import alone_holds_state
 from nbelastic.core.placement import parse_host
 from nbelastic.core.world import HostPhase, WorkerState, World
 from nbelastic.driver.cells import Executed, row

@@ -33,7 +33,7 @@ from nbelastic import versions
 from nbelastic.core import messages as m
 from nbelastic.core import wire
 from nbelastic.core.addresses import address_of, is_loopback
-from nbelastic.folders import base, held_folder
+from nbelastic.folders import base, held_folder, kept
 from nbelastic.host.forks import fork
 from nbelastic.host.gpus import Gpus
 from nbelastic.host.interfaces import candidates
@@ -260,6 +260,8 @@ class Agent:
             match self._inbox.popleft():
                 case wire.Launch() as order:
                     self._nodes.launch(order, self._home, str(self._log_dir(order.log_dir)))
+                case wire.ForgetKept(by=by):
+                    shutil.rmtree(kept(self._folder, by), ignore_errors=True)
                 case wire.Recall(number=number, kill=kill):
                     self._nodes.recall(number, kill=kill)
                 case order:

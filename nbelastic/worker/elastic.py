@@ -62,18 +62,21 @@ class _Loop:
     def run(self, call: Callable[[], R]) -> R:
         try:
             self._state.begin(self._session)
-            self._session.rescue, self._session.keep = self._rescue, self._keep_for_successor
-            self._succeed()
+            self._session.holder = self
             return self._loop(call)
         except JobStoppedError:
             self._state.undo()  # it may come in the middle of a step: buffers and counters are those of no commit then
             self._keep()
             raise
         finally:
-            self._session.rescue = self._session.keep = None
+            self._session.holder = None
             self._state.end()
 
-    def _rescue(self) -> None:
+    @property
+    def position(self) -> tuple[int, bool]:
+        return self._state.commits, self._state.clean
+
+    def rescue(self) -> None:
         """The job is stopped, and the main thread will not wake up any more: the link's thread keeps the last commit."""
         plan = self._session.checkpoints
         if plan is not None and self._session.account.holds:
@@ -81,8 +84,8 @@ class _Loop:
             self._keep()
             plan.finish()
 
-    def _keep_for_successor(self, folder: Path) -> int:
-        """The same of a job that goes on, if nobody else holds its state. Returns the commit. Raises what the disk raises."""
+    def keep(self, folder: Path) -> int:
+        """The same of a job that goes on, if nobody else holds its state: it is written for another process of this host."""
         try:
             self._state.undo()
             saving.keep(self._state, folder)
@@ -91,10 +94,8 @@ class _Loop:
             raise
         return self._state.commits
 
-    def _succeed(self) -> None:
-        """Take the state that the last worker of this host with it has kept, if there is one."""
-        if saving.take_kept(self._state, self._session.kept):
-            self._session.account.holds = self._session.took_kept = True
+    def take(self, folder: Path, commit: int) -> None:
+        saving.take_kept(self._state, folder, commit)
 
     def _keep(self) -> None:
         """The last checkpoint, if the job has them: also of a job that was stopped."""
@@ -104,7 +105,7 @@ class _Loop:
     def _loop(self, call: Callable[[], R]) -> R:
         again = False
         while True:
-            gathered, offer = self._session.gather(self._state.commits, clean=self._state.clean)
+            gathered, offer = self._session.gather(self)
             outcome, value = self._live(call, gathered, offer, again)
             if outcome == "returned":
                 return value  # type: ignore[return-value]
@@ -157,7 +158,7 @@ def frameworks() -> Watch:
 
     def size() -> int:
         session = _session.current()
-        inside = session.rescue is not None  # the group stays after the elastic function has returned
+        inside = session.holder is not None  # the group stays after the elastic function has returned
         return session.formation.world_size if inside and session.formation is not None else 0
 
     watch = Watch(size)

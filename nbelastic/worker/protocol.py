@@ -203,6 +203,8 @@ class Protocol:
                 return [*self._arrange(message), Post(message)]
             case wire.Rehome():
                 return [Do(message), Post(message)]
+            case wire.TakeKept():
+                return [Post(message)]
         return [Do(message)]
 
     def _arrange(self, message: wire.Leave) -> list[Action]:

@@ -192,14 +192,11 @@ def keep(state: State, folder: Path) -> None:
     checkpoint.write(folder, snapshot, 1)
 
 
-def take_kept(state: State, folder: Path) -> bool:
-    """Become what `keep` has written into `folder`. False if there is nothing, or not yet, or not any more."""
-    try:
-        return _load(state, folder) is not None
-    except StateError:
-        if folder.exists():
-            raise
-        return False  # another worker has taken it, and a world has formed
+def take_kept(state: State, folder: Path, commit: int) -> None:
+    """Become what `keep` has written into `folder`. StateError if that is not this commit, or not whole."""
+    load(state, folder)
+    if state.commits != commit:
+        raise StateError(f"commit {state.commits} was kept in {folder}, and commit {commit} is wanted.")
 
 
 class Plan:

@@ -9,9 +9,9 @@ from __future__ import annotations
 import contextlib
 import os
 import queue
-import shutil
 import threading
 import time
+import typing
 from collections.abc import Callable, Iterable
 from concurrent.futures import wait
 from functools import partial
@@ -25,6 +25,7 @@ from nbelastic import pickles
 from nbelastic.core import messages as m
 from nbelastic.core import wire
 from nbelastic.core.errors import JobStoppedError, NoWorldError
+from nbelastic.folders import kept
 from nbelastic.link import Spoke
 from nbelastic.worker.account import Account
 from nbelastic.worker.ahead import Ahead, in_a_thread
@@ -72,6 +73,23 @@ class WorldLeft(BaseException):
     """All ranks leave here, at the same commit, as agreed."""
 
 
+class Holder(typing.Protocol):
+    """Who has the training state, in this process."""
+
+    @property
+    def position(self) -> tuple[int, bool]:
+        """The commit, and whether the live tensors are those of it."""
+
+    def rescue(self) -> None:
+        """Write the last checkpoint, if the job has those, while the main thread hangs."""
+
+    def keep(self, folder: Path) -> int:
+        """Write the last commit into `folder`, likewise; returns its number. Raises what the disk raises."""
+
+    def take(self, folder: Path, commit: int) -> None:
+        """Become what another process has kept there. StateError if that is not this commit, whole."""
+
+
 class Session:
     """One per process. Methods above the line belong to the main thread, those below to the link's."""
 
@@ -90,11 +108,7 @@ class Session:
         self.attention = False
         self.used = False  # an elastic function has run in this job
         self.checkpoints: Plan | None = None  # of this job
-        self.rescue: Callable[[], None] | None = None  # writes the last checkpoint, while an elastic function runs
-        self.keep: Callable[[Path], int] | None = (
-            None  # keeps the last commit in a folder, likewise; returns its number
-        )
-        self.took_kept = False  # the state here is what another worker of this host had kept
+        self.holder: Holder | None = None  # while an elastic function runs
         self._folder = Path(settings["relay"])  # of this host's agent
         self._coming: Formation | None = None  # what follows when this epoch is left
         self._ahead = Ahead(self.address)
@@ -153,11 +167,8 @@ class Session:
         with self._lock:
             self._coming, self._inbox = None, queue.SimpleQueue()
             self._protocol.begin(job)
-        self.used = self.took_kept = False
+        self.used = False
         self.checkpoints = None
-        for kept in self._folder.glob("kept-*"):
-            if kept != self.kept:  # of a job that is over
-                shutil.rmtree(kept, ignore_errors=True)
         self.refuse_if_stopped(job)
 
     def refuse_if_stopped(self, job: str) -> None:
@@ -187,7 +198,7 @@ class Session:
         self._protocol.say_result_again()
         self.link.wake()
 
-    def gather(self, commit: int, *, clean: bool) -> tuple[Formation, Offer]:
+    def gather(self, holder: Holder) -> tuple[Formation, Offer]:
         """Say that this worker is ready and wait for the world it will be in. JobStoppedError if the job ends."""
         if self._ahead.offer is None:
             self.leave_group()  # first: an abort shuts down whatever is opened while a group is being formed
@@ -196,6 +207,7 @@ class Session:
         while True:
             if self._protocol.quit is not None:
                 raise JobStoppedError(self._protocol.quit.reason)
+            commit, clean = holder.position
             self.link.send(self._protocol.ready(commit, clean=clean, store=offer.endpoint))
             self.leave_group()  # while the word is on its way
             coming, self._coming = self._coming, None
@@ -205,8 +217,12 @@ class Session:
             if formation is not None:
                 self._stuck.enter(formation.epoch)
                 return formation, offer
-            if isinstance(news, wire.Rehome):  # nobody could connect to the old one
-                offer = self._ahead.take_offer()
+            match news:
+                case wire.Rehome():  # nobody could connect to the old one
+                    offer = self._ahead.take_offer()
+                case wire.TakeKept(by=by, commit=commit):
+                    holder.take(kept(self._folder, by), commit)
+                    self._protocol.total, self.account.holds = commit, True
 
     def join(self, formation: Formation, offer: Offer) -> Group:
         """Form the epoch's process group. Raises what torch raises, or WorldAborted."""
@@ -275,8 +291,6 @@ class Session:
             self.link.wake()
         elif protocol.commits == OFFERED_AT:  # the next epoch's store, before it is needed
             self._offer_store()
-            if self.took_kept:
-                self._forget_kept()
         if self.attention:
             self._listen()
 
@@ -372,16 +386,6 @@ class Session:
             raise JobStoppedError(news.reason)
         return news
 
-    @property
-    def kept(self) -> Path:
-        """Where a worker of this host that was stuck has kept the training state of this job, if one has."""
-        return self._folder / f"kept-{self._protocol.job}"
-
-    def _forget_kept(self) -> None:
-        """The whole world has it."""
-        self.took_kept = False
-        in_a_thread(partial(shutil.rmtree, self.kept, ignore_errors=True))
-
     # ---- the link's thread ----
 
     def _receive(self, message: wire.Message) -> None:
@@ -427,7 +431,9 @@ class Session:
             case wire.ShowStack(number=number):
                 self.link.send(wire.StackShown(self.worker, number, whereabouts(), stack()))
             case wire.EndStuck(keep=keep):
-                self._stuck.answer(partial(self.keep, self.kept) if keep and self.keep is not None else None)
+                holder, folder = self.holder, kept(self._folder, self.worker)
+                task = partial(holder.keep, folder) if keep and holder is not None else None
+                self._stuck.answer(task, self._protocol.job, time.monotonic())
             case wire.Expect(addresses=addresses):
                 self._ahead.expect(addresses)
             case wire.Rehome():
@@ -478,7 +484,7 @@ class Session:
             if protocol.quit is not None:
                 self._end_stuck()
             if not self.link.away:
-                self._stuck.say_kept(protocol.job, now)
+                self._stuck.go_on_keeping(now)
             return ABORT_EVERY
         group, following = self.group, self._ahead.group
         gone = following is None or not protocol.over(following.epoch) or self._ahead.abort()
@@ -499,8 +505,8 @@ class Session:
         """Of a job that is stopped nobody else keeps what rank 0 would have kept."""
         os.write(2, b"nbelastic: stuck in an aborted collective; this worker ends and is replaced\n")
         try:
-            if self._protocol.quit is not None and self.rescue is not None:
-                self.rescue()
+            if self._protocol.quit is not None and self.holder is not None:
+                self.holder.rescue()
         finally:
             os._exit(m.STUCK)
 

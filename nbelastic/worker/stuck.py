@@ -12,7 +12,6 @@ from __future__ import annotations
 import os
 import sys
 import threading
-import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
@@ -22,6 +21,7 @@ from nbelastic.worker.ahead import in_a_thread
 
 PATIENCE = 0.3  # seconds that an aborted main thread may sleep in a collective
 REPEAT = 2.0  # seconds after which an unanswered word is said again
+ASK = 0.25  # seconds after which it is asked again how to end
 WAITS = (
     "/torch/distributed/",
     "/torch/nn/parallel/",
@@ -63,34 +63,37 @@ class Blocked:
 class Stuck:
     """What a worker does whose main thread no abort wakes: it asks the driver how to end.
 
-    If it alone holds the training state, it first keeps that for the next worker of its host. `say` sends a word to the
-    driver; `end` ends this process. `enter` is for the main thread, the rest for the link's.
+    It may be told to keep the training state first. `say` sends a word to the driver; `end` ends this process. `enter` is
+    for the main thread, the rest for the link's.
     """
 
     def __init__(self, worker: m.WorkerId, say: Callable[[m.Event], None], end: Callable[[], object]) -> None:
         self._worker, self._say, self._end = worker, say, end
-        self._lock = threading.Lock()  # the main thread goes on, or the state is being kept: not both
+        self._lock = threading.Lock()  # a new epoch is entered, or it is begun to keep the state: not both at once
         self._entered = 0  # the newest epoch in which the main thread may change the state
         self._blocked: Blocked | None = None
         self._epoch = 0  # the aborted one
-        self._ask_at = 0.0
-        self._keeping: Future[int] | None = None
+        self._say_at = 0.0
+        self._job = ""
+        self._keeping: Future[int] | None = None  # the state, and so its commit
+        self._since = 0.0  # since when
+        self._kept = threading.Event()  # it is not being kept
+        self._kept.set()
 
     @property
     def keeping(self) -> bool:
-        """Whether the state is being kept, or has been: there is no way back."""
+        """Whether the state is being kept, or has been."""
         return self._keeping is not None
 
     def enter(self, epoch: int) -> None:
-        """The main thread is about to change the state, in a new epoch. If that is being kept, it goes no further."""
+        """The main thread is about to change the state, in a new epoch. If that is being kept just now, it waits."""
         with self._lock:
             self._entered = epoch
-        if self.keeping:
-            threading.Event().wait()
+        self._kept.wait()
 
     def forget(self) -> None:
         """No epoch that is aborted holds the main thread."""
-        self._blocked, self._ask_at = None, 0.0
+        self._blocked, self._say_at = None, 0.0
 
     def watch(self, epoch: int, now: float) -> bool:
         """Look at the main thread, which is to leave this aborted `epoch`: whether it is stuck in it."""
@@ -98,34 +101,45 @@ class Stuck:
         return self._blocked.stuck_for(now) > PATIENCE
 
     def ask(self, now: float) -> None:
-        """How to end. The answer comes to `answer`."""
-        if now >= self._ask_at:
-            self._ask_at = now + REPEAT
-            self._say(m.WorkerStuck(self._worker, self._epoch))
+        """How to end. The answer comes to `answer`; there is none while that depends on what others say."""
+        self._repeat(m.WorkerStuck(self._worker, self._epoch), now, ASK)
 
-    def answer(self, keep: Callable[[], int] | None) -> None:
+    def answer(self, keep: Callable[[], int] | None, job: str, now: float) -> None:
         """End; but first `keep()`, if it is given, which returns the commit. A main thread that has moved meanwhile goes on."""
         if self._keeping is not None:
             if keep is None and self._keeping.done():
                 self._end()
-        elif self._blocked is not None and self._blocked.stuck_for(time.monotonic()) > PATIENCE:
-            if keep is None:
-                self._end()
-                return
-            with self._lock:
-                if self._entered <= self._epoch:
-                    self._keeping = in_a_thread(keep)
-            self._ask_at = 0.0
-
-    def say_kept(self, job: str, now: float) -> None:
-        """As soon as it is, and until the driver has answered. What could not be kept is lost."""
-        if self._keeping is None or not self._keeping.done():
             return
-        if self._keeping.exception() is not None:
+        if self._blocked is None or self._blocked.stuck_for(now) <= PATIENCE:
+            return
+        if keep is None:
             self._end()
-        elif now >= self._ask_at:
-            self._ask_at = now + REPEAT
-            self._say(m.StateKept(self._worker, job, self._keeping.result()))
+            return
+        with self._lock:
+            if self._entered <= self._epoch:
+                self._kept.clear()
+                self._keeping, self._since, self._job, self._say_at = in_a_thread(keep), now, job, 0.0
+
+    def go_on_keeping(self, now: float) -> None:
+        """The driver is told, until it answers. If the main thread has moved meanwhile, what was kept does not count."""
+        assert self._keeping is not None
+        assert self._blocked is not None
+        if self._blocked.stuck_for(now) < now - self._since:
+            if self._keeping.done():
+                self._keeping = None
+                self.forget()
+                self._kept.set()
+        elif not self._keeping.done():
+            self._repeat(m.WorkerStuck(self._worker, self._epoch, keeping=True), now, REPEAT)
+        elif self._keeping.exception() is not None:
+            self._end()
+        else:
+            self._repeat(m.StateKept(self._worker, self._job, self._keeping.result()), now, ASK)
+
+    def _repeat(self, word: m.Event, now: float, every: float) -> None:
+        if now >= self._say_at:
+            self._say_at = now + every
+            self._say(word)
 
 
 def of_a_collective(error: BaseException | None) -> bool:

@@ -82,7 +82,7 @@ def faults(before: World, world: World, commands: tuple[m.Command, ...], now: fl
     if not {w.host for w in alive} <= world.hosts.keys():
         yield "a worker lives on no host"
     yield from _faults_of_waiting(world, now)
-    wanted = world.limits.wanted
+    wanted = world.limits.wanted + (world.kept is not None)  # a worker more may read the state that was kept
     if len(alive) - len(world.stopped) - len(world.leaving) > wanted and not world.failed and not world.stopping:
         yield f"{len(alive)} workers live, {wanted} are wanted"
     yield from _faults_of_networks(world, now)
@@ -272,7 +272,9 @@ def _faults_of(command: m.Command, before: World, world: World, now: float) -> I
                 yield f"an epoch is prepared at {order.store}, but its host is at {host.address} now"
         case m.StartWorker(worker=w):
             host = before.hosts.get(w.host) or world.hosts[w.host]
-            if w in before.workers or world.hosts[w.host].phase is not HostPhase.UP:
+            keeps = world.kept is not None and w.host == world.kept.by.host  # a host that drains too
+            up = world.hosts[w.host].phase is HostPhase.UP
+            if w in before.workers or not (up or (keeps and world.hosts[w.host].phase is HostPhase.DRAINING)):
                 yield f"{w} is started where it cannot be"
             if w.slot >= world.hosts[w.host].spec.slots:
                 yield f"{w} is started above its host's slots"

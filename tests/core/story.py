@@ -20,6 +20,7 @@ from tests.core.invariants import check, check_doubled, check_stores
 AWAITED = (m.WorkerPrepared, m.WorkerOffered, m.WorkerReady, m.WorkerFormed, m.WorkerAt)
 SIGKILL = -9
 IN_TIME = 1e-6
+ASKS = 20  # of those who are stuck, in a time that is quiet
 
 
 @dataclass
@@ -48,7 +49,7 @@ class FakeWorker:
     ended: tuple[str, str] = ("", "")  # the job of a program that has ended, and its error
     stands: int = 0  # the epoch whose group it has kept when its program ended
     stopped: str = ""  # why it was told to stop
-    took: bool = False  # its state is one that was kept
+    asks: bool = False  # how to end, as it is stuck
 
 
 def wid(text: str) -> m.WorkerId:
@@ -67,7 +68,7 @@ class Story:
         self.fakes: dict[m.WorkerId, FakeWorker] = {}
         self.silent: set[m.WorkerId] = set()  # they answer nothing
         self.stuck: set[m.WorkerId] = set()  # no abort wakes them
-        self.kept: dict[str, tuple[str, int]] = {}  # on these hosts: a job's state, and its commit
+        self.kept: dict[m.WorkerId, tuple[str, int]] = {}  # on disks, by these workers: a job's state, and its commit
         self.started: set[m.WorkerId] = set()  # every worker ever started
         self.addresses: dict[str, tuple[str, ...]] = {}  # of hosts that have any, in their order of preference
         self.homes: dict[str, str] = {}  # where their workers' stores are
@@ -143,8 +144,13 @@ class Story:
         """Everybody answers, time passes, everybody answers."""
         self.answer()
         end = self.now + seconds
+        asks = ASKS
         while self.now < end:
-            self.wait(max(IN_TIME, min(end, deadline(self.world, self.now)) - self.now))
+            until = min(end, deadline(self.world, self.now))
+            if asks and self._ask_again():
+                asks, until = asks - 1, min(until, self.now + 0.25)
+            self.answer()
+            self.wait(max(IN_TIME, until - self.now))
             self.answer()
         return self
 
@@ -194,8 +200,6 @@ class Story:
             if fake.steps > 1 and not fake.offered:
                 fake.offered = True
                 self._say(w, m.StoreOffered(w, fake.epoch, self.store(w, fake.epoch)))
-                if fake.took:
-                    self.kept.pop(w.host, None)
         return self
 
     def kill(self, *workers: str, code: int = SIGKILL) -> Story:
@@ -214,7 +218,7 @@ class Story:
     def end_agent(self, name: str) -> None:
         """Its workers end with it."""
         self.agents.pop(name, None)
-        self.kept.pop(name, None)
+        self.kept = {w: state for w, state in self.kept.items() if w.host != name}
         for w in [w for w in self.fakes if w.host == name]:
             self._forget(w)
         self.answers = [e for e in self.answers if getattr(e, "host", "") != name]
@@ -368,11 +372,7 @@ class Story:
                 missing = {cell.source for cell in self.world.setup} - set(self.ran.get(w, ()))
                 assert not missing, f"{w} gets a program without {missing}"
                 assert not self.fakes[w].job, f"{w} still runs {self.fakes[w].job}"
-                kept, commit = self.kept.get(w.host, ("", 0))
-                took = kept == job
-                self.fakes[w] = FakeWorker(
-                    job, numbered=self.fakes[w].numbered, commit=commit if took else 0, holds=took, took=took
-                )
+                self.fakes[w] = FakeWorker(job, numbered=self.fakes[w].numbered)
                 self._say_ready(w)
             case m.FormWorld():
                 self._form(command)
@@ -407,6 +407,10 @@ class Story:
                     self._quit(w, command)
             case m.EndStuck(worker=w, keep=keep):
                 self._end_stuck(w, keep)
+            case m.TakeKept(worker=w, by=by, commit=commit):
+                self._take_kept(w, by, commit)
+            case m.ForgetKept(by=by):
+                self.kept.pop(by, None)
             case m.EndJob() | m.Record():
                 pass
 
@@ -455,6 +459,8 @@ class Story:
             fake.was, fake.rank, fake.size = (fake.rank, fake.size), rank, len(order.members)
             fake.epoch, fake.steps, fake.offered, fake.begun = order.epoch, 0, False, 0
             fake.formed, fake.bound, fake.word = False, False, None
+            newest = max((f.commit for f in self._holders(order)), default=0)
+            assert rank != order.root or fake.commit >= newest, f"commit {newest} is lost: {w} sends {fake.commit}"
             if rank in order.receivers:
                 source = self.fakes.get(order.members[order.root])
                 fake.commit, fake.clean = source.commit if source else fake.commit, True
@@ -462,6 +468,10 @@ class Story:
                 assert fake.commit == self.fakes[order.members[order.root]].commit, f"{w} is not up to date"
             if whole:
                 self._say(w, m.WorkerFormed(w, order.epoch))
+
+    def _holders(self, order: m.FormWorld) -> list[FakeWorker]:
+        """Whoever lives and holds a commit of this job, clean, and was in a world that trained."""
+        return [fake for w, fake in self.fakes.items() if w in order.members and fake.holds and fake.clean]
 
     def _hear_of_epoch(self, w: m.WorkerId, epoch: int) -> None:
         if w in self.fakes:
@@ -513,19 +523,39 @@ class Story:
 
     def _ask_how_to_end(self, w: m.WorkerId, epoch: int) -> None:
         if self.fakes[w].holds:
+            self.fakes[w].asks = True
             self.answers.append(m.WorkerStuck(w, epoch))
         else:
             self._exit_stuck(w)
+
+    def _ask_again(self) -> bool:
+        """Who is stuck repeats its question, or that it has kept the state."""
+        open_ = [w for w in self.stuck if w in self.fakes and (self.fakes[w].asks or w in self.kept)]
+        for w in sorted(open_):
+            fake = self.fakes[w]
+            word = m.StateKept(w, fake.job, fake.commit) if w in self.kept else m.WorkerStuck(w, fake.numbered)
+            self.answers.append(word)
+        return bool(open_)
 
     def _end_stuck(self, w: m.WorkerId, keep: bool) -> None:
         if w not in self.stuck or w not in self.fakes:
             return
         if keep:
             fake = self.fakes[w]
-            self.kept[w.host] = (fake.job, fake.commit)
+            self.kept[w] = (fake.job, fake.commit)
             self.answers.append(m.StateKept(w, fake.job, fake.commit))
         else:
             self._exit_stuck(w)
+
+    def _take_kept(self, w: m.WorkerId, by: m.WorkerId, commit: int) -> None:
+        fake = self.fakes.get(w)
+        if fake is None or not fake.job or fake.epoch:
+            return
+        assert w.host == by.host, "a disk of another host"
+        assert self.kept[by] == (fake.job, commit), f"{self.kept} is kept"
+        fake.commit, fake.clean, fake.holds = commit, True, True
+        self._unsay(w, m.WorkerReady)
+        self._say_ready(w)
 
     def _exit_stuck(self, w: m.WorkerId) -> None:
         self._forget(w)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from nbelastic.core import messages as m
 from nbelastic.core.world import Kept, Stage
 from tests.core.away import Away, trains
-from tests.core.story import Story, wid
+from tests.core.story import FakeWorker, Story, wid
 
 A, B, C = "a/0#1", "b/0#1", "c/0#1"
 
@@ -17,6 +17,11 @@ def survivor(*hosts: str, **limits) -> Story:
     return story.stick(A).kill(B)
 
 
+def nothing_lost(story: Story, commit: int = 7) -> bool:
+    """All are at least at this commit."""
+    return min(story.fakes[w].commit for w in story.world.members) >= commit
+
+
 def test_the_only_one_with_the_state_keeps_it_for_its_successor():
     """It asks, keeps the state and ends; the next worker of its host takes it, and no committed step is lost."""
     story = survivor()
@@ -26,7 +31,7 @@ def test_the_only_one_with_the_state_keeps_it_for_its_successor():
     assert len(story.records("state-kept")) == 1
     assert not story.commands(m.EndJob)
     assert trains(story, "a/0#2", "b/0#2")
-    assert [story.fakes[w].commit for w in story.world.members] == [7, 7]
+    assert nothing_lost(story)
     assert story.world.kept is None
     story.commit(3).finish()
 
@@ -35,20 +40,24 @@ def test_while_another_has_the_state_nothing_is_kept():
     """Of three, two survive, and one of them is stuck: it just ends."""
     story = Story("a", "b", "c", min=2).run().commit(7)
     story.stick(A).kill(B).quiet(5.0)
-    assert [answer.keep for answer in story.commands(m.EndStuck)] == [False]
+    assert {answer.keep for answer in story.commands(m.EndStuck)} == {False}
     assert not story.records("state-kept")
     assert trains(story)
     assert story.fakes[wid(C)].commit == 7
 
 
 def test_of_two_that_are_stuck_one_keeps_the_state():
-    """The first is told to end, as the other has the state too; so the other keeps it."""
+    """The first of them; when that is safe, the other just ends."""
     story = Story("a", "b", "c", min=2).run().commit(7)
     story.stick(A).stick(C).kill(B)
     story.quiet(5.0)
-    assert [answer.keep for answer in story.commands(m.EndStuck)] == [False, True, False]
+    assert {(answer.worker, answer.keep) for answer in story.commands(m.EndStuck)} == {
+        (wid(A), True),
+        (wid(A), False),
+        (wid(C), False),
+    }
     assert trains(story)
-    assert {story.fakes[w].commit for w in story.world.members} == {7}
+    assert nothing_lost(story)
 
 
 def test_newcomers_wait_for_the_successor():
@@ -57,7 +66,7 @@ def test_newcomers_wait_for_the_successor():
     story.silent.add(wid("a/0#2"))
     mark = story.mark()
     story.quiet(5.0)
-    assert story.world.kept == Kept("a", 7)
+    assert story.world.kept == Kept(wid(A), 7)
     assert not story.commands(m.FormWorld, mark)
     assert "is kept on a, for a worker there" in story.world.reason
 
@@ -90,7 +99,7 @@ def test_the_host_that_keeps_the_state_is_lost():
     """The state went with it: the job ends at once and says so."""
     story = survivor()
     story.hear(m.WorkerStuck).hear(m.StateKept).hear(m.WorkerExited)
-    assert story.world.kept == Kept("a", 7)
+    assert story.world.kept == Kept(wid(A), 7)
     story.lose_host("a")
     assert story.last(m.EndJob).reason == "the training state was kept on a, which is gone"
     assert story.world.kept is None
@@ -103,7 +112,7 @@ def test_a_successor_that_dies_leaves_the_state_to_the_next():
     assert story.world.stage is Stage.FORMING, story.world.reason
     story.kill("a/0#2").quiet(5.0)
     assert trains(story)
-    assert {story.fakes[w].commit for w in story.world.members} == {7}
+    assert nothing_lost(story)
 
 
 def test_a_new_driver_knows_what_is_kept():
@@ -113,7 +122,7 @@ def test_a_new_driver_knows_what_is_kept():
     Away(story).new_driver()
     story.quiet(5.0)
     assert trains(story)
-    assert {story.fakes[w].commit for w in story.world.members} == {7}
+    assert nothing_lost(story)
 
 
 def test_a_new_driver_is_asked_again():
@@ -122,7 +131,7 @@ def test_a_new_driver_is_asked_again():
     Away(story).new_driver()
     story.quiet(5.0)
     assert trains(story)
-    assert {story.fakes[w].commit for w in story.world.members} == {7}
+    assert nothing_lost(story)
 
 
 def test_a_job_that_is_over_keeps_nothing():
@@ -133,3 +142,143 @@ def test_a_job_that_is_over_keeps_nothing():
     story.quiet(5.0)
     assert story.world.kept is None
     story.run("second").commit(1).finish()
+
+
+def test_who_is_not_told_to_keep_it_never_holds_it():
+    """A spare on the same host waits beside the training: it takes nothing, and no older commit comes back."""
+    story = Story("a:3", min=2, max=2, spares=1, elastic_timeout=100.0).run().commit(7)
+    first, second = story.names
+    story.stick(first).kill(second).quiet(5.0)
+    assert trains(story)
+    story.commit(5000).quiet(1.0)
+    first, second = story.names
+    mark = story.mark()
+    story.stick(first).kill(second).quiet(5.0)
+    assert story.commands(m.TakeKept, mark)[0].commit == 5007
+    assert trains(story)
+    assert nothing_lost(story, 5007)
+
+
+def test_without_its_members_a_state_is_lost_though_spares_held_one():
+    """Who has been left out of a world does not hold the newest state any more: the job does not silently go back."""
+    story = survivor("a", "b", "c", spares=1)
+    story.quiet(5.0)
+    story.commit(5000)
+    story.kill(*story.names)
+    assert story.last(m.EndJob).outcome == "failed"
+
+
+def test_a_world_that_formed_without_a_driver_needs_nothing_from_the_disk():
+    """The driver dies as the world forms with the state that was kept; the next one knows nothing of it any more."""
+    story = survivor()
+    story.answer(lambda e: not isinstance(e, m.WorkerFormed))
+    assert story.world.kept is not None
+    away = Away(story).form()
+    away.commit(5000).new_driver()
+    story.quiet(5.0)
+    assert trains(story)
+    assert (story.world.kept, story.kept) == (None, {})
+    first, second = story.names
+    story.stick(first).kill(second).quiet(5.0)
+    assert nothing_lost(story, 5007)
+
+
+def test_a_question_waits_for_those_who_have_not_left():
+    """Who has been heard last may be dead: two hosts fail at once, and the second one's end is noticed later."""
+    story = Story("a", "b", "c", min=1, elastic_timeout=100.0).run().commit(7)
+    story.stick(A).kill(B)
+    story.silent.add(wid(C))
+    story._unsay(wid(C), m.WorkerReady)
+    story.hear(m.WorkerStuck)
+    assert not story.commands(m.EndStuck)
+    story.lose_host("c").quiet(5.0)
+    assert len(story.records("state-kept")) == 1
+    assert trains(story)
+    assert nothing_lost(story)
+
+
+def test_who_wakes_up_after_all_still_holds_its_state():
+    """It was told to end, and has moved meanwhile; then the other one dies."""
+    story = Story("a", "b", "c", min=1, elastic_timeout=100.0).run().commit(7)
+    story.stick(A).kill(B)
+    story.hear(m.WorkerReady, C).hear(m.WorkerStuck)
+    assert story.last(m.EndStuck) == m.EndStuck(wid(A))
+    story.stuck.clear()
+    story.answers = [e for e in story.answers if not isinstance(e, m.WorkerExited)]
+    story.fakes[wid(A)] = FakeWorker("job", left=story.world.epoch, commit=7, holds=True)
+    story.kill(C)
+    assert not story.commands(m.EndJob)
+    story._say_ready(wid(A))
+    story.quiet(5.0)
+    assert trains(story)
+    assert nothing_lost(story)
+
+
+def kept(story: Story) -> Story:
+    return story.hear(m.WorkerStuck).hear(m.StateKept).hear(m.WorkerExited)
+
+
+def goes_on(story: Story) -> None:
+    """With the state that was kept, and nobody too many."""
+    story.quiet(20.0)
+    assert trains(story), story.world.reason
+    assert nothing_lost(story)
+    assert (story.world.kept, story.kept) == (None, {})
+
+
+def test_fewer_workers_are_wanted_while_the_successor_starts():
+    """It is the youngest, and is started all the same."""
+    story = kept(survivor(elastic_timeout=None))
+    story.hear(m.WorkerReady, *(name for name in story.alive() if name.startswith("b")))
+    story.scale(1, 1)
+    goes_on(story)
+    assert story.names == ["a/0#2"]
+
+
+def test_a_successor_whose_slot_cools_is_waited_for():
+    """Another host takes its place meanwhile: one worker more than wanted lives, until the world has formed."""
+    story = kept(survivor("a", "b", "c:4", elastic_timeout=None))
+    story.kill("a/0#2").kill("a/0#3")
+    goes_on(story)
+
+
+def test_the_last_holder_was_to_leave():
+    """It was above `max`, so its place is not filled otherwise."""
+    story = Story("b", "a", min=1, max=2, elastic_timeout=None).run().commit(7)
+    story.answers = []
+    story.send(m.Scaled(1, 1, "a test"))
+    story.stick(A).kill(B)
+    goes_on(story)
+
+
+def test_the_host_of_the_last_holder_drains():
+    """It stays until another host has the state: one that lists it no more loses nothing."""
+    story = Story("a", "b", "c", min=2, max=2, elastic_timeout=None).run().commit(7)
+    story.stick(A).remove("a").kill(B)
+    goes_on(story)
+    assert "a" not in story.world.hosts
+
+
+def test_the_slot_of_the_last_holder_is_gone():
+    """A worker that waits in another slot of its host reads what was kept."""
+    story = Story("a:2", "b", min=1, max=2, spares=1, elastic_timeout=None).run()
+    story.kill("a/0#1").quiet(3.0).commit(7)
+    story.fakes[wid("a/1#1")].commit = story.fakes[wid("b/0#1")].commit = 7
+    story.stick("a/1#1")
+    other = next(name for name in story.names if name != "a/1#1")
+    story.send(m.HostAdded(m.HostSpec("a", 1), "a test"))
+    story.kill(other)
+    goes_on(story)
+
+
+def test_a_large_state_may_take_its_time():
+    """While it says that it is at it, nobody gives it up."""
+    story = survivor(elastic_timeout=30.0)
+    story.hear(m.WorkerStuck)
+    story.answers = [e for e in story.answers if not isinstance(e, m.StateKept)]
+    for _ in range(100):
+        story.send(m.WorkerStuck(wid(A), story.world.epoch, keeping=True))
+        story.wait(5.0)
+    assert not story.commands(m.EndJob)
+    story.send(m.StateKept(wid(A), "job", 7))
+    goes_on(story)

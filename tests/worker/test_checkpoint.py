@@ -357,22 +357,23 @@ class Unsaved:
 
 
 def test_a_successor_takes_what_was_kept(tmp_path):
-    """The same numbers at the same commit; and while it is not all written there is nothing to be taken."""
+    """The same numbers, at the same commit."""
     state = train(network(), 3)
     was = contents(state)
     other = network(seed=1)
-    assert not saving.take_kept(other, tmp_path / "kept")
-    (tmp_path / "kept").mkdir()
-    assert not saving.take_kept(other, tmp_path / "kept")
     saving.keep(state, tmp_path / "kept")
-    assert saving.take_kept(other, tmp_path / "kept")
+    saving.take_kept(other, tmp_path / "kept", 3)
     assert all(same(*pair) for pair in zip(contents(other), was, strict=True))
     assert other.commits == 3
 
 
-def test_what_was_kept_and_is_damaged_is_not_passed_over(tmp_path):
-    """Training from the beginning, as if nothing had been kept, would be worse than an error."""
+def test_what_was_not_kept_as_it_should_is_not_taken(tmp_path):
+    """Nothing at all, another commit, damaged: training on, from the beginning or from there, would be worse than an error."""
+    with pytest.raises(nbe.StateError, match="no checkpoint"):
+        saving.take_kept(network(), tmp_path / "kept", 3)
     saving.keep(train(network(), 3), tmp_path / "kept")
+    with pytest.raises(nbe.StateError, match=r"commit 3 was kept in .*, and commit 4 is wanted"):
+        saving.take_kept(network(), tmp_path / "kept", 4)
     next((tmp_path / "kept").glob("*/manifest")).write_bytes(b"{")
     with pytest.raises(nbe.StateError, match="damaged"):
-        saving.take_kept(network(), tmp_path / "kept")
+        saving.take_kept(network(), tmp_path / "kept", 3)

@@ -1,6 +1,5 @@
 """How the loop of an elastic function ends."""
 
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -22,7 +21,6 @@ class StoppedInAStep:
     used = False
     link = SimpleNamespace(away=False)
     account = SimpleNamespace(holds=True)
-    kept = Path("/nowhere")
 
     def __init__(self, state):
         self.state, self.saved = state, []
@@ -36,7 +34,7 @@ class StoppedInAStep:
     def committed(self, total):
         pass
 
-    def gather(self, commits, *, clean):
+    def gather(self, holder):
         self.state.n = 1
         self.state.commit()
         self.state.n = 99

@@ -86,6 +86,8 @@ def test_what_only_a_process_can_do_is_left_to_it(worker):
     """Programs, questions of where it is, the end of one that is stuck; another address is news for the main thread too."""
     for message in (wire.Cell(1, "x"), wire.Look(EPOCH), wire.EndStuck(keep=True)):
         assert worker.receive(message) == [Do(message)]
+    taken = wire.TakeKept(W, 5)
+    assert worker.receive(taken) == [Post(taken)]
     moved = wire.Rehome("10.0.0.2", "eth0")
     assert worker.receive(moved) == [Do(moved), Post(moved)]
 

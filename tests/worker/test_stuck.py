@@ -105,47 +105,51 @@ def stuck(monkeypatch):
     return found
 
 
-def kept(stuck, now, word):
-    """`stuck` says so as soon as its thread has ended."""
-    while word not in stuck.said:
-        stuck.say_kept("job", now)
+def until_kept(stuck):
+    """Its thread has ended."""
+    while not stuck._keeping.done():
         time.sleep(0.001)
 
 
 def test_who_is_stuck_asks_until_it_is_answered(stuck):
-    """Every two seconds, and ends when it is told to."""
-    for now in (100.0, 101.0, 102.5):
+    """Four times a second, and ends when it is told to."""
+    for now in (100.0, 100.1, 100.3):
         stuck.ask(now)
     assert stuck.said == [m.WorkerStuck(W, EPOCH)] * 2
     with pytest.raises(Ended):
-        stuck.answer(None)
+        stuck.answer(None, "job", time.monotonic())
 
 
 def test_the_state_is_kept_before_the_end(stuck):
     """It says at which commit, again and again, until it is told to end; one more order to keep it changes nothing."""
-    stuck.ask(100.0)
-    stuck.answer(lambda: 5)
-    stuck.answer(lambda: 6)
-    kept(stuck, 100.1, m.StateKept(W, "job", 5))
-    stuck.say_kept("job", 101.0)
-    stuck.say_kept("job", 102.5)
-    assert stuck.said == [m.WorkerStuck(W, EPOCH)] + [m.StateKept(W, "job", 5)] * 2
+    now = time.monotonic()
+    stuck.answer(lambda: 5, "job", now)
+    stuck.answer(lambda: 6, "job", now)
+    until_kept(stuck)
+    for later in (0.1, 0.2, 0.4):
+        stuck.go_on_keeping(now + later)
+    assert stuck.said == [m.StateKept(W, "job", 5)] * 2
     with pytest.raises(Ended):
-        stuck.answer(None)
+        stuck.answer(None, "job", now)
 
 
-def test_an_order_to_end_waits_for_what_is_being_kept(stuck):
-    """The driver has asked twice, and the older answer says that others hold the state."""
-    go_on = threading.Event()
+def test_while_it_is_being_kept_the_driver_is_told(stuck):
+    """A large state takes its time; an order to end, which is older, waits for it."""
+    go_on, now = threading.Event(), time.monotonic()
 
     def keep():
         go_on.wait()
         return 5
 
-    stuck.answer(keep)
-    stuck.answer(None)
+    stuck.answer(keep, "job", now)
+    stuck.answer(None, "job", now)
+    for later in (0.1, 1.0, 2.2):
+        stuck.go_on_keeping(now + later)
+    assert stuck.said == [m.WorkerStuck(W, EPOCH, keeping=True)] * 2
     go_on.set()
-    kept(stuck, 100.0, m.StateKept(W, "job", 5))
+    until_kept(stuck)
+    stuck.go_on_keeping(now + 9.0)
+    assert stuck.said[-1] == m.StateKept(W, "job", 5)
 
 
 def test_what_cannot_be_kept_is_lost(stuck):
@@ -154,32 +158,44 @@ def test_what_cannot_be_kept_is_lost(stuck):
     def keep():
         raise OSError("full")
 
-    stuck.answer(keep)
-    while not stuck._keeping.done():
-        time.sleep(0.001)
+    stuck.answer(keep, "job", time.monotonic())
+    until_kept(stuck)
     with pytest.raises(Ended):
-        stuck.say_kept("job", 100.0)
+        stuck.go_on_keeping(time.monotonic())
     assert not stuck.said
 
 
 def test_a_main_thread_that_has_moved_goes_on(stuck, monkeypatch):
     """It woke up while the driver was asked: no answer ends it, and nothing is kept."""
     monkeypatch.setattr(Blocked, "_look", lambda _: (False, 1))
-    stuck.answer(None)
-    stuck.answer(lambda: 5)
+    stuck.answer(None, "job", time.monotonic())
+    stuck.answer(lambda: 5, "job", time.monotonic())
     assert not stuck.keeping
 
 
-def test_a_state_that_is_kept_does_not_change_meanwhile(stuck):
-    """The main thread wakes up after all: it enters no other epoch, in which it would train or receive."""
-    stuck.answer(lambda: 5)
-    through = threading.Event()
-    threading.Thread(target=lambda: (stuck.enter(EPOCH + 1), through.set()), daemon=True).start()
-    assert not through.wait(0.2)
+def test_a_main_thread_that_wakes_while_its_state_is_kept_waits_for_that(stuck, monkeypatch):
+    """It may have changed what was being written: that does not count, and it goes on with what it holds."""
+    go_on, through = threading.Event(), threading.Event()
+
+    def keep():
+        go_on.wait()
+        return 5
+
+    stuck.answer(keep, "job", time.monotonic())
+    main = threading.Thread(target=lambda: (stuck.enter(EPOCH + 1), through.set()))
+    main.start()
+    monkeypatch.setattr(Blocked, "_in_a_collective", lambda _: False)
+    stuck.go_on_keeping(time.monotonic())
+    assert not through.wait(0.1)
+    go_on.set()
+    until_kept(stuck)
+    stuck.go_on_keeping(time.monotonic())
+    main.join(20)
+    assert (through.is_set(), stuck.keeping, stuck.said) == (True, False, [])
 
 
 def test_a_main_thread_in_the_next_epoch_keeps_nothing(stuck):
     """What it holds is not what it held when the question was asked."""
     stuck.enter(EPOCH + 1)
-    stuck.answer(lambda: 5)
+    stuck.answer(lambda: 5, "job", time.monotonic())
     assert not stuck.keeping

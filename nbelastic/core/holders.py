@@ -1,0 +1,64 @@
+"""Who holds the job's training state: workers in the elastic loop, or a disk on which the last of them has kept it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from msgspec.structs import replace
+
+from nbelastic.core import messages as m
+from nbelastic.core.world import Worker, World
+
+Commands = list[m.Command]
+
+
+def holders(world: World) -> list[m.WorkerId]:
+    """Workers that do."""
+    return [w for ids in (world.members, world.waiting) for w in ids if world.workers[w].has_state]
+
+
+def state_lives(world: World, without: Collection[m.WorkerId] = ()) -> bool:
+    """Whether the job's training state, if there is one yet, is somewhere else than with these workers."""
+    job = world.active
+    if job is None or not job.formed or world.kept is not None:
+        return True
+    return any(w not in without for w in holders(world))
+
+
+def alone_holds_state(world: World, w: m.WorkerId) -> bool:
+    """Whether the job's training state would be lost with it."""
+    return world.workers[w].has_state and not state_lives(world, (w,))
+
+
+def claims(world: World, old: Worker, event: m.WorkerReady) -> bool:
+    """Whether a worker that says so holds the newest state: not if worlds have formed without it since."""
+    job, kept = world.active, world.kept
+    if not event.holds or job is None or not job.formed or old.id in world.ranked:
+        return event.holds
+    is_heir = kept is not None and (kept.heir, kept.commit) == (old.id, event.commit)
+    return old.has_state or is_heir or event.epoch >= world.epoch
+
+
+def keeper(world: World) -> str:
+    """The host on whose disk the state is; empty: none."""
+    return world.kept.by.host if world.kept is not None else ""
+
+
+def bequeath(world: World, out: Commands) -> World:
+    """A worker of that host which waits for a world reads the state."""
+    kept = world.kept
+    if kept is None or kept.heir in world.waiting or holders(world):
+        return world
+    there = sorted(w for w in world.waiting if w.host == kept.by.host)
+    if not there:
+        return world
+    out.append(m.TakeKept(there[0], kept.by, kept.commit))
+    return replace(world, kept=replace(kept, heir=there[0]))
+
+
+def forget_kept(world: World, out: Commands) -> World:
+    """Workers hold the state again, or nobody needs it."""
+    if world.kept is None:
+        return world
+    out.append(m.ForgetKept(world.kept.by))
+    return replace(world, kept=None)
