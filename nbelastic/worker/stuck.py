@@ -73,6 +73,7 @@ class Stuck:
         self._entered = 0  # the newest epoch in which the main thread may change the state
         self._blocked: Blocked | None = None
         self._epoch = 0  # the aborted one
+        self._said: m.Event | None = None  # last, and when it is said again
         self._say_at = 0.0
         self._job = ""
         self._keeping: Future[int] | None = None  # the state, and so its commit
@@ -93,7 +94,7 @@ class Stuck:
 
     def forget(self) -> None:
         """No epoch that is aborted holds the main thread."""
-        self._blocked, self._say_at = None, 0.0
+        self._blocked, self._said = None, None
 
     def watch(self, epoch: int, now: float) -> bool:
         """Look at the main thread, which is to leave this aborted `epoch`: whether it is stuck in it."""
@@ -118,7 +119,7 @@ class Stuck:
         with self._lock:
             if self._entered <= self._epoch:
                 self._kept.clear()
-                self._keeping, self._since, self._job, self._say_at = in_a_thread(keep), now, job, 0.0
+                self._keeping, self._since, self._job = in_a_thread(keep), now, job
 
     def go_on_keeping(self, now: float) -> None:
         """The driver is told, until it answers. If the main thread has moved meanwhile, what was kept does not count."""
@@ -137,8 +138,8 @@ class Stuck:
             self._repeat(m.StateKept(self._worker, self._job, self._keeping.result()), now, ASK)
 
     def _repeat(self, word: m.Event, now: float, every: float) -> None:
-        if now >= self._say_at:
-            self._say_at = now + every
+        if word != self._said or now >= self._say_at:
+            self._said, self._say_at = word, now + every
             self._say(word)
 
 

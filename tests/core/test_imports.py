@@ -27,6 +27,8 @@ MAY = {
     "commands": {"core", "driver", "notebook", "commands"},
     "__main__": {"commands"},
 }
+PROTOCOLS = ("host/protocol.py", "worker/protocol.py", "worker/account.py", "worker/formation.py")
+PURE = [*sorted((ROOT / "core").glob("*.py")), *(ROOT / name for name in PROTOCOLS)]
 CLOCKS_AND_DOORS = {
     *("time", "datetime", "random", "secrets", "uuid", "threading", "_thread", "asyncio", "multiprocessing"),
     *("concurrent", "socket", "select", "selectors", "ssl", "subprocess", "os", "io", "pathlib", "shutil", "tempfile"),
@@ -89,13 +91,14 @@ def test_imports_have_no_cycles():
     assert len(order) >= len(FILES) - 1
 
 
-@pytest.mark.parametrize("file", sorted((ROOT / "core").glob("*.py")), ids=name_of)
-def test_the_core_is_pure(file):
-    """Standard library and msgspec only, and of it no clock, chance, thread, socket, file or log."""
+@pytest.mark.parametrize("file", PURE, ids=name_of)
+def test_decisions_are_pure(file):
+    """The core's, an agent's and a worker's: standard library and msgspec only; no clock, chance, thread, socket, file or log."""
     outside = {name.split(".")[0] for name in imports(file)} - {"nbelastic"}
     assert outside <= (sys.stdlib_module_names - CLOCKS_AND_DOORS) | {"msgspec"}
     called = {node.id for node in ast.walk(ast.parse(file.read_text("utf-8"))) if isinstance(node, ast.Name)}
     assert not called & DOORS_BUILT_IN
+    assert ours(file) <= {name_of(pure) for pure in PURE} | {"nbelastic.core"}, "what it imports is pure as well"
 
 
 def test_the_core_keeps_nothing_between_steps():
