@@ -147,7 +147,7 @@ class Away:
             elif w in story.fakes and not here.busy:  # its engine is known
                 story._say(w, m.WorkerRegistered(w))
         story.answers += [
-            m.WorkerStuck(w, fake.numbered) for w, fake in story.fakes.items() if w in story.stuck and fake.holds
+            m.WorkerStuck(w, fake.numbered) for w, fake in story.fakes.items() if w in story.stuck and fake.asks
         ]
         story.answers += [m.WorkerFroze(w, "stopped") for w in sorted(mute) if w in story.fakes]
         story.answers += [
