@@ -11,6 +11,7 @@ from nbelastic.core import messages as m
 from nbelastic.core.holders import bequeath, forget_kept, keeper, state_lives
 from nbelastic.core.limits import NEVER
 from nbelastic.core.placement import rank_order
+from nbelastic.core.reasons import Reason, missing_in_words
 from nbelastic.core.world import (
     NO_BREAKS,
     HostPhase,
@@ -227,26 +228,24 @@ def gather(world: World, now: float, out: Commands) -> World:
     world = bequeath(release(world, staying(world), out), out)
     limits = world.limits
     if world.unformed and world.mesh.pairs:
-        text = f"epoch {world.epoch} did not form: its hosts are asked whether they reach one another"
-        return because(world, text, world.mesh.until)
+        return because(world, Reason("not-formed", epoch=world.epoch), world.mesh.until)
     ready = len(world.members) + len(world.waiting)
     if ready < limits.min:
         coming = sum(world.workers[w].registered for w in world.starting)
-        text = f"{ready} of min {limits.min} workers ready"
-        return _too_few(world, text, now, coming=ready + coming >= limits.min)
+        return _too_few(world, Reason("too-few", ready, limits.min), now, coming=ready + coming >= limits.min)
     members = next_members(world)
     if world.kept is not None and not any(world.workers[w].has_state for w in members):
         host, heir = keeper(world), world.kept.heir
         coming = heir in world.waiting or any(w.host == host and world.workers[w].registered for w in world.starting)
-        return _too_few(world, f"the training state is kept on {host}, for a worker there", now, coming=coming)
+        return _too_few(world, Reason("kept", names=(host,)), now, coming=coming)
     survivors = len(world.members) - len(world.leaving)
     if survivors < limits.min and ready < limits.most and not staffing.settled(world, now):
-        reason = f"{ready} workers ready; {staffing.shortage(world, now)}"
+        reason = Reason("ready", ready, missing=staffing.missing(world, now))
         return because(replace(world, short_since=None), reason, world.since + limits.timeouts.settle)
     return form(world, members, now, out)
 
 
-def _too_few(world: World, text: str, now: float, *, coming: bool) -> World:
+def _too_few(world: World, reason: Reason, now: float, *, coming: bool) -> World:
     """`elastic_timeout` counts while workers are missing, and not while those are `coming`: they run what comes before the loop."""
     since, paused = world.short_since, world.paused_since
     if since is None:
@@ -256,7 +255,7 @@ def _too_few(world: World, text: str, now: float, *, coming: bool) -> World:
     elif not coming and paused is not None:
         since, paused = since + now - paused, None
     world = replace(world, short_since=since, paused_since=paused)
-    return because(world, f"{text}; {staffing.shortage(world, now)}")
+    return because(world, replace(reason, missing=staffing.missing(world, now)))
 
 
 def short_until(world: World) -> float:
@@ -281,7 +280,8 @@ def give_up(world: World, now: float, out: Commands) -> World:
         text += f" for {limits.patience:g} s (elastic_timeout)"
     else:
         text += f", and others have not come to the elastic function within {limits.timeouts.program:g} s"
-    return jobs.end(world, "failed", f"{text}; {staffing.shortage(world, now)}", now, out)
+    text += f"; {missing_in_words(staffing.missing(world, now), now)}"
+    return jobs.end(world, "failed", text, now, out)
 
 
 def staying(world: World) -> tuple[m.WorkerId, ...]:
@@ -335,7 +335,8 @@ def form(world: World, members: tuple[m.WorkerId, ...], now: float, out: Command
     moved = addresses.moving_until(world, members[0])
     if now < moved:
         address = world.hosts[members[0].host].address
-        reason = f"{len(members)} workers ready; {members[0]} is to offer a store at {address}"
+        store = Reason("new-store", names=(str(members[0]),), text=f"at {address}")
+        reason = Reason("ready", len(members), then=store)
         return because(replace(world, short_since=None), reason, moved)
     members = addresses.led(world, members)
     world = release(world, staying(world), out)
@@ -379,7 +380,7 @@ def enter(world: World, order: m.FormWorld, ahead: frozenset[m.WorkerId]) -> Wor
         short_since=None,
         until=NEVER,
         job=replace(job, ranks=members),
-        reason=f"{len(members)} workers join epoch {order.epoch}",
+        reason=Reason("entered", of=len(members), epoch=order.epoch),
     )
 
 

@@ -10,7 +10,8 @@ from msgspec.structs import replace
 
 from nbelastic.core import addresses, epochs, mesh, staffing
 from nbelastic.core import messages as m
-from nbelastic.core.world import Stage, World, because, first
+from nbelastic.core.reasons import Missing, Reason
+from nbelastic.core.world import Stage, World, because, first, named
 
 Commands = list[m.Command]
 
@@ -21,39 +22,37 @@ def progress(world: World, now: float, out: Commands) -> World:
         inside = (
             frozenset(w for w, worker in world.workers.items() if worker.job) if world.linger_until else frozenset()
         )
-        wait = f"; programs may write a last checkpoint: {first(inside)}" if inside else ""
-        return because(world, f"stopping: {world.stopping}{wait}")
+        last = Reason("last-checkpoints", names=named(inside)) if inside else None
+        return because(world, Reason("stopping", text=world.stopping, then=last))
     job = world.active
     if job is None:
         return _idle(world, now)
     left, size = len(world.awaiting), len(world.members)
     if job.succeeded:
-        return because(world, f"{len(job.succeeded)} of {len(job.ranks)} ranks have finished")
+        return because(world, Reason("finishing", len(job.succeeded), len(job.ranks)))
     match world.stage:
         case Stage.GATHERING if left:
-            text = f"{size - left} of {size} survivors have left epoch {world.epoch}; not yet {first(world.awaiting)}"
-            return because(world, text + _stuck(world))
+            names = named(world.awaiting)
+            return because(world, Reason("broken", size - left, size, world.epoch, names=names, then=_stuck(world)))
         case Stage.GATHERING:
             return epochs.gather(world, now, out)
         case Stage.FORMING:
-            return because(world, f"{size - left} of {size} have joined epoch {world.epoch}")
+            return because(world, Reason("joining", size - left, size, world.epoch))
         case Stage.RUNNING:
             return _plan(world, now, out)
         case Stage.PREPARING if left and now < world.prepare_by:
-            text = (
-                f"{size} workers train in epoch {world.epoch}; not yet prepared for the next: {first(world.awaiting)}"
-            )
-            return because(world, text, world.prepare_by)
+            late = Reason("preparing", names=named(world.awaiting))
+            return because(world, _training(world, late), world.prepare_by)
         case Stage.PREPARING if left:
             return _not_prepared(world, now, out)
         case Stage.PREPARING:
             return _ask(world, now, out)
         case Stage.ASKED if left:
-            return because(world, f"{size - left} of {size} have said where they are")
+            return because(world, Reason("asked", size - left, size))
         case Stage.ASKED:
             return _agree(world, now, out)
         case Stage.LEAVING if left:
-            return because(world, f"{size - left} of {size} have left epoch {world.epoch} at the agreed commit")
+            return because(world, Reason("leaving", size - left, size, world.epoch))
         case Stage.LEAVING:
             return _change(world, now, out)
 
@@ -62,28 +61,32 @@ def _idle(world: World, now: float) -> World:
     ready = len(world.workers) - len(world.starting) - len(world.stopped) - len(world.failed)
     low = world.limits.min
     if ready < low:
-        return because(world, f"{ready} of min {low} workers ready; {staffing.shortage(world, now)}")
-    return because(world, f"{ready} workers ready; no job is running")
+        return because(world, Reason("too-few", ready, low, missing=staffing.missing(world, now)))
+    return because(world, Reason("idle", ready))
+
+
+def _training(world: World, then: Reason | None = None, missing: tuple[Missing, ...] | None = None) -> Reason:
+    return Reason("training", of=len(world.members), epoch=world.epoch, missing=missing, then=then)
 
 
 def _plan(world: World, now: float, out: Commands) -> World:
     """A world runs. Is there a better one, and are the newcomers for it ready?"""
     size, most = len(world.members), world.limits.most
-    text = f"{size} workers train in epoch {world.epoch}"
     room = size - len(world.leaving) < most
     if not world.leaving and not (room and world.waiting - world.held.keys()):
-        return because(world, text + _held(world) * room)
+        return because(world, _training(world, _held(world) if room else None))
     if now < world.change_at:
-        return because(world, f"{text}; the next change waits, as {world.change_why}", world.change_at)
+        return because(world, _training(world, Reason("put-off", text=world.change_why)), world.change_at)
     if not staffing.settled(world, now):
-        return because(world, f"{text}; {staffing.shortage(world, now)}", world.since + world.limits.timeouts.settle)
+        reason = _training(world, missing=staffing.missing(world, now))
+        return because(world, reason, world.since + world.limits.timeouts.settle)
     target = epochs.next_members(world)
     if not _worth_it(world, target):
-        why = "the last one with the training state is to leave: " if target == world.members else ""
-        return because(world, f"{text}; {why}{staffing.shortage(world, now)}")
+        last = Reason("last-holder") if target == world.members else None
+        return because(world, _training(world, last, staffing.missing(world, now)))
     failed = any(world.workers[w].failures for w in target if w not in world.ranked)
     if failed and not world.plainly and not addresses.has_store(world, target[0]):  # not without trying it beside them
-        return because(world, f"{text}; {target[0]} is to offer a store for the next epoch")
+        return because(world, _training(world, Reason("new-store", names=(str(target[0]),), text="for the next epoch")))
     text = f"from {size} to {len(target)} workers"
     out.append(m.Record("change-planned", text, epoch=world.epoch))
     if (
@@ -94,7 +97,7 @@ def _plan(world: World, now: float, out: Commands) -> World:
     ):
         return _ask(world, now, out)
     world = _prepare(world, target, now, out)
-    return because(world, f"{text}: preparing epoch {world.numbered}", world.prepare_by)
+    return because(world, Reason("changing", size, len(target), world.numbered), world.prepare_by)
 
 
 def _prepare(world: World, target: tuple[m.WorkerId, ...], now: float, out: Commands) -> World:
@@ -151,22 +154,22 @@ def _not_prepared(world: World, now: float, out: Commands) -> World:
     return _plan(world, now, out)
 
 
-def _stuck(world: World) -> str:
-    """Why those who are waited for are not replaced, as the end of a sentence."""
+def _stuck(world: World) -> Reason | None:
+    """Why those who are waited for are not replaced."""
     if world.wait is None or not world.wait.stuck:
-        return ""
+        return None
     limits = world.limits
     end = "without end, as elastic_timeout is None" if limits.elastic_timeout is None else f"for {limits.patience:g} s"
-    return f" ({world.wait.why}; waited for {end})"
+    return Reason("irreplaceable", text=f"{world.wait.why}; the others wait {end}")
 
 
-def _held(world: World) -> str:
-    """Who is left out, and why, as the end of a sentence."""
+def _held(world: World) -> Reason | None:
+    """Who is left out, and why."""
     if not world.held:
-        return ""
+        return None
     w = min(world.held)
     more = f" (and {len(world.held) - 1} more)" if len(world.held) > 1 else ""
-    return f"; {w} is {world.workers[w].reason}{more}"
+    return Reason("left-out", names=(str(w),), text=f"{world.workers[w].reason}{more}")
 
 
 def _ask(world: World, now: float, out: Commands) -> World:
@@ -176,7 +179,7 @@ def _ask(world: World, now: float, out: Commands) -> World:
         return _plan(epochs.call_off(world, out), now, out)
     world = replace(world, stage=Stage.ASKED, asks=world.asks + 1, awaiting=world.ranked, offers=())
     out.append(m.AskLeave(world.epoch, world.members, world.asks))
-    return because(world, f"{len(world.members)} workers agree on the commit to leave at")
+    return because(world, Reason("asking", of=len(world.members)))
 
 
 def _fits(world: World, plan: m.FormWorld) -> bool:
@@ -201,7 +204,7 @@ def _agree(world: World, now: float, out: Commands) -> World:
     if plan is not None:
         out.append(plan)
     world = replace(world, stage=Stage.LEAVING, awaiting=world.ranked, offers=())
-    return because(world, f"all leave epoch {world.epoch} at its commit {commit}")
+    return because(world, Reason("agreed", epoch=world.epoch, commit=commit))
 
 
 def _change(world: World, now: float, out: Commands) -> World:

@@ -11,6 +11,7 @@ from msgspec.structs import replace
 from nbelastic.core import messages as m
 from nbelastic.core.holders import keeper
 from nbelastic.core.limits import NEVER
+from nbelastic.core.reasons import MOST, Missing
 from nbelastic.core.world import Host, HostPhase, Slot, Worker, WorkerState, World, less
 
 Commands = list[m.Command]
@@ -326,31 +327,35 @@ def _shed(world: World, now: float, out: Commands) -> World:
     return stop_workers(world, list(islice(idle, surplus)), out)
 
 
-def shortage(world: World, now: float) -> str:
-    """What one waits for, in words, at most three things of it."""
-    parts = [f"{w} ({_waits(world.workers[w], now)})" for w in nsmallest(3, world.starting)]
+def missing(world: World, now: float) -> tuple[Missing, ...]:
+    """What one waits for, the first of it."""
+    found = [_awaited(world.workers[w]) for w in nsmallest(MOST, world.starting)]
     for name, host in world.hosts.items():
-        if len(parts) >= 3:
+        if len(found) >= MOST:
             break
         if host.phase is HostPhase.STARTING:
-            parts.append(f"{name}: {host.reason}" if name in world.probing else f"{name} to start")
+            found.append(
+                Missing("probed", name, host.reason) if name in world.probing else Missing("host starting", name)
+            )
         elif host.phase is HostPhase.LOST:
-            parts.append(f"{name} (lost: {host.reason}; tried again in {_age(host.retry_at - now)})")
+            found.append(Missing("lost", name, host.reason, until=host.retry_at))
         elif not host.full:
-            parts += [
-                f"{name}/{index} (cooling {_age(slot.cooling_until - now)} more)"
+            found += [
+                Missing("cooling", f"{name}/{index}", until=slot.cooling_until)
                 for index, slot in enumerate(host.slots[: host.spec.slots])
                 if slot.cooling_until > now
             ]
     job = world.active.name if world.active else ""
     if world.linger_until and any(worker.job not in ("", job) for worker in world.workers.values()):
-        parts.append("the last job's programs to stop")
-    parts += [f"nothing from {w}: {world.workers[w].reason}" for w in nsmallest(1, world.failed)]
-    return "waiting for " + ", ".join(parts[:3]) if parts else "add a host or lower min"
+        found.append(Missing("programs"))
+    found += [Missing("failed", str(w), world.workers[w].reason) for w in nsmallest(1, world.failed)]
+    return tuple(found[:MOST])
 
 
-def _waits(worker: Worker, now: float) -> str:
-    return f"in a setup cell for {_age(now - worker.cell_since)}" if worker.cell else _age(now - worker.since)
+def _awaited(worker: Worker) -> Missing:
+    if worker.cell:
+        return Missing("in a setup cell", str(worker.id), since=worker.cell_since)
+    return Missing("starting", str(worker.id), since=worker.since)
 
 
 def coming(world: World) -> bool:
@@ -365,10 +370,6 @@ def settled(world: World, now: float) -> bool:
 
 def _slots(count: int) -> str:
     return f"{count} slot{'s' if count != 1 else ''}"
-
-
-def _age(seconds: float) -> str:
-    return f"{max(0.0, seconds):.0f} s"
 
 
 def _fit(host: Host, slots: tuple[Slot, ...]) -> Host:

@@ -14,6 +14,7 @@ from msgspec.structs import replace
 
 from nbelastic.core import epochs, mesh
 from nbelastic.core import messages as m
+from nbelastic.core.reasons import Reason, and_also
 from nbelastic.core.world import Stage, Still, World
 
 Commands = list[m.Command]
@@ -47,7 +48,7 @@ def explain(world: World) -> World:
     still = world.still
     if still is None or still.epoch != world.epoch or not _at_work(world):
         return clear(world)
-    return replace(world, reason=f"{world.reason}; {still.text}")
+    return replace(world, reason=and_also(world.reason, Reason("stands", text=still.text)))
 
 
 def clear(world: World) -> World:

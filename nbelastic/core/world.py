@@ -12,6 +12,7 @@ from msgspec.structs import replace
 from nbelastic.core.group import Group
 from nbelastic.core.limits import NEVER, Limits
 from nbelastic.core.messages import Event, FormWorld, HostSpec, Interface, WorkerAt, WorkerId
+from nbelastic.core.reasons import MOST, Reason, listed
 from nbelastic.core.script_messages import NodeReady
 
 NO_BREAKS = (0, -1)  # how many, and at which commit
@@ -261,7 +262,7 @@ class World(Struct, frozen=True):
     still: Still | None = None
     removed: frozenset[str] = frozenset()  # hosts removed by hand, which discovery may still list
     incarnations: dict[str, int] = {}  # the newest ones of hosts that have left; see `staffing.NAMES`
-    reason: str = "no hosts yet"
+    reason: Reason = Reason("no-hosts")
     stopping: str = ""
     since: float = 0.0  # since when ready newcomers, or leavers, wait for those that are starting
     suspect_since: float = 0.0
@@ -330,11 +331,16 @@ def less(ids: frozenset[WorkerId], gone: frozenset[WorkerId]) -> frozenset[Worke
     return ids if ids.isdisjoint(gone) else ids - gone
 
 
-def because(world: World, reason: str, until: float = NEVER) -> World:
+def because(world: World, reason: Reason, until: float = NEVER) -> World:
     """Not yet, and why; and when the wait ends by itself."""
     return world if world.reason == reason and world.until == until else replace(world, reason=reason, until=until)
 
 
+def named(ids: frozenset[WorkerId]) -> tuple[str, ...]:
+    """The first of them, as `Reason.names`."""
+    return tuple(map(str, nsmallest(MOST + 1, ids)))
+
+
 def first(ids: frozenset[WorkerId]) -> str:
     """The first three, as text."""
-    return ", ".join(map(str, nsmallest(3, ids))) + (", …" if len(ids) > 3 else "")
+    return listed(named(ids))

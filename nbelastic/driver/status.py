@@ -10,6 +10,7 @@ from msgspec import Struct
 
 from nbelastic.core.messages import WorkerId
 from nbelastic.core.placement import places
+from nbelastic.core.reasons import in_words
 from nbelastic.core.world import World, host_cooling_until
 from nbelastic.driver.live import Live, OrderStatus
 
@@ -150,7 +151,7 @@ def snapshot(name: str, world: World, live: Live, now: float) -> Status:
     return Status(
         name=name,
         phase=world.phase,
-        reason=f"stopped: {world.stopping}" if world.phase == "finished" else world.reason,
+        reason=f"stopped: {world.stopping}" if world.phase == "finished" else in_words(world.reason, now),
         epoch=world.epoch,
         world_size=len(world.members) if world.phase == "running" else 0,
         min=world.limits.min,

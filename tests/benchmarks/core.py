@@ -70,7 +70,7 @@ class Cluster:
         self.phase = "joining"
         for w in self.world.members:
             self.send(m.WorkerFormed(w, self.world.epoch, {}))
-        assert self.world.stage is Stage.RUNNING, self.world.reason
+        assert self.world.stage is Stage.RUNNING, self.reason
 
     def rejoin(self, w: m.WorkerId) -> None:
         member = w in self.world.ranked

@@ -13,6 +13,7 @@ from nbelastic.core import messages as m
 from nbelastic.core.limits import NEVER
 from nbelastic.core.membership import deadline, step
 from nbelastic.core.networks import wide
+from nbelastic.core.reasons import in_words
 from nbelastic.core.setup import lacking
 from nbelastic.core.world import HostPhase, Stage, WorkerState, World
 
@@ -23,12 +24,14 @@ if TYPE_CHECKING:
 def check(before: World, world: World, commands: tuple[m.Command, ...], now: float) -> None:
     """What must hold after every step, whatever happened."""
     for fault in faults(before, world, commands, now):
-        raise AssertionError(f"{fault}\nreason: {world.reason}\nstage: {world.stage}\ncommands: {commands}")
+        raise AssertionError(
+            f"{fault}\nreason: {in_words(world.reason, now)}\nstage: {world.stage}\ncommands: {commands}"
+        )
 
 
 def faults(before: World, world: World, commands: tuple[m.Command, ...], now: float) -> Iterator[str]:
     workers, alive = world.workers, set(world.workers)
-    if not world.reason:
+    if not in_words(world.reason, now):
         yield "there is no reason"
     if any(worker.id != w for w, worker in workers.items()):
         yield "a worker is kept under the name of another"
@@ -149,7 +152,7 @@ def _faults_of_networks(world: World, now: float) -> Iterator[str]:
 
 def _faults_of_standing_still(world: World) -> Iterator[str]:
     still = world.still
-    if still is not None and (still.epoch != world.epoch or still.text not in world.reason):
+    if still is not None and (still.epoch != world.epoch or still.text not in in_words(world.reason, 0.0)):
         yield "a world stands still and does not say so, or another one does"
     explained = set(still.behind if still is not None else ()) | world.held.keys()
     told = {w for w, worker in world.workers.items() if worker.reason} - world.failed - world.stopped

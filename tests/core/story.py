@@ -14,6 +14,7 @@ from nbelastic.core import messages as m
 from nbelastic.core.limits import Limits
 from nbelastic.core.membership import deadline, step
 from nbelastic.core.placement import parse_host
+from nbelastic.core.reasons import in_words
 from nbelastic.core.world import Stage, WorkerState, World
 from tests.core.invariants import check, check_doubled, check_stores
 
@@ -137,7 +138,7 @@ class Story:
                 return self
             self.now = at
             self.send(m.Ticked())
-            assert deadline(self.world, self.now) > self.now, f"a hot loop: {self.world.reason}"
+            assert deadline(self.world, self.now) > self.now, f"a hot loop: {self.reason}"
         raise AssertionError("too many ticks")
 
     def quiet(self, seconds: float = 0.0) -> Story:
@@ -188,7 +189,7 @@ class Story:
         """From wherever it stands to a world that trains."""
         self.answer()
         self.submit(job).quiet(2.0)
-        assert self.world.stage is Stage.RUNNING, self.world.reason
+        assert self.world.stage is Stage.RUNNING, self.reason
         return self
 
     def commit(self, count: int = 1) -> Story:
@@ -304,6 +305,10 @@ class Story:
         return self
 
     # ---- what is ----
+
+    @property
+    def reason(self) -> str:
+        return in_words(self.world.reason, self.now)
 
     @property
     def names(self) -> list[str]:
@@ -594,5 +599,5 @@ def with_stage(stage: Stage, **limits) -> Story:
         story.hear(m.WorkerPrepared)
     if stage is Stage.LEAVING:
         story.hear(m.WorkerOffered)
-    assert story.world.stage is stage, story.world.reason
+    assert story.world.stage is stage, story.reason
     return story

@@ -57,7 +57,7 @@ def test_a_cooled_slot_returns_even_if_min_equals_what_it_brings():
     story = Story("a:2", min=2).run()
     for _ in range(2):
         story.kill("a/1#1" if "a/1#1" in story.names else "a/1#2").answer()
-    assert "a/1 (cooling 5 s more)" in story.world.reason
+    assert "a/1 (cooling 5 s more)" in story.reason
     story.quiet(6.0)
     assert (story.names, story.world.stage) == (["a/0#1", "a/1#3"], Stage.RUNNING)
 

@@ -17,7 +17,7 @@ def test_one_finishes_first_and_the_others_get_time():
     story.add("c:1").remove("b").quiet(20.0)
     assert story.commands(m.AskLeave, mark) + story.commands(m.AbortWorld, mark) == []
     assert story.commands(m.StopProgram, mark) == []
-    assert story.world.reason == "1 of 3 ranks have finished"
+    assert story.reason == "1 of 3 ranks have finished"
     story.returned("a/1#1", "b/0#1").ended("a/0#1", "b/0#1", "a/1#1")
     assert (story.job.outcome, story.job.reason) == ("succeeded", "every rank finished")
 

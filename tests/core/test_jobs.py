@@ -22,9 +22,9 @@ def test_the_next_job_waits_for_the_last_ones_programs():
     story = Story("a:2", min=2).run("one")
     story.raised("a/0#1").hear(m.ProgramEnded, "a/0#1")
     story.submit("two").hear(m.WorkerReady)
-    assert "the last job's programs to stop" in story.world.reason
+    assert "the last job's programs to stop" in story.reason
     story.hear(m.ProgramEnded)
-    assert "the last job" not in story.world.reason
+    assert "the last job" not in story.reason
     story.quiet(2.0)
     assert (story.world.stage, len(story.names)) == (Stage.RUNNING, 2)
 
@@ -95,7 +95,7 @@ def test_a_job_stopped_twice_or_by_another_name_ends_once():
 def test_a_job_can_be_submitted_before_any_worker_is_ready():
     """It waits for min, with the reason, and its program runs on each worker as it comes."""
     story = Story("a:2", min=2).submit()
-    assert "0 of min 2 workers ready; waiting for a to start" in story.world.reason
+    assert "0 of min 2 workers ready; waiting for a to start" in story.reason
     story.quiet(2.0)
     assert len(story.commands(m.RunProgram)) == 2
     assert story.world.stage is Stage.RUNNING
@@ -105,10 +105,10 @@ def test_a_job_stopped_before_any_worker_is_ready():
     """The workers that come later find no job, and the cluster is as before."""
     story = Story("a:2", min=2).hear(m.AgentReady).submit()
     story.send(m.JobStopRequested("job"))
-    assert story.world.reason == "0 of min 2 workers ready; waiting for a/0#1 (0 s), a/1#1 (0 s)"
+    assert story.reason == "0 of min 2 workers ready; waiting for a/0#1 (0 s), a/1#1 (0 s)"
     story.answer()
     assert story.commands(m.RunProgram) == []
-    assert story.world.reason == "2 workers ready; no job is running"
+    assert story.reason == "2 workers ready; no job is running"
 
 
 def test_a_program_without_an_elastic_function():
@@ -154,7 +154,7 @@ def test_a_failed_setup_cell_is_named():
     story.set_up("imports", "torhc").submit().answer()
     assert story.world.workers[wid("a/1#1")].state is WorkerState.FAILED
     failed = "waiting for nothing from a/1#1: setup cell imports failed: NameError: torhc"
-    assert story.world.reason == f"1 of min 2 workers ready; {failed}"
+    assert story.reason == f"1 of min 2 workers ready; {failed}"
 
 
 def test_results_are_by_the_rank_of_the_last_world():
@@ -169,7 +169,7 @@ def test_orders_to_an_empty_cluster_break_nothing(event):
     """No host, no worker, no job: every order is taken."""
     story = Story()
     story.send(event, m.Ticked(), event)
-    assert story.world.reason
+    assert story.reason
 
 
 def test_no_news_is_taken_for_what_it_is_not():

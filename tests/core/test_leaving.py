@@ -55,7 +55,7 @@ FAULTS = (dies, freezes, loses_its_host, loses_a_connection, is_restarted, is_cu
 def check_peace(story: Story, resets: int) -> None:
     """All four train, nobody has promised to stop, and nothing was lost but that many tries."""
     story.quiet(60.0).commit(3).quiet(60.0)
-    assert (story.world.stage, len(story.names)) == (Stage.RUNNING, 4), story.world.reason
+    assert (story.world.stage, len(story.names)) == (Stage.RUNNING, 4), story.reason
     assert story.world.resets <= resets
     assert {fake.epoch for fake in story.fakes.values()} == {story.world.epoch}
     assert not any(fake.bound for fake in story.fakes.values())

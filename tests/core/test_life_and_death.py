@@ -88,7 +88,7 @@ def test_a_cluster_can_be_stopped_at_any_point(stage):
     mark, began = story.mark(), story.now
     hosts = sorted(story.world.hosts)
     story.send(m.StopRequested("done"), m.StopRequested("again"))
-    assert story.world.reason.startswith("stopping: done; programs may write a last checkpoint: a/0#1")
+    assert story.reason.startswith("stopping: done; programs may write a last checkpoint: a/0#1")
     assert story.commands(m.StopAgent, mark) == []
     story.answer()
     assert sorted(c.host for c in story.commands(m.StopAgent, mark)) == hosts
@@ -101,7 +101,7 @@ def test_a_stop_without_a_program_tells_the_agents_at_once():
     story = Story("a:1", "b:1").answer()
     story.send(m.StopRequested("done"))
     assert [c.host for c in story.commands(m.StopAgent)] == ["a", "b"]
-    assert story.world.reason == "stopping: done"
+    assert story.reason == "stopping: done"
 
 
 def test_a_stop_lets_a_program_write_its_last_checkpoint():
@@ -488,7 +488,7 @@ def test_below_min_and_back():
     story = Story("a:1", "b:1", min=2, elastic_timeout=600.0).run().commit(9)
     story.lose_host("b").answer()
     assert story.world.phase == "waiting"
-    assert "1 of min 2 workers ready; waiting for b (lost" in story.world.reason
+    assert "1 of min 2 workers ready; waiting for b (lost" in story.reason
     story.silent.add(wid("b/0#2"))
     story.quiet(500.0)
     assert story.world.active

@@ -25,7 +25,7 @@ def test_a_rank_that_is_silent_while_its_process_runs_is_left_alone():
     story.stand_still(times=0).send(m.StoodStill(story.world.epoch, 6.0))
     story.hear(m.WorkerAt, "a/0#1")
     story.send(m.StoodStill(story.world.epoch, 7.0))
-    assert f"rank 1 (b/0#1): {text}" in story.world.reason
+    assert f"rank 1 (b/0#1): {text}" in story.reason
     story.send(m.WorkerHeard(wid("b/0#1")))
     assert not story.world.workers[wid("b/0#1")].silent
     assert story.world.stage is Stage.RUNNING

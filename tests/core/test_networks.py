@@ -83,10 +83,10 @@ def test_a_newcomer_starts_nothing_before_it_is_probed():
 def test_a_host_that_is_probed_is_a_wait_with_its_reason():
     """Who waits for it reads with whom its network is probed."""
     story = wide(1, min=2).submit().answer().add("gpu3:1", "10.0.0.3").hear(m.AgentReady)
-    assert story.world.reason == "1 of min 2 workers ready; waiting for gpu3: its network is probed with gpu1"
+    assert story.reason == "1 of min 2 workers ready; waiting for gpu3: its network is probed with gpu1"
     assert story.world.hosts["gpu3"].reason == "its network is probed with gpu1"
     story.add("gpu3:2")
-    assert story.world.reason.endswith("gpu3: its network is probed with gpu1")
+    assert story.reason.endswith("gpu3: its network is probed with gpu1")
     story.answer()
     assert story.world.hosts["gpu3"].reason == ""
 
@@ -363,7 +363,7 @@ def test_a_refused_host_is_lost_with_the_problem():
     assert story.last(m.StopAgent) == m.StopAgent("gpu1")
     assert story.records("host-refused") == ["gpu1: nbelastic 0.2 there, 0.3 here; tried again in 5 s"]
     story.submit()
-    assert "gpu1 (lost: nbelastic 0.2 there, 0.3 here; tried again in 5 s)" in story.world.reason
+    assert "gpu1 (lost: nbelastic 0.2 there, 0.3 here; tried again in 5 s)" in story.reason
 
 
 # ---- stores, when a host has moved ----
@@ -379,7 +379,7 @@ def test_a_waiting_worker_offers_its_store_again():
     story = local(min=3).submit().answer()
     story.add("gpu1:1", "10.0.0.1").answer(lambda e: not (isinstance(e, m.WorkerReady) and e.worker.host != "gpu1"))
     assert story.commands(m.FormWorld) == []
-    assert story.world.reason == "3 workers ready; localhost/0#1 is to offer a store at 10.0.0.9"
+    assert story.reason == "3 workers ready; localhost/0#1 is to offer a store at 10.0.0.9"
     story.answer()
     assert story.last(m.FormWorld).store.startswith("10.0.0.9:")
 

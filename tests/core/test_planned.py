@@ -39,7 +39,7 @@ def test_a_word_said_twice_is_one_word():
     story.add("b:1").answer(lambda e: not isinstance(e, m.WorkerOffered))
     story.send(*[m.WorkerOffered(wid("a/0#1"), 1, 3, story.world.asks)] * 3)
     assert story.world.stage is Stage.ASKED
-    assert story.world.reason == "1 of 2 have said where they are"
+    assert story.reason == "1 of 2 have said where they are"
 
 
 def test_a_lone_replacement_joins_at_once():
@@ -57,7 +57,7 @@ def test_two_changes_in_one_second_are_one_reset():
     story.add("b:1").add("c:1").hear(m.AgentReady)
     story.answer(lambda e: getattr(e, "worker", wid("c/0#1")).host == "b")
     assert story.world.stage is Stage.RUNNING
-    assert story.world.reason.startswith("1 workers train in epoch 1; waiting for c/0#1")
+    assert story.reason.startswith("1 workers train in epoch 1; waiting for c/0#1")
     story.wait(0.9).quiet(1.0)
     assert [len(order.members) for order in story.commands(m.FormWorld, mark)] == [3]
 
@@ -134,7 +134,7 @@ def test_replacements_are_waited_for_rather_than_going_below_min():
     mark = story.mark()
     story.add("c:1").hear(m.AgentReady).remove("b").wait(30.0)
     assert story.commands(m.AskLeave, mark) == []
-    assert "waiting for c/0#1" in story.world.reason
+    assert "waiting for c/0#1" in story.reason
     story.quiet(1.0)
     assert story.names == ["a/0#1", "c/0#1"]
 
@@ -144,7 +144,7 @@ def test_a_drain_below_min_parks_the_rest():
     story = Story("a:1", "b:1", min=2).run().commit(5)
     story.remove("b").quiet(5.0)
     assert (story.alive(), list(story.world.hosts), story.world.phase) == (["a/0#1"], ["a"], "waiting")
-    assert story.world.reason == "1 of min 2 workers ready; add a host or lower min"
+    assert story.reason == "1 of min 2 workers ready; add a host or lower min"
     story.add("c:1").quiet(3.0)
     assert (story.names, story.fakes[wid("c/0#1")].commit) == (["a/0#1", "c/0#1"], 6)
 
@@ -171,7 +171,7 @@ def test_the_last_holder_of_the_state_stays_until_it_has_handed_it_over():
     story = Story("a:2", min=1).run().commit(5)
     story.remove("a").quiet(3.0)
     assert (story.names, story.world.stage) == (["a/0#1"], Stage.RUNNING)
-    assert "the last one with the training state is to leave" in story.world.reason
+    assert "the last one with the training state is to leave" in story.reason
     story.add("b:2").quiet(5.0)
     assert story.names == ["b/0#1", "b/1#1"]
     assert list(story.world.hosts) == ["b"]

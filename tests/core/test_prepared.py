@@ -19,7 +19,7 @@ def test_nobody_is_asked_before_all_is_prepared():
     assert (order.epoch, len(order.members), order.root, order.receivers) == (2, 4, 0, (3,))
     story.commit(5).hear(m.WorkerPrepared, "a/0#1", "b/0#1", "d/0#1")
     assert story.commands(m.AskLeave) == []
-    assert "not yet prepared for the next: c/0#1" in story.world.reason
+    assert "not yet prepared for the next: c/0#1" in story.reason
     story.hear(m.WorkerPrepared)
     assert story.last(m.AskLeave).members == story.world.members
 
@@ -227,7 +227,7 @@ def test_a_newcomer_that_cannot_be_joined_is_left_out(silent, told):
     untouched(story, mark)
     text = f"d/0#1 is left out: no group stood within 15.2 s{told}"
     assert story.records("newcomer-held") == [f"{text}; tried again in 1 s"]
-    assert story.world.reason == f"3 workers train in epoch 1; {text}"
+    assert story.reason == f"3 workers train in epoch 1; {text}"
     assert story.world.workers[wid("d/0#1")].reason == text.removeprefix("d/0#1 is ")
 
 
@@ -257,7 +257,7 @@ def test_who_raised_while_preparing_is_named():
     story.send(m.WorkerPrepared(wid("d/0#1"), 2, "RuntimeError: refused"))
     story.wait(1.0)
     untouched(story, mark)
-    assert "d/0#1 is left out: d/0#1 could not prepare a group (RuntimeError: refused)" in story.world.reason
+    assert "d/0#1 is left out: d/0#1 could not prepare a group (RuntimeError: refused)" in story.reason
 
 
 def test_of_two_newcomers_only_the_one_that_did_not_prepare_is_left_out():
@@ -282,7 +282,7 @@ def test_newcomers_of_which_none_is_to_blame_come_one_at_a_time():
     story.quiet(20.0)
     story.send(m.StoreOffered(story.world.members[1], 3, "b/0#1@3"))  # which does not help: rank 0 has a world's store
     story.answer()
-    assert story.world.reason.endswith("a/0#1 is to offer a store for the next epoch")
+    assert story.reason.endswith("a/0#1 is to offer a store for the next epoch")
     story.commit(3).quiet(20.0)
     sizes = [len(command.order.members) for command in story.commands(m.PrepareWorld, mark)]
     assert sizes == [4, 5]

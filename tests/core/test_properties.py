@@ -493,7 +493,7 @@ class AnyStory(RuleBasedStateMachine):
         # One that hung in the last job as well does not come to its elastic function: that may take as long as it likes.
         able -= {w for w in able if w in story.silent and not story.fakes[w].epoch}
         if world.held:  # a member hangs, so that nobody can be joined with it
-            assert "is left out" in world.reason, world.reason
+            assert "is left out" in story.reason, story.reason
             return
         if world.stage is Stage.PREPARING and story.silent & world.awaiting & world.ranked:  # the same, tried again
             return
@@ -503,12 +503,12 @@ class AnyStory(RuleBasedStateMachine):
         size = len(world.members)
         if world.stage is Stage.RUNNING:
             best = int(min(limits.most, len(able)))
-            assert size == best or best < limits.min, f"{size} of {best} train: {world.reason}"
+            assert size == best or best < limits.min, f"{size} of {best} train: {story.reason}"
             assert all(story.fakes[w].epoch == world.epoch for w in world.members)
             return
-        assert world.stage is Stage.GATHERING, f"stuck in {world.stage}: {world.reason}"
-        assert len(able) < limits.min, f"{len(able)} could train: {world.reason}"
-        assert "of min" in world.reason
+        assert world.stage is Stage.GATHERING, f"stuck in {world.stage}: {story.reason}"
+        assert len(able) < limits.min, f"{len(able)} could train: {story.reason}"
+        assert "of min" in story.reason
 
     def _worker(self, data) -> m.WorkerId:
         assume(self.story.fakes)

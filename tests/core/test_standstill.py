@@ -33,7 +33,7 @@ def test_members_are_asked_where_they_are():
     story = training()
     story.send(m.StoodStill(story.world.epoch, 3.0))
     assert story.last(m.Look) == m.Look(story.world.epoch, story.world.members)
-    assert story.world.reason == "3 workers train in epoch 1; no commit for 3 s"
+    assert story.reason == "3 workers train in epoch 1; no commit for 3 s"
     story.answer()
     mark = story.mark()
     story.stand_still(4.0)
@@ -49,7 +49,7 @@ def test_on_one_machine_no_network_is_probed():
 def test_who_is_behind_is_named_with_its_line():
     """The reason of the world, that of the worker and a record name the rank, how long, the commit and the place."""
     story = behind(training(), "c/0#1").stand_still(31.0)
-    assert story.world.reason.endswith("; rank 2 (c/0#1) is 31 s behind at commit 3, in train.py:88 in load")
+    assert story.reason.endswith("; rank 2 (c/0#1) is 31 s behind at commit 3, in train.py:88 in load")
     assert story.world.workers[wid("c/0#1")].reason == "31 s behind at commit 3, in train.py:88 in load"
     assert story.records("worker-behind") == ["rank 2 (c/0#1) is 31 s behind at commit 3, in train.py:88 in load"]
     assert [story.world.workers[wid(w)].reason for w in ("a/0#1", "b/0#1")] == ["", ""]
@@ -61,14 +61,14 @@ def test_one_behind_by_a_commit_counts_too():
     for w in ("a/0#1", "b/0#1"):
         story.fakes[wid(w)].commit += 1
     story.stand_still(5.0)
-    assert "rank 2 (c/0#1) is 5 s behind at commit 3" in story.world.reason
+    assert "rank 2 (c/0#1) is 5 s behind at commit 3" in story.reason
 
 
 def test_only_those_who_are_last_are_behind():
     """Who waits in an earlier collective than others, for one who is earlier still, is not to blame."""
     story = behind(behind(training(), "c/0#1"), "c/0#1")
     behind(story, "b/0#1").stand_still(5.0)
-    assert "rank 2 (c/0#1) is 5 s behind" in story.world.reason
+    assert "rank 2 (c/0#1) is 5 s behind" in story.reason
     assert story.world.workers[wid("b/0#1")].reason == ""
 
 
@@ -79,7 +79,7 @@ def test_several_behind_are_counted():
         behind(story, f"a/{slot}#1")
     story.stand_still(5.0)
     text = "rank 1 (a/1#1) is 5 s behind at commit 3, in train.py:88 in load (and 4 more)"
-    assert story.world.reason.endswith(text)
+    assert story.reason.endswith(text)
     assert len(story.records("worker-behind")) == 3
 
 
@@ -99,7 +99,7 @@ def test_being_behind_is_recorded_once():
 def test_if_all_are_equally_far_nobody_is_behind():
     """All are in the same place: it is named, and nobody is blamed."""
     story = training().stand_still(31.0)
-    assert story.world.reason.endswith("; no commit for 31 s; all ranks are at commit 3, in train.py:9 in step")
+    assert story.reason.endswith("; no commit for 31 s; all ranks are at commit 3, in train.py:9 in step")
     assert story.records("worker-behind") == []
 
 
@@ -109,7 +109,7 @@ def test_equally_far_in_different_places():
     story.fakes[wid("b/0#1")].place = "train.py:20 in evaluate"
     story.stand_still(31.0)
     text = "rank 0 (a/0#1) is in train.py:9 in step, rank 1 (b/0#1) is in train.py:20 in evaluate"
-    assert story.world.reason.endswith(f"no commit for 31 s; {text}")
+    assert story.reason.endswith(f"no commit for 31 s; {text}")
 
 
 def test_who_does_not_answer_is_named():
@@ -118,20 +118,20 @@ def test_who_does_not_answer_is_named():
     story.silent.update({wid("b/0#1"), wid("c/0#1")})
     story.stand_still(times=2)
     where = "rank 0 (a/0#1) is in train.py:9 in step, rank 1 (b/0#1) has not said where it is"
-    assert story.world.reason.endswith(f"no commit for 4 s; {where}")
+    assert story.reason.endswith(f"no commit for 4 s; {where}")
 
 
 def test_a_place_that_is_unknown_is_left_out():
     """No frame of the user's own code: the numbers alone."""
     story = behind(training(), "c/0#1", place="").stand_still(5.0)
-    assert story.world.reason.endswith("rank 2 (c/0#1) is 5 s behind at commit 3")
+    assert story.reason.endswith("rank 2 (c/0#1) is 5 s behind at commit 3")
 
 
 def test_going_on_clears_the_reasons():
     """With the next commit nothing of it is left."""
     story = behind(training(), "c/0#1").stand_still(31.0)
     story.send(m.WentOn(story.world.epoch))
-    assert story.world.reason == "3 workers train in epoch 1"
+    assert story.reason == "3 workers train in epoch 1"
     assert story.world.still is None
     assert all(worker.reason == "" for worker in story.world.workers.values())
 
@@ -142,8 +142,8 @@ def test_catching_up_clears_the_workers_reason():
     story.fakes[wid("c/0#1")].begun += 1
     story.stand_still(6.0)
     assert story.world.workers[wid("c/0#1")].reason == ""
-    assert "all ranks" not in story.world.reason
-    assert "no commit for 6 s" in story.world.reason
+    assert "all ranks" not in story.reason
+    assert "no commit for 6 s" in story.reason
 
 
 def test_a_break_clears_the_reasons():
@@ -151,7 +151,7 @@ def test_a_break_clears_the_reasons():
     story = behind(training(), "c/0#1").stand_still(5.0)
     story.kill("a/0#1")
     assert story.world.still is None
-    assert "behind" not in story.world.reason
+    assert "behind" not in story.reason
     assert story.world.workers[wid("c/0#1")].reason == ""
 
 
@@ -164,8 +164,8 @@ def test_a_change_that_hangs_has_its_reason(stage):
     assert story.world.stage is stage
     story.answers.clear()
     behind(story, "c/0#1").stand_still(31.0)
-    assert "rank 2 (c/0#1) is 31 s behind" in story.world.reason
-    assert len(story.world.reason) > len("rank 2 (c/0#1) is 31 s behind at commit 3, in train.py:88 in load")
+    assert "rank 2 (c/0#1) is 31 s behind" in story.reason
+    assert len(story.reason) > len("rank 2 (c/0#1) is 31 s behind at commit 3, in train.py:88 in load")
 
 
 def test_who_has_left_as_agreed_is_not_behind():
@@ -175,7 +175,7 @@ def test_who_has_left_as_agreed_is_not_behind():
     story.answers.clear()
     story.silent |= {wid("a/0#1"), wid("b/0#1")}
     story.stand_still(times=2)
-    assert "rank 2 (c/0#1) is 4 s behind" in story.world.reason
+    assert "rank 2 (c/0#1) is 4 s behind" in story.reason
 
 
 def test_who_has_left_and_counts_nothing_is_not_behind_either():
@@ -186,7 +186,7 @@ def test_who_has_left_and_counts_nothing_is_not_behind_either():
     for w in ("a/0#1", "b/0#1"):
         story.fakes[wid(w)].begun = 0
     story.stand_still(5.0)
-    assert "rank 2 (c/0#1) is 5 s behind" in story.world.reason
+    assert "rank 2 (c/0#1) is 5 s behind" in story.reason
 
 
 def test_stale_and_strange_news_is_dropped():

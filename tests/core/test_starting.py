@@ -71,7 +71,7 @@ def test_a_newcomer_that_is_called_back_and_hangs_is_replaced():
     assert story.world.stage is Stage.FORMING
     story.hang("c/0#1").quiet(62.0)
     assert story.records("newcomer-held")
-    assert "2 of min 3 workers ready; waiting for c/0#1" in story.world.reason
+    assert "2 of min 3 workers ready; waiting for c/0#1" in story.reason
     story.quiet(65.0)
     assert story.records("worker-lost") == ["c/0#1 has not come up within 60 s"]
     assert (story.world.stage, story.names) == (Stage.RUNNING, ["a/0#1", "b/0#1", "c/0#2"])

@@ -68,7 +68,7 @@ def test_newcomers_wait_for_the_successor():
     story.quiet(5.0)
     assert story.world.kept == Kept(wid(A), 7)
     assert not story.commands(m.FormWorld, mark)
-    assert "is kept on a, for a worker there" in story.world.reason
+    assert "is kept on a, for a worker there" in story.reason
 
 
 def test_a_successor_is_started_before_all_others():
@@ -109,7 +109,7 @@ def test_a_successor_that_dies_leaves_the_state_to_the_next():
     """Until a world has formed with it the state stays on the disk."""
     story = survivor(cooldown=(0.0, 0.0))
     story.answer(lambda e: not isinstance(e, m.WorkerFormed))
-    assert story.world.stage is Stage.FORMING, story.world.reason
+    assert story.world.stage is Stage.FORMING, story.reason
     story.kill("a/0#2").quiet(5.0)
     assert trains(story)
     assert nothing_lost(story)
@@ -221,7 +221,7 @@ def kept(story: Story) -> Story:
 def goes_on(story: Story) -> None:
     """With the state that was kept, and nobody too many."""
     story.quiet(20.0)
-    assert trains(story), story.world.reason
+    assert trains(story), story.reason
     assert nothing_lost(story)
     assert (story.world.kept, story.kept) == (None, {})
 

@@ -430,7 +430,7 @@ def test_below_min_they_park():
     story = three()
     story.silent |= {wid("a/0#2"), wid("a/1#2"), wid("a/0#3"), wid("a/1#3")}
     Away(story).commit(2).lose_host("a").new_driver().answer()
-    assert "1 of min 2 workers ready" in story.world.reason
+    assert "1 of min 2 workers ready" in story.reason
     assert trains(story.add("c:1").quiet(3.0), "b/0#1", "c/0#1")
     assert story.fakes[wid("c/0#1")].commit == 7
 

@@ -70,7 +70,7 @@ def test_some_have_succeeded():
     mark = story.mark()
     Away(story).returned("a/1#1").new_driver()
     assert disturbed(story, mark) == []
-    assert story.world.reason == "1 of 3 ranks have finished"
+    assert story.reason == "1 of 3 ranks have finished"
     story.returned("a/0#1", "b/0#1").ended("a/0#1", "a/1#1", "b/0#1")
     assert (story.job.outcome, story.job.reason) == ("succeeded", "every rank finished")
 

@@ -14,9 +14,9 @@ from tests.core.story import Story, wid
 def test_it_forms_once_there_are_enough_and_grows_then():
     """0, 4, 12, 16 slots over time with min 8: nothing at 0 and 4, one world of 12, then one of 16."""
     story = Story(min=8).submit().quiet(2.0)
-    assert "0 of min 8 workers ready" in story.world.reason
+    assert "0 of min 8 workers ready" in story.reason
     story.add("a:4").quiet(2.0)
-    assert "4 of min 8 workers ready" in story.world.reason
+    assert "4 of min 8 workers ready" in story.reason
     assert story.commands(m.FormWorld) == []
     story.add("b:8").quiet(2.0)
     assert [len(order.members) for order in story.commands(m.FormWorld)] == [12]
@@ -29,7 +29,7 @@ def test_a_dip_below_min_while_waiting_is_nothing():
     """A worker that dies while one waits for others is missed, and replaced; the world forms when all are there."""
     story = Story("a:2", min=3).submit().answer()
     story.kill("a/0#1")
-    assert "1 of min 3 workers ready" in story.world.reason
+    assert "1 of min 3 workers ready" in story.reason
     assert story.world.resets == 0
     story.add("b:1").quiet(2.0)
     assert story.names == ["a/0#2", "a/1#1", "b/0#1"]
@@ -42,20 +42,20 @@ def test_the_wait_names_what_it_waits_for():
     story.answer(lambda e: getattr(e, "worker", wid("slow/0#1")).host == "a")
     story.submit().now += 3
     story.answer(lambda e: getattr(e, "worker", wid("slow/0#1")).host == "a")
-    assert story.world.reason == "2 of min 3 workers ready; waiting for slow/0#1 (3 s)"
+    assert story.reason == "2 of min 3 workers ready; waiting for slow/0#1 (3 s)"
 
 
 def test_a_host_that_cannot_be_reached_is_named_with_its_error():
     """A host whose agent does not start is waited for by name, with the error and when it is tried again."""
     story = Story("gpu2:1", min=1).submit()
     story.lose_host("gpu2", "ssh: no route")
-    assert "waiting for gpu2 (lost: ssh: no route; tried again in 5 s)" in story.world.reason
+    assert "waiting for gpu2 (lost: ssh: no route; tried again in 5 s)" in story.reason
 
 
 def test_no_host_says_what_to_do():
     """With nothing on its way, the reason says what a person can do."""
     story = Story(min=2).submit()
-    assert story.world.reason == "0 of min 2 workers ready; add a host or lower min"
+    assert story.reason == "0 of min 2 workers ready; add a host or lower min"
 
 
 def test_elastic_timeout_names_what_it_waited_for():
@@ -94,7 +94,7 @@ def test_elastic_timeout_does_not_count_the_lines_before_the_elastic_function():
     story.kill("b/0#1").answer(lambda e: not isinstance(e, m.WorkerReady) or e.worker != wid("b/0#2"))
     late = [e for e in story.answers if isinstance(e, m.WorkerReady)]
     before_its_function(story, "b/0#2").wait(1800.0)
-    assert story.world.reason.startswith("1 of min 2 workers ready; waiting for b/0#2")
+    assert story.reason.startswith("1 of min 2 workers ready; waiting for b/0#2")
     story.send(*late)
     story.quiet(2.0)
     assert (story.world.stage, story.names) == (Stage.RUNNING, ["a/0#1", "b/0#2"])
@@ -138,7 +138,7 @@ def test_the_first_world_waits_the_settle_time_for_those_that_start():
     story.hear(m.AgentReady)
     story.submit().answer(lambda e: getattr(e, "worker", wid("slow/0#1")).host == "a")
     assert story.commands(m.FormWorld) == []
-    assert story.world.reason.startswith("2 workers ready; waiting for slow/0#1")
+    assert story.reason.startswith("2 workers ready; waiting for slow/0#1")
     story.wait(1.0)
     assert story.names == ["a/0#1", "a/1#1"]
 
@@ -185,11 +185,11 @@ def test_an_idle_cluster_counts_only_workers_that_can_work():
     """Without a job, `ready` counts neither the starting nor the failed nor those told to end."""
     story = Story("a:2", min=2)
     story.hear(m.AgentReady)
-    assert story.world.reason.startswith("0 of min 2 workers ready; waiting for a/0#1 (0 s), a/1#1 (0 s)")
+    assert story.reason.startswith("0 of min 2 workers ready; waiting for a/0#1 (0 s), a/1#1 (0 s)")
     story.broken.add(("a/1#1", "torhc"))
     story.set_up("imports", "torhc").answer()
     failed = "waiting for nothing from a/1#1: setup cell imports failed: NameError: torhc"
-    assert story.world.reason == f"1 of min 2 workers ready; {failed}"
+    assert story.reason == f"1 of min 2 workers ready; {failed}"
 
 
 def test_nothing_is_due_in_an_empty_world():
@@ -209,7 +209,7 @@ def test_a_ready_newcomer_waits_for_a_host_that_is_starting():
     story = Story("b:1", min=1).run()
     story.add("c:1").add("a:1").answer(only("c"))
     assert story.world.stage is Stage.RUNNING
-    assert "a to start" in story.world.reason
+    assert "a to start" in story.reason
     story.quiet(2.0)
     assert [len(order.members) for order in story.commands(m.FormWorld)] == [1, 3]
 

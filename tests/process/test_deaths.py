@@ -9,6 +9,7 @@ import psutil
 import pytest
 
 import nbelastic as nbe
+from nbelastic.core.messages import STUCK
 from nbelastic.driver import ssh
 from tests.process import programs
 from tests.process.observing import alive, driver_of, ranked, until
@@ -16,6 +17,11 @@ from tests.process.observing import alive, driver_of, ranked, until
 
 def events(training, kind):
     return [event for event in training.cluster.events if event.kind == kind]
+
+
+def deaths(training):
+    """But not those of survivors that gloo did not wake: about one in a hundred, which are replaced."""
+    return [event for event in events(training, "worker-lost") if f"exit code {STUCK}" not in event.text]
 
 
 @pytest.mark.parametrize(
@@ -32,7 +38,7 @@ def test_a_worker_dies(trains, which, sig):
     results = training.finish()
     assert len(results) == 3
     assert victim.pid not in {result["pid"] for result in results}
-    (lost,) = events(training, "worker-lost")
+    (lost,) = deaths(training)
     assert (lost.worker, lost.host) == (victim.id, "localhost")
     assert sig.name in lost.text
     assert len(events(training, "world-broken")) == 1
@@ -120,7 +126,7 @@ def test_many_deaths_in_a_row(trains):
         training.strike(victims[-1])
     training.runs(3)
     training.finish()
-    lost = [event.text for event in events(training, "worker-lost")]
+    lost = [event.text for event in deaths(training)]
     assert lost == [f"{victim.id} died (SIGKILL)" for victim in victims]
 
 
@@ -261,7 +267,7 @@ def test_who_is_busy_with_other_things_is_not_taken_for_stuck(trains):
     training.strike(victim)
     training.runs(3)
     assert sleeper in {result["pid"] for result in training.finish()}
-    assert len(events(training, "worker-lost")) == 1
+    assert len(deaths(training)) == 1
 
 
 def test_a_survivor_that_never_wakes_is_replaced(trains):

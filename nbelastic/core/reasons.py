@@ -1,0 +1,118 @@
+"""Why the next thing has not happened yet: data, of which `in_words` makes a sentence for people."""
+
+from __future__ import annotations
+
+from types import MappingProxyType
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+SENTENCES = MappingProxyType(
+    {
+        "no-hosts": "no hosts yet",
+        "stopping": "stopping: {text}",
+        "last-checkpoints": "programs may write a last checkpoint: {names}",
+        "idle": "{done} workers ready; no job is running",
+        "too-few": "{done} of min {of} workers ready",
+        "ready": "{done} workers ready",
+        "kept": "the training state is kept on {names}, for a worker there",
+        "not-formed": "epoch {epoch} did not form: its hosts are asked whether they reach one another",
+        "new-store": "{names} is to offer a store {text}",
+        "entered": "{of} workers join epoch {epoch}",
+        "joining": "{done} of {of} have joined epoch {epoch}",
+        "training": "{of} workers train in epoch {epoch}",
+        "left-out": "{names} is {text}",
+        "put-off": "the next change waits, as {text}",
+        "last-holder": "the last one with the training state is to leave",
+        "changing": "from {done} to {of} workers: preparing epoch {epoch}",
+        "preparing": "not yet prepared for the next: {names}",
+        "asking": "{of} workers agree on the commit to leave at",
+        "asked": "{done} of {of} have said where they are",
+        "agreed": "all leave epoch {epoch} at its commit {commit}",
+        "leaving": "{done} of {of} have left epoch {epoch} at the agreed commit",
+        "broken": "{done} of {of} survivors have left epoch {epoch}; not yet {names}",
+        "irreplaceable": "{text}",
+        "finishing": "{done} of {of} ranks have finished",
+        "stands": "{text}",
+    }
+)
+MISSING = MappingProxyType(
+    {
+        "starting": "{name} ({age})",
+        "in a setup cell": "{name} (in a setup cell for {age})",
+        "host starting": "{name} to start",
+        "probed": "{name}: {why}",
+        "lost": "{name} (lost: {why}; tried again in {left})",
+        "cooling": "{name} (cooling {left} more)",
+        "programs": "the last job's programs to stop",
+        "failed": "nothing from {name}: {why}",
+    }
+)
+MOST = 3  # names, and things that are missing, that are told
+
+
+class Missing(Struct, frozen=True):
+    """A worker, host or slot that is waited for: in which state (see `MISSING`), `since` when, or until when (seconds, monotonic)."""
+
+    state: str
+    name: str = ""
+    why: str = ""
+    since: float = 0.0
+    until: float = 0.0
+
+
+class Reason(Struct, frozen=True, omit_defaults=True):
+    """`kind` is one of `SENTENCES`; the rest is what that one tells. `missing`: None if nothing can be. `then`: what else."""
+
+    kind: str
+    done: int = 0
+    of: int = 0
+    epoch: int = 0
+    commit: int = 0
+    names: tuple[str, ...] = ()
+    text: str = ""
+    missing: tuple[Missing, ...] | None = None
+    then: Reason | None = None
+
+
+def and_also(reason: Reason, then: Reason) -> Reason:
+    """The same, and at its end this too."""
+    last = then if reason.then is None else and_also(reason.then, then)
+    return replace(reason, then=last)
+
+
+def in_words(reason: Reason, now: float) -> str:
+    """The sentence, at `now` (seconds, monotonic)."""
+    sentence = SENTENCES[reason.kind].format(
+        done=reason.done,
+        of=reason.of,
+        epoch=reason.epoch,
+        commit=reason.commit,
+        names=listed(reason.names),
+        text=reason.text,
+    )
+    clauses = [sentence]
+    if reason.missing is not None:
+        clauses.append(missing_in_words(reason.missing, now))
+    if reason.then is not None:
+        clauses.append(in_words(reason.then, now))
+    return "; ".join(clauses)
+
+
+def listed(names: tuple[str, ...]) -> str:
+    return ", ".join(names[:MOST]) + ", …" * (len(names) > MOST)
+
+
+def missing_in_words(missing: tuple[Missing, ...], now: float) -> str:
+    """What one waits for, or what would help."""
+    parts = [
+        MISSING[each.state].format(
+            name=each.name, why=each.why, age=_seconds(now - each.since), left=_seconds(each.until - now)
+        )
+        for each in missing
+    ]
+    return "waiting for " + ", ".join(parts) if parts else "add a host or lower min"
+
+
+def _seconds(seconds: float) -> str:
+    return f"{max(0.0, seconds):.0f} s"
