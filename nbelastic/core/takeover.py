@@ -71,6 +71,7 @@ class SavedWorld(Struct, frozen=True):
     members: tuple[m.WorkerId, ...]
     stopped: tuple[m.WorkerId, ...]
     gathering: bool
+    stopping: str
     job: str
     outcome: str
     reason: str
@@ -112,6 +113,7 @@ def summary(world: World) -> SavedWorld:
         members=world.members,
         stopped=tuple(sorted(world.stopped)),
         gathering=world.stage is Stage.GATHERING,
+        stopping=world.stopping,
         job=job.name,
         outcome=job.outcome,
         reason=job.reason,
@@ -140,6 +142,8 @@ def resume(
     """
     out: Commands = []
     world = _workers(_hosts(saved, agents, coming, now, out), agents, heard, dict(saved.ran), now)
+    if saved.stopping:  # programs may still write a last checkpoint
+        return _then(_stop_others(world, now, out), m.StopRequested(saved.stopping), now, out), tuple(out)
     world = staffing.stop_workers(world, saved.stopped, out)
     world = _presume(world, saved, heard)
     world = _lost(world, saved, heard, now, out)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from nbelastic.core import messages as m
-from nbelastic.core.world import HostPhase
+from nbelastic.core.world import HostPhase, Stage
 from tests.core.away import Away, disturbed, three, trains
-from tests.core.story import Story, wid
+from tests.core.story import Story, wid, with_stage
 
 # ---- endings ----
 
@@ -288,3 +288,31 @@ def test_resets_count_on():
     assert trains(story)
     story.kill(story.alive()[0])
     assert "4 resets exceed reset_limit=3" in story.job.reason
+
+
+@pytest.mark.parametrize("stage", [Stage.GATHERING, Stage.RUNNING, Stage.ASKED, Stage.LEAVING])
+def test_a_cluster_that_was_being_stopped_stops(stage):
+    """The driver dies after the order to stop it: the next one goes on with that, and starts nothing."""
+    story = with_stage(stage)
+    story.send(m.StopRequested("enough"))
+    mark = story.mark()
+    Away(story).new_driver()
+    story.quiet(100.0)
+    assert (story.world.phase, story.alive(), story.agents) == ("finished", [], {})
+    assert not [command for command in story.said[mark:] if isinstance(command, m.StartWorker | m.StartAgent)]
+
+
+def test_a_last_checkpoint_is_waited_for_by_the_next_driver():
+    """A program still writes it: it has its time, and the cluster ends when that is over."""
+    story = with_stage(Stage.RUNNING)
+    busy = story.names[0]
+    story.silent.add(wid(busy))
+    story.send(m.StopRequested("enough"))
+    story.fakes[wid(busy)].job = "job"
+    story.silent.clear()
+    Away(story).new_driver()
+    story._unsay(wid(busy), m.ProgramEnded)
+    story.quiet(1.0)
+    assert wid(busy) in story.fakes
+    story.quiet(200.0)
+    assert (story.world.phase, story.fakes) == ("finished", {})
