@@ -8,7 +8,7 @@ from msgspec.structs import replace
 
 from nbelastic.core import addresses, jobs, staffing
 from nbelastic.core import messages as m
-from nbelastic.core.holders import bequeath, forget_kept, keeper, state_lives
+from nbelastic.core.holders import bequeath, keeper, state_lives
 from nbelastic.core.limits import NEVER
 from nbelastic.core.placement import rank_order
 from nbelastic.core.reasons import Reason, missing_in_words
@@ -210,17 +210,14 @@ def complete(world: World, now: float, out: Commands) -> World:
     out.append(m.Record("world-formed", text, epoch=world.epoch))
     behind = {w: replace(world.workers[w], has_state=False) for w in world.waiting if world.workers[w].has_state}
     world = replace(world, workers=world.workers | behind) if behind else world
-    world = replace(world, stage=Stage.RUNNING, unformed=0, job=replace(job, formed=True))
+    job = replace(job, formed=True)
+    world = replace(world, stage=Stage.RUNNING, unformed=0, formed_in=world.epoch, job=job)
     return _inherited(world, now, out) if world.kept is not None else world
 
 
 def _inherited(world: World, now: float, out: Commands) -> World:
     """The state that was kept is back in a world. For its sake a worker more may have been started on that host."""
-    name = keeper(world)
-    world = forget_kept(world, out)
-    if world.hosts[name].phase is HostPhase.DRAINING:
-        world = staffing.retire_empty(staffing.dismiss(world, staffing.on_host(world, name), now, out), name, out)
-    return staffing.staff(world, now, out)
+    return staffing.staff(jobs.forget(world, now, out), now, out)
 
 
 def gather(world: World, now: float, out: Commands) -> World:
@@ -236,7 +233,9 @@ def gather(world: World, now: float, out: Commands) -> World:
     members = next_members(world)
     if world.kept is not None and not any(world.workers[w].has_state for w in members):
         host, heir = keeper(world), world.kept.heir
-        coming = heir in world.waiting or any(w.host == host and world.workers[w].registered for w in world.starting)
+        coming = heir in world.waiting | world.ranked or any(
+            w.host == host and world.workers[w].registered for w in world.starting
+        )
         return _too_few(world, Reason("kept", names=(host,)), now, coming=coming)
     survivors = len(world.members) - len(world.leaving)
     if survivors < limits.min and ready < limits.most and not staffing.settled(world, now):
@@ -300,15 +299,16 @@ def next_members(world: World) -> tuple[m.WorkerId, ...]:
     most = world.limits.max if world.limits.max is not None else len(world.workers)
     keep = staying(world)[:most]
     seniority = {name: host.joined for name, host in world.hosts.items()}
-    new = sorted(_newcomers(world, len(keep)), key=lambda w: (_is_heir(world, w), seniority[w.host], w))
+    new = sorted(_newcomers(world, len(keep)), key=lambda w: (not _is_heir(world, w), seniority[w.host], w))
     new = new[: most - len(keep)]
     return rank_order(keep, new, seniority)
 
 
 def _newcomers(world: World, others: int) -> Collection[m.WorkerId]:
     """Who may join: those that could not be joined before come after the rest, one at a time. Without a world, all that it takes."""
-    free = world.waiting - world.held.keys()
-    again = [w for w in free if world.workers[w].failures]
+    heirs = [w for w in world.waiting if _is_heir(world, w)]
+    free = (world.waiting - world.held.keys()).union(heirs)
+    again = [w for w in free.difference(heirs) if world.workers[w].failures]
     if not again and not world.held:
         return free
     once = free.difference(again) or sorted(again, key=lambda w: (world.workers[w].failures, w))[:1]
@@ -316,9 +316,9 @@ def _newcomers(world: World, others: int) -> Collection[m.WorkerId]:
     return world.waiting if short else once
 
 
-def _is_heir(world: World, w: m.WorkerId) -> int:
-    """0 for who has taken the state that was kept: without it no world is formed. Else 1."""
-    return 0 if world.kept is not None and world.workers[w].has_state else 1
+def _is_heir(world: World, w: m.WorkerId) -> bool:
+    """Whether it has read the state that was kept: without it no world is formed."""
+    return world.kept is not None and world.workers[w].has_state
 
 
 def release(world: World, staying: tuple[m.WorkerId, ...], out: Commands) -> World:

@@ -36,7 +36,7 @@ def claims(world: World, old: Worker, event: m.WorkerReady) -> bool:
     if not event.holds or job is None or not job.formed or old.id in world.ranked:
         return event.holds
     is_heir = kept is not None and (kept.heir, kept.commit) == (old.id, event.commit)
-    return old.has_state or is_heir or event.epoch >= world.epoch
+    return is_heir or event.since >= world.formed_in
 
 
 def keeper(world: World) -> str:
@@ -47,13 +47,22 @@ def keeper(world: World) -> str:
 def bequeath(world: World, out: Commands) -> World:
     """A worker of that host which waits for a world reads the state."""
     kept = world.kept
-    if kept is None or kept.heir in world.waiting or holders(world):
+    here = [w for ids in (world.members, world.waiting) for w in ids]
+    if kept is None or kept.heir in here or holders(world):
         return world
-    there = sorted(w for w in world.waiting if w.host == kept.by.host)
-    if not there:
+    heir = min((w for w in here if w.host == kept.by.host), key=lambda w: (world.workers[w].failures, w), default=None)
+    if heir is None:
         return world
-    out.append(m.TakeKept(there[0], kept.by, kept.commit))
-    return replace(world, kept=replace(kept, heir=there[0]))
+    out.append(m.TakeKept(heir, kept.by, kept.commit))
+    return replace(world, kept=replace(kept, heir=heir))
+
+
+def unheard(world: World, worker: Worker) -> World:
+    """An heir that says that it holds nothing has not heard that it is to read: it is told again."""
+    kept = world.kept
+    if kept is None or kept.heir != worker.id or worker.has_state:
+        return world
+    return replace(world, kept=replace(kept, heir=None))
 
 
 def forget_kept(world: World, out: Commands) -> World:

@@ -6,9 +6,9 @@ from msgspec.structs import replace
 
 from nbelastic.core import messages as m
 from nbelastic.core import setup, staffing
-from nbelastic.core.holders import forget_kept
+from nbelastic.core.holders import forget_kept, keeper
 from nbelastic.core.limits import NEVER
-from nbelastic.core.world import NO_BREAKS, Job, Stage, WorkerState, World
+from nbelastic.core.world import NO_BREAKS, HostPhase, Job, Stage, WorkerState, World
 
 Commands = list[m.Command]
 
@@ -91,6 +91,16 @@ def abort(world: World, why: str, out: Commands) -> World:
     return replace(world, epoch=epoch, plan=None, ahead=frozenset())
 
 
+def forget(world: World, now: float, out: Commands) -> World:
+    """What was kept is not needed any more, and a host that only waited for that leaves."""
+    name = keeper(world)
+    world = forget_kept(world, out)
+    if name in world.hosts and world.hosts[name].phase is HostPhase.DRAINING:
+        world = staffing.dismiss(world, staffing.on_host(world, name), now, out)
+        world = staffing.retire_empty(world, name, out)
+    return world
+
+
 def end(
     world: World, outcome: str, reason: str, now: float, out: Commands, *, culprit: m.WorkerId | None = None
 ) -> World:
@@ -108,9 +118,10 @@ def end(
     # The event first: whoever waits for the job finds it in the log.
     out.append(m.Record(f"job-{outcome}", f"{job.name} {outcome}: {reason}", worker=str(culprit or "")))
     out.append(m.EndJob(job.name, outcome, reason, ranks, culprit))
+    world = forget(world, now, out)
     leaving = sorted(world.leaving)
     world = replace(
-        forget_kept(world, out),
+        world,
         job=replace(job, outcome=outcome, reason=reason),
         stuck=frozenset(),
         stage=Stage.GATHERING,

@@ -30,7 +30,7 @@ from nbelastic.core import (
 )
 from nbelastic.core import messages as m
 from nbelastic.core import script_messages as s
-from nbelastic.core.holders import alone_holds_state, claims
+from nbelastic.core.holders import alone_holds_state, claims, unheard
 from nbelastic.core.limits import NEVER
 from nbelastic.core.world import (
     HostPhase,
@@ -61,12 +61,12 @@ def step(world: World, event: m.Event, now: float) -> tuple[World, tuple[m.Comma
     worker = getattr(event, "worker", None)
     if worker is None or worker in world.workers:
         world = _take(world, event, now, out)
-    if world.kept is not None:
-        world = stuck.progress(world, now, out)
     if world.mesh.pairs:
         world = mesh.progress(world, now, out)
     if world.probing:  # after the mesh, which may have left out a host with which a newcomer is probed
         world = networks.progress(world, now, out)
+    if world.kept is not None:  # on a host which any of those may have left out
+        world = stuck.progress(world, now, out)
     if world.stopping:
         world = stopping.retire(world, now, out)
     if world.trial is not None or world.outdated:
@@ -291,7 +291,7 @@ def _ready(world: World, event: m.WorkerReady, now: float, out: Commands) -> Wor
         store=event.store,
         has_state=claims(world, old, event),
     )
-    world = replace(world, stuck=less(world.stuck, frozenset({w})))
+    world = unheard(replace(world, stuck=less(world.stuck, frozenset({w}))), worker)
     if w not in world.ranked:
         is_first = not world.waiting or world.short_since is not None  # that of them which makes them enough counts
         world = replace(world, since=now if is_first else world.since)
@@ -396,6 +396,9 @@ def _program_ended(world: World, event: m.ProgramEnded, now: float, out: Command
         return staffing.stop_workers(world, leavers, out)
     if not error:
         return _program_returned(world, w, now, out)
+    if world.kept is not None and w == world.kept.heir:
+        why = f"{w} could not read the training state that {world.kept.by} has kept: {error}"
+        return jobs.end(world, "failed", why, now, out, culprit=w)
     if job.formed and w not in world.ranked:
         out.append(m.Record("worker-failed", f"newcomer {w} failed: {error}", host=w.host, worker=str(w)))
         return setup.fail_worker(world, w, error)

@@ -219,7 +219,8 @@ class WorkerReady(Event):
     """It waits in the elastic loop for a world, having left `epoch` (0: none). It offers a store at `store`.
 
     `commit` counts from the beginning of the job and travels with the state: the highest is the newest. `holds`: it has the
-    job's state, all of one commit. It has not before its first world, nor when the transfer of a state broke off halfway.
+    job's state, all of one commit, and was in the world of epoch `since` with it. It has none before its first world, nor when
+    the transfer of a state broke off halfway.
     """
 
     worker: WorkerId
@@ -229,6 +230,7 @@ class WorkerReady(Event):
     clean: bool
     store: str
     holds: bool = False
+    since: int = 0
 
 
 class StoreOffered(Event):
@@ -286,11 +288,12 @@ class WorkerSucceeded(Event):
 class WorkerStuck(Event):
     """Its main thread sleeps in a collective of `epoch`, and the abort does not wake it. It asks for `EndStuck`, until it gets it.
 
-    `keeping`: it was told to keep the training state, and is at it.
+    `commit`: of its state. `keeping`: it was told to keep that, and is at it.
     """
 
     worker: WorkerId
     epoch: int
+    commit: int = 0
     keeping: bool = False
 
 

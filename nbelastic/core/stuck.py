@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from nbelastic.core import jobs
 from nbelastic.core import messages as m
-from nbelastic.core.holders import holders, keeper, state_lives
+from nbelastic.core.holders import forget_kept, holders, keeper, state_lives
 from nbelastic.core.world import HostPhase, Kept, Stage, World
 
 Commands = list[m.Command]
@@ -24,7 +24,8 @@ def asks(world: World, event: m.WorkerStuck, now: float, out: Commands) -> World
         return world
     if w in world.ranked:
         world = replace(world, stuck=world.stuck | {w})
-    if w in world.stopped or not world.workers[w].has_state or world.kept is not None or not _is_formed(world):
+    is_kept = world.kept is not None and world.kept.commit >= event.commit
+    if w in world.stopped or not world.workers[w].has_state or is_kept or not _is_formed(world):
         out.append(m.EndStuck(w))
         return world
     others = [o for o in holders(world) if o != w]
@@ -47,8 +48,12 @@ def kept(world: World, event: m.StateKept, out: Commands) -> World:
     if job is None or job.name != event.job or not job.formed:
         out.append(m.ForgetKept(w))
         return world
-    if world.kept is not None:
+    old = world.kept
+    if old is not None and old.commit >= event.commit:
+        if old.by != w:
+            out.append(m.ForgetKept(w))
         return world
+    world = forget_kept(world, out)
     text = f"nothing wakes {w}, which alone holds the training state: it has kept commit {event.commit} on {w.host}"
     out.append(m.Record("state-kept", text, host=w.host, worker=str(w), epoch=world.epoch))
     return replace(world, kept=Kept(w, event.commit))
@@ -58,7 +63,7 @@ def progress(world: World, now: float, out: Commands) -> World:
     """What was kept on a host is lost with it."""
     name = keeper(world)
     host = world.hosts.get(name)
-    if host is not None and host.phase is not HostPhase.LOST:
+    if host is not None and host.phase in (HostPhase.UP, HostPhase.DRAINING):
         return world
     world = replace(world, kept=None)
     if state_lives(world):

@@ -77,6 +77,7 @@ class SavedWorld(Struct, frozen=True):
     reason: str
     formed: bool
     kept: Kept | None
+    formed_in: int
     ranks: tuple[m.WorkerId, ...]
     setup: tuple[SetupCell, ...]
     ran: tuple[tuple[m.WorkerId, tuple[int, ...]], ...]  # versions of setup cells, of workers that took code
@@ -119,6 +120,7 @@ def summary(world: World) -> SavedWorld:
         reason=job.reason,
         formed=job.formed,
         kept=replace(world.kept, heir=None) if world.kept is not None else None,
+        formed_in=world.formed_in,
         ranks=job.ranks,
         setup=world.setup,
         ran=tuple((w, tuple(sorted(worker.ran))) for w, worker in world.workers.items() if worker.registered),
@@ -195,7 +197,8 @@ def _hosts(
         saved.limits,
         hosts=hosts,
         job=job,
-        kept=saved.kept,
+        kept=saved.kept if saved.kept is not None and _is_up(hosts.get(saved.kept.by.host)) else None,
+        formed_in=saved.formed_in,
         resets=saved.resets,
         joined=saved.joined,
         discovered=True,
@@ -210,6 +213,11 @@ def _hosts(
         since=now,
     )
     return networks.widen(world, now, out) if networks.wide(world) else world
+
+
+def _is_up(host: Host | None) -> bool:
+    """With the agent that it had."""
+    return host is not None and host.phase in (HostPhase.UP, HostPhase.DRAINING) and bool(host.admitted)
 
 
 def _starting(old: SavedHost, now: float) -> Host:
@@ -290,7 +298,7 @@ def _workers(
             epoch=here.left,
             commit=here.commit,
             store=here.store,
-            has_state=bool(job) and here.holds,
+            has_state=bool(job) and here.holds and here.since >= world.formed_in,
             was_ready=is_set_up,
             registered=is_set_up,  # else it comes to be when its engine is known
             ran=versions,
@@ -339,7 +347,7 @@ def _world(world: World, saved: SavedWorld, inside: Heard, now: float, out: Comm
     """Who trains with whom. `inside`: those in the job's program."""
     job = world.active
     assert job is not None
-    holders = tuple(w for w in sorted(inside, key=lambda w: (inside[w].rank, w)) if inside[w].holds)
+    holders = tuple(w for w in sorted(inside, key=lambda w: (inside[w].rank, w)) if world.workers[w].has_state)
     finished = frozenset(w for w in holders if isinstance(inside[w].word, m.WorkerSucceeded))
     told = [w for w in inside if inside[w].stopped]
     if told and not finished:
@@ -387,7 +395,7 @@ def _go_on(world: World, members: tuple[m.WorkerId, ...], inside: Heard, out: Co
     """Nobody of this world is disturbed. What was to follow it will not be."""
     known = [inside[w] for w in members if w in inside]
     epoch = known[0].epoch
-    world = forget_kept(world, out)
+    world = replace(forget_kept(world, out), formed_in=epoch)
     world = _call_back(seat(world, members), inside, out)
     for later in range(epoch + 1, max(here.numbered for here in known) + 1):
         out.append(m.DropWorld(later, members))

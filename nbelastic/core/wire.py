@@ -85,6 +85,7 @@ class WorkerHere(Message):
     left, `epoch` the one it is in (0: none), of `size` members, `formed` whether its group stands and is not to be left. `numbered` is the highest
     epoch that it has heard of. `bound`: it was asked to leave, and has promised not to go on by itself. `commit` counts from
     the job's beginning, `holds` says whether it has the job's state, all of one commit, `store` is what it offers for the next epoch.
+    `since`: as of `WorkerReady`.
     `stopped`: why it was told that the job is over for it, if it was, and not with its own error.
     `word` is its last one, if that still waits for an answer. `reports`: what it has reported meanwhile, by commit.
     """
@@ -107,6 +108,7 @@ class WorkerHere(Message):
     stopped: str = ""
     word: m.WorkerReady | m.WorkerRaised | m.WorkerSucceeded | None = None
     reports: tuple[tuple[int, dict[str, float | None]], ...] = ()
+    since: int = 0
 
 
 class WorkerProgress(Message):

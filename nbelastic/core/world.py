@@ -219,6 +219,7 @@ class World(Struct, frozen=True):
         None  # a plan that was called off when its members were leaving for it: they may be in it
     )
     early: tuple[Event, ...] = ()  # of those ahead: that they have finished, which is heard when all have left this one
+    formed_in: int = 0  # the last epoch of which a world has formed
     numbered: int = 0  # the highest number that an epoch was given; a planned one may come to nothing
     prepare_by: float = NEVER
     change_at: float = 0.0  # before that no change is tried again

@@ -46,6 +46,7 @@ class Account:
         self.beginning = False  # what the session knows is still of the one before
         self.formed = False  # the group of this epoch stands, and has the state
         self.holds = False  # it has the job's state, all of one commit
+        self.since = 0  # the epoch in which it last got it, or trained with it
         self.word: m.WorkerReady | m.WorkerRaised | m.WorkerSucceeded | None = None
         self.result: wire.ProgramResult | None = None  # of the newest program, if it has ended
         self.numbered = 0  # the highest epoch that it has heard of
@@ -54,7 +55,7 @@ class Account:
     def begin(self, job: str) -> None:
         """A new program."""
         self.job, self.beginning = job, True
-        self.busy, self.formed, self.holds, self.word = True, False, False, None
+        self.busy, self.formed, self.holds, self.since, self.word = True, False, False, 0, None
         self.result = None
         self.reports = Reports()
 

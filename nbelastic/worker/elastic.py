@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-import sys
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -90,7 +90,8 @@ class _Loop:
             self._state.undo()
             saving.keep(self._state, folder)
         except BaseException as error:
-            print(f"nbelastic: the training state could not be kept: {reason(error)}", file=sys.stderr, flush=True)
+            text = f"nbelastic: the training state could not be kept: {reason(error)}\n"
+            os.write(2, text.encode())  # what is printed would not be sent any more
             raise
         return self._state.commits
 

@@ -135,8 +135,9 @@ class Protocol:
 
     def ready(self, commit: int, *, clean: bool, store: str) -> m.WorkerReady:
         """What is said by who waits for a world."""
-        word = m.WorkerReady(self.worker, self.job, self.left, commit, clean, store, self.account.holds)
-        self.account.word = word
+        account = self.account
+        word = m.WorkerReady(self.worker, self.job, self.left, commit, clean, store, account.holds, account.since)
+        account.word = word
         return word
 
     def leave(self) -> None:
@@ -164,6 +165,7 @@ class Protocol:
     def formed(self, took: dict[str, float]) -> m.WorkerFormed:
         """It has the state too. `took`: milliseconds a phase."""
         self.account.formed = self.account.holds = True
+        self.account.since = self.epoch
         return m.WorkerFormed(self.worker, self.epoch, took)
 
     def raised(self, error: str, *, intact: bool) -> m.WorkerRaised:
@@ -257,6 +259,7 @@ class Protocol:
             told.reason if told is not None and not told.own else "",
             account.word,
             account.reports.take(),
+            account.since,
         )
 
     # ---- time ----

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import queue
+import shutil
 import threading
 import time
 import typing
@@ -126,7 +127,7 @@ class Session:
             tick=self._tick,
             heartbeat=float(settings["heartbeat"]),
         )
-        self._stuck = Stuck(self.worker, self.link.send, self._end_stuck)
+        self._stuck = Stuck(self.worker, self.link.send, self._end_stuck, self._discard_kept)
 
     @property
     def account(self) -> Account:
@@ -395,11 +396,17 @@ class Session:
 
     def _post(self, actions: list[Action]) -> list[Action]:
         """Leave the news to the main thread, in the same moment as a promise that they ask for; returns what else is to be done."""
+        rest = []
         for action in actions:
-            if isinstance(action, Post):
-                self._inbox.put(action.news)
-                self.attention = True
-        return [action for action in actions if not isinstance(action, Post)]
+            match action:
+                case Post(news=news):
+                    self._inbox.put(news)
+                    self.attention = True
+                case Do(message=wire.Rehome() as order):  # before the main thread hears of it, and offers a store
+                    self._move(order)
+                case _:
+                    rest.append(action)
+        return rest
 
     def _act(self, actions: Iterable[Action]) -> None:
         for action in actions:
@@ -436,8 +443,6 @@ class Session:
                 self._stuck.answer(task, self._protocol.job, time.monotonic())
             case wire.Expect(addresses=addresses):
                 self._ahead.expect(addresses)
-            case wire.Rehome():
-                self._move(message)
 
     def _introduction(self) -> wire.WorkerHere:
         """To a new driver, who has not heard what was said before."""
@@ -474,16 +479,18 @@ class Session:
 
     def _tick(self) -> float:
         now, link = time.monotonic(), self.link
-        self._act(self._post(self._protocol.tick(now, Line(link.away, link.crowded, link.heard_at))))
+        with self._lock:
+            actions = self._post(self._protocol.tick(now, Line(link.away, link.crowded, link.heard_at)))
+        self._act(actions)
         return self._abort(now)
 
     def _abort(self, now: float) -> float:
         """Whoever is in an epoch that is over is woken, again and again; seconds until the next time."""
         protocol = self._protocol
         if self._stuck.keeping:
-            if protocol.quit is not None:
+            if protocol.quit is not None and not self._stuck.moved(now):
                 self._end_stuck()
-            if not self.link.away:
+            if not self.link.away or self._stuck.moved(now):
                 self._stuck.go_on_keeping(now)
             return ABORT_EVERY
         group, following = self.group, self._ahead.group
@@ -498,8 +505,11 @@ class Session:
             if protocol.quit is not None or not self.account.holds:
                 self._end_stuck()
             if not self.link.away:
-                self._stuck.ask(now)
+                self._stuck.ask(protocol.total, now)
         return ABORT_EVERY
+
+    def _discard_kept(self) -> None:
+        in_a_thread(partial(shutil.rmtree, kept(self._folder, self.worker), ignore_errors=True))
 
     def _end_stuck(self) -> NoReturn:
         """Of a job that is stopped nobody else keeps what rank 0 would have kept."""

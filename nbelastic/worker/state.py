@@ -238,12 +238,12 @@ class State:
             where = self._device()
             channel = Channel(formation.root, formation.receivers, formation.rank, formation.world_size, where)
             if channel.takes_part:
-                self._move(channel, where, formation.local_size)
+                self._move(channel, where, formation)
         if self.commits == 0:  # how the program commits is not known yet
             self._tensors.keep = True
             self._take_note()
 
-    def _move(self, channel: Channel, where: torch.device, neighbours: int) -> None:
+    def _move(self, channel: Channel, where: torch.device, formation: Formation) -> None:
         """Send the state, or receive it: whoever holds a commit goes on holding it until all of the newer one has come."""
         session = self._session
         assert session is not None
@@ -261,7 +261,7 @@ class State:
             def fill(places: list[torch.Tensor]) -> None:
                 held = account.holds
                 try:
-                    receive(channel, places, account, apart, neighbours, check=check)
+                    receive(channel, places, account, apart, formation.local_size, check=check)
                 except BaseException:
                     if held and self._tensors.keep:  # the copies are those of the commit that it held
                         self.undo()
@@ -269,7 +269,7 @@ class State:
                     raise
 
             self._accept(described, where, fill)
-            account.holds = True
+            account.holds, account.since = True, formation.epoch
         else:
             outgoing: list[torch.Tensor] = []
             contents = describe(self._contents(), outgoing)

@@ -67,8 +67,15 @@ class Stuck:
     for the main thread, the rest for the link's.
     """
 
-    def __init__(self, worker: m.WorkerId, say: Callable[[m.Event], None], end: Callable[[], object]) -> None:
-        self._worker, self._say, self._end = worker, say, end
+    def __init__(
+        self,
+        worker: m.WorkerId,
+        say: Callable[[m.Event], None],
+        end: Callable[[], object],
+        discard: Callable[[], object] = lambda: None,
+    ) -> None:
+        """`discard` removes what was kept."""
+        self._worker, self._say, self._end, self._discard = worker, say, end, discard
         self._lock = threading.Lock()  # a new epoch is entered, or it is begun to keep the state: not both at once
         self._entered = 0  # the newest epoch in which the main thread may change the state
         self._blocked: Blocked | None = None
@@ -101,9 +108,9 @@ class Stuck:
         self._blocked, self._epoch = self._blocked or Blocked(now), epoch
         return self._blocked.stuck_for(now) > PATIENCE
 
-    def ask(self, now: float) -> None:
+    def ask(self, commit: int, now: float) -> None:
         """How to end. The answer comes to `answer`; there is none while that depends on what others say."""
-        self._repeat(m.WorkerStuck(self._worker, self._epoch), now, ASK)
+        self._repeat(m.WorkerStuck(self._worker, self._epoch, commit), now, ASK)
 
     def answer(self, keep: Callable[[], int] | None, job: str, now: float) -> None:
         """End; but first `keep()`, if it is given, which returns the commit. A main thread that has moved meanwhile goes on."""
@@ -124,10 +131,10 @@ class Stuck:
     def go_on_keeping(self, now: float) -> None:
         """The driver is told, until it answers. If the main thread has moved meanwhile, what was kept does not count."""
         assert self._keeping is not None
-        assert self._blocked is not None
-        if self._blocked.stuck_for(now) < now - self._since:
+        if self.moved(now):
             if self._keeping.done():
                 self._keeping = None
+                self._discard()
                 self.forget()
                 self._kept.set()
         elif not self._keeping.done():
@@ -136,6 +143,10 @@ class Stuck:
             self._end()
         else:
             self._repeat(m.StateKept(self._worker, self._job, self._keeping.result()), now, ASK)
+
+    def moved(self, now: float) -> bool:
+        """Whether the main thread has, since the state is being kept: what it holds may be another one now."""
+        return self._blocked is None or self._blocked.stuck_for(now) < now - self._since
 
     def _repeat(self, word: m.Event, now: float, every: float) -> None:
         if word != self._said or now >= self._say_at:

@@ -85,6 +85,7 @@ class Away:
         for members in self._worlds():
             for fake in members:
                 fake.formed = fake.holds = True
+                fake.since = fake.epoch
         return self
 
     def commit(self, count: int = 1) -> Away:
@@ -147,7 +148,9 @@ class Away:
             elif w in story.fakes and not here.busy:  # its engine is known
                 story._say(w, m.WorkerRegistered(w))
         story.answers += [
-            m.WorkerStuck(w, fake.numbered) for w, fake in story.fakes.items() if w in story.stuck and fake.asks
+            m.WorkerStuck(w, fake.numbered, fake.commit)
+            for w, fake in story.fakes.items()
+            if w in story.stuck and fake.asks
         ]
         story.answers += [m.WorkerFroze(w, "stopped") for w in sorted(mute) if w in story.fakes]
         story.answers += [
@@ -183,6 +186,8 @@ class Away:
             story.store(w, epoch) if fake.offered and epoch else "",
             fake.stopped,
             fake.word,
+            (),
+            fake.since,
         )
 
 

@@ -202,17 +202,19 @@ def check_doubled(world: World, event: m.Event, now: float) -> None:
     assert not changed, f"{event} changes {changed} when it is heard twice"
     match event:
         case m.WorkerReady(worker=w) | m.WorkerRaised(worker=w):
-            answers = (m.FormWorld, m.AbortWorld, m.StopProgram)
+            answers = (m.FormWorld, m.AbortWorld, m.StopProgram, m.TakeKept)
             commands = [c for c in commands if not isinstance(c, answers) or _receivers(c) != (w,)]
         case m.WorkerStuck() | m.StateKept():
-            commands = [c for c in commands if not isinstance(c, m.EndStuck)]
+            commands = [c for c in commands if not isinstance(c, m.EndStuck | m.ForgetKept)]
         case m.JobSubmitted(job=job):
             commands = [c for c in commands if not isinstance(c, m.EndJob) or c.job != job]
     assert not commands, f"{event} is answered twice: {commands}"
 
 
-def _receivers(command: m.FormWorld | m.AbortWorld | m.StopProgram) -> tuple[m.WorkerId, ...]:
+def _receivers(command: m.FormWorld | m.AbortWorld | m.StopProgram | m.TakeKept) -> tuple[m.WorkerId, ...]:
     match command:
+        case m.TakeKept(worker=w):
+            return (w,)
         case m.FormWorld(to=workers) | m.AbortWorld(members=workers) | m.StopProgram(workers=workers):
             return workers
 

@@ -44,6 +44,7 @@ class FakeWorker:
     was: tuple[int, int] = (0, 0)  # rank and size in the epoch before
     formed: bool = False  # the group of its epoch stands
     holds: bool = False  # it has had the job's state
+    since: int = 0  # the epoch in which it has had it last
     numbered: int = 0  # the highest epoch that it has heard of
     bound: bool = False  # it has promised not to go on by itself
     word: m.WorkerReady | m.WorkerRaised | m.WorkerSucceeded | None = None  # the last one, if it waits for an answer
@@ -110,6 +111,7 @@ class Story:
         match event:
             case m.WorkerFormed(epoch=epoch) if epoch == fake.epoch:
                 fake.formed = fake.holds = True
+                fake.since = epoch
             case m.WorkerRaised(epoch=epoch) | m.WorkerSucceeded(epoch=epoch) if epoch == fake.epoch:
                 fake.word = event
 
@@ -529,7 +531,7 @@ class Story:
     def _ask_how_to_end(self, w: m.WorkerId, epoch: int) -> None:
         if self.fakes[w].holds:
             self.fakes[w].asks = True
-            self.answers.append(m.WorkerStuck(w, epoch))
+            self.answers.append(m.WorkerStuck(w, epoch, self.fakes[w].commit))
         else:
             self._exit_stuck(w)
 
@@ -538,7 +540,8 @@ class Story:
         open_ = [w for w in self.stuck if w in self.fakes and (self.fakes[w].asks or w in self.kept)]
         for w in sorted(open_):
             fake = self.fakes[w]
-            word = m.StateKept(w, fake.job, fake.commit) if w in self.kept else m.WorkerStuck(w, fake.numbered)
+            stuck = m.WorkerStuck(w, fake.numbered, fake.commit)
+            word = m.StateKept(w, fake.job, fake.commit) if w in self.kept else stuck
             self.answers.append(word)
         return bool(open_)
 
@@ -568,7 +571,8 @@ class Story:
 
     def _say_ready(self, w: m.WorkerId) -> None:
         fake = self.fakes[w]
-        fake.word = m.WorkerReady(w, fake.job, fake.left, fake.commit, fake.clean, self.store(w, fake.left), fake.holds)
+        store = self.store(w, fake.left)
+        fake.word = m.WorkerReady(w, fake.job, fake.left, fake.commit, fake.clean, store, fake.holds, fake.since)
         self._say(w, fake.word)
 
     def _say(self, w: m.WorkerId, *events: m.Event) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from nbelastic.core import messages as m
 from nbelastic.core.world import Kept, Stage
 from tests.core.away import Away, trains
@@ -205,7 +207,7 @@ def test_who_wakes_up_after_all_still_holds_its_state():
     assert story.last(m.EndStuck) == m.EndStuck(wid(A))
     story.stuck.clear()
     story.answers = [e for e in story.answers if not isinstance(e, m.WorkerExited)]
-    story.fakes[wid(A)] = FakeWorker("job", left=story.world.epoch, commit=7, holds=True)
+    story.fakes[wid(A)] = FakeWorker("job", left=story.world.epoch, commit=7, holds=True, since=story.world.epoch)
     story.kill(C)
     assert not story.commands(m.EndJob)
     story._say_ready(wid(A))
@@ -277,8 +279,122 @@ def test_a_large_state_may_take_its_time():
     story.hear(m.WorkerStuck)
     story.answers = [e for e in story.answers if not isinstance(e, m.StateKept)]
     for _ in range(100):
-        story.send(m.WorkerStuck(wid(A), story.world.epoch, keeping=True))
+        story.send(m.WorkerStuck(wid(A), story.world.epoch, 7, keeping=True))
         story.wait(5.0)
     assert not story.commands(m.EndJob)
     story.send(m.StateKept(wid(A), "job", 7))
     goes_on(story)
+
+
+# ---- and what two readers thought of ----
+
+
+def test_the_agent_that_keeps_the_state_dies_while_no_driver_is_there():
+    """Its folder went with it: the next driver ends the job, and does not look for the state in another agent's."""
+    story = kept(survivor())
+    away = Away(story)
+    away.lose_host("a")
+    away.new_driver()
+    story.quiet(20.0)
+    assert story.last(m.EndJob).outcome == "failed"
+    assert not story.commands(m.TakeKept)
+
+
+def test_a_draining_host_without_an_agent_starts_nothing():
+    """The same while it was to leave: no worker is started there again and again."""
+    story = Story("a", "b", "c", min=2, max=2, elastic_timeout=None).run().commit(7)
+    kept(story.stick(A).remove("a").kill(B))
+    away = Away(story)
+    away.lose_host("a")
+    mark = story.mark()
+    away.new_driver()
+    story.quiet(50.0)
+    assert story.last(m.EndJob).outcome == "failed"
+    assert not [command for command in story.commands(m.StartWorker, mark) if command.worker.host == "a"]
+
+
+def test_a_spare_s_old_claim_is_not_believed():
+    """It had the state once, and worlds have formed without it: by no way does its commit come back."""
+    story = Story("a", "b", "c", min=2, max=2, spares=1, elastic_timeout=100.0).run().commit(5007)
+    spare = wid(C)
+    story.fakes[spare].holds, story.fakes[spare].since, story.fakes[spare].commit = True, 0, 3
+    story._say_ready(spare)
+    story.answer()
+    assert not story.world.workers[spare].has_state
+    Away(story).new_driver()
+    assert not story.world.workers[spare].has_state
+    story.kill(*story.names)
+    assert story.last(m.EndJob).outcome == "failed"
+
+
+def test_an_heir_that_could_not_join_before_is_taken_all_the_same():
+    """Without it no world can form, however many fresh ones wait."""
+    story = kept(survivor("a", "b", "c", spares=1))
+    story.answer(lambda e: not (isinstance(e, m.WorkerReady) and e.holds))
+    heir = story.world.kept.heir
+    workers = story.world.workers
+    story.world = msgspec.structs.replace(
+        story.world, workers=workers | {heir: msgspec.structs.replace(workers[heir], failures=1)}
+    )
+    goes_on(story)
+    assert str(heir) in story.names
+
+
+def test_a_survivor_without_the_state_reads_it():
+    """The heir has died as it sent the state; the only other worker of the host was receiving it, and reads it now."""
+    story = Story("a:2", "c", min=2, max=2, elastic_timeout=None).run()
+    first, second = story.names
+    story.commit(7)
+    kept(story.stick(first).kill(second))
+    story.answer(lambda e: not isinstance(e, m.WorkerFormed))
+    assert story.world.stage is Stage.FORMING, story.reason
+    heir, receiver = story.world.kept.heir, next(w for w in story.world.members if w != story.world.kept.heir)
+    story.tear(str(receiver))
+    story.kill(str(heir))
+    goes_on(story)
+
+
+def test_a_newer_state_is_kept_in_the_place_of_an_older_one():
+    """The world has formed and trained before the driver knew, and is stuck again: what is on the disk is old."""
+    story = kept(survivor())
+    story.answer(lambda e: not isinstance(e, m.WorkerFormed))
+    heir = story.world.kept.heir
+    other = next(w for w in story.world.members if w != heir)
+    for w in (heir, other):
+        story.fakes[w].commit = 107
+    story.answers = [e for e in story.answers if not isinstance(e, m.WorkerFormed)]
+    story.hear_of(m.WorkerFormed(heir, story.world.epoch))
+    story.stick(str(heir)).kill(str(other))
+    story.quiet(5.0)
+    assert trains(story)
+    assert nothing_lost(story, 107)
+
+
+def test_a_job_that_ends_lets_the_host_go_that_has_kept_its_state():
+    """It was only there for that."""
+    story = Story("a", "b", "c", min=2, max=2, elastic_timeout=None).run().commit(7)
+    kept(story.stick(A).remove("a").kill(B))
+    assert "a" in story.world.hosts
+    story.stop_job()
+    story.quiet(5.0)
+    assert "a" not in story.world.hosts
+    assert story.kept == {}
+
+
+def test_a_state_that_cannot_be_read_ends_the_job():
+    """Damaged, on a disk that is full: nobody waits for one that will not come."""
+    story = kept(survivor(elastic_timeout=None))
+    story.answer(lambda e: not (isinstance(e, m.WorkerReady) and e.holds))
+    heir = story.world.kept.heir
+    story.ended(str(heir), error="StateError: it is damaged")
+    end = story.last(m.EndJob)
+    assert (end.outcome, end.culprit) == ("failed", heir)
+    assert end.reason == f"{heir} could not read the training state that {A} has kept: StateError: it is damaged"
+
+
+def test_who_keeps_a_state_that_is_safe_already_leaves_nothing_behind():
+    """Two have kept the same commit, as the first one's word came late."""
+    story = kept(survivor())
+    story.send(m.StateKept(wid("b/0#2"), "job", 7))
+    assert story.commands(m.ForgetKept) == [m.ForgetKept(wid("b/0#2"))]
+    assert story.world.kept.by == wid(A)

@@ -99,7 +99,7 @@ def test_who_waits_for_a_world_enters_a_newer_one(worker):
     """Its own last epoch is over for it, and one that was aborted before it began is left already."""
     worker.leave()
     word = worker.ready(5, clean=True, store="10.0.0.1:1")
-    assert word == m.WorkerReady(W, "job", EPOCH, 5, True, "10.0.0.1:1", True)
+    assert word == m.WorkerReady(W, "job", EPOCH, 5, True, "10.0.0.1:1", True, EPOCH)
     (post,) = worker.receive(ORDER)
     worker.receive(wire.Abort(EPOCH + 1, "gone"))
     assert worker.enter(post.news) is None

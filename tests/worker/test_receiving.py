@@ -10,7 +10,7 @@ from nbelastic.worker import memory, transfer, warm
 from nbelastic.worker.account import Account
 from nbelastic.worker.memory import fits
 from nbelastic.worker.transfer import describe
-from tests.worker.conftest import FakeSession
+from tests.worker.conftest import FakeSession, formation
 
 CPU = torch.device("cpu")
 
@@ -203,7 +203,7 @@ def test_a_holder_with_copies_goes_back_to_them_when_a_transfer_in_place_breaks_
     monkeypatch.setattr(transfer, "fits", lambda *_: False)
     state, before = trained(begun, steps=steps, holds=holds)
     with pytest.raises(RuntimeError, match="Connection closed"):
-        state._move(DyingSender(state), CPU, 1)
+        state._move(DyingSender(state), CPU, formation(0, 1))
     assert state._session.account.holds is still
     assert (contents(state) == before) is still
     assert state.commits == 1

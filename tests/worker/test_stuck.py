@@ -114,8 +114,8 @@ def until_kept(stuck):
 def test_who_is_stuck_asks_until_it_is_answered(stuck):
     """Four times a second, and ends when it is told to."""
     for now in (100.0, 100.1, 100.3):
-        stuck.ask(now)
-    assert stuck.said == [m.WorkerStuck(W, EPOCH)] * 2
+        stuck.ask(5, now)
+    assert stuck.said == [m.WorkerStuck(W, EPOCH, 5)] * 2
     with pytest.raises(Ended):
         stuck.answer(None, "job", time.monotonic())
 
