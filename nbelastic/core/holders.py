@@ -47,8 +47,10 @@ def keeper(world: World) -> str:
 def bequeath(world: World, out: Commands) -> World:
     """A worker of that host which waits for a world reads the state."""
     kept = world.kept
+    if kept is None or holders(world):
+        return world
     here = [w for ids in (world.members, world.waiting) for w in ids]
-    if kept is None or kept.heir in here or holders(world):
+    if kept.heir in here:
         return world
     heir = min((w for w in here if w.host == kept.by.host), key=lambda w: (world.workers[w].failures, w), default=None)
     if heir is None:

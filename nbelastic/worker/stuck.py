@@ -85,8 +85,8 @@ class Stuck:
         self._job = ""
         self._keeping: Future[int] | None = None  # the state, and so its commit
         self._since = 0.0  # since when
-        self._kept = threading.Event()  # it is not being kept
-        self._kept.set()
+        self._free = threading.Event()  # set while the state is not being kept: the main thread may enter an epoch
+        self._free.set()
 
     @property
     def keeping(self) -> bool:
@@ -97,7 +97,7 @@ class Stuck:
         """The main thread is about to change the state, in a new epoch. If that is being kept just now, it waits."""
         with self._lock:
             self._entered = epoch
-        self._kept.wait()
+        self._free.wait()
 
     def forget(self) -> None:
         """No epoch that is aborted holds the main thread."""
@@ -125,7 +125,7 @@ class Stuck:
             return
         with self._lock:
             if self._entered <= self._epoch:
-                self._kept.clear()
+                self._free.clear()
                 self._keeping, self._since, self._job = in_a_thread(keep), now, job
 
     def go_on_keeping(self, now: float) -> None:
@@ -136,7 +136,7 @@ class Stuck:
                 self._keeping = None
                 self._discard()
                 self.forget()
-                self._kept.set()
+                self._free.set()
         elif not self._keeping.done():
             self._repeat(m.WorkerStuck(self._worker, self._epoch, keeping=True), now, REPEAT)
         elif self._keeping.exception() is not None:
