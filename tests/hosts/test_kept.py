@@ -91,7 +91,7 @@ def test_the_kernel_and_its_gate(kept):
     end(training)
 
 
-@pytest.mark.parametrize("with_driver", [False, True])
+@pytest.mark.parametrize("with_driver", [pytest.param(False, marks=pytest.mark.soak), True])
 def test_a_kernel_that_is_stopped_for_a_while(kept, with_driver):
     """Nobody notices, without `keep` too: hosts at the other end of an ssh line that stands go on training.
 

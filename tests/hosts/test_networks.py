@@ -82,6 +82,7 @@ def test_this_machine_and_others_train_together(network, make, trains):
     assert [(row["rank"], row["cross"]) for row in rows] == [(0, (0, 2)), (1, (1, 2))]
 
 
+@pytest.mark.soak
 def test_a_newcomer_that_does_not_reach_its_peers(network, trains):
     """It reaches the driver, but not one of those who train: it is named and left out, they go on; healed, it joins by itself."""
     training = trains("h1:1,h2:1", min=1, cooldown=(1, 2))

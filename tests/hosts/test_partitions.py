@@ -50,6 +50,7 @@ def test_a_host_dies_and_comes_back(network, trains):
     assert len(texts(training.cluster, "world-broken")) == 1
 
 
+@pytest.mark.soak
 @pytest.mark.timeout(300)
 def test_a_host_that_is_cut_off_leaves_no_ghosts(network, trains):
     """Cut off, both ways or one: lost after `silence`; the others go on. Its old worker never comes back, the host does by itself."""
@@ -78,6 +79,7 @@ def test_a_host_that_is_cut_off_leaves_no_ghosts(network, trains):
     assert len(training.finish(timeout=LONG)) == 3
 
 
+@pytest.mark.soak
 def test_two_hosts_that_do_not_reach_each_other(network, trains):
     """The driver hears both, they do not hear one another: one is left out, and told why; healed, it joins again."""
     training = trains("h1:1,h2:1,h3:1", min=1, silence=SILENCE)
@@ -150,6 +152,7 @@ def holding(folder, **options):
     return programs.train(folder, **options)
 
 
+@pytest.mark.soak
 @pytest.mark.timeout(300)
 def test_failures_of_workers_are_told_apart(network, trains):
     """A worker that is stopped, one that is silent though its host is not, one that hangs: each is told as what it is."""
