@@ -45,9 +45,6 @@ class DriverThread:
                 await self.driver._hub.stop()  # a process that is killed keeps nothing open
                 if self.driver._clients is not None and self.driver._clients._server is not None:
                     self.driver._clients._server.close()
-                    for client in list(self.driver._clients._open):  # its loop ends before it has closed them
-                        with contextlib.suppress(OSError):
-                            client._transport.get_extra_info("socket").shutdown(socket.SHUT_RDWR)
                 raise
 
         try:
@@ -55,8 +52,15 @@ class DriverThread:
         except BaseException as error:
             self._error = error
         finally:
-            self.driver.chronicle.close()  # as the end of a process does
+            self._close()
             self._ready.set()
+
+    def _close(self) -> None:
+        """What the end of a process closes: also connections of clients that have not read all, which its loop has left open."""
+        self.driver.chronicle.close()
+        for client in list(self.driver._clients._open) if self.driver._clients is not None else ():
+            with contextlib.suppress(OSError):
+                client._transport.get_extra_info("socket").shutdown(socket.SHUT_RDWR)
 
     @property
     def ident(self) -> int:
