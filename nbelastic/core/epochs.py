@@ -212,12 +212,9 @@ def complete(world: World, now: float, out: Commands) -> World:
     world = replace(world, workers=world.workers | behind) if behind else world
     job = replace(job, formed=True)
     world = replace(world, stage=Stage.RUNNING, unformed=0, formed_in=world.epoch, job=job)
-    return _inherited(world, now, out) if world.kept is not None else world
-
-
-def _inherited(world: World, now: float, out: Commands) -> World:
-    """The state that was kept is back in a world. For its sake a worker more may have been started on that host."""
-    return staffing.staff(jobs.forget(world, now, out), now, out)
+    if world.kept is None:
+        return world
+    return staffing.staff(jobs.forget(world, now, out), now, out)  # for its sake a worker more may have been started
 
 
 def gather(world: World, now: float, out: Commands) -> World:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from nbelastic.core import jobs
+from nbelastic.core import jobs, waits
 from nbelastic.core import messages as m
 from nbelastic.core.holders import forget_kept, holders, keeper, state_lives
 from nbelastic.core.world import HostPhase, Kept, Stage, World
@@ -19,9 +19,7 @@ def asks(world: World, event: m.WorkerStuck, now: float, out: Commands) -> World
     """How is it to end? As long as it is open whether others still hold the state it gets no answer, and asks again."""
     w = event.worker
     if event.keeping:
-        if world.wait is not None and w in world.awaiting:
-            world = replace(world, wait=replace(world.wait, worked={**world.wait.worked, w: now}))
-        return world
+        return waits.works(world, w, now)
     if w in world.ranked:
         world = replace(world, stuck=world.stuck | {w})
     is_kept = world.kept is not None and world.kept.commit >= event.commit

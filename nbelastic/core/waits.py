@@ -63,8 +63,13 @@ def heard(world: World, event: m.WorkerAt, now: float) -> World:
 
 def silent(world: World, event: m.WorkerSilent, now: float) -> World:
     """It cannot answer, as something holds its interpreter; its host says whether it computes."""
-    wait, w = world.wait, event.worker
-    if wait is None or event.idle or w not in world.awaiting:
+    return world if event.idle else works(world, event.worker, now)
+
+
+def works(world: World, w: m.WorkerId, now: float) -> World:
+    """If it is waited for: it is at work."""
+    wait = world.wait
+    if wait is None or w not in world.awaiting:
         return world
     return replace(world, wait=replace(wait, worked={**wait.worked, w: now}))
 

@@ -100,7 +100,7 @@ class Protocol:
         self.leave_at: int | None = None
         self._aborted = 0  # the newest epoch that was aborted
         self._dropped: set[int] = set()  # epochs that were prepared for nothing
-        self.reports = Reports(worker)
+        self.reports = Telemetry()
         self._unsent: wire.ProgramResult | None = None
 
     @property
@@ -119,8 +119,12 @@ class Protocol:
 
     def stopped(self, job: str) -> str | None:
         """Why this job is over, if it is, also if its program has not begun here."""
+        told = self._quit_of(job)
+        return told.reason if told is not None else None
+
+    def _quit_of(self, job: str) -> wire.Quit | None:
         told = self._last_quit
-        return told.reason if told is not None and told.job == job else None
+        return told if told is not None and told.job == job else None
 
     # ---- the main thread ----
 
@@ -128,9 +132,8 @@ class Protocol:
         """A new program: nothing of the last one counts."""
         self.job, self.left, self.epoch, self.commits, self.total, self.rank = job, 0, 0, 0, 0, 0
         self.hold = self.leave_at = None
-        told = self._last_quit
-        self.quit = told if told is not None and told.job == job else None
-        self.reports = Reports(self.worker)
+        self.quit = self._quit_of(job)
+        self.reports = Telemetry()
         self.account.beginning = False
 
     def ready(self, commit: int, *, clean: bool, store: str) -> m.WorkerReady:
@@ -152,10 +155,8 @@ class Protocol:
                 self.commits, self.hold, self.leave_at = 0, None, None
                 self.account.word = None
                 return news
-            case (
-                Formation(epoch=epoch) | wire.Abort(epoch=epoch)
-            ):  # aborted before it had begun: it has been left already
-                self.left = max(self.left, epoch)
+            case Formation(epoch=epoch) | wire.Abort(epoch=epoch):
+                self.left = max(self.left, epoch)  # aborted before it had begun: it has been left already
         return None
 
     def joined(self, formation: Formation) -> None:
@@ -309,11 +310,10 @@ class Due(Struct, frozen=True):
     urgent: bool
 
 
-class Reports:
+class Telemetry:
     """What the program reports, from the main thread, and when it is sent, in the link's."""
 
-    def __init__(self, worker: m.WorkerId) -> None:
-        self._worker = worker
+    def __init__(self) -> None:
         self._values: dict[str, float] = {}
         self._not_finite: dict[str, None] = {}  # names that were so at least once since the last sending
         self._diverged: frozenset[str] = frozenset()  # names that were so in the last sending
