@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 from nbelastic.processes import stat_of
 
@@ -27,17 +29,41 @@ def lives(who: str) -> bool:
     return bool(who) and identity(pid_of(who)) == who
 
 
-def outlast(file: Path, lease: float) -> None:
-    """Return when for `lease` seconds no living process was named in `file`, or when the file is gone."""
+def end_of(who: str) -> int:
+    """A descriptor that becomes readable when the process of this identity ends. ProcessLookupError if it has ended."""
+    fd = os.pidfd_open(pid_of(who))
+    if not lives(who):  # another one has its number by now
+        os.close(fd)
+        raise ProcessLookupError
+    return fd
+
+
+class Presence(NamedTuple):
+    """By what a process that outlives the driver sees whether there is one: the `file` in which that names itself, the
+    `lease`, for how many seconds there may be none, and the `owner`, a kernel without which it is not waited for; empty: no such.
+    """
+
+    file: str
+    lease: float
+    owner: str = ""
+
+    @property
+    def owned(self) -> bool:
+        """False: the owner has ended."""
+        return not self.owner or lives(self.owner)
+
+
+def outlast(presence: Presence) -> None:
+    """Return when no driver is there any more, and none will come; at once if the file is gone."""
     seen = time.monotonic()
     while True:
         try:
-            who = file.read_text()
+            who = Path(presence.file).read_text()
         except FileNotFoundError:
             return
         now = time.monotonic()
         if lives(who):
             seen = now
-        elif now - seen > lease:
+        elif now - seen > presence.lease or not presence.owned:
             return
         time.sleep(LOOK)

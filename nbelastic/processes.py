@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import select
 import signal
 import subprocess
 import threading
@@ -61,22 +60,6 @@ def leave(child: subprocess.Popen[bytes]) -> None:
     """It may outlive this process, and is another one's from now on; if it ends before, it is not to stay as a zombie."""
     with suppress(RuntimeError):  # this process ends, and no thread can be started any more: init waits for the child
         threading.Thread(target=child.wait, name="nbelastic-leave", daemon=True).start()
-
-
-def follow_parent() -> None:
-    """End this process's whole group when its parent process ends, however that happened."""
-    parent = os.getppid()
-
-    def watch() -> None:
-        try:
-            fd = os.pidfd_open(parent)
-        except ProcessLookupError:
-            kill_group(os.getpgrp())
-            return
-        select.select([fd], [], [])
-        kill_group(os.getpgrp())
-
-    threading.Thread(target=watch, name="nbelastic-follow-parent", daemon=True).start()
 
 
 def tail(log: Path, begin: int = 0) -> str:

@@ -16,7 +16,7 @@ from typing import Any
 
 from nbelastic import ports
 from nbelastic.folders import make_private
-from nbelastic.presence import identity, lives, pid_of
+from nbelastic.presence import Presence, identity, lives, pid_of
 from nbelastic.processes import state_of, stopped
 from nbelastic.supervision import Report, report_to_log, supervise
 
@@ -48,8 +48,7 @@ class Caretaker:
     """One cluster's controller, for at most `most` engines. Its files are in the profile's folder, and for their owner alone.
 
     One that ends unasked is started again in its place, and `on_again()` is called; `on_trouble(why)`, if it ends at once or
-    cannot be started. Engines and clients come back to it by themselves. With `keep`, a file and a lease for
-    `presence.outlast`, it outlives this process.
+    cannot be started. Engines and clients come back to it by themselves. It outlives this process, as `presence` tells.
     """
 
     def __init__(
@@ -57,8 +56,8 @@ class Caretaker:
         profile: Path,
         name: str,
         silence: float,
+        presence: Presence,
         *,
-        keep: tuple[Path, float] | None = None,
         on_again: Callable[[], None] = lambda: None,
         on_trouble: Callable[[str], None] = lambda why: None,  # noqa: ARG005
         most: float = 0,
@@ -73,7 +72,7 @@ class Caretaker:
             f"--HeartMonitor.max_heartmonitor_misses={int((silence + LONGER) * 1000 / period)}",
             "--log-level=40",
         ]
-        self._keep, self._on_again, self._on_trouble, self._report = keep, on_again, on_trouble, report
+        self._presence, self._on_again, self._on_trouble, self._report = presence, on_again, on_trouble, report
         self._stem = profile / "security" / f"ipcontroller-{name}"
         self._log = profile / "log" / f"ipcontroller-{name}.log"
         self._state = profile / "log" / f"engines{name}.json"
@@ -190,8 +189,7 @@ class Caretaker:
         """Start it where the one before was, of which nothing is left then. RuntimeError with its last words."""
         await self.end()
         ours, theirs = os.pipe()
-        keep = self._keep and (str(self._keep[0]), self._keep[1])
-        options = json.dumps({"files": str(self._stem), "ready": theirs, "keep": keep})
+        options = json.dumps({"files": str(self._stem), "ready": theirs, "presence": self._presence})
         where = (f"--profile-dir={self._profile}", f"--cluster-id={self._name}", *self._choose_ports())
         try:
             with self._log.open("ab") as output:

@@ -53,10 +53,11 @@ from nbelastic.driver.saved import (
     read,
 )
 from nbelastic.driver.script import Options, script_for
-from nbelastic.driver.settings import Settings, check, check_kinds, timeouts_of
+from nbelastic.driver.settings import LEASE, LINE_LEASE, SSH, Settings, check, check_kinds, timeouts_of
 from nbelastic.driver.stacks import WorkerStack
 from nbelastic.driver.status import EventRecord, HostStatus, Status, WorkerStatus
 from nbelastic.driver.watchers import Watchers
+from nbelastic.presence import identity
 from nbelastic.processes import leave
 
 T = TypeVar("T")
@@ -156,7 +157,7 @@ class Cluster:
             cwd=str(cwd) if cwd is not None else None,
             launcher=launcher,
             launcher_options=dict(launcher_options or {}),
-            lease=float(lease) if keep else None,
+            lease=float(lease) if keep else builtins.max(LINE_LEASE if launcher == SSH else LEASE, float(silence)),
         )
         self._settings.check()
         given["slots"] = self._default_slots
@@ -166,7 +167,7 @@ class Cluster:
         self._last: Connection | None = None
         self._process: subprocess.Popen[bytes] | None = None  # the driver's, if it is a child of this one
         self._finder: Finder | None = None
-        self._own = True  # without `keep` it ends with this kernel
+        self._kept, self._own = keep, True  # if it is not kept, it ends with the kernel whose own it is
         self._deaths: deque[float] = deque(maxlen=DEATHS)  # of drivers, when
         self._watchers = Watchers(self.status)
         self._job: Job | None = None  # the last one; earlier ones are kept by who needs them
@@ -185,7 +186,9 @@ class Cluster:
             raise UsageError(f"the cluster {self.name!r} is running already.")
         log_dir = (self._log_dir or self._run_dir.log_dir()).absolute()
         submitted = self._last.submitted if self._last is not None else 0
-        settings = replace(self._settings, log_dir=log_dir, number=secrets.token_hex(4))
+        owner = "" if self._kept else identity(os.getpid())
+        settings = replace(self._settings, log_dir=log_dir, number=secrets.token_hex(4), owner=owner)
+        self._own = True
         self._take(self._launch(process.Start(settings, self._arguments, submitted=submitted)))
         if wait:
             low = self._limits.min
@@ -200,7 +203,7 @@ class Cluster:
     def _launch(self, start: process.Start, before: Connection | None = None) -> Connection:
         connection, child = process.launch(start, self._run_dir.path, self._watchers.changed, before)
         leave(child)  # it may outlive this process
-        self._process, self._own = child, True
+        self._process = child
         return connection
 
     def _take(self, driver: Connection) -> None:
@@ -229,10 +232,10 @@ class Cluster:
     def _replace(self, dead: Connection) -> Connection | None:
         """In the thread of the connection to a driver that has died: connect to the next one, which a kernel starts.
 
-        None if the cluster is not kept, is stopped or left here, has ended, or if its drivers die again and again.
+        None if the cluster is stopped or left here, has ended, or if its drivers die again and again.
         """
         why, tries = f"its log in {dead.log_dir} may say why", 0
-        while self._settings.keep is not None and self._driver is dead:
+        while self._driver is dead:
             now = time.monotonic()
             often = len(self._deaths) == DEATHS and now - self._deaths[0] < DEATHS_WITHIN
             if often or tries == DEATHS:
@@ -346,7 +349,7 @@ class Cluster:
         """End with the kernel: detach a cluster that is kept, or another kernel's; stop any other."""
         if self._driver is None or self._driver.finished.is_set():
             self._forget()
-        elif self._own and self._settings.keep is None:
+        elif self._own and not self._kept:
             self._stop(AT_THE_END, AT_ONCE - AT_THE_END, kill=False)  # a slow driver ends soon after the kernel
         else:
             self.detach()
@@ -354,8 +357,7 @@ class Cluster:
     def detach(self) -> None:
         """Let go of a cluster that is kept: it lives on, for `attach`. UsageError for one that is not."""
         self._running()
-        kept = not self._own or self._settings.keep is not None
-        check(kept, f"the cluster {self.name!r} is not kept: start it with keep=True.")
+        check(self._kept or not self._own, f"the cluster {self.name!r} is not kept: start it with keep=True.")
         self._let_go(f"the cluster {self.name!r} was detached: attach to it again")
 
     def _let_go(self, why: str) -> None:
@@ -425,11 +427,9 @@ class Cluster:
                 self._process.wait(SOON)
 
     def _heir_of(self, dead: Connection) -> Connection | None:
-        """A driver that can stop what this one has left: of a kept cluster; or it lives, and only the connection was lost."""
+        """A driver that can stop what this one has left."""
         with contextlib.suppress(NbelasticError, OSError):
-            if self._settings.keep is not None:
-                return self._next_driver(dead)
-            return connected(self._run_dir.path, before=dead)
+            return self._next_driver(dead)
         return None
 
     def request_stop(self, by: str = "you") -> None:
@@ -520,10 +520,8 @@ class Cluster:
             raise
 
     def _saved(self, call: list[memoryview]) -> wire.Blob:
-        """A short call is sent as it is; a long one, and that of a kept cluster, is in a file. UsageError if that is full."""
+        """In a file, which the next driver finds. UsageError if that is full."""
         size = pickles.size(call)
-        if size <= pickles.INLINE and self._settings.keep is None:
-            return wire.Blob(size, b"".join(call))
         path = self._run_dir.path / f"{secrets.token_hex(8)}.program"
         try:
             pickles.write(path, call)
@@ -625,8 +623,13 @@ class Cluster:
     # ---- looking on ----
 
     @property
+    def kept(self) -> bool:
+        """Whether it lives on when the kernel that has started it ends."""
+        return self._kept
+
+    @property
     def died(self) -> bool:
-        """Whether the cluster is lost here because its driver has died and was not replaced. One that is kept lives on."""
+        """Whether the cluster is lost here because its driver has died and was not replaced. It lives on for its lease."""
         driver = self._last
         return driver is not None and driver.finished.is_set() and driver.died and driver.heir is None
 

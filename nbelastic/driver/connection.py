@@ -427,7 +427,7 @@ def connected(folder: Path, patience: float = START, before: Connection | None =
     if before is not None and connection.number != before.number:
         connection.leave("it is another cluster's")
         raise taken(folder.name)
-    if connection.faulty and connection.arguments.get("keep"):
+    if connection.faulty:
         connection.leave("its driver had a fault and was ended")
         kill_driver(run_dir, pid)
         return None

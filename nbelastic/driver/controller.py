@@ -1,4 +1,4 @@
-"""Entry of the controller's process: ipyparallel's controller, ending with the process that started it or with a lease."""
+"""Entry of the controller's process: ipyparallel's controller, ending when no driver comes any more."""
 
 from __future__ import annotations
 
@@ -18,23 +18,21 @@ from traitlets import Set
 from traitlets.config import Config
 
 from nbelastic.driver.saved import sweep
-from nbelastic.presence import identity, outlast
-from nbelastic.processes import die_with_parent, follow_parent, kill_group
+from nbelastic.presence import Presence, identity, outlast
+from nbelastic.processes import die_with_parent, kill_group
 
 
 def main() -> None:
-    """`argv[1]` is JSON: `files` (stem of our files), `ready` (a descriptor, closed when it can be spoken to) and `keep`
-    (file and lease of `presence.outlast`, or null: follow the parent). What comes after is ipyparallel's.
+    """`argv[1]` is JSON: `files` (stem of our files), `ready` (a descriptor, closed when it can be spoken to) and
+    `presence`. What comes after is ipyparallel's.
 
     CURVE keeps strangers out; the messages are signed as well, which ipyparallel leaves out then. One that is started
     again has the ports and keys of the one before: engines and clients come back to it by themselves.
     """
     options = json.loads(sys.argv[1])
     threading.excepthook = _fall  # a controller without one of its threads is none, and the next one may be
-    if options["keep"] is None:
-        follow_parent()
-    else:
-        threading.Thread(target=_outlast, args=options["keep"], name="nbelastic-outlast", daemon=True).start()
+    presence = Presence(*options["presence"])
+    threading.Thread(target=_outlast, args=[presence], name="nbelastic-outlast", daemon=True).start()
     stem = options["files"]
     replace(Path(f"{stem}.process"), identity(os.getpid()))
     keys = _keys(Path(f"{stem}.keys"))
@@ -74,10 +72,14 @@ def _keys(file: Path) -> dict[str, str]:
     return found
 
 
-def _outlast(file: str, lease: float) -> None:
-    """Nobody has come: what the cluster has written, keys among it, goes as well."""
-    outlast(Path(file), lease)
-    sweep(Path(file).name.removesuffix(".lock"))
+def _outlast(presence: Presence) -> None:
+    """Nobody comes: what the cluster has written, keys among it, goes as well.
+
+    Without the kernel that owns it all that it has here ends at once, and with it the lines of ssh; else workers may write a last
+    checkpoint.
+    """
+    outlast(presence)
+    sweep(Path(presence.file).name.removesuffix(".lock"), kill=not presence.owned)
     kill_group(os.getpgrp())
 
 

@@ -152,8 +152,8 @@ class Driver:
     async def serve(self, ready: Callable[[], object] = lambda: None) -> None:
         """Be the driver until the cluster has stopped; `ready()` is called when requests can be taken.
 
-        Whatever ends it: who waits is told, and the name of the cluster is given up. A kept cluster whose driver fails lives
-        on as it is, for the next one.
+        Whatever ends it: who waits is told, and the name of the cluster is given up. A cluster whose driver fails lives on as it
+        is, for the next one.
         """
         try:
             await self._main(ready)
@@ -654,7 +654,7 @@ class Driver:
         """For ever: a kept cluster to which nobody has been connected for the time of its lease ends; so does one whose lock
         file was removed, as by a cleaner of temporary folders: nobody could find it any more.
         """
-        lease, clients = self.settings.lease, self._clients
+        lease, clients = None if self.settings.owner else self.settings.lease, self._clients
         while clients is not None:
             alone = 0.0 if clients.anybody or lease is None else time.monotonic() - clients.alone_since
             if lease is not None and alone >= lease:

@@ -32,7 +32,6 @@ from nbelastic.driver.places import batch_folder
 from nbelastic.driver.results import Outcome, Results
 from nbelastic.driver.run import Run
 from nbelastic.driver.saved import Saved, SavedAgent
-from nbelastic.driver.settings import SSH
 from nbelastic.folders import make_private
 from nbelastic.link import Keys
 from nbelastic.supervision import Report
@@ -41,8 +40,6 @@ if TYPE_CHECKING:
     from nbelastic.driver.settings import Settings
 
 GATES = 0.5  # seconds between looks at the gates
-LEASE = 8.0  # seconds without the driver after which an agent ends that is on another machine and has no line to it
-LINE_LEASE = 900.0  # the same with the line of ssh, whose end tells of the driver's: for a machine that vanished
 NCCL = {  # before torch is imported: aborting NCCL from another thread needs its watchdog out of the way (torch's sources)
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
     "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
@@ -112,7 +109,7 @@ class Fleet:
         self._held: dict[str, _Held] = {}  # by host
         self._started = 0
         self._expected: dict[str, float] = {}  # peers of another driver that were not heard yet, and since when
-        self._doors = Doors(settings.keep, self._workers_asked)
+        self._doors = Doors(settings.presence, self._workers_asked)
         self.engines: dict[m.WorkerId, str] = {}  # how ipyparallel's client names those that can be spoken to
         self.results = Results(settings.run_dir / "results", lambda w, message: self.to_workers((w,), message))
         self._cells: dict[tuple[m.WorkerId, int], Callable[[wire.CellResult], None]] = {}  # that are not answered
@@ -294,9 +291,8 @@ class Fleet:
             "host": spec.name,
             "number": number,
             "keys": msgspec.to_builtins(self._keys.for_clients()),
-            "driver_pid": os.getpid() if local and settings.lease is None else 0,
-            "lease": self._lease(),
-            "keep": settings.lease is not None,
+            "owner": settings.owner if local else "",
+            "lease": settings.lease,
             "heartbeat": settings.heartbeat,
             "address": local,
             "nics": settings.nics,
@@ -309,12 +305,6 @@ class Fleet:
             "settings": {"backend": settings.backend, "slots": str(spec.slots)},
         }
 
-    def _lease(self) -> float:
-        """Seconds without the driver after which an agent on another machine ends."""
-        if self._settings.lease is not None:
-            return self._settings.lease
-        return max(LINE_LEASE if self._settings.launcher == SSH else LEASE, self._settings.silence)
-
     def _workers_asked(self) -> int:
         """For how many workers there are hosts, or how many there may be if that is less."""
         return int(min(self._settings.limits.wanted, sum(held.asked for held in self._held.values())))
@@ -326,7 +316,7 @@ class Fleet:
             settings.run_dir / "ipython",
             settings.name,
             settings.silence,
-            keep=settings.keep,
+            settings.presence,
             on_again=self._controller_came_again,
             on_trouble=self._controller_fails,
             most=self._workers_asked(),

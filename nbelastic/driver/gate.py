@@ -16,13 +16,12 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from pathlib import Path
 
 import msgspec
 
 from nbelastic import descriptors
 from nbelastic.core.addresses import bracketed
-from nbelastic.presence import identity, lives, outlast, pid_of
+from nbelastic.presence import Presence, identity, lives, outlast, pid_of
 from nbelastic.processes import kill_group, stopped
 
 MOST_OF_A_PEER = 128  # connections of one address through one door, or twice as many as workers are asked for
@@ -30,9 +29,6 @@ MOST = 4096  # through one door, or four times as many as workers are asked for
 CHUNK = 1 << 16  # bytes
 PAUSE, LONGEST_PAUSE = 0.2, 30.0  # seconds from one replacement of a process to the next; they double
 ALIVE = ((socket.TCP_KEEPIDLE, 30), (socket.TCP_KEEPINTVL, 10), (socket.TCP_KEEPCNT, 60))  # seconds, seconds, times
-
-
-Keep = tuple[Path, float]  # a process outlives the driver: where that names itself, and the lease in seconds
 
 
 class SavedGate(msgspec.Struct, frozen=True):
@@ -44,11 +40,11 @@ class SavedGate(msgspec.Struct, frozen=True):
 
 
 class Gate:
-    """Doors from `address` to loopback ports; their processes end with this one (or within the lease), or with `close()`."""
+    """Doors from `address` to loopback ports; their processes end with `close()`, or when no driver comes any more."""
 
-    def __init__(self, address: str, keep: Keep | None = None, workers: Callable[[], int] = lambda: 0) -> None:
+    def __init__(self, address: str, presence: Presence, workers: Callable[[], int] = lambda: 0) -> None:
         self.address, self._workers = address, workers
-        self._keep = [str(part) for part in keep or ()]
+        self._presence = presence
         self._children: dict[str, subprocess.Popen[bytes]] = {}
         self._doors: dict[str, dict[int, int]] = {}  # by process
         self._pause, self._again_at = 0.0, -LONGEST_PAUSE  # when a process may be replaced again
@@ -71,11 +67,15 @@ class Gate:
                 doors[port] = listener.getsockname()[1]
                 fds[listener.fileno()] = port
             code = "from nbelastic.driver.gate import main; main()"
-            command = [sys.executable, "-c", code, json.dumps(list(fds.items())), str(self._workers()), *self._keep]
-            stdin, out = (subprocess.DEVNULL, subprocess.DEVNULL) if self._keep else (subprocess.PIPE, None)
-            child = subprocess.Popen(
-                command, stdin=stdin, stdout=out, stderr=out, pass_fds=list(fds), start_new_session=True
-            )
+            command = [
+                sys.executable,
+                "-c",
+                code,
+                json.dumps(list(fds.items())),
+                str(self._workers()),
+                json.dumps(self._presence),
+            ]
+            child = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=list(fds), start_new_session=True)
         process = identity(child.pid)
         self._children[process], self._doors[process] = child, doors
         return doors
@@ -131,8 +131,8 @@ class Doors:
     `workers()`: how many workers are asked for. All of them may come from one address.
     """
 
-    def __init__(self, keep: Keep | None = None, workers: Callable[[], int] = lambda: 0) -> None:
-        self._keep, self._workers = keep, workers
+    def __init__(self, presence: Presence, workers: Callable[[], int] = lambda: 0) -> None:
+        self._presence, self._workers = presence, workers
         self._gates: dict[str, Gate] = {}
         self._links: dict[tuple[str, str], str] = {}
 
@@ -181,7 +181,7 @@ class Doors:
         return self._links[here, connection]
 
     def _gate(self, here: str) -> Gate:
-        return self._gates.setdefault(here, Gate(here, self._keep, self._workers))
+        return self._gates.setdefault(here, Gate(here, self._presence, self._workers))
 
     def close(self) -> None:
         for gate in self._gates.values():
@@ -239,19 +239,15 @@ async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
         writer.close()
 
 
-async def _serve(fds: dict[int, int], workers: int) -> None:
+async def _serve(fds: dict[int, int], workers: int, presence: Presence) -> None:
     for fd, port in fds.items():
         await asyncio.start_server(_Door(port, workers).pass_through, sock=socket.socket(fileno=fd))
-    loop = asyncio.get_running_loop()
-    if len(sys.argv) > 3:
-        await loop.run_in_executor(None, outlast, Path(sys.argv[3]), float(sys.argv[4]))
-    else:
-        await loop.run_in_executor(None, sys.stdin.read)  # until the driver's process is gone
+    await asyncio.get_running_loop().run_in_executor(None, outlast, presence)
 
 
 def main() -> None:
     """The process: `argv[1]` is a list of (descriptor of a listener, port that it leads to), `argv[2]` how many workers are
-    asked for, the rest a `Keep`.
+    asked for, `argv[3]` a `Presence`.
     """
     descriptors.raise_limit()
-    asyncio.run(_serve(dict(json.loads(sys.argv[1])), int(sys.argv[2])))
+    asyncio.run(_serve(dict(json.loads(sys.argv[1])), int(sys.argv[2]), Presence(*json.loads(sys.argv[3]))))

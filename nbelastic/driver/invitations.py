@@ -11,9 +11,9 @@ from nbelastic import clusterfile
 from nbelastic.core import messages as m
 from nbelastic.core.errors import HostError
 from nbelastic.driver.faults import settle
-from nbelastic.driver.fleet import LEASE, Fleet
+from nbelastic.driver.fleet import Fleet
 from nbelastic.driver.launchers import here_towards
-from nbelastic.driver.settings import Settings
+from nbelastic.driver.settings import LEASE, Settings
 from nbelastic.link import Keys
 
 
@@ -41,7 +41,7 @@ class Invitations:
                 name = f"cluster-{here.replace(':', '_')}.json"
                 self._post(m.DoorOpened(here))
             path = settings.run_dir / name
-            lease = max(LEASE, settings.silence) if settings.lease is None else settings.lease
+            lease = max(LEASE, settings.silence) if settings.owner else settings.lease
             clusterfile.ClusterFile(settings.name, address, self._keys, lease).write(path)
         except Exception as error:  # noqa: BLE001  (whatever it is, the caller waits for it)
             settle(found.set_exception, HostError(f"no cluster file can be made: {error}"))

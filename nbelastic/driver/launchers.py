@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
-from subprocess import PIPE, STDOUT, Popen
+from subprocess import STDOUT, Popen
 from typing import IO, Any, Protocol
 
 import psutil
@@ -23,7 +23,7 @@ from nbelastic.core.messages import HostSpec
 from nbelastic.driver import ssh
 from nbelastic.driver.places import batch_folder
 from nbelastic.driver.settings import SSH, Settings
-from nbelastic.presence import identity, lives, pid_of
+from nbelastic.presence import end_of, identity, lives, pid_of
 from nbelastic.processes import kill_group, tail
 
 
@@ -70,10 +70,8 @@ class ProcessAgent:
         log: Path,
         explain: Callable[[int | None, str], str],
         on_stop: Callable[[str], None],
-        *,
-        keep: bool = False,
     ) -> None:
-        self._command, self._log, self._explain, self._on_stop, self._keep = command, log, explain, on_stop, keep
+        self._command, self._log, self._explain, self._on_stop = command, log, explain, on_stop
         self.process = ""
 
     def start(self, config: Mapping[str, Any]) -> None:
@@ -81,14 +79,12 @@ class ProcessAgent:
         said = json.dumps(config).encode() + b"\n"
         with ExitStack() as ours:
             out = ours.enter_context(open(self._log, "ab"))
-            stdin = ours.enter_context(_endless()) if self._keep else PIPE
+            stdin = ours.enter_context(_endless())
             self._child = Popen(self._command, stdin=stdin, stdout=out, stderr=STDOUT, start_new_session=True)
             with suppress(BrokenPipeError):  # it has ended already: its exit tells why
-                pipe: IO[bytes] = stdin if self._child.stdin is None else self._child.stdin  # type: ignore[assignment]
                 if len(said) > PIPE_BUFFER:  # else a child that ends before it reads would block the driver
-                    fcntl.fcntl(pipe, fcntl.F_SETPIPE_SZ, len(said))
-                pipe.write(said)
-                pipe.flush()
+                    fcntl.fcntl(stdin, fcntl.F_SETPIPE_SZ, len(said))
+                stdin.write(said)
         self.process = identity(self._child.pid)
         self._watched = os.pidfd_open(self._child.pid)
         asyncio.get_running_loop().add_reader(self._watched, self._ended)
@@ -97,17 +93,9 @@ class ProcessAgent:
         asyncio.get_running_loop().remove_reader(self._watched)
         os.close(self._watched)
         code = self._child.wait()
-        self._let_go()
         self._on_stop(self._explain(code, tail(self._log, self._begin)))
 
-    def _let_go(self) -> None:
-        """Close its standard input: an agent ends then."""
-        if self._child.stdin is not None:
-            with suppress(BrokenPipeError):  # it has ended, and what it was told is still in the buffer
-                self._child.stdin.close()
-
     def kill(self) -> None:
-        self._let_go()
         if self._child.returncode is None:  # nobody else has its number before its exit is taken
             kill_group(self._child.pid)
 
@@ -126,12 +114,9 @@ class AdoptedAgent:
             return
         loop = asyncio.get_running_loop()
         try:
-            self._watched = os.pidfd_open(self._pid)
+            self._watched = end_of(self.process)
         except OSError:
             loop.call_soon(self._on_stop, "its process was gone")
-            return
-        if not lives(self.process):  # another one has its number by now
-            self._ended()
             return
         loop.add_reader(self._watched, self._ended)
 
@@ -184,13 +169,13 @@ class BatchJobAgent:
 def agent_for(spec: HostSpec, local: str, settings: Settings, on_stop: Callable[[str], None], number: int) -> Agent:
     """What will start the agent of this host, the cluster's `number`-th."""
     stem = "".join(c if c.isalnum() or c in ".-_" else "_" for c in spec.name)
-    log, python, keep = settings.run_dir / f"agent-{stem}.log", settings.python, settings.lease is not None
+    log, python = settings.run_dir / f"agent-{stem}.log", settings.python
     if local:
-        return ProcessAgent([sys.executable, "-c", ssh.AGENT], log, partial(_ended, "agent"), on_stop, keep=keep)
+        return ProcessAgent([sys.executable, "-c", ssh.AGENT], log, partial(_ended, "agent"), on_stop)
     if settings.launcher != SSH:
         return BatchJobAgent(spec.name, settings, on_stop, number)
     return ProcessAgent(
-        ssh.command(spec, python), log, lambda code, said: ssh.explain(spec, code, said, python), on_stop, keep=keep
+        ssh.command(spec, python), log, lambda code, said: ssh.explain(spec, code, said, python), on_stop
     )
 
 

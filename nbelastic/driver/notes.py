@@ -92,6 +92,7 @@ class Notes:
             ),
             self.job,
             driver.settings.number,
+            driver.settings.owner,
         )
         if saved != self._last:
             saved.write(self._run_dir.path)

@@ -30,6 +30,7 @@ from nbelastic.driver.requests import Stop
 from nbelastic.driver.settings import Settings
 from nbelastic.driver.updates import encoded
 from nbelastic.folders import make_private
+from nbelastic.presence import end_of
 
 if TYPE_CHECKING:
     from nbelastic.driver.driver import Driver
@@ -53,7 +54,7 @@ class Start(msgspec.Struct, frozen=True):
     """What the process is told. `found`: it takes over what another driver has left. `submitted`: jobs so far. `patience`: seconds
     that it may take to start. `temporary`: the kernel's temporary folder.
 
-    `arguments`: those of `Cluster`, as they are kept. `kernel`: the descriptor of a pidfd; `ready`: of a pipe.
+    `arguments`: those of `Cluster`, as they are kept. `ready`: the descriptor of a pipe.
     """
 
     settings: Settings
@@ -62,7 +63,6 @@ class Start(msgspec.Struct, frozen=True):
     submitted: int = 0
     patience: float = START
     temporary: str = ""
-    kernel: int = -1
     ready: int = -1
 
 
@@ -81,14 +81,12 @@ def launch(
 ) -> tuple[Connection, subprocess.Popen[bytes]]:
     """Start the driver's process for this run folder; returns when it can be asked. `before`: see `Connection`.
 
-    It outlives this thread, this session and, for a kept cluster, this process. Raises what is wrong: UsageError if there is
+    It outlives this thread, this session and, if the cluster is kept, this process. Raises what is wrong: UsageError if there is
     such a cluster already, HostError if the driver cannot start.
     """
     ours, theirs = os.pipe()
     with contextlib.ExitStack() as stack:
         stack.callback(os.close, ours)
-        kernel = os.pidfd_open(os.getpid())
-        stack.callback(os.close, kernel)
         words = stack.enter_context(tempfile.TemporaryFile())
         try:
             child = subprocess.Popen(
@@ -97,12 +95,12 @@ def launch(
                 stdout=words,
                 stderr=words,
                 start_new_session=True,  # what interrupts or ends the kernel's process group is not for it
-                pass_fds=[theirs, kernel],
+                pass_fds=[theirs],
             )
         finally:
             os.close(theirs)
         try:
-            start = replace(start, kernel=kernel, ready=theirs, temporary=tempfile.gettempdir())
+            start = replace(start, ready=theirs, temporary=tempfile.gettempdir())
             home = str(Path(__file__).parents[2])  # where the driver finds the same nbelastic as this process
             path = [home, *(each for each in sys.path if isinstance(each, str))]
             data = json.dumps(path).encode() + b"\n" + bytes(encoded(start))
@@ -167,9 +165,8 @@ def main(path: list[str]) -> None:
     signal.signal(
         signal.SIGINT, lambda *_: None
     )  # an interrupt is for what runs in the kernel; children have their own way
-    start = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=Start, dec_hook=lambda kind, value: kind(value))
+    start = decoded(sys.stdin.buffer.read())
     tempfile.tempdir = start.temporary
-    os.set_inheritable(start.kernel, False)
     with os.fdopen(start.ready, "wb") as pipe:
         os.set_inheritable(start.ready, False)
 
@@ -179,7 +176,7 @@ def main(path: list[str]) -> None:
                     pipe.write(msgspec.json.encode(refusal) + b"\n")
 
         def fail(error: BaseException) -> None:
-            """At once: nothing that is still going on may keep the cluster's port; what a kept one needs is left as it is."""
+            """At once: nothing that is still going on may keep the cluster's port; what the next driver needs is left as it is."""
             if isinstance(error, NbelasticError):
                 say(Refusal(type(error).__name__, str(error)))
             else:
@@ -191,9 +188,13 @@ def main(path: list[str]) -> None:
             driver = prepare(start)
             sys.path[:] = path  # not before all is imported: a file of the user's may be named as a module of Python's
             _write_to(driver.settings.log_dir / LOG)
-            asyncio.run(_serve(driver, start.kernel, lambda: say(Refusal()), fail))
+            asyncio.run(_serve(driver, lambda: say(Refusal()), fail))
         except BaseException as error:  # noqa: BLE001  (it is reported, and this is the end)
             fail(error)
+
+
+def decoded(told: bytes | bytearray) -> Start:
+    return msgspec.msgpack.decode(told, type=Start, dec_hook=lambda kind, value: kind(value))
 
 
 def prepare(start: Start) -> Driver:
@@ -213,30 +214,32 @@ def prepare(start: Start) -> Driver:
         if start.found:
             run_dir.hold()
         found = read(run_dir.path) if start.found else None
-        log_dir, number, submitted = settings.log_dir, settings.number, start.submitted
+        settings, submitted = replace(settings, limits=replace(settings.limits, room=room)), start.submitted
         if found is not None:
-            log_dir, number, submitted = Path(found.log_dir), found.number, found.submitted
-        settings = replace(settings, limits=replace(settings.limits, room=room), log_dir=log_dir, number=number)
-        make_private(log_dir)
-        notes = Notes(run_dir, start.arguments, found) if settings.keep is not None else None
+            settings = replace(settings, log_dir=Path(found.log_dir), number=found.number, owner=found.owner)
+            submitted = found.submitted
+        make_private(settings.log_dir)
+        notes = Notes(run_dir, start.arguments, found)
         return Driver(settings, run_dir, notes, submitted=submitted, arguments=start.arguments)
     except BaseException:
         run_dir.let_go() if start.found else run_dir.release()
         raise
 
 
-async def _serve(
-    driver: Driver, kernel: int, ready: Callable[[], object], fail: Callable[[BaseException], None]
-) -> None:
-    """Run the driver until its cluster has stopped. Without `keep` the end of the kernel that started it stops the cluster."""
+async def _serve(driver: Driver, ready: Callable[[], object], fail: Callable[[BaseException], None]) -> None:
+    """Run the driver until its cluster has stopped. The end of the kernel that owns it stops it."""
     loop = asyncio.get_running_loop()
 
     def ended() -> None:
         loop.remove_reader(kernel)
         driver.kernel_ended(AT_THE_END)
 
-    if driver.settings.keep is None:
-        loop.add_reader(kernel, ended)
+    if driver.settings.owner:
+        try:
+            kernel = end_of(driver.settings.owner)
+            loop.add_reader(kernel, ended)
+        except ProcessLookupError:
+            driver.kernel_ended(AT_THE_END)
         told = m.StopRequested("its driver was told to end (SIGTERM)", AT_THE_END)
         loop.add_signal_handler(signal.SIGTERM, driver.take_in, told)
     try:

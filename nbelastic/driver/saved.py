@@ -1,4 +1,4 @@
-"""What a kept cluster leaves for its next driver, in its run folder: settings, keys, hosts, the job.
+"""What a driver leaves for the next one of its cluster, in its run folder: settings, keys, hosts, the job.
 
 All of it is its owner's alone (0700, 0600). A file is replaced as a whole: a kill at any byte leaves the one before.
 """
@@ -32,7 +32,8 @@ from nbelastic.driver.gate import SavedGate
 from nbelastic.driver.places import START, RunDir, batch_folder, holder
 from nbelastic.folders import runs
 from nbelastic.link import Keys, encode
-from nbelastic.presence import lives
+from nbelastic.presence import lives, pid_of
+from nbelastic.processes import kill_group
 
 NAME = "state.json"
 A_WORKER = 0.02  # seconds that each worker adds to what a next driver may take
@@ -87,6 +88,7 @@ class Saved(msgspec.Struct, frozen=True):
     processes: tuple[str, ...] = ()  # all on this machine that are to outlive the driver
     job: SavedJob | None = None
     number: str = ""  # of its folder for batch jobs
+    owner: str = ""  # the kernel with which it ends; empty: it is kept
 
     @property
     def running(self) -> str:
@@ -230,8 +232,8 @@ def arguments_of(
 
 
 def patience_for(folder: Path) -> float:
-    """Seconds that a driver may take to be there, with all that it has to wait for if it takes over this kept cluster."""
-    with suppress(UsageError):  # it is not kept, or will be told what is wrong
+    """Seconds that a driver may take to be there, with all that it has to wait for if it takes over this cluster."""
+    with suppress(UsageError):  # who asks will be told what is wrong
         saved = read(folder)
         silence = float(saved.arguments.get("silence", 0.0))
         return START + silence + A_WORKER * sum(host.spec.slots for host in saved.world.hosts)
@@ -253,32 +255,35 @@ def _found() -> Iterator[ClusterInfo]:
     for lock in folder.glob("*.lock"):
         name = lock.name.removesuffix(".lock")
         driver = holder(lock)
-        kept = (folder / name / NAME).exists()
-        if kept:
-            try:
-                theirs, *_ = _begin_to_read(folder / name)
-                if not driver and not any(map(lives, theirs.processes)):
-                    sweep(name)
-                    continue
-                saved = read(folder / name)
-            except UsageError as error:
-                yield ClusterInfo(name, driver, kept, problem=str(error))
+        if not (folder / name / NAME).exists():
+            if driver:  # it is about to start
+                yield ClusterInfo(name, driver, kept=False)
+            else:
+                sweep(name)
+            continue
+        try:
+            theirs, *_ = _begin_to_read(folder / name)
+            if not driver and not any(map(lives, theirs.processes)):
+                sweep(name)
                 continue
-            hosts = tuple(host.spec.name for host in saved.world.hosts)
-            yield ClusterInfo(name, driver, kept, hosts, saved.running)
-        elif driver:
-            yield ClusterInfo(name, driver, kept)
-        else:
-            sweep(name)
+            saved = read(folder / name)
+        except UsageError as error:
+            yield ClusterInfo(name, driver, kept=True, problem=str(error))
+            continue
+        hosts = tuple(host.spec.name for host in saved.world.hosts)
+        yield ClusterInfo(name, driver, not saved.owner, hosts, saved.running)
 
 
-def sweep(name: str) -> None:
-    """It is dead: no process of it is left, and nobody will ask for its keys."""
+def sweep(name: str, *, kill: bool = False) -> None:
+    """It is dead: no process of it is left (or is to be, with `kill`), and nobody will ask for its keys."""
     run_dir = RunDir(name)
     with suppress(UsageError):  # somebody takes the name at this moment
         run_dir.hold()
-        with suppress(UsageError):  # it was not kept, or its file is damaged
+        with suppress(UsageError):  # it had not begun, or its file is damaged
             theirs, *_ = _begin_to_read(run_dir.path)
+            for process in filter(lives, theirs.processes if kill else ()):
+                if pid_of(process) != os.getpid():
+                    kill_group(pid_of(process))
             shutil.rmtree(batch_folder(name, theirs.number), ignore_errors=True)
         run_dir.release()
 
@@ -300,6 +305,5 @@ def _be_dead(run_dir: RunDir) -> None:
         theirs, *_ = _begin_to_read(run_dir.path)
         if any(map(lives, theirs.processes)):
             raise UsageError(
-                f"a cluster named {run_dir.name!r} was kept and lives on without a driver: attach to it, or choose "
-                "another name."
+                f"a cluster named {run_dir.name!r} lives on without a driver: attach to it, or choose another name."
             )

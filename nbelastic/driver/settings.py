@@ -13,8 +13,12 @@ from nbelastic.core.limits import Limits
 from nbelastic.core.timeouts import Timeouts
 from nbelastic.driver.discovery import HostDiscovery, Source
 from nbelastic.kinds import NAMES, PATH, RANGE, SECONDS, TABLE, TEXT, WHOLE, check_kind, check_optional
+from nbelastic.presence import Presence
 
 SSH = "ssh"  # the launcher that is no batch system's
+# Seconds without a driver, of a cluster that is not kept: for who has no line to this machine, whose end would tell of it; and
+# for who has.
+LEASE, LINE_LEASE = 60.0, 900.0
 QUEUE = 7 * 24 * 3600.0  # seconds that a batch job may wait before its agent starts
 
 
@@ -54,7 +58,8 @@ def check_kinds(given: Mapping[str, Any]) -> None:
 class Settings(msgspec.Struct, frozen=True):
     """`log_dir` is known when a cluster starts. What `python` names is on hosts that are not this machine.
 
-    `lease`: for how many seconds all but the driver lives on without one; None: not at all. `number`: random, one per start.
+    `lease`: for how many seconds all but the driver lives on without one. `owner`: the kernel (`pid@start`) with which the
+    cluster ends; empty: none, it is kept. `number`: random, one per start.
     """
 
     name: str
@@ -69,7 +74,8 @@ class Settings(msgspec.Struct, frozen=True):
     cwd: str | None
     launcher: str
     launcher_options: dict[str, str]
-    lease: float | None = None
+    lease: float = LINE_LEASE
+    owner: str = ""
     log_dir: Path = Path()
     number: str = ""
 
@@ -83,9 +89,9 @@ class Settings(msgspec.Struct, frozen=True):
         return min(1.0, self.silence / 4)
 
     @property
-    def keep(self) -> tuple[Path, float] | None:
-        """For processes that outlive the driver: where it names itself, and the lease."""
-        return None if self.lease is None else (self.run_dir.with_name(f"{self.run_dir.name}.lock"), self.lease)
+    def presence(self) -> Presence:
+        """For processes that outlive the driver."""
+        return Presence(str(self.run_dir.with_name(f"{self.run_dir.name}.lock")), self.lease, self.owner)
 
     def check(self) -> None:
         """UsageError, in one line, for what cannot be."""
@@ -96,8 +102,8 @@ class Settings(msgspec.Struct, frozen=True):
         check(limits.patience > 0, f"elastic_timeout={limits.patience:g}: more than 0 seconds, or None.")
         check(self.silence >= 1, f"silence={self.silence:g}: at least 1 second.")
         check(
-            self.lease is None or self.lease >= self.silence,
-            f"lease={self.lease}: at least silence={self.silence:g} s.",
+            self.lease >= self.silence,
+            f"lease={self.lease:g}: at least silence={self.silence:g} s.",
         )
         check(limits.stall is None or limits.stall > 0, f"stall={limits.stall}: more than 0 seconds.")
         check(limits.reset_limit is None or limits.reset_limit >= 0, f"reset_limit={limits.reset_limit}: at least 0.")

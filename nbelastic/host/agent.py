@@ -1,8 +1,7 @@
 """One process per host: it forks workers from a warm template, watches them, samples psutil and NVML, and reports.
 
-It ends, and every worker with it, when the driver says so, when the driver's process dies (on the same machine), or
-when the driver has been silent for the lease (on another one). One that is to outlive the driver tells the next one what
-there is, and gives its workers time for a last checkpoint when none has come for the lease.
+It ends, and every worker with it, when the driver says so, when its line to the driver's machine ends, or when no driver has
+come for the lease: then its workers have time for a last checkpoint. It outlives a driver, and tells the next one what there is.
 """
 
 from __future__ import annotations
@@ -42,6 +41,7 @@ from nbelastic.host.prober import TIMEOUT as PROBE_TIMEOUT
 from nbelastic.host.prober import Prober, endpoint
 from nbelastic.host.protocol import GRACE, Action, End, Fork, Introduce, Protocol, Say, Signal
 from nbelastic.link import Keys, Spoke
+from nbelastic.presence import end_of
 from nbelastic.processes import kill_group, state_of
 
 LATE = 2.0  # seconds by which a look may be late; later than that, this process itself was stopped
@@ -60,9 +60,8 @@ class Config(msgspec.Struct, frozen=True):
     driver: str  # the hub's endpoint
     keys: Keys
     number: int  # of this agent: a later one of the same host is another
-    driver_pid: int  # to watch, on the same machine; 0 elsewhere, and if it outlives the driver
-    lease: float  # seconds without the driver after which it ends, elsewhere
-    keep: bool  # it outlives the driver, on the same machine too
+    owner: str  # on the kernel's machine: the process (`pid@start`) with which the cluster ends; empty: none
+    lease: float  # seconds without a driver after which it ends
     heartbeat: float  # seconds
     address: str  # the loopback address, on the same machine; empty elsewhere
     nics: tuple[str, ...]  # network interfaces to use; empty: any
@@ -93,7 +92,7 @@ class Agent:
         self._back_at = (
             0.0  # when it ran again after it was stopped: it has not read yet what the driver sent meanwhile
         )
-        self._protocol = Protocol(config.lease, keep=config.keep)
+        self._protocol = Protocol(config.lease)
         peer = f"agent/{config.host}~{config.number}"
         self._turn_by = math.inf  # when the main thread will have come to its next turn
         self._vouched_at = 0.0
@@ -114,7 +113,7 @@ class Agent:
             self._settle(at_end)
             known = {"host": self._config.host, "relay": str(self._folder), "heartbeat": self._config.heartbeat}
             self._nodes = Nodes(self._context, known)
-            ends = self._ends()
+            owner = self._owner()
             self._link.start(relay=self._folder)
             at_end.callback(self._gpus.close)
             at_end.callback(self._link.close)
@@ -122,7 +121,7 @@ class Agent:
             at_end.callback(self._nodes.close)
             self._link.send(self._hello())
             try:
-                self._serve(ends)
+                self._serve(owner)
             finally:
                 self._turn_by = math.inf  # what is done at the end has deadlines of its own
 
@@ -177,32 +176,34 @@ class Agent:
         endpoints = [endpoint(address, order.port) for address in order.addresses]
         self._be_reached().probe(order.target, endpoints, PROBE_TIMEOUT, done)
 
-    def _ends(self) -> list[int]:
-        """Descriptors that become readable when there is nobody left to work for."""
-        fds = [self._lifeline] if self._lifeline >= 0 else []
-        if self._config.driver_pid:
-            try:
-                fds.append(os.pidfd_open(self._config.driver_pid))
-            except ProcessLookupError:
-                self._done = True
-        return fds
+    def _owner(self) -> list[int]:
+        """A descriptor that becomes readable when the kernel with which the cluster ends has ended."""
+        try:
+            return [end_of(self._config.owner)] if self._config.owner else []
+        except ProcessLookupError:
+            self._protocol.orphaned(time.monotonic())
+            return []
 
-    def _serve(self, ends: list[int]) -> None:
+    def _serve(self, owner: list[int]) -> None:
+        line = [self._lifeline] if self._lifeline >= 0 else []
         watch_at = sample_at = 0.0
         last = time.monotonic()
         while not self._done:
             sentinels = {forked.process.sentinel: w for w, forked in self._workers.items()}
             timeout = WATCH if self._workers or self._nodes.sentinels else SAMPLE
             self._turn_by = time.monotonic() + timeout
-            ready = connection.wait([self._wake, *ends, *sentinels, *self._nodes.sentinels], timeout)
+            ready = connection.wait([self._wake, *line, *owner, *sentinels, *self._nodes.sentinels], timeout)
             now = time.monotonic()
             if now - last > timeout + LATE:
                 self._back_at = now
             last = now
-            if not self._done and any(fd in ready for fd in ends):
+            if not self._done and any(fd in ready for fd in line):
                 return
+            if any(fd in ready for fd in owner):
+                self._protocol.orphaned(now)
+                owner = []
             heard_at = max(self._link.heard_at, self._back_at)
-            if not self._config.driver_pid and self._protocol.forsaken(heard_at, now):
+            if self._protocol.forsaken(heard_at, now):
                 print(f"the driver at {self._config.driver} is not heard any more", file=sys.stderr)
                 return
             for sentinel in ready:
@@ -294,7 +295,7 @@ class Agent:
             "heartbeat": self._config.heartbeat,
             "engine": order.engine,
             "profile": str(self._profile),
-            "lease": self._config.lease if self._config.keep else 0.0,
+            "lease": self._config.lease,
             **self._config.settings,
         }
         name = str(order.worker)

@@ -18,6 +18,7 @@ from nbelastic.core import wire
 GRACE = 1.0  # seconds between SIGTERM and SIGKILL
 FROZEN_LOOKS = 2  # a process found stopped this many times in a row is reported
 BLOCKED = 1.0  # seconds in uninterruptible sleep after which that is reported
+ORPHANED = 3.0  # seconds that a driver may be silent which has to end everything
 LAST = 60.0  # seconds that workers have for a last checkpoint when the lease is over
 STATES = {"T": "stopped", "t": "traced"}
 
@@ -62,9 +63,10 @@ class _Worker:
 class Protocol:
     """Of one agent. Times are of one clock, in seconds."""
 
-    def __init__(self, lease: float, *, keep: bool) -> None:
-        """`lease`: seconds without a driver after which the agent ends; `keep`: workers may write a last checkpoint then."""
-        self._lease, self._keep = lease, keep
+    def __init__(self, lease: float) -> None:
+        """`lease`: seconds without a driver after which the agent ends; its workers may write a last checkpoint before."""
+        self._lease = lease
+        self._orphaned_at: float | None = None
         self._workers: dict[m.WorkerId, _Worker] = {}
         self._term = 0  # of the newest driver
         self.newest: dict[int, int] = {}  # the highest incarnation of each slot
@@ -122,6 +124,12 @@ class Protocol:
                 actions.append(Signal(w, kill=True))
         return actions
 
+    def orphaned(self, now: float) -> None:
+        """The kernel that owns the cluster has ended: the driver, if there is one, ends everything."""
+        self._orphaned_at = now
+
     def forsaken(self, heard_at: float, now: float) -> bool:
-        """Nobody has come for the lease, and workers that end by themselves then have ended."""
-        return now - heard_at - self._lease > (LAST if self._keep and self._workers else 0.0)
+        """No driver comes any more, and workers that end by themselves then have ended."""
+        if self._orphaned_at is not None and now - max(heard_at, self._orphaned_at) > ORPHANED:
+            return True
+        return now - heard_at - self._lease > (LAST if self._workers else 0.0)

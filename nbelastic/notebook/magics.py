@@ -135,7 +135,7 @@ class ElasticMagics(Magics):  # type: ignore[misc]  # IPython carries no types h
 
         Its job comes back with what it has printed. Several kernels may be attached: all see the same and may give orders.
         """
-        self._make_way()
+        self._make_way(attach=True)
         for variable in (options.bind, options.job):
             self._check_variable(variable)
         self.cluster = self.attach(options.name)
@@ -359,13 +359,13 @@ class ElasticMagics(Magics):  # type: ignore[misc]  # IPython carries no types h
                 known[kind].pop(name, None)
         self.shell.Completer.custom_matchers.remove(self._matcher)
 
-    def _make_way(self) -> None:
-        """For another cluster. UsageError if the one there is runs."""
+    def _make_way(self, *, attach: bool = False) -> None:
+        """For another cluster, or to attach to the one that is lost here. UsageError if the one there is runs."""
         if self.cluster is not None:
             if self.cluster.status().phase != "finished":
                 raise UsageError("a cluster is running already: %elastic shows it, %elastic_stop ends it.")
-            if self.cluster.died:
-                self.cluster.close()  # it may live on, and is perhaps about to be attached to
+            if self.cluster.died and (attach or self.cluster.kept):
+                self.cluster.close()  # it lives on
             else:
                 self.cluster.stop()
 

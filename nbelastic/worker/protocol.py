@@ -82,7 +82,7 @@ class Protocol:
     """Of one worker. Times are of one clock, in seconds."""
 
     def __init__(self, worker: m.WorkerId, lease: float) -> None:
-        """`lease`: seconds without a driver after which the worker ends; 0.0: another process sees to that."""
+        """`lease`: seconds without a driver after which the worker ends."""
         self.worker = worker
         self._lease = lease
         self._term = 0  # of the newest driver
@@ -266,7 +266,7 @@ class Protocol:
     # ---- time ----
 
     def tick(self, now: float, line: Line) -> list[Action]:
-        alone = line.away or 0.0 < self._lease < now - line.heard_at
+        alone = line.away or self._lease < now - line.heard_at
         actions: list[Action] = [SendOutput(later=alone or line.crowded)]
         if alone:
             actions += self._be_alone(now, line)
@@ -281,7 +281,7 @@ class Protocol:
         word, actions = self.account.word, list[Action]()
         if isinstance(word, m.WorkerRaised) and not word.intact and self.epoch and word.epoch == self.epoch:
             actions.append(Abort())  # those who wait for this one are to raise as well
-        if self._lease and now - line.heard_at > self._lease:
+        if now - line.heard_at > self._lease:
             if not self.account.busy:
                 return [*actions, End()]
             if self.quit is None:  # as if it were stopped: with a last checkpoint, if the job has those

@@ -9,6 +9,7 @@ import pytest
 
 from nbelastic.driver import caretaker
 from nbelastic.driver.caretaker import FIRST_PAUSE, PAUSE, Caretaker, heartbeat
+from tests.support.presence import until_the_end
 
 
 class Dying(Caretaker):
@@ -41,7 +42,7 @@ def test_a_controller_that_ends_at_once_is_started_after_longer_and_longer_pause
     async def story() -> None:
         monkeypatch.setattr(caretaker.asyncio, "sleep", sleep)
         with pytest.raises(asyncio.CancelledError):
-            await Dying(tmp_path, "name", 5.0, on_trouble=told.append)._watch()
+            await Dying(tmp_path, "name", 5.0, until_the_end(tmp_path), on_trouble=told.append)._watch()
 
     asyncio.run(story())
     assert pauses[:3] == [FIRST_PAUSE, 2 * FIRST_PAUSE, 4 * FIRST_PAUSE]

@@ -19,18 +19,15 @@ def gone_at_once(*args, **kwargs):
     return process
 
 
-@pytest.mark.parametrize("keep", [False, True])
 @pytest.mark.parametrize("size", [1, 200_000])
-def test_one_that_ends_before_it_has_been_told_anything(tmp_path, monkeypatch, keep, size):
+def test_one_that_ends_before_it_has_been_told_anything(tmp_path, monkeypatch, size):
     """As ssh does where a connection is refused: its end is noticed, once, with what it said; it can still be killed."""
     monkeypatch.setattr(launchers, "Popen", gone_at_once)
 
     async def story():
         ends = asyncio.Queue()
         command = ["sh", "-c", "echo refused; exit 255"]
-        agent = ProcessAgent(
-            command, tmp_path / "log", lambda code, said: f"{code}: {said}", ends.put_nowait, keep=keep
-        )
+        agent = ProcessAgent(command, tmp_path / "log", lambda code, said: f"{code}: {said}", ends.put_nowait)
         agent.start({"host": "h1" * size})  # more than a pipe takes: nobody reads it
         assert await asyncio.wait_for(ends.get(), 10) == "255: refused\n"
         agent.kill()

@@ -12,6 +12,7 @@ from IPython.core.interactiveshell import InteractiveShell
 import nbelastic as nbe
 from nbelastic.driver import process
 from nbelastic.driver import updates as u
+from nbelastic.driver.cluster import DEATHS
 from nbelastic.driver.connection import Connection, JobCopy
 from nbelastic.driver.results import Outcome
 from nbelastic.driver.run import Line
@@ -223,16 +224,31 @@ def test_an_order_to_stop_reaches_the_next_driver(quiet, monkeypatch):
     assert not cluster.died
 
 
-def test_a_notebook_attaches_again_to_what_lives_on(quiet, monkeypatch):
-    """Its own cluster's drivers have died too often: %elastic_attach does not stop it first."""
-    cluster = quiet(keep=True)
+@pytest.mark.parametrize("keep", [False, True])
+def test_a_notebook_attaches_again_to_what_lives_on(quiet, keep):
+    """Its own cluster's drivers have died too often: %elastic_attach does not stop it first, nor does %elastic_start a kept one."""
+    cluster = quiet(keep=keep)
     job = cluster.run(os.getpid)
-    monkeypatch.setattr("nbelastic.driver.cluster.DEATHS", 0)
+    for _ in range(DEATHS):
+        die(cluster)
     inside.kill_driver(cluster._run_dir, 0)
     until(lambda: cluster.died)
-    assert job.status == "detached"
+    until(lambda: job.status == "detached")
     magics = ElasticMagics(InteractiveShell(), attach=lambda _: nbe.Cluster.attach("quiet"))
     magics.cluster = cluster
-    magics._make_way()
+    magics._make_way(attach=not keep)
     with nbe.Cluster.attach("quiet") as again:
         assert again.job.status == "running"
+
+
+def test_a_notebook_that_starts_another_cluster_stops_what_lives_on(quiet):
+    """Its own one, which is not kept, and whose drivers have died too often."""
+    cluster = quiet()
+    for _ in range(DEATHS):
+        die(cluster)
+    inside.kill_driver(cluster._run_dir, 0)
+    until(lambda: cluster.died)
+    magics = ElasticMagics(InteractiveShell())
+    magics.cluster = cluster
+    magics._make_way()
+    assert "quiet" not in {info.name for info in nbe.Cluster.all()}

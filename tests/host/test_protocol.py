@@ -6,14 +6,14 @@ import pytest
 
 from nbelastic.core import messages as m
 from nbelastic.core import wire
-from nbelastic.host.protocol import BLOCKED, GRACE, LAST, End, Fork, Introduce, Protocol, Say, Signal
+from nbelastic.host.protocol import BLOCKED, GRACE, LAST, ORPHANED, End, Fork, Introduce, Protocol, Say, Signal
 
 W, NEXT = m.WorkerId("a", 0, 1), m.WorkerId("a", 0, 2)
 
 
-def with_worker(**options):
+def with_worker():
     """An agent with a worker of pid 7."""
-    agent = Protocol(30.0, **{"keep": False, **options})
+    agent = Protocol(30.0)
     order = wire.Spawn(W, "/logs", "{}")
     assert agent.heard(order, 0.0) == [Fork(order)]
     assert agent.forked(W, 7) == [Say(m.WorkerStarted(W, 7))]
@@ -30,7 +30,7 @@ def test_a_worker_lives_and_ends():
 
 def test_one_that_dies_at_once_is_reported():
     """Its process had ended before it was known."""
-    agent = Protocol(30.0, keep=False)
+    agent = Protocol(30.0)
     agent.heard(wire.Spawn(W, "/logs", "{}"), 0.0)
     assert agent.exited(W, 1) == [Say(m.WorkerExited(W, 1))]
 
@@ -53,7 +53,7 @@ def test_one_that_is_to_be_killed_is_killed_until_it_is_gone():
 
 def test_an_order_to_end_one_that_is_gone_is_answered():
     """The driver may not have heard of its end."""
-    assert Protocol(30.0, keep=False).heard(wire.Reap(W, kill=True), 0.0) == [Say(m.WorkerExited(W, 0))]
+    assert Protocol(30.0).heard(wire.Reap(W, kill=True), 0.0) == [Say(m.WorkerExited(W, 0))]
 
 
 @pytest.mark.parametrize(("state", "said"), [("T", "stopped"), ("t", "traced")])
@@ -82,7 +82,7 @@ def test_a_process_in_uninterruptible_sleep_is_reported_after_a_while():
 
 def test_an_older_driver_is_not_answered():
     """What it has sent comes late: another has taken over since."""
-    agent = Protocol(30.0, keep=False)
+    agent = Protocol(30.0)
     assert agent.heard(wire.Welcome(3), 0.0) == [Introduce()]
     assert agent.heard(wire.Welcome(2), 0.1) == []
     assert agent.heard(wire.Welcome(3), 0.2) == [Introduce()], "it asks again: it has not heard the answer"
@@ -102,11 +102,19 @@ def test_it_ends_when_it_is_told_to():
 
 
 def test_the_lease():
-    """Without a driver it ends; workers that are to write a last checkpoint have a minute more for that."""
-    assert not with_worker().forsaken(heard_at=10.0, now=40.0)
-    assert with_worker().forsaken(heard_at=10.0, now=40.1)
-    kept = with_worker(keep=True)
-    assert not kept.forsaken(heard_at=10.0, now=40.0 + LAST)
-    assert kept.forsaken(heard_at=10.0, now=40.1 + LAST)
-    kept.exited(W, 0)
-    assert kept.forsaken(heard_at=10.0, now=40.1)
+    """Without a driver it ends; workers, which may write a last checkpoint, have a minute more for that."""
+    agent = with_worker()
+    assert not agent.forsaken(heard_at=10.0, now=40.0 + LAST)
+    assert agent.forsaken(heard_at=10.0, now=40.1 + LAST)
+    agent.exited(W, 0)
+    assert not agent.forsaken(heard_at=10.0, now=40.0)
+    assert agent.forsaken(heard_at=10.0, now=40.1)
+
+
+def test_the_kernel_that_owns_it_has_ended():
+    """The driver ends everything; without one the agent does so itself, soon."""
+    agent = with_worker()
+    agent.orphaned(20.0)
+    assert not agent.forsaken(heard_at=10.0, now=20.0 + ORPHANED), "the driver may be about to hear of it"
+    assert agent.forsaken(heard_at=10.0, now=20.1 + ORPHANED)
+    assert not agent.forsaken(heard_at=25.0, now=25.0 + ORPHANED)

@@ -138,9 +138,10 @@ def kinds(kernel: Kernel) -> set[str]:
 
 
 @pytest.mark.soak
-def test_nobody_comes(kept):
-    """Hosts elsewhere end with the lease, too."""
-    kernel = kept(lease=5.0)
+@pytest.mark.parametrize("options", [{"lease": 5.0}, {"keep": False}])
+def test_nobody_comes(kept, options):
+    """Hosts elsewhere end with the lease, too, or at once if it is not kept."""
+    kernel = kept(**options)
     kernel.makes_steps(2)
     kernel.crash()
     until(lambda: not kernel.left(), LONG, "nothing to be left")

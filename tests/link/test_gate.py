@@ -16,6 +16,13 @@ import pytest
 from nbelastic.driver.gate import MOST_OF_A_PEER, Doors, Gate
 from nbelastic.presence import pid_of
 from tests.process.observing import alive, until
+from tests.support.presence import until_the_end
+
+
+@pytest.fixture
+def presence(tmp_path):
+    """All ends with this process."""
+    return until_the_end(tmp_path)
 
 
 @contextlib.contextmanager
@@ -41,9 +48,9 @@ def echo():
 
 
 @contextlib.contextmanager
-def opened(port, address="127.0.0.1"):
+def opened(port, presence, address="127.0.0.1"):
     """A gate before this port: the gate, and the address of its door."""
-    one = Gate(address)
+    one = Gate(address, presence)
     try:
         yield one, (address, one.open([port])[port])
     finally:
@@ -68,10 +75,10 @@ def refused(one):
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "::1"])
-def test_bytes_pass_both_ways(address):
+def test_bytes_pass_both_ways(address, presence):
     """Much more than any buffer holds, unchanged and in order; and the end of one side is the end of the other."""
     data = os.urandom(1 << 23)
-    with echo() as port, opened(port, address) as (_, door), call(door) as one:
+    with echo() as port, opened(port, presence, address) as (_, door), call(door) as one:
         sender = threading.Thread(target=one.sendall, args=(data,))
         sender.start()
         back = bytearray()
@@ -83,9 +90,9 @@ def test_bytes_pass_both_ways(address):
         assert refused(one)
 
 
-def test_so_many_of_one_address_and_no_more():
+def test_so_many_of_one_address_and_no_more(presence):
     """Past that the address is refused, another one is not; and who has gone makes room."""
-    with echo() as port, opened(port) as (_, door), contextlib.ExitStack() as stack:
+    with echo() as port, opened(port, presence) as (_, door), contextlib.ExitStack() as stack:
         ours = [stack.enter_context(call(door, "127.0.0.8")) for _ in range(MOST_OF_A_PEER)]
         assert all(comes_back(one) for one in ours)
         for _ in range(20):
@@ -102,10 +109,10 @@ def test_so_many_of_one_address_and_no_more():
         until(room, what="room for another one")
 
 
-def test_many_workers_of_one_address(capfd):
+def test_many_workers_of_one_address(capfd, presence):
     """All workers that are asked for may come from one address; the first refusal of an address is said, and no other."""
     with echo() as port, contextlib.ExitStack() as stack:
-        gate = Gate("127.0.0.1", workers=lambda: MOST_OF_A_PEER)
+        gate = Gate("127.0.0.1", presence, workers=lambda: MOST_OF_A_PEER)
         stack.callback(gate.close)
         door = ("127.0.0.1", gate.open([port])[port])
         ours = [stack.enter_context(call(door, "127.0.0.8")) for _ in range(2 * MOST_OF_A_PEER)]
@@ -117,10 +124,10 @@ def test_many_workers_of_one_address(capfd):
     assert "127.0.0.8 was refused: 256 connections of it" in said
 
 
-def test_nobody_behind_it():
+def test_nobody_behind_it(presence):
     """Where nothing listens any more, a caller is refused, and the gate goes on."""
     with echo() as port:
-        with opened(port) as (one, door):
+        with opened(port, presence) as (one, door):
             with call(door) as caller:
                 assert comes_back(caller)
             other = one.open([1])[1]
@@ -130,11 +137,11 @@ def test_nobody_behind_it():
                 assert comes_back(caller)
 
 
-def test_closing_leaves_nothing():
+def test_closing_leaves_nothing(presence):
     """No process, no open door, no descriptor; closing twice is fine."""
     before = len(os.listdir("/proc/self/fd"))
     with echo() as port:
-        with opened(port) as (one, door):
+        with opened(port, presence) as (one, door):
             with call(door) as caller:
                 assert comes_back(caller)
             (process,) = [child for child in psutil.Process().children() if "driver.gate" in " ".join(child.cmdline())]
@@ -147,17 +154,21 @@ def test_closing_leaves_nothing():
 
 OPENER = """
 import sys, time
+from pathlib import Path
 from nbelastic.driver.gate import Gate
-gate = Gate("127.0.0.1")
+from tests.support.presence import until_the_end
+gate = Gate("127.0.0.1", until_the_end(Path(sys.argv[2])))
 print(gate.open([int(sys.argv[1])]).popitem()[1], list(gate._children.values())[0].pid, flush=True)
 time.sleep(1000)
 """
 
 
-def test_it_ends_with_the_process_that_opened_it():
-    """Also where that was killed."""
+def test_it_ends_with_the_kernel_that_owns_it(tmp_path):
+    """Also where that was killed, and the driver with it."""
     with echo() as port:
-        with subprocess.Popen([sys.executable, "-c", OPENER, str(port)], stdout=subprocess.PIPE) as opener:
+        with subprocess.Popen(
+            [sys.executable, "-c", OPENER, str(port), str(tmp_path)], stdout=subprocess.PIPE
+        ) as opener:
             door, pid = map(int, opener.stdout.readline().split())
             with call(("127.0.0.1", door)) as one:
                 assert comes_back(one)
@@ -173,10 +184,10 @@ def mended(doors, door):
         return comes_back(one)
 
 
-def test_one_that_is_killed_is_opened_again():
+def test_one_that_is_killed_is_opened_again(presence):
     """At the same ports, by whoever has it then: callers come back; what it leads to has not noticed."""
     with echo() as port:
-        doors, other = Doors(), Doors()
+        doors, other = Doors(presence), Doors(presence)
         try:
             link = doors.lead("127.0.0.1", f"tcp://127.0.0.1:{port}")
             door = ("127.0.0.1", int(link.rpartition(":")[2]))
@@ -196,11 +207,11 @@ def test_one_that_is_killed_is_opened_again():
             doors.close()
 
 
-def test_one_that_ends_at_once_is_not_started_in_a_hot_loop(monkeypatch):
+def test_one_that_ends_at_once_is_not_started_in_a_hot_loop(monkeypatch, presence):
     """The first time at once; then after pauses that double up to 30 s, until one has lived for long."""
     started = []
     monkeypatch.setattr(Gate, "_replace", lambda gate, process: started.append(process) or True)
-    gate = Gate("127.0.0.1")
+    gate = Gate("127.0.0.1", presence)
     gate.adopt("1@1", {})  # there is no such process
     replaced = [tick / 2 for tick in range(601) if gate.mend(tick / 2)]
     assert replaced[0] == 0.0
@@ -210,17 +221,17 @@ def test_one_that_ends_at_once_is_not_started_in_a_hot_loop(monkeypatch):
     assert gate.mend(1000.5) == 1
 
 
-def test_an_address_of_somebody_else():
+def test_an_address_of_somebody_else(presence):
     """No gate there, and no process that waits for one."""
     before = psutil.Process().children()
     with pytest.raises(OSError, match="assign"):
-        Gate("198.51.100.7").open([1])
+        Gate("198.51.100.7", presence).open([1])
     assert psutil.Process().children() == before
 
 
-def test_doors_for_engines():
+def test_doors_for_engines(presence):
     """ipyparallel's connection information names doors instead of ports; each address has doors of its own, opened once."""
-    doors = Doors()
+    doors = Doors(presence)
     with echo() as port:
         info = json.dumps({"registration": port, "task": [port, port], "key": "k", "interface": "tcp://127.0.0.1"})
         try:

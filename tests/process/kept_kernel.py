@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import sys
 from pathlib import Path
 
 from nbelastic.driver.caretaker import Caretaker
-from nbelastic.presence import identity
+from tests.support.presence import named
 
 
 async def main(folder: Path, lease: float) -> None:
-    (folder / "driver").write_text(identity(os.getpid()))
-    controller = Caretaker(folder / "ipython", "kept", 8.0, keep=(folder / "driver", lease))
+    controller = Caretaker(folder / "ipython", "kept", 8.0, named(folder, lease))
     await controller.start()
     (folder / "connection").write_text(controller.connection)
     print(controller.process, flush=True)

@@ -22,9 +22,10 @@ import nbelastic as nbe
 from nbelastic.driver.caretaker import Caretaker
 from nbelastic.driver.client import ControllerLostError, connect
 from nbelastic.driver.gate import Doors
-from nbelastic.presence import identity, lives, pid_of
+from nbelastic.presence import lives, pid_of
 from nbelastic.processes import leave
 from tests.process.observing import alive, controller_file, until
+from tests.support.presence import named, until_the_end
 
 HERE = Path(__file__).parent
 
@@ -204,8 +205,7 @@ class Kept:
         self.kernel.wait()
 
     def caretaker(self) -> Caretaker:
-        (self.folder / "driver").write_text(identity(os.getpid()))
-        return Caretaker(self.folder / "ipython", "kept", 8.0, keep=(self.folder / "driver", 60.0))
+        return Caretaker(self.folder / "ipython", "kept", 8.0, named(self.folder, 60.0))
 
     def check(self, controller: Caretaker) -> None:
         """A client of this controller finds the engine, and what it knows."""
@@ -304,7 +304,8 @@ def test_what_a_broken_connection_takes_along(tmp_path):
     """An answer was on its way through a gate that is killed: whoever waits for it is told."""
 
     async def go_on() -> None:
-        controller, doors = Caretaker(tmp_path / "ipython", "behind", 8.0), Doors()
+        presence = until_the_end(tmp_path)
+        controller, doors = Caretaker(tmp_path / "ipython", "behind", 8.0, presence), Doors(presence)
         await controller.start()
         (tmp_path / "connection").write_text(doors.lead_engines("127.0.0.1", controller.connection))
         (tmp_path / "profile").mkdir()

@@ -12,7 +12,6 @@ import psutil
 import pytest
 
 import nbelastic as nbe
-from tests.process import programs
 from tests.process.observing import alive, descendants, driver_of, lines_in, run_dir, until
 
 BUSY = """
@@ -58,28 +57,9 @@ def test_signals_for_the_kernel_are_not_for_its_driver(make, tmp_path):
     assert cluster.run(os.getpid).result(timeout=20) == [cluster.workers[0].pid]
 
 
-def test_a_driver_that_dies_ends_its_cluster(make, tmp_path):
-    """Without `keep`: nothing of it is left, who waits is told, and it can be started again."""
-    cluster = make("localhost:2", min=2)
-    job = cluster.run(programs.train, str(tmp_path))
-    until(lambda: cluster.status().step > 3)
-    pids = {worker.pid for worker in cluster.workers}
-    os.kill(driver_of(cluster), signal.SIGKILL)
-    with pytest.raises(nbe.ClusterStoppedError, match=r"the driver of .* has ended unexpectedly"):
-        job.result(timeout=10)
-    status = cluster.status()
-    assert (status.phase, status.world_size) == ("finished", 0)
-    assert "has ended unexpectedly" in status.reason
-    until(lambda: not any(map(alive, pids)) and not descendants(), 15, "nothing to be left")
-    cluster.start(timeout=30)
-    assert len(cluster.run(os.getpid).result(timeout=20)) == 2
-    cluster.stop()
-    assert not run_dir(cluster).exists()
-
-
 @pytest.mark.parametrize("keep", [False, True])
 def test_a_driver_that_is_stopped_does_not_hold_up_a_stop(make, monkeypatch, keep):
-    """It is ended when its time is over, and all that it has started, though that of a kept cluster would outlive it."""
+    """It is ended when its time is over, and the next one ends all that it has started."""
     monkeypatch.setattr("nbelastic.driver.cluster.CLOSING", 3.0)
     cluster = make("localhost:2", min=2, keep=keep)
     pids = {worker.pid for worker in cluster.workers}
@@ -124,16 +104,17 @@ def test_its_errors_are_in_a_file(make):
     assert log.read_text() == ""
 
 
-def test_a_driver_that_dies_is_replaced_by_its_kernel(make, tmp_path):
-    """Of a kept cluster: the training does not stand still, and who holds the cluster and the job hardly notices."""
-    cluster = make("localhost:3", min=2, keep=True)
+@pytest.mark.parametrize("keep", [False, True])
+def test_a_driver_that_dies_is_replaced_by_its_kernel(make, tmp_path, keep):
+    """The training does not stand still, and who holds the cluster and the job hardly notices."""
+    cluster = make("localhost:3", min=2, keep=keep)
     with nbe.Cluster.attach(cluster.name) as other:
         job = cluster.run_cell(f"from tests.process import programs; print('begun'); programs.train({str(tmp_path)!r})")
-        cluster.wait(3)
+        epoch = cluster.wait(3).epoch
         until(lambda: job.logs().count("begun") == 3, what="output")
         dead = driver_of(cluster)
         os.kill(dead, signal.SIGKILL)
-        assert cluster.wait(3, timeout=30).epoch == 1, "it is asked of the next driver"
+        assert cluster.wait(3, timeout=30).epoch == epoch, "it is asked of the next driver"
         assert job.logs().count("begun") == 3
         until(lambda: any("has taken over" in event.text for event in other.events))
         victim = cluster.workers[0].pid
@@ -150,7 +131,7 @@ def test_a_driver_that_dies_is_replaced_by_its_kernel(make, tmp_path):
 
 def test_drivers_that_die_again_and_again_are_not_replaced_for_ever(make):
     """Who holds the cluster is told; what trains goes on, and can be attached to."""
-    cluster = make("localhost:1", keep=True)
+    cluster = make("localhost:1")
     engines = cluster.client[:]
     for number in range(2, 5):
         os.kill(driver_of(cluster), signal.SIGKILL)
@@ -163,10 +144,10 @@ def test_drivers_that_die_again_and_again_are_not_replaced_for_ever(make):
         assert len(again.run(os.getpid).result(timeout=20)) == 1
 
 
-@pytest.mark.parametrize("soon", [True, False])
-def test_a_kept_cluster_whose_driver_has_died_can_be_stopped(make, soon):
+@pytest.mark.parametrize(("keep", "soon"), [(False, True), (True, True), (True, False)])
+def test_a_cluster_whose_driver_has_died_can_be_stopped(make, keep, soon):
     """The next driver does it: no agent is left with its processors until the end of the lease."""
-    cluster = make("localhost:2", min=2, keep=True)
+    cluster = make("localhost:2", min=2, keep=keep)
     pids = {worker.pid for worker in cluster.workers}
     os.kill(driver_of(cluster), signal.SIGKILL)
     if not soon:

@@ -51,18 +51,18 @@ def test_stopped_in_the_middle_of_everything(make, tmp_path):
 
 
 def test_what_was_asked_at_the_last_moment(make):
-    """Whoever asks a driver that ends before it can answer is told so, and does not wait for ever."""
+    """Whoever asks a driver that dies before it can answer is told so, or answered by the next one, and does not wait for ever."""
     cluster = make("localhost:1", wait=False)
     driver, stacks = psutil.Process(driver_of(cluster)), []
     driver.suspend()
     cluster.ask_stacks(stacks.append)
     with ThreadPoolExecutor() as threads:
-        asked = [threads.submit(ask) for ask in (lambda: cluster.run(os.getpid), cluster.connection_file)]
-        assert not wait(asked, 0.2).done
+        run, file = (threads.submit(ask) for ask in (lambda: cluster.run(os.getpid), cluster.connection_file))
+        assert not wait([run, file], 0.2).done
         driver.kill()
-        for each in asked:
-            with pytest.raises(nbe.ClusterStoppedError, match="has ended unexpectedly"):
-                each.result(10)
+        with pytest.raises(nbe.DriverLostError, match=r"has ended unexpectedly before it answered; .* ask again"):
+            run.result(10)
+        assert file.result(20).exists(), "to ask twice makes no difference"
     until(lambda: stacks == [[]])
 
 

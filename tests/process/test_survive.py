@@ -108,6 +108,15 @@ def test_nobody_comes(forsaken, with_driver):
     forsaken(with_driver)
 
 
+@pytest.mark.parametrize("with_driver", [False, True])
+def test_nothing_is_left_of_a_cluster_that_is_not_kept(kept, with_driver):
+    """It ends with its kernel, at once, whether or not a driver is there to see to that."""
+    kernel = kept(keep=False)
+    kernel.makes_steps(WORLD)
+    kernel.crash() if with_driver else kernel.kill()
+    until(lambda: not kernel.left(), 15, "nothing to be left")
+
+
 def test_an_ordinary_restart(kept):
     """A kernel that ends in order lets go of its cluster as one that is killed."""
     kernel = kept()

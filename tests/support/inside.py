@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import socket
 import subprocess
 import threading
 from collections.abc import Callable
@@ -18,6 +16,7 @@ from nbelastic.driver import cluster, connection, process
 from nbelastic.driver.connection import Connection
 from nbelastic.driver.driver import Driver
 from nbelastic.driver.places import RunDir
+from nbelastic.driver.updates import encoded
 
 
 class DriverThread:
@@ -41,26 +40,22 @@ class DriverThread:
             self._loop, self._task = asyncio.get_running_loop(), asyncio.current_task()
             try:
                 await self.driver.serve(self._ready.set)
-            except asyncio.CancelledError:
-                await self.driver._hub.stop()  # a process that is killed keeps nothing open
-                if self.driver._clients is not None and self.driver._clients._server is not None:
-                    self.driver._clients._server.close()
-                raise
+            finally:
+                for client in self._clients:  # also one that has not read all
+                    client._transport.abort()
+                await asyncio.sleep(0)
 
         try:
             asyncio.run(serve())
         except BaseException as error:
             self._error = error
         finally:
-            self._close()
+            self.driver.chronicle.close()
             self._ready.set()
 
-    def _close(self) -> None:
-        """What the end of a process closes: also connections of clients that have not read all, which its loop has left open."""
-        self.driver.chronicle.close()
-        for client in list(self.driver._clients._open) if self.driver._clients is not None else ():
-            with contextlib.suppress(OSError):
-                client._transport.get_extra_info("socket").shutdown(socket.SHUT_RDWR)
+    @property
+    def _clients(self) -> list[Any]:
+        return list(self.driver._clients._open) if self.driver._clients is not None else []
 
     @property
     def ident(self) -> int:
@@ -76,9 +71,15 @@ class DriverThread:
         self.call(self.driver.take_in, event)
 
     def kill(self) -> None:
-        """As a kill of the process: a kept cluster stays as it is."""
-        self._loop.call_soon_threadsafe(self._task.cancel)
+        """As a kill of the process, which keeps nothing open; the cluster stays as it is."""
+        asyncio.run_coroutine_threadsafe(self._die(), self._loop)
         self._thread.join()
+
+    async def _die(self) -> None:
+        await self.driver._hub.stop()  # its port first: who sees the end of a connection starts the next driver
+        if self.driver._clients is not None and self.driver._clients._server is not None:
+            self.driver._clients._server.close()
+        self._task.cancel()
 
     def wait(self, timeout: float | None = None) -> int:
         self._thread.join(timeout)
@@ -94,7 +95,7 @@ def launch(
     start: process.Start, folder: Path, on_change: Callable[[], object], before: Connection | None = None
 ) -> tuple[Connection, DriverThread]:
     """As `process.launch`, without a process."""
-    thread = threads[folder.name] = DriverThread(process.prepare(start))
+    thread = threads[folder.name] = DriverThread(process.prepare(process.decoded(encoded(start))))
     return Connection(folder, on_change, before), thread
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from nbelastic.core import messages as m
@@ -19,7 +21,7 @@ ORDER = wire.Formation(EPOCH + 1, (("a", (0, 1)),), "10.0.0.1:1", 0, ((1, 2),))
 @pytest.fixture
 def worker():
     """In the middle of an epoch of its job, at its third commit there."""
-    worker = Protocol(W, lease=0.0)
+    worker = Protocol(W, lease=math.inf)
     worker.account.begin("job")
     worker.begin("job")
     worker.epoch, worker.commits = EPOCH, 3

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import queue
 import threading
 import time
@@ -24,7 +25,7 @@ EPOCH = 7
 def session():
     """In the middle of an epoch; what it says stays in its link."""
     settings = {"worker": "a/0#1", "address": "127.0.0.1", "backend": "gloo", "slots": 1, "relay": "/tmp"}
-    settings["heartbeat"], settings["lease"] = 1.0, 0.0
+    settings["heartbeat"], settings["lease"] = 1.0, math.inf
     session = Session(settings)
     session.group = Group(EPOCH, torch.device("cpu"), "gloo")
     session._protocol.epoch, session._protocol.commits = EPOCH, 3
