@@ -10,6 +10,7 @@ from pathlib import Path
 import msgspec
 
 from nbelastic.core.errors import UsageError
+from nbelastic.files import replace_private
 from nbelastic.folders import runs
 from nbelastic.link import Keys, encode
 
@@ -26,16 +27,7 @@ class ClusterFile(msgspec.Struct, frozen=True):
 
     def write(self, path: Path) -> None:
         """Mode 0600. One that was there is replaced."""
-        replace_private(path, encode(self))
-
-
-def replace_private(path: Path, data: bytes) -> None:
-    """Write a file of mode 0600, as a whole: whoever reads it meanwhile, or after a kill, finds the old one or the new."""
-    new = path.with_name(f".{path.name}.new")
-    new.unlink(missing_ok=True)
-    with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-        file.write(data)
-    new.replace(path)
+        replace_private(path, [encode(self)])
 
 
 def read(path: str | Path) -> ClusterFile:

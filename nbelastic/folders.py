@@ -39,13 +39,6 @@ def kept(folder: Path, worker: object) -> Path:
     return folder / f"kept-{str(worker).replace('/', '-')}"
 
 
-def make_private(folder: Path) -> None:
-    """Make it, and those around it that are not there yet, for their owner alone."""
-    if not folder.is_dir():
-        make_private(folder.parent)
-        folder.mkdir(mode=0o700, exist_ok=True)
-
-
 @contextlib.contextmanager
 def held_folder() -> Iterator[Path]:
     """A folder in there while this process needs it. Those that killed processes have left are removed first."""

@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import io
 import mmap
-import os
 import pickle
 import struct
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -71,22 +70,6 @@ def unpack(data: Bytes) -> Any:
             raise ValueError("this is a part of a packed value")
         at += length + -length % ALIGN
     return pickle.loads(parts[1], buffers=parts[2:])  # noqa: S301  (see above)
-
-
-def write(path: Path, pieces: Sequence[memoryview]) -> None:
-    """Write the pieces into a new file of mode 0600; one that is there is replaced, and stays whole for who has it mapped.
-
-    OSError if the disk is full, say; nothing is left of the new file then.
-    """
-    new = path.with_name(f"{path.name}.new")
-    try:
-        with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
-            for piece in pieces:
-                file.write(piece)
-        new.replace(path)
-    except OSError:
-        new.unlink(missing_ok=True)
-        raise
 
 
 def mapped(path: Path) -> mmap.mmap:

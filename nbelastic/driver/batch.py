@@ -27,6 +27,7 @@ from traitlets import List, TraitError, Unicode
 from nbelastic.core.errors import DiscoveryError, UsageError
 from nbelastic.driver.discovery import finish
 from nbelastic.driver.ssh import AGENT
+from nbelastic.files import make_private, replace_private
 from nbelastic.processes import tail
 
 GROUP = "ipyparallel.engine_launchers"
@@ -266,7 +267,8 @@ class BatchAgent:
         try:
             if not self._killed:
                 for path, text in texts.items():
-                    _write_private(path, text)
+                    make_private(path.parent)
+                    replace_private(path, [text.encode()])
                 self._prepare(slots)
                 job = str(self._launcher.start(1))
         except Exception as error:  # noqa: BLE001  (it may be a third party's launcher)
@@ -336,14 +338,6 @@ def _run(command: list[str], **settings: Any) -> str:
     if done.returncode:
         raise ipp.LauncherError(err or out or f"{name} failed with exit code {done.returncode}")
     return out
-
-
-def _write_private(path: Path, text: str) -> None:
-    """A file that only its owner can read, from the first byte on. A folder that is not there is made as private."""
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    path.unlink(missing_ok=True)
-    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-        file.write(text)
 
 
 def _field(text: str, name: str) -> str:

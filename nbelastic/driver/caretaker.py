@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from nbelastic import ports
-from nbelastic.folders import make_private
+from nbelastic.files import make_private
 from nbelastic.presence import Presence, identity, lives, pid_of
 from nbelastic.processes import state_of, stopped
 from nbelastic.supervision import Report, report_to_log, supervise

@@ -14,6 +14,7 @@ import msgspec
 from nbelastic.core import messages as m
 from nbelastic.core import wire
 from nbelastic.driver.status import EventRecord
+from nbelastic.files import append_private
 from nbelastic.link import encode
 
 KEPT = 10_000  # records in memory; the files have more
@@ -121,7 +122,7 @@ class Chronicle:
         self.record(m.Record("training", text, epoch=message.epoch), now, size, took)
 
     def _open(self) -> FileIO:
-        return FileIO(os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "ab")
+        return FileIO(append_private(self._path), "ab")
 
     def _write(self, line: dict[str, object]) -> None:
         """A line that the disk has no room for is left out: no decision waits for the log."""

@@ -57,6 +57,7 @@ from nbelastic.driver.settings import LEASE, LINE_LEASE, SSH, Settings, check, c
 from nbelastic.driver.stacks import WorkerStack
 from nbelastic.driver.status import EventRecord, HostStatus, Status, WorkerStatus
 from nbelastic.driver.watchers import Watchers
+from nbelastic.files import replace_private
 from nbelastic.presence import identity
 from nbelastic.processes import leave
 
@@ -524,7 +525,7 @@ class Cluster:
         size = pickles.size(call)
         path = self._run_dir.path / f"{secrets.token_hex(8)}.program"
         try:
-            pickles.write(path, call)
+            replace_private(path, call)
         except OSError as error:
             raise requests.not_saved(f"job-{self._running().submitted + 1}", path.parent, error) from None
         return wire.Blob(size, path=str(path))

@@ -18,6 +18,7 @@ from traitlets import Set
 from traitlets.config import Config
 
 from nbelastic.driver.saved import sweep
+from nbelastic.files import replace_private
 from nbelastic.presence import Presence, identity, outlast
 from nbelastic.processes import die_with_parent, kill_group
 
@@ -34,7 +35,7 @@ def main() -> None:
     presence = Presence(*options["presence"])
     threading.Thread(target=_outlast, args=[presence], name="nbelastic-outlast", daemon=True).start()
     stem = options["files"]
-    replace(Path(f"{stem}.process"), identity(os.getpid()))
+    replace_private(Path(f"{stem}.process"), [identity(os.getpid()).encode()])
     keys = _keys(Path(f"{stem}.keys"))
     app.Hub, app.start_heartmonitor = Hub, start_heartmonitor
     config = Config(
@@ -53,14 +54,6 @@ def main() -> None:
     Controller.launch_instance(argv=sys.argv[2:], config=config)
 
 
-def replace(file: Path, text: str) -> None:
-    """All of it or nothing, for our eyes."""
-    new = file.with_name(f"{file.name}.new")
-    with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as opened:
-        opened.write(text)
-    new.replace(file)
-
-
 def _keys(file: Path) -> dict[str, str]:
     """Those of the controller before, if there was one."""
     try:
@@ -68,7 +61,7 @@ def _keys(file: Path) -> dict[str, str]:
     except FileNotFoundError:
         public, secret = zmq.curve_keypair()
         found = {"public": public.decode(), "secret": secret.decode(), "key": secrets.token_hex(32)}
-        replace(file, json.dumps(found))
+        replace_private(file, [json.dumps(found).encode()])
     return found
 
 
@@ -151,7 +144,7 @@ class Hub(hubs.Hub):  # type: ignore[misc]
     def _save_engine_state(self) -> None:
         """No number is given twice."""
         if self.engine_state_file:
-            replace(Path(self.engine_state_file), str(self._idcounter))
+            replace_private(Path(self.engine_state_file), [str(self._idcounter).encode()])
 
     def _load_engine_state(self) -> None:
         file = Path(self.engine_state_file)

@@ -32,7 +32,7 @@ from nbelastic.driver.places import batch_folder
 from nbelastic.driver.results import Outcome, Results
 from nbelastic.driver.run import Run
 from nbelastic.driver.saved import Saved, SavedAgent
-from nbelastic.folders import make_private
+from nbelastic.files import make_private
 from nbelastic.link import Keys
 from nbelastic.supervision import Report
 

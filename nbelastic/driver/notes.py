@@ -12,13 +12,13 @@ import msgspec
 from msgspec.structs import replace
 
 from nbelastic import versions
-from nbelastic.clusterfile import replace_private
 from nbelastic.core import wire
 from nbelastic.core.takeover import SavedWorld, summary
 from nbelastic.core.world import World, is_same
 from nbelastic.driver.live import SavedLive
 from nbelastic.driver.places import RunDir
 from nbelastic.driver.saved import Saved, SavedJob, fingerprint
+from nbelastic.files import append_private, replace_private
 from nbelastic.link import encode
 
 if TYPE_CHECKING:
@@ -102,13 +102,12 @@ class Notes:
         """Curves and the like, now and then."""
         if now - self._live_at > EVERY:
             self._live_at = now
-            replace_private(self._run_dir.path / LIVE, encode(driver.fleet.live.saved()))
+            replace_private(self._run_dir.path / LIVE, [encode(driver.fleet.live.saved())])
 
     def output(self, message: wire.WorkerOutput) -> None:
         """What a worker has printed."""
         if self._output is None:
-            path = self._run_dir.path / OUTPUT
-            self._output = os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "ab")
+            self._output = os.fdopen(append_private(self._run_dir.path / OUTPUT), "ab")
         self._output.write(encode(message) + b"\n")
         self._output.flush()
         if self._output.tell() > MOST:

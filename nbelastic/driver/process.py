@@ -29,7 +29,7 @@ from nbelastic.driver.places import START, RunDir
 from nbelastic.driver.requests import Stop
 from nbelastic.driver.settings import Settings
 from nbelastic.driver.updates import encoded
-from nbelastic.folders import make_private
+from nbelastic.files import make_private, redirect
 from nbelastic.presence import end_of
 
 if TYPE_CHECKING:
@@ -187,7 +187,7 @@ def main(path: list[str]) -> None:
         try:
             driver = prepare(start)
             sys.path[:] = path  # not before all is imported: a file of the user's may be named as a module of Python's
-            _write_to(driver.settings.log_dir / LOG)
+            redirect(driver.settings.log_dir / LOG, 1, 2)  # the kernel's terminal may go away
             asyncio.run(_serve(driver, lambda: say(Refusal()), fail))
         except BaseException as error:  # noqa: BLE001  (it is reported, and this is the end)
             fail(error)
@@ -247,11 +247,3 @@ async def _serve(driver: Driver, ready: Callable[[], object], fail: Callable[[Ba
     except BaseException as error:  # noqa: BLE001  (it is reported, and this is the end)
         fail(error)
     os._exit(0)  # nothing is open any more, and a name that is still being looked up must not hold up the end
-
-
-def _write_to(log: Path) -> None:
-    """The kernel's terminal may go away."""
-    fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
-    os.dup2(fd, 1)
-    os.dup2(fd, 2)
-    os.close(fd)

@@ -11,6 +11,7 @@ from typing import NamedTuple
 from nbelastic import pickles
 from nbelastic.core import messages as m
 from nbelastic.core import wire
+from nbelastic.files import replace_private
 
 Send = Callable[[m.WorkerId, wire.Message], object]
 
@@ -98,7 +99,7 @@ class Results:
         path = self.folder(coming.job) / str(w).replace("/", "-")
         if coming.size > pickles.INLINE:
             with suppress(OSError):
-                pickles.write(path, [memoryview(coming.data)])
+                replace_private(path, [memoryview(coming.data)])
                 return wire.Blob(coming.size, path=str(path))
         return wire.Blob(coming.size, bytes(coming.data))
 

@@ -19,7 +19,6 @@ from typing import Any, TypeVar
 import msgspec
 
 from nbelastic import versions
-from nbelastic.clusterfile import replace_private
 from nbelastic.core import wire
 from nbelastic.core.addresses import bracketed
 from nbelastic.core.delivery import HEAD
@@ -30,6 +29,7 @@ from nbelastic.core.takeover import SavedWorld
 from nbelastic.driver.discovery import ByClients, HostDiscovery, Installed, Listed, Script, Source
 from nbelastic.driver.gate import SavedGate
 from nbelastic.driver.places import START, RunDir, batch_folder, holder
+from nbelastic.files import replace_private
 from nbelastic.folders import runs
 from nbelastic.link import Keys, encode
 from nbelastic.presence import lives, pid_of
@@ -98,7 +98,7 @@ class Saved(msgspec.Struct, frozen=True):
         return "" if self.world.job == self.job.name and self.world.outcome else self.job.name
 
     def write(self, folder: Path) -> None:
-        replace_private(folder / NAME, encode(self))
+        replace_private(folder / NAME, [encode(self)])
 
 
 class _Versions(msgspec.Struct):

@@ -13,7 +13,7 @@ import msgspec
 
 from nbelastic.core import script_messages as s
 from nbelastic.core import wire
-from nbelastic.folders import make_private
+from nbelastic.files import make_private, redirect
 from nbelastic.processes import die_with_parent
 
 SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"  # torchrun's own default
@@ -28,21 +28,13 @@ def boot(settings: dict[str, Any]) -> None:
     folder = Path(settings["log_dir"])
     make_private(folder)
     tempfile.tempdir = str(folder)  # torch keeps what its workers raised in pickles: not where others could put theirs
-    _redirect(folder / f"{settings['host']}-elastic.log")
+    redirect(folder / f"{settings['host']}-elastic.log", 1, 2)  # what torch's agent logs
     _arrange(script, settings)
 
     from nbelastic.scripts.node import Node
 
     if not Node(settings, script, folder).run():
         sys.exit(s.UNDONE)
-
-
-def _redirect(path: Path) -> None:
-    """What torch's agent says of itself."""
-    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-    for fd in (1, 2):
-        os.dup2(file, fd)
-    os.close(file)
 
 
 def _arrange(script: wire.Script, settings: dict[str, Any]) -> None:

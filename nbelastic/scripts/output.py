@@ -10,6 +10,7 @@ from torch.distributed.elastic.multiprocessing.api import to_map
 
 from nbelastic.core import wire
 from nbelastic.core.messages import WorkerId
+from nbelastic.files import append_private
 
 MOST = 1 << 16  # bytes of one stream at once; what is older is in the file only
 
@@ -41,7 +42,7 @@ class JobLogs(LogsSpecs):  # type: ignore[misc]  # torch carries no types here
             stem = self._folder / f"{self._host}-{local_rank}-{self.round}"
             for ending, std in (("out", Std.OUT), ("err", Std.ERR)):
                 path = stem.with_name(f"{stem.name}.{ending}")
-                os.close(os.open(path, os.O_WRONLY | os.O_CREAT, 0o600))
+                os.close(append_private(path))
                 found[ending][local_rank] = str(path)
                 if not redirects[local_rank] & std or tee[local_rank] & std:
                     self.shown[w, ending] = path

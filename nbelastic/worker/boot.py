@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from nbelastic.folders import make_private
+from nbelastic import files
 from nbelastic.processes import die_with_parent
 
 
@@ -39,9 +39,7 @@ def set_interface(name: str) -> None:
 
 def redirect(log_dir: Path, worker: str) -> None:
     """Point file descriptors 1 and 2 at this worker's own log files, appending: nothing is ever overwritten."""
-    make_private(log_dir)
+    files.make_private(log_dir)
     stem = worker.replace("/", "-").replace("#", "-")
     for fd, ending in ((1, "out"), (2, "err")):
-        file = os.open(log_dir / f"{stem}.{ending}", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-        os.dup2(file, fd)
-        os.close(file)
+        files.redirect(log_dir / f"{stem}.{ending}", fd)

@@ -19,6 +19,7 @@ from IPython.core.getipython import get_ipython
 from nbelastic import pickles
 from nbelastic.core import wire
 from nbelastic.core.errors import JobStoppedError
+from nbelastic.files import replace_private
 from nbelastic.worker import boot, cells
 from nbelastic.worker.elastic import frameworks
 from nbelastic.worker.printed import Output, printable
@@ -127,7 +128,7 @@ class Runner:
 
 def _written(path: Path, value: list[memoryview]) -> bool:
     try:
-        pickles.write(path, value)
+        replace_private(path, value)
     except OSError:  # the disk is full: the driver fetches it, as from another machine
         return False
     return True

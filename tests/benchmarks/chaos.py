@@ -1,9 +1,10 @@
 """Random faults while four workers train: `python -m tests.benchmarks.chaos [--faults N] [--pause S] [--seed N] [--drivers]`.
 
 SIGKILL of one worker or two, of one that is starting; SIGSTOP, sometimes continued; hosts added, drained, taken away; the
-maximum moved. With `--drivers` the cluster is kept, and every second fault is a SIGKILL of its driver. At the end every sample of every epoch was used exactly once, all ranks hold the same bits, the losses are
-those of an undisturbed run and of one process alone, and no resources were lost. Prints the goodput: steps a second with
-faults against steps a second without, from the first step to the last.
+maximum moved. With `--drivers` every second fault is a SIGKILL of the cluster's driver. At the end every sample of every
+epoch was used exactly once, all ranks hold the same bits, the losses are those of an undisturbed run and of one process
+alone, and no resources were lost. Prints the goodput: steps a second with faults against steps a second without, from the
+first step to the last.
 """
 
 from __future__ import annotations
@@ -253,7 +254,7 @@ def run(faults: int, seed: int, pause: float, epochs: int | None = None, *, driv
     """Train through faults, or, without, for `epochs`; what was seen, and each rank's results. `drivers`: they die too."""
     found: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder, mock.patch("nbelastic.driver.cluster.DEATHS", 1_000_000):
-        options = {"min": 1, "max": WORKERS, "cooldown": (0, 0), "keep": drivers, "silence": 3.0 if drivers else 10.0}
+        options = {"min": 1, "max": WORKERS, "cooldown": (0, 0), "silence": 3.0 if drivers else 10.0}
         with nbe.Cluster(f"localhost:{WORKERS}", **options) as cluster:
             cluster.wait(WORKERS, timeout=60)
             job = cluster.run(program.train, folder, epochs)

@@ -25,6 +25,7 @@ from nbelastic.driver import requests as r
 from nbelastic.driver import updates as u
 from nbelastic.driver.connection import Connection
 from nbelastic.driver.results import Outcome
+from nbelastic.files import replace_private
 from tests.core.story import wid
 from tests.driver.quiet import NoHosts
 from tests.support import inside
@@ -225,7 +226,7 @@ def blob(value, path: Path | None = None) -> wire.Blob:
     if path is None:
         return wire.Blob(pickles.size(packed), b"".join(packed))
     path.parent.mkdir(parents=True, exist_ok=True)
-    pickles.write(path, packed)
+    replace_private(path, packed)
     return wire.Blob(pickles.size(packed), path=str(path))
 
 

@@ -25,7 +25,7 @@ def test_a_job_that_cannot_be_saved_is_no_job(cluster, monkeypatch, what):
     """The disk is full: the call is refused in one line, and the next one is taken as if that had not been made."""
     with monkeypatch.context() as full:
         if what == "program":
-            full.setattr("nbelastic.pickles.write", no_space)
+            full.setattr("nbelastic.driver.cluster.replace_private", no_space)
         else:
             full.setattr(saved.Saved, "write", no_space)
         with pytest.raises(nbe.UsageError, match=r"job-1 cannot be saved in .*kept \(No space left on device\): free"):

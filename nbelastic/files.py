@@ -1,0 +1,44 @@
+"""Files and folders of their owner alone: keys, programs, results and logs are in them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+
+def make_private(folder: Path) -> None:
+    """Make this folder, and its missing parents, with mode 0700."""
+    if not folder.is_dir():
+        make_private(folder.parent)
+        folder.mkdir(mode=0o700, exist_ok=True)
+
+
+def replace_private(path: Path, pieces: Iterable[bytes | memoryview]) -> None:
+    """Write a file of mode 0600 as a whole: a reader, also after a kill, finds the old file or the new one.
+
+    A process that has mapped the old file keeps it. OSError if the disk is full, for example: the old file stays then.
+    """
+    new = path.with_name(f".{path.name}.new")
+    new.unlink(missing_ok=True)
+    try:
+        with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+            for piece in pieces:
+                file.write(piece)
+        new.replace(path)
+    except OSError:
+        new.unlink(missing_ok=True)
+        raise
+
+
+def append_private(path: Path) -> int:
+    """A descriptor that appends to this file, which is made with mode 0600 if it is missing."""
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+
+
+def redirect(path: Path, *descriptors: int) -> None:
+    """Append to this file, of mode 0600, what the process writes to the descriptors."""
+    file = append_private(path)
+    for descriptor in descriptors:
+        os.dup2(file, descriptor)
+    os.close(file)
