@@ -41,11 +41,13 @@ def end_of(who: str) -> int:
 class Presence(NamedTuple):
     """By what a process that outlives the driver sees whether there is one: the `file` in which that names itself, the
     `lease`, for how many seconds there may be none, and the `owner`, a kernel without which it is not waited for; empty: no such.
+    `number`: of the cluster's start. Another cluster may get its name.
     """
 
     file: str
     lease: float
-    owner: str = ""
+    owner: str
+    number: str
 
     @property
     def owned(self) -> bool:
@@ -54,12 +56,14 @@ class Presence(NamedTuple):
 
 
 def outlast(presence: Presence) -> None:
-    """Return when no driver is there any more, and none will come; at once if the file is gone."""
+    """Return when no driver is there any more, and none will come; at once if the file is gone, or another cluster's."""
     seen = time.monotonic()
     while True:
         try:
-            who = Path(presence.file).read_text()
+            who, _, number = Path(presence.file).read_text().partition(" ")
         except FileNotFoundError:
+            return
+        if number not in ("", presence.number):
             return
         now = time.monotonic()
         if lives(who):

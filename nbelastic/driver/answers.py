@@ -158,7 +158,7 @@ def _submit_script(driver: Driver, script: wire.Script, terms: Terms, future: Fu
 
 @contextlib.contextmanager
 def _saving(driver: Driver, job: str) -> Iterator[None]:
-    """A kept cluster takes in no job that it cannot save."""
+    """No job is taken in that cannot be saved."""
     try:
         yield
     except OSError as error:

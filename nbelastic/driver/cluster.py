@@ -51,6 +51,7 @@ from nbelastic.driver.saved import (
     kept_arguments,
     patience_for,
     read,
+    sweep,
 )
 from nbelastic.driver.script import Options, script_for
 from nbelastic.driver.settings import LEASE, LINE_LEASE, SSH, Settings, check, check_kinds, timeouts_of
@@ -185,6 +186,8 @@ class Cluster:
         """
         if self._driver is not None and not self._driver.finished.is_set():
             raise UsageError(f"the cluster {self.name!r} is running already.")
+        if self.died:
+            self.close()
         log_dir = (self._log_dir or self._run_dir.log_dir()).absolute()
         submitted = self._last.submitted if self._last is not None else 0
         owner = "" if self._kept else identity(os.getpid())
@@ -239,7 +242,10 @@ class Cluster:
         while self._driver is dead:
             now = time.monotonic()
             often = len(self._deaths) == DEATHS and now - self._deaths[0] < DEATHS_WITHIN
-            if often or tries == DEATHS:
+            if tries == DEATHS:
+                dead.why_ended += f", and {DEATHS} others could not take its place: {why}"
+                break
+            if often:
                 dead.why_ended += f", {DEATHS + 1} times in {now - self._deaths[0]:.0f} s, and is not replaced again before somebody attaches: {why}"
                 break
             self._deaths.append(now)
@@ -308,6 +314,7 @@ class Cluster:
         if driver is None:
             saved = read(folder)
             self = cls._told(folder.name, saved.log_dir, saved.arguments, discovery)
+            self._own = False
             self._take(self._launch(self._start_again(patience)))
             return self
         try:
@@ -343,12 +350,17 @@ class Cluster:
 
     @staticmethod
     def all() -> list[ClusterInfo]:
-        """Your clusters on this machine: with a driver, or kept and waiting for another one."""
+        """Your clusters on this machine: with a driver, or waiting for another one."""
         return clusters()
 
     def close(self) -> None:
-        """End with the kernel: detach a cluster that is kept, or another kernel's; stop any other."""
+        """End with the kernel: detach a cluster that is kept, or another kernel's; stop any other.
+
+        One whose driver has died, and was not replaced, is killed.
+        """
         if self._driver is None or self._driver.finished.is_set():
+            if self.died and self._own and not self._kept:
+                self._kill()
             self._forget()
         elif self._own and not self._kept:
             self._stop(AT_THE_END, AT_ONCE - AT_THE_END, kill=False)  # a slow driver ends soon after the kernel
@@ -356,7 +368,13 @@ class Cluster:
             self.detach()
 
     def detach(self) -> None:
-        """Let go of a cluster that is kept: it lives on, for `attach`. UsageError for one that is not."""
+        """Let go of a cluster that is kept, or another kernel's: it lives on, for `attach`. UsageError for one that is not.
+
+        Also of one whose driver has died, and was not replaced.
+        """
+        if self.died:
+            self._forget()
+            return
         self._running()
         check(self._kept or not self._own, f"the cluster {self.name!r} is not kept: start it with keep=True.")
         self._let_go(f"the cluster {self.name!r} was detached: attach to it again")
@@ -416,8 +434,13 @@ class Cluster:
             kill_driver(self._run_dir, self._run_dir.driver)
             driver.finished.wait(more)
         for _ in range(DEATHS):
-            heir = (driver.heir or self._heir_of(driver)) if driver.died else None
+            if not driver.died:
+                break
+            heir = driver.heir or (
+                self._heir_of(driver) if kill else None
+            )  # the kernel's end leaves no time for another one
             if heir is None:
+                self._kill()
                 break
             self._last = driver = heir
             heir.use(self._changed)
@@ -426,6 +449,11 @@ class Cluster:
         if self._process is not None and driver.finished.is_set():
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(SOON)
+
+    def _kill(self) -> None:
+        """End what a dead driver has left on this machine, if no other driver has taken it over."""
+        if self._last is not None:
+            sweep(self.name, self._last.number, kill=True)
 
     def _heir_of(self, dead: Connection) -> Connection | None:
         """A driver that can stop what this one has left."""
@@ -624,11 +652,6 @@ class Cluster:
     # ---- looking on ----
 
     @property
-    def kept(self) -> bool:
-        """Whether it lives on when the kernel that has started it ends."""
-        return self._kept
-
-    @property
     def died(self) -> bool:
         """Whether the cluster is lost here because its driver has died and was not replaced. It lives on for its lease."""
         driver = self._last
@@ -734,9 +757,8 @@ class Cluster:
         # A driver whose cluster is stopped still closes what it opened, and takes in nothing any more.
         if driver is None or driver.finished.is_set() or driver.status.phase == "finished":
             why = self._last.why_ended if self._last is not None else ""
-            raise ClusterStoppedError(
-                f"the cluster {self.name!r} is not running{f' ({why})' if why else ''}: start it."
-            )
+            cure = "attach to it" if self.died and (self._kept or not self._own) else "start it"
+            raise ClusterStoppedError(f"the cluster {self.name!r} is not running{f' ({why})' if why else ''}: {cure}.")
         return driver
 
     def _ask(
@@ -780,7 +802,7 @@ _running: dict[str, Cluster] = {}
 def _stop_all() -> None:
     """At the kernel's end: nothing of ours stays but what is kept. (A killed kernel is noticed by the driver.)"""
     for cluster in list(_running.values()):
-        with contextlib.suppress(NbelasticError):  # it ends at this moment
+        with contextlib.suppress(Exception):  # it ends at this moment; and no thread can be started any more
             cluster.close()
 
 

@@ -161,7 +161,7 @@ class Driver:
             self._failure = error
             raise
         finally:
-            lives_on = self.notes is not None and self._failure is not None
+            lives_on = self.notes is not None and self.notes.saved and self._failure is not None
             if lives_on:
                 self._run_dir.let_go()
             else:
@@ -192,6 +192,7 @@ class Driver:
             post=self._inbox.put_nowait,
             record=self.record,
             report=self.faults.report,
+            save=self.save,
         )
         self._silence = Silence(
             self.settings, self.fleet, self.clock, lambda: self.world, post=self._inbox.put_nowait, record=self.record
@@ -331,7 +332,7 @@ class Driver:
         self._schedule(now)
 
     def submit(self, run: Run, saved: SavedJob) -> None:
-        """Take a new job or script in, from the driver's own thread. OSError, and no job, if a kept cluster cannot save it."""
+        """Take a new job or script in, from the driver's own thread. OSError, and no job, if it cannot be saved."""
         if self.notes is not None:
             self.notes.submit(saved, self)
         self.submitted += 1

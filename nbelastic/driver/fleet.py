@@ -101,10 +101,11 @@ class Fleet:
         post: Callable[[m.Event], None],
         record: Callable[[m.Record], None],
         report: Report,
+        save: Callable[[], None],
     ) -> None:
         self._clock, self._parts = clock, parts
         self._settings, self._hub, self._keys, self._post, self._record = settings, hub, keys, post, record
-        self._report = report
+        self._report, self._save = report, save
         self._loop = asyncio.get_running_loop()
         self._held: dict[str, _Held] = {}  # by host
         self._started = 0
@@ -282,6 +283,7 @@ class Fleet:
             self._agent_stopped(spec.name, held, f"its agent cannot be started: {error}")
             return
         held.agent, held.launching = agent, None
+        self._save()  # it has a process that outlives this one
         if self._starting is None:  # after the agent: its template needs longer than the controller
             self._starting = self._loop.create_task(self._start_controller())
 
@@ -329,6 +331,7 @@ class Fleet:
                 raise HostError(f"ipyparallel's controller cannot be started ({error}): attach again.") from error
             self._post(m.StopRequested(f"ipyparallel's controller could not be started: {error}"))
             return
+        self._save()
         for w, log_dir in self._spawns:
             self._spawn(w, log_dir)
         self._spawns.clear()

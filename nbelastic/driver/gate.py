@@ -16,6 +16,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 
 import msgspec
 
@@ -243,6 +244,10 @@ async def _serve(fds: dict[int, int], workers: int, presence: Presence) -> None:
     for fd, port in fds.items():
         await asyncio.start_server(_Door(port, workers).pass_through, sock=socket.socket(fileno=fd))
     await asyncio.get_running_loop().run_in_executor(None, outlast, presence)
+    if not presence.owned:  # the lines of ssh are to end; the controller may be dead, too
+        from nbelastic.driver.saved import sweep  # a gate that goes on has no use for it
+
+        sweep(Path(presence.file).name.removesuffix(".lock"), presence.number, kill=True)
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""Writes down, while a cluster that is kept runs, what its next driver is to find; and reads it as that one."""
+"""Writes down, while a cluster runs, what its next driver is to find; and reads it as that one."""
 
 from __future__ import annotations
 
@@ -42,6 +42,11 @@ class Notes:
         self._of: tuple[World, SavedWorld] | None = None
         self._output: Any = None
         self._live_at = 0.0
+
+    @property
+    def saved(self) -> bool:
+        """Whether there is anything for a next driver."""
+        return self.found is not None or self._last is not None
 
     def submit(self, job: SavedJob, driver: Driver) -> None:
         """Save a new job, and forget the last one. OSError if it cannot be saved; then the last one stays."""

@@ -54,6 +54,10 @@ class RunDir:
         os.ftruncate(fd, 0)
         os.pwrite(fd, identity(os.getpid()).encode(), 0)
 
+    def sign(self, number: str) -> None:
+        """Say which start of a cluster this name is held for."""
+        os.pwrite(self._held, f"{identity(os.getpid())} {number}".encode(), 0)
+
     @property
     def held(self) -> bool:
         """By us."""
@@ -114,7 +118,7 @@ def _unlock(fd: int) -> None:
 def holder(lock: Path) -> int:
     """The process that holds it, as far as it still lives; 0: none."""
     try:
-        who = lock.read_text()
+        who = lock.read_text().partition(" ")[0]
     except OSError:
         return 0
     return pid_of(who) if lives(who) else 0

@@ -27,6 +27,7 @@ from nbelastic.core.staffing import too_many
 from nbelastic.driver.connection import Connection, error_of
 from nbelastic.driver.places import START, RunDir
 from nbelastic.driver.requests import Stop
+from nbelastic.driver.saved import begin, read, sweep
 from nbelastic.driver.settings import Settings
 from nbelastic.driver.updates import encoded
 from nbelastic.files import make_private, redirect
@@ -108,8 +109,7 @@ def launch(
                 _tell(child, data)
             _wait_for(ours, child, words, start.patience)
         except BaseException:
-            child.kill()  # it has started nothing, or has just begun to
-            child.wait()
+            _end(child, start)
             raise
         try:
             return Connection(folder, on_change, before), child
@@ -127,8 +127,15 @@ def _take_back(child: subprocess.Popen[bytes], start: Start, folder: Path) -> No
         with contextlib.suppress(OSError, NbelasticError, subprocess.TimeoutExpired):
             Connection(folder).request(Stop("an interrupt", 0.0))
             child.wait(TAKEN_BACK)
+    _end(child, start)
+
+
+def _end(child: subprocess.Popen[bytes], start: Start) -> None:
+    """At once, with what it may just have started; but not with what it has taken over."""
     child.kill()
     child.wait()
+    if not start.found:
+        sweep(start.settings.name, start.settings.number, kill=True)
 
 
 def _tell(child: subprocess.Popen[bytes], data: bytes) -> None:
@@ -201,7 +208,6 @@ def prepare(start: Start) -> Driver:
     """A driver that holds the cluster's name, and has all that it needs to serve. NbelasticError if it cannot be."""
     from nbelastic.driver.driver import Driver
     from nbelastic.driver.notes import Notes
-    from nbelastic.driver.saved import begin, read
 
     settings = start.settings
     room = descriptors.room(descriptors.raise_limit())
@@ -209,7 +215,7 @@ def prepare(start: Start) -> Driver:
         raise HostError(too_many(settings.limits.min, room))
     run_dir = RunDir(settings.name)
     if not start.found:
-        begin(run_dir)
+        begin(run_dir, settings.number)
     try:
         if start.found:
             run_dir.hold()
@@ -217,6 +223,7 @@ def prepare(start: Start) -> Driver:
         settings, submitted = replace(settings, limits=replace(settings.limits, room=room)), start.submitted
         if found is not None:
             settings = replace(settings, log_dir=Path(found.log_dir), number=found.number, owner=found.owner)
+            run_dir.sign(found.number)
             submitted = found.submitted
         make_private(settings.log_dir)
         notes = Notes(run_dir, start.arguments, found)

@@ -42,7 +42,7 @@ class WaitForWorld(Request):
 
 
 class Submit(Request):
-    """Run a program. Answered with the job's name, when the job has begun (and is saved, in a kept cluster)."""
+    """Run a program. Answered with the job's name, when the job has begun and is saved."""
 
     program: wire.Program
 

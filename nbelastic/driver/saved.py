@@ -268,19 +268,25 @@ def _found() -> Iterator[ClusterInfo]:
                 continue
             saved = read(folder / name)
         except UsageError as error:
-            yield ClusterInfo(name, driver, kept=True, problem=str(error))
+            yield ClusterInfo(name, driver, kept=False, problem=str(error))
             continue
         hosts = tuple(host.spec.name for host in saved.world.hosts)
         yield ClusterInfo(name, driver, not saved.owner, hosts, saved.running)
 
 
-def sweep(name: str, *, kill: bool = False) -> None:
-    """It is dead: no process of it is left (or is to be, with `kill`), and nobody will ask for its keys."""
+def sweep(name: str, number: str = "", *, kill: bool = False) -> None:
+    """It is dead: no process of it is left (or is to be, with `kill`), and nobody will ask for its keys.
+
+    Nothing is done if a driver has it, or if the name is another cluster's than that of this `number`.
+    """
     run_dir = RunDir(name)
     with suppress(UsageError):  # somebody takes the name at this moment
         run_dir.hold()
         with suppress(UsageError):  # it had not begun, or its file is damaged
             theirs, *_ = _begin_to_read(run_dir.path)
+            if number not in ("", theirs.number):
+                run_dir.let_go()
+                return
             for process in filter(lives, theirs.processes if kill else ()):
                 if pid_of(process) != os.getpid():
                     kill_group(pid_of(process))
@@ -288,14 +294,15 @@ def sweep(name: str, *, kill: bool = False) -> None:
         run_dir.release()
 
 
-def begin(run_dir: RunDir) -> None:
-    """Take the name for a new cluster. UsageError if there is one of that name, with or without a driver."""
+def begin(run_dir: RunDir, number: str) -> None:
+    """Take the name for a new cluster, of this number. UsageError if there is one of that name, with or without a driver."""
     run_dir.hold()
     try:
         _be_dead(run_dir)
     except UsageError:
         run_dir.let_go()
         raise
+    run_dir.sign(number)
     run_dir.make()
 
 

@@ -91,7 +91,7 @@ class Settings(msgspec.Struct, frozen=True):
     @property
     def presence(self) -> Presence:
         """For processes that outlive the driver."""
-        return Presence(str(self.run_dir.with_name(f"{self.run_dir.name}.lock")), self.lease, self.owner)
+        return Presence(str(self.run_dir.with_name(f"{self.run_dir.name}.lock")), self.lease, self.owner, self.number)
 
     def check(self) -> None:
         """UsageError, in one line, for what cannot be."""

@@ -155,7 +155,7 @@ class ElasticMagics(Magics):  # type: ignore[misc]  # IPython carries no types h
 
     @magic("line")
     def elastic_list(self, _: Namespace) -> ClusterList:
-        """Show your clusters on this machine: with a driver, or kept and waiting for another one."""
+        """Show your clusters on this machine: with a driver, or waiting for another one."""
         from nbelastic.driver.saved import clusters
         from nbelastic.notebook.snapshot import ClusterList
 
@@ -364,8 +364,10 @@ class ElasticMagics(Magics):  # type: ignore[misc]  # IPython carries no types h
         if self.cluster is not None:
             if self.cluster.status().phase != "finished":
                 raise UsageError("a cluster is running already: %elastic shows it, %elastic_stop ends it.")
-            if self.cluster.died and (attach or self.cluster.kept):
-                self.cluster.close()  # it lives on
+            if self.cluster.died and attach:
+                self.cluster.detach()
+            elif self.cluster.died:
+                self.cluster.close()
             else:
                 self.cluster.stop()
 

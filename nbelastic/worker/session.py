@@ -58,6 +58,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+LATE = 2.0  # seconds by which a tick may be late; later than that, this process was stopped
 ABORT_EVERY = 0.02
 FORMING_PATIENCE = 0.1  # seconds that an aborted group may take to stop connecting before it is left behind
 LEAVE_PATIENCE = 10.0  # seconds that closing a group may take
@@ -126,6 +127,10 @@ class Session:
             self._receive,
             tick=self._tick,
             heartbeat=float(settings["heartbeat"]),
+        )
+        self._heartbeat = float(settings["heartbeat"])
+        self._ticked_at = self._back_at = (
+            0.0  # when this process ran again after it was stopped: it has yet to read what was sent
         )
         self._stuck = Stuck(self.worker, self.link.send, self._end_stuck, self._discard_kept)
 
@@ -479,8 +484,12 @@ class Session:
 
     def _tick(self) -> float:
         now, link = time.monotonic(), self.link
+        if now - self._ticked_at > self._heartbeat + LATE:
+            self._back_at = now
+        self._ticked_at = now
+        heard_at = max(link.heard_at, self._back_at)
         with self._lock:
-            actions = self._post(self._protocol.tick(now, Line(link.away, link.crowded, link.heard_at)))
+            actions = self._post(self._protocol.tick(now, Line(link.away, link.crowded, heard_at)))
         self._act(actions)
         return self._abort(now)
 

@@ -41,6 +41,6 @@ def test_more_workers_than_fit_are_refused_at_once(monkeypatch: pytest.MonkeyPat
     inside.use(monkeypatch)
     monkeypatch.setattr(descriptors, "raise_limit", lambda: 256)
     before = set(threading.enumerate())
-    with pytest.raises(HostError, match=r"^40 workers are asked for, and only 21 fit: .*ulimit -Hn.*$"):
+    with pytest.raises(HostError, match=r"^40 workers are asked for, and only \d+ fit: .*ulimit -Hn.*$"):
         nbe.Cluster("localhost:40", min=40, log_dir=tmp_path).start()
     assert set(threading.enumerate()) <= before

@@ -252,3 +252,33 @@ def test_a_notebook_that_starts_another_cluster_stops_what_lives_on(quiet):
     magics.cluster = cluster
     magics._make_way()
     assert "quiet" not in {info.name for info in nbe.Cluster.all()}
+
+
+def unable(*_):
+    raise nbe.HostError("the driver cannot listen")
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_a_stop_for_which_no_driver_can_be_started(quiet, monkeypatch, keep):
+    """Whoever stops a cluster wants nothing of it to stay: its processes are killed."""
+    cluster = quiet(keep=keep)
+    monkeypatch.setattr(process, "launch", unable)
+    inside.kill_driver(cluster._run_dir, 0)
+    until(lambda: cluster.died)
+    assert "3 others could not take its place: the driver cannot listen" in cluster.status().reason
+    with pytest.raises(nbe.ClusterStoppedError, match=": attach to it." if keep else ": start it."):
+        cluster.scale(1, 2)
+    cluster.stop()
+    assert nbe.Cluster.all() == []
+    assert not cluster._run_dir.path.exists()
+
+
+def test_a_cluster_without_a_driver_is_started_anew(quiet, monkeypatch):
+    """It is not kept: what its dead driver has left is ended first."""
+    cluster = quiet()
+    with monkeypatch.context() as broken:
+        broken.setattr(process, "launch", unable)
+        inside.kill_driver(cluster._run_dir, 0)
+        until(lambda: cluster.died)
+    cluster.start(wait=False)
+    assert cluster.run(os.getpid).status == "running"

@@ -104,10 +104,10 @@ def test_a_name_is_one_cluster_s():
     """While that lives, with a driver or without; then it is free."""
     run_dir = left()
     with pytest.raises(UsageError, match="lives on without a driver: attach to it"):
-        begin(RunDir("train"))
+        begin(RunDir("train"), "n")
     example(process="1@1").write(run_dir.path)
     again = RunDir("train")
-    begin(again)
+    begin(again, "n")
     with pytest.raises(UsageError, match=f"running already .process {os.getpid()}."):
         RunDir("train").hold()
     assert list(again.path.iterdir()) == []

@@ -78,7 +78,7 @@ class FakeCluster:
         self.setup_cells: dict[str, str] = {}
         self.shown_stacks: list[WorkerStack] = []
         self.subscribers: list[object] = []
-        self.died = self.kept = False
+        self.died = False
         self.job: FakeJob | None = None
         self.raises: BaseException | None = None
         self.outputs: list[tuple[str, str, str, str | None]] = []

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -114,6 +116,29 @@ def test_nothing_is_left_of_a_cluster_that_is_not_kept(kept, with_driver):
     kernel = kept(keep=False)
     kernel.makes_steps(WORLD)
     kernel.crash() if with_driver else kernel.kill()
+    until(lambda: not kernel.left(), 15, "nothing to be left")
+
+
+def test_who_starts_the_next_driver_does_not_own_the_cluster(kept):
+    """Its kernel is stopped for a while as the driver dies: a terminal that looks on starts another one, and lets go of it."""
+    kernel = kept(keep=False)
+    epoch = kernel.makes_steps(WORLD)
+    os.kill(kernel.process.pid, signal.SIGSTOP)
+    os.kill(kernel.driver, signal.SIGKILL)
+    until(lambda: not kernel.driver, what="the driver to end")
+    shown = subprocess.run(
+        [sys.executable, "-m", "nbelastic", "status", kernel.name],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    )
+    assert f"{WORLD} workers train" in shown.stdout
+    made = len(kernel.steps())
+    until(lambda: len(kernel.steps()) > made + 30, what="steps without any client that runs")
+    assert {line["epoch"] for line in kernel.steps()[made:]} == {epoch}
+    os.kill(kernel.process.pid, signal.SIGCONT)
+    kernel.kill()
     until(lambda: not kernel.left(), 15, "nothing to be left")
 
 

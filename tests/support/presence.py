@@ -17,4 +17,4 @@ def named(folder: Path, lease: float, owner: str = "") -> Presence:
     """This process names itself as the driver."""
     file = folder / "driver"
     file.write_text(identity(os.getpid()))
-    return Presence(str(file), lease, owner)
+    return Presence(str(file), lease, owner, "")

@@ -226,8 +226,9 @@ def test_a_long_result_for_another_machine_is_kept(session):
 def test_a_result_for_which_there_is_no_room(session, tmp_path):
     """The disk is full, or the folder is gone: the driver fetches it, as from another machine. No training is lost for that."""
     order = call(called, "x" * INLINE)[1]
-    (tmp_path / "a-0#1.job-1.new").symlink_to("/dev/full")
-    for job, folder in (("job-1", tmp_path), ("job-2", tmp_path / "nowhere")):
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "a-0#1.job-1").mkdir()  # nothing can replace it
+    for job, folder in (("job-1", tmp_path / "folder"), ("job-2", tmp_path / "nowhere")):
         (result,) = run(session, wire.Program(job, "", call=order.call, results=str(folder)))
         assert (result.error, result.value.path, result.value.data) == ("", "", b"")
         assert pickles.unpack(session.value) == "x" * INLINE

@@ -15,6 +15,7 @@ from nbelastic.core import messages as m
 from nbelastic.core import wire
 from nbelastic.core.delivery import WINDOW
 from nbelastic.worker.printed import BOUND
+from nbelastic.worker.protocol import End
 from nbelastic.worker.rendezvous import Group
 from nbelastic.worker.session import Session, WorldAborted, WorldLeft
 
@@ -198,3 +199,15 @@ def test_a_worker_that_hangs_while_it_closes_a_group_ends(session, monkeypatch):
     session._left_at -= 60
     session._tick()
     assert ended == [1]
+
+
+def test_a_worker_that_was_stopped_waits_for_what_was_sent_meanwhile(session, monkeypatch):
+    """The lease does not run while its process does not: docker pauses it, say, with all the others."""
+    session._protocol._lease = 5.0
+    session.link.heard_at = time.monotonic() - 60.0
+    session._ticked_at = time.monotonic() - 30.0
+    done = []
+    monkeypatch.setattr(session, "_act", done.extend)
+    session._tick()
+    session._tick()
+    assert not [action for action in done if isinstance(action, End)]
