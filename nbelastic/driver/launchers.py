@@ -10,7 +10,6 @@ import os
 import socket
 import sys
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 from subprocess import STDOUT, Popen
@@ -77,14 +76,11 @@ class ProcessAgent:
     def start(self, config: Mapping[str, Any]) -> None:
         self._begin = self._log.stat().st_size if self._log.exists() else 0
         said = json.dumps(config).encode() + b"\n"
-        with ExitStack() as ours:
-            out = ours.enter_context(open(self._log, "ab"))
-            stdin = ours.enter_context(_endless())
+        with open(self._log, "ab") as out, _endless() as stdin:
+            if len(said) > PIPE_BUFFER:  # nobody reads it yet
+                fcntl.fcntl(stdin, fcntl.F_SETPIPE_SZ, len(said))
+            stdin.write(said)  # first: an agent whose driver has been killed would wait for it for ever
             self._child = Popen(self._command, stdin=stdin, stdout=out, stderr=STDOUT, start_new_session=True)
-            with suppress(BrokenPipeError):  # it has ended already: its exit tells why
-                if len(said) > PIPE_BUFFER:  # else a child that ends before it reads would block the driver
-                    fcntl.fcntl(stdin, fcntl.F_SETPIPE_SZ, len(said))
-                stdin.write(said)
         self.process = identity(self._child.pid)
         self._watched = os.pidfd_open(self._child.pid)
         asyncio.get_running_loop().add_reader(self._watched, self._ended)

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import select
 from subprocess import Popen
 
 import pytest
@@ -34,6 +35,26 @@ def test_one_that_ends_before_it_has_been_told_anything(tmp_path, monkeypatch, s
         assert ends.empty()
 
     asyncio.run(story())
+
+
+def test_an_agent_can_read_its_configuration_from_its_start_on(tmp_path, monkeypatch):
+    """A driver that is killed at any moment leaves no agent that waits for it."""
+    readable = []
+
+    def begun(*args, stdin, **kwargs):
+        readable.extend(select.select([stdin], [], [], 0)[0])
+        return Popen(*args, stdin=stdin, **kwargs)
+
+    monkeypatch.setattr(launchers, "Popen", begun)
+
+    async def story():
+        ends = asyncio.Queue()
+        agent = ProcessAgent(["head", "-n", "1"], tmp_path / "log", lambda code, said: said, ends.put_nowait)
+        agent.start({"host": "h1"})
+        assert await asyncio.wait_for(ends.get(), 10) == '{"host": "h1"}\n'
+
+    asyncio.run(story())
+    assert readable
 
 
 async def broken(spec, *_):
