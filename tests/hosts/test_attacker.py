@@ -15,7 +15,7 @@ import msgspec
 import psutil
 import pytest
 
-from nbelastic.driver.gate import MOST_OF_A_PEER
+from nbelastic.driver.gate_process import MOST_OF_A_PEER
 from nbelastic.driver.saved import read
 from tests.hosts.network import DRIVER
 from tests.hosts.observing import LONG, agent_of, on

@@ -13,7 +13,8 @@ from itertools import pairwise
 import psutil
 import pytest
 
-from nbelastic.driver.gate import MOST_OF_A_PEER, Doors, Gate
+from nbelastic.driver.gate import Doors, Gate
+from nbelastic.driver.gate_process import MOST_OF_A_PEER
 from nbelastic.presence import pid_of
 from tests.process.observing import alive, until
 from tests.support.presence import until_the_end
