@@ -138,10 +138,30 @@ def kinds(kernel: Kernel) -> set[str]:
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("options", [{"lease": 5.0}, {"keep": False}])
-def test_nobody_comes(kept, options):
-    """Hosts elsewhere end with the lease, too, or at once if it is not kept."""
-    kernel = kept(**options)
+def test_nobody_comes(kept):
+    """Hosts elsewhere end with the lease, too."""
+    kernel = kept(lease=5.0)
     kernel.makes_steps(2)
     kernel.crash()
-    until(lambda: not kernel.left(), LONG, "nothing to be left")
+    ends(kernel)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("with_controller", [False, True])
+def test_nothing_is_left_of_a_cluster_that_is_not_kept(kept, with_controller):
+    """The kernel and its driver are killed, and ipyparallel's controller, which sees to that: then the gate does."""
+    kernel = kept(keep=False)
+    kernel.makes_steps(2)
+    controller = kernel.part("controller")
+    if with_controller:
+        os.kill(controller, signal.SIGSTOP)
+    kernel.crash()
+    if with_controller:
+        os.kill(controller, signal.SIGKILL)
+    ends(kernel)
+
+
+def ends(kernel: Kernel) -> None:
+    """Nothing is left of it, here and elsewhere."""
+    workers = {line["pid"] for line in kernel.steps()}
+    until(lambda: not kernel.left() and not any(map(alive, workers)), LONG, "nothing to be left")
