@@ -98,6 +98,7 @@ class Driver:
         self._heard_discovery = ""  # the key of the one in a kernel that is heard
         self._next_discovery = ""  # of the one that is heard from its first word on
         self._gates: asyncio.Task[None] | None = None
+        self._arrivals: Arrivals | None = None  # while it takes over
 
     def request(self, request: AnyRequest) -> Future[Any]:
         """The answer to a request, or its error. ClusterStoppedError if the driver cannot answer it."""
@@ -376,9 +377,12 @@ class Driver:
         self._publish()
 
     def save(self) -> None:
-        """Save what another driver would need, if it has changed. What fails, as on a full disk, is reported and tried again."""
+        """Save what another driver would need, if it has changed. What fails, as on a full disk, is reported and tried again.
+
+        Not while this one takes over: it has no world yet, and may be killed before it has.
+        """
         try:
-            if self.notes is not None:
+            if self.notes is not None and self._arrivals is None:
                 self.notes.save(self)
         except Exception as error:  # noqa: BLE001  (nobody who trains needs what is saved)
             self.faults.report("the cluster cannot be saved for another driver", error)

@@ -10,12 +10,15 @@ import pytest
 from IPython.core.interactiveshell import InteractiveShell
 
 import nbelastic as nbe
+from nbelastic.core import messages as m
 from nbelastic.driver import process
 from nbelastic.driver import updates as u
 from nbelastic.driver.cluster import DEATHS
 from nbelastic.driver.connection import Connection, JobCopy
+from nbelastic.driver.fleet import Fleet
 from nbelastic.driver.results import Outcome
 from nbelastic.driver.run import Line
+from nbelastic.driver.saved import NAME
 from nbelastic.notebook.magics import ElasticMagics
 from tests.core.story import wid
 from tests.driver.quiet import NoHosts
@@ -252,6 +255,24 @@ def test_a_notebook_that_starts_another_cluster_stops_what_lives_on(quiet):
     magics.cluster = cluster
     magics._make_way()
     assert "quiet" not in {info.name for info in nbe.Cluster.all()}
+
+
+def test_what_is_saved_stays_until_the_next_driver_has_taken_over(quiet, monkeypatch):
+    """One that dies before has not put its own empty world in the place of the cluster's."""
+    cluster = quiet()
+    cluster.scale(2, 9)
+    state, found = cluster._run_dir.path / NAME, []
+    before = state.read_bytes()
+
+    async def adopt(fleet, _):
+        fleet._record(m.Record("gate-started", "a gate was started again"))
+        fleet._save()
+        found.append(state.read_bytes())
+
+    monkeypatch.setattr(Fleet, "adopt", adopt)
+    die(cluster)
+    assert found == [before]
+    assert (cluster.status().min, cluster.status().max) == (2, 9)
 
 
 def unable(*_):
