@@ -279,6 +279,7 @@ def run(faults: int, seed: int, pause: float, epochs: int | None = None, *, driv
         "worlds": sum(text.startswith("world of") for text in texts),
         "unexplained breaks": [text for text in texts if "though every worker lives" in text],
         "crashes": [text for text in texts if any(name in text for name in CRASHES)],
+        "begun again": texts.count("job-1 was submitted") - 1,
         "lost wake-ups": sum("exit code 75" in text for text in texts),
         "curve": list(struct.unpack(f"{first['steps']}d", bytes.fromhex(first["curve"]))),
     }
@@ -302,7 +303,7 @@ def problems(found: dict[str, Any], *curves: list[float]) -> list[str]:
     """What did not hold, in words."""
     bad = [
         f"{name}: {found[name]}"
-        for name in ("steps lost", "left running", "unexplained breaks", "crashes")
+        for name in ("steps lost", "begun again", "left running", "unexplained breaks", "crashes")
         if found[name]
     ]
     bad += [f"not {name}" for name in ("used once", "same bits") if not found[name]]
