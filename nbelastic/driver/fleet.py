@@ -263,6 +263,7 @@ class Fleet:
         self._started += 1
         held = self._held[spec.name] = _Held(spec.name, self._started)
         held.asked = spec.slots
+        self._save()  # its number: an agent that this driver can no more save is not to have that of another one
         held.launching = self._loop.create_task(self._launch(spec, held, self._started))
 
     async def _launch(self, spec: m.HostSpec, held: _Held, number: int) -> None:
