@@ -50,21 +50,29 @@ class Presence(NamedTuple):
     number: str
 
     @property
+    def name(self) -> str:
+        """Of the cluster."""
+        return Path(self.file).name.removesuffix(".lock")
+
+    @property
     def owned(self) -> bool:
         """False: the owner has ended."""
         return not self.owner or lives(self.owner)
 
+    @property
+    def driver(self) -> str | None:
+        """The process that named itself last, which may be dead. None: the file is gone, or another cluster's: this one ended."""
+        try:
+            who, _, number = Path(self.file).read_text().partition(" ")
+        except FileNotFoundError:
+            return None
+        return who if number in ("", self.number) else None
+
 
 def outlast(presence: Presence) -> None:
-    """Return when no driver is there any more, and none will come; at once if the file is gone, or another cluster's."""
+    """Return when no driver is there any more, and none will come."""
     seen = time.monotonic()
-    while True:
-        try:
-            who, _, number = Path(presence.file).read_text().partition(" ")
-        except FileNotFoundError:
-            return
-        if number not in ("", presence.number):
-            return
+    while (who := presence.driver) is not None:
         now = time.monotonic()
         if lives(who):
             seen = now

@@ -72,7 +72,7 @@ def _outlast(presence: Presence) -> None:
     checkpoint.
     """
     outlast(presence)
-    sweep(Path(presence.file).name.removesuffix(".lock"), presence.number, kill=not presence.owned)
+    sweep(presence.name, presence.number, kill=not presence.owned)
     kill_group(os.getpgrp())
 
 

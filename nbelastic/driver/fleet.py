@@ -294,7 +294,7 @@ class Fleet:
             "host": spec.name,
             "number": number,
             "keys": msgspec.to_builtins(self._keys.for_clients()),
-            "owner": settings.owner if local else "",
+            "presence": settings.presence if local else None,
             "lease": settings.lease,
             "heartbeat": settings.heartbeat,
             "address": local,

@@ -7,7 +7,6 @@ import json
 import socket
 import sys
 from collections import Counter
-from pathlib import Path
 
 from nbelastic import descriptors
 from nbelastic.presence import Presence, outlast
@@ -76,7 +75,7 @@ async def _serve(fds: dict[int, int], workers: int, presence: Presence) -> None:
     if not presence.owned:  # the lines of ssh are to end; the controller may be dead, too
         from nbelastic.driver.saved import sweep  # a gate that goes on has no use for it
 
-        sweep(Path(presence.file).name.removesuffix(".lock"), presence.number, kill=True)
+        sweep(presence.name, presence.number, kill=True)
 
 
 def main() -> None:

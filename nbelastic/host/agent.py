@@ -1,7 +1,8 @@
 """One process per host: it forks workers from a warm template, watches them, samples psutil and NVML, and reports.
 
-It ends, and every worker with it, when the driver says so, when its line to the driver's machine ends, or when no driver has
-come for the lease: then its workers have time for a last checkpoint. It outlives a driver, and tells the next one what there is.
+It ends, and every worker with it, when the driver says so, when its line to the driver's machine ends, when the cluster was
+stopped or its owner has ended, or when no driver has come for the lease: then its workers have time for a last checkpoint. It
+outlives a driver, and tells the next one what there is.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ from nbelastic.host.prober import TIMEOUT as PROBE_TIMEOUT
 from nbelastic.host.prober import Prober, endpoint
 from nbelastic.host.protocol import GRACE, Action, End, Fork, Introduce, Protocol, Say, Signal
 from nbelastic.link import Keys, Spoke
-from nbelastic.presence import end_of
+from nbelastic.presence import Presence
 from nbelastic.processes import kill_group, state_of
 
 LATE = 2.0  # seconds by which a look may be late; later than that, this process itself was stopped
@@ -60,7 +61,7 @@ class Config(msgspec.Struct, frozen=True):
     driver: str  # the hub's endpoint
     keys: Keys
     number: int  # of this agent: a later one of the same host is another
-    owner: str  # on the kernel's machine: the process (`pid@start`) with which the cluster ends; empty: none
+    presence: Presence | None  # of the driver, on its machine
     lease: float  # seconds without a driver after which it ends
     heartbeat: float  # seconds
     address: str  # the loopback address, on the same machine; empty elsewhere
@@ -89,9 +90,8 @@ class Agent:
         self._workers: dict[m.WorkerId, _Forked] = {}
         self._gpus = Gpus()
         self._done = False
-        self._back_at = (
-            0.0  # when it ran again after it was stopped: it has not read yet what the driver sent meanwhile
-        )
+        # When it ran again after it was stopped: it has not read yet what the driver sent meanwhile.
+        self._back_at = 0.0
         self._protocol = Protocol(config.lease)
         peer = f"agent/{config.host}~{config.number}"
         self._turn_by = math.inf  # when the main thread will have come to its next turn
@@ -113,7 +113,6 @@ class Agent:
             self._settle(at_end)
             known = {"host": self._config.host, "relay": str(self._folder), "heartbeat": self._config.heartbeat}
             self._nodes = Nodes(self._context, known)
-            owner = self._owner()
             self._link.start(relay=self._folder)
             at_end.callback(self._gpus.close)
             at_end.callback(self._link.close)
@@ -121,7 +120,7 @@ class Agent:
             at_end.callback(self._nodes.close)
             self._link.send(self._hello())
             try:
-                self._serve(owner)
+                self._serve()
             finally:
                 self._turn_by = math.inf  # what is done at the end has deadlines of its own
 
@@ -176,15 +175,7 @@ class Agent:
         endpoints = [endpoint(address, order.port) for address in order.addresses]
         self._be_reached().probe(order.target, endpoints, PROBE_TIMEOUT, done)
 
-    def _owner(self) -> list[int]:
-        """A descriptor that becomes readable when the kernel with which the cluster ends has ended."""
-        try:
-            return [end_of(self._config.owner)] if self._config.owner else []
-        except ProcessLookupError:
-            self._protocol.orphaned(time.monotonic())
-            return []
-
-    def _serve(self, owner: list[int]) -> None:
+    def _serve(self) -> None:
         line = [self._lifeline] if self._lifeline >= 0 else []
         watch_at = sample_at = 0.0
         last = time.monotonic()
@@ -192,16 +183,13 @@ class Agent:
             sentinels = {forked.process.sentinel: w for w, forked in self._workers.items()}
             timeout = WATCH if self._workers or self._nodes.sentinels else SAMPLE
             self._turn_by = time.monotonic() + timeout
-            ready = connection.wait([self._wake, *line, *owner, *sentinels, *self._nodes.sentinels], timeout)
+            ready = connection.wait([self._wake, *line, *sentinels, *self._nodes.sentinels], timeout)
             now = time.monotonic()
             if now - last > timeout + LATE:
                 self._back_at = now
             last = now
             if not self._done and any(fd in ready for fd in line):
                 return
-            if any(fd in ready for fd in owner):
-                self._protocol.orphaned(now)
-                owner = []
             heard_at = max(self._link.heard_at, self._back_at)
             if self._protocol.forsaken(heard_at, now):
                 print(f"the driver at {self._config.driver} is not heard any more", file=sys.stderr)
@@ -219,6 +207,8 @@ class Agent:
             if now >= sample_at:
                 sample_at = now + SAMPLE
                 self._sample(now)
+                if self._cluster_ended(now):
+                    return
 
     def _works(self) -> bool:
         """Whether the main thread, which carries out orders, comes to its turns; in the link's thread."""
@@ -231,6 +221,15 @@ class Agent:
             os.write(2, b"nbelastic: the agent hangs, and ends\n")
             os._exit(1)  # the template ends the workers
         return late <= LATE_TURN
+
+    def _cluster_ended(self, now: float) -> bool:
+        """Nobody tells an agent that came up after its driver was killed and the cluster stopped: no driver knows it."""
+        presence = self._config.presence
+        if presence is None:
+            return False
+        if not presence.owned:
+            self._protocol.orphaned(now)
+        return presence.driver is None
 
     def _receive(self, message: wire.Message) -> None:
         """In the link's thread, where networks are seen to: forking the first worker waits for the template's imports."""

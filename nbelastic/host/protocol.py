@@ -125,8 +125,9 @@ class Protocol:
         return actions
 
     def orphaned(self, now: float) -> None:
-        """The kernel that owns the cluster has ended: the driver, if there is one, ends everything."""
-        self._orphaned_at = now
+        """The kernel that owns the cluster has ended, as is seen at each look: the driver, if there is one, ends everything."""
+        if self._orphaned_at is None:
+            self._orphaned_at = now
 
     def forsaken(self, heard_at: float, now: float) -> bool:
         """No driver comes any more, and workers that end by themselves then have ended."""

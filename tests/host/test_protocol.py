@@ -115,6 +115,7 @@ def test_the_kernel_that_owns_it_has_ended():
     """The driver ends everything; without one the agent does so itself, soon."""
     agent = with_worker()
     agent.orphaned(20.0)
+    agent.orphaned(21.0)
     assert not agent.forsaken(heard_at=10.0, now=20.0 + ORPHANED), "the driver may be about to hear of it"
     assert agent.forsaken(heard_at=10.0, now=20.1 + ORPHANED)
     assert not agent.forsaken(heard_at=25.0, now=25.0 + ORPHANED)

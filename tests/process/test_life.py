@@ -64,6 +64,8 @@ def test_what_was_asked_at_the_last_moment(make):
             run.result(10)
         assert file.result(20).exists(), "to ask twice makes no difference"
     until(lambda: stacks == [[]])
+    cluster.stop()
+    until(lambda: not descendants(), 15, "nothing to be left")
 
 
 def test_it_can_be_started_again(make):
