@@ -69,10 +69,7 @@ def _hosts(group: Group, event: s.HostsSeen, now: float, out: Commands) -> Group
     """Those that have come are started; of those that have gone nothing more is expected."""
     group = replace(group, limits=event.limits, seen=event)
     there = dict(event.hosts)
-    over = (
-        GroupState.SUCCEEDED,
-        GroupState.UNKNOWN,
-    )  # these stay known when their hosts have gone, and are not told again
+    over = (GroupState.SUCCEEDED, GroupState.UNKNOWN)  # they stay known when their hosts have gone: no word again
     ours = [host for host, node in group.nodes.items() if not node.guest and node.state not in over]
     for host in [host for host in ours if host not in there]:
         out.append(s.EndNode(host, f"{host} has left the cluster", error=False))

@@ -215,9 +215,7 @@ class World(Struct, frozen=True):
     order: FormWorld | None = None  # by which the epoch was formed
     plan: FormWorld | None = None  # the next one, for which the process group is or was built beside the training
     ahead: frozenset[WorkerId] = frozenset()  # who is in the planned epoch already, before all have left this one
-    undone: FormWorld | None = (
-        None  # a plan that was called off when its members were leaving for it: they may be in it
-    )
+    undone: FormWorld | None = None  # a plan called off when its members were leaving for it: they may be in it
     early: tuple[Event, ...] = ()  # of those ahead: that they have finished, which is heard when all have left this one
     formed_in: int = 0  # the last epoch of which a world has formed
     numbered: int = 0  # the highest number that an epoch was given; a planned one may come to nothing

@@ -436,9 +436,8 @@ class Cluster:
         for _ in range(DEATHS):
             if not driver.died:
                 break
-            heir = driver.heir or (
-                self._heir_of(driver) if kill else None
-            )  # the kernel's end leaves no time for another one
+            # The kernel's end leaves no time for another one.
+            heir = driver.heir or (self._heir_of(driver) if kill else None)
             if heir is None:
                 self._kill()
                 break

@@ -60,14 +60,8 @@ class Gate:
                 doors[port] = listener.getsockname()[1]
                 fds[listener.fileno()] = port
             code = "from nbelastic.driver.gate_process import main; main()"
-            command = [
-                sys.executable,
-                "-c",
-                code,
-                json.dumps(list(fds.items())),
-                str(self._workers()),
-                json.dumps(self._presence),
-            ]
+            told = (json.dumps(list(fds.items())), str(self._workers()), json.dumps(self._presence))
+            command = [sys.executable, "-c", code, *told]
             child = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=list(fds), start_new_session=True)
         process = identity(child.pid)
         self._children[process], self._doors[process] = child, doors

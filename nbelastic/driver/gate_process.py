@@ -33,9 +33,8 @@ class _Door:
             self._say_refused(peer)
             return
         self._open[peer] += 1
-        outer: socket.socket = writer.get_extra_info(
-            "socket"
-        )  # silent while it trains, and forgotten by firewalls then
+        # It is silent while the peer trains, and firewalls forget such connections.
+        outer: socket.socket = writer.get_extra_info("socket")
         outer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for option, value in ALIVE:
             outer.setsockopt(socket.IPPROTO_TCP, option, value)

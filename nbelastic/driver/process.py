@@ -169,9 +169,8 @@ def _wait_for(ready: int, child: subprocess.Popen[bytes], words: IO[bytes], pati
 def main(path: list[str]) -> None:
     """Read what to be, be it, and end. `path`: the kernel's `sys.path`, which agents of this machine get."""
     logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s")
-    signal.signal(
-        signal.SIGINT, lambda *_: None
-    )  # an interrupt is for what runs in the kernel; children have their own way
+    # An interrupt is for what runs in the kernel; children have their own way.
+    signal.signal(signal.SIGINT, lambda *_: None)
     start = decoded(sys.stdin.buffer.read())
     tempfile.tempdir = start.temporary
     with os.fdopen(start.ready, "wb") as pipe:

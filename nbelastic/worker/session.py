@@ -129,9 +129,8 @@ class Session:
             heartbeat=float(settings["heartbeat"]),
         )
         self._heartbeat = float(settings["heartbeat"])
-        self._ticked_at = self._back_at = (
-            0.0  # when this process ran again after it was stopped: it has yet to read what was sent
-        )
+        self._ticked_at = 0.0
+        self._back_at = 0.0  # when this process ran again after it was stopped: it has yet to read what was sent
         self._stuck = Stuck(self.worker, self.link.send, self._end_stuck, self._discard_kept)
 
     @property
