@@ -207,8 +207,7 @@ class Agent:
             if now >= sample_at:
                 sample_at = now + SAMPLE
                 self._sample(now)
-                if self._cluster_ended(now):
-                    return
+                self._look_for_the_cluster(now)
 
     def _works(self) -> bool:
         """Whether the main thread, which carries out orders, comes to its turns; in the link's thread."""
@@ -222,14 +221,12 @@ class Agent:
             os._exit(1)  # the template ends the workers
         return late <= LATE_TURN
 
-    def _cluster_ended(self, now: float) -> bool:
-        """Nobody tells an agent that came up after its driver was killed and the cluster stopped: no driver knows it."""
+    def _look_for_the_cluster(self, now: float) -> None:
         presence = self._config.presence
-        if presence is None:
-            return False
-        if not presence.owned:
-            self._protocol.orphaned(now)
-        return presence.driver is None
+        if presence is not None:
+            if not presence.owned:
+                self._protocol.orphaned(now)
+            self._protocol.over = presence.driver is None
 
     def _receive(self, message: wire.Message) -> None:
         """In the link's thread, where networks are seen to: forking the first worker waits for the template's imports."""

@@ -67,6 +67,7 @@ class Protocol:
         """`lease`: seconds without a driver after which the agent ends; its workers may write a last checkpoint before."""
         self._lease = lease
         self._orphaned_at: float | None = None
+        self.over = False  # the cluster has ended: its files are gone
         self._workers: dict[m.WorkerId, _Worker] = {}
         self._term = 0  # of the newest driver
         self.newest: dict[int, int] = {}  # the highest incarnation of each slot
@@ -130,7 +131,13 @@ class Protocol:
             self._orphaned_at = now
 
     def forsaken(self, heard_at: float, now: float) -> bool:
-        """No driver comes any more, and workers that end by themselves then have ended."""
+        """No driver comes any more, and workers that end by themselves then have ended.
+
+        Nobody stops an agent that came up when the driver that had started it was killed and the cluster stopped: no driver
+        knows it. It has no workers.
+        """
+        if self.over and not self._workers:
+            return True
         if self._orphaned_at is not None and now - max(heard_at, self._orphaned_at) > ORPHANED:
             return True
         return now - heard_at - self._lease > (LAST if self._workers else 0.0)

@@ -111,6 +111,15 @@ def test_the_lease():
     assert agent.forsaken(heard_at=10.0, now=40.1)
 
 
+def test_the_cluster_has_ended():
+    """An agent that no driver knows has no workers; those that there are may write a last checkpoint, as at the lease's end."""
+    agent = with_worker()
+    agent.over = True
+    assert not agent.forsaken(heard_at=10.0, now=40.0 + LAST)
+    agent.exited(W, 0)
+    assert agent.forsaken(heard_at=10.0, now=10.0)
+
+
 def test_the_kernel_that_owns_it_has_ended():
     """The driver ends everything; without one the agent does so itself, soon."""
     agent = with_worker()
