@@ -9,6 +9,7 @@ from msgspec import Struct
 
 from nbelastic.core import script_messages as s
 from nbelastic.core.limits import NEVER, Limits
+from nbelastic.core.reasons import Reason
 
 CONSEQUENCES = (-15, -2)  # a worker that was told to end says nothing of why
 
@@ -65,7 +66,7 @@ class Group(Struct, frozen=True):
     enough: bool = False
     short_since: float | None = None
     until: float = NEVER
-    reason: str = "no host is up yet"
+    reason: Reason = Reason("no-hosts")
     outcome: str = ""
     seen: s.HostsSeen | None = None  # the last one
 

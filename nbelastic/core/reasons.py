@@ -34,6 +34,12 @@ SENTENCES = MappingProxyType(
         "irreplaceable": "{text}",
         "finishing": "{done} of {of} ranks have finished",
         "stands": "{text}",
+        "round": "{text} in round {epoch}",
+        "round-over": "round {epoch} is over; not yet ended on {names}",
+        "nodes-finished": "{done} of {of} nodes have finished",
+        "rank-failed": "{text}; are all nodes there?",
+        "full": "the cluster is full: {done} of max {of} workers",
+        "script-ended": "{text}",
     }
 )
 MISSING = MappingProxyType(
@@ -41,6 +47,7 @@ MISSING = MappingProxyType(
         "starting": "{name} ({age})",
         "in a setup cell": "{name} (in a setup cell for {age})",
         "host starting": "{name} to start",
+        "node": "{name}",
         "probed": "{name}: {why}",
         "lost": "{name} (lost: {why}; tried again in {left})",
         "cooling": "{name} (cooling {left} more)",
@@ -67,7 +74,7 @@ class Reason(Struct, frozen=True, omit_defaults=True):
     kind: str
     done: int = 0
     of: int = 0
-    epoch: int = 0
+    epoch: int = 0  # of a script: its round
     commit: int = 0
     names: tuple[str, ...] = ()
     text: str = ""

@@ -13,6 +13,7 @@ from nbelastic.core import messages as m
 from nbelastic.core import script_messages as s
 from nbelastic.core.group import Group, GroupState, Node, Stage, first_failure, places
 from nbelastic.core.limits import NEVER
+from nbelastic.core.reasons import Missing, Reason, in_words
 
 STARTS = 3  # of a node in a row that came to nothing: then its host cannot run this script
 Commands = list[m.Command]
@@ -193,7 +194,7 @@ def _progress(group: Group, now: float, out: Commands) -> Group:
             )
         return group if group.stage is Stage.ENDED else _progress(group, now, out)
     if late:
-        return replace(group, reason=f"round {group.round} is over; not yet ended on {', '.join(late)}")
+        return replace(group, reason=Reason("round-over", epoch=group.round, names=tuple(late)))
     return _gather(replace(group, leave_by=NEVER, told=False), now, out)
 
 
@@ -207,17 +208,17 @@ def _run(group: Group, now: float, out: Commands) -> Group:
         if len(done) + len(missing) == len(states):
             lost = f", but {', '.join(missing)} did not" if missing else ""
             return _end(group, "succeeded", f"every worker ended well{lost}", out)
-        return replace(group, reason=f"{len(done)} of {len(states)} nodes have finished")
-    text = f"{_described(group.seats)} in round {group.round}"
+        return replace(group, reason=Reason("nodes-finished", len(done), len(states)))
+    reason = _in_round_of(group)
     target = _target(group)
     if target == group.seats or sum(seat.workers for seat in target) < group.limits.min:
-        return replace(group, reason=text, enough=False)
+        return replace(group, reason=reason, enough=False)
     since = group.since if group.enough else now
     group = replace(group, enough=True, since=since)
     coming = _coming(group)
     settled = since + group.limits.timeouts.settle
     if coming and now < settled and not _full(group, target):
-        return replace(group, until=settled, reason=f"{text}; waiting for {', '.join(coming)}")
+        return replace(group, until=settled, reason=replace(reason, missing=coming))
     size = sum(seat.workers for seat in target)
     change = f"from {group.size} to {size} workers"
     out.append(m.Record("change-planned", change, epoch=group.round))
@@ -231,7 +232,8 @@ def _judge(group: Group, now: float, out: Commands) -> Group:
     spoken = all(group.nodes[seat.host].state is not GroupState.HEALTHY for seat in group.seats)
     decisive = first.code < 0 and group.restarts < group.terms.max_restarts
     if not (spoken or decisive or now >= group.judge_at):
-        return replace(group, reason=f"rank {first.rank} on {host} failed ({first.error}); are all nodes there?")
+        text = f"rank {first.rank} on {host} failed ({first.error})"
+        return replace(group, reason=Reason("rank-failed", text=text))
     text = f"rank {first.rank} on {host} failed: {first.error}"
     if _finishing(group) or group.restarts >= group.terms.max_restarts:
         used = f" after {group.restarts} restarts" if group.terms.max_restarts else ""
@@ -274,32 +276,34 @@ def _gather(group: Group, now: float, out: Commands) -> Group:
     target = _target(group)
     size = sum(seat.workers for seat in target)
     coming = _coming(group)
-    waiting = f"; waiting for {', '.join(coming)}" if coming else ""
     if size < group.limits.min or not target:
         since = group.short_since if group.short_since is not None else now
-        reason = f"{size} of min {group.limits.min} workers ready{waiting or '; add a host or lower min'}"
+        reason = Reason("too-few", size, group.limits.min, missing=coming)
         if now >= since + group.limits.patience:
-            return _end(group, "failed", f"{reason} for {group.limits.patience:g} s (elastic_timeout)", out)
+            return _end(group, "failed", f"{in_words(reason, now)} for {group.limits.patience:g} s (elastic_timeout)", out)
         return replace(group, short_since=since, enough=False, reason=reason)
     group = replace(group, short_since=None, since=group.since if group.enough else now, enough=True)
     settled = group.since + group.limits.timeouts.settle
     if coming and now < settled and not _full(group, target):
-        return replace(group, until=settled, reason=f"{size} workers ready{waiting}")
+        return replace(group, until=settled, reason=Reason("ready", size, missing=coming))
     return _form(group, target, out)
 
 
 def _form(group: Group, target: tuple[s.Seat, ...], out: Commands) -> Group:
     number = group.round + 1
     out.append(s.FormRound(number, target, group.nodes[target[0].host].store, group.restarts))
-    text = f"{_described(target)} in round {number}"
-    out.append(m.Record("world-formed", text, epoch=number))
+    out.append(m.Record("world-formed", f"{_described(target)} in round {number}", epoch=number))
     seated = {seat.host for seat in target}
     nodes = {
         host: replace(node, state=GroupState.HEALTHY, ready=False, store="") if host in seated else node
         for host, node in group.nodes.items()
     }
     group = replace(group, stage=Stage.RUNNING, round=number, seats=target, nodes=nodes, enough=False, failures=())
-    return replace(group, reason=text)
+    return replace(group, reason=_in_round_of(group))
+
+
+def _in_round_of(group: Group) -> Reason:
+    return Reason("round", epoch=group.round, text=_described(group.seats))
 
 
 def _described(seats: tuple[s.Seat, ...]) -> str:
@@ -330,10 +334,12 @@ def _full(group: Group, target: tuple[s.Seat, ...]) -> bool:
     return sum(seat.workers for seat in target) >= group.limits.most
 
 
-def _coming(group: Group) -> list[str]:
+def _coming(group: Group) -> tuple[Missing, ...]:
     """Nodes that have been started and are not ready yet."""
     inside = {seat.host for seat in group.seats} if group.stage is Stage.RUNNING else set()
-    return [h for h, node in group.nodes.items() if not (node.ready or node.guest or node.retry_at or h in inside)]
+    nodes = group.nodes.items()
+    coming = (h for h, node in nodes if not (node.ready or node.guest or node.retry_at or h in inside))
+    return tuple(Missing("node", host) for host in coming)
 
 
 def _end(
@@ -347,7 +353,7 @@ def _end(
         name: replace(node, state=GroupState.FAILED if bad and node.state in _INSIDE else node.state)
         for name, node in group.nodes.items()
     }
-    return replace(group, stage=Stage.ENDED, outcome=outcome, reason=reason, nodes=states)
+    return replace(group, stage=Stage.ENDED, outcome=outcome, reason=Reason("script-ended", text=reason), nodes=states)
 
 
 def _finishing(group: Group) -> bool:

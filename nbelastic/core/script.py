@@ -13,6 +13,7 @@ from nbelastic.core import messages as m
 from nbelastic.core import script_messages as s
 from nbelastic.core.addresses import address_of, is_loopback
 from nbelastic.core.group import Group, Node, Stage
+from nbelastic.core.reasons import Reason
 from nbelastic.core.world import Guest, HostPhase, World
 
 Commands = list[m.Command]
@@ -89,7 +90,7 @@ def ready(world: World, event: s.NodeReady, now: float, out: Commands) -> World:
         out.append(s.RepeatRound(host))
     elif event.guest and host in group.nodes and group.nodes[host].ready:
         full = group.stage is Stage.RUNNING and group.size + event.workers > group.limits.most
-        reason = f"the cluster is full: {group.size} of max {group.limits.max} workers" if full else group.reason
+        reason = Reason("full", group.size, int(group.limits.most)) if full else group.reason
         out.append(s.LetWait(host, reason, full))
     return world
 
@@ -155,10 +156,10 @@ def _no_more_ready(world: World, hosts: tuple[str, ...]) -> World:
     return replace(world, guests=world.guests | {host: replace(world.guests[host], ready=None) for host in waiting})
 
 
-def _why_not(world: World) -> str:
-    """Why a guest waits; empty: there is no script."""
+def _why_not(world: World) -> Reason | None:
+    """Why a guest waits; None: there is no script."""
     group = world.active_script
-    return group.reason if group is not None else ""
+    return group.reason if group is not None else None
 
 
 def _look_at_hosts(world: World, now: float, out: Commands) -> World:

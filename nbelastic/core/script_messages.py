@@ -12,6 +12,7 @@ from msgspec import Struct
 
 from nbelastic.core.limits import Limits
 from nbelastic.core.messages import Command, Event
+from nbelastic.core.reasons import Reason
 
 UNDONE = 76  # exit code of a node that ends before its workers have succeeded: it was dismissed, or they have failed
 
@@ -159,7 +160,7 @@ class LetWait(ScriptCommand):
     """A guest is to wait: why, and whether that is because there is no room. No reason: there is no script."""
 
     host: str
-    reason: str
+    reason: Reason | None
     full: bool = False
 
 

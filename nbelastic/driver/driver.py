@@ -675,7 +675,8 @@ class Driver:
     @property
     def status(self) -> Status:
         """A snapshot: the world is immutable, and only those who look pay for it."""
-        status = self.scripts.shown(snapshot(self.settings.name, self.world, self.fleet.live, self.clock.read()))
+        now = self.clock.read()
+        status = self.scripts.shown(snapshot(self.settings.name, self.world, self.fleet.live, now), now)
         status = replace(status, time=status.time + self.clock.skipped)
         if self.faults.decides_not and not self.world.stopping:
             status = replace(status, reason=self.faults.decides_not)

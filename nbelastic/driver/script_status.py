@@ -9,6 +9,7 @@ from msgspec.structs import replace
 from nbelastic.core import messages as m
 from nbelastic.core import script_messages as s
 from nbelastic.core.group import Group, GroupState, Stage
+from nbelastic.core.reasons import in_words
 from nbelastic.core.world import Guest
 from nbelastic.driver.status import HostStatus, Status, WorkerStatus
 
@@ -25,13 +26,14 @@ def with_script(
     status: Status,
     group: Group | None,
     guests: Mapping[str, Guest],
+    now: float,
     *,
     samples: Mapping[m.WorkerId, tuple[float, int]],
     log_dir: str,
 ) -> Status:
     """`status` with `group` in it, if that is the present or last job.
 
-    `guests`: hosts that have come from terminals. `samples`: of each worker the CPU (percent of a core) and memory (bytes).
+    `now`: seconds of the driver's clock. `guests`: hosts that have come from terminals. `samples`: of each worker the CPU (percent of a core) and memory (bytes).
     """
     if group is None:
         return replace(status, hosts=status.hosts + _guest_rows(None, guests))
@@ -42,7 +44,7 @@ def with_script(
     return replace(
         status,
         phase=status.phase if status.phase in ("stopping", "finished") else "running" if running else "waiting",
-        reason=group.reason,
+        reason=in_words(group.reason, now),
         epoch=group.round,
         world_size=group.size if running else 0,
         hosts=tuple(_with_state(host, group) for host in status.hosts) + _guest_rows(group, guests),

@@ -19,6 +19,7 @@ from nbelastic.core import script_messages as s
 from nbelastic.core import wire
 from nbelastic.core.group import places
 from nbelastic.core.membership import exit_text
+from nbelastic.core.reasons import in_words
 from nbelastic.driver.invitations import Invitations
 from nbelastic.driver.parts import Transport
 from nbelastic.driver.results import Outcome
@@ -148,7 +149,7 @@ class Scripts:
                     self._driver.fleet.to_agent(host, wire.Recall(self._numbers[host]))
             case s.LetWait(host=host, reason=reason, full=full):
                 nothing = f"no script runs in the cluster {self._driver.settings.name!r} yet"
-                self._send(host, wire.Wait(reason or nothing, full))
+                self._send(host, wire.Wait(in_words(reason, self._driver.clock.now()) if reason else nothing, full))
             case s.MoveNode(host=host, address=address, interface=interface):
                 self._send(host, wire.Rehome(address, interface))
             case s.FormRound():
@@ -241,7 +242,7 @@ class Scripts:
 
     # ---- those who look on ----
 
-    def shown(self, status: Status) -> Status:
-        """`status` with the script in it, if that is the present or last job."""
+    def shown(self, status: Status, now: float) -> Status:
+        """`status` at `now` with the script in it, if that is the present or last job."""
         world, folder = self._driver.world, str(self._driver.settings.log_dir)
-        return with_script(status, world.script, world.guests, samples=self._samples, log_dir=folder)
+        return with_script(status, world.script, world.guests, now, samples=self._samples, log_dir=folder)

@@ -14,6 +14,7 @@ from nbelastic.core import messages as m
 from nbelastic.core import script_messages as s
 from nbelastic.core.group import Group, GroupState, Stage
 from nbelastic.core.limits import NEVER, Limits
+from nbelastic.core.reasons import in_words
 from nbelastic.core.rounds import advance, deadline
 from nbelastic.core.timeouts import Timeouts
 
@@ -111,6 +112,11 @@ class Play:
         self.answers = [answer for answer in self.answers if answer.host != host]
         self.heard = [event for event in self.heard if getattr(event, "host", "") != host]
 
+    @property
+    def why(self) -> str:
+        """The reason, in words."""
+        return in_words(self.group.reason, self.now)
+
     def wait(self, seconds: float) -> Play:
         end = self.now + seconds
         for _ in range(100):
@@ -120,7 +126,7 @@ class Play:
                 return self
             self.now = at
             self.send(s.Passed())
-        raise AssertionError(f"a hot loop: {self.group.reason}")
+        raise AssertionError(f"a hot loop: {self.why}")
 
     def fail(self, host: str, code: int = 1, rank: int = 0, ago: float = 1.0, error: str = "boom") -> Play:
         """Its worker fails; it ends the others and comes back."""
@@ -150,7 +156,7 @@ class Play:
 
 def faults(before: Group, event: m.Event, group: Group, commands: tuple[m.Command, ...]) -> Iterator[str]:
     """What must hold after every step of a script, whatever has happened."""
-    if not group.reason:
+    if not in_words(group.reason, 0.0):
         yield "there is no reason"
     if before.stage is Stage.ENDED and (group != before or commands):
         yield "a script that has ended goes on"

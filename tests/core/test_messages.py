@@ -11,6 +11,7 @@ from nbelastic.core import messages as m
 from nbelastic.core import script_messages as s
 from nbelastic.core import wire
 from nbelastic.core.limits import Limits
+from nbelastic.core.reasons import Missing, Reason
 from nbelastic.core.timeouts import Timeouts
 
 W = m.WorkerId("gpu-1.example.org", 3, 12)
@@ -56,6 +57,7 @@ FILL = {
     tuple[s.Seat, ...]: (SEAT, s.Seat("b", 1, "reader")),
     tuple[tuple[float, int], ...]: ((99.5, 1 << 33),),
     tuple[tuple[int, int, int, int], ...]: ((0, 5, 0, 4), (4, 5, 0, 1)),
+    Reason | None: Reason("too-few", 1, 2, missing=(Missing("node", "b"),)),
     wire.Script: wire.Script("job-1", "/home/me/train.py", ("--epochs", "10"), environment={"A": "b"}),
     wire.Formation: wire.Formation(7, (("a", (0, 2)), ("b", (1,))), "127.0.0.1:1", 0, ((1, 3),)),
     tuple[tuple[str, tuple[int, ...]], ...]: (("a", (0, 2)), ("b", (1,))),

@@ -29,7 +29,7 @@ def test_ranks_count_through_hosts_and_roles():
 def test_too_few_wait_and_say_so():
     """A round needs `min` workers; after `elastic_timeout` seconds without them the job fails, with the reason."""
     play = Play("a:1", min=2, elastic_timeout=60)
-    assert play.group.reason == "1 of min 2 workers ready; add a host or lower min"
+    assert play.why == "1 of min 2 workers ready; add a host or lower min"
     play.wait(59)
     assert play.group.stage is Stage.GATHERING
     play.wait(2)
@@ -46,7 +46,7 @@ def test_the_last_call():
     late.mute = {"b"}
     late.look("a:1", "b:1")
     assert late.group.stage is Stage.GATHERING
-    assert "waiting for b" in late.group.reason
+    assert "waiting for b" in late.why
     late.wait(1.1)
     assert late.seats == [("a", 1)]
 
@@ -86,7 +86,7 @@ def test_a_running_round_waits_for_all_that_are_starting():
     play.mute = {"a", "c"}
     play.look("b:1", "a:1", "c:1").ready("c")
     assert (play.group.stage, play.group.round) == (Stage.RUNNING, 1)
-    assert play.group.reason == "1 worker on 1 node in round 1; waiting for a"
+    assert play.why == "1 worker on 1 node in round 1; waiting for a"
     play.wait(0.9)
     assert play.group.round == 1
     play.ready("a")
@@ -224,7 +224,7 @@ def test_an_exception_that_a_lost_host_explains_is_no_failure():
     """Collectives break before the news of the host's end comes: `max_restarts=0` survives it."""
     play = Play("a:1", "b:1", grace=1.0)
     play.fail("a", error="connection reset")
-    assert "are all nodes there?" in play.group.reason
+    assert "are all nodes there?" in play.why
     play.look("a:1")
     assert play.seats == [("a", 1)]
     assert play.group.restarts == 0
@@ -409,4 +409,4 @@ def test_a_stop_ends_every_node():
     play = Play("a:1", "b:1").send(s.ScriptStopped("stopped by you"))
     assert (play.end.outcome, play.end.reason) == ("stopped", "stopped by you")
     assert {command.host for command in play.said if isinstance(command, s.EndNode)} == {"a", "b"}
-    assert play.group.reason == "stopped by you"
+    assert play.why == "stopped by you"

@@ -7,6 +7,7 @@ import pytest
 from nbelastic.core import messages as m
 from nbelastic.core import script_messages as s
 from nbelastic.core.membership import deadline
+from nbelastic.core.reasons import Reason
 from nbelastic.core.world import is_same
 from tests.core.story import Story
 
@@ -123,7 +124,7 @@ def test_a_job_is_not_stopped_by_the_name_of_another():
 def test_a_terminal_waits_for_a_script_and_joins_it():
     """It comes before the script, is in the first round, and hears that there is no room if that is so."""
     story = Scripted("a:1", max=2).answer().guest("t")
-    assert story.last(s.LetWait) == s.LetWait("t", "")
+    assert story.last(s.LetWait) == s.LetWait("t", None)
     assert story.records("host-up")[-1] == "t has come from a terminal"
     story.run_script()
     story.quiet(2.0).nodes_answer()
@@ -132,7 +133,7 @@ def test_a_terminal_waits_for_a_script_and_joins_it():
     story.send(s.NodeStarted("t", story.world.script.round, (7,)))
     assert "t" in story.world.guests
     story.guest("u")
-    assert story.last(s.LetWait) == s.LetWait("u", "the cluster is full: 2 of max 2 workers", full=True)
+    assert story.last(s.LetWait) == s.LetWait("u", Reason("full", 2, 2), full=True)
 
 
 def test_a_terminal_that_comes_again_is_known():

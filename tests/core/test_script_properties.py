@@ -157,12 +157,12 @@ class AnyScript(RuleBasedStateMachine):
         if group.stage is Stage.ENDED or GroupState.SUCCEEDED in states:
             return
         if group.stage is Stage.GATHERING:
-            assert "of min" in group.reason
+            assert group.reason.kind == "too-few"
             return
         assert play.inside == {seat.host for seat in group.seats}
         room = group.limits.most - group.size
         outside = [node for host, node in group.nodes.items() if host not in play.inside]
-        assert all((node.slots if node.guest else 1) > room for node in outside), f"{group.size} train: {group.reason}"
+        assert all((node.slots if node.guest else 1) > room for node in outside), f"{group.size} train: {play.why}"
 
     def _come_back(self, host: str) -> None:
         node = self.play.group.nodes.get(host)
