@@ -280,7 +280,8 @@ def _gather(group: Group, now: float, out: Commands) -> Group:
         since = group.short_since if group.short_since is not None else now
         reason = Reason("too-few", size, group.limits.min, missing=coming)
         if now >= since + group.limits.patience:
-            return _end(group, "failed", f"{in_words(reason, now)} for {group.limits.patience:g} s (elastic_timeout)", out)
+            text = f"{in_words(reason, now)} for {group.limits.patience:g} s (elastic_timeout)"
+            return _end(group, "failed", text, out)
         return replace(group, short_since=since, enough=False, reason=reason)
     group = replace(group, short_since=None, since=group.since if group.enough else now, enough=True)
     settled = group.since + group.limits.timeouts.settle

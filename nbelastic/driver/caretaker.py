@@ -10,19 +10,19 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from nbelastic import ports
-from nbelastic.files import make_private
+from nbelastic.files import make_private, replace_private
 from nbelastic.presence import Presence, identity, lives, pid_of
 from nbelastic.processes import state_of, stopped
 from nbelastic.supervision import Report, report_to_log, supervise
 
 CODE = "from nbelastic.driver.controller import main; main()"
 PORTS = 18  # that ipyparallel's controller listens on
-TRIES = 3  # of a first start: a port may have been taken before the controller listens there
+TRIES = 3  # of a driver's first start: a port may have been taken before the controller listens there
 LOWEST = 10_000  # of those that we choose
 LAST_WORDS = 2000  # characters of its output in an error
 
@@ -88,22 +88,29 @@ class Caretaker:
 
     async def start(self) -> None:
         """Start one that knows nothing of any before. RuntimeError with its last words if it ends instead, several times."""
-        for left in reversed(range(TRIES)):
-            try:
-                await self.begin()
-            except RuntimeError as error:
-                if not left:
-                    raise
-                self._on_trouble(f"the first start failed: {error}")
-            else:
-                break
+        await self._try(self.begin)
         self._supervise()
 
     async def attach(self) -> None:
         """Take over the one that an earlier driver has started; one that has ended is started again in its place."""
+        if not self._file("-engine.json").exists():  # the earlier driver was killed before there was one
+            await self.start()
+            return
         if not self.adopt():
-            await self.again()
+            await self._try(self.again)
         self._supervise()
+
+    async def _try(self, start: Callable[[], Awaitable[None]]) -> None:
+        for left in reversed(range(TRIES)):
+            try:
+                await start()
+            except RuntimeError as error:
+                if not left:
+                    raise
+                self._on_trouble(f"the first start failed: {error}")
+                await asyncio.sleep(FIRST_PAUSE)
+            else:
+                return
 
     async def stop(self) -> None:
         """End it. It has nothing to tidy up, and asking it takes longer than there is time at the end of a kernel."""
@@ -201,6 +208,9 @@ class Caretaker:
                     start_new_session=True,
                     pass_fds=[theirs],
                 )
+            self.process = identity(self._child.pid)
+            # At once: another driver that did not find it would start a second one, at the same ports.
+            replace_private(self._file(".process"), [self.process.encode()])
             os.close(theirs)
             theirs = -1
             await _readable(ours)
@@ -208,7 +218,6 @@ class Caretaker:
                 raise RuntimeError(
                     f"it ended at its start: {self._log.read_text(errors='replace')[-LAST_WORDS:].strip()}"
                 )
-            self.process = self._file(".process").read_text()
         finally:
             os.close(ours)
             if theirs >= 0:

@@ -19,7 +19,7 @@ from traitlets.config import Config
 
 from nbelastic.driver.saved import sweep
 from nbelastic.files import replace_private
-from nbelastic.presence import Presence, identity, outlast
+from nbelastic.presence import Presence, outlast
 from nbelastic.processes import die_with_parent, kill_group
 
 
@@ -35,7 +35,6 @@ def main() -> None:
     presence = Presence(*options["presence"])
     threading.Thread(target=_outlast, args=[presence], name="nbelastic-outlast", daemon=True).start()
     stem = options["files"]
-    replace_private(Path(f"{stem}.process"), [identity(os.getpid()).encode()])
     keys = _keys(Path(f"{stem}.keys"))
     app.Hub, app.start_heartmonitor = Hub, start_heartmonitor
     config = Config(

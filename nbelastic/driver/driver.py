@@ -245,6 +245,8 @@ class Driver:
     async def _end(self) -> None:
         """Close everything: the last line first, and each of them even if another one fails."""
         async with contextlib.AsyncExitStack() as lines:
+            lines.callback(self._run_dir.release)  # at once after the controller's end, which would do it
+            lines.push_async_callback(self.fleet.stop_controller)
             if self._clients is not None:
                 lines.push_async_callback(self._clients.close)
             lines.callback(self._give_up)

@@ -124,7 +124,7 @@ class Fleet:
         self.pace = Pace()
 
     async def stop(self) -> None:
-        """End every agent and the controller."""
+        """End every agent and the gates."""
         begun = [
             task for task in (self._starting, *(held.launching for held in self._held.values())) if task is not None
         ]
@@ -133,12 +133,13 @@ class Fleet:
         if self._starting is not None:
             self._starting.cancel()
         await asyncio.gather(*begun, return_exceptions=True)
-        try:
-            if self._controller is not None:
-                await self._controller.stop()
-        finally:
-            self._doors.close()
+        self._doors.close()
         shutil.rmtree(batch_folder(self._settings.name, self._settings.number), ignore_errors=True)
+
+    async def stop_controller(self) -> None:
+        """The last of all: if this process is killed before, the controller removes what it leaves."""
+        if self._controller is not None:
+            await self._controller.stop()
 
     async def adopt(self, saved: Saved) -> None:
         """What another driver has started. Whatever of it is gone is said by events."""

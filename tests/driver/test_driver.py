@@ -132,3 +132,17 @@ def test_the_end_of_an_agent_is_not_that_of_the_next(tmp_path: Path) -> None:
             assert outside.driver.world.hosts["b"].phase is HostPhase.UP
 
     tell(story)
+
+
+def test_the_controller_ends_last(tmp_path):
+    """If the driver is killed as it ends, the controller, which is still there, removes the run folder with its keys."""
+    there = []
+
+    async def story():
+        async with Outside(tmp_path, "a:1") as outside:
+            await outside.passes(2.0)
+            outside.driver.chronicle.close = lambda: there.append(outside.controller_stopped)
+        assert outside.controller_stopped
+
+    tell(story)
+    assert there == [False]

@@ -26,6 +26,7 @@ from nbelastic.presence import lives, pid_of
 from nbelastic.processes import leave
 from tests.process.observing import alive, controller_file, until
 from tests.support.presence import named, until_the_end
+from tests.support.waiting import until_async
 
 HERE = Path(__file__).parent
 
@@ -330,3 +331,31 @@ def test_what_a_broken_connection_takes_along(tmp_path):
             assert client[0].apply_async(sorted, [2, 1]).get(timeout=20) == [1, 2]
 
     asyncio.run(go_on())
+
+
+def test_a_driver_is_killed_while_it_starts_a_controller(tmp_path):
+    """The next driver finds that one, which is not there yet, and has one in the end: it takes no port from its own."""
+
+    def of_a_driver() -> Caretaker:
+        return Caretaker(tmp_path / "ipython", "half", 8.0, until_the_end(tmp_path))
+
+    async def story() -> None:
+        first = of_a_driver()
+        await first.start()
+        await first.end()
+        starting = asyncio.create_task(first.again())
+        await asyncio.sleep(0)  # it has begun the process, and waits for it
+        starting.cancel()
+        await first._close()
+        half = first._child
+        assert half is not None
+        assert half.poll() is None
+        second = of_a_driver()
+        await second.attach()
+        await asyncio.to_thread(half.wait, 20)  # nobody has waited for it to be there
+        await until_async(lambda: lives(second.process) and pid_of(second.process) != half.pid)
+        with closing(connect(second.information("client"), "half", str(tmp_path / "ipython"))) as client:
+            assert await asyncio.to_thread(client.queue_status) == {"unassigned": 0}
+        await second.stop()
+
+    asyncio.run(story())
