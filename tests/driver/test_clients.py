@@ -40,7 +40,14 @@ def in_driver(cluster, act):
     """What `act(driver)` gives, done in the driver's thread."""
     done: Future[Any] = Future()
     thread = inside.threads[cluster.name]
-    thread._loop.call_soon_threadsafe(lambda: done.set_result(act(thread.driver)))
+
+    def run() -> None:
+        try:
+            done.set_result(act(thread.driver))
+        except Exception as error:
+            done.set_exception(error)
+
+    thread._loop.call_soon_threadsafe(run)
     return done.result(10)
 
 
