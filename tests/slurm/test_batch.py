@@ -34,7 +34,7 @@ def config_of(held, hub, keys):
         "number": 1,
         "driver": hub.address,
         "keys": msgspec.to_builtins(keys.for_clients()),
-        "owner": "",
+        "presence": None,
         "lease": 30.0,
         "heartbeat": 1.0,
         "address": "",
