@@ -141,7 +141,9 @@ def test_the_controller_ends_last(tmp_path):
     async def story():
         async with Outside(tmp_path, "a:1") as outside:
             await outside.passes(2.0)
-            outside.driver.chronicle.close = lambda: there.append(outside.controller_stopped)
+            chronicle = outside.driver.chronicle
+            close = chronicle.close
+            chronicle.close = lambda: (close(), there.append(outside.controller_stopped))
         assert outside.controller_stopped
 
     tell(story)
