@@ -291,8 +291,8 @@ def test_a_rank_that_holds_the_interpreter_lock_while_a_kernel_attaches(kept):
     steps = len(kernel.steps())
     until(lambda: len(kernel.steps()) > steps + 30, what="steps after it")
     training.runs(2)
-    assert training.cluster.status().epoch == epoch
-    assert not {"worker-lost", "world-broken"}.intersection(kinds())
+    assert not {"host-lost", "worker-lost", "world-broken"}.intersection(kinds()), list(training.cluster.events)
+    assert training.cluster.status().epoch == epoch, list(training.cluster.events)
     training.finish()
 
 
