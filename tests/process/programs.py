@@ -8,12 +8,15 @@ import hashlib
 import itertools
 import json
 import os
+import signal
 import threading
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import nbelastic as nbe
+from nbelastic.files import replace_private
 
 PAUSE = 0.01
 
@@ -91,19 +94,39 @@ def train(folder: str, *, pause: float = PAUSE, slow: dict[str, float] | None = 
 
 
 def stick(folder: str) -> dict[str, Any]:
-    """Train; who loses a collective while `folder/stick` exists sleeps in it for good, as gloo leaves one in a hundred."""
+    """Train; once `folder/stick` exists, rank 0 of two stops itself in a collective, and rank 1 sleeps for good in it when it
+    fails, as gloo leaves one in a hundred.
+    """
     import torch
     import torch.distributed as dist
 
     sleep = compile("__import__('time').sleep(1000)", "/site-packages/torch/distributed/dead.py", "exec")
+    begin, entered = Path(folder) / "stick", Path(folder) / "entered"
+    counts: Counter[int] = Counter()  # of collectives by epoch, the same in both ranks
+
+    def stop_in(number: str) -> None:
+        """If rank 1 is in this collective, where it makes no other commit. It may have come there before `begin` was made."""
+        end = time.monotonic() + 0.2
+        while time.monotonic() < end:
+            if entered.exists() and entered.read_text() == number:
+                begin.unlink()
+                os.kill(os.getpid(), signal.SIGSTOP)
+            time.sleep(0.01)
 
     def caught(collective: Any) -> Any:
         def run(*args: Any, **kwargs: Any) -> Any:
+            counts[epoch()] += 1
+            number = f"{counts[epoch()]} of epoch {epoch()}"
+            if not begin.exists():
+                return collective(*args, **kwargs)
+            if nbe.rank() == 0:
+                stop_in(number)
+            else:
+                replace_private(entered, [number.encode()])
             try:
                 return collective(*args, **kwargs)
-            except RuntimeError:
-                if (Path(folder) / "stick").exists():
-                    exec(sleep)
+            except Exception:
+                exec(sleep)
                 raise
 
         return run
