@@ -12,8 +12,9 @@ from msgspec.structs import replace
 
 from nbelastic.core import messages as m
 from nbelastic.core import wire
-from nbelastic.core.errors import UsageError
+from nbelastic.core.errors import HostError, UsageError
 from nbelastic.core.script_messages import Terms
+from nbelastic.core.world import HostPhase, WorkerState, World
 from nbelastic.driver import orders
 from nbelastic.driver import requests as r
 from nbelastic.driver.orders import execute_on_all, execute_setup
@@ -30,9 +31,9 @@ def answer(driver: Driver, request: r.AnyRequest, future: Future[Any]) -> None:
     """In the driver's thread: resolve `future`, now or later. Raises what is wrong with the request."""
     match request:
         case r.WaitForStart(least=least):
-            driver.watch(lambda d: d.begun(least), future)
+            driver.pending.resolve(future, lambda world: begun(world, least))
         case r.WaitForWorld(size=size):
-            driver.watch(lambda d: _world_of(d, size), future)
+            driver.pending.resolve(future, lambda _: _world_of(driver, size))
         case r.Submit(program=program):
             _submit(driver, program, future)
         case r.SubmitScript(script=script, terms=terms):
@@ -45,10 +46,10 @@ def answer(driver: Driver, request: r.AnyRequest, future: Future[Any]) -> None:
                 future.set_result(True)
         case r.Execute(source=source):
             _refuse_cells_during_a_job(driver)
-            execute_on_all(driver, source, future)
+            execute_on_all(driver.world, driver.fleet, driver.pending, source, future)
         case r.ExecuteSetup(key=key, source=source):
             _refuse_cells_during_a_job(driver)
-            execute_setup(driver, key, source, future)
+            execute_setup(driver.fleet, driver.pending, key, source, future)
         case r.ClearSetup(key=key):
             known = [cell.key for cell in driver.world.setup]
             if key and key not in known:
@@ -59,11 +60,18 @@ def answer(driver: Driver, request: r.AnyRequest, future: Future[Any]) -> None:
         case r.ShowStacks(timeout=timeout):
             if driver.world.active_script is not None:
                 raise UsageError("a script's workers cannot be asked where they are: use py-spy.")
-            show_stacks(driver, timeout, future)
+            show_stacks(
+                driver.world,
+                driver.fleet,
+                driver.pending,
+                status=lambda: driver.status,
+                timeout=timeout,
+                found=future,
+            )
         case r.MakeConnectionFile(host=host):
             driver.scripts.invitations.make(host, future)
         case r.FindController():
-            driver.watch(_controller, future)
+            driver.pending.resolve(future, lambda _: _controller(driver))
         case r.Stop(by=by, within=within):
             driver.take_in(m.StopRequested(f"stopped by {by}", within))
             future.set_result(True)
@@ -90,8 +98,24 @@ def _take_order(
         case r.Restart(worker=worker, by=by):
             _take_in(driver, orders.restart(driver.world, worker, by).event, future)
         case r.Press(message=message, slots=slots, by=by):
-            orders.take(driver, message, slots, by)
+            noted, record = driver.fleet.live.orders, driver.record
+            orders.take(message, slots, by, world=driver.world, orders=noted, record=record, pending=driver.pending)
             future.set_result(True)
+
+
+def ready_workers(world: World) -> int:
+    """How many workers can take code."""
+    return sum(worker.state is WorkerState.READY for worker in world.workers.values())
+
+
+def begun(world: World, low: int) -> bool | None:
+    """Whether `low` workers are ready. HostError if no host is left that could start one: each is named with its reason."""
+    if ready_workers(world) >= low:
+        return True
+    hosts = world.hosts.values()
+    if hosts and all(host.phase is HostPhase.LOST for host in hosts):
+        raise HostError("no host could be started: " + "; ".join(f"{host.spec.name}: {host.reason}" for host in hosts))
+    return None
 
 
 def _controller(driver: Driver) -> r.ControllerFound | None:
@@ -101,7 +125,7 @@ def _controller(driver: Driver) -> r.ControllerFound | None:
 
 def _take_in(driver: Driver, event: m.Event, future: Future[Any]) -> None:
     """Answer when the event has been decided on: from then on the status shows it."""
-    driver.ask(event, lambda _: True, future)
+    driver.pending.resolve_after(event, future, lambda _: True)
 
 
 def _world_of(driver: Driver, size: int) -> Status | None:
@@ -109,7 +133,7 @@ def _world_of(driver: Driver, size: int) -> Status | None:
         status = driver.status
         return status if status.phase == "running" and status.world_size == size else None
     if driver.world.active is None:
-        return driver.status if driver.ready_workers() == size else None
+        return driver.status if ready_workers(driver.world) == size else None
     return driver.status if driver.world.phase == "running" and driver.status.world_size == size else None
 
 
@@ -138,7 +162,10 @@ def _submit(driver: Driver, program: wire.Program, future: Future[Any]) -> None:
 
 
 def _answer_when_begun(driver: Driver, run: Run, future: Future[Any]) -> None:
-    driver.watch(lambda d: run.name if d.world.present_job == run.name or run.future.done() else None, future)
+    def begun(world: World) -> str | None:
+        return run.name if world.present_job == run.name or run.future.done() else None
+
+    driver.pending.resolve(future, begun)
 
 
 def _named(call: wire.Blob | None, job: str) -> wire.Blob | None:

@@ -55,8 +55,7 @@ from nbelastic.driver.saved import (
 )
 from nbelastic.driver.script import Options, script_for
 from nbelastic.driver.settings import LEASE, LINE_LEASE, SSH, Settings, check, check_kinds, timeouts_of
-from nbelastic.driver.stacks import WorkerStack
-from nbelastic.driver.status import EventRecord, HostStatus, Status, WorkerStatus
+from nbelastic.driver.status import EventRecord, HostStatus, Status, WorkerStack, WorkerStatus
 from nbelastic.driver.watchers import Watchers
 from nbelastic.files import replace_private
 from nbelastic.presence import identity

@@ -22,7 +22,7 @@ from nbelastic.core.addresses import parted
 from nbelastic.core.errors import ClusterStoppedError, HostError
 from nbelastic.core.membership import deadline, step
 from nbelastic.core.placement import ranges
-from nbelastic.core.world import HostPhase, WorkerState, World, is_same
+from nbelastic.core.world import World, is_same
 from nbelastic.driver.answers import answer
 from nbelastic.driver.chronicle import Chronicle
 from nbelastic.driver.clients import Clients
@@ -32,6 +32,7 @@ from nbelastic.driver.fleet import Fleet
 from nbelastic.driver.live import numbers
 from nbelastic.driver.notes import Notes
 from nbelastic.driver.parts import REAL, Parts
+from nbelastic.driver.pending import Pending
 from nbelastic.driver.places import RunDir
 from nbelastic.driver.requests import AnyRequest, Press, Stop
 from nbelastic.driver.results import Outcome
@@ -81,14 +82,11 @@ class Driver:
         self.faults = Faults(settings.name, self.record)
         self.runs: dict[str, Run] = {}
         self._clients = Clients(self, run_dir.path, arguments) if arguments is not None else None
-        self._waiters: list[tuple[Callable[[Driver], Any], Future[Any]]] = []
-        self._asked: list[tuple[m.Event, Callable[[Driver], Any], Future[Any]]] = []  # become waiters with their events
-        self._owed: set[Future[Any]] = set()
         self._asked_to_leave: m.AskLeave | None = None  # while its members do not know where to
         self.submitted = submitted  # jobs so far, those of other drivers included
-        self._over = False
         self._deciding = False
         self._inbox: asyncio.Queue[m.Event] = asyncio.Queue()
+        self.pending = Pending(lambda: self.world, self._inbox.put_nowait, self._error, self.tell)
         self._failure: BaseException | None = None
         self._tick: asyncio.TimerHandle | None = None
         self._publishing = False  # it is about to be
@@ -102,28 +100,15 @@ class Driver:
 
     def request(self, request: AnyRequest) -> Future[Any]:
         """The answer to a request, or its error. ClusterStoppedError if the driver cannot answer it."""
-        future: Future[Any] = self.owe(Future())
+        future: Future[Any] = self.pending.track(Future())
         if self.faults.decides_not and not isinstance(request, Press | Stop):  # a button may be one that stops
-            self._fail(future)
+            settle(future.set_exception, self._error())
             return future
         try:
             answer(self, request, future)
         except Exception as error:  # noqa: BLE001  (it is given to the caller)
             settle(future.set_exception, error)
         return future
-
-    def owe(self, future: Future[T]) -> Future[T]:
-        """It fails with ClusterStoppedError if the driver ends first, even before what was called could resolve it."""
-        self._owed.add(future)
-        future.add_done_callback(self._owed.discard)
-        if self._over:
-            self._fail(future)
-        return future
-
-    def ask(self, event: m.Event, predicate: Callable[[Driver], T | None], future: Future[T]) -> None:
-        """Take this event in; from then on `predicate` is asked, as with `watch`."""
-        self._asked.append((event, predicate, self.owe(future)))
-        self._inbox.put_nowait(event)
 
     def take_in(self, event: m.Event) -> None:
         """Put an event into the inbox."""
@@ -249,7 +234,7 @@ class Driver:
             lines.push_async_callback(self.fleet.stop_controller)
             if self._clients is not None:
                 lines.push_async_callback(self._clients.close)
-            lines.callback(self._give_up)
+            lines.callback(self.pending.fail_all, close=True)
             if self.notes is not None:
                 lines.callback(self.notes.close)
             lines.callback(self.chronicle.close)
@@ -259,12 +244,6 @@ class Driver:
             lines.push_async_callback(self._hub.stop)
             lines.push_async_callback(self.fleet.stop)
             lines.push_async_callback(self._stop_watching)
-
-    def _give_up(self) -> None:
-        """Nothing is answered any more."""
-        self._over = True
-        for future in list(self._owed):
-            self._fail(future)
 
     async def _stop_watching(self) -> None:
         tasks = [*self._watches, *self._own, *([self._gates] if self._gates is not None else [])]
@@ -320,8 +299,7 @@ class Driver:
         if self._asked_to_leave is not None:  # members that have answered wait at their next commit
             self._do(m.Stay(self._asked_to_leave.epoch, self._asked_to_leave.members), self.clock.now())
         self.faults.stop_deciding(event, error)
-        for future in list(self._owed):
-            self._fail(future)
+        self.pending.fail_all()
 
     def _only_stop(self, event: m.Event) -> None:
         """After a fault: an order to stop the cluster ends the driver, which then ends everything that it has started."""
@@ -355,7 +333,7 @@ class Driver:
             else:
                 self.fleet.results.remove(name)
         self.runs[run.name] = run
-        self.owe(run.future)
+        self.pending.track(run.future)
 
     @property
     def present_job(self) -> str:
@@ -372,9 +350,7 @@ class Driver:
         if self.world.buried != before.buried:
             self.fleet.forget_all(before.workers.keys() - self.world.workers.keys())
         self._schedule(now)
-        for asked in [asked for asked in self._asked if asked[0] is event]:
-            self._asked.remove(asked)
-            self._waiters.append(asked[1:])
+        self.pending.decided(event)
         self.save()
         self._publish()
 
@@ -692,64 +668,27 @@ class Driver:
 
     def _publish(self, news: bool = True) -> None:
         self._publishing = False
-        for predicate, future in list(self._waiters):
-            if not future.done():  # else the caller has given up
-                try:
-                    result = predicate(self)
-                except Exception as error:  # noqa: BLE001  (it is the caller's)
-                    settle(future.set_exception, error)
-                else:
-                    if result is None:
-                        continue
-                    settle(future.set_result, result)
-            self._waiters.remove((predicate, future))
+        self.pending.check()
         self.tell(news=news)
 
-    def tell(self, *, news: bool = True) -> None:
+    def tell(self, news: bool = True) -> None:
         """Clients hear soon of what has changed; later, if it is not `news`."""
         if self._clients is not None:
             self._clients.changed(news=news)
 
-    def watch(self, predicate: Callable[[Driver], Any], future: Future[Any]) -> None:
-        """Resolve `future` with the first result of `predicate(driver)` that is not None; it is asked after every event."""
-        self._waiters.append((predicate, future))
-        self.look()
-
-    def look(self) -> None:
-        """Something outside the world has changed: ask those who wait again."""
-        self._publish()
-
-    def later(self, seconds: float, function: Callable[[], object]) -> None:
-        """Call `function`, if the driver still runs then."""
-        self._loop.call_later(seconds, function)
-
-    def _fail(self, future: Future[Any]) -> None:
+    def _error(self) -> BaseException:
+        """What those are told who can no longer be answered."""
         why = self.world.stopping
         text = f"the cluster {self.settings.name!r} has stopped{f': {why}' if why else ''}."
         if self.faults.decides_not and not why:
             text = f"{self.faults.decides_not}."
-        settle(future.set_exception, self._failure or ClusterStoppedError(text))
+        return self._failure or ClusterStoppedError(text)
 
     @property
     def why_ended(self) -> str:
         """Who stopped it, or what failed."""
         failed = f"its driver failed: {self._failure!r}" if self._failure is not None else ""
         return self.world.stopping or failed
-
-    def ready_workers(self) -> int:
-        """How many workers can take code."""
-        return sum(worker.state is WorkerState.READY for worker in self.world.workers.values())
-
-    def begun(self, low: int) -> bool | None:
-        """Whether `low` workers are ready. HostError if no host is left that could start one: each is named with its reason."""
-        if self.ready_workers() >= low:
-            return True
-        hosts = self.world.hosts.values()
-        if hosts and all(host.phase is HostPhase.LOST for host in hosts):
-            raise HostError(
-                "no host could be started: " + "; ".join(f"{host.spec.name}: {host.reason}" for host in hosts)
-            )
-        return None
 
 
 def _formation(order: m.FormWorld) -> wire.Formation:

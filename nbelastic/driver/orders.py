@@ -10,7 +10,7 @@ import itertools
 import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from msgspec.structs import replace
 
@@ -21,11 +21,10 @@ from nbelastic.core.holders import alone_holds_state
 from nbelastic.core.placement import parse_host
 from nbelastic.core.world import HostPhase, WorkerState, World
 from nbelastic.driver.cells import Executed, row
+from nbelastic.driver.fleet import Fleet
 from nbelastic.driver.live import OrderStatus
+from nbelastic.driver.pending import Pending
 from nbelastic.driver.settings import check_bounds
-
-if TYPE_CHECKING:
-    from nbelastic.driver.driver import Driver
 
 KEPT = 8  # orders that are shown
 PENDING = 32  # that may be under way: a page that has gone wild is not let in
@@ -38,14 +37,14 @@ class Order(NamedTuple):
 
     text: str
     event: m.Event
-    done: Callable[[Driver], str | None]
+    done: Callable[[World], str | None]
 
 
 def add_host(spec: m.HostSpec, by: str) -> Order:
     """Done when it is up. HostError, later, if it cannot be started."""
 
-    def done(driver: Driver) -> str | None:
-        there = driver.world.hosts.get(spec.name)
+    def done(world: World) -> str | None:
+        there = world.hosts.get(spec.name)
         if there is None:
             raise HostError(f"{spec.name} has left again.")
         if there.phase is HostPhase.LOST:
@@ -61,11 +60,11 @@ def remove_host(world: World, host: str, now: bool, by: str) -> Order:
     if host not in known:
         raise UsageError(f"there is no host {host!r}; the hosts are {', '.join(known) or 'none'}.")
 
-    def done(driver: Driver) -> str | None:
-        there = driver.world.hosts.get(host)
+    def done(world: World) -> str | None:
+        there = world.hosts.get(host)
         if there is not None and there.phase is not HostPhase.DRAINING:
             raise HostError(f"{host} was added again.")
-        return None if there is not None or host in driver.world.guests else "it has left"
+        return None if there is not None or host in world.guests else "it has left"
 
     return Order(f"remove {host}{' now' if now else ''}", m.HostRemoved(host, now, by), done)
 
@@ -81,9 +80,9 @@ def restart(world: World, worker: str, by: str) -> Order:
     if alone_holds_state(world, w):
         raise UsageError(f"{worker} alone holds the training state, which would be lost: add a host first.")
 
-    def done(driver: Driver) -> str | None:
-        there = driver.world.workers
-        if w in there and w not in driver.world.stopped:
+    def done(world: World) -> str | None:
+        there = world.workers
+        if w in there and w not in world.stopped:
             raise UsageError(f"{worker} alone holds the training state.")
         new = next((other for other in there if (other.host, other.slot) == (w.host, w.slot) and other != w), None)
         if new is not None and there[new].state is WorkerState.STARTING:
@@ -108,8 +107,8 @@ def stop_job(world: World, by: str) -> Order:
     if not job:
         raise UsageError("no job is running.")
 
-    def done(driver: Driver) -> str | None:
-        return None if driver.world.present_job == job else f"{job} has ended"
+    def done(world: World) -> str | None:
+        return None if world.present_job == job else f"{job} has ended"
 
     return Order(f"stop {job}", m.JobStopRequested(job, f"stopped by {by}"), done)
 
@@ -141,9 +140,17 @@ def read(message: Mapping[str, Any], world: World, default_slots: int, by: str) 
             raise UsageError("this is no order.")
 
 
-def take(driver: Driver, message: Mapping[str, Any], default_slots: int, by: str) -> None:
-    """In the driver's thread: carry out what a button's message asks for, and keep book of it."""
-    orders = driver.fleet.live.orders
+def take(
+    message: Mapping[str, Any],
+    default_slots: int,
+    by: str,
+    *,
+    world: World,
+    orders: list[OrderStatus],
+    record: Callable[[m.Record], None],
+    pending: Pending,
+) -> None:
+    """In the driver's thread: carry out what a button's message asks for, and note in `orders` what becomes of it."""
     key = str(message.get("id", ""))[:ID_BOUND] or f"order-{next(_numbers)}"
 
     def settle(word: str, why: str) -> None:
@@ -152,7 +159,7 @@ def take(driver: Driver, message: Mapping[str, Any], default_slots: int, by: str
                 orders[i] = replace(each, word=word, why=why)
 
     def refuse(error: BaseException) -> None:
-        driver.record(m.Record("order-refused", f"{by}: {error}"))
+        record(m.Record("order-refused", f"{by}: {error}"))
         settle("refused", str(error))
 
     def settled(future: Future[str]) -> None:
@@ -170,7 +177,7 @@ def take(driver: Driver, message: Mapping[str, Any], default_slots: int, by: str
         ends = message.get("order") in ("stop", "stop_job")
         if not ends and sum(each.word == "under way" for each in orders) >= PENDING:
             raise UsageError(f"{PENDING} orders are under way already: wait for one to be done.")
-        order = read(message, driver.world, default_slots, by)
+        order = read(message, world, default_slots, by)
     except NbelasticError as error:
         orders.append(OrderStatus(key, by, str(message.get("order", "")).replace("_", " ")[:ID_BOUND]))
         refuse(error)
@@ -178,41 +185,40 @@ def take(driver: Driver, message: Mapping[str, Any], default_slots: int, by: str
         orders.append(OrderStatus(key, by, order.text))
         future: Future[str] = Future()
         future.add_done_callback(settled)
-        driver.ask(order.event, order.done, future)
+        pending.resolve_after(order.event, future, order.done)
     ended = [each for each in orders if each.word != "under way"]
     for each in ended[: max(0, len(orders) - KEPT)]:
         orders.remove(each)
-    driver.look()
+    pending.check_and_publish()
 
 
-def execute_on_all(driver: Driver, source: str, results: Future[list[Executed]]) -> None:
+def execute_on_all(world: World, fleet: Fleet, pending: Pending, source: str, results: Future[list[Executed]]) -> None:
     """In the driver's thread: run a cell on every ready worker; resolve `results` when all have answered or gone."""
-    fleet = driver.fleet
-    waiting = {w for w, worker in driver.world.workers.items() if worker.state is WorkerState.READY}
+    waiting = {w for w, worker in world.workers.items() if worker.state is WorkerState.READY}
     answers: dict[m.WorkerId, Executed] = {}
 
-    def settle(driver: Driver) -> list[Executed] | None:
-        there = [w for w in waiting if w in driver.world.workers]
+    def settle(world: World) -> list[Executed] | None:
+        there = [w for w in waiting if w in world.workers]
         return _rows(waiting, answers) if all(w in answers for w in there) else None
 
     for w in waiting:
 
         def done(result: wire.CellResult, w: m.WorkerId = w) -> None:
             answers[w] = row(result)
-            driver.look()
+            pending.check_and_publish()
 
         fleet.execute(w, source, done)
-    driver.watch(settle, results)
+    pending.resolve(results, settle)
 
 
-def execute_setup(driver: Driver, key: str, source: str, results: Future[list[Executed]]) -> None:
+def execute_setup(fleet: Fleet, pending: Pending, key: str, source: str, results: Future[list[Executed]]) -> None:
     """In the driver's thread: try a setup cell; resolve `results` when its trial is over. UsageError if it cannot begin."""
     version = time.time_ns()  # no other has it, under no driver
-    answers = driver.fleet.setup_rows[version] = {}
+    answers = fleet.setup_rows[version] = {}
     tried: set[m.WorkerId] = set()
 
-    def settle(driver: Driver) -> list[Executed] | None:
-        world, trial = driver.world, driver.world.trial
+    def settle(world: World) -> list[Executed] | None:
+        trial = world.trial
         if trial is not None and trial.cell.version == version:
             tried.update(trial.running)
             return None
@@ -222,8 +228,8 @@ def execute_setup(driver: Driver, key: str, source: str, results: Future[list[Ex
             )
         return _rows(tried, answers)
 
-    results.add_done_callback(lambda _: driver.fleet.setup_rows.pop(version, None))
-    driver.ask(m.SetupSubmitted(key, source, version), settle, results)
+    results.add_done_callback(lambda _: fleet.setup_rows.pop(version, None))
+    pending.resolve_after(m.SetupSubmitted(key, source, version), results, settle)
 
 
 def _rows(workers: Iterable[m.WorkerId], answers: Mapping[m.WorkerId, Executed]) -> list[Executed]:

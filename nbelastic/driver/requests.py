@@ -15,8 +15,7 @@ from nbelastic.core.errors import UsageError
 from nbelastic.core.script_messages import Terms
 from nbelastic.driver.cells import Executed
 from nbelastic.driver.discovery import Source
-from nbelastic.driver.stacks import WorkerStack
-from nbelastic.driver.status import Status
+from nbelastic.driver.status import Status, WorkerStack
 
 
 class Request(Struct, frozen=True, tag=True):

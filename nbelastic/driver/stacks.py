@@ -2,43 +2,38 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Callable
 from concurrent.futures import Future
-from typing import TYPE_CHECKING
-
-from msgspec import Struct
 
 from nbelastic.core import wire
-from nbelastic.core.world import WorkerState
-
-if TYPE_CHECKING:
-    from nbelastic.driver.driver import Driver
-
-
-class WorkerStack(Struct, frozen=True):
-    """`place` is its innermost frame in the user's code, as `train.py:88 in load`; `text` the Python stack of its main
-    thread, innermost call last, empty if it did not answer; `note` says if it is behind the others.
-    """
-
-    worker: str
-    rank: int | None
-    place: str
-    text: str
-    note: str = ""
+from nbelastic.core.world import WorkerState, World
+from nbelastic.driver.fleet import Fleet
+from nbelastic.driver.pending import Pending
+from nbelastic.driver.status import Status, WorkerStack
 
 
-def show_stacks(driver: Driver, timeout: float, found: Future[list[WorkerStack]]) -> None:
+def show_stacks(
+    world: World,
+    fleet: Fleet,
+    pending: Pending,
+    *,
+    status: Callable[[], Status],
+    timeout: float,
+    found: Future[list[WorkerStack]],
+) -> None:
     """In the driver's thread: ask all; resolve `found` when all have answered, or after `timeout` seconds."""
-    live = driver.fleet.live
+    live = fleet.live
     live.asked += 1
     number = live.asked
-    asked = [w for w, worker in driver.world.workers.items() if worker.state is not WorkerState.STARTING]
+    asked = [w for w, worker in world.workers.items() if worker.state is not WorkerState.STARTING]
     late = False
 
-    def settle(_: Driver) -> list[WorkerStack] | None:
+    def settle(world: World) -> list[WorkerStack] | None:
         answered = {w: said for w, said in live.stacks.items() if said.number >= number}
-        if not late and any(w not in answered for w in asked if w in driver.world.workers):
+        if not late and any(w not in answered for w in asked if w in world.workers):
             return None
-        rows = {worker.id: worker for worker in driver.status.workers}
+        rows = {worker.id: worker for worker in status().workers}
         found = []
         for w in (w for w in asked if str(w) in rows):
             row, said = rows[str(w)], answered.get(w, wire.StackShown(w, number, "", ""))
@@ -50,8 +45,8 @@ def show_stacks(driver: Driver, timeout: float, found: Future[list[WorkerStack]]
     def give_up() -> None:
         nonlocal late
         late = True
-        driver.look()
+        pending.check_and_publish()
 
-    driver.fleet.to_workers(asked, wire.ShowStack(number))
-    driver.watch(settle, found)
-    driver.later(timeout, give_up)
+    fleet.to_workers(asked, wire.ShowStack(number))
+    pending.resolve(found, settle)
+    asyncio.get_running_loop().call_later(timeout, give_up)

@@ -124,6 +124,18 @@ class EventRecord:
     size: int = 0
 
 
+class WorkerStack(Struct, frozen=True):
+    """`place` is its innermost frame in the user's code, as `train.py:88 in load`; `text` the Python stack of its main
+    thread, innermost call last, empty if it did not answer; `note` says if it is behind the others.
+    """
+
+    worker: str
+    rank: int | None
+    place: str
+    text: str
+    note: str = ""
+
+
 def snapshot(name: str, world: World, live: Live, now: float) -> Status:
     """The status of `world` at `now` (seconds, the driver's monotonic clock)."""
     ranks = dict(zip(world.members, places(world.members), strict=True))

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from nbelastic import versions
 from nbelastic.core import messages as m
 from nbelastic.core import takeover, wire
-from nbelastic.core.world import HostPhase
+from nbelastic.core.world import HostPhase, World
 from nbelastic.driver.run import Run
 from nbelastic.driver.saved import Saved, SavedJob
 from nbelastic.presence import lives
@@ -144,17 +144,17 @@ def _go_on_with_script(driver: Driver, job: SavedJob, arrivals: Arrivals) -> Non
 def _end_again(driver: Driver, run: Run, workers: list[m.WorkerId], over: m.EndJob) -> None:
     """The job was over when the last driver ended: its workers tell this one as well how their programs ended."""
 
-    def told(driver: Driver) -> bool | None:
-        return True if all(w in run.outcomes or w not in driver.world.workers for w in workers) else None
+    def told(world: World) -> bool | None:
+        return True if all(w in run.outcomes or w not in world.workers for w in workers) else None
 
     all_told: Future[bool] = Future()
     all_told.add_done_callback(lambda _: run.end(over))
 
     def give_up() -> None:
         if driver.fleet.results.coming(workers):
-            driver.later(LATE, give_up)
+            asyncio.get_running_loop().call_later(LATE, give_up)
         else:
             run.end(over)
 
-    driver.watch(told, all_told)
-    driver.later(LATE, give_up)
+    driver.pending.resolve(all_told, told)
+    asyncio.get_running_loop().call_later(LATE, give_up)

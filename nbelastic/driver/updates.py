@@ -20,8 +20,7 @@ from nbelastic.core import wire
 from nbelastic.core.messages import WorkerId
 from nbelastic.driver.requests import AnyRequest, ControllerFound
 from nbelastic.driver.run import Line
-from nbelastic.driver.stacks import WorkerStack
-from nbelastic.driver.status import EventRecord, Status
+from nbelastic.driver.status import EventRecord, Status, WorkerStack
 
 SOCKET = "driver.sock"  # in the run folder
 LONGEST = 16 << 20  # bytes of a client's message

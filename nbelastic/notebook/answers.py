@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from nbelastic.core.errors import NbelasticError, UsageError
-from nbelastic.driver.stacks import WorkerStack
+from nbelastic.driver.status import WorkerStack
 from nbelastic.notebook.folding import fold, packed
 from nbelastic.notebook.frames import entries
 

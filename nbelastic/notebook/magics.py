@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from nbelastic.driver.cluster import Cluster
     from nbelastic.driver.job import Job
-    from nbelastic.driver.stacks import WorkerStack
+    from nbelastic.driver.status import WorkerStack
     from nbelastic.notebook.dashboard import Dashboard
     from nbelastic.notebook.snapshot import ClusterList, StatusView
 

@@ -39,6 +39,7 @@ from nbelastic.core.membership import step
 from nbelastic.core.relay import Relay
 from nbelastic.core.world import World
 from nbelastic.driver import driver as driver_module
+from nbelastic.driver.answers import ready_workers
 from nbelastic.driver.driver import Driver
 from nbelastic.driver.parts import Parts
 from nbelastic.driver.places import RunDir
@@ -126,7 +127,7 @@ def drive(hosts: int, parent: Connection, players: list[Connection]) -> None:
                     world = driver.world
                     members = list(map(str, world.members))
                     cpu = (time.process_time(), time.clock_gettime(time.pthread_getcpuclockid(thread.ident)))
-                    parent.send((world.phase, driver.ready_workers(), members, *cpu, list(taken)))
+                    parent.send((world.phase, ready_workers(world), members, *cpu, list(taken)))
                     taken.clear()
 
 

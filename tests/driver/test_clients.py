@@ -192,12 +192,12 @@ def test_who_does_not_read_costs_nothing(quiet):
 def test_who_cancels_is_not_answered(quiet):
     """Nobody waits any more: the driver forgets the question."""
     cluster = quiet()
-    waiting = lambda: in_driver(cluster, lambda driver: len(driver._waiters))
+    waiting = lambda: in_driver(cluster, lambda driver: len(driver.pending))
     before = waiting()
     with pytest.raises(nbe.WaitTimeoutError):
         cluster.wait(3, timeout=0.1)
     cluster.scale(1, 2)  # what was said before has been heard by then
-    in_driver(cluster, lambda driver: driver.look())
+    in_driver(cluster, lambda driver: driver.pending.check_and_publish())
     assert waiting() == before
 
 
@@ -207,8 +207,8 @@ def test_who_goes_away_takes_its_questions_along(quiet):
         raw.says(u.Hello("1", u.language()))
         for number in (1, 2):
             raw.says(u.Ask(number, u.encoded(r.WaitForWorld(3))))
-        until(lambda: in_driver(cluster, lambda driver: len(driver._waiters)) == 2)
-    until(lambda: in_driver(cluster, lambda driver: (driver.look(), len(driver._waiters))[1]) == 0)
+        until(lambda: in_driver(cluster, lambda driver: len(driver.pending)) == 2)
+    until(lambda: in_driver(cluster, lambda driver: (driver.pending.check_and_publish(), len(driver.pending))[1]) == 0)
     assert in_driver(cluster, lambda driver: len(driver._clients._there)) == 1
     assert "driver-error" not in [event.kind for event in cluster.events]
 
@@ -223,7 +223,7 @@ def ended(cluster, job, outcome):
             m.EndJob(job.name, "failed" if outcome.error else "succeeded", "it failed", (wid("a/0#1"),), wid("a/0#1"))
         )
         driver.take_in(m.JobStopRequested(job.name, "the test has ended it"))  # for the world
-        driver.look()
+        driver.pending.check_and_publish()
 
     in_driver(cluster, end)
 

@@ -10,6 +10,7 @@ from typing import Any
 from nbelastic.core import messages as m
 from nbelastic.core import wire
 from nbelastic.core.world import HostPhase
+from nbelastic.driver.answers import ready_workers
 from tests.driver.fakes import Outside, tell
 
 
@@ -29,7 +30,7 @@ def test_a_life(tmp_path: Path) -> None:
     async def story() -> None:
         async with Outside(tmp_path, "a:2,b:1", min=2) as outside:
             await outside.passes(2.0)
-            assert outside.driver.ready_workers() == 3
+            assert ready_workers(outside.driver.world) == 3
             run = outside.submit()
             await outside.passes(2.0)
             assert outside.ranks == ["a/0#1", "a/1#1", "b/0#1"]

@@ -224,7 +224,7 @@ def test_a_fault_beside_the_decisions_costs_one_thing(tmp_path, caplog):
             driver = outside.driver
             await outside.settles()
             question = Future()
-            driver.watch(fail, question)
+            driver.pending.resolve(question, fail)
             for _ in range(3):
                 outside.deliver("agent/a~1", wire.Look(1))
             asyncio.get_running_loop().call_soon(fail)
@@ -258,15 +258,14 @@ def test_who_gives_up_waiting_is_forgotten(tmp_path):
     async def story():
         async with Outside(tmp_path, "a:1") as outside:
             given_up, waiting = Future(), Future()
-            outside.driver.watch(lambda _: asked.append("given up"), given_up)
-            outside.driver.watch(asked.append, waiting)
+            outside.driver.pending.resolve(given_up, lambda _: asked.append("given up"))
+            outside.driver.pending.resolve(waiting, lambda _: asked.append("waiting"))
             given_up.cancel()
             await outside.settles()
             asked.clear()
             outside.driver.take_in(m.Scaled(2, 3))
             await outside.settles()
-            assert asked
-            assert set(asked) == {outside.driver}
+            assert set(asked) == {"waiting"}
             waiting.cancel()
 
     tell(story)

@@ -9,6 +9,7 @@ import pytest
 
 import nbelastic as nbe
 from nbelastic.driver import invitations, launchers
+from nbelastic.driver.answers import begun
 from nbelastic.driver.launchers import ProcessAgent
 from tests.driver.fakes import Outside, tell
 
@@ -74,7 +75,7 @@ def test_a_host_that_cannot_be_launched_is_lost_with_the_reason(tmp_path):
     async def story():
         async with Nowhere(tmp_path, "gpu9") as outside:
             with pytest.raises(nbe.HostError, match=r"gpu9: its agent cannot be started: gpu9 is odd"):
-                outside.driver.begun(1)
+                begun(outside.driver.world, 1)
 
     tell(story)
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 
 from nbelastic.core import messages as m
@@ -15,7 +13,7 @@ from tests.core.story import Story, wid
 def ask(story, message, by="dashboard"):
     """The order, and a way to ask what has become of it."""
     order = orders.read(message, story.world, 2, by)
-    return order, lambda: order.done(SimpleNamespace(world=story.world))
+    return order, lambda: order.done(story.world)
 
 
 def test_a_host_is_added_when_it_is_up():

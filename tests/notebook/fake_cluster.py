@@ -16,8 +16,7 @@ from nbelastic.core.errors import UsageError
 from nbelastic.core.placement import parse_host
 from nbelastic.driver.cells import check_cell
 from nbelastic.driver.run import Line
-from nbelastic.driver.stacks import WorkerStack
-from nbelastic.driver.status import EventRecord, HostStatus, Status, WorkerStatus
+from nbelastic.driver.status import EventRecord, HostStatus, Status, WorkerStack, WorkerStatus
 
 
 def merge(target: dict, patch: dict) -> dict:

@@ -10,8 +10,7 @@ from fake_cluster import FakeCluster, merge
 from ipykernel.comm.comm import BaseComm
 
 from nbelastic.driver.run import Line
-from nbelastic.driver.stacks import WorkerStack
-from nbelastic.driver.status import EventRecord
+from nbelastic.driver.status import EventRecord, WorkerStack
 from nbelastic.notebook.dashboard import Dashboard
 from nbelastic.notebook.frames import EVENTS
 

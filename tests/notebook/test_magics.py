@@ -16,7 +16,7 @@ from nbelastic.core.errors import JobError, UsageError, WaitTimeoutError
 from nbelastic.driver.cluster import Cluster
 from nbelastic.driver.run import checkpoints
 from nbelastic.driver.saved import ClusterInfo
-from nbelastic.driver.stacks import WorkerStack
+from nbelastic.driver.status import WorkerStack
 from nbelastic.notebook import load_ipython_extension, unload_ipython_extension
 from nbelastic.notebook.arguments import _parse, without_comment
 from nbelastic.notebook.magics import ElasticMagics
