@@ -286,6 +286,11 @@ class World(Struct, frozen=True):
         return "forming" if self.stage is Stage.FORMING else "running"
 
     @property
+    def size(self) -> int:
+        """How many members the job has, or had when its world broke; 0 without a job."""
+        return len(self.members) if self.active is not None else 0
+
+    @property
     def active(self) -> Job | None:
         """The job that still has to run, if any and if it is no script."""
         return self.job if self.job is not None and not self.job.outcome else None

@@ -2,105 +2,30 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, assert_never
+from typing import Any, assert_never
 
 from msgspec.structs import replace
 
 from nbelastic.core import messages as m
 from nbelastic.core import wire
 from nbelastic.core.errors import HostError, UsageError
-from nbelastic.core.script_messages import Terms
 from nbelastic.core.world import HostPhase, WorkerState, World
 from nbelastic.driver import orders
 from nbelastic.driver import requests as r
+from nbelastic.driver.discoveries import Discoveries
+from nbelastic.driver.fleet import Fleet
+from nbelastic.driver.invitations import Invitations
+from nbelastic.driver.jobs import Jobs
 from nbelastic.driver.orders import execute_on_all, execute_setup
+from nbelastic.driver.pending import Pending
 from nbelastic.driver.run import Run
 from nbelastic.driver.saved import SavedJob
+from nbelastic.driver.settings import Settings
 from nbelastic.driver.stacks import show_stacks
 from nbelastic.driver.status import Status
-
-if TYPE_CHECKING:
-    from nbelastic.driver.driver import Driver
-
-
-def answer(driver: Driver, request: r.AnyRequest, future: Future[Any]) -> None:
-    """In the driver's thread: resolve `future`, now or later. Raises what is wrong with the request."""
-    match request:
-        case r.WaitForStart(least=least):
-            driver.pending.resolve(future, lambda world: begun(world, least))
-        case r.WaitForWorld(size=size):
-            driver.pending.resolve(future, lambda _: _world_of(driver, size))
-        case r.Submit(program=program):
-            _submit(driver, program, future)
-        case r.SubmitScript(script=script, terms=terms):
-            _submit_script(driver, script, terms, future)
-        case r.StopJob(job=job, by=by):
-            present = driver.present_job
-            if present and job in ("", present):
-                _take_in(driver, m.JobStopRequested(present, f"stopped by {by}"), future)
-            else:
-                future.set_result(True)
-        case r.Execute(source=source):
-            _refuse_cells_during_a_job(driver)
-            execute_on_all(driver.world, driver.fleet, driver.pending, source, future)
-        case r.ExecuteSetup(key=key, source=source):
-            _refuse_cells_during_a_job(driver)
-            execute_setup(driver.fleet, driver.pending, key, source, future)
-        case r.ClearSetup(key=key):
-            known = [cell.key for cell in driver.world.setup]
-            if key and key not in known:
-                raise UsageError(f"there is no setup cell {key!r}; there are {', '.join(known) or 'none'}.")
-            _take_in(driver, m.SetupCleared(key), future)
-        case r.AddHost() | r.RemoveHost() | r.Scale() | r.Restart() | r.Press():
-            _take_order(driver, request, future)
-        case r.ShowStacks(timeout=timeout):
-            if driver.world.active_script is not None:
-                raise UsageError("a script's workers cannot be asked where they are: use py-spy.")
-            show_stacks(
-                driver.world,
-                driver.fleet,
-                driver.pending,
-                status=lambda: driver.status,
-                timeout=timeout,
-                found=future,
-            )
-        case r.MakeConnectionFile(host=host):
-            driver.scripts.invitations.make(host, future)
-        case r.FindController():
-            driver.pending.resolve(future, lambda _: _controller(driver))
-        case r.Stop(by=by, within=within):
-            driver.take_in(m.StopRequested(f"stopped by {by}", within))
-            future.set_result(True)
-        case r.Discover(source=source, arguments=arguments):
-            driver.discover(source, arguments)
-            future.set_result(True)
-        case r.HostsFound(key=key, hosts=hosts, text=text, failed=failed):
-            driver.found_by_client(key, hosts, text, failed=failed)
-            future.set_result(True)
-        case _:
-            assert_never(request)
-
-
-def _take_order(
-    driver: Driver, order: r.AddHost | r.RemoveHost | r.Scale | r.Restart | r.Press, future: Future[Any]
-) -> None:
-    match order:
-        case r.AddHost(host=host, by=by):
-            _take_in(driver, orders.add_host(host, by).event, future)
-        case r.RemoveHost(host=host, now=now, by=by):
-            _take_in(driver, orders.remove_host(driver.world, host, now, by).event, future)
-        case r.Scale(min=low, max=high, by=by):
-            _take_in(driver, orders.scale(driver.world, low, high, True, by).event, future)
-        case r.Restart(worker=worker, by=by):
-            _take_in(driver, orders.restart(driver.world, worker, by).event, future)
-        case r.Press(message=message, slots=slots, by=by):
-            noted, record = driver.fleet.live.orders, driver.record
-            orders.take(message, slots, by, world=driver.world, orders=noted, record=record, pending=driver.pending)
-            future.set_result(True)
 
 
 def ready_workers(world: World) -> int:
@@ -118,54 +43,143 @@ def begun(world: World, low: int) -> bool | None:
     return None
 
 
-def _controller(driver: Driver) -> r.ControllerFound | None:
-    information = driver.fleet.information
-    return r.ControllerFound(information, tuple(driver.fleet.engines.values())) if information is not None else None
+class Answers:
+    """Lives in the driver's thread.
 
+    `post(event)` puts an event into the driver's inbox, `record` adds to the event log; `save_arguments` keeps those of
+    `Cluster` for clients and drivers to come.
+    """
 
-def _take_in(driver: Driver, event: m.Event, future: Future[Any]) -> None:
-    """Answer when the event has been decided on: from then on the status shows it."""
-    driver.pending.resolve_after(event, future, lambda _: True)
+    def __init__(
+        self,
+        *,
+        world: Callable[[], World],
+        settings: Settings,
+        fleet: Fleet,
+        jobs: Jobs,
+        pending: Pending,
+        discoveries: Discoveries,
+        invitations: Invitations,
+        status: Callable[[], Status],
+        post: Callable[[m.Event], None],
+        record: Callable[[m.Record], None],
+        save_arguments: Callable[[Mapping[str, Any]], None],
+    ) -> None:
+        self._world, self._settings, self._fleet, self._jobs, self._pending = world, settings, fleet, jobs, pending
+        self._discoveries, self._invitations, self._status = discoveries, invitations, status
+        self._post, self._record, self._save_arguments = post, record, save_arguments
 
+    def answer(self, request: r.AnyRequest, future: Future[Any]) -> None:
+        """Resolve `future`, now or later. Raises what is wrong with the request."""
+        match request:
+            case r.WaitForStart(least=least):
+                self._pending.resolve(future, lambda world: begun(world, least))
+            case r.WaitForWorld(size=size):
+                self._pending.resolve(future, lambda world: self._status_at_size(world, size))
+            case r.Submit() | r.SubmitScript():
+                self._submit(request, future)
+            case r.StopJob(job=job, by=by):
+                present = self._jobs.present
+                if present and job in ("", present):
+                    self._take_in(m.JobStopRequested(present, f"stopped by {by}"), future)
+                else:
+                    future.set_result(True)
+            case r.Execute() | r.ExecuteSetup() | r.ClearSetup():
+                self._answer_about_cells(request, future)
+            case r.AddHost() | r.RemoveHost() | r.Scale() | r.Restart() | r.Press():
+                self._take_order(request, future)
+            case r.ShowStacks(timeout=timeout):
+                world = self._world()
+                if world.active_script is not None:
+                    raise UsageError("a script's workers cannot be asked where they are: use py-spy.")
+                show_stacks(world, self._fleet, self._pending, status=self._status, timeout=timeout, found=future)
+            case r.MakeConnectionFile(host=host):
+                self._invitations.make(host, future)
+            case r.FindController():
+                self._pending.resolve(future, lambda _: self._controller())
+            case r.Stop(by=by, within=within):
+                self._post(m.StopRequested(f"stopped by {by}", within))
+                future.set_result(True)
+            case r.Discover(source=source, arguments=arguments):
+                self._discoveries.ask(source)
+                if arguments is not None:
+                    self._save_arguments(arguments)
+                future.set_result(True)
+            case r.HostsFound(key=key, hosts=hosts, text=text, failed=failed):
+                self._discoveries.found_by_client(key, hosts, text, failed=failed)
+                future.set_result(True)
+            case _:
+                assert_never(request)
 
-def _world_of(driver: Driver, size: int) -> Status | None:
-    if driver.world.active_script is not None:
-        status = driver.status
-        return status if status.phase == "running" and status.world_size == size else None
-    if driver.world.active is None:
-        return driver.status if ready_workers(driver.world) == size else None
-    return driver.status if driver.world.phase == "running" and driver.status.world_size == size else None
+    def _take_in(self, event: m.Event, future: Future[Any]) -> None:
+        """Answer when the event has been decided on: from then on the status shows it."""
+        self._pending.resolve_after(event, future, lambda _: True)
 
+    def _answer_about_cells(self, request: r.Execute | r.ExecuteSetup | r.ClearSetup, future: Future[Any]) -> None:
+        world = self._world()
+        if not isinstance(request, r.ClearSetup) and self._jobs.present:
+            raise UsageError(f"{self._jobs.present} is running: cells run between jobs.")
+        match request:
+            case r.Execute(source=source):
+                execute_on_all(world, self._fleet, self._pending, source, future)
+            case r.ExecuteSetup(key=key, source=source):
+                execute_setup(self._fleet, self._pending, key, source, future)
+            case r.ClearSetup(key=key):
+                known = [cell.key for cell in world.setup]
+                if key and key not in known:
+                    raise UsageError(f"there is no setup cell {key!r}; there are {', '.join(known) or 'none'}.")
+                self._take_in(m.SetupCleared(key), future)
 
-def _refuse_cells_during_a_job(driver: Driver) -> None:
-    if driver.present_job:
-        raise UsageError(f"{driver.present_job} is running: cells run between jobs.")
+    def _take_order(self, order: r.AddHost | r.RemoveHost | r.Scale | r.Restart | r.Press, future: Future[Any]) -> None:
+        world = self._world()
+        match order:
+            case r.AddHost(host=host, by=by):
+                self._take_in(orders.add_host(host, by).event, future)
+            case r.RemoveHost(host=host, now=now, by=by):
+                self._take_in(orders.remove_host(world, host, now, by).event, future)
+            case r.Scale(min=low, max=high, by=by):
+                self._take_in(orders.scale(world, low, high, True, by).event, future)
+            case r.Restart(worker=worker, by=by):
+                self._take_in(orders.restart(world, worker, by).event, future)
+            case r.Press(message=message, slots=slots, by=by):
+                noted, record = self._fleet.live.orders, self._record
+                orders.take(message, slots, by, world=world, orders=noted, record=record, pending=self._pending)
+                future.set_result(True)
 
+    def _controller(self) -> r.ControllerFound | None:
+        information = self._fleet.information
+        if information is None:
+            return None
+        return r.ControllerFound(information, tuple(self._fleet.engines.values()))
 
-def _next_job(driver: Driver) -> str:
-    r.refuse_second_job(driver.present_job)
-    return f"job-{driver.submitted + 1}"
+    def _status_at_size(self, world: World, size: int) -> Status | None:
+        """As soon as so many ranks train or, without a job, so many workers are ready."""
+        if world.present_job:
+            status = self._status()
+            return status if status.phase == "running" and status.world_size == size else None
+        return self._status() if ready_workers(world) == size else None
 
-
-def _submit(driver: Driver, program: wire.Program, future: Future[Any]) -> None:
-    job = _next_job(driver)
-    with _saving(driver, job):
-        program = replace(program, job=job, call=_named(program.call, job))
-        run = Run(job, program)
+    def _submit(self, request: r.Submit | r.SubmitScript, future: Future[Any]) -> None:
+        """Answer when the job has begun. No job is taken in that cannot be saved."""
+        r.refuse_second_job(self._jobs.present)
+        job = f"job-{self._jobs.submitted + 1}"
+        run: Run | None = None
         try:
-            driver.submit(run, SavedJob(job, program))
-        except OSError:
-            run.forget_program()  # it would take the room that the next try needs
-            raise
+            if isinstance(request, r.Submit):
+                program = replace(request.program, job=job, call=_named(request.program.call, job))
+                run, saved = Run(job, program), SavedJob(job, program)
+            else:
+                run, saved = Run(job, None), SavedJob(job, script=(replace(request.script, job=job), request.terms))
+            self._jobs.submit(run, saved)
+        except OSError as error:
+            if run is not None:
+                run.forget_program()  # it would take the room that the next try needs
+            raise r.not_saved(job, self._settings.run_dir, error) from None
+        self._pending.resolve(future, lambda world: _begun(world, run))
 
-    _answer_when_begun(driver, run, future)
 
-
-def _answer_when_begun(driver: Driver, run: Run, future: Future[Any]) -> None:
-    def begun(world: World) -> str | None:
-        return run.name if world.present_job == run.name or run.future.done() else None
-
-    driver.pending.resolve(future, begun)
+def _begun(world: World, run: Run) -> str | None:
+    return run.name if world.present_job == run.name or run.future.done() else None
 
 
 def _named(call: wire.Blob | None, job: str) -> wire.Blob | None:
@@ -173,20 +187,3 @@ def _named(call: wire.Blob | None, job: str) -> wire.Blob | None:
     if call is None or not call.path:
         return call
     return replace(call, path=str(Path(call.path).rename(Path(call.path).with_name(f"{job}.program"))))
-
-
-def _submit_script(driver: Driver, script: wire.Script, terms: Terms, future: Future[Any]) -> None:
-    job = _next_job(driver)
-    run = Run(job, None)
-    with _saving(driver, job):
-        driver.submit(run, SavedJob(job, script=(replace(script, job=job), terms)))
-    _answer_when_begun(driver, run, future)
-
-
-@contextlib.contextmanager
-def _saving(driver: Driver, job: str) -> Iterator[None]:
-    """No job is taken in that cannot be saved."""
-    try:
-        yield
-    except OSError as error:
-        raise r.not_saved(job, driver.settings.run_dir, error) from None

@@ -11,19 +11,21 @@ from collections.abc import Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, Protocol, cast
 
 import msgspec
 from msgspec.structs import replace
 
 from nbelastic import versions
 from nbelastic.core.errors import JobError, NbelasticError, UsageError
+from nbelastic.core.world import World
 from nbelastic.driver import requests as r
 from nbelastic.driver import updates as u
+from nbelastic.driver.chronicle import Chronicle
+from nbelastic.driver.faults import Faults
 from nbelastic.driver.run import MOST, Run
-
-if TYPE_CHECKING:
-    from nbelastic.driver.driver import Driver
+from nbelastic.driver.settings import Settings
+from nbelastic.driver.status import Status
 
 NEWS, STATUS = 0.02, 0.25  # seconds between two updates at least: with news, and with a status alone
 SHARE = 10  # an update costs at most one part in so many of the driver's time
@@ -39,10 +41,37 @@ GOODBYE, LONG_GOODBYE = (
 _requests = msgspec.msgpack.Decoder(r.AnyRequest)
 
 
+class Shown(Protocol):
+    """What clients see of the driver, and how they ask it."""
+
+    settings: Settings
+    chronicle: Chronicle
+    faults: Faults
+
+    @property
+    def world(self) -> World: ...
+
+    @property
+    def status(self) -> Status: ...
+
+    @property
+    def runs(self) -> Mapping[str, Run]: ...
+
+    @property
+    def submitted(self) -> int: ...
+
+    @property
+    def why_ended(self) -> str: ...
+
+    def request(self, request: r.AnyRequest) -> Future[Any]: ...
+
+    def remove_values(self, job: str) -> None: ...
+
+
 class Clients:
     """Lives in the driver's thread. `arguments`: those of `Cluster`; `folder`: the run folder."""
 
-    def __init__(self, driver: Driver, folder: Path, arguments: Mapping[str, Any]) -> None:
+    def __init__(self, driver: Shown, folder: Path, arguments: Mapping[str, Any]) -> None:
         self._driver, self._folder = driver, folder
         self.arguments = dict(arguments)
         self._open: set[_Client] = set()
@@ -127,7 +156,7 @@ class Clients:
         """Remove the values that everybody has who was told of them."""
         for job in [job for job in self._doomed if not any(job in client.takes for client in self._there)]:
             self._doomed.discard(job)
-            self._driver.fleet.results.remove(job)
+            self._driver.remove_values(job)
 
     async def close(self) -> None:
         """Say how it ended, and wait until the clients have what they need of the run folder."""
@@ -142,8 +171,8 @@ class Clients:
         for client in list(self._there):
             client.update(status, last=True)
         self._gone.clear()
-        left, end = float("inf"), self._loop.time() + LONG_GOODBYE
-        while self._there and (size := sum(client.unread for client in self._there)) < left and self._loop.time() < end:
+        left, end = float("inf"), time.monotonic() + LONG_GOODBYE
+        while self._there and (size := sum(client.unread for client in self._there)) < left and time.monotonic() < end:
             left = size or -1.0  # nothing is left to be read: once more, for them to say so
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._gone.wait(), GOODBYE)
@@ -161,7 +190,7 @@ class Clients:
 class _Client(asyncio.Protocol):
     """One connection."""
 
-    def __init__(self, clients: Clients, driver: Driver) -> None:
+    def __init__(self, clients: Clients, driver: Shown) -> None:
         self._clients, self._driver = clients, driver
         self._frames = u.Frames(u.FROM_CLIENT, u.LONGEST)
         self._known = False  # it has said hello, and speaks as we do

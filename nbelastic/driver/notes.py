@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 from msgspec.structs import replace
@@ -15,14 +15,14 @@ from nbelastic import versions
 from nbelastic.core import wire
 from nbelastic.core.takeover import SavedWorld, summary
 from nbelastic.core.world import World, is_same
-from nbelastic.driver.live import SavedLive
+from nbelastic.driver.fleet import Fleet
+from nbelastic.driver.live import Live, SavedLive
 from nbelastic.driver.places import RunDir
+from nbelastic.driver.run import Run
 from nbelastic.driver.saved import Saved, SavedJob, fingerprint
+from nbelastic.driver.settings import Settings
 from nbelastic.files import append_private, replace_private
-from nbelastic.link import encode
-
-if TYPE_CHECKING:
-    from nbelastic.driver.driver import Driver
+from nbelastic.link import Keys, encode
 
 LIVE = "live.json"
 OUTPUT = "output.jsonl"
@@ -31,7 +31,10 @@ MOST = 4 << 20  # bytes of output in a file; there are two of them
 
 
 class Notes:
-    """Lives in the driver's thread. `found`: what the driver before this one has left; None: this is the first."""
+    """Lives in the driver's thread. `found`: what the driver before this one has left; None: this is the first.
+
+    From `begin` on it saves.
+    """
 
     def __init__(self, run_dir: RunDir, arguments: Mapping[str, Any], found: Saved | None = None) -> None:
         self.found = found
@@ -42,18 +45,27 @@ class Notes:
         self._of: tuple[World, SavedWorld] | None = None
         self._output: Any = None
         self._live_at = 0.0
+        self._begun = False
+
+    def begin(
+        self, *, world: Callable[[], World], settings: Settings, term: int, address: str, keys: Keys, fleet: Fleet
+    ) -> None:
+        """The driver has a world now. It is the cluster's driver number `term`, and listens at `address`."""
+        self._world, self._settings, self._fleet = world, settings, fleet
+        self._term, self._address, self._keys = term, address, keys
+        self._begun = True
 
     @property
     def saved(self) -> bool:
         """Whether there is anything for a next driver."""
         return self.found is not None or self._last is not None
 
-    def submit(self, job: SavedJob, driver: Driver) -> None:
+    def submit(self, job: SavedJob) -> None:
         """Save a new job, and forget the last one. OSError if it cannot be saved; then the last one stays."""
         last, self.job = self.job, job
         self.submitted += 1
         try:
-            self.save(driver)
+            self.save()
         except OSError:
             self.job = last
             self.submitted -= 1
@@ -69,20 +81,24 @@ class Notes:
         if self.job is not None:
             self.job = replace(self.job, **news)
 
-    def save(self, driver: Driver) -> None:
+    def save(self) -> None:
         """Write it down if it has changed."""
-        if self._of is None or not is_same(self._of[0], driver.world, but=("script", "guests")):
-            self._of = (driver.world, summary(driver.world))
-        fleet, agents, gates = driver.fleet, driver.fleet.agents(), driver.fleet.doors.saved
+        if not self._begun:
+            return
+        world, settings, fleet = self._world(), self._settings, self._fleet
+        if self._of is None or not is_same(self._of[0], world, but=("script", "guests")):
+            self._of = (world, summary(world))
+        agents, gates = fleet.agents(), fleet.doors.saved
+        started = (fleet.controller, *(gate.process for gate in gates), *(a.process for a in agents.values()))
         saved = Saved(
             versions.ours(),
             fingerprint(),
-            driver.settings.name,
-            driver.term,
-            driver.address,
-            driver.keys,
+            settings.name,
+            self._term,
+            self._address,
+            self._keys,
             self.arguments,
-            str(driver.settings.log_dir),
+            str(settings.log_dir),
             self._of[1],
             agents,
             fleet.controller,
@@ -90,24 +106,20 @@ class Notes:
             fleet.doors.links,
             fleet.started,
             self.submitted,
-            tuple(
-                filter(
-                    None, (fleet.controller, *(gate.process for gate in gates), *(a.process for a in agents.values()))
-                )
-            ),
+            tuple(filter(None, started)),
             self.job,
-            driver.settings.number,
-            driver.settings.owner,
+            settings.number,
+            settings.owner,
         )
         if saved != self._last:
             saved.write(self._run_dir.path)
             self._last = saved
 
-    def live(self, driver: Driver, now: float) -> None:
+    def live(self, now: float) -> None:
         """Curves and the like, now and then."""
         if now - self._live_at > EVERY:
             self._live_at = now
-            replace_private(self._run_dir.path / LIVE, [encode(driver.fleet.live.saved())])
+            replace_private(self._run_dir.path / LIVE, [encode(self._fleet.live.saved())])
 
     def output(self, message: wire.WorkerOutput) -> None:
         """What a worker has printed."""
@@ -125,14 +137,13 @@ class Notes:
         path = self._run_dir.path / OUTPUT
         return path.with_suffix(".old"), path
 
-    def recall(self, driver: Driver) -> None:
+    def recall(self, runs: Mapping[str, Run], live: Live) -> None:
         """As the next driver: what was printed so far, and how the curves went."""
         for message in self._printed():
-            if message.job in driver.runs:
-                driver.runs[message.job].hear(message)
+            if message.job in runs:
+                runs[message.job].hear(message)
         with suppress(OSError, msgspec.DecodeError):
-            live = msgspec.json.decode((self._run_dir.path / LIVE).read_bytes(), type=SavedLive)
-            driver.fleet.live.recall(live)
+            live.recall(msgspec.json.decode((self._run_dir.path / LIVE).read_bytes(), type=SavedLive))
 
     def _printed(self) -> Iterator[wire.WorkerOutput]:
         decoder = msgspec.json.Decoder(wire.WorkerOutput)

@@ -5,6 +5,7 @@ The decisions need none of them. A test gives fakes, and drives a whole driver w
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -15,6 +16,9 @@ from nbelastic.driver.caretaker import Caretaker
 from nbelastic.driver.clock import Clock
 from nbelastic.driver.launchers import Agent, agent_for, locate
 from nbelastic.link import Hub
+
+# Starts a background task, named for reports of its faults, which is started again whenever it fails.
+Supervised = Callable[[str, Callable[[], Awaitable[None]]], asyncio.Task[None]]
 
 
 class Transport(Protocol):

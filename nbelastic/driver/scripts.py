@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
@@ -20,24 +19,47 @@ from nbelastic.core import wire
 from nbelastic.core.group import places
 from nbelastic.core.membership import exit_text
 from nbelastic.core.reasons import in_words
+from nbelastic.core.world import World
+from nbelastic.driver.clock import Clock
+from nbelastic.driver.faults import Faults
+from nbelastic.driver.fleet import Fleet
 from nbelastic.driver.invitations import Invitations
-from nbelastic.driver.parts import Transport
+from nbelastic.driver.notes import Notes
+from nbelastic.driver.parts import Supervised, Transport
 from nbelastic.driver.results import Outcome
 from nbelastic.driver.run import Run
 from nbelastic.driver.saved import SavedJob
 from nbelastic.driver.script_status import with_script, workers_of
+from nbelastic.driver.settings import Settings
 from nbelastic.driver.status import Status
 from nbelastic.link import Keys, machine
 
-if TYPE_CHECKING:
-    from nbelastic.driver.driver import Driver
-
 
 class Scripts:
-    """Lives in the driver's thread."""
+    """Lives in the driver's thread.
 
-    def __init__(self, driver: Driver, hub: Transport, keys: Keys) -> None:
-        self._driver, self._hub = driver, hub
+    `decide(event)` has the driver decide on it at once, and `post(event)` puts it into the inbox; `publish()` sends clients
+    what has changed.
+    """
+
+    def __init__(
+        self,
+        *,
+        world: Callable[[], World],
+        settings: Settings,
+        clock: Clock,
+        hub: Transport,
+        fleet: Fleet,
+        notes: Notes,
+        faults: Faults,
+        keys: Keys,
+        decide: Callable[[m.Event], None],
+        post: Callable[[m.Event], None],
+        publish: Callable[[], None],
+        supervised: Supervised,
+    ) -> None:
+        self._world, self._settings, self._clock, self._hub, self._fleet = world, settings, clock, hub, fleet
+        self._notes, self._faults, self._decide, self._post, self._publish = notes, faults, decide, post, publish
         self._loop = asyncio.get_running_loop()
         self._run: Run | None = None
         self._script = wire.Script("", "")
@@ -47,8 +69,8 @@ class Scripts:
         self._watched: dict[str, int] = {}  # a pidfd for each guest on this machine
         self._orders: dict[str, wire.Round] = {}  # of the present round, by host
         self._samples: dict[m.WorkerId, tuple[float, int]] = {}
-        self._silence = driver.supervised("the look at silent guests", self._listen)
-        self.invitations = Invitations(driver.settings, driver.fleet, hub.address, keys, driver.take_in)
+        self._silence = supervised("the look at silent guests", self._listen)
+        self.invitations = Invitations(settings, fleet, hub.address, keys, post)
 
     def close(self) -> None:
         """The cluster has stopped."""
@@ -63,7 +85,7 @@ class Scripts:
         """Submit a script. `number`: of the last round that another driver has begun, if it was submitted there."""
         self._run, self._script = run, script
         self._orders, self._samples = {}, {}
-        self._driver.take_in(s.ScriptSubmitted(run.name, script.target, terms, number))
+        self._post(s.ScriptSubmitted(run.name, script.target, terms, number))
 
     def begin_again(self, run: Run, job: SavedJob, nodes: Mapping[str, tuple[int, ...]]) -> None:
         """A script of another driver: its hosts' `nodes` are ended, and others start it anew. Guests are asked to come back."""
@@ -71,7 +93,7 @@ class Scripts:
         for host, numbers in nodes.items():
             for number in numbers:
                 self._started = max(self._started, number)
-                self._driver.fleet.to_agent(host, wire.Recall(number, kill=True))
+                self._fleet.to_agent(host, wire.Recall(number, kill=True))
         self.begin(run, *job.script, job.round + 1)  # what was begun last may not have been written down
 
     def hear(self, peer: str, message: wire.Message | m.Event) -> None:
@@ -80,9 +102,8 @@ class Scripts:
             case wire.WorkerOutput():
                 if self._run is not None and (self._is_present(message.worker.host, peer)):
                     self._run.hear(message)
-                    self._driver.tell()
-                    if self._driver.notes is not None:
-                        self._driver.notes.output(replace(message, job=self._run.name))
+                    self._publish()
+                    self._notes.output(replace(message, job=self._run.name))
                 return
             case wire.NodeHello():
                 self._greet(peer, message)
@@ -98,7 +119,7 @@ class Scripts:
                 ids = (m.WorkerId(host, rank, number) for rank in range(len(workers)))
                 self._samples.update(zip(ids, workers, strict=True))
             case m.Event():
-                self._driver.decide(message)
+                self._decide(message)
                 if isinstance(message, s.NodeLeft) and host in self._guests:
                     self._forget(host)
 
@@ -110,19 +131,19 @@ class Scripts:
             why = f"its node ended ({exit_text(message.code)})"
             if message.code not in (0, s.UNDONE):
                 why += f"; {message.host}-elastic.log in the job's logs says more"
-            self._driver.decide(s.NodeLeft(message.host, why, broken=True))
+            self._decide(s.NodeLeft(message.host, why, broken=True))
 
     def _greet(self, peer: str, hello: wire.NodeHello) -> None:
         """A guest has come, from a terminal."""
         problem = versions.difference(hello.versions, versions.here())
-        if hello.host in self._driver.world.hosts:
+        if hello.host in self._world().hosts:
             problem = f"a host of the cluster is named {hello.host} already"
-        if problem or self._driver.world.stopping:
+        if problem or self._world().stopping:
             self._hub.send(peer, wire.Dismiss(problem or "the cluster is closed: it is stopping"))
             self._hub.forget(peer)
             return
-        if self._driver.faults.decides_not:
-            self._hub.send(peer, wire.Wait(self._driver.faults.decides_not))
+        if self._faults.decides_not:
+            self._hub.send(peer, wire.Wait(self._faults.decides_not))
             return
         here = hello.machine == machine()
         if self._guests.get(hello.host) != peer:
@@ -130,7 +151,7 @@ class Scripts:
             self._guests[hello.host] = peer
             if here:
                 self._watch(hello.host, hello.pid)
-        self._driver.decide(s.GuestCame(hello.host, hello.pid, here))
+        self._decide(s.GuestCame(hello.host, hello.pid, here))
 
     # ---- what is done ----
 
@@ -139,17 +160,16 @@ class Scripts:
             case s.StartNode(host=host):
                 self._started += 1
                 self._numbers[host] = self._started
-                log_dir = str(self._driver.settings.log_dir / self._script.job)
-                self._driver.fleet.to_agent(host, wire.Launch(self._started, log_dir, self._script))
-                if self._driver.notes is not None:
-                    self._driver.notes.job_goes_on(nodes=dict(self._numbers))
+                log_dir = str(self._settings.log_dir / self._script.job)
+                self._fleet.to_agent(host, wire.Launch(self._started, log_dir, self._script))
+                self._notes.job_goes_on(nodes=dict(self._numbers))
             case s.EndNode(host=host, reason=reason, error=error):
                 self._send(host, wire.Dismiss(reason, error))
                 if error and host in self._numbers:
-                    self._driver.fleet.to_agent(host, wire.Recall(self._numbers[host]))
+                    self._fleet.to_agent(host, wire.Recall(self._numbers[host]))
             case s.LetWait(host=host, reason=reason, full=full):
-                nothing = f"no script runs in the cluster {self._driver.settings.name!r} yet"
-                self._send(host, wire.Wait(in_words(reason, self._driver.clock.now()) if reason else nothing, full))
+                nothing = f"no script runs in the cluster {self._settings.name!r} yet"
+                self._send(host, wire.Wait(in_words(reason, self._clock.now()) if reason else nothing, full))
             case s.MoveNode(host=host, address=address, interface=interface):
                 self._send(host, wire.Rehome(address, interface))
             case s.FormRound():
@@ -172,8 +192,7 @@ class Scripts:
             )
             self._orders[seat.host] = order
             self._send(seat.host, order)
-        if self._driver.notes is not None:
-            self._driver.notes.job_goes_on(round=command.round)
+        self._notes.job_goes_on(round=command.round)
 
     def _end(self, command: s.EndScript) -> None:
         run = self._run
@@ -185,8 +204,7 @@ class Scripts:
             run.outcomes[culprit] = Outcome(command.failure.error, command.failure.traceback)
         end = m.EndJob(run.name, command.outcome, command.reason, members, culprit)
         run.end(end)
-        if self._driver.notes is not None:
-            self._driver.notes.job_goes_on(over=end)
+        self._notes.job_goes_on(over=end)
         self._orders = {}
 
     def _send(self, host: str, message: wire.Message) -> None:
@@ -216,7 +234,7 @@ class Scripts:
         self._loop.add_reader(fd, self._vanished, host, "its process has ended")
 
     def _vanished(self, host: str, why: str) -> None:
-        self._driver.decide(s.NodeLeft(host, why, broken=True))
+        self._decide(s.NodeLeft(host, why, broken=True))
         self._forget(host)
 
     def _forget(self, host: str) -> None:
@@ -231,7 +249,7 @@ class Scripts:
 
     async def _listen(self) -> None:
         """For ever: guests that are not heard are lost."""
-        settings, clock = self._driver.settings, self._driver.clock
+        settings, clock = self._settings, self._clock
         while True:
             await asyncio.sleep(settings.heartbeat)
             for host, peer in list(self._guests.items()):
@@ -244,5 +262,5 @@ class Scripts:
 
     def shown(self, status: Status, now: float) -> Status:
         """`status` at `now` with the script in it, if that is the present or last job."""
-        world, folder = self._driver.world, str(self._driver.settings.log_dir)
+        world, folder = self._world(), str(self._settings.log_dir)
         return with_script(status, world.script, world.guests, now, samples=self._samples, log_dir=folder)

@@ -40,13 +40,11 @@ from nbelastic.core.relay import Relay
 from nbelastic.core.world import World
 from nbelastic.driver import driver as driver_module
 from nbelastic.driver.answers import ready_workers
-from nbelastic.driver.driver import Driver
 from nbelastic.driver.parts import Parts
-from nbelastic.driver.places import RunDir
 from nbelastic.driver.run import Run
 from nbelastic.driver.saved import SavedJob
 from nbelastic.link import Keys, Spoke
-from tests.driver.fakes import settings_for
+from tests.driver.fakes import driver_for, settings_for
 from tests.support import inside
 
 SLOTS = 8
@@ -115,14 +113,14 @@ def drive(hosts: int, parent: Connection, players: list[Connection]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         names = ",".join(f"host{number:04}:{SLOTS}" for number in range(hosts))
         settings = settings_for(Path(folder), names, SLOTS, min=1, max=hosts * SLOTS, cooldown=(0, 0))
-        driver = Driver(settings, RunDir(f"scale-{os.getpid()}"), parts=parts)
+        driver = driver_for(settings, parts)
         thread = inside.DriverThread(driver)
 
         while True:
             match parent.recv():
                 case "submit":
                     job = Run("job-1", wire.Program("job-1", "", source="a cell"))
-                    thread.call(driver.submit, job, SavedJob("job-1"))
+                    thread.call(driver.jobs.submit, job, SavedJob("job-1"))
                 case "look":
                     world = driver.world
                     members = list(map(str, world.members))

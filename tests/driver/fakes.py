@@ -19,6 +19,7 @@ from nbelastic.core.placement import parse_hosts
 from nbelastic.driver.clock import Clock
 from nbelastic.driver.discovery import Listed
 from nbelastic.driver.driver import Driver
+from nbelastic.driver.notes import Notes
 from nbelastic.driver.parts import Parts
 from nbelastic.driver.places import RunDir
 from nbelastic.driver.run import Run
@@ -213,6 +214,14 @@ def settings_for(folder: Path, hosts: str, slots: int = 1, **limits: Any) -> Set
     )
 
 
+def driver_for(settings: Settings, parts: Parts) -> Driver:
+    """A driver that serves no clients, and holds no name."""
+    run_dir = RunDir(settings.name)
+    run_dir.path = settings.run_dir
+    run_dir.make()
+    return Driver(settings, run_dir, Notes(run_dir, {}), parts=parts)
+
+
 class Outside:
     """What a driver has around it, and the driver: `async with Outside(tmp_path, "a:2", min=2) as outside`."""
 
@@ -223,7 +232,7 @@ class Outside:
         self.controller_stopped = False
         self.silent: set[str] = set()  # hosts from which nothing is heard
         self.lost: set[tuple[str, type]] = set()  # a worker, and what never reaches it
-        self.driver = Driver(settings_for(folder, hosts, **limits), RunDir("fake"), parts=self._parts())
+        self.driver = driver_for(settings_for(folder, hosts, **limits), self._parts())
 
     def _parts(self) -> Parts:
         loop = asyncio.get_running_loop()
@@ -297,7 +306,7 @@ class Outside:
 
     def submit(self, name: str = "job-1") -> Run:
         run = Run(name, wire.Program(name, "", source="a cell"))
-        self.driver.submit(run, SavedJob(name))
+        self.driver.jobs.submit(run, SavedJob(name))
         return run
 
     def kill(self, w: str) -> None:

@@ -192,12 +192,12 @@ def test_who_does_not_read_costs_nothing(quiet):
 def test_who_cancels_is_not_answered(quiet):
     """Nobody waits any more: the driver forgets the question."""
     cluster = quiet()
-    waiting = lambda: in_driver(cluster, lambda driver: len(driver.pending))
+    waiting = lambda: in_driver(cluster, lambda driver: len(driver._pending))
     before = waiting()
     with pytest.raises(nbe.WaitTimeoutError):
         cluster.wait(3, timeout=0.1)
     cluster.scale(1, 2)  # what was said before has been heard by then
-    in_driver(cluster, lambda driver: driver.pending.check_and_publish())
+    in_driver(cluster, lambda driver: driver._pending.check_and_publish())
     assert waiting() == before
 
 
@@ -207,8 +207,10 @@ def test_who_goes_away_takes_its_questions_along(quiet):
         raw.says(u.Hello("1", u.language()))
         for number in (1, 2):
             raw.says(u.Ask(number, u.encoded(r.WaitForWorld(3))))
-        until(lambda: in_driver(cluster, lambda driver: len(driver.pending)) == 2)
-    until(lambda: in_driver(cluster, lambda driver: (driver.pending.check_and_publish(), len(driver.pending))[1]) == 0)
+        until(lambda: in_driver(cluster, lambda driver: len(driver._pending)) == 2)
+    until(
+        lambda: in_driver(cluster, lambda driver: (driver._pending.check_and_publish(), len(driver._pending))[1]) == 0
+    )
     assert in_driver(cluster, lambda driver: len(driver._clients._there)) == 1
     assert "driver-error" not in [event.kind for event in cluster.events]
 
@@ -223,7 +225,7 @@ def ended(cluster, job, outcome):
             m.EndJob(job.name, "failed" if outcome.error else "succeeded", "it failed", (wid("a/0#1"),), wid("a/0#1"))
         )
         driver.take_in(m.JobStopRequested(job.name, "the test has ended it"))  # for the world
-        driver.pending.check_and_publish()
+        driver._pending.check_and_publish()
 
     in_driver(cluster, end)
 
@@ -481,7 +483,7 @@ def test_who_found_hosts_before_is_not_heard_any_more(quiet, tmp_path, own):
     cluster = quiet(discovery=before)
     with nbe.Cluster.attach("quiet", discovery=after if own else str(script)) as other:
         if own:  # it takes the other's place with its first word
-            until(lambda: in_driver(cluster, lambda driver: driver._heard_discovery == driver._next_discovery))
+            until(lambda: in_driver(cluster, lambda driver: driver._discoveries._heard == driver._discoveries._next))
         before.go.set()
         until(lambda: before.looks > 1)
         assert (list(cluster.hosts), [event.kind for event in cluster.events if event.host]) == ([], [])

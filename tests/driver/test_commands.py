@@ -36,7 +36,7 @@ def prints(cluster, job, rank: int, text: str) -> None:
     w = wid(f"a/{rank}#1")
 
     def hear(driver):
-        driver._is_known = lambda _: True
+        driver._inbound.is_known = lambda _: True
         end = driver.runs[job.name]._heard_to.get((w, "out"), 0) + len(text)
         driver._hear(f"worker/{w}", wire.WorkerOutput(w, "out", text, end, job.name, rank))
 

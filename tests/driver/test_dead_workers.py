@@ -10,11 +10,9 @@ import pytest
 from nbelastic.core import membership, wire
 from nbelastic.core import messages as m
 from nbelastic.driver import driver as driver_module
-from nbelastic.driver.driver import Driver
 from nbelastic.driver.parts import Parts
-from nbelastic.driver.places import RunDir
 from nbelastic.link import Hub, Spoke
-from tests.driver.fakes import settings_for
+from tests.driver.fakes import driver_for, settings_for
 from tests.process.observing import until
 from tests.support import inside
 
@@ -33,11 +31,11 @@ def test_the_last_word_of_a_dead_worker_does_not_bring_it_back(tmp_path: Path, m
         return hubs[-1]
 
     monkeypatch.setattr(driver_module, "step", step)
-    driver = Driver(settings_for(tmp_path, ""), RunDir("fake"), parts=Parts(transport=make))
+    driver = driver_for(settings_for(tmp_path, ""), Parts(transport=make))
     thread = inside.DriverThread(driver)
     word = m.WorkerFormed(m.WorkerId("a", 0, 1), 1)
     for name in (str(word.worker), "no worker's name"):
-        one = Spoke(driver.address, driver.keys.for_clients(), f"worker/{name}", wire.ToWorker, lambda _: None)
+        one = Spoke(driver.address, driver._keys.for_clients(), f"worker/{name}", wire.ToWorker, lambda _: None)
         one.start()
         one.send(word)
         if name == str(word.worker):

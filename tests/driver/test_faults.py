@@ -18,7 +18,7 @@ from nbelastic.core.rounds import advance
 from nbelastic.core.script_messages import NodeReady, Terms
 from nbelastic.core.world import Stage
 from nbelastic.driver import driver as module
-from nbelastic.driver.driver import Driver
+from nbelastic.driver.executor import Executor
 from nbelastic.driver.notes import Notes
 from nbelastic.driver.run import Run
 from nbelastic.driver.saved import SavedJob
@@ -102,7 +102,7 @@ def test_the_other_commands_of_a_decision_are_carried_out(quiet, monkeypatch):
         done.append(command)
 
     cluster = quiet()
-    monkeypatch.setattr(Driver, "_do", do)
+    monkeypatch.setattr(Executor, "carry_out", do)
     cluster.add_host("gpu9")
     with pytest.raises(nbe.ClusterStoppedError, match="OSError: no, at HostAdded"):
         cluster.wait(1, timeout=20)
@@ -167,7 +167,7 @@ def test_members_that_have_answered_are_told_what_becomes_of_them(tmp_path, monk
 async def with_script(outside):
     run = Run("script-1", None)
     script = wire.Script("script-1", "train.py")
-    outside.driver.submit(run, SavedJob("script-1", script=(script, Terms())))
+    outside.driver.jobs.submit(run, SavedJob("script-1", script=(script, Terms())))
     await outside.settles()
     return run
 
@@ -224,7 +224,7 @@ def test_a_fault_beside_the_decisions_costs_one_thing(tmp_path, caplog):
             driver = outside.driver
             await outside.settles()
             question = Future()
-            driver.pending.resolve(question, fail)
+            driver._pending.resolve(question, fail)
             for _ in range(3):
                 outside.deliver("agent/a~1", wire.Look(1))
             asyncio.get_running_loop().call_soon(fail)
@@ -244,7 +244,7 @@ def test_a_cluster_that_cannot_be_saved_goes_on(quiet, monkeypatch):
     """A fault where the next driver's knowledge is written costs that knowledge alone, and is reported."""
     cluster = quiet(keep=True)
     with monkeypatch.context() as fault:
-        fault.setattr(Notes, "save", lambda notes, driver: {}["keys"])
+        fault.setattr(Notes, "save", lambda notes: {}["keys"])
         cluster.scale(2, 3)
         assert cluster.status().min == 2
     (text,) = [event.text for event in cluster.events if event.kind == "driver-error"]
@@ -258,8 +258,8 @@ def test_who_gives_up_waiting_is_forgotten(tmp_path):
     async def story():
         async with Outside(tmp_path, "a:1") as outside:
             given_up, waiting = Future(), Future()
-            outside.driver.pending.resolve(given_up, lambda _: asked.append("given up"))
-            outside.driver.pending.resolve(waiting, lambda _: asked.append("waiting"))
+            outside.driver._pending.resolve(given_up, lambda _: asked.append("given up"))
+            outside.driver._pending.resolve(waiting, lambda _: asked.append("waiting"))
             given_up.cancel()
             await outside.settles()
             asked.clear()

@@ -55,7 +55,7 @@ class DriverThread:
 
     @property
     def _clients(self) -> list[Any]:
-        return list(self.driver._clients._open) if self.driver._clients is not None else []
+        return list(self.driver._clients._open)
 
     @property
     def ident(self) -> int:
@@ -77,7 +77,7 @@ class DriverThread:
 
     async def _die(self) -> None:
         await self.driver._hub.stop()  # its port first: who sees the end of a connection starts the next driver
-        if self.driver._clients is not None and self.driver._clients._server is not None:
+        if self.driver._clients._server is not None:
             self.driver._clients._server.close()
         self._task.cancel()
 

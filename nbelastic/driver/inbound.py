@@ -1,0 +1,157 @@
+"""What agents, workers and nodes say over the link, and what the driver makes of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from nbelastic import versions
+from nbelastic.core import messages as m
+from nbelastic.core import wire
+from nbelastic.core.world import World
+from nbelastic.driver.chronicle import Chronicle
+from nbelastic.driver.clock import Clock
+from nbelastic.driver.fleet import Fleet
+from nbelastic.driver.jobs import Jobs
+from nbelastic.driver.live import numbers
+from nbelastic.driver.notes import Notes
+from nbelastic.driver.parts import Transport
+from nbelastic.driver.scripts import Scripts
+from nbelastic.driver.silence import Commits
+from nbelastic.driver.takeover import Arrivals
+
+
+class Inbound:
+    """Lives in the driver's thread.
+
+    `post(event)` puts an event into the driver's inbox, `record` adds to the event log; `publish(soon=, news=)` sends clients
+    what has changed. `arrivals`: who is heard while this driver takes a cluster over; None: it does not, or has.
+    """
+
+    def __init__(
+        self,
+        *,
+        world: Callable[[], World],
+        clock: Clock,
+        hub: Transport,
+        fleet: Fleet,
+        jobs: Jobs,
+        scripts: Scripts,
+        notes: Notes,
+        chronicle: Chronicle,
+        commits: Commits,
+        arrivals: Arrivals | None,
+        post: Callable[[m.Event], None],
+        record: Callable[[m.Record], None],
+        publish: Callable[[], None],
+        publish_soon: Callable[[], None],
+    ) -> None:
+        self._world, self._clock, self._hub, self._fleet, self._jobs = world, clock, hub, fleet, jobs
+        self._scripts, self._notes, self._chronicle, self._commits = scripts, notes, chronicle, commits
+        self._post, self._record, self._publish, self._publish_soon = post, record, publish, publish_soon
+        self.arrivals = arrivals
+
+    def is_known(self, peer: str) -> bool:
+        """Whether this agent, worker or node, which is not heard yet, is to be kept in touch with.
+
+        The last words of a dead worker may come after its host's agent has told of its death.
+        """
+        role, _, name = peer.partition("/")
+        if role == "worker":
+            try:
+                return self.arrivals is not None or m.WorkerId.parse(name) in self._world().workers
+            except ValueError:
+                return False
+        return role == "node" or (role == "agent" and peer == self._fleet.peer_of(name.rpartition("~")[0]))
+
+    def read(self, peer: str, message: wire.Message | m.Event) -> None:
+        """`peer` has sent this. TypeError for what is not known here."""
+        if peer.startswith("agent/") and peer != self._fleet.peer_of(peer[6:].rpartition("~")[0]):
+            self._hub.send(peer, wire.Retire())  # given up while it was not heard: it comes back from the dead
+            self._hub.forget(peer)
+            return
+        if peer.startswith("node/"):
+            self._scripts.hear(peer, message)
+            return
+        match message:
+            case wire.LaunchEnded():
+                self._scripts.launch_ended(message)
+            case wire.AgentHello() | wire.WorkerHere() | m.WorkerFroze() if self.arrivals is not None:
+                self.arrivals.hear(message)
+            case wire.WorkerHere():
+                self._late(message)
+            case wire.AgentHello():
+                problem = versions.difference(message.versions, versions.here())
+                here = self._fleet.here_towards(message.host)
+                self._post(m.AgentReady(message.host, message.pid, message.addresses, message.port, problem, here))
+            case wire.AgentGoodbye(host=host, reason=reason):
+                self._fleet.lose_agent(host, reason)
+            case wire.AgentSample():
+                self._fleet.live.sample_of(message, self._world().workers, self._clock.now())
+                self._publish_soon()
+            case wire.WorkerHello(worker=w, engine=engine):
+                if w in self._world().workers:
+                    self._fleet.hello(w, engine)
+            case wire.WorkerProgress():
+                self._progress(message)
+            case wire.ProgramResult() | wire.ResultPiece() | wire.FetchCall():
+                self._jobs.take(message)
+            case wire.WorkerOutput():
+                self._jobs.take(message)
+                self._publish()
+            case wire.CellResult():
+                self._fleet.cell_ended(message)
+            case wire.StackShown(worker=w):
+                if w in self._world().workers:
+                    self._fleet.live.stacks[w] = message
+                    self._publish()
+            case m.Event():
+                if isinstance(message, m.WorkerFormed):
+                    self._chronicle.worker_formed(message)
+                self._post(message)
+            case _:
+                raise TypeError(f"{type(message).__name__} from {peer} is no message that the driver knows")
+
+    def find(self, here: wire.WorkerHere) -> None:
+        """A worker that another driver has started."""
+        if here.engine:
+            self._fleet.hello(here.worker, here.engine)
+        live = self._fleet.live
+        if here.commit:
+            live.steps[here.worker] = here.commit
+            live.progress(here.commit, self._clock.now())
+        if here.rank == 0 and here.holds:
+            for commit, report in here.reports:
+                self._report(here.worker, commit, report)
+
+    def _late(self, here: wire.WorkerHere) -> None:
+        """It was not heard when this driver took over; or it has just started, and has nothing to tell yet."""
+        world = self._world()
+        if here.worker not in world.workers:
+            return
+        is_in = here.formed and here.epoch == world.epoch and here.worker in world.members
+        if here.busy and (not is_in or here.bound or here.word is not None):
+            self._post(m.WorkerFroze(here.worker, "it answered a new driver too late"))
+        else:
+            self.find(here)
+
+    def _progress(self, message: wire.WorkerProgress) -> None:
+        live, world, now = self._fleet.live, self._world(), self._clock.now()
+        if message.worker not in world.workers or 0 < message.epoch <= live.last_epoch:
+            return  # it is dead, or speaks of the job before
+        if message.commit:  # who has just come has made none yet
+            live.steps[message.worker] = message.commit
+        self._commits.made(message.epoch, message.commit, now)
+        live.progress(message.commit, now)
+        if world.members and message.worker == world.members[0]:
+            self._report(message.worker, message.commit, message.report)
+            live.steps_per_second = self._fleet.pace.rate(now, message.commit)
+        if message.first is not None and message.epoch == world.epoch:
+            self._chronicle.first_step(message, now, world.size)
+        self._publish_soon()
+        self._notes.live(now)
+
+    def _report(self, w: m.WorkerId, commit: int, report: Mapping[str, float | str | None]) -> None:
+        """Take what rank 0 reports. The first value of a name that is not finite is an event: the training has diverged."""
+        for name in self._fleet.live.report_of(numbers(report)):
+            text = f"{name} is not a finite number any more: rank 0 reported so at commit {commit}"
+            self._record(m.Record("not-finite", text, worker=str(w), epoch=self._world().epoch))
