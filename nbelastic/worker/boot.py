@@ -6,11 +6,10 @@ import faulthandler
 import multiprocessing as mp
 import os
 import sys
-from pathlib import Path
 from typing import Any
 
-from nbelastic import files
 from nbelastic.processes import die_with_parent
+from nbelastic.worker.environment import log_to, set_interface
 
 
 def boot(settings: dict[str, Any]) -> None:
@@ -18,7 +17,7 @@ def boot(settings: dict[str, Any]) -> None:
     os.setsid()  # its own process group: all that the user's code starts can be ended with it
     die_with_parent(parent=getattr(sys.modules.get("nbelastic.worker.template"), "PID", 0))
     mp.set_start_method(None, force=True)  # the fork server's is inherited; data loaders start as they do anywhere
-    redirect(Path(settings["log_dir"]), settings["worker"])
+    log_to(settings["log_dir"], settings["worker"])
     faulthandler.enable(2)  # a crash in C leaves the Python stacks in the log
     set_interface(settings["interface"])
     os.environ["IPP_CONNECTION_INFO"] = settings["engine"]  # before any thread: adding to the environment moves it
@@ -30,16 +29,3 @@ def boot(settings: dict[str, Any]) -> None:
     start(session)
     session.warm_up.start()
     serve(settings["profile"])
-
-
-def set_interface(name: str) -> None:
-    """The network interface of the process groups that are made from now on: torch reads this for each."""
-    os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = name
-
-
-def redirect(log_dir: Path, worker: str) -> None:
-    """Point file descriptors 1 and 2 at this worker's own log files, appending: nothing is ever overwritten."""
-    files.make_private(log_dir)
-    stem = worker.replace("/", "-").replace("#", "-")
-    for fd, ending in ((1, "out"), (2, "err")):
-        files.redirect(log_dir / f"{stem}.{ending}", fd)

@@ -20,9 +20,11 @@ from nbelastic import pickles
 from nbelastic.core import wire
 from nbelastic.core.errors import JobStoppedError
 from nbelastic.files import replace_private
-from nbelastic.worker import boot, cells
+from nbelastic.worker import cells
 from nbelastic.worker.elastic import frameworks
+from nbelastic.worker.environment import log_to
 from nbelastic.worker.printed import Output, printable
+from nbelastic.worker.saving import Plan
 from nbelastic.worker.session import Session
 
 LOOK = 0.25  # seconds between looks at whether the job is over, while its call is fetched
@@ -76,7 +78,7 @@ class Runner:
                     self._session.link.send(await cells.run(self._session.worker, cell))
 
     async def _program(self, order: wire.Program) -> Outcome:
-        boot.redirect(Path(order.log_dir), str(self._session.worker))
+        log_to(order.log_dir, str(self._session.worker))
         call = None if order.call is None else await self._fetched(order.job, order.call)
         return _run(self._session, order, call)
 
@@ -162,8 +164,6 @@ def _plan(session: Session, checkpoints: tuple[str, int, int] | None) -> None:
     """The job's checkpoints, if there are to be any. StateError if they cannot be written."""
     if checkpoints is None:
         return
-    from nbelastic.worker.saving import Plan
-
     plan = Plan(*checkpoints, speaks=lambda: session.speaks)
     plan.prepare()
     session.checkpoints = plan

@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 
@@ -22,12 +22,24 @@ from nbelastic.worker import checkpoint
 from nbelastic.worker.checkpoint import Snapshot, reason
 from nbelastic.worker.transfer import describe
 
-if TYPE_CHECKING:
-    from nbelastic.worker.state import State
-
 KEEP = 3  # checkpoints
 TURN = 2.0  # seconds that each rank has for the last one, if there is no driver
 LOOK = 0.1  # seconds between looks for it
+
+
+class State(Protocol):
+    """What can be saved: see `state.State`."""
+
+    commits: int
+
+    @property
+    def clean(self) -> bool: ...
+
+    def _contents(self) -> dict[str, Any]: ...
+
+    def _device(self) -> torch.device: ...
+
+    def _accept(self, described: Any, where: torch.device, fill: Callable[[list[torch.Tensor]], object]) -> None: ...
 
 
 class Copies:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import wait
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -30,7 +30,7 @@ from nbelastic.folders import kept
 from nbelastic.link import Spoke
 from nbelastic.worker.account import Account
 from nbelastic.worker.ahead import Ahead, in_a_thread
-from nbelastic.worker.boot import set_interface
+from nbelastic.worker.environment import set_interface
 from nbelastic.worker.formation import Formation
 from nbelastic.worker.printed import Printed
 from nbelastic.worker.protocol import (
@@ -49,12 +49,10 @@ from nbelastic.worker.protocol import (
     SendOutput,
 )
 from nbelastic.worker.rendezvous import LOOK, Group, Offer, UnsupportedError, backend_for, collectives_of_all
+from nbelastic.worker.saving import Plan
 from nbelastic.worker.stuck import REPEAT, Stuck, of_a_collective
 from nbelastic.worker.warm import WarmUp
 from nbelastic.worker.whereabouts import stack, whereabouts
-
-if TYPE_CHECKING:
-    from nbelastic.worker.saving import Plan
 
 T = TypeVar("T")
 
