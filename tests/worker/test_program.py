@@ -68,7 +68,7 @@ class FakeSession:
 def session(monkeypatch):
     """Its process keeps its standard streams."""
     RAN.clear()
-    monkeypatch.setattr(program.boot, "redirect", lambda *_: None)
+    monkeypatch.setattr(program, "log_to", lambda *_: None)
     monkeypatch.setattr(program, "frameworks", lambda: SimpleNamespace(begin=lambda: None))
     monkeypatch.setattr(program, "get_ipython", lambda: SimpleNamespace(user_ns={"there": 5}))
     return FakeSession()
