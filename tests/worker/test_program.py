@@ -241,7 +241,7 @@ def test_whatever_happens_the_driver_hears_of_the_end(session, monkeypatch):
         raise PermissionError(13, "Permission denied")
 
     with monkeypatch.context() as broken:
-        broken.setattr(program.boot, "redirect", gone)
+        broken.setattr(program, "log_to", gone)
         (result,) = run(session, call()[1])
         assert result.error == "PermissionError: [Errno 13] Permission denied"
     with open("/dev/full", "w") as full:
