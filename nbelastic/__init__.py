@@ -9,7 +9,9 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from nbelastic.core.errors import (
+    from nbelastic.client.cluster import Cluster
+    from nbelastic.client.job import Job
+    from nbelastic.errors import (
         ClusterStoppedError,
         DiscoveryError,
         DriverLostError,
@@ -22,10 +24,9 @@ if TYPE_CHECKING:
         UsageError,
         WaitTimeoutError,
     )
-    from nbelastic.driver.cluster import Cluster
-    from nbelastic.driver.discovery import FixedHosts, HostDiscovery, ScriptDiscovery
-    from nbelastic.driver.job import Job
     from nbelastic.notebook import load_ipython_extension, unload_ipython_extension
+    from nbelastic.protocol.sources import HostDiscovery
+    from nbelastic.provision.discovery import FixedHosts, ScriptDiscovery
     from nbelastic.worker.elastic import (
         cross_group,
         cross_rank,
@@ -44,7 +45,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOME = {
-    "nbelastic.core.errors": (
+    "nbelastic.errors": (
         "ClusterStoppedError",
         "DiscoveryError",
         "DriverLostError",
@@ -57,9 +58,10 @@ _HOME = {
         "UsageError",
         "WaitTimeoutError",
     ),
-    "nbelastic.driver.cluster": ("Cluster",),
-    "nbelastic.driver.discovery": ("FixedHosts", "HostDiscovery", "ScriptDiscovery"),
-    "nbelastic.driver.job": ("Job",),
+    "nbelastic.client.cluster": ("Cluster",),
+    "nbelastic.protocol.sources": ("HostDiscovery",),
+    "nbelastic.provision.discovery": ("FixedHosts", "ScriptDiscovery"),
+    "nbelastic.client.job": ("Job",),
     "nbelastic.notebook": ("load_ipython_extension", "unload_ipython_extension"),
     "nbelastic.worker.elastic": (
         "cross_group",

@@ -2,6 +2,6 @@
 
 import sys
 
-from nbelastic.commands.main import main
+from nbelastic.cli.main import main
 
 sys.exit(main())

@@ -1,7 +1,7 @@
 """Mutation testing: change the code in one small place, run the tests, and see whether they notice.
 
     python tests/mutate.py --seed 7 --count 60
-    python tests/mutate.py --seed 7 --count 10 --files nbelastic/core/rounds.py
+    python tests/mutate.py --seed 7 --count 10 --files nbelastic/core/script_rounds.py
 
 Each mutant is run in a temporary copy: tests of the mutated module first, then all of tests/core (or those of the state, of
 tests/worker). The diff of each survivor is printed, and a summary as JSON at the end. Exits with 1 if fewer than 95 % of the

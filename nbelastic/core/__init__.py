@@ -1,1 +1,1 @@
-"""The pure core: what is, what happened, what is to be done. No clock, randomness, thread, socket or file in here."""
+"""The pure core: the state of a cluster, and what each event changes in it. No clock, randomness, thread, socket or file."""

@@ -1,39 +1,19 @@
-"""Where hosts and their workers' stores are reached, as text; and which stores have been left behind by a move."""
+"""At which addresses hosts are reached; and which workers' stores have been left behind by a move."""
 
 from __future__ import annotations
 
-from nbelastic.core.messages import WorkerId
-from nbelastic.core.placement import rank_order
-from nbelastic.core.world import Host, World
+from nbelastic.core.ranks import rank_order
+from nbelastic.core.state import Host, World
+from nbelastic.protocol.ids import WorkerId
+from nbelastic.system.addresses import address_of, is_loopback
 
 PROBE_PATIENCE = 5.0  # seconds that an agent may take to say whom it reaches
 STORE_PATIENCE = 2.0  # seconds that a worker may take to offer a store where its host is now
 
 
-def is_loopback(address: str) -> bool:
-    """Whether only this machine itself is reached there."""
-    return address.startswith("127.") or address == "::1"
-
-
 def outward(host: Host) -> tuple[str, ...]:
     """The addresses at which other machines may reach it, in its order of preference."""
     return tuple(interface.address for interface in host.addresses if not is_loopback(interface.address))
-
-
-def parted(endpoint: str) -> tuple[str, int]:
-    """Of "10.0.0.2:4711" and "tcp://[fd00::2]:4711": 10.0.0.2 and fd00::2, with their ports. ValueError if there is none."""
-    address, _, port = endpoint.rpartition("://")[2].rpartition(":")
-    return address.strip("[]"), int(port)
-
-
-def address_of(endpoint: str) -> str:
-    """The first part of that, whatever the second is."""
-    return endpoint.rpartition("://")[2].rpartition(":")[0].strip("[]")
-
-
-def bracketed(address: str) -> str:
-    """As it stands before a port: fd00::2 as "[fd00::2]", anything else as it is."""
-    return f"[{address}]" if ":" in address else address
 
 
 def has_store(world: World, w: WorkerId) -> bool:

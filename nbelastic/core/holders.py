@@ -6,18 +6,20 @@ from collections.abc import Collection
 
 from msgspec.structs import replace
 
-from nbelastic.core import messages as m
-from nbelastic.core.world import Worker, World
+from nbelastic.core import commands as cmd
+from nbelastic.core.state import Worker, World
+from nbelastic.protocol import events as ev
+from nbelastic.protocol.ids import WorkerId
 
-Commands = list[m.Command]
+Commands = list[cmd.Command]
 
 
-def holders(world: World) -> list[m.WorkerId]:
+def holders(world: World) -> list[WorkerId]:
     """Workers that do."""
     return [w for ids in (world.members, world.waiting) for w in ids if world.workers[w].has_state]
 
 
-def state_lives(world: World, without: Collection[m.WorkerId] = ()) -> bool:
+def state_lives(world: World, without: Collection[WorkerId] = ()) -> bool:
     """Whether the job's training state, if there is one yet, is somewhere else than with these workers."""
     job = world.active
     if job is None or not job.formed or world.kept is not None:
@@ -25,12 +27,12 @@ def state_lives(world: World, without: Collection[m.WorkerId] = ()) -> bool:
     return any(w not in without for w in holders(world))
 
 
-def alone_holds_state(world: World, w: m.WorkerId) -> bool:
+def alone_holds_state(world: World, w: WorkerId) -> bool:
     """Whether the job's training state would be lost with it."""
     return world.workers[w].has_state and not state_lives(world, (w,))
 
 
-def claims(world: World, old: Worker, event: m.WorkerReady) -> bool:
+def claims(world: World, old: Worker, event: ev.WorkerReady) -> bool:
     """Whether a worker that says so holds the newest state: not if worlds have formed without it since."""
     job, kept = world.active, world.kept
     if not event.holds or job is None or not job.formed or old.id in world.ranked:
@@ -55,7 +57,7 @@ def bequeath(world: World, out: Commands) -> World:
     heir = min((w for w in here if w.host == kept.by.host), key=lambda w: (world.workers[w].failures, w), default=None)
     if heir is None:
         return world
-    out.append(m.TakeKept(heir, kept.by, kept.commit))
+    out.append(cmd.TakeKept(heir, kept.by, kept.commit))
     return replace(world, kept=replace(kept, heir=heir))
 
 
@@ -71,5 +73,5 @@ def forget_kept(world: World, out: Commands) -> World:
     """Workers hold the state again, or nobody needs it."""
     if world.kept is None:
         return world
-    out.append(m.ForgetKept(world.kept.by))
+    out.append(cmd.ForgetKept(world.kept.by))
     return replace(world, kept=None)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from nbelastic.core import messages as m
-from nbelastic.core import setup, staffing
+from nbelastic.core import commands as cmd
+from nbelastic.core import provisioning, setup
 from nbelastic.core.holders import forget_kept, keeper
-from nbelastic.core.limits import NEVER
-from nbelastic.core.world import NO_BREAKS, HostPhase, Job, Stage, WorkerState, World
+from nbelastic.core.state import NO_BREAKS, HostPhase, Job, Stage, WorkerState, World
+from nbelastic.protocol.ids import WorkerId
+from nbelastic.protocol.limits import NEVER
 
-Commands = list[m.Command]
+Commands = list[cmd.Command]
 
 
 def refusal(world: World) -> tuple[str, str] | None:
@@ -28,9 +29,9 @@ def submit(world: World, name: str, now: float, out: Commands) -> World:
         return world
     problem = refusal(world)
     if problem:
-        out.append(m.EndJob(name, *problem, ()))
+        out.append(cmd.EndJob(name, *problem, ()))
         return world
-    out.append(m.Record("job-started", f"{name} was submitted"))
+    out.append(cmd.Record("job-started", f"{name} was submitted"))
     workers, starting, behind = dict(world.workers), set(world.starting), []
     for w, worker in world.workers.items():
         if worker.state in (WorkerState.READY, WorkerState.FAILED, WorkerState.SUCCEEDED) and not worker.failed_cell:
@@ -38,7 +39,7 @@ def submit(world: World, name: str, now: float, out: Commands) -> World:
             if not worker.job and setup.due(world, worker) is not None:
                 behind.append(w)
             elif not worker.job:
-                out.append(m.RunProgram(w, name))
+                out.append(cmd.RunProgram(w, name))
                 workers[w] = replace(workers[w], job=name, has_state=False, epoch=0)
                 starting.add(w)
     world = replace(
@@ -87,7 +88,7 @@ def abort(world: World, why: str, out: Commands) -> World:
         there = world.workers.keys() - world.stopped - world.ranked
         members += tuple(w for w in world.plan.members if w in there)
     if members:
-        out.append(m.AbortWorld(epoch, members, why))
+        out.append(cmd.AbortWorld(epoch, members, why))
     return replace(world, epoch=epoch, plan=None, ahead=frozenset())
 
 
@@ -96,13 +97,13 @@ def forget(world: World, now: float, out: Commands) -> World:
     name = keeper(world)
     world = forget_kept(world, out)
     if name in world.hosts and world.hosts[name].phase is HostPhase.DRAINING:
-        world = staffing.dismiss(world, staffing.on_host(world, name), now, out)
-        world = staffing.retire_empty(world, name, out)
+        world = provisioning.dismiss(world, provisioning.on_host(world, name), now, out)
+        world = provisioning.retire_empty(world, name, out)
     return world
 
 
 def end(
-    world: World, outcome: str, reason: str, now: float, out: Commands, *, culprit: m.WorkerId | None = None
+    world: World, outcome: str, reason: str, now: float, out: Commands, *, culprit: WorkerId | None = None
 ) -> World:
     """The job is over. Who is still in its program leaves it, or is killed: see `linger`."""
     job = world.active
@@ -112,12 +113,12 @@ def end(
     if inside:
         if outcome != "succeeded":
             world = abort(world, reason, out)
-        out.append(m.StopProgram(job.name, inside, reason, culprit))
+        out.append(cmd.StopProgram(job.name, inside, reason, culprit))
     older = any(worker.job not in ("", job.name) for worker in world.workers.values())  # programs that were told to end
     ranks = job.ranks or tuple(sorted(job.ended))
     # The event first: whoever waits for the job finds it in the log.
-    out.append(m.Record(f"job-{outcome}", f"{job.name} {outcome}: {reason}", worker=str(culprit or "")))
-    out.append(m.EndJob(job.name, outcome, reason, ranks, culprit))
+    out.append(cmd.Record(f"job-{outcome}", f"{job.name} {outcome}: {reason}", worker=str(culprit or "")))
+    out.append(cmd.EndJob(job.name, outcome, reason, ranks, culprit))
     world = forget(world, now, out)
     leaving = sorted(world.leaving)
     world = replace(
@@ -148,4 +149,4 @@ def end(
         linger_until=world.linger_until if older else 0.0,
     )
     world = linger(world, now) if inside else world
-    return staffing.staff(staffing.stop_workers(world, leaving, out), now, out)
+    return provisioning.staff(provisioning.stop_workers(world, leaving, out), now, out)

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from nbelastic.core import epochs
-from nbelastic.core import messages as m
-from nbelastic.core.world import World, put
+from nbelastic.core import commands as cmd
+from nbelastic.core import generations
+from nbelastic.core.state import World, put
+from nbelastic.protocol import events as ev
+from nbelastic.protocol.ids import WorkerId
 
-Commands = list[m.Command]
+Commands = list[cmd.Command]
 
 
-def silent(world: World, event: m.WorkerSilent, now: float, out: Commands) -> World:
+def silent(world: World, event: ev.WorkerSilent, now: float, out: Commands) -> World:
     """Something in its process may hold Python's interpreter lock: it is slow, until it has been silent for too long."""
     w, limits = event.worker, world.limits
     if w in world.stopped:  # it was told to end, and its agent sees to that
@@ -20,13 +22,13 @@ def silent(world: World, event: m.WorkerSilent, now: float, out: Commands) -> Wo
     process = event.state or ("uses no CPU time" if event.idle else "runs")
     text = f"nothing heard of it for {event.seconds:.0f} s though its host answers; its process {process}"
     if event.seconds >= (most if limits.stall is None else limits.stall):
-        out.append(m.StopWorker(w, kill=True))
-        return epochs.gone(world, w, f"{w} froze ({text})", now, out)
+        out.append(cmd.StopWorker(w, kill=True))
+        return generations.gone(world, w, f"{w} froze ({text})", now, out)
     if not world.workers[w].silent:
-        out.append(m.Record("worker-silent", f"{w}: {text}", host=w.host, worker=str(w)))
+        out.append(cmd.Record("worker-silent", f"{w}: {text}", host=w.host, worker=str(w)))
     return put(world, replace(world.workers[w], silent=text))
 
 
-def heard(world: World, w: m.WorkerId) -> World:
+def heard(world: World, w: WorkerId) -> World:
     """It is heard again."""
     return put(world, replace(world.workers[w], silent=""))

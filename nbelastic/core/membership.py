@@ -6,46 +6,39 @@ reason, as in torchft's `quorum_compute`. Stale news is dropped first. Nothing i
 
 from __future__ import annotations
 
-import signal
 from typing import assert_never
 
 from msgspec.structs import replace
 
+from nbelastic.core import commands as cmd
 from nbelastic.core import (
-    epochs,
+    generations,
+    hangs,
     jobs,
     liveness,
     mesh,
     networks,
-    planned,
-    rounds,
+    provisioning,
+    reconfiguration,
     script,
+    script_rounds,
     setup,
-    staffing,
-    standstill,
+    stalls,
     starting,
     stopping,
-    stuck,
     waits,
 )
-from nbelastic.core import messages as m
-from nbelastic.core import script_messages as s
 from nbelastic.core.holders import alone_holds_state, claims, unheard
-from nbelastic.core.limits import NEVER
-from nbelastic.core.world import (
-    HostPhase,
-    Stage,
-    Worker,
-    WorkerState,
-    World,
-    first,
-    less,
-    put,
-)
+from nbelastic.core.state import HostPhase, Stage, Worker, WorkerState, World, first, less, put
+from nbelastic.protocol import events as ev
+from nbelastic.protocol import script_events as sev
+from nbelastic.protocol.exit_codes import exit_text
+from nbelastic.protocol.ids import WorkerId
+from nbelastic.protocol.limits import NEVER
 
 __all__ = ["deadline", "step"]
 
-Commands = list[m.Command]
+Commands = list[cmd.Command]
 
 
 ABORTED = 1.0  # seconds that a member has to hear of an abort; a worker repeats its word after 2 s
@@ -53,7 +46,7 @@ YOUNG = 2.0  # seconds of life below which each death counts: nothing is forked 
 UNEXPLAINED = 3  # breaks in a row at one commit that no death explains: then the program's own error ends the job
 
 
-def step(world: World, event: m.Event, now: float) -> tuple[World, tuple[m.Command, ...]]:
+def step(world: World, event: ev.Event, now: float) -> tuple[World, tuple[cmd.Command, ...]]:
     """The world after `event`, which the driver received at `now` (seconds, monotonic), and what is to be done."""
     out: Commands = []
     before = world
@@ -66,24 +59,24 @@ def step(world: World, event: m.Event, now: float) -> tuple[World, tuple[m.Comma
     if world.probing:  # after the mesh, which may have left out a host with which a newcomer is probed
         world = networks.progress(world, now, out)
     if world.kept is not None:  # on a host which any of those may have left out
-        world = stuck.progress(world, now, out)
+        world = hangs.progress(world, now, out)
     if world.stopping:
         world = stopping.retire(world, now, out)
     if world.trial is not None or world.outdated:
         world = setup.progress(world, now, out)
     if world.script is not None or world.guests:
         world = script.progress(before, world, now, out)
-    world = planned.progress(staffing.let_in(world, now), now, out)
+    world = reconfiguration.progress(provisioning.let_in(world, now), now, out)
     if world.early and world.plan is None:
         world = _hear_early(world, now, out)
-    world = waits.renew(staffing.let_in(world, now), now)
+    world = waits.renew(provisioning.let_in(world, now), now)
     world = stopping.expect_ends(world, now)
     if world.still is not None:
-        world = standstill.explain(world)
+        world = stalls.explain(world)
     return world, tuple(out)
 
 
-def _hear_later(world: World, event: m.WorkerSucceeded | m.ProgramEnded) -> World:
+def _hear_later(world: World, event: ev.WorkerSucceeded | ev.ProgramEnded) -> World:
     """Keep a word of the planned world until all members have left the present one."""
     return world if event in world.early else replace(world, early=(*world.early, event))
 
@@ -93,7 +86,7 @@ def _hear_early(world: World, now: float, out: Commands) -> World:
     early, world = world.early, replace(world, early=())
     for event in early:
         if event.worker in world.workers:  # type: ignore[attr-defined]  # words and ends of programs have one
-            world = planned.progress(_take(world, event, now, out), now, out)
+            world = reconfiguration.progress(_take(world, event, now, out), now, out)
     return world
 
 
@@ -107,13 +100,13 @@ def deadline(world: World, now: float) -> float:
         world.close_by,
         min(world.ends.values(), default=NEVER),
         world.suspect_since + limits.timeouts.grace if world.suspects else NEVER,
-        epochs.short_until(world),
+        generations.short_until(world),
         waits.deadline(world),
         world.mesh.until,
         world.setup_by,
         min(world.held.values(), default=NEVER),
         min((admission.until for admission in world.probing.values()), default=NEVER) if world.probing else NEVER,
-        rounds.deadline(world.script) if world.script is not None else NEVER,
+        script_rounds.deadline(world.script) if world.script is not None else NEVER,
     )
     return max(now, min(times))
 
@@ -130,87 +123,87 @@ def _pass_time(world: World, now: float, out: Commands) -> World:
     if world.suspects and now >= world.suspect_since + limits.timeouts.grace:
         world = _break_unexplained(world, now, out)
     world = waits.act(world, now, out)
-    if now >= epochs.short_until(world):
-        world = epochs.give_up(world, now, out)
-    return staffing.staff(starting.overdue(world, now, out), now, out) if now >= world.wake_at else world
+    if now >= generations.short_until(world):
+        world = generations.give_up(world, now, out)
+    return provisioning.staff(starting.overdue(world, now, out), now, out) if now >= world.wake_at else world
 
 
-def _take(world: World, event: m.Event, now: float, out: Commands) -> World:
+def _take(world: World, event: ev.Event, now: float, out: Commands) -> World:
     match event:
-        case m.WorkerReady():
+        case ev.WorkerReady():
             return _ready(world, event, now, out)
-        case m.WorkerFormed() | m.WorkerOffered() | m.WorkerRaised() | m.WorkerSucceeded() | m.StoreOffered():
+        case ev.WorkerFormed() | ev.WorkerOffered() | ev.WorkerRaised() | ev.WorkerSucceeded() | ev.StoreOffered():
             return _take_word(world, event, now, out)
-        case m.WorkerPrepared():
-            return planned.prepared(world, event, now)
-        case m.HostAdded() | m.HostRemoved() | m.HostsDiscovered() | m.Scaled():
+        case ev.WorkerPrepared():
+            return reconfiguration.prepared(world, event, now)
+        case ev.HostAdded() | ev.HostRemoved() | ev.HostsDiscovered() | ev.Scaled():
             return _take_order(world, event, now, out)
-        case m.AgentReady():
+        case ev.AgentReady():
             return networks.agent_ready(world, event, now, out)
-        case m.DoorOpened(address=address):
+        case ev.DoorOpened(address=address):
             return networks.open_door(world, address, now, out)
-        case m.AgentLost(host=name, reason=reason):
-            return epochs.host_gone(world, name, reason, now, out)
-        case m.Probed():
+        case ev.AgentLost(host=name, reason=reason):
+            return generations.host_gone(world, name, reason, now, out)
+        case ev.Probed():
             return mesh.probed(networks.probed(world, event), event)
-        case m.WorkerStarted(worker=w, pid=pid):
+        case ev.WorkerStarted(worker=w, pid=pid):
             return put(world, replace(world.workers[w], pid=pid))
-        case m.WorkerExited(worker=w, code=code):
-            return epochs.gone(
+        case ev.WorkerExited(worker=w, code=code):
+            return generations.gone(
                 world, w, f"{w} died ({exit_text(code)})", now, out, blameless=_stuck(world.workers[w], code, now)
             )
-        case m.WorkerFroze(worker=w, state=state):
-            out.append(m.StopWorker(w, kill=True))
-            return epochs.gone(world, w, f"{w} froze ({state})", now, out)
-        case m.WorkerSilent():
+        case ev.WorkerFroze(worker=w, state=state):
+            out.append(cmd.StopWorker(w, kill=True))
+            return generations.gone(world, w, f"{w} froze ({state})", now, out)
+        case ev.WorkerSilent():
             return liveness.silent(waits.silent(world, event, now), event, now, out)
-        case m.WorkerHeard(worker=w):
+        case ev.WorkerHeard(worker=w):
             return liveness.heard(world, w)
-        case m.WorkerStuck():
-            return stuck.asks(world, event, now, out)
-        case m.StateKept():
-            return stuck.kept(world, event, out)
-        case m.RestartRequested(worker=w, by=by):
+        case ev.WorkerStuck():
+            return hangs.asks(world, event, now, out)
+        case ev.StateKept():
+            return hangs.kept(world, event, out)
+        case ev.RestartRequested(worker=w, by=by):
             return _restart(world, w, by, now, out)
-        case m.WorkerRegistered(worker=w):
+        case ev.WorkerRegistered(worker=w):
             return setup.registered(world, w, now, out)
-        case m.SetupEnded():
+        case ev.SetupEnded():
             return setup.ended(world, event, now, out)
-        case m.SetupSubmitted():
+        case ev.SetupSubmitted():
             return setup.submit(world, event, now, out)
-        case m.SetupCleared(key=key):
+        case ev.SetupCleared(key=key):
             return setup.clear(world, key, now, out)
-        case m.ProgramEnded():
+        case ev.ProgramEnded():
             return _program_ended(world, event, now, out)
-        case m.DiscoveryFailed(reason=reason):
+        case ev.DiscoveryFailed(reason=reason):
             return _discovery_failed(world, reason, now, out)
-        case m.JobSubmitted(job=job):
+        case ev.JobSubmitted(job=job):
             return jobs.submit(world, job, now, out)
-        case m.JobStopRequested(job=job, reason=reason):
+        case ev.JobStopRequested(job=job, reason=reason):
             if world.active is not None and world.active.name == job:
                 return jobs.end(world, "stopped", reason, now, out)
             return script.stop(world, job, reason, now, out)
-        case m.StopRequested():
+        case ev.StopRequested():
             return stopping.stop(world, event, now, out)
-        case m.WorkerAt():
-            return standstill.heard(waits.heard(world, event, now), event, now, out)
-        case m.StoodStill() | m.WentOn():
-            return standstill.heard(world, event, now, out)
-        case s.ScriptSubmitted():
+        case ev.WorkerAt():
+            return stalls.heard(waits.heard(world, event, now), event, now, out)
+        case ev.StoodStill() | ev.WentOn():
+            return stalls.heard(world, event, now, out)
+        case sev.ScriptSubmitted():
             return script.submit(world, event, now, out)
-        case s.GuestCame():
+        case sev.GuestCame():
             return script.came(world, event, now, out)
-        case s.NodeReady():
+        case sev.NodeReady():
             return script.ready(world, event, now, out)
-        case s.NodeStarted() | s.NodeFailed() | s.NodeSucceeded() | s.NodeLeft():
+        case sev.NodeStarted() | sev.NodeFailed() | sev.NodeSucceeded() | sev.NodeLeft():
             return script.take(world, event, now, out)
-        case m.Ticked():
+        case ev.Ticked():
             return world
         case _:
             raise TypeError(f"{type(event).__name__} is no event that step() knows")
 
 
-Order = m.HostAdded | m.HostRemoved | m.HostsDiscovered | m.Scaled
+Order = ev.HostAdded | ev.HostRemoved | ev.HostsDiscovered | ev.Scaled
 
 
 def _take_order(world: World, event: Order, now: float, out: Commands) -> World:
@@ -219,66 +212,66 @@ def _take_order(world: World, event: Order, now: float, out: Commands) -> World:
         return world
     before = world
     match event:
-        case m.HostAdded(host=spec, by=by):
+        case ev.HostAdded(host=spec, by=by):
             world = replace(world, removed=world.removed - {spec.name})
-            world = staffing.add(world, spec, now, out, by=by or "discovery", by_hand=True)
-        case m.HostRemoved():
+            world = provisioning.add(world, spec, now, out, by=by or "discovery", by_hand=True)
+        case ev.HostRemoved():
             world = _remove(replace(world, removed=world.removed | {event.name}), event, now, out)
             world = script.remove(world, event, out)
-        case m.HostsDiscovered(hosts=specs):
-            world = staffing.discovered(replace(world, discovered=True), specs, now, out)
-        case m.Scaled(min=low, max=high, by=by):
-            out.append(m.Record("scaled", f"min {low}, max {high if high is not None else 'unlimited'} by {by}"))
+        case ev.HostsDiscovered(hosts=specs):
+            world = provisioning.discovered(replace(world, discovered=True), specs, now, out)
+        case ev.Scaled(min=low, max=high, by=by):
+            out.append(cmd.Record("scaled", f"min {low}, max {high if high is not None else 'unlimited'} by {by}"))
             world = replace(world, limits=replace(world.limits, min=low, max=high), since=now)
         case _:
             assert_never(event)
-    staffing.tell_of_room(before, world, out)
-    return staffing.staff(world, now, out)
+    provisioning.tell_of_room(before, world, out)
+    return provisioning.staff(world, now, out)
 
 
 def _discovery_failed(world: World, reason: str, now: float, out: Commands) -> World:
     """Fatal only if it has never answered and no other host is known; otherwise the hosts stay as they are."""
     if not world.discovered and not world.hosts:
-        return stopping.stop(world, m.StopRequested(f"host discovery failed: {reason}"), now, out)
-    out.append(m.Record("discovery-failed", reason))
+        return stopping.stop(world, ev.StopRequested(f"host discovery failed: {reason}"), now, out)
+    out.append(cmd.Record("discovery-failed", reason))
     return world
 
 
-def _remove(world: World, event: m.HostRemoved, now: float, out: Commands) -> World:
+def _remove(world: World, event: ev.HostRemoved, now: float, out: Commands) -> World:
     """Drain it; or, `now`, take it away as if it had died, but without a strike."""
     name, by = event.name, event.by or "discovery"
     host = world.hosts.get(name)
     if host is None or (host.phase is HostPhase.DRAINING and not event.now):
         return world
-    world = staffing.drain(world, name, "at once" if event.now else "at the next commit", by, out)
-    workers = staffing.on_host(world, name)
+    world = provisioning.drain(world, name, "at once" if event.now else "at the next commit", by, out)
+    workers = provisioning.on_host(world, name)
     if event.now:
-        world = epochs.lose(world, workers, f"host {name} was removed at once", now, out, keep=True)
-        world = staffing.stop_workers(world, workers, out, kill=True)
+        world = generations.lose(world, workers, f"host {name} was removed at once", now, out, keep=True)
+        world = provisioning.stop_workers(world, workers, out, kill=True)
     else:
-        world = staffing.dismiss(world, workers, now, out)
-    return staffing.retire_empty(world, name, out)
+        world = provisioning.dismiss(world, workers, now, out)
+    return provisioning.retire_empty(world, name, out)
 
 
-def _restart(world: World, w: m.WorkerId, by: str, now: float, out: Commands) -> World:
+def _restart(world: World, w: WorkerId, by: str, now: float, out: Commands) -> World:
     """A person has lost patience with it: it is killed and replaced, without a strike. Not if the job would be lost."""
     if world.stopping or w in world.stopped:
         return world
     if alone_holds_state(world, w):
         text = f"{by}: {w} is not restarted, as it alone holds the training state"
-        out.append(m.Record("order-refused", text, host=w.host, worker=str(w)))
+        out.append(cmd.Record("order-refused", text, host=w.host, worker=str(w)))
         return world
-    out.append(m.StopWorker(w, kill=True))
-    return epochs.gone(world, w, f"{w} was restarted by {by}", now, out, blameless=True)
+    out.append(cmd.StopWorker(w, kill=True))
+    return generations.gone(world, w, f"{w} was restarted by {by}", now, out, blameless=True)
 
 
-def _ready(world: World, event: m.WorkerReady, now: float, out: Commands) -> World:
+def _ready(world: World, event: ev.WorkerReady, now: float, out: Commands) -> World:
     """It waits for a world. Newcomers come at any time; a member is waited for when its epoch is over."""
     w, job, old = event.worker, world.active, world.workers[event.worker]
     if old.state in (WorkerState.STOPPED, WorkerState.FAILED):
         return world
     if job is None or event.job != job.name:  # it began the program when the job was already over
-        out.append(m.StopProgram(event.job, (w,), "the job is over"))
+        out.append(cmd.StopProgram(event.job, (w,), "the job is over"))
         return world
     if old.job != job.name or not old.epoch <= event.epoch <= world.numbered:
         return world
@@ -300,11 +293,11 @@ def _ready(world: World, event: m.WorkerReady, now: float, out: Commands) -> Wor
     last = world.undone.epoch if world.undone is not None and w in world.undone.members else world.epoch
     match world.stage:
         case Stage.GATHERING | Stage.LEAVING if event.epoch >= last:
-            return epochs.left(replace(world, awaiting=less(world.awaiting, frozenset({w}))), worker, now, out)
+            return generations.left(replace(world, awaiting=less(world.awaiting, frozenset({w}))), worker, now, out)
         case Stage.LEAVING if left and w in world.awaiting:  # said before it was told that it will not be
-            out.append(m.AbortWorld(last, (w,), "the prepared epoch was called off"))
+            out.append(cmd.AbortWorld(last, (w,), "the prepared epoch was called off"))
         case Stage.GATHERING if w in world.awaiting:  # it never heard of the epoch that broke
-            out.append(m.AbortWorld(last, (w,), "this epoch is over"))
+            out.append(cmd.AbortWorld(last, (w,), "this epoch is over"))
         case Stage.FORMING if not left and w in world.awaiting and world.order:  # it missed the order
             out.append(replace(world.order, to=(w,)))
         case Stage.FORMING | Stage.RUNNING | Stage.PREPARING | Stage.ASKED if left:  # nobody told it to leave
@@ -312,7 +305,7 @@ def _ready(world: World, event: m.WorkerReady, now: float, out: Commands) -> Wor
     return world
 
 
-Word = m.StoreOffered | m.WorkerFormed | m.WorkerOffered | m.WorkerRaised | m.WorkerSucceeded
+Word = ev.StoreOffered | ev.WorkerFormed | ev.WorkerOffered | ev.WorkerRaised | ev.WorkerSucceeded
 
 
 def _take_word(world: World, event: Word, now: float, out: Commands) -> World:
@@ -321,32 +314,32 @@ def _take_word(world: World, event: Word, now: float, out: Commands) -> World:
     if plan is not None and event.epoch == plan.epoch and w in plan.members:  # it is ahead of those who have not left
         if world.stage is not Stage.LEAVING:
             return world
-        if isinstance(event, m.WorkerFormed):
+        if isinstance(event, ev.WorkerFormed):
             return replace(world, ahead=world.ahead | {w})
-        return _hear_later(world, event) if isinstance(event, m.WorkerSucceeded) else world
+        return _hear_later(world, event) if isinstance(event, ev.WorkerSucceeded) else world
     if not world.active or event.epoch != world.epoch or w not in world.ranked:
         return world
     match event:
-        case m.StoreOffered(store=store):
+        case ev.StoreOffered(store=store):
             return put(world, replace(world.workers[w], store=store))
-        case m.WorkerFormed():
+        case ev.WorkerFormed():
             forming = world.stage is Stage.FORMING and w in world.awaiting
-            return epochs.formed(world, w, now, out) if forming else world
-        case m.WorkerOffered(commit=commit, ask=ask):
+            return generations.formed(world, w, now, out) if forming else world
+        case ev.WorkerOffered(commit=commit, ask=ask):
             if world.stage is not Stage.ASKED or w not in world.awaiting or ask != world.asks:
                 return world
             return replace(world, awaiting=world.awaiting - {w}, offers=(*world.offers, commit))
-        case m.WorkerRaised(intact=intact, error=error):
+        case ev.WorkerRaised(intact=intact, error=error):
             late = now - world.broken_at > ABORTED  # before that the abort may still be on its way
             if world.stage is Stage.GATHERING and w in world.awaiting and late:  # it missed the abort
-                out.append(m.AbortWorld(world.epoch, (w,), "this epoch is over"))
+                out.append(cmd.AbortWorld(world.epoch, (w,), "this epoch is over"))
             if world.stage is Stage.GATHERING or w in world.active.late:
                 return world
             if intact:
                 return jobs.end(world, "failed", f"{_rank(world, w)} raised {error}", now, out, culprit=w)
             return _suspect(world, w, error, now)
-        case m.WorkerSucceeded():
-            return epochs.succeeded(world, w, now, out)
+        case ev.WorkerSucceeded():
+            return generations.succeeded(world, w, now, out)
         case _:
             assert_never(event)
 
@@ -362,10 +355,10 @@ def _break_unexplained(world: World, now: float, out: Commands) -> World:
         return jobs.end(world, "failed", why, now, out, culprit=culprit)
     why = f"connections of {first(world.suspects)} broke though every worker lives"
     world = mesh.begin(world, now, out)
-    return epochs.break_epoch(replace(world, unexplained=(count, begun)), why, now, out)
+    return generations.break_epoch(replace(world, unexplained=(count, begun)), why, now, out)
 
 
-def _suspect(world: World, w: m.WorkerId, error: str, now: float) -> World:
+def _suspect(world: World, w: WorkerId, error: str, now: float) -> World:
     """It lost a connection though nobody is known to be dead: the news of a death may be on its way."""
     job = world.active
     if job is None or w in job.succeeded or w in job.late:
@@ -375,7 +368,7 @@ def _suspect(world: World, w: m.WorkerId, error: str, now: float) -> World:
     return replace(world, suspects=frozenset((w,)), suspect_since=now, complaint=error)
 
 
-def _program_ended(world: World, event: m.ProgramEnded, now: float, out: Commands) -> World:
+def _program_ended(world: World, event: ev.ProgramEnded, now: float, out: Commands) -> World:
     """The program came to its end on `w`: a result, the user's error, or the end of what was told to stop."""
     w, name, error = event.worker, event.job, event.error
     worker, job = world.workers[w], world.active
@@ -392,48 +385,38 @@ def _program_ended(world: World, event: m.ProgramEnded, now: float, out: Command
         return setup.run_next(world, w, now, out)
     if stopped or w in job.late:
         leavers = world.leaving & gone
-        world = epochs.lose(world, gone, f"{w} did not finish", now, out, keep=True)
-        return staffing.stop_workers(world, leavers, out)
+        world = generations.lose(world, gone, f"{w} did not finish", now, out, keep=True)
+        return provisioning.stop_workers(world, leavers, out)
     if not error:
         return _program_returned(world, w, now, out)
     if world.kept is not None and w == world.kept.heir:
         why = f"{w} could not read the training state that {world.kept.by} has kept: {error}"
         return jobs.end(world, "failed", why, now, out, culprit=w)
     if job.formed and w not in world.ranked:
-        out.append(m.Record("worker-failed", f"newcomer {w} failed: {error}", host=w.host, worker=str(w)))
+        out.append(cmd.Record("worker-failed", f"newcomer {w} failed: {error}", host=w.host, worker=str(w)))
         return setup.fail_worker(world, w, error)
     return jobs.end(world, "failed", f"{_rank(world, w)} raised {error}", now, out, culprit=w)
 
 
-def _program_returned(world: World, w: m.WorkerId, now: float, out: Commands) -> World:
+def _program_returned(world: World, w: WorkerId, now: float, out: Commands) -> World:
     """A member whose program is over has finished, whatever became of its own word of that."""
     job = world.active
     assert job is not None
     if w in world.ranked:
         idle = world.workers[w]
-        world = put(epochs.succeeded(world, w, now, out), idle)
+        world = put(generations.succeeded(world, w, now, out), idle)
     elif job.formed:
-        out.append(m.Record("worker-idle", f"newcomer {w} ended its program without training", worker=str(w)))
+        out.append(cmd.Record("worker-idle", f"newcomer {w} ended its program without training", worker=str(w)))
         return world
     job = world.active
     assert job is not None
     return jobs.finish(replace(world, job=replace(job, ended=job.ended | {w})), now, out)
 
 
-def exit_text(code: int) -> str:
-    """A process's end in words: `SIGKILL`, `exit code 3`."""
-    if code < 0:
-        try:
-            return signal.Signals(-code).name
-        except ValueError:
-            return f"signal {-code}"
-    return f"exit code {code}"
-
-
 def _stuck(worker: Worker, code: int, now: float) -> bool:
     """Whether it ended itself as an abort could not wake it. A program that exits with that code at once is no such case."""
-    return code == m.STUCK and now - worker.since >= YOUNG
+    return code == ev.STUCK and now - worker.since >= YOUNG
 
 
-def _rank(world: World, w: m.WorkerId) -> str:
+def _rank(world: World, w: WorkerId) -> str:
     return f"rank {world.members.index(w)} ({w})" if w in world.ranked else str(w)

@@ -12,12 +12,14 @@ from itertools import combinations
 
 from msgspec.structs import replace
 
-from nbelastic.core import epochs, staffing
-from nbelastic.core import messages as m
-from nbelastic.core.addresses import PROBE_PATIENCE, is_loopback
-from nbelastic.core.world import HostPhase, Mesh, World
+from nbelastic.core import commands as cmd
+from nbelastic.core import generations, provisioning
+from nbelastic.core.addresses import PROBE_PATIENCE
+from nbelastic.core.state import HostPhase, Mesh, World
+from nbelastic.protocol import events as ev
+from nbelastic.system.addresses import is_loopback
 
-Commands = list[m.Command]
+Commands = list[cmd.Command]
 Pair = tuple[str, str]
 FEW = 8  # hosts; up to so many are all probed with one another, of more only neighbours, and rank 0's host with all
 MANY = 16  # hosts; of more that could not be joined only so many are all probed with one another
@@ -37,13 +39,13 @@ def begin(world: World, now: float, out: Commands, among: Collection[str] = ()) 
     probes = [probe for one, other in sorted(pairs) for probe in ((one, other), (other, one))]
     for prober, target in probes:
         host = world.hosts[target]
-        out.append(m.Probe(prober, target, (host.address,), host.port, number))
+        out.append(cmd.Probe(prober, target, (host.address,), host.port, number))
     awaited, until = frozenset(probes), now + PROBE_PATIENCE
     mesh = replace(world.mesh, number=number, until=until, awaited=awaited, pairs=pairs, among=tuple(told_apart))
     return replace(world, probes=number, mesh=mesh)
 
 
-def probed(world: World, event: m.Probed) -> World:
+def probed(world: World, event: ev.Probed) -> World:
     """One more answer in the present round."""
     mesh, probe, host = world.mesh, (event.host, event.target), world.hosts.get(event.target)
     if event.number != mesh.number or probe not in mesh.awaited:
@@ -105,7 +107,7 @@ def _leave_out(world: World, pairs: frozenset[Pair], broken: set[Pair], now: flo
             why = "is younger"
         others = sorted(other for pair in broken if name in pair for other in pair if other != name)
         text = f"{name} and {', '.join(others)} do not reach one another; {name} is left out, as it {why}"
-        world = staffing.place(world, replace(world.hosts[name], apart=tuple(others)))
-        world = epochs.leave_out(world, name, text, now, out, kind="host-unreachable")
+        world = provisioning.place(world, replace(world.hosts[name], apart=tuple(others)))
+        world = generations.leave_out(world, name, text, now, out, kind="host-unreachable")
         broken = {pair for pair in broken if name not in pair}
     return world

@@ -13,30 +13,32 @@ from collections.abc import Sequence
 
 from msgspec.structs import replace
 
-from nbelastic.core import epochs, staffing
-from nbelastic.core import messages as m
-from nbelastic.core.addresses import PROBE_PATIENCE, is_loopback, outward
-from nbelastic.core.world import Admission, Host, HostPhase, World
+from nbelastic.core import commands as cmd
+from nbelastic.core import generations, provisioning
+from nbelastic.core.addresses import PROBE_PATIENCE, outward
+from nbelastic.core.state import Admission, Host, HostPhase, World
+from nbelastic.protocol import events as ev
+from nbelastic.system.addresses import is_loopback
 
-Commands = list[m.Command]
+Commands = list[cmd.Command]
 AT_ONCE = 32  # partners of one round: with more there are several rounds
 NAMED = 3  # of many hosts, in a text
 
 
-def agent_ready(world: World, event: m.AgentReady, now: float, out: Commands) -> World:
+def agent_ready(world: World, event: ev.AgentReady, now: float, out: Commands) -> World:
     """The agent of a host that was starting is there: use the host, refuse it, or probe its network first."""
     name, world = event.host, replace(world, here=event.here or world.here)
     host = world.hosts.get(name)
     if host is None or host.phase is not HostPhase.STARTING or name in world.probing:
         return world
     if event.problem:
-        return epochs.leave_out(world, name, event.problem, now, out, kind="host-refused")
+        return generations.leave_out(world, name, event.problem, now, out, kind="host-refused")
     host = replace(host, addresses=event.addresses, port=event.port, address="", agreed=(), moved_at=0.0)
     if not event.addresses:
-        return staffing.admit(world, host, f"{name} is up", now, out)
+        return provisioning.admit(world, host, f"{name} is up", now, out)
     first = event.addresses[0].address
     if is_loopback(first) and not wide(world):
-        return staffing.admit(world, replace(host, address=first), f"{name} is up", now, out)
+        return provisioning.admit(world, replace(host, address=first), f"{name} is up", now, out)
     return _begin(widen(world, now, out), host, now, out)
 
 
@@ -52,7 +54,7 @@ def open_door(world: World, address: str, now: float, out: Commands) -> World:
     return widen(replace(world, door=world.door or address), now, out)
 
 
-def probed(world: World, event: m.Probed) -> World:
+def probed(world: World, event: ev.Probed) -> World:
     """An agent says whom it reached. What nobody asked for, or not any more, is no news."""
     probe = (event.host, event.target)
     name = next((n for n in probe if n in world.probing and world.probing[n].number == event.number), "")
@@ -93,11 +95,11 @@ def widen(world: World, now: float, out: Commands) -> World:
 
 def _move(world: World, host: Host, address: str, now: float, out: Commands) -> World:
     interface = next(interface.name for interface in host.addresses if interface.address == address)
-    out.append(m.Rehome(host.spec.name, address, interface))
+    out.append(cmd.Rehome(host.spec.name, address, interface))
     if _is_there(host):
         text = f"{host.spec.name} is reached at {address} ({interface}) now, no longer at {host.address}"
-        out.append(m.Record("host-moved", text, host=host.spec.name))
-    return staffing.place(world, replace(host, address=address, moved_at=now))
+        out.append(cmd.Record("host-moved", text, host=host.spec.name))
+    return provisioning.place(world, replace(host, address=address, moved_at=now))
 
 
 def _partners(world: World, newcomer: Host, passed: frozenset[str]) -> tuple[Host, ...]:
@@ -132,7 +134,7 @@ def _begin(world: World, host: Host, now: float, out: Commands) -> World:
     own = _own(world, host)
     if not own:
         reason = f"has no address but {host.addresses[0].address}, and the other hosts are on other machines"
-        return epochs.leave_out(world, host.spec.name, reason, now, out, kind="host-unreachable")
+        return generations.leave_out(world, host.spec.name, reason, now, out, kind="host-unreachable")
     return _probe(world, host, own, now, out)
 
 
@@ -144,14 +146,14 @@ def _probe(
     if not partners:
         return _admit(world, host, own, now, out)
     number = world.probes + 1
-    probes = [m.Probe(name, p.spec.name, _known(p), p.port, number) for p in partners]
-    probes += [m.Probe(p.spec.name, name, own, host.port, number) for p in partners]
+    probes = [cmd.Probe(name, p.spec.name, _known(p), p.port, number) for p in partners]
+    probes += [cmd.Probe(p.spec.name, name, own, host.port, number) for p in partners]
     probes = [probe for probe in probes if probe.addresses]
     out.extend(probes)
     names = tuple(p.spec.name for p in partners)
     awaited = frozenset((probe.host, probe.target) for probe in probes)
     admission = Admission(number, names, own, now + PROBE_PATIENCE, awaited, passed=passed)
-    world = staffing.place(world, replace(host, reason=f"its network is probed with {_listed(names)}"))
+    world = provisioning.place(world, replace(host, reason=f"its network is probed with {_listed(names)}"))
     return replace(world, probes=number, probing={**world.probing, name: admission})
 
 
@@ -171,7 +173,7 @@ def _decide(world: World, host: Host, admission: Admission, now: float, out: Com
     met = {p.spec.name: _met(p, admission.answers.get((name, p.spec.name), ())) for p in partners}
     if not own or not all(met.values()):
         reason = _why_not(host, admission, partners, met)
-        return epochs.leave_out(world, name, reason, now, out, kind="host-unreachable")
+        return generations.leave_out(world, name, reason, now, out, kind="host-unreachable")
     for met_name, where in met.items():
         world = _meet(world, world.hosts[met_name], where, now, out)
     return _probe(world, host, own, now, out, passed=admission.passed.union(admission.partners))
@@ -185,7 +187,7 @@ def _met(partner: Host, reached: tuple[str, ...]) -> tuple[str, ...]:
 def _meet(world: World, partner: Host, met: tuple[str, ...], now: float, out: Commands) -> World:
     """The partner is where the newcomer reaches it; if it has to move, so do all hosts of its machine."""
     left = partner.address
-    world = staffing.place(world, replace(partner, agreed=met))
+    world = provisioning.place(world, replace(partner, agreed=met))
     if left in met:
         return world
     for host in world.hosts.values():
@@ -200,7 +202,7 @@ def _admit(world: World, host: Host, agreed: tuple[str, ...], now: float, out: C
     if address != host.address:  # its agent would have taken its first
         world = _move(world, host, address, now, out)
         host = world.hosts[name]
-    return staffing.admit(world, host, f"{name} is up at {address}", now, out)
+    return provisioning.admit(world, host, f"{name} is up at {address}", now, out)
 
 
 def _why_not(host: Host, admission: Admission, partners: list[Host], met: dict[str, tuple[str, ...]]) -> str:

@@ -10,11 +10,13 @@ from collections.abc import Collection
 
 from msgspec.structs import replace
 
-from nbelastic.core import messages as m
-from nbelastic.core.limits import NEVER
-from nbelastic.core.world import SetupCell, Trial, Worker, WorkerState, World, less, put
+from nbelastic.core import commands as cmd
+from nbelastic.core.state import SetupCell, Trial, Worker, WorkerState, World, less, put
+from nbelastic.protocol import events as ev
+from nbelastic.protocol.ids import WorkerId
+from nbelastic.protocol.limits import NEVER
 
-Commands = list[m.Command]
+Commands = list[cmd.Command]
 
 
 def lacking(world: World, worker: Worker) -> SetupCell | None:
@@ -32,7 +34,7 @@ def due(world: World, worker: Worker) -> SetupCell | None:
     return None if trial.cell.version in worker.ran or worker.id in trial.failed else trial.cell
 
 
-def submit(world: World, event: m.SetupSubmitted, now: float, out: Commands) -> World:
+def submit(world: World, event: ev.SetupSubmitted, now: float, out: Commands) -> World:
     """Try a cell on the workers that are ready, and on those on which an earlier version of it failed."""
     if world.stopping or world.active or world.trial is not None:
         return world  # the caller sees that its trial has not begun
@@ -52,11 +54,11 @@ def clear(world: World, key: str, now: float, out: Commands) -> World:
     if kept == world.setup:
         return world
     what = f"setup cell {key} was" if key else "all setup cells were"
-    out.append(m.Record("setup-changed", f"{what} cleared"))
+    out.append(cmd.Record("setup-changed", f"{what} cleared"))
     return _catch_up(replace(world, setup=kept), now, out)
 
 
-def registered(world: World, w: m.WorkerId, now: float, out: Commands) -> World:
+def registered(world: World, w: WorkerId, now: float, out: Commands) -> World:
     """Its engine takes code: it runs the cells, and then the program if a job is on."""
     worker = world.workers[w]
     if worker.state is not WorkerState.STARTING or worker.registered:
@@ -64,7 +66,7 @@ def registered(world: World, w: m.WorkerId, now: float, out: Commands) -> World:
     return _advance(put(world, replace(worker, registered=True)), w, now, out)
 
 
-def ended(world: World, event: m.SetupEnded, now: float, out: Commands) -> World:
+def ended(world: World, event: ev.SetupEnded, now: float, out: Commands) -> World:
     """A worker has run a cell. In a trial, what failed is judged when all have ended."""
     w, trial = event.worker, world.trial
     worker = world.workers[w]
@@ -96,7 +98,7 @@ def progress(world: World, now: float, out: Commands) -> World:
     return _catch_up(world, now, out, but=world.failed) if world.outdated else world
 
 
-def overdue(world: World, now: float) -> tuple[list[m.WorkerId], World]:
+def overdue(world: World, now: float) -> tuple[list[WorkerId], World]:
     """Workers whose cell has run for too long, and the world with the time at which the next one will have."""
     limit = world.limits.timeouts.setup
     ends = {w: worker.cell_since + limit for w, worker in world.workers.items() if worker.cell and w in world.starting}
@@ -104,12 +106,12 @@ def overdue(world: World, now: float) -> tuple[list[m.WorkerId], World]:
     return late, replace(world, setup_by=min((end for end in ends.values() if now < end), default=NEVER))
 
 
-def _runs(world: World, w: m.WorkerId, version: int) -> bool:
+def _runs(world: World, w: WorkerId, version: int) -> bool:
     worker = world.workers.get(w)
     return worker is not None and worker.state is WorkerState.STARTING and worker.cell == version
 
 
-def run_next(world: World, w: m.WorkerId, now: float, out: Commands) -> World:
+def run_next(world: World, w: WorkerId, now: float, out: Commands) -> World:
     """A worker without a program takes the active job's, unless that is about to end."""
     job, worker = world.active, world.workers[w]
     if worker.state is not WorkerState.READY or worker.job:
@@ -119,18 +121,18 @@ def run_next(world: World, w: m.WorkerId, now: float, out: Commands) -> World:
         return _run(world, w, cell, now, out)
     if job is None or job.succeeded or job.ended:
         return world
-    out.append(m.RunProgram(w, job.name))
+    out.append(cmd.RunProgram(w, job.name))
     return put(replace(world, starting=world.starting | {w}), replace(worker, job=job.name, epoch=0))
 
 
-def fail_worker(world: World, w: m.WorkerId, reason: str) -> World:
+def fail_worker(world: World, w: WorkerId, reason: str) -> World:
     """It lives, for inspection, but is of no use to this job."""
     worker = replace(world.workers[w], state=WorkerState.FAILED, reason=reason)
     return put(replace(world, failed=world.failed | {w}), worker)
 
 
-def _run(world: World, w: m.WorkerId, cell: SetupCell, now: float, out: Commands) -> World:
-    out.append(m.RunSetup(w, cell.version, cell.source))
+def _run(world: World, w: WorkerId, cell: SetupCell, now: float, out: Commands) -> World:
+    out.append(cmd.RunSetup(w, cell.version, cell.source))
     worker = replace(
         world.workers[w], state=WorkerState.STARTING, cell=cell.version, cell_since=now, failed_cell="", reason=""
     )
@@ -147,24 +149,24 @@ def _run(world: World, w: m.WorkerId, cell: SetupCell, now: float, out: Commands
     return put(world, worker)
 
 
-def _advance(world: World, w: m.WorkerId, now: float, out: Commands) -> World:
+def _advance(world: World, w: WorkerId, now: float, out: Commands) -> World:
     """The next cell that it is to run; or it is ready."""
     worker = world.workers[w]
     cell = due(world, worker)
     if cell is not None:
         return _run(world, w, cell, now, out)
     if not worker.was_ready:
-        out.append(m.Record("worker-ready", f"{w} is ready", host=w.host, worker=str(w)))
+        out.append(cmd.Record("worker-ready", f"{w} is ready", host=w.host, worker=str(w)))
         worker = replace(worker, since=now, was_ready=True)
     worker = replace(worker, state=WorkerState.READY, failed_cell="", reason="")
     world = put(replace(world, starting=world.starting - {w}, failed=less(world.failed, frozenset({w}))), worker)
     return run_next(world, w, now, out)
 
 
-def _fail(world: World, w: m.WorkerId, key: str, error: str, out: Commands) -> World:
+def _fail(world: World, w: WorkerId, key: str, error: str, out: Commands) -> World:
     """It takes part in no job until the cells change, or until it is restarted."""
     reason = f"setup cell {key} failed: {error}"
-    out.append(m.Record("worker-failed", f"{w}: {reason}", host=w.host, worker=str(w)))
+    out.append(cmd.Record("worker-failed", f"{w}: {reason}", host=w.host, worker=str(w)))
     world = fail_worker(replace(world, starting=world.starting - {w}), w, reason)
     return put(world, replace(world.workers[w], failed_cell=key, was_ready=False))
 
@@ -181,10 +183,10 @@ def _judge(world: World, now: float, out: Commands) -> World:
     if is_kept:
         world = replace(world, setup=_with(world.setup, cell))
         on = f"; it failed on {', '.join(map(str, sorted(failed)))}" if failed else ""
-        out.append(m.Record("setup-changed", f"setup cell {cell.key} is kept{on}"))
+        out.append(cmd.Record("setup-changed", f"setup cell {cell.key} is kept{on}"))
     else:
         error = next(iter(trial.failed.values()), "the workers that ran it have ended")
-        out.append(m.Record("setup-failed", f"setup cell {cell.key} failed everywhere and is not kept: {error}"))
+        out.append(cmd.Record("setup-failed", f"setup cell {cell.key} failed everywhere and is not kept: {error}"))
     for w in held:
         fails = is_kept and w in failed
         world = _fail(world, w, cell.key, failed[w], out) if fails else _advance(world, w, now, out)
@@ -198,7 +200,7 @@ def _with(cells: tuple[SetupCell, ...], new: SetupCell) -> tuple[SetupCell, ...]
     return (*cells, new) if old is None else tuple(new if cell is old else cell for cell in cells)
 
 
-def _catch_up(world: World, now: float, out: Commands, *, but: Collection[m.WorkerId] = ()) -> World:
+def _catch_up(world: World, now: float, out: Commands, *, but: Collection[WorkerId] = ()) -> World:
     """Idle workers run what they are lacking, and those that have failed are set up again, unless they are in `but`."""
     outdated = False
     for w, worker in tuple(world.workers.items()):

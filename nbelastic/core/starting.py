@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from nbelastic.core import epochs, staffing
-from nbelastic.core import messages as m
-from nbelastic.core.world import World
+from nbelastic.core import commands as cmd
+from nbelastic.core import generations, provisioning
+from nbelastic.core.state import World
 
-Commands = list[m.Command]
+Commands = list[cmd.Command]
 
 
 def overdue(world: World, now: float, out: Commands) -> World:
     """They have had their time: their hosts count as lost, and other workers are started in their place."""
     timeouts = world.limits.timeouts
     for name, host in tuple(world.hosts.items()):
-        if now >= staffing.speaks_by(world, host):
+        if now >= provisioning.speaks_by(world, host):
             why = f"its agent has said nothing for {timeouts.agent:g} s"
-            world = epochs.leave_out(world, name, why, now, out, kind="host-lost")
-    for w in [w for w in sorted(world.starting) if now >= staffing.comes_by(world, w)]:
+            world = generations.leave_out(world, name, why, now, out, kind="host-lost")
+    for w in [w for w in sorted(world.starting) if now >= provisioning.comes_by(world, w)]:
         why = f"{w} has not come up within {now - world.workers[w].since:.0f} s"
-        out.append(m.StopWorker(w, kill=True))
-        world = epochs.gone(world, w, why, now, out)
+        out.append(cmd.StopWorker(w, kill=True))
+        world = generations.gone(world, w, why, now, out)
     return world

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from nbelastic.core import epochs, jobs, setup, staffing
-from nbelastic.core import messages as m
-from nbelastic.core.limits import NEVER
-from nbelastic.core.world import HostPhase, WorkerState, World
+from nbelastic.core import commands as cmd
+from nbelastic.core import generations, jobs, provisioning, setup
+from nbelastic.core.state import HostPhase, WorkerState, World
+from nbelastic.protocol import events as ev
+from nbelastic.protocol.ids import WorkerId
+from nbelastic.protocol.limits import NEVER
 
-Commands = list[m.Command]
+Commands = list[cmd.Command]
 
 
-def stop(world: World, event: m.StopRequested, now: float, out: Commands) -> World:
+def stop(world: World, event: ev.StopRequested, now: float, out: Commands) -> World:
     """The cluster is to end: programs first, which may write a last checkpoint, then the agents that they run on."""
     reason = event.reason
     if not world.stopping:
@@ -45,12 +47,12 @@ def retire(world: World, now: float, out: Commands) -> World:
     busy = {w.host for w, worker in world.workers.items() if worker.job} if world.linger_until else frozenset()
     idle = [name for name in world.hosts if name not in world.retired and name not in busy]
     if idle:
-        out.extend(m.StopAgent(name) for name in idle)
+        out.extend(cmd.StopAgent(name) for name in idle)
         close_by = now + world.limits.timeouts.close
         return replace(world, retired=world.retired.union(idle), close_by=close_by)
     if now >= world.close_by:
         for name in [name for name in world.hosts if name in world.retired]:
-            world = epochs.host_gone(world, name, "it did not end in time", now, out)
+            world = generations.host_gone(world, name, "it did not end in time", now, out)
         world = replace(world, close_by=NEVER)
     return world
 
@@ -66,14 +68,14 @@ def kill_lingering(world: World, now: float, out: Commands) -> World:
     for w in stuck:
         limit = timeouts.stop if world.workers[w].has_state else timeouts.leave
         text = f"{w} did not stop within {limit:g} s and is killed"
-        out.append(m.Record("worker-killed", text, host=w.host, worker=str(w)))
-        world = epochs.lose(world, (w,), f"{w} did not stop", now, out, keep=True)
-    return staffing.stop_workers(world, stuck, out, kill=True)
+        out.append(cmd.Record("worker-killed", text, host=w.host, worker=str(w)))
+        world = generations.lose(world, (w,), f"{w} did not stop", now, out, keep=True)
+    return provisioning.stop_workers(world, stuck, out, kill=True)
 
 
 def expect_ends(world: World, now: float) -> World:
     """Each worker that was told to end has a deadline. When the cluster is stopped, that of its agent counts."""
-    told = frozenset[m.WorkerId]() if world.stopping else world.stopped
+    told = frozenset[WorkerId]() if world.stopping else world.stopped
     if world.ends.keys() == told:
         return world
     end = now + world.limits.timeouts.end
@@ -85,8 +87,8 @@ def give_up(world: World, now: float, out: Commands) -> World:
     limit = world.limits.timeouts.end
     for w in [w for w, until in world.ends.items() if now >= until and w in world.stopped]:
         text = f"{w} was told to end, and its end was not reported within {limit:g} s: it counts as ended"
-        out.append(m.Record("worker-lost", text, host=w.host, worker=str(w)))
-        world = epochs.gone(world, w, text, now, out)
+        out.append(cmd.Record("worker-lost", text, host=w.host, worker=str(w)))
+        world = generations.gone(world, w, text, now, out)
     return world
 
 
@@ -94,7 +96,7 @@ def kill_overdue(world: World, now: float, out: Commands) -> World:
     """Their setup cells have not ended, and their engines take no other code."""
     late, world = setup.overdue(world, now)
     for w in late:
-        out.append(m.StopWorker(w, kill=True))
+        out.append(cmd.StopWorker(w, kill=True))
         why = f"{w} had not ended a setup cell after {world.limits.timeouts.setup:g} s and was killed"
-        world = epochs.gone(world, w, why, now, out)
+        world = generations.gone(world, w, why, now, out)
     return world

@@ -10,13 +10,15 @@ from collections.abc import Collection
 
 from msgspec.structs import replace
 
-from nbelastic.core import epochs, jobs, mesh, staffing
-from nbelastic.core import messages as m
+from nbelastic.core import commands as cmd
+from nbelastic.core import generations, jobs, mesh, provisioning
 from nbelastic.core.holders import state_lives
-from nbelastic.core.limits import NEVER
-from nbelastic.core.world import Stage, Wait, World, first
+from nbelastic.core.state import Stage, Wait, World, first
+from nbelastic.protocol import events as ev
+from nbelastic.protocol.ids import WorkerId
+from nbelastic.protocol.limits import NEVER
 
-Commands = list[m.Command]
+Commands = list[cmd.Command]
 WORDS = frozenset((Stage.GATHERING, Stage.FORMING, Stage.ASKED, Stage.LEAVING))
 LOOKS = 4  # how often those who are waited for are asked where they are, in the time that a silent one has
 TWICE = 2  # a world that was not formed so often in a row is not tried again with the same processes
@@ -47,7 +49,7 @@ def deadline(world: World) -> float:
     return NEVER if world.wait is None else min(world.wait.until, world.wait.look_at)
 
 
-def heard(world: World, event: m.WorkerAt, now: float) -> World:
+def heard(world: World, event: ev.WorkerAt, now: float) -> World:
     """One of those who are waited for says where it is: was it at work since it last said so?"""
     wait, w = world.wait, event.worker
     if wait is None or event.epoch != wait.epoch or w not in world.awaiting:
@@ -61,12 +63,12 @@ def heard(world: World, event: m.WorkerAt, now: float) -> World:
     return replace(world, wait=wait)
 
 
-def silent(world: World, event: m.WorkerSilent, now: float) -> World:
+def silent(world: World, event: ev.WorkerSilent, now: float) -> World:
     """It cannot answer, as something holds its interpreter; its host says whether it computes."""
     return world if event.idle else works(world, event.worker, now)
 
 
-def works(world: World, w: m.WorkerId, now: float) -> World:
+def works(world: World, w: WorkerId, now: float) -> World:
     """If it is waited for: it is at work."""
     wait = world.wait
     if wait is None or w not in world.awaiting:
@@ -80,7 +82,7 @@ def act(world: World, now: float, out: Commands) -> World:
     if wait is None or (wait.stage, wait.epoch) != (world.stage, world.epoch):  # another deadline has ended the stage
         return world
     if now >= wait.look_at and wait.stage is not Stage.ASKED:
-        out.append(m.Look(wait.epoch, tuple(w for w in world.members if w in world.awaiting)))
+        out.append(cmd.Look(wait.epoch, tuple(w for w in world.members if w in world.awaiting)))
         wait = replace(wait, look_at=now + _silent(world) / LOOKS)
     elif now >= wait.look_at:
         wait = replace(wait, look_at=NEVER)
@@ -94,7 +96,7 @@ def act(world: World, now: float, out: Commands) -> World:
             return _do_not_form(world, wait, now, out)
         case Stage.LEAVING if len(world.awaiting) == len(world.members):
             why = f"no member has come to the agreed commit within {now - wait.since:.0f} s"
-            return epochs.break_epoch(world, why, now, out)
+            return generations.break_epoch(world, why, now, out)
         case _:
             return _leave_behind(world, wait, now, out)
 
@@ -118,8 +120,8 @@ def _do_not_change(world: World, now: float, out: Commands) -> World:
     late, put_off = world.awaiting, world.put_off + 1
     why = f"{first(late)} did not say where it is"
     pause = world.limits.timeouts.ask * 2.0 ** min(put_off - 1, DOUBLINGS)
-    out.append(m.Record("change-put-off", f"{why}; asked again in {pause:g} s", epoch=world.epoch))
-    world = epochs.call_off(world, out)
+    out.append(cmd.Record("change-put-off", f"{why}; asked again in {pause:g} s", epoch=world.epoch))
+    world = generations.call_off(world, out)
     unanswered = {w: world.unanswered.get(w, 0) + 1 for w in sorted(late)}
     world = replace(world, change_at=now + pause, change_why=why, put_off=put_off, unanswered=unanswered)
     # those that are not heard are judged by `liveness`
@@ -130,10 +132,10 @@ def _do_not_change(world: World, now: float, out: Commands) -> World:
     return _replace_members(world, lost, f"said nothing when asked {OFTEN} times", now, out)
 
 
-def _replace_members(world: World, members: Collection[m.WorkerId], what: str, now: float, out: Commands) -> World:
+def _replace_members(world: World, members: Collection[WorkerId], what: str, now: float, out: Commands) -> World:
     for w in members:
-        out.append(m.StopWorker(w, kill=True))
-        world = epochs.gone(world, w, f"{w} {what}", now, out)
+        out.append(cmd.StopWorker(w, kill=True))
+        world = generations.gone(world, w, f"{w} {what}", now, out)
     return world
 
 
@@ -178,7 +180,7 @@ def _do_not_form(world: World, wait: Wait, now: float, out: Commands) -> World:
     what = f"did not {word} in epoch {world.epoch} within {now - wait.began:.0f} s"
     why = f"{first(frozenset(late))} {what}"
     unformed = world.unformed + 1
-    world = replace(epochs.break_epoch(world, why, now, out), unformed=unformed)
+    world = replace(generations.break_epoch(world, why, now, out), unformed=unformed)
     if world.active is None or world.active.succeeded:
         return world
     world = mesh.begin(world, now, out, among={w.host for w in late})
@@ -187,10 +189,10 @@ def _do_not_form(world: World, wait: Wait, now: float, out: Commands) -> World:
     if len(late) == len(world.members):
         return world
     new = [w for w in late if not world.workers[w].has_state]
-    return staffing.hold_back(epochs.unseat(world, new, now), new, why, now, out)
+    return provisioning.hold_back(generations.unseat(world, new, now), new, why, now, out)
 
 
-def _replace_late(world: World, late: list[m.WorkerId], what: str, now: float, out: Commands) -> World:
+def _replace_late(world: World, late: list[WorkerId], what: str, now: float, out: Commands) -> World:
     """Leaving newcomers out did not help, or `min` needs them: all who were late are replaced, but for a last holder of state."""
     if not state_lives(world, late):
         keep = max(late, key=lambda w: (world.workers[w].has_state, world.workers[w].clean, world.workers[w].commit))

@@ -1,1 +1,1 @@
-"""The driver, a process of its own, and what people hold of it in a kernel. Neither imports torch."""
+"""The process of the driver, which owns a cluster: discovery, agents, jobs and the event log. It runs no user code."""

@@ -9,23 +9,24 @@ from typing import Any, assert_never
 
 from msgspec.structs import replace
 
-from nbelastic.core import messages as m
-from nbelastic.core import wire
-from nbelastic.core.errors import HostError, UsageError
-from nbelastic.core.world import HostPhase, WorkerState, World
+from nbelastic.core import commands as cmd
+from nbelastic.core.state import HostPhase, WorkerState, World
 from nbelastic.driver import orders
-from nbelastic.driver import requests as r
+from nbelastic.driver.agents import Fleet
 from nbelastic.driver.discoveries import Discoveries
-from nbelastic.driver.fleet import Fleet
 from nbelastic.driver.invitations import Invitations
 from nbelastic.driver.jobs import Jobs
 from nbelastic.driver.orders import execute_on_all, execute_setup
 from nbelastic.driver.pending import Pending
 from nbelastic.driver.run import Run
-from nbelastic.driver.saved import SavedJob
-from nbelastic.driver.settings import Settings
+from nbelastic.driver.snapshot import SavedJob
 from nbelastic.driver.stacks import show_stacks
-from nbelastic.driver.status import Status
+from nbelastic.errors import HostError, UsageError
+from nbelastic.protocol import events as ev
+from nbelastic.protocol import requests as r
+from nbelastic.protocol import wire
+from nbelastic.protocol.settings import Settings
+from nbelastic.protocol.status import Status
 
 
 def ready_workers(world: World) -> int:
@@ -61,8 +62,8 @@ class Answers:
         discoveries: Discoveries,
         invitations: Invitations,
         status: Callable[[], Status],
-        post: Callable[[m.Event], None],
-        record: Callable[[m.Record], None],
+        post: Callable[[ev.Event], None],
+        record: Callable[[cmd.Record], None],
         save_arguments: Callable[[Mapping[str, Any]], None],
     ) -> None:
         self._world, self._settings, self._fleet, self._jobs, self._pending = world, settings, fleet, jobs, pending
@@ -81,7 +82,7 @@ class Answers:
             case r.StopJob(job=job, by=by):
                 present = self._jobs.present
                 if present and job in ("", present):
-                    self._take_in(m.JobStopRequested(present, f"stopped by {by}"), future)
+                    self._take_in(ev.JobStopRequested(present, f"stopped by {by}"), future)
                 else:
                     future.set_result(True)
             case r.Execute() | r.ExecuteSetup() | r.ClearSetup():
@@ -98,7 +99,7 @@ class Answers:
             case r.FindController():
                 self._pending.resolve(future, lambda _: self._controller())
             case r.Stop(by=by, within=within):
-                self._post(m.StopRequested(f"stopped by {by}", within))
+                self._post(ev.StopRequested(f"stopped by {by}", within))
                 future.set_result(True)
             case r.Discover(source=source, arguments=arguments):
                 self._discoveries.ask(source)
@@ -111,7 +112,7 @@ class Answers:
             case _:
                 assert_never(request)
 
-    def _take_in(self, event: m.Event, future: Future[Any]) -> None:
+    def _take_in(self, event: ev.Event, future: Future[Any]) -> None:
         """Answer when the event has been decided on: from then on the status shows it."""
         self._pending.resolve_after(event, future, lambda _: True)
 
@@ -128,7 +129,7 @@ class Answers:
                 known = [cell.key for cell in world.setup]
                 if key and key not in known:
                     raise UsageError(f"there is no setup cell {key!r}; there are {', '.join(known) or 'none'}.")
-                self._take_in(m.SetupCleared(key), future)
+                self._take_in(ev.SetupCleared(key), future)
 
     def _take_order(self, order: r.AddHost | r.RemoveHost | r.Scale | r.Restart | r.Press, future: Future[Any]) -> None:
         world = self._world()

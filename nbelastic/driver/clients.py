@@ -16,16 +16,17 @@ from typing import Any, Protocol, cast
 import msgspec
 from msgspec.structs import replace
 
-from nbelastic import versions
-from nbelastic.core.errors import JobError, NbelasticError, UsageError
-from nbelastic.core.world import World
-from nbelastic.driver import requests as r
-from nbelastic.driver import updates as u
-from nbelastic.driver.chronicle import Chronicle
+from nbelastic.core.state import World
+from nbelastic.driver.event_log import EventLog
 from nbelastic.driver.faults import Faults
-from nbelastic.driver.run import MOST, Run
-from nbelastic.driver.settings import Settings
-from nbelastic.driver.status import Status
+from nbelastic.driver.run import Run
+from nbelastic.errors import JobError, NbelasticError, UsageError
+from nbelastic.protocol import requests as r
+from nbelastic.protocol import updates as u
+from nbelastic.protocol.output_buffer import MOST
+from nbelastic.protocol.settings import Settings
+from nbelastic.protocol.status import Status
+from nbelastic.system import versions
 
 NEWS, STATUS = 0.02, 0.25  # seconds between two updates at least: with news, and with a status alone
 SHARE = 10  # an update costs at most one part in so many of the driver's time
@@ -45,7 +46,7 @@ class Shown(Protocol):
     """What clients see of the driver, and how they ask it."""
 
     settings: Settings
-    chronicle: Chronicle
+    chronicle: EventLog
     faults: Faults
 
     @property

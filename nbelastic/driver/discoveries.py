@@ -6,9 +6,12 @@ import asyncio
 from collections.abc import Callable
 from functools import partial
 
-from nbelastic.core import messages as m
-from nbelastic.driver.discovery import ByClients, Installed, Listed, Script, Source, opened, watch
+from nbelastic.core import commands as cmd
 from nbelastic.driver.parts import Supervised
+from nbelastic.protocol import events as ev
+from nbelastic.protocol.ids import HostSpec
+from nbelastic.protocol.sources import ByClients, Installed, Listed, Script, Source
+from nbelastic.provision.discovery import opened, watch
 
 
 class Discoveries:
@@ -19,7 +22,7 @@ class Discoveries:
     """
 
     def __init__(
-        self, post: Callable[[m.Event], None], record: Callable[[m.Record], None], supervised: Supervised
+        self, post: Callable[[ev.Event], None], record: Callable[[cmd.Record], None], supervised: Supervised
     ) -> None:
         self._post, self._record, self._supervised = post, record, supervised
         self._task: asyncio.Task[None] | None = None  # asks a script or a plug-in
@@ -43,7 +46,7 @@ class Discoveries:
         elif isinstance(source, Script | Installed):
             self._task = self._supervised("the host discovery", look)
 
-    def found_by_client(self, key: str, hosts: tuple[m.HostSpec, ...] | None, text: str, *, failed: bool) -> None:
+    def found_by_client(self, key: str, hosts: tuple[HostSpec, ...] | None, text: str, *, failed: bool) -> None:
         """A discovery in a kernel says something. With its first word it takes the place of the one before it."""
         if key == self._next and key != self._heard:
             self.stop()
@@ -51,14 +54,14 @@ class Discoveries:
         if key == self._heard:
             self._found(hosts, text, failed=failed)
 
-    def _found(self, hosts: tuple[m.HostSpec, ...] | None, text: str = "", *, failed: bool = False) -> None:
+    def _found(self, hosts: tuple[HostSpec, ...] | None, text: str = "", *, failed: bool = False) -> None:
         """The discovery says: these hosts. Or it has failed (None), or answers again, as `text` tells."""
         if hosts is not None:
-            self._post(m.HostsDiscovered(hosts))
+            self._post(ev.HostsDiscovered(hosts))
         elif failed:
-            self._post(m.DiscoveryFailed(text))
+            self._post(ev.DiscoveryFailed(text))
         else:
-            self._record(m.Record("discovery-recovered", text))
+            self._record(cmd.Record("discovery-recovered", text))
 
     def stop(self) -> asyncio.Task[None] | None:
         """Ask no script or plug-in any more. Returns the task that did, which is being cancelled."""

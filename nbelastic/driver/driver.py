@@ -13,36 +13,39 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from nbelastic.core import messages as m
-from nbelastic.core import script_messages as s
-from nbelastic.core import wire
-from nbelastic.core.addresses import parted
-from nbelastic.core.errors import ClusterStoppedError, HostError
+from nbelastic.core import commands as cmd
 from nbelastic.core.membership import deadline, step
-from nbelastic.core.world import World, is_same
+from nbelastic.core.state import World, is_same
+from nbelastic.driver.agents import Fleet
 from nbelastic.driver.answers import Answers
-from nbelastic.driver.chronicle import Chronicle
+from nbelastic.driver.arrivals import Arrivals, coming, world_of
 from nbelastic.driver.clients import Clients
 from nbelastic.driver.discoveries import Discoveries
+from nbelastic.driver.event_log import EventLog
 from nbelastic.driver.executor import Executor
-from nbelastic.driver.faults import Faults, settle, try_each
-from nbelastic.driver.fleet import Fleet
+from nbelastic.driver.faults import Faults, try_each
 from nbelastic.driver.inbound import Inbound
 from nbelastic.driver.jobs import Jobs
-from nbelastic.driver.notes import Notes
+from nbelastic.driver.liveness import LATE, Liveness
 from nbelastic.driver.parts import REAL, Parts
 from nbelastic.driver.pending import Pending
-from nbelastic.driver.places import RunDir
-from nbelastic.driver.requests import AnyRequest, Press, Stop
 from nbelastic.driver.run import Run
-from nbelastic.driver.saved import Saved
 from nbelastic.driver.scripts import Scripts
-from nbelastic.driver.settings import Settings
-from nbelastic.driver.silence import LATE, Silence
-from nbelastic.driver.status import Status, snapshot
-from nbelastic.driver.takeover import Arrivals, coming, world_of
-from nbelastic.link import Keys
-from nbelastic.supervision import supervise
+from nbelastic.driver.snapshot import Saved
+from nbelastic.driver.snapshot_writer import SnapshotWriter
+from nbelastic.driver.status import snapshot
+from nbelastic.errors import ClusterStoppedError, HostError
+from nbelastic.protocol import events as ev
+from nbelastic.protocol import script_events as sev
+from nbelastic.protocol import wire
+from nbelastic.protocol.requests import AnyRequest, Press, Stop
+from nbelastic.protocol.run_directory import RunDir
+from nbelastic.protocol.settings import Settings
+from nbelastic.protocol.status import Status
+from nbelastic.system.addresses import parted
+from nbelastic.system.futures import settle
+from nbelastic.system.supervise import supervise
+from nbelastic.transport.link import Keys
 
 LOOK = 5.0  # seconds between looks at whether the run folder is there
 JOBS = 2.0  # seconds between looks at batch jobs
@@ -56,7 +59,7 @@ class Driver:
         self,
         settings: Settings,
         run_dir: RunDir,
-        notes: Notes,
+        notes: SnapshotWriter,
         parts: Parts = REAL,
         *,
         submitted: int = 0,
@@ -71,13 +74,13 @@ class Driver:
         self._notes = notes
         self.world = World(settings.limits)
         self._clock = parts.clock(settings.heartbeat + LATE)
-        self.chronicle = Chronicle(settings.log_dir / "events.jsonl", again=notes.found is not None)
+        self.chronicle = EventLog(settings.log_dir / "events.jsonl", again=notes.found is not None)
         self.faults = Faults(settings.name, self.record)
         self._serves_clients = arguments is not None
         self._clients = Clients(self, run_dir.path, arguments or {})
         self._submitted = submitted
         self._deciding = False
-        self._inbox: asyncio.Queue[m.Event] = asyncio.Queue()
+        self._inbox: asyncio.Queue[ev.Event] = asyncio.Queue()
         self._pending = Pending(lambda: self.world, self.take_in, self._error, self.tell)
         self._failure: BaseException | None = None
         self._tick: asyncio.TimerHandle | None = None
@@ -98,17 +101,17 @@ class Driver:
             settle(future.set_exception, error)
         return future
 
-    def take_in(self, event: m.Event) -> None:
+    def take_in(self, event: ev.Event) -> None:
         """Put an event into the inbox."""
         self._inbox.put_nowait(event)
 
-    def record(self, record: m.Record) -> None:
+    def record(self, record: cmd.Record) -> None:
         """Add a line to the event log."""
         self._record(record, self._clock.now())
         self.save()
         self.tell()
 
-    def _record(self, record: m.Record, now: float) -> None:
+    def _record(self, record: cmd.Record, now: float) -> None:
         if record.kind in FAILURES:
             self.fleet.live.failed_at = time.time()
         self.chronicle.record(record, now, self.world.size)
@@ -198,7 +201,7 @@ class Driver:
             report=self.faults.report,
             save=self.save,
         )
-        self._silence = Silence(settings, fleet, self._clock, world, post=post, record=self.record)
+        self._silence = Liveness(settings, fleet, self._clock, world, post=post, record=self.record)
         self._discoveries = Discoveries(post, self.record, self.supervised)
         self._scripts = Scripts(
             world=world,
@@ -280,7 +283,7 @@ class Driver:
         self._inbound.arrivals = None
         self.world, commands = world_of(saved, arrivals, now)
         self._begin_to_save()
-        self.record(m.Record("driver-came", f"driver {self._term} has taken over (process {os.getpid()})"))
+        self.record(cmd.Record("driver-came", f"driver {self._term} has taken over (process {os.getpid()})"))
         for here in arrivals.workers.values():
             if here.worker in self.world.workers:
                 self._inbound.find(here)
@@ -326,14 +329,14 @@ class Driver:
         if self._tick is not None:
             self._tick.cancel()
 
-    def decide(self, event: m.Event) -> None:
+    def decide(self, event: ev.Event) -> None:
         """Take this event in at once, before those in the inbox: a node's, which is its host's present one now."""
         if not self._deciding:  # there is no world yet, or other events come first
             self.take_in(event)
         else:
             self._decide(event)
 
-    def _decide(self, event: m.Event) -> None:
+    def _decide(self, event: ev.Event) -> None:
         if self.faults.decides_not:
             self._only_stop(event)
             return
@@ -342,15 +345,15 @@ class Driver:
         except Exception as error:  # noqa: BLE001  (a bug of ours: what trains must go on)
             self.stop_deciding(event, error)
 
-    def _take(self, event: m.Event) -> None:
-        if isinstance(event, m.AgentLost) and self.fleet.has_another(event):
+    def _take(self, event: ev.Event) -> None:
+        if isinstance(event, ev.AgentLost) and self.fleet.has_another(event):
             return
         now = self._clock.now()
         before = self.world
         if before.phase == "running":
             self.chronicle.sign(event, now)
         self.world, commands = step(before, event, now)
-        if isinstance(event, s.NodeReady) and is_same(before, self.world):  # who waits says so twice a second
+        if isinstance(event, sev.NodeReady) and is_same(before, self.world):  # who waits says so twice a second
             for command in commands:
                 self._executor.carry_out(command, now)
             return
@@ -365,7 +368,7 @@ class Driver:
         if error is not None:
             raise error
 
-    def stop_deciding(self, event: m.Event, error: Exception) -> None:
+    def stop_deciding(self, event: ev.Event, error: Exception) -> None:
         """The state may be wrong: decide nothing with it, leave the workers as they are, and tell whoever waits."""
         self._discoveries.stop()
         for task in self._watches:  # they would have hosts and workers ended
@@ -376,15 +379,15 @@ class Driver:
         self.faults.stop_deciding(event, error)
         self._pending.fail_all()
 
-    def _only_stop(self, event: m.Event) -> None:
+    def _only_stop(self, event: ev.Event) -> None:
         """After a fault: an order to stop the cluster ends the driver, which then ends everything that it has started."""
-        if isinstance(event, m.StopRequested):
+        if isinstance(event, ev.StopRequested):
             self.world = World(self.world.limits, stopping=event.reason)
 
-    def _after(self, event: m.Event, before: World, commands: tuple[m.Command, ...], now: float) -> None:
+    def _after(self, event: ev.Event, before: World, commands: tuple[cmd.Command, ...], now: float) -> None:
         if not self.world.suspects:
             self.chronicle.calm()
-        starting = {command.worker.host for command in commands if isinstance(command, m.StartWorker)}
+        starting = {command.worker.host for command in commands if isinstance(command, cmd.StartWorker)}
         if starting:
             addresses = tuple(at.address for name in sorted(starting) for at in self.world.hosts[name].addresses)
             self.fleet.to_workers(self.world.members, wire.Expect(addresses))
@@ -408,12 +411,12 @@ class Driver:
             self._tick = None
         at = deadline(self.world, now)
         if at != float("inf"):
-            self._tick = self._loop.call_later(at - now, self._inbox.put_nowait, m.Ticked())
+            self._tick = self._loop.call_later(at - now, self._inbox.put_nowait, ev.Ticked())
 
     def _is_known(self, peer: str) -> bool:
         return self._inbound.is_known(peer)
 
-    def _hear(self, peer: str, message: wire.Message | m.Event) -> None:
+    def _hear(self, peer: str, message: wire.Message | ev.Event) -> None:
         """A message came over the link."""
         try:
             self._inbound.read(peer, message)
@@ -435,7 +438,7 @@ class Driver:
     def kernel_ended(self, within: float) -> None:
         """The one that has started this driver, for a cluster that is not kept: programs have so many seconds to end."""
         self._clients.kernel_ended()
-        self.take_in(m.StopRequested("its kernel has ended", within))
+        self.take_in(ev.StopRequested("its kernel has ended", within))
 
     async def _look_around(self) -> None:
         """For ever: a kept cluster to which nobody has been connected for the time of its lease ends; so does one whose lock
@@ -445,10 +448,10 @@ class Driver:
         while True:
             alone = 0.0 if clients.anybody or lease is None else time.monotonic() - clients.alone_since
             if lease is not None and alone >= lease:
-                self.take_in(m.StopRequested(f"nobody has been connected to it for {lease:g} s"))
+                self.take_in(ev.StopRequested(f"nobody has been connected to it for {lease:g} s"))
                 return
             if not self._run_dir.is_there:
-                self.take_in(m.StopRequested("its lock file was removed"))
+                self.take_in(ev.StopRequested("its lock file was removed"))
                 return
             await asyncio.sleep(LOOK if lease is None else max(0.01, min(LOOK, lease - alone)))
 

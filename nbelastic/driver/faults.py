@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable
-from concurrent.futures import InvalidStateError
-from contextlib import suppress
 from typing import Any, TypeVar
 
-from nbelastic.core import messages as m
+from nbelastic.core import commands as cmd
+from nbelastic.protocol import events as ev
 
 T = TypeVar("T")
 MOST = 100  # different errors that are reported
@@ -21,7 +20,7 @@ class Faults:
     `decides_not`: why the driver decides nothing any more; empty while it decides.
     """
 
-    def __init__(self, name: str, record: Callable[[m.Record], None]) -> None:
+    def __init__(self, name: str, record: Callable[[cmd.Record], None]) -> None:
         self._name, self._record = name, record
         self._reported: set[str] = set()
         self.decides_not = ""
@@ -32,16 +31,16 @@ class Faults:
         if text not in self._reported and len(self._reported) < MOST:
             self._reported.add(text)
             log.error("nbelastic's driver has a fault: %s", text, exc_info=error)
-            self._record(m.Record("driver-error", text))
+            self._record(cmd.Record("driver-error", text))
 
-    def stop_deciding(self, event: m.Event, error: BaseException) -> None:
+    def stop_deciding(self, event: ev.Event, error: BaseException) -> None:
         """Report an error after which the state of the cluster may be wrong."""
         self.decides_not = (
             f"the driver of {self._name!r} has a fault and decides nothing any more ({_in_one_line(error)}, at "
             f"{type(event).__name__}): what trains goes on; stop the cluster, or detach from a kept one and attach again"
         )
         log.error("%s", self.decides_not, exc_info=error)
-        self._record(m.Record("driver-failed", self.decides_not))
+        self._record(cmd.Record("driver-failed", self.decides_not))
 
     def in_callback(self, _: object, context: dict[str, Any]) -> None:
         """The event loop's handler: an error in a callback, or in a task that nobody waits for."""
@@ -59,12 +58,6 @@ def try_each(acts: Iterable[Callable[[], object]]) -> Exception | None:
         except Exception as error:  # noqa: BLE001  (the caller reports it)
             first = first or error
     return first
-
-
-def settle(resolve: Callable[[T], None], value: T) -> None:
-    """Resolve a future that another thread, or the driver's end, may have resolved at this moment."""
-    with suppress(InvalidStateError):
-        resolve(value)
 
 
 def _in_one_line(error: BaseException) -> str:

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from nbelastic import versions
-from nbelastic.core import messages as m
-from nbelastic.core import wire
-from nbelastic.core.world import World
-from nbelastic.driver.chronicle import Chronicle
+from nbelastic.core import commands as cmd
+from nbelastic.core.state import World
+from nbelastic.driver.agents import Fleet
+from nbelastic.driver.arrivals import Arrivals
 from nbelastic.driver.clock import Clock
-from nbelastic.driver.fleet import Fleet
+from nbelastic.driver.event_log import EventLog
 from nbelastic.driver.jobs import Jobs
-from nbelastic.driver.live import numbers
-from nbelastic.driver.notes import Notes
+from nbelastic.driver.liveness import Commits
 from nbelastic.driver.parts import Transport
 from nbelastic.driver.scripts import Scripts
-from nbelastic.driver.silence import Commits
-from nbelastic.driver.takeover import Arrivals
+from nbelastic.driver.snapshot_writer import SnapshotWriter
+from nbelastic.driver.telemetry import numbers
+from nbelastic.protocol import events as ev
+from nbelastic.protocol import wire
+from nbelastic.protocol.ids import WorkerId
+from nbelastic.system import versions
 
 
 class Inbound:
@@ -36,12 +38,12 @@ class Inbound:
         fleet: Fleet,
         jobs: Jobs,
         scripts: Scripts,
-        notes: Notes,
-        chronicle: Chronicle,
+        notes: SnapshotWriter,
+        chronicle: EventLog,
         commits: Commits,
         arrivals: Arrivals | None,
-        post: Callable[[m.Event], None],
-        record: Callable[[m.Record], None],
+        post: Callable[[ev.Event], None],
+        record: Callable[[cmd.Record], None],
         publish: Callable[[], None],
         publish_soon: Callable[[], None],
     ) -> None:
@@ -58,12 +60,12 @@ class Inbound:
         role, _, name = peer.partition("/")
         if role == "worker":
             try:
-                return self.arrivals is not None or m.WorkerId.parse(name) in self._world().workers
+                return self.arrivals is not None or WorkerId.parse(name) in self._world().workers
             except ValueError:
                 return False
         return role == "node" or (role == "agent" and peer == self._fleet.peer_of(name.rpartition("~")[0]))
 
-    def read(self, peer: str, message: wire.Message | m.Event) -> None:
+    def read(self, peer: str, message: wire.Message | ev.Event) -> None:
         """`peer` has sent this. TypeError for what is not known here."""
         if peer.startswith("agent/") and peer != self._fleet.peer_of(peer[6:].rpartition("~")[0]):
             self._hub.send(peer, wire.Retire())  # given up while it was not heard: it comes back from the dead
@@ -75,14 +77,14 @@ class Inbound:
         match message:
             case wire.LaunchEnded():
                 self._scripts.launch_ended(message)
-            case wire.AgentHello() | wire.WorkerHere() | m.WorkerFroze() if self.arrivals is not None:
+            case wire.AgentHello() | wire.WorkerHere() | ev.WorkerFroze() if self.arrivals is not None:
                 self.arrivals.hear(message)
             case wire.WorkerHere():
                 self._late(message)
             case wire.AgentHello():
                 problem = versions.difference(message.versions, versions.here())
                 here = self._fleet.here_towards(message.host)
-                self._post(m.AgentReady(message.host, message.pid, message.addresses, message.port, problem, here))
+                self._post(ev.AgentReady(message.host, message.pid, message.addresses, message.port, problem, here))
             case wire.AgentGoodbye(host=host, reason=reason):
                 self._fleet.lose_agent(host, reason)
             case wire.AgentSample():
@@ -104,8 +106,8 @@ class Inbound:
                 if w in self._world().workers:
                     self._fleet.live.stacks[w] = message
                     self._publish()
-            case m.Event():
-                if isinstance(message, m.WorkerFormed):
+            case ev.Event():
+                if isinstance(message, ev.WorkerFormed):
                     self._chronicle.worker_formed(message)
                 self._post(message)
             case _:
@@ -130,7 +132,7 @@ class Inbound:
             return
         is_in = here.formed and here.epoch == world.epoch and here.worker in world.members
         if here.busy and (not is_in or here.bound or here.word is not None):
-            self._post(m.WorkerFroze(here.worker, "it answered a new driver too late"))
+            self._post(ev.WorkerFroze(here.worker, "it answered a new driver too late"))
         else:
             self.find(here)
 
@@ -150,8 +152,8 @@ class Inbound:
         self._publish_soon()
         self._notes.live(now)
 
-    def _report(self, w: m.WorkerId, commit: int, report: Mapping[str, float | str | None]) -> None:
+    def _report(self, w: WorkerId, commit: int, report: Mapping[str, float | str | None]) -> None:
         """Take what rank 0 reports. The first value of a name that is not finite is an event: the training has diverged."""
         for name in self._fleet.live.report_of(numbers(report)):
             text = f"{name} is not a finite number any more: rank 0 reported so at commit {commit}"
-            self._record(m.Record("not-finite", text, worker=str(w), epoch=self._world().epoch))
+            self._record(cmd.Record("not-finite", text, worker=str(w), epoch=self._world().epoch))

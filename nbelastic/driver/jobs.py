@@ -9,17 +9,19 @@ from functools import partial
 
 from msgspec.structs import replace
 
-from nbelastic.core import messages as m
-from nbelastic.core import wire
-from nbelastic.core.world import World
-from nbelastic.driver.fleet import Fleet
-from nbelastic.driver.notes import Notes
+from nbelastic.core import commands as cmd
+from nbelastic.core.state import World
+from nbelastic.driver.agents import Fleet
+from nbelastic.driver.arrivals import Arrivals
 from nbelastic.driver.pending import Pending
 from nbelastic.driver.results import Outcome
 from nbelastic.driver.run import Run
-from nbelastic.driver.saved import SavedJob
 from nbelastic.driver.scripts import Scripts
-from nbelastic.driver.takeover import Arrivals
+from nbelastic.driver.snapshot import SavedJob
+from nbelastic.driver.snapshot_writer import SnapshotWriter
+from nbelastic.protocol import events as ev
+from nbelastic.protocol import wire
+from nbelastic.protocol.ids import WorkerId
 
 LATE = 5.0  # seconds within which the results are there of a job that had ended when the driver took over
 LAST_WORDS = 2.0  # seconds after a job's stop time-out within which its workers say why it failed
@@ -39,8 +41,8 @@ class Jobs:
         fleet: Fleet,
         scripts: Scripts,
         pending: Pending,
-        notes: Notes,
-        post: Callable[[m.Event], None],
+        notes: SnapshotWriter,
+        post: Callable[[ev.Event], None],
         forget_values: Callable[[str], None],
         submitted: int,
     ) -> None:
@@ -62,7 +64,7 @@ class Jobs:
         self._add(run)
         self._fleet.begin_job(run.name, self._world().numbered)
         if saved.script is None:
-            self._post(m.JobSubmitted(run.name))
+            self._post(ev.JobSubmitted(run.name))
         else:
             self._scripts.begin(run, *saved.script)
 
@@ -89,18 +91,18 @@ class Jobs:
                     self.runs[job].hear(message)
                 self._notes.output(message)
 
-    def _program_ended(self, w: m.WorkerId, job: str, outcome: Outcome) -> None:
+    def _program_ended(self, w: WorkerId, job: str, outcome: Outcome) -> None:
         """A worker's program has ended, and its value is here."""
-        self._post(m.ProgramEnded(w, job, outcome.error))
+        self._post(ev.ProgramEnded(w, job, outcome.error))
         if job in self.runs:
             self.runs[job].ended(w, outcome)
 
-    def run_program(self, w: m.WorkerId, job: str) -> None:
+    def run_program(self, w: WorkerId, job: str) -> None:
         """Have a worker run the job's program."""
         self._fleet.live.steps.pop(w, None)
         self._fleet.run_program(w, self.runs[job], self._program_ended)
 
-    def end(self, command: m.EndJob) -> None:
+    def end(self, command: cmd.EndJob) -> None:
         """The job has an outcome. Its future is resolved when its workers have said their last words, or after a while."""
         run = self.runs[command.job]
         run.end(command)
@@ -124,17 +126,17 @@ class Jobs:
         world = self._world()
         job = world.job
         if saved is not None and (job is None or job.name != saved.name):
-            self._post(m.JobSubmitted(saved.name))
+            self._post(ev.JobSubmitted(saved.name))
         elif job is not None and job.outcome and job.name in self.runs:
             workers = [w for w, here in arrivals.workers.items() if here.job == job.name and w in world.workers]
-            self._end_again(self.runs[job.name], workers, m.EndJob(job.name, job.outcome, job.reason, job.ranks))
+            self._end_again(self.runs[job.name], workers, cmd.EndJob(job.name, job.outcome, job.reason, job.ranks))
 
     def _go_on_with_script(self, job: SavedJob, arrivals: Arrivals) -> None:
         """It has ended, while a driver was there or well without one; or it begins again."""
         agents = arrivals.agents
         codes = [agents[host].ended.get(node) if host in agents else None for host, node in job.nodes.items()]
         if job.over is None and codes and all(code == 0 for code in codes):
-            over = m.EndJob(job.name, "succeeded", "every worker ended well, while no driver was there", ())
+            over = cmd.EndJob(job.name, "succeeded", "every worker ended well, while no driver was there", ())
             job = replace(job, over=over)
             self._notes.job_goes_on(over=over)
         if job.over is not None:
@@ -142,7 +144,7 @@ class Jobs:
         else:
             self._scripts.begin_again(self.runs[job.name], job, {host: agent.nodes for host, agent in agents.items()})
 
-    def _end_again(self, run: Run, workers: Sequence[m.WorkerId], over: m.EndJob) -> None:
+    def _end_again(self, run: Run, workers: Sequence[WorkerId], over: cmd.EndJob) -> None:
         """The job was over when the last driver ended: its workers tell this one as well how their programs ended."""
 
         def told(world: World) -> bool | None:

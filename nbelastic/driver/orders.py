@@ -14,17 +14,19 @@ from typing import Any, NamedTuple
 
 from msgspec.structs import replace
 
-from nbelastic.core import messages as m
-from nbelastic.core import wire
-from nbelastic.core.errors import ClusterStoppedError, HostError, NbelasticError, UsageError
+from nbelastic.core import commands as cmd
 from nbelastic.core.holders import alone_holds_state
-from nbelastic.core.placement import parse_host
-from nbelastic.core.world import HostPhase, WorkerState, World
-from nbelastic.driver.cells import Executed, row
-from nbelastic.driver.fleet import Fleet
-from nbelastic.driver.live import OrderStatus
+from nbelastic.core.state import HostPhase, WorkerState, World
+from nbelastic.driver.agents import Fleet
 from nbelastic.driver.pending import Pending
-from nbelastic.driver.settings import check_bounds
+from nbelastic.errors import ClusterStoppedError, HostError, NbelasticError, UsageError
+from nbelastic.protocol import events as ev
+from nbelastic.protocol import wire
+from nbelastic.protocol.cells import Executed, row
+from nbelastic.protocol.hosts import parse_host
+from nbelastic.protocol.ids import HostSpec, WorkerId
+from nbelastic.protocol.settings import check_bounds
+from nbelastic.protocol.status import OrderStatus
 
 KEPT = 8  # orders that are shown
 PENDING = 32  # that may be under way: a page that has gone wild is not let in
@@ -36,11 +38,11 @@ class Order(NamedTuple):
     """`text` says it in words."""
 
     text: str
-    event: m.Event
+    event: ev.Event
     done: Callable[[World], str | None]
 
 
-def add_host(spec: m.HostSpec, by: str) -> Order:
+def add_host(spec: HostSpec, by: str) -> Order:
     """Done when it is up. HostError, later, if it cannot be started."""
 
     def done(world: World) -> str | None:
@@ -51,7 +53,7 @@ def add_host(spec: m.HostSpec, by: str) -> Order:
             raise HostError(f"{there.reason}; it is tried again.")
         return f"up with {spec.slots} slot{'s' if spec.slots > 1 else ''}" if there.phase is HostPhase.UP else None
 
-    return Order(f"add {spec.name}:{spec.slots}", m.HostAdded(spec, by), done)
+    return Order(f"add {spec.name}:{spec.slots}", ev.HostAdded(spec, by), done)
 
 
 def remove_host(world: World, host: str, now: bool, by: str) -> Order:
@@ -66,7 +68,7 @@ def remove_host(world: World, host: str, now: bool, by: str) -> Order:
             raise HostError(f"{host} was added again.")
         return None if there is not None or host in world.guests else "it has left"
 
-    return Order(f"remove {host}{' now' if now else ''}", m.HostRemoved(host, now, by), done)
+    return Order(f"remove {host}{' now' if now else ''}", ev.HostRemoved(host, now, by), done)
 
 
 def restart(world: World, worker: str, by: str) -> Order:
@@ -89,7 +91,7 @@ def restart(world: World, worker: str, by: str) -> Order:
             return None
         return f"{new} is in its place" if new is not None else "it has ended"
 
-    return Order(f"restart {worker}", m.RestartRequested(w, by), done)
+    return Order(f"restart {worker}", ev.RestartRequested(w, by), done)
 
 
 def scale(world: World, low: int | None, high: int | None, keep_max: bool, by: str) -> Order:
@@ -98,7 +100,7 @@ def scale(world: World, low: int | None, high: int | None, keep_max: bool, by: s
     most = world.limits.max if high is None and keep_max else high
     check_bounds(least, most)
     limit = "no max" if most is None else f"max {most}"
-    return Order(f"scale to min {least}, {limit}", m.Scaled(least, most, by), lambda _: "")
+    return Order(f"scale to min {least}, {limit}", ev.Scaled(least, most, by), lambda _: "")
 
 
 def stop_job(world: World, by: str) -> Order:
@@ -110,12 +112,12 @@ def stop_job(world: World, by: str) -> Order:
     def done(world: World) -> str | None:
         return None if world.present_job == job else f"{job} has ended"
 
-    return Order(f"stop {job}", m.JobStopRequested(job, f"stopped by {by}"), done)
+    return Order(f"stop {job}", ev.JobStopRequested(job, f"stopped by {by}"), done)
 
 
 def stop(by: str) -> Order:
     """Done when the driver ends."""
-    return Order("stop the cluster", m.StopRequested(f"stopped by {by}"), lambda _: None)
+    return Order("stop the cluster", ev.StopRequested(f"stopped by {by}"), lambda _: None)
 
 
 def read(message: Mapping[str, Any], world: World, default_slots: int, by: str) -> Order:
@@ -147,7 +149,7 @@ def take(
     *,
     world: World,
     orders: list[OrderStatus],
-    record: Callable[[m.Record], None],
+    record: Callable[[cmd.Record], None],
     pending: Pending,
 ) -> None:
     """In the driver's thread: carry out what a button's message asks for, and note in `orders` what becomes of it."""
@@ -159,7 +161,7 @@ def take(
                 orders[i] = replace(each, word=word, why=why)
 
     def refuse(error: BaseException) -> None:
-        record(m.Record("order-refused", f"{by}: {error}"))
+        record(cmd.Record("order-refused", f"{by}: {error}"))
         settle("refused", str(error))
 
     def settled(future: Future[str]) -> None:
@@ -195,7 +197,7 @@ def take(
 def execute_on_all(world: World, fleet: Fleet, pending: Pending, source: str, results: Future[list[Executed]]) -> None:
     """In the driver's thread: run a cell on every ready worker; resolve `results` when all have answered or gone."""
     waiting = {w for w, worker in world.workers.items() if worker.state is WorkerState.READY}
-    answers: dict[m.WorkerId, Executed] = {}
+    answers: dict[WorkerId, Executed] = {}
 
     def settle(world: World) -> list[Executed] | None:
         there = [w for w in waiting if w in world.workers]
@@ -203,7 +205,7 @@ def execute_on_all(world: World, fleet: Fleet, pending: Pending, source: str, re
 
     for w in waiting:
 
-        def done(result: wire.CellResult, w: m.WorkerId = w) -> None:
+        def done(result: wire.CellResult, w: WorkerId = w) -> None:
             answers[w] = row(result)
             pending.check_and_publish()
 
@@ -215,7 +217,7 @@ def execute_setup(fleet: Fleet, pending: Pending, key: str, source: str, results
     """In the driver's thread: try a setup cell; resolve `results` when its trial is over. UsageError if it cannot begin."""
     version = time.time_ns()  # no other has it, under no driver
     answers = fleet.setup_rows[version] = {}
-    tried: set[m.WorkerId] = set()
+    tried: set[WorkerId] = set()
 
     def settle(world: World) -> list[Executed] | None:
         trial = world.trial
@@ -229,9 +231,9 @@ def execute_setup(fleet: Fleet, pending: Pending, key: str, source: str, results
         return _rows(tried, answers)
 
     results.add_done_callback(lambda _: fleet.setup_rows.pop(version, None))
-    pending.resolve_after(m.SetupSubmitted(key, source, version), results, settle)
+    pending.resolve_after(ev.SetupSubmitted(key, source, version), results, settle)
 
 
-def _rows(workers: Iterable[m.WorkerId], answers: Mapping[m.WorkerId, Executed]) -> list[Executed]:
+def _rows(workers: Iterable[WorkerId], answers: Mapping[WorkerId, Executed]) -> list[Executed]:
     gone = "the worker died while the cell ran"
     return [answers.get(w, (str(w), "", "", gone)) for w in sorted(workers)]

@@ -10,19 +10,19 @@ from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from nbelastic.core import messages as m
-from nbelastic.core import wire
-from nbelastic.driver.caretaker import Caretaker
 from nbelastic.driver.clock import Clock
-from nbelastic.driver.launchers import Agent, agent_for, locate
-from nbelastic.link import Hub
+from nbelastic.ipp.supervisor import Supervisor
+from nbelastic.protocol import wire
+from nbelastic.protocol.ids import HostSpec
+from nbelastic.provision.launchers import Agent, agent_for, locate
+from nbelastic.transport.link import Hub
 
 # Starts a background task, named for reports of its faults, which is started again whenever it fails.
 Supervised = Callable[[str, Callable[[], Awaitable[None]]], asyncio.Task[None]]
 
 
 class Transport(Protocol):
-    """The driver's end of the link: see `link.Hub`."""
+    """The driver's end of the link: see `transport.link.Hub`."""
 
     heard_at: dict[str, float]
     address: str
@@ -39,7 +39,7 @@ class Transport(Protocol):
 
 
 class Controller(Protocol):
-    """ipyparallel's controller: see `caretaker.Caretaker`."""
+    """ipyparallel's controller: see `ipp.supervisor.Supervisor`."""
 
     connection: str
     process: str
@@ -58,9 +58,9 @@ class Parts:
     """Each is called as the class or function that it is by default."""
 
     transport: Callable[..., Transport] = Hub
-    locate: Callable[[m.HostSpec, str], Awaitable[tuple[str, str]]] = locate
+    locate: Callable[[HostSpec, str], Awaitable[tuple[str, str]]] = locate
     agent_for: Callable[..., Agent] = agent_for
-    controller: Callable[..., Controller] = Caretaker
+    controller: Callable[..., Controller] = Supervisor
     clock: Callable[[float], Clock] = Clock
 
 

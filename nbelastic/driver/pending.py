@@ -6,9 +6,9 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
-from nbelastic.core import messages as m
-from nbelastic.core.world import World
-from nbelastic.driver.faults import settle
+from nbelastic.core.state import World
+from nbelastic.protocol import events as ev
+from nbelastic.system.futures import settle
 
 T = TypeVar("T")
 Predicate = Callable[[World], T | None]
@@ -24,13 +24,13 @@ class Pending:
     def __init__(
         self,
         world: Callable[[], World],
-        post: Callable[[m.Event], None],
+        post: Callable[[ev.Event], None],
         error: Callable[[], BaseException],
         publish: Callable[[], None],
     ) -> None:
         self._world, self._post, self._error, self._publish = world, post, error, publish
         self._waiting: list[tuple[Predicate[Any], Future[Any]]] = []
-        self._posted: list[tuple[m.Event, Predicate[Any], Future[Any]]] = []  # wait from their events' decisions on
+        self._posted: list[tuple[ev.Event, Predicate[Any], Future[Any]]] = []  # wait from their events' decisions on
         self._tracked: set[Future[Any]] = set()
         self._closed = False
 
@@ -51,12 +51,12 @@ class Pending:
         self._waiting.append((predicate, future))
         self.check_and_publish()
 
-    def resolve_after(self, event: m.Event, future: Future[T], predicate: Predicate[T]) -> None:
+    def resolve_after(self, event: ev.Event, future: Future[T], predicate: Predicate[T]) -> None:
         """Post this event. When it has been decided on, `resolve` the future."""
         self._posted.append((event, predicate, self.track(future)))
         self._post(event)
 
-    def decided(self, event: m.Event) -> None:
+    def decided(self, event: ev.Event) -> None:
         """The driver has decided on this event."""
         for posted in [posted for posted in self._posted if posted[0] is event]:
             self._posted.remove(posted)

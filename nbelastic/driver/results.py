@@ -8,12 +8,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from nbelastic import pickles
-from nbelastic.core import messages as m
-from nbelastic.core import wire
-from nbelastic.files import replace_private
+from nbelastic.protocol import wire
+from nbelastic.protocol.ids import WorkerId
+from nbelastic.system import pickling
+from nbelastic.system.files import replace_private
 
-Send = Callable[[m.WorkerId, wire.Message], object]
+Send = Callable[[WorkerId, wire.Message], object]
 
 
 class Outcome(NamedTuple):
@@ -40,7 +40,7 @@ class Results:
 
     def __init__(self, folder: Path, send: Send) -> None:
         self._folder, self._send = folder, send
-        self._coming: dict[m.WorkerId, _Coming] = {}
+        self._coming: dict[WorkerId, _Coming] = {}
 
     def take(self, result: wire.ProgramResult, done: Callable[[Outcome], None]) -> None:
         """Call `done(outcome)` when the value is here, which may be at once."""
@@ -91,23 +91,23 @@ class Results:
         if at >= coming.size:
             del self._coming[piece.worker]
             coming.done(Outcome(value=self._kept(piece.worker, coming)))
-        elif at % (pickles.PIECES * pickles.PIECE) == 0:
+        elif at % (pickling.PIECES * pickling.PIECE) == 0:
             self._send(piece.worker, wire.FetchResult(coming.job, at))
 
-    def _kept(self, w: m.WorkerId, coming: _Coming) -> wire.Blob:
+    def _kept(self, w: WorkerId, coming: _Coming) -> wire.Blob:
         """A long value in a file, where clients map it; in a message, if there is no room."""
         path = self.folder(coming.job) / str(w).replace("/", "-")
-        if coming.size > pickles.INLINE:
+        if coming.size > pickling.INLINE:
             with suppress(OSError):
                 replace_private(path, [memoryview(coming.data)])
                 return wire.Blob(coming.size, path=str(path))
         return wire.Blob(coming.size, bytes(coming.data))
 
-    def coming(self, workers: Iterable[m.WorkerId]) -> bool:
+    def coming(self, workers: Iterable[WorkerId]) -> bool:
         """Whether pieces of one of their values are still to come."""
         return any(w in self._coming for w in workers)
 
-    def forget(self, workers: Iterable[m.WorkerId]) -> None:
+    def forget(self, workers: Iterable[WorkerId]) -> None:
         """They are gone: nothing more comes."""
         for w in workers:
             self._coming.pop(w, None)

@@ -3,119 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-import os
-from collections import OrderedDict, deque
-from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
-from typing import NamedTuple
 
-from nbelastic.core import messages as m
-from nbelastic.core import wire
-from nbelastic.core.errors import JobError, JobStoppedError, UsageError
+from nbelastic.core import commands as cmd
 from nbelastic.driver.results import Outcome
-from nbelastic.kinds import PATH, check_kind
-from nbelastic.terminal import newest, shown
+from nbelastic.errors import JobError, JobStoppedError
+from nbelastic.protocol import wire
+from nbelastic.protocol.ids import WorkerId
+from nbelastic.protocol.output_buffer import Line, Printed
+from nbelastic.system.terminal_text import newest, shown
 
-EVERY, KEEP = 100, 3  # commits between two checkpoints, and how many stay
-TAIL = 1000  # lines of output kept in memory a worker; the log files have all of it
-MOST = 100_000  # of all workers together, those that have died included; the one that was quiet for longest goes first
 ERRORS = 100  # that are kept of workers whose programs failed
-
-Checkpoints = tuple[str, int, int] | None  # the folder, commits between two, how many are kept
-
-
-def checkpoints(folder: str | os.PathLike[str] | None, every: int | None, keep: int | None) -> Checkpoints:
-    """A job's checkpoints as the workers are told of them. UsageError if they cannot be as asked for."""
-    if folder is None:
-        if every is not None or keep is not None:
-            given = "checkpoint_keep" if every is None else "checkpoint_every"
-            raise UsageError(f"{given} says nothing without checkpoint: name a folder too.")
-        return None
-    check_kind("checkpoint", folder, PATH)
-    for name, number in (("checkpoint_every", every), ("checkpoint_keep", keep)):
-        if number is not None and (not isinstance(number, int) or number < 1):
-            raise UsageError(f"{name}={number!r}: a whole number, at least 1.")
-    path = os.path.abspath(os.path.expanduser(folder)) if os.fspath(folder) else ""
-    if not path or (os.path.exists(path) and not os.path.isdir(path)):
-        raise UsageError(f"checkpoint={os.fspath(folder)!r} is no folder.")
-    return path, EVERY if every is None else every, KEEP if keep is None else keep
-
-
-class Line(NamedTuple):
-    """A line that a worker printed to `stream` (out or err) as `rank`. Lines are numbered in each run, over all workers.
-
-    A line that has no end yet, such as a progress bar, has number 0.
-    """
-
-    number: int
-    stream: str
-    text: str
-    rank: int | None = None
-
-
-class Printed:
-    """What the workers of a job have printed: the last lines of each. One thread writes, any may read.
-
-    `forget(worker)` is called when others need the room of its lines.
-    """
-
-    def __init__(self, forget: Callable[[m.WorkerId], object] = lambda _: None) -> None:
-        self._forget = forget
-        self.lines: OrderedDict[m.WorkerId, deque[Line]] = OrderedDict()  # of each; the newest writer last
-        self.heard = 0  # lines so far
-        self.changes = 0  # of lines without an end
-        self._kept = 0  # lines in memory
-        self._rests: dict[tuple[m.WorkerId, str], tuple[int, Line]] = {}  # of each stream: the change, and the line
-
-    def add(self, worker: m.WorkerId, line: Line) -> None:
-        """The next line, in the order in which they were heard."""
-        lines = self._of(worker)
-        self.heard = line.number
-        self._kept += len(lines) < TAIL
-        lines.append(line)
-        while self._kept > MOST and len(self.lines) > 1:
-            worker, lines = self.lines.popitem(last=False)
-            self._kept -= len(lines)
-            for stream in ("out", "err"):
-                self._rests.pop((worker, stream), None)
-            self._forget(worker)
-
-    def _of(self, worker: m.WorkerId) -> deque[Line]:
-        lines = self.lines.setdefault(worker, deque(maxlen=TAIL))
-        self.lines.move_to_end(worker)
-        return lines
-
-    def begin(self, worker: m.WorkerId, rest: Line) -> None:
-        """A line that has no end yet; without text: there is none any more."""
-        self._of(worker)
-        self.changes += 1
-        self._rests[worker, rest.stream] = self.changes, rest
-
-    def begun(self, worker: m.WorkerId, stream: str) -> str:
-        """The line of this stream that has no end yet."""
-        return self._rests[worker, stream][1].text if (worker, stream) in self._rests else ""
-
-    def unfinished(self, worker: str | None = None) -> list[tuple[m.WorkerId, Line]]:
-        """The lines without an end, of one worker or of all: the present state of progress bars, the last words of a job."""
-        found = [(w, rest) for (w, _), (_, rest) in sorted(self._rests.items(), key=lambda item: item[0])]
-        rests = ((w, rest._replace(text=shown(rest.text))) for w, rest in found)
-        return [(w, line) for w, line in rests if line.text and worker in (None, str(w))]
-
-    def changed_since(self, change: int) -> list[tuple[m.WorkerId, Line]]:
-        """The lines without an end that have changed after `change`, those that are empty now included."""
-        return [(w, rest) for (w, _), (number, rest) in self._rests.items() if number > change]
-
-    def since(self, number: int, worker: str | None = None, most: int = TAIL) -> list[tuple[m.WorkerId, Line]]:
-        """The newest `most` lines after `number`, of one worker or of all, in the order in which they were heard."""
-        found = [
-            (w, line)
-            for w, lines in list(self.lines.items())
-            if (worker is None or str(w) == worker) and lines and lines[-1].number > number
-            for line in list(lines)
-            if line.number > number
-        ]
-        return sorted(found, key=lambda pair: pair[1].number)[-most:]
 
 
 class Run:
@@ -129,12 +28,12 @@ class Run:
         self.name = name
         self.program = program
         self._plan = program.checkpoints if program is not None else None
-        self.outcomes: dict[m.WorkerId, Outcome] = {}
+        self.outcomes: dict[WorkerId, Outcome] = {}
         self.future: Future[list[wire.Blob | None]] = Future()
         self.printed = Printed(self._forget)
-        self.members: tuple[m.WorkerId, ...] = ()
-        self._end: m.EndJob | None = None
-        self._heard_to: dict[tuple[m.WorkerId, str], int] = {}  # which position of each stream
+        self.members: tuple[WorkerId, ...] = ()
+        self._end: cmd.EndJob | None = None
+        self._heard_to: dict[tuple[WorkerId, str], int] = {}  # which position of each stream
 
     def hear(self, output: wire.WorkerOutput) -> None:
         """Keep the last lines of what a worker printed."""
@@ -153,7 +52,7 @@ class Run:
         if rest != before:
             printed.begin(w, Line(0, stream, rest, output.rank))
 
-    def _forget(self, worker: m.WorkerId) -> None:
+    def _forget(self, worker: WorkerId) -> None:
         for stream in ("out", "err"):
             self._heard_to.pop((worker, stream), None)
 
@@ -161,7 +60,7 @@ class Run:
         line = Line(self.printed.heard + 1, output.stream, text, output.rank)
         self.printed.add(output.worker, line)
 
-    def ended(self, worker: m.WorkerId, outcome: Outcome) -> None:
+    def ended(self, worker: WorkerId, outcome: Outcome) -> None:
         """Keep what became of the program on this worker, as far as it is still needed."""
         if not self.future.done():
             self.outcomes[worker] = outcome
@@ -170,7 +69,7 @@ class Run:
                 del self.outcomes[w]
         self.settle(False)
 
-    def end(self, command: m.EndJob) -> None:
+    def end(self, command: cmd.EndJob) -> None:
         self._end = command
         self.members = command.members
         self.forget_program()

@@ -6,12 +6,12 @@ from collections.abc import Mapping
 
 from msgspec.structs import replace
 
-from nbelastic.core import messages as m
-from nbelastic.core import script_messages as s
-from nbelastic.core.group import Group, GroupState, Stage
 from nbelastic.core.reasons import in_words
-from nbelastic.core.world import Guest
-from nbelastic.driver.status import HostStatus, Status, WorkerStatus
+from nbelastic.core.script_group import Group, GroupState, Stage
+from nbelastic.core.state import Guest
+from nbelastic.protocol import script_events as sev
+from nbelastic.protocol.ids import WorkerId
+from nbelastic.protocol.status import HostStatus, Status, WorkerStatus
 
 _STATES = {
     GroupState.HEALTHY: "running",
@@ -28,7 +28,7 @@ def with_script(
     guests: Mapping[str, Guest],
     now: float,
     *,
-    samples: Mapping[m.WorkerId, tuple[float, int]],
+    samples: Mapping[WorkerId, tuple[float, int]],
     log_dir: str,
 ) -> Status:
     """`status` with `group` in it, if that is the present or last job.
@@ -65,7 +65,7 @@ def _guest_rows(group: Group | None, guests: Mapping[str, Guest]) -> tuple[HostS
     return tuple(rows)
 
 
-def _rows(group: Group, samples: Mapping[m.WorkerId, tuple[float, int]], log_dir: str) -> tuple[WorkerStatus, ...]:
+def _rows(group: Group, samples: Mapping[WorkerId, tuple[float, int]], log_dir: str) -> tuple[WorkerStatus, ...]:
     rows = []
     for rank, w in enumerate(workers_of(group.seats, group.round)):
         node = group.nodes.get(w.host)
@@ -81,9 +81,9 @@ def _rows(group: Group, samples: Mapping[m.WorkerId, tuple[float, int]], log_dir
     return tuple(rows)
 
 
-def workers_of(seats: tuple[s.Seat, ...], number: int) -> tuple[m.WorkerId, ...]:
+def workers_of(seats: tuple[sev.Seat, ...], number: int) -> tuple[WorkerId, ...]:
     """The workers of round `number`, by rank. Those of another round are others."""
-    return tuple(m.WorkerId(seat.host, local, number) for seat in seats for local in range(seat.workers))
+    return tuple(WorkerId(seat.host, local, number) for seat in seats for local in range(seat.workers))
 
 
 def _with_state(host: HostStatus, group: Group) -> HostStatus:

@@ -1,6 +1,6 @@
 """Scripts in the driver: their nodes on the link, and what is sent to them.
 
-Who is in a round is decided in `core.script` and `core.rounds`.
+Who is in a round is decided in `core.script` and `core.script_rounds`.
 """
 
 from __future__ import annotations
@@ -12,27 +12,30 @@ from contextlib import suppress
 
 from msgspec.structs import replace
 
-from nbelastic import versions
-from nbelastic.core import messages as m
-from nbelastic.core import script_messages as s
-from nbelastic.core import wire
-from nbelastic.core.group import places
-from nbelastic.core.membership import exit_text
+from nbelastic.core import commands as cmd
+from nbelastic.core import script_commands as scmd
 from nbelastic.core.reasons import in_words
-from nbelastic.core.world import World
+from nbelastic.core.script_group import places
+from nbelastic.core.state import World
+from nbelastic.driver.agents import Fleet
 from nbelastic.driver.clock import Clock
 from nbelastic.driver.faults import Faults
-from nbelastic.driver.fleet import Fleet
 from nbelastic.driver.invitations import Invitations
-from nbelastic.driver.notes import Notes
 from nbelastic.driver.parts import Supervised, Transport
 from nbelastic.driver.results import Outcome
 from nbelastic.driver.run import Run
-from nbelastic.driver.saved import SavedJob
 from nbelastic.driver.script_status import with_script, workers_of
-from nbelastic.driver.settings import Settings
-from nbelastic.driver.status import Status
-from nbelastic.link import Keys, machine
+from nbelastic.driver.snapshot import SavedJob
+from nbelastic.driver.snapshot_writer import SnapshotWriter
+from nbelastic.protocol import events as ev
+from nbelastic.protocol import script_events as sev
+from nbelastic.protocol import wire
+from nbelastic.protocol.exit_codes import exit_text
+from nbelastic.protocol.ids import WorkerId
+from nbelastic.protocol.settings import Settings
+from nbelastic.protocol.status import Status
+from nbelastic.system import versions
+from nbelastic.transport.link import Keys, machine
 
 
 class Scripts:
@@ -50,11 +53,11 @@ class Scripts:
         clock: Clock,
         hub: Transport,
         fleet: Fleet,
-        notes: Notes,
+        notes: SnapshotWriter,
         faults: Faults,
         keys: Keys,
-        decide: Callable[[m.Event], None],
-        post: Callable[[m.Event], None],
+        decide: Callable[[ev.Event], None],
+        post: Callable[[ev.Event], None],
         publish: Callable[[], None],
         supervised: Supervised,
     ) -> None:
@@ -68,7 +71,7 @@ class Scripts:
         self._guests: dict[str, str] = {}  # nodes that came by themselves: how they are named on the link
         self._watched: dict[str, int] = {}  # a pidfd for each guest on this machine
         self._orders: dict[str, wire.Round] = {}  # of the present round, by host
-        self._samples: dict[m.WorkerId, tuple[float, int]] = {}
+        self._samples: dict[WorkerId, tuple[float, int]] = {}
         self._silence = supervised("the look at silent guests", self._listen)
         self.invitations = Invitations(settings, fleet, hub.address, keys, post)
 
@@ -81,11 +84,11 @@ class Scripts:
 
     # ---- what happens ----
 
-    def begin(self, run: Run, script: wire.Script, terms: s.Terms, number: int = 0) -> None:
+    def begin(self, run: Run, script: wire.Script, terms: sev.Terms, number: int = 0) -> None:
         """Submit a script. `number`: of the last round that another driver has begun, if it was submitted there."""
         self._run, self._script = run, script
         self._orders, self._samples = {}, {}
-        self._post(s.ScriptSubmitted(run.name, script.target, terms, number))
+        self._post(sev.ScriptSubmitted(run.name, script.target, terms, number))
 
     def begin_again(self, run: Run, job: SavedJob, nodes: Mapping[str, tuple[int, ...]]) -> None:
         """A script of another driver: its hosts' `nodes` are ended, and others start it anew. Guests are asked to come back."""
@@ -96,7 +99,7 @@ class Scripts:
                 self._fleet.to_agent(host, wire.Recall(number, kill=True))
         self.begin(run, *job.script, job.round + 1)  # what was begun last may not have been written down
 
-    def hear(self, peer: str, message: wire.Message | m.Event) -> None:
+    def hear(self, peer: str, message: wire.Message | ev.Event) -> None:
         """A node has said something."""
         match message:
             case wire.WorkerOutput():
@@ -110,17 +113,17 @@ class Scripts:
                 return
         host: str = message.host  # type: ignore[union-attr]  # all others have one
         if not self._is_present(host, peer):
-            if not isinstance(message, s.NodeLeft):
+            if not isinstance(message, sev.NodeLeft):
                 self._hub.send(peer, wire.Dismiss(f"this node of {host} was given up"))
             self._hub.forget(peer)
             return
         match message:
             case wire.NodeSample(round=number, workers=workers):
-                ids = (m.WorkerId(host, rank, number) for rank in range(len(workers)))
+                ids = (WorkerId(host, rank, number) for rank in range(len(workers)))
                 self._samples.update(zip(ids, workers, strict=True))
-            case m.Event():
+            case ev.Event():
                 self._decide(message)
-                if isinstance(message, s.NodeLeft) and host in self._guests:
+                if isinstance(message, sev.NodeLeft) and host in self._guests:
                     self._forget(host)
 
     def launch_ended(self, message: wire.LaunchEnded) -> None:
@@ -129,9 +132,9 @@ class Scripts:
             self._hub.forget(f"node/{message.host}~{message.number}")
             del self._numbers[message.host]
             why = f"its node ended ({exit_text(message.code)})"
-            if message.code not in (0, s.UNDONE):
+            if message.code not in (0, sev.UNDONE):
                 why += f"; {message.host}-elastic.log in the job's logs says more"
-            self._decide(s.NodeLeft(message.host, why, broken=True))
+            self._decide(sev.NodeLeft(message.host, why, broken=True))
 
     def _greet(self, peer: str, hello: wire.NodeHello) -> None:
         """A guest has come, from a terminal."""
@@ -151,39 +154,39 @@ class Scripts:
             self._guests[hello.host] = peer
             if here:
                 self._watch(hello.host, hello.pid)
-        self._decide(s.GuestCame(hello.host, hello.pid, here))
+        self._decide(sev.GuestCame(hello.host, hello.pid, here))
 
     # ---- what is done ----
 
-    def do(self, command: s.ScriptCommand) -> None:
+    def do(self, command: scmd.ScriptCommand) -> None:
         match command:
-            case s.StartNode(host=host):
+            case scmd.StartNode(host=host):
                 self._started += 1
                 self._numbers[host] = self._started
                 log_dir = str(self._settings.log_dir / self._script.job)
                 self._fleet.to_agent(host, wire.Launch(self._started, log_dir, self._script))
                 self._notes.job_goes_on(nodes=dict(self._numbers))
-            case s.EndNode(host=host, reason=reason, error=error):
+            case scmd.EndNode(host=host, reason=reason, error=error):
                 self._send(host, wire.Dismiss(reason, error))
                 if error and host in self._numbers:
                     self._fleet.to_agent(host, wire.Recall(self._numbers[host]))
-            case s.LetWait(host=host, reason=reason, full=full):
+            case scmd.LetWait(host=host, reason=reason, full=full):
                 nothing = f"no script runs in the cluster {self._settings.name!r} yet"
                 self._send(host, wire.Wait(in_words(reason, self._clock.now()) if reason else nothing, full))
-            case s.MoveNode(host=host, address=address, interface=interface):
+            case scmd.MoveNode(host=host, address=address, interface=interface):
                 self._send(host, wire.Rehome(address, interface))
-            case s.FormRound():
+            case scmd.FormRound():
                 self._form(command)
-            case s.RepeatRound(host=host):
+            case scmd.RepeatRound(host=host):
                 if host in self._orders:
                     self._send(host, self._orders[host])
-            case s.LeaveRound(round=number, hosts=hosts, reason=reason):
+            case scmd.LeaveRound(round=number, hosts=hosts, reason=reason):
                 for host in hosts:
                     self._send(host, wire.LeaveRound(number, reason))
-            case s.EndScript():
+            case scmd.EndScript():
                 self._end(command)
 
-    def _form(self, command: s.FormRound) -> None:
+    def _form(self, command: scmd.FormRound) -> None:
         by_node = places(command.seats)
         self._orders, self._samples = {}, {}
         for rank, seat in enumerate(command.seats):
@@ -194,15 +197,15 @@ class Scripts:
             self._send(seat.host, order)
         self._notes.job_goes_on(round=command.round)
 
-    def _end(self, command: s.EndScript) -> None:
+    def _end(self, command: scmd.EndScript) -> None:
         run = self._run
         assert run is not None
         members = workers_of(command.seats, command.round)
         culprit = None
         if command.failure is not None:
-            culprit = m.WorkerId(command.host, command.failure.local_rank, command.round)
+            culprit = WorkerId(command.host, command.failure.local_rank, command.round)
             run.outcomes[culprit] = Outcome(command.failure.error, command.failure.traceback)
-        end = m.EndJob(run.name, command.outcome, command.reason, members, culprit)
+        end = cmd.EndJob(run.name, command.outcome, command.reason, members, culprit)
         run.end(end)
         self._notes.job_goes_on(over=end)
         self._orders = {}
@@ -234,7 +237,7 @@ class Scripts:
         self._loop.add_reader(fd, self._vanished, host, "its process has ended")
 
     def _vanished(self, host: str, why: str) -> None:
-        self._decide(s.NodeLeft(host, why, broken=True))
+        self._decide(sev.NodeLeft(host, why, broken=True))
         self._forget(host)
 
     def _forget(self, host: str) -> None:

@@ -6,11 +6,11 @@ import asyncio
 from collections.abc import Callable
 from concurrent.futures import Future
 
-from nbelastic.core import wire
-from nbelastic.core.world import WorkerState, World
-from nbelastic.driver.fleet import Fleet
+from nbelastic.core.state import WorkerState, World
+from nbelastic.driver.agents import Fleet
 from nbelastic.driver.pending import Pending
-from nbelastic.driver.status import Status, WorkerStack
+from nbelastic.protocol import wire
+from nbelastic.protocol.status import Status, WorkerStack
 
 
 def show_stacks(

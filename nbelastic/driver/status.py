@@ -1,18 +1,16 @@
-"""The frozen snapshot that `Cluster.status()` returns, and the records of `Cluster.events`."""
+"""The status of a cluster, made from its state and from what was heard beside it."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 
-from msgspec import Struct
-
-from nbelastic.core.messages import WorkerId
-from nbelastic.core.placement import places
 from nbelastic.core.reasons import in_words
-from nbelastic.core.world import World, host_cooling_until
-from nbelastic.driver.live import Live, OrderStatus
+from nbelastic.core.state import World, host_cooling_until
+from nbelastic.driver.telemetry import Telemetry
+from nbelastic.protocol.ids import WorkerId
+from nbelastic.protocol.ranks import places
+from nbelastic.protocol.status import HostStatus, Status, WorkerStatus
 
 STEP = 0.5  # seconds by which the wall clock was set, or the machine was suspended, as opposed to drift
 
@@ -34,109 +32,7 @@ class _Clock:
 wall = _Clock()
 
 
-class HostStatus(Struct, frozen=True):
-    """`phase`: starting, up, cooling, draining, lost. `cooling_until`: seconds from now, 0.0 if it is not cooling.
-
-    `cpu` in percent of all its cores, `memory` in bytes in use on the host, of `memory_total`; None before the first
-    sample. `gpus`: of each the utilisation in percent, MB in use and MB there are. `slots_cooling`: slots that are
-    cooling, and how many seconds more.
-    """
-
-    name: str
-    address: str
-    slots: int
-    phase: str
-    reason: str
-    cooling_until: float
-    cpu: float | None = None
-    memory: int | None = None
-    memory_total: int | None = None
-    gpus: tuple[tuple[int, int, int], ...] = ()
-    slots_cooling: dict[int, float] = {}
-
-
-class WorkerStatus(Struct, frozen=True):
-    """`state`: starting, ready, running, succeeded, failed, lost, stopped. `rank` and `local_rank` are None outside a world.
-
-    `step` is the number of commits so far, `behind` how many others have made for a second and this one has not; `cpu` in
-    percent of one core, `memory` resident bytes.
-    """
-
-    id: str
-    host: str
-    slot: int
-    rank: int | None
-    local_rank: int | None
-    pid: int
-    state: str
-    step: int
-    restarts: int
-    log_dir: str
-    reason: str = ""
-    cpu: float | None = None
-    memory: int | None = None
-    behind: int = 0
-
-
-class Status(Struct, frozen=True):
-    """All that can be seen of a cluster at one moment. `job` is the current or last job's name, `outcome` how it ended.
-
-    `report` holds what rank 0 last gave to `state.report()`, `curves` how its first values went, oldest first, and `total`
-    how many steps there will be, if `report(total=...)` has said so; `steps_per_second` is measured over the last seconds.
-    `time`: of this look; `failed_at`: when a worker or host was lost last; both in seconds since the epoch of the clock.
-    """
-
-    name: str
-    phase: str
-    reason: str
-    epoch: int
-    world_size: int
-    min: int
-    max: int | None
-    hosts: tuple[HostStatus, ...]
-    workers: tuple[WorkerStatus, ...]
-    job: str | None
-    outcome: str
-    step: int = 0
-    report: dict[str, float | str] = {}
-    steps_per_second: float | None = None
-    total: int | None = None
-    curves: dict[str, tuple[float, ...]] = {}
-    time: float = 0.0
-    failed_at: float | None = None
-    orders: tuple[OrderStatus, ...] = ()
-
-
-@dataclass(frozen=True)  # and no msgspec.Struct: pandas makes a table of a list of these
-class EventRecord:
-    """One line of the event log. `time` in seconds since 1970; `took`: milliseconds of each phase of a change.
-
-    `size`: how many members the world has after it; 0 without a job.
-    """
-
-    time: float
-    kind: str
-    text: str
-    host: str = ""
-    worker: str = ""
-    epoch: int = 0
-    took: dict[str, float] = field(default_factory=dict)
-    size: int = 0
-
-
-class WorkerStack(Struct, frozen=True):
-    """`place` is its innermost frame in the user's code, as `train.py:88 in load`; `text` the Python stack of its main
-    thread, innermost call last, empty if it did not answer; `note` says if it is behind the others.
-    """
-
-    worker: str
-    rank: int | None
-    place: str
-    text: str
-    note: str = ""
-
-
-def snapshot(name: str, world: World, live: Live, now: float) -> Status:
+def snapshot(name: str, world: World, live: Telemetry, now: float) -> Status:
     """The status of `world` at `now` (seconds, the driver's monotonic clock)."""
     ranks = dict(zip(world.members, places(world.members), strict=True))
     hosts = []
@@ -184,7 +80,7 @@ def snapshot(name: str, world: World, live: Live, now: float) -> Status:
 
 
 def _workers(
-    world: World, live: Live, ranks: Mapping[WorkerId, tuple[int, int]], now: float
+    world: World, live: Telemetry, ranks: Mapping[WorkerId, tuple[int, int]], now: float
 ) -> tuple[WorkerStatus, ...]:
     rows = []
     running = world.active is not None and world.phase == "running"

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from nbelastic.core.errors import NbelasticError, UsageError
-from nbelastic.driver.status import WorkerStack
+from nbelastic.errors import NbelasticError, UsageError
 from nbelastic.notebook.folding import fold, packed
 from nbelastic.notebook.frames import entries
+from nbelastic.protocol.status import WorkerStack
 
 if TYPE_CHECKING:
-    from nbelastic.driver.cluster import Cluster
+    from nbelastic.client.cluster import Cluster
 
 HISTORY = 400  # events an answer
 LINES = 1000  # of output an answer, after equal ones of several workers were joined

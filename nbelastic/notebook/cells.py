@@ -7,9 +7,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
-from nbelastic.core.errors import JobError, UsageError
-from nbelastic.driver.cells import described
-from nbelastic.terminal import shown
+from nbelastic.client.cells import described
+from nbelastic.errors import JobError, UsageError
+from nbelastic.system.terminal_text import shown
 
 T = TypeVar("T")
 NAMED = 4  # workers before a line; the others are counted

@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any
 import anywidget
 import traitlets
 
-from nbelastic.core.errors import NbelasticError
-from nbelastic.driver.status import Status
+from nbelastic.errors import NbelasticError
 from nbelastic.notebook.answers import answer
 from nbelastic.notebook.frames import Frames
 from nbelastic.notebook.snapshot import settled_html, settled_text
+from nbelastic.protocol.status import Status
 
 if TYPE_CHECKING:
-    from nbelastic.driver.cluster import Cluster
+    from nbelastic.client.cluster import Cluster
 
 UNANSWERED = 64  # answers that wait to be sent, at most
 _ORDERS = ("add_host", "remove_host", "restart", "scale", "stop_job", "stop")

@@ -8,7 +8,7 @@ from typing import Any
 
 from msgspec import Struct
 
-from nbelastic.driver.run import Line
+from nbelastic.protocol.output_buffer import Line
 
 CLOSE = 200  # lines among which equal ones of different workers are one; dashboard.js folds by the same rule
 

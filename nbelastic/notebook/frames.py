@@ -11,8 +11,8 @@ from typing import Any
 
 import msgspec
 
-from nbelastic.driver.status import EventRecord, HostStatus, Status, WorkerStatus
-from nbelastic.driver.trace import in_order
+from nbelastic.client.trace import in_order
+from nbelastic.protocol.status import EventRecord, HostStatus, Status, WorkerStatus
 
 EVENTS = 12  # how many of the last events travel along
 SMALL = 8_000  # bytes of JSON up to which all is sent whole

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from IPython.core.magic import Magics, magics_class
 from IPython.display import display
 
-from nbelastic.core.errors import UsageError
+from nbelastic.errors import UsageError
 from nbelastic.notebook.arguments import argument, completion, magic, pair
 from nbelastic.notebook.cells import cell_id, checked, show_output
 from nbelastic.notebook.scripts import SCRIPT_OPTIONS, script_options
@@ -19,23 +19,23 @@ from nbelastic.notebook.scripts import SCRIPT_OPTIONS, script_options
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
-    from nbelastic.driver.cluster import Cluster
-    from nbelastic.driver.job import Job
-    from nbelastic.driver.status import WorkerStack
+    from nbelastic.client.cluster import Cluster
+    from nbelastic.client.job import Job
     from nbelastic.notebook.dashboard import Dashboard
     from nbelastic.notebook.snapshot import ClusterList, StatusView
+    from nbelastic.protocol.status import WorkerStack
 
 
 def make_cluster(hosts: str | None, **options: Any) -> Cluster:
     """The real one. Imported late: loading the extension stays quick."""
-    from nbelastic.driver.cluster import Cluster
+    from nbelastic.client.cluster import Cluster
 
     return Cluster(hosts, **options)
 
 
 def attach_cluster(name: str | None) -> Cluster:
     """One that was kept."""
-    from nbelastic.driver.cluster import Cluster
+    from nbelastic.client.cluster import Cluster
 
     return Cluster.attach(name)
 
@@ -156,8 +156,8 @@ class ElasticMagics(Magics):  # type: ignore[misc]  # IPython carries no types h
     @magic("line")
     def elastic_list(self, _: Namespace) -> ClusterList:
         """Show your clusters on this machine: with a driver, or waiting for another one."""
-        from nbelastic.driver.saved import clusters
         from nbelastic.notebook.snapshot import ClusterList
+        from nbelastic.protocol.saved_cluster import clusters
 
         return ClusterList(clusters())
 
@@ -416,7 +416,7 @@ class ElasticMagics(Magics):  # type: ignore[misc]  # IPython carries no types h
 
 
 def _kept() -> list[str]:
-    from nbelastic.driver.saved import clusters
+    from nbelastic.protocol.saved_cluster import clusters
 
     return [info.name for info in clusters() if info.kept]
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from html import escape
 
-from nbelastic.driver.saved import ClusterInfo
-from nbelastic.driver.status import HostStatus, Status, WorkerStatus
+from nbelastic.protocol.saved_cluster import ClusterInfo
+from nbelastic.protocol.status import HostStatus, Status, WorkerStatus
 
 _HOST_COLUMNS = ("host", "slots", "state", "why")
 NONE = "No cluster is running."

@@ -1,1 +1,1 @@
-"""What runs inside the training processes."""
+"""Inside the training processes: the elastic loop, process groups, and the training state."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from nbelastic.core import messages as m
-from nbelastic.core import wire
+from nbelastic.protocol import events as ev
+from nbelastic.protocol import wire
 
 KEPT = 256  # reports; when there are more, every other one goes
 
@@ -47,7 +47,7 @@ class Account:
         self.formed = False  # the group of this epoch stands, and has the state
         self.holds = False  # it has the job's state, all of one commit
         self.since = 0  # the epoch in which it last got it, or trained with it
-        self.word: m.WorkerReady | m.WorkerRaised | m.WorkerSucceeded | None = None
+        self.word: ev.WorkerReady | ev.WorkerRaised | ev.WorkerSucceeded | None = None
         self.result: wire.ProgramResult | None = None  # of the newest program, if it has ended
         self.numbered = 0  # the highest epoch that it has heard of
         self.reports = Reports()

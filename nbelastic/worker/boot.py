@@ -8,7 +8,7 @@ import os
 import sys
 from typing import Any
 
-from nbelastic.processes import die_with_parent
+from nbelastic.system.processes import die_with_parent
 from nbelastic.worker.environment import log_to, set_interface
 
 

@@ -10,8 +10,8 @@ from typing import Any
 
 from IPython.core.getipython import get_ipython
 
-from nbelastic.core import wire
-from nbelastic.core.messages import WorkerId
+from nbelastic.protocol import wire
+from nbelastic.protocol.ids import WorkerId
 from nbelastic.worker.printed import Output, printable
 
 BOUND = 50_000  # characters of each of a cell's streams, and of its traceback, that are sent: the end of it

@@ -35,7 +35,7 @@ from torch.distributed.checkpoint import (
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 
-from nbelastic.core.errors import StateError
+from nbelastic.errors import StateError
 from nbelastic.worker.transfer import TENSOR, why_not_plain
 
 FORMAT = 1

@@ -12,8 +12,8 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import torch
 import torch.distributed as dist
 
-from nbelastic.core.errors import JobStoppedError, UsageError
-from nbelastic.core.messages import WorkerSucceeded
+from nbelastic.errors import JobStoppedError, UsageError
+from nbelastic.protocol.events import WorkerSucceeded
 from nbelastic.worker import saving
 from nbelastic.worker import session as _session
 from nbelastic.worker.checkpoint import reason

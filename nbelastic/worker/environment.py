@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from nbelastic import files
+from nbelastic.system import files
 
 
 def set_interface(name: str) -> None:

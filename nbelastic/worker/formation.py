@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from msgspec import Struct
 
-from nbelastic.core import wire
-from nbelastic.core.messages import WorkerId
-from nbelastic.core.placement import places
+from nbelastic.protocol import wire
+from nbelastic.protocol.ids import WorkerId
+from nbelastic.protocol.ranks import places
 
 
 class Formation(Struct, frozen=True):

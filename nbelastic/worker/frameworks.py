@@ -16,7 +16,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-from nbelastic.core.errors import UsageError
+from nbelastic.errors import UsageError
 
 ALONE = (
     "{what} takes this rank for a world of {seen}, and the world has {size} ranks: each would train by itself. "

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from nbelastic.core.errors import StateError
+from nbelastic.errors import StateError
 
 _ATOMS = (int, float, str, bool, bytes, type(None))
 

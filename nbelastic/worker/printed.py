@@ -10,7 +10,7 @@ from itertools import groupby
 from operator import itemgetter
 from typing import NamedTuple
 
-from nbelastic.terminal import newest
+from nbelastic.system.terminal_text import newest
 
 BOUND = 64_000  # characters a stream that are kept for one sending
 

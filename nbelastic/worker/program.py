@@ -16,10 +16,10 @@ from typing import Any, NamedTuple
 
 from IPython.core.getipython import get_ipython
 
-from nbelastic import pickles
-from nbelastic.core import wire
-from nbelastic.core.errors import JobStoppedError
-from nbelastic.files import replace_private
+from nbelastic.errors import JobStoppedError
+from nbelastic.protocol import wire
+from nbelastic.system import pickling
+from nbelastic.system.files import replace_private
 from nbelastic.worker import cells
 from nbelastic.worker.elastic import frameworks
 from nbelastic.worker.environment import log_to
@@ -82,12 +82,12 @@ class Runner:
         call = None if order.call is None else await self._fetched(order.job, order.call)
         return _run(self._session, order, call)
 
-    async def _fetched(self, job: str, call: wire.Blob) -> pickles.Bytes:
+    async def _fetched(self, job: str, call: wire.Blob) -> pickling.Bytes:
         """The bytes of the call, wherever they are. OSError if they do not come; JobStoppedError if the job ends before."""
         if call.data:
             return bytearray(call.data)
         if call.path:
-            return pickles.mapped(Path(call.path))
+            return pickling.mapped(Path(call.path))
         while self._pieces.qsize():  # of another call
             self._pieces.get_nowait()
         data, at, now = bytearray(call.size), 0, asyncio.get_running_loop().time
@@ -108,7 +108,7 @@ class Runner:
             if piece.job == job and piece.offset == at:
                 data[at : at + len(piece.data)] = piece.data
                 at, came = at + len(piece.data), now()
-                if at % (pickles.PIECES * pickles.PIECE) == 0:  # all have come that were asked for
+                if at % (pickling.PIECES * pickling.PIECE) == 0:  # all have come that were asked for
                     asked = -AGAIN
         return data
 
@@ -116,9 +116,9 @@ class Runner:
         """What the driver is told, and what it will fetch. A long value goes into a file, if there is a folder with room."""
         blob, kept = None, b""
         if outcome.value is not None:
-            size = pickles.size(outcome.value)
+            size = pickling.size(outcome.value)
             path = Path(order.results) / f"{str(self._session.worker).replace('/', '-')}.{order.job}"
-            if size <= pickles.INLINE:
+            if size <= pickling.INLINE:
                 blob = wire.Blob(size, b"".join(outcome.value))
             elif order.results and _written(path, outcome.value):
                 blob = wire.Blob(size, path=str(path))
@@ -136,7 +136,7 @@ def _written(path: Path, value: list[memoryview]) -> bool:
     return True
 
 
-def _run(session: Session, order: wire.Program, call: pickles.Bytes | None) -> Outcome:
+def _run(session: Session, order: wire.Program, call: pickling.Bytes | None) -> Outcome:
     program: Callable[[], Any] = partial(_execute, order.job, order.source) if call is None else partial(_apply, call)
     with _output(session):
         try:
@@ -153,7 +153,7 @@ def _run(session: Session, order: wire.Program, call: pickles.Bytes | None) -> O
                 session.checkpoints.finish()
             session.finish()
         try:
-            return Outcome(pickles.pack(value))
+            return Outcome(pickling.pack(value))
         except Exception as error:  # noqa: BLE001  (pickling fails in many ways)
             text = f"{type(error).__name__}: the result cannot be sent: {printable(str(error)[:ERROR_BOUND])}"
             print(text, file=sys.stderr)
@@ -178,8 +178,8 @@ def _output(session: Session) -> Iterator[None]:
     err.flush()
 
 
-def _apply(call: pickles.Bytes) -> Any:
-    function, args, kwargs = pickles.unpack(call)
+def _apply(call: pickling.Bytes) -> Any:
+    function, args, kwargs = pickling.unpack(call)
     _add_names(function, get_ipython().user_ns)
     return function(*args, **kwargs)
 

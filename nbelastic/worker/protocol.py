@@ -12,8 +12,9 @@ import math
 
 from msgspec import Struct
 
-from nbelastic.core import messages as m
-from nbelastic.core import wire
+from nbelastic.protocol import events as ev
+from nbelastic.protocol import wire
+from nbelastic.protocol.ids import WorkerId
 from nbelastic.worker.account import Account
 from nbelastic.worker.formation import Formation, formation_of
 
@@ -30,7 +31,7 @@ class Action(Struct, frozen=True):
 class Say(Action):
     """`newest`: it may be lost, and replaced by a newer one of its kind."""
 
-    message: wire.Message | m.Event
+    message: wire.Message | ev.Event
     newest: bool = False
 
 
@@ -81,7 +82,7 @@ class Line(Struct, frozen=True):
 class Protocol:
     """Of one worker. Times are of one clock, in seconds."""
 
-    def __init__(self, worker: m.WorkerId, lease: float) -> None:
+    def __init__(self, worker: WorkerId, lease: float) -> None:
         """`lease`: seconds without a driver after which the worker ends."""
         self.worker = worker
         self._lease = lease
@@ -136,10 +137,10 @@ class Protocol:
         self.reports = Telemetry()
         self.account.beginning = False
 
-    def ready(self, commit: int, *, clean: bool, store: str) -> m.WorkerReady:
+    def ready(self, commit: int, *, clean: bool, store: str) -> ev.WorkerReady:
         """What is said by who waits for a world."""
         account = self.account
-        word = m.WorkerReady(self.worker, self.job, self.left, commit, clean, store, account.holds, account.since)
+        word = ev.WorkerReady(self.worker, self.job, self.left, commit, clean, store, account.holds, account.since)
         account.word = word
         return word
 
@@ -163,15 +164,15 @@ class Protocol:
         """Its group stands."""
         self.formation, self.rank = formation, formation.rank
 
-    def formed(self, took: dict[str, float]) -> m.WorkerFormed:
+    def formed(self, took: dict[str, float]) -> ev.WorkerFormed:
         """It has the state too. `took`: milliseconds a phase."""
         self.account.formed = self.account.holds = True
         self.account.since = self.epoch
-        return m.WorkerFormed(self.worker, self.epoch, took)
+        return ev.WorkerFormed(self.worker, self.epoch, took)
 
-    def raised(self, error: str, *, intact: bool) -> m.WorkerRaised:
+    def raised(self, error: str, *, intact: bool) -> ev.WorkerRaised:
         """The user's function raised."""
-        word = m.WorkerRaised(self.worker, self.epoch, intact, error[:ERROR_BOUND])
+        word = ev.WorkerRaised(self.worker, self.epoch, intact, error[:ERROR_BOUND])
         self.account.word = word
         return word
 
@@ -219,7 +220,7 @@ class Protocol:
         match message.commit:
             case None:
                 self.hold = self.commits + 1
-                return [Say(m.WorkerOffered(self.worker, message.epoch, self.commits, message.ask))]
+                return [Say(ev.WorkerOffered(self.worker, message.epoch, self.commits, message.ask))]
             case wire.Leave.STAY:
                 self.hold = self.leave_at = None
             case commit:
@@ -279,7 +280,7 @@ class Protocol:
     def _be_alone(self, now: float, line: Line) -> list[Action]:
         """There is no driver. A broken world is left, as far as that goes, and nobody waits for ever."""
         word, actions = self.account.word, list[Action]()
-        if isinstance(word, m.WorkerRaised) and not word.intact and self.epoch and word.epoch == self.epoch:
+        if isinstance(word, ev.WorkerRaised) and not word.intact and self.epoch and word.epoch == self.epoch:
             actions.append(Abort())  # those who wait for this one are to raise as well
         if now - line.heard_at > self._lease:
             if not self.account.busy:

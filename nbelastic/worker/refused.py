@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from nbelastic.core.errors import StateError
+from nbelastic.errors import StateError
 from nbelastic.worker.optimizers import frozen
 
 SHARDED = (

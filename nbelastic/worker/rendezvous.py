@@ -23,8 +23,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore
 
-from nbelastic.core.addresses import bracketed, parted
-from nbelastic.core.messages import STUCK
+from nbelastic.protocol.events import STUCK
+from nbelastic.system.addresses import bracketed, parted
 from nbelastic.worker.admission import admit_all, admit_only
 from nbelastic.worker.formation import Formation
 from nbelastic.worker.sockets import Connections, Endpoint, endpoint, listeners, open_sockets, peers, shut_down

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.utils.data import Sampler, get_worker_info
 
-from nbelastic.core.errors import NoWorldError, StateError, UsageError
+from nbelastic.errors import NoWorldError, StateError, UsageError
 from nbelastic.worker import session
 
 CHUNK = 4096  # indices that are Python integers at a time: a list of ten million would take 400 MB

@@ -16,8 +16,8 @@ from typing import Any, Protocol
 
 import torch
 
-from nbelastic.core.errors import StateError, UsageError, WaitTimeoutError
-from nbelastic.kinds import PATH, WHOLE, check_kind, check_optional
+from nbelastic.errors import StateError, UsageError, WaitTimeoutError
+from nbelastic.system.argument_types import PATH, WHOLE, check_kind, check_optional
 from nbelastic.worker import checkpoint
 from nbelastic.worker.checkpoint import Snapshot, reason
 from nbelastic.worker.transfer import describe

@@ -22,12 +22,13 @@ from typing import Any, NoReturn, TypeVar
 import torch
 import torch.distributed as dist
 
-from nbelastic import pickles
-from nbelastic.core import messages as m
-from nbelastic.core import wire
-from nbelastic.core.errors import JobStoppedError, NoWorldError
-from nbelastic.folders import kept
-from nbelastic.link import Spoke
+from nbelastic.errors import JobStoppedError, NoWorldError
+from nbelastic.protocol import events as ev
+from nbelastic.protocol import wire
+from nbelastic.protocol.ids import WorkerId
+from nbelastic.system import pickling
+from nbelastic.system.folders import kept
+from nbelastic.transport.link import Spoke
 from nbelastic.worker.account import Account
 from nbelastic.worker.ahead import Ahead, in_a_thread
 from nbelastic.worker.environment import set_interface
@@ -94,7 +95,7 @@ class Session:
     """One per process. Methods above the line belong to the main thread, those below to the link's."""
 
     def __init__(self, settings: dict[str, Any]) -> None:
-        self.worker = m.WorkerId.parse(settings["worker"])
+        self.worker = WorkerId.parse(settings["worker"])
         self.address: str = settings["address"]
         self._choice: tuple[str, int] = (settings["backend"], int(settings["slots"]))
         self._backend = ""
@@ -278,7 +279,7 @@ class Session:
             self.checkpoints.begun = True
         self.link.send(self._protocol.formed(took))
 
-    def succeed(self, word: m.WorkerSucceeded) -> None:
+    def succeed(self, word: ev.WorkerSucceeded) -> None:
         """The elastic function has returned."""
         self.account.word = word
         self.link.send(word)
@@ -306,7 +307,7 @@ class Session:
         """For the epoch after this one, beside the training."""
         if self.group is not None:
             epoch, peers = self.group.epoch, self.group.peers
-            self._ahead.make_offer(peers, lambda store: self.link.send(m.StoreOffered(self.worker, epoch, store)))
+            self._ahead.make_offer(peers, lambda store: self.link.send(ev.StoreOffered(self.worker, epoch, store)))
 
     def _listen(self) -> None:
         """Read what came, wait at the commit that was promised not to be passed, leave at the one that was agreed."""
@@ -469,13 +470,13 @@ class Session:
         with contextlib.suppress(RuntimeError):  # groups are being made: it will be asked again
             begun = collectives_of_all() - self._ahead_by
             total = self._protocol.total
-            self.link.send(m.WorkerAt(self.worker, epoch, total, begun, whereabouts(), used, connected))
+            self.link.send(ev.WorkerAt(self.worker, epoch, total, begun, whereabouts(), used, connected))
 
     def _build(self, formation: Formation) -> None:
         def done(failure: Exception | None) -> None:
             error = "" if failure is None else f"{type(failure).__name__}: {failure}"[:PREPARE_BOUND]
             supported = not isinstance(failure, UnsupportedError)
-            self.link.send(m.WorkerPrepared(self.worker, formation.epoch, error, supported))
+            self.link.send(ev.WorkerPrepared(self.worker, formation.epoch, error, supported))
 
         self._ahead.prepare(formation, device(self.worker.slot), self._backend, done)
 
@@ -524,7 +525,7 @@ class Session:
             if self._protocol.quit is not None and self.holder is not None:
                 self.holder.rescue()
         finally:
-            os._exit(m.STUCK)
+            os._exit(ev.STUCK)
 
     def _send_output(self) -> None:
         for job, rank, stream, text, end in self.printed.take():
@@ -533,7 +534,7 @@ class Session:
     def _send_value(self, job: str, offset: int) -> None:
         result, value = self.account.result, self._value
         if result is not None and result.job == job:
-            for at, data in pickles.pieces(value, offset):
+            for at, data in pickling.pieces(value, offset):
                 self.link.send(wire.ResultPiece(self.worker, job, at, data))
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from nbelastic.core.errors import StateError, UsageError
+from nbelastic.errors import StateError, UsageError
 from nbelastic.worker import backward, generators, saving
 from nbelastic.worker import optimizers as opt
 from nbelastic.worker.copies import Part

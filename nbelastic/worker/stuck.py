@@ -16,7 +16,8 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
 
-from nbelastic.core import messages as m
+from nbelastic.protocol import events as ev
+from nbelastic.protocol.ids import WorkerId
 from nbelastic.worker.ahead import in_a_thread
 
 PATIENCE = 0.3  # seconds that an aborted main thread may sleep in a collective
@@ -69,8 +70,8 @@ class Stuck:
 
     def __init__(
         self,
-        worker: m.WorkerId,
-        say: Callable[[m.Event], None],
+        worker: WorkerId,
+        say: Callable[[ev.Event], None],
         end: Callable[[], object],
         discard: Callable[[], object] = lambda: None,
     ) -> None:
@@ -80,7 +81,7 @@ class Stuck:
         self._entered = 0  # the newest epoch in which the main thread may change the state
         self._blocked: Blocked | None = None
         self._epoch = 0  # the aborted one
-        self._said: m.Event | None = None  # last, and when it is said again
+        self._said: ev.Event | None = None  # last, and when it is said again
         self._say_at = 0.0
         self._job = ""
         self._keeping: Future[int] | None = None  # the state, and so its commit
@@ -110,7 +111,7 @@ class Stuck:
 
     def ask(self, commit: int, now: float) -> None:
         """How to end. The answer comes to `answer`; there is none while that depends on what others say."""
-        self._repeat(m.WorkerStuck(self._worker, self._epoch, commit), now, ASK)
+        self._repeat(ev.WorkerStuck(self._worker, self._epoch, commit), now, ASK)
 
     def answer(self, keep: Callable[[], int] | None, job: str, now: float) -> None:
         """End; but first `keep()`, if it is given, which returns the commit. A main thread that has moved meanwhile goes on."""
@@ -138,17 +139,17 @@ class Stuck:
                 self.forget()
                 self._free.set()
         elif not self._keeping.done():
-            self._repeat(m.WorkerStuck(self._worker, self._epoch, keeping=True), now, REPEAT)
+            self._repeat(ev.WorkerStuck(self._worker, self._epoch, keeping=True), now, REPEAT)
         elif self._keeping.exception() is not None:
             self._end()
         else:
-            self._repeat(m.StateKept(self._worker, self._job, self._keeping.result()), now, ASK)
+            self._repeat(ev.StateKept(self._worker, self._job, self._keeping.result()), now, ASK)
 
     def moved(self, now: float) -> bool:
         """Whether the main thread has, since the state is being kept: what it holds may be another one now."""
         return self._blocked is None or self._blocked.stuck_for(now) < now - self._since
 
-    def _repeat(self, word: m.Event, now: float, every: float) -> None:
+    def _repeat(self, word: ev.Event, now: float, every: float) -> None:
         if word != self._said or now >= self._say_at:
             self._said, self._say_at = word, now + every
             self._say(word)

@@ -17,7 +17,7 @@ import traceback
 
 gc.disable()
 
-from nbelastic.processes import children_of, die_with_parent, kill_group  # noqa: E402
+from nbelastic.system.processes import children_of, die_with_parent, kill_group  # noqa: E402
 
 
 def _end(*_: object) -> None:
@@ -55,7 +55,7 @@ PRELOAD = (
     # Once, when it is imported, tqdm.auto chooses between text and a widget, which nobody would see. Before the engine
     # imports IPython the choice is text. Torch has imported tqdm itself where it is installed.
     *(("tqdm.auto",) if importlib.util.find_spec("tqdm") else ()),
-    "nbelastic.scripts.node",
+    "nbelastic.torchrun.node",
     "nbelastic.worker.boot",
     "nbelastic.worker.elastic",
     "nbelastic.worker.engine",

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from nbelastic.core.errors import StateError
+from nbelastic.errors import StateError
 from nbelastic.worker.copies import put_all
 from nbelastic.worker.memory import fits
 

@@ -14,10 +14,12 @@ from collections import defaultdict
 from pathlib import Path
 from time import perf_counter
 
-from nbelastic.core import messages as m
-from nbelastic.core.limits import Limits
+from nbelastic.core import commands as cmd
 from nbelastic.core.membership import step
-from nbelastic.core.world import Stage, World
+from nbelastic.core.state import Stage, World
+from nbelastic.protocol import events as ev
+from nbelastic.protocol.ids import HostSpec, WorkerId
+from nbelastic.protocol.limits import Limits
 
 SLOTS = 8
 SPARES = 64
@@ -34,31 +36,31 @@ class Cluster:
         self.times: dict[str, list[float]] = defaultdict(list)
         self.forming: list[float] = []
 
-    def send(self, event: m.Event) -> tuple[m.Command, ...]:
+    def send(self, event: ev.Event) -> tuple[cmd.Command, ...]:
         self.now += 1e-4
         start = perf_counter()
         world, commands = step(self.world, event, self.now)
         took = perf_counter() - start
         self.world = world
-        if any(isinstance(command, m.FormWorld) for command in commands):
+        if any(isinstance(command, cmd.FormWorld) for command in commands):
             self.forming.append(took)
         else:
             self.times[self.phase].append(took)
         return commands
 
-    def ready(self, w: m.WorkerId, commit: int = 0) -> None:
-        self.send(m.WorkerReady(w, "job", self.world.workers[w].epoch, commit, clean=True, store="tcp://10.0.0.1:1"))
+    def ready(self, w: WorkerId, commit: int = 0) -> None:
+        self.send(ev.WorkerReady(w, "job", self.world.workers[w].epoch, commit, clean=True, store="tcp://10.0.0.1:1"))
 
     def start(self) -> None:
         self.phase = "start-up"
-        hosts = [m.HostSpec(f"host{number:05d}", SLOTS) for number in range((self.size + SPARES) // SLOTS)]
-        self.send(m.HostsDiscovered(tuple(hosts)))
+        hosts = [HostSpec(f"host{number:05d}", SLOTS) for number in range((self.size + SPARES) // SLOTS)]
+        self.send(ev.HostsDiscovered(tuple(hosts)))
         for host in hosts:
-            for command in self.send(m.AgentReady(host.name, 1)):
-                if isinstance(command, m.StartWorker):
-                    self.send(m.WorkerStarted(command.worker, 1))
+            for command in self.send(ev.AgentReady(host.name, 1)):
+                if isinstance(command, cmd.StartWorker):
+                    self.send(ev.WorkerStarted(command.worker, 1))
         for w in list(self.world.workers):
-            self.send(m.WorkerRegistered(w))
+            self.send(ev.WorkerRegistered(w))
 
     def form(self, phase: str) -> None:
         """From wherever it stands to a running world."""
@@ -66,16 +68,16 @@ class Cluster:
         for w in sorted(self.world.starting) if phase == "first world" else sorted(self.world.awaiting):
             self.rejoin(w)
         self.now += 2.0
-        self.send(m.Ticked())
+        self.send(ev.Ticked())
         self.phase = "joining"
         for w in self.world.members:
-            self.send(m.WorkerFormed(w, self.world.epoch, {}))
+            self.send(ev.WorkerFormed(w, self.world.epoch, {}))
         assert self.world.stage is Stage.RUNNING, self.reason
 
-    def rejoin(self, w: m.WorkerId) -> None:
+    def rejoin(self, w: WorkerId) -> None:
         member = w in self.world.ranked
         left = self.world.epoch if member else 0
-        self.send(m.WorkerReady(w, "job", left, 100, clean=True, store="tcp://10.0.0.1:1", holds=member))
+        self.send(ev.WorkerReady(w, "job", left, 100, clean=True, store="tcp://10.0.0.1:1", holds=member))
 
     def train(self, events: int) -> None:
         """Steady running with spares at hand: news that changes nothing."""
@@ -83,32 +85,32 @@ class Cluster:
         spares = sorted(self.world.waiting)
         assert spares, "the spares are waiting"
         for number in range(events):
-            self.send(m.WorkerStarted(self.world.members[number % len(self.world.members)], 2))
+            self.send(ev.WorkerStarted(self.world.members[number % len(self.world.members)], 2))
             w = spares[number % len(spares)]
-            self.send(m.WorkerReady(w, "job", 0, 0, clean=True, store="tcp://10.0.0.1:1"))
-            self.send(m.Ticked())
+            self.send(ev.WorkerReady(w, "job", 0, 0, clean=True, store="tcp://10.0.0.1:1"))
+            self.send(ev.Ticked())
 
     def die(self, deaths: int) -> None:
         """Workers die; the others gather and form again; the replacements start."""
         victims = self.world.members[:: max(1, len(self.world.members) // deaths)][:deaths]
         self.phase = "death"
         for w in victims:
-            self.send(m.WorkerExited(w, -9))
+            self.send(ev.WorkerExited(w, -9))
         self.form("gathering")
 
     def lose_host(self) -> None:
         self.phase = "host lost"
-        self.send(m.AgentLost(self.world.members[0].host, "gone"))
+        self.send(ev.AgentLost(self.world.members[0].host, "gone"))
         self.form("gathering")
 
     def shrink(self) -> None:
         """A host is drained: ask, agree, leave, form."""
         self.phase = "planned change"
-        self.send(m.HostRemoved(self.world.members[-1].host))
+        self.send(ev.HostRemoved(self.world.members[-1].host))
         self.now += 2.0
-        self.send(m.Ticked())
+        self.send(ev.Ticked())
         for w in self.world.members:
-            self.send(m.WorkerOffered(w, self.world.epoch, 5, self.world.asks))
+            self.send(ev.WorkerOffered(w, self.world.epoch, 5, self.world.asks))
         assert self.world.stage is Stage.LEAVING
         self.form("planned change")
 
@@ -116,7 +118,7 @@ class Cluster:
 def day(workers: int) -> Cluster:
     cluster = Cluster(workers)
     cluster.start()
-    cluster.send(m.JobSubmitted("job"))
+    cluster.send(ev.JobSubmitted("job"))
     cluster.form("first world")
     cluster.train(min(500, workers))
     cluster.die(min(100, workers // 10))

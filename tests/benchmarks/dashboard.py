@@ -13,9 +13,9 @@ from msgspec import json
 from msgspec.structs import replace
 
 import nbelastic as nbe
-from nbelastic.driver.status import EventRecord, HostStatus, Status, WorkerStatus
 from nbelastic.notebook.dashboard import Dashboard
 from nbelastic.notebook.frames import Frames
+from nbelastic.protocol.status import EventRecord, HostStatus, Status, WorkerStatus
 from tests.benchmarks import recovery
 from tests.benchmarks.recovery import Cases, training
 from tests.process.observing import driver_of

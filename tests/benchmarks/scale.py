@@ -31,19 +31,21 @@ from typing import Any
 import msgspec
 import zmq
 
-from nbelastic import descriptors, versions
-from nbelastic.core import messages as m
-from nbelastic.core import wire
-from nbelastic.core.delivery import HEAD
+from nbelastic.core import commands as cmd
 from nbelastic.core.membership import step
-from nbelastic.core.relay import Relay
-from nbelastic.core.world import World
+from nbelastic.core.state import World
 from nbelastic.driver import driver as driver_module
 from nbelastic.driver.answers import ready_workers
 from nbelastic.driver.parts import Parts
 from nbelastic.driver.run import Run
-from nbelastic.driver.saved import SavedJob
-from nbelastic.link import Keys, Spoke
+from nbelastic.driver.snapshot import SavedJob
+from nbelastic.protocol import events as ev
+from nbelastic.protocol import wire
+from nbelastic.protocol.ids import HostSpec, WorkerId
+from nbelastic.protocol.wire import HEAD
+from nbelastic.system import open_files, versions
+from nbelastic.transport.link import Keys, Spoke
+from nbelastic.transport.relay import Relay
 from tests.driver.fakes import driver_for, settings_for
 from tests.support import inside
 
@@ -86,7 +88,7 @@ class NoController:
         """There is none."""
 
 
-async def here(_spec: m.HostSpec, _launcher: str) -> tuple[str, str]:
+async def here(_spec: HostSpec, _launcher: str) -> tuple[str, str]:
     """All hosts are this machine."""
     return "127.0.0.1", ""
 
@@ -99,11 +101,11 @@ def drive(hosts: int, parent: Connection, players: list[Connection]) -> None:
 
     taken: list[tuple[float, float, str]] = []
 
-    def timed(world: World, event: m.Event, now: float) -> tuple[World, tuple[m.Command, ...]]:
+    def timed(world: World, event: ev.Event, now: float) -> tuple[World, tuple[cmd.Command, ...]]:
         taken.append((time.monotonic(), time.thread_time(), type(event).__name__))
         return step(world, event, now)
 
-    descriptors.raise_limit()
+    open_files.raise_limit()
     driver_module.step = timed
     parts = Parts(
         locate=here,
@@ -228,7 +230,7 @@ class Host:
 class Worker:
     """It joins every world that it is told of, commits with every report, and leaves when it is to."""
 
-    def __init__(self, w: m.WorkerId, link: Callable[[str, Callable[[Any], None]], Peer]) -> None:
+    def __init__(self, w: WorkerId, link: Callable[[str, Callable[[Any], None]], Peer]) -> None:
         self.id, self.job, self.epoch, self.left, self.commit = w, "", 0, 0, 0
         self.speaks = False  # it is rank 0
         self.link = link(f"worker/{w}", self._hear)
@@ -239,7 +241,7 @@ class Worker:
         self.epoch = 0
         store = f"127.0.0.1:{1000 + self.id.slot}"
         holds = self.left > 0
-        self.link.send(m.WorkerReady(self.id, self.job, self.left, self.commit, clean=True, store=store, holds=holds))
+        self.link.send(ev.WorkerReady(self.id, self.job, self.left, self.commit, clean=True, store=store, holds=holds))
 
     def _leave(self, epoch: int) -> None:
         if self.epoch and self.epoch <= epoch:
@@ -251,16 +253,16 @@ class Worker:
             case wire.Formation(epoch=epoch) if epoch > max(self.left, self.epoch):
                 self.epoch = epoch
                 self.speaks = message.hosts[0][0] == self.id.host and message.hosts[0][1][0] == self.id.slot
-                self.link.send(m.WorkerFormed(self.id, epoch, {}))
+                self.link.send(ev.WorkerFormed(self.id, epoch, {}))
             case wire.Program(job=job):
                 self.job = job
                 self._ready()
             case wire.Prepare(formation=formation):
-                self.link.send(m.WorkerPrepared(self.id, formation.epoch))
+                self.link.send(ev.WorkerPrepared(self.id, formation.epoch))
             case wire.Abort(epoch=epoch):
                 self._leave(epoch)
             case wire.Leave(epoch=epoch, commit=None, ask=ask):
-                self.link.send(m.WorkerOffered(self.id, epoch, self.commit, ask))
+                self.link.send(ev.WorkerOffered(self.id, epoch, self.commit, ask))
             case wire.Leave(epoch=epoch, commit=commit) if commit is not None and commit >= 0:
                 self._leave(epoch)
 
@@ -270,7 +272,7 @@ class Worker:
             self.link.report(wire.WorkerProgress(self.id, self.epoch, self.commit, {"loss": 1 / self.commit}))
 
     def fail(self) -> None:
-        self.link.send(m.WorkerRaised(self.id, self.epoch, False, "RuntimeError: Connection closed by peer"))
+        self.link.send(ev.WorkerRaised(self.id, self.epoch, False, "RuntimeError: Connection closed by peer"))
 
 
 class Players:
@@ -318,7 +320,7 @@ class Players:
                     self._after(STORM * number / len(everybody), worker.fail)
             case ("event", w) if w in self._workers:
                 worker = self._workers[w]
-                worker.link.send(m.StoreOffered(worker.id, worker.epoch, "127.0.0.1:1"))
+                worker.link.send(ev.StoreOffered(worker.id, worker.epoch, "127.0.0.1:1"))
             case ("count",):
                 hosts = self._hosts.values()
                 peers = [peer for host in hosts for peer in (host.agent, *host.peers.values())]
@@ -337,7 +339,7 @@ class Players:
         def hear(message: wire.Message) -> None:
             if isinstance(message, wire.Spawn):
                 worker = self._workers[str(message.worker)] = Worker(message.worker, here.add)
-                agent.send(m.WorkerStarted(message.worker, 1))
+                agent.send(ev.WorkerStarted(message.worker, 1))
                 first = self._every * (self._count % 100) / 100
                 self._after(first, lambda: self._report(worker))
 
@@ -358,11 +360,11 @@ class Players:
     def _kill(self, worker: Worker) -> None:
         host = self._by_name[worker.id.host]
         del host.peers[f"worker/{worker.id}".encode()]
-        host.agent.send(m.WorkerExited(worker.id, -9))
+        host.agent.send(ev.WorkerExited(worker.id, -9))
 
 
 def play(orders: Connection, parent: Connection, rate: float) -> None:
-    descriptors.raise_limit()
+    open_files.raise_limit()
     Players(orders, parent, rate).run()
 
 

@@ -22,7 +22,7 @@ from pathlib import Path
 import psutil
 
 import nbelastic as nbe
-from nbelastic.presence import lives
+from nbelastic.system.presence import lives
 from tests.benchmarks.recovery import Cases, run
 from tests.process.observing import alive, until
 from tests.process.surviving import Found, Kernel

@@ -6,24 +6,26 @@ from collections.abc import Collection, Iterable, Iterator
 
 from msgspec.structs import replace
 
-from nbelastic.core import messages as m
+from nbelastic.core import commands as cmd
 from nbelastic.core.membership import step
-from nbelastic.core.takeover import resume, summary
-from nbelastic.core.wire import AgentHello, WorkerHere
-from nbelastic.core.world import Stage, World
+from nbelastic.core.recovery import resume, summary
+from nbelastic.core.state import Stage, World
+from nbelastic.protocol import events as ev
+from nbelastic.protocol.ids import WorkerId
+from nbelastic.protocol.wire import AgentHello, WorkerHere
 from tests.core.invariants import check
 from tests.core.story import FakeWorker, Story, wid
 
 ALL = 1_000_000
 DISTURBING = (
-    m.AbortWorld,
-    m.FormWorld,
-    m.StopProgram,
-    m.StopWorker,
-    m.AskLeave,
-    m.LeaveAt,
-    m.RunProgram,
-    m.StartWorker,
+    cmd.AbortWorld,
+    cmd.FormWorld,
+    cmd.StopProgram,
+    cmd.StopWorker,
+    cmd.AskLeave,
+    cmd.LeaveAt,
+    cmd.RunProgram,
+    cmd.StartWorker,
 )
 
 
@@ -37,11 +39,11 @@ class Away:
     def __init__(
         self,
         story: Story,
-        last: m.Event | None = None,
+        last: ev.Event | None = None,
         *,
         reached: int = ALL,
         written: bool = True,
-        held: Collection[m.WorkerId] = (),
+        held: Collection[WorkerId] = (),
     ) -> None:
         self._story = story
         self.saved = summary(story.world)
@@ -69,9 +71,9 @@ class Away:
 
     def break_off(self, epoch: int) -> None:
         for w, fake in self._story.fakes.items():
-            waits = fake.bound or fake.returned or isinstance(fake.word, m.WorkerRaised)
+            waits = fake.bound or fake.returned or isinstance(fake.word, ev.WorkerRaised)
             if fake.job and fake.epoch == epoch and not waits:
-                fake.word = m.WorkerRaised(w, epoch, intact=False, error="RuntimeError: Connection closed")
+                fake.word = ev.WorkerRaised(w, epoch, intact=False, error="RuntimeError: Connection closed")
 
     def lose_host(self, name: str, *, noticed: bool = True) -> Away:
         epochs = {fake.epoch for w, fake in self._story.fakes.items() if w.host == name and fake.job and fake.epoch}
@@ -99,13 +101,13 @@ class Away:
     def raised(self, name: str, error: str = "ValueError: no") -> Away:
         """The user's own error."""
         fake = self._story.fakes[wid(name)]
-        fake.word = m.WorkerRaised(wid(name), fake.epoch, intact=True, error=error)
+        fake.word = ev.WorkerRaised(wid(name), fake.epoch, intact=True, error=error)
         return self
 
     def returned(self, *names: str) -> Away:
         for name in names:
             fake = self._story.fakes[wid(name)]
-            fake.returned, fake.word = True, m.WorkerSucceeded(wid(name), fake.epoch)
+            fake.returned, fake.word = True, ev.WorkerSucceeded(wid(name), fake.epoch)
         return self
 
     def ended(self, *names: str, error: str = "") -> Away:
@@ -144,17 +146,17 @@ class Away:
         check(World(world.limits, numbered=world.numbered), world, commands, story.now)
         for w, here in heard.items():
             if w in story.fakes and here.job == self.saved.job and not here.busy and here.job:
-                story._say(w, m.ProgramEnded(w, *story.fakes[w].ended))
+                story._say(w, ev.ProgramEnded(w, *story.fakes[w].ended))
             elif w in story.fakes and not here.busy:  # its engine is known
-                story._say(w, m.WorkerRegistered(w))
+                story._say(w, ev.WorkerRegistered(w))
         story.answers += [
-            m.WorkerStuck(w, fake.numbered, fake.commit)
+            ev.WorkerStuck(w, fake.numbered, fake.commit)
             for w, fake in story.fakes.items()
             if w in story.stuck and fake.asks
         ]
-        story.answers += [m.WorkerFroze(w, "stopped") for w in sorted(mute) if w in story.fakes]
+        story.answers += [ev.WorkerFroze(w, "stopped") for w in sorted(mute) if w in story.fakes]
         story.answers += [
-            m.AgentReady(name, 1, story.interfaces(name), 4711) for name in coming if name in story.agents
+            ev.AgentReady(name, 1, story.interfaces(name), 4711) for name in coming if name in story.agents
         ]
         return story
 
@@ -164,7 +166,7 @@ class Away:
         interfaces, home = story.interfaces(name), story.homes.get(name, "")
         return AgentHello(name, 1, {}, interfaces, 4711, home, workers, dict(story.agents[name]))
 
-    def _statement(self, w: m.WorkerId) -> WorkerHere:
+    def _statement(self, w: WorkerId) -> WorkerHere:
         story = self._story
         fake = story.fakes[w]
         epoch = fake.epoch or fake.stands
@@ -191,17 +193,17 @@ class Away:
         )
 
 
-def _one_by_one(commands: Iterable[m.Command]) -> Iterator[m.Command]:
+def _one_by_one(commands: Iterable[cmd.Command]) -> Iterator[cmd.Command]:
     """What goes to several workers goes to one after the other."""
     for command in commands:
         match command:
-            case m.FormWorld(members=members, to=to):
+            case cmd.FormWorld(members=members, to=to):
                 yield from (replace(command, to=(w,)) for w in to or members)
-            case m.StopProgram(workers=workers):
+            case cmd.StopProgram(workers=workers):
                 yield from (replace(command, workers=(w,)) for w in workers)
-            case m.PrepareWorld(order=order):
-                yield from (m.PrepareWorld(replace(order, to=(w,))) for w in order.members)
-            case m.DropWorld() | m.AskLeave() | m.LeaveAt() | m.Stay() | m.AbortWorld() | m.Look():
+            case cmd.PrepareWorld(order=order):
+                yield from (cmd.PrepareWorld(replace(order, to=(w,))) for w in order.members)
+            case cmd.DropWorld() | cmd.AskLeave() | cmd.LeaveAt() | cmd.Stay() | cmd.AbortWorld() | cmd.Look():
                 yield from (replace(command, members=(w,)) for w in command.members)
             case _:
                 yield command
@@ -212,7 +214,7 @@ def three(**limits) -> Story:
     return Story("a:2", "b:1", min=2, cooldown=(0.0, 0.0), **limits).run().commit(5)
 
 
-def disturbed(story: Story, mark: int) -> list[m.Command]:
+def disturbed(story: Story, mark: int) -> list[cmd.Command]:
     return [command for command in story.said[mark:] if isinstance(command, DISTURBING)]
 
 

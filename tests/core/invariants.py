@@ -8,20 +8,24 @@ from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
-from nbelastic.core import addresses, staffing
-from nbelastic.core import messages as m
-from nbelastic.core.limits import NEVER
+from nbelastic.core import commands as cmd
+from nbelastic.core import provisioning
+from nbelastic.core.addresses import STORE_PATIENCE, outward
 from nbelastic.core.membership import deadline, step
 from nbelastic.core.networks import wide
 from nbelastic.core.reasons import in_words
 from nbelastic.core.setup import lacking
-from nbelastic.core.world import HostPhase, Stage, WorkerState, World
+from nbelastic.core.state import HostPhase, Stage, WorkerState, World
+from nbelastic.protocol import events as ev
+from nbelastic.protocol.ids import WorkerId
+from nbelastic.protocol.limits import NEVER
+from nbelastic.system.addresses import address_of, is_loopback
 
 if TYPE_CHECKING:
     from tests.core.story import Story
 
 
-def check(before: World, world: World, commands: tuple[m.Command, ...], now: float) -> None:
+def check(before: World, world: World, commands: tuple[cmd.Command, ...], now: float) -> None:
     """What must hold after every step, whatever happened."""
     for fault in faults(before, world, commands, now):
         raise AssertionError(
@@ -29,7 +33,7 @@ def check(before: World, world: World, commands: tuple[m.Command, ...], now: flo
         )
 
 
-def faults(before: World, world: World, commands: tuple[m.Command, ...], now: float) -> Iterator[str]:
+def faults(before: World, world: World, commands: tuple[cmd.Command, ...], now: float) -> Iterator[str]:
     workers, alive = world.workers, set(world.workers)
     if not in_words(world.reason, now):
         yield "there is no reason"
@@ -75,7 +79,7 @@ def faults(before: World, world: World, commands: tuple[m.Command, ...], now: fl
         yield "`failed` is not who has failed"
     yield from _faults_of_setup(world)
     for host in world.hosts.values():
-        busy = {m.WorkerId(host.spec.name, i, slot.incarnation) for i, slot in enumerate(host.slots) if slot.busy}
+        busy = {WorkerId(host.spec.name, i, slot.incarnation) for i, slot in enumerate(host.slots) if slot.busy}
         if busy != {w for w in alive if w.host == host.spec.name}:
             yield f"{host.spec.name}'s busy slots are not its living workers"
         if host.full != all(slot.busy for slot in host.slots[: host.spec.slots]):
@@ -99,7 +103,7 @@ def faults(before: World, world: World, commands: tuple[m.Command, ...], now: fl
 def _faults_of_waiting(world: World, now: float) -> Iterator[str]:
     """No stage waits for somebody's word without an end, but where there are too few and the user wants it so."""
     wait, job = world.wait, world.active
-    if world.wake_at > min((staffing.comes_by(world, w) for w in world.starting), default=NEVER):
+    if world.wake_at > min((provisioning.comes_by(world, w) for w in world.starting), default=NEVER):
         yield f"nobody looks whether {sorted(world.starting)} come"
     if wait is not None and (wait.stage, wait.epoch, wait.left) != (world.stage, world.epoch, len(world.awaiting)):
         yield f"it waits in {wait.stage} of epoch {wait.epoch} for {wait.left}"
@@ -136,7 +140,7 @@ def _faults_of_networks(world: World, now: float) -> Iterator[str]:
         there = host.phase in (HostPhase.UP, HostPhase.DRAINING) and not world.stopping
         if there and host.addresses and host.address not in [i.address for i in host.addresses]:
             yield f"{name} is used at {host.address!r}, which is none of its addresses"
-        if there and is_wide and addresses.is_loopback(host.address) and addresses.outward(host):
+        if there and is_wide and is_loopback(host.address) and outward(host):
             yield f"{name} is on {host.address} though others are on other machines"
         if there and host.agreed and host.address not in host.agreed:
             yield f"{name} is at {host.address}, where not all have reached it"
@@ -161,32 +165,32 @@ def _faults_of_standing_still(world: World) -> Iterator[str]:
 
 
 WORDS = (  # what agents and workers say, and notebooks about jobs
-    m.AgentReady,
-    m.Probed,
-    m.WorkerAt,
-    m.WorkerStarted,
-    m.WorkerRegistered,
-    m.SetupEnded,
-    m.WorkerExited,
-    m.WorkerFroze,
-    m.WorkerSilent,
-    m.WorkerHeard,
-    m.WorkerReady,
-    m.WorkerRaised,
-    m.StoreOffered,
-    m.WorkerPrepared,
-    m.WorkerOffered,
-    m.WorkerFormed,
-    m.WorkerSucceeded,
-    m.WorkerStuck,
-    m.StateKept,
-    m.ProgramEnded,
-    m.JobSubmitted,
-    m.JobStopRequested,
+    ev.AgentReady,
+    ev.Probed,
+    ev.WorkerAt,
+    ev.WorkerStarted,
+    ev.WorkerRegistered,
+    ev.SetupEnded,
+    ev.WorkerExited,
+    ev.WorkerFroze,
+    ev.WorkerSilent,
+    ev.WorkerHeard,
+    ev.WorkerReady,
+    ev.WorkerRaised,
+    ev.StoreOffered,
+    ev.WorkerPrepared,
+    ev.WorkerOffered,
+    ev.WorkerFormed,
+    ev.WorkerSucceeded,
+    ev.WorkerStuck,
+    ev.StateKept,
+    ev.ProgramEnded,
+    ev.JobSubmitted,
+    ev.JobStopRequested,
 )
 
 
-def check_doubled(world: World, event: m.Event, now: float) -> None:
+def check_doubled(world: World, event: ev.Event, now: float) -> None:
     """A word that is heard twice in a row changes nothing the second time, and commands nothing.
 
     By design, whoever asks twice is answered twice: a worker that waits for a world, one whose connections broke, one that is
@@ -201,45 +205,45 @@ def check_doubled(world: World, event: m.Event, now: float) -> None:
     }
     assert not changed, f"{event} changes {changed} when it is heard twice"
     match event:
-        case m.WorkerReady(worker=w) | m.WorkerRaised(worker=w):
-            answers = (m.FormWorld, m.AbortWorld, m.StopProgram, m.TakeKept)
+        case ev.WorkerReady(worker=w) | ev.WorkerRaised(worker=w):
+            answers = (cmd.FormWorld, cmd.AbortWorld, cmd.StopProgram, cmd.TakeKept)
             commands = [c for c in commands if not isinstance(c, answers) or _receivers(c) != (w,)]
-        case m.WorkerStuck() | m.StateKept():
-            commands = [c for c in commands if not isinstance(c, m.EndStuck | m.ForgetKept)]
-        case m.JobSubmitted(job=job):
-            commands = [c for c in commands if not isinstance(c, m.EndJob) or c.job != job]
+        case ev.WorkerStuck() | ev.StateKept():
+            commands = [c for c in commands if not isinstance(c, cmd.EndStuck | cmd.ForgetKept)]
+        case ev.JobSubmitted(job=job):
+            commands = [c for c in commands if not isinstance(c, cmd.EndJob) or c.job != job]
     assert not commands, f"{event} is answered twice: {commands}"
 
 
-def _receivers(command: m.FormWorld | m.AbortWorld | m.StopProgram | m.TakeKept) -> tuple[m.WorkerId, ...]:
+def _receivers(command: cmd.FormWorld | cmd.AbortWorld | cmd.StopProgram | cmd.TakeKept) -> tuple[WorkerId, ...]:
     match command:
-        case m.TakeKept(worker=w):
+        case cmd.TakeKept(worker=w):
             return (w,)
-        case m.FormWorld(to=workers) | m.AbortWorld(members=workers) | m.StopProgram(workers=workers):
+        case cmd.FormWorld(to=workers) | cmd.AbortWorld(members=workers) | cmd.StopProgram(workers=workers):
             return workers
 
 
-def check_stores(story: Story, event: m.Event, commands: tuple[m.Command, ...]) -> None:
+def check_stores(story: Story, event: ev.Event, commands: tuple[cmd.Command, ...]) -> None:
     """No world is formed with a store that its host has left behind while somebody has offered a new one."""
     for w in story.world.workers.keys() & {getattr(event, "worker", None)}:
-        if isinstance(event, m.WorkerReady | m.StoreOffered):
+        if isinstance(event, ev.WorkerReady | ev.StoreOffered):
             story.stores[w] = event.store
     for order in commands:
-        host = story.world.hosts[order.members[0].host] if isinstance(order, m.FormWorld) else None
-        if host is None or order.to or not host.moved_at or addresses.address_of(order.store) == host.address:
+        host = story.world.hosts[order.members[0].host] if isinstance(order, cmd.FormWorld) else None
+        if host is None or order.to or not host.moved_at or address_of(order.store) == host.address:
             continue
         if order.epoch in story.prepared:
             continue
-        assert story.now >= host.moved_at + addresses.STORE_PATIENCE, f"{order.store} was left for {host.address}"
+        assert story.now >= host.moved_at + STORE_PATIENCE, f"{order.store} was left for {host.address}"
         hosts = {w: story.world.hosts[w.host] for w in order.members}
-        fresh = [w for w, h in hosts.items() if not h.moved_at or addresses.address_of(story.stores[w]) == h.address]
+        fresh = [w for w, h in hosts.items() if not h.moved_at or address_of(story.stores[w]) == h.address]
         assert not fresh, f"{order.store} was left for {host.address}; {fresh} have offered others"
-    story.prepared |= {order.order.epoch for order in commands if isinstance(order, m.PrepareWorld)}
+    story.prepared |= {order.order.epoch for order in commands if isinstance(order, cmd.PrepareWorld)}
 
 
-def _faults_of(command: m.Command, before: World, world: World, now: float) -> Iterator[str]:
+def _faults_of(command: cmd.Command, before: World, world: World, now: float) -> Iterator[str]:
     match command:
-        case m.FormWorld(epoch=epoch, members=members, root=root, receivers=receivers, to=to):
+        case cmd.FormWorld(epoch=epoch, members=members, root=root, receivers=receivers, to=to):
             if command != world.plan and (epoch != world.epoch or (not to and epoch == before.epoch)):
                 yield "a world is formed in an epoch that is not the next"
             if epoch > world.numbered or (not to and epoch <= before.epoch):
@@ -271,11 +275,11 @@ def _faults_of(command: m.Command, before: World, world: World, now: float) -> I
                 yield f"a job goes on from rank {root}, which does not hold its state: {claims}"
             if not to and any(c != claims[root] and r not in receivers for r, c in enumerate(claims)):
                 yield f"somebody with an old state receives none: {claims}, {receivers}"
-        case m.PrepareWorld(order=order):
+        case cmd.PrepareWorld(order=order):
             host = world.hosts[order.members[0].host]
-            if host.moved_at and addresses.address_of(order.store) != host.address:
+            if host.moved_at and address_of(order.store) != host.address:
                 yield f"an epoch is prepared at {order.store}, but its host is at {host.address} now"
-        case m.StartWorker(worker=w):
+        case cmd.StartWorker(worker=w):
             host = before.hosts.get(w.host) or world.hosts[w.host]
             keeps = world.kept is not None and w.host == world.kept.by.host  # a host that drains too
             up = world.hosts[w.host].phase is HostPhase.UP
@@ -287,9 +291,9 @@ def _faults_of(command: m.Command, before: World, world: World, now: float) -> I
                 pardoned = world.hosts[w.host].slots[w.slot].strikes == 0
                 if not pardoned:
                     yield f"{w} is started while its slot cools"
-        case m.AskLeave(members=members) | m.LeaveAt(members=members):
+        case cmd.AskLeave(members=members) | cmd.LeaveAt(members=members):
             if members != world.members:
                 yield "others than the members are asked to leave"
-        case m.StopProgram(workers=workers) | m.AbortWorld(members=workers):
+        case cmd.StopProgram(workers=workers) | cmd.AbortWorld(members=workers):
             if not workers:
                 yield "a command for nobody"

@@ -1,6 +1,6 @@
 """A script's group played by faithful fakes of its nodes: they start, become ready and leave rounds as they are told.
 
-`Play` does for `core.rounds` what `story.Story` does for the world. After every step `faults` compares the group and the
+`Play` does for `core.script_rounds` what `story.Story` does for the world. After every step `faults` compares the group and the
 commands with what must always hold, and each event is given to the group a second time: that must change nothing.
 """
 
@@ -10,13 +10,15 @@ from collections.abc import Iterator
 
 from msgspec.structs import replace
 
-from nbelastic.core import messages as m
-from nbelastic.core import script_messages as s
-from nbelastic.core.group import Group, GroupState, Stage
-from nbelastic.core.limits import NEVER, Limits
+from nbelastic.core import commands as cmd
+from nbelastic.core import script_commands as scmd
 from nbelastic.core.reasons import in_words
-from nbelastic.core.rounds import advance, deadline
-from nbelastic.core.timeouts import Timeouts
+from nbelastic.core.script_group import Group, GroupState, Stage
+from nbelastic.core.script_rounds import advance, deadline
+from nbelastic.protocol import events as ev
+from nbelastic.protocol import script_events as sev
+from nbelastic.protocol.limits import NEVER, Limits
+from nbelastic.protocol.timeouts import Timeouts
 
 
 class Play:
@@ -30,14 +32,14 @@ class Play:
         allowed = {name: terms.pop(name) for name in ("min", "max", "elastic_timeout") if name in terms}
         self.limits = Limits(**allowed, timeouts=Timeouts(**times))
         self.slow = False
-        self.group = Group("job-1", s.Terms(**terms), self.limits)
+        self.group = Group("job-1", sev.Terms(**terms), self.limits)
         self.now = 100.0
         self.hosts = dict(self.parsed(host) for host in hosts)
         self.mute: set[str] = set()  # hosts whose nodes do not start
         self.lost: tuple[str, ...] = ()
-        self.said: list[m.Command] = []
-        self.heard: list[m.Event] = []
-        self.answers: list[m.Event] = []
+        self.said: list[cmd.Command] = []
+        self.heard: list[ev.Event] = []
+        self.answers: list[ev.Event] = []
         self.rounds: dict[str, int] = {}  # of each node that lives: the last round that it was in
         self.inside: set[str] = set()  # nodes whose workers run
         self.look()
@@ -55,9 +57,9 @@ class Play:
         """The cluster's hosts are these now, or still the same."""
         if hosts:
             self.hosts = dict(self.parsed(host) for host in hosts)
-        return self.send(s.HostsSeen(tuple(self.hosts.items()), self.limits, self.lost))
+        return self.send(sev.HostsSeen(tuple(self.hosts.items()), self.limits, self.lost))
 
-    def send(self, event: m.Event) -> Play:
+    def send(self, event: ev.Event) -> Play:
         before = self.group
         self.heard.append(event)
         self.group, commands = advance(before, event, self.now)
@@ -66,36 +68,36 @@ class Play:
             self._obey(command)
         for fault in faults(before, event, self.group, commands):
             raise AssertionError(f"{fault}\nevent: {event}\ngroup: {self.group}\ncommands: {commands}")
-        if not isinstance(event, s.NodeLeft):  # the driver passes it on once for each process
+        if not isinstance(event, sev.NodeLeft):  # the driver passes it on once for each process
             again, repeated = advance(self.group, event, self.now)
             assert (again, repeated) == (self.group, ()), f"{event} changes something when it is heard twice"
         while self.answers and not self.slow:
             self.send(self.answers.pop(0))
         return self
 
-    def _obey(self, command: m.Command) -> None:
+    def _obey(self, command: cmd.Command) -> None:
         match command:
-            case s.StartNode(host=host):
+            case scmd.StartNode(host=host):
                 self.forget(host)
                 if host not in self.mute:
                     self.rounds[host] = 0
                     self.answers.append(self._hello(host))
-            case s.LeaveRound(round=number, hosts=hosts):
+            case scmd.LeaveRound(round=number, hosts=hosts):
                 for host in hosts:
                     if host in self.rounds:
                         self.inside.discard(host)
                         self.rounds[host] = number
                         self.answers.append(self._hello(host))
-            case s.FormRound(round=number, seats=seats):
+            case scmd.FormRound(round=number, seats=seats):
                 for seat in seats:
                     if seat.host in self.rounds:
                         self.rounds[seat.host] = number
                         self.inside.add(seat.host)
-                        self.answers.append(s.NodeStarted(seat.host, number, tuple(range(1, seat.workers + 1))))
+                        self.answers.append(sev.NodeStarted(seat.host, number, tuple(range(1, seat.workers + 1))))
 
-    def _hello(self, host: str, role: str = "default", **more) -> s.NodeReady:
+    def _hello(self, host: str, role: str = "default", **more) -> sev.NodeReady:
         number = self.rounds.get(host, 0)
-        return s.NodeReady(host, number, f"{host}:{number + 4000}", role, **more)
+        return sev.NodeReady(host, number, f"{host}:{number + 4000}", role, **more)
 
     def ready(self, host: str, **more) -> Play:
         self.inside.discard(host)
@@ -125,22 +127,22 @@ class Play:
                 self.now = end
                 return self
             self.now = at
-            self.send(s.Passed())
+            self.send(sev.Passed())
         raise AssertionError(f"a hot loop: {self.why}")
 
     def fail(self, host: str, code: int = 1, rank: int = 0, ago: float = 1.0, error: str = "boom") -> Play:
         """Its worker fails; it ends the others and comes back."""
         number = self.group.round
-        self.send(s.NodeFailed(host, number, (s.Failure(rank, 0, code, error, f"trace of {error}", ago),)))
+        self.send(sev.NodeFailed(host, number, (sev.Failure(rank, 0, code, error, f"trace of {error}", ago),)))
         return self.ready(host) if (self.group.stage, self.group.round) == (Stage.RUNNING, number) else self
 
     def succeed(self, *hosts: str) -> Play:
         for host in hosts:
-            self.send(s.NodeSucceeded(host, self.group.round))
+            self.send(sev.NodeSucceeded(host, self.group.round))
         return self
 
     def records(self, kind: str) -> list[str]:
-        return [command.text for command in self.said if isinstance(command, m.Record) and command.kind == kind]
+        return [command.text for command in self.said if isinstance(command, cmd.Record) and command.kind == kind]
 
     def commands(self, kind: type) -> list:
         return [command for command in self.said if isinstance(command, kind)]
@@ -150,11 +152,11 @@ class Play:
         return [(seat.host, seat.workers) for seat in self.group.seats]
 
     @property
-    def end(self) -> s.EndScript:
-        return next(command for command in self.said if isinstance(command, s.EndScript))
+    def end(self) -> scmd.EndScript:
+        return next(command for command in self.said if isinstance(command, scmd.EndScript))
 
 
-def faults(before: Group, event: m.Event, group: Group, commands: tuple[m.Command, ...]) -> Iterator[str]:
+def faults(before: Group, event: ev.Event, group: Group, commands: tuple[cmd.Command, ...]) -> Iterator[str]:
     """What must hold after every step of a script, whatever has happened."""
     if not in_words(group.reason, 0.0):
         yield "there is no reason"
@@ -164,32 +166,34 @@ def faults(before: Group, event: m.Event, group: Group, commands: tuple[m.Comman
         yield "there is no round, and nobody does anything about that"
     if (group.stage is Stage.ENDED) != bool(group.outcome):
         yield f"{group.stage} with the outcome {group.outcome!r}"
-    ends = [command for command in commands if isinstance(command, s.EndScript)]
+    ends = [command for command in commands if isinstance(command, scmd.EndScript)]
     if len(ends) != (group.stage is Stage.ENDED and before.stage is not Stage.ENDED):
         yield f"{len(ends)} ends are commanded"
     if not before.restarts <= group.restarts <= min(before.restarts + 1, group.terms.max_restarts):
         yield f"the restarts went from {before.restarts} to {group.restarts} of {group.terms.max_restarts}"
-    failed = before.failures or isinstance(event, s.NodeFailed | s.NodeReady)  # a guest fails by coming back unasked
+    failed = before.failures or isinstance(
+        event, sev.NodeFailed | sev.NodeReady
+    )  # a guest fails by coming back unasked
     if group.restarts > before.restarts and not failed:
         yield "a restart is counted, and nothing has failed"
     if group.stage is Stage.GATHERING and group.failures:
         yield "failures of a round that is over are kept"
-    formed = [command for command in commands if isinstance(command, s.FormRound)]
+    formed = [command for command in commands if isinstance(command, scmd.FormRound)]
     if group.round != before.round + len(formed) or len(formed) > 1:
         yield f"the round went from {before.round} to {group.round}, {len(formed)} were formed"
     for command in formed:
         yield from _faults_of_a_round(before, group, command)
     for command in commands:
         match command:
-            case s.LeaveRound(round=number, hosts=hosts):
+            case scmd.LeaveRound(round=number, hosts=hosts):
                 if number != before.round or not set(hosts) <= {seat.host for seat in before.seats}:
                     yield "others than those in the round are to leave it"
-            case s.StartNode(host=host):
+            case scmd.StartNode(host=host):
                 if group.stage is not Stage.ENDED and (host not in group.nodes or group.nodes[host].guest):
                     yield f"a node is started on {host}, and nobody waits for it"
 
 
-def _faults_of_a_round(before: Group, group: Group, order: s.FormRound) -> Iterator[str]:
+def _faults_of_a_round(before: Group, group: Group, order: scmd.FormRound) -> Iterator[str]:
     hosts, size = [seat.host for seat in order.seats], sum(seat.workers for seat in order.seats)
     if not group.limits.min <= size <= group.limits.most:
         yield f"a round of {size}, outside [{group.limits.min}, {group.limits.max}]"

@@ -10,15 +10,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from nbelastic.core import messages as m
-from nbelastic.core.limits import Limits
+from nbelastic.core import commands as cmd
 from nbelastic.core.membership import deadline, step
-from nbelastic.core.placement import parse_host
 from nbelastic.core.reasons import in_words
-from nbelastic.core.world import Stage, WorkerState, World
+from nbelastic.core.state import Stage, WorkerState, World
+from nbelastic.protocol import events as ev
+from nbelastic.protocol.hosts import parse_host
+from nbelastic.protocol.ids import Interface, WorkerId
+from nbelastic.protocol.limits import Limits
 from tests.core.invariants import check, check_doubled, check_stores
 
-AWAITED = (m.WorkerPrepared, m.WorkerOffered, m.WorkerReady, m.WorkerFormed, m.WorkerAt)
+AWAITED = (ev.WorkerPrepared, ev.WorkerOffered, ev.WorkerReady, ev.WorkerFormed, ev.WorkerAt)
 SIGKILL = -9
 IN_TIME = 1e-6
 ASKS = 20  # of those who are stuck, in a time that is quiet
@@ -47,15 +49,15 @@ class FakeWorker:
     since: int = 0  # the epoch in which it has had it last
     numbered: int = 0  # the highest epoch that it has heard of
     bound: bool = False  # it has promised not to go on by itself
-    word: m.WorkerReady | m.WorkerRaised | m.WorkerSucceeded | None = None  # the last one, if it waits for an answer
+    word: ev.WorkerReady | ev.WorkerRaised | ev.WorkerSucceeded | None = None  # the last one, if it waits for an answer
     ended: tuple[str, str] = ("", "")  # the job of a program that has ended, and its error
     stands: int = 0  # the epoch whose group it has kept when its program ended
     stopped: str = ""  # why it was told to stop
     asks: bool = False  # how to end, as it is stuck
 
 
-def wid(text: str) -> m.WorkerId:
-    return m.WorkerId.parse(text)
+def wid(text: str) -> WorkerId:
+    return WorkerId.parse(text)
 
 
 class Story:
@@ -64,22 +66,22 @@ class Story:
     def __init__(self, *hosts: str, **limits) -> None:
         self.world = World(Limits(**limits))
         self.now = 100.0
-        self.answers: list[m.Event] = []
-        self.said: list[m.Command] = []
-        self.heard: list[m.Event] = []
-        self.fakes: dict[m.WorkerId, FakeWorker] = {}
-        self.silent: set[m.WorkerId] = set()  # they answer nothing
-        self.stuck: set[m.WorkerId] = set()  # no abort wakes them
-        self.kept: dict[m.WorkerId, tuple[str, int]] = {}  # on disks, by these workers: a job's state, and its commit
-        self.started: set[m.WorkerId] = set()  # every worker ever started
+        self.answers: list[ev.Event] = []
+        self.said: list[cmd.Command] = []
+        self.heard: list[ev.Event] = []
+        self.fakes: dict[WorkerId, FakeWorker] = {}
+        self.silent: set[WorkerId] = set()  # they answer nothing
+        self.stuck: set[WorkerId] = set()  # no abort wakes them
+        self.kept: dict[WorkerId, tuple[str, int]] = {}  # on disks, by these workers: a job's state, and its commit
+        self.started: set[WorkerId] = set()  # every worker ever started
         self.addresses: dict[str, tuple[str, ...]] = {}  # of hosts that have any, in their order of preference
         self.homes: dict[str, str] = {}  # where their workers' stores are
         self.cut: set[tuple[str, str]] = set()  # (host, address): what it does not reach
-        self.stores: dict[m.WorkerId, str] = {}  # what each has offered last
+        self.stores: dict[WorkerId, str] = {}  # what each has offered last
         self.prepared: set[int] = set()  # epochs
         self.mute: set[str] = set()  # hosts whose agents answer no probes
         self.agents: dict[str, dict[int, int]] = {}  # those that live: the newest incarnation of each slot
-        self.ran: dict[m.WorkerId, list[str]] = {}  # sources of the setup cells that each has run, in order
+        self.ran: dict[WorkerId, list[str]] = {}  # sources of the setup cells that each has run, in order
         self.broken: set[tuple[str, str]] = set()  # (host or worker, source): setup cells that fail there
         self.versions = 0  # of setup cells
         for host in hosts:
@@ -87,9 +89,9 @@ class Story:
 
     # ---- what happens ----
 
-    def send(self, *events: m.Event) -> tuple[m.Command, ...]:
+    def send(self, *events: ev.Event) -> tuple[cmd.Command, ...]:
         """Events arrive. Returns the commands of the last one."""
-        commands: tuple[m.Command, ...] = ()
+        commands: tuple[cmd.Command, ...] = ()
         for event in events:
             before = self.world
             self.hear_of(event)
@@ -102,20 +104,20 @@ class Story:
             check_doubled(self.world, event, self.now)
         return commands
 
-    def hear_of(self, event: m.Event) -> None:
+    def hear_of(self, event: ev.Event) -> None:
         """What a worker says is so."""
         self.heard.append(event)
         fake = self.fakes.get(getattr(event, "worker", None))
         if fake is None:
             return
         match event:
-            case m.WorkerFormed(epoch=epoch) if epoch == fake.epoch:
+            case ev.WorkerFormed(epoch=epoch) if epoch == fake.epoch:
                 fake.formed = fake.holds = True
                 fake.since = epoch
-            case m.WorkerRaised(epoch=epoch) | m.WorkerSucceeded(epoch=epoch) if epoch == fake.epoch:
+            case ev.WorkerRaised(epoch=epoch) | ev.WorkerSucceeded(epoch=epoch) if epoch == fake.epoch:
                 fake.word = event
 
-    def answer(self, which: Callable[[m.Event], bool] = lambda _: True, limit: int = 100_000) -> Story:
+    def answer(self, which: Callable[[ev.Event], bool] = lambda _: True, limit: int = 100_000) -> Story:
         """Hand in the fakes' answers, first come first served, until there are none (of those that `which` picks)."""
         for _ in range(limit):
             event = next((answer for answer in self.answers if which(answer)), None)
@@ -125,7 +127,7 @@ class Story:
             self.send(event)
         raise AssertionError("the conversation never ends")
 
-    def hear(self, kind: type[m.Event], *workers: str, limit: int = 100_000) -> Story:
+    def hear(self, kind: type[ev.Event], *workers: str, limit: int = 100_000) -> Story:
         """Hand in the answers of one kind (of these workers only, if named)."""
         names = {wid(w) for w in workers}
         return self.answer(lambda e: isinstance(e, kind) and (not names or e.worker in names), limit)
@@ -139,7 +141,7 @@ class Story:
                 self.now = end
                 return self
             self.now = at
-            self.send(m.Ticked())
+            self.send(ev.Ticked())
             assert deadline(self.world, self.now) > self.now, f"a hot loop: {self.reason}"
         raise AssertionError("too many ticks")
 
@@ -159,32 +161,32 @@ class Story:
 
     def add(self, host: str, *addresses: str) -> Story:
         self.addresses |= {host.partition(":")[0]: addresses} if addresses else {}
-        self.send(m.HostAdded(parse_host(host, 1), "a test"))
+        self.send(ev.HostAdded(parse_host(host, 1), "a test"))
         return self
 
     def remove(self, name: str, *, now: bool = False) -> Story:
-        self.send(m.HostRemoved(name, now, "a test"))
+        self.send(ev.HostRemoved(name, now, "a test"))
         return self
 
     def stop_job(self, name: str = "job") -> Story:
-        self.send(m.JobStopRequested(name))
+        self.send(ev.JobStopRequested(name))
         return self
 
-    def discover(self, *hosts: str) -> tuple[m.Command, ...]:
-        return self.send(m.HostsDiscovered(tuple(parse_host(host, 1) for host in hosts)))
+    def discover(self, *hosts: str) -> tuple[cmd.Command, ...]:
+        return self.send(ev.HostsDiscovered(tuple(parse_host(host, 1) for host in hosts)))
 
     def scale(self, low: int, high: int | None) -> Story:
-        self.send(m.Scaled(low, high, "a test"))
+        self.send(ev.Scaled(low, high, "a test"))
         return self
 
     def set_up(self, key: str, source: str) -> Story:
         """Somebody runs a setup cell."""
         self.versions += 1
-        self.send(m.SetupSubmitted(key, source, self.versions))
+        self.send(ev.SetupSubmitted(key, source, self.versions))
         return self
 
     def submit(self, job: str = "job") -> Story:
-        self.send(m.JobSubmitted(job))
+        self.send(ev.JobSubmitted(job))
         return self
 
     def run(self, job: str = "job") -> Story:
@@ -202,7 +204,7 @@ class Story:
             fake.begun += count
             if fake.steps > 1 and not fake.offered:
                 fake.offered = True
-                self._say(w, m.StoreOffered(w, fake.epoch, self.store(w, fake.epoch)))
+                self._say(w, ev.StoreOffered(w, fake.epoch, self.store(w, fake.epoch)))
         return self
 
     def kill(self, *workers: str, code: int = SIGKILL) -> Story:
@@ -210,12 +212,12 @@ class Story:
         for name in workers:
             w = wid(name)
             self._forget(w)
-            self.send(m.WorkerExited(w, code))
+            self.send(ev.WorkerExited(w, code))
         return self
 
     def lose_host(self, name: str, reason: str = "its machine is gone") -> Story:
         self.end_agent(name)
-        self.send(m.AgentLost(name, reason))
+        self.send(ev.AgentLost(name, reason))
         return self
 
     def end_agent(self, name: str) -> None:
@@ -230,14 +232,14 @@ class Story:
         """What they were receiving broke off halfway: they hold parts of two commits, and say so."""
         for name in workers:
             self.fakes[wid(name)].holds = False
-            self._unsay(wid(name), m.WorkerFormed)
-            if any(isinstance(e, m.WorkerReady) and e.worker == wid(name) for e in self.answers):
-                self._unsay(wid(name), m.WorkerReady)
+            self._unsay(wid(name), ev.WorkerFormed)
+            if any(isinstance(e, ev.WorkerReady) and e.worker == wid(name) for e in self.answers):
+                self._unsay(wid(name), ev.WorkerReady)
                 self._say_ready(wid(name))
         return self
 
     def raised(self, worker: str, error: str = "ValueError: no", *, intact: bool = True) -> Story:
-        self.send(m.WorkerRaised(wid(worker), self.world.epoch, intact, error))
+        self.send(ev.WorkerRaised(wid(worker), self.world.epoch, intact, error))
         return self
 
     def returned(self, *workers: str) -> Story:
@@ -246,14 +248,14 @@ class Story:
             fake = self.fakes[wid(name)]
             fake.returned = True
             self.hold_back(wid(name))
-            self.send(m.WorkerSucceeded(wid(name), fake.epoch))
+            self.send(ev.WorkerSucceeded(wid(name), fake.epoch))
         return self
 
     def stand_still(self, seconds: float = 3.0, times: int = 1) -> Story:
         """The driver says that nobody commits, every second; who is asked answers."""
         for number in range(times):
-            self.send(m.StoodStill(self.world.epoch, seconds + number))
-            self.answer(lambda e: isinstance(e, m.WorkerAt | m.Probed))
+            self.send(ev.StoodStill(self.world.epoch, seconds + number))
+            self.answer(lambda e: isinstance(e, ev.WorkerAt | ev.Probed))
         return self
 
     def hang(self, *workers: str) -> Story:
@@ -274,15 +276,15 @@ class Story:
             self._ask_how_to_end(w, fake.left)
         return self
 
-    def hold_back(self, w: m.WorkerId) -> None:
+    def hold_back(self, w: WorkerId) -> None:
         """If it was about to say that it has left its epoch, it has not got as far as that commit."""
         fake = self.fakes[w]
-        if any(isinstance(e, m.WorkerReady) and e.worker == w for e in self.answers) or not fake.epoch:
+        if any(isinstance(e, ev.WorkerReady) and e.worker == w for e in self.answers) or not fake.epoch:
             if fake.epoch:
                 fake.rank, fake.size = fake.was
             fake.epoch, fake.formed, fake.word = fake.left, True, None
-            self._unsay(w, m.WorkerReady, m.WorkerFormed)
-        self._unsay(w, m.WorkerOffered)
+            self._unsay(w, ev.WorkerReady, ev.WorkerFormed)
+        self._unsay(w, ev.WorkerOffered)
 
     def ended(self, *workers: str, error: str = "") -> Story:
         """The program ends."""
@@ -290,11 +292,11 @@ class Story:
             fake = self.fakes[wid(name)]
             job = fake.job
             self.end_program(wid(name), error)
-            self._unsay(wid(name), m.WorkerReady, m.WorkerFormed, m.WorkerOffered, m.ProgramEnded)
-            self.send(m.ProgramEnded(wid(name), job, error))
+            self._unsay(wid(name), ev.WorkerReady, ev.WorkerFormed, ev.WorkerOffered, ev.ProgramEnded)
+            self.send(ev.ProgramEnded(wid(name), job, error))
         return self
 
-    def end_program(self, w: m.WorkerId, error: str) -> None:
+    def end_program(self, w: WorkerId, error: str) -> None:
         fake = self.fakes[w]
         fake.ended, fake.stands = (fake.job, error), fake.epoch
         fake.job, fake.epoch = "", 0
@@ -330,7 +332,7 @@ class Story:
         return found[-1]
 
     def records(self, kind: str) -> list[str]:
-        return [command.text for command in self.commands(m.Record) if command.kind == kind]
+        return [command.text for command in self.commands(cmd.Record) if command.kind == kind]
 
     def alive(self, host: str = "") -> list[str]:
         workers = self.world.workers.values()
@@ -341,105 +343,105 @@ class Story:
 
     # ---- the fakes ----
 
-    def _obey(self, command: m.Command) -> None:
+    def _obey(self, command: cmd.Command) -> None:
         match command:
-            case m.StartAgent(host=host):
+            case cmd.StartAgent(host=host):
                 self.end_agent(host.name)
                 self.agents[host.name] = {}
                 self.answers.append(self._hello(host.name))
-            case m.Probe(host=prober, target=target, addresses=tried, number=number):
+            case cmd.Probe(host=prober, target=target, addresses=tried, number=number):
                 reached = tuple(address for address in tried if (prober, address) not in self.cut)
-                self.answers += [m.Probed(prober, target, reached, number)] if prober not in self.mute else []
-            case m.Rehome(host=name, address=address):
+                self.answers += [ev.Probed(prober, target, reached, number)] if prober not in self.mute else []
+            case cmd.Rehome(host=name, address=address):
                 self._rehome(name, address)
-            case m.Look(epoch=epoch, members=members):
+            case cmd.Look(epoch=epoch, members=members):
                 for w, fake in [(w, self.fakes[w]) for w in members if w in self.fakes]:
                     joined = self._connects(w, self.world.members)
-                    self._say(w, m.WorkerAt(w, epoch, fake.commit, fake.begun, fake.place, fake.cpu, joined))
-            case m.StopAgent(host=name):
+                    self._say(w, ev.WorkerAt(w, epoch, fake.commit, fake.begun, fake.place, fake.cpu, joined))
+            case cmd.StopAgent(host=name):
                 self.end_agent(name)
                 if self.world.stopping:
-                    self.answers.append(m.AgentLost(name, "it was told to end"))
-            case m.StartWorker(worker=w):
+                    self.answers.append(ev.AgentLost(name, "it was told to end"))
+            case cmd.StartWorker(worker=w):
                 assert w not in self.started, f"{w} was started twice"
                 self.started.add(w)
                 self.fakes[w] = FakeWorker()
                 self.agents[w.host][w.slot] = w.incarnation
-                self._say(w, m.WorkerStarted(w, 1000 + len(self.started)), m.WorkerRegistered(w))
-            case m.StopWorker(worker=w, kill=kill):
+                self._say(w, ev.WorkerStarted(w, 1000 + len(self.started)), ev.WorkerRegistered(w))
+            case cmd.StopWorker(worker=w, kill=kill):
                 self._forget(w)
-                self.answers.append(m.WorkerExited(w, SIGKILL if kill else 0))
-            case m.RunSetup(worker=w, version=version, source=source):
+                self.answers.append(ev.WorkerExited(w, SIGKILL if kill else 0))
+            case cmd.RunSetup(worker=w, version=version, source=source):
                 assert not self.fakes[w].job, f"{w} runs {self.fakes[w].job}"
                 fails = not self.broken.isdisjoint({(w.host, source), (str(w), source)})
                 if not fails:
                     self.ran.setdefault(w, []).append(source)
-                self._say(w, m.SetupEnded(w, version, f"NameError: {source}" if fails else ""))
-            case m.RunProgram(worker=w, job=job):
+                self._say(w, ev.SetupEnded(w, version, f"NameError: {source}" if fails else ""))
+            case cmd.RunProgram(worker=w, job=job):
                 missing = {cell.source for cell in self.world.setup} - set(self.ran.get(w, ()))
                 assert not missing, f"{w} gets a program without {missing}"
                 assert not self.fakes[w].job, f"{w} still runs {self.fakes[w].job}"
                 self.fakes[w] = FakeWorker(job, numbered=self.fakes[w].numbered)
                 self._say_ready(w)
-            case m.FormWorld():
+            case cmd.FormWorld():
                 self._form(command)
-            case m.PrepareWorld(order=order):
+            case cmd.PrepareWorld(order=order):
                 for w in order.to or order.members:
                     self._hear_of_epoch(w, order.epoch)
                     if self._connects(w, order.members):
-                        self._say(w, m.WorkerPrepared(w, order.epoch))
-            case m.DropWorld(epoch=epoch, members=members):
+                        self._say(w, ev.WorkerPrepared(w, order.epoch))
+            case cmd.DropWorld(epoch=epoch, members=members):
                 for w in members:
                     self._hear_of_epoch(w, epoch)
-                    self._unsay(w, m.WorkerPrepared)
+                    self._unsay(w, ev.WorkerPrepared)
                     if self.fakes[w].epoch == epoch:
                         self._abort(w, epoch)
-            case m.AskLeave(epoch=epoch, members=members, number=ask):
+            case cmd.AskLeave(epoch=epoch, members=members, number=ask):
                 for w in members:
                     if not self.fakes[w].returned:
                         self.fakes[w].bound = True
-                        self._say(w, m.WorkerOffered(w, epoch, self.fakes[w].steps, ask))
-            case m.LeaveAt(members=members, commit=commit):
+                        self._say(w, ev.WorkerOffered(w, epoch, self.fakes[w].steps, ask))
+            case cmd.LeaveAt(members=members, commit=commit):
                 for w in members:
                     self._leave(w, commit)
-            case m.Stay(epoch=epoch, members=members):
+            case cmd.Stay(epoch=epoch, members=members):
                 for w in members:
-                    self._unsay(w, m.WorkerReady)
+                    self._unsay(w, ev.WorkerReady)
                     self._stay(self.fakes[w], epoch)
-            case m.AbortWorld(epoch=epoch, members=members):
+            case cmd.AbortWorld(epoch=epoch, members=members):
                 for w in members:
                     self._abort(w, epoch)
-            case m.StopProgram(workers=workers):
+            case cmd.StopProgram(workers=workers):
                 for w in workers:
                     self._quit(w, command)
-            case m.EndStuck(worker=w, keep=keep):
+            case cmd.EndStuck(worker=w, keep=keep):
                 self._end_stuck(w, keep)
-            case m.TakeKept(worker=w, by=by, commit=commit):
+            case cmd.TakeKept(worker=w, by=by, commit=commit):
                 self._take_kept(w, by, commit)
-            case m.ForgetKept(by=by):
+            case cmd.ForgetKept(by=by):
                 self.kept.pop(by, None)
-            case m.EndJob() | m.Record():
+            case cmd.EndJob() | cmd.Record():
                 pass
 
-    def _hello(self, name: str) -> m.AgentReady:
+    def _hello(self, name: str) -> ev.AgentReady:
         if name not in self.addresses:
-            return m.AgentReady(name, 1)
+            return ev.AgentReady(name, 1)
         self.homes[name] = self.addresses[name][0]
-        return m.AgentReady(name, 1, self.interfaces(name), 4711)
+        return ev.AgentReady(name, 1, self.interfaces(name), 4711)
 
-    def interfaces(self, name: str) -> tuple[m.Interface, ...]:
+    def interfaces(self, name: str) -> tuple[Interface, ...]:
         named = enumerate(self.addresses.get(name, ()))
-        return tuple(m.Interface("lo" if a.startswith("127.") else f"eth{i}", a) for i, a in named)
+        return tuple(Interface("lo" if a.startswith("127.") else f"eth{i}", a) for i, a in named)
 
-    def store(self, w: m.WorkerId, epoch: int) -> str:
+    def store(self, w: WorkerId, epoch: int) -> str:
         return f"{self.homes[w.host]}:{w.slot}{epoch}" if w.host in self.homes else f"{w}@{epoch}"
 
-    def reach(self, one: m.WorkerId, other: m.WorkerId) -> bool:
+    def reach(self, one: WorkerId, other: WorkerId) -> bool:
         """Both of them reach one another where they are now."""
         ways = ((one.host, other.host), (other.host, one.host))
         return not any((prober, self.homes.get(target, "")) in self.cut for prober, target in ways)
 
-    def _connects(self, w: m.WorkerId, members: tuple[m.WorkerId, ...]) -> bool:
+    def _connects(self, w: WorkerId, members: tuple[WorkerId, ...]) -> bool:
         """It reaches all who live, and they it."""
         return all(self.reach(w, other) for other in members if other in self.fakes)
 
@@ -451,9 +453,9 @@ class Story:
             if not fake.epoch:
                 self._say_ready(w)
             elif fake.offered:
-                self._say(w, m.StoreOffered(w, fake.epoch, self.store(w, fake.epoch)))
+                self._say(w, ev.StoreOffered(w, fake.epoch, self.store(w, fake.epoch)))
 
-    def _form(self, order: m.FormWorld) -> None:
+    def _form(self, order: cmd.FormWorld) -> None:
         is_plan = self.world.plan is not None and order.epoch == self.world.plan.epoch
         whole = is_plan or all(self._connects(w, order.members) for w in order.members)  # a plan's group stands already
         for rank, w in enumerate(order.members):
@@ -461,7 +463,7 @@ class Story:
             if (order.to and w not in order.to) or fake is None or order.epoch <= fake.left:
                 continue
             if not is_plan:  # else who has left the old epoch still says so
-                self._unsay(w, m.WorkerReady)
+                self._unsay(w, ev.WorkerReady)
             self._hear_of_epoch(w, order.epoch)
             fake.was, fake.rank, fake.size = (fake.rank, fake.size), rank, len(order.members)
             fake.epoch, fake.steps, fake.offered, fake.begun = order.epoch, 0, False, 0
@@ -474,13 +476,13 @@ class Story:
             elif is_plan:
                 assert fake.commit == self.fakes[order.members[order.root]].commit, f"{w} is not up to date"
             if whole:
-                self._say(w, m.WorkerFormed(w, order.epoch))
+                self._say(w, ev.WorkerFormed(w, order.epoch))
 
-    def _holders(self, order: m.FormWorld) -> list[FakeWorker]:
+    def _holders(self, order: cmd.FormWorld) -> list[FakeWorker]:
         """Whoever lives and holds a commit of this job, clean, and was in a world that trained."""
         return [fake for w, fake in self.fakes.items() if w in order.members and fake.holds and fake.clean]
 
-    def _hear_of_epoch(self, w: m.WorkerId, epoch: int) -> None:
+    def _hear_of_epoch(self, w: WorkerId, epoch: int) -> None:
         if w in self.fakes:
             self.fakes[w].numbered = max(self.fakes[w].numbered, epoch)
 
@@ -489,10 +491,10 @@ class Story:
         if fake.epoch not in (0, epoch):
             fake.rank, fake.size = fake.was
         fake.epoch, fake.left, fake.formed, fake.bound = epoch, epoch - 1, True, False
-        if not fake.returned and isinstance(fake.word, m.WorkerReady):
+        if not fake.returned and isinstance(fake.word, ev.WorkerReady):
             fake.word = None
 
-    def _leave(self, w: m.WorkerId, commit: int) -> None:
+    def _leave(self, w: WorkerId, commit: int) -> None:
         fake = self.fakes[w]
         if fake.returned:
             return
@@ -500,7 +502,7 @@ class Story:
         fake.left, fake.epoch, fake.formed = fake.epoch, 0, False
         self._say_ready(w)
 
-    def _abort(self, w: m.WorkerId, epoch: int) -> None:
+    def _abort(self, w: WorkerId, epoch: int) -> None:
         fake = self.fakes.get(w)
         self._hear_of_epoch(w, epoch)
         if fake is None or not fake.job or fake.returned:
@@ -508,30 +510,30 @@ class Story:
         if w in self.stuck:
             self._ask_how_to_end(w, epoch)
             return
-        self._unsay(w, m.WorkerFormed, m.WorkerOffered, m.WorkerReady)
+        self._unsay(w, ev.WorkerFormed, ev.WorkerOffered, ev.WorkerReady)
         fake.left, fake.epoch, fake.formed, fake.bound = max(fake.left, epoch), 0, False, False
         self._say_ready(w)
 
-    def _quit(self, w: m.WorkerId, order: m.StopProgram) -> None:
+    def _quit(self, w: WorkerId, order: cmd.StopProgram) -> None:
         fake = self.fakes.get(w)
         if fake is None or fake.job != order.job:
             return
         if w in self.stuck:
             self._exit_stuck(w)
             return
-        self._unsay(w, m.WorkerFormed, m.WorkerOffered, m.WorkerReady)
+        self._unsay(w, ev.WorkerFormed, ev.WorkerOffered, ev.WorkerReady)
         own = w == order.culprit
         error = "" if fake.returned else "its own error" if own else "the job was stopped"
         self.end_program(w, error)
         fake.stands, fake.formed, fake.stopped = 0, False, "" if own else order.reason
         if own:
-            fake.word = m.WorkerRaised(w, fake.left, intact=True, error=error)
-        self._say(w, m.ProgramEnded(w, order.job, error))
+            fake.word = ev.WorkerRaised(w, fake.left, intact=True, error=error)
+        self._say(w, ev.ProgramEnded(w, order.job, error))
 
-    def _ask_how_to_end(self, w: m.WorkerId, epoch: int) -> None:
+    def _ask_how_to_end(self, w: WorkerId, epoch: int) -> None:
         if self.fakes[w].holds:
             self.fakes[w].asks = True
-            self.answers.append(m.WorkerStuck(w, epoch, self.fakes[w].commit))
+            self.answers.append(ev.WorkerStuck(w, epoch, self.fakes[w].commit))
         else:
             self._exit_stuck(w)
 
@@ -540,49 +542,49 @@ class Story:
         open_ = [w for w in self.stuck if w in self.fakes and (self.fakes[w].asks or w in self.kept)]
         for w in sorted(open_):
             fake = self.fakes[w]
-            stuck = m.WorkerStuck(w, fake.numbered, fake.commit)
-            word = m.StateKept(w, fake.job, fake.commit) if w in self.kept else stuck
+            stuck = ev.WorkerStuck(w, fake.numbered, fake.commit)
+            word = ev.StateKept(w, fake.job, fake.commit) if w in self.kept else stuck
             self.answers.append(word)
         return bool(open_)
 
-    def _end_stuck(self, w: m.WorkerId, keep: bool) -> None:
+    def _end_stuck(self, w: WorkerId, keep: bool) -> None:
         if w not in self.stuck or w not in self.fakes:
             return
         if keep:
             fake = self.fakes[w]
             self.kept[w] = (fake.job, fake.commit)
-            self.answers.append(m.StateKept(w, fake.job, fake.commit))
+            self.answers.append(ev.StateKept(w, fake.job, fake.commit))
         else:
             self._exit_stuck(w)
 
-    def _take_kept(self, w: m.WorkerId, by: m.WorkerId, commit: int) -> None:
+    def _take_kept(self, w: WorkerId, by: WorkerId, commit: int) -> None:
         fake = self.fakes.get(w)
         if fake is None or not fake.job or fake.epoch:
             return
         assert w.host == by.host, "a disk of another host"
         assert self.kept[by] == (fake.job, commit), f"{self.kept} is kept"
         fake.commit, fake.clean, fake.holds = commit, True, True
-        self._unsay(w, m.WorkerReady)
+        self._unsay(w, ev.WorkerReady)
         self._say_ready(w)
 
-    def _exit_stuck(self, w: m.WorkerId) -> None:
+    def _exit_stuck(self, w: WorkerId) -> None:
         self._forget(w)
-        self.answers.append(m.WorkerExited(w, m.STUCK))
+        self.answers.append(ev.WorkerExited(w, ev.STUCK))
 
-    def _say_ready(self, w: m.WorkerId) -> None:
+    def _say_ready(self, w: WorkerId) -> None:
         fake = self.fakes[w]
         store = self.store(w, fake.left)
-        fake.word = m.WorkerReady(w, fake.job, fake.left, fake.commit, fake.clean, store, fake.holds, fake.since)
+        fake.word = ev.WorkerReady(w, fake.job, fake.left, fake.commit, fake.clean, store, fake.holds, fake.since)
         self._say(w, fake.word)
 
-    def _say(self, w: m.WorkerId, *events: m.Event) -> None:
+    def _say(self, w: WorkerId, *events: ev.Event) -> None:
         if w in self.fakes and w not in self.silent:
             self.answers.extend(events)
 
-    def _unsay(self, w: m.WorkerId, *kinds: type[m.Event]) -> None:
+    def _unsay(self, w: WorkerId, *kinds: type[ev.Event]) -> None:
         self.answers = [e for e in self.answers if not (isinstance(e, kinds) and e.worker == w)]
 
-    def _forget(self, w: m.WorkerId) -> None:
+    def _forget(self, w: WorkerId) -> None:
         self.answers = [e for e in self.answers if getattr(e, "worker", None) != w]
         self.fakes.pop(w, None)
 
@@ -592,16 +594,16 @@ def with_stage(stage: Stage, **limits) -> Story:
     story = Story("a:1", "b:1", "c:1", **{"min": 2, "cooldown": (0.0, 0.0)} | limits)
     if stage is Stage.FORMING:
         story.answer()
-        story.submit().hear(m.WorkerReady)
+        story.submit().hear(ev.WorkerReady)
     else:
         story.run().commit(3)
     if stage is Stage.GATHERING:
         story.kill("b/0#1")
     if stage in (Stage.PREPARING, Stage.ASKED, Stage.LEAVING):
-        story.add("d:1").answer(lambda e: not isinstance(e, m.WorkerPrepared))
+        story.add("d:1").answer(lambda e: not isinstance(e, ev.WorkerPrepared))
     if stage in (Stage.ASKED, Stage.LEAVING):
-        story.hear(m.WorkerPrepared)
+        story.hear(ev.WorkerPrepared)
     if stage is Stage.LEAVING:
-        story.hear(m.WorkerOffered)
+        story.hear(ev.WorkerOffered)
     assert story.world.stage is stage, story.reason
     return story

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from nbelastic.core.addresses import address_of, bracketed, parted
+from nbelastic.system.addresses import address_of, bracketed, parted
 
 
 @pytest.mark.parametrize(

@@ -6,9 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nbelastic.core import messages as m
+from nbelastic.core import commands as cmd
 from nbelastic.core.membership import deadline
-from nbelastic.core.world import HostPhase, Stage, host_cooling_until
+from nbelastic.core.state import HostPhase, Stage, host_cooling_until
+from nbelastic.protocol import events as ev
 from tests.core.story import Story, wid
 from tests.support.soak import examples
 
@@ -45,9 +46,9 @@ def test_nothing_starts_on_a_cooling_slot():
     """Whatever happens meanwhile (ticks, other hosts, other orders), a cooling slot stays empty until its time."""
     story = crash(Story("a:1", min=1).answer(), 2)
     mark = story.mark()
-    story.send(m.Ticked())
+    story.send(ev.Ticked())
     story.add("b:1").scale(1, None).quiet(4.9)
-    assert [c.worker.host for c in story.commands(m.StartWorker, mark)] == ["b"]
+    assert [c.worker.host for c in story.commands(cmd.StartWorker, mark)] == ["b"]
     story.wait(0.2)
     assert story.alive("a") == ["a/0#3"]
 
@@ -144,9 +145,9 @@ def test_an_agent_that_cannot_start_is_tried_less_and_less_often():
         assert story.world.hosts["a"].reason == "ssh: refused"
         mark = story.mark()
         story.wait(wait - 0.1)
-        assert story.commands(m.StartAgent, mark) == []
+        assert story.commands(cmd.StartAgent, mark) == []
         story.wait(0.2)
-        assert len(story.commands(m.StartAgent, mark)) == 1
+        assert len(story.commands(cmd.StartAgent, mark)) == 1
     story.answer()
     assert story.alive() == ["a/0#1"]
 
@@ -171,7 +172,7 @@ def test_the_same_loss_told_twice_is_one():
     story.lose_host("a")
     story.now += 1
     before = story.world.hosts["a"]
-    story.send(m.AgentLost("a", "and again"))
+    story.send(ev.AgentLost("a", "and again"))
     assert story.world.hosts["a"] == before
 
 
@@ -190,7 +191,7 @@ def test_a_lost_host_comes_back_with_new_workers():
     story.lose_host("b").quiet(10.0)
     assert story.names == ["a/0#1", "b/0#2"]
     before = story.world
-    story.send(m.WorkerExited(wid("b/0#1"), -9))
+    story.send(ev.WorkerExited(wid("b/0#1"), -9))
     assert story.world == before
 
 
@@ -256,7 +257,7 @@ def test_a_hosts_strikes_are_its_own_losses(lives, cooldown):
             strikes += 1
             if way == "refused":
                 story.answers.clear()
-                story.send(m.AgentReady("b", 1, problem="another version"))
+                story.send(ev.AgentReady("b", 1, problem="another version"))
             else:
                 story.cut.add(("b", "10.0.0.1"))
                 story.answer()

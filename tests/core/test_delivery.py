@@ -7,7 +7,7 @@ from collections import Counter, deque
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nbelastic.core.delivery import KEPT, RESENT, SLOWEST, WINDOW, Delivery
+from nbelastic.transport.delivery import KEPT, RESENT, SLOWEST, WINDOW, Delivery
 
 PATIENCE = 1.0
 

@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from nbelastic.core import messages as m
+from nbelastic.core import commands as cmd
 from tests.core.play import Play
 from tests.core.story import Story
 
@@ -78,7 +78,9 @@ def test_the_same_events_give_the_same_commands_in_another_process():
         assert done.returncode == 0, done.stderr
         said.add(done.stdout)
     kinds = {type(command) for command in a_long_story(1).said}
-    assert kinds > {m.StopWorker, m.Probe, m.AbortWorld, m.PrepareWorld, m.StopAgent}, "the stories are long enough"
+    assert kinds > {cmd.StopWorker, cmd.Probe, cmd.AbortWorld, cmd.PrepareWorld, cmd.StopAgent}, (
+        "the stories are long enough"
+    )
     assert len(said) == 1
 
 

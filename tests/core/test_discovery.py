@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from nbelastic.core import messages as m
-from nbelastic.core.world import HostPhase, Stage
+from nbelastic.core import commands as cmd
+from nbelastic.core.state import HostPhase, Stage
+from nbelastic.protocol import events as ev
+from nbelastic.protocol.ids import HostSpec, WorkerId
 from tests.core.away import Away
 from tests.core.story import Story
 
 
 def kinds(commands) -> list[str]:
-    return [f"{c.kind} {c.host}" for c in commands if isinstance(c, m.Record) and c.kind.startswith("host-")]
+    return [f"{c.kind} {c.host}" for c in commands if isinstance(c, cmd.Record) and c.kind.startswith("host-")]
 
 
 def test_added_removed_mixed_nothing():
@@ -35,7 +37,7 @@ def test_added_removed_mixed_nothing():
 def test_a_discovery_that_never_answered_stops_a_cluster_without_hosts():
     """There is nothing to wait for: the discovery's error ends the cluster."""
     story = Story()
-    story.send(m.DiscoveryFailed("hosts.sh failed with exit code 1"))
+    story.send(ev.DiscoveryFailed("hosts.sh failed with exit code 1"))
     assert story.world.phase == "finished"
     assert story.world.stopping == "host discovery failed: hosts.sh failed with exit code 1"
 
@@ -45,7 +47,7 @@ def test_a_discovery_that_fails_later_is_only_recorded():
     listed, by_hand = Story(), Story("a:1")
     listed.discover()
     for story in (listed, by_hand):
-        story.send(m.DiscoveryFailed("hosts.sh failed with exit code 1"))
+        story.send(ev.DiscoveryFailed("hosts.sh failed with exit code 1"))
         assert not story.world.stopping
         assert story.records("discovery-failed") == ["hosts.sh failed with exit code 1"]
 
@@ -55,7 +57,7 @@ def test_a_discovery_that_fails_for_a_new_driver_is_only_recorded():
     for story in (Story("a:1", min=1).run(), Story()):
         story.discover()
         Away(story).new_driver()
-        story.send(m.DiscoveryFailed("the controller is busy"))
+        story.send(ev.DiscoveryFailed("the controller is busy"))
         assert not story.world.stopping
         assert story.records("discovery-failed") == ["the controller is busy"]
 
@@ -107,7 +109,7 @@ def test_a_host_that_comes_back_starts_new_workers():
     story.add("a:2").answer()
     assert story.alive() == ["a/0#2", "a/1#2"]
     before = story.world
-    story.send(m.WorkerExited(m.WorkerId("a", 0, 1), -9), m.WorkerRegistered(m.WorkerId("a", 1, 1)))
+    story.send(ev.WorkerExited(WorkerId("a", 0, 1), -9), ev.WorkerRegistered(WorkerId("a", 1, 1)))
     assert story.world == before
 
 
@@ -124,7 +126,7 @@ def test_a_host_added_and_removed_at_once_is_nothing():
     story = Story("a:2", min=1).run()
     mark = story.mark()
     story.add("b:2").wait(0.5).remove("b").quiet(5.0)
-    assert story.commands(m.AskLeave, mark) + story.commands(m.FormWorld, mark) == []
+    assert story.commands(cmd.AskLeave, mark) + story.commands(cmd.FormWorld, mark) == []
     assert list(story.world.hosts) == ["a"]
 
 
@@ -132,11 +134,11 @@ def test_ready_newcomers_that_are_removed_again_disturb_nobody():
     """The same when its workers had come so far that the members were already asked to leave."""
     story = Story("a:2", min=1).run()
     mark = story.mark()
-    story.add("b:1").answer(lambda e: not isinstance(e, m.WorkerOffered))
+    story.add("b:1").answer(lambda e: not isinstance(e, ev.WorkerOffered))
     assert story.world.stage is Stage.ASKED
     story.remove("b").quiet(2.0)
-    assert story.commands(m.Stay, mark)
-    assert story.commands(m.FormWorld, mark) == []
+    assert story.commands(cmd.Stay, mark)
+    assert story.commands(cmd.FormWorld, mark) == []
     assert story.world.stage is Stage.RUNNING
 
 
@@ -192,26 +194,26 @@ def test_hosts_beyond_max_come_and_go_unnoticed():
     mark = story.mark()
     story.add("b:2").quiet(3.0)
     story.remove("b").quiet(3.0)
-    assert story.commands(m.AskLeave, mark) + story.commands(m.AbortWorld, mark) == []
+    assert story.commands(cmd.AskLeave, mark) + story.commands(cmd.AbortWorld, mark) == []
     assert (story.names, story.world.epoch) == (["a/0#1", "a/1#1"], 1)
-    assert story.commands(m.StartWorker, mark) == []
+    assert story.commands(cmd.StartWorker, mark) == []
 
 
 def test_a_spare_waits_and_disturbs_nobody():
     """Spares above max are started and ready, and nothing is asked of the members."""
     story = Story("a:2", "b:2", min=1, max=2, spares=1).run()
     assert (len(story.names), len(story.world.waiting)) == (2, 1)
-    assert story.commands(m.AskLeave) == []
-    story.kill("a/1#1").hear(m.WorkerReady)
+    assert story.commands(cmd.AskLeave) == []
+    story.kill("a/1#1").hear(ev.WorkerReady)
     assert story.names == ["a/0#1", "b/0#1"]
 
 
 def test_a_spare_that_is_not_needed_waits_on():
     """Two spares and one death: one takes the place, the other still waits and takes the next."""
     story = Story("a:2", "b:2", min=1, max=2, spares=2).run()
-    story.kill("a/1#1").hear(m.WorkerReady, "a/0#1")
-    story.hear(m.WorkerFormed)
-    story.kill("a/0#1").hear(m.WorkerReady, "b/0#1")
+    story.kill("a/1#1").hear(ev.WorkerReady, "a/0#1")
+    story.hear(ev.WorkerFormed)
+    story.kill("a/0#1").hear(ev.WorkerReady, "b/0#1")
     assert story.names == ["b/0#1", "b/1#1"]
 
 
@@ -219,12 +221,12 @@ def test_no_more_workers_are_started_than_there_are_open_files_for():
     """Others wait for nothing; one line says how many fit, when a host is added that is one too many, and once."""
     story = Story("a:3", min=2, room=4)
     story.answer()
-    assert not [record for record in story.commands(m.Record) if record.kind == "no-room"]
-    story.send(m.HostAdded(m.HostSpec("b", 3)))
+    assert not [record for record in story.commands(cmd.Record) if record.kind == "no-room"]
+    story.send(ev.HostAdded(HostSpec("b", 3)))
     story.answer()
-    (record,) = [record for record in story.commands(m.Record) if record.kind == "no-room"]
+    (record,) = [record for record in story.commands(cmd.Record) if record.kind == "no-room"]
     assert record.text.startswith("6 workers are asked for, and only 4 fit")
     assert len(story.world.workers) == 4
     story.kill("a/0#1").answer()
     assert len(story.world.workers) == 4
-    assert len([record for record in story.commands(m.Record) if record.kind == "no-room"]) == 1
+    assert len([record for record in story.commands(cmd.Record) if record.kind == "no-room"]) == 1

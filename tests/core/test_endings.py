@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from nbelastic.core import messages as m
-from nbelastic.core.world import Stage, WorkerState
+from nbelastic.core import commands as cmd
+from nbelastic.core.state import Stage, WorkerState
+from nbelastic.protocol import events as ev
 from tests.core.story import Story, wid, with_stage
 
 
@@ -15,8 +16,8 @@ def test_one_finishes_first_and_the_others_get_time():
     story.returned("a/0#1")
     mark = story.mark()
     story.add("c:1").remove("b").quiet(20.0)
-    assert story.commands(m.AskLeave, mark) + story.commands(m.AbortWorld, mark) == []
-    assert story.commands(m.StopProgram, mark) == []
+    assert story.commands(cmd.AskLeave, mark) + story.commands(cmd.AbortWorld, mark) == []
+    assert story.commands(cmd.StopProgram, mark) == []
     assert story.reason == "1 of 3 ranks have finished"
     story.returned("a/1#1", "b/0#1").ended("a/0#1", "b/0#1", "a/1#1")
     assert (story.job.outcome, story.job.reason) == ("succeeded", "every rank finished")
@@ -27,7 +28,7 @@ def test_finishing_calls_a_change_off(stage):
     """A rank finishes while the others agree on where to leave: all stay."""
     story = with_stage(stage)
     story.returned("a/0#1")
-    assert story.last(m.Stay).members == story.world.members
+    assert story.last(cmd.Stay).members == story.world.members
     assert story.world.stage is Stage.RUNNING
     story.returned("b/0#1", "c/0#1").ended(*story.names)
     assert story.job.outcome == "succeeded"
@@ -36,8 +37,8 @@ def test_finishing_calls_a_change_off(stage):
 def test_one_that_has_left_for_a_change_cannot_come_back_to_a_finished_epoch():
     """A rank has left at the agreed commit and another finishes before it: who left is sent home, the job succeeds."""
     story = with_stage(Stage.LEAVING)
-    story.hear(m.WorkerReady, "b/0#1").returned("a/0#1")
-    assert story.last(m.StopProgram).workers == (wid("b/0#1"),)
+    story.hear(ev.WorkerReady, "b/0#1").returned("a/0#1")
+    assert story.last(cmd.StopProgram).workers == (wid("b/0#1"),)
     story.returned("c/0#1").ended("a/0#1", "c/0#1").quiet(1.0)
     assert (story.job.outcome, story.job.reason) == ("succeeded", "1 of 3 ranks did not finish")
 
@@ -48,8 +49,8 @@ def test_a_death_after_others_have_finished_restarts_nothing():
     story.returned("a/0#1")
     mark = story.mark()
     story.kill("a/1#1")
-    assert story.commands(m.AbortWorld, mark) + story.commands(m.FormWorld, mark) == []
-    assert story.last(m.StopProgram).workers == (wid("a/2#1"),)
+    assert story.commands(cmd.AbortWorld, mark) + story.commands(cmd.FormWorld, mark) == []
+    assert story.last(cmd.StopProgram).workers == (wid("a/2#1"),)
     story.ended("a/0#1").quiet(1.0)
     assert (story.job.outcome, story.job.reason) == ("succeeded", "2 of 3 ranks did not finish")
     assert story.job.ranks == (wid("a/0#1"), wid("a/1#1"), wid("a/2#1"))
@@ -74,7 +75,7 @@ def test_a_finished_program_may_die():
     story.returned("a/0#1").ended("a/0#1")
     mark = story.mark()
     story.kill("a/0#1")
-    assert story.commands(m.StopProgram, mark) == []
+    assert story.commands(cmd.StopProgram, mark) == []
     story.returned("a/1#1").ended("a/1#1")
     assert story.job.outcome == "succeeded"
 
@@ -83,7 +84,7 @@ def test_the_finished_ranks_die_before_their_programs_end():
     """All that had finished are lost before their results came: the job fails, once, and does not wait for ever."""
     story = Story("a:2", min=1).run()
     story.returned("a/0#1").kill("a/0#1").quiet(6.0)
-    assert [end.outcome for end in story.commands(m.EndJob)] == ["failed"]
+    assert [end.outcome for end in story.commands(cmd.EndJob)] == ["failed"]
     assert "lost before its program ended" in story.job.reason
 
 
@@ -95,7 +96,7 @@ def test_a_rank_finishes_just_as_the_world_breaks(how):
     story.kill("a/1#1")
     assert story.world.stage is Stage.GATHERING
     getattr(story, how)("a/0#1")
-    assert wid("a/2#1") in story.last(m.StopProgram).workers
+    assert wid("a/2#1") in story.last(cmd.StopProgram).workers
     if how == "returned":
         story.ended("a/0#1")
     story.quiet(6.0)
@@ -107,7 +108,7 @@ def test_a_program_that_ends_without_a_word_has_finished():
     story = Story("a:2", min=1).run()
     story.fakes[wid("a/0#1")].returned = True
     epoch = story.world.epoch
-    story.ended("a/0#1").send(m.WorkerSucceeded(wid("a/0#1"), epoch))
+    story.ended("a/0#1").send(ev.WorkerSucceeded(wid("a/0#1"), epoch))
     assert story.world.workers[wid("a/0#1")].state is WorkerState.READY
     story.kill("a/1#1").quiet(6.0)
     assert story.job.outcome == "succeeded"
@@ -117,7 +118,7 @@ def test_the_users_error_on_one_rank_is_the_jobs():
     """The function raises and no connection was lost: the job fails with that rank's error; no host is punished."""
     story = Story("a:3", min=1).run()
     story.raised("a/1#1", "ValueError: NaN")
-    end, stop = story.last(m.EndJob), story.last(m.StopProgram)
+    end, stop = story.last(cmd.EndJob), story.last(cmd.StopProgram)
     assert (end.outcome, end.reason, end.culprit) == ("failed", "rank 1 (a/1#1) raised ValueError: NaN", wid("a/1#1"))
     assert (stop.culprit, len(stop.workers)) == (wid("a/1#1"), 3)
     story.quiet(6.0)
@@ -130,8 +131,8 @@ def test_errors_on_all_ranks_fail_the_job_once():
     story = Story("a:3", min=1).run()
     epoch = story.world.epoch
     for w in list(story.world.members)[::-1]:
-        story.send(m.WorkerRaised(w, epoch, intact=True, error="KeyError: x"))
-    assert [end.culprit for end in story.commands(m.EndJob)] == [wid("a/2#1")]
+        story.send(ev.WorkerRaised(w, epoch, intact=True, error="KeyError: x"))
+    assert [end.culprit for end in story.commands(cmd.EndJob)] == [wid("a/2#1")]
 
 
 def test_an_error_before_the_first_world():
@@ -139,7 +140,7 @@ def test_an_error_before_the_first_world():
     story = Story("a:2", min=2)
     story.answer()
     story.submit().ended("a/1#1", error="ImportError: no_such")
-    assert story.last(m.EndJob).reason == "a/1#1 raised ImportError: no_such"
+    assert story.last(cmd.EndJob).reason == "a/1#1 raised ImportError: no_such"
     story.quiet(6.0)
     assert [str(w) for w in story.world.workers] == ["a/0#1", "a/1#1"]
 
@@ -147,7 +148,7 @@ def test_an_error_before_the_first_world():
 def test_a_newcomers_error_is_its_own():
     """The program raises on a newcomer while a world runs: the world trains on, the newcomer stays for inspection."""
     story = Story("a:1", min=1).run()
-    story.add("b:1").hear(m.AgentReady).hear(m.WorkerStarted).hear(m.WorkerRegistered)
+    story.add("b:1").hear(ev.AgentReady).hear(ev.WorkerStarted).hear(ev.WorkerRegistered)
     story.ended("b/0#1", error="OSError: disk full").quiet(5.0)
     assert story.names == ["a/0#1"]
     assert story.world.active
@@ -161,7 +162,7 @@ def test_an_error_after_others_have_finished_still_fails_the_job():
     """A rank raises an error of its own after another has finished: that is an error, not a death."""
     story = Story("a:2", min=1).run()
     story.returned("a/0#1").ended("a/1#1", error="ZeroDivisionError")
-    assert story.last(m.EndJob).reason == "rank 1 (a/1#1) raised ZeroDivisionError"
+    assert story.last(cmd.EndJob).reason == "rank 1 (a/1#1) raised ZeroDivisionError"
 
 
 def test_connections_lost_after_others_have_finished_restart_nothing():
@@ -179,7 +180,7 @@ def test_newcomers_after_the_first_has_finished_begin_nothing():
     story.returned("a/0#1")
     mark = story.mark()
     story.add("b:1").answer()
-    assert story.commands(m.RunProgram, mark) == []
+    assert story.commands(cmd.RunProgram, mark) == []
     assert story.world.workers[wid("b/0#1")].state is WorkerState.READY
     story.returned("a/1#1").ended("a/0#1", "a/1#1").run("second")
     assert len(story.names) == 3
@@ -188,7 +189,7 @@ def test_newcomers_after_the_first_has_finished_begin_nothing():
 def test_one_that_was_to_leave_and_is_sent_home_leaves():
     """max sinks after the first rank has finished, then a rank dies: who was to leave is stopped, not kept above max."""
     story = Story("a:3", min=1).run()
-    story.returned("a/0#1").scale(1, 1).kill("a/1#1").hear(m.ProgramEnded)
+    story.returned("a/0#1").scale(1, 1).kill("a/1#1").hear(ev.ProgramEnded)
     assert wid("a/2#1") in story.world.stopped
     story.ended("a/0#1").quiet(2.0)
     assert (story.alive(), story.job.outcome) == (["a/0#1"], "succeeded")

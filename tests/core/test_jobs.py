@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from nbelastic.core import messages as m
-from nbelastic.core.world import Stage, WorkerState
+from nbelastic.core import commands as cmd
+from nbelastic.core.state import Stage, WorkerState
+from nbelastic.protocol import events as ev
 from tests.core.story import Story, wid
 
 
@@ -13,17 +14,17 @@ def test_two_jobs_in_a_row_use_the_same_workers():
     """The second job runs on the processes of the first, in a new epoch, and everyone receives its state anew."""
     story = Story("a:2", min=2).run("one").commit(9).finish()
     story.run("two")
-    order = story.last(m.FormWorld)
+    order = story.last(cmd.FormWorld)
     assert (story.names, order.epoch, order.root, order.receivers) == (["a/0#1", "a/1#1"], 2, 0, (1,))
 
 
 def test_the_next_job_waits_for_the_last_ones_programs():
     """A worker that still leaves the last program takes the next as soon as it has; the others wait for it if min needs it."""
     story = Story("a:2", min=2).run("one")
-    story.raised("a/0#1").hear(m.ProgramEnded, "a/0#1")
-    story.submit("two").hear(m.WorkerReady)
+    story.raised("a/0#1").hear(ev.ProgramEnded, "a/0#1")
+    story.submit("two").hear(ev.WorkerReady)
     assert "the last job's programs to stop" in story.reason
-    story.hear(m.ProgramEnded)
+    story.hear(ev.ProgramEnded)
     assert "the last job" not in story.reason
     story.quiet(2.0)
     assert (story.world.stage, len(story.names)) == (Stage.RUNNING, 2)
@@ -60,8 +61,8 @@ def test_one_that_begins_a_dead_jobs_program_is_sent_home():
     story = Story("a:1", "b:1", min=1).run()
     story.stop_job().answer()
     mark = story.mark()
-    story.send(m.WorkerReady(wid("b/0#1"), "job", 0, 0, clean=True, store="x"))
-    assert story.commands(m.StopProgram, mark) == [m.StopProgram("job", (wid("b/0#1"),), "the job is over")]
+    story.send(ev.WorkerReady(wid("b/0#1"), "job", 0, 0, clean=True, store="x"))
+    assert story.commands(cmd.StopProgram, mark) == [cmd.StopProgram("job", (wid("b/0#1"),), "the job is over")]
 
 
 def test_a_second_job_is_refused_while_one_runs():
@@ -69,8 +70,8 @@ def test_a_second_job_is_refused_while_one_runs():
     story = Story("a:1", min=1).run("one")
     mark = story.mark()
     story.submit("two")
-    assert story.commands(m.EndJob, mark)[0].job == "two"
-    assert "one is still running" in story.commands(m.EndJob, mark)[0].reason
+    assert story.commands(cmd.EndJob, mark)[0].job == "two"
+    assert "one is still running" in story.commands(cmd.EndJob, mark)[0].reason
     assert story.job.name == "one"
     assert story.world.stage is Stage.RUNNING
 
@@ -78,18 +79,18 @@ def test_a_second_job_is_refused_while_one_runs():
 def test_a_job_submitted_to_a_stopping_cluster_ends():
     """Nobody waits for a job that will never run."""
     story = Story("a:1", min=1).answer()
-    story.send(m.StopRequested("done"))
+    story.send(ev.StopRequested("done"))
     story.submit("late")
-    assert (story.last(m.EndJob).job, story.last(m.EndJob).outcome) == ("late", "stopped")
+    assert (story.last(cmd.EndJob).job, story.last(cmd.EndJob).outcome) == ("late", "stopped")
 
 
 def test_a_job_stopped_twice_or_by_another_name_ends_once():
     """Stopping again, or a job that is not the one, is nothing."""
     story = Story("a:1", min=1).run("two")
-    story.send(m.JobStopRequested("one"))
+    story.send(ev.JobStopRequested("one"))
     assert story.world.active
-    story.send(m.JobStopRequested("two"), m.JobStopRequested("two"))
-    assert len(story.commands(m.EndJob)) == 1
+    story.send(ev.JobStopRequested("two"), ev.JobStopRequested("two"))
+    assert len(story.commands(cmd.EndJob)) == 1
 
 
 def test_a_job_can_be_submitted_before_any_worker_is_ready():
@@ -97,17 +98,17 @@ def test_a_job_can_be_submitted_before_any_worker_is_ready():
     story = Story("a:2", min=2).submit()
     assert "0 of min 2 workers ready; waiting for a to start" in story.reason
     story.quiet(2.0)
-    assert len(story.commands(m.RunProgram)) == 2
+    assert len(story.commands(cmd.RunProgram)) == 2
     assert story.world.stage is Stage.RUNNING
 
 
 def test_a_job_stopped_before_any_worker_is_ready():
     """The workers that come later find no job, and the cluster is as before."""
-    story = Story("a:2", min=2).hear(m.AgentReady).submit()
-    story.send(m.JobStopRequested("job"))
+    story = Story("a:2", min=2).hear(ev.AgentReady).submit()
+    story.send(ev.JobStopRequested("job"))
     assert story.reason == "0 of min 2 workers ready; waiting for a/0#1 (0 s), a/1#1 (0 s)"
     story.answer()
-    assert story.commands(m.RunProgram) == []
+    assert story.commands(cmd.RunProgram) == []
     assert story.reason == "2 workers ready; no job is running"
 
 
@@ -117,7 +118,7 @@ def test_a_program_without_an_elastic_function():
     story.submit().ended("a/0#1")
     assert story.world.active
     story.ended("a/1#1")
-    assert (story.job.outcome, story.last(m.EndJob).members) == ("succeeded", (wid("a/0#1"), wid("a/1#1")))
+    assert (story.job.outcome, story.last(cmd.EndJob).members) == ("succeeded", (wid("a/0#1"), wid("a/1#1")))
 
 
 def test_a_death_in_a_program_without_a_world():
@@ -132,7 +133,7 @@ def test_a_death_in_a_program_without_a_world():
 def test_a_newcomer_whose_program_ends_without_training_ends_nothing():
     """Its program takes another way and ends well: the world trains on, and still takes newcomers."""
     story = Story("a:1", min=1).run()
-    story.add("b:1").hear(m.AgentReady).hear(m.WorkerRegistered).ended("b/0#1")
+    story.add("b:1").hear(ev.AgentReady).hear(ev.WorkerRegistered).ended("b/0#1")
     story.add("c:1").quiet(2.0)
     assert story.names == ["a/0#1", "c/0#1"]
 
@@ -140,8 +141,8 @@ def test_a_newcomer_whose_program_ends_without_training_ends_nothing():
 def test_a_late_word_of_one_whose_program_has_ended_is_dropped():
     """It said ready, and then its program ended: heard the other way round, it is not taken into a world."""
     story = Story("a:1", min=1).run()
-    story.add("b:1").hear(m.AgentReady).hear(m.WorkerRegistered)
-    late = next(e for e in story.answers if isinstance(e, m.WorkerReady))
+    story.add("b:1").hear(ev.AgentReady).hear(ev.WorkerRegistered)
+    late = next(e for e in story.answers if isinstance(e, ev.WorkerReady))
     story.ended("b/0#1").send(late)
     story.quiet(2.0)
     assert story.names == ["a/0#1"]
@@ -161,27 +162,27 @@ def test_results_are_by_the_rank_of_the_last_world():
     """Members come and go; the end names the last world's members by rank."""
     story = Story("a:2", min=1).run()
     story.kill("a/0#1").quiet(2.0).finish()
-    assert [str(w) for w in story.last(m.EndJob).members] == ["a/1#1", "a/0#2"]
+    assert [str(w) for w in story.last(cmd.EndJob).members] == ["a/1#1", "a/0#2"]
 
 
-@pytest.mark.parametrize("event", [m.StopRequested(), m.JobStopRequested("job"), m.JobSubmitted("job")])
+@pytest.mark.parametrize("event", [ev.StopRequested(), ev.JobStopRequested("job"), ev.JobSubmitted("job")])
 def test_orders_to_an_empty_cluster_break_nothing(event):
     """No host, no worker, no job: every order is taken."""
     story = Story()
-    story.send(event, m.Ticked(), event)
+    story.send(event, ev.Ticked(), event)
     assert story.reason
 
 
 def test_no_news_is_taken_for_what_it_is_not():
     """A message that is no event is a programming error, and is called one."""
     with pytest.raises(TypeError, match="FormWorld is no event"):
-        Story().send(m.FormWorld(1, (), "", 0, ()))
+        Story().send(cmd.FormWorld(1, (), "", 0, ()))
 
 
 def test_a_waiting_newcomer_whose_program_ends_is_not_counted_on():
     """It waits for the next world, and its program ends by an error: that world forms without it."""
     story = Story("b:1", min=1).run()
-    story.add("a:1").add("c:1").hear(m.AgentReady)
+    story.add("a:1").add("c:1").hear(ev.AgentReady)
     story.answer(lambda e: getattr(e, "worker", wid("c/0#1")).host == "a")
     assert story.world.waiting == {wid("a/0#1")}
     story.ended("a/0#1", error="KeyboardInterrupt")
@@ -206,10 +207,10 @@ def test_a_worker_that_comes_late_does_not_run_what_others_have_finished():
     """A program without a world has ended on one worker: a newcomer does not begin it, so the job ends with those that ran it."""
     story = Story("a:2", min=1).answer().submit().ended("a/0#1")
     mark = story.mark()
-    story.add("b:1").hear(m.AgentReady).hear(m.WorkerRegistered)
-    assert not story.commands(m.RunProgram, mark)
+    story.add("b:1").hear(ev.AgentReady).hear(ev.WorkerRegistered)
+    assert not story.commands(cmd.RunProgram, mark)
     story.ended("a/1#1")
-    assert (story.job.outcome, len(story.last(m.EndJob).members)) == ("succeeded", 2)
+    assert (story.job.outcome, len(story.last(cmd.EndJob).members)) == ("succeeded", 2)
 
 
 def test_a_program_of_an_older_job_is_killed_after_the_next_job_has_ended():

@@ -6,8 +6,8 @@ from itertools import chain, combinations
 
 import pytest
 
-from nbelastic.core import messages as m
-from nbelastic.core.world import Stage
+from nbelastic.core.state import Stage
+from nbelastic.protocol import events as ev
 from tests.core.story import Story, wid, with_stage
 
 MEMBERS = ("a/0#1", "b/0#1", "c/0#1")
@@ -21,7 +21,7 @@ def dies(story: Story, w: str) -> None:
 
 def freezes(story: Story, w: str) -> None:
     story._forget(wid(w))
-    story.send(m.WorkerFroze(wid(w), "stopped"))
+    story.send(ev.WorkerFroze(wid(w), "stopped"))
 
 
 def loses_its_host(story: Story, w: str) -> None:
@@ -37,7 +37,7 @@ def loses_a_connection(story: Story, w: str) -> None:
 
 def is_restarted(story: Story, w: str) -> None:
     story._forget(wid(w))
-    story.send(m.RestartRequested(wid(w), "a test"))
+    story.send(ev.RestartRequested(wid(w), "a test"))
 
 
 def is_cut_off(story: Story, w: str) -> None:
@@ -46,7 +46,7 @@ def is_cut_off(story: Story, w: str) -> None:
     for seconds in (11.0, 61.0):
         story.quiet(seconds / 2)
         if wid(w) in story.world.workers:
-            story.send(m.WorkerSilent(wid(w), seconds, idle=True))
+            story.send(ev.WorkerSilent(wid(w), seconds, idle=True))
 
 
 FAULTS = (dies, freezes, loses_its_host, loses_a_connection, is_restarted, is_cut_off)
@@ -70,7 +70,7 @@ def test_a_fault_before_all_have_answered(answered, victim, fault):
     """Some have promised to stop, and wait for word of where to leave."""
     story = with_stage(Stage.ASKED)
     for w in answered:
-        story.hear(m.WorkerOffered, w)
+        story.hear(ev.WorkerOffered, w)
     fault(story, victim)
     check_peace(story, resets=1)
 
@@ -82,7 +82,7 @@ def test_a_fault_before_all_have_left(left, victim, fault):
     """Some have left at the agreed commit, and may be in the prepared epoch already."""
     story = with_stage(Stage.LEAVING)
     for w in left:
-        story.hear(m.WorkerReady, w).hear(m.WorkerFormed, w)
+        story.hear(ev.WorkerReady, w).hear(ev.WorkerFormed, w)
     fault(story, victim)
     check_peace(story, resets=1)
 
@@ -93,7 +93,7 @@ def test_a_fault_before_all_have_left(left, victim, fault):
 def test_two_faults_at_once(stage, first, second):
     """A member that has answered, or left, and one that has not."""
     story = with_stage(stage)
-    story.hear(m.WorkerOffered if stage is Stage.ASKED else m.WorkerReady, "b/0#1")
+    story.hear(ev.WorkerOffered if stage is Stage.ASKED else ev.WorkerReady, "b/0#1")
     first(story, "b/0#1")
     if wid("c/0#1") in story.fakes:
         second(story, "c/0#1")

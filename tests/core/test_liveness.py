@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from nbelastic.core import messages as m
-from nbelastic.core.world import Stage
+from nbelastic.core import commands as cmd
+from nbelastic.core.state import Stage
+from nbelastic.protocol import events as ev
 from tests.core.story import Story, wid
 
 LIMITS = {"min": 1, "cooldown": (0.0, 0.0)}
 
 
-def silent(story: Story, seconds: float, **how) -> tuple[m.Command, ...]:
+def silent(story: Story, seconds: float, **how) -> tuple[cmd.Command, ...]:
     """The driver sends that nothing is heard of `b`."""
-    return story.send(m.WorkerSilent(wid("b/0#1"), seconds, **how))
+    return story.send(ev.WorkerSilent(wid("b/0#1"), seconds, **how))
 
 
 def test_a_rank_that_is_silent_while_its_process_runs_is_left_alone():
@@ -22,11 +23,11 @@ def test_a_rank_that_is_silent_while_its_process_runs_is_left_alone():
     text = "nothing heard of it for 15 s though its host answers; its process runs"
     assert story.world.workers[wid("b/0#1")].silent == text
     assert len(story.records("worker-silent")) == 1
-    story.stand_still(times=0).send(m.StoodStill(story.world.epoch, 6.0))
-    story.hear(m.WorkerAt, "a/0#1")
-    story.send(m.StoodStill(story.world.epoch, 7.0))
+    story.stand_still(times=0).send(ev.StoodStill(story.world.epoch, 6.0))
+    story.hear(ev.WorkerAt, "a/0#1")
+    story.send(ev.StoodStill(story.world.epoch, 7.0))
     assert f"rank 1 (b/0#1): {text}" in story.reason
-    story.send(m.WorkerHeard(wid("b/0#1")))
+    story.send(ev.WorkerHeard(wid("b/0#1")))
     assert not story.world.workers[wid("b/0#1")].silent
     assert story.world.stage is Stage.RUNNING
     assert story.names == ["a/0#1", "b/0#1"]
@@ -35,9 +36,9 @@ def test_a_rank_that_is_silent_while_its_process_runs_is_left_alone():
 def test_a_process_that_computes_may_be_silent_for_ten_minutes():
     """Then it is replaced, and the others go on from the last commit."""
     story = Story("a:1", "b:1", **LIMITS).run()
-    assert silent(story, 599.0) == () or not story.commands(m.StopWorker)
+    assert silent(story, 599.0) == () or not story.commands(cmd.StopWorker)
     silent(story, 600.0)
-    assert story.last(m.StopWorker) == m.StopWorker(wid("b/0#1"), kill=True)
+    assert story.last(cmd.StopWorker) == cmd.StopWorker(wid("b/0#1"), kill=True)
     (text,) = story.records("worker-lost")
     assert text == "b/0#1 froze (nothing heard of it for 600 s though its host answers; its process runs)"
     story.quiet(2.0)
@@ -48,7 +49,7 @@ def test_a_process_that_does_nothing_may_be_silent_for_a_minute():
     """It may be deadlocked, and nothing would ever wake it."""
     story = Story("a:1", "b:1", **LIMITS).run()
     silent(story, 59.0, idle=True)
-    assert not story.commands(m.StopWorker)
+    assert not story.commands(cmd.StopWorker)
     silent(story, 60.0, idle=True)
     assert story.records("worker-lost")[0].endswith("its process uses no CPU time)")
 
@@ -57,9 +58,9 @@ def test_stall_says_how_long_a_silent_rank_is_waited_for():
     """As it does for any other rank for which the others wait."""
     story = Story("a:1", "b:1", stall=20.0, **LIMITS).run()
     silent(story, 19.0)
-    assert not story.commands(m.StopWorker)
+    assert not story.commands(cmd.StopWorker)
     silent(story, 20.0)
-    assert story.last(m.StopWorker).worker == wid("b/0#1")
+    assert story.last(cmd.StopWorker).worker == wid("b/0#1")
 
 
 def test_uninterruptible_sleep_is_named():

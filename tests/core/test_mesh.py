@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from nbelastic.core import messages as m
+from nbelastic.core import commands as cmd
 from nbelastic.core.membership import deadline
-from nbelastic.core.world import HostPhase, Stage
+from nbelastic.core.state import HostPhase, Stage
+from nbelastic.protocol import events as ev
+from nbelastic.protocol.ids import Interface
 from tests.core.story import Story
 
 
@@ -29,8 +31,8 @@ def test_hosts_of_a_world_that_stands_still_probe_one_another():
     """Each pair, both ways, at the present address; one round at a time."""
     story = wide(3)
     mark = story.mark()
-    story.send(m.StoodStill(story.world.epoch, 3.0), m.StoodStill(story.world.epoch, 4.0))
-    probes = story.commands(m.Probe, mark)
+    story.send(ev.StoodStill(story.world.epoch, 3.0), ev.StoodStill(story.world.epoch, 4.0))
+    probes = story.commands(cmd.Probe, mark)
     assert {(p.host, p.target) for p in probes} == {
         (f"gpu{a}", f"gpu{b}") for a in (1, 2, 3) for b in (1, 2, 3) if a != b
     }
@@ -38,7 +40,7 @@ def test_hosts_of_a_world_that_stands_still_probe_one_another():
     assert {p.addresses for p in probes if p.target == "gpu2"} == {("10.0.0.2",)}
     story.answer()
     story.stand_still(5.0)
-    assert len(story.commands(m.Probe, mark)) == 12
+    assert len(story.commands(cmd.Probe, mark)) == 12
 
 
 @pytest.mark.parametrize(("addresses", "port"), [([], 4711), (["10.0.0.1", "10.0.0.2"], 0)])
@@ -46,14 +48,14 @@ def test_hosts_that_cannot_be_tried_are_not_probed(addresses, port):
     """Their agents have found no interface, or have no prober: nobody could say where to try."""
     story = Story(min=1)
     for number, name in enumerate(("gpu1", "gpu2")):
-        found = tuple(m.Interface("eth0", address) for address in addresses[number : number + 1])
+        found = tuple(Interface("eth0", address) for address in addresses[number : number + 1])
         story.homes |= {name: interface.address for interface in found}
-        story.add(f"{name}:1").send(m.AgentReady(name, 1, found, port))
-        story.answer(lambda e: not isinstance(e, m.AgentReady))
+        story.add(f"{name}:1").send(ev.AgentReady(name, 1, found, port))
+        story.answer(lambda e: not isinstance(e, ev.AgentReady))
     story.run().commit(3)
     mark = story.mark()
     story.stand_still(5.0)
-    assert story.commands(m.Probe, mark) == []
+    assert story.commands(cmd.Probe, mark) == []
 
 
 def test_up_to_eight_hosts_are_all_probed_with_one_another():
@@ -61,16 +63,16 @@ def test_up_to_eight_hosts_are_all_probed_with_one_another():
     for count, probes in ((8, 56), (9, 30)):
         story = wide(count)
         mark = story.mark()
-        story.send(m.StoodStill(story.world.epoch, 3.0))
-        assert len(story.commands(m.Probe, mark)) == probes
+        story.send(ev.StoodStill(story.world.epoch, 3.0))
+        assert len(story.commands(cmd.Probe, mark)) == probes
 
 
 def test_many_hosts_are_not_all_probed_with_one_another():
     """Of ten hosts, neighbours in a ring and rank 0's with all: 17 pairs, not 45."""
     story = wide(10)
     mark = story.mark()
-    story.send(m.StoodStill(story.world.epoch, 3.0))
-    pairs = {frozenset((p.host, p.target)) for p in story.commands(m.Probe, mark)}
+    story.send(ev.StoodStill(story.world.epoch, 3.0))
+    pairs = {frozenset((p.host, p.target)) for p in story.commands(cmd.Probe, mark)}
     assert len(pairs) == 17
 
 
@@ -87,7 +89,7 @@ def test_the_younger_of_two_hosts_that_are_cut_off_is_left_out():
     text = "gpu2 and gpu1 do not reach one another; gpu2 is left out, as it is younger"
     host = story.world.hosts["gpu2"]
     assert (host.phase, host.reason, host.retry_at) == (HostPhase.LOST, text, story.now + 5.0)
-    assert story.last(m.StopAgent) == m.StopAgent("gpu2")
+    assert story.last(cmd.StopAgent) == cmd.StopAgent("gpu2")
     assert story.records("host-unreachable") == [f"gpu2: {text}; tried again in 5 s"]
     assert story.records("world-broken") == [f"host gpu2 was lost ({text})"]
     story.answer()
@@ -105,25 +107,25 @@ def test_one_direction_is_enough():
 def test_once_is_not_enough():
     """One round failed, the next did not: that was a hiccup."""
     story = sever(wide(2), "1", "2")
-    story.send(m.StoodStill(story.world.epoch, 5.0))
-    first = [e for e in story.answers if isinstance(e, m.Probed)]
+    story.send(ev.StoodStill(story.world.epoch, 5.0))
+    first = [e for e in story.answers if isinstance(e, ev.Probed)]
     story.answers.clear()
     story.cut.clear()
     story.send(*first)
-    assert len([e for e in story.answers if isinstance(e, m.Probed)]) == 2, "asked again at once"
+    assert len([e for e in story.answers if isinstance(e, ev.Probed)]) == 2, "asked again at once"
     story.answer()
     assert story.world.hosts["gpu2"].phase is HostPhase.UP
     sever(story, "1", "2")
-    story.send(m.StoodStill(story.world.epoch, 6.0))
-    story.send(*[e for e in story.answers if isinstance(e, m.Probed)])
+    story.send(ev.StoodStill(story.world.epoch, 6.0))
+    story.send(*[e for e in story.answers if isinstance(e, ev.Probed)])
     assert story.world.hosts["gpu2"].phase is HostPhase.UP, "it is counted anew"
 
 
 def test_an_answer_of_an_earlier_round_is_no_news():
     """It comes late, doubled, in the middle of the next round: it is not counted there."""
     story = sever(wide(2), "1", "2")
-    story.send(m.StoodStill(story.world.epoch, 5.0))
-    first = [e for e in story.answers if isinstance(e, m.Probed)]
+    story.send(ev.StoodStill(story.world.epoch, 5.0))
+    first = [e for e in story.answers if isinstance(e, ev.Probed)]
     story.send(*first)
     before = story.world
     story.send(*first)
@@ -188,7 +190,7 @@ def test_a_host_that_was_left_out_is_probed_with_whom_it_did_not_reach():
     """It comes back after its cooldown, and is not admitted by other partners than those it was cut off from."""
     story = sever(wide(5), "2", "4").stand_still(5.0)
     assert story.world.hosts["gpu4"].phase is HostPhase.LOST
-    story.answer().wait(5.0).hear(m.AgentReady)
+    story.answer().wait(5.0).hear(ev.AgentReady)
     assert story.world.probing["gpu4"].partners == ("gpu5", "gpu1", "gpu2", "gpu3")
     story.answer()
     assert story.world.hosts["gpu4"].reason == "reaches the driver but not its peers (gpu2 at 10.0.0.2)"
@@ -201,7 +203,7 @@ def test_a_host_that_was_left_out_is_probed_with_whom_it_did_not_reach():
 def test_going_on_does_not_hinder_a_round_that_has_begun():
     """Commits go on while hosts are probed: nothing is broken by an answer that says all is well."""
     story = wide(2)
-    story.send(m.StoodStill(story.world.epoch, 3.0), m.WentOn(story.world.epoch))
+    story.send(ev.StoodStill(story.world.epoch, 3.0), ev.WentOn(story.world.epoch))
     story.answer()
     assert (story.world.stage, story.world.mesh.pairs) == (Stage.RUNNING, frozenset())
 
@@ -209,7 +211,7 @@ def test_going_on_does_not_hinder_a_round_that_has_begun():
 def test_a_host_lost_in_the_middle_of_a_round_is_only_lost():
     """Its answers do not come any more, the others' say nothing of it, and the round ends."""
     story = sever(wide(3), "1", "3")
-    story.send(m.StoodStill(story.world.epoch, 3.0))
+    story.send(ev.StoodStill(story.world.epoch, 3.0))
     story.lose_host("gpu3", "its machine is gone").answer().wait(5.0)
     assert story.world.hosts["gpu3"].reason == "its machine is gone"
     assert story.records("host-unreachable") == []
@@ -219,13 +221,13 @@ def test_a_host_lost_in_the_middle_of_a_round_is_only_lost():
 def test_a_host_lost_after_its_last_answer_is_only_lost():
     """Twice it did not reach another, but it is lost before the round is over: its loss stays the reason."""
     story = sever(wide(3), "1", "3")
-    story.send(m.StoodStill(story.world.epoch, 3.0))
-    story.send(*[e for e in story.answers if isinstance(e, m.Probed)])
-    story.send(*[e for e in story.answers if isinstance(e, m.Probed) and "gpu3" in (e.host, e.target)])
+    story.send(ev.StoodStill(story.world.epoch, 3.0))
+    story.send(*[e for e in story.answers if isinstance(e, ev.Probed)])
+    story.send(*[e for e in story.answers if isinstance(e, ev.Probed) and "gpu3" in (e.host, e.target)])
     assert story.world.mesh.awaited == {("gpu1", "gpu2"), ("gpu2", "gpu1")}
     story.lose_host("gpu3").answer()
     assert (story.world.hosts["gpu3"].reason, story.world.mesh.pairs) == ("its machine is gone", frozenset())
-    assert story.commands(m.StopAgent) == []
+    assert story.commands(cmd.StopAgent) == []
 
 
 def test_connections_that_break_though_all_live_are_the_networks():
@@ -238,7 +240,7 @@ def test_connections_that_break_though_all_live_are_the_networks():
         for w in ("gpu2/0#1", "gpu3/0#1"):
             story.raised(w, "RuntimeError: connection reset", intact=False)
         story.wait(1.0)
-        story.answer(lambda e: not isinstance(e, m.WorkerFormed) or e.worker.host == "gpu1")
+        story.answer(lambda e: not isinstance(e, ev.WorkerFormed) or e.worker.host == "gpu1")
     assert story.world.active, story.job.reason
     assert story.world.hosts["gpu3"].reason.startswith("gpu3 and gpu2 do not reach one another")
     story.answer().wait(2.0)
@@ -252,7 +254,7 @@ def test_the_program_is_not_blamed_before_the_network_is_known():
     for _ in range(4):
         story.raised("gpu1/0#1", "RuntimeError: connection refused", intact=False)
         story.wait(0.5).wait(0.5)
-        story.answer(lambda e: not isinstance(e, m.Probed))
+        story.answer(lambda e: not isinstance(e, ev.Probed))
     assert story.world.active, story.job.reason
     story.answer()
     assert story.world.hosts["gpu2"].phase is HostPhase.LOST
@@ -287,16 +289,16 @@ def test_a_program_that_breaks_its_connections_is_to_blame_in_a_wide_cluster_too
 def test_a_newcomer_that_was_cut_off_after_it_was_admitted_is_named_with_its_pair():
     """It cannot be joined with one member, and their hosts are asked: its host is left out, and the training not touched."""
     story = wide(3)
-    story.add("gpu4:1", "10.0.0.4").hear(m.AgentReady).hear(m.Probed).hear(m.WorkerRegistered)
+    story.add("gpu4:1", "10.0.0.4").hear(ev.AgentReady).hear(ev.Probed).hear(ev.WorkerRegistered)
     sever(story, "2", "4")
     mark = story.mark()
-    story.answer(lambda e: not isinstance(e, m.Probed)).wait(15.3)
-    asked = {frozenset((p.host, p.target)) for p in story.commands(m.Probe, mark)}
+    story.answer(lambda e: not isinstance(e, ev.Probed)).wait(15.3)
+    asked = {frozenset((p.host, p.target)) for p in story.commands(cmd.Probe, mark)}
     assert frozenset(("gpu2", "gpu4")) in asked
     story.quiet(4.0)
     reason = "gpu4 and gpu2 do not reach one another; gpu4 is left out, as it has fewer workers"
     assert story.world.hosts["gpu4"].reason == reason
-    assert story.commands(m.AskLeave, mark) + story.commands(m.AbortWorld, mark) == []
+    assert story.commands(cmd.AskLeave, mark) + story.commands(cmd.AbortWorld, mark) == []
     story.cut.clear()
     story.quiet(20.0)
     assert (len(story.names), story.world.resets) == (4, 0)

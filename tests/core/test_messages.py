@@ -7,17 +7,20 @@ import typing
 import msgspec
 import pytest
 
-from nbelastic.core import messages as m
-from nbelastic.core import script_messages as s
-from nbelastic.core import wire
-from nbelastic.core.limits import Limits
+from nbelastic.core import commands as cmd
+from nbelastic.core import script_commands as scmd
 from nbelastic.core.reasons import Missing, Reason
-from nbelastic.core.timeouts import Timeouts
+from nbelastic.protocol import events as ev
+from nbelastic.protocol import ids, wire
+from nbelastic.protocol import script_events as sev
+from nbelastic.protocol.ids import HostSpec, Interface, WorkerId
+from nbelastic.protocol.limits import Limits
+from nbelastic.protocol.timeouts import Timeouts
 
-W = m.WorkerId("gpu-1.example.org", 3, 12)
-SPEC = m.HostSpec("::1", 4, "me")
-FAILURE = s.Failure(3, 1, -9, "SIGKILL", "Traceback …\n", 0.5)
-SEAT = s.Seat("gpu-1", 4, "trainer")
+W = WorkerId("gpu-1.example.org", 3, 12)
+SPEC = HostSpec("::1", 4, "me")
+FAILURE = sev.Failure(3, 1, -9, "SIGKILL", "Traceback …\n", 0.5)
+SEAT = sev.Seat("gpu-1", 4, "trainer")
 FILL = {
     str: "text ü \n",
     bytes: b"\x00\xff",
@@ -26,35 +29,35 @@ FILL = {
     int: 7,
     float: 0.5,
     bool: True,
-    m.WorkerId: W,
-    m.HostSpec: SPEC,
+    WorkerId: W,
+    HostSpec: SPEC,
     int | None: 9,
     float | None: 1.5,
-    m.WorkerId | None: W,
+    WorkerId | None: W,
     dict[str, float]: {"loss": 0.25},
     dict[str, float | None]: {"loss": 0.25, "accuracy": None},
     dict[str, str]: {"torch": "2"},
     dict[str, tuple[float, int]]: {str(W): (99.5, 1 << 33)},
     tuple[int, ...]: (1, 2),
     tuple[str, ...]: ("10.0.0.1", "fd00::1"),
-    tuple[m.Interface, ...]: (m.Interface("eth0", "10.0.0.1"), m.Interface("ib0", "fd00::1")),
-    tuple[m.WorkerId, ...]: (W, m.WorkerId("b", 0, 1)),
-    tuple[m.HostSpec, ...]: (SPEC,),
+    tuple[Interface, ...]: (Interface("eth0", "10.0.0.1"), Interface("ib0", "fd00::1")),
+    tuple[WorkerId, ...]: (W, WorkerId("b", 0, 1)),
+    tuple[HostSpec, ...]: (SPEC,),
     tuple[tuple[str, int], ...]: (("a", 2), ("b", 1)),
-    tuple[tuple[m.WorkerId, int], ...]: ((W, 4711),),
+    tuple[tuple[WorkerId, int], ...]: ((W, 4711),),
     tuple[tuple[int, dict[str, float | None]], ...]: ((8, {"loss": 0.25}), (9, {"loss": None})),
     dict[int, int]: {0: 3, 1: 1},
-    m.WorkerReady | m.WorkerRaised | m.WorkerSucceeded | None: m.WorkerRaised(
+    ev.WorkerReady | ev.WorkerRaised | ev.WorkerSucceeded | None: ev.WorkerRaised(
         W, 7, intact=True, error="ValueError: no"
     ),
     tuple[tuple[int, int, int], ...]: ((0, 97, 1 << 33), (1, 0, 1 << 20)),
-    m.FormWorld: m.FormWorld(7, (W,), "127.0.0.1:1", 0, (1,)),
-    s.Terms: s.Terms(2, 4, 9.0),
+    cmd.FormWorld: cmd.FormWorld(7, (W,), "127.0.0.1:1", 0, (1,)),
+    sev.Terms: sev.Terms(2, 4, 9.0),
     Limits: Limits(2, 9, timeouts=Timeouts(node=3.0)),
-    s.Failure: FAILURE,
-    s.Failure | None: FAILURE,
-    tuple[s.Failure, ...]: (FAILURE,),
-    tuple[s.Seat, ...]: (SEAT, s.Seat("b", 1, "reader")),
+    sev.Failure: FAILURE,
+    sev.Failure | None: FAILURE,
+    tuple[sev.Failure, ...]: (FAILURE,),
+    tuple[sev.Seat, ...]: (SEAT, sev.Seat("b", 1, "reader")),
     tuple[tuple[float, int], ...]: ((99.5, 1 << 33),),
     tuple[tuple[int, int, int, int], ...]: ((0, 5, 0, 4), (4, 5, 0, 1)),
     Reason | None: Reason("too-few", 1, 2, missing=(Missing("node", "b"),)),
@@ -66,7 +69,7 @@ FILL = {
 
 
 def kinds(base: type) -> list[type]:
-    named = {**vars(m), **vars(s), **vars(wire)}.values()
+    named = {**vars(ids), **vars(ev), **vars(cmd), **vars(sev), **vars(scmd), **vars(wire)}.values()
     found = [kind for kind in named if isinstance(kind, type) and issubclass(kind, base) and kind is not base]
     return list(dict.fromkeys(found))
 
@@ -78,7 +81,7 @@ def sample(kind: type, *, least: bool = False):
     return kind(**{f.name: FILL[hints[f.name]] for f in fields})
 
 
-ALL = kinds(m.Event) + kinds(m.Command) + kinds(wire.Message)
+ALL = kinds(ev.Event) + kinds(cmd.Command) + kinds(wire.Message)
 WIRE = {
     "FromAgent": typing.get_args(wire.FromAgent),
     "FromWorker": typing.get_args(wire.FromWorker),
@@ -124,16 +127,16 @@ def test_no_two_messages_have_one_name():
 def test_what_belongs_to_another_direction_does_not_come_in(direction):
     """A worker cannot order, and an agent cannot speak as a worker: each role's messages are its own."""
     others = [kind for name, kind in ON_WIRE if name != direction and kind not in WIRE[direction]]
-    for kind in [*others, *kinds(m.Command)]:
+    for kind in [*others, *kinds(cmd.Command)]:
         with pytest.raises(msgspec.ValidationError, match="Invalid value"):
             msgspec.json.decode(msgspec.json.encode(sample(kind)), type=getattr(wire, direction))
 
 
 def test_only_news_of_their_own_comes_from_workers_and_agents():
     """No order of people (add, remove, scale, submit, stop) and no tick can come over the link."""
-    orders = {m.HostAdded, m.HostRemoved, m.HostsDiscovered, m.Scaled, m.JobSubmitted, m.JobStopRequested}
-    orders |= {m.DoorOpened, m.StopRequested, m.Ticked, m.WorkerRegistered, m.ProgramEnded, m.AgentReady}
-    orders |= {m.SetupSubmitted, m.SetupCleared, m.SetupEnded, m.DiscoveryFailed, m.WorkerSilent, m.WorkerHeard}
+    orders = {ev.HostAdded, ev.HostRemoved, ev.HostsDiscovered, ev.Scaled, ev.JobSubmitted, ev.JobStopRequested}
+    orders |= {ev.DoorOpened, ev.StopRequested, ev.Ticked, ev.WorkerRegistered, ev.ProgramEnded, ev.AgentReady}
+    orders |= {ev.SetupSubmitted, ev.SetupCleared, ev.SetupEnded, ev.DiscoveryFailed, ev.WorkerSilent, ev.WorkerHeard}
     assert not orders & {*WIRE["FromAgent"], *WIRE["FromWorker"]}
 
 
@@ -159,21 +162,21 @@ def test_junk_is_an_error_and_nothing_else(text):
         msgspec.json.decode(text, type=wire.FromWorker)
 
 
-@pytest.mark.parametrize("w", [W, m.WorkerId("a", 0, 1), m.WorkerId("fe80::1%eth0", 11, 2), m.WorkerId("", 0, 0)])
+@pytest.mark.parametrize("w", [W, WorkerId("a", 0, 1), WorkerId("fe80::1%eth0", 11, 2), WorkerId("", 0, 0)])
 def test_a_workers_id_reads_back(w):
     """`parse` is the inverse of `str`."""
-    assert m.WorkerId.parse(str(w)) == w
-    assert hash(m.WorkerId.parse(str(w))) == hash(w)
+    assert WorkerId.parse(str(w)) == w
+    assert hash(WorkerId.parse(str(w))) == hash(w)
 
 
 @pytest.mark.parametrize("text", ["", "a", "a/0", "a/x#1", "a/0#", "0#1/a", "a/0#1#2"])
 def test_what_is_no_workers_id(text):
     """Anything else is a ValueError."""
     with pytest.raises(ValueError, match="int"):
-        m.WorkerId.parse(text)
+        WorkerId.parse(text)
 
 
 def test_workers_sort_by_host_slot_incarnation():
     """The order of ids is numeric within a host: slot 2 comes before slot 10."""
-    ids = [m.WorkerId("b", 0, 1), m.WorkerId("a", 10, 1), m.WorkerId("a", 2, 2), m.WorkerId("a", 2, 1)]
+    ids = [WorkerId("b", 0, 1), WorkerId("a", 10, 1), WorkerId("a", 2, 2), WorkerId("a", 2, 1)]
     assert [str(w) for w in sorted(ids)] == ["a/2#1", "a/2#2", "a/10#1", "b/0#1"]

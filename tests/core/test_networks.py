@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from nbelastic.core import messages as m
+from nbelastic.core import commands as cmd
 from nbelastic.core.membership import deadline
-from nbelastic.core.world import HostPhase, Stage
+from nbelastic.core.state import HostPhase, Stage
+from nbelastic.protocol import events as ev
 from tests.core.story import Story, wid
 
 LO = "127.0.0.1"
@@ -32,7 +33,7 @@ def test_on_one_machine_nothing_is_probed():
     """While all hosts are on loopback addresses nobody is probed or moved; each is taken at its first address."""
     story = Story(min=1)
     story.add("localhost:1", LO, "10.0.0.9").add("127.0.0.2:1", "127.0.0.2", "10.0.0.9").run()
-    assert story.commands(m.Probe) == story.commands(m.Rehome) == []
+    assert story.commands(cmd.Probe) == story.commands(cmd.Rehome) == []
     assert homes(story) == {"localhost": LO, "127.0.0.2": "127.0.0.2"}
 
 
@@ -40,12 +41,12 @@ def test_terminals_of_other_machines_are_let_in():
     """Hosts of this machine move to where those come to it, if they have that address; so do those that come later."""
     story = Story(min=1)
     story.add("localhost:1", LO, "10.0.0.9", "192.168.0.9").run()
-    story.send(m.DoorOpened("192.168.0.9"))
+    story.send(ev.DoorOpened("192.168.0.9"))
     assert homes(story) == {"localhost": "192.168.0.9"}
     story.add("127.0.0.2:1", "127.0.0.2", "10.0.0.9", "192.168.0.9").answer()
     assert homes(story) == {"localhost": "192.168.0.9", "127.0.0.2": "192.168.0.9"}
     for host in ("localhost", "127.0.0.2"):
-        story.send(m.AgentLost(host, "killed"))
+        story.send(ev.AgentLost(host, "killed"))
     story.add("127.0.0.3:1", "127.0.0.3", "10.0.0.9").answer()
     assert homes(story)["127.0.0.3"] == "10.0.0.9"
 
@@ -55,14 +56,14 @@ def test_a_host_without_addresses_is_taken_as_it_is():
     story = wide(2)
     mark = story.mark()
     story.add("old:1").answer()
-    assert story.commands(m.Probe, mark) == []
+    assert story.commands(cmd.Probe, mark) == []
     assert phases(story) == {"gpu1": "up", "gpu2": "up", "old": "up"}
 
 
 def test_the_first_host_is_taken_at_its_first_address():
     """There is nobody to probe it with: it is up at once."""
     story = wide(1)
-    assert story.commands(m.Probe) == []
+    assert story.commands(cmd.Probe) == []
     assert homes(story) == {"gpu1": "10.0.0.1"}
     assert story.alive() == ["gpu1/0#1"]
 
@@ -71,10 +72,10 @@ def test_a_newcomer_starts_nothing_before_it_is_probed():
     """It and its partner try one another, both ways, and only then its workers are started."""
     story = wide(1).add("gpu2:2", "10.0.0.2", "10.1.0.2")
     mark = story.mark()
-    story.hear(m.AgentReady)
-    one, other = story.commands(m.Probe, mark)
-    assert one == m.Probe("gpu2", "gpu1", ("10.0.0.1", "10.1.0.1"), 4711, one.number)
-    assert other == m.Probe("gpu1", "gpu2", ("10.0.0.2", "10.1.0.2"), 4711, one.number)
+    story.hear(ev.AgentReady)
+    one, other = story.commands(cmd.Probe, mark)
+    assert one == cmd.Probe("gpu2", "gpu1", ("10.0.0.1", "10.1.0.1"), 4711, one.number)
+    assert other == cmd.Probe("gpu1", "gpu2", ("10.0.0.2", "10.1.0.2"), 4711, one.number)
     assert story.alive("gpu2") == []
     story.answer()
     assert story.alive("gpu2") == ["gpu2/0#1", "gpu2/1#1"]
@@ -82,7 +83,7 @@ def test_a_newcomer_starts_nothing_before_it_is_probed():
 
 def test_a_host_that_is_probed_is_a_wait_with_its_reason():
     """Who waits for it reads with whom its network is probed."""
-    story = wide(1, min=2).submit().answer().add("gpu3:1", "10.0.0.3").hear(m.AgentReady)
+    story = wide(1, min=2).submit().answer().add("gpu3:1", "10.0.0.3").hear(ev.AgentReady)
     assert story.reason == "1 of min 2 workers ready; waiting for gpu3: its network is probed with gpu1"
     assert story.world.hosts["gpu3"].reason == "its network is probed with gpu1"
     story.add("gpu3:2")
@@ -93,7 +94,7 @@ def test_a_host_that_is_probed_is_a_wait_with_its_reason():
 
 def test_partners_are_the_first_and_the_last():
     """A newcomer is probed with the host that was admitted first and the one that was admitted last: a ring."""
-    story = wide(3).add("gpu4:1", "10.0.0.4").hear(m.AgentReady)
+    story = wide(3).add("gpu4:1", "10.0.0.4").hear(ev.AgentReady)
     assert story.world.probing["gpu4"].partners == ("gpu3", "gpu1")
 
 
@@ -104,7 +105,7 @@ def test_a_newcomer_to_a_training_is_probed_with_every_member():
     story.cut |= {("gpu5", "10.0.0.3"), ("gpu5", "10.1.0.3")}
     story.add("gpu5:1", "10.0.0.5").quiet(1.0)
     assert story.world.hosts["gpu5"].reason == "reaches the driver but not its peers (gpu3 at 10.0.0.3)"
-    assert story.commands(m.StartWorker, mark) + story.commands(m.PrepareWorld, mark) == []
+    assert story.commands(cmd.StartWorker, mark) + story.commands(cmd.PrepareWorld, mark) == []
     story.cut.clear()
     story.quiet(6.0)
     assert len(story.names) == 5
@@ -113,12 +114,12 @@ def test_a_newcomer_to_a_training_is_probed_with_every_member():
 def test_many_members_are_probed_in_rounds():
     """Of forty members a newcomer tries 32 at a time, and joins when it has reached all, hosts that came meanwhile too."""
     story = wide(40).run().commit(3).answer()
-    story.add("zeta:1", "10.0.1.1").hear(m.AgentReady)
+    story.add("zeta:1", "10.0.1.1").hear(ev.AgentReady)
     assert len(story.world.probing["zeta"].partners) == 32
     assert story.world.hosts["zeta"].reason == "its network is probed with gpu40 and gpu1 and gpu2 and 29 more"
     mark = story.mark()
     story.answer()
-    assert len({p.target for p in story.commands(m.Probe, mark) if p.host == "zeta"}) == 8
+    assert len({p.target for p in story.commands(cmd.Probe, mark) if p.host == "zeta"}) == 8
     assert phases(story)["zeta"] == "up"
     story.cut.add(("alpha", "10.0.0.40"))
     story.cut.add(("alpha", "10.1.0.40"))
@@ -132,7 +133,7 @@ def test_eight_hosts_at_once_are_probed_side_by_side():
     story = Story(min=8)
     for number in range(1, 9):
         story.add(f"gpu{number}:1", f"10.0.0.{number}")
-    story.hear(m.AgentReady)
+    story.hear(ev.AgentReady)
     assert {name: a.partners for name, a in story.world.probing.items()} == {f"gpu{n}": ("gpu1",) for n in range(2, 9)}
     story.run()
     assert len(story.names) == 8
@@ -144,9 +145,9 @@ def test_its_address_is_the_first_that_all_partners_reached():
     story.cut.add(("gpu1", "10.0.0.4"))
     story.add("gpu4:1", "10.0.0.4", "10.1.0.4").answer()
     assert homes(story)["gpu4"] == "10.1.0.4"
-    assert story.commands(m.Rehome) == [m.Rehome("gpu4", "10.1.0.4", "eth1")]
-    kinds = [type(c) for c in story.said if isinstance(c, m.Rehome) or c == m.StartWorker(wid("gpu4/0#1"))]
-    assert kinds == [m.Rehome, m.StartWorker], "before it starts a worker"
+    assert story.commands(cmd.Rehome) == [cmd.Rehome("gpu4", "10.1.0.4", "eth1")]
+    kinds = [type(c) for c in story.said if isinstance(c, cmd.Rehome) or c == cmd.StartWorker(wid("gpu4/0#1"))]
+    assert kinds == [cmd.Rehome, cmd.StartWorker], "before it starts a worker"
     assert story.records("host-moved") == [], "nobody was there before"
     assert story.records("host-up")[-1] == "gpu4 is up at 10.1.0.4"
 
@@ -154,9 +155,9 @@ def test_its_address_is_the_first_that_all_partners_reached():
 def test_hosts_of_this_machine_move_when_another_machine_comes():
     """With the first host of another machine, those on loopback addresses get addresses that it can reach."""
     story = Story(min=1).add("localhost:1", LO, "10.0.0.9").run().commit(2).answer()
-    story.add("gpu1:1", "10.0.0.1").hear(m.AgentReady)
-    assert story.last(m.Rehome) == m.Rehome("localhost", "10.0.0.9", "eth1")
-    assert story.commands(m.Probe)[0].addresses == ("10.0.0.9",)
+    story.add("gpu1:1", "10.0.0.1").hear(ev.AgentReady)
+    assert story.last(cmd.Rehome) == cmd.Rehome("localhost", "10.0.0.9", "eth1")
+    assert story.commands(cmd.Probe)[0].addresses == ("10.0.0.9",)
     story.quiet(2.0)
     assert story.world.order.store.startswith("10.0.0.9:")
     assert story.records("host-moved") == ["localhost is reached at 10.0.0.9 (eth1) now, no longer at 127.0.0.1"]
@@ -167,7 +168,7 @@ def test_a_host_of_this_machine_joins_others_at_an_outward_address():
     """In a wide cluster a local host is not taken at its loopback address, though its agent names that first."""
     story = wide(2).add("localhost:1", LO, "10.0.0.9").answer()
     assert homes(story)["localhost"] == "10.0.0.9"
-    assert story.last(m.Rehome) == m.Rehome("localhost", "10.0.0.9", "eth1")
+    assert story.last(cmd.Rehome) == cmd.Rehome("localhost", "10.0.0.9", "eth1")
 
 
 def test_a_host_with_nothing_but_loopback_is_left_out():
@@ -190,7 +191,7 @@ def test_a_partner_moves_to_where_all_reach_it():
     story.cut.add(("gpu3", "10.0.0.1"))
     story.add("gpu3:1", "10.0.0.3").quiet(2.0)
     assert homes(story) == {"gpu1": "10.1.0.1", "gpu2": "10.0.0.2", "gpu3": "10.0.0.3"}
-    assert story.last(m.Rehome) == m.Rehome("gpu1", "10.1.0.1", "eth1")
+    assert story.last(cmd.Rehome) == cmd.Rehome("gpu1", "10.1.0.1", "eth1")
     assert story.names == ["gpu1/0#1", "gpu2/0#1", "gpu3/0#1"]
     assert story.world.order.store.startswith("10.1.0.1:")
 
@@ -202,14 +203,14 @@ def test_a_partner_does_not_move_to_where_others_did_not_reach_it():
     story.add("gpu2:1", "10.0.0.2").answer().add("gpu3:1", "10.0.0.3").answer()
     assert phases(story) == {"gpu1": "up", "gpu2": "up", "gpu3": "lost"}
     assert story.world.hosts["gpu3"].reason == "reaches the driver but not its peers (gpu1 at 10.0.0.1)"
-    assert story.commands(m.Rehome) == []
+    assert story.commands(cmd.Rehome) == []
 
 
 def test_two_newcomers_at_once_agree_on_the_partners_address():
     """The same, probed side by side: who is heard first is in, and the other is left out."""
     story = wide(1)
     story.cut |= {("gpu2", "10.1.0.1"), ("gpu3", "10.0.0.1")}
-    story.add("gpu2:1", "10.0.0.2").add("gpu3:1", "10.0.0.3").hear(m.AgentReady).answer()
+    story.add("gpu2:1", "10.0.0.2").add("gpu3:1", "10.0.0.3").hear(ev.AgentReady).answer()
     assert phases(story) == {"gpu1": "up", "gpu2": "up", "gpu3": "lost"}
 
 
@@ -232,7 +233,7 @@ def test_who_does_not_reach_its_peers_is_left_out():
     reason = "reaches the driver but not its peers (gpu2 at 10.0.0.2, gpu1 at 10.0.0.1)"
     host = story.world.hosts["gpu3"]
     assert (host.phase, host.reason, host.retry_at) == (HostPhase.LOST, reason, story.now + 5.0)
-    assert story.last(m.StopAgent) == m.StopAgent("gpu3")
+    assert story.last(cmd.StopAgent) == cmd.StopAgent("gpu3")
     assert story.records("host-unreachable") == [f"gpu3: {reason}; tried again in 5 s"]
     assert story.records("host-lost") == []
     assert story.alive("gpu3") == []
@@ -281,12 +282,12 @@ def test_a_probe_without_an_answer_has_a_deadline(mute, reason):
 
 def test_a_partner_that_is_lost_is_replaced():
     """The newcomer begins again with who is there; what was said of the lost one is no news."""
-    story = wide(2).add("gpu3:1", "10.0.0.3").hear(m.AgentReady)
+    story = wide(2).add("gpu3:1", "10.0.0.3").hear(ev.AgentReady)
     old = list(story.answers)
     story.lose_host("gpu1")
     assert story.world.probing["gpu3"].partners == ("gpu2",)
     before = story.world
-    story.send(*(e for e in old if isinstance(e, m.Probed)))
+    story.send(*(e for e in old if isinstance(e, ev.Probed)))
     assert story.world == before
     story.answer()
     assert phases(story) == {"gpu1": "lost", "gpu2": "up", "gpu3": "up"}
@@ -294,22 +295,22 @@ def test_a_partner_that_is_lost_is_replaced():
 
 def test_without_partners_left_a_newcomer_is_the_first():
     """Its only partner is lost, or removed, while they are probed: there is nobody to probe it with."""
-    story = wide(1).add("gpu2:1", "10.0.0.2").hear(m.AgentReady)
+    story = wide(1).add("gpu2:1", "10.0.0.2").hear(ev.AgentReady)
     story.lose_host("gpu1")
     assert phases(story) == {"gpu1": "lost", "gpu2": "up"}
-    story = wide(1).add("gpu2:1", "10.0.0.2").hear(m.AgentReady)
+    story = wide(1).add("gpu2:1", "10.0.0.2").hear(ev.AgentReady)
     story.remove("gpu1", now=True).answer()
     assert phases(story) == {"gpu2": "up"}
 
 
 def test_a_newcomer_that_is_lost_while_it_is_probed_is_lost():
     """The usual loss of a host; late answers are no news, and the next try is a new one."""
-    story = wide(1).add("gpu2:1", "10.0.0.2").hear(m.AgentReady)
-    old = [e for e in story.answers if isinstance(e, m.Probed)]
+    story = wide(1).add("gpu2:1", "10.0.0.2").hear(ev.AgentReady)
+    old = [e for e in story.answers if isinstance(e, ev.Probed)]
     story.lose_host("gpu2", "its machine is gone")
     assert story.world.probing == {}
     assert story.world.hosts["gpu2"].reason == "its machine is gone"
-    story.quiet(5.0 - 1e-3).wait(2e-3).hear(m.AgentReady)
+    story.quiet(5.0 - 1e-3).wait(2e-3).hear(ev.AgentReady)
     story.send(*old)
     assert story.alive("gpu2") == []
     story.answer()
@@ -318,8 +319,8 @@ def test_a_newcomer_that_is_lost_while_it_is_probed_is_lost():
 
 def test_a_newcomer_that_is_removed_while_it_is_probed_is_gone():
     """Nothing of it is left, and its late answers find nobody."""
-    story = wide(1).add("gpu2:1", "10.0.0.2").hear(m.AgentReady)
-    old = [e for e in story.answers if isinstance(e, m.Probed)]
+    story = wide(1).add("gpu2:1", "10.0.0.2").hear(ev.AgentReady)
+    old = [e for e in story.answers if isinstance(e, ev.Probed)]
     story.remove("gpu2")
     assert (story.world.probing, phases(story)) == ({}, {"gpu1": "up"})
     story.send(*old)
@@ -328,12 +329,12 @@ def test_a_newcomer_that_is_removed_while_it_is_probed_is_gone():
 
 def test_doubled_news_changes_nothing():
     """A hello and an answer that come twice are one."""
-    story = wide(1).add("gpu2:1", "10.0.0.2").hear(m.AgentReady)
-    first, second = [e for e in story.answers if isinstance(e, m.Probed)]
-    hello = next(e for e in story.heard if isinstance(e, m.AgentReady) and e.host == "gpu2")
+    story = wide(1).add("gpu2:1", "10.0.0.2").hear(ev.AgentReady)
+    first, second = [e for e in story.answers if isinstance(e, ev.Probed)]
+    hello = next(e for e in story.heard if isinstance(e, ev.AgentReady) and e.host == "gpu2")
     story.send(first)
     before = story.world
-    story.send(first, hello, m.Probed("gpu2", "gpu1", ("10.0.0.1",), 999), m.Probed("gpu9", "gpu8", ()))
+    story.send(first, hello, ev.Probed("gpu2", "gpu1", ("10.0.0.1",), 999), ev.Probed("gpu9", "gpu8", ()))
     assert story.world == before
     story.send(second)
     before = story.world
@@ -343,8 +344,8 @@ def test_doubled_news_changes_nothing():
 
 def test_stopping_ends_the_probing():
     """A cluster that stops waits for no probe."""
-    story = wide(1).add("gpu2:1", "10.0.0.2").hear(m.AgentReady)
-    story.send(m.StopRequested("enough"))
+    story = wide(1).add("gpu2:1", "10.0.0.2").hear(ev.AgentReady)
+    story.send(ev.StopRequested("enough"))
     assert story.world.probing == {}
     story.quiet(1.0)
     assert story.world.phase == "finished"
@@ -353,14 +354,14 @@ def test_stopping_ends_the_probing():
 def test_a_refused_host_is_lost_with_the_problem():
     """What the driver found wrong with an agent is the reason; it is ended, recorded, and tried again after a cooldown."""
     story = Story(min=1).add("gpu1:1")
-    story.send(m.AgentReady("gpu1", 1, problem="nbelastic 0.2 there, 0.3 here"))
+    story.send(ev.AgentReady("gpu1", 1, problem="nbelastic 0.2 there, 0.3 here"))
     host = story.world.hosts["gpu1"]
     assert (host.phase, host.reason, host.retry_at) == (
         HostPhase.LOST,
         "nbelastic 0.2 there, 0.3 here",
         story.now + 5.0,
     )
-    assert story.last(m.StopAgent) == m.StopAgent("gpu1")
+    assert story.last(cmd.StopAgent) == cmd.StopAgent("gpu1")
     assert story.records("host-refused") == ["gpu1: nbelastic 0.2 there, 0.3 here; tried again in 5 s"]
     story.submit()
     assert "gpu1 (lost: nbelastic 0.2 there, 0.3 here; tried again in 5 s)" in story.reason
@@ -377,11 +378,11 @@ def local(**limits) -> Story:
 def test_a_waiting_worker_offers_its_store_again():
     """It waits for a world when its host moves: the world is formed with the store at the new address."""
     story = local(min=3).submit().answer()
-    story.add("gpu1:1", "10.0.0.1").answer(lambda e: not (isinstance(e, m.WorkerReady) and e.worker.host != "gpu1"))
-    assert story.commands(m.FormWorld) == []
+    story.add("gpu1:1", "10.0.0.1").answer(lambda e: not (isinstance(e, ev.WorkerReady) and e.worker.host != "gpu1"))
+    assert story.commands(cmd.FormWorld) == []
     assert story.reason == "3 workers ready; localhost/0#1 is to offer a store at 10.0.0.9"
     story.answer()
-    assert story.last(m.FormWorld).store.startswith("10.0.0.9:")
+    assert story.last(cmd.FormWorld).store.startswith("10.0.0.9:")
 
 
 def test_another_leads_if_rank_0_offers_no_new_store():
@@ -389,34 +390,34 @@ def test_another_leads_if_rank_0_offers_no_new_store():
     story = local(min=3).submit().answer()
     story.silent.add(wid("localhost/0#1"))
     story.add("gpu1:1", "10.0.0.1").answer().quiet(2.0)
-    order = story.last(m.FormWorld)
+    order = story.last(cmd.FormWorld)
     assert order.members[0] == wid("127.0.0.2/0#1")
     assert order.store.startswith("10.0.0.9:")
 
 
 def test_an_old_store_is_better_than_none():
     """Nobody offers a new one: after 2 s the world is formed with what there is, for it may work; nothing hangs."""
-    story = local(min=2).submit().answer(lambda e: not isinstance(e, m.WorkerReady))
-    ready = [e for e in story.answers if isinstance(e, m.WorkerReady)]
+    story = local(min=2).submit().answer(lambda e: not isinstance(e, ev.WorkerReady))
+    ready = [e for e in story.answers if isinstance(e, ev.WorkerReady)]
     story.answers.clear()
-    story.add("gpu1:1", "10.0.0.1").hear(m.AgentReady)
+    story.add("gpu1:1", "10.0.0.1").hear(ev.AgentReady)
     story.answers.clear()
     story.send(*ready)
-    assert story.commands(m.FormWorld) == []
+    assert story.commands(cmd.FormWorld) == []
     story.wait(2.0)
-    assert story.last(m.FormWorld).store.startswith(LO)
+    assert story.last(cmd.FormWorld).store.startswith(LO)
 
 
 def test_a_change_is_not_prepared_with_a_store_that_was_left_behind():
     """The only store known is at the old address: the change is made plainly, with what its members offer on leaving."""
     story = local().run().commit(3).answer()
     story.silent |= set(story.world.members)
-    story.add("gpu1:1", "10.0.0.1").hear(m.AgentReady)
+    story.add("gpu1:1", "10.0.0.1").hear(ev.AgentReady)
     story.silent.clear()
     mark = story.mark()
     story.quiet(2.0)
-    assert story.commands(m.PrepareWorld, mark) == []
-    assert story.last(m.FormWorld).store.startswith("10.0.0.9:")
+    assert story.commands(cmd.PrepareWorld, mark) == []
+    assert story.last(cmd.FormWorld).store.startswith("10.0.0.9:")
     assert len(story.names) == 3
     assert story.world.stage is Stage.RUNNING
 
@@ -427,8 +428,8 @@ def test_no_number_of_a_probe_is_used_twice():
     story.stand_still(3.0)
     story.add("gpu9:1", "10.0.0.9", "10.1.0.9").answer()
     story.stand_still(4.0)
-    rounds = list(dict.fromkeys(probe.number for probe in story.commands(m.Probe)))
+    rounds = list(dict.fromkeys(probe.number for probe in story.commands(cmd.Probe)))
     assert rounds == list(range(1, len(rounds) + 1))
     assert len(rounds) >= 5
-    numbers = [probe.number for probe in story.commands(m.Probe)]
+    numbers = [probe.number for probe in story.commands(cmd.Probe)]
     assert numbers == sorted(numbers)

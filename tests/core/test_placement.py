@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from nbelastic.core.errors import UsageError
-from nbelastic.core.messages import HostSpec, WorkerId
-from nbelastic.core.placement import parse_host, parse_hosts, parse_script_output, places, rank_order
+from nbelastic.core.ranks import rank_order
+from nbelastic.errors import UsageError
+from nbelastic.protocol.hosts import parse_host, parse_hosts, parse_script_output
+from nbelastic.protocol.ids import HostSpec, WorkerId
+from nbelastic.protocol.ranks import places
 from tests.core.story import Story
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from nbelastic.core import messages as m
-from nbelastic.core.world import Stage
+from nbelastic.core import commands as cmd
+from nbelastic.core.state import Stage
+from nbelastic.protocol import events as ev
 from tests.core.story import Story, wid, with_stage
 
 BEFORE_LEAVING = [Stage.PREPARING, Stage.ASKED]
@@ -15,22 +16,22 @@ BEFORE_LEAVING = [Stage.PREPARING, Stage.ASKED]
 def test_nobody_is_asked_before_all_is_prepared():
     """Members and newcomers build the group; only then the members are asked where they are."""
     story = with_stage(Stage.PREPARING)
-    order = story.last(m.PrepareWorld).order
+    order = story.last(cmd.PrepareWorld).order
     assert (order.epoch, len(order.members), order.root, order.receivers) == (2, 4, 0, (3,))
-    story.commit(5).hear(m.WorkerPrepared, "a/0#1", "b/0#1", "d/0#1")
-    assert story.commands(m.AskLeave) == []
+    story.commit(5).hear(ev.WorkerPrepared, "a/0#1", "b/0#1", "d/0#1")
+    assert story.commands(cmd.AskLeave) == []
     assert "not yet prepared for the next: c/0#1" in story.reason
-    story.hear(m.WorkerPrepared)
-    assert story.last(m.AskLeave).members == story.world.members
+    story.hear(ev.WorkerPrepared)
+    assert story.last(cmd.AskLeave).members == story.world.members
 
 
 def test_all_change_over_at_the_agreed_commit():
     """The order goes out with the commit to leave at, and not again: no round trip while the training stands still."""
     story = with_stage(Stage.LEAVING)
-    assert story.last(m.FormWorld) == story.last(m.PrepareWorld).order
+    assert story.last(cmd.FormWorld) == story.last(cmd.PrepareWorld).order
     mark = story.mark()
     story.answer()
-    assert story.commands(m.FormWorld, mark) == []
+    assert story.commands(cmd.FormWorld, mark) == []
     assert (story.world.epoch, story.names) == (2, ["a/0#1", "b/0#1", "c/0#1", "d/0#1"])
     assert len({story.fakes[w].commit for w in story.world.members}) == 1
 
@@ -38,9 +39,9 @@ def test_all_change_over_at_the_agreed_commit():
 def test_some_have_joined_before_others_have_left():
     """Words of the new epoch that overtake the last word of the old one count."""
     story = with_stage(Stage.LEAVING)
-    story.hear(m.WorkerReady, "a/0#1").hear(m.WorkerFormed, "a/0#1", "d/0#1")
+    story.hear(ev.WorkerReady, "a/0#1").hear(ev.WorkerFormed, "a/0#1", "d/0#1")
     assert (story.world.epoch, story.world.ahead) == (1, {wid("a/0#1"), wid("d/0#1")})
-    story.hear(m.WorkerReady)
+    story.hear(ev.WorkerReady)
     assert (story.world.epoch, story.world.stage) == (2, Stage.FORMING)
     assert story.world.awaiting == {wid("b/0#1"), wid("c/0#1")}
     story.answer()
@@ -50,11 +51,11 @@ def test_some_have_joined_before_others_have_left():
 def test_one_finishes_in_the_next_epoch_before_others_have_left_this_one():
     """The last step was at the agreed commit: who is first returns at once. It counts, and the change is not called off."""
     story = with_stage(Stage.LEAVING)
-    story.hear(m.WorkerReady, "a/0#1").hear(m.WorkerFormed, "a/0#1").returned("a/0#1").ended("a/0#1")
+    story.hear(ev.WorkerReady, "a/0#1").hear(ev.WorkerFormed, "a/0#1").returned("a/0#1").ended("a/0#1")
     assert (story.world.epoch, story.world.stage) == (1, Stage.LEAVING)
     mark = story.mark()
     story.answer()
-    assert story.commands(m.DropWorld, mark) + story.commands(m.AbortWorld, mark) == []
+    assert story.commands(cmd.DropWorld, mark) + story.commands(cmd.AbortWorld, mark) == []
     assert (story.world.epoch, story.job.succeeded) == (2, {wid("a/0#1")})
     story.returned("b/0#1", "c/0#1", "d/0#1").ended("b/0#1", "c/0#1", "d/0#1")
     assert (story.job.outcome, story.job.reason) == ("succeeded", "every rank finished")
@@ -63,8 +64,8 @@ def test_one_finishes_in_the_next_epoch_before_others_have_left_this_one():
 def test_one_finishes_in_the_next_epoch_and_another_never_joins_it():
     """Who is missing keeps nobody waiting for good: it is replaced, as far as there is something left to do."""
     story = with_stage(Stage.LEAVING)
-    story.hear(m.WorkerReady, "a/0#1").hear(m.WorkerFormed, "a/0#1").returned("a/0#1").ended("a/0#1")
-    story.answer(lambda event: not (isinstance(event, m.WorkerFormed) and event.worker == wid("d/0#1")))
+    story.hear(ev.WorkerReady, "a/0#1").hear(ev.WorkerFormed, "a/0#1").returned("a/0#1").ended("a/0#1")
+    story.answer(lambda event: not (isinstance(event, ev.WorkerFormed) and event.worker == wid("d/0#1")))
     assert (story.world.stage, story.world.awaiting, story.job.succeeded) == (
         Stage.FORMING,
         {wid("d/0#1")},
@@ -80,7 +81,7 @@ def test_one_finishes_in_the_next_epoch_and_another_never_joins_it():
 def test_a_program_that_ended_in_the_next_epoch_is_not_waited_for_when_the_job_is_stopped():
     """Others have not left this epoch yet: the end of that program counts all the same, and nobody is killed."""
     story = with_stage(Stage.LEAVING)
-    story.hear(m.WorkerReady, "a/0#1").hear(m.WorkerFormed, "a/0#1").returned("a/0#1").ended("a/0#1")
+    story.hear(ev.WorkerReady, "a/0#1").hear(ev.WorkerFormed, "a/0#1").returned("a/0#1").ended("a/0#1")
     story.stop_job().quiet(100.0)
     assert story.records("worker-killed") == []
     assert story.alive() == ["a/0#1", "b/0#1", "c/0#1", "d/0#1"]
@@ -92,8 +93,8 @@ def test_the_joiner_dies_and_nobody_notices(stage):
     story = with_stage(stage)
     mark = story.mark()
     story.kill("d/0#1")
-    assert story.last(m.DropWorld).members == (wid("a/0#1"), wid("b/0#1"), wid("c/0#1"))
-    assert story.commands(m.AbortWorld, mark) == []
+    assert story.last(cmd.DropWorld).members == (wid("a/0#1"), wid("b/0#1"), wid("c/0#1"))
+    assert story.commands(cmd.AbortWorld, mark) == []
     assert (story.world.epoch, story.world.stage) == (1, Stage.RUNNING)
     story.quiet(2.0)
     assert (story.world.epoch, len(story.names)) == (3, 4)  # with its replacement, and a number of its own
@@ -104,12 +105,12 @@ def test_the_joiner_dies_when_the_members_are_leaving(joined):
     """They leave as agreed, lose nothing and gather for another world; who has joined already leaves that again."""
     story = with_stage(Stage.LEAVING)
     if joined:
-        story.hear(m.WorkerReady, "a/0#1").hear(m.WorkerFormed, "a/0#1")
+        story.hear(ev.WorkerReady, "a/0#1").hear(ev.WorkerFormed, "a/0#1")
     mark = story.mark()
     story.kill("d/0#1")
-    assert story.last(m.DropWorld).epoch == 2
-    story.hear(m.WorkerReady)
-    assert story.commands(m.AbortWorld, mark) == []
+    assert story.last(cmd.DropWorld).epoch == 2
+    story.hear(ev.WorkerReady)
+    assert story.commands(cmd.AbortWorld, mark) == []
     story.quiet(2.0)
     assert (len(story.names), story.world.stage, story.world.resets) == (4, Stage.RUNNING, 0)
     assert len({story.fakes[w].commit for w in story.world.members}) == 1
@@ -117,35 +118,35 @@ def test_the_joiner_dies_when_the_members_are_leaving(joined):
 
 def stale(story):
     """What those who leave have sent already, and arrives later than what follows."""
-    return [event for event in story.answers if isinstance(event, m.WorkerReady)]
+    return [event for event in story.answers if isinstance(event, ev.WorkerReady)]
 
 
 def test_a_connection_that_broke_as_all_were_leaving_is_forgotten():
     """They have changed over before anybody looked into it: nothing of it disturbs the next world."""
     story = with_stage(Stage.LEAVING)
-    story.send(m.WorkerRaised(wid("b/0#1"), 1, intact=False, error="RuntimeError: connection reset"))
+    story.send(ev.WorkerRaised(wid("b/0#1"), 1, intact=False, error="RuntimeError: connection reset"))
     assert story.world.suspects == {wid("b/0#1")}
     story.answer()
     assert (story.world.epoch, story.world.stage) == (2, Stage.RUNNING)
     mark = story.mark()
     story.quiet(60.0)
     assert story.records("world-broken") == []
-    assert story.commands(m.AbortWorld, mark) == []
+    assert story.commands(cmd.AbortWorld, mark) == []
 
 
 def test_what_was_said_before_the_prepared_world_is_old_when_that_comes_to_nothing():
     """All had left and made a step there, but for one, when the joiner died: who is behind receives the newest state."""
     story = with_stage(Stage.LEAVING)
     late = stale(story)
-    story.hear(m.WorkerReady, "a/0#1")
+    story.hear(ev.WorkerReady, "a/0#1")
     for w in (wid("a/0#1"), wid("b/0#1")):
         story.fakes[w].commit += 1
     mark = story.mark()
     story.kill("d/0#1")
     story.send(*late)
-    assert story.commands(m.FormWorld, mark) == []
-    story.hear(m.WorkerReady)
-    order = story.last(m.FormWorld)
+    assert story.commands(cmd.FormWorld, mark) == []
+    story.hear(ev.WorkerReady)
+    order = story.last(cmd.FormWorld)
     assert (order.epoch, order.root, order.receivers) == (3, 0, (2,))
     story.quiet(2.0)
     assert (len(story.names), story.world.stage, story.world.resets) == (4, Stage.RUNNING, 0)
@@ -155,8 +156,8 @@ def test_what_was_said_before_the_prepared_world_is_old_when_that_comes_to_nothi
 def test_the_job_ends_when_the_prepared_world_has_come_to_nothing():
     """Nothing of that is left for the next job."""
     story = with_stage(Stage.LEAVING)
-    story.kill("d/0#1").hear(m.WorkerReady, "a/0#1")
-    story.send(m.JobStopRequested(story.world.job.name, "stopped by you"))
+    story.kill("d/0#1").hear(ev.WorkerReady, "a/0#1")
+    story.send(ev.JobStopRequested(story.world.job.name, "stopped by you"))
     story.quiet(2.0)
     assert story.run("next").world.stage is Stage.RUNNING
 
@@ -166,9 +167,9 @@ def test_what_is_wanted_changes_when_all_have_left():
     story = with_stage(Stage.LEAVING)
     story.scale(2, 3)
     story.send(*stale(story))
-    assert story.last(m.DropWorld).epoch == 2
+    assert story.last(cmd.DropWorld).epoch == 2
     story.answer()
-    order = story.last(m.FormWorld)
+    order = story.last(cmd.FormWorld)
     assert (order.epoch, len(order.members), order.store) == (3, 3, "a/0#1@2")
     assert story.world.stage is Stage.RUNNING
 
@@ -176,11 +177,11 @@ def test_what_is_wanted_changes_when_all_have_left():
 def test_a_leaver_was_never_in_the_prepared_world():
     """It has said that it has left; nothing more is expected of it when that world comes to nothing."""
     story = Story("a:2", "b:1", min=1).run().commit(3).answer()
-    story.remove("b").answer(lambda e: not isinstance(e, m.WorkerReady))
+    story.remove("b").answer(lambda e: not isinstance(e, ev.WorkerReady))
     story.kill("a/1#1").quiet(2.0)
     assert (story.world.stage, story.world.resets) == (Stage.RUNNING, 1)
     story = with_stage(Stage.LEAVING).remove("c")
-    story.hear(m.WorkerReady, "c/0#1").kill("d/0#1").quiet(2.0)
+    story.hear(ev.WorkerReady, "c/0#1").kill("d/0#1").quiet(2.0)
     assert (story.world.stage, len(story.names), story.world.resets) == (Stage.RUNNING, 3, 0)
 
 
@@ -190,7 +191,7 @@ def test_a_member_dies_while_the_next_world_is_prepared(stage):
     story = with_stage(stage)
     mark = story.mark()
     story.kill("b/0#1")
-    (abort,) = story.commands(m.AbortWorld, mark)
+    (abort,) = story.commands(cmd.AbortWorld, mark)
     assert (abort.epoch, set(abort.members)) == (2, {wid("a/0#1"), wid("c/0#1"), wid("d/0#1")})
     story.quiet(2.0)
     assert (story.world.stage, len(story.names), story.world.resets) == (Stage.RUNNING, 4, 1)
@@ -199,8 +200,8 @@ def test_a_member_dies_while_the_next_world_is_prepared(stage):
 def test_a_group_that_cannot_be_prepared_is_formed_plainly():
     """One worker says that no group can be prepared there: the rest is dropped, and the change is made all the same."""
     story = with_stage(Stage.PREPARING)
-    story.send(m.WorkerPrepared(wid("b/0#1"), 2, "not with nccl", supported=False))
-    assert story.last(m.DropWorld).epoch == 2
+    story.send(ev.WorkerPrepared(wid("b/0#1"), 2, "not with nccl", supported=False))
+    assert story.last(cmd.DropWorld).epoch == 2
     assert story.world.stage is Stage.ASKED
     story.answer()
     assert (story.world.epoch, len(story.names)) == (3, 4)
@@ -208,7 +209,7 @@ def test_a_group_that_cannot_be_prepared_is_formed_plainly():
 
 def untouched(story, since):
     """The members of the first world train on in it: nobody has asked anything of them."""
-    disturbing = (m.AskLeave, m.LeaveAt, m.AbortWorld, m.FormWorld)
+    disturbing = (cmd.AskLeave, cmd.LeaveAt, cmd.AbortWorld, cmd.FormWorld)
     assert [command for command in story.said[since:] if isinstance(command, disturbing)] == []
     assert (story.world.epoch, story.world.stage) == (1, Stage.RUNNING)
     assert story.names == ["a/0#1", "b/0#1", "c/0#1"]
@@ -219,11 +220,11 @@ def test_a_newcomer_that_cannot_be_joined_is_left_out(silent, told):
     """Somebody never says that it has prepared: the training goes on untouched, and the newcomer waits with a reason."""
     story = with_stage(Stage.PREPARING)
     mark = story.mark()
-    story._unsay(wid(silent), m.WorkerPrepared)
+    story._unsay(wid(silent), ev.WorkerPrepared)
     story.answer().wait(15.1)
     assert story.world.stage is Stage.PREPARING
     story.wait(0.2)
-    assert story.last(m.DropWorld).epoch == 2
+    assert story.last(cmd.DropWorld).epoch == 2
     untouched(story, mark)
     text = f"d/0#1 is left out: no group stood within 15.2 s{told}"
     assert story.records("newcomer-held") == [f"{text}; tried again in 1 s"]
@@ -235,12 +236,12 @@ def test_a_newcomer_that_was_left_out_comes_when_the_way_is_open_again():
     """It is tried again after a pause, which doubles; then it joins as any other, and nothing is remembered."""
     story = with_stage(Stage.PREPARING)
     story.silent.add(wid("d/0#1"))
-    story._unsay(wid("d/0#1"), m.WorkerPrepared)
+    story._unsay(wid("d/0#1"), ev.WorkerPrepared)
     story.world = replace(story.world, limits=replace(story.world.limits, cooldown=(5.0, 300.0)))
     mark = story.mark()
     story.answer().quiet(15.2 + 5.0 + 15.2)
     untouched(story, mark)
-    assert len(story.commands(m.PrepareWorld, mark)) == 1
+    assert len(story.commands(cmd.PrepareWorld, mark)) == 1
     assert story.records("newcomer-held")[-1].endswith("tried again in 10 s")
     story.silent.clear()
     story.quiet(10.1)
@@ -253,8 +254,8 @@ def test_who_raised_while_preparing_is_named():
     """Its error tells at once: a moment later, so that others can speak, it is left out with that as the reason."""
     story = with_stage(Stage.PREPARING)
     mark = story.mark()
-    story.hear(m.WorkerPrepared, "a/0#1", "b/0#1", "c/0#1")
-    story.send(m.WorkerPrepared(wid("d/0#1"), 2, "RuntimeError: refused"))
+    story.hear(ev.WorkerPrepared, "a/0#1", "b/0#1", "c/0#1")
+    story.send(ev.WorkerPrepared(wid("d/0#1"), 2, "RuntimeError: refused"))
     story.wait(1.0)
     untouched(story, mark)
     assert "d/0#1 is left out: d/0#1 could not prepare a group (RuntimeError: refused)" in story.reason
@@ -263,8 +264,8 @@ def test_who_raised_while_preparing_is_named():
 def test_of_two_newcomers_only_the_one_that_did_not_prepare_is_left_out():
     """The other joins at once, with the members."""
     story = with_stage(Stage.RUNNING)
-    story.add("d:1").add("e:1").answer(lambda e: not isinstance(e, m.WorkerPrepared))
-    story._unsay(wid("e/0#1"), m.WorkerPrepared)
+    story.add("d:1").add("e:1").answer(lambda e: not isinstance(e, ev.WorkerPrepared))
+    story._unsay(wid("e/0#1"), ev.WorkerPrepared)
     story.silent.add(wid("e/0#1"))
     story.quiet(16.0)
     assert story.names == ["a/0#1", "b/0#1", "c/0#1", "d/0#1"]
@@ -274,17 +275,17 @@ def test_of_two_newcomers_only_the_one_that_did_not_prepare_is_left_out():
 def test_newcomers_of_which_none_is_to_blame_come_one_at_a_time():
     """All have prepared but a member: nobody knows whom it does not reach. They are left out, and then tried one by one."""
     story = with_stage(Stage.RUNNING)
-    story.add("d:1").add("e:1").answer(lambda e: not isinstance(e, m.WorkerPrepared))
-    story._unsay(wid("b/0#1"), m.WorkerPrepared)
+    story.add("d:1").add("e:1").answer(lambda e: not isinstance(e, ev.WorkerPrepared))
+    story._unsay(wid("b/0#1"), ev.WorkerPrepared)
     mark = story.mark()
     story.answer().wait(15.3)
     assert len(story.records("newcomer-held")) == 2
     story.quiet(20.0)
-    story.send(m.StoreOffered(story.world.members[1], 3, "b/0#1@3"))  # which does not help: rank 0 has a world's store
+    story.send(ev.StoreOffered(story.world.members[1], 3, "b/0#1@3"))  # which does not help: rank 0 has a world's store
     story.answer()
     assert story.reason.endswith("a/0#1 is to offer a store for the next epoch")
     story.commit(3).quiet(20.0)
-    sizes = [len(command.order.members) for command in story.commands(m.PrepareWorld, mark)]
+    sizes = [len(command.order.members) for command in story.commands(cmd.PrepareWorld, mark)]
     assert sizes == [4, 5]
     assert len(story.names) == 5
 
@@ -292,7 +293,7 @@ def test_newcomers_of_which_none_is_to_blame_come_one_at_a_time():
 def test_a_removal_that_cannot_be_prepared_is_made_plainly():
     """Without newcomers nobody can be left out, and those who stay reach one another: the host leaves all the same."""
     story = with_stage(Stage.RUNNING).remove("b")
-    story._unsay(wid("c/0#1"), m.WorkerPrepared)
+    story._unsay(wid("c/0#1"), ev.WorkerPrepared)
     story.answer().wait(15.2).answer()
     assert (story.names, story.world.resets) == (["a/0#1", "c/0#1"], 0)
 
@@ -300,7 +301,7 @@ def test_a_removal_that_cannot_be_prepared_is_made_plainly():
 def test_those_who_were_left_out_are_taken_when_too_few_are_left():
     """Below min without it, a newcomer that could not be joined is better than nobody."""
     story = with_stage(Stage.PREPARING)
-    story._unsay(wid("d/0#1"), m.WorkerPrepared)
+    story._unsay(wid("d/0#1"), ev.WorkerPrepared)
     story.scale(3, None).answer().wait(15.3)
     story.remove("c", now=True).answer()
     assert story.names == ["a/0#1", "b/0#1", "d/0#1"]
@@ -309,9 +310,9 @@ def test_those_who_were_left_out_are_taken_when_too_few_are_left():
 def test_those_who_were_left_out_stay_out_while_enough_are_left():
     """A member dies, and min others are left: the newcomer that could not be joined is not in their way."""
     story = with_stage(Stage.PREPARING)
-    story._unsay(wid("d/0#1"), m.WorkerPrepared)
+    story._unsay(wid("d/0#1"), ev.WorkerPrepared)
     story.answer().wait(15.3)
-    story.kill("b/0#1").hear(m.WorkerReady)
+    story.kill("b/0#1").hear(ev.WorkerReady)
     assert story.names == ["a/0#1", "c/0#1"]
 
 
@@ -321,26 +322,26 @@ def test_what_is_wanted_changes_while_it_is_prepared(stage):
     story = with_stage(stage)
     mark = story.mark()
     story.remove("d").quiet(1.0)
-    assert story.commands(m.LeaveAt, mark) == []
+    assert story.commands(cmd.LeaveAt, mark) == []
     assert (story.world.epoch, story.world.stage, len(story.names)) == (1, Stage.RUNNING, 3)
 
 
 def test_a_removal_is_prepared_too():
     """The rest are together again at once; who leaves is stopped when all have left the old epoch."""
     story = Story("a:3", "b:1", min=1).run().commit(3).answer()
-    story.remove("b").hear(m.WorkerPrepared)
-    order = story.last(m.PrepareWorld).order
+    story.remove("b").hear(ev.WorkerPrepared)
+    order = story.last(cmd.PrepareWorld).order
     assert (len(order.members), order.receivers) == (3, ())
-    story.hear(m.WorkerOffered).hear(m.WorkerReady, "b/0#1")
-    assert story.commands(m.StopWorker) == []
+    story.hear(ev.WorkerOffered).hear(ev.WorkerReady, "b/0#1")
+    assert story.commands(cmd.StopWorker) == []
     story.answer()
-    assert story.last(m.StopWorker).worker == wid("b/0#1")
+    assert story.last(cmd.StopWorker).worker == wid("b/0#1")
     assert (story.world.epoch, len(story.names)) == (2, 3)
 
 
 def test_without_a_store_the_change_is_made_plainly():
     """Rank 0 has not made its store yet: it is not waited for."""
     story = Story("a:2", min=1).run()
-    story.add("b:1").hear(m.AgentReady).hear(m.WorkerRegistered).hear(m.WorkerReady)
-    assert story.commands(m.PrepareWorld) == []
+    story.add("b:1").hear(ev.AgentReady).hear(ev.WorkerRegistered).hear(ev.WorkerReady)
+    assert story.commands(cmd.PrepareWorld) == []
     assert story.world.stage is Stage.ASKED

@@ -9,11 +9,13 @@ from hypothesis import HealthCheck, assume, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from nbelastic.core import messages as m
+from nbelastic.core import commands as cmd
 from nbelastic.core.membership import deadline
-from nbelastic.core.placement import parse_host
-from nbelastic.core.timeouts import Timeouts
-from nbelastic.core.world import HostPhase, Stage
+from nbelastic.core.state import HostPhase, Stage
+from nbelastic.protocol import events as ev
+from nbelastic.protocol.hosts import parse_host
+from nbelastic.protocol.ids import WorkerId
+from nbelastic.protocol.timeouts import Timeouts
 from tests.core.away import Away
 from tests.core.invariants import WORDS
 from tests.core.story import IN_TIME, Story
@@ -27,7 +29,7 @@ NETWORKS = (  # of these hosts: their addresses
     {"n": ("10.0.0.1", "10.1.0.1"), "b": ("10.0.0.2", "10.1.0.2"), "g": ("10.0.0.3", "10.1.0.3")},
 )
 LONG_ENOUGH = 4  # times ten minutes: every deadline has come by then
-CODES = (-9, -11, 0, 1, 3, m.STUCK)
+CODES = (-9, -11, 0, 1, 3, ev.STUCK)
 
 
 class AnyStory(RuleBasedStateMachine):
@@ -79,7 +81,7 @@ class AnyStory(RuleBasedStateMachine):
     @rule()
     def discovery_fails(self):
         workers = self.story.world.workers
-        self.story.send(m.DiscoveryFailed("no answer"))
+        self.story.send(ev.DiscoveryFailed("no answer"))
         assert self.story.world.workers == workers, "a failing discovery disturbs nobody"
 
     @rule(low=st.integers(1, 3), room=st.none() | st.integers(0, 3))
@@ -96,7 +98,7 @@ class AnyStory(RuleBasedStateMachine):
     @rule(really=st.integers(0, 3))
     def stop_job(self, really):
         if not really:
-            self.story.send(m.JobStopRequested(self.story.job.name))
+            self.story.send(ev.JobStopRequested(self.story.job.name))
 
     # ---- processes ----
 
@@ -108,35 +110,35 @@ class AnyStory(RuleBasedStateMachine):
     def freeze(self, data):
         w = self._worker(data)
         self.story._forget(w)
-        self.story.send(m.WorkerFroze(w, "stopped"))
+        self.story.send(ev.WorkerFroze(w, "stopped"))
 
     @rule(data=st.data(), seconds=st.sampled_from([11.0, 100.0, 1000.0]), idle=st.booleans())
     def is_silent(self, data, seconds, idle):
         w = self._worker(data)
         mark = self.story.mark()
-        self.story.send(m.WorkerSilent(w, seconds, idle))
-        if m.StopWorker(w, kill=True) in self.story.commands(m.StopWorker, mark):
+        self.story.send(ev.WorkerSilent(w, seconds, idle))
+        if cmd.StopWorker(w, kill=True) in self.story.commands(cmd.StopWorker, mark):
             self.story._forget(w)
 
-    @precondition(lambda self: any(isinstance(e, m.WorkerExited) for e in self.story.answers))
+    @precondition(lambda self: any(isinstance(e, ev.WorkerExited) for e in self.story.answers))
     @rule(data=st.data())
     def end_unreported(self, data):
         """A worker was told to end, and nobody says that it has."""
         stopped = self.story.world.stopped
-        exits = [e for e in self.story.answers if isinstance(e, m.WorkerExited) and e.worker in stopped]
+        exits = [e for e in self.story.answers if isinstance(e, ev.WorkerExited) and e.worker in stopped]
         assume(exits)
         self.story.answers.remove(data.draw(st.sampled_from(exits)))
 
     @rule(data=st.data())
     def is_heard_again(self, data):
-        self.story.send(m.WorkerHeard(self._worker(data)))
+        self.story.send(ev.WorkerHeard(self._worker(data)))
 
     @rule(data=st.data())
     def restart(self, data):
         w = self._worker(data)
         mark = self.story.mark()
-        self.story.send(m.RestartRequested(w, "a test"))
-        if m.StopWorker(w, kill=True) in self.story.commands(m.StopWorker, mark):
+        self.story.send(ev.RestartRequested(w, "a test"))
+        if cmd.StopWorker(w, kill=True) in self.story.commands(cmd.StopWorker, mark):
             self.story._forget(w)
 
     @precondition(lambda self: self.story.world.stage is Stage.FORMING and self.story.world.order.receivers)
@@ -160,11 +162,11 @@ class AnyStory(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def fail_to_set_up(self, data):
-        w = self._answering(data, m.SetupEnded)
-        version = next(e.version for e in self.story.answers if isinstance(e, m.SetupEnded) and e.worker == w)
-        self.story._unsay(w, m.SetupEnded)
+        w = self._answering(data, ev.SetupEnded)
+        version = next(e.version for e in self.story.answers if isinstance(e, ev.SetupEnded) and e.worker == w)
+        self.story._unsay(w, ev.SetupEnded)
         self.story.ran[w].pop()
-        self.story.send(m.SetupEnded(w, version, "NameError: x"))
+        self.story.send(ev.SetupEnded(w, version, "NameError: x"))
 
     @rule(key=st.sampled_from("xyz"), source=st.sampled_from("123"))
     def set_up(self, key, source):
@@ -172,7 +174,7 @@ class AnyStory(RuleBasedStateMachine):
 
     @rule(key=st.sampled_from(["", "x", "y", "z"]))
     def clear_setup(self, key):
-        self.story.send(m.SetupCleared(key))
+        self.story.send(ev.SetupCleared(key))
 
     # ---- the training ----
 
@@ -186,7 +188,7 @@ class AnyStory(RuleBasedStateMachine):
         w = self._inside(data)
         self.story.hold_back(w)
         fake = self.story.fakes[w]
-        self.story.send(m.WorkerRaised(w, fake.epoch, intact, "RuntimeError: lost"))
+        self.story.send(ev.WorkerRaised(w, fake.epoch, intact, "RuntimeError: lost"))
 
     @rule(data=st.data())
     def end_by_error(self, data):
@@ -210,7 +212,7 @@ class AnyStory(RuleBasedStateMachine):
     @rule(
         host=st.sampled_from(HOSTS),
         slots=st.integers(1, 3),
-        missing=st.sampled_from([m.WorkerPrepared, m.WorkerOffered, m.WorkerReady, m.WorkerFormed]),
+        missing=st.sampled_from([ev.WorkerPrepared, ev.WorkerOffered, ev.WorkerReady, ev.WorkerFormed]),
     )
     def begin_a_change(self, host, slots, missing):
         """Up to the moment where the members' next word, of this kind, is missing."""
@@ -231,7 +233,7 @@ class AnyStory(RuleBasedStateMachine):
         """At any moment, most likely in the middle of something; something may happen until a new one comes."""
         story = self.story
         last = self._last_event(data)
-        leaving = {e.worker for e in story.answers if isinstance(e, m.WorkerReady)} & story.world.ranked
+        leaving = {e.worker for e in story.answers if isinstance(e, ev.WorkerReady)} & story.world.ranked
         leaving = sorted(leaving) if story.world.stage is Stage.LEAVING and last is None else []
         held = data.draw(st.sets(st.sampled_from(leaving))) if leaving else ()
         away = Away(story, last, reached=reached, written=written, held=held)
@@ -241,22 +243,29 @@ class AnyStory(RuleBasedStateMachine):
         late = sorted(story.agents) if data.draw(st.integers(0, 5)) == 5 else []
         away.new_driver(frozen=frozen and [data.draw(st.sampled_from(frozen))], late=late[:1])
 
-    def _last_event(self, data) -> m.Event | None:
+    def _last_event(self, data) -> ev.Event | None:
         """With which the driver is busy when it dies."""
         story = self.story
-        events = [None, None, m.Scaled(1, 2), m.Scaled(2, None), m.HostAdded(parse_host("g:2", 1)), m.HostRemoved("n")]
+        events = [
+            None,
+            None,
+            ev.Scaled(1, 2),
+            ev.Scaled(2, None),
+            ev.HostAdded(parse_host("g:2", 1)),
+            ev.HostRemoved("n"),
+        ]
         events += story.answers[:3]
         if story.world.active is not None:
-            events += [m.JobStopRequested(story.job.name)]
+            events += [ev.JobStopRequested(story.job.name)]
         else:
-            events += [m.JobSubmitted(f"job-{self.jobs + 1}")]
+            events += [ev.JobSubmitted(f"job-{self.jobs + 1}")]
         if story.fakes:
-            events += [m.WorkerExited(data.draw(st.sampled_from(sorted(story.fakes))), -9)]
+            events += [ev.WorkerExited(data.draw(st.sampled_from(sorted(story.fakes))), -9)]
         last = data.draw(st.sampled_from(events))
         match last:
-            case m.JobSubmitted():
+            case ev.JobSubmitted():
                 self.jobs += 1
-            case m.WorkerExited(worker=w):
+            case ev.WorkerExited(worker=w):
                 story._forget(w)
         if last in story.answers:
             story.answers.remove(last)
@@ -312,10 +321,10 @@ class AnyStory(RuleBasedStateMachine):
         self.story.cut.clear()
         self.story.mute.clear()
 
-    @precondition(lambda self: any(isinstance(e, m.Probed) for e in self.story.answers))
+    @precondition(lambda self: any(isinstance(e, ev.Probed) for e in self.story.answers))
     @rule(data=st.data())
     def lose_an_answer(self, data):
-        probed = [e for e in self.story.answers if isinstance(e, m.Probed)]
+        probed = [e for e in self.story.answers if isinstance(e, ev.Probed)]
         self.story.answers.remove(data.draw(st.sampled_from(probed)))
 
     @rule(host=st.sampled_from(HOSTS), slots=st.integers(1, 3))
@@ -323,7 +332,7 @@ class AnyStory(RuleBasedStateMachine):
         """A host is lost and added: it is a newcomer, and its agent is heard, but not yet what it was asked."""
         if host in self.story.world.hosts:
             self.story.lose_host(host)
-        self.story.add(f"{host}:{slots}").hear(m.AgentReady)
+        self.story.add(f"{host}:{slots}").hear(ev.AgentReady)
 
     @precondition(lambda self: self.story.world.stage is Stage.RUNNING and self.story.addresses)
     @rule(back=st.booleans(), heard=st.integers(0, 12), data=st.data())
@@ -335,8 +344,8 @@ class AnyStory(RuleBasedStateMachine):
         story.cut |= {(one, address) for address in story.addresses[other]}
         if back:
             story.cut |= {(other, address) for address in story.addresses[one]}
-        story.send(m.StoodStill(story.world.epoch, 3.0))
-        for answer in [e for e in story.answers if isinstance(e, m.WorkerAt | m.Probed)][:heard]:
+        story.send(ev.StoodStill(story.world.epoch, 3.0))
+        for answer in [e for e in story.answers if isinstance(e, ev.WorkerAt | ev.Probed)][:heard]:
             story.answers = [e for e in story.answers if e is not answer]
             story.send(answer)
 
@@ -352,31 +361,31 @@ class AnyStory(RuleBasedStateMachine):
             story.wait(past)
             story.stand_still(3.0 + past)
 
-    @precondition(lambda self: any(isinstance(e, m.AgentReady) for e in self.story.answers))
+    @precondition(lambda self: any(isinstance(e, ev.AgentReady) for e in self.story.answers))
     @rule()
     def refuse_an_agent(self):
-        hello = [e for e in self.story.answers if isinstance(e, m.AgentReady)]
+        hello = [e for e in self.story.answers if isinstance(e, ev.AgentReady)]
         self.story.answers.remove(hello[0])
-        self.story.send(m.AgentReady(hello[0].host, 1, problem="another version"))
+        self.story.send(ev.AgentReady(hello[0].host, 1, problem="another version"))
 
     @rule(late=st.sampled_from([0, 0, 0, 1]), seconds=st.sampled_from([3.0, 30.0]))
     def stand_still(self, late, seconds):
-        self.story.send(m.StoodStill(self.story.world.epoch - late, seconds))
+        self.story.send(ev.StoodStill(self.story.world.epoch - late, seconds))
 
     @rule(late=st.sampled_from([0, 0, 1]))
     def go_on(self, late):
-        self.story.send(m.WentOn(self.story.world.epoch - late))
+        self.story.send(ev.WentOn(self.story.world.epoch - late))
 
     # ---- groups that cannot be built ----
 
-    @precondition(lambda self: any(isinstance(e, m.WorkerPrepared) for e in self.story.answers))
+    @precondition(lambda self: any(isinstance(e, ev.WorkerPrepared) for e in self.story.answers))
     @rule(data=st.data(), how=st.sampled_from(["silent", "raised", "raised", "unsupported"]))
     def fail_to_prepare(self, data, how):
-        w = self._answering(data, m.WorkerPrepared)
-        epoch = next(e.epoch for e in self.story.answers if isinstance(e, m.WorkerPrepared) and e.worker == w)
-        self.story._unsay(w, m.WorkerPrepared)
+        w = self._answering(data, ev.WorkerPrepared)
+        epoch = next(e.epoch for e in self.story.answers if isinstance(e, ev.WorkerPrepared) and e.worker == w)
+        self.story._unsay(w, ev.WorkerPrepared)
         if how != "silent":
-            self.story.send(m.WorkerPrepared(w, epoch, "RuntimeError: refused", supported=how == "raised"))
+            self.story.send(ev.WorkerPrepared(w, epoch, "RuntimeError: refused", supported=how == "raised"))
 
     @rule(data=st.data(), stage=st.sampled_from(list(Stage)))
     def hang(self, data, stage):
@@ -510,22 +519,22 @@ class AnyStory(RuleBasedStateMachine):
         assert len(able) < limits.min, f"{len(able)} could train: {story.reason}"
         assert "of min" in story.reason
 
-    def _worker(self, data) -> m.WorkerId:
+    def _worker(self, data) -> WorkerId:
         assume(self.story.fakes)
         return data.draw(st.sampled_from(sorted(self.story.fakes)))
 
-    def _inside(self, data) -> m.WorkerId:
+    def _inside(self, data) -> WorkerId:
         """One that is in the function, in an epoch that it has formed."""
         story = self.story
-        forming = {e.worker for e in story.answers if isinstance(e, m.WorkerFormed)}
-        leaving = {e.worker for e in story.answers if isinstance(e, m.WorkerReady)}
+        forming = {e.worker for e in story.answers if isinstance(e, ev.WorkerFormed)}
+        leaving = {e.worker for e in story.answers if isinstance(e, ev.WorkerReady)}
         leaving = leaving & story.world.ranked if story.world.stage is Stage.LEAVING else set()
         there = ({w for w, fake in story.fakes.items() if fake.epoch} | leaving) - story.stuck
         inside = sorted(w for w in there - (forming - leaving) if not story.fakes[w].returned)
         assume(inside)
         return data.draw(st.sampled_from(inside))
 
-    def _answering(self, data, kind) -> m.WorkerId:
+    def _answering(self, data, kind) -> WorkerId:
         found = [e.worker for e in self.story.answers if isinstance(e, kind)]
         assume(found)
         return data.draw(st.sampled_from(found))
@@ -533,12 +542,12 @@ class AnyStory(RuleBasedStateMachine):
     def _is_news_of_the_past(self, event) -> bool:
         """Not a word that would be a lie if it were said now: links double and delay words, they do not invent them."""
         fake = self.story.fakes.get(getattr(event, "worker", None))
-        if isinstance(event, m.WorkerReady) and fake is not None:
+        if isinstance(event, ev.WorkerReady) and fake is not None:
             return fake.job != event.job or event.epoch <= fake.left
         return True
 
 
-DOUBLED = (*WORDS, m.StoodStill, m.WentOn, m.RestartRequested)
+DOUBLED = (*WORDS, ev.StoodStill, ev.WentOn, ev.RestartRequested)
 
 TestAnyStory = AnyStory.TestCase
 TestAnyStory.settings = settings(

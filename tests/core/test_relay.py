@@ -6,8 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nbelastic.core.delivery import HEAD, Delivery
-from nbelastic.core.relay import HOLD, MOST, Relay, bundles, is_bundle, opened
+from nbelastic.protocol.wire import HEAD
+from nbelastic.transport.delivery import Delivery
+from nbelastic.transport.relay import HOLD, MOST, Relay, bundles, is_bundle, opened
 
 A, B = b"worker/a/0#1", b"worker/a/1#1"
 

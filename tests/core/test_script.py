@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from nbelastic.core import messages as m
-from nbelastic.core import script_messages as s
+from nbelastic.core import commands as cmd
+from nbelastic.core import script_commands as scmd
 from nbelastic.core.membership import deadline
 from nbelastic.core.reasons import Reason
-from nbelastic.core.world import is_same
+from nbelastic.core.state import is_same
+from nbelastic.protocol import events as ev
+from nbelastic.protocol import script_events as sev
 from tests.core.story import Story
 
 
@@ -16,7 +18,7 @@ class Scripted(Story):
     """A story whose hosts run the nodes of `script-1`: each says that it is ready, when `nodes_answer` is called."""
 
     def run_script(self, job="script-1", **terms):
-        self.send(s.ScriptSubmitted(job, "train.py", s.Terms(**terms)))
+        self.send(sev.ScriptSubmitted(job, "train.py", sev.Terms(**terms)))
         return self.nodes_answer()
 
     def nodes_answer(self, port=4000):
@@ -25,9 +27,9 @@ class Scripted(Story):
             command = self.said[self.answered]
             self.answered += 1
             match command:
-                case s.StartNode(host=host):
+                case scmd.StartNode(host=host):
                     self.node(host, 0, port)
-                case s.LeaveRound(round=number, hosts=hosts):
+                case scmd.LeaveRound(round=number, hosts=hosts):
                     for host in hosts:
                         self.node(host, number, port)
         return self
@@ -36,16 +38,16 @@ class Scripted(Story):
 
     def node(self, host, number=0, port=4000):
         home = self.world.hosts[host].address or "127.0.0.1"
-        self.send(s.NodeReady(host, number, f"{home}:{port}", "default"))
+        self.send(sev.NodeReady(host, number, f"{home}:{port}", "default"))
         return self
 
     def guest(self, host="t", workers=1, *, store="127.0.0.1:5000", number=0, here=True, job=""):
         """A terminal comes, and waits."""
-        self.send(s.GuestCame(host, 4711, here))
+        self.send(sev.GuestCame(host, 4711, here))
         return self.waits(host, workers, store=store, number=number, job=job)
 
     def waits(self, host="t", workers=1, *, store="127.0.0.1:5000", number=0, job=""):
-        self.send(s.NodeReady(host, number, store, "default", workers, True, job))
+        self.send(sev.NodeReady(host, number, store, "default", workers, True, job))
         return self
 
     @property
@@ -62,15 +64,15 @@ def test_a_script_runs_on_the_hosts_that_are_up():
     assert story.seats == {"a": 2, "b": 1, "c": 1}
     story.remove("b").answer().nodes_answer()
     assert story.seats == {"a": 2, "c": 1}
-    assert s.EndNode("b", "b has left the cluster", error=False) in story.said
+    assert scmd.EndNode("b", "b has left the cluster", error=False) in story.said
     assert story.world.present_job == "script-1"
-    assert not story.commands(s.RepeatRound), "each order is given once"
+    assert not story.commands(scmd.RepeatRound), "each order is given once"
 
 
 def test_nothing_is_started_for_a_script_that_has_ended():
     """Hosts come and go; they are for the next one."""
     story = Scripted("a:1").answer().run_script().stop_job("script-1").add("b:1").answer()
-    assert [node.host for node in story.commands(s.StartNode)] == ["a"]
+    assert [node.host for node in story.commands(scmd.StartNode)] == ["a"]
 
 
 def test_a_lost_host_breaks_the_round():
@@ -95,23 +97,23 @@ def test_time_and_bounds_are_the_cluster_s():
     story.lose_host("b").nodes_answer()
     assert deadline(story.world, story.now) <= story.now + 60.0
     story.wait(61.0)
-    assert story.last(s.EndScript).outcome == "failed"
-    assert "(elastic_timeout)" in story.last(s.EndScript).reason
+    assert story.last(scmd.EndScript).outcome == "failed"
+    assert "(elastic_timeout)" in story.last(scmd.EndScript).reason
 
 
 def test_one_job_at_a_time():
     """A second one, or a second script, is refused with what runs; after the end of a script a job is the present one."""
     story = Scripted("a:1").answer().run_script()
     story.submit()
-    assert story.last(m.EndJob).reason == "script-1 is still running: wait for it or stop it first"
-    story.send(s.ScriptSubmitted("script-2", "train.py", s.Terms()))
-    assert story.last(m.EndJob).job == "script-2"
+    assert story.last(cmd.EndJob).reason == "script-1 is still running: wait for it or stop it first"
+    story.send(sev.ScriptSubmitted("script-2", "train.py", sev.Terms()))
+    assert story.last(cmd.EndJob).job == "script-2"
     story.stop_job("script-1")
-    assert (story.last(s.EndScript).outcome, story.world.script.outcome) == ("stopped", "stopped")
+    assert (story.last(scmd.EndScript).outcome, story.world.script.outcome) == ("stopped", "stopped")
     story.run()
     assert (story.world.present_job, story.world.script) == ("job", None)
-    story.send(s.ScriptSubmitted("script-3", "train.py", s.Terms()))
-    assert story.last(m.EndJob).reason == "job is still running: wait for it or stop it first"
+    story.send(sev.ScriptSubmitted("script-3", "train.py", sev.Terms()))
+    assert story.last(cmd.EndJob).reason == "job is still running: wait for it or stop it first"
 
 
 def test_a_job_is_not_stopped_by_the_name_of_another():
@@ -124,25 +126,25 @@ def test_a_job_is_not_stopped_by_the_name_of_another():
 def test_a_terminal_waits_for_a_script_and_joins_it():
     """It comes before the script, is in the first round, and hears that there is no room if that is so."""
     story = Scripted("a:1", max=2).answer().guest("t")
-    assert story.last(s.LetWait) == s.LetWait("t", None)
+    assert story.last(scmd.LetWait) == scmd.LetWait("t", None)
     assert story.records("host-up")[-1] == "t has come from a terminal"
     story.run_script()
     story.quiet(2.0).nodes_answer()
     story.waits("t", number=story.world.script.round)
     assert story.seats == {"a": 1, "t": 1}
-    story.send(s.NodeStarted("t", story.world.script.round, (7,)))
+    story.send(sev.NodeStarted("t", story.world.script.round, (7,)))
     assert "t" in story.world.guests
     story.guest("u")
-    assert story.last(s.LetWait) == s.LetWait("u", Reason("full", 2, 2), full=True)
+    assert story.last(scmd.LetWait) == scmd.LetWait("u", Reason("full", 2, 2), full=True)
 
 
 def test_a_terminal_that_comes_again_is_known():
     """It repeats its first words until it is answered: one event tells of it. Another process of its name is another."""
     story = Scripted("a:1").answer().guest("t")
-    story.send(s.GuestCame("t", 4711, here=True))
+    story.send(sev.GuestCame("t", 4711, here=True))
     assert len(story.records("host-up")) == 2, "the host a, and the terminal"
     assert story.world.guests["t"].ready is not None
-    story.send(s.GuestCame("t", 4712, here=True))
+    story.send(sev.GuestCame("t", 4712, here=True))
     assert len(story.records("host-up")) == 3
     assert story.world.guests["t"].ready is None
 
@@ -157,7 +159,7 @@ def test_a_terminal_that_still_waits_changes_nothing(full):
     before, mark = story.world, story.mark()
     story.waits("t")
     assert is_same(before, story.world)
-    assert [type(command) for command in story.said[mark:]] == [s.LetWait]
+    assert [type(command) for command in story.said[mark:]] == [scmd.LetWait]
 
 
 def test_a_terminal_that_is_told_to_end_is_not_in_the_next_script():
@@ -167,7 +169,7 @@ def test_a_terminal_that_is_told_to_end_is_not_in_the_next_script():
     assert story.seats == {"a": 1, "t": 1}
     story.stop_job("script-1").run_script("script-2")
     assert story.seats == {"a": 1}
-    story.send(s.NodeFailed("t", 1, (s.Failure(1, 0, 1, "Connection reset by peer"),)))
+    story.send(sev.NodeFailed("t", 1, (sev.Failure(1, 0, 1, "Connection reset by peer"),)))
     assert story.world.script.failures == ()
     story.waits("t", number=1).stop_job("script-2").remove("t").run_script("script-3")
     assert story.seats == {"a": 1}
@@ -176,7 +178,7 @@ def test_a_terminal_that_is_told_to_end_is_not_in_the_next_script():
 def test_another_process_of_a_terminal_s_name_is_another_node():
     """The one before has left its round, and the group begins again with the newcomer when that is ready."""
     story = Scripted("a:1").answer().guest("t").run_script().quiet(2.0).nodes_answer()
-    story.send(s.GuestCame("t", 4712, here=True))
+    story.send(sev.GuestCame("t", 4712, here=True))
     assert "t: another process came in its place" in story.records("world-broken")
     story.nodes_answer().waits("t", 2).nodes_answer()
     assert story.seats == {"a": 1, "t": 2}
@@ -185,17 +187,17 @@ def test_another_process_of_a_terminal_s_name_is_another_node():
 def test_names_of_hosts_are_taken():
     """A terminal that calls itself as a host does is sent away; one that nobody knows is told so."""
     story = Scripted("a:1").answer()
-    story.send(s.GuestCame("a", 4711))
-    assert story.said[-1] == s.EndNode("a", "a host of the cluster is named a already")
+    story.send(sev.GuestCame("a", 4711))
+    assert story.said[-1] == scmd.EndNode("a", "a host of the cluster is named a already")
     story.waits("u")
-    assert story.said[-1] == s.EndNode("u", "the cluster does not know it any more")
+    assert story.said[-1] == scmd.EndNode("u", "the cluster does not know it any more")
     assert not story.world.guests
 
 
 def test_a_terminal_of_another_job_waits():
     """It has named its job: another script is not what it waits for."""
     story = Scripted("a:1").answer().run_script().guest("t", job="script-9")
-    assert isinstance(story.said[-1], s.LetWait)
+    assert isinstance(story.said[-1], scmd.LetWait)
     assert "t" not in story.world.script.nodes
 
 
@@ -204,7 +206,7 @@ def test_a_node_that_missed_its_round_is_told_again():
     story = Scripted("a:1", "b:1").answer().run_script()
     mark = story.mark()
     story.node("b", 0)
-    assert story.commands(s.RepeatRound, mark) == [s.RepeatRound("b")]
+    assert story.commands(scmd.RepeatRound, mark) == [scmd.RepeatRound("b")]
 
 
 def test_a_node_without_a_script_ends():
@@ -212,16 +214,16 @@ def test_a_node_without_a_script_ends():
     story = Scripted("a:1").answer().run_script().stop_job("script-1")
     mark = story.mark()
     story.node("a", 1)
-    assert story.said[mark:] == [s.EndNode("a", "its script has ended")]
+    assert story.said[mark:] == [scmd.EndNode("a", "its script has ended")]
 
 
 def test_a_terminal_that_leaves_is_forgotten():
     """With a script or without."""
     story = Scripted("a:1").answer().guest("t").guest("u")
-    story.send(s.NodeLeft("t", "it has ended"))
+    story.send(sev.NodeLeft("t", "it has ended"))
     assert list(story.world.guests) == ["u"]
     story.run_script()
-    story.send(s.NodeLeft("u", "it has ended"))
+    story.send(sev.NodeLeft("u", "it has ended"))
     assert not story.world.guests
     story.waits("u")
     assert "u" not in story.world.script.nodes, "what it has said before it left is heard after it"
@@ -230,30 +232,30 @@ def test_a_terminal_that_leaves_is_forgotten():
 def test_a_terminal_is_removed_by_hand():
     """It is asked to end, well; by whom is in the reason."""
     story = Scripted("a:1").answer().guest("t").remove("t")
-    assert story.last(s.EndNode) == s.EndNode("t", "removed by a test", error=False)
+    assert story.last(scmd.EndNode) == scmd.EndNode("t", "removed by a test", error=False)
 
 
 def test_a_stop_ends_the_script_and_sends_terminals_home():
     """Once; a terminal that still asks is told again."""
     story = Scripted("a:1").answer().guest("t").run_script()
     mark = story.mark()
-    story.send(m.StopRequested("enough"))
-    assert story.last(s.EndScript).reason == "the cluster was stopped: enough"
-    homeward = s.EndNode("t", "the cluster was stopped: it is closed")
-    assert story.commands(s.EndNode, mark).count(homeward) == 1
+    story.send(ev.StopRequested("enough"))
+    assert story.last(scmd.EndScript).reason == "the cluster was stopped: enough"
+    homeward = scmd.EndNode("t", "the cluster was stopped: it is closed")
+    assert story.commands(scmd.EndNode, mark).count(homeward) == 1
     story.waits("t")
     assert story.said[-1] == homeward
-    story.send(s.ScriptSubmitted("script-2", "train.py", s.Terms()))
-    assert story.last(m.EndJob).reason == "the cluster is stopping: enough"
+    story.send(sev.ScriptSubmitted("script-2", "train.py", sev.Terms()))
+    assert story.last(cmd.EndJob).reason == "the cluster is stopping: enough"
 
 
 def test_a_script_of_another_driver_begins_again():
     """Rounds go on being counted, so that nobody takes an old one for a new one; the event says why."""
     story = Scripted("a:1").answer()
-    story.send(s.ScriptSubmitted("script-1", "train.py", s.Terms(), round=7))
+    story.send(sev.ScriptSubmitted("script-1", "train.py", sev.Terms(), round=7))
     story.nodes_answer()
     assert story.records("job-started") == ["script-1 begins again, as its driver was lost: train.py"]
-    assert story.last(s.FormRound).round == 8
+    assert story.last(scmd.FormRound).round == 8
 
 
 @pytest.mark.parametrize("running", [False, True])
@@ -264,10 +266,10 @@ def test_stores_move_with_their_hosts(running):
     story.answers = [replace_here(event) for event in story.answers]
     story.answer()
     mark = story.mark()
-    story.send(s.NodeReady("a", story.world.script.round, "127.0.0.1:4000", "default"))
+    story.send(sev.NodeReady("a", story.world.script.round, "127.0.0.1:4000", "default"))
     story.waits("t", number=story.world.script.round)
-    moves = story.commands(s.MoveNode, mark)
-    assert moves == [s.MoveNode("a", "10.0.0.1", "eth1"), s.MoveNode("t", "10.0.0.9")]
+    moves = story.commands(scmd.MoveNode, mark)
+    assert moves == [scmd.MoveNode("a", "10.0.0.1", "eth1"), scmd.MoveNode("t", "10.0.0.9")]
     if not running:
         assert not story.world.script.nodes["a"].ready
 
@@ -277,16 +279,16 @@ def test_a_terminal_of_another_machine_stays_where_it_is():
     story = Scripted().add("a:1", "127.0.0.1", "10.0.0.1").answer().run_script().guest("t").guest("u", here=False)
     story.add("b:1", "10.0.0.2")
     story.answers = [replace_here(event) for event in story.answers]
-    assert not story.commands(s.MoveNode)
+    assert not story.commands(scmd.MoveNode)
     story.answer()
     story.waits("u", store="10.0.0.7:5000")
-    assert not story.commands(s.MoveNode)
+    assert not story.commands(scmd.MoveNode)
     story.waits("t")
-    assert story.commands(s.MoveNode) == [s.MoveNode("t", "10.0.0.9")]
+    assert story.commands(scmd.MoveNode) == [scmd.MoveNode("t", "10.0.0.9")]
 
 
 def replace_here(event):
     """As an agent on another machine comes to the driver's."""
-    if isinstance(event, m.AgentReady) and event.host == "b":
-        return m.AgentReady(event.host, event.pid, event.addresses, event.port, "", "10.0.0.9")
+    if isinstance(event, ev.AgentReady) and event.host == "b":
+        return ev.AgentReady(event.host, event.pid, event.addresses, event.port, "", "10.0.0.9")
     return event

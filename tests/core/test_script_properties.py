@@ -9,15 +9,15 @@ from hypothesis import HealthCheck, assume, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from nbelastic.core import script_messages as s
-from nbelastic.core.group import GroupState, Stage
-from nbelastic.core.rounds import deadline
+from nbelastic.core.script_group import GroupState, Stage
+from nbelastic.core.script_rounds import deadline
+from nbelastic.protocol import script_events as sev
 from tests.core.play import Play
 from tests.support.soak import examples
 
 HOSTS = ("a", "b", "c")
 GUESTS = ("t", "u")
-DOUBLED = (s.HostsSeen, s.NodeReady, s.NodeStarted, s.NodeFailed, s.NodeSucceeded)
+DOUBLED = (sev.HostsSeen, sev.NodeReady, sev.NodeStarted, sev.NodeFailed, sev.NodeSucceeded)
 
 
 class AnyScript(RuleBasedStateMachine):
@@ -57,7 +57,7 @@ class AnyScript(RuleBasedStateMachine):
     @rule(really=st.integers(0, 9))
     def stop(self, really):
         if not really:
-            self.play.send(s.ScriptStopped("stopped by a test"))
+            self.play.send(sev.ScriptStopped("stopped by a test"))
 
     # ---- nodes ----
 
@@ -72,22 +72,22 @@ class AnyScript(RuleBasedStateMachine):
         """Workers of its round fail; it comes back when it is heard."""
         host = self._inside(data)
         number = self.play.rounds[host]
-        failures = tuple(s.Failure(i, i, code, "boom", ago=float(i)) for i, code in enumerate(codes))
+        failures = tuple(sev.Failure(i, i, code, "boom", ago=float(i)) for i, code in enumerate(codes))
         self.play.inside.discard(host)
         self._come_back(host)
-        self.play.send(s.NodeFailed(host, number, failures))
+        self.play.send(sev.NodeFailed(host, number, failures))
 
     @rule(data=st.data())
     def succeed(self, data):
         host = self._inside(data)
-        self.play.send(s.NodeSucceeded(host, self.play.rounds[host]))
+        self.play.send(sev.NodeSucceeded(host, self.play.rounds[host]))
 
     @rule(data=st.data(), broken=st.booleans())
     def leave(self, data, broken):
         """A node's process ends; what it was about to say is lost."""
         host = self._living(data)
         self.play.forget(host)
-        self.play.send(s.NodeLeft(host, "it has ended", broken=broken or host in HOSTS))
+        self.play.send(sev.NodeLeft(host, "it has ended", broken=broken or host in HOSTS))
 
     @rule(data=st.data())
     def move(self, data):
@@ -95,7 +95,7 @@ class AnyScript(RuleBasedStateMachine):
         host = self._living(data)
         if host not in self.play.inside:
             self._come_back(host)
-        self.play.send(s.NodeMoved(host))
+        self.play.send(sev.NodeMoved(host))
 
     @rule(host=st.sampled_from(HOSTS))
     def fall_silent(self, host):
@@ -129,7 +129,7 @@ class AnyScript(RuleBasedStateMachine):
         before, said = play.group, len(play.said)
         event = data.draw(st.sampled_from(old))
         play.send(event)
-        waits = isinstance(event, s.NodeReady) and event.host not in play.inside  # says so again
+        waits = isinstance(event, sev.NodeReady) and event.host not in play.inside  # says so again
         if getattr(event, "round", before.round) < before.round and not waits:
             assert (play.group, play.said[said:]) == (before, []), "a word of an old round changes something"
 
@@ -148,7 +148,7 @@ class AnyScript(RuleBasedStateMachine):
         for _ in range(4):
             self.hear_all()
             for host in [host for host in play.group.nodes if host not in play.rounds]:
-                play.send(s.NodeLeft(host, "it hung and was ended", broken=True))
+                play.send(sev.NodeLeft(host, "it hung and was ended", broken=True))
             play.wait(20.0)
         self.hear_all()
         group = play.group
@@ -167,18 +167,18 @@ class AnyScript(RuleBasedStateMachine):
     def _come_back(self, host: str) -> None:
         node = self.play.group.nodes.get(host)
         more = {"workers": node.slots, "guest": True} if host in GUESTS and node is not None else {}
-        self.play.answers = [a for a in self.play.answers if a.host != host or not isinstance(a, s.NodeReady)]
+        self.play.answers = [a for a in self.play.answers if a.host != host or not isinstance(a, sev.NodeReady)]
         self.play.answers.append(self.play._hello(host, **more))
 
     def _is_a_lie(self, event) -> bool:
         """A node that is in a round does not say that it waits for another one."""
         play = self.play
         host = getattr(event, "host", "")
-        if isinstance(event, s.HostsSeen):
+        if isinstance(event, sev.HostsSeen):
             return (dict(event.hosts), event.limits) != (play.hosts, play.limits)
         if host not in play.rounds or event.round > play.rounds[host]:
             return True
-        return isinstance(event, s.NodeReady) and (host in play.inside) == (event.round == play.rounds[host])
+        return isinstance(event, sev.NodeReady) and (host in play.inside) == (event.round == play.rounds[host])
 
     def _inside(self, data) -> str:
         inside = sorted(host for host in self.play.inside if self.play.group.nodes.get(host))

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from nbelastic.core import messages as m
-from nbelastic.core.world import WorkerState
+from nbelastic.core import commands as cmd
+from nbelastic.core.state import WorkerState
+from nbelastic.protocol import events as ev
 from tests.core.away import Away
 from tests.core.story import Story, wid
 
@@ -85,10 +86,10 @@ def test_cells_are_cleared_by_their_keys_or_all():
     story = Story("a:1", **LIMITS).answer()
     for key in "xyz":
         story.set_up(key, f"cell {key}").answer()
-    story.send(m.SetupCleared("y"), m.SetupCleared("nobody"))
+    story.send(ev.SetupCleared("y"), ev.SetupCleared("nobody"))
     assert [key for key, _ in kept(story)] == ["x", "z"]
     assert story.records("setup-changed")[-1] == "setup cell y was cleared"
-    story.send(m.SetupCleared())
+    story.send(ev.SetupCleared())
     assert kept(story) == []
 
 
@@ -98,9 +99,9 @@ def test_cells_are_cleared_by_their_keys_or_all():
 def test_a_cell_that_comes_while_a_worker_registers():
     """Before the worker's registration, after it or on its way to its program: it runs the cell before its program."""
     for when in range(3):
-        story = Story("a:1", **LIMITS).hear(m.AgentReady)
+        story = Story("a:1", **LIMITS).hear(ev.AgentReady)
         if when > 0:
-            story.hear(m.WorkerRegistered)
+            story.hear(ev.WorkerRegistered)
         story.set_up("value", "7")
         if when > 1:
             story.set_up("other", "8")  # it is refused while the first one runs
@@ -112,9 +113,9 @@ def test_a_cell_that_comes_while_a_worker_registers():
 def test_a_newcomer_that_becomes_ready_during_a_trial_runs_the_cell_too():
     """It tries the cell, too, and waits for nobody: the cell may still run on the others."""
     story = Story("a:1", **LIMITS).answer()
-    story.add("b:1").hear(m.AgentReady)
+    story.add("b:1").hear(ev.AgentReady)
     story.set_up("value", "7")
-    story.hear(m.WorkerRegistered, "b/0#1").hear(m.SetupEnded, "b/0#1")
+    story.hear(ev.WorkerRegistered, "b/0#1").hear(ev.SetupEnded, "b/0#1")
     assert state(story, "a/0#1") is WorkerState.STARTING
     assert state(story, "b/0#1") is WorkerState.READY
     story.submit().quiet(2.0)
@@ -176,7 +177,7 @@ def test_a_cell_that_is_cleared_brings_its_workers_back():
     story = Story("a:1", "b:1", **LIMITS).answer()
     story.broken.add(("b", "1"))
     story.set_up("value", "1").answer().set_up("next", "2").answer()
-    story.send(m.SetupCleared("value"))
+    story.send(ev.SetupCleared("value"))
     story.answer()
     assert ran(story, "b/0#1") == ["2"]
     assert story.run().names == ["a/0#1", "b/0#1"]
@@ -187,8 +188,8 @@ def test_a_cell_that_fails_after_it_was_cleared_keeps_nobody_out():
     story = Story("a:1", **LIMITS).answer()
     story.set_up("value", "1").answer()
     story.broken.add(("b", "1"))
-    story.add("b:1").hear(m.AgentReady).hear(m.WorkerRegistered)
-    story.send(m.SetupCleared("value"))
+    story.add("b:1").hear(ev.AgentReady).hear(ev.WorkerRegistered)
+    story.send(ev.SetupCleared("value"))
     story.answer()
     assert state(story, "b/0#1") is WorkerState.READY
 
@@ -199,7 +200,7 @@ def test_a_worker_that_is_restarted_is_set_up_again():
     story.broken.add(("b", "1"))
     story.set_up("value", "1").answer()
     story.broken.clear()
-    story.send(m.RestartRequested(wid("b/0#1"), "a test"))
+    story.send(ev.RestartRequested(wid("b/0#1"), "a test"))
     story.answer()
     assert ran(story, "b/0#2") == ["1"]
     assert story.run().names == ["a/0#1", "b/0#2"]
@@ -236,7 +237,7 @@ def test_a_new_driver_knows_the_cells_and_who_has_run_them():
     """Nobody runs one again that it has run; newcomers run all; who had not come so far does."""
     story = Story("a:1", "b:1", **LIMITS).answer()
     story.set_up("value", "1").answer()
-    story.add("c:1").hear(m.AgentReady).hear(m.WorkerRegistered)
+    story.add("c:1").hear(ev.AgentReady).hear(ev.WorkerRegistered)
     Away(story).new_driver().answer()
     assert kept(story) == [("value", "1")]
     assert ran(story, "a/0#1") == ran(story, "b/0#1") == ["1"]
@@ -263,7 +264,7 @@ def test_a_cell_that_has_failed_is_not_run_again_because_another_worker_is_busy(
     story.broken.add(("c", "one"))
     story.set_up("first", "one").answer(limit=20)
     assert story.world.outdated
-    assert [command.worker for command in story.commands(m.RunSetup)] == [wid("a/0#1"), wid("c/0#1")]
+    assert [command.worker for command in story.commands(cmd.RunSetup)] == [wid("a/0#1"), wid("c/0#1")]
     assert state(story, "c/0#1") is WorkerState.FAILED
 
 
@@ -275,8 +276,8 @@ def test_a_worker_that_was_told_to_end_runs_no_cell(clears):
     story.set_up("first", "one").answer().remove("b")
     mark = story.mark()
     if clears:
-        story.send(m.SetupCleared("first"))
+        story.send(ev.SetupCleared("first"))
     else:
         story.set_up("first", "two")
-    assert wid("b/0#1") not in [command.worker for command in story.commands(m.RunSetup, mark)]
+    assert wid("b/0#1") not in [command.worker for command in story.commands(cmd.RunSetup, mark)]
     assert state(story, "b/0#1") is WorkerState.STOPPED

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from nbelastic.core import messages as m
+from nbelastic.core import commands as cmd
 from nbelastic.core.membership import deadline
-from nbelastic.core.world import HostPhase, Stage
+from nbelastic.core.state import HostPhase, Stage
+from nbelastic.protocol import events as ev
 from tests.core.story import Story, wid
 
 
@@ -16,9 +17,9 @@ def test_an_agent_that_never_speaks_is_given_up():
     story.wait(120.0)
     host = story.world.hosts["a"]
     assert (host.phase, host.reason) == (HostPhase.LOST, "its agent has said nothing for 120 s")
-    assert story.last(m.StopAgent) == m.StopAgent("a")
+    assert story.last(cmd.StopAgent) == cmd.StopAgent("a")
     story.wait(5.0)
-    assert (story.world.hosts["a"].phase, len(story.commands(m.StartAgent))) == (HostPhase.STARTING, 2)
+    assert (story.world.hosts["a"].phase, len(story.commands(cmd.StartAgent))) == (HostPhase.STARTING, 2)
     story.answer()
     assert story.alive() == ["a/0#1"]
 
@@ -37,12 +38,12 @@ def test_a_host_that_is_tried_again_has_its_time_again():
 def test_a_worker_whose_engine_never_comes_is_replaced():
     """It was forked, and takes no code: after five minutes it is killed, which is a strike against its slot."""
     story = Story("a:2", min=2)
-    story.hear(m.AgentReady)
-    story._unsay(wid("a/1#1"), m.WorkerStarted, m.WorkerRegistered)
+    story.hear(ev.AgentReady)
+    story._unsay(wid("a/1#1"), ev.WorkerStarted, ev.WorkerRegistered)
     story.answer().submit().quiet(299.9)
-    assert m.StopWorker(wid("a/1#1"), kill=True) not in story.said
+    assert cmd.StopWorker(wid("a/1#1"), kill=True) not in story.said
     story.quiet(0.2)
-    assert story.last(m.StopWorker) == m.StopWorker(wid("a/1#1"), kill=True)
+    assert story.last(cmd.StopWorker) == cmd.StopWorker(wid("a/1#1"), kill=True)
     assert story.records("worker-lost") == ["a/1#1 has not come up within 300 s"]
     assert (story.world.stage, story.names) == (Stage.RUNNING, ["a/0#1", "a/1#2"])
 
@@ -50,9 +51,9 @@ def test_a_worker_whose_engine_never_comes_is_replaced():
 def test_workers_that_are_late_together_are_replaced_in_the_order_of_their_names():
     """Six hosts, not in alphabetical order: each driver that hears the same does the same."""
     hosts = ("gpu7", "gpu1", "gpu4", "gpu3", "gpu9", "gpu2")
-    story = Story(*(f"{host}:1" for host in hosts)).hear(m.AgentReady)
+    story = Story(*(f"{host}:1" for host in hosts)).hear(ev.AgentReady)
     story.wait(300.0)
-    assert [stop.worker.host for stop in story.commands(m.StopWorker)] == sorted(hosts)
+    assert [stop.worker.host for stop in story.commands(cmd.StopWorker)] == sorted(hosts)
 
 
 def test_a_program_may_take_its_time_to_begin():
@@ -61,13 +62,13 @@ def test_a_program_may_take_its_time_to_begin():
     story.answer()
     story.silent.add(wid("a/0#1"))
     story.submit().wait(5000.0)
-    assert story.commands(m.StopWorker) == []
+    assert story.commands(cmd.StopWorker) == []
 
 
 def test_a_newcomer_that_is_called_back_and_hangs_is_replaced():
     """It hangs while the first world forms, when every worker has long been up: a minute later another one takes its place."""
     story = Story("a:1", "b:1", "c:1", min=3, elastic_timeout=None, cooldown=(0.0, 0.0)).quiet(400.0)
-    story.submit().answer(lambda e: not isinstance(e, m.WorkerFormed))
+    story.submit().answer(lambda e: not isinstance(e, ev.WorkerFormed))
     assert story.world.stage is Stage.FORMING
     story.hang("c/0#1").quiet(62.0)
     assert story.records("newcomer-held")

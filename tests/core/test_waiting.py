@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from nbelastic.core import messages as m
-from nbelastic.core.limits import Limits
+from nbelastic.core import commands as cmd
 from nbelastic.core.membership import deadline, step
-from nbelastic.core.world import Stage, World
+from nbelastic.core.state import Stage, World
+from nbelastic.protocol import events as ev
+from nbelastic.protocol.limits import Limits
 from tests.core.story import Story, wid
 
 
@@ -17,11 +18,11 @@ def test_it_forms_once_there_are_enough_and_grows_then():
     assert "0 of min 8 workers ready" in story.reason
     story.add("a:4").quiet(2.0)
     assert "4 of min 8 workers ready" in story.reason
-    assert story.commands(m.FormWorld) == []
+    assert story.commands(cmd.FormWorld) == []
     story.add("b:8").quiet(2.0)
-    assert [len(order.members) for order in story.commands(m.FormWorld)] == [12]
+    assert [len(order.members) for order in story.commands(cmd.FormWorld)] == [12]
     story.add("c:4").quiet(2.0)
-    assert [len(order.members) for order in story.commands(m.FormWorld)] == [12, 16]
+    assert [len(order.members) for order in story.commands(cmd.FormWorld)] == [12, 16]
     assert story.world.stage is Stage.RUNNING
 
 
@@ -38,7 +39,7 @@ def test_a_dip_below_min_while_waiting_is_nothing():
 def test_the_wait_names_what_it_waits_for():
     """The reason counts the ready and names the starting, with how long each has been."""
     story = Story("a:2", "slow:1", min=3)
-    story.hear(m.AgentReady)
+    story.hear(ev.AgentReady)
     story.answer(lambda e: getattr(e, "worker", wid("slow/0#1")).host == "a")
     story.submit().now += 3
     story.answer(lambda e: getattr(e, "worker", wid("slow/0#1")).host == "a")
@@ -61,12 +62,12 @@ def test_no_host_says_what_to_do():
 def test_elastic_timeout_names_what_it_waited_for():
     """Below min for elastic_timeout the job fails, and the error says how many there were and what was missing."""
     story = Story("a:1", "dark:1", min=2, elastic_timeout=60.0)
-    story.hear(m.AgentReady)
+    story.hear(ev.AgentReady)
     story.submit().answer(lambda e: getattr(e, "worker", wid("dark/0#1")).host == "a")
     story.wait(59.9)
     assert story.world.active
     story.wait(0.2)
-    end = story.last(m.EndJob)
+    end = story.last(cmd.EndJob)
     assert end.outcome == "failed"
     assert end.reason.startswith("1 of min 2 workers ready for 60 s (elastic_timeout); waiting for dark/0#1")
 
@@ -74,7 +75,7 @@ def test_elastic_timeout_names_what_it_waited_for():
 def before_its_function(story: Story, *workers: str) -> Story:
     """Their programs run, and have not come to the elastic function."""
     for w in workers:
-        story._unsay(wid(w), m.WorkerReady)
+        story._unsay(wid(w), ev.WorkerReady)
     return story
 
 
@@ -91,8 +92,8 @@ def test_a_program_without_an_elastic_function_may_take_its_time():
 def test_elastic_timeout_does_not_count_the_lines_before_the_elastic_function():
     """A worker that takes a dead one's place loads its data for half an hour: it is there, and the other one waits."""
     story = Story("a:1", "b:1", min=2, elastic_timeout=60.0).run()
-    story.kill("b/0#1").answer(lambda e: not isinstance(e, m.WorkerReady) or e.worker != wid("b/0#2"))
-    late = [e for e in story.answers if isinstance(e, m.WorkerReady)]
+    story.kill("b/0#1").answer(lambda e: not isinstance(e, ev.WorkerReady) or e.worker != wid("b/0#2"))
+    late = [e for e in story.answers if isinstance(e, ev.WorkerReady)]
     before_its_function(story, "b/0#2").wait(1800.0)
     assert story.reason.startswith("1 of min 2 workers ready; waiting for b/0#2")
     story.send(*late)
@@ -103,10 +104,10 @@ def test_elastic_timeout_does_not_count_the_lines_before_the_elastic_function():
 def test_elastic_timeout_sums_up_the_time_without_enough_workers():
     """The program dies in its first lines again and again: the pauses of its slot, and not its life, come to 60 s."""
     story = Story("a:1", "b:1", min=2, elastic_timeout=60.0, cooldown=(25.0, 25.0)).run()
-    story.kill("b/0#1").hear(m.WorkerReady)
+    story.kill("b/0#1").hear(ev.WorkerReady)
     deaths = 0
     while story.world.active:
-        story.answer(lambda e: not isinstance(e, m.WorkerReady)).wait(40.0)
+        story.answer(lambda e: not isinstance(e, ev.WorkerReady)).wait(40.0)
         story.kill(*story.alive("b")).wait(25.0)
         deaths += 1
     assert deaths == 3
@@ -135,9 +136,9 @@ def test_elastic_timeout_begins_anew_after_each_world():
 def test_the_first_world_waits_the_settle_time_for_those_that_start():
     """Enough are ready and others are starting: it waits at most a second for them, and says so."""
     story = Story("a:2", "slow:1", min=2)
-    story.hear(m.AgentReady)
+    story.hear(ev.AgentReady)
     story.submit().answer(lambda e: getattr(e, "worker", wid("slow/0#1")).host == "a")
-    assert story.commands(m.FormWorld) == []
+    assert story.commands(cmd.FormWorld) == []
     assert story.reason.startswith("2 workers ready; waiting for slow/0#1")
     story.wait(1.0)
     assert story.names == ["a/0#1", "a/1#1"]
@@ -146,7 +147,7 @@ def test_the_first_world_waits_the_settle_time_for_those_that_start():
 def test_nobody_waits_for_others_when_the_world_is_full():
     """With max ready it forms at once, whatever else is starting."""
     story = Story("a:1", "slow:1", min=1, max=1, spares=1)
-    story.hear(m.AgentReady)
+    story.hear(ev.AgentReady)
     story.submit().answer(lambda e: getattr(e, "worker", wid("slow/0#1")).host == "a")
     assert story.names == ["a/0#1"]
 
@@ -155,8 +156,8 @@ def test_survivors_that_are_enough_wait_for_nobody():
     """After a break, survivors that reach min go on at once: the replacement comes later, as a planned change."""
     story = Story("a:3", min=2).run()
     mark = story.mark()
-    story.kill("a/0#1").hear(m.WorkerReady)
-    assert [len(order.members) for order in story.commands(m.FormWorld, mark)] == [2]
+    story.kill("a/0#1").hear(ev.WorkerReady)
+    assert [len(order.members) for order in story.commands(cmd.FormWorld, mark)] == [2]
 
 
 @pytest.mark.parametrize("start", [0.1, 0.3, 1234.567, 1e9 + 0.1])
@@ -164,11 +165,11 @@ def test_a_deadline_that_has_come_has_come(start):
     """At the very time that `deadline` names, the wait is over, whatever floats do: no tick is in vain."""
     story = Story(min=2, elastic_timeout=0.7)
     story.now = start
-    story.add("a:2").add("slow:1").hear(m.AgentReady)
+    story.add("a:2").add("slow:1").hear(ev.AgentReady)
     story.submit().answer(lambda e: getattr(e, "worker", wid("slow/0#1")).host == "a")
     at = deadline(story.world, story.now)
     story.now = at
-    story.send(m.Ticked())
+    story.send(ev.Ticked())
     assert story.world.stage is Stage.FORMING
 
 
@@ -177,14 +178,14 @@ def test_another_event_at_a_deadline_does_not_swallow_it():
     story = Story("a:2", min=2, elastic_timeout=10.0)
     story.submit()
     story.now += 10.5
-    story.send(m.WorkerStarted(wid("ghost/0#9"), 1))
-    assert story.last(m.EndJob).outcome == "failed"
+    story.send(ev.WorkerStarted(wid("ghost/0#9"), 1))
+    assert story.last(cmd.EndJob).outcome == "failed"
 
 
 def test_an_idle_cluster_counts_only_workers_that_can_work():
     """Without a job, `ready` counts neither the starting nor the failed nor those told to end."""
     story = Story("a:2", min=2)
-    story.hear(m.AgentReady)
+    story.hear(ev.AgentReady)
     assert story.reason.startswith("0 of min 2 workers ready; waiting for a/0#1 (0 s), a/1#1 (0 s)")
     story.broken.add(("a/1#1", "torhc"))
     story.set_up("imports", "torhc").answer()
@@ -194,7 +195,7 @@ def test_an_idle_cluster_counts_only_workers_that_can_work():
 
 def test_nothing_is_due_in_an_empty_world():
     """A world in which nothing can happen by itself asks for no tick."""
-    world, commands = step(World(Limits()), m.Ticked(), 5.0)
+    world, commands = step(World(Limits()), ev.Ticked(), 5.0)
     assert (deadline(world, 5.0), commands) == (float("inf"), ())
     assert world.reason
 
@@ -211,7 +212,7 @@ def test_a_ready_newcomer_waits_for_a_host_that_is_starting():
     assert story.world.stage is Stage.RUNNING
     assert "a to start" in story.reason
     story.quiet(2.0)
-    assert [len(order.members) for order in story.commands(m.FormWorld)] == [1, 3]
+    assert [len(order.members) for order in story.commands(cmd.FormWorld)] == [1, 3]
 
 
 def test_a_ready_newcomer_does_not_wait_for_a_slow_host_for_ever():

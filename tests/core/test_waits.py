@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from nbelastic.core import messages as m
-from nbelastic.core.limits import NEVER
+from nbelastic.core import commands as cmd
 from nbelastic.core.membership import deadline
-from nbelastic.core.timeouts import Timeouts
-from nbelastic.core.world import HostPhase, Stage
+from nbelastic.core.state import HostPhase, Stage
+from nbelastic.protocol import events as ev
+from nbelastic.protocol.limits import NEVER
+from nbelastic.protocol.timeouts import Timeouts
 from tests.core.story import Story, wid, with_stage
 
 WAITING = [stage for stage in Stage if stage is not Stage.RUNNING]  # a world that runs waits for nobody's word
@@ -34,9 +35,9 @@ def test_a_survivor_that_never_leaves_is_replaced():
     story = with_stage(Stage.RUNNING).hang("c/0#1").kill("b/0#1").answer()
     assert "1 of 2 survivors have left epoch 1; not yet c/0#1" in story.reason
     story.wait(59.9)
-    assert m.StopWorker(wid("c/0#1"), kill=True) not in story.said
+    assert cmd.StopWorker(wid("c/0#1"), kill=True) not in story.said
     story.wait(0.2)
-    assert story.last(m.StopWorker) == m.StopWorker(wid("c/0#1"), kill=True)
+    assert story.last(cmd.StopWorker) == cmd.StopWorker(wid("c/0#1"), kill=True)
     assert story.records("worker-lost")[-1] == "c/0#1 did not leave epoch 1 while others waited"
     story.quiet(3.0)
     assert (story.world.stage, len(story.names), story.world.resets) == (Stage.RUNNING, 3, 1)
@@ -51,17 +52,17 @@ def test_a_survivor_that_computes_gets_longer(sign):
         story.wait(10.0)
         fake = story.fakes[wid("c/0#1")]
         setattr(fake, sign, getattr(fake, sign) + 1)
-        story.hear(m.WorkerAt)
-        assert story.commands(m.StopWorker) == []
+        story.hear(ev.WorkerAt)
+        assert story.commands(cmd.StopWorker) == []
     story.wait(11.0)
-    assert story.last(m.StopWorker) == m.StopWorker(wid("c/0#1"), kill=True)
+    assert story.last(cmd.StopWorker) == cmd.StopWorker(wid("c/0#1"), kill=True)
 
 
 def test_a_survivor_that_alone_holds_the_state_is_not_killed():
     """Nothing would be left to go on from: the reason says so, and elastic_timeout ends the job."""
     story = Story("a:2", min=1, elastic_timeout=100.0).run().commit(3).answer()
     story.hang("a/1#1").kill("a/0#1").quiet(61.0)
-    assert story.commands(m.StopWorker) == []
+    assert story.commands(cmd.StopWorker) == []
     why = "a/1#1 did not leave epoch 1, and nobody else holds the training state"
     assert f"{why}; the others wait for 100 s" in story.reason
     story.quiet(40.0)
@@ -104,7 +105,7 @@ def test_a_long_step_is_no_reason_to_break_a_world():
     story = with_stage(Stage.LEAVING)
     mark = story.mark()
     story.wait(1800.0)
-    assert {type(command) for command in story.said[mark:]} <= {m.Look}
+    assert {type(command) for command in story.said[mark:]} <= {cmd.Look}
     story.answer()
     assert (story.world.stage, len(story.names)) == (Stage.RUNNING, 4)
 
@@ -112,8 +113,8 @@ def test_a_long_step_is_no_reason_to_break_a_world():
 def test_who_does_not_say_where_it_is_puts_the_change_off():
     """Those who promised to stop go on after ten seconds, and are asked again ten seconds later."""
     story = with_stage(Stage.ASKED)
-    story.hear(m.WorkerOffered, "a/0#1", "b/0#1").wait(10.0)
-    assert story.last(m.Stay).members == story.world.members
+    story.hear(ev.WorkerOffered, "a/0#1", "b/0#1").wait(10.0)
+    assert story.last(cmd.Stay).members == story.world.members
     reason = "3 workers train in epoch 1; the next change waits, as c/0#1 did not say where it is"
     assert (story.world.stage, story.reason) == (Stage.RUNNING, reason)
     story.answers.clear()
@@ -124,11 +125,11 @@ def test_who_does_not_say_where_it_is_puts_the_change_off():
 def test_an_answer_that_comes_after_its_question_was_taken_back_does_not_count():
     """A member that was told to stay makes more commits: it cannot leave at the one that follows its older answer."""
     story = with_stage(Stage.ASKED)
-    late = m.WorkerOffered(wid("a/0#1"), 1, 3, story.world.asks)
+    late = ev.WorkerOffered(wid("a/0#1"), 1, 3, story.world.asks)
     story.answers.clear()
     story.wait(10.0)
-    assert story.last(m.Stay).members == story.world.members
-    story.wait(10.0).hear(m.WorkerPrepared)
+    assert story.last(cmd.Stay).members == story.world.members
+    story.wait(10.0).hear(ev.WorkerPrepared)
     assert story.world.stage is Stage.ASKED
     story.send(late)
     assert story.world.awaiting == story.world.ranked
@@ -139,8 +140,8 @@ def test_who_never_says_where_it_is_is_replaced():
     story = with_stage(Stage.ASKED)
     for pause in (10.0, 20.0, 40.0):
         assert story.names == ["a/0#1", "b/0#1", "c/0#1"]
-        story.answer(lambda e: not isinstance(e, m.WorkerOffered) or e.worker != wid("c/0#1")).wait(10.0)
-        story._unsay(wid("c/0#1"), m.WorkerOffered)
+        story.answer(lambda e: not isinstance(e, ev.WorkerOffered) or e.worker != wid("c/0#1")).wait(10.0)
+        story._unsay(wid("c/0#1"), ev.WorkerOffered)
         story.wait(pause)
     assert "c/0#1 said nothing when asked 3 times" in story.records("worker-lost")
     story.quiet(3.0)
@@ -150,7 +151,7 @@ def test_who_never_says_where_it_is_is_replaced():
 def test_the_question_waits_for_as_long_as_a_member_may_be_silent():
     """`silence` is a minute: a member that answers after 59 s has not been silent for too long, and the change is made."""
     story = with_stage(Stage.ASKED, silence=60.0)
-    story.hear(m.WorkerOffered, "a/0#1", "b/0#1").wait(59.0)
+    story.hear(ev.WorkerOffered, "a/0#1", "b/0#1").wait(59.0)
     assert story.world.stage is Stage.ASKED
     story.quiet(2.0)
     assert (story.world.stage, len(story.names), story.world.resets) == (Stage.RUNNING, 4, 0)
@@ -161,18 +162,18 @@ def test_only_who_missed_all_three_questions_is_replaced():
     """Three members miss one question each, one after the other: each change is put off, and nobody is replaced."""
     story = with_stage(Stage.ASKED)
     for late, pause in (("a/0#1", 10.0), ("b/0#1", 20.0), ("c/0#1", 40.0)):
-        story.answer(lambda e, w=wid(late): not isinstance(e, m.WorkerOffered) or e.worker != w).wait(10.0)
-        story._unsay(wid(late), m.WorkerOffered)
+        story.answer(lambda e, w=wid(late): not isinstance(e, ev.WorkerOffered) or e.worker != w).wait(10.0)
+        story._unsay(wid(late), ev.WorkerOffered)
         story.wait(pause)
     story.quiet(3.0)
-    assert (story.commands(m.StopWorker), len(story.records("change-put-off"))) == ([], 3)
+    assert (story.commands(cmd.StopWorker), len(story.records("change-put-off"))) == ([], 3)
     assert (story.world.stage, len(story.names), story.world.resets) == (Stage.RUNNING, 4, 0)
 
 
 def test_a_world_that_does_not_form_is_formed_without_the_newcomer():
     """A newcomer never gets in: after a minute all are called back, and those who hold the state train without it."""
     story = Story("a:1", "b:1", min=1).run()
-    story.add("c:1").answer(lambda e: not isinstance(e, m.WorkerFormed))
+    story.add("c:1").answer(lambda e: not isinstance(e, ev.WorkerFormed))
     assert (story.world.stage, story.world.order.store) == (Stage.FORMING, "a/0#1@1")
     story.hang("c/0#1")
     story.quiet(60.2)
@@ -185,13 +186,13 @@ def test_a_world_that_does_not_form_is_formed_without_the_newcomer():
 def test_a_large_state_may_take_its_time():
     """Twenty minutes to send it: somebody is at work all the time, so nobody is told apart."""
     story = Story("a:1", "b:1", min=1).run()
-    story.add("c:1").answer(lambda e: not isinstance(e, m.WorkerFormed))
-    formed = [e for e in story.answers if isinstance(e, m.WorkerFormed)]
+    story.add("c:1").answer(lambda e: not isinstance(e, ev.WorkerFormed))
+    formed = [e for e in story.answers if isinstance(e, ev.WorkerFormed)]
     story.answers.clear()
     for _ in range(120):
         story.wait(10.0)
         story.fakes[wid("a/0#1")].cpu += 3.0
-        story.hear(m.WorkerAt)
+        story.hear(ev.WorkerAt)
     story.send(*formed)
     assert (story.world.stage, len(story.names), story.world.resets) == (Stage.RUNNING, 3, 0)
 
@@ -215,17 +216,17 @@ def test_a_pair_that_cannot_form_a_world_is_named():
 def test_a_world_that_does_not_form_twice_gets_other_processes():
     """Nobody gets ready, and nobody knows why: all but one holder of the state are replaced, which ends what never would."""
     story = with_stage(Stage.RUNNING)
-    story.kill("c/0#1").hear(m.WorkerReady)
+    story.kill("c/0#1").hear(ev.WorkerReady)
     story.hang("a/0#1", "b/0#1")
     assert story.world.stage is Stage.FORMING
     story.silent.clear()
     story.answers.clear()
     for _ in range(2):
         story.wait(60.2)
-        story.answer(lambda e: not isinstance(e, m.WorkerFormed))
+        story.answer(lambda e: not isinstance(e, ev.WorkerFormed))
         story.answers.clear()
-    assert m.StopWorker(wid("b/0#1"), kill=True) in story.said
-    assert m.StopWorker(wid("a/0#1"), kill=True) not in story.said
+    assert cmd.StopWorker(wid("b/0#1"), kill=True) in story.said
+    assert cmd.StopWorker(wid("a/0#1"), kill=True) not in story.said
 
 
 def test_patience_is_the_users():
@@ -233,7 +234,7 @@ def test_patience_is_the_users():
     limits = {"min": 1, "timeouts": Timeouts(recover=5.0)}
     story = Story("a:3", **limits).run().commit(3).answer()
     story.hang("a/1#1").kill("a/2#1").quiet(5.1)
-    assert story.last(m.StopWorker) == m.StopWorker(wid("a/1#1"), kill=True)
+    assert story.last(cmd.StopWorker) == cmd.StopWorker(wid("a/1#1"), kill=True)
 
 
 def test_one_world_breaks_once():
@@ -242,7 +243,7 @@ def test_one_world_breaks_once():
     story.now += 59.0
     story.raised("a/0#1", "connection reset", intact=False)
     story.now += 2.0
-    story.send(m.Ticked())
+    story.send(ev.Ticked())
     assert (story.world.stage, story.world.resets) == (Stage.GATHERING, 1)
     assert len(story.records("world-broken")) == 1
 
@@ -250,12 +251,12 @@ def test_one_world_breaks_once():
 def test_a_newcomer_that_never_connects_is_replaced_when_min_needs_it():
     """Without it there are too few: after two worlds that did not form another process takes its place."""
     story = Story("a:1", "b:1", min=2, elastic_timeout=None, cooldown=(0.0, 0.0)).run().commit(3).answer()
-    story.kill("b/0#1").answer(lambda e: not isinstance(e, m.WorkerFormed))
+    story.kill("b/0#1").answer(lambda e: not isinstance(e, ev.WorkerFormed))
     deaf = wid("b/0#2")
     while deaf in story.world.workers:
         assert story.now < 300.0, story.reason
-        story._unsay(deaf, m.WorkerFormed, m.WorkerAt)
-        story.answer(lambda e: isinstance(e, m.WorkerReady | m.WorkerAt)).wait(1.0)
+        story._unsay(deaf, ev.WorkerFormed, ev.WorkerAt)
+        story.answer(lambda e: isinstance(e, ev.WorkerReady | ev.WorkerAt)).wait(1.0)
     assert [text for text in story.records("worker-lost") if str(deaf) in text] == [
         "b/0#2 did not connect in epoch 3 within 60 s"
     ]
@@ -267,13 +268,13 @@ def test_a_newcomer_that_never_connects_is_replaced_when_min_needs_it():
 def test_a_worker_whose_end_is_never_reported_counts_as_ended(now):
     """Its host is removed, and its agent carries out no order: after half a minute the host is gone too."""
     story = with_stage(Stage.RUNNING)
-    story.remove("c", now=now).answer(lambda e: not isinstance(e, m.WorkerExited))
+    story.remove("c", now=now).answer(lambda e: not isinstance(e, ev.WorkerExited))
     assert story.world.stopped == {wid("c/0#1")}
     story.wait(29.9)
     assert story.world.stopped == {wid("c/0#1")}
     story.wait(0.2)
     assert (story.world.stopped, list(story.world.hosts)) == (frozenset(), ["a", "b"])
-    assert story.last(m.StopAgent) == m.StopAgent("c")
+    assert story.last(cmd.StopAgent) == cmd.StopAgent("c")
     (text,) = [text for text in story.records("worker-lost") if text.startswith("c/0#1")]
     assert text == "c/0#1 was told to end, and its end was not reported within 30 s: it counts as ended"
     story.answers.clear()
@@ -283,20 +284,20 @@ def test_a_worker_whose_end_is_never_reported_counts_as_ended(now):
 
 def test_a_member_that_answers_on_its_way_to_the_agreed_commit_is_let():
     """Rank 0 saves a file for an hour all but a minute, without CPU time: it says where it is, so it is waited for."""
-    story = with_stage(Stage.LEAVING).hear(m.WorkerReady, "b/0#1", "c/0#1")
+    story = with_stage(Stage.LEAVING).hear(ev.WorkerReady, "b/0#1", "c/0#1")
     words = tuple(story.answers)  # for when it gets there
     story.answers.clear()
     for _ in range(354):
-        story.wait(10.0).hear(m.WorkerAt)
-    assert story.commands(m.StopWorker) == []
+        story.wait(10.0).hear(ev.WorkerAt)
+    assert story.commands(cmd.StopWorker) == []
     story.send(*words)
     assert (story.world.stage, len(story.names), story.world.resets) == (Stage.RUNNING, 4, 0)
 
 
 def test_even_a_member_that_answers_is_not_waited_for_without_end():
     """It never comes to the agreed commit, while others wait for it there: after `step` seconds it is replaced."""
-    story = with_stage(Stage.LEAVING).hear(m.WorkerReady, "b/0#1", "c/0#1")
+    story = with_stage(Stage.LEAVING).hear(ev.WorkerReady, "b/0#1", "c/0#1")
     story.answers.clear()
     for _ in range(361):
-        story.wait(10.0).hear(m.WorkerAt)
-    assert story.last(m.StopWorker) == m.StopWorker(wid("a/0#1"), kill=True)
+        story.wait(10.0).hear(ev.WorkerAt)
+    assert story.last(cmd.StopWorker) == cmd.StopWorker(wid("a/0#1"), kill=True)

@@ -12,9 +12,11 @@ from collections import defaultdict
 from functools import cache
 from pathlib import Path
 
-from nbelastic.core import messages as m
+from nbelastic.core import commands as cmd
 from nbelastic.core.membership import deadline, step
-from nbelastic.core.world import HostPhase, Stage, WorkerState, World
+from nbelastic.core.state import HostPhase, Stage, WorkerState, World
+from nbelastic.protocol import events as ev
+from nbelastic.protocol.ids import HostSpec, WorkerId
 from tests.core.story import IN_TIME, Story
 
 PAGE = Path(__file__).parents[2] / "docs" / "how-it-works.md"
@@ -54,7 +56,7 @@ class Seen:
         self.stages: Edges = defaultdict(set)
         self.tried: set[object] = set()  # situations in which everything has been tried
 
-    def note(self, before: World, event: m.Event, world: World, commands: tuple[m.Command, ...]) -> None:
+    def note(self, before: World, event: ev.Event, world: World, commands: tuple[cmd.Command, ...]) -> None:
         name = type(event).__name__
         old, new = stage_of(before), stage_of(world)
         if old != new:
@@ -96,41 +98,41 @@ class Seen:
     def _pass_time(self, world: World, now: float) -> None:
         at = deadline(world, now)
         if at != float("inf"):
-            self.note(world, m.Ticked(), *step(world, m.Ticked(), at))
+            self.note(world, ev.Ticked(), *step(world, ev.Ticked(), at))
 
 
-def _possible(world: World) -> list[m.Event]:
+def _possible(world: World) -> list[ev.Event]:
     """What people, hosts and processes can do at any time."""
-    spec = m.HostSpec("a", 1)
-    events: list[m.Event] = [
-        *(m.HostsDiscovered(hosts) for hosts in ((), (spec,))),
-        *(m.Scaled(low, low) for low in (1, 2)),
-        m.HostAdded(spec),
-        m.StopRequested(),
-        m.JobSubmitted("another"),
+    spec = HostSpec("a", 1)
+    events: list[ev.Event] = [
+        *(ev.HostsDiscovered(hosts) for hosts in ((), (spec,))),
+        *(ev.Scaled(low, low) for low in (1, 2)),
+        ev.HostAdded(spec),
+        ev.StopRequested(),
+        ev.JobSubmitted("another"),
     ]
     for name, host in world.hosts.items():
         if host.phase is HostPhase.STARTING:
-            events.append(m.AgentReady(name, 1))
-        events += [m.HostRemoved(name), m.HostRemoved(name, now=True), m.AgentLost(name, "gone")]
+            events.append(ev.AgentReady(name, 1))
+        events += [ev.HostRemoved(name), ev.HostRemoved(name, now=True), ev.AgentLost(name, "gone")]
     for w, worker in world.workers.items():
         if worker.job:
-            events += [m.ProgramEnded(w, worker.job, error) for error in ("", "ValueError: bad")]
+            events += [ev.ProgramEnded(w, worker.job, error) for error in ("", "ValueError: bad")]
         if worker.state is WorkerState.STARTING:
-            events.append(m.WorkerRegistered(w))
+            events.append(ev.WorkerRegistered(w))
         if worker.cell:
-            events += [m.SetupEnded(w, worker.cell, error) for error in ("", "NameError: x")]
-        events += [m.WorkerExited(w, -9), m.WorkerFroze(w, "stopped")]
+            events += [ev.SetupEnded(w, worker.cell, error) for error in ("", "NameError: x")]
+        events += [ev.WorkerExited(w, -9), ev.WorkerFroze(w, "stopped")]
     if world.plan is not None:
-        events += [m.WorkerPrepared(w, world.plan.epoch, error) for w in world.plan.members for error in ("", "no")]
+        events += [ev.WorkerPrepared(w, world.plan.epoch, error) for w in world.plan.members for error in ("", "no")]
     if world.stage is Stage.ASKED:
-        events += [m.WorkerOffered(w, world.epoch, 1, world.asks) for w in world.awaiting]
+        events += [ev.WorkerOffered(w, world.epoch, 1, world.asks) for w in world.awaiting]
     if world.active:
-        events.append(m.JobStopRequested(world.active.name))
+        events.append(ev.JobStopRequested(world.active.name))
         inside = world.awaiting if world.stage is Stage.LEAVING else world.ranked
         if world.stage in (Stage.RUNNING, Stage.PREPARING, Stage.ASKED, Stage.LEAVING):
-            events += [m.WorkerSucceeded(w, world.epoch) for w in inside - world.suspects]
-        events += [m.WorkerRaised(w, world.epoch, intact, "RuntimeError") for w in inside for intact in (False, True)]
+            events += [ev.WorkerSucceeded(w, world.epoch) for w in inside - world.suspects]
+        events += [ev.WorkerRaised(w, world.epoch, intact, "RuntimeError") for w in inside for intact in (False, True)]
     return events
 
 
@@ -139,11 +141,11 @@ class Watched(Story):
 
     def __init__(self, seen: Seen, **limits) -> None:
         self.seen = seen
-        self.raised: set[m.WorkerId] = set()  # they wait to be told what it was, and answer nothing else
+        self.raised: set[WorkerId] = set()  # they wait to be told what it was, and answer nothing else
         super().__init__(**limits)
 
-    def send(self, *events: m.Event) -> tuple[m.Command, ...]:
-        commands: tuple[m.Command, ...] = ()
+    def send(self, *events: ev.Event) -> tuple[cmd.Command, ...]:
+        commands: tuple[cmd.Command, ...] = ()
         for event in events:
             before = self.world
             commands = super().send(event)
@@ -151,25 +153,25 @@ class Watched(Story):
             self.seen.try_all(self.world, self.now)
         return commands
 
-    def _say(self, w: m.WorkerId, *events: m.Event) -> None:
-        super()._say(w, *(e for e in events if not (isinstance(e, m.WorkerOffered) and w in self.raised)))
+    def _say(self, w: WorkerId, *events: ev.Event) -> None:
+        super()._say(w, *(e for e in events if not (isinstance(e, ev.WorkerOffered) and w in self.raised)))
 
-    def _leave(self, w: m.WorkerId, commit: int) -> None:
+    def _leave(self, w: WorkerId, commit: int) -> None:
         if w not in self.raised:
             super()._leave(w, commit)
 
-    def _form(self, order: m.FormWorld) -> None:
+    def _form(self, order: cmd.FormWorld) -> None:
         self.raised.difference_update(order.members)
         super()._form(order)
 
 
-def _order(w: m.WorkerId, commands: tuple[m.Command, ...]) -> str:
+def _order(w: WorkerId, commands: tuple[cmd.Command, ...]) -> str:
     """The command among these that moves `w`."""
     for command in commands:
         match command:
-            case m.StartWorker(worker=worker) | m.StopWorker(worker=worker) if worker == w:
+            case cmd.StartWorker(worker=worker) | cmd.StopWorker(worker=worker) if worker == w:
                 return type(command).__name__
-            case m.FormWorld(members=members) if w in members:
+            case cmd.FormWorld(members=members) if w in members:
                 return type(command).__name__
     return ""
 
@@ -199,7 +201,7 @@ class Walk:
             actions.append(self.set_up)
         for _ in range(STEPS):
             self.random.choice(actions)()
-        self.story.send(m.StopRequested())
+        self.story.send(ev.StopRequested())
         self.story.quiet(1.0)
 
     def hosts(self) -> None:
@@ -239,16 +241,16 @@ class Walk:
         match self.random.randrange(4):
             case 0:
                 story._forget(w)
-                story.send(m.WorkerFroze(w, "stopped"))
-            case 1 if any(isinstance(e, m.SetupEnded) and e.worker == w for e in story.answers):
-                version = next(e.version for e in story.answers if isinstance(e, m.SetupEnded) and e.worker == w)
-                story._unsay(w, m.SetupEnded)
+                story.send(ev.WorkerFroze(w, "stopped"))
+            case 1 if any(isinstance(e, ev.SetupEnded) and e.worker == w for e in story.answers):
+                version = next(e.version for e in story.answers if isinstance(e, ev.SetupEnded) and e.worker == w)
+                story._unsay(w, ev.SetupEnded)
                 story.ran[w].pop()
-                story.send(m.SetupEnded(w, version, "NameError: x"))
+                story.send(ev.SetupEnded(w, version, "NameError: x"))
             case 2 if story.fakes[w].job and w not in story.world.ranked:
                 story.ended(str(w), error="ValueError: bad")
             case _:
-                story.kill(str(w), code=self.random.choice([-9, 1, m.STUCK]))
+                story.kill(str(w), code=self.random.choice([-9, 1, ev.STUCK]))
 
     def train(self) -> None:
         """Commits; or the function raises or returns somewhere."""
@@ -261,11 +263,11 @@ class Walk:
         w = self.random.choice(inside)
         match self.random.randrange(4):
             case 0 | 1:
-                story._unsay(w, m.WorkerOffered, m.WorkerReady)
+                story._unsay(w, ev.WorkerOffered, ev.WorkerReady)
                 fake = story.fakes[w]
                 fake.epoch = fake.epoch or fake.left
                 story.raised.add(w)
-                story.send(m.WorkerRaised(w, fake.epoch, self.random.random() < 0.3, "RuntimeError: lost"))
+                story.send(ev.WorkerRaised(w, fake.epoch, self.random.random() < 0.3, "RuntimeError: lost"))
             case 2:
                 story.ended(str(w), error="ValueError: bad")
             case 3:
@@ -289,7 +291,7 @@ class Walk:
                 while len(story.answers) > 1:
                     story.send(story.answers.pop(0))
             case _ if story.answers:
-                firsts: dict[object, m.Event] = {}
+                firsts: dict[object, ev.Event] = {}
                 for answer in story.answers:
                     firsts.setdefault(getattr(answer, "worker", getattr(answer, "host", "")), answer)
                 answer = self.random.choice(list(firsts.values()))
@@ -311,11 +313,11 @@ class Walk:
         if story.world.stage is Stage.RUNNING:
             story.commit(self.random.randint(1, 3)).answer()
 
-    def _inside(self) -> list[m.WorkerId]:
+    def _inside(self) -> list[WorkerId]:
         """Those that are in the function, in an epoch that they have formed."""
         story = self.story
-        forming = {e.worker for e in story.answers if isinstance(e, m.WorkerFormed)}
-        leaving = {e.worker for e in story.answers if isinstance(e, m.WorkerReady)}
+        forming = {e.worker for e in story.answers if isinstance(e, ev.WorkerFormed)}
+        leaving = {e.worker for e in story.answers if isinstance(e, ev.WorkerReady)}
         leaving = leaving & story.world.ranked if story.world.stage is Stage.LEAVING else set()
         there = {w for w, fake in story.fakes.items() if fake.epoch} | leaving
         return sorted(w for w in there - forming - story.raised if not story.fakes[w].returned)

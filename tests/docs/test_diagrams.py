@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from nbelastic.core.world import WorkerState
+from nbelastic.core.state import WorkerState
 from tests.docs.draw_states import PAGE, STAGES, diagrams, drawn, redraw
 
 WRITE = "draw them again: python -m tests.docs.draw_states --write"

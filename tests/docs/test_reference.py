@@ -12,9 +12,9 @@ import msgspec
 import pytest
 
 import nbelastic as nbe
-from nbelastic.driver.saved import ClusterInfo
-from nbelastic.driver.status import EventRecord, HostStatus, Status, WorkerStatus
 from nbelastic.notebook.magics import ElasticMagics
+from nbelastic.protocol.saved_cluster import ClusterInfo
+from nbelastic.protocol.status import EventRecord, HostStatus, Status, WorkerStatus
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "reference.md").read_text()
@@ -104,7 +104,7 @@ def test_every_kind_of_event_is_there_and_no_other():
     kinds: set[str] = set()
     for path in (ROOT / "nbelastic").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Call) and ast.unparse(node.func) == "m.Record":
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "cmd.Record":
                 kind = node.args[0]
                 if isinstance(kind, ast.Constant):
                     kinds.add(kind.value)

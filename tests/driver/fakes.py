@@ -11,25 +11,26 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from nbelastic import pickles, versions
-from nbelastic.core import messages as m
-from nbelastic.core import wire
-from nbelastic.core.limits import Limits
-from nbelastic.core.placement import parse_hosts
 from nbelastic.driver.clock import Clock
-from nbelastic.driver.discovery import Listed
 from nbelastic.driver.driver import Driver
-from nbelastic.driver.notes import Notes
 from nbelastic.driver.parts import Parts
-from nbelastic.driver.places import RunDir
 from nbelastic.driver.run import Run
-from nbelastic.driver.saved import SavedJob
-from nbelastic.driver.settings import Settings
+from nbelastic.driver.snapshot import SavedJob
+from nbelastic.driver.snapshot_writer import SnapshotWriter
+from nbelastic.protocol import events as ev
+from nbelastic.protocol import wire
+from nbelastic.protocol.hosts import parse_hosts
+from nbelastic.protocol.ids import HostSpec, Interface, WorkerId
+from nbelastic.protocol.limits import Limits
+from nbelastic.protocol.run_directory import RunDir
+from nbelastic.protocol.settings import Settings
+from nbelastic.protocol.sources import Listed
+from nbelastic.system import pickling, versions
 
 TURNS = 40  # of the event loop, in which a word is answered, and the answer too
 LOOK = 0.25  # seconds by which time passes at once: no timer of the driver's is more frequent
 SIGKILL = -9
-NOTHING = b"".join(pickles.pack(None))
+NOTHING = b"".join(pickling.pack(None))
 
 
 class StandingLoop(asyncio.SelectorEventLoop):
@@ -51,8 +52,8 @@ def tell(story: Callable[[], Coroutine[Any, Any, None]]) -> None:
 class FakeWorker:
     """What a worker that trains would say to what it is told; it commits when a test says so."""
 
-    id: m.WorkerId
-    say: Callable[[wire.Message | m.Event], None]
+    id: WorkerId
+    say: Callable[[wire.Message | ev.Event], None]
     job: str = ""
     epoch: int = 0  # the one it is in; 0: none
     left: int = 0
@@ -69,17 +70,17 @@ class FakeWorker:
 
     def waits(self) -> None:
         store = f"127.0.0.1:{4000 + self.left}"
-        self.say(m.WorkerReady(self.id, self.job, self.left, self.total, True, store, self.holds))
+        self.say(ev.WorkerReady(self.id, self.job, self.left, self.total, True, store, self.holds))
 
     def hears(self, message: wire.Message) -> None:
         match message:
             case wire.Formation(epoch=epoch) if epoch > max(self.left, self.epoch):
                 self.epoch, self.commits, self.holds = epoch, 0, True
-                self.say(m.WorkerFormed(self.id, epoch))
+                self.say(ev.WorkerFormed(self.id, epoch))
             case wire.Prepare(formation=formation):
-                self.say(m.WorkerPrepared(self.id, formation.epoch))
+                self.say(ev.WorkerPrepared(self.id, formation.epoch))
             case wire.Leave(epoch=epoch, commit=None, ask=ask):
-                self.say(m.WorkerOffered(self.id, epoch, self.commits, ask))
+                self.say(ev.WorkerOffered(self.id, epoch, self.commits, ask))
             case wire.Leave(commit=commit) if commit != wire.Leave.STAY and self.epoch:
                 self.total += commit - self.commits
                 self.leaves(self.epoch)
@@ -101,7 +102,7 @@ class FakeWorker:
             self.commits += commits
             self.total += commits
             self.say(wire.WorkerProgress(self.id, self.epoch, self.total, {}))
-            self.say(m.StoreOffered(self.id, self.epoch, f"127.0.0.1:{5000 + self.epoch}"))
+            self.say(ev.StoreOffered(self.id, self.epoch, f"127.0.0.1:{5000 + self.epoch}"))
 
 
 class FakeAgent:
@@ -109,16 +110,16 @@ class FakeAgent:
 
     process = job = ""
 
-    def __init__(self, outside: Outside, spec: m.HostSpec, on_stop: Callable[[str], None], number: int) -> None:
+    def __init__(self, outside: Outside, spec: HostSpec, on_stop: Callable[[str], None], number: int) -> None:
         self._outside, self.spec, self._on_stop, self._number = outside, spec, on_stop, number
         self.lives = False
 
     def start(self, config: Mapping[str, Any]) -> None:
         self.lives = True
         self._outside.agents[f"agent/{self.spec.name}~{self._number}"] = self
-        self.say(wire.AgentHello(self.spec.name, self._number, versions.here(), (m.Interface("lo", "127.0.0.1"),)))
+        self.say(wire.AgentHello(self.spec.name, self._number, versions.here(), (Interface("lo", "127.0.0.1"),)))
 
-    def say(self, message: wire.Message | m.Event) -> None:
+    def say(self, message: wire.Message | ev.Event) -> None:
         self._outside.deliver(f"agent/{self.spec.name}~{self._number}", message)
 
     def hears(self, message: wire.Message) -> None:
@@ -127,17 +128,17 @@ class FakeAgent:
                 worker = self._outside.workers[w] = FakeWorker(
                     w, lambda word: self._outside.deliver(f"worker/{w}", word)
                 )
-                self.say(m.WorkerStarted(w, 1000 + w.slot))
+                self.say(ev.WorkerStarted(w, 1000 + w.slot))
                 worker.say(wire.WorkerHello(w, 1000 + w.slot, f"engine-{w}"))
             case wire.Reap(worker=w, kill=kill):
                 self.loses(w, SIGKILL if kill else 0)
             case wire.Retire():
                 self.kill()
 
-    def loses(self, w: m.WorkerId, code: int = SIGKILL) -> None:
+    def loses(self, w: WorkerId, code: int = SIGKILL) -> None:
         """A worker's process has ended."""
         self._outside.workers.pop(w, None)
-        self.say(m.WorkerExited(w, code))
+        self.say(ev.WorkerExited(w, code))
 
     def kill(self) -> None:
         if self.lives:
@@ -219,7 +220,7 @@ def driver_for(settings: Settings, parts: Parts) -> Driver:
     run_dir = RunDir(settings.name)
     run_dir.path = settings.run_dir
     run_dir.make()
-    return Driver(settings, run_dir, Notes(run_dir, {}), parts=parts)
+    return Driver(settings, run_dir, SnapshotWriter(run_dir, {}), parts=parts)
 
 
 class Outside:
@@ -227,7 +228,7 @@ class Outside:
 
     def __init__(self, folder: Path, hosts: str, **limits: Any) -> None:
         self.agents: dict[str, FakeAgent] = {}
-        self.workers: dict[m.WorkerId, FakeWorker] = {}
+        self.workers: dict[WorkerId, FakeWorker] = {}
         self.sent: list[tuple[str, wire.Message]] = []
         self.controller_stopped = False
         self.silent: set[str] = set()  # hosts from which nothing is heard
@@ -245,7 +246,7 @@ class Outside:
             clock=lambda most: Clock(most, monotonic=loop.time, boottime=loop.time),
         )
 
-    async def locate(self, spec: m.HostSpec, launcher: str) -> tuple[str, str]:
+    async def locate(self, spec: HostSpec, launcher: str) -> tuple[str, str]:
         """Every host is this machine."""
         return "127.0.0.1", ""
 
@@ -260,7 +261,7 @@ class Outside:
 
     async def __aexit__(self, *_: object) -> None:
         if not self._serving.done():
-            self.driver.take_in(m.StopRequested("the test is over", within=0.0))
+            self.driver.take_in(ev.StopRequested("the test is over", within=0.0))
             await self.passes(20.0)
         await self._serving
 
@@ -286,7 +287,7 @@ class Outside:
                     self.link.heard_at[peer] = loop.now
             await self.settles()
 
-    def deliver(self, peer: str, message: wire.Message | m.Event) -> None:
+    def deliver(self, peer: str, message: wire.Message | ev.Event) -> None:
         """Somebody says something to the driver."""
         host = peer.partition("/")[2].partition("~")[0].partition("/")[0]
         if host not in self.silent:
@@ -296,7 +297,7 @@ class Outside:
     def arrive(self, peer: str, message: wire.Message) -> None:
         """The driver's word reaches whom it was sent to, if that still is there."""
         role, _, name = peer.partition("/")
-        who = self.agents.get(peer) if role == "agent" else self.workers.get(m.WorkerId.parse(name))
+        who = self.agents.get(peer) if role == "agent" else self.workers.get(WorkerId.parse(name))
         if (
             who is not None
             and (name, type(message)) not in self.lost
@@ -311,7 +312,7 @@ class Outside:
 
     def kill(self, w: str) -> None:
         """Its process dies, and its agent sees it."""
-        worker = m.WorkerId.parse(w)
+        worker = WorkerId.parse(w)
         next(agent for agent in self.agents.values() if agent.spec.name == worker.host and agent.lives).loses(worker)
 
     def trains(self, commits: int = 3) -> None:

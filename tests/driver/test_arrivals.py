@@ -3,17 +3,18 @@
 import asyncio
 from types import SimpleNamespace
 
-from nbelastic.core import messages as m
-from nbelastic.core import wire
-from nbelastic.core.world import HostPhase
-from nbelastic.driver.takeover import Arrivals
+from nbelastic.core.state import HostPhase
+from nbelastic.driver.arrivals import Arrivals
+from nbelastic.protocol import events as ev
+from nbelastic.protocol import wire
+from nbelastic.protocol.ids import HostSpec, WorkerId
 
-WORKERS = [m.WorkerId("a", 0, 1), m.WorkerId("a", 1, 1), m.WorkerId("b", 0, 1)]
+WORKERS = [WorkerId("a", 0, 1), WorkerId("a", 1, 1), WorkerId("b", 0, 1)]
 
 
 def waiting(patience=30.0):
     """Arrivals of a cluster with the hosts a and b, whose agents have no process on this machine."""
-    hosts = tuple(SimpleNamespace(spec=m.HostSpec(name, 1), phase=HostPhase.UP) for name in "ab")
+    hosts = tuple(SimpleNamespace(spec=HostSpec(name, 1), phase=HostPhase.UP) for name in "ab")
     agents = {name: SimpleNamespace(process="", job="") for name in "ab"}
     return Arrivals(SimpleNamespace(agents=agents, world=SimpleNamespace(hosts=hosts)), patience)
 
@@ -53,6 +54,6 @@ def test_a_stopped_worker_is_not_waited_for():
     for message in (hello("a"), hello("b"), *(wire.WorkerHere(w, 1) for w in WORKERS[:2])):
         arrivals.hear(message)
     assert not complete(arrivals)
-    arrivals.hear(m.WorkerFroze(WORKERS[2], "stopped"))
+    arrivals.hear(ev.WorkerFroze(WORKERS[2], "stopped"))
     assert complete(arrivals)
-    assert arrivals.frozen == [m.WorkerFroze(WORKERS[2], "stopped")]
+    assert arrivals.frozen == [ev.WorkerFroze(WORKERS[2], "stopped")]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from concurrent.futures import Future
 from types import SimpleNamespace
 
-from nbelastic.driver.client import Client
+from nbelastic.ipp.client import Client
 
 
 def test_a_call_is_forgotten_once_it_is_answered():

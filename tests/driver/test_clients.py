@@ -16,16 +16,18 @@ import numpy as np
 import pytest
 
 import nbelastic as nbe
-from nbelastic import pickles
-from nbelastic.core import messages as m
-from nbelastic.core import wire
+from nbelastic.client.connection import Connection
+from nbelastic.core import commands as cmd
 from nbelastic.driver import clients
 from nbelastic.driver import driver as driver_module
-from nbelastic.driver import requests as r
-from nbelastic.driver import updates as u
-from nbelastic.driver.connection import Connection
 from nbelastic.driver.results import Outcome
-from nbelastic.files import replace_private
+from nbelastic.protocol import events as ev
+from nbelastic.protocol import requests as r
+from nbelastic.protocol import updates as u
+from nbelastic.protocol import wire
+from nbelastic.protocol.ids import HostSpec
+from nbelastic.system import pickling
+from nbelastic.system.files import replace_private
 from tests.core.story import wid
 from tests.driver.quiet import NoHosts
 from tests.support import inside
@@ -175,7 +177,7 @@ def test_who_does_not_read_costs_nothing(quiet):
             in_driver(
                 cluster,
                 lambda driver, number=number: [
-                    driver.record(m.Record("noted", f"{number}-{each} " + "x" * 1000)) for each in range(100)
+                    driver.record(cmd.Record("noted", f"{number}-{each} " + "x" * 1000)) for each in range(100)
                 ],
             )
             in_driver(cluster, lambda driver: driver._clients._tell())
@@ -222,21 +224,21 @@ def ended(cluster, job, outcome):
         run = driver.runs[job.name]
         run.ended(wid("a/0#1"), outcome)
         run.end(
-            m.EndJob(job.name, "failed" if outcome.error else "succeeded", "it failed", (wid("a/0#1"),), wid("a/0#1"))
+            cmd.EndJob(job.name, "failed" if outcome.error else "succeeded", "it failed", (wid("a/0#1"),), wid("a/0#1"))
         )
-        driver.take_in(m.JobStopRequested(job.name, "the test has ended it"))  # for the world
+        driver.take_in(ev.JobStopRequested(job.name, "the test has ended it"))  # for the world
         driver._pending.check_and_publish()
 
     in_driver(cluster, end)
 
 
 def blob(value, path: Path | None = None) -> wire.Blob:
-    packed = pickles.pack(value)
+    packed = pickling.pack(value)
     if path is None:
-        return wire.Blob(pickles.size(packed), b"".join(packed))
+        return wire.Blob(pickling.size(packed), b"".join(packed))
     path.parent.mkdir(parents=True, exist_ok=True)
     replace_private(path, packed)
-    return wire.Blob(pickles.size(packed), path=str(path))
+    return wire.Blob(pickling.size(packed), path=str(path))
 
 
 @pytest.mark.parametrize("where", ["message", "file"])
@@ -290,7 +292,7 @@ def test_who_leaves_a_cluster_that_is_not_kept(quiet):
 class Own:
     """A discovery of the user's own."""
 
-    found: tuple[m.HostSpec, ...] = ()
+    found: tuple[HostSpec, ...] = ()
     fails = False
     asked = 0
 
@@ -313,7 +315,7 @@ def test_a_discovery_in_a_kernel(quiet):
     until(lambda: "discovery-recovered" in kinds())
     threads = {thread.name for thread in threading.enumerate()}
     assert "nbelastic-finder" in threads
-    in_driver(cluster, lambda driver: driver.take_in(m.StopRequested("by the driver itself")))
+    in_driver(cluster, lambda driver: driver.take_in(ev.StopRequested("by the driver itself")))
     until(lambda: "nbelastic-finder" not in {thread.name for thread in threading.enumerate()})
 
 
@@ -356,7 +358,7 @@ def test_who_hears_nothing_while_several_jobs_end_does_not_wait_for_ever(quiet):
 def test_what_cannot_be_text_is_told_all_the_same(quiet):
     """A file name that is no Unicode, in a reason: it is shown as far as it can be, and later news come as well."""
     cluster = quiet()
-    in_driver(cluster, lambda driver: driver.record(m.Record("noted", "no file 'a\udcffb'")))
+    in_driver(cluster, lambda driver: driver.record(cmd.Record("noted", "no file 'a\udcffb'")))
     until(lambda: "no file 'a?b'" in [event.text for event in cluster.events])
     cluster.scale(2, 3)
     assert cluster.status().min == 2
@@ -420,7 +422,7 @@ def test_a_faulty_driver_without_clients_ends_with_the_lease(quiet, monkeypatch)
     """It decides nothing any more, but that."""
     cluster = quiet(keep=True, lease=1.0, silence=1.0)
     run_dir = cluster._run_dir
-    in_driver(cluster, lambda driver: driver.stop_deciding(m.Ticked(), KeyError("x")))
+    in_driver(cluster, lambda driver: driver.stop_deciding(ev.Ticked(), KeyError("x")))
     cluster.detach()
     until(lambda: not run_dir.path.exists())
 
@@ -430,7 +432,7 @@ def test_a_driver_that_ends_at_once_tells_its_kernel_why(quiet, monkeypatch, tmp
 
     def connect_late(*arguments):
         thread = inside.threads["quiet"]
-        thread.ask(m.StopRequested("the inventory is down"))
+        thread.ask(ev.StopRequested("the inventory is down"))
         until(lambda: thread.driver.world.phase == "finished")
         return Connection(*arguments)
 
@@ -464,7 +466,7 @@ class Slow:
     """A discovery that finds a host only when `go` is set; `looks` counts its answers."""
 
     def __init__(self, *hosts):
-        self.go, self.looks, self._hosts = threading.Event(), 0, tuple(m.HostSpec(host, 1) for host in hosts)
+        self.go, self.looks, self._hosts = threading.Event(), 0, tuple(HostSpec(host, 1) for host in hosts)
 
     async def hosts(self):
         await until_async(self.go.is_set)

@@ -10,10 +10,10 @@ import threading
 
 import pytest
 
-from nbelastic.commands.follow import Output
-from nbelastic.commands.main import main
-from nbelastic.core import wire
+from nbelastic.cli.follow import Output
+from nbelastic.cli.main import main
 from nbelastic.driver.results import Outcome
+from nbelastic.protocol import wire
 from tests.core.story import wid
 from tests.driver.test_clients import blob, ended, in_driver
 from tests.support.waiting import until
@@ -155,7 +155,7 @@ def test_an_interrupt_ends_the_command_alone(quiet, monkeypatch, capsys):
     def interrupt(_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("nbelastic.commands.follow._wait", interrupt)
+    monkeypatch.setattr("nbelastic.cli.follow._wait", interrupt)
     assert main(["attach"]) == 130
     assert cluster.status().phase == "waiting"
 

@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 
-from nbelastic.core import membership, wire
-from nbelastic.core import messages as m
+from nbelastic.core import membership
 from nbelastic.driver import driver as driver_module
 from nbelastic.driver.parts import Parts
-from nbelastic.link import Hub, Spoke
+from nbelastic.protocol import events as ev
+from nbelastic.protocol import wire
+from nbelastic.protocol.ids import WorkerId
+from nbelastic.transport.link import Hub, Spoke
 from tests.driver.fakes import driver_for, settings_for
 from tests.process.observing import until
 from tests.support import inside
@@ -19,10 +21,10 @@ from tests.support import inside
 
 def test_the_last_word_of_a_dead_worker_does_not_bring_it_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It comes after the news of its death: it is read, and then nothing is kept for it and no heartbeat sent to it."""
-    taken: list[m.Event] = []
+    taken: list[ev.Event] = []
     hubs: list[Hub] = []
 
-    def step(world: Any, event: m.Event, now: float) -> Any:
+    def step(world: Any, event: ev.Event, now: float) -> Any:
         taken.append(event)
         return membership.step(world, event, now)
 
@@ -33,7 +35,7 @@ def test_the_last_word_of_a_dead_worker_does_not_bring_it_back(tmp_path: Path, m
     monkeypatch.setattr(driver_module, "step", step)
     driver = driver_for(settings_for(tmp_path, ""), Parts(transport=make))
     thread = inside.DriverThread(driver)
-    word = m.WorkerFormed(m.WorkerId("a", 0, 1), 1)
+    word = ev.WorkerFormed(WorkerId("a", 0, 1), 1)
     for name in (str(word.worker), "no worker's name"):
         one = Spoke(driver.address, driver._keys.for_clients(), f"worker/{name}", wire.ToWorker, lambda _: None)
         one.start()
@@ -42,5 +44,5 @@ def test_the_last_word_of_a_dead_worker_does_not_bring_it_back(tmp_path: Path, m
             until(lambda: word in taken)
         one.close()
     assert [(hub.heard_at, hub._deliveries) for hub in hubs] == [({}, {})]
-    thread.ask(m.StopRequested("that is all"))
+    thread.ask(ev.StopRequested("that is all"))
     thread.wait(20)

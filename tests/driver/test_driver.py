@@ -7,10 +7,11 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from nbelastic.core import messages as m
-from nbelastic.core import wire
-from nbelastic.core.world import HostPhase
+from nbelastic.core.state import HostPhase
 from nbelastic.driver.answers import ready_workers
+from nbelastic.protocol import events as ev
+from nbelastic.protocol import wire
+from nbelastic.protocol.ids import HostSpec, WorkerId
 from tests.driver.fakes import Outside, tell
 
 
@@ -46,7 +47,7 @@ def test_a_life(tmp_path: Path) -> None:
                 11,
                 1,
             )  # one on the way to where all left for the newcomer
-            outside.driver.take_in(m.JobStopRequested("job-1"))
+            outside.driver.take_in(ev.JobStopRequested("job-1"))
             await outside.passes(1.0)
             assert run.future.done()
         assert outside.ended
@@ -64,7 +65,7 @@ def test_a_newcomer_joins_by_plan(tmp_path: Path) -> None:
         async with training(tmp_path, "a:2", min=1) as outside:
             outside.trains(5)
             await outside.settles()
-            outside.driver.take_in(m.HostAdded(m.HostSpec("b", 1), "a test"))
+            outside.driver.take_in(ev.HostAdded(HostSpec("b", 1), "a test"))
             await outside.passes(3.0)
             assert outside.ranks == ["a/0#1", "a/1#1", "b/0#1"]
             assert (outside.driver.world.resets, outside.driver.status.step) == (0, 5)
@@ -81,10 +82,10 @@ def test_late_progress_of_the_job_before_is_not_that_of_the_next(tmp_path: Path)
         async with training(tmp_path, "a:1", min=1) as outside:
             outside.trains(5)
             await outside.settles()
-            outside.driver.take_in(m.JobStopRequested("job-1"))
+            outside.driver.take_in(ev.JobStopRequested("job-1"))
             await outside.passes(1.0)
             outside.submit("job-2")
-            late = wire.WorkerProgress(m.WorkerId("a", 0, 1), 1, 7, {"loss": 0.5})
+            late = wire.WorkerProgress(WorkerId("a", 0, 1), 1, 7, {"loss": 0.5})
             outside.deliver("worker/a/0#1", late)
             await outside.passes(2.0)
             status = outside.driver.status
@@ -123,10 +124,10 @@ def test_the_end_of_an_agent_is_not_that_of_the_next(tmp_path: Path) -> None:
             (old,) = (agent for agent in outside.agents.values() if agent.spec.name == "b")
             hears = old.hears
             old.hears = lambda message: isinstance(message, wire.Retire) or hears(message)  # it ends, but not at once
-            outside.driver.take_in(m.HostRemoved("b", by="a test", now=True))
+            outside.driver.take_in(ev.HostRemoved("b", by="a test", now=True))
             await outside.settles()
             assert "b" not in outside.driver.world.hosts
-            outside.driver.take_in(m.HostAdded(m.HostSpec("b", 1), "a test"))
+            outside.driver.take_in(ev.HostAdded(HostSpec("b", 1), "a test"))
             old._on_stop("its agent ended")
             await outside.passes(3.0)
             assert "host-lost" not in outside.kinds()

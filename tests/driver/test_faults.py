@@ -10,18 +10,21 @@ from types import SimpleNamespace
 import pytest
 
 import nbelastic as nbe
-from nbelastic import supervision
-from nbelastic.core import messages as m
-from nbelastic.core import rounds, wire
+from nbelastic.core import commands as cmd
+from nbelastic.core import script_rounds
 from nbelastic.core.membership import step
-from nbelastic.core.rounds import advance
-from nbelastic.core.script_messages import NodeReady, Terms
-from nbelastic.core.world import Stage
+from nbelastic.core.script_rounds import advance
+from nbelastic.core.state import Stage
 from nbelastic.driver import driver as module
 from nbelastic.driver.executor import Executor
-from nbelastic.driver.notes import Notes
 from nbelastic.driver.run import Run
-from nbelastic.driver.saved import SavedJob
+from nbelastic.driver.snapshot import SavedJob
+from nbelastic.driver.snapshot_writer import SnapshotWriter
+from nbelastic.protocol import events as ev
+from nbelastic.protocol import wire
+from nbelastic.protocol.ids import HostSpec
+from nbelastic.protocol.script_events import NodeReady, Terms
+from nbelastic.system import supervise
 from tests.core.story import wid
 from tests.driver.fakes import Outside, tell
 from tests.driver.quiet import NoHosts
@@ -30,7 +33,7 @@ from tests.support.waiting import until
 
 def broken_step(world, event, now):
     """Fails at one kind of event."""
-    if isinstance(event, m.Scaled):
+    if isinstance(event, ev.Scaled):
         raise KeyError("b/0#1")
     return step(world, event, now)
 
@@ -97,7 +100,7 @@ def test_the_other_commands_of_a_decision_are_carried_out(quiet, monkeypatch):
     done = []
 
     def do(_, command, now):
-        if isinstance(command, m.Record):
+        if isinstance(command, cmd.Record):
             raise OSError("no")
         done.append(command)
 
@@ -106,7 +109,7 @@ def test_the_other_commands_of_a_decision_are_carried_out(quiet, monkeypatch):
     cluster.add_host("gpu9")
     with pytest.raises(nbe.ClusterStoppedError, match="OSError: no, at HostAdded"):
         cluster.wait(1, timeout=20)
-    assert done == [m.StartAgent(m.HostSpec("gpu9", cluster._default_slots))]
+    assert done == [cmd.StartAgent(HostSpec("gpu9", cluster._default_slots))]
 
 
 async def asked_to_leave(outside):
@@ -117,7 +120,7 @@ async def asked_to_leave(outside):
     outside.trains(5)
     await outside.settles()
     outside.lost.add(("a/1#1", wire.Leave))
-    outside.driver.take_in(m.HostAdded(m.HostSpec("b", 1), "a test"))
+    outside.driver.take_in(ev.HostAdded(HostSpec("b", 1), "a test"))
     await outside.settles()
     assert outside.driver.world.awaiting == {wid("a/1#1")}
     assert outside.driver.world.stage is Stage.ASKED
@@ -133,7 +136,7 @@ def test_members_that_were_asked_to_leave_stay(tmp_path):
     async def story():
         async with Outside(tmp_path, "a:2") as outside:
             await asked_to_leave(outside)
-            outside.driver.stop_deciding(m.Ticked(), KeyError("x"))
+            outside.driver.stop_deciding(ev.Ticked(), KeyError("x"))
             assert leaves(outside) == [None, None, wire.Leave.STAY, wire.Leave.STAY]
 
     tell(story)
@@ -155,7 +158,7 @@ def test_members_that_have_answered_are_told_what_becomes_of_them(tmp_path, monk
 
             target, name = (driver.chronicle, "note") if broken == "note" else (outside.link, "send_to_all")
             monkeypatch.setattr(target, name, fail)
-            outside.deliver("worker/a/1#1", m.WorkerOffered(wid("a/1#1"), 1, 5, driver.world.asks))
+            outside.deliver("worker/a/1#1", ev.WorkerOffered(wid("a/1#1"), 1, 5, driver.world.asks))
             await outside.settles()
             assert driver.faults.decides_not
             commit = 6 if broken == "note" else wire.Leave.STAY
@@ -184,7 +187,7 @@ def test_a_fault_in_a_decision_about_a_script_ends_the_deciding_too(tmp_path, mo
         async with Outside(tmp_path, "a:1", min=2, elastic_timeout=5.0) as outside:
             await outside.passes(1.0)
             await with_script(outside)
-            monkeypatch.setattr(rounds, "advance", broken_advance)
+            monkeypatch.setattr(script_rounds, "advance", broken_advance)
             await outside.passes(6.0)
             assert "decides nothing any more (KeyError: 'round 1', at Ticked)" in outside.driver.status.reason
             outside.deliver("node/a~1", NodeReady("a", 0, "127.0.0.1:4000", "default"))
@@ -199,13 +202,13 @@ def test_the_other_commands_of_a_decision_about_a_script_are_carried_out(tmp_pat
 
     def broken_advance(group, event, now):
         group, commands = advance(group, event, now)
-        return group, (m.Ticked(), *commands)
+        return group, (ev.Ticked(), *commands)
 
     async def story():
         async with Outside(tmp_path, "", min=1) as outside:
             run = await with_script(outside)
-            monkeypatch.setattr(rounds, "advance", broken_advance)
-            outside.driver.take_in(m.JobStopRequested("script-1"))
+            monkeypatch.setattr(script_rounds, "advance", broken_advance)
+            outside.driver.take_in(ev.JobStopRequested("script-1"))
             await outside.settles()
             assert "Ticked is no command that the driver knows" in outside.driver.faults.decides_not
             assert isinstance(run.future.exception(0), nbe.JobStoppedError)
@@ -228,7 +231,7 @@ def test_a_fault_beside_the_decisions_costs_one_thing(tmp_path, caplog):
             for _ in range(3):
                 outside.deliver("agent/a~1", wire.Look(1))
             asyncio.get_running_loop().call_soon(fail)
-            driver.take_in(m.Scaled(2, 3))
+            driver.take_in(ev.Scaled(2, 3))
             await outside.settles()
             assert isinstance(question.exception(0), LookupError)
             assert driver.world.limits.min == 2
@@ -244,7 +247,7 @@ def test_a_cluster_that_cannot_be_saved_goes_on(quiet, monkeypatch):
     """A fault where the next driver's knowledge is written costs that knowledge alone, and is reported."""
     cluster = quiet(keep=True)
     with monkeypatch.context() as fault:
-        fault.setattr(Notes, "save", lambda notes: {}["keys"])
+        fault.setattr(SnapshotWriter, "save", lambda notes: {}["keys"])
         cluster.scale(2, 3)
         assert cluster.status().min == 2
     (text,) = [event.text for event in cluster.events if event.kind == "driver-error"]
@@ -263,7 +266,7 @@ def test_who_gives_up_waiting_is_forgotten(tmp_path):
             given_up.cancel()
             await outside.settles()
             asked.clear()
-            outside.driver.take_in(m.Scaled(2, 3))
+            outside.driver.take_in(ev.Scaled(2, 3))
             await outside.settles()
             assert set(asked) == {"waiting"}
             waiting.cancel()
@@ -285,10 +288,8 @@ def test_a_background_task_that_fails_is_started_again(monkeypatch):
             now[0] += life
             raise ValueError("no")
 
-    monkeypatch.setattr(supervision, "asyncio", SimpleNamespace(sleep=pause))
-    monkeypatch.setattr(supervision, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    asyncio.run(
-        supervision.supervise("the look at nothing", run, lambda what, error: reports.append((what, str(error))))
-    )
+    monkeypatch.setattr(supervise, "asyncio", SimpleNamespace(sleep=pause))
+    monkeypatch.setattr(supervise, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    asyncio.run(supervise.supervise("the look at nothing", run, lambda what, error: reports.append((what, str(error)))))
     assert pauses == pytest.approx([0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 12.8, 25.6, 30.0, 0.1, 0.2])
     assert reports == [("the look at nothing (it is started again)", "no")] * 12

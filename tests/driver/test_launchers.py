@@ -8,9 +8,10 @@ from subprocess import Popen
 import pytest
 
 import nbelastic as nbe
-from nbelastic.driver import invitations, launchers
+from nbelastic.driver import invitations
 from nbelastic.driver.answers import begun
-from nbelastic.driver.launchers import ProcessAgent
+from nbelastic.provision import launchers
+from nbelastic.provision.launchers import ProcessAgent
 from tests.driver.fakes import Outside, tell
 
 

@@ -6,12 +6,12 @@ import gc
 import os
 import weakref
 
-from nbelastic.core import messages as m
-from nbelastic.core import wire
-from nbelastic.driver import run as module
-from nbelastic.driver.live import Live
+from nbelastic.core import commands as cmd
+from nbelastic.driver import run as run_module
 from nbelastic.driver.results import Outcome
 from nbelastic.driver.run import Run
+from nbelastic.driver.telemetry import Telemetry
+from nbelastic.protocol import output_buffer, wire
 from tests.core.story import wid
 from tests.support import inside
 from tests.support.waiting import until
@@ -23,7 +23,7 @@ def said(worker, text, end=None):
 
 def test_lines_of_workers_that_died_make_room(monkeypatch):
     """A crash loop: the lines of the oldest processes go first, those of who still prints stay."""
-    monkeypatch.setattr(module, "MOST", 100)
+    monkeypatch.setattr(output_buffer, "MOST", 100)
     run = Run("job", None)
     position = 0
     for incarnation in range(1, 50):
@@ -40,13 +40,13 @@ def test_lines_of_workers_that_died_make_room(monkeypatch):
 
 def test_outcomes_of_programs_that_failed_do_not_add_up(monkeypatch):
     """Newcomers that fail, one after the other: the last ones are kept, and the values of who succeeded."""
-    monkeypatch.setattr(module, "ERRORS", 3)
+    monkeypatch.setattr(run_module, "ERRORS", 3)
     run = Run("job", None)
     run.ended(wid("b/0#1"), Outcome(value=wire.Blob(2, b"42")))
     for incarnation in range(1, 10):
         run.ended(wid(f"a/0#{incarnation}"), Outcome("ValueError: no", "traceback"))
     assert [str(w) for w in run.outcomes] == ["b/0#1", "a/0#7", "a/0#8", "a/0#9"]
-    run.end(m.EndJob("job", "succeeded", "", (wid("b/0#1"),)))
+    run.end(cmd.EndJob("job", "succeeded", "", (wid("b/0#1"),)))
     run.ended(wid("a/0#9"), Outcome(value=wire.Blob(1, b"1")))
     assert (run.future.result(), run.outcomes) == ([wire.Blob(2, b"42")], {})
 
@@ -71,7 +71,7 @@ def test_jobs_that_are_over_are_forgotten(quiet):
 
 def test_a_sample_that_comes_after_its_worker_s_end_is_dropped():
     """Nobody would remove it again."""
-    live = Live()
+    live = Telemetry()
     sample = wire.AgentSample("a", 1.0, 2, {"a/0#1": (1.0, 2), "a/0#2": (3.0, 4)}, 5, ())
     live.sample_of(sample, {wid("a/0#2")}, 1.0)
     assert live.worker_samples == {"a/0#2": (3.0, 4)}

@@ -12,8 +12,8 @@ import time
 import pytest
 
 import nbelastic as nbe
-from nbelastic.driver.places import RunDir, batch_folder
-from nbelastic.folders import base, held_folder
+from nbelastic.protocol.run_directory import RunDir
+from nbelastic.system.folders import base, batch_folder, held_folder
 from tests.driver.quiet import NoHosts
 
 
@@ -77,7 +77,7 @@ def test_a_forked_child_does_not_keep_a_detached_cluster(quiet):
 
 ORPHAN = """
 import os, signal, sys
-from nbelastic.driver.places import RunDir
+from nbelastic.protocol.run_directory import RunDir
 run_dir = RunDir("orphaned")
 run_dir.hold()
 if os.fork() == 0:

@@ -10,16 +10,16 @@ import pytest
 from IPython.core.interactiveshell import InteractiveShell
 
 import nbelastic as nbe
-from nbelastic.core import messages as m
-from nbelastic.driver import process
-from nbelastic.driver import updates as u
-from nbelastic.driver.cluster import DEATHS
-from nbelastic.driver.connection import Connection, JobCopy
-from nbelastic.driver.fleet import Fleet
+from nbelastic.client import cluster as cluster_module
+from nbelastic.client.cluster import DEATHS
+from nbelastic.client.connection import Connection, JobCopy
+from nbelastic.core import commands as cmd
+from nbelastic.driver.agents import Fleet
 from nbelastic.driver.results import Outcome
-from nbelastic.driver.run import Line
-from nbelastic.driver.saved import NAME
 from nbelastic.notebook.magics import ElasticMagics
+from nbelastic.protocol import updates as u
+from nbelastic.protocol.output_buffer import Line
+from nbelastic.protocol.saved_cluster import NAME
 from tests.core.story import wid
 from tests.driver.quiet import NoHosts
 from tests.driver.test_clients import blob, driver_of, ended
@@ -49,14 +49,14 @@ def die(cluster) -> None:
 def held_up(monkeypatch) -> tuple[threading.Event, threading.Event]:
     """The next drivers are not there before somebody sets the second event; the first tells that one is about to start."""
     started, go_on = threading.Event(), threading.Event()
-    launch = process.launch
+    launch = cluster_module.launch
 
     def launch_late(*arguments):
         started.set()
         assert go_on.wait(10)
         return launch(*arguments)
 
-    monkeypatch.setattr(process, "launch", launch_late)
+    monkeypatch.setattr(cluster_module, "launch", launch_late)
     return started, go_on
 
 
@@ -139,7 +139,7 @@ def test_what_goes_wrong_at_a_replacement_ends_the_connection(quiet, monkeypatch
     cluster = quiet(keep=True)
     job = cluster.run(os.getpid)
     with monkeypatch.context() as broken:
-        broken.setattr("nbelastic.driver.cluster.patience_for", lambda _: 1 / 0)
+        broken.setattr("nbelastic.client.cluster.patience_for", lambda _: 1 / 0)
         inside.kill_driver(cluster._run_dir, 0)
         with pytest.raises(nbe.ClusterStoppedError, match="no other one could take its place: ZeroDivisionError"):
             job.result(timeout=10)
@@ -265,7 +265,7 @@ def test_what_is_saved_stays_until_the_next_driver_has_taken_over(quiet, monkeyp
     before = state.read_bytes()
 
     async def adopt(fleet, _):
-        fleet._record(m.Record("gate-started", "a gate was started again"))
+        fleet._record(cmd.Record("gate-started", "a gate was started again"))
         fleet._save()
         found.append(state.read_bytes())
 
@@ -283,7 +283,7 @@ def unable(*_):
 def test_a_stop_for_which_no_driver_can_be_started(quiet, monkeypatch, keep):
     """Whoever stops a cluster wants nothing of it to stay: its processes are killed."""
     cluster = quiet(keep=keep)
-    monkeypatch.setattr(process, "launch", unable)
+    monkeypatch.setattr(cluster_module, "launch", unable)
     inside.kill_driver(cluster._run_dir, 0)
     until(lambda: cluster.died)
     assert "3 others could not take its place: the driver cannot listen" in cluster.status().reason
@@ -298,7 +298,7 @@ def test_a_cluster_without_a_driver_is_started_anew(quiet, monkeypatch):
     """It is not kept: what its dead driver has left is ended first."""
     cluster = quiet()
     with monkeypatch.context() as broken:
-        broken.setattr(process, "launch", unable)
+        broken.setattr(cluster_module, "launch", unable)
         inside.kill_driver(cluster._run_dir, 0)
         until(lambda: cluster.died)
     cluster.start(wait=False)

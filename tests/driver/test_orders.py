@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from nbelastic.core import messages as m
-from nbelastic.core.errors import HostError, UsageError
 from nbelastic.driver import orders
+from nbelastic.errors import HostError, UsageError
+from nbelastic.protocol import events as ev
 from tests.core.story import Story, wid
 
 
@@ -31,7 +31,7 @@ def test_a_host_that_cannot_be_started_is_a_refusal():
     """With the reason."""
     story = Story("a:1", min=1).run()
     order, done = ask(story, {"order": "add_host", "host": "b"})
-    story.send(order.event, m.AgentLost("b", "ssh: connection refused"))
+    story.send(order.event, ev.AgentLost("b", "ssh: connection refused"))
     with pytest.raises(HostError, match="ssh: connection refused; it is tried again"):
         done()
 
@@ -77,8 +77,8 @@ def test_who_alone_has_the_state_is_refused_at_once():
 def test_an_empty_max_takes_the_limit_away():
     """The dashboard sends null for an empty field; who does not speak of max keeps it."""
     story = Story("a:2", min=1, max=2).run()
-    assert ask(story, {"order": "scale", "min": 2, "max": None})[0].event == m.Scaled(2, None, "dashboard")
-    assert ask(story, {"order": "scale", "min": 2})[0].event == m.Scaled(2, 2, "dashboard")
+    assert ask(story, {"order": "scale", "min": 2, "max": None})[0].event == ev.Scaled(2, None, "dashboard")
+    assert ask(story, {"order": "scale", "min": 2})[0].event == ev.Scaled(2, 2, "dashboard")
 
 
 def test_a_job_is_stopped_when_it_has_ended():

@@ -15,13 +15,13 @@ import pytest
 from ipykernel.iostream import OutStream
 from msgspec.structs import replace
 
-from nbelastic import pickles
-from nbelastic.core.errors import JobError, JobStoppedError, WaitTimeoutError
-from nbelastic.driver import progress
-from nbelastic.driver.job import Job, outcome
-from nbelastic.driver.progress import INTERVAL, Progress, fitted, line, terminal
+from nbelastic.client import progress
+from nbelastic.client.job import Job, outcome
+from nbelastic.client.progress import INTERVAL, Progress, fitted, line, terminal
 from nbelastic.driver.run import Run
-from nbelastic.driver.status import Status
+from nbelastic.errors import JobError, JobStoppedError, WaitTimeoutError
+from nbelastic.protocol.status import Status
+from nbelastic.system import pickling
 
 WAITING = Status(
     name="mine",
@@ -99,7 +99,7 @@ def seen(stderr, monkeypatch):
 
 def packed(*values):
     """As workers give them back."""
-    return [b"".join(pickles.pack(value)) for value in values]
+    return [b"".join(pickling.pack(value)) for value in values]
 
 
 def job_of(*story, end=lambda run: run.future.set_result(packed(7))):

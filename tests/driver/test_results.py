@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from nbelastic import pickles
-from nbelastic.core import wire
-from nbelastic.core.messages import WorkerId
 from nbelastic.driver.results import Outcome, Results
+from nbelastic.protocol import wire
+from nbelastic.protocol.ids import WorkerId
+from nbelastic.system import pickling
 
 W, OTHER = WorkerId("a", 0, 1), WorkerId("b", 0, 1)
-LONG = bytes(range(256)) * (pickles.PIECE // 256) * (2 * pickles.PIECES) + b"the end"
+LONG = bytes(range(256)) * (pickling.PIECE // 256) * (2 * pickling.PIECES) + b"the end"
 
 
 class Receiver:
@@ -30,7 +30,7 @@ class Receiver:
         """All that the worker is asked for."""
         while self.asked:
             w, fetch = self.asked.pop(0)
-            for at, piece in pickles.pieces(data, fetch.offset):
+            for at, piece in pickling.pieces(data, fetch.offset):
                 self.results.piece(wire.ResultPiece(w, fetch.job, at, piece))
 
 
@@ -100,7 +100,7 @@ def test_a_result_that_is_said_again_is_fetched_from_the_start(receiver):
     """As it is to a driver that has missed pieces."""
     receiver.takes(wire.Blob(len(LONG)))
     _, fetch = receiver.asked.pop()
-    at, piece = next(pickles.pieces(LONG, fetch.offset))
+    at, piece = next(pickling.pieces(LONG, fetch.offset))
     receiver.results.piece(wire.ResultPiece(W, "job-1", at, piece))
     receiver.takes(wire.Blob(len(LONG)))
     receiver.gets_pieces()

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from nbelastic.core.messages import WorkerId
-from nbelastic.core.wire import WorkerOutput
 from nbelastic.driver.run import Run
+from nbelastic.protocol.ids import WorkerId
+from nbelastic.protocol.wire import WorkerOutput
 
 ONE, TWO = WorkerId("a", 0, 1), WorkerId("a", 1, 1)
 

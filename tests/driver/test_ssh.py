@@ -8,8 +8,8 @@ import sys
 
 import pytest
 
-from nbelastic.core.messages import HostSpec
-from nbelastic.driver import ssh
+from nbelastic.protocol.ids import HostSpec
+from nbelastic.provision import ssh
 
 GPU = HostSpec("gpu1", 4)
 ALICE = HostSpec("gpu1", 4, "alice")

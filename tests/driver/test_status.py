@@ -9,14 +9,14 @@ from types import SimpleNamespace
 
 import pytest
 
-from nbelastic.core import messages as m
-from nbelastic.core import wire
-from nbelastic.core.limits import Limits
-from nbelastic.core.world import World
+from nbelastic.core import commands as cmd
+from nbelastic.core.state import World
 from nbelastic.driver import status
-from nbelastic.driver.live import POINTS, Curve, Live
 from nbelastic.driver.run import Run
 from nbelastic.driver.status import snapshot
+from nbelastic.driver.telemetry import POINTS, Curve, Telemetry
+from nbelastic.protocol import wire
+from nbelastic.protocol.limits import Limits
 from tests.core.story import wid
 
 
@@ -36,7 +36,7 @@ def test_a_curve_keeps_its_shape_in_few_points(count):
 
 def test_the_total_is_no_curve():
     """`report(total=...)` is for the time that is left; not a number, or none at all, is no total."""
-    live = Live()
+    live = Telemetry()
     live.report_of({"loss": 0.5, "total": 300.0})
     assert (live.total, live.report, set(live.curves)) == (300, {"loss": 0.5}, {"loss"})
     for total in (math.nan, math.inf, -1.0):
@@ -46,28 +46,28 @@ def test_the_total_is_no_curve():
 
 def test_a_value_that_is_not_finite_is_told_once_a_job():
     """Not a number or infinite, each name for itself; the next job is told of its own. A word is no number to be judged."""
-    live = Live()
+    live = Telemetry()
     assert live.report_of({"loss": 0.5, "phase": "warmup"}) == ()
     assert live.report_of({"loss": math.nan, "norm": math.inf, "phase": "nan"}) == ("loss", "norm")
     assert live.report_of({"loss": math.nan, "norm": 1.0}) == ()
     assert live.report_of({"loss": 0.5, "lr": -math.inf}) == ("lr",)
     live.begin_job()
     assert live.report_of({"loss": math.nan}) == ("loss",)
-    after = Live()
+    after = Telemetry()
     after.recall(live.saved())
     assert after.report_of({"loss": math.nan}) == ()  # by another driver
 
 
 def test_a_word_is_shown_and_has_no_curve():
     """`report(phase="warmup")`: as it is, and a `total` in words is none."""
-    live = Live()
+    live = Telemetry()
     for value in (1.0, 0.5):
         live.report_of({"phase": "warmup", "loss": value, "total": "many"})
     assert (live.report, set(live.curves), live.total) == ({"phase": "warmup", "loss": 0.5}, {"loss"}, None)
 
 
 def live_at(commits, **steps):
-    live = Live(steps={wid(f"a/{name[1:]}#1"): step for name, step in steps.items()})
+    live = Telemetry(steps={wid(f"a/{name[1:]}#1"): step for name, step in steps.items()})
     for at, commit in commits:
         live.progress(commit, at)
     return live
@@ -94,7 +94,7 @@ def test_who_has_just_come_is_not_behind():
 
 def test_it_may_be_read_while_it_is_written():
     """The driver's thread writes, others look at the same time: nobody stumbles over a container that changes."""
-    live, stop = Live(), threading.Event()
+    live, stop = Telemetry(), threading.Event()
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-5)
 
@@ -123,9 +123,9 @@ def test_the_time_of_a_status_follows_a_clock_that_is_set(monkeypatch):
     wall = status._Clock()
     monkeypatch.setattr(status, "wall", wall)
     clocks.time = lambda: 1000.1
-    assert snapshot("c", World(Limits()), Live(), 10.0).time == 1000.0
+    assert snapshot("c", World(Limits()), Telemetry(), 10.0).time == 1000.0
     clocks.time = lambda: 4600.0
-    assert snapshot("c", World(Limits()), Live(), 10.0).time == 4600.0
+    assert snapshot("c", World(Limits()), Telemetry(), 10.0).time == 4600.0
 
 
 def test_a_job_that_failed_says_where_it_can_go_on():
@@ -135,5 +135,5 @@ def test_a_job_that_failed_says_where_it_can_go_on():
         (("/runs/one", 100, 3), "; run it again with checkpoint='/runs/one' to go on from its newest checkpoint"),
     ):
         run = Run("job-1", wire.Program("job-1", "", plan, "code"))
-        run.end(m.EndJob("job-1", "failed", "all workers died", ()))
+        run.end(cmd.EndJob("job-1", "failed", "all workers died", ()))
         assert str(run.future.exception()) == f"job-1 failed: all workers died{hint}"

@@ -8,7 +8,7 @@ import os
 import pytest
 
 import nbelastic as nbe
-from nbelastic.driver import saved
+from nbelastic.driver import snapshot
 
 
 @pytest.fixture
@@ -25,15 +25,15 @@ def test_a_job_that_cannot_be_saved_is_no_job(cluster, monkeypatch, what):
     """The disk is full: the call is refused in one line, and the next one is taken as if that had not been made."""
     with monkeypatch.context() as full:
         if what == "program":
-            full.setattr("nbelastic.driver.cluster.replace_private", no_space)
+            full.setattr("nbelastic.client.cluster.replace_private", no_space)
         else:
-            full.setattr(saved.Saved, "write", no_space)
+            full.setattr(snapshot.Saved, "write", no_space)
         with pytest.raises(nbe.UsageError, match=r"job-1 cannot be saved in .*kept \(No space left on device\): free"):
             cluster.run_script(__file__) if what == "script's state" else cluster.run(os.getpid)
     assert cluster.job is None
     job = cluster.run(os.getpid)
     assert (job.name, job.status) == ("job-1", "running")
-    assert saved.read(cluster._run_dir.path).job.name == "job-1"
+    assert snapshot.Saved.read(cluster._run_dir.path).job.name == "job-1"
 
 
 class Counted:
@@ -58,6 +58,6 @@ def test_arguments_are_pickled_once_and_by_the_caller(cluster):
 
 def test_a_job_needs_no_folder_for_its_results(cluster, monkeypatch):
     """The disk is full when the job begins: it runs, and long results are fetched."""
-    monkeypatch.setattr("nbelastic.driver.fleet.make_private", no_space)
+    monkeypatch.setattr("nbelastic.driver.agents.make_private", no_space)
     assert cluster.run(os.getpid).status == "running"
     assert cluster.status().job == "job-1"

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 import nbelastic as nbe
-from nbelastic.core.timeouts import Timeouts
-from nbelastic.driver.settings import timeouts_of
+from nbelastic.protocol.settings import timeouts_of
+from nbelastic.protocol.timeouts import Timeouts
 
 
 def test_what_is_not_chosen_is_as_usual():

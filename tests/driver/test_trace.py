@@ -7,8 +7,8 @@ from itertools import groupby, pairwise
 
 import pytest
 
-from nbelastic.driver.status import EventRecord
-from nbelastic.driver.trace import trace
+from nbelastic.client.trace import trace
+from nbelastic.protocol.status import EventRecord
 
 NOON = 1_700_000_000.0  # seconds since 1970
 GROWN = {"prepare": 400.0, "leave": 20.0, "form": 30.0, "sync": 10.0}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from nbelastic.host.gpus import Gpus
+from nbelastic.agent.gpus import Gpus
 
 torch = pytest.importorskip("torch")
 

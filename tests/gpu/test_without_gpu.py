@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from nbelastic.driver.fleet import NCCL
+from nbelastic.protocol.settings import NCCL
 from nbelastic.worker import rendezvous
 from nbelastic.worker.rendezvous import Group, backend_for
 from nbelastic.worker.sockets import Connections

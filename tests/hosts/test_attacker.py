@@ -15,8 +15,8 @@ import msgspec
 import psutil
 import pytest
 
-from nbelastic.driver.gate_process import MOST_OF_A_PEER
-from nbelastic.driver.saved import read
+from nbelastic.driver.snapshot import Saved
+from nbelastic.provision.tcp_proxy_process import MOST_OF_A_PEER
 from tests.hosts.network import DRIVER
 from tests.hosts.observing import LONG, agent_of, on
 from tests.process.observing import controller_file, driver_of, ours, run_dir, undisturbed, until
@@ -136,7 +136,7 @@ def the_gates(cluster):
     return [
         child
         for child in psutil.Process(driver_of(cluster)).children()
-        if "nbelastic.driver.gate" in " ".join(child.cmdline())
+        if "nbelastic.provision.tcp_proxy" in " ".join(child.cmdline())
     ]
 
 
@@ -252,7 +252,7 @@ def test_two_thousand_connections_at_each_door(network, trains):
 def test_keys_are_kept_on_hosts(network, make, temporary):
     """No key in a command line or an environment on any host, in a log, an event or a `repr`; files are their owner's alone."""
     cluster = make(min=2, keep=True)  # it is saved, and its keys with it
-    keys = read(run_dir(cluster)).keys
+    keys = Saved.read(run_dir(cluster)).keys
     rows = cluster.execute("import os, subprocess; p = subprocess.Popen(['sleep', '1000']); print(p.pid)", timeout=LONG)
     engines = json.loads(controller_file(cluster, "-engine.json"))
     secrets = [key for key in msgspec.structs.astuple(keys) if key]

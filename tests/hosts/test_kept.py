@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from nbelastic.presence import pid_of
+from nbelastic.system.presence import pid_of
 from tests.hosts.conftest import ROOT
 from tests.hosts.network import Network
 from tests.hosts.observing import LONG, nothing_left, texts

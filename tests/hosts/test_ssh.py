@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import nbelastic as nbe
-from nbelastic import versions
+from nbelastic.system import versions
 from tests.hosts.conftest import ROOT
 from tests.hosts.observing import LONG, agent_of, goes_on, nothing_left, on, phases, reasons, strays, texts
 from tests.process import programs

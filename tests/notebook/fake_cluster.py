@@ -12,11 +12,11 @@ from types import SimpleNamespace
 
 from msgspec.structs import replace
 
-from nbelastic.core.errors import UsageError
-from nbelastic.core.placement import parse_host
-from nbelastic.driver.cells import check_cell
-from nbelastic.driver.run import Line
-from nbelastic.driver.status import EventRecord, HostStatus, Status, WorkerStack, WorkerStatus
+from nbelastic.client.cells import check_cell
+from nbelastic.errors import UsageError
+from nbelastic.protocol.hosts import parse_host
+from nbelastic.protocol.output_buffer import Line
+from nbelastic.protocol.status import EventRecord, HostStatus, Status, WorkerStack, WorkerStatus
 
 
 def merge(target: dict, patch: dict) -> dict:

@@ -9,10 +9,10 @@ import pytest
 from fake_cluster import FakeCluster, merge
 from ipykernel.comm.comm import BaseComm
 
-from nbelastic.driver.run import Line
-from nbelastic.driver.status import EventRecord, WorkerStack
 from nbelastic.notebook.dashboard import Dashboard
 from nbelastic.notebook.frames import EVENTS
+from nbelastic.protocol.output_buffer import Line
+from nbelastic.protocol.status import EventRecord, WorkerStack
 
 WIDGET = "application/vnd.jupyter.widget-view+json"
 

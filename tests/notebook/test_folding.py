@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from nbelastic.driver.run import Line
 from nbelastic.notebook.folding import CLOSE, fold, packed
+from nbelastic.protocol.output_buffer import Line
 
 
 def lines(*said):

@@ -9,9 +9,8 @@ from fake_cluster import merge
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nbelastic.driver.live import OrderStatus
-from nbelastic.driver.status import EventRecord, HostStatus, Status, WorkerStatus
 from nbelastic.notebook.frames import Frames, frame, patch
+from nbelastic.protocol.status import EventRecord, HostStatus, OrderStatus, Status, WorkerStatus
 from tests.support.soak import examples
 
 LEAVES = st.none() | st.integers(0, 3) | st.sampled_from("ab") | st.lists(st.integers(0, 2), max_size=2)

@@ -12,15 +12,15 @@ from IPython.core.completer import provisionalcompleter
 from IPython.core.error import UsageError as IPythonUsageError
 from IPython.core.interactiveshell import InteractiveShell
 
-from nbelastic.core.errors import JobError, UsageError, WaitTimeoutError
-from nbelastic.driver.cluster import Cluster
-from nbelastic.driver.run import checkpoints
-from nbelastic.driver.saved import ClusterInfo
-from nbelastic.driver.status import WorkerStack
+from nbelastic.client.checkpoints import checkpoints
+from nbelastic.client.cluster import Cluster
+from nbelastic.errors import JobError, UsageError, WaitTimeoutError
 from nbelastic.notebook import load_ipython_extension, unload_ipython_extension
 from nbelastic.notebook.arguments import _parse, without_comment
 from nbelastic.notebook.magics import ElasticMagics
 from nbelastic.notebook.snapshot import ClusterList
+from nbelastic.protocol.saved_cluster import ClusterInfo
+from nbelastic.protocol.status import WorkerStack
 
 
 @pytest.fixture

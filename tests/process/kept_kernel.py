@@ -6,12 +6,12 @@ import asyncio
 import sys
 from pathlib import Path
 
-from nbelastic.driver.caretaker import Caretaker
+from nbelastic.ipp.supervisor import Supervisor
 from tests.support.presence import named
 
 
 async def main(folder: Path, lease: float) -> None:
-    controller = Caretaker(folder / "ipython", "kept", 8.0, named(folder, lease))
+    controller = Supervisor(folder / "ipython", "kept", 8.0, named(folder, lease))
     await controller.start()
     (folder / "connection").write_text(controller.connection)
     print(controller.process, flush=True)

@@ -15,8 +15,8 @@ from typing import Any
 import psutil
 
 import nbelastic as nbe
-from nbelastic.driver.places import RunDir
-from nbelastic.folders import runs
+from nbelastic.protocol.run_directory import RunDir
+from nbelastic.system.folders import runs
 from tests.support import agents
 from tests.support.waiting import until
 

@@ -16,10 +16,10 @@ from typing import Any
 import psutil
 
 import nbelastic as nbe
-from nbelastic.driver.places import RunDir
-from nbelastic.driver.saved import Saved, read
-from nbelastic.folders import runs
-from nbelastic.presence import pid_of
+from nbelastic.driver.snapshot import Saved
+from nbelastic.protocol.run_directory import RunDir
+from nbelastic.system.folders import runs
+from nbelastic.system.presence import pid_of
 from tests.process.observing import Training, alive, descendants, until
 from tests.process.scripting import ScriptTraining
 
@@ -111,7 +111,7 @@ class Kernel:
 
     @property
     def saved(self) -> Saved:
-        return read(runs() / self.name)
+        return Saved.read(runs() / self.name)
 
     def processes(self) -> dict[int, str]:
         """All that it has started and that live, and what those have started: pid and command line."""

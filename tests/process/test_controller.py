@@ -19,11 +19,11 @@ import psutil
 import pytest
 
 import nbelastic as nbe
-from nbelastic.driver.caretaker import Caretaker
-from nbelastic.driver.client import ControllerLostError, connect
-from nbelastic.driver.gate import Doors
-from nbelastic.presence import lives, pid_of
-from nbelastic.processes import leave
+from nbelastic.ipp.client import ControllerLostError, connect
+from nbelastic.ipp.supervisor import Supervisor
+from nbelastic.provision.tcp_proxy import Doors
+from nbelastic.system.presence import lives, pid_of
+from nbelastic.system.processes import leave
 from tests.process.observing import alive, controller_file, until
 from tests.support.presence import named, until_the_end
 from tests.support.waiting import until_async
@@ -205,10 +205,10 @@ class Kept:
         self.kernel.kill()
         self.kernel.wait()
 
-    def caretaker(self) -> Caretaker:
-        return Caretaker(self.folder / "ipython", "kept", 8.0, named(self.folder, 60.0))
+    def caretaker(self) -> Supervisor:
+        return Supervisor(self.folder / "ipython", "kept", 8.0, named(self.folder, 60.0))
 
-    def check(self, controller: Caretaker) -> None:
+    def check(self, controller: Supervisor) -> None:
         """A client of this controller finds the engine, and what it knows."""
         with closing(connect(controller.information("client"), "kept", str(self.folder / "ipython"))) as client:
             assert client.wait_for([self.uuid], 20.0)
@@ -306,7 +306,7 @@ def test_what_a_broken_connection_takes_along(tmp_path):
 
     async def go_on() -> None:
         presence = until_the_end(tmp_path)
-        controller, doors = Caretaker(tmp_path / "ipython", "behind", 8.0, presence), Doors(presence)
+        controller, doors = Supervisor(tmp_path / "ipython", "behind", 8.0, presence), Doors(presence)
         await controller.start()
         (tmp_path / "connection").write_text(doors.lead_engines("127.0.0.1", controller.connection))
         (tmp_path / "profile").mkdir()
@@ -315,7 +315,7 @@ def test_what_a_broken_connection_takes_along(tmp_path):
         await controller.stop()
         doors.close()
 
-    def _lose_an_answer(controller: Caretaker, doors: Doors, uuid: str) -> None:
+    def _lose_an_answer(controller: Supervisor, doors: Doors, uuid: str) -> None:
         with closing(connect(controller.information("client"), "behind", str(tmp_path / "ipython"))) as client:
             assert client.wait_for([uuid], 20.0)
             (gate,) = [pid_of(gate.process) for gate in doors.saved]
@@ -336,8 +336,8 @@ def test_what_a_broken_connection_takes_along(tmp_path):
 def test_a_driver_is_killed_while_it_starts_a_controller(tmp_path):
     """The next driver finds that one, which is not there yet, and has one in the end: it takes no port from its own."""
 
-    def of_a_driver() -> Caretaker:
-        return Caretaker(tmp_path / "ipython", "half", 8.0, until_the_end(tmp_path))
+    def of_a_driver() -> Supervisor:
+        return Supervisor(tmp_path / "ipython", "half", 8.0, until_the_end(tmp_path))
 
     async def story() -> None:
         first = of_a_driver()

@@ -9,8 +9,8 @@ import psutil
 import pytest
 
 import nbelastic as nbe
-from nbelastic.core.messages import STUCK
-from nbelastic.driver import ssh
+from nbelastic.protocol.events import STUCK
+from nbelastic.provision import ssh
 from tests.process import programs
 from tests.process.observing import alive, driver_of, ranked, until
 

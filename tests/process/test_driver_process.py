@@ -70,7 +70,7 @@ def test_signals_for_the_kernel_are_not_for_its_driver(make, tmp_path):
 @pytest.mark.parametrize("keep", [False, True])
 def test_a_driver_that_is_stopped_does_not_hold_up_a_stop(make, monkeypatch, keep):
     """It is ended when its time is over, and the next one ends all that it has started."""
-    monkeypatch.setattr("nbelastic.driver.cluster.CLOSING", 3.0)
+    monkeypatch.setattr("nbelastic.client.cluster.CLOSING", 3.0)
     cluster = make("localhost:2", min=2, keep=keep)
     pids = {worker.pid for worker in cluster.workers}
     driver = driver_of(cluster)

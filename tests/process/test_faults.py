@@ -7,9 +7,9 @@ import time
 import pytest
 
 import nbelastic as nbe
-from nbelastic.core import messages as m
 from nbelastic.core.membership import step
 from nbelastic.driver import driver
+from nbelastic.protocol import events as ev
 from tests.process import programs
 from tests.process.observing import until
 from tests.support import inside
@@ -19,7 +19,7 @@ def test_what_trains_goes_on_without_decisions(make, tmp_path, monkeypatch):
     """A decision fails, and three times the silence limit later the same processes still make steps. A stop ends them."""
 
     def broken(world, event, now):
-        if isinstance(event, m.Scaled):
+        if isinstance(event, ev.Scaled):
             raise KeyError("a fault")
         return step(world, event, now)
 

@@ -10,8 +10,8 @@ from contextlib import contextmanager
 import pytest
 
 import nbelastic as nbe
-from nbelastic.core.messages import HostSpec
-from nbelastic.driver import discovery
+from nbelastic.protocol.ids import HostSpec
+from nbelastic.provision import discovery
 from tests.process.observing import alive, until
 from tests.support import inside
 
@@ -308,7 +308,7 @@ def installed(monkeypatch, folder, **modules):
 
 
 CLOUD = """
-from nbelastic.core.messages import HostSpec
+from nbelastic.protocol.ids import HostSpec
 class Cloud:
     def __init__(self, slots):
         self.slots = slots

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from nbelastic.core import script_messages as s
-from nbelastic.core import wire
-from nbelastic.core.addresses import parted
-from nbelastic.core.group import places
-from nbelastic.scripts.rendezvous import DriverRendezvous
+from nbelastic.core.script_group import places
+from nbelastic.protocol import script_events as sev
+from nbelastic.protocol import wire
+from nbelastic.system.addresses import parted
+from nbelastic.torchrun.rendezvous import DriverRendezvous
 
 
 class MovingDriver:
@@ -37,7 +37,7 @@ class MovingDriver:
             self.form(self.offers[self._taken])
 
     def form(self, store: str) -> None:
-        seats = (s.Seat("a", 1, "default"),)
+        seats = (sev.Seat("a", 1, "default"),)
         self._hear(wire.Round(1, 0, seats, places(seats), store, 0, "job-1"))
 
 
@@ -68,7 +68,7 @@ def _own_interfaces(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_round_uses_what_was_offered_for_it(moves, taken, address):
     """Moves that are said twice, or too late, take nothing away: the round's store is there, with the ranks in it."""
     driver = MovingDriver(*moves, taken=taken)
-    rendezvous = DriverRendezvous(driver.connect, s.NodeReady("a", 0, "", "default"), ("127.0.0.1", "lo"), timeout=10)
+    rendezvous = DriverRendezvous(driver.connect, sev.NodeReady("a", 0, "", "default"), ("127.0.0.1", "lo"), timeout=10)
     info = rendezvous.next_rendezvous()
     assert parted(driver.offers[taken]) == (
         info.bootstrap_store_info.master_addr,
@@ -83,5 +83,5 @@ def test_a_round_uses_what_was_offered_for_it(moves, taken, address):
 def test_a_driver_that_does_not_know_a_node_is_told_what_it_offers():
     """At once, and not when the link repeats what that driver did not want to hear."""
     driver = StrangeDriver(taken=0)
-    rendezvous = DriverRendezvous(driver.connect, s.NodeReady("a", 0, "", "default"), ("127.0.0.1", "lo"), timeout=10)
+    rendezvous = DriverRendezvous(driver.connect, sev.NodeReady("a", 0, "", "default"), ("127.0.0.1", "lo"), timeout=10)
     assert rendezvous.next_rendezvous().world_size == 1

@@ -13,9 +13,9 @@ import psutil
 import pytest
 
 import nbelastic as nbe
-from nbelastic.driver import connection
-from nbelastic.driver.saved import NAME, fingerprint
-from nbelastic.folders import runs
+from nbelastic.client import connection
+from nbelastic.protocol.saved_cluster import NAME, fingerprint
+from nbelastic.system.folders import runs
 from tests.process import programs
 from tests.process.observing import alive, undisturbed, until
 from tests.process.scripting import FOR_EVER, TRAIN, joining, torchrun

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from nbelastic.driver import batch
+from nbelastic.provision import batch
 from tests.slurm.running import Slurm, programs, running_slurm, until
 
 

@@ -2,7 +2,7 @@
 
 import itertools
 
-from nbelastic.driver.batch import BatchAgent
+from nbelastic.provision.batch import BatchAgent
 from tests.support.waiting import until_async as until
 
 PATIENCE = 40.0

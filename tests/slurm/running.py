@@ -92,7 +92,7 @@ class Slurm:
         """Within an allocation of these options: `look()` is what SlurmDiscovery finds there now, as `["n1:4"]`."""
         code = (
             "import asyncio\n"
-            "from nbelastic.driver.slurm import SlurmDiscovery\n"
+            "from nbelastic.provision.slurm import SlurmDiscovery\n"
             "async def main():\n"
             f"    found = SlurmDiscovery(every={every})\n"
             "    while True:\n"

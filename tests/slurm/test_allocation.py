@@ -6,8 +6,8 @@ import re
 import pytest
 
 import nbelastic as nbe
-from nbelastic.driver import discovery
-from nbelastic.driver import slurm as ours
+from nbelastic.provision import discovery
+from nbelastic.provision import slurm as ours
 from tests.slurm.running import until
 
 JOB = """JobId=7 JobName=x NodeList=evil

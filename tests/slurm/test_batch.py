@@ -10,8 +10,8 @@ import msgspec
 import psutil
 import pytest
 
-from nbelastic.core import wire
-from nbelastic.link import Hub, Keys
+from nbelastic.protocol import wire
+from nbelastic.transport.link import Hub, Keys
 from tests.slurm.held import PATIENCE, Held, ended, is_, job, until
 
 
@@ -146,7 +146,7 @@ def test_environment_and_folder(slurm, tmp_path, stand_in):
         held.start({"TOKEN": "it's $secret\n2"}, python, str(tmp_path / "a folder"))
         assert await ended(held) == 0
         lines = (tmp_path / "env").read_text().splitlines()
-        assert lines[-2:] == [str(tmp_path / "a folder"), "from nbelastic.host.start import main; main()"]
+        assert lines[-2:] == [str(tmp_path / "a folder"), "from nbelastic.agent.start import main; main()"]
         assert [line for line in lines if line.startswith(f"NBELASTIC_AGENT={held.run_dir}/agent-node1-")]
         assert lines[lines.index("TOKEN=it's $secret") + 1] == "2"
         assert "secret" not in held.file("batch").read_text()

@@ -7,8 +7,8 @@ import msgspec
 import pytest
 
 import nbelastic as nbe
-from nbelastic.driver import batch
-from nbelastic.driver.batch import BatchAgent
+from nbelastic.provision import batch
+from nbelastic.provision.batch import BatchAgent
 from tests.slurm.held import Held, ended, job, until
 
 

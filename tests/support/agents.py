@@ -19,7 +19,7 @@ from typing import Any
 import psutil
 import pytest
 
-from nbelastic.driver import launchers, ssh
+from nbelastic.provision import launchers, ssh
 from tests.support import startup, warm
 
 ROOT = Path(__file__).parents[2]

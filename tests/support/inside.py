@@ -11,12 +11,14 @@ from typing import Any
 
 import pytest
 
-from nbelastic.core import messages as m
-from nbelastic.driver import cluster, connection, process
-from nbelastic.driver.connection import Connection
+from nbelastic.client import cluster, connection
+from nbelastic.client.connection import Connection
+from nbelastic.driver import process
 from nbelastic.driver.driver import Driver
-from nbelastic.driver.places import RunDir
-from nbelastic.driver.updates import encoded
+from nbelastic.protocol import events as ev
+from nbelastic.protocol.run_directory import RunDir
+from nbelastic.protocol.start import Start
+from nbelastic.protocol.updates import encoded
 
 
 class DriverThread:
@@ -66,7 +68,7 @@ class DriverThread:
         """In the driver's thread."""
         self._loop.call_soon_threadsafe(function, *arguments)
 
-    def ask(self, event: m.Event) -> None:
+    def ask(self, event: ev.Event) -> None:
         """Have the driver take this event in."""
         self.call(self.driver.take_in, event)
 
@@ -92,9 +94,9 @@ threads: dict[str, DriverThread] = {}  # the newest of each cluster
 
 
 def launch(
-    start: process.Start, folder: Path, on_change: Callable[[], object], before: Connection | None = None
+    start: Start, folder: Path, on_change: Callable[[], object], before: Connection | None = None
 ) -> tuple[Connection, DriverThread]:
-    """As `process.launch`, without a process."""
+    """As `client.launch.launch`, without a process."""
     thread = threads[folder.name] = DriverThread(process.prepare(process.decoded(encoded(start))))
     return Connection(folder, on_change, before), thread
 
@@ -106,6 +108,6 @@ def kill_driver(run_dir: RunDir, pid: int) -> None:
 
 def use(monkeypatch: pytest.MonkeyPatch) -> None:
     """Drivers that are started from now on run in threads."""
-    monkeypatch.setattr(process, "launch", launch)
+    monkeypatch.setattr(cluster, "launch", launch)
     for module in (cluster, connection):
         monkeypatch.setattr(module, "kill_driver", kill_driver)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from nbelastic.presence import Presence, identity
+from nbelastic.system.presence import Presence, identity
 
 
 def until_the_end(folder: Path) -> Presence:

@@ -30,7 +30,7 @@ from collections.abc import Mapping
 from multiprocessing import forkserver, resource_tracker, util
 from typing import Any, NoReturn
 
-AGENT = "from nbelastic.host.start import main; main()"
+AGENT = "from nbelastic.agent.start import main; main()"
 LENGTH = struct.Struct("!q")
 DECISIVE = ("PYTHON", "TORCH", "LD_")  # variables that Python, torch and the linker read as they start
 IGNORED = (  # of these: what nbelastic sets for agents, which means nothing without a GPU, and what torch sets when it compiles

@@ -10,9 +10,9 @@ import pytest
 from IPython.core.interactiveshell import InteractiveShell
 from traitlets.config import Config
 
-from nbelastic.core import wire
-from nbelastic.core.messages import WorkerId
-from nbelastic.link import MAX_MESSAGE, encode
+from nbelastic.protocol import wire
+from nbelastic.protocol.ids import WorkerId
+from nbelastic.transport.link import MAX_MESSAGE, encode
 from nbelastic.worker import cells
 from nbelastic.worker.printed import Output
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import nbelastic as nbe
-from nbelastic.core.errors import WaitTimeoutError
+from nbelastic.errors import WaitTimeoutError
 from nbelastic.worker import checkpoint, saving
 from tests.worker.conftest import formation
 from tests.worker.kept import contents, count, counter, network, train, write, written

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from nbelastic.core.errors import StateError
+from nbelastic.errors import StateError
 from nbelastic.worker import checkpoint, saving
 from tests.worker.kept import contents, count, counter, network, train, write, written
 from tests.worker.test_transfer import same

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from nbelastic.core import messages as m
-from nbelastic.core import wire
-from nbelastic.core.placement import places, ranges
+from nbelastic.protocol import wire
+from nbelastic.protocol.ids import WorkerId
+from nbelastic.protocol.ranks import places, ranges
 from nbelastic.worker.formation import Formation, formation_of
 
 ORDER = wire.Formation(7, (("b", (0, 3)), ("a", (1,))), "10.0.0.1:4711", 1, ((0, 1), (2, 3)))
@@ -14,7 +14,7 @@ ORDER = wire.Formation(7, (("b", (0, 3)), ("a", (1,))), "10.0.0.1:4711", 1, ((0,
 
 def test_each_member_finds_its_ranks():
     """The six numbers of torchrun's contract, as the driver would count them."""
-    members = [m.WorkerId("b", 0, 4), m.WorkerId("b", 3, 1), m.WorkerId("a", 1, 9)]
+    members = [WorkerId("b", 0, 4), WorkerId("b", 3, 1), WorkerId("a", 1, 9)]
     for w, place in zip(members, places(members), strict=True):
         numbers = (place.rank, 3, place.local_rank, place.local_size, place.cross_rank, place.cross_size)
         assert formation_of(ORDER, w) == Formation(
@@ -25,7 +25,7 @@ def test_each_member_finds_its_ranks():
 def test_who_is_no_member_has_no_rank():
     """It was not told by mistake without a word."""
     with pytest.raises(ValueError, match="not in list"):
-        formation_of(ORDER, m.WorkerId("a", 0, 1))
+        formation_of(ORDER, WorkerId("a", 0, 1))
 
 
 @pytest.mark.parametrize(

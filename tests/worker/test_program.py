@@ -10,11 +10,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from nbelastic import pickles
-from nbelastic.core import wire
-from nbelastic.core.errors import JobStoppedError
-from nbelastic.core.messages import WorkerId
-from nbelastic.pickles import INLINE
+from nbelastic.errors import JobStoppedError
+from nbelastic.protocol import wire
+from nbelastic.protocol.ids import WorkerId
+from nbelastic.system import pickling
+from nbelastic.system.pickling import INLINE
 from nbelastic.worker import program
 from nbelastic.worker.account import Account
 from nbelastic.worker.printed import Output, Printed
@@ -76,7 +76,7 @@ def session(monkeypatch):
 
 def call(function=called, *args, **options) -> tuple[bytes, wire.Program]:
     """The packed call, and the order to run it, which names `options` instead of the bytes if there are any."""
-    data = b"".join(pickles.pack((function, args, {})))
+    data = b"".join(pickling.pack((function, args, {})))
     blob = wire.Blob(len(data), **options) if options else wire.Blob(len(data), data)
     return data, wire.Program("job-1", "", call=blob)
 
@@ -98,7 +98,7 @@ def run(session, *orders):
 
 def value(result):
     assert not result.error
-    return pickles.unpack(result.value.data)
+    return pickling.unpack(result.value.data)
 
 
 def test_a_call_in_a_message(session):
@@ -125,7 +125,7 @@ def test_a_file_that_is_gone_ends_the_program_alone(session, tmp_path):
 
 def test_a_call_from_another_machine_is_fetched_in_pieces(session):
     """Several at a time, and the next ones when they have come; what comes twice, or is of another job, changes nothing."""
-    array = os.urandom((pickles.PIECES + 2) * pickles.PIECE)
+    array = os.urandom((pickling.PIECES + 2) * pickling.PIECE)
     data, _ = call(len, array)
     asked, way = [], []
 
@@ -139,14 +139,14 @@ def test_a_call_from_another_machine_is_fetched_in_pieces(session):
             asked.append(message.offset)
             way.append(wire.CallPiece("job-0", message.offset, b"junk"))
             way.extend(
-                wire.CallPiece("job-1", at, piece) for at, piece in pickles.pieces(data, message.offset) for _ in "ab"
+                wire.CallPiece("job-1", at, piece) for at, piece in pickling.pieces(data, message.offset) for _ in "ab"
             )
             asyncio.get_running_loop().call_soon(arrives)
 
     session.answer = answer
     (result,) = run(session, wire.Program("job-1", "", call=wire.Blob(len(data))))
     assert value(result) == len(array)
-    assert asked == [0, pickles.PIECES * pickles.PIECE]
+    assert asked == [0, pickling.PIECES * pickling.PIECE]
 
 
 def test_a_piece_that_does_not_come_is_asked_for_again(session, monkeypatch):
@@ -197,7 +197,7 @@ def test_a_program_of_a_job_that_is_over_does_not_begin(session):
 
 def test_a_job_that_ends_while_its_call_is_fetched(session):
     """The driver has forgotten it by then, and sends nothing more: it is not waited for."""
-    data, _ = call(called, os.urandom(2 * pickles.PIECE))
+    data, _ = call(called, os.urandom(2 * pickling.PIECE))
 
     def answer(message):
         session.stopped = "job-1"
@@ -213,14 +213,14 @@ def test_a_long_result_is_in_a_file_of_this_machine(session, tmp_path):
     (result,) = run(session, wire.Program("job-1", "", call=order.call, results=str(tmp_path)))
     (file,) = tmp_path.iterdir()
     assert (file.name, result.value.path) == ("a-0#1.job-1", str(file))
-    assert pickles.unpack(pickles.mapped(file)) == "x" * INLINE
+    assert pickling.unpack(pickling.mapped(file)) == "x" * INLINE
 
 
 def test_a_long_result_for_another_machine_is_kept(session):
     """Until the driver has fetched it."""
     (result,) = run(session, call(called, "x" * INLINE)[1])
     assert (result.value.data, result.value.path) == (b"", "")
-    assert (len(session.value), pickles.unpack(session.value)) == (result.value.size, "x" * INLINE)
+    assert (len(session.value), pickling.unpack(session.value)) == (result.value.size, "x" * INLINE)
 
 
 def test_a_result_for_which_there_is_no_room(session, tmp_path):
@@ -231,7 +231,7 @@ def test_a_result_for_which_there_is_no_room(session, tmp_path):
     for job, folder in (("job-1", tmp_path / "folder"), ("job-2", tmp_path / "nowhere")):
         (result,) = run(session, wire.Program(job, "", call=order.call, results=str(folder)))
         assert (result.error, result.value.path, result.value.data) == ("", "", b"")
-        assert pickles.unpack(session.value) == "x" * INLINE
+        assert pickling.unpack(session.value) == "x" * INLINE
 
 
 def test_whatever_happens_the_driver_hears_of_the_end(session, monkeypatch):

@@ -6,13 +6,14 @@ import math
 
 import pytest
 
-from nbelastic.core import messages as m
-from nbelastic.core import wire
+from nbelastic.protocol import events as ev
+from nbelastic.protocol import wire
+from nbelastic.protocol.ids import WorkerId
 from nbelastic.worker.formation import Formation
 from nbelastic.worker.protocol import Abort, Build, Do, End, Introduce, Line, Post, Protocol, Say, SendOutput
 
 EPOCH = 7
-W = m.WorkerId("a", 0, 1)
+W = WorkerId("a", 0, 1)
 HERE = Line(away=False, crowded=False, heard_at=0.0)
 AWAY = Line(away=True, crowded=False, heard_at=0.0)
 ORDER = wire.Formation(EPOCH + 1, (("a", (0, 1)),), "10.0.0.1:1", 0, ((1, 2),))
@@ -45,7 +46,7 @@ def said(actions):
 def test_a_question_is_a_promise_at_once(worker):
     """The main thread may not get to a commit, as others have promised theirs: the answer does not wait for it."""
     question = wire.Leave(EPOCH, ask=2)
-    assert worker.receive(question) == [Say(m.WorkerOffered(W, EPOCH, 3, 2)), Post(question)]
+    assert worker.receive(question) == [Say(ev.WorkerOffered(W, EPOCH, 3, 2)), Post(question)]
     assert (worker.hold, worker.bound) == (4, True)
     worker.receive(wire.Leave(EPOCH, 6))
     assert (worker.hold, worker.leave_at, worker.bound) == (None, 6, True)
@@ -101,7 +102,7 @@ def test_who_waits_for_a_world_enters_a_newer_one(worker):
     """Its own last epoch is over for it, and one that was aborted before it began is left already."""
     worker.leave()
     word = worker.ready(5, clean=True, store="10.0.0.1:1")
-    assert word == m.WorkerReady(W, "job", EPOCH, 5, True, "10.0.0.1:1", True, EPOCH)
+    assert word == ev.WorkerReady(W, "job", EPOCH, 5, True, "10.0.0.1:1", True, EPOCH)
     (post,) = worker.receive(ORDER)
     worker.receive(wire.Abort(EPOCH + 1, "gone"))
     assert worker.enter(post.news) is None

@@ -11,9 +11,9 @@ import msgspec
 import pytest
 import torch
 
-from nbelastic.core import messages as m
-from nbelastic.core import wire
-from nbelastic.core.delivery import WINDOW
+from nbelastic.protocol import events as ev
+from nbelastic.protocol import wire
+from nbelastic.transport.delivery import WINDOW
 from nbelastic.worker.printed import BOUND
 from nbelastic.worker.protocol import End
 from nbelastic.worker.rendezvous import Group
@@ -40,7 +40,7 @@ def said(session):
 def test_a_question_is_answered_from_within_a_step(session):
     """The others have promised to stop, and this rank waits for them in a collective: it does not get to a commit."""
     session._receive(wire.Leave(EPOCH))
-    assert said(session) == [m.WorkerOffered(session.worker, EPOCH, 3)]
+    assert said(session) == [ev.WorkerOffered(session.worker, EPOCH, 3)]
     passed = threading.Event()
 
     def train():
@@ -162,7 +162,7 @@ def test_what_comes_while_one_listens_is_not_overheard(session):
     session.attention = True
     session.committed(4)
     assert session.attention
-    assert said(session) == [m.WorkerOffered(session.worker, EPOCH, 4)]
+    assert said(session) == [ev.WorkerOffered(session.worker, EPOCH, 4)]
 
 
 def test_a_transfer_that_an_abort_does_not_wake_is_left_behind(session):

@@ -6,10 +6,11 @@ import time
 
 import pytest
 
-from nbelastic.core import messages as m
+from nbelastic.protocol import events as ev
+from nbelastic.protocol.ids import WorkerId
 from nbelastic.worker.stuck import PATIENCE, Blocked, Stuck
 
-W = m.WorkerId("a", 0, 1)
+W = WorkerId("a", 0, 1)
 EPOCH = 7
 
 
@@ -115,7 +116,7 @@ def test_who_is_stuck_asks_until_it_is_answered(stuck):
     """Four times a second, and ends when it is told to."""
     for now in (100.0, 100.1, 100.3):
         stuck.ask(5, now)
-    assert stuck.said == [m.WorkerStuck(W, EPOCH, 5)] * 2
+    assert stuck.said == [ev.WorkerStuck(W, EPOCH, 5)] * 2
     with pytest.raises(Ended):
         stuck.answer(None, "job", time.monotonic())
 
@@ -128,7 +129,7 @@ def test_the_state_is_kept_before_the_end(stuck):
     until_kept(stuck)
     for later in (0.1, 0.2, 0.4):
         stuck.go_on_keeping(now + later)
-    assert stuck.said == [m.StateKept(W, "job", 5)] * 2
+    assert stuck.said == [ev.StateKept(W, "job", 5)] * 2
     with pytest.raises(Ended):
         stuck.answer(None, "job", now)
 
@@ -145,11 +146,11 @@ def test_while_it_is_being_kept_the_driver_is_told(stuck):
     stuck.answer(None, "job", now)
     for later in (0.1, 1.0, 2.2):
         stuck.go_on_keeping(now + later)
-    assert stuck.said == [m.WorkerStuck(W, EPOCH, keeping=True)] * 2
+    assert stuck.said == [ev.WorkerStuck(W, EPOCH, keeping=True)] * 2
     go_on.set()
     until_kept(stuck)
     stuck.go_on_keeping(now + 9.0)
-    assert stuck.said[-1] == m.StateKept(W, "job", 5)
+    assert stuck.said[-1] == ev.StateKept(W, "job", 5)
 
 
 def test_what_cannot_be_kept_is_lost(stuck):

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import nbelastic as nbe
-from nbelastic.core.errors import StateError
+from nbelastic.errors import StateError
 from nbelastic.worker import transfer
 from nbelastic.worker.transfer import compare, describe, destinations, rebuild
 from tests.support.soak import examples

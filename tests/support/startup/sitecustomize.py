@@ -16,7 +16,7 @@ STALL = 0.1  # seconds that an event loop stalls at most
 OFTEN = 0.02  # of all looks at what is ready
 AGENT_LATE, WORKER_LATE = 5.0, 2.5  # seconds that they start late at most
 
-_agent = sys.orig_argv[-2:] == ["-c", "from nbelastic.host.start import main; main()"]
+_agent = sys.orig_argv[-2:] == ["-c", "from nbelastic.agent.start import main; main()"]
 _seed = os.environ.get("TESTS_JITTER", "")
 _random = random.Random(f"{_seed} {sys.orig_argv[1:]}")
 

@@ -1,0 +1,1 @@
+"""On each host: the agent, which starts workers and watches them."""

@@ -1,0 +1,118 @@
+"""Prints what comes, until it ends: the output of a job, or all that happens to a cluster."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from nbelastic.client.cluster import Cluster
+from nbelastic.client.job import Job
+from nbelastic.errors import ClusterStoppedError
+from nbelastic.notebook.snapshot import StatusView, headline
+from nbelastic.protocol.output_buffer import MOST, Line
+from nbelastic.system.terminal_text import plain
+
+LOOK = 1.0  # seconds between two looks if nothing seems to change
+TAIL = 100  # lines of output that are shown first
+EVENTS = 10  # events of the past that are shown first
+
+
+class Output:
+    """Prints each line of a job once, in the order in which they came: of one rank, or of all; at first the last `tail`."""
+
+    def __init__(self, rank: int | None = None, tail: int = TAIL) -> None:
+        self._rank, self._tail = rank, tail
+        self._job = ""
+        self._begun = False  # something was shown, or there was nothing
+        self._number = 0  # of the last line that was looked at
+
+    def show(self, job: Job) -> None:
+        """What is new. Of a job that has not been shown before, the last lines."""
+        if job.name != self._job:
+            self._job, self._begun, self._number = job.name, False, 0
+        lines = [line for _, line in job.lines_since(self._number, most=MOST)]
+        wanted = [line for line in lines if self._wants(line)]
+        if self._begun and lines and (missing := lines[-1].number - self._number - len(lines)) > 0:
+            print(f"… {missing} lines {'' if self._rank is None else 'of all ranks '}are only in the log files …")
+        for line in wanted if self._begun else wanted[max(0, len(wanted) - self._tail) :]:
+            _print(line)
+        self._begun = True
+        self._number = lines[-1].number if lines else self._number
+
+    def finish(self, job: Job) -> None:
+        """The lines that have no end, such as progress bars: what they say last."""
+        self.show(job)
+        for _, line in job.unfinished_lines():
+            if self._wants(line):
+                _print(line)
+
+    def _wants(self, line: Line) -> bool:
+        return self._rank in (None, line.rank)
+
+
+def follow_job(cluster: Cluster, output: Output) -> None:
+    """Until the job has ended; without a job, wait for one. Raises the job's error if it does not succeed."""
+    with _changes(cluster) as changed:
+        while (job := cluster.job) is None:
+            if cluster.status().phase == "finished":
+                raise ClusterStoppedError(f"{cluster.status().reason}.")
+            _wait(changed)
+        while not job.done():
+            output.show(job)
+            _wait(changed)
+        output.finish(job)
+        error = job._copy.future.exception()  # `job.exception()` would unpickle its values
+        if error is not None:
+            raise error
+        print(f"{job.name} succeeded", file=sys.stderr)
+
+
+def follow_all(cluster: Cluster) -> None:
+    """Events and output, until the cluster has stopped. ClusterStoppedError if its driver has died, and is not replaced."""
+    output, job = Output(), cluster.job
+    _, shown = cluster.numbered_events()
+    shown = max(0, shown - EVENTS)
+    print(f"{cluster.name} is {plain(str(StatusView(cluster.status())))}", end="\n\n")
+    with _changes(cluster) as changed:
+        while True:
+            over = cluster.status().phase == "finished"
+            events, count = cluster.numbered_events()
+            for event in events[max(0, len(events) - (count - shown)) :]:
+                print(time.strftime("%H:%M:%S", time.localtime(event.time)), plain(event.text).replace("\n", " "))
+            shown = count
+            last, job = job, cluster.job
+            if last is not None and (over or job is None or job.name != last.name):
+                output.finish(last)
+            if job is not None:
+                output.show(job)
+            if over:
+                if cluster.died:
+                    raise ClusterStoppedError(f"{cluster.status().reason}.")
+                print(plain(headline(cluster.status())))
+                return
+            _wait(changed)
+
+
+def _print(line: Line) -> None:
+    who = "" if line.rank is None else f"rank {line.rank} | "
+    print(f"{who}{plain(line.text)}", flush=True)
+
+
+@contextmanager
+def _changes(cluster: Cluster) -> Iterator[threading.Event]:
+    """An event that is set when something has changed."""
+    changed = threading.Event()
+    end = cluster.subscribe(lambda _: changed.set())
+    try:
+        yield changed
+    finally:
+        end()
+
+
+def _wait(changed: threading.Event) -> None:
+    sys.stdout.flush()
+    changed.wait(LOOK)
+    changed.clear()

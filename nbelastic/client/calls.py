@@ -1,0 +1,50 @@
+"""A job's function and its arguments, pickled once: in the caller's thread, for every worker and every later driver."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import FunctionType
+from typing import Any
+
+from nbelastic.errors import UsageError
+from nbelastic.system import pickling
+
+DEPTH = 3  # functions that call one another, in which the name is looked for that cannot be pickled
+
+
+def pickled(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[memoryview]:
+    """Pickle the call, as `pickling.pack` does. UsageError, which names what cannot be pickled.
+
+    A notebook's function takes along the notebook's names that it uses. One of a module is imported by the workers.
+    """
+    try:
+        return pickling.pack((function, tuple(args), dict(kwargs)))
+    except Exception as error:  # noqa: BLE001  (pickling fails in many ways)
+        name = repr(getattr(function, "__name__", function))
+        parts = {f"argument {number}": value for number, value in enumerate(args, 1)}
+        parts |= {f"argument {name}": value for name, value in kwargs.items()}
+        culprit = next((what for what, value in parts.items() if not _can_be_pickled(value)), "")
+        culprit = culprit or next(_culprits(function, DEPTH), "")
+        text = f"{culprit}: {type(error).__name__}: {error}" if culprit else f"{type(error).__name__}: {error}"
+        raise UsageError(f"{name} cannot be sent to the workers: {text}") from None
+
+
+def _culprits(function: object, depth: int) -> Iterator[str]:
+    """The names that a function uses and that cannot be pickled, in words."""
+    inner = inspect.unwrap(function) if callable(function) else function
+    if not isinstance(inner, FunctionType) or not depth:
+        return
+    used = inspect.getclosurevars(inner)
+    for name, value in {**used.globals, **used.nonlocals}.items():
+        if not _can_be_pickled(value):
+            yield from _culprits(value, depth - 1)
+            yield f"it uses {name!r}, a {type(value).__name__}"
+
+
+def _can_be_pickled(value: object) -> bool:
+    try:
+        pickling.pack(value)
+    except Exception:  # noqa: BLE001  (pickling fails in many ways)
+        return False
+    return True

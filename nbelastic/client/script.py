@@ -1,0 +1,75 @@
+"""What `Cluster.run_script` is asked for, and whether it can be."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypedDict
+
+from nbelastic.protocol import wire
+from nbelastic.protocol.script_events import Terms
+from nbelastic.protocol.settings import NCCL, Settings, check
+
+_STREAMS = re.compile(r"[0123]|(\d+:[0123],)*\d+:[0123]")  # torchrun's: 3, or 0:1,1:2
+
+
+class Options(TypedDict, total=False):
+    """As `Cluster.run_script` has them."""
+
+    module: bool
+    no_python: bool
+    cold: bool
+    max_restarts: int
+    monitor_interval: float
+    nproc: int | None
+    role: str
+    redirects: str
+    tee: str
+    env: Mapping[str, str] | None
+    exit_barrier_timeout: float
+    shutdown_timeout: float
+
+
+def script_for(
+    path: str | os.PathLike[str],
+    arguments: Sequence[Any],
+    options: Options,
+    settings: Settings,
+) -> tuple[wire.Script, Terms]:
+    """What the nodes are told, but for the job's name, and the group's terms. UsageError, in one line, for what cannot be."""
+    given: dict[str, Any] = dict(options)
+    environment = {name: str(value) for name, value in (given.pop("env", None) or {}).items()}
+    nproc, restarts = given.pop("nproc", None), given.get("max_restarts", 0)
+    check(not (given.get("module") and given.get("no_python")), "module and no_python exclude each other.")
+    check(restarts >= 0, f"max_restarts={restarts}: at least 0.")
+    check(nproc is None or nproc >= 1, f"nproc={nproc}: at least 1.")
+    check(given.get("monitor_interval", 1) > 0, "monitor_interval: more than 0 seconds.")
+    for name in ("redirects", "tee"):
+        text = given[name] = str(given.get(name, "0"))
+        check(_STREAMS.fullmatch(text) is not None, f"{name}={text!r}: as torchrun has it, 0 to 3 or 0:1,1:2.")
+    shutdown = float(given.pop("shutdown_timeout", 30.0))
+    script = wire.Script(
+        "",
+        _target(path, bool(given.get("module")), bool(given.get("no_python"))),
+        tuple(str(each) for each in arguments),
+        environment=environment,
+        cwd=settings.cwd or os.getcwd(),
+        exit_barrier=float(given.pop("exit_barrier_timeout", 300.0)),
+        shutdown=shutdown,
+        unset=tuple(name for name in NCCL if name not in settings.environment),
+        **given,
+    )
+    terms = Terms(max_restarts=restarts, nproc=nproc, leave=shutdown + 5.0)
+    return script, terms
+
+
+def _target(path: str | os.PathLike[str], module: bool, no_python: bool) -> str:
+    """A file's path is absolute: the hosts may be elsewhere."""
+    text = os.fspath(path)
+    if module or (no_python and os.sep not in text):
+        return text
+    found = Path(text).expanduser()
+    check(found.is_file(), f"there is no file {text!r}.")
+    return str(found.absolute())

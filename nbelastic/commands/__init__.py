@@ -1,1 +1,0 @@
-"""The terminal's client: `nbelastic COMMAND`, or `python -m nbelastic COMMAND`."""

@@ -1,0 +1,380 @@
+"""`advance(group, event, now) -> (group, commands)`: who is in the next round of a script, and when the group restarts.
+
+A script knows nothing of changes, so any change ends its workers and starts them again, as in torchelastic. Decided here:
+who is in (hosts by seniority, survivors first, whole nodes up to `max`), what counts against `max_restarts` (workers that
+fail; never a change of the membership), and which failure was the first. Every "not yet" has its reason.
+"""
+
+from __future__ import annotations
+
+from msgspec.structs import replace
+
+from nbelastic.core import commands as cmd
+from nbelastic.core import script_commands as scmd
+from nbelastic.core.reasons import Missing, Reason, in_words
+from nbelastic.core.script_group import Group, GroupState, Node, Stage, first_failure, places
+from nbelastic.protocol import events as ev
+from nbelastic.protocol import script_events as sev
+from nbelastic.protocol.limits import NEVER
+
+STARTS = 3  # of a node in a row that came to nothing: then its host cannot run this script
+Commands = list[cmd.Command]
+
+
+def advance(group: Group, event: ev.Event, now: float) -> tuple[Group, tuple[cmd.Command, ...]]:
+    """The group after `event`, received at `now` (seconds, monotonic), and what is to be done."""
+    out: Commands = []
+    if group.stage is not Stage.ENDED:
+        group = _take(group, event, now, out)
+    if group.stage is not Stage.ENDED:
+        group = _progress(replace(group, until=NEVER), now, out)
+    return group, tuple(out)
+
+
+def deadline(group: Group) -> float:
+    """When to send `Ticked` if nothing else happens; infinity if never."""
+    if group.stage is Stage.ENDED:
+        return NEVER
+    short = NEVER
+    if group.short_since is not None and group.leave_by == NEVER:  # first, those who are late have to leave
+        short = group.short_since + group.limits.patience
+    retries = (node.retry_at for node in group.nodes.values() if node.retry_at)
+    return min(group.until, group.judge_at, group.leave_by, short, *retries)
+
+
+# ---- what has happened ----
+
+
+def _take(group: Group, event: ev.Event, now: float, out: Commands) -> Group:
+    match event:
+        case sev.HostsSeen():
+            return _hosts(group, event, now, out)
+        case sev.NodeReady():
+            return _ready(group, event, now)
+        case sev.NodeMoved(host=host):
+            node = group.nodes.get(host)
+            return group if node is None else _put(group, host, replace(node, ready=False, store=""))
+        case sev.NodeStarted(host=host, round=number, pids=pids):
+            node = group.nodes.get(host)
+            return group if node is None or number != group.round else _put(group, host, replace(node, pids=pids))
+        case sev.NodeFailed():
+            return _failed(group, event, now)
+        case sev.NodeSucceeded(host=host, round=number) if _in_round(group, host, number):
+            return _put(group, host, replace(group.nodes[host], state=GroupState.SUCCEEDED, starts=0))
+        case sev.NodeLeft():
+            return _left(group, event, now, out)
+        case sev.ScriptStopped(reason=reason):
+            return _end(group, "stopped", reason, out)
+    return group
+
+
+def _hosts(group: Group, event: sev.HostsSeen, now: float, out: Commands) -> Group:
+    """Those that have come are started; of those that have gone nothing more is expected."""
+    group = replace(group, limits=event.limits, seen=event)
+    there = dict(event.hosts)
+    over = (GroupState.SUCCEEDED, GroupState.UNKNOWN)  # they stay known when their hosts have gone: no word again
+    ours = [host for host, node in group.nodes.items() if not node.guest and node.state not in over]
+    for host in [host for host in ours if host not in there]:
+        out.append(scmd.EndNode(host, f"{host} has left the cluster", error=False))
+        lost = host in event.lost
+        why = f"host {host} was lost" if lost else f"host {host} leaves"
+        group = _gone(group, host, why, now, out, broken=lost)
+    for host, slots in there.items():
+        wanted = group.terms.nproc or slots
+        node = group.nodes.get(host)
+        if node is None:
+            group = _put(replace(group, joined=group.joined + 1), host, Node(group.joined, wanted))
+            out.append(scmd.StartNode(host))
+        elif node.slots != wanted and not node.guest:
+            group = _put(group, host, replace(node, slots=wanted))
+    return group
+
+
+def _ready(group: Group, event: sev.NodeReady, now: float) -> Group:
+    host, node = event.host, group.nodes.get(event.host)
+    if node is None:
+        if not event.guest or event.job not in ("", group.job):
+            return group  # of another job, or of a host that has left
+        node = Node(group.joined, event.workers, guest=True)
+        group = replace(group, joined=group.joined + 1)
+    if group.stage is Stage.RUNNING and _seated(group, host):
+        if event.round != group.round or node.state is GroupState.SUCCEEDED:
+            return group  # said before it heard of the round
+        if node.state is GroupState.HEALTHY:  # nobody told it to leave: its workers failed, and it cannot say how
+            group = _failed(group, sev.NodeFailed(host, event.round), now)
+            node = group.nodes[host]
+    elif node.state in (GroupState.HEALTHY, GroupState.UNHEALTHY) and event.round != group.round:
+        return group
+    state = GroupState.STOPPED if node.state is GroupState.HEALTHY else node.state
+    node = replace(
+        node,
+        ready=True,
+        store=event.store,
+        role=event.role,
+        state=state,
+        starts=0,
+        pid=event.pid,
+        pids=(),
+        retry_at=0.0,
+    )
+    return _put(group, host, node)
+
+
+def _failed(group: Group, event: sev.NodeFailed, now: float) -> Group:
+    """Its workers have failed. Judged at once if that explains itself, else when all have spoken, or the grace is over."""
+    host = event.host
+    if not _in_round(group, host, event.round) or group.nodes[host].state is GroupState.UNHEALTHY:  # it has said so
+        return group
+    group = _put(group, host, replace(group.nodes[host], state=GroupState.UNHEALTHY, pids=(), starts=0))
+    if group.stage is not Stage.RUNNING:
+        return group
+    unknown = sev.Failure(_first_rank(group, host), 0, 1, "its workers failed")
+    failures = group.failures + tuple((host, each, now - each.ago) for each in event.failures or (unknown,))
+    return replace(group, failures=failures, judge_at=min(group.judge_at, now + group.limits.timeouts.grace))
+
+
+def _left(group: Group, event: sev.NodeLeft, now: float, out: Commands) -> Group:
+    """A node has ended. One of ours, whose host is still there, is started again."""
+    host, reason = event.host, event.reason
+    node = group.nodes.get(host)
+    if node is None or node.retry_at:
+        return group
+    meant = node.guest and not event.broken and node.state is not GroupState.UNHEALTHY  # somebody ended their torchrun
+    group = _gone(group, host, f"{host}: {reason}", now, out, broken=not meant)
+    if node.guest or _finishing(group) or group.stage is Stage.ENDED:
+        return group
+    if node.starts >= STARTS:
+        return _end(group, "failed", f"the elastic agent on {host} has ended {STARTS} times in a row: {reason}", out)
+    again = Node(node.joined, node.slots, starts=node.starts + 1, retry_at=now + 0.5 * node.starts)
+    return _put(group, host, again)
+
+
+def _gone(group: Group, host: str, why: str, now: float, out: Commands, *, broken: bool) -> Group:
+    """It will not take part any more. The others cannot go on without it, unless some have finished.
+
+    `broken`: nobody wanted that.
+    """
+    node = group.nodes[host]
+    group = replace(group, nodes={name: other for name, other in group.nodes.items() if name != host})
+    if node.guest:
+        out.append(cmd.Record("host-gone", why, host=host))
+    if not _seated(group, host) or group.stage is not Stage.RUNNING:
+        return group
+    if node.state is GroupState.SUCCEEDED or _finishing(group):
+        state = node.state if node.state is GroupState.SUCCEEDED else GroupState.UNKNOWN
+        return _put(group, host, replace(node, state=state, ready=False, pids=()))
+    kind = "world-broken" if broken else "change-planned"
+    out.append(cmd.Record(kind, why, host=host, epoch=group.round))
+    return _leave(group, why, now, out)
+
+
+# ---- what follows from it ----
+
+
+def _progress(group: Group, now: float, out: Commands) -> Group:
+    """One step further where that is possible, and the reason where it is not."""
+    for host, node in group.nodes.items():
+        if node.retry_at and now >= node.retry_at:
+            out.append(scmd.StartNode(host))
+            group = _put(group, host, replace(node, retry_at=0.0))
+    if group.stage is Stage.RUNNING:
+        return _run(group, now, out)
+    late = _not_left(group)
+    if late and group.leave_by == NEVER:  # all had ended, and a node has moved since: it is to offer another store
+        group = replace(group, leave_by=now + group.terms.leave)
+    if late and now >= group.leave_by and not group.told:
+        for host in late:
+            out.append(scmd.EndNode(host, f"it did not end its workers within {group.terms.leave:g} s"))
+        group = replace(group, leave_by=now + group.limits.timeouts.node, told=True)
+    elif late and now >= group.leave_by:
+        for host in late:
+            group = _left(
+                group,
+                sev.NodeLeft(host, f"it did not end within {group.limits.timeouts.node:g} s", broken=True),
+                now,
+                out,
+            )
+        return group if group.stage is Stage.ENDED else _progress(group, now, out)
+    if late:
+        return replace(group, reason=Reason("round-over", epoch=group.round, names=tuple(late)))
+    return _gather(replace(group, leave_by=NEVER, told=False), now, out)
+
+
+def _run(group: Group, now: float, out: Commands) -> Group:
+    states = {seat.host: group.nodes[seat.host].state for seat in group.seats}
+    done = [host for host, state in states.items() if state is GroupState.SUCCEEDED]
+    if group.failures:
+        return _judge(group, now, out)
+    if done:
+        missing = [host for host, state in states.items() if state is GroupState.UNKNOWN]
+        if len(done) + len(missing) == len(states):
+            lost = f", but {', '.join(missing)} did not" if missing else ""
+            return _end(group, "succeeded", f"every worker ended well{lost}", out)
+        return replace(group, reason=Reason("nodes-finished", len(done), len(states)))
+    reason = _in_round_of(group)
+    target = _target(group)
+    if target == group.seats or sum(seat.workers for seat in target) < group.limits.min:
+        return replace(group, reason=reason, enough=False)
+    since = group.since if group.enough else now
+    group = replace(group, enough=True, since=since)
+    coming = _coming(group)
+    settled = since + group.limits.timeouts.settle
+    if coming and now < settled and not _full(group, target):
+        return replace(group, until=settled, reason=replace(reason, missing=coming))
+    size = sum(seat.workers for seat in target)
+    change = f"from {group.size} to {size} workers"
+    out.append(cmd.Record("change-planned", change, epoch=group.round))
+    left = replace(_leave(group, change, now, out), enough=True)  # the last call is over: it is not made again
+    return _progress(left, now, out)
+
+
+def _judge(group: Group, now: float, out: Commands) -> Group:
+    """Workers have failed, and no node is known to be lost: restart, if restarts are left."""
+    host, first = first_failure(group.failures)
+    spoken = all(group.nodes[seat.host].state is not GroupState.HEALTHY for seat in group.seats)
+    decisive = first.code < 0 and group.restarts < group.terms.max_restarts
+    if not (spoken or decisive or now >= group.judge_at):
+        text = f"rank {first.rank} on {host} failed ({first.error})"
+        return replace(group, reason=Reason("rank-failed", text=text))
+    text = f"rank {first.rank} on {host} failed: {first.error}"
+    if _finishing(group) or group.restarts >= group.terms.max_restarts:
+        used = f" after {group.restarts} restarts" if group.terms.max_restarts else ""
+        return _end(group, "failed", text + used, out, failure=first, host=host)
+    count = group.restarts + 1
+    why = f"{text}; restart {count} of {group.terms.max_restarts}"
+    out.append(cmd.Record("world-broken", why, host=host, epoch=group.round))
+    return _progress(_leave(replace(group, restarts=count), why, now, out), now, out)
+
+
+def _leave(group: Group, why: str, now: float, out: Commands) -> Group:
+    """The round is over: whoever is still in it ends its workers."""
+    inside = tuple(seat.host for seat in group.seats if seat.host in group.nodes)
+    if inside:
+        out.append(scmd.LeaveRound(group.round, inside, why))
+    return replace(
+        group,
+        stage=Stage.GATHERING,
+        failures=(),
+        judge_at=NEVER,
+        leave_by=now + group.terms.leave,
+        told=False,
+        enough=False,
+    )
+
+
+def _not_left(group: Group) -> list[str]:
+    return [
+        seat.host
+        for seat in group.seats
+        if (node := group.nodes.get(seat.host)) is not None and not node.ready and node.state in _INSIDE
+    ]
+
+
+_INSIDE = (GroupState.HEALTHY, GroupState.UNHEALTHY)
+
+
+def _gather(group: Group, now: float, out: Commands) -> Group:
+    """Form a round as soon as there are enough, and those on their way had their last call."""
+    target = _target(group)
+    size = sum(seat.workers for seat in target)
+    coming = _coming(group)
+    if size < group.limits.min or not target:
+        since = group.short_since if group.short_since is not None else now
+        reason = Reason("too-few", size, group.limits.min, missing=coming)
+        if now >= since + group.limits.patience:
+            text = f"{in_words(reason, now)} for {group.limits.patience:g} s (elastic_timeout)"
+            return _end(group, "failed", text, out)
+        return replace(group, short_since=since, enough=False, reason=reason)
+    group = replace(group, short_since=None, since=group.since if group.enough else now, enough=True)
+    settled = group.since + group.limits.timeouts.settle
+    if coming and now < settled and not _full(group, target):
+        return replace(group, until=settled, reason=Reason("ready", size, missing=coming))
+    return _form(group, target, out)
+
+
+def _form(group: Group, target: tuple[sev.Seat, ...], out: Commands) -> Group:
+    number = group.round + 1
+    out.append(scmd.FormRound(number, target, group.nodes[target[0].host].store, group.restarts))
+    out.append(cmd.Record("world-formed", f"{_described(target)} in round {number}", epoch=number))
+    seated = {seat.host for seat in target}
+    nodes = {
+        host: replace(node, state=GroupState.HEALTHY, ready=False, store="") if host in seated else node
+        for host, node in group.nodes.items()
+    }
+    group = replace(group, stage=Stage.RUNNING, round=number, seats=target, nodes=nodes, enough=False, failures=())
+    return replace(group, reason=_in_round_of(group))
+
+
+def _in_round_of(group: Group) -> Reason:
+    return Reason("round", epoch=group.round, text=_described(group.seats))
+
+
+def _described(seats: tuple[sev.Seat, ...]) -> str:
+    workers, nodes = sum(seat.workers for seat in seats), len(seats)
+    return f"{workers} worker{'s' if workers != 1 else ''} on {nodes} node{'s' if nodes != 1 else ''}"
+
+
+def _target(group: Group) -> tuple[sev.Seat, ...]:
+    """Who would be in a round that forms now, by group rank: survivors first, in their order; whole guests, up to `max`."""
+    order = {seat.host: rank for rank, seat in enumerate(group.seats)}
+    inside = group.stage is Stage.RUNNING
+    able = {
+        host: node
+        for host, node in group.nodes.items()
+        if node.ready or (inside and host in order and node.state is GroupState.HEALTHY)
+    }
+    room = group.limits.most
+    seats = []
+    for host, node in sorted(able.items(), key=lambda item: (order.get(item[0], len(order)), item[1].joined)):
+        workers = node.slots if node.guest else int(min(node.slots, room))
+        if 0 < workers <= room:
+            seats.append(sev.Seat(host, workers, node.role))
+            room -= workers
+    return tuple(seats)
+
+
+def _full(group: Group, target: tuple[sev.Seat, ...]) -> bool:
+    return sum(seat.workers for seat in target) >= group.limits.most
+
+
+def _coming(group: Group) -> tuple[Missing, ...]:
+    """Nodes that have been started and are not ready yet."""
+    inside = {seat.host for seat in group.seats} if group.stage is Stage.RUNNING else set()
+    nodes = group.nodes.items()
+    coming = (h for h, node in nodes if not (node.ready or node.guest or node.retry_at or h in inside))
+    return tuple(Missing("node", host) for host in coming)
+
+
+def _end(
+    group: Group, outcome: str, reason: str, out: Commands, *, failure: sev.Failure | None = None, host: str = ""
+) -> Group:
+    bad = outcome != "succeeded"
+    out.extend(scmd.EndNode(name, f"{group.job} {outcome}: {reason}", error=bad) for name in group.nodes)
+    out.append(cmd.Record(f"job-{outcome}", f"{group.job} {outcome}: {reason}", host=host))
+    out.append(scmd.EndScript(outcome, reason, group.round, group.seats, failure, host))
+    states = {
+        name: replace(node, state=GroupState.FAILED if bad and node.state in _INSIDE else node.state)
+        for name, node in group.nodes.items()
+    }
+    return replace(group, stage=Stage.ENDED, outcome=outcome, reason=Reason("script-ended", text=reason), nodes=states)
+
+
+def _finishing(group: Group) -> bool:
+    return any(node.state is GroupState.SUCCEEDED for node in group.nodes.values())
+
+
+def _seated(group: Group, host: str) -> bool:
+    return any(seat.host == host for seat in group.seats)
+
+
+def _in_round(group: Group, host: str, number: int) -> bool:
+    return number == group.round and _seated(group, host) and host in group.nodes
+
+
+def _first_rank(group: Group, host: str) -> int:
+    hosts = [seat.host for seat in group.seats]
+    return places(group.seats)[hosts.index(host)][0]
+
+
+def _put(group: Group, host: str, node: Node) -> Group:
+    return replace(group, nodes={**group.nodes, host: node})

@@ -1,0 +1,1 @@
+"""ipyparallel: its controller, and the client of `%px`."""

@@ -1,0 +1,1 @@
+"""What processes say to one another, and what of a cluster all of them know. No process, no thread."""

@@ -1,0 +1,46 @@
+"""Arguments of a wrong type are refused in one line, where they are given."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from numbers import Integral, Real
+from typing import Any, NamedTuple
+
+from nbelastic.errors import UsageError
+
+
+class Kind(NamedTuple):
+    """What an argument must be: a type or a union of types, and the same in words. `names`: each item must be text."""
+
+    types: Any
+    words: str
+    names: bool = False
+
+
+WHOLE = Kind(Integral, "a whole number")
+SECONDS = Kind(Real, "a number of seconds")
+RANGE = Kind(Sequence, "two numbers of seconds")
+TEXT = Kind(str, "text")
+NAMES = Kind(Sequence, "a list of names", names=True)
+PATH = Kind(str | os.PathLike, "a path")
+TABLE = Kind(Mapping, "a dict")
+
+
+def check_kind(name: str, value: object, kind: Kind) -> None:
+    """UsageError if `value`, of the argument `name`, is of another kind."""
+    fits = isinstance(value, kind.types)
+    if fits and kind.names:
+        fits = not isinstance(value, str | bytes) and all(isinstance(item, str) for item in value)  # type: ignore[attr-defined]
+    if not fits:
+        raise UsageError(f"{name} must be {kind.words}, not {_article(type(value).__name__)}.")
+
+
+def check_optional(name: str, value: object, kind: Kind) -> None:
+    """The same, or None."""
+    if value is not None:
+        check_kind(name, value, kind)
+
+
+def _article(kind: str) -> str:
+    return "None" if kind == "NoneType" else f"{'an' if kind[0].lower() in 'aeiou' else 'a'} {kind}"

@@ -1,0 +1,1 @@
+"""Unmodified scripts, and torchruns of terminals."""

@@ -1,0 +1,50 @@
+"""From a fork of the template to a host's node. Imports little: the agent loads it too."""
+
+from __future__ import annotations
+
+import multiprocessing as mp
+import os
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from nbelastic.protocol import script_events as sev
+from nbelastic.protocol import wire
+from nbelastic.system.files import make_private, redirect
+from nbelastic.system.processes import die_with_parent
+
+SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"  # torchrun's own default
+
+
+def boot(settings: dict[str, Any]) -> None:
+    """Be the node that `settings` describes, until its script has ended."""
+    os.setsid()
+    die_with_parent(parent=getattr(sys.modules.get("nbelastic.worker.template"), "PID", 0))
+    mp.set_start_method(None, force=True)
+    script = msgspec.convert(settings["script"], wire.Script)
+    folder = Path(settings["log_dir"])
+    make_private(folder)
+    tempfile.tempdir = str(folder)  # torch keeps what its workers raised in pickles: not where others could put theirs
+    redirect(folder / f"{settings['host']}-elastic.log", 1, 2)  # what torch's agent logs
+    _arrange(script, settings)
+
+    from nbelastic.torchrun.node import Node
+
+    if not Node(settings, script, folder).run():
+        sys.exit(sev.UNDONE)
+
+
+def _arrange(script: wire.Script, settings: dict[str, Any]) -> None:
+    """The environment and folder that the workers inherit: those of the host's agent, not the template's."""
+    for name in set(os.environ) - set(settings["environment"]):
+        del os.environ[name]
+    os.environ.update(settings["environment"])
+    for name in (*script.unset, "NBELASTIC_PRELOAD", "NBELASTIC_AGENT_PID"):
+        os.environ.pop(name, None)
+    os.environ.update(script.environment)
+    os.environ.setdefault("TORCHELASTIC_SIGNALS_TO_HANDLE", SIGNALS)
+    if script.cwd and os.path.isdir(script.cwd):
+        os.chdir(script.cwd)

@@ -1,0 +1,105 @@
+"""An agent is heard for as long as its main thread carries out orders, and no longer."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from nbelastic.agent.agent import Config
+from nbelastic.protocol import wire
+from nbelastic.transport.link import Hub, Keys
+from tests.support.presence import named
+from tests.support.waiting import until, until_async
+
+HANGING = """
+import sys, time
+from pathlib import Path
+from typing import Any
+from nbelastic.agent import agent
+agent.SAMPLE, agent.LATE_TURN, agent.LAST_TURN = 0.2, 0.3, 5.0
+file = Path(sys.argv[1])
+def sample(self, now):
+    while file.exists():
+        time.sleep(0.02)
+agent.Agent._sample = sample
+agent.run(sys.stdin.buffer.readline(), -1)
+"""
+
+
+def configured(folder: Path, **given: Any) -> Config:
+    """On the driver's machine."""
+    return Config(
+        host="a",
+        number=1,
+        heartbeat=0.1,
+        lease=600.0,
+        address="127.0.0.1",
+        nics=(),
+        run_dir=str(folder),
+        log_dir=str(folder),
+        settings={},
+        **{"presence": None, **given},
+    )
+
+
+def test_an_agent_whose_main_thread_hangs_falls_silent_and_then_ends(tmp_path: Path) -> None:
+    """Its link's thread goes on, and vouches for nothing: the driver must not wait for what nobody does."""
+    hangs = tmp_path / "hangs"
+
+    async def story() -> None:
+        hub = Hub(Keys.make(), lambda _, message: heard.append(message), 0.1)
+        await hub.start()
+        config = configured(tmp_path, driver=hub.address, keys=hub._keys.for_clients())
+        agent = subprocess.Popen([sys.executable, "-c", HANGING, hangs], stdin=subprocess.PIPE, stderr=subprocess.PIPE)  # noqa: ASYNC220
+        try:
+            agent.stdin.write(msgspec.json.encode(config) + b"\n")
+            agent.stdin.flush()
+            await until_async(lambda: heard)
+            assert isinstance(heard[0], wire.AgentHello)
+            hangs.touch()
+            await until_async(lambda: time.monotonic() - hub.heard_at["agent/a~1"] > 0.5)
+            assert agent.poll() is None
+            hangs.unlink()
+            await until_async(lambda: time.monotonic() - hub.heard_at["agent/a~1"] < 0.2)
+            hangs.touch()
+            await until_async(lambda: agent.poll() is not None)
+            assert (agent.returncode, agent.stderr.read().decode()) == (1, "nbelastic: the agent hangs, and ends\n")
+        finally:
+            agent.kill()
+            agent.communicate()
+            await hub.stop()
+
+    heard: list[object] = []
+    asyncio.run(story())
+
+
+ALONE = "import sys; from nbelastic.agent import agent; agent.run(sys.stdin.buffer.readline(), -1)"
+
+
+@pytest.mark.parametrize("other", [None, "1@1 another"])
+def test_an_agent_that_no_driver_knows_ends_with_the_cluster(tmp_path: Path, other: str | None) -> None:
+    """Its driver was killed as it started it, and then the cluster was stopped: nobody will come and tell it to end."""
+    presence = named(tmp_path, 600.0)
+    keys = Keys.make().for_clients()
+    config = configured(tmp_path, driver="tcp://127.0.0.1:1", keys=keys, presence=presence)
+    with subprocess.Popen([sys.executable, "-c", ALONE], stdin=subprocess.PIPE) as agent:
+        try:
+            agent.stdin.write(msgspec.json.encode(config) + b"\n")
+            agent.stdin.flush()
+            until(lambda: list(tmp_path.glob("agent-1-*")), what="the agent to be up")
+            with pytest.raises(subprocess.TimeoutExpired):
+                agent.wait(1.5)
+            Path(presence.file).unlink()
+            if other is not None:
+                Path(presence.file).write_text(other)
+            assert agent.wait(20.0) == 0
+            assert not list(tmp_path.glob("agent-1-*"))
+        finally:
+            agent.kill()

@@ -1,0 +1,81 @@
+"""What the agent has its template fork, when that dies."""
+
+from __future__ import annotations
+
+import multiprocessing as mp
+import os
+import signal
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing import forkserver
+
+import pytest
+
+from nbelastic.agent.fork import TRIES, fork
+from nbelastic.system.processes import state_of
+from tests.process.observing import until
+
+
+@pytest.fixture
+def template():
+    """The pid of the present template."""
+    forkserver.ensure_running()
+    yield lambda: vars(forkserver._forkserver)["_forkserver_pid"]
+    forkserver._forkserver._stop()
+
+
+def test_a_template_that_dies_as_it_is_asked(template, monkeypatch):
+    """The connection to it breaks off; another one is started and forks the process."""
+    old, makes, connected, connect = template(), [], threading.Event(), forkserver.connect_to_new_process
+
+    def make():
+        makes.append(1)
+        return mp.get_context("forkserver").Process(target=time.sleep, args=(60,))
+
+    def note(descriptors):
+        try:
+            return connect(descriptors)
+        finally:
+            connected.set()
+
+    monkeypatch.setattr(forkserver, "connect_to_new_process", note)
+    os.kill(old, signal.SIGSTOP)  # it does not answer
+    until(lambda: state_of(old) == "T")
+    with ThreadPoolExecutor(1) as pool:
+        forked = pool.submit(fork, make)
+        assert connected.wait(10)
+        os.kill(old, signal.SIGKILL)
+        process = forked.result(20)
+    assert (len(makes), template() != old, process.is_alive()) == (2, True, True)
+    process.kill()
+    process.join()
+
+
+def test_templates_that_die_each_time(template):
+    """The agent is told: something kills them all."""
+    makes = []
+
+    class Dies:
+        def start(self):
+            os.kill(template(), signal.SIGKILL)
+            raise EOFError
+
+    with pytest.raises(EOFError):
+        fork(lambda: makes.append(1) or Dies())
+    assert len(makes) == TRIES
+    forkserver.ensure_running()
+
+
+def test_a_template_that_lives_and_breaks_off(template, monkeypatch):
+    """That is another fault: nobody waits for its end twice."""
+    monkeypatch.setattr("nbelastic.agent.fork.DYING", 0.1)
+    makes = []
+
+    class BreaksOff:
+        def start(self):
+            raise ConnectionResetError
+
+    with pytest.raises(ConnectionResetError):
+        fork(lambda: makes.append(1) or BreaksOff())
+    assert len(makes) == 1

@@ -1,0 +1,290 @@
+"""Planned changes: newcomers are ready before anyone is disturbed, and all leave together at one commit."""
+
+from __future__ import annotations
+
+import pytest
+
+from nbelastic.core import commands as cmd
+from nbelastic.core.state import Stage
+from nbelastic.protocol import events as ev
+from tests.core.story import Story, wid
+
+
+def test_newcomers_are_ready_before_anyone_is_disturbed():
+    """A host is added: nothing is asked of the members until its workers wait in the elastic loop."""
+    story = Story("a:2", min=1).run()
+    mark = story.mark()
+    story.add("b:2").hear(ev.AgentReady).hear(ev.WorkerRegistered).wait(30.0)
+    assert story.commands(cmd.AskLeave, mark) == []
+    story.hear(ev.WorkerReady)
+    assert [ask.members for ask in story.commands(cmd.AskLeave, mark)] == [story.world.members]
+
+
+def test_all_leave_at_the_commit_after_the_newest():
+    """Ranks are at different commits of the epoch: the agreed one is the next that none has made."""
+    story = Story("a:3", min=1).run().commit(4)
+    story.add("b:1").answer(lambda e: not isinstance(e, ev.WorkerOffered))
+    story.send(
+        *(
+            ev.WorkerOffered(w, 1, commit, story.world.asks)
+            for w, commit in zip(story.world.members, (4, 6, 5), strict=True)
+        )
+    )
+    leave = story.last(cmd.LeaveAt)
+    assert (leave.epoch, leave.commit, leave.members) == (1, 7, story.world.members)
+
+
+def test_a_word_said_twice_is_one_word():
+    """One rank's offer counts once, however often it is heard; the agreement waits for the others."""
+    story = Story("a:2", min=1).run()
+    story.add("b:1").answer(lambda e: not isinstance(e, ev.WorkerOffered))
+    story.send(*[ev.WorkerOffered(wid("a/0#1"), 1, 3, story.world.asks)] * 3)
+    assert story.world.stage is Stage.ASKED
+    assert story.reason == "1 of 2 have said where they are"
+
+
+def test_a_lone_replacement_joins_at_once():
+    """Nobody else is starting: the newcomer does not wait for the settle time."""
+    story = Story("a:3", min=2).run()
+    story.kill("a/2#1")
+    story.answer()
+    assert story.names == ["a/0#1", "a/1#1", "a/2#2"]
+
+
+def test_two_changes_in_one_second_are_one_reset():
+    """Two hosts come within the settle time: the ready one waits for the other, and there is one change."""
+    story = Story("a:1", min=1).run()
+    mark = story.mark()
+    story.add("b:1").add("c:1").hear(ev.AgentReady)
+    story.answer(lambda e: getattr(e, "worker", wid("c/0#1")).host == "b")
+    assert story.world.stage is Stage.RUNNING
+    assert story.reason.startswith("1 workers train in epoch 1; waiting for c/0#1")
+    story.wait(0.9).quiet(1.0)
+    assert [len(order.members) for order in story.commands(cmd.FormWorld, mark)] == [3]
+
+
+def test_a_slow_newcomer_holds_nobody_up():
+    """The other newcomer does not come within the settle time: the ready one joins, the slow one later."""
+    story = Story("a:1", min=1).run()
+    story.add("b:1").add("c:1").hear(ev.AgentReady)
+    story.answer(lambda e: getattr(e, "worker", wid("c/0#1")).host == "b")
+    story.wait(1.0).answer(lambda e: getattr(e, "worker", wid("c/0#1")).host != "c")
+    assert story.names == ["a/0#1", "b/0#1"]
+    story.quiet(1.0)
+    assert story.names == ["a/0#1", "b/0#1", "c/0#1"]
+
+
+def test_a_second_change_while_the_first_is_under_way():
+    """Another host is removed after the ranks were asked, before they have left: both changes are one."""
+    story = Story("a:1", "b:1", "c:1", min=1).run()
+    mark = story.mark()
+    story.remove("b")
+    assert story.world.stage is Stage.ASKED
+    story.remove("c").quiet(2.0)
+    assert story.names == ["a/0#1"]
+    assert len(story.commands(cmd.FormWorld, mark)) == 1
+
+
+def test_a_change_while_the_world_forms_comes_after_it():
+    """A host is removed while its workers are joining: the world forms, and then they leave as planned."""
+    story = Story("a:1", "b:1", min=1)
+    story.answer()
+    story.submit().hear(ev.WorkerReady)
+    assert story.world.stage is Stage.FORMING
+    story.remove("b").quiet(2.0)
+    assert (story.names, story.world.epoch, story.world.resets) == (["a/0#1"], 2, 0)
+    assert story.commands(cmd.AbortWorld) == []
+
+
+def test_drained_workers_leave_at_a_commit_and_exit():
+    """A removed host's workers leave with the others at the commit, are stopped, not killed, and are no strikes."""
+    story = Story("a:2", "b:2", min=1).run()
+    mark = story.mark()
+    story.remove("b")
+    assert story.commands(cmd.StopWorker, mark) == []
+    story.answer()
+    assert sorted(story.commands(cmd.StopWorker, mark), key=str) == [cmd.StopWorker(wid(f"b/{i}#1")) for i in (0, 1)]
+    assert (story.names, list(story.world.hosts)) == (["a/0#1", "a/1#1"], ["a"])
+    assert story.last(cmd.StopAgent).host == "b"
+    assert story.records("worker-lost") + story.records("slot-cooling") == []
+    assert story.world.resets == 0
+
+
+def test_a_removed_hosts_place_is_taken_in_the_same_change():
+    """With max full, a removed host's places go to workers that are started first; one change does both."""
+    story = Story("a:1", "b:1", "c:1", min=1, max=2).run()
+    mark = story.mark()
+    story.remove("b").wait(0.9)
+    assert story.commands(cmd.AskLeave, mark) == []
+    story.quiet(2.0)
+    assert story.names == ["a/0#1", "c/0#1"]
+    assert len(story.commands(cmd.FormWorld, mark)) == 1
+
+
+def test_a_drained_host_waits_no_longer_than_that():
+    """The replacement is slow: after the settle time the host's workers leave without it."""
+    story = Story("a:1", "b:1", "c:1", min=1, max=2).run()
+    mark = story.mark()
+    story.remove("b").wait(1.0)
+    assert len(story.commands(cmd.AskLeave, mark)) == 1
+
+
+def test_replacements_are_waited_for_rather_than_going_below_min():
+    """A host leaves while others are on their way: the world trains on at min until they are ready."""
+    story = Story("a:1", "b:1", min=2).run()
+    mark = story.mark()
+    story.add("c:1").hear(ev.AgentReady).remove("b").wait(30.0)
+    assert story.commands(cmd.AskLeave, mark) == []
+    assert "waiting for c/0#1" in story.reason
+    story.quiet(1.0)
+    assert story.names == ["a/0#1", "c/0#1"]
+
+
+def test_a_drain_below_min_parks_the_rest():
+    """A host leaves and nothing is coming: it may go; the others wait, below min, with their state and a reason."""
+    story = Story("a:1", "b:1", min=2).run().commit(5)
+    story.remove("b").quiet(5.0)
+    assert (story.alive(), list(story.world.hosts), story.world.phase) == (["a/0#1"], ["a"], "waiting")
+    assert story.reason == "1 of min 2 workers ready; add a host or lower min"
+    story.add("c:1").quiet(3.0)
+    assert (story.names, story.fakes[wid("c/0#1")].commit) == (["a/0#1", "c/0#1"], 6)
+
+
+def test_lowering_min_lets_the_parked_go_on():
+    """Parked below min: `--min` is lowered and they train."""
+    story = Story("a:1", "b:1", min=2).run()
+    story.remove("b").quiet(2.0).scale(1, None).quiet(1.0)
+    assert (story.names, story.world.stage) == (["a/0#1"], Stage.RUNNING)
+
+
+def test_raising_min_disturbs_no_running_world():
+    """min goes above the world's size: it trains on, grows when enough are there, and never parks for it."""
+    story = Story("a:2", min=1).run()
+    mark = story.mark()
+    story.scale(5, None).add("b:1").quiet(5.0)
+    assert (story.world.stage, story.world.epoch) == (Stage.RUNNING, 1)
+    story.add("c:2").quiet(5.0)
+    assert [len(order.members) for order in story.commands(cmd.FormWorld, mark)] == [5]
+
+
+def test_the_last_holder_of_the_state_stays_until_it_has_handed_it_over():
+    """The only host is removed: one of its workers stays until another host's have the state from it."""
+    story = Story("a:2", min=1).run().commit(5)
+    story.remove("a").quiet(3.0)
+    assert (story.names, story.world.stage) == (["a/0#1"], Stage.RUNNING)
+    assert "the last one with the training state is to leave" in story.reason
+    story.add("b:2").quiet(5.0)
+    assert story.names == ["b/0#1", "b/1#1"]
+    assert list(story.world.hosts) == ["b"]
+    assert story.fakes[wid("b/0#1")].commit >= 5
+    assert story.world.resets == 0
+
+
+def test_the_last_holder_parks_below_min_and_hands_over_later():
+    """The same with min=2: it parks, and is in the next world before it leaves."""
+    story = Story("a:2", min=2).run().commit(5)
+    story.remove("a").quiet(3.0)
+    assert (story.world.phase, story.alive()) == ("waiting", ["a/0#1"])
+    story.add("b:2").quiet(5.0)
+    assert story.names == ["b/0#1", "b/1#1"]
+    assert story.fakes[wid("b/1#1")].commit >= 5
+
+
+def test_scaling_down_takes_the_highest_ranks():
+    """max goes from 4 to 2: the two highest ranks leave at a commit."""
+    story = Story("a:2", "b:2", min=1).run()
+    story.scale(1, 2).quiet(2.0)
+    assert (story.names, story.alive()) == (["a/0#1", "a/1#1"], ["a/0#1", "a/1#1"])
+    assert story.world.resets == 0
+
+
+def test_scaling_up_brings_all_in_one_change():
+    """max goes from 1 to 4 with a spare at hand: it waits the settle time for the others, and there is one change."""
+    story = Story("a:2", "b:2", min=1, max=1, spares=1).run()
+    mark = story.mark()
+    story.wait(60.0).scale(1, 4)
+    assert story.commands(cmd.AskLeave, mark) == []
+    story.quiet(2.0)
+    assert [len(order.members) for order in story.commands(cmd.FormWorld, mark)] == [4]
+
+
+def test_scaling_down_and_up_again_in_the_middle_of_the_change():
+    """The workers that were to go have not left yet when max is raised again: the world ends at the size wanted."""
+    story = Story("a:4", min=1).run()
+    story.scale(1, 2)
+    assert story.world.stage is Stage.ASKED
+    story.scale(1, 4).quiet(5.0)
+    assert len(story.names) == 4
+    assert story.world.resets == 0
+
+
+def test_scaling_down_while_agreeing_and_leaving():
+    """max sinks again and again while a change is under way: no world is ever above it."""
+    story = Story("a:4", min=1).run()
+    story.add("b:1").answer(lambda e: not isinstance(e, ev.WorkerOffered)).scale(1, 3).hear(ev.WorkerOffered)
+    assert story.world.stage is Stage.LEAVING
+    story.scale(1, 2).quiet(3.0)
+    assert story.names == ["a/0#1", "a/1#1"]
+
+
+def test_who_has_left_already_is_not_waited_for_again():
+    """A death while the ranks leave for a change: only those that have not left yet are waited for."""
+    story = Story("a:3", min=1).run()
+    story.add("b:1").answer(lambda e: not isinstance(e, ev.WorkerReady) or e.worker == wid("b/0#1"))
+    assert story.world.stage is Stage.LEAVING
+    story.hear(ev.WorkerReady, "a/0#1").kill("a/2#1")
+    assert story.world.awaiting == {wid("a/1#1")}
+
+
+@pytest.mark.parametrize("victim", ["a/0#1", "b/0#1"])
+def test_a_death_while_a_drained_host_leaves(victim):
+    """A leaver, or one that stays, dies in the middle of a planned change: one break, and the drain is done too."""
+    story = Story("a:2", "b:2", min=1, cooldown=(0.0, 0.0)).run()
+    story.remove("b").kill(victim).quiet(3.0)
+    assert list(story.world.hosts) == ["a"]
+    assert {w.host for w in story.world.members} == {"a"}
+    assert (story.world.stage, len(story.names), story.world.resets) == (Stage.RUNNING, 2, 1)
+
+
+def test_a_drain_is_forced_when_the_user_loses_patience():
+    """A host that drains is removed with `--now`: its workers are killed, and counted out once."""
+    story = Story("a:1", "b:1", "c:1", min=1, max=2).run()
+    story.remove("b").remove("b", now=True).quiet(3.0)
+    assert story.names == ["a/0#1", "c/0#1"]
+    assert len(story.alive()) == 2
+
+
+def test_a_drained_host_without_members_goes_at_once():
+    """Idle workers of a removed host need no commit to leave at."""
+    story = Story("a:1", "b:1", min=1)
+    story.answer()
+    story.remove("b").answer()
+    assert list(story.world.hosts) == ["a"]
+
+
+def test_a_host_removed_while_it_starts_is_gone_at_once():
+    """Its agent is told to end; nothing is waited for."""
+    story = Story("a:1", min=1)
+    story.remove("a")
+    assert story.last(cmd.StopAgent).host == "a"
+    assert story.world.hosts == {}
+
+
+def test_a_worker_that_need_not_leave_any_more_waits_for_the_next_world():
+    """All are on their way out of a world when a removed host is added again, with fewer slots: its worker comes back in."""
+    story = Story("b:2", "a:1", min=1).run().commit(3).answer()
+    story.remove("b").answer(lambda e: not isinstance(e, ev.WorkerReady))
+    assert story.world.stage is Stage.LEAVING
+    story.add("b:1").quiet(2.0)
+    assert story.names == ["a/0#1", "b/0#1"]
+    assert story.alive() == ["b/0#1", "a/0#1"]
+
+
+def test_a_newcomer_does_not_wait_for_one_that_is_left_out_and_has_not_come_back():
+    """One newcomer hangs in the epoch that did not form: another one, which is ready, joins without it."""
+    story = Story("a:1", "b:1", min=1, cooldown=(50.0, 300.0)).run()
+    story.add("c:1").answer(lambda e: not isinstance(e, ev.WorkerFormed))
+    story.hang("c/0#1").quiet(60.2)
+    assert wid("c/0#1") in story.world.held.keys() - story.world.waiting
+    story.add("d:1").quiet(2.0)
+    assert story.names == ["a/0#1", "b/0#1", "d/0#1"]

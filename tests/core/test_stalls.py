@@ -1,0 +1,307 @@
+"""A running world in which nobody commits: who is behind, and what is done about it."""
+
+from __future__ import annotations
+
+import pytest
+
+from nbelastic.core import commands as cmd
+from nbelastic.core.state import HostPhase, Stage, WorkerState
+from nbelastic.protocol import events as ev
+from tests.core.story import Story, wid
+
+
+def training(*hosts: str, **limits) -> Story:
+    """Three workers on three hosts of this machine that have made three commits; the fourth step is under way."""
+    story = Story(*(hosts or ("a:1", "b:1", "c:1")), **{"min": 1, **limits}).run().commit(3).answer()
+    for w in story.world.members:
+        story.fakes[w].begun += 1
+    return story
+
+
+def behind(story: Story, worker: str, place: str = "train.py:88 in load") -> Story:
+    """It has not begun the collective that the others wait in."""
+    fake = story.fakes[wid(worker)]
+    fake.begun -= 1
+    fake.place = place
+    return story
+
+
+# ---- who is behind ----
+
+
+def test_members_are_asked_where_they_are():
+    """Whenever the driver says that nobody commits, all members are asked, and until they answer the reason says that."""
+    story = training()
+    story.send(ev.StoodStill(story.world.epoch, 3.0))
+    assert story.last(cmd.Look) == cmd.Look(story.world.epoch, story.world.members)
+    assert story.reason == "3 workers train in epoch 1; no commit for 3 s"
+    story.answer()
+    mark = story.mark()
+    story.stand_still(4.0)
+    assert len(story.commands(cmd.Look, mark)) == 1
+
+
+def test_on_one_machine_no_network_is_probed():
+    """Processes of one machine reach one another."""
+    story = training().stand_still(times=2)
+    assert story.commands(cmd.Probe) == []
+
+
+def test_who_is_behind_is_named_with_its_line():
+    """The reason of the world, that of the worker and a record name the rank, how long, the commit and the place."""
+    story = behind(training(), "c/0#1").stand_still(31.0)
+    assert story.reason.endswith("; rank 2 (c/0#1) is 31 s behind at commit 3, in train.py:88 in load")
+    assert story.world.workers[wid("c/0#1")].reason == "31 s behind at commit 3, in train.py:88 in load"
+    assert story.records("worker-behind") == ["rank 2 (c/0#1) is 31 s behind at commit 3, in train.py:88 in load"]
+    assert [story.world.workers[wid(w)].reason for w in ("a/0#1", "b/0#1")] == ["", ""]
+
+
+def test_one_behind_by_a_commit_counts_too():
+    """Where no collective tells them apart, the number of commits does."""
+    story = training()
+    for w in ("a/0#1", "b/0#1"):
+        story.fakes[wid(w)].commit += 1
+    story.stand_still(5.0)
+    assert "rank 2 (c/0#1) is 5 s behind at commit 3" in story.reason
+
+
+def test_only_those_who_are_last_are_behind():
+    """Who waits in an earlier collective than others, for one who is earlier still, is not to blame."""
+    story = behind(behind(training(), "c/0#1"), "c/0#1")
+    behind(story, "b/0#1").stand_still(5.0)
+    assert "rank 2 (c/0#1) is 5 s behind" in story.reason
+    assert story.world.workers[wid("b/0#1")].reason == ""
+
+
+def test_several_behind_are_counted():
+    """The first is named, the others are counted; three at most are recorded."""
+    story = training("a:6")
+    for slot in range(1, 6):
+        behind(story, f"a/{slot}#1")
+    story.stand_still(5.0)
+    text = "rank 1 (a/1#1) is 5 s behind at commit 3, in train.py:88 in load (and 4 more)"
+    assert story.reason.endswith(text)
+    assert len(story.records("worker-behind")) == 3
+
+
+def test_being_behind_is_recorded_once():
+    """However long it lasts; at a later commit it is news again."""
+    story = behind(training(), "c/0#1")
+    for seconds in (3.0, 4.0, 5.0):
+        story.stand_still(seconds)
+    assert len(story.records("worker-behind")) == 1
+    story.fakes[wid("c/0#1")].begun += 1
+    story.commit()
+    story.send(ev.WentOn(story.world.epoch))
+    behind(story, "c/0#1").stand_still(3.0)
+    assert len(story.records("worker-behind")) == 2
+
+
+def test_if_all_are_equally_far_nobody_is_behind():
+    """All are in the same place: it is named, and nobody is blamed."""
+    story = training().stand_still(31.0)
+    assert story.reason.endswith("; no commit for 31 s; all ranks are at commit 3, in train.py:9 in step")
+    assert story.records("worker-behind") == []
+
+
+def test_equally_far_in_different_places():
+    """Two of the places are shown, with their ranks."""
+    story = training()
+    story.fakes[wid("b/0#1")].place = "train.py:20 in evaluate"
+    story.stand_still(31.0)
+    text = "rank 0 (a/0#1) is in train.py:9 in step, rank 1 (b/0#1) is in train.py:20 in evaluate"
+    assert story.reason.endswith(f"no commit for 31 s; {text}")
+
+
+def test_who_does_not_answer_is_named():
+    """After a second in which others have answered, the reason names the first that has not."""
+    story = training()
+    story.silent.update({wid("b/0#1"), wid("c/0#1")})
+    story.stand_still(times=2)
+    where = "rank 0 (a/0#1) is in train.py:9 in step, rank 1 (b/0#1) has not said where it is"
+    assert story.reason.endswith(f"no commit for 4 s; {where}")
+
+
+def test_a_place_that_is_unknown_is_left_out():
+    """No frame of the user's own code: the numbers alone."""
+    story = behind(training(), "c/0#1", place="").stand_still(5.0)
+    assert story.reason.endswith("rank 2 (c/0#1) is 5 s behind at commit 3")
+
+
+def test_going_on_clears_the_reasons():
+    """With the next commit nothing of it is left."""
+    story = behind(training(), "c/0#1").stand_still(31.0)
+    story.send(ev.WentOn(story.world.epoch))
+    assert story.reason == "3 workers train in epoch 1"
+    assert story.world.still is None
+    assert all(worker.reason == "" for worker in story.world.workers.values())
+
+
+def test_catching_up_clears_the_workers_reason():
+    """It is no longer behind, though nobody commits yet."""
+    story = behind(training(), "c/0#1").stand_still(5.0)
+    story.fakes[wid("c/0#1")].begun += 1
+    story.stand_still(6.0)
+    assert story.world.workers[wid("c/0#1")].reason == ""
+    assert "all ranks" not in story.reason
+    assert "no commit for 6 s" in story.reason
+
+
+def test_a_break_clears_the_reasons():
+    """A worker dies: the world that stood still is no more."""
+    story = behind(training(), "c/0#1").stand_still(5.0)
+    story.kill("a/0#1")
+    assert story.world.still is None
+    assert "behind" not in story.reason
+    assert story.world.workers[wid("c/0#1")].reason == ""
+
+
+@pytest.mark.parametrize("stage", [Stage.PREPARING, Stage.ASKED, Stage.LEAVING])
+def test_a_change_that_hangs_has_its_reason(stage):
+    """A planned change waits for a commit that does not come: the reason says both."""
+    story = training(min=2).add("d:1")
+    missing = {Stage.PREPARING: ev.WorkerPrepared, Stage.ASKED: ev.WorkerOffered, Stage.LEAVING: ev.WorkerReady}[stage]
+    story.answer(lambda e: not (isinstance(e, missing) and e.worker == wid("c/0#1")))
+    assert story.world.stage is stage
+    story.answers.clear()
+    behind(story, "c/0#1").stand_still(31.0)
+    assert "rank 2 (c/0#1) is 31 s behind" in story.reason
+    assert len(story.reason) > len("rank 2 (c/0#1) is 31 s behind at commit 3, in train.py:88 in load")
+
+
+def test_who_has_left_as_agreed_is_not_behind():
+    """In a planned change some have left their epoch, and count nothing in it: those still in it are behind."""
+    story = training(min=2).add("d:1")
+    story.answer(lambda e: not (isinstance(e, ev.WorkerReady) and e.worker == wid("c/0#1")))
+    story.answers.clear()
+    story.silent |= {wid("a/0#1"), wid("b/0#1")}
+    story.stand_still(times=2)
+    assert "rank 2 (c/0#1) is 4 s behind" in story.reason
+
+
+def test_who_has_left_and_counts_nothing_is_not_behind_either():
+    """It answers, but from no epoch."""
+    story = training(min=2).add("d:1")
+    story.answer(lambda e: not (isinstance(e, ev.WorkerReady) and e.worker == wid("c/0#1")))
+    story.answers.clear()
+    for w in ("a/0#1", "b/0#1"):
+        story.fakes[wid(w)].begun = 0
+    story.stand_still(5.0)
+    assert "rank 2 (c/0#1) is 5 s behind" in story.reason
+
+
+def test_stale_and_strange_news_is_dropped():
+    """Of another epoch, of no member, without a standing still, doubled: the world stays as it is."""
+    story = training("a:1", "b:1", max=1, spares=1)
+    epoch = story.world.epoch
+    before = story.world
+    stranger = next(w for w in story.world.workers if w not in story.world.members)
+    story.send(ev.WorkerAt(story.world.members[0], epoch, 3, 4), ev.WentOn(epoch), ev.StoodStill(epoch - 1, 9.0))
+    assert story.world == before
+    story.stand_still(5.0)
+    before = story.world
+    story.send(
+        ev.WorkerAt(stranger, epoch, 3, 4), ev.WorkerAt(story.world.members[0], epoch - 1, 3, 4), ev.WentOn(epoch - 1)
+    )
+    assert story.world == before
+
+
+def test_without_a_job_nothing_stands_still():
+    """The job ended meanwhile: late words of the driver and of workers say nothing."""
+    story = training()
+    epoch = story.world.epoch
+    story.stop_job().send(ev.StoodStill(epoch, 5.0))
+    assert story.commands(cmd.Look) == []
+    assert story.world.still is None
+
+
+def test_after_the_first_rank_has_finished_nobody_is_judged():
+    """The others get their time."""
+    story = training().returned("a/0#1")
+    story.send(ev.StoodStill(story.world.epoch, 5.0))
+    assert story.commands(cmd.Look) == []
+
+
+# ---- stall ----
+
+
+def test_without_stall_nobody_is_killed():
+    """However long it is behind: a person sees it, and decides."""
+    story = behind(training(), "c/0#1")
+    for seconds in range(3, 3000, 100):
+        story.now += 100
+        story.stand_still(float(seconds))
+    assert story.commands(cmd.StopWorker) == []
+
+
+def test_who_is_behind_for_longer_than_stall_is_replaced():
+    """Killed like a frozen one: a strike, the reason told, the others go on, a new one is started."""
+    story = behind(training(stall=30.0, cooldown=(0.0, 0.0)), "c/0#1")
+    story.stand_still(5.0).now += 29.0
+    story.stand_still(34.0)
+    assert story.commands(cmd.StopWorker) == []
+    story.now += 1.0
+    story.send(ev.StoodStill(story.world.epoch, 35.0))
+    assert story.last(cmd.StopWorker) == cmd.StopWorker(wid("c/0#1"), kill=True)
+    why = "c/0#1 stalled (35 s behind at commit 3, in train.py:88 in load; stall is 30 s)"
+    assert story.records("worker-lost") == story.records("world-broken") == [why]
+    assert story.world.hosts["c"].slots[0].strikes == 1
+    story.answers.clear()
+    for w in ("a/0#1", "b/0#1"):
+        story._abort(wid(w), 1)
+    story._say(wid("c/0#2"), ev.WorkerRegistered(wid("c/0#2")))
+    story.quiet(2.0)
+    assert story.names == ["a/0#1", "b/0#1", "c/0#2"]
+
+
+def test_who_gets_on_is_not_stalled():
+    """It is behind but moves from one collective to the next: its time begins anew each time."""
+    story = behind(training(stall=30.0), "c/0#1")
+    for seconds in range(5, 100, 20):
+        story.stand_still(float(seconds)).now += 20.0
+        for fake in story.fakes.values():
+            fake.begun += 1
+    assert story.commands(cmd.StopWorker) == []
+
+
+def test_if_all_are_equally_far_nobody_is_killed():
+    """A long evaluation on all ranks is no stall."""
+    story = training(stall=30.0)
+    for seconds in range(5, 300, 20):
+        story.stand_still(float(seconds)).now += 20.0
+    assert story.commands(cmd.StopWorker) == []
+
+
+def test_all_that_stalled_are_replaced_in_one_break():
+    """Two are behind: both are killed, and the world breaks once."""
+    story = training("a:4", stall=30.0)
+    behind(behind(story, "a/2#1"), "a/3#1").stand_still(5.0).now += 30.0
+    story.send(ev.StoodStill(story.world.epoch, 35.0))
+    assert len(story.commands(cmd.StopWorker)) == 2
+    assert story.world.resets == 1
+
+
+# ---- a host's silence is not its workers' ----
+
+
+def test_a_silent_host_is_named_once():
+    """Nothing is heard of a host and its workers: the driver says the host first, and the workers' news finds nobody."""
+    story = training("a:1", "b:2")
+    quiet = "nothing heard of it for 2 s"
+    mark = story.mark()
+    story.send(ev.AgentLost("b", quiet), *(ev.WorkerFroze(wid(w), quiet) for w in ("b/0#1", "b/1#1")))
+    assert story.commands(cmd.Record, mark) == [
+        cmd.Record("host-lost", f"b: {quiet}; tried again in 5 s", host="b"),
+        cmd.Record("world-broken", f"host b was lost ({quiet})", epoch=1),
+    ]
+    assert story.world.resets == 1
+    assert [slot.strikes for slot in story.world.hosts["b"].slots] == [0, 0]
+
+
+def test_a_silent_worker_of_a_host_that_is_heard_is_named():
+    """Its process is stopped: the worker is to blame, and its host stays."""
+    story = training("a:1", "b:2")
+    story.send(ev.WorkerFroze(wid("b/0#1"), "nothing heard of it for 2 s"))
+    assert story.records("world-broken") == ["b/0#1 froze (nothing heard of it for 2 s)"]
+    assert story.world.hosts["b"].phase is HostPhase.UP
+    assert story.world.workers[wid("b/1#1")].state is WorkerState.RUNNING

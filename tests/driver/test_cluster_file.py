@@ -1,0 +1,28 @@
+"""Cluster files: how a terminal finds the cluster whose driver listens at a port."""
+
+from __future__ import annotations
+
+import pytest
+
+from nbelastic.errors import UsageError
+from nbelastic.protocol.run_directory import RunDir
+from nbelastic.transport import cluster_file
+from nbelastic.transport.cluster_file import ClusterFile
+from nbelastic.transport.link import Keys
+
+
+def test_a_damaged_file_of_another_cluster_is_passed_over(own_base):
+    """Three clusters run; the files of two are damaged or open to others. The third is found by its port."""
+    files = {}
+    for name in ("a", "b", "c"):
+        RunDir(name).path.mkdir(mode=0o700)
+        files[name] = RunDir(name).path / cluster_file.NAME
+    files["a"].write_text("{")
+    files["a"].chmod(0o600)
+    mine = ClusterFile("b", "tcp://127.0.0.1:4711", Keys.make().for_clients(), 10.0)
+    mine.write(files["b"])
+    mine.write(files["c"])
+    files["c"].chmod(0o644)
+    assert cluster_file.find("127.0.0.1:4711") == mine
+    with pytest.raises(UsageError, match="no cluster of this machine listens at port 4712"):
+        cluster_file.find("127.0.0.1:4712")

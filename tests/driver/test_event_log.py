@@ -1,0 +1,63 @@
+"""The event log: two files of bounded size, and no decision that waits for them."""
+
+from __future__ import annotations
+
+import errno
+
+from nbelastic.core import commands as cmd
+from nbelastic.driver import event_log
+from nbelastic.driver.event_log import EventLog
+
+
+def texts(log):
+    return [record.text for record in log.kept()[0]]
+
+
+def test_the_files_do_not_grow_for_ever(tmp_path, monkeypatch):
+    """A full file takes the place of the one before; the next driver reads both."""
+    monkeypatch.setattr(event_log, "MOST", 3000)
+    log = EventLog(tmp_path / "events.jsonl")
+    for number in range(100):
+        log.record(cmd.Record("test", f"record {number}"), 0.0, 0)
+    log.close()
+    assert {path.name for path in tmp_path.iterdir()} == {"events.jsonl", "events.old"}
+    assert sum(path.stat().st_size for path in tmp_path.iterdir()) < 2 * 3200
+    again = EventLog(tmp_path / "events.jsonl", again=True)
+    found = texts(again)
+    again.close()
+    assert len(found) > 15
+    assert found == [f"record {number}" for number in range(100 - len(found), 100)]
+
+
+class SmallDisk:
+    """A file on a disk that has room for so many bytes."""
+
+    def __init__(self, file, room):
+        self._file, self.room, self.close = file, room, file.close
+
+    def write(self, data):
+        if self.room == 0:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        written = self._file.write(data[: self.room])
+        self.room -= written
+        return written
+
+    def tell(self):
+        return self._file.tell()
+
+
+def test_a_full_disk_costs_lines_of_the_log_and_nothing_else(tmp_path):
+    """Each record is still shown; one more says that the file misses lines; the file is readable again afterwards."""
+    log = EventLog(tmp_path / "events.jsonl")
+    log.record(cmd.Record("test", "before"), 0.0, 0)
+    log._file = disk = SmallDisk(log._file, 5)
+    for number in range(3):
+        log.record(cmd.Record("test", f"lost {number}"), 0.0, 0)
+    disk.room = 10_000
+    log.record(cmd.Record("test", "after"), 0.0, 0)
+    log.close()
+    said = "the event log misses lines: [Errno 28] No space left on device"
+    assert texts(log) == ["before", "lost 0", "lost 1", said, "lost 2", "after"]
+    again = EventLog(tmp_path / "events.jsonl", again=True)
+    assert texts(again) == ["before", "after"]
+    again.close()

@@ -1,0 +1,186 @@
+"""What a kept cluster leaves for its next driver: whole or not there, its owner's alone, and understood or refused."""
+
+from __future__ import annotations
+
+import json
+import os
+from functools import partial
+from pathlib import Path
+
+import pytest
+from msgspec.structs import replace
+
+from nbelastic.client.kept_arguments import arguments_of, kept_arguments
+from nbelastic.core import commands as cmd
+from nbelastic.core.recovery import summary
+from nbelastic.core.state import Host, HostPhase, Job, Slot, World
+from nbelastic.driver.event_log import EventLog
+from nbelastic.driver.snapshot import Saved, SavedAgent, SavedJob
+from nbelastic.errors import UsageError
+from nbelastic.protocol import saved_cluster
+from nbelastic.protocol.ids import HostSpec
+from nbelastic.protocol.limits import Limits
+from nbelastic.protocol.run_directory import RunDir
+from nbelastic.protocol.saved_cluster import NAME, begin, clusters, find
+from nbelastic.provision.discovery import source_of
+from nbelastic.system.folders import runs
+from nbelastic.system.presence import identity, lives
+from nbelastic.transport.link import Keys
+
+US = identity(os.getpid())
+
+
+@pytest.fixture(autouse=True)
+def _own_temporary_folder(tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+
+
+def example(name: str = "train", process: str = US) -> Saved:
+    host = Host(HostSpec("a", 2), 0, (Slot(incarnation=1),), phase=HostPhase.UP)
+    world = summary(World(Limits(), hosts={"a": host}, job=Job("job-1")))
+    return Saved(
+        version="0.1.0",
+        wire=saved_cluster.fingerprint(),
+        name=name,
+        term=1,
+        address="tcp://127.0.0.1:20001",
+        keys=Keys.make(),
+        arguments={},
+        log_dir="/logs",
+        world=world,
+        agents={"a": SavedAgent(1, process)},
+        processes=(process,),
+        job=SavedJob("job-1"),
+        hosts=("a",),
+        slots=2,
+        running="job-1",
+    )
+
+
+def left(name: str = "train", process: str = US) -> RunDir:
+    """A cluster whose driver is gone."""
+    run_dir = RunDir(name)
+    run_dir.hold()
+    run_dir.make()
+    example(name, process).write(run_dir.path)
+    run_dir.let_go()
+    return run_dir
+
+
+def test_a_kill_at_any_byte_leaves_what_was_there(monkeypatch):
+    """Written beside the old one, which is replaced as a whole."""
+    run_dir = left()
+    before = Saved.read(run_dir.path)
+    data = json.dumps({"any": "thing"}).encode()
+    for cut in range(len(data)):
+        (run_dir.path / f".{NAME}.new").write_bytes(data[:cut])
+        assert Saved.read(run_dir.path) == before
+    replace(before, term=2).write(run_dir.path)
+    assert Saved.read(run_dir.path).term == 2
+    assert (run_dir.path / NAME).stat().st_mode & 0o777 == 0o600
+
+
+def test_a_file_of_another_user_is_refused(monkeypatch):
+    """Its keys are that user's, and so is the cluster."""
+    run_dir = left()
+    owner = os.getuid()
+    monkeypatch.setattr(os, "getuid", lambda: owner + 1)
+    with pytest.raises(UsageError, match=f"belongs to another user .uid {owner}."):
+        Saved.read(run_dir.path)
+
+
+def test_what_is_listed():
+    """Clusters with and without a driver, whatever is wrong with them; what is dead is swept away, keys and all."""
+    kept, dead, running, broken = left("kept"), left("dead", "1@1"), RunDir("running"), left("broken")
+    running.hold()
+    (broken.path / NAME).write_text("{")
+    found = {info.name: info for info in clusters()}
+    assert found.keys() == {"kept", "running", "broken"}
+    assert (found["kept"].driver, found["kept"].hosts, found["kept"].job) == (0, ("a",), "job-1")
+    assert found["running"].driver == os.getpid()
+    assert "damaged" in found["broken"].problem
+    assert not dead.path.exists()
+    assert not dead.lock.exists()
+    assert kept.path.exists()
+    running.release()
+
+
+def test_a_name_is_one_cluster_s():
+    """While that lives, with a driver or without; then it is free."""
+    run_dir = left()
+    with pytest.raises(UsageError, match="lives on without a driver: attach to it"):
+        begin(RunDir("train"), "n")
+    example(process="1@1").write(run_dir.path)
+    again = RunDir("train")
+    begin(again, "n")
+    with pytest.raises(UsageError, match=f"running already .process {os.getpid()}."):
+        RunDir("train").hold()
+    assert list(again.path.iterdir()) == []
+    again.release()
+    assert list(runs().iterdir()) == []
+
+
+def test_which_one_is_meant():
+    """The only one, if none is named; a name; or a folder."""
+    with pytest.raises(UsageError, match="you have no cluster"):
+        find(None)
+    run_dir = left("one")
+    assert find(None) == find("one") == find(str(run_dir.path)) == run_dir.path
+    left("two")
+    with pytest.raises(UsageError, match="say which cluster: one, two"):
+        find(None)
+
+
+def test_arguments_are_understood_elsewhere(tmp_path, monkeypatch):
+    """In another folder, by another process: JSON, and paths that lead to the same files."""
+    monkeypatch.chdir(tmp_path)
+    script = tmp_path / "hosts.sh"
+    script.write_text("#!/bin/sh\\necho a")
+    script.chmod(0o755)
+    given = {"min": 2, "max": None, "hosts": None, "discovery": "./hosts.sh gpu", "preload": ("numpy",), "name": None}
+    kept = kept_arguments(given, source_of("./hosts.sh gpu", None, None, 1))
+    assert kept == {"min": 2, "discovery": f"{script} gpu", "preload": ["numpy"]}
+    fixed = kept_arguments(
+        {"discovery": None, "env": {"A": 1}, "log_dir": Path("logs")}, source_of(None, "u@h:2,[fd00::1]:1", None, 1)
+    )
+    assert fixed == {"hosts": ["u@h:2", "[fd00::1]:1"], "env": {"A": "1"}, "log_dir": str(tmp_path / "logs")}
+    assert json.loads(json.dumps([kept, fixed])) == [kept, fixed]
+
+
+def test_a_discovery_of_one_s_own():
+    """It is given again; or the hosts stay as they are."""
+
+    class Mine:
+        async def hosts(self):
+            return ()
+
+    mine = Mine()
+    kept = kept_arguments({"discovery": mine}, source_of(mine, None, None, 1))
+    again = partial(arguments_of, "train", "/logs", kept)
+    assert again(None) == {"name": "train", "log_dir": "/logs"}
+    assert again(mine) == {"name": "train", "log_dir": "/logs", "discovery": mine}
+
+
+def test_a_process_is_its_number_and_its_start():
+    """Numbers are used again."""
+    assert lives(US)
+    assert not lives(US + "0")
+    assert not lives("")
+    assert identity(2**22 + 1) == ""
+
+
+def test_the_history_goes_on(tmp_path):
+    """The next driver has the records of the last one, though that was killed in the middle of a line."""
+    path = tmp_path / "events.jsonl"
+    first = EventLog(path)
+    first.record(cmd.Record("job-started", "one"), 1.0, 2)
+    first.close()
+    with path.open("a") as file:
+        file.write('{"at": 2, "record": {"time": 1, "kind": "cut')
+    second = EventLog(path, again=True)
+    second.record(cmd.Record("job-ended", "two"), 3.0, 2)
+    second.close()
+    assert [record.text for record in second.kept()[0]] == ["one", "two"]
+    third = EventLog(path, again=True)
+    assert [record.text for record in third.kept()[0]] == ["one", "two"]
+    third.close()

@@ -1,0 +1,33 @@
+"""Subscribers of a cluster's status: each hears of every change, whatever another one does."""
+
+from __future__ import annotations
+
+import logging
+import queue
+
+from nbelastic.client.subscriptions import Watchers
+
+PATIENCE = 10  # seconds
+
+
+def test_an_exception_in_a_subscriber_does_not_end_it(caplog):
+    """A subscriber that raises is called again at the next change; the others are not disturbed; it is logged once."""
+    calls, others = queue.SimpleQueue(), queue.SimpleQueue()
+
+    def fails_twice(status):
+        calls.put(status)
+        if calls_so_far[0] < 2:
+            calls_so_far[0] += 1
+            raise RuntimeError("a hiccup")
+
+    calls_so_far = [0]
+    watchers = Watchers(lambda: "status")
+    with caplog.at_level(logging.ERROR, "nbelastic"):
+        undo = [watchers.add(fails_twice), watchers.add(others.put)]
+        for _ in range(3):
+            watchers.changed()
+            assert calls.get(timeout=PATIENCE) == "status"
+            assert others.get(timeout=PATIENCE) == "status"
+    for each in undo:
+        each()
+    assert [record.exc_info[1].args for record in caplog.records] == [("a hiccup",)]

@@ -1,0 +1,57 @@
+"""The controller of ipyparallel, as the driver starts it again."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from nbelastic.ipp import supervisor
+from nbelastic.ipp.supervisor import FIRST_PAUSE, PAUSE, Supervisor, heartbeat
+from tests.support.presence import until_the_end
+
+
+class Dying(Supervisor):
+    """Of a controller that ends as soon as it has started."""
+
+    started = 1
+
+    async def ended(self) -> None:
+        """It has ended already."""
+
+    async def again(self) -> None:
+        self.started += 1
+        if self.started > 12:
+            raise asyncio.CancelledError
+
+    def last_line(self) -> str:
+        return "OSError: [Errno 24] Too many open files"
+
+
+def test_a_controller_that_ends_at_once_is_started_after_longer_and_longer_pauses(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Not without end and without a word: each time the reason is told."""
+    pauses: list[float] = []
+    told: list[str] = []
+
+    async def sleep(seconds: float) -> None:
+        pauses.append(seconds)
+
+    async def story() -> None:
+        monkeypatch.setattr(supervisor.asyncio, "sleep", sleep)
+        with pytest.raises(asyncio.CancelledError):
+            await Dying(tmp_path, "name", 5.0, until_the_end(tmp_path), on_trouble=told.append)._watch()
+
+    asyncio.run(story())
+    assert pauses[:3] == [FIRST_PAUSE, 2 * FIRST_PAUSE, 4 * FIRST_PAUSE]
+    assert pauses[-1] == PAUSE
+    assert len(told) == len(pauses)
+    assert all(text.endswith("Too many open files") for text in told)
+
+
+@pytest.mark.parametrize(("workers", "milliseconds"), [(4, 100), (100, 100), (500, 500), (5000, 1000)])
+def test_the_heartbeats_of_many_engines_are_rarer(workers: int, milliseconds: int) -> None:
+    """Together they cost the controller no more than those of a hundred do, up to a thousand engines."""
+    assert heartbeat(workers) == milliseconds

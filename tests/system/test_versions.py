@@ -1,0 +1,43 @@
+"""Which versions of Python, nbelastic and torch may meet in one cluster."""
+
+import pytest
+
+from nbelastic.system import versions
+
+HERE = {"Python": "3.11.2", "nbelastic": "0.1.0", "torch": "2.13.0+cu126"}
+
+
+@pytest.mark.parametrize(
+    ("there", "said"),
+    [
+        (HERE, ""),
+        (HERE | {"Python": "3.11.9"}, ""),  # the byte code is the same
+        (HERE | {"torch": "2.13.0+cpu"}, ""),  # built otherwise, and the same
+        (HERE | {"Python": "3.12.1"}, "Python 3.12.1 there, 3.11.2 here"),
+        (HERE | {"torch": "2.11.0"}, "torch 2.11.0 there, 2.13.0+cu126 here"),
+        (HERE | {"torch": ""}, "torch missing there, 2.13.0+cu126 here"),
+        (
+            HERE | {"Python": "3.12.1", "nbelastic": "0.2"},
+            "Python 3.12.1 there, 3.11.2 here; nbelastic 0.2 there, 0.1.0 here",
+        ),
+        (
+            {},
+            "Python missing there, 3.11.2 here; nbelastic missing there, 0.1.0 here; torch missing there, 2.13.0+cu126 here",
+        ),
+    ],
+)
+def test_both_versions_are_named(there, said):
+    """What differs and matters is said with both versions."""
+    assert versions.difference(there, HERE) == said
+
+
+def test_a_kernel_without_torch_minds_no_torch():
+    """The notebook's environment need not have it."""
+    assert versions.difference(HERE, HERE | {"torch": ""}) == ""
+
+
+def test_what_is_here_is_found():
+    """Of this environment, with the names that `difference` knows."""
+    found = versions.here()
+    assert versions.difference(found, found) == ""
+    assert all(found[name] for name in ("Python", "nbelastic", "torch"))
