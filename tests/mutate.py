@@ -47,7 +47,7 @@ SLOWDOWN = 10  # how many times longer than its processor time a run may take, o
 ENOUGH = 0.95
 
 KNOWN = [  # equivalents: the module, the line before and after, and why no test can tell them apart
-    ("epochs.py", "if not leavers:", "if False:", "a short cut: what follows changes nothing then"),
+    ("generations.py", "if not leavers:", "if False:", "a short cut: what follows changes nothing then"),
     ("group.py", "failure.code > 0", "failure.code >= 0", "a worker that failed has another exit code than 0"),
     ("rounds.py", "joined=group.joined + 1", "joined=group.joined + 2", "only the order of the numbers counts"),
     (

@@ -11,10 +11,10 @@
  * @typedef {{address: string, slots: number, phase: string, reason: string, until: number, cpu: ?number,
  *   memory: ?number, of: ?number, gpus: number[][], workers: Record<string, Row>,
  *   slots_until: Record<string, number>}} Host
- * @typedef {{n: number, time: number, kind: string, text: string, host: string, worker: string, epoch: number,
+ * @typedef {{n: number, time: number, kind: string, text: string, host: string, worker: string, generation: number,
  *   size: number, took: Record<string, number>}} Entry  `time` in seconds since 1970, `took` in milliseconds
  * @typedef {{id: string, by: string, text: string, word: string, why: string}} Told  what became of an order
- * @typedef {{n: number, time: number, name: string, phase: string, reason: string, epoch: number, world_size: number,
+ * @typedef {{n: number, time: number, name: string, phase: string, reason: string, generation: number, world_size: number,
  *   min: number, max: ?number, job: ?string, outcome: string, step: number, total: ?number,
  *   steps_per_second: ?number, report: Record<string, number|string>, curves: Record<string, number[]>,
  *   failed_at: ?number, hosts: Record<string, Host>, events: Entry[], orders: Told[]}} State
@@ -58,7 +58,7 @@ const EMPTY = {
   name: "",
   phase: "",
   reason: "",
-  epoch: 0,
+  generation: 0,
   world_size: 0,
   min: 0,
   max: null,
@@ -151,7 +151,7 @@ const FAILURE = /lost|failed|broken|killed|error|unreachable|host-refused|not-fi
 export function tone(/** @type {string} */ word) {
   if (FAILURE.test(word) || word === "refused") return "bad";
   if (/running|formed|training|up$|succeeded|ready|recovered/.test(word)) return "good";
-  if (/start|form|drain|plan|stopping|waiting|remove|added|changed|scaled|cooling|behind|refused/.test(word)) return "busy";
+  if (/start|form|drain|plan|stopping|waiting|remove|added|changed|scaled|backoff|behind|refused/.test(word)) return "busy";
   return "quiet";
 }
 
@@ -164,15 +164,15 @@ const SIGNS = {
   failed: "!",
   lost: "✕",
   stopped: "■",
-  cooling: "◷",
+  backoff: "◷",
   empty: "–",
   up: "●",
   draining: "↓",
 };
 /** @type {Record<string, string>} */
-const SHORT = { starting: "start", succeeded: "done", stopped: "stop", cooling: "cool" };
+const SHORT = { starting: "start", succeeded: "done", stopped: "stop", backoff: "wait" };
 /** @type {Record<string, string>} */
-const TONES = { cooling: "busy", ready: "ready", empty: "quiet" };
+const TONES = { backoff: "busy", ready: "ready", empty: "quiet" };
 const toneOf = (/** @type {string} */ state) => TONES[state] ?? tone(state);
 
 /** How long the job will still take, in words; nothing where nobody can know. */
@@ -220,10 +220,10 @@ export function slotsOf(name, host) {
   return slots;
 }
 
-/** A slot's state in a word: its worker's, else cooling or empty. */
+/** A slot's state in a word: its worker's, else backoff or empty. */
 export function stateOf(/** @type {{row: ?Row, until: number}} */ slot, /** @type {number} */ now) {
   if (slot.row) return slot.row[1];
-  return slot.until > now ? "cooling" : "empty";
+  return slot.until > now ? "backoff" : "empty";
 }
 
 /** What a screen reader is told when `before` becomes `after`: phases, sizes and losses, not every number. */
@@ -770,7 +770,7 @@ class Glance {
       const name = training ? "Workers" : "Workers ready";
       items.push([name, { value: size(training ? state.world_size : ready, state.min, state.max), title: limits }]);
     }
-    items.push(["Epoch", { value: number(state.epoch), title: "One more with every change of the world" }]);
+    items.push(["Generation", { value: number(state.generation), title: "One more with every change of the world" }]);
     items.push([
       "Step",
       { value: state.total ? `${number(state.step)} of ${number(state.total)}` : number(state.step) },
@@ -823,7 +823,7 @@ class Chip {
     const { roomy, now } = context;
     const [rank, , behind, restarts, , cpu, memory, reason] = slot.row ?? [null, "", 0, 0, 0, null, null, ""];
     const state = stateOf(slot, now);
-    const left = state === "cooling" ? duration(slot.until - now) : "";
+    const left = state === "backoff" ? duration(slot.until - now) : "";
     const open = this.host.board.open === this;
     let more = `${behind ? `−${behind}` : ""} ${restarts ? `↻${restarts}` : ""}`.trim();
     if (roomy) {
@@ -1009,7 +1009,7 @@ class Detail {
     const word = stateOf(slot, now);
     say(this.title, slot.id || `Slot ${slot.slot}`);
     /** @type {[string, {value: string}][]} */
-    const facts = [["State", { value: word === "cooling" ? `cooling, ${duration(slot.until - now)} left` : word }]];
+    const facts = [["State", { value: word === "backoff" ? `in back-off, ${duration(slot.until - now)} left` : word }]];
     if (slot.row) {
       const [rank, , behind, restarts, pid, cpu, memory] = slot.row;
       facts.push(["Rank", { value: rank === null ? "none" : String(rank) }], ["Process", { value: String(pid) }]);

@@ -258,9 +258,9 @@ class Agent:
             match self._inbox.popleft():
                 case wire.Launch() as order:
                     self._nodes.launch(order, self._home, str(self._log_dir(order.log_dir)))
-                case wire.ForgetKept(by=by):
+                case wire.DeleteKeptState(by=by):
                     shutil.rmtree(kept(self._folder, by), ignore_errors=True)
-                case wire.Recall(number=number, kill=kill):
+                case wire.StopNode(number=number, kill=kill):
                     self._nodes.recall(number, kill=kill)
                 case order:
                     self._do(self._protocol.heard(order, time.monotonic()))

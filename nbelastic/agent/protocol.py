@@ -89,7 +89,7 @@ class Protocol:
             case wire.Spawn(worker=w):
                 self.newest[w.slot] = max(w.incarnation, self.newest.get(w.slot, 0))
                 return [Fork(message)]
-            case wire.Reap(worker=w, kill=kill):
+            case wire.StopWorker(worker=w, kill=kill):
                 worker = self._workers.get(w)
                 if worker is None:
                     return [Say(ev.WorkerExited(w, 0))]
@@ -100,7 +100,7 @@ class Protocol:
                 for worker in self._workers.values():
                     worker.frozen = 0  # is said again
                 return [Introduce()]
-            case wire.Retire():
+            case wire.StopAgent():
                 return [End()]
         return []
 
@@ -121,7 +121,7 @@ class Protocol:
             worker.frozen = worker.frozen + 1 if state in STATES else 0
             worker.blocked_at = (worker.blocked_at or now) if state == "D" else 0.0
             if worker.frozen == FROZEN_LOOKS:
-                actions.append(Say(ev.WorkerFroze(w, STATES[state])))
+                actions.append(Say(ev.WorkerFrozen(w, STATES[state])))
             if worker.kill_at and now >= worker.kill_at:
                 actions.append(Signal(w, kill=True))
         return actions

@@ -68,7 +68,7 @@ def _names(rows: dict[Row, tuple[int, int]], name: str) -> Iterator[Entry]:
 def _points(events: Iterable[EventRecord], rows: dict[Row, tuple[int, int]]) -> Iterator[Entry]:
     for event in events:
         pid, tid = rows[_row(event)]
-        told = {"text": event.text, "worker": event.worker, "epoch": event.epoch}
+        told = {"text": event.text, "worker": event.worker, "generation": event.generation}
         args = {key: value for key, value in told.items() if value}
         yield {
             "name": event.kind,
@@ -89,13 +89,15 @@ def _sizes(events: Iterable[EventRecord]) -> Iterator[Entry]:
 
 
 def _changes(events: Iterable[EventRecord]) -> Iterator[Entry]:
-    """One after the other: what one epoch's change says of the time before the last one's end is cut off."""
+    """One after the other: what one generation's change says of the time before the last one's end is cut off."""
     free = 0
     for event in _fullest(events):
         spans = list(_spans(event, free))
         free = max((ts + dur for _, ts, dur in spans), default=free)
         for name, ts, dur in spans:
-            args = {"ms": event.took[name]} if name in event.took else {"text": event.text, "epoch": event.epoch}
+            args = (
+                {"ms": event.took[name]} if name in event.took else {"text": event.text, "generation": event.generation}
+            )
             yield {
                 "name": name,
                 "cat": "change",
@@ -109,11 +111,11 @@ def _changes(events: Iterable[EventRecord]) -> Iterator[Entry]:
 
 
 def _fullest(events: Iterable[EventRecord]) -> list[EventRecord]:
-    """Several records of an epoch tell what its change took, and all but one leave something out."""
+    """Several records of a generation tell what its change took, and all but one leave something out."""
     best: dict[int, EventRecord] = {}
     for event in events:
-        if event.took and (event.epoch not in best or len(event.took) >= len(best[event.epoch].took)):
-            best[event.epoch] = event
+        if event.took and (event.generation not in best or len(event.took) >= len(best[event.generation].took)):
+            best[event.generation] = event
     return sorted(best.values(), key=lambda event: event.time)
 
 
@@ -125,7 +127,7 @@ def _spans(event: EventRecord, free: int) -> Iterator[tuple[str, int, int]]:
     phases = {name: took for name, took in event.took.items() if name not in ("all", BESIDE)}
     end = max(free, _micro(event.time * 1000))
     begin = max(free, end - _micro(event.took.get("all", sum(phases.values()))))
-    yield f"epoch {event.epoch}", begin, end - begin
+    yield f"generation {event.generation}", begin, end - begin
     if BESIDE in event.took:
         earlier = max(free, begin - _micro(event.took[BESIDE]))
         yield BESIDE, earlier, begin - earlier

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from nbelastic.core.ranks import rank_order
-from nbelastic.core.state import Host, World
+from nbelastic.core.state import ClusterState, Host
 from nbelastic.protocol.ids import WorkerId
 from nbelastic.system.addresses import address_of, is_loopback
 
@@ -16,21 +16,21 @@ def outward(host: Host) -> tuple[str, ...]:
     return tuple(interface.address for interface in host.addresses if not is_loopback(interface.address))
 
 
-def has_store(world: World, w: WorkerId) -> bool:
+def has_store(cluster: ClusterState, w: WorkerId) -> bool:
     """It has offered a store, and where its host is now. A host that never moved has them all there."""
-    store, host = world.workers[w].store, world.hosts[w.host]
+    store, host = cluster.workers[w].store, cluster.hosts[w.host]
     return bool(store) and (not host.moved_at or address_of(store) == host.address)
 
 
-def moving_until(world: World, w: WorkerId) -> float:
+def moving_until(cluster: ClusterState, w: WorkerId) -> float:
     """Until when to wait for its store at the new address; 0.0 if it is there, or nobody moved."""
-    moved_at = world.hosts[w.host].moved_at
-    return moved_at + STORE_PATIENCE if moved_at and not has_store(world, w) else 0.0
+    moved_at = cluster.hosts[w.host].moved_at
+    return moved_at + STORE_PATIENCE if moved_at and not has_store(cluster, w) else 0.0
 
 
-def led(world: World, members: tuple[WorkerId, ...]) -> tuple[WorkerId, ...]:
+def led(cluster: ClusterState, members: tuple[WorkerId, ...]) -> tuple[WorkerId, ...]:
     """`members` by rank, led by one whose store is where its host is, if there is one: most likely as they are."""
-    leader = next((w for w in members if has_store(world, w)), members[0])
+    leader = next((w for w in members if has_store(cluster, w)), members[0])
     if leader == members[0]:
         return members
     return rank_order((leader, *(w for w in members if w != leader)), (), {})

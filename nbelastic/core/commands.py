@@ -34,7 +34,7 @@ class Probe(Command):
 class Rehome(Command):
     """From now on this host's workers use `address`, of `interface`: those to be started, and those that live.
 
-    Who lives keeps the connections of its epoch. It offers a new store at the new address: at once, by `WorkerReady` again
+    Who lives keeps the connections of its generation. It offers a new store at the new address: at once, by `WorkerReady` again
     if it waits for a world and by `StoreOffered` if it trains.
     """
 
@@ -43,10 +43,10 @@ class Rehome(Command):
     interface: str
 
 
-class Look(Command):
-    """The world stands still, or others wait for them: ask these members where they are. Each answers with `WorkerAt`."""
+class QueryPosition(Command):
+    """The world stands still, or others wait for them: ask these members where they are. Each answers with `PositionReported`."""
 
-    epoch: int
+    generation: int
     members: tuple[WorkerId, ...]
 
 
@@ -61,14 +61,14 @@ class StopWorker(Command):
     kill: bool = False
 
 
-class EndStuck(Command):
-    """The answer to `WorkerStuck` and `StateKept`: it ends itself. `keep`: it first writes the training state to its host's disk."""
+class EndHungWorker(Command):
+    """The answer to `WorkerHung` and `StateKept`: it ends itself. `keep`: it first writes the training state to its host's disk."""
 
     worker: WorkerId
     keep: bool = False
 
 
-class TakeKept(Command):
+class LoadKeptState(Command):
     """Read the state of this `commit` that the worker `by` has kept on this host, and then say `WorkerReady` again."""
 
     worker: WorkerId
@@ -76,7 +76,7 @@ class TakeKept(Command):
     commit: int
 
 
-class ForgetKept(Command):
+class DeleteKeptState(Command):
     """What the worker `by` has kept on its host is not needed any more."""
 
     by: WorkerId
@@ -98,7 +98,7 @@ class RunProgram(Command):
 class FormWorld(Command):
     """`members` by rank; `root` is the rank whose state is the newest; `receivers` are the ranks that need it."""
 
-    epoch: int
+    generation: int
     members: tuple[WorkerId, ...]
     store: str
     root: int
@@ -107,37 +107,37 @@ class FormWorld(Command):
 
 
 class PrepareWorld(Command):
-    """Build the process group of `order.epoch` in the background; the order itself may follow."""
+    """Build the process group of `order.generation` in the background; the order itself may follow."""
 
     order: FormWorld
 
 
 class DropWorld(Command):
-    """What was prepared as `epoch` will not be: drop it, and leave it if you are in it already."""
+    """What was prepared as `generation` will not be: drop it, and leave it if you are in it already."""
 
-    epoch: int
+    generation: int
     members: tuple[WorkerId, ...]
 
 
 class AskLeave(Command):
-    epoch: int
+    generation: int
     members: tuple[WorkerId, ...]
     number: int = 0
 
 
 class LeaveAt(Command):
-    epoch: int
+    generation: int
     commit: int
     members: tuple[WorkerId, ...]
 
 
-class Stay(Command):
-    epoch: int
+class CancelLeave(Command):
+    generation: int
     members: tuple[WorkerId, ...]
 
 
 class AbortWorld(Command):
-    epoch: int
+    generation: int
     members: tuple[WorkerId, ...]
     reason: str
 
@@ -166,4 +166,4 @@ class Record(Command):
     text: str
     host: str = ""
     worker: str = ""
-    epoch: int = 0
+    generation: int = 0

@@ -10,61 +10,61 @@ from msgspec.structs import replace
 from nbelastic.core import commands as cmd
 from nbelastic.core import jobs, waits
 from nbelastic.core.holders import forget_kept, holders, keeper, state_lives
-from nbelastic.core.state import HostPhase, Kept, Stage, World
+from nbelastic.core.state import ClusterState, HostPhase, KeptState, Stage
 from nbelastic.protocol import events as ev
 
 Commands = list[cmd.Command]
 
 
-def asks(world: World, event: ev.WorkerStuck, now: float, out: Commands) -> World:
+def asks(cluster: ClusterState, event: ev.WorkerHung, now: float, out: Commands) -> ClusterState:
     """How is it to end? As long as it is open whether others still hold the state it gets no answer, and asks again."""
     w = event.worker
     if event.keeping:
-        return waits.works(world, w, now)
-    if w in world.ranked:
-        world = replace(world, stuck=world.stuck | {w})
-    is_kept = world.kept is not None and world.kept.commit >= event.commit
-    if w in world.stopped or not world.workers[w].has_state or is_kept or not _is_formed(world):
-        out.append(cmd.EndStuck(w))
-        return world
-    others = [o for o in holders(world) if o != w]
-    awake = [o for o in others if o not in world.stuck]
-    if any(world.stage is not Stage.GATHERING or o not in world.awaiting for o in awake):
-        out.append(cmd.EndStuck(w))
+        return waits.works(cluster, w, now)
+    if w in cluster.ranked:
+        cluster = replace(cluster, stuck=cluster.stuck | {w})
+    is_kept = cluster.kept is not None and cluster.kept.commit >= event.commit
+    if w in cluster.stopped or not cluster.workers[w].has_state or is_kept or not _is_formed(cluster):
+        out.append(cmd.EndHungWorker(w))
+        return cluster
+    others = [o for o in holders(cluster) if o != w]
+    awake = [o for o in others if o not in cluster.stuck]
+    if any(cluster.stage is not Stage.GATHERING or o not in cluster.awaiting for o in awake):
+        out.append(cmd.EndHungWorker(w))
     elif not awake and w == min((w, *others)):
-        out.append(cmd.EndStuck(w, keep=True))
-    return world
+        out.append(cmd.EndHungWorker(w, keep=True))
+    return cluster
 
 
-def _is_formed(world: World) -> bool:
-    return world.active is not None and world.active.formed
+def _is_formed(cluster: ClusterState) -> bool:
+    return cluster.active is not None and cluster.active.formed
 
 
-def kept(world: World, event: ev.StateKept, out: Commands) -> World:
+def kept(cluster: ClusterState, event: ev.StateKept, out: Commands) -> ClusterState:
     """The state is safe: the worker may end."""
-    w, job = event.worker, world.active
-    out.append(cmd.EndStuck(w))
+    w, job = event.worker, cluster.active
+    out.append(cmd.EndHungWorker(w))
     if job is None or job.name != event.job or not job.formed:
-        out.append(cmd.ForgetKept(w))
-        return world
-    old = world.kept
+        out.append(cmd.DeleteKeptState(w))
+        return cluster
+    old = cluster.kept
     if old is not None and old.commit >= event.commit:
         if old.by != w:
-            out.append(cmd.ForgetKept(w))
-        return world
-    world = forget_kept(world, out)
+            out.append(cmd.DeleteKeptState(w))
+        return cluster
+    cluster = forget_kept(cluster, out)
     text = f"nothing wakes {w}, which alone holds the training state: it has kept commit {event.commit} on {w.host}"
-    out.append(cmd.Record("state-kept", text, host=w.host, worker=str(w), epoch=world.epoch))
-    return replace(world, kept=Kept(w, event.commit))
+    out.append(cmd.Record("state-kept", text, host=w.host, worker=str(w), generation=cluster.generation))
+    return replace(cluster, kept=KeptState(w, event.commit))
 
 
-def progress(world: World, now: float, out: Commands) -> World:
+def progress(cluster: ClusterState, now: float, out: Commands) -> ClusterState:
     """What was kept on a host is lost with it."""
-    name = keeper(world)
-    host = world.hosts.get(name)
+    name = keeper(cluster)
+    host = cluster.hosts.get(name)
     if host is not None and host.phase in (HostPhase.UP, HostPhase.DRAINING):
-        return world
-    world = replace(world, kept=None)
-    if state_lives(world):
-        return world
-    return jobs.end(world, "failed", f"the training state was kept on {name}, which is gone", now, out)
+        return cluster
+    cluster = replace(cluster, kept=None)
+    if state_lives(cluster):
+        return cluster
+    return jobs.end(cluster, "failed", f"the training state was kept on {name}, which is gone", now, out)

@@ -7,71 +7,73 @@ from collections.abc import Collection
 from msgspec.structs import replace
 
 from nbelastic.core import commands as cmd
-from nbelastic.core.state import Worker, World
+from nbelastic.core.state import ClusterState, Worker
 from nbelastic.protocol import events as ev
 from nbelastic.protocol.ids import WorkerId
 
 Commands = list[cmd.Command]
 
 
-def holders(world: World) -> list[WorkerId]:
+def holders(cluster: ClusterState) -> list[WorkerId]:
     """Workers that do."""
-    return [w for ids in (world.members, world.waiting) for w in ids if world.workers[w].has_state]
+    return [w for ids in (cluster.members, cluster.waiting) for w in ids if cluster.workers[w].has_state]
 
 
-def state_lives(world: World, without: Collection[WorkerId] = ()) -> bool:
+def state_lives(cluster: ClusterState, without: Collection[WorkerId] = ()) -> bool:
     """Whether the job's training state, if there is one yet, is somewhere else than with these workers."""
-    job = world.active
-    if job is None or not job.formed or world.kept is not None:
+    job = cluster.active
+    if job is None or not job.formed or cluster.kept is not None:
         return True
-    return any(w not in without for w in holders(world))
+    return any(w not in without for w in holders(cluster))
 
 
-def alone_holds_state(world: World, w: WorkerId) -> bool:
+def alone_holds_state(cluster: ClusterState, w: WorkerId) -> bool:
     """Whether the job's training state would be lost with it."""
-    return world.workers[w].has_state and not state_lives(world, (w,))
+    return cluster.workers[w].has_state and not state_lives(cluster, (w,))
 
 
-def claims(world: World, old: Worker, event: ev.WorkerReady) -> bool:
+def claims(cluster: ClusterState, old: Worker, event: ev.WorkerReady) -> bool:
     """Whether a worker that says so holds the newest state: not if worlds have formed without it since."""
-    job, kept = world.active, world.kept
-    if not event.holds or job is None or not job.formed or old.id in world.ranked:
+    job, kept = cluster.active, cluster.kept
+    if not event.holds or job is None or not job.formed or old.id in cluster.ranked:
         return event.holds
     is_heir = kept is not None and (kept.heir, kept.commit) == (old.id, event.commit)
-    return is_heir or event.since >= world.formed_in
+    return is_heir or event.since >= cluster.formed_in
 
 
-def keeper(world: World) -> str:
+def keeper(cluster: ClusterState) -> str:
     """The host on whose disk the state is; empty: none."""
-    return world.kept.by.host if world.kept is not None else ""
+    return cluster.kept.by.host if cluster.kept is not None else ""
 
 
-def bequeath(world: World, out: Commands) -> World:
+def bequeath(cluster: ClusterState, out: Commands) -> ClusterState:
     """A worker of that host which waits for a world reads the state."""
-    kept = world.kept
-    if kept is None or holders(world):
-        return world
-    here = [w for ids in (world.members, world.waiting) for w in ids]
+    kept = cluster.kept
+    if kept is None or holders(cluster):
+        return cluster
+    here = [w for ids in (cluster.members, cluster.waiting) for w in ids]
     if kept.heir in here:
-        return world
-    heir = min((w for w in here if w.host == kept.by.host), key=lambda w: (world.workers[w].failures, w), default=None)
+        return cluster
+    heir = min(
+        (w for w in here if w.host == kept.by.host), key=lambda w: (cluster.workers[w].failures, w), default=None
+    )
     if heir is None:
-        return world
-    out.append(cmd.TakeKept(heir, kept.by, kept.commit))
-    return replace(world, kept=replace(kept, heir=heir))
+        return cluster
+    out.append(cmd.LoadKeptState(heir, kept.by, kept.commit))
+    return replace(cluster, kept=replace(kept, heir=heir))
 
 
-def unheard(world: World, worker: Worker) -> World:
+def unheard(cluster: ClusterState, worker: Worker) -> ClusterState:
     """An heir that says that it holds nothing has not heard that it is to read: it is told again."""
-    kept = world.kept
+    kept = cluster.kept
     if kept is None or kept.heir != worker.id or worker.has_state:
-        return world
-    return replace(world, kept=replace(kept, heir=None))
+        return cluster
+    return replace(cluster, kept=replace(kept, heir=None))
 
 
-def forget_kept(world: World, out: Commands) -> World:
+def forget_kept(cluster: ClusterState, out: Commands) -> ClusterState:
     """Workers hold the state again, or nobody needs it."""
-    if world.kept is None:
-        return world
-    out.append(cmd.ForgetKept(world.kept.by))
-    return replace(world, kept=None)
+    if cluster.kept is None:
+        return cluster
+    out.append(cmd.DeleteKeptState(cluster.kept.by))
+    return replace(cluster, kept=None)

@@ -7,122 +7,124 @@ from msgspec.structs import replace
 from nbelastic.core import commands as cmd
 from nbelastic.core import provisioning, setup
 from nbelastic.core.holders import forget_kept, keeper
-from nbelastic.core.state import NO_BREAKS, HostPhase, Job, Stage, WorkerState, World
+from nbelastic.core.state import NO_BREAKS, ClusterState, HostPhase, Job, Stage, WorkerState
 from nbelastic.protocol.ids import WorkerId
 from nbelastic.protocol.limits import NEVER
 
 Commands = list[cmd.Command]
 
 
-def refusal(world: World) -> tuple[str, str] | None:
+def refusal(cluster: ClusterState) -> tuple[str, str] | None:
     """The outcome of a job that cannot begin, and why."""
-    if world.stopping:
-        return "stopped", f"the cluster is stopping: {world.stopping}"
-    if world.present_job:
-        return "failed", f"{world.present_job} is still running: wait for it or stop it first"
+    if cluster.stopping:
+        return "stopped", f"the cluster is stopping: {cluster.stopping}"
+    if cluster.present_job:
+        return "failed", f"{cluster.present_job} is still running: wait for it or stop it first"
     return None
 
 
-def submit(world: World, name: str, now: float, out: Commands) -> World:
+def submit(cluster: ClusterState, name: str, now: float, out: Commands) -> ClusterState:
     """A new job: its program runs on every worker that is ready."""
-    if world.job is not None and world.job.name == name:
-        return world
-    problem = refusal(world)
+    if cluster.job is not None and cluster.job.name == name:
+        return cluster
+    problem = refusal(cluster)
     if problem:
         out.append(cmd.EndJob(name, *problem, ()))
-        return world
+        return cluster
     out.append(cmd.Record("job-started", f"{name} was submitted"))
-    workers, starting, behind = dict(world.workers), set(world.starting), []
-    for w, worker in world.workers.items():
+    workers, starting, behind = dict(cluster.workers), set(cluster.starting), []
+    for w, worker in cluster.workers.items():
         if worker.state in (WorkerState.READY, WorkerState.FAILED, WorkerState.SUCCEEDED) and not worker.failed_cell:
             workers[w] = replace(worker, state=WorkerState.READY, failures=0, reason="")
-            if not worker.job and setup.due(world, worker) is not None:
+            if not worker.job and setup.due(cluster, worker) is not None:
                 behind.append(w)
             elif not worker.job:
                 out.append(cmd.RunProgram(w, name))
-                workers[w] = replace(workers[w], job=name, has_state=False, epoch=0)
+                workers[w] = replace(workers[w], job=name, has_state=False, generation=0)
                 starting.add(w)
-    world = replace(
-        world,
+    cluster = replace(
+        cluster,
         job=Job(name),
         script=None,
         workers=workers,
         starting=frozenset(starting),
-        failed=frozenset(w for w in world.failed if workers[w].failed_cell),
+        failed=frozenset(w for w in cluster.failed if workers[w].failed_cell),
         resets=0,
         since=now,
     )
     for w in behind:
-        world = setup.run_next(world, w, now, out)
-    return world
+        cluster = setup.run_next(cluster, w, now, out)
+    return cluster
 
 
-def linger(world: World, now: float) -> World:
+def linger(cluster: ClusterState, now: float) -> ClusterState:
     """Programs are told to end. Those that hold the training state may write a last checkpoint, and so take longer."""
-    timeouts = world.limits.timeouts
+    timeouts = cluster.limits.timeouts
     last = now + max(timeouts.leave, timeouts.stop)
-    return replace(world, linger_until=now + timeouts.leave, linger_last=last)
+    return replace(cluster, linger_until=now + timeouts.leave, linger_last=last)
 
 
-def finish(world: World, now: float, out: Commands) -> World:
+def finish(cluster: ClusterState, now: float, out: Commands) -> ClusterState:
     """After the first rank has finished, the job ends when no other can: every member (or, without a world, worker) has."""
-    job = world.active
+    job = cluster.active
     if job is None or not (job.succeeded or job.ended):
-        return world
-    if len(job.ended) < len(world.members) or not job.ended.issuperset(world.members):
-        return world
-    if not (job.succeeded or job.formed) and any(worker.job == job.name for worker in world.workers.values()):
-        return world
+        return cluster
+    if len(job.ended) < len(cluster.members) or not job.ended.issuperset(cluster.members):
+        return cluster
+    if not (job.succeeded or job.formed) and any(worker.job == job.name for worker in cluster.workers.values()):
+        return cluster
     if not job.ended:
-        return end(world, "failed", "every rank that had finished was lost before its program ended", now, out)
+        return end(cluster, "failed", "every rank that had finished was lost before its program ended", now, out)
     missing = len(frozenset(job.ranks) - job.ended)
     reason = f"{missing} of {len(job.ranks)} ranks did not finish" if missing else "every rank finished"
-    return end(world, "succeeded", reason, now, out)
+    return end(cluster, "succeeded", reason, now, out)
 
 
-def abort(world: World, why: str, out: Commands) -> World:
-    """Everybody in this epoch, or in the one that is prepared after it, is to leave."""
-    members, epoch = world.members, world.epoch
-    if world.plan is not None:  # an abort counts for older epochs too, so its number is enough
-        epoch = world.plan.epoch
-        there = world.workers.keys() - world.stopped - world.ranked
-        members += tuple(w for w in world.plan.members if w in there)
+def abort(cluster: ClusterState, why: str, out: Commands) -> ClusterState:
+    """Everybody in this generation, or in the one that is prepared after it, is to leave."""
+    members, generation = cluster.members, cluster.generation
+    if cluster.plan is not None:  # an abort counts for older generations too, so its number is enough
+        generation = cluster.plan.generation
+        there = cluster.workers.keys() - cluster.stopped - cluster.ranked
+        members += tuple(w for w in cluster.plan.members if w in there)
     if members:
-        out.append(cmd.AbortWorld(epoch, members, why))
-    return replace(world, epoch=epoch, plan=None, ahead=frozenset())
+        out.append(cmd.AbortWorld(generation, members, why))
+    return replace(cluster, generation=generation, plan=None, ahead=frozenset())
 
 
-def forget(world: World, now: float, out: Commands) -> World:
+def forget(cluster: ClusterState, now: float, out: Commands) -> ClusterState:
     """What was kept is not needed any more, and a host that only waited for that leaves."""
-    name = keeper(world)
-    world = forget_kept(world, out)
-    if name in world.hosts and world.hosts[name].phase is HostPhase.DRAINING:
-        world = provisioning.dismiss(world, provisioning.on_host(world, name), now, out)
-        world = provisioning.retire_empty(world, name, out)
-    return world
+    name = keeper(cluster)
+    cluster = forget_kept(cluster, out)
+    if name in cluster.hosts and cluster.hosts[name].phase is HostPhase.DRAINING:
+        cluster = provisioning.dismiss(cluster, provisioning.on_host(cluster, name), now, out)
+        cluster = provisioning.retire_empty(cluster, name, out)
+    return cluster
 
 
 def end(
-    world: World, outcome: str, reason: str, now: float, out: Commands, *, culprit: WorkerId | None = None
-) -> World:
+    cluster: ClusterState, outcome: str, reason: str, now: float, out: Commands, *, culprit: WorkerId | None = None
+) -> ClusterState:
     """The job is over. Who is still in its program leaves it, or is killed: see `linger`."""
-    job = world.active
+    job = cluster.active
     if job is None:
-        return world
-    inside = tuple(w for w, worker in world.workers.items() if worker.job == job.name)
+        return cluster
+    inside = tuple(w for w, worker in cluster.workers.items() if worker.job == job.name)
     if inside:
         if outcome != "succeeded":
-            world = abort(world, reason, out)
+            cluster = abort(cluster, reason, out)
         out.append(cmd.StopProgram(job.name, inside, reason, culprit))
-    older = any(worker.job not in ("", job.name) for worker in world.workers.values())  # programs that were told to end
+    older = any(
+        worker.job not in ("", job.name) for worker in cluster.workers.values()
+    )  # programs that were told to end
     ranks = job.ranks or tuple(sorted(job.ended))
     # The event first: whoever waits for the job finds it in the log.
     out.append(cmd.Record(f"job-{outcome}", f"{job.name} {outcome}: {reason}", worker=str(culprit or "")))
     out.append(cmd.EndJob(job.name, outcome, reason, ranks, culprit))
-    world = forget(world, now, out)
-    leaving = sorted(world.leaving)
-    world = replace(
-        world,
+    cluster = forget(cluster, now, out)
+    leaving = sorted(cluster.leaving)
+    cluster = replace(
+        cluster,
         job=replace(job, outcome=outcome, reason=reason),
         stuck=frozenset(),
         stage=Stage.GATHERING,
@@ -143,10 +145,10 @@ def end(
         unanswered={},
         unformed=0,
         wait=None,
-        starting=frozenset(w for w in world.starting if not world.workers[w].job),
+        starting=frozenset(w for w in cluster.starting if not cluster.workers[w].job),
         short_since=None,
         until=NEVER,
-        linger_until=world.linger_until if older else 0.0,
+        linger_until=cluster.linger_until if older else 0.0,
     )
-    world = linger(world, now) if inside else world
-    return provisioning.staff(provisioning.stop_workers(world, leaving, out), now, out)
+    cluster = linger(cluster, now) if inside else cluster
+    return provisioning.staff(provisioning.stop_workers(cluster, leaving, out), now, out)

@@ -6,29 +6,29 @@ from msgspec.structs import replace
 
 from nbelastic.core import commands as cmd
 from nbelastic.core import generations
-from nbelastic.core.state import World, put
+from nbelastic.core.state import ClusterState, put
 from nbelastic.protocol import events as ev
 from nbelastic.protocol.ids import WorkerId
 
 Commands = list[cmd.Command]
 
 
-def silent(world: World, event: ev.WorkerSilent, now: float, out: Commands) -> World:
+def silent(cluster: ClusterState, event: ev.WorkerSilent, now: float, out: Commands) -> ClusterState:
     """Something in its process may hold Python's interpreter lock: it is slow, until it has been silent for too long."""
-    w, limits = event.worker, world.limits
-    if w in world.stopped:  # it was told to end, and its agent sees to that
-        return world
+    w, limits = event.worker, cluster.limits
+    if w in cluster.stopped:  # it was told to end, and its agent sees to that
+        return cluster
     most = limits.timeouts.silent_idle if event.idle else limits.timeouts.silent
     process = event.state or ("uses no CPU time" if event.idle else "runs")
     text = f"nothing heard of it for {event.seconds:.0f} s though its host answers; its process {process}"
     if event.seconds >= (most if limits.stall is None else limits.stall):
         out.append(cmd.StopWorker(w, kill=True))
-        return generations.gone(world, w, f"{w} froze ({text})", now, out)
-    if not world.workers[w].silent:
+        return generations.gone(cluster, w, f"{w} froze ({text})", now, out)
+    if not cluster.workers[w].silent:
         out.append(cmd.Record("worker-silent", f"{w}: {text}", host=w.host, worker=str(w)))
-    return put(world, replace(world.workers[w], silent=text))
+    return put(cluster, replace(cluster.workers[w], silent=text))
 
 
-def heard(world: World, w: WorkerId) -> World:
+def heard(cluster: ClusterState, w: WorkerId) -> ClusterState:
     """It is heard again."""
-    return put(world, replace(world.workers[w], silent=""))
+    return put(cluster, replace(cluster.workers[w], silent=""))

@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from nbelastic.core import commands as cmd
 from nbelastic.core import generations, provisioning
 from nbelastic.core.addresses import PROBE_PATIENCE
-from nbelastic.core.state import HostPhase, Mesh, World
+from nbelastic.core.state import ClusterState, HostPhase, Mesh
 from nbelastic.protocol import events as ev
 from nbelastic.system.addresses import is_loopback
 
@@ -26,55 +26,55 @@ MANY = 16  # hosts; of more that could not be joined only so many are all probed
 TWICE = 2  # rounds in a row in which two hosts do not reach one another: then one of them is left out
 
 
-def begin(world: World, now: float, out: Commands, among: Collection[str] = ()) -> World:
+def begin(cluster: ClusterState, now: float, out: Commands, among: Collection[str] = ()) -> ClusterState:
     """Ask the members' hosts, unless they are being asked or are all on this machine. Those `among` try all one another."""
-    if world.mesh.pairs:
-        return world
-    names = tuple(name for name in dict.fromkeys(w.host for w in world.members) if _is_open(world, name))
-    told_apart = [name for name in sorted(among) if _is_open(world, name)][:MANY]
+    if cluster.mesh.pairs:
+        return cluster
+    names = tuple(name for name in dict.fromkeys(w.host for w in cluster.members) if _is_open(cluster, name))
+    told_apart = [name for name in sorted(among) if _is_open(cluster, name)][:MANY]
     pairs = frozenset(_pairs(names)).union(_pair(*two) for two in combinations(told_apart, 2))
     if not pairs:
-        return world
-    number = world.probes + 1
+        return cluster
+    number = cluster.probes + 1
     probes = [probe for one, other in sorted(pairs) for probe in ((one, other), (other, one))]
     for prober, target in probes:
-        host = world.hosts[target]
+        host = cluster.hosts[target]
         out.append(cmd.Probe(prober, target, (host.address,), host.port, number))
     awaited, until = frozenset(probes), now + PROBE_PATIENCE
-    mesh = replace(world.mesh, number=number, until=until, awaited=awaited, pairs=pairs, among=tuple(told_apart))
-    return replace(world, probes=number, mesh=mesh)
+    mesh = replace(cluster.mesh, number=number, until=until, awaited=awaited, pairs=pairs, among=tuple(told_apart))
+    return replace(cluster, probes=number, mesh=mesh)
 
 
-def probed(world: World, event: ev.Probed) -> World:
+def probed(cluster: ClusterState, event: ev.Probed) -> ClusterState:
     """One more answer in the present round."""
-    mesh, probe, host = world.mesh, (event.host, event.target), world.hosts.get(event.target)
+    mesh, probe, host = cluster.mesh, (event.host, event.target), cluster.hosts.get(event.target)
     if event.number != mesh.number or probe not in mesh.awaited:
-        return world
+        return cluster
     cut = mesh.cut if host is not None and host.address in event.reached else mesh.cut | {_pair(*probe)}
-    return replace(world, mesh=replace(mesh, awaited=mesh.awaited - {probe}, cut=cut))
+    return replace(cluster, mesh=replace(mesh, awaited=mesh.awaited - {probe}, cut=cut))
 
 
-def progress(world: World, now: float, out: Commands) -> World:
+def progress(cluster: ClusterState, now: float, out: Commands) -> ClusterState:
     """A round that is complete, or had its time, is judged; after a cut there is another one at once."""
-    mesh = world.mesh
-    if world.active is None:
-        return replace(world, mesh=Mesh())
+    mesh = cluster.mesh
+    if cluster.active is None:
+        return replace(cluster, mesh=Mesh())
     if mesh.awaited and now < mesh.until:
-        return world
+        return cluster
     silent = {_pair(*probe) for probe in mesh.awaited}  # the driver does not hear them either: that says nothing
     failed = {pair: count for pair, count in mesh.failed.items() if pair in silent}
-    cut = {pair for pair in mesh.cut - silent if all(_is_open(world, name) for name in pair)}
+    cut = {pair for pair in mesh.cut - silent if all(_is_open(cluster, name) for name in pair)}
     failed |= {pair: mesh.failed.get(pair, 0) + 1 for pair in cut}
-    world = replace(world, mesh=Mesh(failed=failed))
+    cluster = replace(cluster, mesh=Mesh(failed=failed))
     broken = {pair for pair in cut if failed[pair] >= TWICE}
     if broken:
-        return _leave_out(replace(world, mesh=Mesh()), mesh.pairs, broken, now, out)
-    return begin(world, now, out, mesh.among) if cut else world
+        return _leave_out(replace(cluster, mesh=Mesh()), mesh.pairs, broken, now, out)
+    return begin(cluster, now, out, mesh.among) if cut else cluster
 
 
-def _is_open(world: World, name: str) -> bool:
+def _is_open(cluster: ClusterState, name: str) -> bool:
     """Other machines may reach it."""
-    host = world.hosts.get(name)
+    host = cluster.hosts.get(name)
     if host is None or host.phase not in (HostPhase.UP, HostPhase.DRAINING):
         return False
     return bool(host.port and host.address) and not is_loopback(host.address)
@@ -91,13 +91,15 @@ def _pairs(names: tuple[str, ...]) -> list[Pair]:
     return ring + [_pair(names[0], name) for name in names[1:]]
 
 
-def _leave_out(world: World, pairs: frozenset[Pair], broken: set[Pair], now: float, out: Commands) -> World:
+def _leave_out(
+    cluster: ClusterState, pairs: frozenset[Pair], broken: set[Pair], now: float, out: Commands
+) -> ClusterState:
     """As few hosts as possible leave, so that those who stay reach one another."""
-    workers = Counter(w.host for w in world.members)
+    workers = Counter(w.host for w in cluster.members)
     tried = Counter(name for pair in pairs for name in pair)
     while broken:
         counts = Counter(name for pair in broken for name in pair)
-        name = max(counts, key=lambda n: (counts[n], -workers[n], world.hosts[n].joined))
+        name = max(counts, key=lambda n: (counts[n], -workers[n], cluster.hosts[n].joined))
         rivals = [n for n in counts if n != name and counts[n] == counts[name]]
         if not rivals:
             why = f"reaches {tried[name] - counts[name]} of {tried[name]} hosts"
@@ -107,7 +109,7 @@ def _leave_out(world: World, pairs: frozenset[Pair], broken: set[Pair], now: flo
             why = "is younger"
         others = sorted(other for pair in broken if name in pair for other in pair if other != name)
         text = f"{name} and {', '.join(others)} do not reach one another; {name} is left out, as it {why}"
-        world = provisioning.place(world, replace(world.hosts[name], apart=tuple(others)))
-        world = generations.leave_out(world, name, text, now, out, kind="host-unreachable")
+        cluster = provisioning.place(cluster, replace(cluster.hosts[name], apart=tuple(others)))
+        cluster = generations.leave_out(cluster, name, text, now, out, kind="host-unreachable")
         broken = {pair for pair in broken if name not in pair}
-    return world
+    return cluster

@@ -16,7 +16,7 @@ from msgspec.structs import replace
 from nbelastic.core import commands as cmd
 from nbelastic.core import generations, provisioning
 from nbelastic.core.addresses import PROBE_PATIENCE, outward
-from nbelastic.core.state import Admission, Host, HostPhase, World
+from nbelastic.core.state import Admission, ClusterState, Host, HostPhase
 from nbelastic.protocol import events as ev
 from nbelastic.system.addresses import is_loopback
 
@@ -25,58 +25,58 @@ AT_ONCE = 32  # partners of one round: with more there are several rounds
 NAMED = 3  # of many hosts, in a text
 
 
-def agent_ready(world: World, event: ev.AgentReady, now: float, out: Commands) -> World:
+def agent_ready(cluster: ClusterState, event: ev.AgentReady, now: float, out: Commands) -> ClusterState:
     """The agent of a host that was starting is there: use the host, refuse it, or probe its network first."""
-    name, world = event.host, replace(world, here=event.here or world.here)
-    host = world.hosts.get(name)
-    if host is None or host.phase is not HostPhase.STARTING or name in world.probing:
-        return world
+    name, cluster = event.host, replace(cluster, here=event.here or cluster.here)
+    host = cluster.hosts.get(name)
+    if host is None or host.phase is not HostPhase.STARTING or name in cluster.probing:
+        return cluster
     if event.problem:
-        return generations.leave_out(world, name, event.problem, now, out, kind="host-refused")
+        return generations.leave_out(cluster, name, event.problem, now, out, kind="host-refused")
     host = replace(host, addresses=event.addresses, port=event.port, address="", agreed=(), moved_at=0.0)
     if not event.addresses:
-        return provisioning.admit(world, host, f"{name} is up", now, out)
+        return provisioning.admit(cluster, host, f"{name} is up", now, out)
     first = event.addresses[0].address
-    if is_loopback(first) and not wide(world):
-        return provisioning.admit(world, replace(host, address=first), f"{name} is up", now, out)
-    return _begin(widen(world, now, out), host, now, out)
+    if is_loopback(first) and not wide(cluster):
+        return provisioning.admit(cluster, replace(host, address=first), f"{name} is up", now, out)
+    return _begin(widen(cluster, now, out), host, now, out)
 
 
-def wide(world: World) -> bool:
+def wide(cluster: ClusterState) -> bool:
     """Whether there are hosts on other machines, or may be terminals there. O(hosts)"""
-    return bool(world.door) or any(
-        host.address and not is_loopback(host.address) for host in world.hosts.values() if _is_there(host)
+    return bool(cluster.door) or any(
+        host.address and not is_loopback(host.address) for host in cluster.hosts.values() if _is_there(host)
     )
 
 
-def open_door(world: World, address: str, now: float, out: Commands) -> World:
+def open_door(cluster: ClusterState, address: str, now: float, out: Commands) -> ClusterState:
     """Terminals of other machines come to the driver's machine at `address`: what is on it has to be reached there, too."""
-    return widen(replace(world, door=world.door or address), now, out)
+    return widen(replace(cluster, door=cluster.door or address), now, out)
 
 
-def probed(world: World, event: ev.Probed) -> World:
+def probed(cluster: ClusterState, event: ev.Probed) -> ClusterState:
     """An agent says whom it reached. What nobody asked for, or not any more, is no news."""
     probe = (event.host, event.target)
-    name = next((n for n in probe if n in world.probing and world.probing[n].number == event.number), "")
-    admission = world.probing.get(name)
+    name = next((n for n in probe if n in cluster.probing and cluster.probing[n].number == event.number), "")
+    admission = cluster.probing.get(name)
     if admission is None or probe not in admission.awaited:
-        return world
+        return cluster
     answers = {**admission.answers, probe: event.reached}
     admission = replace(admission, awaited=admission.awaited - {probe}, answers=answers)
-    return replace(world, probing={**world.probing, name: admission})
+    return replace(cluster, probing={**cluster.probing, name: admission})
 
 
-def progress(world: World, now: float, out: Commands) -> World:
+def progress(cluster: ClusterState, now: float, out: Commands) -> ClusterState:
     """Newcomers of which all is known are admitted or left out; who has lost a partner begins again with another."""
-    for name in tuple(world.probing):
-        admission = world.probing.get(name)
+    for name in tuple(cluster.probing):
+        admission = cluster.probing.get(name)
         if admission is None:
             continue
-        if not all(partner in world.hosts and _is_there(world.hosts[partner]) for partner in admission.partners):
-            world = _begin(world, world.hosts[name], now, out)
+        if not all(partner in cluster.hosts and _is_there(cluster.hosts[partner]) for partner in admission.partners):
+            cluster = _begin(cluster, cluster.hosts[name], now, out)
         elif not admission.awaited or now >= admission.until:
-            world = _decide(world, world.hosts[name], admission, now, out)
-    return world
+            cluster = _decide(cluster, cluster.hosts[name], admission, now, out)
+    return cluster
 
 
 def _is_there(host: Host) -> bool:
@@ -84,44 +84,44 @@ def _is_there(host: Host) -> bool:
     return host.phase in (HostPhase.UP, HostPhase.DRAINING)
 
 
-def widen(world: World, now: float, out: Commands) -> World:
+def widen(cluster: ClusterState, now: float, out: Commands) -> ClusterState:
     """Hosts on loopback addresses move to where others may reach them. Who has no such address stays."""
-    for host in world.hosts.values():
-        others = _own(world, host)
+    for host in cluster.hosts.values():
+        others = _own(cluster, host)
         if others and is_loopback(host.address) and _is_there(host):
-            world = _move(world, host, others[0], now, out)
-    return world
+            cluster = _move(cluster, host, others[0], now, out)
+    return cluster
 
 
-def _move(world: World, host: Host, address: str, now: float, out: Commands) -> World:
+def _move(cluster: ClusterState, host: Host, address: str, now: float, out: Commands) -> ClusterState:
     interface = next(interface.name for interface in host.addresses if interface.address == address)
     out.append(cmd.Rehome(host.spec.name, address, interface))
     if _is_there(host):
         text = f"{host.spec.name} is reached at {address} ({interface}) now, no longer at {host.address}"
         out.append(cmd.Record("host-moved", text, host=host.spec.name))
-    return provisioning.place(world, replace(host, address=address, moved_at=now))
+    return provisioning.place(cluster, replace(host, address=address, moved_at=now))
 
 
-def _partners(world: World, newcomer: Host, passed: frozenset[str]) -> tuple[Host, ...]:
+def _partners(cluster: ClusterState, newcomer: Host, passed: frozenset[str]) -> tuple[Host, ...]:
     """Whom it has to reach: who was admitted last and first, whom it did not reach when it was last here, and all members.
 
     `passed` are those with whom it was probed already. O(hosts + members)
     """
-    there = [host for host in world.hosts.values() if host.address and _is_there(host)]
+    there = [host for host in cluster.hosts.values() if host.address and _is_there(host)]
     there = [host for host in there if host.phase is HostPhase.UP] or there
     if not there:
         return ()
     by_age = sorted(there, key=lambda host: host.admitted)
-    with_members = {w.host for w in world.members}
+    with_members = {w.host for w in cluster.members}
     chosen = [by_age[-1], by_age[0]]
     chosen += [host for host in by_age if host.spec.name in newcomer.apart]
     chosen += [host for host in by_age if host.spec.name in with_members]
     return tuple({host.spec.name: host for host in chosen if host.spec.name not in passed}.values())
 
 
-def _own(world: World, host: Host) -> tuple[str, ...]:
+def _own(cluster: ClusterState, host: Host) -> tuple[str, ...]:
     """The addresses at which others may reach it: first of all where terminals come to, if that is its machine."""
-    return tuple(sorted(outward(host), key=lambda address: address != world.door))
+    return tuple(sorted(outward(host), key=lambda address: address != cluster.door))
 
 
 def _known(host: Host) -> tuple[str, ...]:
@@ -129,23 +129,29 @@ def _known(host: Host) -> tuple[str, ...]:
     return host.agreed or outward(host)
 
 
-def _begin(world: World, host: Host, now: float, out: Commands) -> World:
+def _begin(cluster: ClusterState, host: Host, now: float, out: Commands) -> ClusterState:
     """Probe its network, or admit it at once if it is the first."""
-    own = _own(world, host)
+    own = _own(cluster, host)
     if not own:
         reason = f"has no address but {host.addresses[0].address}, and the other hosts are on other machines"
-        return generations.leave_out(world, host.spec.name, reason, now, out, kind="host-unreachable")
-    return _probe(world, host, own, now, out)
+        return generations.leave_out(cluster, host.spec.name, reason, now, out, kind="host-unreachable")
+    return _probe(cluster, host, own, now, out)
 
 
 def _probe(
-    world: World, host: Host, own: tuple[str, ...], now: float, out: Commands, *, passed: frozenset[str] = frozenset()
-) -> World:
+    cluster: ClusterState,
+    host: Host,
+    own: tuple[str, ...],
+    now: float,
+    out: Commands,
+    *,
+    passed: frozenset[str] = frozenset(),
+) -> ClusterState:
     """A round with partners that it has not been probed with yet; without any left it is admitted."""
-    name, partners = host.spec.name, _partners(world, host, passed)[:AT_ONCE]
+    name, partners = host.spec.name, _partners(cluster, host, passed)[:AT_ONCE]
     if not partners:
-        return _admit(world, host, own, now, out)
-    number = world.probes + 1
+        return _admit(cluster, host, own, now, out)
+    number = cluster.probes + 1
     probes = [cmd.Probe(name, p.spec.name, _known(p), p.port, number) for p in partners]
     probes += [cmd.Probe(p.spec.name, name, own, host.port, number) for p in partners]
     probes = [probe for probe in probes if probe.addresses]
@@ -153,8 +159,8 @@ def _probe(
     names = tuple(p.spec.name for p in partners)
     awaited = frozenset((probe.host, probe.target) for probe in probes)
     admission = Admission(number, names, own, now + PROBE_PATIENCE, awaited, passed=passed)
-    world = provisioning.place(world, replace(host, reason=f"its network is probed with {_listed(names)}"))
-    return replace(world, probes=number, probing={**world.probing, name: admission})
+    cluster = provisioning.place(cluster, replace(host, reason=f"its network is probed with {_listed(names)}"))
+    return replace(cluster, probes=number, probing={**cluster.probing, name: admission})
 
 
 def _listed(names: Sequence[str]) -> str:
@@ -163,20 +169,20 @@ def _listed(names: Sequence[str]) -> str:
     return " and ".join(names[:NAMED]) + more
 
 
-def _decide(world: World, host: Host, admission: Admission, now: float, out: Commands) -> World:
+def _decide(cluster: ClusterState, host: Host, admission: Admission, now: float, out: Commands) -> ClusterState:
     """All have answered, or had their time."""
     name = host.spec.name
-    partners = [world.hosts[partner] for partner in admission.partners]
+    partners = [cluster.hosts[partner] for partner in admission.partners]
     own = admission.own
     for partner in partners:
         own = tuple(a for a in own if a in admission.answers.get((partner.spec.name, name), ()))
     met = {p.spec.name: _met(p, admission.answers.get((name, p.spec.name), ())) for p in partners}
     if not own or not all(met.values()):
         reason = _why_not(host, admission, partners, met)
-        return generations.leave_out(world, name, reason, now, out, kind="host-unreachable")
+        return generations.leave_out(cluster, name, reason, now, out, kind="host-unreachable")
     for met_name, where in met.items():
-        world = _meet(world, world.hosts[met_name], where, now, out)
-    return _probe(world, host, own, now, out, passed=admission.passed.union(admission.partners))
+        cluster = _meet(cluster, cluster.hosts[met_name], where, now, out)
+    return _probe(cluster, host, own, now, out, passed=admission.passed.union(admission.partners))
 
 
 def _met(partner: Host, reached: tuple[str, ...]) -> tuple[str, ...]:
@@ -184,25 +190,25 @@ def _met(partner: Host, reached: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(address for address in _known(partner) if address in reached)
 
 
-def _meet(world: World, partner: Host, met: tuple[str, ...], now: float, out: Commands) -> World:
+def _meet(cluster: ClusterState, partner: Host, met: tuple[str, ...], now: float, out: Commands) -> ClusterState:
     """The partner is where the newcomer reaches it; if it has to move, so do all hosts of its machine."""
     left = partner.address
-    world = provisioning.place(world, replace(partner, agreed=met))
+    cluster = provisioning.place(cluster, replace(partner, agreed=met))
     if left in met:
-        return world
-    for host in world.hosts.values():
+        return cluster
+    for host in cluster.hosts.values():
         if host.address == left and met[0] in outward(host) and _is_there(host):
-            world = _move(world, host, met[0], now, out)
-    return world
+            cluster = _move(cluster, host, met[0], now, out)
+    return cluster
 
 
-def _admit(world: World, host: Host, agreed: tuple[str, ...], now: float, out: Commands) -> World:
+def _admit(cluster: ClusterState, host: Host, agreed: tuple[str, ...], now: float, out: Commands) -> ClusterState:
     name, address = host.spec.name, agreed[0]
     host = replace(host, address=host.addresses[0].address, agreed=agreed, apart=())
     if address != host.address:  # its agent would have taken its first
-        world = _move(world, host, address, now, out)
-        host = world.hosts[name]
-    return provisioning.admit(world, host, f"{name} is up at {address}", now, out)
+        cluster = _move(cluster, host, address, now, out)
+        host = cluster.hosts[name]
+    return provisioning.admit(cluster, host, f"{name} is up at {address}", now, out)
 
 
 def _why_not(host: Host, admission: Admission, partners: list[Host], met: dict[str, tuple[str, ...]]) -> str:

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from nbelastic.core import commands as cmd
 from nbelastic.core.holders import keeper
 from nbelastic.core.reasons import MOST, Missing
-from nbelastic.core.state import Host, HostPhase, Slot, Worker, WorkerState, World, less
+from nbelastic.core.state import ClusterState, Host, HostPhase, Slot, Worker, WorkerState, less
 from nbelastic.protocol.ids import HostSpec, WorkerId
 from nbelastic.protocol.limits import NEVER
 
@@ -22,181 +22,185 @@ FORGOTTEN = ""  # stands for all others: none of their workers had a higher inca
 MOST_DOUBLINGS = 60  # of a cooldown: more would not fit into a float
 
 
-def add(world: World, spec: HostSpec, now: float, out: Commands, *, by: str, by_hand: bool) -> World:
+def add(cluster: ClusterState, spec: HostSpec, now: float, out: Commands, *, by: str, by_hand: bool) -> ClusterState:
     """A new host; or an old one: with another number of slots, pardoned, its drain taken back."""
-    old = world.hosts.get(spec.name)
-    unused = Slot(incarnation=world.incarnations.get(spec.name, world.incarnations.get(FORGOTTEN, 0)))
+    old = cluster.hosts.get(spec.name)
+    unused = Slot(incarnation=cluster.incarnations.get(spec.name, cluster.incarnations.get(FORGOTTEN, 0)))
     if old is None:
         out.append(cmd.Record("host-added", f"{spec.name} with {_slots(spec.slots)} by {by}", host=spec.name))
         out.append(cmd.StartAgent(spec))
-        host = Host(spec, joined=world.joined, slots=(unused,) * spec.slots, since=now, by_hand=by_hand)
-        return replace(world, joined=world.joined + 1, hosts={**world.hosts, spec.name: host})
-    slots = tuple(replace(slot, strikes=0, cooling_until=0.0, reason="") for slot in old.slots)
+        host = Host(spec, joined=cluster.joined, slots=(unused,) * spec.slots, since=now, by_hand=by_hand)
+        return replace(cluster, joined=cluster.joined + 1, hosts={**cluster.hosts, spec.name: host})
+    slots = tuple(replace(slot, failures=0, backoff_until=0.0, reason="") for slot in old.slots)
     slots += (unused,) * (spec.slots - len(slots))
     phase = HostPhase.UP if old.phase is HostPhase.DRAINING else old.phase
-    reason = old.reason if spec.name in world.probing else ""
-    host = replace(old, spec=spec, phase=phase, strikes=0, retry_at=0.0, by_hand=by_hand, reason=reason)
+    reason = old.reason if spec.name in cluster.probing else ""
+    host = replace(old, spec=spec, phase=phase, failures=0, retry_at=0.0, by_hand=by_hand, reason=reason)
     out.append(cmd.Record("host-changed", f"{spec.name} has {_slots(spec.slots)} now, by {by}", host=spec.name))
-    world = place(world, _fit(host, slots))
-    back = frozenset(w for w in world.leaving if w.host == spec.name and w.slot < spec.slots)
-    world = replace(world, leaving=world.leaving - back)
-    return dismiss(world, [w for w in on_host(world, spec.name) if w.slot >= spec.slots], now, out)
+    cluster = place(cluster, _fit(host, slots))
+    back = frozenset(w for w in cluster.leaving if w.host == spec.name and w.slot < spec.slots)
+    cluster = replace(cluster, leaving=cluster.leaving - back)
+    return dismiss(cluster, [w for w in on_host(cluster, spec.name) if w.slot >= spec.slots], now, out)
 
 
-def discovered(world: World, specs: tuple[HostSpec, ...], now: float, out: Commands) -> World:
+def discovered(cluster: ClusterState, specs: tuple[HostSpec, ...], now: float, out: Commands) -> ClusterState:
     """Discovery lists these. What people added or removed by hand stays as they wanted it."""
     listed = {spec.name for spec in specs}
-    world = replace(world, removed=world.removed & listed)
-    for name, host in list(world.hosts.items()):
+    cluster = replace(cluster, removed=cluster.removed & listed)
+    for name, host in list(cluster.hosts.items()):
         if name not in listed and not host.by_hand and host.phase is not HostPhase.DRAINING:
-            world = drain(world, name, "at the next commit", "discovery", out)
-            world = retire_empty(dismiss(world, on_host(world, name), now, out), name, out)
+            cluster = drain(cluster, name, "at the next commit", "discovery", out)
+            cluster = retire_empty(dismiss(cluster, on_host(cluster, name), now, out), name, out)
     for spec in specs:
-        old = world.hosts.get(spec.name)
-        if spec.name in world.removed or (old and old.spec == spec and old.phase is not HostPhase.DRAINING):
+        old = cluster.hosts.get(spec.name)
+        if spec.name in cluster.removed or (old and old.spec == spec and old.phase is not HostPhase.DRAINING):
             continue
-        world = add(world, spec, now, out, by="discovery", by_hand=old is not None and old.by_hand)
-    return world
+        cluster = add(cluster, spec, now, out, by="discovery", by_hand=old is not None and old.by_hand)
+    return cluster
 
 
-def drain(world: World, name: str, how: str, by: str, out: Commands) -> World:
+def drain(cluster: ClusterState, name: str, how: str, by: str, out: Commands) -> ClusterState:
     """The host is to leave: nothing new is started on it."""
     out.append(cmd.Record("host-removed", f"{name} is to leave {how}, by {by}", host=name))
-    return place(world, replace(world.hosts[name], phase=HostPhase.DRAINING, reason="draining"))
+    return place(cluster, replace(cluster.hosts[name], phase=HostPhase.DRAINING, reason="draining"))
 
 
-def on_host(world: World, name: str) -> tuple[WorkerId, ...]:
+def on_host(cluster: ClusterState, name: str) -> tuple[WorkerId, ...]:
     """Its workers that live, by slot."""
-    slots = world.hosts[name].slots
+    slots = cluster.hosts[name].slots
     ids = (WorkerId(name, index, slot.incarnation) for index, slot in enumerate(slots) if slot.busy)
-    return tuple(w for w in ids if w in world.workers)
+    return tuple(w for w in ids if w in cluster.workers)
 
 
-def dismiss(world: World, workers: Iterable[WorkerId], now: float, out: Commands) -> World:
+def dismiss(cluster: ClusterState, workers: Iterable[WorkerId], now: float, out: Commands) -> ClusterState:
     """Members leave with the next planned change, the others at once."""
     chosen = frozenset(workers)
-    members = chosen & world.ranked
-    if members - world.leaving and not world.waiting:
-        world = replace(world, since=now)
-    world = replace(world, leaving=world.leaving | members)
-    return stop_workers(world, sorted(chosen - members), out)
+    members = chosen & cluster.ranked
+    if members - cluster.leaving and not cluster.waiting:
+        cluster = replace(cluster, since=now)
+    cluster = replace(cluster, leaving=cluster.leaving | members)
+    return stop_workers(cluster, sorted(chosen - members), out)
 
 
-def stop_workers(world: World, ids: Iterable[WorkerId], out: Commands, *, kill: bool = False) -> World:
+def stop_workers(cluster: ClusterState, ids: Iterable[WorkerId], out: Commands, *, kill: bool = False) -> ClusterState:
     """They, no members, are told to end; their exit will be no strike."""
-    workers = world.workers
-    chosen = [w for w in ids if w in workers and (kill or w not in world.stopped)]
+    workers = cluster.workers
+    chosen = [w for w in ids if w in workers and (kill or w not in cluster.stopped)]
     if not chosen:
-        return world
+        return cluster
     workers = workers | {w: replace(workers[w], state=WorkerState.STOPPED) for w in chosen}
     out.extend(cmd.StopWorker(w, kill=kill) for w in chosen)
     gone = frozenset(chosen)
     return replace(
-        world,
+        cluster,
         workers=workers,
-        stopped=world.stopped | gone,
-        waiting=less(world.waiting, gone),
-        starting=less(world.starting, gone),
-        failed=less(world.failed, gone),
+        stopped=cluster.stopped | gone,
+        waiting=less(cluster.waiting, gone),
+        starting=less(cluster.starting, gone),
+        failed=less(cluster.failed, gone),
     )
 
 
-def retire_empty(world: World, name: str, out: Commands) -> World:
+def retire_empty(cluster: ClusterState, name: str, out: Commands) -> ClusterState:
     """A draining host without workers is gone."""
-    host = world.hosts.get(name)
-    if host is None or host.phase is not HostPhase.DRAINING or world.stopping or on_host(world, name):
-        return world
-    if name == keeper(world):
-        return world
+    host = cluster.hosts.get(name)
+    if host is None or host.phase is not HostPhase.DRAINING or cluster.stopping or on_host(cluster, name):
+        return cluster
+    if name == keeper(cluster):
+        return cluster
     out.append(cmd.StopAgent(name))
     out.append(cmd.Record("host-gone", f"{name} has left", host=name))
-    return _forget(world, name)
+    return _forget(cluster, name)
 
 
-def admit(world: World, host: Host, text: str, now: float, out: Commands) -> World:
+def admit(cluster: ClusterState, host: Host, text: str, now: float, out: Commands) -> ClusterState:
     """The host may be used: its workers are started."""
-    name, number = host.spec.name, world.admissions + 1
+    name, number = host.spec.name, cluster.admissions + 1
     out.append(cmd.Record("host-up", text, host=name))
     host = replace(host, phase=HostPhase.UP, reason="", since=now, admitted=number)
-    world = place(_stop_probing(world, name), host)
-    return staff(replace(world, admissions=number), now, out)
+    cluster = place(_stop_probing(cluster, name), host)
+    return staff(replace(cluster, admissions=number), now, out)
 
 
-def agent_lost(world: World, name: str, reason: str, now: float, out: Commands, *, kind: str = "host-lost") -> World:
+def agent_lost(
+    cluster: ClusterState, name: str, reason: str, now: float, out: Commands, *, kind: str = "host-lost"
+) -> ClusterState:
     """The host is gone; it is tried again after a cooldown, unless it was to leave anyway."""
-    host, world = world.hosts[name], _stop_probing(world, name)
+    host, cluster = cluster.hosts[name], _stop_probing(cluster, name)
     if host.phase is HostPhase.DRAINING:
         out.append(cmd.Record("host-gone", f"{name} has left ({reason})", host=name))
-        return _forget(world, name)
-    forgiven = host.phase is HostPhase.UP and now - host.since >= world.limits.healthy
-    strikes = 1 if forgiven else host.strikes + 1
-    wait = max(AGENT_RETRY, _cooldown(world, strikes))
+        return _forget(cluster, name)
+    forgiven = host.phase is HostPhase.UP and now - host.since >= cluster.limits.healthy
+    failures = 1 if forgiven else host.failures + 1
+    wait = max(AGENT_RETRY, _cooldown(cluster, failures))
     out.append(cmd.Record(kind, f"{name}: {reason}; tried again in {wait:g} s", host=name))
-    host = replace(host, phase=HostPhase.LOST, reason=reason, strikes=strikes, retry_at=now + wait)
-    world = replace(world, wake_at=min(world.wake_at, host.retry_at))
-    return place(world, _fit(host, tuple(replace(slot, busy=False) for slot in host.slots)))
+    host = replace(host, phase=HostPhase.LOST, reason=reason, failures=failures, retry_at=now + wait)
+    cluster = replace(cluster, wake_at=min(cluster.wake_at, host.retry_at))
+    return place(cluster, _fit(host, tuple(replace(slot, busy=False) for slot in host.slots)))
 
 
-def vacate(world: World, w: WorkerId, *, restarts: int = 0) -> World:
+def vacate(cluster: ClusterState, w: WorkerId, *, restarts: int = 0) -> ClusterState:
     """Its process is gone: the slot is free."""
-    host = world.hosts[w.host]
+    host = cluster.hosts[w.host]
     slot = host.slots[w.slot]
-    return _refit(world, w, replace(slot, busy=False, restarts=slot.restarts + restarts))
+    return _refit(cluster, w, replace(slot, busy=False, restarts=slot.restarts + restarts))
 
 
-def strike(world: World, w: WorkerId, why: str, now: float, out: Commands) -> World:
+def record_failure(cluster: ClusterState, w: WorkerId, why: str, now: float, out: Commands) -> ClusterState:
     """A death against the slot: the first restart comes at once, then the cooldown doubles; a healthy spell forgives."""
-    slot = world.hosts[w.host].slots[w.slot]
-    healthy = now - world.workers[w].since >= world.limits.healthy
-    strikes = 1 if healthy else slot.strikes + 1
-    wait = _cooldown(world, strikes - 1)
-    slot = replace(slot, strikes=strikes, restarts=slot.restarts + 1, busy=False)
+    slot = cluster.hosts[w.host].slots[w.slot]
+    healthy = now - cluster.workers[w].since >= cluster.limits.healthy
+    failures = 1 if healthy else slot.failures + 1
+    wait = _cooldown(cluster, failures - 1)
+    slot = replace(slot, failures=failures, restarts=slot.restarts + 1, busy=False)
     if not wait:
-        return _refit(world, w, slot)
-    reason = f"slot {w.slot} cools for {wait:g} s after {strikes} deaths: {why}"
-    out.append(cmd.Record("slot-cooling", reason, host=w.host, worker=str(w)))
-    world = _refit(world, w, replace(slot, cooling_until=now + wait, reason=reason))
-    return place(world, replace(world.hosts[w.host], reason=reason))
+        return _refit(cluster, w, slot)
+    reason = f"slot {w.slot} in back-off for {wait:g} s after {failures} failures: {why}"
+    out.append(cmd.Record("slot-backoff", reason, host=w.host, worker=str(w)))
+    cluster = _refit(cluster, w, replace(slot, backoff_until=now + wait, reason=reason))
+    return place(cluster, replace(cluster.hosts[w.host], reason=reason))
 
 
-def hold_back(world: World, ids: Iterable[WorkerId], why: str, now: float, out: Commands) -> World:
+def hold_back(cluster: ClusterState, ids: Iterable[WorkerId], why: str, now: float, out: Commands) -> ClusterState:
     """These newcomers are left out for a while: those who train with one another do not wait for them."""
-    # (they may have to come out of an epoch first, and are among `starting` until they have)
-    workers, held = dict(world.workers), dict(world.held)
+    # (they may have to come out of a generation first, and are among `starting` until they have)
+    workers, held = dict(cluster.workers), dict(cluster.held)
     for w in ids:
         failures = workers[w].failures + 1
-        wait = max(AGENT_RETRY, _cooldown(world, failures))
+        wait = max(AGENT_RETRY, _cooldown(cluster, failures))
         text = f"{w} is left out: {why}; tried again in {wait:g} s"
-        out.append(cmd.Record("newcomer-held", text, host=w.host, worker=str(w), epoch=world.epoch))
+        out.append(cmd.Record("newcomer-held", text, host=w.host, worker=str(w), generation=cluster.generation))
         workers[w] = replace(workers[w], failures=failures, reason=f"left out: {why}")
         held[w] = now + wait
-    return replace(world, workers=workers, held=held)
+    return replace(cluster, workers=workers, held=held)
 
 
-def let_in(world: World, now: float) -> World:
+def let_in(cluster: ClusterState, now: float) -> ClusterState:
     """Newcomers that were left out may try again when their time has come; those that are gone are forgotten."""
-    if not world.held:
-        return world
-    held = {w: until for w, until in world.held.items() if now < until and (w in world.waiting or w in world.starting)}
-    if len(held) == len(world.held):
-        return world
-    back = [w for w in world.held if w not in held and w in world.workers]
-    unblamed = {w: replace(world.workers[w], reason="") for w in back if w not in world.failed}
-    return replace(world, held=held, workers=world.workers | unblamed)
+    if not cluster.held:
+        return cluster
+    held = {
+        w: until for w, until in cluster.held.items() if now < until and (w in cluster.waiting or w in cluster.starting)
+    }
+    if len(held) == len(cluster.held):
+        return cluster
+    back = [w for w in cluster.held if w not in held and w in cluster.workers]
+    unblamed = {w: replace(cluster.workers[w], reason="") for w in back if w not in cluster.failed}
+    return replace(cluster, held=held, workers=cluster.workers | unblamed)
 
 
-def _cooldown(world: World, strikes: int) -> float:
-    low, high = world.limits.cooldown
-    return min(high, low * 2.0 ** min(strikes - 1, MOST_DOUBLINGS)) if strikes > 0 else 0.0
+def _cooldown(cluster: ClusterState, failures: int) -> float:
+    low, high = cluster.limits.cooldown
+    return min(high, low * 2.0 ** min(failures - 1, MOST_DOUBLINGS)) if failures > 0 else 0.0
 
 
-def staff(world: World, now: float, out: Commands) -> World:
+def staff(cluster: ClusterState, now: float, out: Commands) -> ClusterState:
     """Start agents and workers up to what is wanted and allowed; let go what is above it. O(hosts)."""
-    if world.stopping:
-        return world
-    world = _shed(world, now, out)
-    wanted = world.limits.wanted - _staying(world)
-    lacking = keeper(world) if _lacks_heir(world) else None
+    if cluster.stopping:
+        return cluster
+    cluster = _shed(cluster, now, out)
+    wanted = cluster.limits.wanted - _staying(cluster)
+    lacking = keeper(cluster) if _lacks_heir(cluster) else None
     changed: dict[str, Host] = {}
     started: list[WorkerId] = []
 
@@ -206,16 +210,16 @@ def staff(world: World, now: float, out: Commands) -> World:
             return max(1, wanted - len(started))
         return wanted - len(started) if host.phase is HostPhase.UP else 0
 
-    wake = min((comes_by(world, w) for w in world.starting), default=NEVER)
-    for name, host in _in_turn(world):
+    wake = min((comes_by(cluster, w) for w in cluster.starting), default=NEVER)
+    for name, host in _in_turn(cluster):
         if host.phase is HostPhase.LOST and host.retry_at <= now:
             out.append(cmd.StartAgent(host.spec))
             changed[name] = replace(host, phase=HostPhase.STARTING, since=now)
-            wake = min(wake, now + world.limits.timeouts.agent)
+            wake = min(wake, now + cluster.limits.timeouts.agent)
         elif host.phase is HostPhase.LOST:
             wake = min(wake, host.retry_at)
         elif host.phase is HostPhase.STARTING:
-            wake = min(wake, speaks_by(world, host))
+            wake = min(wake, speaks_by(cluster, host))
         elif not host.full and room(name, host) > 0:
             filled, fresh, cooled_at = _fill(host, room(name, host), now)
             wake = min(wake, cooled_at)
@@ -223,29 +227,29 @@ def staff(world: World, now: float, out: Commands) -> World:
                 changed[name] = filled
                 started += fresh
     if started:
-        wake = min(wake, now + world.limits.timeouts.worker)
+        wake = min(wake, now + cluster.limits.timeouts.worker)
     if not changed:
-        return world if world.wake_at == wake else replace(world, wake_at=wake)
+        return cluster if cluster.wake_at == wake else replace(cluster, wake_at=wake)
     out.extend(cmd.StartWorker(w) for w in started)
     return replace(
-        world,
-        hosts={**world.hosts, **changed},
-        workers=world.workers | {w: Worker(w, WorkerState.STARTING, since=now) for w in started},
-        starting=world.starting.union(started),
+        cluster,
+        hosts={**cluster.hosts, **changed},
+        workers=cluster.workers | {w: Worker(w, WorkerState.STARTING, since=now) for w in started},
+        starting=cluster.starting.union(started),
         wake_at=wake,
     )
 
 
-def _in_turn(world: World) -> Iterable[tuple[str, Host]]:
+def _in_turn(cluster: ClusterState) -> Iterable[tuple[str, Host]]:
     """By seniority; but first the host that keeps the training state, which only a worker there can take."""
-    first = keeper(world)
-    return world.hosts.items() if not first else sorted(world.hosts.items(), key=lambda item: item[0] != first)
+    first = keeper(cluster)
+    return cluster.hosts.items() if not first else sorted(cluster.hosts.items(), key=lambda item: item[0] != first)
 
 
-def _lacks_heir(world: World) -> bool:
+def _lacks_heir(cluster: ClusterState) -> bool:
     """Whether nobody lives on the host that keeps the training state: then a worker is started there, wanted or not."""
-    name = keeper(world)
-    return name in world.hosts and all(w in world.stopped or w in world.failed for w in on_host(world, name))
+    name = keeper(cluster)
+    return name in cluster.hosts and all(w in cluster.stopped or w in cluster.failed for w in on_host(cluster, name))
 
 
 def too_many(asked: int, room: int) -> str:
@@ -257,27 +261,27 @@ def too_many(asked: int, room: int) -> str:
     )
 
 
-def tell_of_room(before: World, world: World, out: Commands) -> None:
+def tell_of_room(before: ClusterState, cluster: ClusterState, out: Commands) -> None:
     """Say so when more workers are asked for than before, and more than fit."""
-    room, asked = world.limits.room, _asked(world)
+    room, asked = cluster.limits.room, _asked(cluster)
     if room is not None and asked > max(room, _asked(before)):
         out.append(cmd.Record("no-room", too_many(asked, room)))
 
 
-def _asked(world: World) -> int:
-    slots = sum(host.spec.slots for host in world.hosts.values() if host.phase is not HostPhase.DRAINING)
-    return int(min(slots, world.limits.asked))
+def _asked(cluster: ClusterState) -> int:
+    slots = sum(host.spec.slots for host in cluster.hosts.values() if host.phase is not HostPhase.DRAINING)
+    return int(min(slots, cluster.limits.asked))
 
 
-def speaks_by(world: World, host: Host) -> float:
+def speaks_by(cluster: ClusterState, host: Host) -> float:
     """When its agent must have spoken."""
-    silent = host.phase is HostPhase.STARTING and host.spec.name not in world.probing
-    return host.since + world.limits.timeouts.agent if silent else NEVER
+    silent = host.phase is HostPhase.STARTING and host.spec.name not in cluster.probing
+    return host.since + cluster.limits.timeouts.agent if silent else NEVER
 
 
-def comes_by(world: World, w: WorkerId) -> float:
-    """When its engine must have come; or when it must be out of an epoch that it was told to leave as a newcomer."""
-    worker, timeouts = world.workers[w], world.limits.timeouts
+def comes_by(cluster: ClusterState, w: WorkerId) -> float:
+    """When its engine must have come; or when it must be out of a generation that it was told to leave as a newcomer."""
+    worker, timeouts = cluster.workers[w], cluster.limits.timeouts
     match worker.state:
         case WorkerState.STARTING if not worker.registered:  # what it runs then has deadlines of its own
             return worker.since + timeouts.worker
@@ -286,10 +290,10 @@ def comes_by(world: World, w: WorkerId) -> float:
     return NEVER
 
 
-def expect(world: World, ids: Collection[WorkerId]) -> World:
+def expect(cluster: ClusterState, ids: Collection[WorkerId]) -> ClusterState:
     """These workers are on their way to the elastic loop, each with the deadline of `comes_by`."""
-    wake = min((comes_by(world, w) for w in ids), default=NEVER)
-    return replace(world, starting=world.starting.union(ids), wake_at=min(world.wake_at, wake))
+    wake = min((comes_by(cluster, w) for w in ids), default=NEVER)
+    return replace(cluster, starting=cluster.starting.union(ids), wake_at=min(cluster.wake_at, wake))
 
 
 def _fill(host: Host, wanted: float, now: float) -> tuple[Host, list[WorkerId], float]:
@@ -297,59 +301,59 @@ def _fill(host: Host, wanted: float, now: float) -> tuple[Host, list[WorkerId], 
     slots = list(host.slots)
     started: list[WorkerId] = []
     for index, slot in enumerate(slots[: host.spec.slots]):
-        if slot.busy or slot.cooling_until > now or len(started) >= wanted:
+        if slot.busy or slot.backoff_until > now or len(started) >= wanted:
             continue
         started.append(WorkerId(host.spec.name, index, slot.incarnation + 1))
-        slots[index] = replace(slot, incarnation=slot.incarnation + 1, busy=True, cooling_until=0.0, reason="")
-    cooling = [slot for slot in slots[: host.spec.slots] if slot.cooling_until > now]
+        slots[index] = replace(slot, incarnation=slot.incarnation + 1, busy=True, backoff_until=0.0, reason="")
+    cooling = [slot for slot in slots[: host.spec.slots] if slot.backoff_until > now]
     reason = cooling[0].reason if cooling else ""
-    cooled_at = min((slot.cooling_until for slot in cooling), default=NEVER)
+    cooled_at = min((slot.backoff_until for slot in cooling), default=NEVER)
     return replace(_fit(host, tuple(slots)), reason=reason), started, cooled_at
 
 
-def _staying(world: World) -> int:
+def _staying(cluster: ClusterState) -> int:
     """How many workers are alive and not on their way out."""
-    return len(world.workers) - len(world.stopped) - len(world.leaving)
+    return len(cluster.workers) - len(cluster.stopped) - len(cluster.leaving)
 
 
-def _shed(world: World, now: float, out: Commands) -> World:
+def _shed(cluster: ClusterState, now: float, out: Commands) -> ClusterState:
     """More workers than wanted: let the youngest go, those without a rank first; then members above max, highest first."""
-    limits = world.limits
+    limits = cluster.limits
     if limits.max is None:
-        return world
-    if len(world.members) - len(world.leaving) > limits.max:
-        staying = [w for w in world.members if w not in world.leaving]
-        world = dismiss(world, staying[limits.max :], now, out)
-    surplus = _staying(world) - int(limits.wanted)
+        return cluster
+    if len(cluster.members) - len(cluster.leaving) > limits.max:
+        staying = [w for w in cluster.members if w not in cluster.leaving]
+        cluster = dismiss(cluster, staying[limits.max :], now, out)
+    surplus = _staying(cluster) - int(limits.wanted)
     if surplus <= 0:
-        return world
-    busy = world.ranked | world.stopped | world.failed
-    idle = (w for w in reversed(world.workers) if w not in busy and w.host != keeper(world))
-    return stop_workers(world, list(islice(idle, surplus)), out)
+        return cluster
+    busy = cluster.ranked | cluster.stopped | cluster.failed
+    idle = (w for w in reversed(cluster.workers) if w not in busy and w.host != keeper(cluster))
+    return stop_workers(cluster, list(islice(idle, surplus)), out)
 
 
-def missing(world: World, now: float) -> tuple[Missing, ...]:
+def missing(cluster: ClusterState, now: float) -> tuple[Missing, ...]:
     """What one waits for, the first of it."""
-    found = [_awaited(world.workers[w]) for w in nsmallest(MOST, world.starting)]
-    for name, host in world.hosts.items():
+    found = [_awaited(cluster.workers[w]) for w in nsmallest(MOST, cluster.starting)]
+    for name, host in cluster.hosts.items():
         if len(found) >= MOST:
             break
         if host.phase is HostPhase.STARTING:
             found.append(
-                Missing("probed", name, host.reason) if name in world.probing else Missing("host starting", name)
+                Missing("probed", name, host.reason) if name in cluster.probing else Missing("host starting", name)
             )
         elif host.phase is HostPhase.LOST:
             found.append(Missing("lost", name, host.reason, until=host.retry_at))
         elif not host.full:
             found += [
-                Missing("cooling", f"{name}/{index}", until=slot.cooling_until)
+                Missing("backoff", f"{name}/{index}", until=slot.backoff_until)
                 for index, slot in enumerate(host.slots[: host.spec.slots])
-                if slot.cooling_until > now
+                if slot.backoff_until > now
             ]
-    job = world.active.name if world.active else ""
-    if world.linger_until and any(worker.job not in ("", job) for worker in world.workers.values()):
+    job = cluster.active.name if cluster.active else ""
+    if cluster.linger_until and any(worker.job not in ("", job) for worker in cluster.workers.values()):
         found.append(Missing("programs"))
-    found += [Missing("failed", str(w), world.workers[w].reason) for w in nsmallest(1, world.failed)]
+    found += [Missing("failed", str(w), cluster.workers[w].reason) for w in nsmallest(1, cluster.failed)]
     return tuple(found[:MOST])
 
 
@@ -359,14 +363,14 @@ def _awaited(worker: Worker) -> Missing:
     return Missing("starting", str(worker.id), since=worker.since)
 
 
-def coming(world: World) -> bool:
+def coming(cluster: ClusterState) -> bool:
     """Whether some worker is on its way."""
-    return bool(world.starting) or any(host.phase is HostPhase.STARTING for host in world.hosts.values())
+    return bool(cluster.starting) or any(host.phase is HostPhase.STARTING for host in cluster.hosts.values())
 
 
-def settled(world: World, now: float) -> bool:
+def settled(cluster: ClusterState, now: float) -> bool:
     """Whether ready newcomers, and leavers, have waited long enough for those that are still starting."""
-    return now >= world.since + world.limits.timeouts.settle or not coming(world)
+    return now >= cluster.since + cluster.limits.timeouts.settle or not coming(cluster)
 
 
 def _slots(count: int) -> str:
@@ -377,33 +381,33 @@ def _fit(host: Host, slots: tuple[Slot, ...]) -> Host:
     return replace(host, slots=slots, full=all(slot.busy for slot in slots[: host.spec.slots]))
 
 
-def _refit(world: World, w: WorkerId, slot: Slot) -> World:
-    host = world.hosts[w.host]
-    return place(world, _fit(host, (*host.slots[: w.slot], slot, *host.slots[w.slot + 1 :])))
+def _refit(cluster: ClusterState, w: WorkerId, slot: Slot) -> ClusterState:
+    host = cluster.hosts[w.host]
+    return place(cluster, _fit(host, (*host.slots[: w.slot], slot, *host.slots[w.slot + 1 :])))
 
 
-def place(world: World, host: Host) -> World:
+def place(cluster: ClusterState, host: Host) -> ClusterState:
     """With `host` in the place of what was known of it."""
-    return replace(world, hosts={**world.hosts, host.spec.name: host})
+    return replace(cluster, hosts={**cluster.hosts, host.spec.name: host})
 
 
-def _forget(world: World, name: str) -> World:
+def _forget(cluster: ClusterState, name: str) -> ClusterState:
     """The host is gone. Should it come back, its workers will be new ones."""
-    world = _stop_probing(world, name)
-    hosts = {n: host for n, host in world.hosts.items() if n != name}
-    left = {n: number for n, number in world.incarnations.items() if n != name} | {name: newest(world, name)}
+    cluster = _stop_probing(cluster, name)
+    hosts = {n: host for n, host in cluster.hosts.items() if n != name}
+    left = {n: number for n, number in cluster.incarnations.items() if n != name} | {name: newest(cluster, name)}
     if len(left) > NAMES:
         oldest = next(n for n in left if n != FORGOTTEN)
         left[FORGOTTEN] = max(left.pop(oldest), left.get(FORGOTTEN, 0))
-    return replace(world, hosts=hosts, incarnations=left)
+    return replace(cluster, hosts=hosts, incarnations=left)
 
 
-def newest(world: World, name: str) -> int:
+def newest(cluster: ClusterState, name: str) -> int:
     """The highest incarnation of the host's workers so far, those of slots that it no longer has included."""
-    return max([world.incarnations.get(name, 0), *(slot.incarnation for slot in world.hosts[name].slots)])
+    return max([cluster.incarnations.get(name, 0), *(slot.incarnation for slot in cluster.hosts[name].slots)])
 
 
-def _stop_probing(world: World, name: str) -> World:
-    if name not in world.probing:
-        return world
-    return replace(world, probing={n: admission for n, admission in world.probing.items() if n != name})
+def _stop_probing(cluster: ClusterState, name: str) -> ClusterState:
+    if name not in cluster.probing:
+        return cluster
+    return replace(cluster, probing={n: admission for n, admission in cluster.probing.items() if n != name})

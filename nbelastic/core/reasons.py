@@ -16,26 +16,26 @@ SENTENCES = MappingProxyType(
         "too-few": "{done} of min {of} workers ready",
         "ready": "{done} workers ready",
         "kept": "the training state is kept on {names}, for a worker there",
-        "not-formed": "epoch {epoch} did not form: its hosts are asked whether they reach one another",
+        "not-formed": "generation {generation} did not form: its hosts are asked whether they reach one another",
         "new-store": "{names} is to offer a store {text}",
-        "entered": "{of} workers join epoch {epoch}",
-        "joining": "{done} of {of} have joined epoch {epoch}",
-        "training": "{of} workers train in epoch {epoch}",
+        "entered": "{of} workers join generation {generation}",
+        "joining": "{done} of {of} have joined generation {generation}",
+        "training": "{of} workers train in generation {generation}",
         "left-out": "{names} is {text}",
         "put-off": "the next change waits, as {text}",
         "last-holder": "the last one with the training state is to leave",
-        "changing": "from {done} to {of} workers: preparing epoch {epoch}",
+        "changing": "from {done} to {of} workers: preparing generation {generation}",
         "preparing": "not yet prepared for the next: {names}",
         "asking": "{of} workers agree on the commit to leave at",
         "asked": "{done} of {of} have said where they are",
-        "agreed": "all leave epoch {epoch} at its commit {commit}",
-        "leaving": "{done} of {of} have left epoch {epoch} at the agreed commit",
-        "broken": "{done} of {of} survivors have left epoch {epoch}; not yet {names}",
+        "agreed": "all leave generation {generation} at its commit {commit}",
+        "leaving": "{done} of {of} have left generation {generation} at the agreed commit",
+        "broken": "{done} of {of} survivors have left generation {generation}; not yet {names}",
         "irreplaceable": "{text}",
         "finishing": "{done} of {of} ranks have finished",
         "stands": "{text}",
-        "round": "{text} in round {epoch}",
-        "round-over": "round {epoch} is over; not yet ended on {names}",
+        "round": "{text} in round {generation}",
+        "round-over": "round {generation} is over; not yet ended on {names}",
         "nodes-finished": "{done} of {of} nodes have finished",
         "rank-failed": "{text}; are all nodes there?",
         "full": "the cluster is full: {done} of max {of} workers",
@@ -50,7 +50,7 @@ MISSING = MappingProxyType(
         "node": "{name}",
         "probed": "{name}: {why}",
         "lost": "{name} (lost: {why}; tried again in {left})",
-        "cooling": "{name} (cooling {left} more)",
+        "backoff": "{name} (in back-off, {left} more)",
         "programs": "the last job's programs to stop",
         "failed": "nothing from {name}: {why}",
     }
@@ -74,7 +74,7 @@ class Reason(Struct, frozen=True, omit_defaults=True):
     kind: str
     done: int = 0
     of: int = 0
-    epoch: int = 0  # of a script: its round
+    generation: int = 0  # of a script: its round
     commit: int = 0
     names: tuple[str, ...] = ()
     text: str = ""
@@ -93,7 +93,7 @@ def in_words(reason: Reason, now: float) -> str:
     sentence = SENTENCES[reason.kind].format(
         done=reason.done,
         of=reason.of,
-        epoch=reason.epoch,
+        generation=reason.generation,
         commit=reason.commit,
         names=listed(reason.names),
         text=reason.text,

@@ -11,216 +11,229 @@ from msgspec.structs import replace
 from nbelastic.core import addresses, generations, mesh, provisioning
 from nbelastic.core import commands as cmd
 from nbelastic.core.reasons import Missing, Reason
-from nbelastic.core.state import Stage, World, because, first, named
+from nbelastic.core.state import ClusterState, Stage, because, first, named
 from nbelastic.protocol import events as ev
 from nbelastic.protocol.ids import WorkerId
 
 Commands = list[cmd.Command]
 
 
-def progress(world: World, now: float, out: Commands) -> World:
+def progress(cluster: ClusterState, now: float, out: Commands) -> ClusterState:
     """One step further where that is possible, and always the reason where it is not."""
-    if world.stopping:
+    if cluster.stopping:
         inside = (
-            frozenset(w for w, worker in world.workers.items() if worker.job) if world.linger_until else frozenset()
+            frozenset(w for w, worker in cluster.workers.items() if worker.job) if cluster.linger_until else frozenset()
         )
         last = Reason("last-checkpoints", names=named(inside)) if inside else None
-        return because(world, Reason("stopping", text=world.stopping, then=last))
-    job = world.active
+        return because(cluster, Reason("stopping", text=cluster.stopping, then=last))
+    job = cluster.active
     if job is None:
-        return _idle(world, now)
-    left, size = len(world.awaiting), len(world.members)
+        return _idle(cluster, now)
+    left, size = len(cluster.awaiting), len(cluster.members)
     if job.succeeded:
-        return because(world, Reason("finishing", len(job.succeeded), len(job.ranks)))
-    match world.stage:
+        return because(cluster, Reason("finishing", len(job.succeeded), len(job.ranks)))
+    match cluster.stage:
         case Stage.GATHERING if left:
-            names = named(world.awaiting)
-            return because(world, Reason("broken", size - left, size, world.epoch, names=names, then=_stuck(world)))
+            names = named(cluster.awaiting)
+            return because(
+                cluster, Reason("broken", size - left, size, cluster.generation, names=names, then=_stuck(cluster))
+            )
         case Stage.GATHERING:
-            return generations.gather(world, now, out)
+            return generations.gather(cluster, now, out)
         case Stage.FORMING:
-            return because(world, Reason("joining", size - left, size, world.epoch))
+            return because(cluster, Reason("joining", size - left, size, cluster.generation))
         case Stage.RUNNING:
-            return _plan(world, now, out)
-        case Stage.PREPARING if left and now < world.prepare_by:
-            late = Reason("preparing", names=named(world.awaiting))
-            return because(world, _training(world, late), world.prepare_by)
+            return _plan(cluster, now, out)
+        case Stage.PREPARING if left and now < cluster.prepare_by:
+            late = Reason("preparing", names=named(cluster.awaiting))
+            return because(cluster, _training(cluster, late), cluster.prepare_by)
         case Stage.PREPARING if left:
-            return _not_prepared(world, now, out)
+            return _not_prepared(cluster, now, out)
         case Stage.PREPARING:
-            return _ask(world, now, out)
+            return _ask(cluster, now, out)
         case Stage.ASKED if left:
-            return because(world, Reason("asked", size - left, size))
+            return because(cluster, Reason("asked", size - left, size))
         case Stage.ASKED:
-            return _agree(world, now, out)
+            return _agree(cluster, now, out)
         case Stage.LEAVING if left:
-            return because(world, Reason("leaving", size - left, size, world.epoch))
+            return because(cluster, Reason("leaving", size - left, size, cluster.generation))
         case Stage.LEAVING:
-            return _change(world, now, out)
+            return _change(cluster, now, out)
 
 
-def _idle(world: World, now: float) -> World:
-    ready = len(world.workers) - len(world.starting) - len(world.stopped) - len(world.failed)
-    low = world.limits.min
+def _idle(cluster: ClusterState, now: float) -> ClusterState:
+    ready = len(cluster.workers) - len(cluster.starting) - len(cluster.stopped) - len(cluster.failed)
+    low = cluster.limits.min
     if ready < low:
-        return because(world, Reason("too-few", ready, low, missing=provisioning.missing(world, now)))
-    return because(world, Reason("idle", ready))
+        return because(cluster, Reason("too-few", ready, low, missing=provisioning.missing(cluster, now)))
+    return because(cluster, Reason("idle", ready))
 
 
-def _training(world: World, then: Reason | None = None, missing: tuple[Missing, ...] | None = None) -> Reason:
-    return Reason("training", of=len(world.members), epoch=world.epoch, missing=missing, then=then)
+def _training(cluster: ClusterState, then: Reason | None = None, missing: tuple[Missing, ...] | None = None) -> Reason:
+    return Reason("training", of=len(cluster.members), generation=cluster.generation, missing=missing, then=then)
 
 
-def _plan(world: World, now: float, out: Commands) -> World:
+def _plan(cluster: ClusterState, now: float, out: Commands) -> ClusterState:
     """A world runs. Is there a better one, and are the newcomers for it ready?"""
-    size, most = len(world.members), world.limits.most
-    room = size - len(world.leaving) < most
-    if not world.leaving and not (room and world.waiting - world.held.keys()):
-        return because(world, _training(world, _held(world) if room else None))
-    if now < world.change_at:
-        return because(world, _training(world, Reason("put-off", text=world.change_why)), world.change_at)
-    if not provisioning.settled(world, now):
-        reason = _training(world, missing=provisioning.missing(world, now))
-        return because(world, reason, world.since + world.limits.timeouts.settle)
-    target = generations.next_members(world)
-    if not _worth_it(world, target):
-        last = Reason("last-holder") if target == world.members else None
-        return because(world, _training(world, last, provisioning.missing(world, now)))
-    failed = any(world.workers[w].failures for w in target if w not in world.ranked)
-    if failed and not world.plainly and not addresses.has_store(world, target[0]):  # not without trying it beside them
-        return because(world, _training(world, Reason("new-store", names=(str(target[0]),), text="for the next epoch")))
-    text = f"from {size} to {len(target)} workers"
-    out.append(cmd.Record("change-planned", text, epoch=world.epoch))
+    size, most = len(cluster.members), cluster.limits.most
+    room = size - len(cluster.leaving) < most
+    if not cluster.leaving and not (room and cluster.waiting - cluster.held.keys()):
+        return because(cluster, _training(cluster, _held(cluster) if room else None))
+    if now < cluster.change_at:
+        return because(cluster, _training(cluster, Reason("put-off", text=cluster.change_why)), cluster.change_at)
+    if not provisioning.settled(cluster, now):
+        reason = _training(cluster, missing=provisioning.missing(cluster, now))
+        return because(cluster, reason, cluster.since + cluster.limits.timeouts.settle)
+    target = generations.next_members(cluster)
+    if not _worth_it(cluster, target):
+        last = Reason("last-holder") if target == cluster.members else None
+        return because(cluster, _training(cluster, last, provisioning.missing(cluster, now)))
+    failed = any(cluster.workers[w].failures for w in target if w not in cluster.ranked)
     if (
-        world.plainly
-        or not addresses.has_store(world, target[0])
-        or target[0] not in world.ranked
-        or len(target) < world.limits.min
+        failed and not cluster.plainly and not addresses.has_store(cluster, target[0])
+    ):  # not without trying it beside them
+        return because(
+            cluster, _training(cluster, Reason("new-store", names=(str(target[0]),), text="for the next generation"))
+        )
+    text = f"from {size} to {len(target)} workers"
+    out.append(cmd.Record("change-planned", text, generation=cluster.generation))
+    if (
+        cluster.plainly
+        or not addresses.has_store(cluster, target[0])
+        or target[0] not in cluster.ranked
+        or len(target) < cluster.limits.min
     ):
-        return _ask(world, now, out)
-    world = _prepare(world, target, now, out)
-    return because(world, Reason("changing", size, len(target), world.numbered), world.prepare_by)
+        return _ask(cluster, now, out)
+    cluster = _prepare(cluster, target, now, out)
+    return because(cluster, Reason("changing", size, len(target), cluster.numbered), cluster.prepare_by)
 
 
-def _prepare(world: World, target: tuple[WorkerId, ...], now: float, out: Commands) -> World:
+def _prepare(cluster: ClusterState, target: tuple[WorkerId, ...], now: float, out: Commands) -> ClusterState:
     """Members will be equal when they leave: the first of them gives the state to those who are new."""
-    receivers = tuple(rank for rank, w in enumerate(target) if w not in world.ranked)
-    order = cmd.FormWorld(world.numbered + 1, target, world.workers[target[0]].store, 0, receivers)
+    receivers = tuple(rank for rank, w in enumerate(target) if w not in cluster.ranked)
+    order = cmd.FormWorld(cluster.numbered + 1, target, cluster.workers[target[0]].store, 0, receivers)
     out.append(cmd.PrepareWorld(order))
     return replace(
-        world,
+        cluster,
         stage=Stage.PREPARING,
         plan=order,
-        numbered=order.epoch,
+        numbered=order.generation,
         awaiting=frozenset(target),
         complaints={},
-        prepare_by=now + world.limits.timeouts.prepare_for(len(target)),
+        prepare_by=now + cluster.limits.timeouts.prepare_for(len(target)),
     )
 
 
-def prepared(world: World, event: ev.WorkerPrepared, now: float) -> World:
+def prepared(cluster: ClusterState, event: ev.WorkerPrepared, now: float) -> ClusterState:
     """One more can change over at once, or says why it cannot: then the others have a moment to say whether they can."""
-    plan, w = world.plan, event.worker
-    if plan is None or world.stage is not Stage.PREPARING or event.epoch != plan.epoch or w not in world.awaiting:
-        return world
+    plan, w = cluster.plan, event.worker
+    if (
+        plan is None
+        or cluster.stage is not Stage.PREPARING
+        or event.generation != plan.generation
+        or w not in cluster.awaiting
+    ):
+        return cluster
     if not event.supported:
-        return replace(world, plainly=True, prepare_by=0.0)
+        return replace(cluster, plainly=True, prepare_by=0.0)
     if not event.error:
-        return replace(world, awaiting=world.awaiting - {w})
-    soon = min(world.prepare_by, now + world.limits.timeouts.grace)
-    return replace(world, complaints={**world.complaints, w: event.error}, prepare_by=soon)
+        return replace(cluster, awaiting=cluster.awaiting - {w})
+    soon = min(cluster.prepare_by, now + cluster.limits.timeouts.grace)
+    return replace(cluster, complaints={**cluster.complaints, w: event.error}, prepare_by=soon)
 
 
-def _not_prepared(world: World, now: float, out: Commands) -> World:
+def _not_prepared(cluster: ClusterState, now: float, out: Commands) -> ClusterState:
     """The training is not touched by it: newcomers that the others could not be joined with are left out for a while.
 
     Where a group cannot be prepared at all, or without newcomers, the change is made the plain way. Of newcomers those are
     to blame that have not prepared themselves; if all have, it is one of them that others did not reach.
     """
-    plan, late, complaints = world.plan, world.awaiting, world.complaints
+    plan, late, complaints = cluster.plan, cluster.awaiting, cluster.complaints
     assert plan is not None
-    newcomers = [w for w in plan.members if w not in world.ranked]
-    world = generations.call_off(world, out)
-    if world.plainly or not newcomers:
-        return _plan(replace(world, plainly=True), now, out)
+    newcomers = [w for w in plan.members if w not in cluster.ranked]
+    cluster = generations.call_off(cluster, out)
+    if cluster.plainly or not newcomers:
+        return _plan(replace(cluster, plainly=True), now, out)
     blamed = [w for w in newcomers if w in late] or newcomers
-    members = sorted(late & world.ranked)
-    why = f"no group stood within {world.limits.timeouts.prepare_for(len(plan.members)):g} s"
+    members = sorted(late & cluster.ranked)
+    why = f"no group stood within {cluster.limits.timeouts.prepare_for(len(plan.members)):g} s"
     if complaints:
         w = next((w for w in blamed if w in complaints), min(complaints))
         why = f"{w} could not prepare a group ({complaints[w]})"
-    if members and len(members) < len(world.members):
+    if members and len(members) < len(cluster.members):
         why += f"; nor did {first(frozenset(members))} prepare"
-    world = provisioning.hold_back(world, blamed, why, now, out)
-    world = mesh.begin(world, now, out, among={w.host for w in (*blamed, *members)})
-    return _plan(world, now, out)
+    cluster = provisioning.hold_back(cluster, blamed, why, now, out)
+    cluster = mesh.begin(cluster, now, out, among={w.host for w in (*blamed, *members)})
+    return _plan(cluster, now, out)
 
 
-def _stuck(world: World) -> Reason | None:
+def _stuck(cluster: ClusterState) -> Reason | None:
     """Why those who are waited for are not replaced."""
-    if world.wait is None or not world.wait.stuck:
+    if cluster.wait is None or not cluster.wait.stuck:
         return None
-    limits = world.limits
+    limits = cluster.limits
     end = "without end, as elastic_timeout is None" if limits.elastic_timeout is None else f"for {limits.patience:g} s"
-    return Reason("irreplaceable", text=f"{world.wait.why}; the others wait {end}")
+    return Reason("irreplaceable", text=f"{cluster.wait.why}; the others wait {end}")
 
 
-def _held(world: World) -> Reason | None:
+def _held(cluster: ClusterState) -> Reason | None:
     """Who is left out, and why."""
-    if not world.held:
+    if not cluster.held:
         return None
-    w = min(world.held)
-    more = f" (and {len(world.held) - 1} more)" if len(world.held) > 1 else ""
-    return Reason("left-out", names=(str(w),), text=f"{world.workers[w].reason}{more}")
+    w = min(cluster.held)
+    more = f" (and {len(cluster.held) - 1} more)" if len(cluster.held) > 1 else ""
+    return Reason("left-out", names=(str(w),), text=f"{cluster.workers[w].reason}{more}")
 
 
-def _ask(world: World, now: float, out: Commands) -> World:
+def _ask(cluster: ClusterState, now: float, out: Commands) -> ClusterState:
     """All is prepared, or will not be: ask the members where they are."""
-    plan = world.plan
-    if plan is not None and not _fits(world, plan):
-        return _plan(generations.call_off(world, out), now, out)
-    world = replace(world, stage=Stage.ASKED, asks=world.asks + 1, awaiting=world.ranked, offers=())
-    out.append(cmd.AskLeave(world.epoch, world.members, world.asks))
-    return because(world, Reason("asking", of=len(world.members)))
+    plan = cluster.plan
+    if plan is not None and not _fits(cluster, plan):
+        return _plan(generations.call_off(cluster, out), now, out)
+    cluster = replace(cluster, stage=Stage.ASKED, asks=cluster.asks + 1, awaiting=cluster.ranked, offers=())
+    out.append(cmd.AskLeave(cluster.generation, cluster.members, cluster.asks))
+    return because(cluster, Reason("asking", of=len(cluster.members)))
 
 
-def _fits(world: World, plan: cmd.FormWorld) -> bool:
+def _fits(cluster: ClusterState, plan: cmd.FormWorld) -> bool:
     """It is still what is wanted."""
-    return plan.members == generations.next_members(world) and len(plan.members) >= world.limits.min
+    return plan.members == generations.next_members(cluster) and len(plan.members) >= cluster.limits.min
 
 
-def _worth_it(world: World, target: tuple[WorkerId, ...]) -> bool:
+def _worth_it(cluster: ClusterState, target: tuple[WorkerId, ...]) -> bool:
     """It is another world; and one below min only if somebody has to leave and no replacement is on its way."""
-    enough = len(target) >= world.limits.min
-    return target != world.members and (enough or bool(world.leaving and not provisioning.coming(world)))
+    enough = len(target) >= cluster.limits.min
+    return target != cluster.members and (enough or bool(cluster.leaving and not provisioning.coming(cluster)))
 
 
-def _agree(world: World, now: float, out: Commands) -> World:
+def _agree(cluster: ClusterState, now: float, out: Commands) -> ClusterState:
     """All have said where they are: leave at the next commit that none has made, if there still is a reason to."""
-    target, plan = generations.next_members(world), world.plan
-    if not _worth_it(world, target) or (plan is not None and not _fits(world, plan)):
-        return _plan(generations.call_off(world, out), now, out)
-    world = replace(world, put_off=0, unanswered={})
-    commit = max(world.offers) + 1
-    out.append(cmd.LeaveAt(world.epoch, commit, world.members))
+    target, plan = generations.next_members(cluster), cluster.plan
+    if not _worth_it(cluster, target) or (plan is not None and not _fits(cluster, plan)):
+        return _plan(generations.call_off(cluster, out), now, out)
+    cluster = replace(cluster, put_off=0, unanswered={})
+    commit = max(cluster.offers) + 1
+    out.append(cmd.LeaveAt(cluster.generation, commit, cluster.members))
     if plan is not None:
         out.append(plan)
-    world = replace(world, stage=Stage.LEAVING, awaiting=world.ranked, offers=())
-    return because(world, Reason("agreed", epoch=world.epoch, commit=commit))
+    cluster = replace(cluster, stage=Stage.LEAVING, awaiting=cluster.ranked, offers=())
+    return because(cluster, Reason("agreed", generation=cluster.generation, commit=commit))
 
 
-def _change(world: World, now: float, out: Commands) -> World:
+def _change(cluster: ClusterState, now: float, out: Commands) -> ClusterState:
     """All have left as agreed, most likely into what was prepared. If too few are to stay, they park."""
-    plan = world.plan
-    if plan is not None and all(w in world.workers and w not in world.stopped for w in plan.members):
-        ahead = world.ahead
-        back = (w for w in world.members if w not in world.leaving and w not in plan.members)  # need not leave any more
-        world = generations.release(world, (*plan.members, *back), out)
-        world = generations.complete(generations.enter(world, plan, ahead), now, out)
-        return _plan(world, now, out) if world.stage is Stage.RUNNING else world
+    plan = cluster.plan
+    if plan is not None and all(w in cluster.workers and w not in cluster.stopped for w in plan.members):
+        ahead = cluster.ahead
+        back = (
+            w for w in cluster.members if w not in cluster.leaving and w not in plan.members
+        )  # need not leave any more
+        cluster = generations.release(cluster, (*plan.members, *back), out)
+        cluster = generations.complete(generations.enter(cluster, plan, ahead), now, out)
+        return _plan(cluster, now, out) if cluster.stage is Stage.RUNNING else cluster
     if plan is not None:  # they have to come back from there first
-        return progress(generations.call_off(world, out), now, out)
-    target = generations.next_members(world)
-    if len(target) >= world.limits.min:
-        return generations.form(world, target, now, out)
-    return generations.gather(replace(world, stage=Stage.GATHERING), now, out)
+        return progress(generations.call_off(cluster, out), now, out)
+    target = generations.next_members(cluster)
+    if len(target) >= cluster.limits.min:
+        return generations.form(cluster, target, now, out)
+    return generations.gather(replace(cluster, stage=Stage.GATHERING), now, out)

@@ -13,7 +13,7 @@ from nbelastic.core import jobs, networks, script_rounds
 from nbelastic.core import script_commands as scmd
 from nbelastic.core.reasons import Reason
 from nbelastic.core.script_group import Group, Node, Stage
-from nbelastic.core.state import Guest, HostPhase, World
+from nbelastic.core.state import ClusterState, ExternalNode, HostPhase
 from nbelastic.protocol import events as ev
 from nbelastic.protocol import script_events as sev
 from nbelastic.system.addresses import address_of, is_loopback
@@ -23,177 +23,202 @@ CLOSED = "the cluster was stopped: it is closed"
 AWAY = (HostPhase.LOST, HostPhase.STARTING)
 
 
-def submit(world: World, event: sev.ScriptSubmitted, now: float, out: Commands) -> World:
+def submit(cluster: ClusterState, event: sev.ScriptSubmitted, now: float, out: Commands) -> ClusterState:
     """A new script, or one of another driver, which begins again."""
-    if world.script is not None and world.script.job == event.job:
-        return world
-    problem = jobs.refusal(world)
+    if cluster.script is not None and cluster.script.job == event.job:
+        return cluster
+    problem = jobs.refusal(cluster)
     if problem:
         out.append(cmd.EndJob(event.job, *problem, ()))
-        return world
+        return cluster
     how = "begins again, as its driver was lost" if event.round else "was submitted"
     out.append(cmd.Record("job-started", f"{event.job} {how}: {event.target}"))
-    world = replace(world, script=Group(event.job, event.terms, world.limits, round=event.round))
-    world = _look_at_hosts(world, now, out)
-    for guest in tuple(world.guests.values()):
-        if guest.ready is not None:
-            world = ready(world, guest.ready, now, out)
-    return world
+    cluster = replace(cluster, script=Group(event.job, event.terms, cluster.limits, round=event.round))
+    cluster = _look_at_hosts(cluster, now, out)
+    for external in tuple(cluster.external_nodes.values()):
+        if external.ready is not None:
+            cluster = ready(cluster, external.ready, now, out)
+    return cluster
 
 
-def take(world: World, event: ev.Event, now: float, out: Commands) -> World:
+def take(cluster: ClusterState, event: ev.Event, now: float, out: Commands) -> ClusterState:
     """Something has happened to a node."""
-    world = _advance(world, event, now, out)
-    if isinstance(event, sev.NodeLeft) and event.host in world.guests:
-        world = replace(world, guests={host: guest for host, guest in world.guests.items() if host != event.host})
-    return world
+    cluster = _advance(cluster, event, now, out)
+    if isinstance(event, sev.NodeLeft) and event.host in cluster.external_nodes:
+        cluster = replace(
+            cluster,
+            external_nodes={host: external for host, external in cluster.external_nodes.items() if host != event.host},
+        )
+    return cluster
 
 
-def came(world: World, event: sev.GuestCame, now: float, out: Commands) -> World:
+def came(cluster: ClusterState, event: sev.ExternalNodeJoined, now: float, out: Commands) -> ClusterState:
     """A torchrun waits, in a terminal. Another process of the same name has left."""
-    if event.host in world.hosts:
+    if event.host in cluster.hosts:
         out.append(scmd.EndNode(event.host, f"a host of the cluster is named {event.host} already"))
-        return world
-    known = world.guests.get(event.host)
+        return cluster
+    known = cluster.external_nodes.get(event.host)
     if known is not None and known.pid != event.pid:
-        world = take(world, sev.NodeLeft(event.host, "another process came in its place", broken=True), now, out)
-    if event.host not in world.guests:
-        world = replace(world, guests={**world.guests, event.host: Guest(event.pid, event.here)})
+        cluster = take(cluster, sev.NodeLeft(event.host, "another process came in its place", broken=True), now, out)
+    if event.host not in cluster.external_nodes:
+        cluster = replace(
+            cluster, external_nodes={**cluster.external_nodes, event.host: ExternalNode(event.pid, event.here)}
+        )
         out.append(cmd.Record("host-up", f"{event.host} has come from a terminal", host=event.host))
-    out.append(scmd.LetWait(event.host, _why_not(world)))
-    return world
+    out.append(scmd.ReportWaiting(event.host, _why_not(cluster)))
+    return cluster
 
 
-def ready(world: World, event: sev.NodeReady, now: float, out: Commands) -> World:
+def ready(cluster: ClusterState, event: sev.NodeReady, now: float, out: Commands) -> ClusterState:
     """A node waits for a round, and hears which one it is in, what it waits for, or where its store is to be."""
     host = event.host
-    if event.guest:
-        guest = world.guests.get(host)
-        if guest is None:
+    if event.external:
+        external = cluster.external_nodes.get(host)
+        if external is None:
             out.append(scmd.EndNode(host, "the cluster does not know it any more"))
-            return world
-        if guest.ready != event:
-            world = replace(world, guests={**world.guests, host: replace(guest, ready=event)})
-    move = _move(world, host, event.store, guest=event.guest)
+            return cluster
+        if external.ready != event:
+            cluster = replace(cluster, external_nodes={**cluster.external_nodes, host: replace(external, ready=event)})
+    move = _move(cluster, host, event.store, external=event.external)
     if move is not None:
         out.append(move)
-        return world
-    if world.stopping:
-        return _dismiss(world, (host,), CLOSED, out)
-    before = world.active_script
-    if before is None or (event.guest and event.job not in ("", before.job)):
-        out.append(scmd.LetWait(host, _why_not(world)) if event.guest else scmd.EndNode(host, "its script has ended"))
-        return world
-    world = _advance(world, event, now, out)
-    group = world.active_script
+        return cluster
+    if cluster.stopping:
+        return _dismiss(cluster, (host,), CLOSED, out)
+    before = cluster.active_script
+    if before is None or (event.external and event.job not in ("", before.job)):
+        out.append(
+            scmd.ReportWaiting(host, _why_not(cluster))
+            if event.external
+            else scmd.EndNode(host, "its script has ended")
+        )
+        return cluster
+    cluster = _advance(cluster, event, now, out)
+    group = cluster.active_script
     if group is None or group.round != before.round:
-        return world
-    if group.stage is Stage.RUNNING and event.round < group.round and any(seat.host == host for seat in group.seats):
+        return cluster
+    if (
+        group.stage is Stage.RUNNING
+        and event.round < group.round
+        and any(seat.host == host for seat in group.assignments)
+    ):
         out.append(scmd.RepeatRound(host))
-    elif event.guest and host in group.nodes and group.nodes[host].ready:
+    elif event.external and host in group.nodes and group.nodes[host].ready:
         full = group.stage is Stage.RUNNING and group.size + event.workers > group.limits.most
         reason = Reason("full", group.size, int(group.limits.most)) if full else group.reason
-        out.append(scmd.LetWait(host, reason, full))
-    return world
+        out.append(scmd.ReportWaiting(host, reason, full))
+    return cluster
 
 
-def progress(before: World, world: World, now: float, out: Commands) -> World:
+def progress(before: ClusterState, cluster: ClusterState, now: float, out: Commands) -> ClusterState:
     """The group follows the hosts and the time."""
-    if world.stopping and not before.stopping:
-        world = _close(world, now, out)
-    group = world.active_script
+    if cluster.stopping and not before.stopping:
+        cluster = _close(cluster, now, out)
+    group = cluster.active_script
     if group is None:
-        return world
-    if world.hosts is not before.hosts or world.limits is not before.limits or world.door != before.door:
-        world = _look_at_hosts(_look_at_stores(world, now, out), now, out)
-        group = world.active_script
+        return cluster
+    if cluster.hosts is not before.hosts or cluster.limits is not before.limits or cluster.door != before.door:
+        cluster = _look_at_hosts(_look_at_stores(cluster, now, out), now, out)
+        group = cluster.active_script
     return (
-        _advance(world, sev.Passed(), now, out) if group is not None and now >= script_rounds.deadline(group) else world
+        _advance(cluster, sev.Tick(), now, out)
+        if group is not None and now >= script_rounds.deadline(group)
+        else cluster
     )
 
 
-def stop(world: World, job: str, reason: str, now: float, out: Commands) -> World:
+def stop(cluster: ClusterState, job: str, reason: str, now: float, out: Commands) -> ClusterState:
     """Somebody wants the script to end."""
-    group = world.active_script
-    return _advance(world, sev.ScriptStopped(reason), now, out) if group is not None and group.job == job else world
+    group = cluster.active_script
+    return _advance(cluster, sev.ScriptStopped(reason), now, out) if group is not None and group.job == job else cluster
 
 
-def remove(world: World, event: ev.HostRemoved, out: Commands) -> World:
+def remove(cluster: ClusterState, event: ev.HostRemoved, out: Commands) -> ClusterState:
     """Somebody wants a guest to leave: its torchrun ends well, and says so."""
-    if event.name not in world.guests:
-        return world
-    return _dismiss(world, (event.name,), f"removed by {event.by}", out, error=False)
+    if event.name not in cluster.external_nodes:
+        return cluster
+    return _dismiss(cluster, (event.name,), f"removed by {event.by}", out, error=False)
 
 
-def _close(world: World, now: float, out: Commands) -> World:
+def _close(cluster: ClusterState, now: float, out: Commands) -> ClusterState:
     """The cluster is stopped."""
-    world = _dismiss(world, tuple(world.guests), CLOSED, out)
-    return _advance(world, sev.ScriptStopped(f"the cluster was stopped: {world.stopping}"), now, out)
+    cluster = _dismiss(cluster, tuple(cluster.external_nodes), CLOSED, out)
+    return _advance(cluster, sev.ScriptStopped(f"the cluster was stopped: {cluster.stopping}"), now, out)
 
 
-def _advance(world: World, event: ev.Event, now: float, out: Commands) -> World:
-    if world.script is None:
-        return world
-    group, commands = script_rounds.advance(world.script, event, now)
+def _advance(cluster: ClusterState, event: ev.Event, now: float, out: Commands) -> ClusterState:
+    if cluster.script is None:
+        return cluster
+    group, commands = script_rounds.advance(cluster.script, event, now)
     out.extend(commands)
-    if group != world.script:
-        world = replace(world, script=group)
+    if group != cluster.script:
+        cluster = replace(cluster, script=group)
     for command in commands:
         match command:
             case scmd.EndNode(host=host):
-                world = _no_more_ready(world, (host,))
-            case scmd.FormRound(seats=seats):
-                world = _no_more_ready(world, tuple(seat.host for seat in seats))
-    return world
+                cluster = _no_more_ready(cluster, (host,))
+            case scmd.FormRound(assignments=assignments):
+                cluster = _no_more_ready(cluster, tuple(seat.host for seat in assignments))
+    return cluster
 
 
-def _dismiss(world: World, guests: tuple[str, ...], reason: str, out: Commands, *, error: bool = True) -> World:
-    out.extend(scmd.EndNode(host, reason, error) for host in guests)
-    return _no_more_ready(world, guests)
+def _dismiss(
+    cluster: ClusterState, external_nodes: tuple[str, ...], reason: str, out: Commands, *, error: bool = True
+) -> ClusterState:
+    out.extend(scmd.EndNode(host, reason, error) for host in external_nodes)
+    return _no_more_ready(cluster, external_nodes)
 
 
-def _no_more_ready(world: World, hosts: tuple[str, ...]) -> World:
+def _no_more_ready(cluster: ClusterState, hosts: tuple[str, ...]) -> ClusterState:
     """What these have said is over: they are in a round, or end, though they may take a while for that."""
-    waiting = [host for host in hosts if host in world.guests and world.guests[host].ready is not None]
+    waiting = [
+        host for host in hosts if host in cluster.external_nodes and cluster.external_nodes[host].ready is not None
+    ]
     if not waiting:
-        return world
-    return replace(world, guests=world.guests | {host: replace(world.guests[host], ready=None) for host in waiting})
+        return cluster
+    return replace(
+        cluster,
+        external_nodes=cluster.external_nodes
+        | {host: replace(cluster.external_nodes[host], ready=None) for host in waiting},
+    )
 
 
-def _why_not(world: World) -> Reason | None:
+def _why_not(cluster: ClusterState) -> Reason | None:
     """Why a guest waits; None: there is no script."""
-    group = world.active_script
+    group = cluster.active_script
     return group.reason if group is not None else None
 
 
-def _look_at_hosts(world: World, now: float, out: Commands) -> World:
-    group = world.script
+def _look_at_hosts(cluster: ClusterState, now: float, out: Commands) -> ClusterState:
+    group = cluster.script
     assert group is not None
-    up = (host.spec for host in world.hosts.values() if host.phase is HostPhase.UP)
+    up = (host.spec for host in cluster.hosts.values() if host.phase is HostPhase.UP)
     found = tuple((spec.name, spec.slots) for spec in up)
-    lost = tuple(name for name in group.nodes if name in world.hosts and world.hosts[name].phase in AWAY)
-    seen = sev.HostsSeen(found, world.limits, lost)
-    return _advance(world, seen, now, out) if seen != group.seen else world
+    lost = tuple(name for name in group.nodes if name in cluster.hosts and cluster.hosts[name].phase in AWAY)
+    seen = sev.HostsChanged(found, cluster.limits, lost)
+    return _advance(cluster, seen, now, out) if seen != group.seen else cluster
 
 
-def _look_at_stores(world: World, now: float, out: Commands) -> World:
+def _look_at_stores(cluster: ClusterState, now: float, out: Commands) -> ClusterState:
     """What a node has offered where it no longer is, is not used. It hears of the move, and offers again."""
-    nodes: dict[str, Node] = world.script.nodes if world.script is not None else {}
+    nodes: dict[str, Node] = cluster.script.nodes if cluster.script is not None else {}
     for host, node in nodes.items():
-        if node.ready and _move(world, host, node.store, guest=node.guest) is not None:
-            world = _advance(world, sev.NodeMoved(host), now, out)
-    return world
+        if node.ready and _move(cluster, host, node.store, external=node.external) is not None:
+            cluster = _advance(cluster, sev.NodeMoved(host), now, out)
+    return cluster
 
 
-def _move(world: World, host: str, store: str, *, guest: bool) -> scmd.MoveNode | None:
+def _move(cluster: ClusterState, host: str, store: str, *, external: bool) -> scmd.MoveNode | None:
     """Where this node's stores have to be, if that is not where this one is."""
     at = address_of(store)
-    if guest:  # one of this machine offers what only this machine reaches, until there are others
-        here = world.here or world.door
-        known = world.guests.get(host)
-        moves = known is not None and known.here and is_loopback(at) and not is_loopback(here) and networks.wide(world)
+    if external:  # one of this machine offers what only this machine reaches, until there are others
+        here = cluster.here or cluster.door
+        known = cluster.external_nodes.get(host)
+        moves = (
+            known is not None and known.here and is_loopback(at) and not is_loopback(here) and networks.wide(cluster)
+        )
         return scmd.MoveNode(host, here) if moves and here else None
-    home = world.hosts.get(host)
+    home = cluster.hosts.get(host)
     if home is None or home.address in ("", at):
         return None
     interface = next((i.name for i in home.addresses if i.address == home.address), "")

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from nbelastic.core.commands import Command
 from nbelastic.core.reasons import Reason
-from nbelastic.protocol.script_events import Failure, Seat
+from nbelastic.protocol.script_events import Assignment, Failure
 
 
 class ScriptCommand(Command):
@@ -25,7 +25,7 @@ class EndNode(ScriptCommand):
     error: bool = True
 
 
-class LetWait(ScriptCommand):
+class ReportWaiting(ScriptCommand):
     """A guest is to wait: why, and whether that is because there is no room. No reason: there is no script."""
 
     host: str
@@ -48,10 +48,10 @@ class RepeatRound(ScriptCommand):
 
 
 class FormRound(ScriptCommand):
-    """`seats` by group rank. `store` is the first one's; `restarts` have been counted so far."""
+    """`assignments` by group rank. `store` is the first one's; `restarts` have been counted so far."""
 
     round: int
-    seats: tuple[Seat, ...]
+    assignments: tuple[Assignment, ...]
     store: str
     restarts: int
 
@@ -65,11 +65,11 @@ class LeaveRound(ScriptCommand):
 
 
 class EndScript(ScriptCommand):
-    """`seats` of its last round, `round`; `failure` the first one, if it failed by one, and the node it was on."""
+    """`assignments` of its last round, `round`; `failure` the first one, if it failed by one, and the node it was on."""
 
     outcome: str  # succeeded, failed or stopped
     reason: str
     round: int = 0
-    seats: tuple[Seat, ...] = ()
+    assignments: tuple[Assignment, ...] = ()
     failure: Failure | None = None
     host: str = ""

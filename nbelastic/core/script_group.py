@@ -35,7 +35,7 @@ class GroupState(StrEnum):
 class Node(Struct, frozen=True):
     joined: int  # its seniority
     slots: int
-    guest: bool = False
+    external: bool = False
     role: str = ""
     state: GroupState = GroupState.INIT
     ready: bool = False  # it waits for a round
@@ -47,7 +47,7 @@ class Node(Struct, frozen=True):
 
 
 class Group(Struct, frozen=True):
-    """A script's job. `seats` are those of the present or last round, by group rank."""
+    """A script's job. `assignments` are those of the present or last round, by group rank."""
 
     job: str
     terms: sev.Terms
@@ -56,7 +56,7 @@ class Group(Struct, frozen=True):
     round: int = 0
     nodes: dict[str, Node] = {}
     joined: int = 0
-    seats: tuple[sev.Seat, ...] = ()
+    assignments: tuple[sev.Assignment, ...] = ()
     restarts: int = 0
     failures: tuple[tuple[str, sev.Failure, float], ...] = ()  # of this round: on which node, and when (driver's clock)
     judge_at: float = NEVER  # when what failed is judged, whatever is not known by then
@@ -68,22 +68,22 @@ class Group(Struct, frozen=True):
     until: float = NEVER
     reason: Reason = Reason("no-hosts")
     outcome: str = ""
-    seen: sev.HostsSeen | None = None  # the last one
+    seen: sev.HostsChanged | None = None  # the last one
 
     @property
     def size(self) -> int:
         """How many workers the present or last round has."""
-        return sum(seat.workers for seat in self.seats)
+        return sum(seat.workers for seat in self.assignments)
 
 
-def places(seats: tuple[sev.Seat, ...]) -> tuple[tuple[int, int, int, int], ...]:
+def places(assignments: tuple[sev.Assignment, ...]) -> tuple[tuple[int, int, int, int], ...]:
     """Of each node: its first rank, the world size, the first rank within its role, and the role's size."""
     roles: dict[str, int] = {}
-    for seat in seats:
+    for seat in assignments:
         roles[seat.role] = roles.get(seat.role, 0) + seat.workers
-    world = sum(seat.workers for seat in seats)
+    world = sum(seat.workers for seat in assignments)
     found, rank, in_role = [], 0, dict.fromkeys(roles, 0)
-    for seat in seats:
+    for seat in assignments:
         found.append((rank, world, in_role[seat.role], roles[seat.role]))
         rank += seat.workers
         in_role[seat.role] += seat.workers

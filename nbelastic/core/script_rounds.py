@@ -47,7 +47,7 @@ def deadline(group: Group) -> float:
 
 def _take(group: Group, event: ev.Event, now: float, out: Commands) -> Group:
     match event:
-        case sev.HostsSeen():
+        case sev.HostsChanged():
             return _hosts(group, event, now, out)
         case sev.NodeReady():
             return _ready(group, event, now)
@@ -68,12 +68,12 @@ def _take(group: Group, event: ev.Event, now: float, out: Commands) -> Group:
     return group
 
 
-def _hosts(group: Group, event: sev.HostsSeen, now: float, out: Commands) -> Group:
+def _hosts(group: Group, event: sev.HostsChanged, now: float, out: Commands) -> Group:
     """Those that have come are started; of those that have gone nothing more is expected."""
     group = replace(group, limits=event.limits, seen=event)
     there = dict(event.hosts)
     over = (GroupState.SUCCEEDED, GroupState.UNKNOWN)  # they stay known when their hosts have gone: no word again
-    ours = [host for host, node in group.nodes.items() if not node.guest and node.state not in over]
+    ours = [host for host, node in group.nodes.items() if not node.external and node.state not in over]
     for host in [host for host in ours if host not in there]:
         out.append(scmd.EndNode(host, f"{host} has left the cluster", error=False))
         lost = host in event.lost
@@ -85,7 +85,7 @@ def _hosts(group: Group, event: sev.HostsSeen, now: float, out: Commands) -> Gro
         if node is None:
             group = _put(replace(group, joined=group.joined + 1), host, Node(group.joined, wanted))
             out.append(scmd.StartNode(host))
-        elif node.slots != wanted and not node.guest:
+        elif node.slots != wanted and not node.external:
             group = _put(group, host, replace(node, slots=wanted))
     return group
 
@@ -93,9 +93,9 @@ def _hosts(group: Group, event: sev.HostsSeen, now: float, out: Commands) -> Gro
 def _ready(group: Group, event: sev.NodeReady, now: float) -> Group:
     host, node = event.host, group.nodes.get(event.host)
     if node is None:
-        if not event.guest or event.job not in ("", group.job):
+        if not event.external or event.job not in ("", group.job):
             return group  # of another job, or of a host that has left
-        node = Node(group.joined, event.workers, guest=True)
+        node = Node(group.joined, event.workers, external=True)
         group = replace(group, joined=group.joined + 1)
     if group.stage is Stage.RUNNING and _seated(group, host):
         if event.round != group.round or node.state is GroupState.SUCCEEDED:
@@ -139,9 +139,11 @@ def _left(group: Group, event: sev.NodeLeft, now: float, out: Commands) -> Group
     node = group.nodes.get(host)
     if node is None or node.retry_at:
         return group
-    meant = node.guest and not event.broken and node.state is not GroupState.UNHEALTHY  # somebody ended their torchrun
+    meant = (
+        node.external and not event.broken and node.state is not GroupState.UNHEALTHY
+    )  # somebody ended their torchrun
     group = _gone(group, host, f"{host}: {reason}", now, out, broken=not meant)
-    if node.guest or _finishing(group) or group.stage is Stage.ENDED:
+    if node.external or _finishing(group) or group.stage is Stage.ENDED:
         return group
     if node.starts >= STARTS:
         return _end(group, "failed", f"the elastic agent on {host} has ended {STARTS} times in a row: {reason}", out)
@@ -156,7 +158,7 @@ def _gone(group: Group, host: str, why: str, now: float, out: Commands, *, broke
     """
     node = group.nodes[host]
     group = replace(group, nodes={name: other for name, other in group.nodes.items() if name != host})
-    if node.guest:
+    if node.external:
         out.append(cmd.Record("host-gone", why, host=host))
     if not _seated(group, host) or group.stage is not Stage.RUNNING:
         return group
@@ -164,7 +166,7 @@ def _gone(group: Group, host: str, why: str, now: float, out: Commands, *, broke
         state = node.state if node.state is GroupState.SUCCEEDED else GroupState.UNKNOWN
         return _put(group, host, replace(node, state=state, ready=False, pids=()))
     kind = "world-broken" if broken else "change-planned"
-    out.append(cmd.Record(kind, why, host=host, epoch=group.round))
+    out.append(cmd.Record(kind, why, host=host, generation=group.round))
     return _leave(group, why, now, out)
 
 
@@ -196,12 +198,12 @@ def _progress(group: Group, now: float, out: Commands) -> Group:
             )
         return group if group.stage is Stage.ENDED else _progress(group, now, out)
     if late:
-        return replace(group, reason=Reason("round-over", epoch=group.round, names=tuple(late)))
+        return replace(group, reason=Reason("round-over", generation=group.round, names=tuple(late)))
     return _gather(replace(group, leave_by=NEVER, told=False), now, out)
 
 
 def _run(group: Group, now: float, out: Commands) -> Group:
-    states = {seat.host: group.nodes[seat.host].state for seat in group.seats}
+    states = {seat.host: group.nodes[seat.host].state for seat in group.assignments}
     done = [host for host, state in states.items() if state is GroupState.SUCCEEDED]
     if group.failures:
         return _judge(group, now, out)
@@ -213,7 +215,7 @@ def _run(group: Group, now: float, out: Commands) -> Group:
         return replace(group, reason=Reason("nodes-finished", len(done), len(states)))
     reason = _in_round_of(group)
     target = _target(group)
-    if target == group.seats or sum(seat.workers for seat in target) < group.limits.min:
+    if target == group.assignments or sum(seat.workers for seat in target) < group.limits.min:
         return replace(group, reason=reason, enough=False)
     since = group.since if group.enough else now
     group = replace(group, enough=True, since=since)
@@ -223,7 +225,7 @@ def _run(group: Group, now: float, out: Commands) -> Group:
         return replace(group, until=settled, reason=replace(reason, missing=coming))
     size = sum(seat.workers for seat in target)
     change = f"from {group.size} to {size} workers"
-    out.append(cmd.Record("change-planned", change, epoch=group.round))
+    out.append(cmd.Record("change-planned", change, generation=group.round))
     left = replace(_leave(group, change, now, out), enough=True)  # the last call is over: it is not made again
     return _progress(left, now, out)
 
@@ -231,7 +233,7 @@ def _run(group: Group, now: float, out: Commands) -> Group:
 def _judge(group: Group, now: float, out: Commands) -> Group:
     """Workers have failed, and no node is known to be lost: restart, if restarts are left."""
     host, first = first_failure(group.failures)
-    spoken = all(group.nodes[seat.host].state is not GroupState.HEALTHY for seat in group.seats)
+    spoken = all(group.nodes[seat.host].state is not GroupState.HEALTHY for seat in group.assignments)
     decisive = first.code < 0 and group.restarts < group.terms.max_restarts
     if not (spoken or decisive or now >= group.judge_at):
         text = f"rank {first.rank} on {host} failed ({first.error})"
@@ -242,13 +244,13 @@ def _judge(group: Group, now: float, out: Commands) -> Group:
         return _end(group, "failed", text + used, out, failure=first, host=host)
     count = group.restarts + 1
     why = f"{text}; restart {count} of {group.terms.max_restarts}"
-    out.append(cmd.Record("world-broken", why, host=host, epoch=group.round))
+    out.append(cmd.Record("world-broken", why, host=host, generation=group.round))
     return _progress(_leave(replace(group, restarts=count), why, now, out), now, out)
 
 
 def _leave(group: Group, why: str, now: float, out: Commands) -> Group:
     """The round is over: whoever is still in it ends its workers."""
-    inside = tuple(seat.host for seat in group.seats if seat.host in group.nodes)
+    inside = tuple(seat.host for seat in group.assignments if seat.host in group.nodes)
     if inside:
         out.append(scmd.LeaveRound(group.round, inside, why))
     return replace(
@@ -265,7 +267,7 @@ def _leave(group: Group, why: str, now: float, out: Commands) -> Group:
 def _not_left(group: Group) -> list[str]:
     return [
         seat.host
-        for seat in group.seats
+        for seat in group.assignments
         if (node := group.nodes.get(seat.host)) is not None and not node.ready and node.state in _INSIDE
     ]
 
@@ -292,31 +294,33 @@ def _gather(group: Group, now: float, out: Commands) -> Group:
     return _form(group, target, out)
 
 
-def _form(group: Group, target: tuple[sev.Seat, ...], out: Commands) -> Group:
+def _form(group: Group, target: tuple[sev.Assignment, ...], out: Commands) -> Group:
     number = group.round + 1
     out.append(scmd.FormRound(number, target, group.nodes[target[0].host].store, group.restarts))
-    out.append(cmd.Record("world-formed", f"{_described(target)} in round {number}", epoch=number))
+    out.append(cmd.Record("world-formed", f"{_described(target)} in round {number}", generation=number))
     seated = {seat.host for seat in target}
     nodes = {
         host: replace(node, state=GroupState.HEALTHY, ready=False, store="") if host in seated else node
         for host, node in group.nodes.items()
     }
-    group = replace(group, stage=Stage.RUNNING, round=number, seats=target, nodes=nodes, enough=False, failures=())
+    group = replace(
+        group, stage=Stage.RUNNING, round=number, assignments=target, nodes=nodes, enough=False, failures=()
+    )
     return replace(group, reason=_in_round_of(group))
 
 
 def _in_round_of(group: Group) -> Reason:
-    return Reason("round", epoch=group.round, text=_described(group.seats))
+    return Reason("round", generation=group.round, text=_described(group.assignments))
 
 
-def _described(seats: tuple[sev.Seat, ...]) -> str:
-    workers, nodes = sum(seat.workers for seat in seats), len(seats)
+def _described(assignments: tuple[sev.Assignment, ...]) -> str:
+    workers, nodes = sum(seat.workers for seat in assignments), len(assignments)
     return f"{workers} worker{'s' if workers != 1 else ''} on {nodes} node{'s' if nodes != 1 else ''}"
 
 
-def _target(group: Group) -> tuple[sev.Seat, ...]:
+def _target(group: Group) -> tuple[sev.Assignment, ...]:
     """Who would be in a round that forms now, by group rank: survivors first, in their order; whole guests, up to `max`."""
-    order = {seat.host: rank for rank, seat in enumerate(group.seats)}
+    order = {seat.host: rank for rank, seat in enumerate(group.assignments)}
     inside = group.stage is Stage.RUNNING
     able = {
         host: node
@@ -324,24 +328,24 @@ def _target(group: Group) -> tuple[sev.Seat, ...]:
         if node.ready or (inside and host in order and node.state is GroupState.HEALTHY)
     }
     room = group.limits.most
-    seats = []
+    assignments = []
     for host, node in sorted(able.items(), key=lambda item: (order.get(item[0], len(order)), item[1].joined)):
-        workers = node.slots if node.guest else int(min(node.slots, room))
+        workers = node.slots if node.external else int(min(node.slots, room))
         if 0 < workers <= room:
-            seats.append(sev.Seat(host, workers, node.role))
+            assignments.append(sev.Assignment(host, workers, node.role))
             room -= workers
-    return tuple(seats)
+    return tuple(assignments)
 
 
-def _full(group: Group, target: tuple[sev.Seat, ...]) -> bool:
+def _full(group: Group, target: tuple[sev.Assignment, ...]) -> bool:
     return sum(seat.workers for seat in target) >= group.limits.most
 
 
 def _coming(group: Group) -> tuple[Missing, ...]:
     """Nodes that have been started and are not ready yet."""
-    inside = {seat.host for seat in group.seats} if group.stage is Stage.RUNNING else set()
+    inside = {seat.host for seat in group.assignments} if group.stage is Stage.RUNNING else set()
     nodes = group.nodes.items()
-    coming = (h for h, node in nodes if not (node.ready or node.guest or node.retry_at or h in inside))
+    coming = (h for h, node in nodes if not (node.ready or node.external or node.retry_at or h in inside))
     return tuple(Missing("node", host) for host in coming)
 
 
@@ -351,7 +355,7 @@ def _end(
     bad = outcome != "succeeded"
     out.extend(scmd.EndNode(name, f"{group.job} {outcome}: {reason}", error=bad) for name in group.nodes)
     out.append(cmd.Record(f"job-{outcome}", f"{group.job} {outcome}: {reason}", host=host))
-    out.append(scmd.EndScript(outcome, reason, group.round, group.seats, failure, host))
+    out.append(scmd.EndScript(outcome, reason, group.round, group.assignments, failure, host))
     states = {
         name: replace(node, state=GroupState.FAILED if bad and node.state in _INSIDE else node.state)
         for name, node in group.nodes.items()
@@ -364,7 +368,7 @@ def _finishing(group: Group) -> bool:
 
 
 def _seated(group: Group, host: str) -> bool:
-    return any(seat.host == host for seat in group.seats)
+    return any(seat.host == host for seat in group.assignments)
 
 
 def _in_round(group: Group, host: str, number: int) -> bool:
@@ -372,8 +376,8 @@ def _in_round(group: Group, host: str, number: int) -> bool:
 
 
 def _first_rank(group: Group, host: str) -> int:
-    hosts = [seat.host for seat in group.seats]
-    return places(group.seats)[hosts.index(host)][0]
+    hosts = [seat.host for seat in group.assignments]
+    return places(group.assignments)[hosts.index(host)][0]
 
 
 def _put(group: Group, host: str, node: Node) -> Group:

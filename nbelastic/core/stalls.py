@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from nbelastic.core import commands as cmd
 from nbelastic.core import generations, mesh
 from nbelastic.core.reasons import Reason, and_also
-from nbelastic.core.state import Stage, Still, World
+from nbelastic.core.state import ClusterState, Stage, Stall
 from nbelastic.protocol import events as ev
 from nbelastic.protocol.ids import WorkerId
 
@@ -25,125 +25,133 @@ NAMED = 3  # of many that are behind
 LEFT = (1 << 62, 1 << 62)  # how far those are who have left as agreed: they wait for all others
 
 
-def heard(world: World, event: ev.StoodStill | ev.WorkerAt | ev.WentOn, now: float, out: Commands) -> World:
+def heard(
+    cluster: ClusterState, event: ev.StallDetected | ev.PositionReported | ev.StallResolved, now: float, out: Commands
+) -> ClusterState:
     """Word of the present world's standing still; of another one it is no news."""
-    if event.epoch != world.epoch or not _at_work(world):
-        return world
+    if event.generation != cluster.generation or not _at_work(cluster):
+        return cluster
     match event:
-        case ev.StoodStill():
-            return _stood_still(world, event, now, out)
-        case ev.WentOn():
-            return clear(world)
-        case ev.WorkerAt(worker=w):
-            still = world.still
-            if still is None or w not in world.ranked:
-                return world
+        case ev.StallDetected():
+            return _stood_still(cluster, event, now, out)
+        case ev.StallResolved():
+            return clear(cluster)
+        case ev.PositionReported(worker=w):
+            still = cluster.still
+            if still is None or w not in cluster.ranked:
+                return cluster
             still = replace(still, where={**still.where, w: event}, unheard=still.unheard - {w})
-            world = replace(world, still=still)
-            return world if still.unheard else _judge(world, still, now, out)
+            cluster = replace(cluster, still=still)
+            return cluster if still.unheard else _judge(cluster, still, now, out)
         case _:
             assert_never(event)
 
 
-def explain(world: World) -> World:
+def explain(cluster: ClusterState) -> ClusterState:
     """The reason with that of the standing still, as long as it is the same world that stands."""
-    still = world.still
-    if still is None or still.epoch != world.epoch or not _at_work(world):
-        return clear(world)
-    return replace(world, reason=and_also(world.reason, Reason("stands", text=still.text)))
+    still = cluster.still
+    if still is None or still.generation != cluster.generation or not _at_work(cluster):
+        return clear(cluster)
+    return replace(cluster, reason=and_also(cluster.reason, Reason("stands", text=still.text)))
 
 
-def clear(world: World) -> World:
+def clear(cluster: ClusterState) -> ClusterState:
     """It goes on, or is over."""
-    still = world.still
+    still = cluster.still
     if still is None:
-        return world
-    return _tell(replace(world, still=None), dict.fromkeys(still.behind, ""))
+        return cluster
+    return _tell(replace(cluster, still=None), dict.fromkeys(still.behind, ""))
 
 
-def _at_work(world: World) -> bool:
-    job = world.active
-    return job is not None and not job.succeeded and world.stage in AT_WORK
+def _at_work(cluster: ClusterState) -> bool:
+    job = cluster.active
+    return job is not None and not job.succeeded and cluster.stage in AT_WORK
 
 
-def _tell(world: World, reasons: dict[WorkerId, str]) -> World:
+def _tell(cluster: ClusterState, reasons: dict[WorkerId, str]) -> ClusterState:
     """What is known of these workers."""
-    told = {w: replace(world.workers[w], reason=reason) for w, reason in reasons.items() if w in world.workers}
-    return replace(world, workers=world.workers | told) if told else world
+    told = {w: replace(cluster.workers[w], reason=reason) for w, reason in reasons.items() if w in cluster.workers}
+    return replace(cluster, workers=cluster.workers | told) if told else cluster
 
 
-def _stood_still(world: World, event: ev.StoodStill, now: float, out: Commands) -> World:
+def _stood_still(cluster: ClusterState, event: ev.StallDetected, now: float, out: Commands) -> ClusterState:
     """What is known by now is judged, and everybody is asked again."""
-    still = world.still if world.still is not None and world.still.epoch == event.epoch else Still(event.epoch)
+    still = (
+        cluster.still
+        if cluster.still is not None and cluster.still.generation == event.generation
+        else Stall(event.generation)
+    )
     still = replace(still, seconds=event.seconds)
-    world = _judge(replace(world, still=still), still, now, out)
-    if world.still is None or not _at_work(world):
-        return world
-    out.append(cmd.Look(world.epoch, world.members))
-    world = replace(world, still=replace(world.still, unheard=world.ranked))
-    return mesh.begin(world, now, out)
+    cluster = _judge(replace(cluster, still=still), still, now, out)
+    if cluster.still is None or not _at_work(cluster):
+        return cluster
+    out.append(cmd.QueryPosition(cluster.generation, cluster.members))
+    cluster = replace(cluster, still=replace(cluster.still, unheard=cluster.ranked))
+    return mesh.begin(cluster, now, out)
 
 
-def _judge(world: World, still: Still, now: float, out: Commands) -> World:
+def _judge(cluster: ClusterState, still: Stall, now: float, out: Commands) -> ClusterState:
     """Who is where, in words; and who has been behind for too long."""
-    inside = [w for w in world.members if world.stage is not Stage.LEAVING or w in world.awaiting]
+    inside = [w for w in cluster.members if cluster.stage is not Stage.LEAVING or w in cluster.awaiting]
     at = {w: still.where[w] for w in inside if w in still.where}
     age = f"{still.seconds:.0f} s"
     if not at:
-        silent = [f"; {_rank(world, w)}: {world.workers[w].silent}" for w in inside if world.workers[w].silent]
-        return replace(world, still=replace(still, text=f"no commit for {age}{''.join(silent[:1])}"))
+        silent = [f"; {_rank(cluster, w)}: {cluster.workers[w].silent}" for w in inside if cluster.workers[w].silent]
+        return replace(cluster, still=replace(still, text=f"no commit for {age}{''.join(silent[:1])}"))
     far = {w: (a.begun, a.commit) for w, a in at.items()}
-    least, most = min(far.values()), max(far.values()) if len(inside) == len(world.members) else LEFT
+    least, most = min(far.values()), max(far.values()) if len(inside) == len(cluster.members) else LEFT
     slow = [w for w in at if far[w] == least != most]
     before = still.behind
     behind = {w: before[w] if w in before and before[w][0] == far[w] else (far[w], now) for w in slow}
     if not slow:
-        world = _tell(world, dict.fromkeys(before, ""))
-        text = f"no commit for {age}; {_where(world, inside, at)}"
-        return replace(world, still=replace(still, text=text, behind=behind))
+        cluster = _tell(cluster, dict.fromkeys(before, ""))
+        text = f"no commit for {age}; {_where(cluster, inside, at)}"
+        return replace(cluster, still=replace(still, text=text, behind=behind))
     words = {w: f"{age} behind at commit {at[w].commit}" + (f", in {at[w].place}" * bool(at[w].place)) for w in slow}
-    world = _tell(world, dict.fromkeys(before, "") | words)
-    still = _record(world, still, {w: at[w].commit for w in slow}, words, out)
+    cluster = _tell(cluster, dict.fromkeys(before, "") | words)
+    still = _record(cluster, still, {w: at[w].commit for w in slow}, words, out)
     more = f" (and {len(slow) - 1} more)" if len(slow) > 1 else ""
-    text = f"{_rank(world, slow[0])} is {words[slow[0]]}{more}"
-    return _replace_stalled(replace(world, still=replace(still, text=text, behind=behind)), words, now, out)
+    text = f"{_rank(cluster, slow[0])} is {words[slow[0]]}{more}"
+    return _replace_stalled(replace(cluster, still=replace(still, text=text, behind=behind)), words, now, out)
 
 
-def _record(world: World, still: Still, slow: dict[WorkerId, int], words: dict[WorkerId, str], out: Commands) -> Still:
+def _record(
+    cluster: ClusterState, still: Stall, slow: dict[WorkerId, int], words: dict[WorkerId, str], out: Commands
+) -> Stall:
     """Once for each commit at which they are behind; if there are many, the first of them stand for all."""
     news = [item for item in islice(slow.items(), NAMED) if item not in still.told]
     for w, _ in news:
-        text = f"{_rank(world, w)} is {words[w]}"
-        out.append(cmd.Record("worker-behind", text, host=w.host, worker=str(w), epoch=world.epoch))
+        text = f"{_rank(cluster, w)} is {words[w]}"
+        out.append(cmd.Record("worker-behind", text, host=w.host, worker=str(w), generation=cluster.generation))
     return replace(still, told=still.told.union(news))
 
 
-def _where(world: World, inside: list[WorkerId], at: dict[WorkerId, ev.WorkerAt]) -> str:
+def _where(cluster: ClusterState, inside: list[WorkerId], at: dict[WorkerId, ev.PositionReported]) -> str:
     """Where members are that are equally far."""
     places = {a.place for a in at.values()}
     commit = max(a.commit for a in at.values())
     if len(at) == len(inside) and len(places) == 1:
         where = f", in {places.pop()}" if all(places) else ""
         return f"all ranks are at commit {commit}{where}"
-    parts = [f"{_rank(world, w)} is in {a.place}" for w, a in at.items() if a.place][:2]
+    parts = [f"{_rank(cluster, w)} is in {a.place}" for w, a in at.items() if a.place][:2]
     unheard = [w for w in inside if w not in at]
-    parts += [f"{_rank(world, w)}: {world.workers[w].silent}" for w in unheard if world.workers[w].silent][:1] or [
-        f"{_rank(world, w)} has not said where it is" for w in unheard[:1]
-    ]
+    parts += [f"{_rank(cluster, w)}: {cluster.workers[w].silent}" for w in unheard if cluster.workers[w].silent][
+        :1
+    ] or [f"{_rank(cluster, w)} has not said where it is" for w in unheard[:1]]
     return ", ".join(parts) or f"all ranks are at commit {commit}"
 
 
-def _replace_stalled(world: World, words: dict[WorkerId, str], now: float, out: Commands) -> World:
+def _replace_stalled(cluster: ClusterState, words: dict[WorkerId, str], now: float, out: Commands) -> ClusterState:
     """Others have waited for them long enough."""
-    still, stall = world.still, world.limits.stall
+    still, stall = cluster.still, cluster.limits.stall
     if still is None or stall is None:
-        return world
+        return cluster
     for w in [w for w, (_, since) in still.behind.items() if now >= since + stall]:
         why = f"{w} stalled ({words[w]}; stall is {stall:g} s)"
         out.append(cmd.StopWorker(w, kill=True))
-        world = generations.gone(world, w, why, now, out)
-    return world
+        cluster = generations.gone(cluster, w, why, now, out)
+    return cluster
 
 
-def _rank(world: World, w: WorkerId) -> str:
-    return f"rank {world.members.index(w)} ({w})"
+def _rank(cluster: ClusterState, w: WorkerId) -> str:
+    return f"rank {cluster.members.index(w)} ({w})"

@@ -1,4 +1,4 @@
-"""The state that `step` maps: hosts, slots, workers, the epoch and the job. Immutable; replaced, never changed."""
+"""The state that `step` maps: hosts, slots, workers, the generation and the job. Immutable; replaced, never changed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from nbelastic.core.commands import FormWorld
 from nbelastic.core.reasons import MOST, Reason, listed
 from nbelastic.core.script_group import Group
-from nbelastic.protocol.events import Event, WorkerAt
+from nbelastic.protocol.events import Event, PositionReported
 from nbelastic.protocol.ids import HostSpec, Interface, WorkerId
 from nbelastic.protocol.limits import NEVER, Limits
 from nbelastic.protocol.script_events import NodeReady
@@ -21,7 +21,7 @@ NO_BREAKS = (0, -1)  # how many, and at which commit
 
 
 class Stage(StrEnum):
-    """Where the current epoch stands."""
+    """Where the current generation stands."""
 
     GATHERING = "gathering"  # no world: who is to be in the next one reports ready
     FORMING = "forming"  # the members are joining their process group
@@ -49,12 +49,12 @@ class HostPhase(StrEnum):
 
 
 class Slot(Struct, frozen=True, gc=False, omit_defaults=True):
-    """A place for one process. `strikes` are deaths not yet forgiven."""
+    """A place for one process. `failures` are deaths not yet forgiven."""
 
     incarnation: int = 0
     restarts: int = 0
-    strikes: int = 0
-    cooling_until: float = 0.0
+    failures: int = 0
+    backoff_until: float = 0.0
     busy: bool = False  # a process of it lives
     reason: str = ""  # why it cools
 
@@ -69,7 +69,7 @@ class Host(Struct, frozen=True):
     since: float = 0.0  # when it came up or, before that, was started
     phase: HostPhase = HostPhase.STARTING
     reason: str = ""
-    strikes: int = 0
+    failures: int = 0
     retry_at: float = 0.0
     by_hand: bool = False
     addresses: tuple[Interface, ...] = ()  # in its agent's order of preference
@@ -108,29 +108,29 @@ class Mesh(Struct, frozen=True):
     failed: dict[tuple[str, str], int] = {}  # pairs, and in how many rounds in a row they were cut
 
 
-class Still(Struct, frozen=True):
+class Stall(Struct, frozen=True):
     """A running world in which nobody commits, and what is known of why."""
 
-    epoch: int
+    generation: int
     seconds: float = 0.0  # without a commit
     unheard: frozenset[WorkerId] = frozenset()  # members that were asked where they are, and have not said
-    where: dict[WorkerId, WorkerAt] = {}
+    where: dict[WorkerId, PositionReported] = {}
     behind: dict[WorkerId, tuple[tuple[int, int], float]] = {}  # where they are, and since when they are seen there
     told: frozenset[tuple[WorkerId, int]] = frozenset()  # of whom it was recorded, and at which commit
     text: str = ""
 
 
 class Wait(Struct, frozen=True):
-    """The present stage waits for the words of `World.awaiting`."""
+    """The present stage waits for the words of `ClusterState.awaiting`."""
 
     stage: Stage
-    epoch: int
+    generation: int
     left: int  # how many words
     began: float
     since: float  # when the last word came
     until: float  # when it is judged
     look_at: float  # when those who are waited for are asked where they are
-    said: dict[WorkerId, tuple[WorkerAt, float]] = {}  # their last answers, and when these came
+    said: dict[WorkerId, tuple[PositionReported, float]] = {}  # their last answers, and when these came
     worked: dict[WorkerId, float] = {}  # when they were last seen at work
     stuck: tuple[WorkerId, ...] = ()  # they cannot be replaced
     why: str = ""
@@ -144,7 +144,7 @@ class SetupCell(Struct, frozen=True):
     version: int
 
 
-class Trial(Struct, frozen=True):
+class SetupTrial(Struct, frozen=True):
     """A cell that is not kept yet, and how it went so far."""
 
     cell: SetupCell
@@ -160,10 +160,10 @@ class Worker(Struct, frozen=True, gc=False):
     since: float
     pid: int = 0
     job: str = ""  # the job whose program runs on it
-    epoch: int = 0  # the last epoch that it has left
+    generation: int = 0  # the last generation that it has left
     commit: int = 0
     clean: bool = True
-    store: str = ""  # for an epoch in which it is rank 0; empty if it was used
+    store: str = ""  # for a generation in which it is rank 0; empty if it was used
     has_state: bool = False  # it holds the job's state, whole
     failures: int = 0  # in a row, to join a process group with the others
     reason: str = ""
@@ -187,7 +187,7 @@ class Job(Struct, frozen=True):
     reason: str = ""
 
 
-class Kept(Struct, frozen=True):
+class KeptState(Struct, frozen=True):
     """The job's training state is on a disk: its last holder `by` was stuck, and wrote it there for a worker of its host."""
 
     by: WorkerId
@@ -195,7 +195,7 @@ class Kept(Struct, frozen=True):
     heir: WorkerId | None = None  # who is to read it
 
 
-class Guest(Struct, frozen=True):
+class ExternalNode(Struct, frozen=True):
     """A node that has come by itself, from a terminal. `here`: it is on the driver's machine."""
 
     pid: int
@@ -203,24 +203,24 @@ class Guest(Struct, frozen=True):
     ready: NodeReady | None = None  # what it has said last of that it waits
 
 
-class World(Struct, frozen=True):
-    """All that the driver knows and decides from. `members` are the current epoch's (or its survivors), by rank."""
+class ClusterState(Struct, frozen=True):
+    """All that the driver knows and decides from. `members` are the current generation's (or its survivors), by rank."""
 
     limits: Limits
     hosts: dict[str, Host] = {}  # in order of seniority
     workers: dict[WorkerId, Worker] = {}
     buried: int = 0  # workers that were taken out of `workers` so far
-    epoch: int = 0
+    generation: int = 0
     stage: Stage = Stage.GATHERING
     members: tuple[WorkerId, ...] = ()
     ranked: frozenset[WorkerId] = frozenset()  # the members as a set
-    order: FormWorld | None = None  # by which the epoch was formed
+    order: FormWorld | None = None  # by which the generation was formed
     plan: FormWorld | None = None  # the next one, for which the process group is or was built beside the training
-    ahead: frozenset[WorkerId] = frozenset()  # who is in the planned epoch already, before all have left this one
+    ahead: frozenset[WorkerId] = frozenset()  # who is in the planned generation already, before all have left this one
     undone: FormWorld | None = None  # a plan called off when its members were leaving for it: they may be in it
     early: tuple[Event, ...] = ()  # of those ahead: that they have finished, which is heard when all have left this one
-    formed_in: int = 0  # the last epoch of which a world has formed
-    numbered: int = 0  # the highest number that an epoch was given; a planned one may come to nothing
+    formed_in: int = 0  # the last generation of which a world has formed
+    numbered: int = 0  # the highest number that a generation was given; a planned one may come to nothing
     prepare_by: float = NEVER
     change_at: float = 0.0  # before that no change is tried again
     change_why: str = ""  # what kept the last one from being made
@@ -241,15 +241,15 @@ class World(Struct, frozen=True):
     suspects: frozenset[WorkerId] = frozenset()  # members that lost a connection while nobody is known dead
     asks: int = 0  # how often members were asked to leave so far
     offers: tuple[int, ...] = ()
-    broken_at: float = 0.0  # when the newest broken epoch broke, and all its members were sent the abort
+    broken_at: float = 0.0  # when the newest broken generation broke, and all its members were sent the abort
     job: Job | None = None
-    kept: Kept | None = None  # until a world has formed with it
+    kept: KeptState | None = None  # until a world has formed with it
     stuck: frozenset[WorkerId] = frozenset()  # members that no abort wakes
     script: Group | None = None  # that runs or, if no job came after it, has run last
-    guests: dict[str, Guest] = {}
+    external_nodes: dict[str, ExternalNode] = {}
     resets: int = 0
     setup: tuple[SetupCell, ...] = ()  # in the order in which workers run them
-    trial: Trial | None = None
+    trial: SetupTrial | None = None
     outdated: bool = False  # a worker that is busy has not run all setup cells
     setup_by: float = NEVER  # when a worker will have run a setup cell for too long
     joined: int = 0  # hosts so far
@@ -260,7 +260,7 @@ class World(Struct, frozen=True):
     probing: dict[str, Admission] = {}  # newcomers, by name
     probes: int = 0  # the last number that probes were given
     mesh: Mesh = Mesh()
-    still: Still | None = None
+    still: Stall | None = None
     removed: frozenset[str] = frozenset()  # hosts removed by hand, which discovery may still list
     incarnations: dict[str, int] = {}  # the newest ones of hosts that have left; see `provisioning.NAMES`
     reason: Reason = Reason("no-hosts")
@@ -310,26 +310,26 @@ class World(Struct, frozen=True):
         return self.script if self.script is not None and not self.script.outcome else None
 
 
-def is_same(before: World, world: World, *, but: Collection[str] = ()) -> bool:
+def is_same(before: ClusterState, cluster: ClusterState, *, but: Collection[str] = ()) -> bool:
     """Whether nothing has changed `but` these fields. What is equal and another object counts as changed. O(1)"""
-    return all(getattr(before, f) is getattr(world, f) for f in World.__struct_fields__ if f not in but)
+    return all(getattr(before, f) is getattr(cluster, f) for f in ClusterState.__struct_fields__ if f not in but)
 
 
-def host_cooling_until(host: Host, now: float) -> float:
+def host_backoff_until(host: Host, now: float) -> float:
     """Until when no slot of it may start a worker; 0.0 if one may now."""
-    ends = [slot.cooling_until for slot in host.slots[: host.spec.slots]]
+    ends = [slot.backoff_until for slot in host.slots[: host.spec.slots]]
     until = max(min(ends, default=0.0), host.retry_at if host.phase is HostPhase.LOST else 0.0)
     return until if until > now else 0.0
 
 
-def seat(world: World, members: tuple[WorkerId, ...]) -> World:
+def seat(cluster: ClusterState, members: tuple[WorkerId, ...]) -> ClusterState:
     """These are the members now, by rank."""
-    return replace(world, members=members, ranked=frozenset(members))
+    return replace(cluster, members=members, ranked=frozenset(members))
 
 
-def put(world: World, worker: Worker) -> World:
+def put(cluster: ClusterState, worker: Worker) -> ClusterState:
     """With `worker` in the place of what was known of it."""
-    return replace(world, workers={**world.workers, worker.id: worker})
+    return replace(cluster, workers={**cluster.workers, worker.id: worker})
 
 
 def less(ids: frozenset[WorkerId], gone: frozenset[WorkerId]) -> frozenset[WorkerId]:
@@ -337,9 +337,11 @@ def less(ids: frozenset[WorkerId], gone: frozenset[WorkerId]) -> frozenset[Worke
     return ids if ids.isdisjoint(gone) else ids - gone
 
 
-def because(world: World, reason: Reason, until: float = NEVER) -> World:
+def because(cluster: ClusterState, reason: Reason, until: float = NEVER) -> ClusterState:
     """Not yet, and why; and when the wait ends by itself."""
-    return world if world.reason == reason and world.until == until else replace(world, reason=reason, until=until)
+    return (
+        cluster if cluster.reason == reason and cluster.until == until else replace(cluster, reason=reason, until=until)
+    )
 
 
 def named(ids: frozenset[WorkerId]) -> tuple[str, ...]:

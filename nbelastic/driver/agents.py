@@ -143,7 +143,7 @@ class Fleet:
         for host, old in saved.agents.items():
             held = self._held[host] = _Held(host, old.number)
             held.here, held.move = old.here, old.move
-            held.asked = next((h.spec.slots for h in saved.world.hosts if h.spec.name == host), 0)
+            held.asked = next((h.spec.slots for h in saved.cluster.hosts if h.spec.name == host), 0)
             held.slots = 0 if old.here else held.asked
             stopped = partial(self._agent_stopped, host, held)
             if old.job:
@@ -202,7 +202,7 @@ class Fleet:
                 held = self._held.get(host)
                 if held is not None:
                     heard = held.peer in self._hub.heard_at
-                    self._hub.send(held.peer, wire.Retire())
+                    self._hub.send(held.peer, wire.StopAgent())
                     if heard:
                         self._loop.call_later(3.0, self._end, host, held)
                     else:  # it has no workers, and may not be there to hear it; at once: the host may be added again
@@ -213,7 +213,7 @@ class Fleet:
                 else:
                     self._spawn(w, log_dir)
             case cmd.StopWorker(worker=w, kill=kill):
-                self.to_agent(w.host, wire.Reap(w, kill))
+                self.to_agent(w.host, wire.StopWorker(w, kill))
 
     def to_agent(self, host: str, message: wire.Message) -> None:
         """A host without one does not get it."""
@@ -370,10 +370,10 @@ class Fleet:
             self._hub.forget(held.peer)
             held.kill()
 
-    def begin_job(self, job: str, last_epoch: int) -> None:
-        """What was measured, and what is heard of epochs up to `last_epoch`, belongs to the job before."""
+    def begin_job(self, job: str, last_generation: int) -> None:
+        """What was measured, and what is heard of generations up to `last_generation`, belongs to the job before."""
         self.pace = Pace()
-        self.live.begin_job(last_epoch)
+        self.live.begin_job(last_generation)
         with contextlib.suppress(OSError):  # without it results are fetched
             make_private(self.results.folder(job))
 

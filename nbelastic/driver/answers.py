@@ -10,7 +10,7 @@ from typing import Any, assert_never
 from msgspec.structs import replace
 
 from nbelastic.core import commands as cmd
-from nbelastic.core.state import HostPhase, WorkerState, World
+from nbelastic.core.state import ClusterState, HostPhase, WorkerState
 from nbelastic.driver import orders
 from nbelastic.driver.agents import Fleet
 from nbelastic.driver.discoveries import Discoveries
@@ -29,16 +29,16 @@ from nbelastic.protocol.settings import Settings
 from nbelastic.protocol.status import Status
 
 
-def ready_workers(world: World) -> int:
+def ready_workers(cluster: ClusterState) -> int:
     """How many workers can take code."""
-    return sum(worker.state is WorkerState.READY for worker in world.workers.values())
+    return sum(worker.state is WorkerState.READY for worker in cluster.workers.values())
 
 
-def begun(world: World, low: int) -> bool | None:
+def begun(cluster: ClusterState, low: int) -> bool | None:
     """Whether `low` workers are ready. HostError if no host is left that could start one: each is named with its reason."""
-    if ready_workers(world) >= low:
+    if ready_workers(cluster) >= low:
         return True
-    hosts = world.hosts.values()
+    hosts = cluster.hosts.values()
     if hosts and all(host.phase is HostPhase.LOST for host in hosts):
         raise HostError("no host could be started: " + "; ".join(f"{host.spec.name}: {host.reason}" for host in hosts))
     return None
@@ -54,7 +54,7 @@ class Answers:
     def __init__(
         self,
         *,
-        world: Callable[[], World],
+        cluster: Callable[[], ClusterState],
         settings: Settings,
         fleet: Fleet,
         jobs: Jobs,
@@ -66,7 +66,7 @@ class Answers:
         record: Callable[[cmd.Record], None],
         save_arguments: Callable[[Mapping[str, Any]], None],
     ) -> None:
-        self._world, self._settings, self._fleet, self._jobs, self._pending = world, settings, fleet, jobs, pending
+        self._cluster, self._settings, self._fleet, self._jobs, self._pending = cluster, settings, fleet, jobs, pending
         self._discoveries, self._invitations, self._status = discoveries, invitations, status
         self._post, self._record, self._save_arguments = post, record, save_arguments
 
@@ -74,9 +74,9 @@ class Answers:
         """Resolve `future`, now or later. Raises what is wrong with the request."""
         match request:
             case r.WaitForStart(least=least):
-                self._pending.resolve(future, lambda world: begun(world, least))
+                self._pending.resolve(future, lambda cluster: begun(cluster, least))
             case r.WaitForWorld(size=size):
-                self._pending.resolve(future, lambda world: self._status_at_size(world, size))
+                self._pending.resolve(future, lambda cluster: self._status_at_size(cluster, size))
             case r.Submit() | r.SubmitScript():
                 self._submit(request, future)
             case r.StopJob(job=job, by=by):
@@ -90,10 +90,10 @@ class Answers:
             case r.AddHost() | r.RemoveHost() | r.Scale() | r.Restart() | r.Press():
                 self._take_order(request, future)
             case r.ShowStacks(timeout=timeout):
-                world = self._world()
-                if world.active_script is not None:
+                cluster = self._cluster()
+                if cluster.active_script is not None:
                     raise UsageError("a script's workers cannot be asked where they are: use py-spy.")
-                show_stacks(world, self._fleet, self._pending, status=self._status, timeout=timeout, found=future)
+                show_stacks(cluster, self._fleet, self._pending, status=self._status, timeout=timeout, found=future)
             case r.MakeConnectionFile(host=host):
                 self._invitations.make(host, future)
             case r.FindController():
@@ -117,34 +117,34 @@ class Answers:
         self._pending.resolve_after(event, future, lambda _: True)
 
     def _answer_about_cells(self, request: r.Execute | r.ExecuteSetup | r.ClearSetup, future: Future[Any]) -> None:
-        world = self._world()
+        cluster = self._cluster()
         if not isinstance(request, r.ClearSetup) and self._jobs.present:
             raise UsageError(f"{self._jobs.present} is running: cells run between jobs.")
         match request:
             case r.Execute(source=source):
-                execute_on_all(world, self._fleet, self._pending, source, future)
+                execute_on_all(cluster, self._fleet, self._pending, source, future)
             case r.ExecuteSetup(key=key, source=source):
                 execute_setup(self._fleet, self._pending, key, source, future)
             case r.ClearSetup(key=key):
-                known = [cell.key for cell in world.setup]
+                known = [cell.key for cell in cluster.setup]
                 if key and key not in known:
                     raise UsageError(f"there is no setup cell {key!r}; there are {', '.join(known) or 'none'}.")
                 self._take_in(ev.SetupCleared(key), future)
 
     def _take_order(self, order: r.AddHost | r.RemoveHost | r.Scale | r.Restart | r.Press, future: Future[Any]) -> None:
-        world = self._world()
+        cluster = self._cluster()
         match order:
             case r.AddHost(host=host, by=by):
                 self._take_in(orders.add_host(host, by).event, future)
             case r.RemoveHost(host=host, now=now, by=by):
-                self._take_in(orders.remove_host(world, host, now, by).event, future)
+                self._take_in(orders.remove_host(cluster, host, now, by).event, future)
             case r.Scale(min=low, max=high, by=by):
-                self._take_in(orders.scale(world, low, high, True, by).event, future)
+                self._take_in(orders.scale(cluster, low, high, True, by).event, future)
             case r.Restart(worker=worker, by=by):
-                self._take_in(orders.restart(world, worker, by).event, future)
+                self._take_in(orders.restart(cluster, worker, by).event, future)
             case r.Press(message=message, slots=slots, by=by):
                 noted, record = self._fleet.live.orders, self._record
-                orders.take(message, slots, by, world=world, orders=noted, record=record, pending=self._pending)
+                orders.take(message, slots, by, cluster=cluster, orders=noted, record=record, pending=self._pending)
                 future.set_result(True)
 
     def _controller(self) -> r.ControllerFound | None:
@@ -153,12 +153,12 @@ class Answers:
             return None
         return r.ControllerFound(information, tuple(self._fleet.engines.values()))
 
-    def _status_at_size(self, world: World, size: int) -> Status | None:
+    def _status_at_size(self, cluster: ClusterState, size: int) -> Status | None:
         """As soon as so many ranks train or, without a job, so many workers are ready."""
-        if world.present_job:
+        if cluster.present_job:
             status = self._status()
             return status if status.phase == "running" and status.world_size == size else None
-        return self._status() if ready_workers(world) == size else None
+        return self._status() if ready_workers(cluster) == size else None
 
     def _submit(self, request: r.Submit | r.SubmitScript, future: Future[Any]) -> None:
         """Answer when the job has begun. No job is taken in that cannot be saved."""
@@ -176,11 +176,11 @@ class Answers:
             if run is not None:
                 run.forget_program()  # it would take the room that the next try needs
             raise r.not_saved(job, self._settings.run_dir, error) from None
-        self._pending.resolve(future, lambda world: _begun(world, run))
+        self._pending.resolve(future, lambda cluster: _begun(cluster, run))
 
 
-def _begun(world: World, run: Run) -> str | None:
-    return run.name if world.present_job == run.name or run.future.done() else None
+def _begun(cluster: ClusterState, run: Run) -> str | None:
+    return run.name if cluster.present_job == run.name or run.future.done() else None
 
 
 def _named(call: wire.Blob | None, job: str) -> wire.Blob | None:

@@ -8,7 +8,7 @@ from contextlib import suppress
 
 from nbelastic.core import commands as cmd
 from nbelastic.core import recovery
-from nbelastic.core.state import HostPhase, World
+from nbelastic.core.state import ClusterState, HostPhase
 from nbelastic.driver.snapshot import Saved
 from nbelastic.protocol import events as ev
 from nbelastic.protocol import wire
@@ -29,13 +29,13 @@ class Arrivals:
     def __init__(self, saved: Saved, silence: float) -> None:
         self._saved, self._patience = saved, max(silence, PATIENCE)
         self._complete = asyncio.Event()
-        self._hosts = {host.spec.name for host in saved.world.hosts if host.spec.name in saved.agents} - coming(saved)
+        self._hosts = {host.spec.name for host in saved.cluster.hosts if host.spec.name in saved.agents} - coming(saved)
         self._missing: dict[str, set[WorkerId]] = {}  # by the hosts whose agents were heard
         self.agents: dict[str, wire.AgentHello] = {}
-        self.workers: dict[WorkerId, wire.WorkerHere] = {}
-        self.frozen: list[ev.WorkerFroze] = []  # are taken in when the driver has taken over
+        self.workers: dict[WorkerId, wire.WorkerReport] = {}
+        self.frozen: list[ev.WorkerFrozen] = []  # are taken in when the driver has taken over
 
-    def hear(self, message: wire.AgentHello | wire.WorkerHere | ev.WorkerFroze) -> None:
+    def hear(self, message: wire.AgentHello | wire.WorkerReport | ev.WorkerFrozen) -> None:
         """What a message costs does not grow with the number of workers."""
         match message:
             case wire.AgentHello(host=host, workers=workers):
@@ -44,11 +44,11 @@ class Arrivals:
                 self._patience = max(
                     self._patience, PATIENCE + A_WORKER * sum(len(a.workers) for a in self.agents.values())
                 )
-            case wire.WorkerHere(worker=w):
+            case wire.WorkerReport(worker=w):
                 host = w.host
                 self.workers[w] = message
                 self._missing.get(host, set()).discard(w)
-            case ev.WorkerFroze(worker=w):  # it will not say anything
+            case ev.WorkerFrozen(worker=w):  # it will not say anything
                 host = w.host
                 self.frozen.append(message)
                 self._missing.get(host, set()).discard(w)
@@ -74,13 +74,13 @@ class Arrivals:
 
 def coming(saved: Saved) -> set[str]:
     """Hosts whose agents have a job that may not have begun."""
-    starting = {host.spec.name for host in saved.world.hosts if host.phase is HostPhase.STARTING}
+    starting = {host.spec.name for host in saved.cluster.hosts if host.phase is HostPhase.STARTING}
     return {host for host, agent in saved.agents.items() if agent.job and host in starting}
 
 
-def world_of(saved: Saved, arrivals: Arrivals, now: float) -> tuple[World, tuple[cmd.Command, ...]]:
+def cluster_of(saved: Saved, arrivals: Arrivals, now: float) -> tuple[ClusterState, tuple[cmd.Command, ...]]:
     """All who live have spoken: this is the world, and what is to be done first."""
     ours = versions.here()
     problems = {host: versions.difference(agent.versions, ours) for host, agent in arrivals.agents.items()}
     agents, workers = arrivals.agents, arrivals.workers
-    return recovery.resume(saved.world, agents, workers, now, problems=problems, coming=coming(saved))
+    return recovery.resume(saved.cluster, agents, workers, now, problems=problems, coming=coming(saved))

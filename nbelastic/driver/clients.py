@@ -16,7 +16,7 @@ from typing import Any, Protocol, cast
 import msgspec
 from msgspec.structs import replace
 
-from nbelastic.core.state import World
+from nbelastic.core.state import ClusterState
 from nbelastic.driver.event_log import EventLog
 from nbelastic.driver.faults import Faults
 from nbelastic.driver.run import Run
@@ -50,7 +50,7 @@ class Shown(Protocol):
     faults: Faults
 
     @property
-    def world(self) -> World: ...
+    def cluster(self) -> ClusterState: ...
 
     @property
     def status(self) -> Status: ...
@@ -294,7 +294,7 @@ class _Client(asyncio.Protocol):
         if count != self._events:
             events, _ = driver.chronicle.kept()
             new = events[max(0, len(events) - (count - self._events)) :]
-        setup = {cell.key: cell.source for cell in driver.world.setup}
+        setup = {cell.key: cell.source for cell in driver.cluster.setup}
         jobs = [job for run in driver.runs.values() if (job := self._job(run)) is not None]
         news = u.Update(
             status,
@@ -305,7 +305,7 @@ class _Client(asyncio.Protocol):
             jobs=jobs,
             known=list(driver.runs),
             faulty=driver.faults.decides_not,
-            stopping=driver.world.stopping,
+            stopping=driver.cluster.stopping,
         )
         self._transport.write(u.frame(news))
         self._events, self._setup = count, setup  # not before it could be said

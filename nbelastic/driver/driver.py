@@ -15,10 +15,10 @@ from msgspec.structs import replace
 
 from nbelastic.core import commands as cmd
 from nbelastic.core.membership import deadline, step
-from nbelastic.core.state import World, is_same
+from nbelastic.core.state import ClusterState, is_same
 from nbelastic.driver.agents import Fleet
 from nbelastic.driver.answers import Answers
-from nbelastic.driver.arrivals import Arrivals, coming, world_of
+from nbelastic.driver.arrivals import Arrivals, cluster_of, coming
 from nbelastic.driver.clients import Clients
 from nbelastic.driver.discoveries import Discoveries
 from nbelastic.driver.event_log import EventLog
@@ -72,7 +72,7 @@ class Driver:
         self._parts = parts
         self._run_dir = run_dir
         self._notes = notes
-        self.world = World(settings.limits)
+        self.cluster = ClusterState(settings.limits)
         self._clock = parts.clock(settings.heartbeat + LATE)
         self.chronicle = EventLog(settings.log_dir / "events.jsonl", again=notes.found is not None)
         self.faults = Faults(settings.name, self.record)
@@ -81,7 +81,7 @@ class Driver:
         self._submitted = submitted
         self._deciding = False
         self._inbox: asyncio.Queue[ev.Event] = asyncio.Queue()
-        self._pending = Pending(lambda: self.world, self.take_in, self._error, self.tell)
+        self._pending = Pending(lambda: self.cluster, self.take_in, self._error, self.tell)
         self._failure: BaseException | None = None
         self._tick: asyncio.TimerHandle | None = None
         self._publishing = False  # it is about to be
@@ -114,7 +114,7 @@ class Driver:
     def _record(self, record: cmd.Record, now: float) -> None:
         if record.kind in FAILURES:
             self.fleet.live.failed_at = time.time()
-        self.chronicle.record(record, now, self.world.size)
+        self.chronicle.record(record, now, self.cluster.size)
 
     @property
     def address(self) -> str:
@@ -169,7 +169,7 @@ class Driver:
             while not self._inbox.empty():
                 self._decide(self._inbox.get_nowait())
             self._deciding = True
-            while self.world.phase != "finished":
+            while self.cluster.phase != "finished":
                 self._decide(await self._inbox.get())
         except BaseException as error:
             self._failure = error
@@ -180,7 +180,7 @@ class Driver:
 
     async def _build(self, saved: Saved | None, arrivals: Arrivals | None) -> None:
         """All parts that need the link or the event loop."""
-        settings, world, post = self.settings, lambda: self.world, self.take_in
+        settings, cluster, post = self.settings, lambda: self.cluster, self.take_in
         self._keys = saved.keys if saved is not None else Keys.make()
         self._term = saved.term + 1 if saved is not None else 1
         self._hub = self._parts.transport(self._keys, self._hear, settings.heartbeat, self._term, self._is_known)
@@ -201,10 +201,10 @@ class Driver:
             report=self.faults.report,
             save=self.save,
         )
-        self._silence = Liveness(settings, fleet, self._clock, world, post=post, record=self.record)
+        self._silence = Liveness(settings, fleet, self._clock, cluster, post=post, record=self.record)
         self._discoveries = Discoveries(post, self.record, self.supervised)
         self._scripts = Scripts(
-            world=world,
+            cluster=cluster,
             settings=settings,
             clock=self._clock,
             hub=self._hub,
@@ -218,7 +218,7 @@ class Driver:
             supervised=self.supervised,
         )
         self.jobs = Jobs(
-            world=world,
+            cluster=cluster,
             fleet=fleet,
             scripts=self._scripts,
             pending=self._pending,
@@ -228,7 +228,7 @@ class Driver:
             submitted=self._submitted,
         )
         self._executor = Executor(
-            world=world,
+            cluster=cluster,
             fleet=fleet,
             jobs=self.jobs,
             scripts=self._scripts,
@@ -237,7 +237,7 @@ class Driver:
             log_dir=settings.log_dir,
         )
         self._inbound = Inbound(
-            world=world,
+            cluster=cluster,
             clock=self._clock,
             hub=self._hub,
             fleet=fleet,
@@ -253,7 +253,7 @@ class Driver:
             publish_soon=self._publish_soon,
         )
         self._answers = Answers(
-            world=world,
+            cluster=cluster,
             settings=settings,
             fleet=fleet,
             jobs=self.jobs,
@@ -269,7 +269,7 @@ class Driver:
     def _begin_to_save(self) -> None:
         """Not before there is a world: this driver may be killed while it takes a cluster over."""
         self._notes.begin(
-            world=lambda: self.world,
+            cluster=lambda: self.cluster,
             settings=self.settings,
             term=self._term,
             address=self.address,
@@ -281,13 +281,13 @@ class Driver:
         """All who live have spoken, or have had their time."""
         now = self._clock.now()
         self._inbound.arrivals = None
-        self.world, commands = world_of(saved, arrivals, now)
+        self.cluster, commands = cluster_of(saved, arrivals, now)
         self._begin_to_save()
         self.record(cmd.Record("driver-came", f"driver {self._term} has taken over (process {os.getpid()})"))
         for here in arrivals.workers.values():
-            if here.worker in self.world.workers:
+            if here.worker in self.cluster.workers:
                 self._inbound.find(here)
-        for w in self.world.workers:
+        for w in self.cluster.workers:
             if w not in arrivals.workers:
                 self.fleet.expect(w)
         for host in saved.agents.keys() - arrivals.agents.keys() - coming(saved):
@@ -349,11 +349,11 @@ class Driver:
         if isinstance(event, ev.AgentLost) and self.fleet.has_another(event):
             return
         now = self._clock.now()
-        before = self.world
+        before = self.cluster
         if before.phase == "running":
             self.chronicle.sign(event, now)
-        self.world, commands = step(before, event, now)
-        if isinstance(event, sev.NodeReady) and is_same(before, self.world):  # who waits says so twice a second
+        self.cluster, commands = step(before, event, now)
+        if isinstance(event, sev.NodeReady) and is_same(before, self.cluster):  # who waits says so twice a second
             for command in commands:
                 self._executor.carry_out(command, now)
             return
@@ -382,17 +382,17 @@ class Driver:
     def _only_stop(self, event: ev.Event) -> None:
         """After a fault: an order to stop the cluster ends the driver, which then ends everything that it has started."""
         if isinstance(event, ev.StopRequested):
-            self.world = World(self.world.limits, stopping=event.reason)
+            self.cluster = ClusterState(self.cluster.limits, stopping=event.reason)
 
-    def _after(self, event: ev.Event, before: World, commands: tuple[cmd.Command, ...], now: float) -> None:
-        if not self.world.suspects:
+    def _after(self, event: ev.Event, before: ClusterState, commands: tuple[cmd.Command, ...], now: float) -> None:
+        if not self.cluster.suspects:
             self.chronicle.calm()
         starting = {command.worker.host for command in commands if isinstance(command, cmd.StartWorker)}
         if starting:
-            addresses = tuple(at.address for name in sorted(starting) for at in self.world.hosts[name].addresses)
-            self.fleet.to_workers(self.world.members, wire.Expect(addresses))
-        if self.world.buried != before.buried:
-            self.fleet.forget_all(before.workers.keys() - self.world.workers.keys())
+            addresses = tuple(at.address for name in sorted(starting) for at in self.cluster.hosts[name].addresses)
+            self.fleet.to_workers(self.cluster.members, wire.AllowPeers(addresses))
+        if self.cluster.buried != before.buried:
+            self.fleet.forget_all(before.workers.keys() - self.cluster.workers.keys())
         self._schedule(now)
         self._pending.decided(event)
         self.save()
@@ -409,7 +409,7 @@ class Driver:
         if self._tick is not None:
             self._tick.cancel()
             self._tick = None
-        at = deadline(self.world, now)
+        at = deadline(self.cluster, now)
         if at != float("inf"):
             self._tick = self._loop.call_later(at - now, self._inbox.put_nowait, ev.Ticked())
 
@@ -461,9 +461,9 @@ class Driver:
     def status(self) -> Status:
         """A snapshot: the world is immutable, and only those who look pay for it."""
         now = self._clock.read()
-        status = self._scripts.shown(snapshot(self.settings.name, self.world, self.fleet.live, now), now)
+        status = self._scripts.shown(snapshot(self.settings.name, self.cluster, self.fleet.live, now), now)
         status = replace(status, time=status.time + self._clock.skipped)
-        if self.faults.decides_not and not self.world.stopping:
+        if self.faults.decides_not and not self.cluster.stopping:
             status = replace(status, reason=self.faults.decides_not)
         return status
 
@@ -498,7 +498,7 @@ class Driver:
 
     def _error(self) -> BaseException:
         """What those are told who can no longer be answered."""
-        why = self.world.stopping
+        why = self.cluster.stopping
         text = f"the cluster {self.settings.name!r} has stopped{f': {why}' if why else ''}."
         if self.faults.decides_not and not why:
             text = f"{self.faults.decides_not}."
@@ -508,4 +508,4 @@ class Driver:
     def why_ended(self) -> str:
         """Who stopped it, or what failed."""
         failed = f"its driver failed: {self._failure!r}" if self._failure is not None else ""
-        return self.world.stopping or failed
+        return self.cluster.stopping or failed

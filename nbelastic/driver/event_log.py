@@ -59,7 +59,7 @@ class EventLog:
 
     def sign(self, event: ev.Event, now: float) -> None:
         """Before `step` decides on it: is this the first that is heard of a break?"""
-        if isinstance(event, ev.AgentLost | ev.WorkerFroze):
+        if isinstance(event, ev.AgentLost | ev.WorkerFrozen):
             self._quiet = max(self._quiet, event.quiet)
         elif isinstance(event, ev.WorkerSilent):
             self._quiet = max(self._quiet, event.seconds)
@@ -74,7 +74,7 @@ class EventLog:
     def record(self, command: cmd.Record, now: float, size: int, took: dict[str, float] | None = None) -> None:
         """Add a line for people. `size`: the world's."""
         record = EventRecord(
-            time.time(), command.kind, command.text, command.host, command.worker, command.epoch, took or {}, size
+            time.time(), command.kind, command.text, command.host, command.worker, command.generation, took or {}, size
         )
         self.records.append(record)
         self.count += 1
@@ -111,15 +111,15 @@ class EventLog:
             self._took[phase] = max(took, self._took.get(phase, 0.0))
 
     def first_step(self, message: wire.WorkerProgress, now: float, size: int) -> None:
-        """The first commit of an epoch, of whoever was first."""
+        """The first commit of a generation, of whoever was first."""
         if not self._formed_at:
             return
         took = {**self._took, "first step": message.first or 0.0}
         if self._changed_at:
             took["all"] = (now - self._changed_at) * 1000 + took.get("detect", 0.0)
         self._formed_at = self._changed_at = 0.0
-        text = f"first step of epoch {message.epoch}: commit {message.commit}"
-        self.record(cmd.Record("training", text, epoch=message.epoch), now, size, took)
+        text = f"first step of generation {message.generation}: commit {message.commit}"
+        self.record(cmd.Record("training", text, generation=message.generation), now, size, took)
 
     def _open(self) -> FileIO:
         return FileIO(append_private(self._path), "ab")

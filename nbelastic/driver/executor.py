@@ -8,7 +8,7 @@ from pathlib import Path
 
 from nbelastic.core import commands as cmd
 from nbelastic.core import script_commands as scmd
-from nbelastic.core.state import World
+from nbelastic.core.state import ClusterState
 from nbelastic.driver.agents import Fleet
 from nbelastic.driver.event_log import EventLog
 from nbelastic.driver.jobs import Jobs
@@ -16,7 +16,7 @@ from nbelastic.driver.scripts import Scripts
 from nbelastic.protocol import wire
 from nbelastic.protocol.ranks import ranges
 
-Change = cmd.FormWorld | cmd.PrepareWorld | cmd.AskLeave | cmd.LeaveAt | cmd.Stay | cmd.AbortWorld
+Change = cmd.FormWorld | cmd.PrepareWorld | cmd.AskLeave | cmd.LeaveAt | cmd.CancelLeave | cmd.AbortWorld
 
 
 class Executor:
@@ -25,7 +25,7 @@ class Executor:
     def __init__(
         self,
         *,
-        world: Callable[[], World],
+        cluster: Callable[[], ClusterState],
         fleet: Fleet,
         jobs: Jobs,
         scripts: Scripts,
@@ -33,7 +33,7 @@ class Executor:
         record: Callable[[cmd.Record, float], None],
         log_dir: Path,
     ) -> None:
-        self._world, self._fleet, self._jobs, self._scripts = world, fleet, jobs, scripts
+        self._cluster, self._fleet, self._jobs, self._scripts = cluster, fleet, jobs, scripts
         self._chronicle, self._record, self._log_dir = chronicle, record, log_dir
         self._asked_to_leave: cmd.AskLeave | None = None  # while its members do not know where to
 
@@ -47,25 +47,32 @@ class Executor:
                 self._fleet.run_setup(w, version, source)
             case cmd.RunProgram(worker=w, job=job):
                 self._jobs.run_program(w, job)
-            case cmd.FormWorld() | cmd.PrepareWorld() | cmd.AskLeave() | cmd.LeaveAt() | cmd.Stay() | cmd.AbortWorld():
+            case (
+                cmd.FormWorld()
+                | cmd.PrepareWorld()
+                | cmd.AskLeave()
+                | cmd.LeaveAt()
+                | cmd.CancelLeave()
+                | cmd.AbortWorld()
+            ):
                 self._change(command, now)
-            case cmd.DropWorld(epoch=epoch, members=members):
-                to_workers(members, wire.Drop(epoch))
-            case cmd.Look(epoch=epoch, members=members):
-                to_workers(members, wire.Look(epoch))
-            case cmd.EndStuck(worker=w, keep=keep):
-                to_workers((w,), wire.EndStuck(keep))
-            case cmd.TakeKept(worker=w, by=by, commit=commit):
-                to_workers((w,), wire.TakeKept(by, commit))
-            case cmd.ForgetKept(by=by):
-                self._fleet.to_agent(by.host, wire.ForgetKept(by))
+            case cmd.DropWorld(generation=generation, members=members):
+                to_workers(members, wire.DropGroup(generation))
+            case cmd.QueryPosition(generation=generation, members=members):
+                to_workers(members, wire.QueryPosition(generation))
+            case cmd.EndHungWorker(worker=w, keep=keep):
+                to_workers((w,), wire.EndHungWorker(keep))
+            case cmd.LoadKeptState(worker=w, by=by, commit=commit):
+                to_workers((w,), wire.LoadKeptState(by, commit))
+            case cmd.DeleteKeptState(by=by):
+                self._fleet.to_agent(by.host, wire.DeleteKeptState(by))
             case cmd.StopProgram(job=job, workers=workers, reason=reason, culprit=culprit):
                 for w in workers:
-                    to_workers((w,), wire.Quit(job, reason, own=w == culprit))
+                    to_workers((w,), wire.StopProgram(job, reason, own=w == culprit))
             case cmd.EndJob():
                 self._jobs.end(command)
             case cmd.Probe() | cmd.Rehome():
-                self._fleet.pass_on(command, self._world().workers)
+                self._fleet.pass_on(command, self._cluster().workers)
                 if isinstance(command, cmd.Rehome):
                     self._scripts.rehome(command.host, wire.Rehome(command.address, command.interface))
             case cmd.Record():
@@ -85,27 +92,27 @@ class Executor:
             case cmd.PrepareWorld(order=order):
                 self._chronicle.prepare(now)
                 to_workers(order.members, wire.Prepare(_formation(order)))
-            case cmd.AskLeave(epoch=epoch, members=members, number=number):
+            case cmd.AskLeave(generation=generation, members=members, number=number):
                 self._asked_to_leave = command
                 self._chronicle.begin_change(now, broken=False)
-                to_workers(members, wire.Leave(epoch, ask=number))
-            case cmd.LeaveAt(epoch=epoch, commit=commit, members=members):
-                to_workers(members, wire.Leave(epoch, commit))
-            case cmd.Stay(epoch=epoch, members=members):
-                to_workers(members, wire.Leave(epoch, wire.Leave.STAY))
-            case cmd.AbortWorld(epoch=epoch, members=members, reason=reason):
+                to_workers(members, wire.Leave(generation, ask=number))
+            case cmd.LeaveAt(generation=generation, commit=commit, members=members):
+                to_workers(members, wire.Leave(generation, commit))
+            case cmd.CancelLeave(generation=generation, members=members):
+                to_workers(members, wire.Leave(generation, wire.Leave.STAY))
+            case cmd.AbortWorld(generation=generation, members=members, reason=reason):
                 self._chronicle.begin_change(now, broken=True)
-                to_workers(members, wire.Abort(epoch, reason))
-        if isinstance(command, cmd.LeaveAt | cmd.Stay | cmd.AbortWorld):
+                to_workers(members, wire.Abort(generation, reason))
+        if isinstance(command, cmd.LeaveAt | cmd.CancelLeave | cmd.AbortWorld):
             self._asked_to_leave = None  # now they know
 
     def let_stay(self, now: float) -> None:
         """Nothing more is decided: members that were asked to leave, and wait at their next commit, stay."""
         if self._asked_to_leave is not None:
-            self._change(cmd.Stay(self._asked_to_leave.epoch, self._asked_to_leave.members), now)
+            self._change(cmd.CancelLeave(self._asked_to_leave.generation, self._asked_to_leave.members), now)
 
     def _job_dir(self) -> Path:
-        job = self._world().active
+        job = self._cluster().active
         return self._log_dir / (job.name if job else "idle")
 
 
@@ -113,4 +120,4 @@ def _formation(order: cmd.FormWorld) -> wire.Formation:
     """What each of its members is told."""
     by_host = groupby(order.members, key=lambda w: w.host)
     hosts = tuple((host, tuple(w.slot for w in workers)) for host, workers in by_host)
-    return wire.Formation(order.epoch, hosts, order.store, order.root, ranges(order.receivers))
+    return wire.Formation(order.generation, hosts, order.store, order.root, ranges(order.receivers))

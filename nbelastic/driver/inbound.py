@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from nbelastic.core import commands as cmd
-from nbelastic.core.state import World
+from nbelastic.core.state import ClusterState
 from nbelastic.driver.agents import Fleet
 from nbelastic.driver.arrivals import Arrivals
 from nbelastic.driver.clock import Clock
@@ -32,7 +32,7 @@ class Inbound:
     def __init__(
         self,
         *,
-        world: Callable[[], World],
+        cluster: Callable[[], ClusterState],
         clock: Clock,
         hub: Transport,
         fleet: Fleet,
@@ -47,7 +47,7 @@ class Inbound:
         publish: Callable[[], None],
         publish_soon: Callable[[], None],
     ) -> None:
-        self._world, self._clock, self._hub, self._fleet, self._jobs = world, clock, hub, fleet, jobs
+        self._cluster, self._clock, self._hub, self._fleet, self._jobs = cluster, clock, hub, fleet, jobs
         self._scripts, self._notes, self._chronicle, self._commits = scripts, notes, chronicle, commits
         self._post, self._record, self._publish, self._publish_soon = post, record, publish, publish_soon
         self.arrivals = arrivals
@@ -60,7 +60,7 @@ class Inbound:
         role, _, name = peer.partition("/")
         if role == "worker":
             try:
-                return self.arrivals is not None or WorkerId.parse(name) in self._world().workers
+                return self.arrivals is not None or WorkerId.parse(name) in self._cluster().workers
             except ValueError:
                 return False
         return role == "node" or (role == "agent" and peer == self._fleet.peer_of(name.rpartition("~")[0]))
@@ -68,7 +68,7 @@ class Inbound:
     def read(self, peer: str, message: wire.Message | ev.Event) -> None:
         """`peer` has sent this. TypeError for what is not known here."""
         if peer.startswith("agent/") and peer != self._fleet.peer_of(peer[6:].rpartition("~")[0]):
-            self._hub.send(peer, wire.Retire())  # given up while it was not heard: it comes back from the dead
+            self._hub.send(peer, wire.StopAgent())  # given up while it was not heard: it comes back from the dead
             self._hub.forget(peer)
             return
         if peer.startswith("node/"):
@@ -77,9 +77,9 @@ class Inbound:
         match message:
             case wire.LaunchEnded():
                 self._scripts.launch_ended(message)
-            case wire.AgentHello() | wire.WorkerHere() | ev.WorkerFroze() if self.arrivals is not None:
+            case wire.AgentHello() | wire.WorkerReport() | ev.WorkerFrozen() if self.arrivals is not None:
                 self.arrivals.hear(message)
-            case wire.WorkerHere():
+            case wire.WorkerReport():
                 self._late(message)
             case wire.AgentHello():
                 problem = versions.difference(message.versions, versions.here())
@@ -88,10 +88,10 @@ class Inbound:
             case wire.AgentGoodbye(host=host, reason=reason):
                 self._fleet.lose_agent(host, reason)
             case wire.AgentSample():
-                self._fleet.live.sample_of(message, self._world().workers, self._clock.now())
+                self._fleet.live.sample_of(message, self._cluster().workers, self._clock.now())
                 self._publish_soon()
             case wire.WorkerHello(worker=w, engine=engine):
-                if w in self._world().workers:
+                if w in self._cluster().workers:
                     self._fleet.hello(w, engine)
             case wire.WorkerProgress():
                 self._progress(message)
@@ -103,7 +103,7 @@ class Inbound:
             case wire.CellResult():
                 self._fleet.cell_ended(message)
             case wire.StackShown(worker=w):
-                if w in self._world().workers:
+                if w in self._cluster().workers:
                     self._fleet.live.stacks[w] = message
                     self._publish()
             case ev.Event():
@@ -113,7 +113,7 @@ class Inbound:
             case _:
                 raise TypeError(f"{type(message).__name__} from {peer} is no message that the driver knows")
 
-    def find(self, here: wire.WorkerHere) -> None:
+    def find(self, here: wire.WorkerReport) -> None:
         """A worker that another driver has started."""
         if here.engine:
             self._fleet.hello(here.worker, here.engine)
@@ -125,30 +125,30 @@ class Inbound:
             for commit, report in here.reports:
                 self._report(here.worker, commit, report)
 
-    def _late(self, here: wire.WorkerHere) -> None:
+    def _late(self, here: wire.WorkerReport) -> None:
         """It was not heard when this driver took over; or it has just started, and has nothing to tell yet."""
-        world = self._world()
-        if here.worker not in world.workers:
+        cluster = self._cluster()
+        if here.worker not in cluster.workers:
             return
-        is_in = here.formed and here.epoch == world.epoch and here.worker in world.members
+        is_in = here.formed and here.generation == cluster.generation and here.worker in cluster.members
         if here.busy and (not is_in or here.bound or here.word is not None):
-            self._post(ev.WorkerFroze(here.worker, "it answered a new driver too late"))
+            self._post(ev.WorkerFrozen(here.worker, "it answered a new driver too late"))
         else:
             self.find(here)
 
     def _progress(self, message: wire.WorkerProgress) -> None:
-        live, world, now = self._fleet.live, self._world(), self._clock.now()
-        if message.worker not in world.workers or 0 < message.epoch <= live.last_epoch:
+        live, cluster, now = self._fleet.live, self._cluster(), self._clock.now()
+        if message.worker not in cluster.workers or 0 < message.generation <= live.last_generation:
             return  # it is dead, or speaks of the job before
         if message.commit:  # who has just come has made none yet
             live.steps[message.worker] = message.commit
-        self._commits.made(message.epoch, message.commit, now)
+        self._commits.made(message.generation, message.commit, now)
         live.progress(message.commit, now)
-        if world.members and message.worker == world.members[0]:
+        if cluster.members and message.worker == cluster.members[0]:
             self._report(message.worker, message.commit, message.report)
             live.steps_per_second = self._fleet.pace.rate(now, message.commit)
-        if message.first is not None and message.epoch == world.epoch:
-            self._chronicle.first_step(message, now, world.size)
+        if message.first is not None and message.generation == cluster.generation:
+            self._chronicle.first_step(message, now, cluster.size)
         self._publish_soon()
         self._notes.live(now)
 
@@ -156,4 +156,4 @@ class Inbound:
         """Take what rank 0 reports. The first value of a name that is not finite is an event: the training has diverged."""
         for name in self._fleet.live.report_of(numbers(report)):
             text = f"{name} is not a finite number any more: rank 0 reported so at commit {commit}"
-            self._record(cmd.Record("not-finite", text, worker=str(w), epoch=self._world().epoch))
+            self._record(cmd.Record("not-finite", text, worker=str(w), generation=self._cluster().generation))

@@ -40,7 +40,7 @@ class Invitations:
             if here:
                 address = self._fleet.lead(here, address)
                 name = f"cluster-{here.replace(':', '_')}.json"
-                self._post(ev.DoorOpened(here))
+                self._post(ev.ExternalAccessOpened(here))
             path = settings.run_dir / name
             lease = max(LEASE, settings.silence) if settings.owner else settings.lease
             cluster_file.ClusterFile(settings.name, address, self._keys, lease).write(path)

@@ -10,7 +10,7 @@ from functools import partial
 from msgspec.structs import replace
 
 from nbelastic.core import commands as cmd
-from nbelastic.core.state import World
+from nbelastic.core.state import ClusterState
 from nbelastic.driver.agents import Fleet
 from nbelastic.driver.arrivals import Arrivals
 from nbelastic.driver.pending import Pending
@@ -37,7 +37,7 @@ class Jobs:
     def __init__(
         self,
         *,
-        world: Callable[[], World],
+        cluster: Callable[[], ClusterState],
         fleet: Fleet,
         scripts: Scripts,
         pending: Pending,
@@ -46,7 +46,7 @@ class Jobs:
         forget_values: Callable[[str], None],
         submitted: int,
     ) -> None:
-        self._world, self._fleet, self._scripts, self._pending, self._notes = world, fleet, scripts, pending, notes
+        self._cluster, self._fleet, self._scripts, self._pending, self._notes = cluster, fleet, scripts, pending, notes
         self._post, self._forget_values = post, forget_values
         self._loop = asyncio.get_running_loop()
         self.submitted = submitted
@@ -62,7 +62,7 @@ class Jobs:
         self._notes.submit(saved)
         self.submitted += 1
         self._add(run)
-        self._fleet.begin_job(run.name, self._world().numbered)
+        self._fleet.begin_job(run.name, self._cluster().numbered)
         if saved.script is None:
             self._post(ev.JobSubmitted(run.name))
         else:
@@ -107,7 +107,7 @@ class Jobs:
         run = self.runs[command.job]
         run.end(command)
         if not run.future.done():
-            self._loop.call_later(self._world().limits.timeouts.stop + LAST_WORDS, run.settle, True)
+            self._loop.call_later(self._cluster().limits.timeouts.stop + LAST_WORDS, run.settle, True)
 
     # ---- the newest job of the driver before this one ----
 
@@ -123,12 +123,12 @@ class Jobs:
         if saved is not None and saved.script is not None:
             self._go_on_with_script(saved, arrivals)
             return
-        world = self._world()
-        job = world.job
+        cluster = self._cluster()
+        job = cluster.job
         if saved is not None and (job is None or job.name != saved.name):
             self._post(ev.JobSubmitted(saved.name))
         elif job is not None and job.outcome and job.name in self.runs:
-            workers = [w for w, here in arrivals.workers.items() if here.job == job.name and w in world.workers]
+            workers = [w for w, here in arrivals.workers.items() if here.job == job.name and w in cluster.workers]
             self._end_again(self.runs[job.name], workers, cmd.EndJob(job.name, job.outcome, job.reason, job.ranks))
 
     def _go_on_with_script(self, job: SavedJob, arrivals: Arrivals) -> None:
@@ -147,8 +147,8 @@ class Jobs:
     def _end_again(self, run: Run, workers: Sequence[WorkerId], over: cmd.EndJob) -> None:
         """The job was over when the last driver ended: its workers tell this one as well how their programs ended."""
 
-        def told(world: World) -> bool | None:
-            return True if all(w in run.outcomes or w not in world.workers for w in workers) else None
+        def told(cluster: ClusterState) -> bool | None:
+            return True if all(w in run.outcomes or w not in cluster.workers for w in workers) else None
 
         def give_up() -> None:
             if self._fleet.results.coming(workers):

@@ -16,7 +16,7 @@ from msgspec.structs import replace
 
 from nbelastic.core import commands as cmd
 from nbelastic.core.holders import alone_holds_state
-from nbelastic.core.state import HostPhase, WorkerState, World
+from nbelastic.core.state import ClusterState, HostPhase, WorkerState
 from nbelastic.driver.agents import Fleet
 from nbelastic.driver.pending import Pending
 from nbelastic.errors import ClusterStoppedError, HostError, NbelasticError, UsageError
@@ -39,14 +39,14 @@ class Order(NamedTuple):
 
     text: str
     event: ev.Event
-    done: Callable[[World], str | None]
+    done: Callable[[ClusterState], str | None]
 
 
 def add_host(spec: HostSpec, by: str) -> Order:
     """Done when it is up. HostError, later, if it cannot be started."""
 
-    def done(world: World) -> str | None:
-        there = world.hosts.get(spec.name)
+    def done(cluster: ClusterState) -> str | None:
+        there = cluster.hosts.get(spec.name)
         if there is None:
             raise HostError(f"{spec.name} has left again.")
         if there.phase is HostPhase.LOST:
@@ -56,35 +56,35 @@ def add_host(spec: HostSpec, by: str) -> Order:
     return Order(f"add {spec.name}:{spec.slots}", ev.HostAdded(spec, by), done)
 
 
-def remove_host(world: World, host: str, now: bool, by: str) -> Order:
+def remove_host(cluster: ClusterState, host: str, now: bool, by: str) -> Order:
     """Done when it has left. UsageError if there is none of this name."""
-    known = [*world.hosts, *world.guests]
+    known = [*cluster.hosts, *cluster.external_nodes]
     if host not in known:
         raise UsageError(f"there is no host {host!r}; the hosts are {', '.join(known) or 'none'}.")
 
-    def done(world: World) -> str | None:
-        there = world.hosts.get(host)
+    def done(cluster: ClusterState) -> str | None:
+        there = cluster.hosts.get(host)
         if there is not None and there.phase is not HostPhase.DRAINING:
             raise HostError(f"{host} was added again.")
-        return None if there is not None or host in world.guests else "it has left"
+        return None if there is not None or host in cluster.external_nodes else "it has left"
 
     return Order(f"remove {host}{' now' if now else ''}", ev.HostRemoved(host, now, by), done)
 
 
-def restart(world: World, worker: str, by: str) -> Order:
+def restart(cluster: ClusterState, worker: str, by: str) -> Order:
     """Done when another process is in its place. UsageError if there is no such worker, or if it alone has the state."""
-    if world.active_script is not None:
-        raise UsageError(f"{world.active_script.job} is a script: its workers only begin again together.")
-    known = {str(w): w for w in world.workers if w not in world.stopped}
+    if cluster.active_script is not None:
+        raise UsageError(f"{cluster.active_script.job} is a script: its workers only begin again together.")
+    known = {str(w): w for w in cluster.workers if w not in cluster.stopped}
     if worker not in known:
         raise UsageError(f"there is no worker {worker!r}; the workers are {', '.join(known) or 'none'}.")
     w = known[worker]
-    if alone_holds_state(world, w):
+    if alone_holds_state(cluster, w):
         raise UsageError(f"{worker} alone holds the training state, which would be lost: add a host first.")
 
-    def done(world: World) -> str | None:
-        there = world.workers
-        if w in there and w not in world.stopped:
+    def done(cluster: ClusterState) -> str | None:
+        there = cluster.workers
+        if w in there and w not in cluster.stopped:
             raise UsageError(f"{worker} alone holds the training state.")
         new = next((other for other in there if (other.host, other.slot) == (w.host, w.slot) and other != w), None)
         if new is not None and there[new].state is WorkerState.STARTING:
@@ -94,23 +94,23 @@ def restart(world: World, worker: str, by: str) -> Order:
     return Order(f"restart {worker}", ev.RestartRequested(w, by), done)
 
 
-def scale(world: World, low: int | None, high: int | None, keep_max: bool, by: str) -> Order:
+def scale(cluster: ClusterState, low: int | None, high: int | None, keep_max: bool, by: str) -> Order:
     """Done at once. What is None stays, but for `high` unless `keep_max`: then there is no limit. UsageError for wrong bounds."""
-    least = world.limits.min if low is None else low
-    most = world.limits.max if high is None and keep_max else high
+    least = cluster.limits.min if low is None else low
+    most = cluster.limits.max if high is None and keep_max else high
     check_bounds(least, most)
     limit = "no max" if most is None else f"max {most}"
     return Order(f"scale to min {least}, {limit}", ev.Scaled(least, most, by), lambda _: "")
 
 
-def stop_job(world: World, by: str) -> Order:
+def stop_job(cluster: ClusterState, by: str) -> Order:
     """Done when it has ended. UsageError if none runs."""
-    job = world.present_job
+    job = cluster.present_job
     if not job:
         raise UsageError("no job is running.")
 
-    def done(world: World) -> str | None:
-        return None if world.present_job == job else f"{job} has ended"
+    def done(cluster: ClusterState) -> str | None:
+        return None if cluster.present_job == job else f"{job} has ended"
 
     return Order(f"stop {job}", ev.JobStopRequested(job, f"stopped by {by}"), done)
 
@@ -120,22 +120,22 @@ def stop(by: str) -> Order:
     return Order("stop the cluster", ev.StopRequested(f"stopped by {by}"), lambda _: None)
 
 
-def read(message: Mapping[str, Any], world: World, default_slots: int, by: str) -> Order:
+def read(message: Mapping[str, Any], cluster: ClusterState, default_slots: int, by: str) -> Order:
     """The order that a button's message is. UsageError for what is none, or cannot be."""
     match dict(message):
         case {"order": "add_host", "host": str(host)}:
             return add_host(parse_host(host, default_slots), by)
         case {"order": "remove_host", "host": str(host), **rest}:
-            return remove_host(world, host, rest.get("now") is True, by)
+            return remove_host(cluster, host, rest.get("now") is True, by)
         case {"order": "restart", "worker": str(worker)}:
-            return restart(world, worker, by)
+            return restart(cluster, worker, by)
         case {"order": "scale", **rest}:
             low, high = rest.get("min"), rest.get("max")
             if not all(bound is None or type(bound) is int for bound in (low, high)):
                 raise UsageError("min and max must be whole numbers.")
-            return scale(world, low, high, "max" not in rest, by)
+            return scale(cluster, low, high, "max" not in rest, by)
         case {"order": "stop_job"}:
-            return stop_job(world, by)
+            return stop_job(cluster, by)
         case {"order": "stop"}:
             return stop(by)
         case _:
@@ -147,7 +147,7 @@ def take(
     default_slots: int,
     by: str,
     *,
-    world: World,
+    cluster: ClusterState,
     orders: list[OrderStatus],
     record: Callable[[cmd.Record], None],
     pending: Pending,
@@ -179,7 +179,7 @@ def take(
         ends = message.get("order") in ("stop", "stop_job")
         if not ends and sum(each.word == "under way" for each in orders) >= PENDING:
             raise UsageError(f"{PENDING} orders are under way already: wait for one to be done.")
-        order = read(message, world, default_slots, by)
+        order = read(message, cluster, default_slots, by)
     except NbelasticError as error:
         orders.append(OrderStatus(key, by, str(message.get("order", "")).replace("_", " ")[:ID_BOUND]))
         refuse(error)
@@ -194,13 +194,15 @@ def take(
     pending.check_and_publish()
 
 
-def execute_on_all(world: World, fleet: Fleet, pending: Pending, source: str, results: Future[list[Executed]]) -> None:
+def execute_on_all(
+    cluster: ClusterState, fleet: Fleet, pending: Pending, source: str, results: Future[list[Executed]]
+) -> None:
     """In the driver's thread: run a cell on every ready worker; resolve `results` when all have answered or gone."""
-    waiting = {w for w, worker in world.workers.items() if worker.state is WorkerState.READY}
+    waiting = {w for w, worker in cluster.workers.items() if worker.state is WorkerState.READY}
     answers: dict[WorkerId, Executed] = {}
 
-    def settle(world: World) -> list[Executed] | None:
-        there = [w for w in waiting if w in world.workers]
+    def settle(cluster: ClusterState) -> list[Executed] | None:
+        there = [w for w in waiting if w in cluster.workers]
         return _rows(waiting, answers) if all(w in answers for w in there) else None
 
     for w in waiting:
@@ -219,12 +221,12 @@ def execute_setup(fleet: Fleet, pending: Pending, key: str, source: str, results
     answers = fleet.setup_rows[version] = {}
     tried: set[WorkerId] = set()
 
-    def settle(world: World) -> list[Executed] | None:
-        trial = world.trial
+    def settle(cluster: ClusterState) -> list[Executed] | None:
+        trial = cluster.trial
         if trial is not None and trial.cell.version == version:
             tried.update(trial.running)
             return None
-        if not tried and not any(cell.version == version for cell in world.setup):
+        if not tried and not any(cell.version == version for cell in cluster.setup):
             raise UsageError(
                 "another setup cell or a job is still running: wait until it ends, or restart the worker that does not end it."
             )

@@ -6,29 +6,29 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
-from nbelastic.core.state import World
+from nbelastic.core.state import ClusterState
 from nbelastic.protocol import events as ev
 from nbelastic.system.futures import settle
 
 T = TypeVar("T")
-Predicate = Callable[[World], T | None]
+Predicate = Callable[[ClusterState], T | None]
 
 
 class Pending:
     """Lives in the driver's thread.
 
-    `world()` returns the present one, `post(event)` puts an event into the driver's inbox, `error()` returns what futures
+    `cluster()` returns the present one, `post(event)` puts an event into the driver's inbox, `error()` returns what futures
     fail with that can no longer be resolved, and `publish()` sends clients what has changed.
     """
 
     def __init__(
         self,
-        world: Callable[[], World],
+        cluster: Callable[[], ClusterState],
         post: Callable[[ev.Event], None],
         error: Callable[[], BaseException],
         publish: Callable[[], None],
     ) -> None:
-        self._world, self._post, self._error, self._publish = world, post, error, publish
+        self._cluster, self._post, self._error, self._publish = cluster, post, error, publish
         self._waiting: list[tuple[Predicate[Any], Future[Any]]] = []
         self._posted: list[tuple[ev.Event, Predicate[Any], Future[Any]]] = []  # wait from their events' decisions on
         self._tracked: set[Future[Any]] = set()
@@ -68,7 +68,7 @@ class Pending:
             if future.done():  # the caller has given up
                 continue
             try:
-                result = predicate(self._world())
+                result = predicate(self._cluster())
             except Exception as error:  # noqa: BLE001  (it is the caller's)
                 settle(future.set_exception, error)
             else:

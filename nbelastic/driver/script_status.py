@@ -8,7 +8,7 @@ from msgspec.structs import replace
 
 from nbelastic.core.reasons import in_words
 from nbelastic.core.script_group import Group, GroupState, Stage
-from nbelastic.core.state import Guest
+from nbelastic.core.state import ExternalNode
 from nbelastic.protocol import script_events as sev
 from nbelastic.protocol.ids import WorkerId
 from nbelastic.protocol.status import HostStatus, Status, WorkerStatus
@@ -25,7 +25,7 @@ _STATES = {
 def with_script(
     status: Status,
     group: Group | None,
-    guests: Mapping[str, Guest],
+    external_nodes: Mapping[str, ExternalNode],
     now: float,
     *,
     samples: Mapping[WorkerId, tuple[float, int]],
@@ -33,32 +33,32 @@ def with_script(
 ) -> Status:
     """`status` with `group` in it, if that is the present or last job.
 
-    `now`: seconds of the driver's clock. `guests`: hosts that have come from terminals. `samples`: of each worker the CPU (percent of a core) and memory (bytes).
+    `now`: seconds of the driver's clock. `external_nodes`: hosts that have come from terminals. `samples`: of each worker the CPU (percent of a core) and memory (bytes).
     """
     if group is None:
-        return replace(status, hosts=status.hosts + _guest_rows(None, guests))
+        return replace(status, hosts=status.hosts + _external_rows(None, external_nodes))
     if group.stage is Stage.ENDED:
-        hosts = status.hosts + _guest_rows(None, guests)
+        hosts = status.hosts + _external_rows(None, external_nodes)
         return replace(status, job=group.job, outcome=group.outcome, hosts=hosts)
     running = group.stage is Stage.RUNNING
     return replace(
         status,
         phase=status.phase if status.phase in ("stopping", "finished") else "running" if running else "waiting",
         reason=in_words(group.reason, now),
-        epoch=group.round,
+        generation=group.round,
         world_size=group.size if running else 0,
-        hosts=tuple(_with_state(host, group) for host in status.hosts) + _guest_rows(group, guests),
+        hosts=tuple(_with_state(host, group) for host in status.hosts) + _external_rows(group, external_nodes),
         workers=_rows(group, samples, f"{log_dir}/{group.job}") if running else (),
         job=group.job,
         outcome="",
     )
 
 
-def _guest_rows(group: Group | None, guests: Mapping[str, Guest]) -> tuple[HostStatus, ...]:
+def _external_rows(group: Group | None, external_nodes: Mapping[str, ExternalNode]) -> tuple[HostStatus, ...]:
     rows = []
-    for host, guest in guests.items():
+    for host, external in external_nodes.items():
         node = group.nodes.get(host) if group is not None else None
-        waiting = guest.ready.workers if guest.ready is not None else 0
+        waiting = external.ready.workers if external.ready is not None else 0
         slots = node.slots if node is not None else waiting
         reason = f"torchrun: worker group {node.state}" if node is not None else "torchrun: waits for a script"
         rows.append(HostStatus(host, "", slots, "up", reason, 0.0))
@@ -67,7 +67,7 @@ def _guest_rows(group: Group | None, guests: Mapping[str, Guest]) -> tuple[HostS
 
 def _rows(group: Group, samples: Mapping[WorkerId, tuple[float, int]], log_dir: str) -> tuple[WorkerStatus, ...]:
     rows = []
-    for rank, w in enumerate(workers_of(group.seats, group.round)):
+    for rank, w in enumerate(workers_of(group.assignments, group.round)):
         node = group.nodes.get(w.host)
         pids = node.pids if node is not None else ()
         pid = pids[w.slot] if w.slot < len(pids) else 0
@@ -81,9 +81,9 @@ def _rows(group: Group, samples: Mapping[WorkerId, tuple[float, int]], log_dir: 
     return tuple(rows)
 
 
-def workers_of(seats: tuple[sev.Seat, ...], number: int) -> tuple[WorkerId, ...]:
+def workers_of(assignments: tuple[sev.Assignment, ...], number: int) -> tuple[WorkerId, ...]:
     """The workers of round `number`, by rank. Those of another round are others."""
-    return tuple(WorkerId(seat.host, local, number) for seat in seats for local in range(seat.workers))
+    return tuple(WorkerId(seat.host, local, number) for seat in assignments for local in range(seat.workers))
 
 
 def _with_state(host: HostStatus, group: Group) -> HostStatus:

@@ -16,7 +16,7 @@ from nbelastic.core import commands as cmd
 from nbelastic.core import script_commands as scmd
 from nbelastic.core.reasons import in_words
 from nbelastic.core.script_group import places
-from nbelastic.core.state import World
+from nbelastic.core.state import ClusterState
 from nbelastic.driver.agents import Fleet
 from nbelastic.driver.clock import Clock
 from nbelastic.driver.faults import Faults
@@ -48,7 +48,7 @@ class Scripts:
     def __init__(
         self,
         *,
-        world: Callable[[], World],
+        cluster: Callable[[], ClusterState],
         settings: Settings,
         clock: Clock,
         hub: Transport,
@@ -61,7 +61,7 @@ class Scripts:
         publish: Callable[[], None],
         supervised: Supervised,
     ) -> None:
-        self._world, self._settings, self._clock, self._hub, self._fleet = world, settings, clock, hub, fleet
+        self._cluster, self._settings, self._clock, self._hub, self._fleet = cluster, settings, clock, hub, fleet
         self._notes, self._faults, self._decide, self._post, self._publish = notes, faults, decide, post, publish
         self._loop = asyncio.get_running_loop()
         self._run: Run | None = None
@@ -96,7 +96,7 @@ class Scripts:
         for host, numbers in nodes.items():
             for number in numbers:
                 self._started = max(self._started, number)
-                self._fleet.to_agent(host, wire.Recall(number, kill=True))
+                self._fleet.to_agent(host, wire.StopNode(number, kill=True))
         self.begin(run, *job.script, job.round + 1)  # what was begun last may not have been written down
 
     def hear(self, peer: str, message: wire.Message | ev.Event) -> None:
@@ -114,7 +114,7 @@ class Scripts:
         host: str = message.host  # type: ignore[union-attr]  # all others have one
         if not self._is_present(host, peer):
             if not isinstance(message, sev.NodeLeft):
-                self._hub.send(peer, wire.Dismiss(f"this node of {host} was given up"))
+                self._hub.send(peer, wire.EndNode(f"this node of {host} was given up"))
             self._hub.forget(peer)
             return
         match message:
@@ -139,10 +139,10 @@ class Scripts:
     def _greet(self, peer: str, hello: wire.NodeHello) -> None:
         """A guest has come, from a terminal."""
         problem = versions.difference(hello.versions, versions.here())
-        if hello.host in self._world().hosts:
+        if hello.host in self._cluster().hosts:
             problem = f"a host of the cluster is named {hello.host} already"
-        if problem or self._world().stopping:
-            self._hub.send(peer, wire.Dismiss(problem or "the cluster is closed: it is stopping"))
+        if problem or self._cluster().stopping:
+            self._hub.send(peer, wire.EndNode(problem or "the cluster is closed: it is stopping"))
             self._hub.forget(peer)
             return
         if self._faults.decides_not:
@@ -154,7 +154,7 @@ class Scripts:
             self._guests[hello.host] = peer
             if here:
                 self._watch(hello.host, hello.pid)
-        self._decide(sev.GuestCame(hello.host, hello.pid, here))
+        self._decide(sev.ExternalNodeJoined(hello.host, hello.pid, here))
 
     # ---- what is done ----
 
@@ -167,10 +167,10 @@ class Scripts:
                 self._fleet.to_agent(host, wire.Launch(self._started, log_dir, self._script))
                 self._notes.job_goes_on(nodes=dict(self._numbers))
             case scmd.EndNode(host=host, reason=reason, error=error):
-                self._send(host, wire.Dismiss(reason, error))
+                self._send(host, wire.EndNode(reason, error))
                 if error and host in self._numbers:
-                    self._fleet.to_agent(host, wire.Recall(self._numbers[host]))
-            case scmd.LetWait(host=host, reason=reason, full=full):
+                    self._fleet.to_agent(host, wire.StopNode(self._numbers[host]))
+            case scmd.ReportWaiting(host=host, reason=reason, full=full):
                 nothing = f"no script runs in the cluster {self._settings.name!r} yet"
                 self._send(host, wire.Wait(in_words(reason, self._clock.now()) if reason else nothing, full))
             case scmd.MoveNode(host=host, address=address, interface=interface):
@@ -187,11 +187,11 @@ class Scripts:
                 self._end(command)
 
     def _form(self, command: scmd.FormRound) -> None:
-        by_node = places(command.seats)
+        by_node = places(command.assignments)
         self._orders, self._samples = {}, {}
-        for rank, seat in enumerate(command.seats):
+        for rank, seat in enumerate(command.assignments):
             order = wire.Round(
-                command.round, rank, command.seats, by_node, command.store, command.restarts, self._script.job
+                command.round, rank, command.assignments, by_node, command.store, command.restarts, self._script.job
             )
             self._orders[seat.host] = order
             self._send(seat.host, order)
@@ -200,7 +200,7 @@ class Scripts:
     def _end(self, command: scmd.EndScript) -> None:
         run = self._run
         assert run is not None
-        members = workers_of(command.seats, command.round)
+        members = workers_of(command.assignments, command.round)
         culprit = None
         if command.failure is not None:
             culprit = WorkerId(command.host, command.failure.local_rank, command.round)
@@ -265,5 +265,5 @@ class Scripts:
 
     def shown(self, status: Status, now: float) -> Status:
         """`status` at `now` with the script in it, if that is the present or last job."""
-        world, folder = self._world(), str(self._settings.log_dir)
-        return with_script(status, world.script, world.guests, now, samples=self._samples, log_dir=folder)
+        cluster, folder = self._cluster(), str(self._settings.log_dir)
+        return with_script(status, cluster.script, cluster.external_nodes, now, samples=self._samples, log_dir=folder)

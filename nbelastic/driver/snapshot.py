@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from nbelastic.core.commands import EndJob
-from nbelastic.core.recovery import SavedWorld
+from nbelastic.core.recovery import SavedCluster
 from nbelastic.protocol import wire
 from nbelastic.protocol.saved_cluster import NAME, read
 from nbelastic.protocol.script_events import Terms
@@ -57,7 +57,7 @@ class Saved(msgspec.Struct, frozen=True):
     keys: Keys
     arguments: dict[str, Any]
     log_dir: str
-    world: SavedWorld
+    cluster: SavedCluster
     agents: dict[str, SavedAgent] = {}
     controller: str = ""
     gates: tuple[SavedGate, ...] = ()

@@ -11,8 +11,8 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
-from nbelastic.core.recovery import SavedWorld, summary
-from nbelastic.core.state import World, is_same
+from nbelastic.core.recovery import SavedCluster, summary
+from nbelastic.core.state import ClusterState, is_same
 from nbelastic.driver.agents import Fleet
 from nbelastic.driver.run import Run
 from nbelastic.driver.snapshot import Saved, SavedJob
@@ -43,16 +43,23 @@ class SnapshotWriter:
         self.job = found.job if found is not None else None
         self._run_dir, self.arguments = run_dir, dict(arguments)
         self._last: Saved | None = None
-        self._of: tuple[World, SavedWorld] | None = None
+        self._of: tuple[ClusterState, SavedCluster] | None = None
         self._output: Any = None
         self._live_at = 0.0
         self._begun = False
 
     def begin(
-        self, *, world: Callable[[], World], settings: Settings, term: int, address: str, keys: Keys, fleet: Fleet
+        self,
+        *,
+        cluster: Callable[[], ClusterState],
+        settings: Settings,
+        term: int,
+        address: str,
+        keys: Keys,
+        fleet: Fleet,
     ) -> None:
         """The driver has a world now. It is the cluster's driver number `term`, and listens at `address`."""
-        self._world, self._settings, self._fleet = world, settings, fleet
+        self._cluster, self._settings, self._fleet = cluster, settings, fleet
         self._term, self._address, self._keys = term, address, keys
         self._begun = True
 
@@ -86,9 +93,9 @@ class SnapshotWriter:
         """Write it down if it has changed."""
         if not self._begun:
             return
-        world, settings, fleet = self._world(), self._settings, self._fleet
-        if self._of is None or not is_same(self._of[0], world, but=("script", "guests")):
-            self._of = (world, summary(world))
+        cluster, settings, fleet = self._cluster(), self._settings, self._fleet
+        if self._of is None or not is_same(self._of[0], cluster, but=("script", "external_nodes")):
+            self._of = (cluster, summary(cluster))
         agents, gates = fleet.agents(), fleet.doors.saved
         started = (fleet.controller, *(gate.process for gate in gates), *(a.process for a in agents.values()))
         summed_up, job = self._of[1], self.job
@@ -102,7 +109,7 @@ class SnapshotWriter:
             keys=self._keys,
             arguments=self.arguments,
             log_dir=str(settings.log_dir),
-            world=summed_up,
+            cluster=summed_up,
             agents=agents,
             controller=fleet.controller,
             gates=gates,

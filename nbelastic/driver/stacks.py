@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable
 from concurrent.futures import Future
 
-from nbelastic.core.state import WorkerState, World
+from nbelastic.core.state import ClusterState, WorkerState
 from nbelastic.driver.agents import Fleet
 from nbelastic.driver.pending import Pending
 from nbelastic.protocol import wire
@@ -14,7 +14,7 @@ from nbelastic.protocol.status import Status, WorkerStack
 
 
 def show_stacks(
-    world: World,
+    cluster: ClusterState,
     fleet: Fleet,
     pending: Pending,
     *,
@@ -26,12 +26,12 @@ def show_stacks(
     live = fleet.live
     live.asked += 1
     number = live.asked
-    asked = [w for w, worker in world.workers.items() if worker.state is not WorkerState.STARTING]
+    asked = [w for w, worker in cluster.workers.items() if worker.state is not WorkerState.STARTING]
     late = False
 
-    def settle(world: World) -> list[WorkerStack] | None:
+    def settle(cluster: ClusterState) -> list[WorkerStack] | None:
         answered = {w: said for w, said in live.stacks.items() if said.number >= number}
-        if not late and any(w not in answered for w in asked if w in world.workers):
+        if not late and any(w not in answered for w in asked if w in cluster.workers):
             return None
         rows = {worker.id: worker for worker in status().workers}
         found = []

@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping
 
 from nbelastic.core.reasons import in_words
-from nbelastic.core.state import World, host_cooling_until
+from nbelastic.core.state import ClusterState, host_backoff_until
 from nbelastic.driver.telemetry import Telemetry
 from nbelastic.protocol.ids import WorkerId
 from nbelastic.protocol.ranks import places
@@ -32,15 +32,15 @@ class _Clock:
 wall = _Clock()
 
 
-def snapshot(name: str, world: World, live: Telemetry, now: float) -> Status:
-    """The status of `world` at `now` (seconds, the driver's monotonic clock)."""
-    ranks = dict(zip(world.members, places(world.members), strict=True))
+def snapshot(name: str, cluster: ClusterState, live: Telemetry, now: float) -> Status:
+    """The status of `cluster` at `now` (seconds, the driver's monotonic clock)."""
+    ranks = dict(zip(cluster.members, places(cluster.members), strict=True))
     hosts = []
-    for host in world.hosts.values():
-        until = host_cooling_until(host, now)
-        phase = "cooling" if until and host.phase == "up" else str(host.phase)
+    for host in cluster.hosts.values():
+        until = host_backoff_until(host, now)
+        phase = "backoff" if until and host.phase == "up" else str(host.phase)
         sample = live.host_samples.get(host.spec.name)
-        cooling = {i: slot.cooling_until - now for i, slot in enumerate(host.slots) if slot.cooling_until > now}
+        cooling = {i: slot.backoff_until - now for i, slot in enumerate(host.slots) if slot.backoff_until > now}
         hosts.append(
             HostStatus(
                 host.spec.name,
@@ -53,24 +53,24 @@ def snapshot(name: str, world: World, live: Telemetry, now: float) -> Status:
                 memory=sample.memory if sample else None,
                 memory_total=sample.memory_total if sample else None,
                 gpus=sample.gpus if sample else (),
-                slots_cooling=cooling,
+                slots_in_backoff=cooling,
             )
         )
     return Status(
         name=name,
-        phase=world.phase,
-        reason=f"stopped: {world.stopping}" if world.phase == "finished" else in_words(world.reason, now),
-        epoch=world.epoch,
-        world_size=len(world.members) if world.phase == "running" else 0,
-        min=world.limits.min,
-        max=world.limits.max,
+        phase=cluster.phase,
+        reason=f"stopped: {cluster.stopping}" if cluster.phase == "finished" else in_words(cluster.reason, now),
+        generation=cluster.generation,
+        world_size=len(cluster.members) if cluster.phase == "running" else 0,
+        min=cluster.limits.min,
+        max=cluster.limits.max,
         hosts=tuple(hosts),
-        workers=_workers(world, live, {w: (p.rank, p.local_rank) for w, p in ranks.items()}, now),
-        job=world.job.name if world.job else None,
-        outcome=world.job.outcome if world.job else "",
+        workers=_workers(cluster, live, {w: (p.rank, p.local_rank) for w, p in ranks.items()}, now),
+        job=cluster.job.name if cluster.job else None,
+        outcome=cluster.job.outcome if cluster.job else "",
         step=live.step,
         report=live.report,
-        steps_per_second=live.steps_per_second if world.active else None,
+        steps_per_second=live.steps_per_second if cluster.active else None,
         total=live.total,
         curves={name: curve.points for name, curve in live.curves.items() if len(curve.points) > 1},
         time=wall(now),
@@ -80,13 +80,13 @@ def snapshot(name: str, world: World, live: Telemetry, now: float) -> Status:
 
 
 def _workers(
-    world: World, live: Telemetry, ranks: Mapping[WorkerId, tuple[int, int]], now: float
+    cluster: ClusterState, live: Telemetry, ranks: Mapping[WorkerId, tuple[int, int]], now: float
 ) -> tuple[WorkerStatus, ...]:
     rows = []
-    running = world.active is not None and world.phase == "running"
-    still = world.still.behind if world.still is not None else {}
-    for w, worker in sorted(world.workers.items()):
-        host = world.hosts.get(w.host)
+    running = cluster.active is not None and cluster.phase == "running"
+    still = cluster.still.behind if cluster.still is not None else {}
+    for w, worker in sorted(cluster.workers.items()):
+        host = cluster.hosts.get(w.host)
         restarts = host.slots[w.slot].restarts if host and w.slot < len(host.slots) else 0
         rank, local_rank = ranks.get(w, (None, None))
         cpu, memory = live.worker_samples.get(str(w), (None, None))

@@ -63,7 +63,7 @@ class Telemetry(Struct):
     report: dict[str, float | str] = {}
     not_finite: frozenset[str] = frozenset()  # names of this job's reports that were not a number, or infinite
     total: int | None = None
-    last_epoch: int = 0  # of the jobs before the present one
+    last_generation: int = 0  # of the jobs before the present one
     newest: tuple[tuple[float, int], ...] = ()  # when which commit was first heard of
     curves: dict[str, Curve] = {}
     steps_per_second: float | None = None
@@ -118,9 +118,9 @@ class Telemetry(Struct):
         self.not_finite |= set(fresh)
         return fresh
 
-    def begin_job(self, last_epoch: int = 0) -> None:
-        """What was measured, and what is heard of epochs up to `last_epoch`, belongs to the job before."""
-        self.last_epoch = last_epoch
+    def begin_job(self, last_generation: int = 0) -> None:
+        """What was measured, and what is heard of generations up to `last_generation`, belongs to the job before."""
+        self.last_generation = last_generation
         self.step, self.report, self.steps_per_second, self.total = 0, {}, None, None
         self.newest, self.curves, self.not_finite = (), {}, frozenset()
 

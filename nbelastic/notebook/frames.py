@@ -63,7 +63,7 @@ def frame(status: Status, events: Sequence[EventRecord], count: int) -> Json:
         "name": status.name,
         "phase": status.phase,
         "reason": status.reason,
-        "epoch": status.epoch,
+        "generation": status.generation,
         "world_size": status.world_size,
         "min": status.min,
         "max": status.max,
@@ -109,13 +109,13 @@ def patch(old: Json, new: Json) -> Json:
 
 
 def _host(host: HostStatus, now: float) -> Json:
-    until = {str(slot): round(now + left, 1) for slot, left in host.slots_cooling.items()}
+    until = {str(slot): round(now + left, 1) for slot, left in host.slots_in_backoff.items()}
     return {
         "address": host.address,
         "slots": host.slots,
         "phase": host.phase,
         "reason": host.reason,
-        "until": round(now + host.cooling_until, 1) if host.cooling_until else 0,
+        "until": round(now + host.backoff_until, 1) if host.backoff_until else 0,
         "cpu": None if host.cpu is None else round(host.cpu),
         "memory": _megabytes(host.memory),
         "of": _megabytes(host.memory_total),

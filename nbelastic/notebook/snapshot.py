@@ -65,11 +65,11 @@ def limits(least: int, most: int | None) -> str:
 
 
 def headline(status: Status) -> str:
-    """Phase, its reason, world (between jobs: who is ready) and epoch in one line."""
+    """Phase, its reason, world (between jobs: who is ready) and generation in one line."""
     why = f": {status.reason}" if status.reason else ""
     ready = sum(worker.state == "ready" for worker in status.workers)
     size = f"world {status.world_size}" if _training(status) else f"ready {ready}"
-    return f"{status.phase}{why} · {size} / {limits(status.min, status.max)} · epoch {status.epoch}"
+    return f"{status.phase}{why} · {size} / {limits(status.min, status.max)} · generation {status.generation}"
 
 
 def settled_text(status: Status) -> str:
@@ -105,7 +105,7 @@ def _value(value: float | str) -> str:
 
 
 def _host(host: HostStatus) -> tuple[str, ...]:
-    until = f"{host.cooling_until:.0f} s to go" if host.cooling_until > 0 else ""
+    until = f"{host.backoff_until:.0f} s to go" if host.backoff_until > 0 else ""
     return host.name, str(host.slots), host.phase, "; ".join(filter(None, (host.reason, until)))
 
 

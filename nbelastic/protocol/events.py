@@ -8,7 +8,7 @@ from msgspec import Struct, field
 
 from nbelastic.protocol.ids import HostSpec, Interface, WorkerId
 
-STUCK = 75  # exit code of a worker that could not leave an aborted collective: it is replaced, without a strike
+HUNG = 75  # exit code of a worker that could not leave an aborted collective: it is replaced, without a strike
 
 
 class Event(Struct, frozen=True, tag=True):
@@ -42,7 +42,7 @@ class Scaled(Event):
     by: str = ""
 
 
-class DoorOpened(Event):
+class ExternalAccessOpened(Event):
     """Terminals of other machines are let in: they come to this machine at `address`."""
 
     address: str
@@ -136,7 +136,7 @@ class WorkerExited(Event):
     code: int
 
 
-class WorkerFroze(Event):
+class WorkerFrozen(Event):
     """Its process is stopped or a zombie, or was not heard of: it will not take part in anything.
 
     A host's silence is its workers' too, and is said as `AgentLost` alone, or before them: then the host is to blame.
@@ -161,7 +161,7 @@ class WorkerSilent(Event):
     state: str = ""
 
 
-class WorkerHeard(Event):
+class WorkerResponded(Event):
     """After `WorkerSilent` it is heard again."""
 
     worker: WorkerId
@@ -182,16 +182,16 @@ class SetupEnded(Event):
 
 
 class WorkerReady(Event):
-    """It waits in the elastic loop for a world, having left `epoch` (0: none). It offers a store at `store`.
+    """It waits in the elastic loop for a world, having left `generation` (0: none). It offers a store at `store`.
 
     `commit` counts from the beginning of the job and travels with the state: the highest is the newest. `holds`: it has the
-    job's state, all of one commit, and was in the world of epoch `since` with it. It has none before its first world, nor when
+    job's state, all of one commit, and was in the world of generation `since` with it. It has none before its first world, nor when
     the transfer of a state broke off halfway.
     """
 
     worker: WorkerId
     job: str
-    epoch: int
+    generation: int
     commit: int
     clean: bool
     store: str
@@ -200,65 +200,65 @@ class WorkerReady(Event):
 
 
 class StoreOffered(Event):
-    """While it trains in `epoch` it has made a store for the one after, at `store`."""
+    """While it trains in `generation` it has made a store for the one after, at `store`."""
 
     worker: WorkerId
-    epoch: int
+    generation: int
     store: str
 
 
 class WorkerPrepared(Event):
-    """Its process group of `epoch` stands, beside the one it may be training in; or why it does not.
+    """Its process group of `generation` stands, beside the one it may be training in; or why it does not.
 
     `supported` is False if no group can be prepared there at all, as with NCCL.
     """
 
     worker: WorkerId
-    epoch: int
+    generation: int
     error: str = ""
     supported: bool = True
 
 
 class WorkerFormed(Event):
     worker: WorkerId
-    epoch: int
+    generation: int
     took: dict[str, float] = field(default_factory=dict)  # milliseconds a phase
 
 
-class WorkerOffered(Event):
-    """Asked to leave, it has just made commit number `commit` of this epoch and promises to stop at the next one.
+class LeaveAcknowledged(Event):
+    """Asked to leave, it has just made commit number `commit` of this generation and promises to stop at the next one.
 
     `ask` is the number of the `AskLeave` that it answers: the promise that an older one got may have been taken back.
     """
 
     worker: WorkerId
-    epoch: int
+    generation: int
     commit: int
     ask: int = 0
 
 
 class WorkerRaised(Event):
-    """The user's function raised. `intact`: none of this epoch's connections was lost, so it was not a collective."""
+    """The user's function raised. `intact`: none of this generation's connections was lost, so it was not a collective."""
 
     worker: WorkerId
-    epoch: int
+    generation: int
     intact: bool
     error: str
 
 
 class WorkerSucceeded(Event):
     worker: WorkerId
-    epoch: int
+    generation: int
 
 
-class WorkerStuck(Event):
-    """Its main thread sleeps in a collective of `epoch`, and the abort does not wake it. It asks for `EndStuck`, until it gets it.
+class WorkerHung(Event):
+    """Its main thread sleeps in a collective of `generation`, and the abort does not wake it. It asks for `EndHungWorker`, until it gets it.
 
     `commit`: of its state. `keeping`: it was told to keep that, and is at it.
     """
 
     worker: WorkerId
-    epoch: int
+    generation: int
     commit: int = 0
     keeping: bool = False
 
@@ -271,30 +271,30 @@ class StateKept(Event):
     commit: int
 
 
-class StoodStill(Event):
+class StallDetected(Event):
     """In a running world no commit was made for `seconds`. The driver says so every second or so while that lasts."""
 
-    epoch: int
+    generation: int
     seconds: float
 
 
-class WentOn(Event):
-    """After `StoodStill` commits are made again. The driver says so once."""
+class StallResolved(Event):
+    """After `StallDetected` commits are made again. The driver says so once."""
 
-    epoch: int
+    generation: int
 
 
-class WorkerAt(Event):
-    """A member's answer to `Look`, from the thread of its link: how far the main thread is.
+class PositionReported(Event):
+    """A member's answer to `QueryPosition`, from the thread of its link: how far the main thread is.
 
     `commit` is the total since the job's beginning, as people are shown it and as `WorkerReady` has it, and unlike that
-    of `WorkerOffered`. `begun` counts the collectives begun in `epoch` since all have the state. `place` is the innermost
+    of `LeaveAcknowledged`. `begun` counts the collectives begun in `generation` since all have the state. `place` is the innermost
     frame of the user's own code, as "train.py:88 in load"; empty if there is none. `cpu`: seconds of processor time that
-    this process's other threads have used. `connected`: the process group of its epoch stands.
+    this process's other threads have used. `connected`: the process group of its generation stands.
     """
 
     worker: WorkerId
-    epoch: int
+    generation: int
     commit: int
     begun: int
     place: str = ""

@@ -31,7 +31,7 @@ class Failure(Struct, frozen=True):
     ago: float = 0.0
 
 
-class Seat(Struct, frozen=True):
+class Assignment(Struct, frozen=True):
     """A node's part of a round: how many workers it runs, in which role."""
 
     host: str
@@ -59,7 +59,7 @@ class ScriptSubmitted(Event):
 class NodeReady(Event):
     """It waits for a round, having left `round` (0: none), and offers a store at `store`.
 
-    `workers`: how many it can run, 0: as many as its host has slots. `guest`: it came by itself, from a terminal, for the
+    `workers`: how many it can run, 0: as many as its host has slots. `external`: it came by itself, from a terminal, for the
     job `job` (empty: whichever runs); its number of workers is fixed.
     """
 
@@ -68,12 +68,12 @@ class NodeReady(Event):
     store: str
     role: str
     workers: int = 0
-    guest: bool = False
+    external: bool = False
     job: str = ""
     pid: int = 0
 
 
-class GuestCame(Event):
+class ExternalNodeJoined(Event):
     """A node has come by itself, from a terminal. `here`: it is on the driver's machine."""
 
     host: str
@@ -118,7 +118,7 @@ class NodeLeft(Event):
     broken: bool = False
 
 
-class HostsSeen(Event):
+class HostsChanged(Event):
     """The cluster's hosts that are up, the oldest first, with their slots; and its limits.
 
     `lost`: those that are not up because something has happened to them. Who is in neither has left as somebody wanted.
@@ -135,5 +135,5 @@ class ScriptStopped(Event):
     reason: str
 
 
-class Passed(Event):
+class Tick(Event):
     """Time has."""

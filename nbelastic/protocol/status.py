@@ -18,11 +18,11 @@ class OrderStatus(Struct, frozen=True):
 
 
 class HostStatus(Struct, frozen=True):
-    """`phase`: starting, up, cooling, draining, lost. `cooling_until`: seconds from now, 0.0 if it is not cooling.
+    """`phase`: starting, up, backoff, draining, lost. `backoff_until`: seconds from now, 0.0 if it is not in back-off.
 
     `cpu` in percent of all its cores, `memory` in bytes in use on the host, of `memory_total`; None before the first
-    sample. `gpus`: of each the utilisation in percent, MB in use and MB there are. `slots_cooling`: slots that are
-    cooling, and how many seconds more.
+    sample. `gpus`: of each the utilisation in percent, MB in use and MB there are. `slots_in_backoff`: slots that are
+    in back-off, and how many seconds more.
     """
 
     name: str
@@ -30,12 +30,12 @@ class HostStatus(Struct, frozen=True):
     slots: int
     phase: str
     reason: str
-    cooling_until: float
+    backoff_until: float
     cpu: float | None = None
     memory: int | None = None
     memory_total: int | None = None
     gpus: tuple[tuple[int, int, int], ...] = ()
-    slots_cooling: dict[int, float] = {}
+    slots_in_backoff: dict[int, float] = {}
 
 
 class WorkerStatus(Struct, frozen=True):
@@ -66,13 +66,13 @@ class Status(Struct, frozen=True):
 
     `report` holds what rank 0 last gave to `state.report()`, `curves` how its first values went, oldest first, and `total`
     how many steps there will be, if `report(total=...)` has said so; `steps_per_second` is measured over the last seconds.
-    `time`: of this look; `failed_at`: when a worker or host was lost last; both in seconds since the epoch of the clock.
+    `time`: of this look; `failed_at`: when a worker or host was lost last; both in seconds since the generation of the clock.
     """
 
     name: str
     phase: str
     reason: str
-    epoch: int
+    generation: int
     world_size: int
     min: int
     max: int | None
@@ -102,7 +102,7 @@ class EventRecord:
     text: str
     host: str = ""
     worker: str = ""
-    epoch: int = 0
+    generation: int = 0
     took: dict[str, float] = field(default_factory=dict)
     size: int = 0
 

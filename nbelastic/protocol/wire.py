@@ -79,13 +79,13 @@ class WorkerHello(Message):
     engine: str  # the engine's uuid: how ipyparallel's client will name it
 
 
-class WorkerHere(Message):
+class WorkerReport(Message):
     """To a driver that has taken over: all that it needs to know of this worker.
 
-    `engine` is empty as long as there is none. `job` is that of its newest program, `busy` whether that runs. `left` is the last epoch that it has
-    left, `epoch` the one it is in (0: none), of `size` members, `formed` whether its group stands and is not to be left. `numbered` is the highest
-    epoch that it has heard of. `bound`: it was asked to leave, and has promised not to go on by itself. `commit` counts from
-    the job's beginning, `holds` says whether it has the job's state, all of one commit, `store` is what it offers for the next epoch.
+    `engine` is empty as long as there is none. `job` is that of its newest program, `busy` whether that runs. `left` is the last generation that it has
+    left, `generation` the one it is in (0: none), of `size` members, `formed` whether its group stands and is not to be left. `numbered` is the highest
+    generation that it has heard of. `bound`: it was asked to leave, and has promised not to go on by itself. `commit` counts from
+    the job's beginning, `holds` says whether it has the job's state, all of one commit, `store` is what it offers for the next generation.
     `since`: as of `WorkerReady`.
     `stopped`: why it was told that the job is over for it, if it was, and not with its own error.
     `word` is its last one, if that still waits for an answer. `reports`: what it has reported meanwhile, by commit.
@@ -97,7 +97,7 @@ class WorkerHere(Message):
     job: str = ""
     busy: bool = False
     left: int = 0
-    epoch: int = 0
+    generation: int = 0
     rank: int = 0
     size: int = 0
     formed: bool = False
@@ -113,12 +113,12 @@ class WorkerHere(Message):
 
 
 class WorkerProgress(Message):
-    """`first`: milliseconds from the world's forming to its first commit, sent once an epoch. A reported None is what JSON
+    """`first`: milliseconds from the world's forming to its first commit, sent once a generation. A reported None is what JSON
     has no number for: not a number, or infinite.
     """
 
     worker: WorkerId
-    epoch: int
+    generation: int
     commit: int
     report: dict[str, float | None]
     first: float | None = None
@@ -189,7 +189,7 @@ class WorkerOutput(Message):
 
 
 class StackShown(Message):
-    """The answer to `ShowStack`, from the thread of the link. `place` is as of `WorkerAt`; `text` the Python stack."""
+    """The answer to `ShowStack`, from the thread of the link. `place` is as of `PositionReported`; `text` the Python stack."""
 
     worker: WorkerId
     number: int
@@ -242,12 +242,12 @@ class Spawn(Message):
     engine: str
 
 
-class Reap(Message):
+class StopWorker(Message):
     worker: WorkerId
     kill: bool
 
 
-class Retire(Message):
+class StopAgent(Message):
     """To an agent: stop every worker and end."""
 
 
@@ -267,16 +267,16 @@ class Rehome(Message):
     interface: str
 
 
-class Expect(Message):
+class AllowPeers(Message):
     """To members: workers are being started on a host with these addresses, and may come to the store that is on offer."""
 
     addresses: tuple[str, ...]
 
 
-class Look(Message):
-    """To a member: say where you are, with `WorkerAt`."""
+class QueryPosition(Message):
+    """To a member: say where you are, with `PositionReported`."""
 
-    epoch: int
+    generation: int
 
 
 class ShowStack(Message):
@@ -291,7 +291,7 @@ class Formation(Message):
     `hosts`: in rank order, each with its members' slots. `receivers`: ranges of ranks (the first, and the one after the last).
     """
 
-    epoch: int
+    generation: int
     hosts: tuple[tuple[str, tuple[int, ...]], ...]
     store: str
     root: int
@@ -304,8 +304,8 @@ class Prepare(Message):
     formation: Formation
 
 
-class Drop(Message):
-    epoch: int
+class DropGroup(Message):
+    generation: int
 
 
 class Leave(Message):
@@ -315,36 +315,36 @@ class Leave(Message):
     """
 
     STAY: ClassVar[int] = -1
-    epoch: int
+    generation: int
     commit: int | None = None
     ask: int = 0
 
 
 class Abort(Message):
-    epoch: int
+    generation: int
     reason: str
 
 
-class EndStuck(Message):
+class EndHungWorker(Message):
     """To a worker that is stuck: end; `keep`: first write the training state to this host's disk."""
 
     keep: bool
 
 
-class TakeKept(Message):
+class LoadKeptState(Message):
     """To a worker that waits for a world: the state of this `commit` is on this host's disk, where worker `by` has kept it."""
 
     by: WorkerId
     commit: int
 
 
-class ForgetKept(Message):
+class DeleteKeptState(Message):
     """To an agent: remove what worker `by` has kept."""
 
     by: WorkerId
 
 
-class Quit(Message):
+class StopProgram(Message):
     """The job is over for this worker; `own`: with its own error."""
 
     job: str
@@ -381,7 +381,7 @@ class Launch(Message):
     script: Script
 
 
-class Recall(Message):
+class StopNode(Message):
     """To an agent: end that node; `kill`: at once and without asking."""
 
     number: int
@@ -418,7 +418,7 @@ class Round(Message):
 
     round: int
     rank: int
-    seats: tuple[sev.Seat, ...]
+    assignments: tuple[sev.Assignment, ...]
     places: tuple[tuple[int, int, int, int], ...]
     store: str
     restarts: int
@@ -437,7 +437,7 @@ class Wait(Message):
     full: bool = False
 
 
-class Dismiss(Message):
+class EndNode(Message):
     """The node is to end; `error`: as one that has failed."""
 
     reason: str
@@ -452,21 +452,21 @@ FromAgent = (
     | ev.Probed
     | ev.WorkerStarted
     | ev.WorkerExited
-    | ev.WorkerFroze
+    | ev.WorkerFrozen
 )
 FromWorker = (
     WorkerHello
-    | WorkerHere
+    | WorkerReport
     | ev.WorkerReady
     | ev.StoreOffered
     | ev.WorkerPrepared
     | ev.WorkerFormed
-    | ev.WorkerOffered
+    | ev.LeaveAcknowledged
     | ev.WorkerRaised
     | ev.WorkerSucceeded
-    | ev.WorkerStuck
+    | ev.WorkerHung
     | ev.StateKept
-    | ev.WorkerAt
+    | ev.PositionReported
     | WorkerProgress
     | WorkerOutput
     | ProgramResult
@@ -485,8 +485,8 @@ FromNode = (
     | sev.NodeSucceeded
     | sev.NodeLeft
 )
-ToAgent = Welcome | Launch | Recall | Spawn | Reap | Retire | Probe | Rehome | ForgetKept
-ToNode = Welcome | Round | LeaveRound | Wait | Dismiss | Rehome
+ToAgent = Welcome | Launch | StopNode | Spawn | StopWorker | StopAgent | Probe | Rehome | DeleteKeptState
+ToNode = Welcome | Round | LeaveRound | Wait | EndNode | Rehome
 ToWorker = (
     Welcome
     | Program
@@ -495,15 +495,15 @@ ToWorker = (
     | FetchResult
     | Formation
     | Prepare
-    | Drop
+    | DropGroup
     | Leave
     | Abort
-    | EndStuck
-    | TakeKept
-    | Quit
+    | EndHungWorker
+    | LoadKeptState
+    | StopProgram
     | Rehome
-    | Expect
-    | Look
+    | AllowPeers
+    | QueryPosition
     | ShowStack
 )
 

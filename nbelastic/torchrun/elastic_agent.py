@@ -68,7 +68,7 @@ class JobAgent(LocalElasticAgent):  # type: ignore[misc]  # torch carries no typ
     def begin(self, order: wire.Round) -> None:
         """A round in which this node is: it is told how many workers to start, and how often there was a restart."""
         spec = self._worker_group.spec
-        seat = order.seats[order.rank]
+        seat = order.assignments[order.rank]
         self._host, self._number, self._logs.round = seat.host, order.round, order.round
         spec.local_world_size = seat.workers
         self._remaining_restarts = spec.max_restarts - order.restarts

@@ -39,7 +39,7 @@ JOIN = 600.0  # seconds until a waiting node gives up: torch's own default
 HANDSHAKE = 10.0  # seconds that the driver may take to answer
 
 
-def create(params: RendezvousParameters) -> GuestRendezvous:
+def create(params: RendezvousParameters) -> ExternalRendezvous:
     """A node of the cluster that `params.endpoint` leads to.
 
     `--rdzv-conf`: `join_timeout` (seconds, 600), `keys` (a cluster file, if the endpoint is host:port), `spare=0` (leave at
@@ -56,8 +56,8 @@ def create(params: RendezvousParameters) -> GuestRendezvous:
     role = params.get("role") or (config.role if config is not None else "default")
     name = f"torchrun-{socket.gethostname()}-{os.getpid()}"
     job = "" if params.run_id in ("", "none") else params.run_id
-    ready = sev.NodeReady(name, 0, "", role, workers, guest=True, job=job)
-    return GuestRendezvous(
+    ready = sev.NodeReady(name, 0, "", role, workers, external=True, job=job)
+    return ExternalRendezvous(
         found,
         ready,
         home,
@@ -137,7 +137,7 @@ def reach(address: str, keys: Keys, name: str) -> None:
     raise RendezvousConnectionError(f"the driver at {address} has not answered for {HANDSHAKE:g} s.")
 
 
-class GuestRendezvous(DriverRendezvous):
+class ExternalRendezvous(DriverRendezvous):
     """A terminal's node. torch's agent is its own: what becomes of the workers is seen from here."""
 
     def __init__(
@@ -183,7 +183,7 @@ class GuestRendezvous(DriverRendezvous):
         order = self.round
         if order is not None and order.round > self._started:
             pids = _workers()
-            if len(pids) == order.seats[order.rank].workers:
+            if len(pids) == order.assignments[order.rank].workers:
                 self._started = order.round
                 self._mind_signals()  # first: whoever sees the workers may send one
                 self.link.send(sev.NodeStarted(self._name, order.round, pids))

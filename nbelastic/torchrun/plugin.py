@@ -12,7 +12,7 @@ def handler() -> Callable[[Any], Any]:
 
 
 def create(params: Any) -> Any:
-    """See `guest.create`."""
+    """See `external.create`."""
     from nbelastic.torchrun import external_node
 
     return external_node.create(params)

@@ -65,8 +65,8 @@ class DriverRendezvous(RendezvousHandler):  # type: ignore[misc]  # torch carrie
         self._ready, self._home, self._timeout = ready, home, timeout
         self._nics = tuple(name for name in NICS if name not in os.environ)  # that the user has not set
         self._before_round, self._told, self._leaves = before_round, told, leaves
-        self._orders: queue.Queue[wire.Round | wire.Rehome | wire.Wait | wire.Dismiss] = queue.Queue()
-        self._dismissed: wire.Dismiss | None = None
+        self._orders: queue.Queue[wire.Round | wire.Rehome | wire.Wait | wire.EndNode] = queue.Queue()
+        self._dismissed: wire.EndNode | None = None
         self._left = 0  # the newest round that is to be left
         self._offers: dict[str, TCPStore] = {}  # since the last round
         self._store: TCPStore | None = None  # of the present round, if it is this node's
@@ -81,7 +81,7 @@ class DriverRendezvous(RendezvousHandler):  # type: ignore[misc]  # torch carrie
                 self._introduce()
             case wire.LeaveRound(round=number):
                 self._left = max(self._left, number)
-            case wire.Dismiss():
+            case wire.EndNode():
                 self._dismissed = message
                 self._orders.put(message)
             case wire.Round() | wire.Wait():
@@ -115,7 +115,7 @@ class DriverRendezvous(RendezvousHandler):  # type: ignore[misc]  # torch carrie
             if store is not None:
                 break
         self._before_round(order)
-        return RendezvousInfo(store, order.rank, len(order.seats), self._bootstrap(order, store))
+        return RendezvousInfo(store, order.rank, len(order.assignments), self._bootstrap(order, store))
 
     def is_closed(self) -> bool:
         return self._dismissed is not None
@@ -140,7 +140,7 @@ class DriverRendezvous(RendezvousHandler):  # type: ignore[misc]  # torch carrie
 
     def linger(self) -> None:
         """At the end: the others may still be reading the store of the first node, so it stays until all have finished."""
-        if self._round is not None and self._round.rank == 0 and len(self._round.seats) > 1:
+        if self._round is not None and self._round.rank == 0 and len(self._round.assignments) > 1:
             end = time.monotonic() + FAREWELL
             while self._dismissed is None and time.monotonic() < end:
                 time.sleep(0.02)
@@ -230,7 +230,7 @@ class DriverRendezvous(RendezvousHandler):  # type: ignore[misc]  # torch carrie
             except DistError:
                 if time.monotonic() > end:
                     raise RendezvousConnectionError(
-                        f"the store of {order.seats[0].host} at {order.store} is not reached from {self._home[0]}"
+                        f"the store of {order.assignments[0].host} at {order.store} is not reached from {self._home[0]}"
                     ) from None
                 continue
             try:
@@ -247,8 +247,8 @@ class DriverRendezvous(RendezvousHandler):  # type: ignore[misc]  # torch carrie
             return RendezvousStoreInfo(host, port)
         return RendezvousStoreInfo.build(order.rank, store, host)
 
-    def _end(self, dismissal: wire.Dismiss) -> NoReturn:
-        if self._ready.guest:
+    def _end(self, dismissal: wire.EndNode) -> NoReturn:
+        if self._ready.external:
             if dismissal.error:
                 raise RendezvousClosedError(dismissal.reason)
             print(f"nbelastic: {dismissal.reason}", file=sys.stderr)
@@ -261,7 +261,7 @@ RANKS, ROLES = "torchelastic/assigned_ranks/", "torchelastic/role_info/"  # wher
 
 def _write_ranks(store: Store, order: wire.Round) -> None:
     """All that torch's agents tell one another before they start workers: none of them has to wait for another."""
-    for rank, seat in enumerate(order.seats):
+    for rank, seat in enumerate(order.assignments):
         store.set(f"{ROLES}{rank}", _RoleInstanceInfo(seat.role, rank, seat.workers).serialize())
     for rank, numbers in enumerate(order.places):
         store.set(f"{RANKS}{rank}", json.dumps(numbers))

@@ -400,8 +400,8 @@ class Hub:
 
         A host's own node has nothing else to say. What was meant for the driver before this one is old news.
         """
-        first = (wire.AgentHello, wire.WorkerHere, wire.NodeHello)
-        says = isinstance(message, first) or (isinstance(message, sev.NodeReady) and not message.guest)
+        first = (wire.AgentHello, wire.WorkerReport, wire.NodeHello)
+        says = isinstance(message, first) or (isinstance(message, sev.NodeReady) and not message.external)
         return says and bool(head) and self._delivery(peer).answers(head)
 
     def _decode(self, peer: str, frames: list[bytes]) -> wire.Message | ev.Event | None:

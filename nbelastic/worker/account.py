@@ -44,12 +44,12 @@ class Account:
         self.job = ""  # that of the newest program
         self.busy = False  # it runs
         self.beginning = False  # what the session knows is still of the one before
-        self.formed = False  # the group of this epoch stands, and has the state
+        self.formed = False  # the group of this generation stands, and has the state
         self.holds = False  # it has the job's state, all of one commit
-        self.since = 0  # the epoch in which it last got it, or trained with it
+        self.since = 0  # the generation in which it last got it, or trained with it
         self.word: ev.WorkerReady | ev.WorkerRaised | ev.WorkerSucceeded | None = None
         self.result: wire.ProgramResult | None = None  # of the newest program, if it has ended
-        self.numbered = 0  # the highest epoch that it has heard of
+        self.numbered = 0  # the highest generation that it has heard of
         self.reports = Reports()
 
     def begin(self, job: str) -> None:
@@ -60,9 +60,13 @@ class Account:
         self.reports = Reports()
 
     def hear(self, message: wire.Message) -> None:
-        """Epochs are numbered on from the highest that anybody knows."""
+        """Generations are numbered on from the highest that anybody knows."""
         match message:
             case wire.Prepare(formation=formation):
-                self.numbered = max(self.numbered, formation.epoch)
-            case wire.Formation(epoch=epoch) | wire.Abort(epoch=epoch) | wire.Drop(epoch=epoch):
-                self.numbered = max(self.numbered, epoch)
+                self.numbered = max(self.numbered, formation.generation)
+            case (
+                wire.Formation(generation=generation)
+                | wire.Abort(generation=generation)
+                | wire.DropGroup(generation=generation)
+            ):
+                self.numbered = max(self.numbered, generation)

@@ -1,7 +1,7 @@
-"""What a worker does for the next epoch while this one trains: it offers a store, and builds the group.
+"""What a worker does for the next generation while this one trains: it offers a store, and builds the group.
 
 All of it runs in one thread, one task after the other, so that a connection that one task opens is not taken for
-another's. A task that hangs in an epoch that will not be is left behind with its thread: gloo cannot be woken where it
+another's. A task that hangs in a generation that will not be is left behind with its thread: gloo cannot be woken where it
 waits for a peer to connect that was killed or stopped just before.
 """
 
@@ -24,7 +24,7 @@ PATIENCE = 0.1  # seconds that a group which is aborted may go on being built
 
 
 class Ahead:
-    """`offer` is the store for the next epoch, `group` is the next epoch's, if they are there yet."""
+    """`offer` is the store for the next generation, `group` is the next generation's, if they are there yet."""
 
     def __init__(self, address: str) -> None:
         self._address = address
@@ -96,7 +96,7 @@ class Ahead:
     ) -> None:
         """Build the group of `formation`; `then` is told why it could not be, or None."""
         self._make_way()
-        group = Group(formation.epoch, device, backend)
+        group = Group(formation.generation, device, backend)
         group.settled, self._aborted_at = False, 0.0
         self.group = group
 
@@ -111,10 +111,10 @@ class Ahead:
 
         self.run(build)
 
-    def take(self, epoch: int) -> Group | None:
-        """The group of this epoch, if it was prepared. Another one's is not to be in its way."""
+    def take(self, generation: int) -> Group | None:
+        """The group of this generation, if it was prepared. Another one's is not to be in its way."""
         group = self.group
-        if group is None or group.epoch != epoch:
+        if group is None or group.generation != generation:
             self._make_way()
             return None
         self.group = None

@@ -118,7 +118,7 @@ class _Loop:
                 self._state.undo()
 
     def _live(self, call: Callable[[], R], formation: Any, offer: Any, again: bool) -> tuple[str, R | None]:
-        """One epoch. Nothing that it raised may outlive it: a traceback would keep the old group alive."""
+        """One generation. Nothing that it raised may outlive it: a traceback would keep the old group alive."""
         session = self._session
         try:
             self._enter(formation, offer, again)
@@ -126,7 +126,7 @@ class _Loop:
             with wrapping(self._state._tensors):
                 value = call()
             self._keep()
-            session.succeed(WorkerSucceeded(session.worker, formation.epoch))
+            session.succeed(WorkerSucceeded(session.worker, formation.generation))
         except WorldLeft:
             return "left", None
         except WorldAborted:

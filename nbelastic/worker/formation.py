@@ -12,7 +12,7 @@ from nbelastic.protocol.ranks import places
 class Formation(Struct, frozen=True):
     """The ranks of one member. `receivers` get the state of rank `root`; `hosts` lists (name, workers) in rank order."""
 
-    epoch: int
+    generation: int
     rank: int
     world_size: int
     local_rank: int
@@ -31,7 +31,7 @@ def formation_of(order: wire.Formation, worker: WorkerId) -> Formation:
     rank = members.index((worker.host, worker.slot))
     place = places([WorkerId(host, slot, 0) for host, slot in members])[rank]
     return Formation(
-        order.epoch,
+        order.generation,
         rank,
         len(members),
         place.local_rank,

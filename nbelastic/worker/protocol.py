@@ -40,7 +40,7 @@ class Introduce(Action):
 
 
 class Post(Action):
-    """The main thread is to read this at its next commit or between epochs."""
+    """The main thread is to read this at its next commit or between generations."""
 
     news: News
 
@@ -89,18 +89,18 @@ class Protocol:
         self._term = 0  # of the newest driver
         self.account = Account()
         self.job = ""
-        self.quit: wire.Quit | None = None
-        self._last_quit: wire.Quit | None = None  # it may be of a job whose program has not begun
-        self.left = 0  # the last epoch that was left
-        self.epoch = 0  # the one whose group this worker has, or is forming; 0: none
+        self.quit: wire.StopProgram | None = None
+        self._last_quit: wire.StopProgram | None = None  # it may be of a job whose program has not begun
+        self.left = 0  # the last generation that was left
+        self.generation = 0  # the one whose group this worker has, or is forming; 0: none
         self.formation: Formation | None = None  # of that, when its group stands
-        self.rank = 0  # in this epoch or, between epochs, in the last of this job
-        self.commits = 0  # in this epoch
-        self.total = 0  # over all epochs
+        self.rank = 0  # in this generation or, between generations, in the last of this job
+        self.commits = 0  # in this generation
+        self.total = 0  # over all generations
         self.hold: int | None = None  # the commit at which to wait for word of where to leave
         self.leave_at: int | None = None
-        self._aborted = 0  # the newest epoch that was aborted
-        self._dropped: set[int] = set()  # epochs that were prepared for nothing
+        self._aborted = 0  # the newest generation that was aborted
+        self._dropped: set[int] = set()  # generations that were prepared for nothing
         self.reports = Telemetry()
         self._unsent: wire.ProgramResult | None = None
 
@@ -114,16 +114,16 @@ class Protocol:
         """Whether it has promised not to go on by itself."""
         return self.hold is not None or self.leave_at is not None
 
-    def over(self, epoch: int) -> bool:
-        """Whether nobody is to be in this epoch any more."""
-        return epoch <= self._aborted or epoch in self._dropped or self.quit is not None
+    def over(self, generation: int) -> bool:
+        """Whether nobody is to be in this generation any more."""
+        return generation <= self._aborted or generation in self._dropped or self.quit is not None
 
     def stopped(self, job: str) -> str | None:
         """Why this job is over, if it is, also if its program has not begun here."""
         told = self._quit_of(job)
         return told.reason if told is not None else None
 
-    def _quit_of(self, job: str) -> wire.Quit | None:
+    def _quit_of(self, job: str) -> wire.StopProgram | None:
         told = self._last_quit
         return told if told is not None and told.job == job else None
 
@@ -131,7 +131,7 @@ class Protocol:
 
     def begin(self, job: str) -> None:
         """A new program: nothing of the last one counts."""
-        self.job, self.left, self.epoch, self.commits, self.total, self.rank = job, 0, 0, 0, 0, 0
+        self.job, self.left, self.generation, self.commits, self.total, self.rank = job, 0, 0, 0, 0, 0
         self.hold = self.leave_at = None
         self.quit = self._quit_of(job)
         self.reports = Telemetry()
@@ -145,19 +145,19 @@ class Protocol:
         return word
 
     def leave(self) -> None:
-        """It has left its epoch."""
-        self.left, self.epoch, self.formation = max(self.left, self.epoch), 0, None
+        """It has left its generation."""
+        self.left, self.generation, self.formation = max(self.left, self.generation), 0, None
         self.account.formed = False
 
     def enter(self, news: News | None) -> Formation | None:
         """To who waits for a world: the world that it is in, if that is the news."""
         match news:
-            case Formation(epoch=epoch) if epoch > self.left and not self.over(epoch):
+            case Formation(generation=generation) if generation > self.left and not self.over(generation):
                 self.commits, self.hold, self.leave_at = 0, None, None
                 self.account.word = None
                 return news
-            case Formation(epoch=epoch) | wire.Abort(epoch=epoch):
-                self.left = max(self.left, epoch)  # aborted before it had begun: it has been left already
+            case Formation(generation=generation) | wire.Abort(generation=generation):
+                self.left = max(self.left, generation)  # aborted before it had begun: it has been left already
         return None
 
     def joined(self, formation: Formation) -> None:
@@ -167,12 +167,12 @@ class Protocol:
     def formed(self, took: dict[str, float]) -> ev.WorkerFormed:
         """It has the state too. `took`: milliseconds a phase."""
         self.account.formed = self.account.holds = True
-        self.account.since = self.epoch
-        return ev.WorkerFormed(self.worker, self.epoch, took)
+        self.account.since = self.generation
+        return ev.WorkerFormed(self.worker, self.generation, took)
 
     def raised(self, error: str, *, intact: bool) -> ev.WorkerRaised:
         """The user's function raised."""
-        word = ev.WorkerRaised(self.worker, self.epoch, intact, error[:ERROR_BOUND])
+        word = ev.WorkerRaised(self.worker, self.generation, intact, error[:ERROR_BOUND])
         self.account.word = word
         return word
 
@@ -188,16 +188,16 @@ class Protocol:
                 self._unsent = self.account.result
                 return [Introduce()]
             case wire.Prepare(formation=formation):
-                return [] if self.over(formation.epoch) else [Build(formation_of(formation, self.worker))]
+                return [] if self.over(formation.generation) else [Build(formation_of(formation, self.worker))]
             case wire.Formation():
                 return [Post(formation_of(message, self.worker))]
-            case wire.Abort(epoch=epoch):
-                self._aborted = max(self._aborted, epoch)
+            case wire.Abort(generation=generation):
+                self._aborted = max(self._aborted, generation)
                 return [Post(message)]
-            case wire.Drop(epoch=epoch):
-                self._dropped.add(epoch)
+            case wire.DropGroup(generation=generation):
+                self._dropped.add(generation)
                 return [Post(message)]
-            case wire.Quit(job=job):
+            case wire.StopProgram(job=job):
                 self._last_quit = message
                 if job != self.job:
                     return []
@@ -207,20 +207,20 @@ class Protocol:
                 return [*self._arrange(message), Post(message)]
             case wire.Rehome():
                 return [Do(message), Post(message)]
-            case wire.TakeKept():
+            case wire.LoadKeptState():
                 return [Post(message)]
         return [Do(message)]
 
     def _arrange(self, message: wire.Leave) -> list[Action]:
-        """Where to leave this epoch. The promise is made here and not at a commit: the main thread may not get to one, as
+        """Where to leave this generation. The promise is made here and not at a commit: the main thread may not get to one, as
         others, who have made theirs, take no part in the step that it is in.
         """
-        if message.epoch != self.epoch:
+        if message.generation != self.generation:
             return []
         match message.commit:
             case None:
                 self.hold = self.commits + 1
-                return [Say(ev.WorkerOffered(self.worker, message.epoch, self.commits, message.ask))]
+                return [Say(ev.LeaveAcknowledged(self.worker, message.generation, self.commits, message.ask))]
             case wire.Leave.STAY:
                 self.hold = self.leave_at = None
             case commit:
@@ -236,23 +236,23 @@ class Protocol:
         """How the newest program ended, if it has."""
         self._unsent = self.account.result
 
-    def statement(self, pid: int, store: str) -> wire.WorkerHere:
-        """To a new driver. `store`: what is offered for the next epoch. The main thread goes on meanwhile."""
-        account, numbered = self.account, max(self.account.numbered, self.left, self.epoch)
+    def statement(self, pid: int, store: str) -> wire.WorkerReport:
+        """To a new driver. `store`: what is offered for the next generation. The main thread goes on meanwhile."""
+        account, numbered = self.account, max(self.account.numbered, self.left, self.generation)
         if account.beginning:  # what else is known is still of the program before
-            return wire.WorkerHere(self.worker, pid, account.engine, account.job, account.busy, numbered=numbered)
+            return wire.WorkerReport(self.worker, pid, account.engine, account.job, account.busy, numbered=numbered)
         at, told = self.formation, self.quit
-        return wire.WorkerHere(
+        return wire.WorkerReport(
             self.worker,
             pid,
             account.engine,
             account.job,
             account.busy,
             self.left,
-            self.epoch,
+            self.generation,
             self.rank,
             at.world_size if at is not None else 0,
-            account.formed and at is not None and not self.over(at.epoch),
+            account.formed and at is not None and not self.over(at.generation),
             numbered,
             self.bound,
             self.total,
@@ -280,7 +280,12 @@ class Protocol:
     def _be_alone(self, now: float, line: Line) -> list[Action]:
         """There is no driver. A broken world is left, as far as that goes, and nobody waits for ever."""
         word, actions = self.account.word, list[Action]()
-        if isinstance(word, ev.WorkerRaised) and not word.intact and self.epoch and word.epoch == self.epoch:
+        if (
+            isinstance(word, ev.WorkerRaised)
+            and not word.intact
+            and self.generation
+            and word.generation == self.generation
+        ):
             actions.append(Abort())  # those who wait for this one are to raise as well
         if now - line.heard_at > self._lease:
             if not self.account.busy:
@@ -288,18 +293,18 @@ class Protocol:
             if self.quit is None:  # as if it were stopped: with a last checkpoint, if the job has those
                 reason = f"no driver has come for {self._lease:g} s (lease)"
                 actions += self.receive(wire.Abort(self.account.numbered, reason))
-                actions += self.receive(wire.Quit(self.job, reason))
+                actions += self.receive(wire.StopProgram(self.job, reason))
         return actions
 
     def _progress(self, now: float, line: Line) -> list[Action]:
-        due = self.reports.due(now, self.epoch, self.commits, often=self.speaks)
+        due = self.reports.due(now, self.generation, self.commits, often=self.speaks)
         if due is None:
             return []
         if line.away:
             self.account.reports.add(self.total, due.values)
             return []
-        progress = wire.WorkerProgress(self.worker, self.epoch or self.left, self.total, due.values, due.first)
-        # The first one of an epoch, and the last of a program, are the only ones of their kind.
+        progress = wire.WorkerProgress(self.worker, self.generation or self.left, self.total, due.values, due.first)
+        # The first one of a generation, and the last of a program, are the only ones of their kind.
         return [Say(progress, newest=due.first is None and self.account.busy and not due.urgent)]
 
 
@@ -330,20 +335,20 @@ class Telemetry:
         return not self._diverged.issuperset(wrong)
 
     def begin(self, first: float) -> None:
-        """The first commit of an epoch, so many milliseconds after it was formed."""
+        """The first commit of a generation, so many milliseconds after it was formed."""
         self._first = first
 
-    def due(self, now: float, epoch: int, commits: int, *, often: bool) -> Due | None:
+    def due(self, now: float, generation: int, commits: int, *, often: bool) -> Due | None:
         first = self._first
         if first is not None:  # else the main thread may be about to say it
             self._first = None
         values = self._values
         wrong = frozenset(self._not_finite.copy()).union(n for n, value in values.items() if not math.isfinite(value))
         urgent = not wrong <= self._diverged
-        if first is None and not urgent and ((epoch, commits) == self._sent or now < self._next):
+        if first is None and not urgent and ((generation, commits) == self._sent or now < self._next):
             return None
         for name in wrong:
             self._not_finite.pop(name, None)
         every = REPORT_EVERY if often else REPORT_RARELY
-        self._sent, self._next, self._diverged = (epoch, commits), now + every, wrong
+        self._sent, self._next, self._diverged = (generation, commits), now + every, wrong
         return Due({**values, **dict.fromkeys(wrong)}, first, urgent)

@@ -1,7 +1,7 @@
-"""One epoch's process group: how to form it, how to abort it from another thread, how to leave it.
+"""One generation's process group: how to form it, how to abort it from another thread, how to leave it.
 
 Gloo (torch ≤ 2.13) cannot be aborted: a rank that waits on a survivor hangs for the whole time-out. The cure, measured:
-know the connections of the epoch's groups and shut them down; every rank that blocks in any of them raises.
+know the connections of the generation's groups and shut them down; every rank that blocks in any of them raises.
 NCCL: `_abort_process_group()` from the link's thread, with the device set.
 """
 
@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore
 
-from nbelastic.protocol.events import STUCK
+from nbelastic.protocol.events import HUNG
 from nbelastic.system.addresses import bracketed, parted
 from nbelastic.worker.admission import admit_all, admit_only
 from nbelastic.worker.formation import Formation
@@ -54,7 +54,7 @@ def backend_for(choice: str, slots: int) -> str:
 
 
 class Offer:
-    """A fresh store on this worker's interface, in case it becomes rank 0 of the next epoch."""
+    """A fresh store on this worker's interface, in case it becomes rank 0 of the next generation."""
 
     def __init__(self, address: str) -> None:
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
@@ -85,13 +85,13 @@ class UnsupportedError(ValueError):
 
 
 class Group:
-    """The process groups of one epoch: torch's default one, and whatever others the program makes in it.
+    """The process groups of one generation: torch's default one, and whatever others the program makes in it.
 
     `abort` and `intact` may be called from any thread, `form` and `leave` not.
     """
 
-    def __init__(self, epoch: int, device: torch.device, backend: str) -> None:
-        self.epoch = epoch
+    def __init__(self, generation: int, device: torch.device, backend: str) -> None:
+        self.generation = generation
         self._device = device
         self._backend = backend
         self._reach: Connections | None = None  # what an abort shuts down, while there is something to abort
@@ -118,7 +118,7 @@ class Group:
         self._build(formation, offer)
 
     def _build(self, formation: Formation, offer: Offer | None) -> None:
-        """Gloo's half. It says nothing to torch, whose default group may be another epoch's by the time this is done."""
+        """Gloo's half. It says nothing to torch, whose default group may be another generation's by the time this is done."""
         store = self._open_store(formation, offer)
         made = self._make_first(PrefixStore("prepared", store), formation.rank, formation.world_size)
         if self._given_up:
@@ -133,7 +133,7 @@ class Group:
         start: Callable[[Callable[[], None]], Future[None]],
         waiting: Callable[[], object] = lambda: None,
     ) -> None:
-        """Collective. Raises what torch raises if a member dies or the epoch is aborted meanwhile.
+        """Collective. Raises what torch raises if a member dies or the generation is aborted meanwhile.
 
         `waiting()` is called now and then, and may raise: gloo cannot be woken where it waits for a peer to connect that
         never will, as there is no connection yet to shut down. So it waits in the thread of `start`, which can be left
@@ -215,11 +215,11 @@ class Group:
         client = TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=TIMEOUT)
         if self._given_up:
             raise ValueError("it was given up")
-        self._store = PrefixStore(f"epoch/{formation.epoch}", client)
+        self._store = PrefixStore(f"generation/{formation.generation}", client)
         return self._store
 
     def _init(self, formation: Formation) -> None:
-        """Make it torch's default group. From now on all gloo groups that torch makes are of this epoch."""
+        """Make it torch's default group. From now on all gloo groups that torch makes are of this generation."""
         # torch numbers groups, and the number is in the store's keys; a forming that failed has used one up here only.
         dist.distributed_c10d._world.group_count = 0
         dist.distributed_c10d.ProcessGroupGloo = _Maker(self)
@@ -250,7 +250,7 @@ class Group:
         if reach is None:
             return
         targets = reach.now()
-        if self._reach is not reach:  # left meanwhile: what was listed may belong to the next epoch
+        if self._reach is not reach:  # left meanwhile: what was listed may belong to the next generation
             return
         for inode, fd in targets.items():
             shut_down(fd, inode)
@@ -290,7 +290,7 @@ class Group:
         if self._aborting is not None:
             self._aborting.join(NCCL_PATIENCE)
             if self._aborting.is_alive():  # nothing on this GPU will move again in this process
-                os._exit(STUCK)
+                os._exit(HUNG)
         dist.distributed_c10d.ProcessGroupGloo = GLOO
         _kept.append([*dist.distributed_c10d._world.pg_map, self._store, self._offer])
         if dist.is_initialized():
@@ -304,7 +304,7 @@ class Group:
 
 
 class _Maker:
-    """Stands in for torch's class of gloo groups: those that are made belong to the epoch."""
+    """Stands in for torch's class of gloo groups: those that are made belong to the generation."""
 
     def __init__(self, group: Group) -> None:
         self._group = group

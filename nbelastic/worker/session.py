@@ -1,7 +1,7 @@
 """The worker's half of the protocol: what the link's thread hears, and what the main thread waits for.
 
 The link's thread never touches the training state. It aborts groups, and puts everything else into the inbox that the
-main thread reads at commits and between epochs. `attention` tells a commit that there is something to read.
+main thread reads at commits and between generations. `attention` tells a commit that there is something to read.
 """
 
 from __future__ import annotations
@@ -63,11 +63,11 @@ FORMING_PATIENCE = 0.1  # seconds that an aborted group may take to stop connect
 LEAVE_PATIENCE = 10.0  # seconds that closing a group may take
 VERDICT = 0.25  # seconds within which the word that ends the job follows the abort, if the error is its end
 PREPARE_BOUND = 200  # characters of an error's text in a preparation
-OFFERED_AT = 2  # commits of an epoch after which the next one's store is offered
+OFFERED_AT = 2  # commits of a generation after which the next one's store is offered
 
 
 class WorldAborted(BaseException):
-    """The epoch is broken. No `Exception`: user code that catches those must not swallow it."""
+    """The generation is broken. No `Exception`: user code that catches those must not swallow it."""
 
 
 class WorldLeft(BaseException):
@@ -105,13 +105,13 @@ class Session:
         self._left: Group | None = None  # while it is being closed
         self._left_at = 0.0
         self.formed_at = 0.0
-        self._ahead_by = 0  # collectives that were begun before training did, in this epoch
+        self._ahead_by = 0  # collectives that were begun before training did, in this generation
         self.attention = False
         self.used = False  # an elastic function has run in this job
         self.checkpoints: Plan | None = None  # of this job
         self.holder: Holder | None = None  # while an elastic function runs
         self._folder = Path(settings["relay"])  # of this host's agent
-        self._coming: Formation | None = None  # what follows when this epoch is left
+        self._coming: Formation | None = None  # what follows when this generation is left
         self._ahead = Ahead(self.address)
         self.warm_up = WarmUp()
         self._inbox: queue.SimpleQueue[News] = queue.SimpleQueue()
@@ -219,23 +219,23 @@ class Session:
             with self._lock:
                 formation = self._protocol.enter(news)
             if formation is not None:
-                self._stuck.enter(formation.epoch)
+                self._stuck.enter(formation.generation)
                 return formation, offer
             match news:
                 case wire.Rehome():  # nobody could connect to the old one
                     offer = self._ahead.take_offer()
-                case wire.TakeKept(by=by, commit=commit):
+                case wire.LoadKeptState(by=by, commit=commit):
                     holder.take(kept(self._folder, by), commit)
                     self._protocol.total, self.account.holds = commit, True
 
     def join(self, formation: Formation, offer: Offer) -> Group:
-        """Form the epoch's process group. Raises what torch raises, or WorldAborted."""
-        prepared = self._ahead.take(formation.epoch)
-        self.group = prepared or Group(formation.epoch, device(self.worker.slot), self._backend)
-        self._protocol.epoch = formation.epoch
-        if self._protocol.over(formation.epoch):
+        """Form the generation's process group. Raises what torch raises, or WorldAborted."""
+        prepared = self._ahead.take(formation.generation)
+        self.group = prepared or Group(formation.generation, device(self.worker.slot), self._backend)
+        self._protocol.generation = formation.generation
+        if self._protocol.over(formation.generation):
             raise WorldAborted
-        overdue = self._overdue(formation.epoch)
+        overdue = self._overdue(formation.generation)
 
         def waiting() -> None:
             if overdue():
@@ -247,13 +247,13 @@ class Session:
         self.printed.rank = formation.rank
         return self.group
 
-    def _overdue(self, epoch: int) -> Callable[[], bool]:
-        """A function that returns whether this epoch was aborted at least FORMING_PATIENCE before."""
+    def _overdue(self, generation: int) -> Callable[[], bool]:
+        """A function that returns whether this generation was aborted at least FORMING_PATIENCE before."""
         since = 0.0
 
         def overdue() -> bool:
             nonlocal since
-            if self._protocol.over(epoch):
+            if self._protocol.over(generation):
                 since = since or time.monotonic()
             return since > 0 and time.monotonic() - since > FORMING_PATIENCE
 
@@ -266,7 +266,7 @@ class Session:
         `task` may write to nothing that is used afterwards.
         """
         assert self.group is not None
-        running, overdue = in_a_thread(task), self._overdue(self.group.epoch)
+        running, overdue = in_a_thread(task), self._overdue(self.group.generation)
         while not wait((running,), LOOK).done:
             if overdue():
                 raise WorldAborted
@@ -293,7 +293,7 @@ class Session:
         if protocol.commits == 1:
             protocol.reports.begin((time.monotonic() - self.formed_at) * 1000)
             self.link.wake()
-        elif protocol.commits == OFFERED_AT:  # the next epoch's store, before it is needed
+        elif protocol.commits == OFFERED_AT:  # the next generation's store, before it is needed
             self._offer_store()
         if self.attention:
             self._listen()
@@ -304,10 +304,10 @@ class Session:
             self.link.wake()
 
     def _offer_store(self) -> None:
-        """For the epoch after this one, beside the training."""
+        """For the generation after this one, beside the training."""
         if self.group is not None:
-            epoch, peers = self.group.epoch, self.group.peers
-            self._ahead.make_offer(peers, lambda store: self.link.send(ev.StoreOffered(self.worker, epoch, store)))
+            generation, peers = self.group.generation, self.group.peers
+            self._ahead.make_offer(peers, lambda store: self.link.send(ev.StoreOffered(self.worker, generation, store)))
 
     def _listen(self) -> None:
         """Read what came, wait at the commit that was promised not to be passed, leave at the one that was agreed."""
@@ -329,20 +329,20 @@ class Session:
         match news:
             case Formation():
                 self._coming = news
-            case wire.Abort() | wire.Drop() if self._protocol.over(self._protocol.epoch):
+            case wire.Abort() | wire.DropGroup() if self._protocol.over(self._protocol.generation):
                 raise WorldAborted
 
     def check(self, where: torch.device) -> None:
-        """WorldAborted if the epoch is broken. The GPU is waited for: aborted kernels end as if all were well."""
+        """WorldAborted if the generation is broken. The GPU is waited for: aborted kernels end as if all were well."""
         if where.type == "cuda":
             torch.cuda.current_stream(where).synchronize()
-        if self.group is not None and self._protocol.over(self.group.epoch):
+        if self.group is not None and self._protocol.over(self.group.generation):
             raise WorldAborted
 
     def settle(self) -> None:
         """Wait for all that this worker has begun on its GPU: a commit holds it, and closing the group would cut it off.
 
-        WorldAborted if the epoch is broken: collectives that were aborted there end as if all were well.
+        WorldAborted if the generation is broken: collectives that were aborted there end as if all were well.
         """
         if torch.cuda.is_initialized():
             where = device(self.worker.slot)
@@ -360,20 +360,20 @@ class Session:
     def judge(self, error: BaseException) -> bool:
         """The user's function raised: was it a collective? The driver knows. True: the error is the program's own."""
         assert self.group is not None
-        protocol, epoch = self._protocol, self.group.epoch
+        protocol, generation = self._protocol, self.group.generation
         own = self.group.intact() or not of_a_collective(error)
         raised = protocol.raised(f"{type(error).__name__}: {error}", intact=own)
-        while not protocol.over(epoch):
+        while not protocol.over(generation):
             self.link.send(raised)
             match self._hear(REPEAT):
-                case wire.Abort() | wire.Drop() if protocol.over(epoch):
-                    return own and isinstance(self._hear(VERDICT), wire.Quit)
-                case wire.Quit():  # its own: the others raise
+                case wire.Abort() | wire.DropGroup() if protocol.over(generation):
+                    return own and isinstance(self._hear(VERDICT), wire.StopProgram)
+                case wire.StopProgram():  # its own: the others raise
                     return True
         return protocol.quit is not None and protocol.quit.own
 
     def leave_group(self) -> None:
-        """Close the epoch's group, if there is one."""
+        """Close the generation's group, if there is one."""
         self._protocol.leave()
         self._left, self.group = self.group, None
         if self._left is not None:
@@ -386,7 +386,7 @@ class Session:
             news = self._inbox.get(timeout=timeout)
         except queue.Empty:
             return None
-        if isinstance(news, wire.Quit) and not news.own:
+        if isinstance(news, wire.StopProgram) and not news.own:
             raise JobStoppedError(news.reason)
         return news
 
@@ -436,47 +436,49 @@ class Session:
                     self._run(message)
             case wire.FetchResult(job=job, offset=offset):
                 self._send_value(job, offset)
-            case wire.Look(epoch=epoch):
-                self._say_where(epoch)
+            case wire.QueryPosition(generation=generation):
+                self._say_where(generation)
             case wire.ShowStack(number=number):
                 self.link.send(wire.StackShown(self.worker, number, whereabouts(), stack()))
-            case wire.EndStuck(keep=keep):
+            case wire.EndHungWorker(keep=keep):
                 holder, folder = self.holder, kept(self._folder, self.worker)
                 task = partial(holder.keep, folder) if keep and holder is not None else None
                 self._stuck.answer(task, self._protocol.job, time.monotonic())
-            case wire.Expect(addresses=addresses):
+            case wire.AllowPeers(addresses=addresses):
                 self._ahead.expect(addresses)
 
-    def _introduction(self) -> wire.WorkerHere:
+    def _introduction(self) -> wire.WorkerReport:
         """To a new driver, who has not heard what was said before."""
         self.printed.hold()
         offer = self._ahead.offer
         return self._protocol.statement(os.getpid(), offer.endpoint if offer is not None else "")
 
     def _move(self, order: wire.Rehome) -> None:
-        """The next epoch's connections are made from another address; the present one keeps its own."""
+        """The next generation's connections are made from another address; the present one keeps its own."""
         set_interface(order.interface)
         self.address = order.address
         self._ahead.move(order.address)
         if self._protocol.commits >= OFFERED_AT:
             self._offer_store()
 
-    def _say_where(self, epoch: int) -> None:
+    def _say_where(self, generation: int) -> None:
         group = self.group
-        if group is None or group.epoch > epoch:  # it may not have heard of a newer one, which was broken meanwhile
+        if (
+            group is None or group.generation > generation
+        ):  # it may not have heard of a newer one, which was broken meanwhile
             return
         used = time.process_time() - time.thread_time()  # by all threads but this one, which repeats aborts
-        connected = self.formation is not None and self.formation.epoch == epoch
+        connected = self.formation is not None and self.formation.generation == generation
         with contextlib.suppress(RuntimeError):  # groups are being made: it will be asked again
             begun = collectives_of_all() - self._ahead_by
             total = self._protocol.total
-            self.link.send(ev.WorkerAt(self.worker, epoch, total, begun, whereabouts(), used, connected))
+            self.link.send(ev.PositionReported(self.worker, generation, total, begun, whereabouts(), used, connected))
 
     def _build(self, formation: Formation) -> None:
         def done(failure: Exception | None) -> None:
             error = "" if failure is None else f"{type(failure).__name__}: {failure}"[:PREPARE_BOUND]
             supported = not isinstance(failure, UnsupportedError)
-            self.link.send(ev.WorkerPrepared(self.worker, formation.epoch, error, supported))
+            self.link.send(ev.WorkerPrepared(self.worker, formation.generation, error, supported))
 
         self._ahead.prepare(formation, device(self.worker.slot), self._backend, done)
 
@@ -492,7 +494,7 @@ class Session:
         return self._abort(now)
 
     def _abort(self, now: float) -> float:
-        """Whoever is in an epoch that is over is woken, again and again; seconds until the next time."""
+        """Whoever is in a generation that is over is woken, again and again; seconds until the next time."""
         protocol = self._protocol
         if self._stuck.keeping:
             if protocol.quit is not None and not self._stuck.moved(now):
@@ -501,14 +503,14 @@ class Session:
                 self._stuck.go_on_keeping(now)
             return ABORT_EVERY
         group, following = self.group, self._ahead.group
-        gone = following is None or not protocol.over(following.epoch) or self._ahead.abort()
+        gone = following is None or not protocol.over(following.generation) or self._ahead.abort()
         if self._left is not None and now - self._left_at > LEAVE_PATIENCE:
             group = self._left
-        elif group is None or not protocol.over(group.epoch):
+        elif group is None or not protocol.over(group.generation):
             self._stuck.forget()
             return REPORT_EVERY if gone else ABORT_EVERY
         group.abort()
-        if self._stuck.watch(group.epoch, now):
+        if self._stuck.watch(group.generation, now):
             if protocol.quit is not None or not self.account.holds:
                 self._end_stuck()
             if not self.link.away:
@@ -525,7 +527,7 @@ class Session:
             if self._protocol.quit is not None and self.holder is not None:
                 self.holder.rescue()
         finally:
-            os._exit(ev.STUCK)
+            os._exit(ev.HUNG)
 
     def _send_output(self) -> None:
         for job, rank, stream, text, end in self.printed.take():

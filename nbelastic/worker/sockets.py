@@ -1,4 +1,4 @@
-"""The connections of one epoch's process groups, told from all other sockets of this process by what is at their ends.
+"""The connections of one generation's process groups, told from all other sockets of this process by what is at their ends.
 
 Other threads of the program open connections at any moment, also while a group is being formed: those are never touched.
 """
@@ -71,7 +71,7 @@ def peers(descriptors: Iterable[int]) -> frozenset[str]:
 
 
 def shut_down(fd: int, inode: str) -> None:
-    """Shut a connection down, never a listener: the process's gloo device shares it with the next epoch.
+    """Shut a connection down, never a listener: the process's gloo device shares it with the next generation.
 
     The descriptor may have been closed and given to another file meanwhile: only the duplicate's own inode counts.
     """

@@ -56,7 +56,7 @@ class State:
     """Base of the states: values by name, `commit()`, `restore()` and `sync()`. Use `ObjectState` or `TorchState`.
 
     Values are plain data (numbers, text, containers, tensors) or objects with `state_dict()` and `load_state_dict()`.
-    They are attributes: `state.epoch += 1`. `commits` counts the commits since the beginning of the job.
+    They are attributes: `state.generation += 1`. `commits` counts the commits since the beginning of the job.
     """
 
     def __init__(self, *unnamed: Any, **values: Any) -> None:
@@ -269,7 +269,7 @@ class State:
                     raise
 
             self._accept(described, where, fill)
-            account.holds, account.since = True, formation.epoch
+            account.holds, account.since = True, formation.generation
         else:
             outgoing: list[torch.Tensor] = []
             contents = describe(self._contents(), outgoing)
@@ -427,8 +427,8 @@ class State:
 
 
 class ObjectState(State):
-    """Counters, lists, dicts, tensors: `ObjectState(epoch=0, best=None)`."""
+    """Counters, lists, dicts, tensors: `ObjectState(generation=0, best=None)`."""
 
 
 class TorchState(State):
-    """Models, optimizers, schedulers, samplers and counters: `TorchState(model=model, optimizer=optimizer, epoch=0)`."""
+    """Models, optimizers, schedulers, samplers and counters: `TorchState(model=model, optimizer=optimizer, generation=0)`."""

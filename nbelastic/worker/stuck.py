@@ -77,16 +77,16 @@ class Stuck:
     ) -> None:
         """`discard` removes what was kept."""
         self._worker, self._say, self._end, self._discard = worker, say, end, discard
-        self._lock = threading.Lock()  # a new epoch is entered, or it is begun to keep the state: not both at once
-        self._entered = 0  # the newest epoch in which the main thread may change the state
+        self._lock = threading.Lock()  # a new generation is entered, or it is begun to keep the state: not both at once
+        self._entered = 0  # the newest generation in which the main thread may change the state
         self._blocked: Blocked | None = None
-        self._epoch = 0  # the aborted one
+        self._generation = 0  # the aborted one
         self._said: ev.Event | None = None  # last, and when it is said again
         self._say_at = 0.0
         self._job = ""
         self._keeping: Future[int] | None = None  # the state, and so its commit
         self._since = 0.0  # since when
-        self._free = threading.Event()  # set while the state is not being kept: the main thread may enter an epoch
+        self._free = threading.Event()  # set while the state is not being kept: the main thread may enter a generation
         self._free.set()
 
     @property
@@ -94,24 +94,24 @@ class Stuck:
         """Whether the state is being kept, or has been."""
         return self._keeping is not None
 
-    def enter(self, epoch: int) -> None:
-        """The main thread is about to change the state, in a new epoch. If that is being kept just now, it waits."""
+    def enter(self, generation: int) -> None:
+        """The main thread is about to change the state, in a new generation. If that is being kept just now, it waits."""
         with self._lock:
-            self._entered = epoch
+            self._entered = generation
         self._free.wait()
 
     def forget(self) -> None:
-        """No epoch that is aborted holds the main thread."""
+        """No generation that is aborted holds the main thread."""
         self._blocked, self._said = None, None
 
-    def watch(self, epoch: int, now: float) -> bool:
-        """Look at the main thread, which is to leave this aborted `epoch`: whether it is stuck in it."""
-        self._blocked, self._epoch = self._blocked or Blocked(now), epoch
+    def watch(self, generation: int, now: float) -> bool:
+        """Look at the main thread, which is to leave this aborted `generation`: whether it is stuck in it."""
+        self._blocked, self._generation = self._blocked or Blocked(now), generation
         return self._blocked.stuck_for(now) > PATIENCE
 
     def ask(self, commit: int, now: float) -> None:
         """How to end. The answer comes to `answer`; there is none while that depends on what others say."""
-        self._repeat(ev.WorkerStuck(self._worker, self._epoch, commit), now, ASK)
+        self._repeat(ev.WorkerHung(self._worker, self._generation, commit), now, ASK)
 
     def answer(self, keep: Callable[[], int] | None, job: str, now: float) -> None:
         """End; but first `keep()`, if it is given, which returns the commit. A main thread that has moved meanwhile goes on."""
@@ -125,7 +125,7 @@ class Stuck:
             self._end()
             return
         with self._lock:
-            if self._entered <= self._epoch:
+            if self._entered <= self._generation:
                 self._free.clear()
                 self._keeping, self._since, self._job = in_a_thread(keep), now, job
 
@@ -139,7 +139,7 @@ class Stuck:
                 self.forget()
                 self._free.set()
         elif not self._keeping.done():
-            self._repeat(ev.WorkerStuck(self._worker, self._epoch, keeping=True), now, REPEAT)
+            self._repeat(ev.WorkerHung(self._worker, self._generation, keeping=True), now, REPEAT)
         elif self._keeping.exception() is not None:
             self._end()
         else:

@@ -1,4 +1,4 @@
-"""Moving a state from one rank to others over the epoch's group: a small description, then the tensors in buckets.
+"""Moving a state from one rank to others over the generation's group: a small description, then the tensors in buckets.
 
 The description is read with `torch.load(weights_only=True)`: numbers, text, containers and tensors, never code.
 """
@@ -86,7 +86,7 @@ class Channel:
         self._receivers = tuple(receivers)
         self._rank = rank
         self.device = device
-        self._group = dist.group.WORLD  # a thread that is left behind must not reach the next epoch's
+        self._group = dist.group.WORLD  # a thread that is left behind must not reach the next generation's
         self._all = len(self._receivers) == world_size - 1 or device.type == "cuda"
         self.receives = rank in self._receivers
         self.sends = rank == root

@@ -39,7 +39,7 @@ def test_one_that_dies_at_once_is_reported():
 def test_one_that_is_told_to_end_is_killed_if_it_does_not():
     """After a grace, and at each look from then on: one that was just forked leads no group yet."""
     agent = with_worker()
-    assert agent.heard(wire.Reap(W, kill=False), 10.0) == [Signal(W, kill=False)]
+    assert agent.heard(wire.StopWorker(W, kill=False), 10.0) == [Signal(W, kill=False)]
     assert agent.looked({W: "S"}, 10.0 + GRACE / 2) == []
     for at in (10.0 + GRACE, 10.1 + GRACE):
         assert agent.looked({W: "S"}, at) == [Signal(W, kill=True)]
@@ -48,13 +48,13 @@ def test_one_that_is_told_to_end_is_killed_if_it_does_not():
 def test_one_that_is_to_be_killed_is_killed_until_it_is_gone():
     """At once, and at each look."""
     agent = with_worker()
-    assert agent.heard(wire.Reap(W, kill=True), 10.0) == [Signal(W, kill=True)]
+    assert agent.heard(wire.StopWorker(W, kill=True), 10.0) == [Signal(W, kill=True)]
     assert agent.looked({W: "R"}, 10.0) == [Signal(W, kill=True)]
 
 
 def test_an_order_to_end_one_that_is_gone_is_answered():
     """The driver may not have heard of its end."""
-    assert Protocol(30.0).heard(wire.Reap(W, kill=True), 0.0) == [Say(ev.WorkerExited(W, 0))]
+    assert Protocol(30.0).heard(wire.StopWorker(W, kill=True), 0.0) == [Say(ev.WorkerExited(W, 0))]
 
 
 @pytest.mark.parametrize(("state", "said"), [("T", "stopped"), ("t", "traced")])
@@ -62,12 +62,12 @@ def test_a_stopped_process_is_reported_once(state, said):
     """When two looks in a row have found it so; again if it was stopped anew, and to a new driver."""
     agent = with_worker()
     assert agent.looked({W: state}, 1.0) == []
-    assert agent.looked({W: state}, 1.1) == [Say(ev.WorkerFroze(W, said))]
+    assert agent.looked({W: state}, 1.1) == [Say(ev.WorkerFrozen(W, said))]
     assert agent.looked({W: state}, 1.2) == []
     assert agent.looked({W: "S"}, 1.3) == agent.looked({W: state}, 1.4) == []
-    assert agent.looked({W: state}, 1.5) == [Say(ev.WorkerFroze(W, said))]
+    assert agent.looked({W: state}, 1.5) == [Say(ev.WorkerFrozen(W, said))]
     assert agent.heard(wire.Welcome(2), 1.6) == [Introduce()]
-    assert [agent.looked({W: state}, at) for at in (1.7, 1.8)] == [[], [Say(ev.WorkerFroze(W, said))]]
+    assert [agent.looked({W: state}, at) for at in (1.7, 1.8)] == [[], [Say(ev.WorkerFrozen(W, said))]]
 
 
 def test_a_process_in_uninterruptible_sleep_is_reported_after_a_while():
@@ -99,7 +99,7 @@ def test_the_newest_of_a_slot_is_remembered():
 
 def test_it_ends_when_it_is_told_to():
     """With all its workers, which its process sees to."""
-    assert with_worker().heard(wire.Retire(), 0.0) == [End()]
+    assert with_worker().heard(wire.StopAgent(), 0.0) == [End()]
 
 
 def test_the_lease():

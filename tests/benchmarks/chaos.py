@@ -93,7 +93,7 @@ class Storm:
         if drivers:
             self._kinds[self.kill_driver] = sum(self._kinds.values())
 
-    def strike(self) -> str:
+    def inject_fault(self) -> str:
         kind = self._dice.choices(list(self._kinds), list(self._kinds.values()))[0]
         with suppress(nbe.DriverLostError):
             kind()
@@ -222,12 +222,12 @@ def storm_through(
             if job.done():
                 return
             watch.sleep(pause * (0.5 + dice.random()))
-            done[storm.strike()] += 1
+            done[storm.inject_fault()] += 1
 
     settle(cluster, job, storm, watch)
     kernel, elder = psutil.Process(), eldest(cluster)
     storm.spared = elder.pid
-    while cluster.status().epoch < WARM and sum(done.values()) < faults // 2 and not job.done():
+    while cluster.status().generation < WARM and sum(done.values()) < faults // 2 and not job.done():
         rage(1)
     settle(cluster, job, storm, watch)
     before = looks(kernel=kernel, elder=elder)

@@ -16,7 +16,7 @@ from time import perf_counter
 
 from nbelastic.core import commands as cmd
 from nbelastic.core.membership import step
-from nbelastic.core.state import Stage, World
+from nbelastic.core.state import ClusterState, Stage
 from nbelastic.protocol import events as ev
 from nbelastic.protocol.ids import HostSpec, WorkerId
 from nbelastic.protocol.limits import Limits
@@ -30,7 +30,7 @@ class Cluster:
 
     def __init__(self, workers: int) -> None:
         self.size = workers
-        self.world = World(Limits(min=workers // 2, max=workers, spares=SPARES, elastic_timeout=1e6))
+        self.cluster = ClusterState(Limits(min=workers // 2, max=workers, spares=SPARES, elastic_timeout=1e6))
         self.now = 0.0
         self.phase = ""
         self.times: dict[str, list[float]] = defaultdict(list)
@@ -39,9 +39,9 @@ class Cluster:
     def send(self, event: ev.Event) -> tuple[cmd.Command, ...]:
         self.now += 1e-4
         start = perf_counter()
-        world, commands = step(self.world, event, self.now)
+        state, commands = step(self.cluster, event, self.now)
         took = perf_counter() - start
-        self.world = world
+        self.cluster = state
         if any(isinstance(command, cmd.FormWorld) for command in commands):
             self.forming.append(took)
         else:
@@ -49,7 +49,9 @@ class Cluster:
         return commands
 
     def ready(self, w: WorkerId, commit: int = 0) -> None:
-        self.send(ev.WorkerReady(w, "job", self.world.workers[w].epoch, commit, clean=True, store="tcp://10.0.0.1:1"))
+        self.send(
+            ev.WorkerReady(w, "job", self.cluster.workers[w].generation, commit, clean=True, store="tcp://10.0.0.1:1")
+        )
 
     def start(self) -> None:
         self.phase = "start-up"
@@ -59,40 +61,40 @@ class Cluster:
             for command in self.send(ev.AgentReady(host.name, 1)):
                 if isinstance(command, cmd.StartWorker):
                     self.send(ev.WorkerStarted(command.worker, 1))
-        for w in list(self.world.workers):
+        for w in list(self.cluster.workers):
             self.send(ev.WorkerRegistered(w))
 
     def form(self, phase: str) -> None:
         """From wherever it stands to a running world."""
         self.phase = phase
-        for w in sorted(self.world.starting) if phase == "first world" else sorted(self.world.awaiting):
+        for w in sorted(self.cluster.starting) if phase == "first world" else sorted(self.cluster.awaiting):
             self.rejoin(w)
         self.now += 2.0
         self.send(ev.Ticked())
         self.phase = "joining"
-        for w in self.world.members:
-            self.send(ev.WorkerFormed(w, self.world.epoch, {}))
-        assert self.world.stage is Stage.RUNNING, self.reason
+        for w in self.cluster.members:
+            self.send(ev.WorkerFormed(w, self.cluster.generation, {}))
+        assert self.cluster.stage is Stage.RUNNING, self.reason
 
     def rejoin(self, w: WorkerId) -> None:
-        member = w in self.world.ranked
-        left = self.world.epoch if member else 0
+        member = w in self.cluster.ranked
+        left = self.cluster.generation if member else 0
         self.send(ev.WorkerReady(w, "job", left, 100, clean=True, store="tcp://10.0.0.1:1", holds=member))
 
     def train(self, events: int) -> None:
         """Steady running with spares at hand: news that changes nothing."""
         self.phase = "running"
-        spares = sorted(self.world.waiting)
+        spares = sorted(self.cluster.waiting)
         assert spares, "the spares are waiting"
         for number in range(events):
-            self.send(ev.WorkerStarted(self.world.members[number % len(self.world.members)], 2))
+            self.send(ev.WorkerStarted(self.cluster.members[number % len(self.cluster.members)], 2))
             w = spares[number % len(spares)]
             self.send(ev.WorkerReady(w, "job", 0, 0, clean=True, store="tcp://10.0.0.1:1"))
             self.send(ev.Ticked())
 
     def die(self, deaths: int) -> None:
         """Workers die; the others gather and form again; the replacements start."""
-        victims = self.world.members[:: max(1, len(self.world.members) // deaths)][:deaths]
+        victims = self.cluster.members[:: max(1, len(self.cluster.members) // deaths)][:deaths]
         self.phase = "death"
         for w in victims:
             self.send(ev.WorkerExited(w, -9))
@@ -100,18 +102,18 @@ class Cluster:
 
     def lose_host(self) -> None:
         self.phase = "host lost"
-        self.send(ev.AgentLost(self.world.members[0].host, "gone"))
+        self.send(ev.AgentLost(self.cluster.members[0].host, "gone"))
         self.form("gathering")
 
     def shrink(self) -> None:
         """A host is drained: ask, agree, leave, form."""
         self.phase = "planned change"
-        self.send(ev.HostRemoved(self.world.members[-1].host))
+        self.send(ev.HostRemoved(self.cluster.members[-1].host))
         self.now += 2.0
         self.send(ev.Ticked())
-        for w in self.world.members:
-            self.send(ev.WorkerOffered(w, self.world.epoch, 5, self.world.asks))
-        assert self.world.stage is Stage.LEAVING
+        for w in self.cluster.members:
+            self.send(ev.LeaveAcknowledged(w, self.cluster.generation, 5, self.cluster.asks))
+        assert self.cluster.stage is Stage.LEAVING
         self.form("planned change")
 
 

@@ -102,7 +102,7 @@ def wide(step: int) -> Status:
 
 def large(rounds: int) -> dict[str, list[float]]:
     """64 × 8: milliseconds to make an update of a status, and kilobytes of it: the whole, a step's, a second's samples."""
-    events = [EventRecord(1.7e9, "world-formed", "world of 512 at epoch 3", epoch=3, took={"form": 1.0})] * 12
+    events = [EventRecord(1.7e9, "world-formed", "world of 512 at generation 3", generation=3, took={"form": 1.0})] * 12
     found: dict[str, list[float]] = {name: [] for name in ("make, ms", "whole, kB", "step, kB", "samples, kB")}
     for _ in range(rounds):
         frames, first = Frames(), wide(0)

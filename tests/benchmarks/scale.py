@@ -33,7 +33,7 @@ import zmq
 
 from nbelastic.core import commands as cmd
 from nbelastic.core.membership import step
-from nbelastic.core.state import World
+from nbelastic.core.state import ClusterState
 from nbelastic.driver import driver as driver_module
 from nbelastic.driver.answers import ready_workers
 from nbelastic.driver.parts import Parts
@@ -101,9 +101,9 @@ def drive(hosts: int, parent: Connection, players: list[Connection]) -> None:
 
     taken: list[tuple[float, float, str]] = []
 
-    def timed(world: World, event: ev.Event, now: float) -> tuple[World, tuple[cmd.Command, ...]]:
+    def timed(cluster: ClusterState, event: ev.Event, now: float) -> tuple[ClusterState, tuple[cmd.Command, ...]]:
         taken.append((time.monotonic(), time.thread_time(), type(event).__name__))
-        return step(world, event, now)
+        return step(cluster, event, now)
 
     open_files.raise_limit()
     driver_module.step = timed
@@ -124,10 +124,10 @@ def drive(hosts: int, parent: Connection, players: list[Connection]) -> None:
                     job = Run("job-1", wire.Program("job-1", "", source="a cell"))
                     thread.call(driver.jobs.submit, job, SavedJob("job-1"))
                 case "look":
-                    world = driver.world
-                    members = list(map(str, world.members))
+                    cluster = driver.cluster
+                    members = list(map(str, cluster.members))
                     cpu = (time.process_time(), time.clock_gettime(time.pthread_getcpuclockid(thread.ident)))
-                    parent.send((world.phase, ready_workers(world), members, *cpu, list(taken)))
+                    parent.send((cluster.phase, ready_workers(cluster), members, *cpu, list(taken)))
                     taken.clear()
 
 
@@ -231,48 +231,48 @@ class Worker:
     """It joins every world that it is told of, commits with every report, and leaves when it is to."""
 
     def __init__(self, w: WorkerId, link: Callable[[str, Callable[[Any], None]], Peer]) -> None:
-        self.id, self.job, self.epoch, self.left, self.commit = w, "", 0, 0, 0
+        self.id, self.job, self.generation, self.left, self.commit = w, "", 0, 0, 0
         self.speaks = False  # it is rank 0
         self.link = link(f"worker/{w}", self._hear)
         self.link.send(wire.WorkerProgress(w, 0, 0, {}))
         self.link.send(wire.WorkerHello(w, 1, str(w)))
 
     def _ready(self) -> None:
-        self.epoch = 0
+        self.generation = 0
         store = f"127.0.0.1:{1000 + self.id.slot}"
         holds = self.left > 0
         self.link.send(ev.WorkerReady(self.id, self.job, self.left, self.commit, clean=True, store=store, holds=holds))
 
-    def _leave(self, epoch: int) -> None:
-        if self.epoch and self.epoch <= epoch:
-            self.left = self.epoch
+    def _leave(self, generation: int) -> None:
+        if self.generation and self.generation <= generation:
+            self.left = self.generation
             self._ready()
 
     def _hear(self, message: wire.Message) -> None:
         match message:
-            case wire.Formation(epoch=epoch) if epoch > max(self.left, self.epoch):
-                self.epoch = epoch
+            case wire.Formation(generation=generation) if generation > max(self.left, self.generation):
+                self.generation = generation
                 self.speaks = message.hosts[0][0] == self.id.host and message.hosts[0][1][0] == self.id.slot
-                self.link.send(ev.WorkerFormed(self.id, epoch, {}))
+                self.link.send(ev.WorkerFormed(self.id, generation, {}))
             case wire.Program(job=job):
                 self.job = job
                 self._ready()
             case wire.Prepare(formation=formation):
-                self.link.send(ev.WorkerPrepared(self.id, formation.epoch))
-            case wire.Abort(epoch=epoch):
-                self._leave(epoch)
-            case wire.Leave(epoch=epoch, commit=None, ask=ask):
-                self.link.send(ev.WorkerOffered(self.id, epoch, self.commit, ask))
-            case wire.Leave(epoch=epoch, commit=commit) if commit is not None and commit >= 0:
-                self._leave(epoch)
+                self.link.send(ev.WorkerPrepared(self.id, formation.generation))
+            case wire.Abort(generation=generation):
+                self._leave(generation)
+            case wire.Leave(generation=generation, commit=None, ask=ask):
+                self.link.send(ev.LeaveAcknowledged(self.id, generation, self.commit, ask))
+            case wire.Leave(generation=generation, commit=commit) if commit is not None and commit >= 0:
+                self._leave(generation)
 
     def report(self) -> None:
-        if self.epoch:
+        if self.generation:
             self.commit += 1
-            self.link.report(wire.WorkerProgress(self.id, self.epoch, self.commit, {"loss": 1 / self.commit}))
+            self.link.report(wire.WorkerProgress(self.id, self.generation, self.commit, {"loss": 1 / self.commit}))
 
     def fail(self) -> None:
-        self.link.send(ev.WorkerRaised(self.id, self.epoch, False, "RuntimeError: Connection closed by peer"))
+        self.link.send(ev.WorkerRaised(self.id, self.generation, False, "RuntimeError: Connection closed by peer"))
 
 
 class Players:
@@ -315,12 +315,12 @@ class Players:
             case ("kill", w) if w in self._workers:
                 self._kill(self._workers.pop(w))
             case ("storm",):
-                everybody = [worker for worker in self._workers.values() if worker.epoch]
+                everybody = [worker for worker in self._workers.values() if worker.generation]
                 for number, worker in enumerate(everybody):
                     self._after(STORM * number / len(everybody), worker.fail)
             case ("event", w) if w in self._workers:
                 worker = self._workers[w]
-                worker.link.send(ev.StoreOffered(worker.id, worker.epoch, "127.0.0.1:1"))
+                worker.link.send(ev.StoreOffered(worker.id, worker.generation, "127.0.0.1:1"))
             case ("count",):
                 hosts = self._hosts.values()
                 peers = [peer for host in hosts for peer in (host.agent, *host.peers.values())]

@@ -137,7 +137,7 @@ def lost(steps: Steps, after: dict[str, Any]) -> float:
     return float(max(0, reached - (after["step"] - 1)))
 
 
-def strike(folder: str, rank_0: bool) -> Kill:
+def kill_one(folder: str, rank_0: bool) -> Kill:
     """Kill a member that has just completed a step; it is dead when this returns."""
     ranked = wait_for(lambda: members(steps_in(folder), time.time()), "a world of full size")
     victim = psutil.Process(ranked[0] if rank_0 else random.choice(list(ranked.values())))
@@ -177,7 +177,7 @@ def undisturbed(folder: str, seconds: float) -> float:
 
 
 def kill_once(system: System, folder: str, rank_0: bool, found: Values) -> None:
-    kill = strike(folder, rank_0)
+    kill = kill_one(folder, rank_0)
     after, full = wait_for(lambda: after_kill(steps_in(folder), kill), f"{system.name} goes on after a kill")
     steps = steps_in(folder)
     if any(step["t"] > kill.at + LOOK for step in steps if step["pid"] == kill.pid):

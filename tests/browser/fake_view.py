@@ -43,17 +43,26 @@ def host(workers, slots=None, **more):
 
 
 def event(n, kind="host-up", text="gpu1 is up", *, ago=0.0, size=4, **more):
-    known = {"host": "", "worker": "", "epoch": 3, "took": {}}
+    known = {"host": "", "worker": "", "generation": 3, "took": {}}
     return {"n": n, "time": NOW - ago, "kind": kind, "text": text, "size": size, **known, **more}
 
 
 def state(**more):
     """A cluster of two hosts that train with four workers."""
     hosts = {"gpu1": host([worker(0), worker(1)]), "gpu2": host([worker(2), worker(3)], address="10.0.0.2")}
-    world = {"n": 1, "time": NOW, "name": "fake", "phase": "running", "epoch": 3, "world_size": 4, "min": 2, "max": 8}
+    world = {
+        "n": 1,
+        "time": NOW,
+        "name": "fake",
+        "phase": "running",
+        "generation": 3,
+        "world_size": 4,
+        "min": 2,
+        "max": 8,
+    }
     job = {"job": "job-1", "outcome": "", "step": 1234, "total": None, "steps_per_second": 55.123, "report": {}}
     rest = {"curves": {}, "failed_at": None, "hosts": hosts, "events": [event(1)], "orders": []}
-    return {**world, "reason": "4 workers train in epoch 3", **job, **rest, **more}
+    return {**world, "reason": "4 workers train in generation 3", **job, **rest, **more}
 
 
 class View:

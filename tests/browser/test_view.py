@@ -21,7 +21,7 @@ HISTORY = [
     event(1, "world-formed", "a world of 4", ago=300, size=4),
     event(2, "worker-lost", "gpu2/1#1 was killed", ago=200, size=3),
     event(3, "world-broken", "gpu2/1#1 died", ago=199.9, size=3),
-    event(4, "training", "first step of epoch 2", ago=199.8, size=3, took=CHANGE),
+    event(4, "training", "first step of generation 2", ago=199.8, size=3, took=CHANGE),
     event(5, "worker-ready", "gpu2/1#2 is ready", ago=190, size=3),
 ]
 WRITERS = [["gpu1/0#1", 0], ["gpu1/1#1", 1], ["gpu2/0#1", 2], ["gpu2/1#1", 3]]
@@ -56,7 +56,7 @@ def crowd():
         long: host(
             slots, slots=5, slots_until={"3": NOW + 3030}, phase="draining", reason="to leave at the next commit"
         ),
-        "gpu3": host([], slots=2, phase="cooling", reason="ssh said: connection refused", until=NOW + 3030, cpu=None),
+        "gpu3": host([], slots=2, phase="backoff", reason="ssh said: connection refused", until=NOW + 3030, cpu=None),
     }
     report = {"loss": 0.2134, "a-report-with-a-rather-long-name": 123456, "lr": "nan"}
     events = [event(6, "order-refused", "a-word-of-one-hundred-letters-" * 4), event(7, "training", took=CHANGE)]
@@ -109,7 +109,7 @@ def test_everything_that_matters_is_told_at_a_glance(view, clock):
     curves = {"loss": [2.3, 1.0, 0.21]}
     view.open(state(total=10_000, report={"loss": 0.21}, curves=curves, failed_at=NOW - 185, steps_per_second=50.0))
     expect(view.page.locator(".nbe-phase")).to_have_text("running")
-    expect(view.page.locator(".nbe-reason")).to_have_text("4 workers train in epoch 3")
+    expect(view.page.locator(".nbe-reason")).to_have_text("4 workers train in generation 3")
     facts = view.page.locator(".nbe-facts").first
     for text in ("4 / 2–8", "1,234 of 10,000", "50", "about 2 min", "0.21"):
         expect(facts).to_contain_text(text)
@@ -186,12 +186,12 @@ def test_every_slot_shows_who_is_in_it(view, clock):
     """Members, newcomers, the lost, empty and cooling slots: each is a button with a sign and a word."""
     view.open(crowd())
     legend = view.page.locator(".nbe-legend")
-    for text in ("4 running", "1 ready", "1 starting", "1 lost", "1 cooling", "3 empty"):
+    for text in ("4 running", "1 ready", "1 starting", "1 lost", "1 backoff", "3 empty"):
         expect(legend).to_contain_text(text)
     expect(button(view, "rank 1, slot 1, running, 3 commits behind")).to_contain_text("step 1,231")
     expect(button(view, "slot 1, ready, 1 restart")).to_be_visible()
     expect(button(view, "slot 2, lost, signal 9")).to_be_visible()
-    expect(view.page.get_by_role("button", name=re.compile("slot 3, cooling, for 50 min"))).to_be_visible()
+    expect(view.page.get_by_role("button", name=re.compile("slot 3, backoff, for 50 min"))).to_be_visible()
     expect(view.page.get_by_role("row", name="gpu3")).to_contain_text("again in 50 min")
     clock.fast_forward(600_000)
     expect(view.page.get_by_role("row", name="gpu3")).to_contain_text("again in 40 min")
@@ -456,7 +456,7 @@ def test_the_timeline_joins_history_and_news(view):
     expect(
         view.page.get_by_role("img", name=re.compile("Size of the world .* 5 now, 5 at most, 6 events"))
     ).to_be_visible()
-    log.get_by_text("first step of epoch 2 · 71 ms in all").click()
+    log.get_by_text("first step of generation 2 · 71 ms in all").click()
     expect(log.get_by_role("row", name="abort")).to_contain_text("12 ms")
     expect(log.locator("ul.nbe-why > li")).to_have_text(["gpu2/1#1 was killed", "gpu2/1#1 died"])
     assert len(view.sent("ask")) == 1
@@ -524,11 +524,11 @@ def test_an_answer_to_somebody_else_is_none(view):
 
 def test_logs_of_all_ranks_are_merged_and_equal_lines_folded(view):
     """Each line says whose it is, and which stream; a rank alone can be picked; a closed panel asks nothing."""
-    lines = [(rank, "out", "epoch 1") for rank in range(4)] + [(1, "err", "a warning"), (2, "out", "only mine")]
+    lines = [(rank, "out", "generation 1") for rank in range(4)] + [(1, "err", "a warning"), (2, "out", "only mine")]
     view.open(state(), {**ANSWERS, "logs": logs(*lines)})
     box = panel(view, "Logs").locator(".nbe-line")
     expect(box).to_have_count(3)
-    expect(box.nth(0)).to_have_text(re.compile("ranks 0–3.*epoch 1"))
+    expect(box.nth(0)).to_have_text(re.compile("ranks 0–3.*generation 1"))
     expect(box.nth(1)).to_have_text(re.compile("rank 1.*err.*a warning"))
     view.page.evaluate("answer => { model.answers.logs = answer }", logs((2, "out", "one more"), first=7))
     expect(box).to_have_count(4)

@@ -9,10 +9,10 @@ from msgspec.structs import replace
 from nbelastic.core import commands as cmd
 from nbelastic.core.membership import step
 from nbelastic.core.recovery import resume, summary
-from nbelastic.core.state import Stage, World
+from nbelastic.core.state import ClusterState, Stage
 from nbelastic.protocol import events as ev
 from nbelastic.protocol.ids import WorkerId
-from nbelastic.protocol.wire import AgentHello, WorkerHere
+from nbelastic.protocol.wire import AgentHello, WorkerReport
 from tests.core.invariants import check
 from tests.core.story import FakeWorker, Story, wid
 
@@ -32,7 +32,7 @@ DISTURBING = (
 class Away:
     """The driver is killed while it deals with `last`: that many of its commands, each to one worker, have `reached` them.
 
-    `written`: it had saved the world after `last`, else the one before. `held`: workers that are about to leave their epoch as
+    `written`: it had saved the world after `last`, else the one before. `held`: workers that are about to leave their generation as
     agreed, and have not got as far. What was on its way to the driver is lost.
     """
 
@@ -46,11 +46,11 @@ class Away:
         held: Collection[WorkerId] = (),
     ) -> None:
         self._story = story
-        self.saved = summary(story.world)
+        self.saved = summary(story.cluster)
         if last is not None:
             story.hear_of(last)
-            story.world, commands = step(story.world, last, story.now)
-            self.saved = summary(story.world) if written else self.saved
+            story.cluster, commands = step(story.cluster, last, story.now)
+            self.saved = summary(story.cluster) if written else self.saved
             for command in list(_one_by_one(commands))[:reached]:
                 story._obey(command)
         for w in held:
@@ -63,23 +63,25 @@ class Away:
     def kill(self, *names: str, noticed: bool = True) -> Away:
         """Processes die; `noticed`: who trained with them has lost a connection, and says so to nobody."""
         for name in names:
-            epoch = self._story.fakes[wid(name)].epoch
+            generation = self._story.fakes[wid(name)].generation
             self._story._forget(wid(name))
-            if noticed and epoch:
-                self.break_off(epoch)
+            if noticed and generation:
+                self.break_off(generation)
         return self
 
-    def break_off(self, epoch: int) -> None:
+    def break_off(self, generation: int) -> None:
         for w, fake in self._story.fakes.items():
             waits = fake.bound or fake.returned or isinstance(fake.word, ev.WorkerRaised)
-            if fake.job and fake.epoch == epoch and not waits:
-                fake.word = ev.WorkerRaised(w, epoch, intact=False, error="RuntimeError: Connection closed")
+            if fake.job and fake.generation == generation and not waits:
+                fake.word = ev.WorkerRaised(w, generation, intact=False, error="RuntimeError: Connection closed")
 
     def lose_host(self, name: str, *, noticed: bool = True) -> Away:
-        epochs = {fake.epoch for w, fake in self._story.fakes.items() if w.host == name and fake.job and fake.epoch}
+        generations = {
+            fake.generation for w, fake in self._story.fakes.items() if w.host == name and fake.job and fake.generation
+        }
         self._story.end_agent(name)
-        for epoch in epochs if noticed else ():
-            self.break_off(epoch)
+        for generation in generations if noticed else ():
+            self.break_off(generation)
         return self
 
     def form(self) -> Away:
@@ -87,7 +89,7 @@ class Away:
         for members in self._worlds():
             for fake in members:
                 fake.formed = fake.holds = True
-                fake.since = fake.epoch
+                fake.since = fake.generation
         return self
 
     def commit(self, count: int = 1) -> Away:
@@ -101,13 +103,13 @@ class Away:
     def raised(self, name: str, error: str = "ValueError: no") -> Away:
         """The user's own error."""
         fake = self._story.fakes[wid(name)]
-        fake.word = ev.WorkerRaised(wid(name), fake.epoch, intact=True, error=error)
+        fake.word = ev.WorkerRaised(wid(name), fake.generation, intact=True, error=error)
         return self
 
     def returned(self, *names: str) -> Away:
         for name in names:
             fake = self._story.fakes[wid(name)]
-            fake.returned, fake.word = True, ev.WorkerSucceeded(wid(name), fake.epoch)
+            fake.returned, fake.word = True, ev.WorkerSucceeded(wid(name), fake.generation)
         return self
 
     def ended(self, *names: str, error: str = "") -> Away:
@@ -116,11 +118,11 @@ class Away:
         return self
 
     def _worlds(self) -> list[list[FakeWorker]]:
-        by_epoch: dict[int, list[FakeWorker]] = {}
+        by_generation: dict[int, list[FakeWorker]] = {}
         for fake in self._story.fakes.values():
-            if fake.job and fake.epoch:
-                by_epoch.setdefault(fake.epoch, []).append(fake)
-        return [members for members in by_epoch.values() if len(members) == members[0].size]
+            if fake.job and fake.generation:
+                by_generation.setdefault(fake.generation, []).append(fake)
+        return [members for members in by_generation.values() if len(members) == members[0].size]
 
     # ---- a new driver ----
 
@@ -137,24 +139,24 @@ class Away:
         # nothing depends on who answers first
         heard = {w: self._statement(w) for w in reversed(story.fakes) if w not in mute}
         agents = {name: self.hello(name) for name in story.agents if name not in coming}
-        story.world, commands = resume(self.saved, agents, heard, story.now, coming=coming)
+        story.cluster, commands = resume(self.saved, agents, heard, story.now, coming=coming)
         story.stores |= {w: here.store for w, here in heard.items()}
         story.said.extend(commands)
         for command in commands:
             story._obey(command)
-        world = story.world
-        check(World(world.limits, numbered=world.numbered), world, commands, story.now)
+        cluster = story.cluster
+        check(ClusterState(cluster.limits, numbered=cluster.numbered), cluster, commands, story.now)
         for w, here in heard.items():
             if w in story.fakes and here.job == self.saved.job and not here.busy and here.job:
                 story._say(w, ev.ProgramEnded(w, *story.fakes[w].ended))
             elif w in story.fakes and not here.busy:  # its engine is known
                 story._say(w, ev.WorkerRegistered(w))
         story.answers += [
-            ev.WorkerStuck(w, fake.numbered, fake.commit)
+            ev.WorkerHung(w, fake.numbered, fake.commit)
             for w, fake in story.fakes.items()
             if w in story.stuck and fake.asks
         ]
-        story.answers += [ev.WorkerFroze(w, "stopped") for w in sorted(mute) if w in story.fakes]
+        story.answers += [ev.WorkerFrozen(w, "stopped") for w in sorted(mute) if w in story.fakes]
         story.answers += [
             ev.AgentReady(name, 1, story.interfaces(name), 4711) for name in coming if name in story.agents
         ]
@@ -166,26 +168,26 @@ class Away:
         interfaces, home = story.interfaces(name), story.homes.get(name, "")
         return AgentHello(name, 1, {}, interfaces, 4711, home, workers, dict(story.agents[name]))
 
-    def _statement(self, w: WorkerId) -> WorkerHere:
+    def _statement(self, w: WorkerId) -> WorkerReport:
         story = self._story
         fake = story.fakes[w]
-        epoch = fake.epoch or fake.stands
-        return WorkerHere(
+        generation = fake.generation or fake.stands
+        return WorkerReport(
             w,
             1000,
             str(w),
             fake.job or fake.ended[0],
             bool(fake.job),
             fake.left,
-            epoch,
+            generation,
             fake.rank,
             fake.size,
-            fake.formed and bool(epoch),
+            fake.formed and bool(generation),
             fake.numbered,
             fake.bound,
             fake.commit,
             fake.holds,
-            story.store(w, epoch) if fake.offered and epoch else "",
+            story.store(w, generation) if fake.offered and generation else "",
             fake.stopped,
             fake.word,
             (),
@@ -203,7 +205,14 @@ def _one_by_one(commands: Iterable[cmd.Command]) -> Iterator[cmd.Command]:
                 yield from (replace(command, workers=(w,)) for w in workers)
             case cmd.PrepareWorld(order=order):
                 yield from (cmd.PrepareWorld(replace(order, to=(w,))) for w in order.members)
-            case cmd.DropWorld() | cmd.AskLeave() | cmd.LeaveAt() | cmd.Stay() | cmd.AbortWorld() | cmd.Look():
+            case (
+                cmd.DropWorld()
+                | cmd.AskLeave()
+                | cmd.LeaveAt()
+                | cmd.CancelLeave()
+                | cmd.AbortWorld()
+                | cmd.QueryPosition()
+            ):
                 yield from (replace(command, members=(w,)) for w in command.members)
             case _:
                 yield command
@@ -220,7 +229,7 @@ def disturbed(story: Story, mark: int) -> list[cmd.Command]:
 
 def trains(story: Story, *names: str) -> bool:
     """These do, by rank, and no step that was committed is lost."""
-    world, fakes = story.world, story.fakes
-    at = {fakes[w].commit for w in world.members}
-    there = all(fakes[w].epoch == world.epoch and fakes[w].formed for w in world.members)
-    return world.stage is Stage.RUNNING and there and len(at) == 1 and (not names or story.names == list(names))
+    cluster, fakes = story.cluster, story.fakes
+    at = {fakes[w].commit for w in cluster.members}
+    there = all(fakes[w].generation == cluster.generation and fakes[w].formed for w in cluster.members)
+    return cluster.stage is Stage.RUNNING and there and len(at) == 1 and (not names or story.names == list(names))

@@ -57,7 +57,7 @@ class Play:
         """The cluster's hosts are these now, or still the same."""
         if hosts:
             self.hosts = dict(self.parsed(host) for host in hosts)
-        return self.send(sev.HostsSeen(tuple(self.hosts.items()), self.limits, self.lost))
+        return self.send(sev.HostsChanged(tuple(self.hosts.items()), self.limits, self.lost))
 
     def send(self, event: ev.Event) -> Play:
         before = self.group
@@ -88,8 +88,8 @@ class Play:
                         self.inside.discard(host)
                         self.rounds[host] = number
                         self.answers.append(self._hello(host))
-            case scmd.FormRound(round=number, seats=seats):
-                for seat in seats:
+            case scmd.FormRound(round=number, assignments=assignments):
+                for seat in assignments:
                     if seat.host in self.rounds:
                         self.rounds[seat.host] = number
                         self.inside.add(seat.host)
@@ -103,9 +103,9 @@ class Play:
         self.inside.discard(host)
         return self.send(self._hello(host, **more))
 
-    def guest(self, host: str, workers: int = 1, **more) -> Play:
+    def external(self, host: str, workers: int = 1, **more) -> Play:
         self.rounds.setdefault(host, 0)
-        return self.ready(host, workers=workers, guest=True, **more)
+        return self.ready(host, workers=workers, external=True, **more)
 
     def forget(self, host: str) -> None:
         """Its node is gone, and what it said is not heard any more."""
@@ -127,7 +127,7 @@ class Play:
                 self.now = end
                 return self
             self.now = at
-            self.send(sev.Passed())
+            self.send(sev.Tick())
         raise AssertionError(f"a hot loop: {self.why}")
 
     def fail(self, host: str, code: int = 1, rank: int = 0, ago: float = 1.0, error: str = "boom") -> Play:
@@ -148,8 +148,8 @@ class Play:
         return [command for command in self.said if isinstance(command, kind)]
 
     @property
-    def seats(self) -> list[tuple[str, int]]:
-        return [(seat.host, seat.workers) for seat in self.group.seats]
+    def assignments(self) -> list[tuple[str, int]]:
+        return [(seat.host, seat.workers) for seat in self.group.assignments]
 
     @property
     def end(self) -> scmd.EndScript:
@@ -186,26 +186,30 @@ def faults(before: Group, event: ev.Event, group: Group, commands: tuple[cmd.Com
     for command in commands:
         match command:
             case scmd.LeaveRound(round=number, hosts=hosts):
-                if number != before.round or not set(hosts) <= {seat.host for seat in before.seats}:
+                if number != before.round or not set(hosts) <= {seat.host for seat in before.assignments}:
                     yield "others than those in the round are to leave it"
             case scmd.StartNode(host=host):
-                if group.stage is not Stage.ENDED and (host not in group.nodes or group.nodes[host].guest):
+                if group.stage is not Stage.ENDED and (host not in group.nodes or group.nodes[host].external):
                     yield f"a node is started on {host}, and nobody waits for it"
 
 
 def _faults_of_a_round(before: Group, group: Group, order: scmd.FormRound) -> Iterator[str]:
-    hosts, size = [seat.host for seat in order.seats], sum(seat.workers for seat in order.seats)
+    hosts, size = [seat.host for seat in order.assignments], sum(seat.workers for seat in order.assignments)
     if not group.limits.min <= size <= group.limits.most:
         yield f"a round of {size}, outside [{group.limits.min}, {group.limits.max}]"
-    if len(set(hosts)) != len(hosts) or (group.stage is Stage.RUNNING and order.seats != group.seats):
+    if len(set(hosts)) != len(hosts) or (group.stage is Stage.RUNNING and order.assignments != group.assignments):
         yield f"the seats are {hosts}"
     if order.restarts != group.restarts:
         yield f"{order.restarts} restarts are told, {group.restarts} are counted"
     if not order.store:
         yield "a round without a store"
-    if any(group.nodes[seat.host].guest and seat.workers != group.nodes[seat.host].slots for seat in order.seats):
+    if any(
+        group.nodes[seat.host].external and seat.workers != group.nodes[seat.host].slots for seat in order.assignments
+    ):
         yield "a guest is not taken whole"
-    was = [seat.host for seat in before.seats if seat.host in hosts and group.nodes[seat.host].joined < before.joined]
+    was = [
+        seat.host for seat in before.assignments if seat.host in hosts and group.nodes[seat.host].joined < before.joined
+    ]
     same = [host for host in was if host in before.nodes and before.nodes[host].joined == group.nodes[host].joined]
     fresh = [host for host in hosts if host not in same]
     if hosts != [*same, *sorted(fresh, key=lambda host: group.nodes[host].joined)]:

@@ -13,14 +13,14 @@ from dataclasses import dataclass
 from nbelastic.core import commands as cmd
 from nbelastic.core.membership import deadline, step
 from nbelastic.core.reasons import in_words
-from nbelastic.core.state import Stage, WorkerState, World
+from nbelastic.core.state import ClusterState, Stage, WorkerState
 from nbelastic.protocol import events as ev
 from nbelastic.protocol.hosts import parse_host
 from nbelastic.protocol.ids import Interface, WorkerId
 from nbelastic.protocol.limits import Limits
 from tests.core.invariants import check, check_doubled, check_stores
 
-AWAITED = (ev.WorkerPrepared, ev.WorkerOffered, ev.WorkerReady, ev.WorkerFormed, ev.WorkerAt)
+AWAITED = (ev.WorkerPrepared, ev.LeaveAcknowledged, ev.WorkerReady, ev.WorkerFormed, ev.PositionReported)
 SIGKILL = -9
 IN_TIME = 1e-6
 ASKS = 20  # of those who are stuck, in a time that is quiet
@@ -31,27 +31,27 @@ class FakeWorker:
     """What a faithful worker knows of itself."""
 
     job: str = ""
-    epoch: int = 0  # the epoch it is in, or 0
-    left: int = 0  # the newest epoch it has left or seen aborted
+    generation: int = 0  # the generation it is in, or 0
+    left: int = 0  # the newest generation it has left or seen aborted
     commit: int = 0  # of its state, since the job's beginning
-    steps: int = 0  # commits in this epoch
+    steps: int = 0  # commits in this generation
     clean: bool = True
     returned: bool = False  # from its elastic function
-    offered: bool = False  # a store, in this epoch
-    begun: int = 0  # collectives, in this epoch
+    offered: bool = False  # a store, in this generation
+    begun: int = 0  # collectives, in this generation
     cpu: float = 0.0  # seconds of processor time
     place: str = "train.py:9 in step"
-    rank: int = 0  # in its epoch or, between epochs, in the last
-    size: int = 0  # of its epoch
-    was: tuple[int, int] = (0, 0)  # rank and size in the epoch before
-    formed: bool = False  # the group of its epoch stands
+    rank: int = 0  # in its generation or, between generations, in the last
+    size: int = 0  # of its generation
+    was: tuple[int, int] = (0, 0)  # rank and size in the generation before
+    formed: bool = False  # the group of its generation stands
     holds: bool = False  # it has had the job's state
-    since: int = 0  # the epoch in which it has had it last
-    numbered: int = 0  # the highest epoch that it has heard of
+    since: int = 0  # the generation in which it has had it last
+    numbered: int = 0  # the highest generation that it has heard of
     bound: bool = False  # it has promised not to go on by itself
     word: ev.WorkerReady | ev.WorkerRaised | ev.WorkerSucceeded | None = None  # the last one, if it waits for an answer
     ended: tuple[str, str] = ("", "")  # the job of a program that has ended, and its error
-    stands: int = 0  # the epoch whose group it has kept when its program ended
+    stands: int = 0  # the generation whose group it has kept when its program ended
     stopped: str = ""  # why it was told to stop
     asks: bool = False  # how to end, as it is stuck
 
@@ -64,7 +64,7 @@ class Story:
     """`Story("a:2", "b:2", min=2, max=4)`: hosts are added by hand and wait to come up."""
 
     def __init__(self, *hosts: str, **limits) -> None:
-        self.world = World(Limits(**limits))
+        self.cluster = ClusterState(Limits(**limits))
         self.now = 100.0
         self.answers: list[ev.Event] = []
         self.said: list[cmd.Command] = []
@@ -78,7 +78,7 @@ class Story:
         self.homes: dict[str, str] = {}  # where their workers' stores are
         self.cut: set[tuple[str, str]] = set()  # (host, address): what it does not reach
         self.stores: dict[WorkerId, str] = {}  # what each has offered last
-        self.prepared: set[int] = set()  # epochs
+        self.prepared: set[int] = set()  # generations
         self.mute: set[str] = set()  # hosts whose agents answer no probes
         self.agents: dict[str, dict[int, int]] = {}  # those that live: the newest incarnation of each slot
         self.ran: dict[WorkerId, list[str]] = {}  # sources of the setup cells that each has run, in order
@@ -93,15 +93,15 @@ class Story:
         """Events arrive. Returns the commands of the last one."""
         commands: tuple[cmd.Command, ...] = ()
         for event in events:
-            before = self.world
+            before = self.cluster
             self.hear_of(event)
-            self.world, commands = step(before, event, self.now)
+            self.cluster, commands = step(before, event, self.now)
             self.said.extend(commands)
             for command in commands:
                 self._obey(command)
-            check(before, self.world, commands, self.now)
+            check(before, self.cluster, commands, self.now)
             check_stores(self, event, commands)
-            check_doubled(self.world, event, self.now)
+            check_doubled(self.cluster, event, self.now)
         return commands
 
     def hear_of(self, event: ev.Event) -> None:
@@ -111,10 +111,12 @@ class Story:
         if fake is None:
             return
         match event:
-            case ev.WorkerFormed(epoch=epoch) if epoch == fake.epoch:
+            case ev.WorkerFormed(generation=generation) if generation == fake.generation:
                 fake.formed = fake.holds = True
-                fake.since = epoch
-            case ev.WorkerRaised(epoch=epoch) | ev.WorkerSucceeded(epoch=epoch) if epoch == fake.epoch:
+                fake.since = generation
+            case ev.WorkerRaised(generation=generation) | ev.WorkerSucceeded(generation=generation) if (
+                generation == fake.generation
+            ):
                 fake.word = event
 
     def answer(self, which: Callable[[ev.Event], bool] = lambda _: True, limit: int = 100_000) -> Story:
@@ -136,13 +138,13 @@ class Story:
         """Time passes; `Ticked` comes at every deadline on the way, as the driver sees to."""
         end = self.now + seconds
         for _ in range(1000):
-            at = deadline(self.world, self.now)
+            at = deadline(self.cluster, self.now)
             if at > end:
                 self.now = end
                 return self
             self.now = at
             self.send(ev.Ticked())
-            assert deadline(self.world, self.now) > self.now, f"a hot loop: {self.reason}"
+            assert deadline(self.cluster, self.now) > self.now, f"a hot loop: {self.reason}"
         raise AssertionError("too many ticks")
 
     def quiet(self, seconds: float = 0.0) -> Story:
@@ -151,7 +153,7 @@ class Story:
         end = self.now + seconds
         asks = ASKS
         while self.now < end:
-            until = min(end, deadline(self.world, self.now))
+            until = min(end, deadline(self.cluster, self.now))
             if asks and self._ask_again():
                 asks, until = asks - 1, min(until, self.now + 0.25)
             self.answer()
@@ -193,18 +195,18 @@ class Story:
         """From wherever it stands to a world that trains."""
         self.answer()
         self.submit(job).quiet(2.0)
-        assert self.world.stage is Stage.RUNNING, self.reason
+        assert self.cluster.stage is Stage.RUNNING, self.reason
         return self
 
     def commit(self, count: int = 1) -> Story:
         """Every member makes commits: the job trains."""
-        for w, fake in [(w, self.fakes[w]) for w in self.world.members if w in self.fakes]:
+        for w, fake in [(w, self.fakes[w]) for w in self.cluster.members if w in self.fakes]:
             fake.commit += count
             fake.steps += count
             fake.begun += count
             if fake.steps > 1 and not fake.offered:
                 fake.offered = True
-                self._say(w, ev.StoreOffered(w, fake.epoch, self.store(w, fake.epoch)))
+                self._say(w, ev.StoreOffered(w, fake.generation, self.store(w, fake.generation)))
         return self
 
     def kill(self, *workers: str, code: int = SIGKILL) -> Story:
@@ -239,7 +241,7 @@ class Story:
         return self
 
     def raised(self, worker: str, error: str = "ValueError: no", *, intact: bool = True) -> Story:
-        self.send(ev.WorkerRaised(wid(worker), self.world.epoch, intact, error))
+        self.send(ev.WorkerRaised(wid(worker), self.cluster.generation, intact, error))
         return self
 
     def returned(self, *workers: str) -> Story:
@@ -248,14 +250,14 @@ class Story:
             fake = self.fakes[wid(name)]
             fake.returned = True
             self.hold_back(wid(name))
-            self.send(ev.WorkerSucceeded(wid(name), fake.epoch))
+            self.send(ev.WorkerSucceeded(wid(name), fake.generation))
         return self
 
     def stand_still(self, seconds: float = 3.0, times: int = 1) -> Story:
         """The driver says that nobody commits, every second; who is asked answers."""
         for number in range(times):
-            self.send(ev.StoodStill(self.world.epoch, seconds + number))
-            self.answer(lambda e: isinstance(e, ev.WorkerAt | ev.Probed))
+            self.send(ev.StallDetected(self.cluster.generation, seconds + number))
+            self.answer(lambda e: isinstance(e, ev.PositionReported | ev.Probed))
         return self
 
     def hang(self, *workers: str) -> Story:
@@ -266,25 +268,25 @@ class Story:
         return self
 
     def stick(self, worker: str) -> Story:
-        """Its main thread sleeps in a collective for good: it is noticed when the epoch is aborted."""
+        """Its main thread sleeps in a collective for good: it is noticed when the generation is aborted."""
         w = wid(worker)
         self.stuck.add(w)
         self._unsay(w, *AWAITED)
         fake = self.fakes[w]
-        if not fake.epoch and fake.word is not None:
+        if not fake.generation and fake.word is not None:
             fake.word = None
             self._ask_how_to_end(w, fake.left)
         return self
 
     def hold_back(self, w: WorkerId) -> None:
-        """If it was about to say that it has left its epoch, it has not got as far as that commit."""
+        """If it was about to say that it has left its generation, it has not got as far as that commit."""
         fake = self.fakes[w]
-        if any(isinstance(e, ev.WorkerReady) and e.worker == w for e in self.answers) or not fake.epoch:
-            if fake.epoch:
+        if any(isinstance(e, ev.WorkerReady) and e.worker == w for e in self.answers) or not fake.generation:
+            if fake.generation:
                 fake.rank, fake.size = fake.was
-            fake.epoch, fake.formed, fake.word = fake.left, True, None
+            fake.generation, fake.formed, fake.word = fake.left, True, None
             self._unsay(w, ev.WorkerReady, ev.WorkerFormed)
-        self._unsay(w, ev.WorkerOffered)
+        self._unsay(w, ev.LeaveAcknowledged)
 
     def ended(self, *workers: str, error: str = "") -> Story:
         """The program ends."""
@@ -292,14 +294,14 @@ class Story:
             fake = self.fakes[wid(name)]
             job = fake.job
             self.end_program(wid(name), error)
-            self._unsay(wid(name), ev.WorkerReady, ev.WorkerFormed, ev.WorkerOffered, ev.ProgramEnded)
+            self._unsay(wid(name), ev.WorkerReady, ev.WorkerFormed, ev.LeaveAcknowledged, ev.ProgramEnded)
             self.send(ev.ProgramEnded(wid(name), job, error))
         return self
 
     def end_program(self, w: WorkerId, error: str) -> None:
         fake = self.fakes[w]
-        fake.ended, fake.stands = (fake.job, error), fake.epoch
-        fake.job, fake.epoch = "", 0
+        fake.ended, fake.stands = (fake.job, error), fake.generation
+        fake.job, fake.generation = "", 0
 
     def finish(self) -> Story:
         """All ranks return and end."""
@@ -312,16 +314,16 @@ class Story:
 
     @property
     def reason(self) -> str:
-        return in_words(self.world.reason, self.now)
+        return in_words(self.cluster.reason, self.now)
 
     @property
     def names(self) -> list[str]:
-        return [str(w) for w in self.world.members]
+        return [str(w) for w in self.cluster.members]
 
     @property
     def job(self):
-        assert self.world.job is not None
-        return self.world.job
+        assert self.cluster.job is not None
+        return self.cluster.job
 
     def commands(self, kind: type, since: int = 0) -> list:
         return [command for command in self.said[since:] if isinstance(command, kind)]
@@ -335,7 +337,7 @@ class Story:
         return [command.text for command in self.commands(cmd.Record) if command.kind == kind]
 
     def alive(self, host: str = "") -> list[str]:
-        workers = self.world.workers.values()
+        workers = self.cluster.workers.values()
         return [str(w.id) for w in workers if w.state is not WorkerState.STOPPED and w.id.host.startswith(host)]
 
     def mark(self) -> int:
@@ -354,13 +356,15 @@ class Story:
                 self.answers += [ev.Probed(prober, target, reached, number)] if prober not in self.mute else []
             case cmd.Rehome(host=name, address=address):
                 self._rehome(name, address)
-            case cmd.Look(epoch=epoch, members=members):
+            case cmd.QueryPosition(generation=generation, members=members):
                 for w, fake in [(w, self.fakes[w]) for w in members if w in self.fakes]:
-                    joined = self._connects(w, self.world.members)
-                    self._say(w, ev.WorkerAt(w, epoch, fake.commit, fake.begun, fake.place, fake.cpu, joined))
+                    joined = self._connects(w, self.cluster.members)
+                    self._say(
+                        w, ev.PositionReported(w, generation, fake.commit, fake.begun, fake.place, fake.cpu, joined)
+                    )
             case cmd.StopAgent(host=name):
                 self.end_agent(name)
-                if self.world.stopping:
+                if self.cluster.stopping:
                     self.answers.append(ev.AgentLost(name, "it was told to end"))
             case cmd.StartWorker(worker=w):
                 assert w not in self.started, f"{w} was started twice"
@@ -378,7 +382,7 @@ class Story:
                     self.ran.setdefault(w, []).append(source)
                 self._say(w, ev.SetupEnded(w, version, f"NameError: {source}" if fails else ""))
             case cmd.RunProgram(worker=w, job=job):
-                missing = {cell.source for cell in self.world.setup} - set(self.ran.get(w, ()))
+                missing = {cell.source for cell in self.cluster.setup} - set(self.ran.get(w, ()))
                 assert not missing, f"{w} gets a program without {missing}"
                 assert not self.fakes[w].job, f"{w} still runs {self.fakes[w].job}"
                 self.fakes[w] = FakeWorker(job, numbered=self.fakes[w].numbered)
@@ -387,38 +391,38 @@ class Story:
                 self._form(command)
             case cmd.PrepareWorld(order=order):
                 for w in order.to or order.members:
-                    self._hear_of_epoch(w, order.epoch)
+                    self._hear_of_generation(w, order.generation)
                     if self._connects(w, order.members):
-                        self._say(w, ev.WorkerPrepared(w, order.epoch))
-            case cmd.DropWorld(epoch=epoch, members=members):
+                        self._say(w, ev.WorkerPrepared(w, order.generation))
+            case cmd.DropWorld(generation=generation, members=members):
                 for w in members:
-                    self._hear_of_epoch(w, epoch)
+                    self._hear_of_generation(w, generation)
                     self._unsay(w, ev.WorkerPrepared)
-                    if self.fakes[w].epoch == epoch:
-                        self._abort(w, epoch)
-            case cmd.AskLeave(epoch=epoch, members=members, number=ask):
+                    if self.fakes[w].generation == generation:
+                        self._abort(w, generation)
+            case cmd.AskLeave(generation=generation, members=members, number=ask):
                 for w in members:
                     if not self.fakes[w].returned:
                         self.fakes[w].bound = True
-                        self._say(w, ev.WorkerOffered(w, epoch, self.fakes[w].steps, ask))
+                        self._say(w, ev.LeaveAcknowledged(w, generation, self.fakes[w].steps, ask))
             case cmd.LeaveAt(members=members, commit=commit):
                 for w in members:
                     self._leave(w, commit)
-            case cmd.Stay(epoch=epoch, members=members):
+            case cmd.CancelLeave(generation=generation, members=members):
                 for w in members:
                     self._unsay(w, ev.WorkerReady)
-                    self._stay(self.fakes[w], epoch)
-            case cmd.AbortWorld(epoch=epoch, members=members):
+                    self._stay(self.fakes[w], generation)
+            case cmd.AbortWorld(generation=generation, members=members):
                 for w in members:
-                    self._abort(w, epoch)
+                    self._abort(w, generation)
             case cmd.StopProgram(workers=workers):
                 for w in workers:
                     self._quit(w, command)
-            case cmd.EndStuck(worker=w, keep=keep):
+            case cmd.EndHungWorker(worker=w, keep=keep):
                 self._end_stuck(w, keep)
-            case cmd.TakeKept(worker=w, by=by, commit=commit):
+            case cmd.LoadKeptState(worker=w, by=by, commit=commit):
                 self._take_kept(w, by, commit)
-            case cmd.ForgetKept(by=by):
+            case cmd.DeleteKeptState(by=by):
                 self.kept.pop(by, None)
             case cmd.EndJob() | cmd.Record():
                 pass
@@ -433,8 +437,8 @@ class Story:
         named = enumerate(self.addresses.get(name, ()))
         return tuple(Interface("lo" if a.startswith("127.") else f"eth{i}", a) for i, a in named)
 
-    def store(self, w: WorkerId, epoch: int) -> str:
-        return f"{self.homes[w.host]}:{w.slot}{epoch}" if w.host in self.homes else f"{w}@{epoch}"
+    def store(self, w: WorkerId, generation: int) -> str:
+        return f"{self.homes[w.host]}:{w.slot}{generation}" if w.host in self.homes else f"{w}@{generation}"
 
     def reach(self, one: WorkerId, other: WorkerId) -> bool:
         """Both of them reach one another where they are now."""
@@ -450,23 +454,23 @@ class Story:
         for w, fake in self.fakes.items():
             if w.host != name or not fake.job or fake.returned:
                 continue
-            if not fake.epoch:
+            if not fake.generation:
                 self._say_ready(w)
             elif fake.offered:
-                self._say(w, ev.StoreOffered(w, fake.epoch, self.store(w, fake.epoch)))
+                self._say(w, ev.StoreOffered(w, fake.generation, self.store(w, fake.generation)))
 
     def _form(self, order: cmd.FormWorld) -> None:
-        is_plan = self.world.plan is not None and order.epoch == self.world.plan.epoch
+        is_plan = self.cluster.plan is not None and order.generation == self.cluster.plan.generation
         whole = is_plan or all(self._connects(w, order.members) for w in order.members)  # a plan's group stands already
         for rank, w in enumerate(order.members):
             fake = self.fakes.get(w)
-            if (order.to and w not in order.to) or fake is None or order.epoch <= fake.left:
+            if (order.to and w not in order.to) or fake is None or order.generation <= fake.left:
                 continue
-            if not is_plan:  # else who has left the old epoch still says so
+            if not is_plan:  # else who has left the old generation still says so
                 self._unsay(w, ev.WorkerReady)
-            self._hear_of_epoch(w, order.epoch)
+            self._hear_of_generation(w, order.generation)
             fake.was, fake.rank, fake.size = (fake.rank, fake.size), rank, len(order.members)
-            fake.epoch, fake.steps, fake.offered, fake.begun = order.epoch, 0, False, 0
+            fake.generation, fake.steps, fake.offered, fake.begun = order.generation, 0, False, 0
             fake.formed, fake.bound, fake.word = False, False, None
             newest = max((f.commit for f in self._holders(order)), default=0)
             assert rank != order.root or fake.commit >= newest, f"commit {newest} is lost: {w} sends {fake.commit}"
@@ -476,21 +480,21 @@ class Story:
             elif is_plan:
                 assert fake.commit == self.fakes[order.members[order.root]].commit, f"{w} is not up to date"
             if whole:
-                self._say(w, ev.WorkerFormed(w, order.epoch))
+                self._say(w, ev.WorkerFormed(w, order.generation))
 
     def _holders(self, order: cmd.FormWorld) -> list[FakeWorker]:
         """Whoever lives and holds a commit of this job, clean, and was in a world that trained."""
         return [fake for w, fake in self.fakes.items() if w in order.members and fake.holds and fake.clean]
 
-    def _hear_of_epoch(self, w: WorkerId, epoch: int) -> None:
+    def _hear_of_generation(self, w: WorkerId, generation: int) -> None:
         if w in self.fakes:
-            self.fakes[w].numbered = max(self.fakes[w].numbered, epoch)
+            self.fakes[w].numbered = max(self.fakes[w].numbered, generation)
 
-    def _stay(self, fake: FakeWorker, epoch: int) -> None:
+    def _stay(self, fake: FakeWorker, generation: int) -> None:
         """It goes on, or back, as it has not left yet."""
-        if fake.epoch not in (0, epoch):
+        if fake.generation not in (0, generation):
             fake.rank, fake.size = fake.was
-        fake.epoch, fake.left, fake.formed, fake.bound = epoch, epoch - 1, True, False
+        fake.generation, fake.left, fake.formed, fake.bound = generation, generation - 1, True, False
         if not fake.returned and isinstance(fake.word, ev.WorkerReady):
             fake.word = None
 
@@ -499,19 +503,19 @@ class Story:
         if fake.returned:
             return
         fake.commit += commit - fake.steps
-        fake.left, fake.epoch, fake.formed = fake.epoch, 0, False
+        fake.left, fake.generation, fake.formed = fake.generation, 0, False
         self._say_ready(w)
 
-    def _abort(self, w: WorkerId, epoch: int) -> None:
+    def _abort(self, w: WorkerId, generation: int) -> None:
         fake = self.fakes.get(w)
-        self._hear_of_epoch(w, epoch)
+        self._hear_of_generation(w, generation)
         if fake is None or not fake.job or fake.returned:
             return
         if w in self.stuck:
-            self._ask_how_to_end(w, epoch)
+            self._ask_how_to_end(w, generation)
             return
-        self._unsay(w, ev.WorkerFormed, ev.WorkerOffered, ev.WorkerReady)
-        fake.left, fake.epoch, fake.formed, fake.bound = max(fake.left, epoch), 0, False, False
+        self._unsay(w, ev.WorkerFormed, ev.LeaveAcknowledged, ev.WorkerReady)
+        fake.left, fake.generation, fake.formed, fake.bound = max(fake.left, generation), 0, False, False
         self._say_ready(w)
 
     def _quit(self, w: WorkerId, order: cmd.StopProgram) -> None:
@@ -521,7 +525,7 @@ class Story:
         if w in self.stuck:
             self._exit_stuck(w)
             return
-        self._unsay(w, ev.WorkerFormed, ev.WorkerOffered, ev.WorkerReady)
+        self._unsay(w, ev.WorkerFormed, ev.LeaveAcknowledged, ev.WorkerReady)
         own = w == order.culprit
         error = "" if fake.returned else "its own error" if own else "the job was stopped"
         self.end_program(w, error)
@@ -530,10 +534,10 @@ class Story:
             fake.word = ev.WorkerRaised(w, fake.left, intact=True, error=error)
         self._say(w, ev.ProgramEnded(w, order.job, error))
 
-    def _ask_how_to_end(self, w: WorkerId, epoch: int) -> None:
+    def _ask_how_to_end(self, w: WorkerId, generation: int) -> None:
         if self.fakes[w].holds:
             self.fakes[w].asks = True
-            self.answers.append(ev.WorkerStuck(w, epoch, self.fakes[w].commit))
+            self.answers.append(ev.WorkerHung(w, generation, self.fakes[w].commit))
         else:
             self._exit_stuck(w)
 
@@ -542,7 +546,7 @@ class Story:
         open_ = [w for w in self.stuck if w in self.fakes and (self.fakes[w].asks or w in self.kept)]
         for w in sorted(open_):
             fake = self.fakes[w]
-            stuck = ev.WorkerStuck(w, fake.numbered, fake.commit)
+            stuck = ev.WorkerHung(w, fake.numbered, fake.commit)
             word = ev.StateKept(w, fake.job, fake.commit) if w in self.kept else stuck
             self.answers.append(word)
         return bool(open_)
@@ -559,7 +563,7 @@ class Story:
 
     def _take_kept(self, w: WorkerId, by: WorkerId, commit: int) -> None:
         fake = self.fakes.get(w)
-        if fake is None or not fake.job or fake.epoch:
+        if fake is None or not fake.job or fake.generation:
             return
         assert w.host == by.host, "a disk of another host"
         assert self.kept[by] == (fake.job, commit), f"{self.kept} is kept"
@@ -569,7 +573,7 @@ class Story:
 
     def _exit_stuck(self, w: WorkerId) -> None:
         self._forget(w)
-        self.answers.append(ev.WorkerExited(w, ev.STUCK))
+        self.answers.append(ev.WorkerExited(w, ev.HUNG))
 
     def _say_ready(self, w: WorkerId) -> None:
         fake = self.fakes[w]
@@ -604,6 +608,6 @@ def with_stage(stage: Stage, **limits) -> Story:
     if stage in (Stage.ASKED, Stage.LEAVING):
         story.hear(ev.WorkerPrepared)
     if stage is Stage.LEAVING:
-        story.hear(ev.WorkerOffered)
-    assert story.world.stage is stage, story.reason
+        story.hear(ev.LeaveAcknowledged)
+    assert story.cluster.stage is stage, story.reason
     return story

@@ -38,8 +38,8 @@ def a_long_story(seed: int) -> Story:
                 story.commit(2).stand_still(5.0)
             case 5:
                 story.mute ^= set(chance.sample(HOSTS, 2))
-                story.lose_host(chance.choice(HOSTS)) if story.world.hosts.keys() >= set(HOSTS) else story.wait(2.0)
-            case 6 if story.world.active:
+                story.lose_host(chance.choice(HOSTS)) if story.cluster.hosts.keys() >= set(HOSTS) else story.wait(2.0)
+            case 6 if story.cluster.active:
                 story.stop_job(story.job.name)
             case _:
                 story.submit(f"job-{len(story.said)}")
@@ -55,9 +55,9 @@ def a_long_play(seed: int) -> Play:
         there = chance.sample(HOSTS, chance.randint(1, 6))
         play.lost = tuple(host for host in HOSTS if host not in there)[:2]
         play.look(*(f"{host}:{chance.randint(1, 3)}" for host in there))
-        seats = [host for host, _ in play.seats if host in play.inside]
-        if seats:
-            play.fail(chance.choice(seats), code=chance.choice([-9, 1]))
+        assignments = [host for host, _ in play.assignments if host in play.inside]
+        if assignments:
+            play.fail(chance.choice(assignments), code=chance.choice([-9, 1]))
         play.wait(2.0)
     return play
 

@@ -26,20 +26,20 @@ def test_added_removed_mixed_nothing():
     story.answer()
     assert kinds(story.discover("b:2")) == ["host-removed a"]
     story.answer()
-    assert list(story.world.hosts) == ["b"]
+    assert list(story.cluster.hosts) == ["b"]
     assert kinds(story.discover("b:1", "c:1")) == ["host-changed b", "host-added c"]
     story.answer()
-    before = story.world
+    before = story.cluster
     assert story.discover("b:1", "c:1") == ()
-    assert story.world == replace(before, wake_at=story.world.wake_at)  # when to look for agents that say nothing
+    assert story.cluster == replace(before, wake_at=story.cluster.wake_at)  # when to look for agents that say nothing
 
 
 def test_a_discovery_that_never_answered_stops_a_cluster_without_hosts():
     """There is nothing to wait for: the discovery's error ends the cluster."""
     story = Story()
     story.send(ev.DiscoveryFailed("hosts.sh failed with exit code 1"))
-    assert story.world.phase == "finished"
-    assert story.world.stopping == "host discovery failed: hosts.sh failed with exit code 1"
+    assert story.cluster.phase == "finished"
+    assert story.cluster.stopping == "host discovery failed: hosts.sh failed with exit code 1"
 
 
 def test_a_discovery_that_fails_later_is_only_recorded():
@@ -48,7 +48,7 @@ def test_a_discovery_that_fails_later_is_only_recorded():
     listed.discover()
     for story in (listed, by_hand):
         story.send(ev.DiscoveryFailed("hosts.sh failed with exit code 1"))
-        assert not story.world.stopping
+        assert not story.cluster.stopping
         assert story.records("discovery-failed") == ["hosts.sh failed with exit code 1"]
 
 
@@ -58,7 +58,7 @@ def test_a_discovery_that_fails_for_a_new_driver_is_only_recorded():
         story.discover()
         Away(story).new_driver()
         story.send(ev.DiscoveryFailed("the controller is busy"))
-        assert not story.world.stopping
+        assert not story.cluster.stopping
         assert story.records("discovery-failed") == ["the controller is busy"]
 
 
@@ -68,11 +68,11 @@ def test_fewer_slots_take_the_highest_away():
     story.discover("a:3")
     story.run()
     story.discover("a:1")
-    assert story.world.stage is Stage.ASKED
+    assert story.cluster.stage is Stage.ASKED
     story.quiet(1.0)
     assert story.names == ["a/0#1"]
     assert story.alive() == ["a/0#1"]
-    assert story.world.resets == 0
+    assert story.cluster.resets == 0
 
 
 def test_more_slots_add_workers():
@@ -105,12 +105,12 @@ def test_a_host_that_comes_back_starts_new_workers():
     story = Story("a:2", min=1)
     story.answer()
     story.remove("a").answer()
-    assert "a" not in story.world.hosts
+    assert "a" not in story.cluster.hosts
     story.add("a:2").answer()
     assert story.alive() == ["a/0#2", "a/1#2"]
-    before = story.world
+    before = story.cluster
     story.send(ev.WorkerExited(WorkerId("a", 0, 1), -9), ev.WorkerRegistered(WorkerId("a", 1, 1)))
-    assert story.world == before
+    assert story.cluster == before
 
 
 def test_a_lost_host_that_was_to_leave_is_forgotten_but_not_its_ids():
@@ -127,30 +127,30 @@ def test_a_host_added_and_removed_at_once_is_nothing():
     mark = story.mark()
     story.add("b:2").wait(0.5).remove("b").quiet(5.0)
     assert story.commands(cmd.AskLeave, mark) + story.commands(cmd.FormWorld, mark) == []
-    assert list(story.world.hosts) == ["a"]
+    assert list(story.cluster.hosts) == ["a"]
 
 
 def test_ready_newcomers_that_are_removed_again_disturb_nobody():
     """The same when its workers had come so far that the members were already asked to leave."""
     story = Story("a:2", min=1).run()
     mark = story.mark()
-    story.add("b:1").answer(lambda e: not isinstance(e, ev.WorkerOffered))
-    assert story.world.stage is Stage.ASKED
+    story.add("b:1").answer(lambda e: not isinstance(e, ev.LeaveAcknowledged))
+    assert story.cluster.stage is Stage.ASKED
     story.remove("b").quiet(2.0)
-    assert story.commands(cmd.Stay, mark)
+    assert story.commands(cmd.CancelLeave, mark)
     assert story.commands(cmd.FormWorld, mark) == []
-    assert story.world.stage is Stage.RUNNING
+    assert story.cluster.stage is Stage.RUNNING
 
 
 def test_a_drain_taken_back_in_time_changes_nothing():
     """Removed and added again before anyone has left: all stay."""
     story = Story("a:1", "b:1", min=1).run()
     story.remove("b")
-    assert story.world.stage is Stage.ASKED
+    assert story.cluster.stage is Stage.ASKED
     story.add("b:1").quiet(1.0)
     assert story.names == ["a/0#1", "b/0#1"]
-    assert story.world.epoch == 1
-    assert story.world.hosts["b"].phase is HostPhase.UP
+    assert story.cluster.generation == 1
+    assert story.cluster.hosts["b"].phase is HostPhase.UP
 
 
 def test_the_record_says_who_removed_a_host():
@@ -172,10 +172,10 @@ def test_a_host_removed_by_hand_stays_away():
     story.answer()
     story.remove("b").answer()
     story.discover("a:1", "b:1")
-    assert list(story.world.hosts) == ["a"]
+    assert list(story.cluster.hosts) == ["a"]
     story.discover("a:1")
     story.discover("a:1", "b:1")
-    assert list(story.world.hosts) == ["a", "b"]
+    assert list(story.cluster.hosts) == ["a", "b"]
 
 
 def test_a_host_added_by_hand_is_not_discoverys_to_remove():
@@ -185,7 +185,7 @@ def test_a_host_added_by_hand_is_not_discoverys_to_remove():
     story.discover("a:1")
     story.discover()
     story.answer()
-    assert list(story.world.hosts) == ["mine"]
+    assert list(story.cluster.hosts) == ["mine"]
 
 
 def test_hosts_beyond_max_come_and_go_unnoticed():
@@ -195,14 +195,14 @@ def test_hosts_beyond_max_come_and_go_unnoticed():
     story.add("b:2").quiet(3.0)
     story.remove("b").quiet(3.0)
     assert story.commands(cmd.AskLeave, mark) + story.commands(cmd.AbortWorld, mark) == []
-    assert (story.names, story.world.epoch) == (["a/0#1", "a/1#1"], 1)
+    assert (story.names, story.cluster.generation) == (["a/0#1", "a/1#1"], 1)
     assert story.commands(cmd.StartWorker, mark) == []
 
 
 def test_a_spare_waits_and_disturbs_nobody():
     """Spares above max are started and ready, and nothing is asked of the members."""
     story = Story("a:2", "b:2", min=1, max=2, spares=1).run()
-    assert (len(story.names), len(story.world.waiting)) == (2, 1)
+    assert (len(story.names), len(story.cluster.waiting)) == (2, 1)
     assert story.commands(cmd.AskLeave) == []
     story.kill("a/1#1").hear(ev.WorkerReady)
     assert story.names == ["a/0#1", "b/0#1"]
@@ -226,7 +226,7 @@ def test_no_more_workers_are_started_than_there_are_open_files_for():
     story.answer()
     (record,) = [record for record in story.commands(cmd.Record) if record.kind == "no-room"]
     assert record.text.startswith("6 workers are asked for, and only 4 fit")
-    assert len(story.world.workers) == 4
+    assert len(story.cluster.workers) == 4
     story.kill("a/0#1").answer()
-    assert len(story.world.workers) == 4
+    assert len(story.cluster.workers) == 4
     assert len([record for record in story.commands(cmd.Record) if record.kind == "no-room"]) == 1

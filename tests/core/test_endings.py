@@ -28,13 +28,13 @@ def test_finishing_calls_a_change_off(stage):
     """A rank finishes while the others agree on where to leave: all stay."""
     story = with_stage(stage)
     story.returned("a/0#1")
-    assert story.last(cmd.Stay).members == story.world.members
-    assert story.world.stage is Stage.RUNNING
+    assert story.last(cmd.CancelLeave).members == story.cluster.members
+    assert story.cluster.stage is Stage.RUNNING
     story.returned("b/0#1", "c/0#1").ended(*story.names)
     assert story.job.outcome == "succeeded"
 
 
-def test_one_that_has_left_for_a_change_cannot_come_back_to_a_finished_epoch():
+def test_one_that_has_left_for_a_change_cannot_come_back_to_a_finished_generation():
     """A rank has left at the agreed commit and another finishes before it: who left is sent home, the job succeeds."""
     story = with_stage(Stage.LEAVING)
     story.hear(ev.WorkerReady, "b/0#1").returned("a/0#1")
@@ -61,9 +61,9 @@ def test_one_that_does_not_stop_after_that_is_killed():
     story = Story("a:3", min=1).run()
     story.returned("a/0#1").silent.update({wid("a/2#1")})
     story.kill("a/1#1").ended("a/0#1")
-    assert story.world.active
+    assert story.cluster.active
     story.wait(59.9)
-    assert story.world.active
+    assert story.cluster.active
     story.wait(0.1)
     assert "a/2#1 did not stop within 60 s and is killed" in story.records("worker-killed")
     assert story.job.outcome == "succeeded"
@@ -94,7 +94,7 @@ def test_a_rank_finishes_just_as_the_world_breaks(how):
     story = Story("a:3", min=1).run()
     story.fakes[wid("a/0#1")].returned = True
     story.kill("a/1#1")
-    assert story.world.stage is Stage.GATHERING
+    assert story.cluster.stage is Stage.GATHERING
     getattr(story, how)("a/0#1")
     assert wid("a/2#1") in story.last(cmd.StopProgram).workers
     if how == "returned":
@@ -107,9 +107,9 @@ def test_a_program_that_ends_without_a_word_has_finished():
     """The end of the program arrives before the word that the function returned: that is the same, and said once."""
     story = Story("a:2", min=1).run()
     story.fakes[wid("a/0#1")].returned = True
-    epoch = story.world.epoch
-    story.ended("a/0#1").send(ev.WorkerSucceeded(wid("a/0#1"), epoch))
-    assert story.world.workers[wid("a/0#1")].state is WorkerState.READY
+    generation = story.cluster.generation
+    story.ended("a/0#1").send(ev.WorkerSucceeded(wid("a/0#1"), generation))
+    assert story.cluster.workers[wid("a/0#1")].state is WorkerState.READY
     story.kill("a/1#1").quiet(6.0)
     assert story.job.outcome == "succeeded"
 
@@ -123,15 +123,15 @@ def test_the_users_error_on_one_rank_is_the_jobs():
     assert (stop.culprit, len(stop.workers)) == (wid("a/1#1"), 3)
     story.quiet(6.0)
     assert len(story.alive()) == 3
-    assert all(slot.strikes == 0 for slot in story.world.hosts["a"].slots)
+    assert all(slot.failures == 0 for slot in story.cluster.hosts["a"].slots)
 
 
 def test_errors_on_all_ranks_fail_the_job_once():
     """All ranks raise, in whatever order the words come: the first is the culprit, and there is one error."""
     story = Story("a:3", min=1).run()
-    epoch = story.world.epoch
-    for w in list(story.world.members)[::-1]:
-        story.send(ev.WorkerRaised(w, epoch, intact=True, error="KeyError: x"))
+    generation = story.cluster.generation
+    for w in list(story.cluster.members)[::-1]:
+        story.send(ev.WorkerRaised(w, generation, intact=True, error="KeyError: x"))
     assert [end.culprit for end in story.commands(cmd.EndJob)] == [wid("a/2#1")]
 
 
@@ -142,7 +142,7 @@ def test_an_error_before_the_first_world():
     story.submit().ended("a/1#1", error="ImportError: no_such")
     assert story.last(cmd.EndJob).reason == "a/1#1 raised ImportError: no_such"
     story.quiet(6.0)
-    assert [str(w) for w in story.world.workers] == ["a/0#1", "a/1#1"]
+    assert [str(w) for w in story.cluster.workers] == ["a/0#1", "a/1#1"]
 
 
 def test_a_newcomers_error_is_its_own():
@@ -151,8 +151,8 @@ def test_a_newcomers_error_is_its_own():
     story.add("b:1").hear(ev.AgentReady).hear(ev.WorkerStarted).hear(ev.WorkerRegistered)
     story.ended("b/0#1", error="OSError: disk full").quiet(5.0)
     assert story.names == ["a/0#1"]
-    assert story.world.active
-    assert story.world.workers[wid("b/0#1")].state is WorkerState.FAILED
+    assert story.cluster.active
+    assert story.cluster.workers[wid("b/0#1")].state is WorkerState.FAILED
     story.finish()
     story.run("second")
     assert story.names == ["a/0#1", "b/0#1"]
@@ -169,7 +169,7 @@ def test_connections_lost_after_others_have_finished_restart_nothing():
     """Ranks with different numbers of steps: the longer one's collective fails after the shorter has finished."""
     story = Story("a:2", min=1).run()
     story.returned("a/0#1").raised("a/1#1", "RuntimeError", intact=False).quiet(2.0)
-    assert story.world.epoch == 1
+    assert story.cluster.generation == 1
     story.ended("a/0#1")
     assert story.job.outcome == "succeeded"
 
@@ -181,7 +181,7 @@ def test_newcomers_after_the_first_has_finished_begin_nothing():
     mark = story.mark()
     story.add("b:1").answer()
     assert story.commands(cmd.RunProgram, mark) == []
-    assert story.world.workers[wid("b/0#1")].state is WorkerState.READY
+    assert story.cluster.workers[wid("b/0#1")].state is WorkerState.READY
     story.returned("a/1#1").ended("a/0#1", "a/1#1").run("second")
     assert len(story.names) == 3
 
@@ -190,6 +190,6 @@ def test_one_that_was_to_leave_and_is_sent_home_leaves():
     """max sinks after the first rank has finished, then a rank dies: who was to leave is stopped, not kept above max."""
     story = Story("a:3", min=1).run()
     story.returned("a/0#1").scale(1, 1).kill("a/1#1").hear(ev.ProgramEnded)
-    assert wid("a/2#1") in story.world.stopped
+    assert wid("a/2#1") in story.cluster.stopped
     story.ended("a/0#1").quiet(2.0)
     assert (story.alive(), story.job.outcome) == (["a/0#1"], "succeeded")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from nbelastic.core import commands as cmd
-from nbelastic.core.state import Kept, Stage
+from nbelastic.core.state import KeptState, Stage
 from nbelastic.protocol import events as ev
 from nbelastic.protocol.ids import HostSpec
 from tests.core.away import Away, trains
@@ -23,20 +23,20 @@ def survivor(*hosts: str, **limits) -> Story:
 
 def nothing_lost(story: Story, commit: int = 7) -> bool:
     """All are at least at this commit."""
-    return min(story.fakes[w].commit for w in story.world.members) >= commit
+    return min(story.fakes[w].commit for w in story.cluster.members) >= commit
 
 
 def test_the_only_one_with_the_state_keeps_it_for_its_successor():
     """It asks, keeps the state and ends; the next worker of its host takes it, and no committed step is lost."""
     story = survivor()
-    story.hear(ev.WorkerStuck)
-    assert story.last(cmd.EndStuck) == cmd.EndStuck(wid(A), keep=True)
+    story.hear(ev.WorkerHung)
+    assert story.last(cmd.EndHungWorker) == cmd.EndHungWorker(wid(A), keep=True)
     story.quiet(5.0)
     assert len(story.records("state-kept")) == 1
     assert not story.commands(cmd.EndJob)
     assert trains(story, "a/0#2", "b/0#2")
     assert nothing_lost(story)
-    assert story.world.kept is None
+    assert story.cluster.kept is None
     story.commit(3).finish()
 
 
@@ -44,7 +44,7 @@ def test_while_another_has_the_state_nothing_is_kept():
     """Of three, two survive, and one of them is stuck: it just ends."""
     story = Story("a", "b", "c", min=2).run().commit(7)
     story.stick(A).kill(B).quiet(5.0)
-    assert {answer.keep for answer in story.commands(cmd.EndStuck)} == {False}
+    assert {answer.keep for answer in story.commands(cmd.EndHungWorker)} == {False}
     assert not story.records("state-kept")
     assert trains(story)
     assert story.fakes[wid(C)].commit == 7
@@ -55,7 +55,7 @@ def test_of_two_that_are_stuck_one_keeps_the_state():
     story = Story("a", "b", "c", min=2).run().commit(7)
     story.stick(A).stick(C).kill(B)
     story.quiet(5.0)
-    assert {(answer.worker, answer.keep) for answer in story.commands(cmd.EndStuck)} == {
+    assert {(answer.worker, answer.keep) for answer in story.commands(cmd.EndHungWorker)} == {
         (wid(A), True),
         (wid(A), False),
         (wid(C), False),
@@ -70,7 +70,7 @@ def test_newcomers_wait_for_the_successor():
     story.silent.add(wid("a/0#2"))
     mark = story.mark()
     story.quiet(5.0)
-    assert story.world.kept == Kept(wid(A), 7)
+    assert story.cluster.kept == KeptState(wid(A), 7)
     assert not story.commands(cmd.FormWorld, mark)
     assert "is kept on a, for a worker there" in story.reason
 
@@ -91,7 +91,7 @@ def test_a_successor_is_started_before_all_others():
 def test_no_successor_comes_and_the_job_ends():
     """After `elastic_timeout`, and in words."""
     story = survivor()
-    story.hear(ev.WorkerStuck).hear(ev.StateKept)
+    story.hear(ev.WorkerHung).hear(ev.StateKept)
     story.send(ev.HostAdded(HostSpec("c", 2), "a test"))
     story.silent |= {wid(f"a/0#{n}") for n in range(2, 100)}
     story.quiet(2000.0)
@@ -102,18 +102,18 @@ def test_no_successor_comes_and_the_job_ends():
 def test_the_host_that_keeps_the_state_is_lost():
     """The state went with it: the job ends at once and says so."""
     story = survivor()
-    story.hear(ev.WorkerStuck).hear(ev.StateKept).hear(ev.WorkerExited)
-    assert story.world.kept == Kept(wid(A), 7)
+    story.hear(ev.WorkerHung).hear(ev.StateKept).hear(ev.WorkerExited)
+    assert story.cluster.kept == KeptState(wid(A), 7)
     story.lose_host("a")
     assert story.last(cmd.EndJob).reason == "the training state was kept on a, which is gone"
-    assert story.world.kept is None
+    assert story.cluster.kept is None
 
 
 def test_a_successor_that_dies_leaves_the_state_to_the_next():
     """Until a world has formed with it the state stays on the disk."""
     story = survivor(cooldown=(0.0, 0.0))
     story.answer(lambda e: not isinstance(e, ev.WorkerFormed))
-    assert story.world.stage is Stage.FORMING, story.reason
+    assert story.cluster.stage is Stage.FORMING, story.reason
     story.kill("a/0#2").quiet(5.0)
     assert trains(story)
     assert nothing_lost(story)
@@ -122,7 +122,7 @@ def test_a_successor_that_dies_leaves_the_state_to_the_next():
 def test_a_new_driver_knows_what_is_kept():
     """The driver dies between the keeping and the successor: nothing is lost."""
     story = survivor()
-    story.hear(ev.WorkerStuck).hear(ev.StateKept).hear(ev.WorkerExited)
+    story.hear(ev.WorkerHung).hear(ev.StateKept).hear(ev.WorkerExited)
     Away(story).new_driver()
     story.quiet(5.0)
     assert trains(story)
@@ -141,10 +141,10 @@ def test_a_new_driver_is_asked_again():
 def test_a_job_that_is_over_keeps_nothing():
     """Stopped while somebody is stuck: it ends, and the next job begins anew."""
     story = survivor()
-    story.hear(ev.WorkerStuck)
+    story.hear(ev.WorkerHung)
     story.stop_job()
     story.quiet(5.0)
-    assert story.world.kept is None
+    assert story.cluster.kept is None
     story.run("second").commit(1).finish()
 
 
@@ -158,7 +158,7 @@ def test_who_is_not_told_to_keep_it_never_holds_it():
     first, second = story.names
     mark = story.mark()
     story.stick(first).kill(second).quiet(5.0)
-    assert story.commands(cmd.TakeKept, mark)[0].commit == 5007
+    assert story.commands(cmd.LoadKeptState, mark)[0].commit == 5007
     assert trains(story)
     assert nothing_lost(story, 5007)
 
@@ -176,12 +176,12 @@ def test_a_world_that_formed_without_a_driver_needs_nothing_from_the_disk():
     """The driver dies as the world forms with the state that was kept; the next one knows nothing of it any more."""
     story = survivor()
     story.answer(lambda e: not isinstance(e, ev.WorkerFormed))
-    assert story.world.kept is not None
+    assert story.cluster.kept is not None
     away = Away(story).form()
     away.commit(5000).new_driver()
     story.quiet(5.0)
     assert trains(story)
-    assert (story.world.kept, story.kept) == (None, {})
+    assert (story.cluster.kept, story.kept) == (None, {})
     first, second = story.names
     story.stick(first).kill(second).quiet(5.0)
     assert nothing_lost(story, 5007)
@@ -193,8 +193,8 @@ def test_a_question_waits_for_those_who_have_not_left():
     story.stick(A).kill(B)
     story.silent.add(wid(C))
     story._unsay(wid(C), ev.WorkerReady)
-    story.hear(ev.WorkerStuck)
-    assert not story.commands(cmd.EndStuck)
+    story.hear(ev.WorkerHung)
+    assert not story.commands(cmd.EndHungWorker)
     story.lose_host("c").quiet(5.0)
     assert len(story.records("state-kept")) == 1
     assert trains(story)
@@ -205,11 +205,13 @@ def test_who_wakes_up_after_all_still_holds_its_state():
     """It was told to end, and has moved meanwhile; then the other one dies."""
     story = Story("a", "b", "c", min=1, elastic_timeout=100.0).run().commit(7)
     story.stick(A).kill(B)
-    story.hear(ev.WorkerReady, C).hear(ev.WorkerStuck)
-    assert story.last(cmd.EndStuck) == cmd.EndStuck(wid(A))
+    story.hear(ev.WorkerReady, C).hear(ev.WorkerHung)
+    assert story.last(cmd.EndHungWorker) == cmd.EndHungWorker(wid(A))
     story.stuck.clear()
     story.answers = [e for e in story.answers if not isinstance(e, ev.WorkerExited)]
-    story.fakes[wid(A)] = FakeWorker("job", left=story.world.epoch, commit=7, holds=True, since=story.world.epoch)
+    story.fakes[wid(A)] = FakeWorker(
+        "job", left=story.cluster.generation, commit=7, holds=True, since=story.cluster.generation
+    )
     story.kill(C)
     assert not story.commands(cmd.EndJob)
     story._say_ready(wid(A))
@@ -219,7 +221,7 @@ def test_who_wakes_up_after_all_still_holds_its_state():
 
 
 def kept(story: Story) -> Story:
-    return story.hear(ev.WorkerStuck).hear(ev.StateKept).hear(ev.WorkerExited)
+    return story.hear(ev.WorkerHung).hear(ev.StateKept).hear(ev.WorkerExited)
 
 
 def goes_on(story: Story) -> None:
@@ -227,7 +229,7 @@ def goes_on(story: Story) -> None:
     story.quiet(20.0)
     assert trains(story), story.reason
     assert nothing_lost(story)
-    assert (story.world.kept, story.kept) == (None, {})
+    assert (story.cluster.kept, story.kept) == (None, {})
 
 
 def test_fewer_workers_are_wanted_while_the_successor_starts():
@@ -239,7 +241,7 @@ def test_fewer_workers_are_wanted_while_the_successor_starts():
     assert story.names == ["a/0#2"]
 
 
-def test_a_successor_whose_slot_cools_is_waited_for():
+def test_a_successor_whose_slot_backs_off_is_waited_for():
     """Another host takes its place meanwhile: one worker more than wanted lives, until the world has formed."""
     story = kept(survivor("a", "b", "c:4", elastic_timeout=None))
     story.kill("a/0#2").kill("a/0#3")
@@ -260,7 +262,7 @@ def test_the_host_of_the_last_holder_drains():
     story = Story("a", "b", "c", min=2, max=2, elastic_timeout=None).run().commit(7)
     story.stick(A).remove("a").kill(B)
     goes_on(story)
-    assert "a" not in story.world.hosts
+    assert "a" not in story.cluster.hosts
 
 
 def test_the_slot_of_the_last_holder_is_gone():
@@ -278,10 +280,10 @@ def test_the_slot_of_the_last_holder_is_gone():
 def test_a_large_state_may_take_its_time():
     """While it says that it is at it, nobody gives it up."""
     story = survivor(elastic_timeout=30.0)
-    story.hear(ev.WorkerStuck)
+    story.hear(ev.WorkerHung)
     story.answers = [e for e in story.answers if not isinstance(e, ev.StateKept)]
     for _ in range(100):
-        story.send(ev.WorkerStuck(wid(A), story.world.epoch, 7, keeping=True))
+        story.send(ev.WorkerHung(wid(A), story.cluster.generation, 7, keeping=True))
         story.wait(5.0)
     assert not story.commands(cmd.EndJob)
     story.send(ev.StateKept(wid(A), "job", 7))
@@ -299,7 +301,7 @@ def test_the_agent_that_keeps_the_state_dies_while_no_driver_is_there():
     away.new_driver()
     story.quiet(20.0)
     assert story.last(cmd.EndJob).outcome == "failed"
-    assert not story.commands(cmd.TakeKept)
+    assert not story.commands(cmd.LoadKeptState)
 
 
 def test_a_draining_host_without_an_agent_starts_nothing():
@@ -322,9 +324,9 @@ def test_a_spare_s_old_claim_is_not_believed():
     story.fakes[spare].holds, story.fakes[spare].since, story.fakes[spare].commit = True, 0, 3
     story._say_ready(spare)
     story.answer()
-    assert not story.world.workers[spare].has_state
+    assert not story.cluster.workers[spare].has_state
     Away(story).new_driver()
-    assert not story.world.workers[spare].has_state
+    assert not story.cluster.workers[spare].has_state
     story.kill(*story.names)
     assert story.last(cmd.EndJob).outcome == "failed"
 
@@ -333,10 +335,10 @@ def test_an_heir_that_could_not_join_before_is_taken_all_the_same():
     """Without it no world can form, however many fresh ones wait."""
     story = kept(survivor("a", "b", "c", spares=1))
     story.answer(lambda e: not (isinstance(e, ev.WorkerReady) and e.holds))
-    heir = story.world.kept.heir
-    workers = story.world.workers
-    story.world = msgspec.structs.replace(
-        story.world, workers=workers | {heir: msgspec.structs.replace(workers[heir], failures=1)}
+    heir = story.cluster.kept.heir
+    workers = story.cluster.workers
+    story.cluster = msgspec.structs.replace(
+        story.cluster, workers=workers | {heir: msgspec.structs.replace(workers[heir], failures=1)}
     )
     goes_on(story)
     assert str(heir) in story.names
@@ -349,8 +351,8 @@ def test_a_survivor_without_the_state_reads_it():
     story.commit(7)
     kept(story.stick(first).kill(second))
     story.answer(lambda e: not isinstance(e, ev.WorkerFormed))
-    assert story.world.stage is Stage.FORMING, story.reason
-    heir, receiver = story.world.kept.heir, next(w for w in story.world.members if w != story.world.kept.heir)
+    assert story.cluster.stage is Stage.FORMING, story.reason
+    heir, receiver = story.cluster.kept.heir, next(w for w in story.cluster.members if w != story.cluster.kept.heir)
     story.tear(str(receiver))
     story.kill(str(heir))
     goes_on(story)
@@ -360,12 +362,12 @@ def test_a_newer_state_is_kept_in_the_place_of_an_older_one():
     """The world has formed and trained before the driver knew, and is stuck again: what is on the disk is old."""
     story = kept(survivor())
     story.answer(lambda e: not isinstance(e, ev.WorkerFormed))
-    heir = story.world.kept.heir
-    other = next(w for w in story.world.members if w != heir)
+    heir = story.cluster.kept.heir
+    other = next(w for w in story.cluster.members if w != heir)
     for w in (heir, other):
         story.fakes[w].commit = 107
     story.answers = [e for e in story.answers if not isinstance(e, ev.WorkerFormed)]
-    story.hear_of(ev.WorkerFormed(heir, story.world.epoch))
+    story.hear_of(ev.WorkerFormed(heir, story.cluster.generation))
     story.stick(str(heir)).kill(str(other))
     story.quiet(5.0)
     assert trains(story)
@@ -376,10 +378,10 @@ def test_a_job_that_ends_lets_the_host_go_that_has_kept_its_state():
     """It was only there for that."""
     story = Story("a", "b", "c", min=2, max=2, elastic_timeout=None).run().commit(7)
     kept(story.stick(A).remove("a").kill(B))
-    assert "a" in story.world.hosts
+    assert "a" in story.cluster.hosts
     story.stop_job()
     story.quiet(5.0)
-    assert "a" not in story.world.hosts
+    assert "a" not in story.cluster.hosts
     assert story.kept == {}
 
 
@@ -387,7 +389,7 @@ def test_a_state_that_cannot_be_read_ends_the_job():
     """Damaged, on a disk that is full: nobody waits for one that will not come."""
     story = kept(survivor(elastic_timeout=None))
     story.answer(lambda e: not (isinstance(e, ev.WorkerReady) and e.holds))
-    heir = story.world.kept.heir
+    heir = story.cluster.kept.heir
     story.ended(str(heir), error="StateError: it is damaged")
     end = story.last(cmd.EndJob)
     assert (end.outcome, end.culprit) == ("failed", heir)
@@ -398,5 +400,5 @@ def test_who_keeps_a_state_that_is_safe_already_leaves_nothing_behind():
     """Two have kept the same commit, as the first one's word came late."""
     story = kept(survivor())
     story.send(ev.StateKept(wid("b/0#2"), "job", 7))
-    assert story.commands(cmd.ForgetKept) == [cmd.ForgetKept(wid("b/0#2"))]
-    assert story.world.kept.by == wid(A)
+    assert story.commands(cmd.DeleteKeptState) == [cmd.DeleteKeptState(wid("b/0#2"))]
+    assert story.cluster.kept.by == wid(A)

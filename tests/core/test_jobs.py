@@ -11,11 +11,11 @@ from tests.core.story import Story, wid
 
 
 def test_two_jobs_in_a_row_use_the_same_workers():
-    """The second job runs on the processes of the first, in a new epoch, and everyone receives its state anew."""
+    """The second job runs on the processes of the first, in a new generation, and everyone receives its state anew."""
     story = Story("a:2", min=2).run("one").commit(9).finish()
     story.run("two")
     order = story.last(cmd.FormWorld)
-    assert (story.names, order.epoch, order.root, order.receivers) == (["a/0#1", "a/1#1"], 2, 0, (1,))
+    assert (story.names, order.generation, order.root, order.receivers) == (["a/0#1", "a/1#1"], 2, 0, (1,))
 
 
 def test_the_next_job_waits_for_the_last_ones_programs():
@@ -27,7 +27,7 @@ def test_the_next_job_waits_for_the_last_ones_programs():
     story.hear(ev.ProgramEnded)
     assert "the last job" not in story.reason
     story.quiet(2.0)
-    assert (story.world.stage, len(story.names)) == (Stage.RUNNING, 2)
+    assert (story.cluster.stage, len(story.names)) == (Stage.RUNNING, 2)
 
 
 def test_a_program_that_does_not_stop_is_killed():
@@ -35,11 +35,11 @@ def test_a_program_that_does_not_stop_is_killed():
     story = Story("a:2", min=2).run("one")
     story.silent.add(wid("a/1#1"))
     story.stop_job("one").quiet(59.9)
-    assert wid("a/1#1") in story.world.workers
+    assert wid("a/1#1") in story.cluster.workers
     story.submit("two").quiet(2.0)
     assert story.records("worker-killed") == ["a/1#1 did not stop within 60 s and is killed"]
     assert story.names == ["a/0#1", "a/1#2"]
-    assert story.world.hosts["a"].slots[1].strikes == 0
+    assert story.cluster.hosts["a"].slots[1].failures == 0
 
 
 def test_a_program_without_training_state_is_killed_sooner():
@@ -73,7 +73,7 @@ def test_a_second_job_is_refused_while_one_runs():
     assert story.commands(cmd.EndJob, mark)[0].job == "two"
     assert "one is still running" in story.commands(cmd.EndJob, mark)[0].reason
     assert story.job.name == "one"
-    assert story.world.stage is Stage.RUNNING
+    assert story.cluster.stage is Stage.RUNNING
 
 
 def test_a_job_submitted_to_a_stopping_cluster_ends():
@@ -88,7 +88,7 @@ def test_a_job_stopped_twice_or_by_another_name_ends_once():
     """Stopping again, or a job that is not the one, is nothing."""
     story = Story("a:1", min=1).run("two")
     story.send(ev.JobStopRequested("one"))
-    assert story.world.active
+    assert story.cluster.active
     story.send(ev.JobStopRequested("two"), ev.JobStopRequested("two"))
     assert len(story.commands(cmd.EndJob)) == 1
 
@@ -99,7 +99,7 @@ def test_a_job_can_be_submitted_before_any_worker_is_ready():
     assert "0 of min 2 workers ready; waiting for a to start" in story.reason
     story.quiet(2.0)
     assert len(story.commands(cmd.RunProgram)) == 2
-    assert story.world.stage is Stage.RUNNING
+    assert story.cluster.stage is Stage.RUNNING
 
 
 def test_a_job_stopped_before_any_worker_is_ready():
@@ -116,7 +116,7 @@ def test_a_program_without_an_elastic_function():
     """Nobody asks for a world: the job has succeeded when the program has ended on every worker."""
     story = Story("a:2", min=2).answer()
     story.submit().ended("a/0#1")
-    assert story.world.active
+    assert story.cluster.active
     story.ended("a/1#1")
     assert (story.job.outcome, story.last(cmd.EndJob).members) == ("succeeded", (wid("a/0#1"), wid("a/1#1")))
 
@@ -153,7 +153,7 @@ def test_a_failed_setup_cell_is_named():
     story = Story("a:2", min=2)
     story.broken.add(("a/1#1", "torhc"))
     story.set_up("imports", "torhc").submit().answer()
-    assert story.world.workers[wid("a/1#1")].state is WorkerState.FAILED
+    assert story.cluster.workers[wid("a/1#1")].state is WorkerState.FAILED
     failed = "waiting for nothing from a/1#1: setup cell imports failed: NameError: torhc"
     assert story.reason == f"1 of min 2 workers ready; {failed}"
 
@@ -184,9 +184,9 @@ def test_a_waiting_newcomer_whose_program_ends_is_not_counted_on():
     story = Story("b:1", min=1).run()
     story.add("a:1").add("c:1").hear(ev.AgentReady)
     story.answer(lambda e: getattr(e, "worker", wid("c/0#1")).host == "a")
-    assert story.world.waiting == {wid("a/0#1")}
+    assert story.cluster.waiting == {wid("a/0#1")}
     story.ended("a/0#1", error="KeyboardInterrupt")
-    assert not story.world.waiting
+    assert not story.cluster.waiting
     assert story.quiet(3.0).names == ["b/0#1", "c/0#1"]
 
 

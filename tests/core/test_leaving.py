@@ -21,7 +21,7 @@ def dies(story: Story, w: str) -> None:
 
 def freezes(story: Story, w: str) -> None:
     story._forget(wid(w))
-    story.send(ev.WorkerFroze(wid(w), "stopped"))
+    story.send(ev.WorkerFrozen(wid(w), "stopped"))
 
 
 def loses_its_host(story: Story, w: str) -> None:
@@ -45,7 +45,7 @@ def is_cut_off(story: Story, w: str) -> None:
     story.hang(w)
     for seconds in (11.0, 61.0):
         story.quiet(seconds / 2)
-        if wid(w) in story.world.workers:
+        if wid(w) in story.cluster.workers:
             story.send(ev.WorkerSilent(wid(w), seconds, idle=True))
 
 
@@ -55,12 +55,12 @@ FAULTS = (dies, freezes, loses_its_host, loses_a_connection, is_restarted, is_cu
 def check_peace(story: Story, resets: int) -> None:
     """All four train, nobody has promised to stop, and nothing was lost but that many tries."""
     story.quiet(60.0).commit(3).quiet(60.0)
-    assert (story.world.stage, len(story.names)) == (Stage.RUNNING, 4), story.reason
-    assert story.world.resets <= resets
-    assert {fake.epoch for fake in story.fakes.values()} == {story.world.epoch}
+    assert (story.cluster.stage, len(story.names)) == (Stage.RUNNING, 4), story.reason
+    assert story.cluster.resets <= resets
+    assert {fake.generation for fake in story.fakes.values()} == {story.cluster.generation}
     assert not any(fake.bound for fake in story.fakes.values())
     story.commit(3).answer()
-    assert story.world.stage is Stage.RUNNING
+    assert story.cluster.stage is Stage.RUNNING
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -70,7 +70,7 @@ def test_a_fault_before_all_have_answered(answered, victim, fault):
     """Some have promised to stop, and wait for word of where to leave."""
     story = with_stage(Stage.ASKED)
     for w in answered:
-        story.hear(ev.WorkerOffered, w)
+        story.hear(ev.LeaveAcknowledged, w)
     fault(story, victim)
     check_peace(story, resets=1)
 
@@ -79,7 +79,7 @@ def test_a_fault_before_all_have_answered(answered, victim, fault):
 @pytest.mark.parametrize("victim", [*MEMBERS, NEWCOMER])
 @pytest.mark.parametrize("left", SOME)
 def test_a_fault_before_all_have_left(left, victim, fault):
-    """Some have left at the agreed commit, and may be in the prepared epoch already."""
+    """Some have left at the agreed commit, and may be in the prepared generation already."""
     story = with_stage(Stage.LEAVING)
     for w in left:
         story.hear(ev.WorkerReady, w).hear(ev.WorkerFormed, w)
@@ -93,7 +93,7 @@ def test_a_fault_before_all_have_left(left, victim, fault):
 def test_two_faults_at_once(stage, first, second):
     """A member that has answered, or left, and one that has not."""
     story = with_stage(stage)
-    story.hear(ev.WorkerOffered if stage is Stage.ASKED else ev.WorkerReady, "b/0#1")
+    story.hear(ev.LeaveAcknowledged if stage is Stage.ASKED else ev.WorkerReady, "b/0#1")
     first(story, "b/0#1")
     if wid("c/0#1") in story.fakes:
         second(story, "c/0#1")

@@ -1,4 +1,4 @@
-"""Workers die, freeze and lose one another, at every point of an epoch's life."""
+"""Workers die, freeze and lose one another, at every point of a generation's life."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ LIVE = [Stage.FORMING, Stage.RUNNING, Stage.PREPARING, Stage.ASKED, Stage.LEAVIN
 def test_a_death_at_any_point_is_survived(stage, victim):
     """Rank 0 or another dies while forming, running, agreeing or leaving: the others are aborted and train on."""
     story = with_stage(stage)
-    epoch, newcomers, mark = story.world.numbered, len(story.world.waiting), story.mark()
+    generation, newcomers, mark = story.cluster.numbered, len(story.cluster.waiting), story.mark()
     story.kill(victim)
     abort = story.commands(cmd.AbortWorld, mark)[0]
-    assert (abort.epoch, wid(victim) in abort.members, len(abort.members)) == (epoch, False, 2 + newcomers)
+    assert (abort.generation, wid(victim) in abort.members, len(abort.members)) == (generation, False, 2 + newcomers)
     story.quiet(5.0)
-    assert story.world.stage is Stage.RUNNING
+    assert story.cluster.stage is Stage.RUNNING
     assert victim not in story.names
     assert f"{victim[0]}/0#2" in story.names
-    assert story.world.resets == 1
+    assert story.cluster.resets == 1
 
 
 @pytest.mark.parametrize("stage", LIVE)
@@ -35,8 +35,8 @@ def test_two_deaths_at_once_are_one_break(stage):
     """Two die at once: one reset, and the survivor waits, with its state, for the replacements."""
     story = with_stage(stage)
     story.kill("a/0#1", "c/0#1").quiet(5.0)
-    assert story.world.resets == 1
-    assert story.world.stage is Stage.RUNNING
+    assert story.cluster.resets == 1
+    assert story.cluster.stage is Stage.RUNNING
     assert {"a/0#2", "b/0#1", "c/0#2"} <= set(story.names)
     if stage is not Stage.FORMING:
         order = next(o for o in story.commands(cmd.FormWorld) if wid("a/0#2") in o.members)
@@ -48,24 +48,24 @@ def test_a_host_lost_at_any_point_is_survived(stage):
     """The whole host goes: its workers are gone without a strike, and it is tried again."""
     story = with_stage(stage)
     story.lose_host("b").quiet(5.0)
-    assert story.world.stage is Stage.RUNNING
-    assert story.world.resets == 1
+    assert story.cluster.stage is Stage.RUNNING
+    assert story.cluster.resets == 1
     assert "b/0#2" in story.names
-    assert story.world.hosts["b"].slots[0].strikes == 0
+    assert story.cluster.hosts["b"].slots[0].failures == 0
 
 
 @pytest.mark.parametrize("stage", LIVE)
-def test_a_host_removed_at_once_is_a_break_without_a_strike(stage):
+def test_a_host_removed_at_once_is_a_break_without_a_failure(stage):
     """`--now` in any stage: its workers are killed and out at once, nobody waits for their exit; no strike."""
     story = with_stage(stage)
     mark = story.mark()
     story.remove("b", now=True)
     assert story.commands(cmd.StopWorker, mark) == [cmd.StopWorker(wid("b/0#1"), kill=True)]
-    assert wid("b/0#1") not in story.world.ranked
+    assert wid("b/0#1") not in story.cluster.ranked
     story.quiet(5.0)
-    assert story.world.stage is Stage.RUNNING
-    assert "b" not in story.world.hosts
-    assert not story.records("slot-cooling") + story.records("worker-lost")
+    assert story.cluster.stage is Stage.RUNNING
+    assert "b" not in story.cluster.hosts
+    assert not story.records("slot-backoff") + story.records("worker-lost")
 
 
 @pytest.mark.parametrize("stage", LIVE)
@@ -74,7 +74,7 @@ def test_a_job_can_be_stopped_at_any_point(stage):
     story = with_stage(stage)
     story.send(ev.JobStopRequested("job"))
     assert story.last(cmd.EndJob).outcome == "stopped"
-    assert story.world.members == ()
+    assert story.cluster.members == ()
     story.quiet(6.0)
     assert story.commands(cmd.EndJob) == [story.last(cmd.EndJob)]
     assert not story.records("worker-killed")
@@ -87,14 +87,14 @@ def test_a_cluster_can_be_stopped_at_any_point(stage):
     """Stopped in any stage, twice: the job ends, the agents are told once, nothing is started, nothing is left."""
     story = with_stage(stage)
     mark, began = story.mark(), story.now
-    hosts = sorted(story.world.hosts)
+    hosts = sorted(story.cluster.hosts)
     story.send(ev.StopRequested("done"), ev.StopRequested("again"))
     assert story.reason.startswith("stopping: done; programs may write a last checkpoint: a/0#1")
     assert story.commands(cmd.StopAgent, mark) == []
     story.answer()
     assert sorted(c.host for c in story.commands(cmd.StopAgent, mark)) == hosts
     assert story.commands(cmd.StartWorker, mark) + story.commands(cmd.StartAgent, mark) == []
-    assert (story.world.phase, story.world.workers, story.now) == ("finished", {}, began)
+    assert (story.cluster.phase, story.cluster.workers, story.now) == ("finished", {}, began)
 
 
 def test_a_stop_without_a_program_tells_the_agents_at_once():
@@ -117,7 +117,7 @@ def test_a_stop_lets_a_program_write_its_last_checkpoint():
     story.wait(10.0)
     assert story.last(cmd.StopAgent).host == "c"
     story.answer()
-    assert story.world.phase == "finished"
+    assert story.cluster.phase == "finished"
 
 
 def test_a_worker_that_still_starts_does_not_cut_the_last_checkpoint_short():
@@ -134,10 +134,10 @@ def test_a_stop_can_be_hastened():
     story.silent.add(wid("a/0#1"))
     story.send(ev.StopRequested("done"))
     story.wait(4.0).send(ev.StopRequested("now", within=1.0))
-    assert deadline(story.world, story.now) == story.now + 1.0
+    assert deadline(story.cluster, story.now) == story.now + 1.0
     story.wait(1.0)
     assert story.last(cmd.StopAgent).host == "a"
-    assert story.world.stopping == "done"
+    assert story.cluster.stopping == "done"
 
 
 def test_an_agent_that_does_not_end_is_not_waited_for():
@@ -146,7 +146,7 @@ def test_an_agent_that_does_not_end_is_not_waited_for():
     story.send(ev.StopRequested("done"))
     story.answers.clear()
     story.wait(5.0)
-    assert (story.world.phase, story.world.workers) == ("finished", {})
+    assert (story.cluster.phase, story.cluster.workers) == ("finished", {})
     assert story.records("host-gone") == [f"{name} has left (it did not end in time)" for name in ("a", "b")]
 
 
@@ -158,12 +158,12 @@ def test_a_stop_does_not_wait_for_hosts_that_are_lost():
     story.send(ev.StopRequested("done"))
     story.hear(ev.ProgramEnded)
     assert [c.host for c in story.commands(cmd.StopAgent, mark)] == ["a"]
-    assert (story.world.phase, list(story.world.hosts)) == ("stopping", ["a"])
+    assert (story.cluster.phase, list(story.cluster.hosts)) == ("stopping", ["a"])
     story.answer()
-    assert story.world.phase == "finished"
+    assert story.cluster.phase == "finished"
     nowhere = Story("a:1").lose_host("a")
     nowhere.send(ev.StopRequested("done"))
-    assert nowhere.world.phase == "finished"
+    assert nowhere.cluster.phase == "finished"
 
 
 def test_a_lost_host_is_not_tried_again_while_the_cluster_stops():
@@ -177,12 +177,12 @@ def test_a_lost_host_is_not_tried_again_while_the_cluster_stops():
 
 
 def test_a_death_before_ready_is_replaced():
-    """A worker that dies while it starts, or before it has said ready, is replaced; no epoch is broken."""
+    """A worker that dies while it starts, or before it has said ready, is replaced; no generation is broken."""
     story = Story("a:2", min=2)
     story.hear(ev.AgentReady).kill("a/0#1").answer()
     story.submit().kill("a/1#1").quiet(2.0)
     assert story.names == ["a/0#2", "a/1#2"]
-    assert story.world.resets == 0
+    assert story.cluster.resets == 0
 
 
 def test_a_death_during_the_recovery_from_another_is_the_same_break():
@@ -191,14 +191,14 @@ def test_a_death_during_the_recovery_from_another_is_the_same_break():
     story.kill("a/0#1").hear(ev.WorkerReady, "a/1#1")
     story.kill("a/2#1").hear(ev.WorkerReady)
     assert story.names == ["a/1#1", "a/3#1"]
-    assert story.world.resets == 1
+    assert story.cluster.resets == 1
 
 
 def test_a_death_while_syncing_leaves_the_state_where_it_was():
-    """The newcomer's epoch breaks while it forms: those who held the state still do, and the newest of it wins."""
+    """The newcomer's generation breaks while it forms: those who held the state still do, and the newest of it wins."""
     story = Story("a:2", min=1, cooldown=(0.0, 0.0)).run().commit(7)
     story.add("b:1").answer(lambda e: not isinstance(e, ev.WorkerFormed))
-    assert (story.world.stage, len(story.world.members)) == (Stage.FORMING, 3)
+    assert (story.cluster.stage, len(story.cluster.members)) == (Stage.FORMING, 3)
     story.kill("a/0#1").hear(ev.WorkerReady, "a/1#1")
     story.answer()
     order = story.commands(cmd.FormWorld)[2]
@@ -210,11 +210,11 @@ def test_the_joiner_dies_and_the_world_never_notices():
     """A newcomer that dies before the switch costs the running world nothing, not even when it was asked already."""
     story = Story("a:2", min=1).run()
     story.add("b:1").hear(ev.AgentReady)
-    story.kill("b/0#1").answer(lambda e: not isinstance(e, ev.WorkerOffered))
-    assert story.world.stage is Stage.ASKED
-    story.remove("b", now=True).hear(ev.WorkerOffered)
-    assert (story.world.stage, story.world.epoch, story.world.resets) == (Stage.RUNNING, 1, 0)
-    assert story.last(cmd.Stay).members == story.world.members
+    story.kill("b/0#1").answer(lambda e: not isinstance(e, ev.LeaveAcknowledged))
+    assert story.cluster.stage is Stage.ASKED
+    story.remove("b", now=True).hear(ev.LeaveAcknowledged)
+    assert (story.cluster.stage, story.cluster.generation, story.cluster.resets) == (Stage.RUNNING, 1, 0)
+    assert story.last(cmd.CancelLeave).members == story.cluster.members
 
 
 def test_the_newest_commit_wins_and_everyone_else_receives():
@@ -269,11 +269,11 @@ def test_a_stopped_process_never_comes_back_as_a_ghost():
     story = Story("a:3", min=2).run()
     story._forget(wid("a/0#1"))
     mark = story.mark()
-    story.send(ev.WorkerFroze(wid("a/0#1"), "stopped"))
+    story.send(ev.WorkerFrozen(wid("a/0#1"), "stopped"))
     assert story.commands(cmd.StopWorker, mark) == [cmd.StopWorker(wid("a/0#1"), kill=True)]
     story.quiet(3.0)
     assert story.names == ["a/1#1", "a/2#1", "a/0#2"]
-    before = story.world
+    before = story.cluster
     story.send(
         ev.WorkerReady(wid("a/0#1"), "job", 1, 3, clean=True, store="ghost"),
         ev.WorkerFormed(wid("a/0#1"), 1),
@@ -281,10 +281,10 @@ def test_a_stopped_process_never_comes_back_as_a_ghost():
         ev.ProgramEnded(wid("a/0#1"), "job", "ghost"),
         ev.WorkerExited(wid("a/0#1"), -9),
     )
-    assert story.world == before
+    assert story.cluster == before
 
 
-def test_a_worker_is_restarted_at_once_and_without_a_strike():
+def test_a_worker_is_restarted_at_once_and_without_a_failure():
     """Somebody asks for another process in the place of rank 0: it is killed, the others go on, a new one joins."""
     story = Story("a:3", min=2).run()
     story._forget(wid("a/0#1"))
@@ -294,16 +294,16 @@ def test_a_worker_is_restarted_at_once_and_without_a_strike():
     assert story.commands(cmd.Record, mark)[0].text == "a/0#1 was restarted by dashboard"
     story.quiet(3.0)
     assert story.names == ["a/1#1", "a/2#1", "a/0#2"]
-    slot = story.world.hosts["a"].slots[0]
-    assert (slot.strikes, slot.restarts) == (0, 1)
+    slot = story.cluster.hosts["a"].slots[0]
+    assert (slot.failures, slot.restarts) == (0, 1)
 
 
 def test_who_alone_holds_the_state_is_not_restarted():
     """The only member of a world: killing it would lose the training. The order is refused, and nothing happens."""
     story = Story("a:1", min=1).run()
-    before, mark = story.world, story.mark()
+    before, mark = story.cluster, story.mark()
     story.send(ev.RestartRequested(wid("a/0#1"), "dashboard"))
-    assert story.world == before
+    assert story.cluster == before
     (refused,) = story.commands(cmd.Record, mark)
     assert (refused.kind, "alone holds the training state" in refused.text) == ("order-refused", True)
 
@@ -312,9 +312,9 @@ def test_a_worker_that_freezes_while_it_ends_is_no_strike():
     """One that was told to end and stops instead is killed, and its slot is not punished."""
     story = Story("a:1", "b:1", min=1, max=2)
     story.answer()
-    story.scale(1, 1).send(ev.WorkerFroze(wid("b/0#1"), "stopped"))
-    assert story.world.hosts["b"].slots[0].strikes == 0
-    assert wid("b/0#1") not in story.world.workers
+    story.scale(1, 1).send(ev.WorkerFrozen(wid("b/0#1"), "stopped"))
+    assert story.cluster.hosts["b"].slots[0].failures == 0
+    assert wid("b/0#1") not in story.cluster.workers
 
 
 def test_all_workers_fail_and_the_job_fails_once():
@@ -348,19 +348,19 @@ def test_a_lost_connection_waits_for_the_news_of_the_death():
     """A collective fails before the death is known: nobody is blamed, and the death's break is the only one."""
     story = Story("a:3", min=2).run()
     story.raised("a/1#1", "RuntimeError: Connection closed", intact=False)
-    assert story.world.active
-    assert story.world.stage is Stage.RUNNING
+    assert story.cluster.active
+    assert story.cluster.stage is Stage.RUNNING
     story.wait(0.05).kill("a/0#1").hear(ev.WorkerReady)
     assert story.names == ["a/1#1", "a/2#1"]
     story.quiet(5.0)
-    assert story.world.resets == 1
+    assert story.cluster.resets == 1
 
 
 def test_lost_connections_without_a_death_break_the_world():
     """Nobody died, but a rank's connections broke (a partition): after the grace time the world is formed anew."""
     story = Story("a:3", min=2).run()
     story.raised("a/1#1", "RuntimeError: Connection closed", intact=False).quiet(2.0)
-    assert (story.world.epoch, story.world.stage, len(story.names)) == (2, Stage.RUNNING, 3)
+    assert (story.cluster.generation, story.cluster.stage, len(story.names)) == (2, Stage.RUNNING, 3)
     assert story.records("world-broken") == ["connections of a/1#1 broke though every worker lives"]
 
 
@@ -369,7 +369,7 @@ def test_connections_that_break_again_and_again_are_the_programs_fault():
     story = Story("a:3", min=2).run()
     for _ in range(2):
         story.raised("a/1#1", "RuntimeError: sizes differ", intact=False).quiet(2.0)
-        assert story.world.stage is Stage.RUNNING
+        assert story.cluster.stage is Stage.RUNNING
     story.raised("a/1#1", "RuntimeError: sizes differ", intact=False).quiet(2.0)
     assert story.job.outcome == "failed"
     assert "rank 1 (a/1#1) raised RuntimeError: sizes differ (3 times in a row" in story.job.reason
@@ -382,7 +382,7 @@ def test_progress_clears_unexplained_breaks():
     for _ in range(5):
         story.commit().raised("a/1#1", "RuntimeError: Connection closed", intact=False).quiet(2.0)
     assert not story.job.outcome
-    assert story.world.resets == 5
+    assert story.cluster.resets == 5
 
 
 def test_unexplained_breaks_of_one_job_do_not_count_in_the_next():
@@ -395,7 +395,7 @@ def test_unexplained_breaks_of_one_job_do_not_count_in_the_next():
     story.submit("other").quiet(2.0)
     story.raised("a/1#1", "RuntimeError: Connection closed", intact=False).quiet(2.0)
     assert not story.job.outcome
-    assert story.world.stage is Stage.RUNNING
+    assert story.cluster.stage is Stage.RUNNING
 
 
 @pytest.mark.parametrize("lost", ["worker", "host"])
@@ -410,7 +410,7 @@ def test_a_death_between_unexplained_breaks_begins_their_count_anew(lost):
     else:
         story.kill("b/0#1")
     story.hear(ev.WorkerReady, *others).hear(ev.WorkerFormed, *others)  # no commit, and no other worker joins
-    assert story.world.stage is Stage.RUNNING
+    assert story.cluster.stage is Stage.RUNNING
     story.raised("a/1#1", "RuntimeError: Connection closed", intact=False).wait(2.0)
     assert not story.job.outcome
 
@@ -421,8 +421,8 @@ def test_a_worker_that_an_abort_did_not_wake_is_no_explanation():
     others = ("a/0#1", "a/1#1")
     for _ in range(2):
         story.raised("a/1#1", "RuntimeError: sizes differ", intact=False).quiet(2.0)
-    story.kill("a/2#1", code=ev.STUCK).hear(ev.WorkerReady, *others).hear(ev.WorkerFormed, *others)
-    assert story.world.stage is Stage.RUNNING
+    story.kill("a/2#1", code=ev.HUNG).hear(ev.WorkerReady, *others).hear(ev.WorkerFormed, *others)
+    assert story.cluster.stage is Stage.RUNNING
     story.raised("a/1#1", "RuntimeError: sizes differ", intact=False).wait(2.0)
     assert story.job.outcome == "failed"
 
@@ -433,17 +433,17 @@ def test_a_connection_lost_while_others_still_form_is_not_forgotten():
     story.answer()
     story.submit().hear(ev.WorkerReady).hear(ev.WorkerFormed, "a/0#1")
     story.raised("a/0#1", "RuntimeError", intact=False).hear(ev.WorkerFormed)
-    assert story.world.stage is Stage.RUNNING
+    assert story.cluster.stage is Stage.RUNNING
     story.quiet(2.0)
-    assert (story.world.epoch, story.world.stage) == (2, Stage.RUNNING)
+    assert (story.cluster.generation, story.cluster.stage) == (2, Stage.RUNNING)
 
 
 def test_a_member_that_leaves_unasked_is_noticed():
     """A member says that it waits for a world though its own runs: nobody is left alone in a collective for ever."""
     story = Story("a:2", min=2).run()
-    story._abort(wid("a/1#1"), story.world.epoch)
+    story._abort(wid("a/1#1"), story.cluster.generation)
     story.hear(ev.WorkerReady).quiet(2.0)
-    assert (story.world.epoch, story.world.stage) == (2, Stage.RUNNING)
+    assert (story.cluster.generation, story.cluster.stage) == (2, Stage.RUNNING)
 
 
 def test_a_worker_that_missed_the_order_gets_it_again():
@@ -454,7 +454,7 @@ def test_a_worker_that_missed_the_order_gets_it_again():
     order = story.last(cmd.FormWorld)
     story.send(ev.WorkerReady(wid("a/1#1"), "job", 0, 0, clean=True, store="x"))
     again = story.last(cmd.FormWorld)
-    assert (again.to, again.epoch, again.root, again.store) == ((wid("a/1#1"),), 1, order.root, order.store)
+    assert (again.to, again.generation, again.root, again.store) == ((wid("a/1#1"),), 1, order.root, order.store)
 
 
 def test_the_errors_of_a_break_are_answered_once():
@@ -473,30 +473,30 @@ def test_the_errors_of_a_break_are_answered_once():
     assert [command.members for command in story.commands(cmd.AbortWorld, mark)] == [(wid("a/2#1"),)]
 
 
-def test_a_worker_that_never_heard_of_the_epoch_that_broke_is_told():
+def test_a_worker_that_never_heard_of_the_generation_that_broke_is_told():
     """It repeats its old word while the others gather: it is told of the abort, so that it can say the right one."""
     story = Story("a:3", min=2)
     story.answer()
     story.submit().hear(ev.WorkerReady).kill("a/0#1")
     mark = story.mark()
     story.send(ev.WorkerReady(wid("a/1#1"), "job", 0, 0, clean=True, store="x"))
-    assert [(c.epoch, c.members) for c in story.commands(cmd.AbortWorld, mark)] == [(1, (wid("a/1#1"),))]
-    assert wid("a/1#1") in story.world.awaiting
+    assert [(c.generation, c.members) for c in story.commands(cmd.AbortWorld, mark)] == [(1, (wid("a/1#1"),))]
+    assert wid("a/1#1") in story.cluster.awaiting
 
 
 def test_below_min_and_back():
     """Survivors park with their state, for as long as elastic_timeout allows, and go on where they stopped."""
     story = Story("a:1", "b:1", min=2, elastic_timeout=600.0).run().commit(9)
     story.lose_host("b").answer()
-    assert story.world.phase == "waiting"
+    assert story.cluster.phase == "waiting"
     assert "1 of min 2 workers ready; waiting for b (lost" in story.reason
     story.silent.add(wid("b/0#2"))
     story.quiet(500.0)
-    assert story.world.active
+    assert story.cluster.active
     story.kill("b/0#2").quiet(60.0)
     order = story.last(cmd.FormWorld)
     assert (order.root, story.fakes[wid("b/0#3")].commit) == (0, 9)
-    assert story.world.stage is Stage.RUNNING
+    assert story.cluster.stage is Stage.RUNNING
 
 
 def test_failures_count_against_the_reset_limit():
@@ -504,7 +504,7 @@ def test_failures_count_against_the_reset_limit():
     story = Story("a:2", min=1, reset_limit=2, cooldown=(0.0, 0.0)).run()
     for number in (1, 2):
         story.kill(story.alive()[-1]).quiet(2.0)
-        assert (story.world.stage, story.world.resets) == (Stage.RUNNING, number)
+        assert (story.cluster.stage, story.cluster.resets) == (Stage.RUNNING, number)
     victim = story.alive()[-1]
     story.kill(victim)
     assert story.last(cmd.EndJob).reason == f"3 resets exceed reset_limit=2; the last: {victim} died (SIGKILL)"
@@ -514,24 +514,24 @@ def test_planned_changes_do_not_count():
     """Hosts come and go with reset_limit=0, and the job goes on."""
     story = Story("a:1", min=1, reset_limit=0).run()
     story.add("b:1").quiet(2.0).remove("b").quiet(2.0).scale(1, 1).quiet(2.0)
-    assert story.world.active
-    assert story.world.epoch == 3
+    assert story.cluster.active
+    assert story.cluster.generation == 3
 
 
 def test_a_new_jobs_resets_begin_at_zero():
     """The next job has its own count."""
     story = Story("a:2", min=1, reset_limit=1).run()
     story.kill("a/0#1").quiet(2.0).finish().run("second")
-    assert story.world.resets == 0
+    assert story.cluster.resets == 0
 
 
-def test_a_worker_that_could_not_leave_is_replaced_without_a_strike():
+def test_a_worker_that_could_not_leave_is_replaced_without_a_failure():
     """It ended itself, stuck in an aborted collective: that is nobody's fault, and the others go on."""
     story = Story("a:3", min=2).run()
-    story.kill("a/0#1").kill("a/1#1", code=ev.STUCK).quiet(2.0)
+    story.kill("a/0#1").kill("a/1#1", code=ev.HUNG).quiet(2.0)
     assert len(story.names) == 3
-    slots = story.world.hosts["a"].slots
-    assert [(slot.strikes, slot.restarts) for slot in slots] == [(1, 1), (0, 1), (0, 0)]
+    slots = story.cluster.hosts["a"].slots
+    assert [(slot.failures, slot.restarts) for slot in slots] == [(1, 1), (0, 1), (0, 0)]
 
 
 def test_a_program_that_exits_like_a_stuck_worker_is_not_forked_in_a_hot_loop():
@@ -541,7 +541,7 @@ def test_a_program_that_exits_like_a_stuck_worker_is_not_forked_in_a_hot_loop():
     for _ in range(6):
         while not (newest := [w for w in story.alive("a") if wid(w).slot == 1]):
             story.wait(1.0).answer()
-        story.kill(*newest, code=ev.STUCK).quiet(0.1)
+        story.kill(*newest, code=ev.HUNG).quiet(0.1)
     assert story.now - began > 5 + 10 + 20
 
 
@@ -552,10 +552,10 @@ def test_names_of_hosts_that_left_are_not_kept_for_ever(monkeypatch):
     names = ["a", *(f"spot{i}" for i in range(6)), "a", "spot0", "a"]
     for name in names[1:]:
         story.add(f"{name}:1").quiet(3.0)
-        for other in [other for other in story.world.hosts if other != name]:
+        for other in [other for other in story.cluster.hosts if other != name]:
             story.remove(other).quiet(3.0)
         story.kill(str(story.alive(name)[0])).quiet(3.0)
-        assert len(story.world.incarnations) <= 4
+        assert len(story.cluster.incarnations) <= 4
     assert len(story.started) == 2 * len(names) - 1
 
 
@@ -563,8 +563,8 @@ def sending(story):
     """A member that is one commit ahead sends its state to the others."""
     story.fakes[wid("a/0#1")].commit += 1
     story.kill("a/3#1").hear(ev.WorkerReady)
-    assert story.world.stage is Stage.FORMING
-    assert story.world.order.root == 0
+    assert story.cluster.stage is Stage.FORMING
+    assert story.cluster.order.root == 0
     return story
 
 
@@ -577,7 +577,7 @@ def test_a_receiver_whose_sender_dies_never_sends_on_a_mixture():
     assert [str(w) for w in order.members] == ["a/1#1", "a/2#1"]
     assert (order.root, order.receivers) == (1, (0,))
     story.quiet(3.0)
-    assert story.world.stage is Stage.RUNNING
+    assert story.cluster.stage is Stage.RUNNING
 
 
 def test_a_job_whose_survivors_all_hold_mixtures_fails_in_words():

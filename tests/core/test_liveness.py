@@ -21,15 +21,15 @@ def test_a_rank_that_is_silent_while_its_process_runs_is_left_alone():
     silent(story, 14.0)
     silent(story, 15.0)
     text = "nothing heard of it for 15 s though its host answers; its process runs"
-    assert story.world.workers[wid("b/0#1")].silent == text
+    assert story.cluster.workers[wid("b/0#1")].silent == text
     assert len(story.records("worker-silent")) == 1
-    story.stand_still(times=0).send(ev.StoodStill(story.world.epoch, 6.0))
-    story.hear(ev.WorkerAt, "a/0#1")
-    story.send(ev.StoodStill(story.world.epoch, 7.0))
+    story.stand_still(times=0).send(ev.StallDetected(story.cluster.generation, 6.0))
+    story.hear(ev.PositionReported, "a/0#1")
+    story.send(ev.StallDetected(story.cluster.generation, 7.0))
     assert f"rank 1 (b/0#1): {text}" in story.reason
-    story.send(ev.WorkerHeard(wid("b/0#1")))
-    assert not story.world.workers[wid("b/0#1")].silent
-    assert story.world.stage is Stage.RUNNING
+    story.send(ev.WorkerResponded(wid("b/0#1")))
+    assert not story.cluster.workers[wid("b/0#1")].silent
+    assert story.cluster.stage is Stage.RUNNING
     assert story.names == ["a/0#1", "b/0#1"]
 
 
@@ -75,5 +75,5 @@ def test_a_worker_that_was_told_to_end_is_its_agents_business():
     story = Story("a:1", "b:1", **LIMITS).answer()
     story.scale(1, 1)
     w = wid("b/0#1")
-    assert w in story.world.stopped
+    assert w in story.cluster.stopped
     assert silent(story, 1000.0) == ()

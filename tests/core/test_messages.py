@@ -20,7 +20,7 @@ from nbelastic.protocol.timeouts import Timeouts
 W = WorkerId("gpu-1.example.org", 3, 12)
 SPEC = HostSpec("::1", 4, "me")
 FAILURE = sev.Failure(3, 1, -9, "SIGKILL", "Traceback …\n", 0.5)
-SEAT = sev.Seat("gpu-1", 4, "trainer")
+SEAT = sev.Assignment("gpu-1", 4, "trainer")
 FILL = {
     str: "text ü \n",
     bytes: b"\x00\xff",
@@ -57,11 +57,11 @@ FILL = {
     sev.Failure: FAILURE,
     sev.Failure | None: FAILURE,
     tuple[sev.Failure, ...]: (FAILURE,),
-    tuple[sev.Seat, ...]: (SEAT, sev.Seat("b", 1, "reader")),
+    tuple[sev.Assignment, ...]: (SEAT, sev.Assignment("b", 1, "reader")),
     tuple[tuple[float, int], ...]: ((99.5, 1 << 33),),
     tuple[tuple[int, int, int, int], ...]: ((0, 5, 0, 4), (4, 5, 0, 1)),
     Reason | None: Reason("too-few", 1, 2, missing=(Missing("node", "b"),)),
-    wire.Script: wire.Script("job-1", "/home/me/train.py", ("--epochs", "10"), environment={"A": "b"}),
+    wire.Script: wire.Script("job-1", "/home/me/train.py", ("--generations", "10"), environment={"A": "b"}),
     wire.Formation: wire.Formation(7, (("a", (0, 2)), ("b", (1,))), "127.0.0.1:1", 0, ((1, 3),)),
     tuple[tuple[str, tuple[int, ...]], ...]: (("a", (0, 2)), ("b", (1,))),
     tuple[tuple[int, int], ...]: ((1, 3),),
@@ -135,8 +135,22 @@ def test_what_belongs_to_another_direction_does_not_come_in(direction):
 def test_only_news_of_their_own_comes_from_workers_and_agents():
     """No order of people (add, remove, scale, submit, stop) and no tick can come over the link."""
     orders = {ev.HostAdded, ev.HostRemoved, ev.HostsDiscovered, ev.Scaled, ev.JobSubmitted, ev.JobStopRequested}
-    orders |= {ev.DoorOpened, ev.StopRequested, ev.Ticked, ev.WorkerRegistered, ev.ProgramEnded, ev.AgentReady}
-    orders |= {ev.SetupSubmitted, ev.SetupCleared, ev.SetupEnded, ev.DiscoveryFailed, ev.WorkerSilent, ev.WorkerHeard}
+    orders |= {
+        ev.ExternalAccessOpened,
+        ev.StopRequested,
+        ev.Ticked,
+        ev.WorkerRegistered,
+        ev.ProgramEnded,
+        ev.AgentReady,
+    }
+    orders |= {
+        ev.SetupSubmitted,
+        ev.SetupCleared,
+        ev.SetupEnded,
+        ev.DiscoveryFailed,
+        ev.WorkerSilent,
+        ev.WorkerResponded,
+    }
     assert not orders & {*WIRE["FromAgent"], *WIRE["FromWorker"]}
 
 
@@ -149,11 +163,11 @@ def test_only_news_of_their_own_comes_from_workers_and_agents():
         b"null",
         b"\xff\xfe",
         b'{"type":"Exec","code":"1"}',
-        b'{"worker":{"host":"a","slot":0,"incarnation":1},"epoch":1}',
-        b'{"type":"WorkerOffered","worker":"a/0#1","epoch":1,"commit":2}',
-        b'{"type":"WorkerOffered","worker":{"host":"a","slot":0,"incarnation":1},"epoch":"1","commit":2}',
-        b'{"type":"WorkerOffered","worker":{"host":"a","slot":0,"incarnation":1},"epoch":1}',
-        b'{"type":"WorkerOffered","worker":{"host":"a","slot":0.5,"incarnation":1},"epoch":1,"commit":2}',
+        b'{"worker":{"host":"a","slot":0,"incarnation":1},"generation":1}',
+        b'{"type":"LeaveAcknowledged","worker":"a/0#1","generation":1,"commit":2}',
+        b'{"type":"LeaveAcknowledged","worker":{"host":"a","slot":0,"incarnation":1},"generation":"1","commit":2}',
+        b'{"type":"LeaveAcknowledged","worker":{"host":"a","slot":0,"incarnation":1},"generation":1}',
+        b'{"type":"LeaveAcknowledged","worker":{"host":"a","slot":0.5,"incarnation":1},"generation":1,"commit":2}',
     ],
 )
 def test_junk_is_an_error_and_nothing_else(text):

@@ -22,11 +22,11 @@ def wide(count: int = 2, **limits) -> Story:
 
 
 def phases(story: Story) -> dict[str, str]:
-    return {name: str(host.phase) for name, host in story.world.hosts.items()}
+    return {name: str(host.phase) for name, host in story.cluster.hosts.items()}
 
 
 def homes(story: Story) -> dict[str, str]:
-    return {name: host.address for name, host in story.world.hosts.items()}
+    return {name: host.address for name, host in story.cluster.hosts.items()}
 
 
 def test_on_one_machine_nothing_is_probed():
@@ -41,7 +41,7 @@ def test_terminals_of_other_machines_are_let_in():
     """Hosts of this machine move to where those come to it, if they have that address; so do those that come later."""
     story = Story(min=1)
     story.add("localhost:1", LO, "10.0.0.9", "192.168.0.9").run()
-    story.send(ev.DoorOpened("192.168.0.9"))
+    story.send(ev.ExternalAccessOpened("192.168.0.9"))
     assert homes(story) == {"localhost": "192.168.0.9"}
     story.add("127.0.0.2:1", "127.0.0.2", "10.0.0.9", "192.168.0.9").answer()
     assert homes(story) == {"localhost": "192.168.0.9", "127.0.0.2": "192.168.0.9"}
@@ -85,17 +85,17 @@ def test_a_host_that_is_probed_is_a_wait_with_its_reason():
     """Who waits for it reads with whom its network is probed."""
     story = wide(1, min=2).submit().answer().add("gpu3:1", "10.0.0.3").hear(ev.AgentReady)
     assert story.reason == "1 of min 2 workers ready; waiting for gpu3: its network is probed with gpu1"
-    assert story.world.hosts["gpu3"].reason == "its network is probed with gpu1"
+    assert story.cluster.hosts["gpu3"].reason == "its network is probed with gpu1"
     story.add("gpu3:2")
     assert story.reason.endswith("gpu3: its network is probed with gpu1")
     story.answer()
-    assert story.world.hosts["gpu3"].reason == ""
+    assert story.cluster.hosts["gpu3"].reason == ""
 
 
 def test_partners_are_the_first_and_the_last():
     """A newcomer is probed with the host that was admitted first and the one that was admitted last: a ring."""
     story = wide(3).add("gpu4:1", "10.0.0.4").hear(ev.AgentReady)
-    assert story.world.probing["gpu4"].partners == ("gpu3", "gpu1")
+    assert story.cluster.probing["gpu4"].partners == ("gpu3", "gpu1")
 
 
 def test_a_newcomer_to_a_training_is_probed_with_every_member():
@@ -104,7 +104,7 @@ def test_a_newcomer_to_a_training_is_probed_with_every_member():
     mark = story.mark()
     story.cut |= {("gpu5", "10.0.0.3"), ("gpu5", "10.1.0.3")}
     story.add("gpu5:1", "10.0.0.5").quiet(1.0)
-    assert story.world.hosts["gpu5"].reason == "reaches the driver but not its peers (gpu3 at 10.0.0.3)"
+    assert story.cluster.hosts["gpu5"].reason == "reaches the driver but not its peers (gpu3 at 10.0.0.3)"
     assert story.commands(cmd.StartWorker, mark) + story.commands(cmd.PrepareWorld, mark) == []
     story.cut.clear()
     story.quiet(6.0)
@@ -115,8 +115,8 @@ def test_many_members_are_probed_in_rounds():
     """Of forty members a newcomer tries 32 at a time, and joins when it has reached all, hosts that came meanwhile too."""
     story = wide(40).run().commit(3).answer()
     story.add("zeta:1", "10.0.1.1").hear(ev.AgentReady)
-    assert len(story.world.probing["zeta"].partners) == 32
-    assert story.world.hosts["zeta"].reason == "its network is probed with gpu40 and gpu1 and gpu2 and 29 more"
+    assert len(story.cluster.probing["zeta"].partners) == 32
+    assert story.cluster.hosts["zeta"].reason == "its network is probed with gpu40 and gpu1 and gpu2 and 29 more"
     mark = story.mark()
     story.answer()
     assert len({p.target for p in story.commands(cmd.Probe, mark) if p.host == "zeta"}) == 8
@@ -134,7 +134,9 @@ def test_eight_hosts_at_once_are_probed_side_by_side():
     for number in range(1, 9):
         story.add(f"gpu{number}:1", f"10.0.0.{number}")
     story.hear(ev.AgentReady)
-    assert {name: a.partners for name, a in story.world.probing.items()} == {f"gpu{n}": ("gpu1",) for n in range(2, 9)}
+    assert {name: a.partners for name, a in story.cluster.probing.items()} == {
+        f"gpu{n}": ("gpu1",) for n in range(2, 9)
+    }
     story.run()
     assert len(story.names) == 8
 
@@ -159,9 +161,9 @@ def test_hosts_of_this_machine_move_when_another_machine_comes():
     assert story.last(cmd.Rehome) == cmd.Rehome("localhost", "10.0.0.9", "eth1")
     assert story.commands(cmd.Probe)[0].addresses == ("10.0.0.9",)
     story.quiet(2.0)
-    assert story.world.order.store.startswith("10.0.0.9:")
+    assert story.cluster.order.store.startswith("10.0.0.9:")
     assert story.records("host-moved") == ["localhost is reached at 10.0.0.9 (eth1) now, no longer at 127.0.0.1"]
-    assert story.world.resets == 0
+    assert story.cluster.resets == 0
 
 
 def test_a_host_of_this_machine_joins_others_at_an_outward_address():
@@ -175,14 +177,14 @@ def test_a_host_with_nothing_but_loopback_is_left_out():
     """It could not be reached by anybody."""
     story = wide(2).add("localhost:1", LO).answer()
     reason = "has no address but 127.0.0.1, and the other hosts are on other machines"
-    assert story.world.hosts["localhost"].reason == reason
+    assert story.cluster.hosts["localhost"].reason == reason
     assert phases(story)["localhost"] == "lost"
 
 
 def test_a_newcomer_is_left_out_if_the_partner_has_nothing_but_loopback():
     """The partner cannot be reached by anybody, and the newcomer hears so."""
     story = Story(min=1).add("localhost:1", LO).answer().add("gpu1:1", "10.0.0.1").answer()
-    assert story.world.hosts["gpu1"].reason == "reaches the driver but not its peers (localhost at 127.0.0.1)"
+    assert story.cluster.hosts["gpu1"].reason == "reaches the driver but not its peers (localhost at 127.0.0.1)"
 
 
 def test_a_partner_moves_to_where_all_reach_it():
@@ -193,7 +195,7 @@ def test_a_partner_moves_to_where_all_reach_it():
     assert homes(story) == {"gpu1": "10.1.0.1", "gpu2": "10.0.0.2", "gpu3": "10.0.0.3"}
     assert story.last(cmd.Rehome) == cmd.Rehome("gpu1", "10.1.0.1", "eth1")
     assert story.names == ["gpu1/0#1", "gpu2/0#1", "gpu3/0#1"]
-    assert story.world.order.store.startswith("10.1.0.1:")
+    assert story.cluster.order.store.startswith("10.1.0.1:")
 
 
 def test_a_partner_does_not_move_to_where_others_did_not_reach_it():
@@ -202,7 +204,7 @@ def test_a_partner_does_not_move_to_where_others_did_not_reach_it():
     story.cut |= {("gpu2", "10.1.0.1"), ("gpu3", "10.0.0.1")}
     story.add("gpu2:1", "10.0.0.2").answer().add("gpu3:1", "10.0.0.3").answer()
     assert phases(story) == {"gpu1": "up", "gpu2": "up", "gpu3": "lost"}
-    assert story.world.hosts["gpu3"].reason == "reaches the driver but not its peers (gpu1 at 10.0.0.1)"
+    assert story.cluster.hosts["gpu3"].reason == "reaches the driver but not its peers (gpu1 at 10.0.0.1)"
     assert story.commands(cmd.Rehome) == []
 
 
@@ -231,14 +233,14 @@ def test_who_does_not_reach_its_peers_is_left_out():
     story.cut |= {("gpu3", f"10.{net}.0.{peer}") for net in (0, 1) for peer in (1, 2)}
     story.add("gpu3:1", "10.0.0.3").answer()
     reason = "reaches the driver but not its peers (gpu2 at 10.0.0.2, gpu1 at 10.0.0.1)"
-    host = story.world.hosts["gpu3"]
+    host = story.cluster.hosts["gpu3"]
     assert (host.phase, host.reason, host.retry_at) == (HostPhase.LOST, reason, story.now + 5.0)
     assert story.last(cmd.StopAgent) == cmd.StopAgent("gpu3")
     assert story.records("host-unreachable") == [f"gpu3: {reason}; tried again in 5 s"]
     assert story.records("host-lost") == []
     assert story.alive("gpu3") == []
     story.quiet(5.0)
-    assert story.world.hosts["gpu3"].retry_at == story.now + 10.0
+    assert story.cluster.hosts["gpu3"].retry_at == story.now + 10.0
     story.cut.clear()
     story.quiet(10.0)
     assert phases(story)["gpu3"] == "up"
@@ -249,7 +251,7 @@ def test_who_is_not_reached_is_left_out():
     story = wide(1)
     story.cut |= {("gpu1", "10.0.0.3"), ("gpu1", "10.1.0.3")}
     story.add("gpu3:1", "10.0.0.3", "10.1.0.3").answer()
-    assert story.world.hosts["gpu3"].reason == "is not reached by gpu1 at any of 10.0.0.3, 10.1.0.3"
+    assert story.cluster.hosts["gpu3"].reason == "is not reached by gpu1 at any of 10.0.0.3, 10.1.0.3"
 
 
 def test_who_is_reached_at_no_common_address_is_left_out():
@@ -257,7 +259,7 @@ def test_who_is_reached_at_no_common_address_is_left_out():
     story = wide(2)
     story.cut |= {("gpu1", "10.0.0.3"), ("gpu2", "10.1.0.3")}
     story.add("gpu3:1", "10.0.0.3", "10.1.0.3").answer()
-    assert story.world.hosts["gpu3"].reason == "is reached by gpu2 only at 10.0.0.3 and by gpu1 only at 10.1.0.3"
+    assert story.cluster.hosts["gpu3"].reason == "is reached by gpu2 only at 10.0.0.3 and by gpu1 only at 10.1.0.3"
 
 
 @pytest.mark.parametrize(
@@ -272,9 +274,9 @@ def test_a_probe_without_an_answer_has_a_deadline(mute, reason):
     story = wide(1)
     story.mute.add(mute)
     story.add("gpu2:1", "10.0.0.2").answer()
-    assert deadline(story.world, story.now) == story.now + 5.0
+    assert deadline(story.cluster, story.now) == story.now + 5.0
     story.wait(5.0)
-    assert story.world.hosts["gpu2"].reason == reason
+    assert story.cluster.hosts["gpu2"].reason == reason
     story.mute.clear()
     story.quiet(10.0)
     assert phases(story)["gpu2"] == "up"
@@ -285,10 +287,10 @@ def test_a_partner_that_is_lost_is_replaced():
     story = wide(2).add("gpu3:1", "10.0.0.3").hear(ev.AgentReady)
     old = list(story.answers)
     story.lose_host("gpu1")
-    assert story.world.probing["gpu3"].partners == ("gpu2",)
-    before = story.world
+    assert story.cluster.probing["gpu3"].partners == ("gpu2",)
+    before = story.cluster
     story.send(*(e for e in old if isinstance(e, ev.Probed)))
-    assert story.world == before
+    assert story.cluster == before
     story.answer()
     assert phases(story) == {"gpu1": "lost", "gpu2": "up", "gpu3": "up"}
 
@@ -308,8 +310,8 @@ def test_a_newcomer_that_is_lost_while_it_is_probed_is_lost():
     story = wide(1).add("gpu2:1", "10.0.0.2").hear(ev.AgentReady)
     old = [e for e in story.answers if isinstance(e, ev.Probed)]
     story.lose_host("gpu2", "its machine is gone")
-    assert story.world.probing == {}
-    assert story.world.hosts["gpu2"].reason == "its machine is gone"
+    assert story.cluster.probing == {}
+    assert story.cluster.hosts["gpu2"].reason == "its machine is gone"
     story.quiet(5.0 - 1e-3).wait(2e-3).hear(ev.AgentReady)
     story.send(*old)
     assert story.alive("gpu2") == []
@@ -322,7 +324,7 @@ def test_a_newcomer_that_is_removed_while_it_is_probed_is_gone():
     story = wide(1).add("gpu2:1", "10.0.0.2").hear(ev.AgentReady)
     old = [e for e in story.answers if isinstance(e, ev.Probed)]
     story.remove("gpu2")
-    assert (story.world.probing, phases(story)) == ({}, {"gpu1": "up"})
+    assert (story.cluster.probing, phases(story)) == ({}, {"gpu1": "up"})
     story.send(*old)
     assert phases(story) == {"gpu1": "up"}
 
@@ -333,29 +335,29 @@ def test_doubled_news_changes_nothing():
     first, second = [e for e in story.answers if isinstance(e, ev.Probed)]
     hello = next(e for e in story.heard if isinstance(e, ev.AgentReady) and e.host == "gpu2")
     story.send(first)
-    before = story.world
+    before = story.cluster
     story.send(first, hello, ev.Probed("gpu2", "gpu1", ("10.0.0.1",), 999), ev.Probed("gpu9", "gpu8", ()))
-    assert story.world == before
+    assert story.cluster == before
     story.send(second)
-    before = story.world
+    before = story.cluster
     story.send(second, first, hello)
-    assert story.world == before
+    assert story.cluster == before
 
 
 def test_stopping_ends_the_probing():
     """A cluster that stops waits for no probe."""
     story = wide(1).add("gpu2:1", "10.0.0.2").hear(ev.AgentReady)
     story.send(ev.StopRequested("enough"))
-    assert story.world.probing == {}
+    assert story.cluster.probing == {}
     story.quiet(1.0)
-    assert story.world.phase == "finished"
+    assert story.cluster.phase == "finished"
 
 
 def test_a_refused_host_is_lost_with_the_problem():
     """What the driver found wrong with an agent is the reason; it is ended, recorded, and tried again after a cooldown."""
     story = Story(min=1).add("gpu1:1")
     story.send(ev.AgentReady("gpu1", 1, problem="nbelastic 0.2 there, 0.3 here"))
-    host = story.world.hosts["gpu1"]
+    host = story.cluster.hosts["gpu1"]
     assert (host.phase, host.reason, host.retry_at) == (
         HostPhase.LOST,
         "nbelastic 0.2 there, 0.3 here",
@@ -411,7 +413,7 @@ def test_an_old_store_is_better_than_none():
 def test_a_change_is_not_prepared_with_a_store_that_was_left_behind():
     """The only store known is at the old address: the change is made plainly, with what its members offer on leaving."""
     story = local().run().commit(3).answer()
-    story.silent |= set(story.world.members)
+    story.silent |= set(story.cluster.members)
     story.add("gpu1:1", "10.0.0.1").hear(ev.AgentReady)
     story.silent.clear()
     mark = story.mark()
@@ -419,7 +421,7 @@ def test_a_change_is_not_prepared_with_a_store_that_was_left_behind():
     assert story.commands(cmd.PrepareWorld, mark) == []
     assert story.last(cmd.FormWorld).store.startswith("10.0.0.9:")
     assert len(story.names) == 3
-    assert story.world.stage is Stage.RUNNING
+    assert story.cluster.stage is Stage.RUNNING
 
 
 def test_no_number_of_a_probe_is_used_twice():

@@ -17,12 +17,12 @@ def test_nobody_is_asked_before_all_is_prepared():
     """Members and newcomers build the group; only then the members are asked where they are."""
     story = with_stage(Stage.PREPARING)
     order = story.last(cmd.PrepareWorld).order
-    assert (order.epoch, len(order.members), order.root, order.receivers) == (2, 4, 0, (3,))
+    assert (order.generation, len(order.members), order.root, order.receivers) == (2, 4, 0, (3,))
     story.commit(5).hear(ev.WorkerPrepared, "a/0#1", "b/0#1", "d/0#1")
     assert story.commands(cmd.AskLeave) == []
     assert "not yet prepared for the next: c/0#1" in story.reason
     story.hear(ev.WorkerPrepared)
-    assert story.last(cmd.AskLeave).members == story.world.members
+    assert story.last(cmd.AskLeave).members == story.cluster.members
 
 
 def test_all_change_over_at_the_agreed_commit():
@@ -32,54 +32,54 @@ def test_all_change_over_at_the_agreed_commit():
     mark = story.mark()
     story.answer()
     assert story.commands(cmd.FormWorld, mark) == []
-    assert (story.world.epoch, story.names) == (2, ["a/0#1", "b/0#1", "c/0#1", "d/0#1"])
-    assert len({story.fakes[w].commit for w in story.world.members}) == 1
+    assert (story.cluster.generation, story.names) == (2, ["a/0#1", "b/0#1", "c/0#1", "d/0#1"])
+    assert len({story.fakes[w].commit for w in story.cluster.members}) == 1
 
 
 def test_some_have_joined_before_others_have_left():
-    """Words of the new epoch that overtake the last word of the old one count."""
+    """Words of the new generation that overtake the last word of the old one count."""
     story = with_stage(Stage.LEAVING)
     story.hear(ev.WorkerReady, "a/0#1").hear(ev.WorkerFormed, "a/0#1", "d/0#1")
-    assert (story.world.epoch, story.world.ahead) == (1, {wid("a/0#1"), wid("d/0#1")})
+    assert (story.cluster.generation, story.cluster.ahead) == (1, {wid("a/0#1"), wid("d/0#1")})
     story.hear(ev.WorkerReady)
-    assert (story.world.epoch, story.world.stage) == (2, Stage.FORMING)
-    assert story.world.awaiting == {wid("b/0#1"), wid("c/0#1")}
+    assert (story.cluster.generation, story.cluster.stage) == (2, Stage.FORMING)
+    assert story.cluster.awaiting == {wid("b/0#1"), wid("c/0#1")}
     story.answer()
-    assert story.world.stage is Stage.RUNNING
+    assert story.cluster.stage is Stage.RUNNING
 
 
-def test_one_finishes_in_the_next_epoch_before_others_have_left_this_one():
+def test_one_finishes_in_the_next_generation_before_others_have_left_this_one():
     """The last step was at the agreed commit: who is first returns at once. It counts, and the change is not called off."""
     story = with_stage(Stage.LEAVING)
     story.hear(ev.WorkerReady, "a/0#1").hear(ev.WorkerFormed, "a/0#1").returned("a/0#1").ended("a/0#1")
-    assert (story.world.epoch, story.world.stage) == (1, Stage.LEAVING)
+    assert (story.cluster.generation, story.cluster.stage) == (1, Stage.LEAVING)
     mark = story.mark()
     story.answer()
     assert story.commands(cmd.DropWorld, mark) + story.commands(cmd.AbortWorld, mark) == []
-    assert (story.world.epoch, story.job.succeeded) == (2, {wid("a/0#1")})
+    assert (story.cluster.generation, story.job.succeeded) == (2, {wid("a/0#1")})
     story.returned("b/0#1", "c/0#1", "d/0#1").ended("b/0#1", "c/0#1", "d/0#1")
     assert (story.job.outcome, story.job.reason) == ("succeeded", "every rank finished")
 
 
-def test_one_finishes_in_the_next_epoch_and_another_never_joins_it():
+def test_one_finishes_in_the_next_generation_and_another_never_joins_it():
     """Who is missing keeps nobody waiting for good: it is replaced, as far as there is something left to do."""
     story = with_stage(Stage.LEAVING)
     story.hear(ev.WorkerReady, "a/0#1").hear(ev.WorkerFormed, "a/0#1").returned("a/0#1").ended("a/0#1")
     story.answer(lambda event: not (isinstance(event, ev.WorkerFormed) and event.worker == wid("d/0#1")))
-    assert (story.world.stage, story.world.awaiting, story.job.succeeded) == (
+    assert (story.cluster.stage, story.cluster.awaiting, story.job.succeeded) == (
         Stage.FORMING,
         {wid("d/0#1")},
         {wid("a/0#1")},
     )
-    assert story.world.wait is not None
+    assert story.cluster.wait is not None
     story.silent.add(wid("d/0#1"))
     story.answers = []
     story.quiet(600.0)
     assert story.job.outcome == "succeeded"
 
 
-def test_a_program_that_ended_in_the_next_epoch_is_not_waited_for_when_the_job_is_stopped():
-    """Others have not left this epoch yet: the end of that program counts all the same, and nobody is killed."""
+def test_a_program_that_ended_in_the_next_generation_is_not_waited_for_when_the_job_is_stopped():
+    """Others have not left this generation yet: the end of that program counts all the same, and nobody is killed."""
     story = with_stage(Stage.LEAVING)
     story.hear(ev.WorkerReady, "a/0#1").hear(ev.WorkerFormed, "a/0#1").returned("a/0#1").ended("a/0#1")
     story.stop_job().quiet(100.0)
@@ -95,9 +95,9 @@ def test_the_joiner_dies_and_nobody_notices(stage):
     story.kill("d/0#1")
     assert story.last(cmd.DropWorld).members == (wid("a/0#1"), wid("b/0#1"), wid("c/0#1"))
     assert story.commands(cmd.AbortWorld, mark) == []
-    assert (story.world.epoch, story.world.stage) == (1, Stage.RUNNING)
+    assert (story.cluster.generation, story.cluster.stage) == (1, Stage.RUNNING)
     story.quiet(2.0)
-    assert (story.world.epoch, len(story.names)) == (3, 4)  # with its replacement, and a number of its own
+    assert (story.cluster.generation, len(story.names)) == (3, 4)  # with its replacement, and a number of its own
 
 
 @pytest.mark.parametrize("joined", [False, True])
@@ -108,12 +108,12 @@ def test_the_joiner_dies_when_the_members_are_leaving(joined):
         story.hear(ev.WorkerReady, "a/0#1").hear(ev.WorkerFormed, "a/0#1")
     mark = story.mark()
     story.kill("d/0#1")
-    assert story.last(cmd.DropWorld).epoch == 2
+    assert story.last(cmd.DropWorld).generation == 2
     story.hear(ev.WorkerReady)
     assert story.commands(cmd.AbortWorld, mark) == []
     story.quiet(2.0)
-    assert (len(story.names), story.world.stage, story.world.resets) == (4, Stage.RUNNING, 0)
-    assert len({story.fakes[w].commit for w in story.world.members}) == 1
+    assert (len(story.names), story.cluster.stage, story.cluster.resets) == (4, Stage.RUNNING, 0)
+    assert len({story.fakes[w].commit for w in story.cluster.members}) == 1
 
 
 def stale(story):
@@ -125,9 +125,9 @@ def test_a_connection_that_broke_as_all_were_leaving_is_forgotten():
     """They have changed over before anybody looked into it: nothing of it disturbs the next world."""
     story = with_stage(Stage.LEAVING)
     story.send(ev.WorkerRaised(wid("b/0#1"), 1, intact=False, error="RuntimeError: connection reset"))
-    assert story.world.suspects == {wid("b/0#1")}
+    assert story.cluster.suspects == {wid("b/0#1")}
     story.answer()
-    assert (story.world.epoch, story.world.stage) == (2, Stage.RUNNING)
+    assert (story.cluster.generation, story.cluster.stage) == (2, Stage.RUNNING)
     mark = story.mark()
     story.quiet(60.0)
     assert story.records("world-broken") == []
@@ -147,19 +147,19 @@ def test_what_was_said_before_the_prepared_world_is_old_when_that_comes_to_nothi
     assert story.commands(cmd.FormWorld, mark) == []
     story.hear(ev.WorkerReady)
     order = story.last(cmd.FormWorld)
-    assert (order.epoch, order.root, order.receivers) == (3, 0, (2,))
+    assert (order.generation, order.root, order.receivers) == (3, 0, (2,))
     story.quiet(2.0)
-    assert (len(story.names), story.world.stage, story.world.resets) == (4, Stage.RUNNING, 0)
-    assert len({story.fakes[w].commit for w in story.world.members}) == 1
+    assert (len(story.names), story.cluster.stage, story.cluster.resets) == (4, Stage.RUNNING, 0)
+    assert len({story.fakes[w].commit for w in story.cluster.members}) == 1
 
 
 def test_the_job_ends_when_the_prepared_world_has_come_to_nothing():
     """Nothing of that is left for the next job."""
     story = with_stage(Stage.LEAVING)
     story.kill("d/0#1").hear(ev.WorkerReady, "a/0#1")
-    story.send(ev.JobStopRequested(story.world.job.name, "stopped by you"))
+    story.send(ev.JobStopRequested(story.cluster.job.name, "stopped by you"))
     story.quiet(2.0)
-    assert story.run("next").world.stage is Stage.RUNNING
+    assert story.run("next").cluster.stage is Stage.RUNNING
 
 
 def test_what_is_wanted_changes_when_all_have_left():
@@ -167,11 +167,11 @@ def test_what_is_wanted_changes_when_all_have_left():
     story = with_stage(Stage.LEAVING)
     story.scale(2, 3)
     story.send(*stale(story))
-    assert story.last(cmd.DropWorld).epoch == 2
+    assert story.last(cmd.DropWorld).generation == 2
     story.answer()
     order = story.last(cmd.FormWorld)
-    assert (order.epoch, len(order.members), order.store) == (3, 3, "a/0#1@2")
-    assert story.world.stage is Stage.RUNNING
+    assert (order.generation, len(order.members), order.store) == (3, 3, "a/0#1@2")
+    assert story.cluster.stage is Stage.RUNNING
 
 
 def test_a_leaver_was_never_in_the_prepared_world():
@@ -179,39 +179,39 @@ def test_a_leaver_was_never_in_the_prepared_world():
     story = Story("a:2", "b:1", min=1).run().commit(3).answer()
     story.remove("b").answer(lambda e: not isinstance(e, ev.WorkerReady))
     story.kill("a/1#1").quiet(2.0)
-    assert (story.world.stage, story.world.resets) == (Stage.RUNNING, 1)
+    assert (story.cluster.stage, story.cluster.resets) == (Stage.RUNNING, 1)
     story = with_stage(Stage.LEAVING).remove("c")
     story.hear(ev.WorkerReady, "c/0#1").kill("d/0#1").quiet(2.0)
-    assert (story.world.stage, len(story.names), story.world.resets) == (Stage.RUNNING, 3, 0)
+    assert (story.cluster.stage, len(story.names), story.cluster.resets) == (Stage.RUNNING, 3, 0)
 
 
 @pytest.mark.parametrize("stage", [*BEFORE_LEAVING, Stage.LEAVING])
 def test_a_member_dies_while_the_next_world_is_prepared(stage):
-    """One abort ends both epochs, for members and for those who wait in the prepared one."""
+    """One abort ends both generations, for members and for those who wait in the prepared one."""
     story = with_stage(stage)
     mark = story.mark()
     story.kill("b/0#1")
     (abort,) = story.commands(cmd.AbortWorld, mark)
-    assert (abort.epoch, set(abort.members)) == (2, {wid("a/0#1"), wid("c/0#1"), wid("d/0#1")})
+    assert (abort.generation, set(abort.members)) == (2, {wid("a/0#1"), wid("c/0#1"), wid("d/0#1")})
     story.quiet(2.0)
-    assert (story.world.stage, len(story.names), story.world.resets) == (Stage.RUNNING, 4, 1)
+    assert (story.cluster.stage, len(story.names), story.cluster.resets) == (Stage.RUNNING, 4, 1)
 
 
 def test_a_group_that_cannot_be_prepared_is_formed_plainly():
     """One worker says that no group can be prepared there: the rest is dropped, and the change is made all the same."""
     story = with_stage(Stage.PREPARING)
     story.send(ev.WorkerPrepared(wid("b/0#1"), 2, "not with nccl", supported=False))
-    assert story.last(cmd.DropWorld).epoch == 2
-    assert story.world.stage is Stage.ASKED
+    assert story.last(cmd.DropWorld).generation == 2
+    assert story.cluster.stage is Stage.ASKED
     story.answer()
-    assert (story.world.epoch, len(story.names)) == (3, 4)
+    assert (story.cluster.generation, len(story.names)) == (3, 4)
 
 
 def untouched(story, since):
     """The members of the first world train on in it: nobody has asked anything of them."""
     disturbing = (cmd.AskLeave, cmd.LeaveAt, cmd.AbortWorld, cmd.FormWorld)
     assert [command for command in story.said[since:] if isinstance(command, disturbing)] == []
-    assert (story.world.epoch, story.world.stage) == (1, Stage.RUNNING)
+    assert (story.cluster.generation, story.cluster.stage) == (1, Stage.RUNNING)
     assert story.names == ["a/0#1", "b/0#1", "c/0#1"]
 
 
@@ -222,14 +222,14 @@ def test_a_newcomer_that_cannot_be_joined_is_left_out(silent, told):
     mark = story.mark()
     story._unsay(wid(silent), ev.WorkerPrepared)
     story.answer().wait(15.1)
-    assert story.world.stage is Stage.PREPARING
+    assert story.cluster.stage is Stage.PREPARING
     story.wait(0.2)
-    assert story.last(cmd.DropWorld).epoch == 2
+    assert story.last(cmd.DropWorld).generation == 2
     untouched(story, mark)
     text = f"d/0#1 is left out: no group stood within 15.2 s{told}"
     assert story.records("newcomer-held") == [f"{text}; tried again in 1 s"]
-    assert story.reason == f"3 workers train in epoch 1; {text}"
-    assert story.world.workers[wid("d/0#1")].reason == text.removeprefix("d/0#1 is ")
+    assert story.reason == f"3 workers train in generation 1; {text}"
+    assert story.cluster.workers[wid("d/0#1")].reason == text.removeprefix("d/0#1 is ")
 
 
 def test_a_newcomer_that_was_left_out_comes_when_the_way_is_open_again():
@@ -237,7 +237,7 @@ def test_a_newcomer_that_was_left_out_comes_when_the_way_is_open_again():
     story = with_stage(Stage.PREPARING)
     story.silent.add(wid("d/0#1"))
     story._unsay(wid("d/0#1"), ev.WorkerPrepared)
-    story.world = replace(story.world, limits=replace(story.world.limits, cooldown=(5.0, 300.0)))
+    story.cluster = replace(story.cluster, limits=replace(story.cluster.limits, cooldown=(5.0, 300.0)))
     mark = story.mark()
     story.answer().quiet(15.2 + 5.0 + 15.2)
     untouched(story, mark)
@@ -245,9 +245,9 @@ def test_a_newcomer_that_was_left_out_comes_when_the_way_is_open_again():
     assert story.records("newcomer-held")[-1].endswith("tried again in 10 s")
     story.silent.clear()
     story.quiet(10.1)
-    assert (story.world.stage, len(story.names), story.world.resets) == (Stage.RUNNING, 4, 0)
-    joined = story.world.workers[wid("d/0#1")]
-    assert (joined.failures, joined.reason, story.world.held) == (0, "", {})
+    assert (story.cluster.stage, len(story.names), story.cluster.resets) == (Stage.RUNNING, 4, 0)
+    joined = story.cluster.workers[wid("d/0#1")]
+    assert (joined.failures, joined.reason, story.cluster.held) == (0, "", {})
 
 
 def test_who_raised_while_preparing_is_named():
@@ -269,7 +269,7 @@ def test_of_two_newcomers_only_the_one_that_did_not_prepare_is_left_out():
     story.silent.add(wid("e/0#1"))
     story.quiet(16.0)
     assert story.names == ["a/0#1", "b/0#1", "c/0#1", "d/0#1"]
-    assert story.world.held.keys() == {wid("e/0#1")}
+    assert story.cluster.held.keys() == {wid("e/0#1")}
 
 
 def test_newcomers_of_which_none_is_to_blame_come_one_at_a_time():
@@ -281,9 +281,11 @@ def test_newcomers_of_which_none_is_to_blame_come_one_at_a_time():
     story.answer().wait(15.3)
     assert len(story.records("newcomer-held")) == 2
     story.quiet(20.0)
-    story.send(ev.StoreOffered(story.world.members[1], 3, "b/0#1@3"))  # which does not help: rank 0 has a world's store
+    story.send(
+        ev.StoreOffered(story.cluster.members[1], 3, "b/0#1@3")
+    )  # which does not help: rank 0 has a world's store
     story.answer()
-    assert story.reason.endswith("a/0#1 is to offer a store for the next epoch")
+    assert story.reason.endswith("a/0#1 is to offer a store for the next generation")
     story.commit(3).quiet(20.0)
     sizes = [len(command.order.members) for command in story.commands(cmd.PrepareWorld, mark)]
     assert sizes == [4, 5]
@@ -295,7 +297,7 @@ def test_a_removal_that_cannot_be_prepared_is_made_plainly():
     story = with_stage(Stage.RUNNING).remove("b")
     story._unsay(wid("c/0#1"), ev.WorkerPrepared)
     story.answer().wait(15.2).answer()
-    assert (story.names, story.world.resets) == (["a/0#1", "c/0#1"], 0)
+    assert (story.names, story.cluster.resets) == (["a/0#1", "c/0#1"], 0)
 
 
 def test_those_who_were_left_out_are_taken_when_too_few_are_left():
@@ -323,20 +325,20 @@ def test_what_is_wanted_changes_while_it_is_prepared(stage):
     mark = story.mark()
     story.remove("d").quiet(1.0)
     assert story.commands(cmd.LeaveAt, mark) == []
-    assert (story.world.epoch, story.world.stage, len(story.names)) == (1, Stage.RUNNING, 3)
+    assert (story.cluster.generation, story.cluster.stage, len(story.names)) == (1, Stage.RUNNING, 3)
 
 
 def test_a_removal_is_prepared_too():
-    """The rest are together again at once; who leaves is stopped when all have left the old epoch."""
+    """The rest are together again at once; who leaves is stopped when all have left the old generation."""
     story = Story("a:3", "b:1", min=1).run().commit(3).answer()
     story.remove("b").hear(ev.WorkerPrepared)
     order = story.last(cmd.PrepareWorld).order
     assert (len(order.members), order.receivers) == (3, ())
-    story.hear(ev.WorkerOffered).hear(ev.WorkerReady, "b/0#1")
+    story.hear(ev.LeaveAcknowledged).hear(ev.WorkerReady, "b/0#1")
     assert story.commands(cmd.StopWorker) == []
     story.answer()
     assert story.last(cmd.StopWorker).worker == wid("b/0#1")
-    assert (story.world.epoch, len(story.names)) == (2, 3)
+    assert (story.cluster.generation, len(story.names)) == (2, 3)
 
 
 def test_without_a_store_the_change_is_made_plainly():
@@ -344,4 +346,4 @@ def test_without_a_store_the_change_is_made_plainly():
     story = Story("a:2", min=1).run()
     story.add("b:1").hear(ev.AgentReady).hear(ev.WorkerRegistered).hear(ev.WorkerReady)
     assert story.commands(cmd.PrepareWorld) == []
-    assert story.world.stage is Stage.ASKED
+    assert story.cluster.stage is Stage.ASKED

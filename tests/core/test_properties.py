@@ -29,7 +29,7 @@ NETWORKS = (  # of these hosts: their addresses
     {"n": ("10.0.0.1", "10.1.0.1"), "b": ("10.0.0.2", "10.1.0.2"), "g": ("10.0.0.3", "10.1.0.3")},
 )
 LONG_ENOUGH = 4  # times ten minutes: every deadline has come by then
-CODES = (-9, -11, 0, 1, 3, ev.STUCK)
+CODES = (-9, -11, 0, 1, 3, ev.HUNG)
 
 
 class AnyStory(RuleBasedStateMachine):
@@ -66,8 +66,8 @@ class AnyStory(RuleBasedStateMachine):
     @rule(host=st.sampled_from(HOSTS), slots=st.integers(1, 3))
     def add_host(self, host, slots):
         self.story.add(f"{host}:{slots}")
-        slots = self.story.world.hosts[host].slots if host in self.story.world.hosts else ()
-        assert not any(slot.cooling_until > self.story.now for slot in slots), "adding a host pardons it"
+        slots = self.story.cluster.hosts[host].slots if host in self.story.cluster.hosts else ()
+        assert not any(slot.backoff_until > self.story.now for slot in slots), "adding a host pardons it"
 
     @rule(host=st.sampled_from(HOSTS), now=st.booleans())
     def remove_host(self, host, now):
@@ -77,12 +77,12 @@ class AnyStory(RuleBasedStateMachine):
     def discover(self, hosts):
         self.story.discover(*(f"{name}:{slots}" for name, slots in hosts.items()))
 
-    @precondition(lambda self: self.story.world.hosts)
+    @precondition(lambda self: self.story.cluster.hosts)
     @rule()
     def discovery_fails(self):
-        workers = self.story.world.workers
+        workers = self.story.cluster.workers
         self.story.send(ev.DiscoveryFailed("no answer"))
-        assert self.story.world.workers == workers, "a failing discovery disturbs nobody"
+        assert self.story.cluster.workers == workers, "a failing discovery disturbs nobody"
 
     @rule(low=st.integers(1, 3), room=st.none() | st.integers(0, 3))
     def scale(self, low, room):
@@ -90,11 +90,11 @@ class AnyStory(RuleBasedStateMachine):
 
     @rule()
     def submit(self):
-        if self.story.world.active is None:
+        if self.story.cluster.active is None:
             self.jobs += 1
         self.story.submit(f"job-{self.jobs}")
 
-    @precondition(lambda self: self.story.world.active)
+    @precondition(lambda self: self.story.cluster.active)
     @rule(really=st.integers(0, 3))
     def stop_job(self, really):
         if not really:
@@ -110,7 +110,7 @@ class AnyStory(RuleBasedStateMachine):
     def freeze(self, data):
         w = self._worker(data)
         self.story._forget(w)
-        self.story.send(ev.WorkerFroze(w, "stopped"))
+        self.story.send(ev.WorkerFrozen(w, "stopped"))
 
     @rule(data=st.data(), seconds=st.sampled_from([11.0, 100.0, 1000.0]), idle=st.booleans())
     def is_silent(self, data, seconds, idle):
@@ -124,14 +124,14 @@ class AnyStory(RuleBasedStateMachine):
     @rule(data=st.data())
     def end_unreported(self, data):
         """A worker was told to end, and nobody says that it has."""
-        stopped = self.story.world.stopped
+        stopped = self.story.cluster.stopped
         exits = [e for e in self.story.answers if isinstance(e, ev.WorkerExited) and e.worker in stopped]
         assume(exits)
         self.story.answers.remove(data.draw(st.sampled_from(exits)))
 
     @rule(data=st.data())
     def is_heard_again(self, data):
-        self.story.send(ev.WorkerHeard(self._worker(data)))
+        self.story.send(ev.WorkerResponded(self._worker(data)))
 
     @rule(data=st.data())
     def restart(self, data):
@@ -141,13 +141,13 @@ class AnyStory(RuleBasedStateMachine):
         if cmd.StopWorker(w, kill=True) in self.story.commands(cmd.StopWorker, mark):
             self.story._forget(w)
 
-    @precondition(lambda self: self.story.world.stage is Stage.FORMING and self.story.world.order.receivers)
+    @precondition(lambda self: self.story.cluster.stage is Stage.FORMING and self.story.cluster.order.receivers)
     @rule(data=st.data())
     def die_while_sending(self, data):
         """The root of a transfer dies, and some who were receiving hold parts of two commits."""
-        order = self.story.world.order
+        order = self.story.cluster.order
         root, receiving = order.members[order.root], [order.members[rank] for rank in order.receivers]
-        torn = sorted(self.story.world.awaiting.intersection(receiving) & self.story.fakes.keys())
+        torn = sorted(self.story.cluster.awaiting.intersection(receiving) & self.story.fakes.keys())
         if root in self.story.fakes:
             self.story.kill(str(root))
         for w in torn:
@@ -156,7 +156,7 @@ class AnyStory(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def lose_host(self, data):
-        names = sorted(self.story.world.hosts)
+        names = sorted(self.story.cluster.hosts)
         assume(names)
         self.story.lose_host(data.draw(st.sampled_from(names)))
 
@@ -180,7 +180,7 @@ class AnyStory(RuleBasedStateMachine):
 
     @rule(count=st.integers(1, 5))
     def commit(self, count):
-        if self.story.world.stage in (Stage.RUNNING, Stage.PREPARING):
+        if self.story.cluster.stage in (Stage.RUNNING, Stage.PREPARING):
             self.story.commit(count)
 
     @rule(data=st.data(), intact=st.sampled_from([False, False, False, True]))
@@ -188,7 +188,7 @@ class AnyStory(RuleBasedStateMachine):
         w = self._inside(data)
         self.story.hold_back(w)
         fake = self.story.fakes[w]
-        self.story.send(ev.WorkerRaised(w, fake.epoch, intact, "RuntimeError: lost"))
+        self.story.send(ev.WorkerRaised(w, fake.generation, intact, "RuntimeError: lost"))
 
     @rule(data=st.data())
     def end_by_error(self, data):
@@ -208,18 +208,18 @@ class AnyStory(RuleBasedStateMachine):
         assume(returned)
         self.story.ended(str(data.draw(st.sampled_from(returned))))
 
-    @precondition(lambda self: self.story.world.stage is Stage.RUNNING)
+    @precondition(lambda self: self.story.cluster.stage is Stage.RUNNING)
     @rule(
         host=st.sampled_from(HOSTS),
         slots=st.integers(1, 3),
-        missing=st.sampled_from([ev.WorkerPrepared, ev.WorkerOffered, ev.WorkerReady, ev.WorkerFormed]),
+        missing=st.sampled_from([ev.WorkerPrepared, ev.LeaveAcknowledged, ev.WorkerReady, ev.WorkerFormed]),
     )
     def begin_a_change(self, host, slots, missing):
         """Up to the moment where the members' next word, of this kind, is missing."""
         story = self.story
         story.commit(3).answer()
-        members = story.world.ranked
-        if host in story.world.hosts and slots == 3:
+        members = story.cluster.ranked
+        if host in story.cluster.hosts and slots == 3:
             story.remove(host)
         else:
             story.add(f"{host}:{slots}")
@@ -227,14 +227,14 @@ class AnyStory(RuleBasedStateMachine):
 
     # ---- drivers ----
 
-    @precondition(lambda self: not self.story.world.stopping)
+    @precondition(lambda self: not self.story.cluster.stopping)
     @rule(data=st.data(), reached=st.integers(0, 12), written=st.booleans(), things=st.integers(0, 3))
     def the_driver_dies(self, data, reached, written, things):
         """At any moment, most likely in the middle of something; something may happen until a new one comes."""
         story = self.story
         last = self._last_event(data)
-        leaving = {e.worker for e in story.answers if isinstance(e, ev.WorkerReady)} & story.world.ranked
-        leaving = sorted(leaving) if story.world.stage is Stage.LEAVING and last is None else []
+        leaving = {e.worker for e in story.answers if isinstance(e, ev.WorkerReady)} & story.cluster.ranked
+        leaving = sorted(leaving) if story.cluster.stage is Stage.LEAVING and last is None else []
         held = data.draw(st.sets(st.sampled_from(leaving))) if leaving else ()
         away = Away(story, last, reached=reached, written=written, held=held)
         for _ in range(things):
@@ -255,7 +255,7 @@ class AnyStory(RuleBasedStateMachine):
             ev.HostRemoved("n"),
         ]
         events += story.answers[:3]
-        if story.world.active is not None:
+        if story.cluster.active is not None:
             events += [ev.JobStopRequested(story.job.name)]
         else:
             events += [ev.JobSubmitted(f"job-{self.jobs + 1}")]
@@ -274,7 +274,7 @@ class AnyStory(RuleBasedStateMachine):
     def _happens(self, away, data):
         """While no driver is there."""
         fakes = self.story.fakes
-        inside = {w for w, fake in fakes.items() if fake.formed and fake.epoch and not fake.returned}
+        inside = {w for w, fake in fakes.items() if fake.formed and fake.generation and not fake.returned}
         inside = sorted(map(str, inside - self.story.stuck))
         every, hosts = sorted(map(str, fakes)), sorted(self.story.agents)
         noticed = data.draw(st.booleans())
@@ -330,32 +330,32 @@ class AnyStory(RuleBasedStateMachine):
     @rule(host=st.sampled_from(HOSTS), slots=st.integers(1, 3))
     def lose_and_find_again(self, host, slots):
         """A host is lost and added: it is a newcomer, and its agent is heard, but not yet what it was asked."""
-        if host in self.story.world.hosts:
+        if host in self.story.cluster.hosts:
             self.story.lose_host(host)
         self.story.add(f"{host}:{slots}").hear(ev.AgentReady)
 
-    @precondition(lambda self: self.story.world.stage is Stage.RUNNING and self.story.addresses)
+    @precondition(lambda self: self.story.cluster.stage is Stage.RUNNING and self.story.addresses)
     @rule(back=st.booleans(), heard=st.integers(0, 12), data=st.data())
     def come_apart(self, back, heard, data):
         """Two hosts of the world reach one another no longer, and so it stands still; some of the answers are heard."""
-        story, hosts = self.story, sorted({w.host for w in self.story.world.members})
+        story, hosts = self.story, sorted({w.host for w in self.story.cluster.members})
         assume(len(hosts) > 1)
         one, other = data.draw(st.permutations(hosts))[:2]
         story.cut |= {(one, address) for address in story.addresses[other]}
         if back:
             story.cut |= {(other, address) for address in story.addresses[one]}
-        story.send(ev.StoodStill(story.world.epoch, 3.0))
-        for answer in [e for e in story.answers if isinstance(e, ev.WorkerAt | ev.Probed)][:heard]:
+        story.send(ev.StallDetected(story.cluster.generation, 3.0))
+        for answer in [e for e in story.answers if isinstance(e, ev.PositionReported | ev.Probed)][:heard]:
             story.answers = [e for e in story.answers if e is not answer]
             story.send(answer)
 
-    @precondition(lambda self: self.story.world.stage in (Stage.RUNNING, Stage.ASKED, Stage.LEAVING))
+    @precondition(lambda self: self.story.cluster.stage in (Stage.RUNNING, Stage.ASKED, Stage.LEAVING))
     @rule(seconds=st.sampled_from([0.0, 1.0, 3.0]), data=st.data())
     def fall_behind(self, seconds, data):
         """All but one wait in a collective, and say so twice."""
         story = self.story
-        slow = data.draw(st.sampled_from(sorted(story.world.members)))
-        for w in story.world.ranked - {slow}:
+        slow = data.draw(st.sampled_from(sorted(story.cluster.members)))
+        for w in story.cluster.ranked - {slow}:
             story.fakes[w].begun += 1
         for past in (0.0, seconds):
             story.wait(past)
@@ -370,11 +370,11 @@ class AnyStory(RuleBasedStateMachine):
 
     @rule(late=st.sampled_from([0, 0, 0, 1]), seconds=st.sampled_from([3.0, 30.0]))
     def stand_still(self, late, seconds):
-        self.story.send(ev.StoodStill(self.story.world.epoch - late, seconds))
+        self.story.send(ev.StallDetected(self.story.cluster.generation - late, seconds))
 
     @rule(late=st.sampled_from([0, 0, 1]))
     def go_on(self, late):
-        self.story.send(ev.WentOn(self.story.world.epoch - late))
+        self.story.send(ev.StallResolved(self.story.cluster.generation - late))
 
     # ---- groups that cannot be built ----
 
@@ -382,23 +382,25 @@ class AnyStory(RuleBasedStateMachine):
     @rule(data=st.data(), how=st.sampled_from(["silent", "raised", "raised", "unsupported"]))
     def fail_to_prepare(self, data, how):
         w = self._answering(data, ev.WorkerPrepared)
-        epoch = next(e.epoch for e in self.story.answers if isinstance(e, ev.WorkerPrepared) and e.worker == w)
+        generation = next(
+            e.generation for e in self.story.answers if isinstance(e, ev.WorkerPrepared) and e.worker == w
+        )
         self.story._unsay(w, ev.WorkerPrepared)
         if how != "silent":
-            self.story.send(ev.WorkerPrepared(w, epoch, "RuntimeError: refused", supported=how == "raised"))
+            self.story.send(ev.WorkerPrepared(w, generation, "RuntimeError: refused", supported=how == "raised"))
 
     @rule(data=st.data(), stage=st.sampled_from(list(Stage)))
     def hang(self, data, stage):
         """A member's process lives, and says nothing of what is waited for any more: that it has left, come in, or prepared."""
-        assume(self.story.world.stage is stage and self.story.fakes)
-        members = sorted(w for w in self.story.world.awaiting or self.story.world.ranked if w in self.story.fakes)
+        assume(self.story.cluster.stage is stage and self.story.fakes)
+        members = sorted(w for w in self.story.cluster.awaiting or self.story.cluster.ranked if w in self.story.fakes)
         assume(members)
         self.story.hang(str(data.draw(st.sampled_from(members))))
 
     @rule(data=st.data())
     def stick(self, data):
-        """A member sleeps in a collective of its epoch, and no abort will wake it."""
-        inside = sorted(w for w, fake in self.story.fakes.items() if fake.epoch and fake.job and not fake.returned)
+        """A member sleeps in a collective of its generation, and no abort will wake it."""
+        inside = sorted(w for w, fake in self.story.fakes.items() if fake.generation and fake.job and not fake.returned)
         assume(inside)
         self.story.stick(str(data.draw(st.sampled_from(inside))))
 
@@ -422,7 +424,7 @@ class AnyStory(RuleBasedStateMachine):
     @precondition(lambda self: self.story.heard)
     @rule(data=st.data())
     def hear_again(self, data):
-        """What was heard before is heard again: doubled, late, from dead epochs, dead workers and dead jobs."""
+        """What was heard before is heard again: doubled, late, from dead generations, dead workers and dead jobs."""
         old = [e for e in self.story.heard if isinstance(e, DOUBLED) and self._is_news_of_the_past(e)]
         assume(old)
         self.story.send(data.draw(st.sampled_from(old)))
@@ -430,7 +432,7 @@ class AnyStory(RuleBasedStateMachine):
     @rule()
     def calm(self):
         """For once everything goes well for some seconds."""
-        if self.story.world.active is None:
+        if self.story.cluster.active is None:
             self.jobs += 1
             self.story.submit(f"job-{self.jobs}")
         self.story.quiet(3.0)
@@ -453,15 +455,15 @@ class AnyStory(RuleBasedStateMachine):
 
     @invariant()
     def cooling_is_visible(self):
-        for host in self.story.world.hosts.values():
+        for host in self.story.cluster.hosts.values():
             for slot in host.slots[: host.spec.slots]:
-                if slot.cooling_until > self.story.now:
+                if slot.backoff_until > self.story.now:
                     assert slot.reason
                     assert not slot.busy
-                    assert slot.cooling_until - self.story.now <= 300.0
+                    assert slot.backoff_until - self.story.now <= 300.0
             if host.phase is HostPhase.LOST:
                 assert host.reason
-                assert host.retry_at > self.story.now or deadline(self.story.world, self.story.now) <= self.story.now
+                assert host.retry_at > self.story.now or deadline(self.story.cluster, self.story.now) <= self.story.now
 
     def teardown(self):
         """Peace: everybody answers and time passes. Then everything that can train does."""
@@ -469,53 +471,57 @@ class AnyStory(RuleBasedStateMachine):
             return
         story = self.story
         self.mend()
-        for name in [name for name in story.world.hosts if story.world.hosts[name].phase is not HostPhase.DRAINING]:
-            story.add(f"{name}:{story.world.hosts[name].spec.slots}")  # pardoned
+        for name in [name for name in story.cluster.hosts if story.cluster.hosts[name].phase is not HostPhase.DRAINING]:
+            story.add(f"{name}:{story.cluster.hosts[name].spec.slots}")  # pardoned
         for _ in range(LONG_ENOUGH):
             story.quiet(600.0)
-            if story.world.stage is Stage.RUNNING:  # those who could not be joined before are tried beside the training
+            if (
+                story.cluster.stage is Stage.RUNNING
+            ):  # those who could not be joined before are tried beside the training
                 story.commit(3)
         story.quiet(40.0)
-        world = story.world
-        assert deadline(world, story.now) > story.now
+        cluster = story.cluster
+        assert deadline(cluster, story.now) > story.now
         self._at_peace()
-        if world.active is None:
+        if cluster.active is None:
             self.jobs += 1
             story.submit(f"job-{self.jobs}").quiet(20.0)
             self._at_peace()
 
     def _at_peace(self):
-        world, story = self.story.world, self.story
-        job, limits = world.active, world.limits
-        assert not world.suspects
-        assert not world.stopped, "who was told to end has ended"
-        assert not world.probing
-        assert all(host.phase in (HostPhase.UP, HostPhase.DRAINING) for host in world.hosts.values())
+        cluster, story = self.story.cluster, self.story
+        job, limits = cluster.active, cluster.limits
+        assert not cluster.suspects
+        assert not cluster.stopped, "who was told to end has ended"
+        assert not cluster.probing
+        assert all(host.phase in (HostPhase.UP, HostPhase.DRAINING) for host in cluster.hosts.values())
         if job is None:
             assert all(not fake.job for fake in story.fakes.values()), "a program of no job runs on"
             return
         if job.succeeded:
             assert any(fake.job for fake in story.fakes.values()), "the job waits for nobody"
             return
-        able = {w for w in world.workers if w not in world.failed and story.fakes[w].job == job.name}
+        able = {w for w in cluster.workers if w not in cluster.failed and story.fakes[w].job == job.name}
         able -= {w for w in able if story.fakes[w].returned}
         # One that hung in the last job as well does not come to its elastic function: that may take as long as it likes.
-        able -= {w for w in able if w in story.silent and not story.fakes[w].epoch}
-        if world.held:  # a member hangs, so that nobody can be joined with it
+        able -= {w for w in able if w in story.silent and not story.fakes[w].generation}
+        if cluster.held:  # a member hangs, so that nobody can be joined with it
             assert "is left out" in story.reason, story.reason
             return
-        if world.stage is Stage.PREPARING and story.silent & world.awaiting & world.ranked:  # the same, tried again
+        if (
+            cluster.stage is Stage.PREPARING and story.silent & cluster.awaiting & cluster.ranked
+        ):  # the same, tried again
             return
-        asked = world.stage in (Stage.RUNNING, Stage.PREPARING, Stage.ASKED)
-        if asked and world.put_off and story.silent & world.ranked:  # it alone holds the state, and never answers
+        asked = cluster.stage in (Stage.RUNNING, Stage.PREPARING, Stage.ASKED)
+        if asked and cluster.put_off and story.silent & cluster.ranked:  # it alone holds the state, and never answers
             return
-        size = len(world.members)
-        if world.stage is Stage.RUNNING:
+        size = len(cluster.members)
+        if cluster.stage is Stage.RUNNING:
             best = int(min(limits.most, len(able)))
             assert size == best or best < limits.min, f"{size} of {best} train: {story.reason}"
-            assert all(story.fakes[w].epoch == world.epoch for w in world.members)
+            assert all(story.fakes[w].generation == cluster.generation for w in cluster.members)
             return
-        assert world.stage is Stage.GATHERING, f"stuck in {world.stage}: {story.reason}"
+        assert cluster.stage is Stage.GATHERING, f"stuck in {cluster.stage}: {story.reason}"
         assert len(able) < limits.min, f"{len(able)} could train: {story.reason}"
         assert "of min" in story.reason
 
@@ -524,12 +530,12 @@ class AnyStory(RuleBasedStateMachine):
         return data.draw(st.sampled_from(sorted(self.story.fakes)))
 
     def _inside(self, data) -> WorkerId:
-        """One that is in the function, in an epoch that it has formed."""
+        """One that is in the function, in a generation that it has formed."""
         story = self.story
         forming = {e.worker for e in story.answers if isinstance(e, ev.WorkerFormed)}
         leaving = {e.worker for e in story.answers if isinstance(e, ev.WorkerReady)}
-        leaving = leaving & story.world.ranked if story.world.stage is Stage.LEAVING else set()
-        there = ({w for w, fake in story.fakes.items() if fake.epoch} | leaving) - story.stuck
+        leaving = leaving & story.cluster.ranked if story.cluster.stage is Stage.LEAVING else set()
+        there = ({w for w, fake in story.fakes.items() if fake.generation} | leaving) - story.stuck
         inside = sorted(w for w in there - (forming - leaving) if not story.fakes[w].returned)
         assume(inside)
         return data.draw(st.sampled_from(inside))
@@ -543,11 +549,11 @@ class AnyStory(RuleBasedStateMachine):
         """Not a word that would be a lie if it were said now: links double and delay words, they do not invent them."""
         fake = self.story.fakes.get(getattr(event, "worker", None))
         if isinstance(event, ev.WorkerReady) and fake is not None:
-            return fake.job != event.job or event.epoch <= fake.left
+            return fake.job != event.job or event.generation <= fake.left
         return True
 
 
-DOUBLED = (*WORDS, ev.StoodStill, ev.WentOn, ev.RestartRequested)
+DOUBLED = (*WORDS, ev.StallDetected, ev.StallResolved, ev.RestartRequested)
 
 TestAnyStory = AnyStory.TestCase
 TestAnyStory.settings = settings(

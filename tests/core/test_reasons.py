@@ -17,7 +17,7 @@ def test_a_sentence_is_of_the_moment_in_which_it_is_read():
     """Nothing has happened since, and yet one waits for longer and longer."""
     story = Story("a", min=1)
     story.send(*[answer for answer in story.answers if type(answer).__name__ == "AgentReady"])
-    reason = story.world.reason
+    reason = story.cluster.reason
     assert in_words(reason, story.now) == "0 of min 1 workers ready; waiting for a/0#1 (0 s)"
     assert in_words(reason, story.now + 42.4) == "0 of min 1 workers ready; waiting for a/0#1 (42 s)"
 
@@ -25,25 +25,28 @@ def test_a_sentence_is_of_the_moment_in_which_it_is_read():
 def test_what_is_missing_is_told_with_its_end():
     """A lost host is tried again, a slot cools: until when is known. Nothing is missing: what would help."""
     lost = Missing("lost", "b", "its machine is gone", until=130.0)
-    cooling = Missing("cooling", "a/1", until=105.0)
+    cooling = Missing("backoff", "a/1", until=105.0)
     reason = Reason("ready", 2, missing=(lost, cooling))
-    text = "2 workers ready; waiting for b (lost: its machine is gone; tried again in 30 s), a/1 (cooling 5 s more)"
+    text = (
+        "2 workers ready; waiting for b (lost: its machine is gone; tried again in 30 s), a/1 (in back-off, 5 s more)"
+    )
     assert in_words(reason, 100.0) == text
     assert in_words(Reason("too-few", 1, 2, missing=()), 0.0) == "1 of min 2 workers ready; add a host or lower min"
 
 
 def test_of_many_names_three_are_told():
     """And that there are more."""
-    reason = Reason("broken", 1, 5, epoch=7, names=("a", "b", "c", "d"))
-    assert in_words(reason, 0.0) == "1 of 5 survivors have left epoch 7; not yet a, b, c, …"
+    reason = Reason("broken", 1, 5, generation=7, names=("a", "b", "c", "d"))
+    assert in_words(reason, 0.0) == "1 of 5 survivors have left generation 7; not yet a, b, c, …"
 
 
 def test_one_reason_comes_after_another():
     """At the end of all that is said already."""
-    reason = Reason("training", of=2, epoch=1, then=Reason("put-off", text="a/0 is busy"))
+    reason = Reason("training", of=2, generation=1, then=Reason("put-off", text="a/0 is busy"))
     whole = and_also(reason, Reason("stands", text="no commit for 3 s"))
     assert (
-        in_words(whole, 0.0) == "2 workers train in epoch 1; the next change waits, as a/0 is busy; no commit for 3 s"
+        in_words(whole, 0.0)
+        == "2 workers train in generation 1; the next change waits, as a/0 is busy; no commit for 3 s"
     )
 
 

@@ -17,29 +17,29 @@ def test_newcomers_are_ready_before_anyone_is_disturbed():
     story.add("b:2").hear(ev.AgentReady).hear(ev.WorkerRegistered).wait(30.0)
     assert story.commands(cmd.AskLeave, mark) == []
     story.hear(ev.WorkerReady)
-    assert [ask.members for ask in story.commands(cmd.AskLeave, mark)] == [story.world.members]
+    assert [ask.members for ask in story.commands(cmd.AskLeave, mark)] == [story.cluster.members]
 
 
 def test_all_leave_at_the_commit_after_the_newest():
-    """Ranks are at different commits of the epoch: the agreed one is the next that none has made."""
+    """Ranks are at different commits of the generation: the agreed one is the next that none has made."""
     story = Story("a:3", min=1).run().commit(4)
-    story.add("b:1").answer(lambda e: not isinstance(e, ev.WorkerOffered))
+    story.add("b:1").answer(lambda e: not isinstance(e, ev.LeaveAcknowledged))
     story.send(
         *(
-            ev.WorkerOffered(w, 1, commit, story.world.asks)
-            for w, commit in zip(story.world.members, (4, 6, 5), strict=True)
+            ev.LeaveAcknowledged(w, 1, commit, story.cluster.asks)
+            for w, commit in zip(story.cluster.members, (4, 6, 5), strict=True)
         )
     )
     leave = story.last(cmd.LeaveAt)
-    assert (leave.epoch, leave.commit, leave.members) == (1, 7, story.world.members)
+    assert (leave.generation, leave.commit, leave.members) == (1, 7, story.cluster.members)
 
 
 def test_a_word_said_twice_is_one_word():
     """One rank's offer counts once, however often it is heard; the agreement waits for the others."""
     story = Story("a:2", min=1).run()
-    story.add("b:1").answer(lambda e: not isinstance(e, ev.WorkerOffered))
-    story.send(*[ev.WorkerOffered(wid("a/0#1"), 1, 3, story.world.asks)] * 3)
-    assert story.world.stage is Stage.ASKED
+    story.add("b:1").answer(lambda e: not isinstance(e, ev.LeaveAcknowledged))
+    story.send(*[ev.LeaveAcknowledged(wid("a/0#1"), 1, 3, story.cluster.asks)] * 3)
+    assert story.cluster.stage is Stage.ASKED
     assert story.reason == "1 of 2 have said where they are"
 
 
@@ -57,8 +57,8 @@ def test_two_changes_in_one_second_are_one_reset():
     mark = story.mark()
     story.add("b:1").add("c:1").hear(ev.AgentReady)
     story.answer(lambda e: getattr(e, "worker", wid("c/0#1")).host == "b")
-    assert story.world.stage is Stage.RUNNING
-    assert story.reason.startswith("1 workers train in epoch 1; waiting for c/0#1")
+    assert story.cluster.stage is Stage.RUNNING
+    assert story.reason.startswith("1 workers train in generation 1; waiting for c/0#1")
     story.wait(0.9).quiet(1.0)
     assert [len(order.members) for order in story.commands(cmd.FormWorld, mark)] == [3]
 
@@ -79,7 +79,7 @@ def test_a_second_change_while_the_first_is_under_way():
     story = Story("a:1", "b:1", "c:1", min=1).run()
     mark = story.mark()
     story.remove("b")
-    assert story.world.stage is Stage.ASKED
+    assert story.cluster.stage is Stage.ASKED
     story.remove("c").quiet(2.0)
     assert story.names == ["a/0#1"]
     assert len(story.commands(cmd.FormWorld, mark)) == 1
@@ -90,9 +90,9 @@ def test_a_change_while_the_world_forms_comes_after_it():
     story = Story("a:1", "b:1", min=1)
     story.answer()
     story.submit().hear(ev.WorkerReady)
-    assert story.world.stage is Stage.FORMING
+    assert story.cluster.stage is Stage.FORMING
     story.remove("b").quiet(2.0)
-    assert (story.names, story.world.epoch, story.world.resets) == (["a/0#1"], 2, 0)
+    assert (story.names, story.cluster.generation, story.cluster.resets) == (["a/0#1"], 2, 0)
     assert story.commands(cmd.AbortWorld) == []
 
 
@@ -104,10 +104,10 @@ def test_drained_workers_leave_at_a_commit_and_exit():
     assert story.commands(cmd.StopWorker, mark) == []
     story.answer()
     assert sorted(story.commands(cmd.StopWorker, mark), key=str) == [cmd.StopWorker(wid(f"b/{i}#1")) for i in (0, 1)]
-    assert (story.names, list(story.world.hosts)) == (["a/0#1", "a/1#1"], ["a"])
+    assert (story.names, list(story.cluster.hosts)) == (["a/0#1", "a/1#1"], ["a"])
     assert story.last(cmd.StopAgent).host == "b"
-    assert story.records("worker-lost") + story.records("slot-cooling") == []
-    assert story.world.resets == 0
+    assert story.records("worker-lost") + story.records("slot-backoff") == []
+    assert story.cluster.resets == 0
 
 
 def test_a_removed_hosts_place_is_taken_in_the_same_change():
@@ -144,7 +144,7 @@ def test_a_drain_below_min_parks_the_rest():
     """A host leaves and nothing is coming: it may go; the others wait, below min, with their state and a reason."""
     story = Story("a:1", "b:1", min=2).run().commit(5)
     story.remove("b").quiet(5.0)
-    assert (story.alive(), list(story.world.hosts), story.world.phase) == (["a/0#1"], ["a"], "waiting")
+    assert (story.alive(), list(story.cluster.hosts), story.cluster.phase) == (["a/0#1"], ["a"], "waiting")
     assert story.reason == "1 of min 2 workers ready; add a host or lower min"
     story.add("c:1").quiet(3.0)
     assert (story.names, story.fakes[wid("c/0#1")].commit) == (["a/0#1", "c/0#1"], 6)
@@ -154,7 +154,7 @@ def test_lowering_min_lets_the_parked_go_on():
     """Parked below min: `--min` is lowered and they train."""
     story = Story("a:1", "b:1", min=2).run()
     story.remove("b").quiet(2.0).scale(1, None).quiet(1.0)
-    assert (story.names, story.world.stage) == (["a/0#1"], Stage.RUNNING)
+    assert (story.names, story.cluster.stage) == (["a/0#1"], Stage.RUNNING)
 
 
 def test_raising_min_disturbs_no_running_world():
@@ -162,7 +162,7 @@ def test_raising_min_disturbs_no_running_world():
     story = Story("a:2", min=1).run()
     mark = story.mark()
     story.scale(5, None).add("b:1").quiet(5.0)
-    assert (story.world.stage, story.world.epoch) == (Stage.RUNNING, 1)
+    assert (story.cluster.stage, story.cluster.generation) == (Stage.RUNNING, 1)
     story.add("c:2").quiet(5.0)
     assert [len(order.members) for order in story.commands(cmd.FormWorld, mark)] == [5]
 
@@ -171,20 +171,20 @@ def test_the_last_holder_of_the_state_stays_until_it_has_handed_it_over():
     """The only host is removed: one of its workers stays until another host's have the state from it."""
     story = Story("a:2", min=1).run().commit(5)
     story.remove("a").quiet(3.0)
-    assert (story.names, story.world.stage) == (["a/0#1"], Stage.RUNNING)
+    assert (story.names, story.cluster.stage) == (["a/0#1"], Stage.RUNNING)
     assert "the last one with the training state is to leave" in story.reason
     story.add("b:2").quiet(5.0)
     assert story.names == ["b/0#1", "b/1#1"]
-    assert list(story.world.hosts) == ["b"]
+    assert list(story.cluster.hosts) == ["b"]
     assert story.fakes[wid("b/0#1")].commit >= 5
-    assert story.world.resets == 0
+    assert story.cluster.resets == 0
 
 
 def test_the_last_holder_parks_below_min_and_hands_over_later():
     """The same with min=2: it parks, and is in the next world before it leaves."""
     story = Story("a:2", min=2).run().commit(5)
     story.remove("a").quiet(3.0)
-    assert (story.world.phase, story.alive()) == ("waiting", ["a/0#1"])
+    assert (story.cluster.phase, story.alive()) == ("waiting", ["a/0#1"])
     story.add("b:2").quiet(5.0)
     assert story.names == ["b/0#1", "b/1#1"]
     assert story.fakes[wid("b/1#1")].commit >= 5
@@ -195,7 +195,7 @@ def test_scaling_down_takes_the_highest_ranks():
     story = Story("a:2", "b:2", min=1).run()
     story.scale(1, 2).quiet(2.0)
     assert (story.names, story.alive()) == (["a/0#1", "a/1#1"], ["a/0#1", "a/1#1"])
-    assert story.world.resets == 0
+    assert story.cluster.resets == 0
 
 
 def test_scaling_up_brings_all_in_one_change():
@@ -212,17 +212,17 @@ def test_scaling_down_and_up_again_in_the_middle_of_the_change():
     """The workers that were to go have not left yet when max is raised again: the world ends at the size wanted."""
     story = Story("a:4", min=1).run()
     story.scale(1, 2)
-    assert story.world.stage is Stage.ASKED
+    assert story.cluster.stage is Stage.ASKED
     story.scale(1, 4).quiet(5.0)
     assert len(story.names) == 4
-    assert story.world.resets == 0
+    assert story.cluster.resets == 0
 
 
 def test_scaling_down_while_agreeing_and_leaving():
     """max sinks again and again while a change is under way: no world is ever above it."""
     story = Story("a:4", min=1).run()
-    story.add("b:1").answer(lambda e: not isinstance(e, ev.WorkerOffered)).scale(1, 3).hear(ev.WorkerOffered)
-    assert story.world.stage is Stage.LEAVING
+    story.add("b:1").answer(lambda e: not isinstance(e, ev.LeaveAcknowledged)).scale(1, 3).hear(ev.LeaveAcknowledged)
+    assert story.cluster.stage is Stage.LEAVING
     story.scale(1, 2).quiet(3.0)
     assert story.names == ["a/0#1", "a/1#1"]
 
@@ -231,9 +231,9 @@ def test_who_has_left_already_is_not_waited_for_again():
     """A death while the ranks leave for a change: only those that have not left yet are waited for."""
     story = Story("a:3", min=1).run()
     story.add("b:1").answer(lambda e: not isinstance(e, ev.WorkerReady) or e.worker == wid("b/0#1"))
-    assert story.world.stage is Stage.LEAVING
+    assert story.cluster.stage is Stage.LEAVING
     story.hear(ev.WorkerReady, "a/0#1").kill("a/2#1")
-    assert story.world.awaiting == {wid("a/1#1")}
+    assert story.cluster.awaiting == {wid("a/1#1")}
 
 
 @pytest.mark.parametrize("victim", ["a/0#1", "b/0#1"])
@@ -241,9 +241,9 @@ def test_a_death_while_a_drained_host_leaves(victim):
     """A leaver, or one that stays, dies in the middle of a planned change: one break, and the drain is done too."""
     story = Story("a:2", "b:2", min=1, cooldown=(0.0, 0.0)).run()
     story.remove("b").kill(victim).quiet(3.0)
-    assert list(story.world.hosts) == ["a"]
-    assert {w.host for w in story.world.members} == {"a"}
-    assert (story.world.stage, len(story.names), story.world.resets) == (Stage.RUNNING, 2, 1)
+    assert list(story.cluster.hosts) == ["a"]
+    assert {w.host for w in story.cluster.members} == {"a"}
+    assert (story.cluster.stage, len(story.names), story.cluster.resets) == (Stage.RUNNING, 2, 1)
 
 
 def test_a_drain_is_forced_when_the_user_loses_patience():
@@ -259,7 +259,7 @@ def test_a_drained_host_without_members_goes_at_once():
     story = Story("a:1", "b:1", min=1)
     story.answer()
     story.remove("b").answer()
-    assert list(story.world.hosts) == ["a"]
+    assert list(story.cluster.hosts) == ["a"]
 
 
 def test_a_host_removed_while_it_starts_is_gone_at_once():
@@ -267,24 +267,24 @@ def test_a_host_removed_while_it_starts_is_gone_at_once():
     story = Story("a:1", min=1)
     story.remove("a")
     assert story.last(cmd.StopAgent).host == "a"
-    assert story.world.hosts == {}
+    assert story.cluster.hosts == {}
 
 
 def test_a_worker_that_need_not_leave_any_more_waits_for_the_next_world():
     """All are on their way out of a world when a removed host is added again, with fewer slots: its worker comes back in."""
     story = Story("b:2", "a:1", min=1).run().commit(3).answer()
     story.remove("b").answer(lambda e: not isinstance(e, ev.WorkerReady))
-    assert story.world.stage is Stage.LEAVING
+    assert story.cluster.stage is Stage.LEAVING
     story.add("b:1").quiet(2.0)
     assert story.names == ["a/0#1", "b/0#1"]
     assert story.alive() == ["b/0#1", "a/0#1"]
 
 
 def test_a_newcomer_does_not_wait_for_one_that_is_left_out_and_has_not_come_back():
-    """One newcomer hangs in the epoch that did not form: another one, which is ready, joins without it."""
+    """One newcomer hangs in the generation that did not form: another one, which is ready, joins without it."""
     story = Story("a:1", "b:1", min=1, cooldown=(50.0, 300.0)).run()
     story.add("c:1").answer(lambda e: not isinstance(e, ev.WorkerFormed))
     story.hang("c/0#1").quiet(60.2)
-    assert wid("c/0#1") in story.world.held.keys() - story.world.waiting
+    assert wid("c/0#1") in story.cluster.held.keys() - story.cluster.waiting
     story.add("d:1").quiet(2.0)
     assert story.names == ["a/0#1", "b/0#1", "d/0#1"]

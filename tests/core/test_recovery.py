@@ -22,7 +22,7 @@ def test_an_idle_cluster_is_as_it_was():
     mark = story.mark()
     Away(story).new_driver()
     assert disturbed(story, mark) == []
-    assert {worker.state for worker in story.world.workers.values()} == {WorkerState.READY}
+    assert {worker.state for worker in story.cluster.workers.values()} == {WorkerState.READY}
     assert trains(story.run(), "a/0#1", "a/1#1", "b/0#1")
 
 
@@ -31,7 +31,7 @@ def test_workers_that_were_starting_start():
     story = Story("a:2", "b:1", min=2)
     story.hear(ev.AgentReady).hear(ev.WorkerRegistered, "a/0#1")
     Away(story).new_driver()
-    assert story.world.starting == {wid("a/1#1"), wid("b/0#1")}
+    assert story.cluster.starting == {wid("a/1#1"), wid("b/0#1")}
     assert trains(story.run(), "a/0#1", "a/1#1", "b/0#1")
 
 
@@ -40,7 +40,7 @@ def test_a_host_whose_agent_was_starting_is_admitted_as_ever():
     story = Story("a:1", min=1).answer()
     story.add("b:1")
     Away(story).new_driver().answer()
-    assert story.world.hosts["b"].phase is HostPhase.UP
+    assert story.cluster.hosts["b"].phase is HostPhase.UP
     assert story.alive() == ["a/0#1", "b/0#1"]
 
 
@@ -50,7 +50,7 @@ def test_an_agent_that_does_not_speak_in_time_is_started_anew():
     mark = story.mark()
     Away(story).new_driver(late=["b"]).answer()
     assert [command.host.name for command in story.commands(cmd.StartAgent, mark)] == ["b"]
-    assert story.world.hosts["b"].phase is HostPhase.UP
+    assert story.cluster.hosts["b"].phase is HostPhase.UP
 
 
 def test_a_host_that_is_still_on_its_way():
@@ -59,7 +59,7 @@ def test_a_host_that_is_still_on_its_way():
     story.add("b:1")
     mark = story.mark()
     Away(story).new_driver(coming=["b"])
-    assert story.world.hosts["b"].phase is HostPhase.STARTING
+    assert story.cluster.hosts["b"].phase is HostPhase.STARTING
     story.answer()
     assert story.commands(cmd.StartAgent, mark) == []
     assert story.alive() == ["a/0#1", "b/0#1"]
@@ -74,10 +74,10 @@ def test_a_host_that_was_there_is_not_on_its_way():
     assert [command.host.name for command in story.commands(cmd.StartAgent, mark)] == ["b"]
 
 
-def test_strikes_are_not_forgotten():
+def test_failures_are_not_forgotten():
     """A slot that cools goes on cooling until its time, and its next death makes the pause longer; restarts are counted on."""
     story = Story("a:2", min=1, cooldown=(8.0, 64.0)).run().kill("a/1#1").answer().kill("a/1#2").answer()
-    until = story.world.hosts["a"].slots[1].cooling_until
+    until = story.cluster.hosts["a"].slots[1].backoff_until
     assert until == story.now + 8.0
     Away(story).new_driver().answer().wait(7.0)
     assert story.alive() == ["a/0#1"]
@@ -85,8 +85,8 @@ def test_strikes_are_not_forgotten():
     assert story.now == until
     assert story.alive() == ["a/0#1", "a/1#3"]
     story.kill("a/1#3").answer()
-    slot = story.world.hosts["a"].slots[1]
-    assert (slot.cooling_until, slot.restarts) == (story.now + 16.0, 3)
+    slot = story.cluster.hosts["a"].slots[1]
+    assert (slot.backoff_until, slot.restarts) == (story.now + 16.0, 3)
 
 
 def test_a_host_that_was_lost_before_waits_for_its_time():
@@ -108,14 +108,14 @@ def test_workers_that_never_heard_of_the_job_are_told(reached):
     away.new_driver()
     assert len(story.commands(cmd.RunProgram, mark)) == 3 - reached
     assert trains(story.quiet(3.0), "a/0#1", "a/1#1", "b/0#1")
-    assert story.world.resets == 0
+    assert story.cluster.resets == 0
 
 
 def test_a_job_that_was_never_written_down_is_over():
     """Programs of a job of which nothing was saved: they are told to stop, and the cluster is free."""
     story = Story("a:2", min=1).answer()
     Away(story, ev.JobSubmitted("job"), written=False).new_driver().quiet(6.0)
-    assert story.world.job is None
+    assert story.cluster.job is None
     assert not any(fake.job for fake in story.fakes.values())
     assert trains(story.run("next"))
 
@@ -128,22 +128,22 @@ def test_programs_that_are_not_in_the_loop_yet_are_waited_for():
     story.fakes[wid("b/0#1")].word = None  # imports, say
     mark = story.mark()
     away.new_driver()
-    assert story.world.waiting == {wid("a/0#1"), wid("a/1#1")}
-    assert story.world.starting == {wid("b/0#1")}
+    assert story.cluster.waiting == {wid("a/0#1"), wid("a/1#1")}
+    assert story.cluster.starting == {wid("b/0#1")}
     assert disturbed(story, mark) == []
     story._say_ready(wid("b/0#1"))
     assert trains(story.quiet(2.0))
-    assert story.world.resets == 0
+    assert story.cluster.resets == 0
 
 
 def test_a_first_world_that_was_forming_is_formed_again():
-    """Nobody has trained yet: they are called back, no reset is counted, and the number of that epoch is not used again."""
+    """Nobody has trained yet: they are called back, no reset is counted, and the number of that generation is not used again."""
     story = with_stage(Stage.FORMING)
     mark = story.mark()
     Away(story).new_driver()
-    assert story.commands(cmd.AbortWorld, mark)[0].epoch == 1
+    assert story.commands(cmd.AbortWorld, mark)[0].generation == 1
     assert trains(story.quiet(2.0), "a/0#1", "b/0#1", "c/0#1")
-    assert (story.world.resets, story.world.epoch) == (0, 2)
+    assert (story.cluster.resets, story.cluster.generation) == (0, 2)
 
 
 def test_a_first_world_that_has_formed_meanwhile_goes_on():
@@ -163,22 +163,22 @@ def test_an_order_that_reached_only_some_is_taken_back():
     last = next(e for e in story.answers if isinstance(e, ev.WorkerReady))
     Away(story, last, reached=1, written=False).new_driver()
     assert trains(story.quiet(2.0), "a/0#1", "a/1#1", "b/0#1")
-    assert story.world.epoch == 2
+    assert story.cluster.generation == 2
 
 
 # ---- a world that is whole ----
 
 
 def test_a_world_that_is_whole_goes_on_undisturbed():
-    """Same epoch, same members, same ranks; nobody is aborted, stopped or started; no step is lost."""
+    """Same generation, same members, same ranks; nobody is aborted, stopped or started; no step is lost."""
     story = three()
-    before, mark = story.world, story.mark()
+    before, mark = story.cluster, story.mark()
     Away(story).commit(100).new_driver()
-    world = story.world
+    cluster = story.cluster
     assert disturbed(story, mark) == []
-    assert (world.epoch, world.members, world.resets) == (before.epoch, before.members, 0)
-    assert {story.fakes[w].commit for w in world.members} == {105}
-    assert story.records("world-found") == ["3 workers train on in epoch 1"]
+    assert (cluster.generation, cluster.members, cluster.resets) == (before.generation, before.members, 0)
+    assert {story.fakes[w].commit for w in cluster.members} == {105}
+    assert story.records("world-found") == ["3 workers train on in generation 1"]
     story.quiet(60.0)
     assert disturbed(story, mark) == []
 
@@ -212,7 +212,7 @@ def test_after_it_planned_changes_work():
     assert trains(story, "b/0#1", "c/0#1")
     assert story.commands(cmd.AbortWorld, mark) == []
     assert len(story.commands(cmd.PrepareWorld, mark)) == 2
-    assert story.world.resets == 0
+    assert story.cluster.resets == 0
 
 
 def test_after_it_a_death_is_survived():
@@ -239,7 +239,7 @@ def test_newcomers_that_wait_join_by_plan():
     story.add("c:2").answer(lambda e: not isinstance(e, ev.WorkerReady))
     mark = story.mark()
     Away(story).new_driver()
-    assert story.world.waiting == {wid("c/0#1"), wid("c/1#1")}
+    assert story.cluster.waiting == {wid("c/0#1"), wid("c/1#1")}
     story.quiet(3.0)
     assert trains(story)
     assert len(story.names) == 5
@@ -251,19 +251,19 @@ def test_newcomers_that_wait_join_by_plan():
 
 @pytest.mark.parametrize("stage", [Stage.PREPARING, Stage.ASKED])
 def test_what_was_prepared_is_called_off_and_done_again(stage):
-    """While all members are still in their epoch: it is dropped, they stay, the newcomer waits, and then all change by plan."""
+    """While all members are still in their generation: it is dropped, they stay, the newcomer waits, and then all change by plan."""
     story = with_stage(stage)
     mark = story.mark()
     Away(story).new_driver()
-    assert (story.world.epoch, story.world.resets) == (1, 0)
-    assert story.commands(cmd.DropWorld, mark)[0].epoch == 2
-    assert [c.members for c in story.commands(cmd.Stay, mark)] == (
-        [story.world.members] if stage is Stage.ASKED else []
+    assert (story.cluster.generation, story.cluster.resets) == (1, 0)
+    assert story.commands(cmd.DropWorld, mark)[0].generation == 2
+    assert [c.members for c in story.commands(cmd.CancelLeave, mark)] == (
+        [story.cluster.members] if stage is Stage.ASKED else []
     )
     assert all(set(c.members) == {wid("d/0#1")} for c in story.commands(cmd.AbortWorld, mark))
     assert trains(story.quiet(3.0), "a/0#1", "b/0#1", "c/0#1", "d/0#1")
-    assert story.world.epoch > 2
-    assert story.world.resets == 0
+    assert story.cluster.generation > 2
+    assert story.cluster.resets == 0
 
 
 def test_who_has_promised_to_wait_is_told_to_go_on():
@@ -274,7 +274,7 @@ def test_who_has_promised_to_wait_is_told_to_go_on():
     mark = story.mark()
     Away(story, last, reached=3, written=False).new_driver()
     assert [fake.bound for fake in story.fakes.values()] == [False] * 4
-    assert story.commands(cmd.Stay, mark)[0].members == story.world.members
+    assert story.commands(cmd.CancelLeave, mark)[0].members == story.cluster.members
     assert trains(story.quiet(3.0))
 
 
@@ -282,20 +282,20 @@ def test_nobody_has_left_yet():
     """The commit to leave at was agreed, no member has reached it: they stay, and change later."""
     story = with_stage(Stage.LEAVING)
     mark = story.mark()
-    members = story.world.members
+    members = story.cluster.members
     Away(story, held=members).new_driver()
     assert trains(story.quiet(3.0), "a/0#1", "b/0#1", "c/0#1", "d/0#1")
     assert not {w for c in story.commands(cmd.AbortWorld, mark) for w in c.members} & set(members)
-    assert story.world.resets == 0
+    assert story.cluster.resets == 0
 
 
 @pytest.mark.parametrize("held", [["a/0#1"], ["b/0#1", "c/0#1"]])
 def test_some_have_left_and_some_not(held):
-    """Some are in the prepared epoch, or on the way to it: all are called back, and train on together."""
+    """Some are in the prepared generation, or on the way to it: all are called back, and train on together."""
     story = with_stage(Stage.LEAVING)
     Away(story, held=[wid(w) for w in held]).new_driver()
     assert trains(story.quiet(3.0), "a/0#1", "b/0#1", "c/0#1", "d/0#1")
-    assert story.world.resets == 1
+    assert story.cluster.resets == 1
 
 
 def test_all_have_changed_over_meanwhile():
@@ -305,7 +305,7 @@ def test_all_have_changed_over_meanwhile():
     Away(story).form().commit(7).new_driver()
     assert disturbed(story, mark) == []
     assert trains(story, "a/0#1", "b/0#1", "c/0#1", "d/0#1")
-    assert story.world.epoch == 2
+    assert story.cluster.generation == 2
 
 
 def test_all_have_left_for_a_plain_change():
@@ -314,10 +314,10 @@ def test_all_have_left_for_a_plain_change():
     story.add("c:1").answer(lambda e: not isinstance(e, ev.WorkerPrepared))
     story.send(ev.WorkerPrepared(wid("c/0#1"), 2, "no way"))
     story.answer(lambda e: not isinstance(e, ev.WorkerReady))
-    assert story.world.stage is Stage.LEAVING
+    assert story.cluster.stage is Stage.LEAVING
     Away(story).new_driver()
     assert trains(story.quiet(3.0), "a/0#1", "a/1#1", "b/0#1", "c/0#1")
-    assert story.world.resets == 0
+    assert story.cluster.resets == 0
 
 
 def test_one_that_has_left_the_world_for_good_is_stopped():
@@ -328,8 +328,8 @@ def test_one_that_has_left_the_world_for_good_is_stopped():
     last = next(e for e in story.answers if isinstance(e, ev.WorkerFormed))
     Away(story, last, reached=0).form().new_driver()
     assert trains(story.quiet(3.0), "a/0#1", "a/1#1")
-    assert list(story.world.hosts) == ["a"]
-    assert story.world.resets == 0
+    assert list(story.cluster.hosts) == ["a"]
+    assert story.cluster.resets == 0
 
 
 # ---- deaths meanwhile ----
@@ -343,8 +343,8 @@ def test_members_that_died_meanwhile_are_replaced(victims, noticed):
     Away(story).commit(4).kill(*victims, noticed=noticed).new_driver()
     assert trains(story.quiet(3.0))
     assert len(story.names) == 3
-    assert story.fakes[story.world.members[0]].commit >= 9
-    assert story.world.resets == 1
+    assert story.fakes[story.cluster.members[0]].commit >= 9
+    assert story.cluster.resets == 1
     assert not set(victims) & set(story.names)
 
 
@@ -388,11 +388,11 @@ def test_a_whole_host_died():
 def test_a_host_without_members_died():
     """The world is whole: nobody is disturbed, and the host is tried again."""
     story = three(max=3).add("c:1").quiet(2.0)
-    epoch = story.world.epoch
+    generation = story.cluster.generation
     Away(story).lose_host("c").new_driver()
     assert trains(story.quiet(3.0), "a/0#1", "a/1#1", "b/0#1")
-    assert (story.world.epoch, story.world.resets) == (epoch, 0)
-    assert story.world.hosts["c"].phase is HostPhase.UP
+    assert (story.cluster.generation, story.cluster.resets) == (generation, 0)
+    assert story.cluster.hosts["c"].phase is HostPhase.UP
 
 
 def test_a_newcomer_died():
@@ -400,20 +400,20 @@ def test_a_newcomer_died():
     story = three()
     story.add("c:1").answer(lambda e: not isinstance(e, ev.WorkerPrepared))
     Away(story).kill("c/0#1").new_driver()
-    assert story.world.epoch == 1
+    assert story.cluster.generation == 1
     assert trains(story.quiet(3.0), "a/0#1", "a/1#1", "b/0#1", "c/0#2")
-    assert story.world.resets == 0
+    assert story.cluster.resets == 0
 
 
 def test_survivors_of_a_break_go_on_gathering():
     """The world had been broken and counted: the survivors gather, and it is not counted again."""
     story = three()
     story.kill("a/0#1").hear(ev.WorkerReady, "a/1#1")
-    assert story.world.stage is Stage.GATHERING
+    assert story.cluster.stage is Stage.GATHERING
     Away(story).new_driver()
     assert trains(story.quiet(3.0))
     assert len(story.names) == 3
-    assert story.world.resets == 1
+    assert story.cluster.resets == 1
 
 
 @pytest.mark.parametrize("reached", [0, 1, 2])
@@ -425,7 +425,7 @@ def test_the_abort_reached_only_some(reached):
     away.break_off(1)
     away.new_driver()
     assert trains(story.quiet(3.0))
-    assert story.world.resets == 1
+    assert story.cluster.resets == 1
 
 
 def test_below_min_they_park():
@@ -447,7 +447,7 @@ def test_a_member_that_is_frozen(noticed):
         away.break_off(1)
     mark = story.mark()
     away.new_driver(frozen=["a/1#1"])
-    story.hear(ev.WorkerFroze)
+    story.hear(ev.WorkerFrozen)
     assert story.commands(cmd.StopWorker, mark) == [cmd.StopWorker(wid("a/1#1"), kill=True)]
     assert trains(story.quiet(3.0), "a/0#1", "a/1#2", "b/0#1")
 
@@ -498,5 +498,5 @@ def test_a_preparation_of_which_only_some_have_heard_is_dropped(reached):
         sorted(fake.numbered for w, fake in story.fakes.items() if w.host != "d") == [1] * (3 - reached) + [2] * reached
     )
     away.new_driver()
-    assert [(c.epoch, len(c.members)) for c in story.commands(cmd.DropWorld, mark)] == [(2, 3)]
+    assert [(c.generation, len(c.members)) for c in story.commands(cmd.DropWorld, mark)] == [(2, 3)]
     assert trains(story.quiet(3.0), "c/0#1", "a/0#1", "b/0#1", "d/0#1")

@@ -91,7 +91,7 @@ def test_some_programs_had_ended_before():
     names = story.names
     story.returned(*names).ended("a/0#1")
     Away(story).ended("b/0#1").new_driver().answer()
-    assert story.world.active
+    assert story.cluster.active
     story.ended("a/1#1")
     assert story.job.outcome == "succeeded"
 
@@ -117,7 +117,7 @@ def test_a_program_without_a_loop():
     mark = story.mark()
     away.new_driver().answer()
     assert story.commands(cmd.RunProgram, mark) == []
-    assert story.world.active
+    assert story.cluster.active
     assert story.ended("a/1#1").job.outcome == "succeeded"
 
 
@@ -135,7 +135,7 @@ def test_a_death_after_others_have_finished():
     story = three()
     Away(story).returned("a/0#1").ended("a/0#1").kill("b/0#1").new_driver().quiet(6.0)
     assert (story.job.outcome, story.job.reason) == ("succeeded", "2 of 3 ranks did not finish")
-    assert [c.epoch for c in story.commands(cmd.FormWorld)] == [1]
+    assert [c.generation for c in story.commands(cmd.FormWorld)] == [1]
 
 
 def test_programs_linger_after_the_job_is_over():
@@ -143,7 +143,7 @@ def test_programs_linger_after_the_job_is_over():
     story = three()
     story.silent.add(wid("b/0#1"))
     story.stop_job().answer()
-    story.fakes[wid("b/0#1")] = type(story.fakes[wid("b/0#1")])("job", epoch=1, numbered=1)
+    story.fakes[wid("b/0#1")] = type(story.fakes[wid("b/0#1")])("job", generation=1, numbered=1)
     story.silent.clear()
     away = Away(story)
     mark = story.mark()
@@ -174,14 +174,14 @@ def test_a_host_that_was_to_leave_leaves():
     story = three().commit(3)
     story.discover("a:2", "b:1")
     story.remove("b")
-    assert story.world.hosts["b"].phase is HostPhase.DRAINING
+    assert story.cluster.hosts["b"].phase is HostPhase.DRAINING
     mark = story.mark()
     Away(story).new_driver()
     assert trains(story.quiet(3.0), "a/0#1", "a/1#1")
-    assert list(story.world.hosts) == ["a"]
+    assert list(story.cluster.hosts) == ["a"]
     assert story.commands(cmd.AbortWorld, mark) == []
     story.discover("a:2", "b:1")
-    assert list(story.world.hosts) == ["a"], "it was removed by hand"
+    assert list(story.cluster.hosts) == ["a"], "it was removed by hand"
 
 
 def test_a_host_that_discovery_has_let_go_may_come_back():
@@ -190,8 +190,8 @@ def test_a_host_that_discovery_has_let_go_may_come_back():
     story.discover("a:1", "b:1")
     story.run().commit(3).discover("a:1")
     Away(story).new_driver().quiet(3.0)
-    assert list(story.world.hosts) == ["a"]
-    assert story.world.removed == frozenset()
+    assert list(story.cluster.hosts) == ["a"]
+    assert story.cluster.removed == frozenset()
     story.discover("a:1", "b:1")
     assert trains(story.quiet(3.0), "a/0#1", "b/0#2")
 
@@ -201,7 +201,7 @@ def test_a_draining_host_whose_agent_is_gone_has_left():
     story = three().commit(3).remove("b")
     mark = story.mark()
     Away(story).lose_host("b").new_driver().quiet(3.0)
-    assert list(story.world.hosts) == ["a"]
+    assert list(story.cluster.hosts) == ["a"]
     assert story.commands(cmd.StartAgent, mark) == []
     assert trains(story, "a/0#1", "a/1#1")
 
@@ -217,9 +217,9 @@ def test_a_host_that_was_removed_stays_removed(written):
     mark = story.mark()
     away.new_driver().quiet(3.0)
     assert "b" in [c.host for c in story.commands(cmd.StopAgent, mark)]
-    assert (list(story.world.hosts), "b" in story.agents) == (["a"], False)
+    assert (list(story.cluster.hosts), "b" in story.agents) == (["a"], False)
     story.discover("a:1", "b:1")
-    assert list(story.world.hosts) == ["a"]
+    assert list(story.cluster.hosts) == ["a"]
 
 
 def test_a_lost_host_whose_agent_lives_is_started_anew():
@@ -245,9 +245,9 @@ def test_the_limits_are_those_of_the_last_order():
     """Scaled before the driver died, and not yet carried out: it is now, by plan."""
     story = three().commit(3)
     Away(story, ev.Scaled(1, 2, "a test"), reached=0).new_driver()
-    assert (story.world.limits.min, story.world.limits.max) == (1, 2)
+    assert (story.cluster.limits.min, story.cluster.limits.max) == (1, 2)
     assert trains(story.quiet(3.0), "a/0#1", "a/1#1")
-    assert story.world.resets == 0
+    assert story.cluster.resets == 0
 
 
 def test_no_incarnation_is_used_twice():
@@ -284,7 +284,7 @@ def test_resets_count_on():
     story = three(reset_limit=3)
     story.kill("a/0#1").quiet(3.0)
     Away(story).kill("a/1#1").new_driver().quiet(3.0)
-    assert story.world.resets == 2
+    assert story.cluster.resets == 2
     story.kill("b/0#1").quiet(3.0)
     assert trains(story)
     story.kill(story.alive()[0])
@@ -299,7 +299,7 @@ def test_a_cluster_that_was_being_stopped_stops(stage):
     mark = story.mark()
     Away(story).new_driver()
     story.quiet(100.0)
-    assert (story.world.phase, story.alive(), story.agents) == ("finished", [], {})
+    assert (story.cluster.phase, story.alive(), story.agents) == ("finished", [], {})
     assert not [command for command in story.said[mark:] if isinstance(command, cmd.StartWorker | cmd.StartAgent)]
 
 
@@ -316,4 +316,4 @@ def test_a_last_checkpoint_is_waited_for_by_the_next_driver():
     story.quiet(1.0)
     assert wid(busy) in story.fakes
     story.quiet(200.0)
-    assert (story.world.phase, story.fakes) == ("finished", {})
+    assert (story.cluster.phase, story.fakes) == ("finished", {})

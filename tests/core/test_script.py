@@ -37,13 +37,13 @@ class Scripted(Story):
     answered = 0
 
     def node(self, host, number=0, port=4000):
-        home = self.world.hosts[host].address or "127.0.0.1"
+        home = self.cluster.hosts[host].address or "127.0.0.1"
         self.send(sev.NodeReady(host, number, f"{home}:{port}", "default"))
         return self
 
-    def guest(self, host="t", workers=1, *, store="127.0.0.1:5000", number=0, here=True, job=""):
+    def external(self, host="t", workers=1, *, store="127.0.0.1:5000", number=0, here=True, job=""):
         """A terminal comes, and waits."""
-        self.send(sev.GuestCame(host, 4711, here))
+        self.send(sev.ExternalNodeJoined(host, 4711, here))
         return self.waits(host, workers, store=store, number=number, job=job)
 
     def waits(self, host="t", workers=1, *, store="127.0.0.1:5000", number=0, job=""):
@@ -51,21 +51,21 @@ class Scripted(Story):
         return self
 
     @property
-    def seats(self):
-        return {seat.host: seat.workers for seat in self.world.script.seats}
+    def assignments(self):
+        return {seat.host: seat.workers for seat in self.cluster.script.assignments}
 
 
 def test_a_script_runs_on_the_hosts_that_are_up():
     """A node is started on each; a host that comes later gets one; who is removed leaves, and the others begin again."""
     story = Scripted("a:2", "b:1").answer()
     story.run_script()
-    assert story.seats == {"a": 2, "b": 1}
+    assert story.assignments == {"a": 2, "b": 1}
     story.add("c:1").answer().nodes_answer()
-    assert story.seats == {"a": 2, "b": 1, "c": 1}
+    assert story.assignments == {"a": 2, "b": 1, "c": 1}
     story.remove("b").answer().nodes_answer()
-    assert story.seats == {"a": 2, "c": 1}
+    assert story.assignments == {"a": 2, "c": 1}
     assert scmd.EndNode("b", "b has left the cluster", error=False) in story.said
-    assert story.world.present_job == "script-1"
+    assert story.cluster.present_job == "script-1"
     assert not story.commands(scmd.RepeatRound), "each order is given once"
 
 
@@ -81,21 +81,21 @@ def test_a_lost_host_breaks_the_round():
     story.lose_host("b")
     assert story.records("world-broken") == ["host b was lost"]
     story.nodes_answer()
-    assert story.seats == {"a": 1}
+    assert story.assignments == {"a": 1}
     story.quiet(20.0).nodes_answer()
-    assert story.seats == {"a": 1, "b": 1}
+    assert story.assignments == {"a": 1, "b": 1}
 
 
 def test_time_and_bounds_are_the_cluster_s():
     """Too few workers end the script after `elastic_timeout`; `%elastic_scale` makes room, or takes it."""
     story = Scripted("a:1", "b:1", max=1, elastic_timeout=60.0).answer().run_script()
-    assert story.seats == {"a": 1}
+    assert story.assignments == {"a": 1}
     story.scale(1, 2).nodes_answer()
-    assert story.seats == {"a": 1, "b": 1}
+    assert story.assignments == {"a": 1, "b": 1}
     story.scale(3, 3)
-    assert story.world.script.stage == "running", "who trains goes on"
+    assert story.cluster.script.stage == "running", "who trains goes on"
     story.lose_host("b").nodes_answer()
-    assert deadline(story.world, story.now) <= story.now + 60.0
+    assert deadline(story.cluster, story.now) <= story.now + 60.0
     story.wait(61.0)
     assert story.last(scmd.EndScript).outcome == "failed"
     assert "(elastic_timeout)" in story.last(scmd.EndScript).reason
@@ -109,9 +109,9 @@ def test_one_job_at_a_time():
     story.send(sev.ScriptSubmitted("script-2", "train.py", sev.Terms()))
     assert story.last(cmd.EndJob).job == "script-2"
     story.stop_job("script-1")
-    assert (story.last(scmd.EndScript).outcome, story.world.script.outcome) == ("stopped", "stopped")
+    assert (story.last(scmd.EndScript).outcome, story.cluster.script.outcome) == ("stopped", "stopped")
     story.run()
-    assert (story.world.present_job, story.world.script) == ("job", None)
+    assert (story.cluster.present_job, story.cluster.script) == ("job", None)
     story.send(sev.ScriptSubmitted("script-3", "train.py", sev.Terms()))
     assert story.last(cmd.EndJob).reason == "job is still running: wait for it or stop it first"
 
@@ -120,33 +120,33 @@ def test_a_job_is_not_stopped_by_the_name_of_another():
     """The order names its job."""
     story = Scripted("a:1").answer().run_script()
     story.stop_job("script-0")
-    assert story.world.present_job == "script-1"
+    assert story.cluster.present_job == "script-1"
 
 
 def test_a_terminal_waits_for_a_script_and_joins_it():
     """It comes before the script, is in the first round, and hears that there is no room if that is so."""
-    story = Scripted("a:1", max=2).answer().guest("t")
-    assert story.last(scmd.LetWait) == scmd.LetWait("t", None)
+    story = Scripted("a:1", max=2).answer().external("t")
+    assert story.last(scmd.ReportWaiting) == scmd.ReportWaiting("t", None)
     assert story.records("host-up")[-1] == "t has come from a terminal"
     story.run_script()
     story.quiet(2.0).nodes_answer()
-    story.waits("t", number=story.world.script.round)
-    assert story.seats == {"a": 1, "t": 1}
-    story.send(sev.NodeStarted("t", story.world.script.round, (7,)))
-    assert "t" in story.world.guests
-    story.guest("u")
-    assert story.last(scmd.LetWait) == scmd.LetWait("u", Reason("full", 2, 2), full=True)
+    story.waits("t", number=story.cluster.script.round)
+    assert story.assignments == {"a": 1, "t": 1}
+    story.send(sev.NodeStarted("t", story.cluster.script.round, (7,)))
+    assert "t" in story.cluster.external_nodes
+    story.external("u")
+    assert story.last(scmd.ReportWaiting) == scmd.ReportWaiting("u", Reason("full", 2, 2), full=True)
 
 
 def test_a_terminal_that_comes_again_is_known():
     """It repeats its first words until it is answered: one event tells of it. Another process of its name is another."""
-    story = Scripted("a:1").answer().guest("t")
-    story.send(sev.GuestCame("t", 4711, here=True))
+    story = Scripted("a:1").answer().external("t")
+    story.send(sev.ExternalNodeJoined("t", 4711, here=True))
     assert len(story.records("host-up")) == 2, "the host a, and the terminal"
-    assert story.world.guests["t"].ready is not None
-    story.send(sev.GuestCame("t", 4712, here=True))
+    assert story.cluster.external_nodes["t"].ready is not None
+    story.send(sev.ExternalNodeJoined("t", 4712, here=True))
     assert len(story.records("host-up")) == 3
-    assert story.world.guests["t"].ready is None
+    assert story.cluster.external_nodes["t"].ready is None
 
 
 @pytest.mark.parametrize("full", [False, True])
@@ -155,50 +155,50 @@ def test_a_terminal_that_still_waits_changes_nothing(full):
     story = Scripted("a:1", max=1).answer()
     if full:
         story.run_script()
-    story.guest("t")
-    before, mark = story.world, story.mark()
+    story.external("t")
+    before, mark = story.cluster, story.mark()
     story.waits("t")
-    assert is_same(before, story.world)
-    assert [type(command) for command in story.said[mark:]] == [scmd.LetWait]
+    assert is_same(before, story.cluster)
+    assert [type(command) for command in story.said[mark:]] == [scmd.ReportWaiting]
 
 
 def test_a_terminal_that_is_told_to_end_is_not_in_the_next_script():
     """It takes a while until it has ended, and what it said before is over: after a stop, and when it was removed."""
-    story = Scripted("a:1").answer().guest("t").run_script()
+    story = Scripted("a:1").answer().external("t").run_script()
     story.quiet(2.0).nodes_answer()
-    assert story.seats == {"a": 1, "t": 1}
+    assert story.assignments == {"a": 1, "t": 1}
     story.stop_job("script-1").run_script("script-2")
-    assert story.seats == {"a": 1}
+    assert story.assignments == {"a": 1}
     story.send(sev.NodeFailed("t", 1, (sev.Failure(1, 0, 1, "Connection reset by peer"),)))
-    assert story.world.script.failures == ()
+    assert story.cluster.script.failures == ()
     story.waits("t", number=1).stop_job("script-2").remove("t").run_script("script-3")
-    assert story.seats == {"a": 1}
+    assert story.assignments == {"a": 1}
 
 
 def test_another_process_of_a_terminal_s_name_is_another_node():
     """The one before has left its round, and the group begins again with the newcomer when that is ready."""
-    story = Scripted("a:1").answer().guest("t").run_script().quiet(2.0).nodes_answer()
-    story.send(sev.GuestCame("t", 4712, here=True))
+    story = Scripted("a:1").answer().external("t").run_script().quiet(2.0).nodes_answer()
+    story.send(sev.ExternalNodeJoined("t", 4712, here=True))
     assert "t: another process came in its place" in story.records("world-broken")
     story.nodes_answer().waits("t", 2).nodes_answer()
-    assert story.seats == {"a": 1, "t": 2}
+    assert story.assignments == {"a": 1, "t": 2}
 
 
 def test_names_of_hosts_are_taken():
     """A terminal that calls itself as a host does is sent away; one that nobody knows is told so."""
     story = Scripted("a:1").answer()
-    story.send(sev.GuestCame("a", 4711))
+    story.send(sev.ExternalNodeJoined("a", 4711))
     assert story.said[-1] == scmd.EndNode("a", "a host of the cluster is named a already")
     story.waits("u")
     assert story.said[-1] == scmd.EndNode("u", "the cluster does not know it any more")
-    assert not story.world.guests
+    assert not story.cluster.external_nodes
 
 
 def test_a_terminal_of_another_job_waits():
     """It has named its job: another script is not what it waits for."""
-    story = Scripted("a:1").answer().run_script().guest("t", job="script-9")
-    assert isinstance(story.said[-1], scmd.LetWait)
-    assert "t" not in story.world.script.nodes
+    story = Scripted("a:1").answer().run_script().external("t", job="script-9")
+    assert isinstance(story.said[-1], scmd.ReportWaiting)
+    assert "t" not in story.cluster.script.nodes
 
 
 def test_a_node_that_missed_its_round_is_told_again():
@@ -219,25 +219,25 @@ def test_a_node_without_a_script_ends():
 
 def test_a_terminal_that_leaves_is_forgotten():
     """With a script or without."""
-    story = Scripted("a:1").answer().guest("t").guest("u")
+    story = Scripted("a:1").answer().external("t").external("u")
     story.send(sev.NodeLeft("t", "it has ended"))
-    assert list(story.world.guests) == ["u"]
+    assert list(story.cluster.external_nodes) == ["u"]
     story.run_script()
     story.send(sev.NodeLeft("u", "it has ended"))
-    assert not story.world.guests
+    assert not story.cluster.external_nodes
     story.waits("u")
-    assert "u" not in story.world.script.nodes, "what it has said before it left is heard after it"
+    assert "u" not in story.cluster.script.nodes, "what it has said before it left is heard after it"
 
 
 def test_a_terminal_is_removed_by_hand():
     """It is asked to end, well; by whom is in the reason."""
-    story = Scripted("a:1").answer().guest("t").remove("t")
+    story = Scripted("a:1").answer().external("t").remove("t")
     assert story.last(scmd.EndNode) == scmd.EndNode("t", "removed by a test", error=False)
 
 
 def test_a_stop_ends_the_script_and_sends_terminals_home():
     """Once; a terminal that still asks is told again."""
-    story = Scripted("a:1").answer().guest("t").run_script()
+    story = Scripted("a:1").answer().external("t").run_script()
     mark = story.mark()
     story.send(ev.StopRequested("enough"))
     assert story.last(scmd.EndScript).reason == "the cluster was stopped: enough"
@@ -261,22 +261,22 @@ def test_a_script_of_another_driver_begins_again():
 @pytest.mark.parametrize("running", [False, True])
 def test_stores_move_with_their_hosts(running):
     """The cluster gets wide: what was offered on loopback is not used; nodes and terminals hear where they are reached."""
-    story = Scripted(min=1 if running else 3).add("a:1", "127.0.0.1", "10.0.0.1").answer().guest("t").run_script()
+    story = Scripted(min=1 if running else 3).add("a:1", "127.0.0.1", "10.0.0.1").answer().external("t").run_script()
     story.add("b:1", "10.0.0.2")
     story.answers = [replace_here(event) for event in story.answers]
     story.answer()
     mark = story.mark()
-    story.send(sev.NodeReady("a", story.world.script.round, "127.0.0.1:4000", "default"))
-    story.waits("t", number=story.world.script.round)
+    story.send(sev.NodeReady("a", story.cluster.script.round, "127.0.0.1:4000", "default"))
+    story.waits("t", number=story.cluster.script.round)
     moves = story.commands(scmd.MoveNode, mark)
     assert moves == [scmd.MoveNode("a", "10.0.0.1", "eth1"), scmd.MoveNode("t", "10.0.0.9")]
     if not running:
-        assert not story.world.script.nodes["a"].ready
+        assert not story.cluster.script.nodes["a"].ready
 
 
 def test_a_terminal_of_another_machine_stays_where_it_is():
     """Only who is on the driver's machine has offered what nobody else reaches; and only once there are others."""
-    story = Scripted().add("a:1", "127.0.0.1", "10.0.0.1").answer().run_script().guest("t").guest("u", here=False)
+    story = Scripted().add("a:1", "127.0.0.1", "10.0.0.1").answer().run_script().external("t").external("u", here=False)
     story.add("b:1", "10.0.0.2")
     story.answers = [replace_here(event) for event in story.answers]
     assert not story.commands(scmd.MoveNode)

@@ -17,7 +17,7 @@ from tests.support.soak import examples
 
 HOSTS = ("a", "b", "c")
 GUESTS = ("t", "u")
-DOUBLED = (sev.HostsSeen, sev.NodeReady, sev.NodeStarted, sev.NodeFailed, sev.NodeSucceeded)
+DOUBLED = (sev.HostsChanged, sev.NodeReady, sev.NodeStarted, sev.NodeFailed, sev.NodeSucceeded)
 
 
 class AnyScript(RuleBasedStateMachine):
@@ -65,7 +65,7 @@ class AnyScript(RuleBasedStateMachine):
     def a_terminal_comes(self, host, workers):
         """Or says again that it waits, or comes back though nobody asked it to: its workers have failed."""
         node = self.play.group.nodes.get(host)
-        self.play.guest(host, node.slots if node else workers)
+        self.play.external(host, node.slots if node else workers)
 
     @rule(data=st.data(), codes=st.lists(st.sampled_from([-9, -15, 1, 3]), max_size=2))
     def fail(self, data, codes):
@@ -159,14 +159,14 @@ class AnyScript(RuleBasedStateMachine):
         if group.stage is Stage.GATHERING:
             assert group.reason.kind == "too-few"
             return
-        assert play.inside == {seat.host for seat in group.seats}
+        assert play.inside == {seat.host for seat in group.assignments}
         room = group.limits.most - group.size
         outside = [node for host, node in group.nodes.items() if host not in play.inside]
-        assert all((node.slots if node.guest else 1) > room for node in outside), f"{group.size} train: {play.why}"
+        assert all((node.slots if node.external else 1) > room for node in outside), f"{group.size} train: {play.why}"
 
     def _come_back(self, host: str) -> None:
         node = self.play.group.nodes.get(host)
-        more = {"workers": node.slots, "guest": True} if host in GUESTS and node is not None else {}
+        more = {"workers": node.slots, "external": True} if host in GUESTS and node is not None else {}
         self.play.answers = [a for a in self.play.answers if a.host != host or not isinstance(a, sev.NodeReady)]
         self.play.answers.append(self.play._hello(host, **more))
 
@@ -174,7 +174,7 @@ class AnyScript(RuleBasedStateMachine):
         """A node that is in a round does not say that it waits for another one."""
         play = self.play
         host = getattr(event, "host", "")
-        if isinstance(event, sev.HostsSeen):
+        if isinstance(event, sev.HostsChanged):
             return (dict(event.hosts), event.limits) != (play.hosts, play.limits)
         if host not in play.rounds or event.round > play.rounds[host]:
             return True

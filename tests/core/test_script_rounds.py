@@ -17,14 +17,18 @@ def test_hosts_that_are_there_make_a_round():
     form = [command for command in play.said if isinstance(command, scmd.FormRound)]
     assert len(form) == 1
     assert (form[0].round, form[0].store, form[0].restarts) == (1, "a:4000", 0)
-    assert play.seats == [("a", 2), ("b", 1)]
+    assert play.assignments == [("a", 2), ("b", 1)]
     assert play.group.nodes["a"].state is GroupState.HEALTHY
 
 
 def test_ranks_count_through_hosts_and_roles():
     """As torch's agents assign them: global ranks by node, role ranks within each role, with unequal hosts."""
-    seats = (sev.Seat("a", 2, "trainer"), sev.Seat("b", 1, "reader"), sev.Seat("c", 3, "trainer"))
-    assert places(seats) == ((0, 6, 0, 5), (2, 6, 0, 1), (3, 6, 2, 5))
+    assignments = (
+        sev.Assignment("a", 2, "trainer"),
+        sev.Assignment("b", 1, "reader"),
+        sev.Assignment("c", 3, "trainer"),
+    )
+    assert places(assignments) == ((0, 6, 0, 5), (2, 6, 0, 1), (3, 6, 2, 5))
 
 
 def test_too_few_wait_and_say_so():
@@ -41,7 +45,7 @@ def test_too_few_wait_and_say_so():
 def test_the_last_call():
     """Enough nodes wait for those that are starting, but no longer than the settle time."""
     play = Play("a", "b", settle=1.0)
-    assert play.seats == [("a", 1), ("b", 1)]
+    assert play.assignments == [("a", 1), ("b", 1)]
     late = Play.__new__(Play)
     Play.__init__(late, settle=1.0)
     late.mute = {"b"}
@@ -49,7 +53,7 @@ def test_the_last_call():
     assert late.group.stage is Stage.GATHERING
     assert "waiting for b" in late.why
     late.wait(1.1)
-    assert late.seats == [("a", 1)]
+    assert late.assignments == [("a", 1)]
 
 
 def test_a_late_host_restarts_the_group_and_that_does_not_count():
@@ -60,24 +64,24 @@ def test_a_late_host_restarts_the_group_and_that_does_not_count():
     assert play.group.stage is Stage.RUNNING
     assert play.group.round == 1
     play.ready("b")
-    assert play.seats == [("a", 2), ("b", 2)]
+    assert play.assignments == [("a", 2), ("b", 2)]
     assert (play.group.round, play.group.restarts) == (2, 0)
 
 
 def test_survivors_keep_the_low_ranks_whatever_hosts_are_called():
     """Seats go by seniority, not by name: a newcomer takes no rank from a survivor, and `max` keeps it out first."""
     play = Play("b:1", "c:1").look("b:1", "c:1", "a:1")
-    assert play.seats == [("b", 1), ("c", 1), ("a", 1)]
+    assert play.assignments == [("b", 1), ("c", 1), ("a", 1)]
     play.look("c:1", "a:1").look("c:1", "a:1", "b:1")
-    assert play.seats == [("c", 1), ("a", 1), ("b", 1)], "a host that comes back is a newcomer"
+    assert play.assignments == [("c", 1), ("a", 1), ("b", 1)], "a host that comes back is a newcomer"
     play.allow(1, 2)
-    assert play.look().seats == [("c", 1), ("a", 1)]
+    assert play.look().assignments == [("c", 1), ("a", 1)]
 
 
 def test_hosts_that_come_together_are_seated_in_the_order_in_which_they_came():
     """The first round of three new hosts follows the order in which the cluster got them."""
     play = Play("b:2", "a:1", "c:1")
-    assert play.seats == [("b", 2), ("a", 1), ("c", 1)]
+    assert play.assignments == [("b", 2), ("a", 1), ("c", 1)]
     assert play.commands(scmd.FormRound)[0].store == "b:4000"
 
 
@@ -91,7 +95,7 @@ def test_a_running_round_waits_for_all_that_are_starting():
     play.wait(0.9)
     assert play.group.round == 1
     play.ready("a")
-    assert (play.group.round, play.seats) == (2, [("b", 1), ("a", 1), ("c", 1)])
+    assert (play.group.round, play.assignments) == (2, [("b", 1), ("a", 1), ("c", 1)])
 
 
 def test_a_running_round_does_not_wait_for_ever():
@@ -99,7 +103,7 @@ def test_a_running_round_does_not_wait_for_ever():
     play = Play("b:1", settle=1.0)
     play.mute = {"a"}
     play.look("b:1", "a:1", "c:1").wait(1.1)
-    assert (play.group.round, play.seats) == (2, [("b", 1), ("c", 1)])
+    assert (play.group.round, play.assignments) == (2, [("b", 1), ("c", 1)])
 
 
 def test_a_running_round_that_will_be_full_waits_for_nobody():
@@ -107,7 +111,7 @@ def test_a_running_round_that_will_be_full_waits_for_nobody():
     play = Play("b:1", max=2)
     play.mute = {"a"}
     play.look("b:1", "a:1", "c:1")
-    assert play.seats == [("b", 1), ("c", 1)]
+    assert play.assignments == [("b", 1), ("c", 1)]
 
 
 def test_a_lost_host_restarts_the_others_at_once():
@@ -115,31 +119,31 @@ def test_a_lost_host_restarts_the_others_at_once():
     play = Play("a:2", "b:2", "c:2")
     play.lost = ("b",)
     play.look("a:2", "c:2")
-    assert play.seats == [("a", 2), ("c", 2)]
+    assert play.assignments == [("a", 2), ("c", 2)]
     assert (play.group.round, play.group.restarts) == (2, 0)
     assert play.records("world-broken") == ["host b was lost"]
 
 
 def test_a_removed_host_is_no_failure():
     """Somebody wanted that: the others begin again, and nothing is broken. So it is with a terminal that is ended."""
-    play = Play("a:1", "b:1").guest("t", 1)
-    assert play.seats == [("a", 1), ("b", 1), ("t", 1)]
+    play = Play("a:1", "b:1").external("t", 1)
+    assert play.assignments == [("a", 1), ("b", 1), ("t", 1)]
     play.look("a:1")
     play.send(sev.NodeLeft("t", "it was ended by SIGINT"))
-    assert play.seats == [("a", 1)]
+    assert play.assignments == [("a", 1)]
     assert play.records("change-planned")[-2:] == ["host b leaves", "t: it was ended by SIGINT"]
     assert not play.records("world-broken")
-    play.guest("t", 1).send(sev.NodeLeft("t", "nothing heard of it for 10 s", broken=True))
+    play.external("t", 1).send(sev.NodeLeft("t", "nothing heard of it for 10 s", broken=True))
     assert play.records("world-broken") == ["t: nothing heard of it for 10 s"]
 
 
 def test_what_a_node_has_offered_where_it_no_longer_is():
     """Its host has moved to another address: no round is formed with that store, but with the next one that it offers."""
     play = Play("a:1", min=2)
-    play.send(sev.NodeMoved("a")).guest("t", 1)
-    assert play.seats == []
+    play.send(sev.NodeMoved("a")).external("t", 1)
+    assert play.assignments == []
     play.send(sev.NodeReady("a", 0, "elsewhere:1", "default"))
-    assert play.seats == [("a", 1), ("t", 1)]
+    assert play.assignments == [("a", 1), ("t", 1)]
     assert [command.store for command in play.said if isinstance(command, scmd.FormRound)] == ["elsewhere:1"]
 
 
@@ -157,13 +161,13 @@ def test_a_node_whose_workers_failed_and_that_has_moved_is_not_waited_for_withou
 def test_the_host_of_rank_0_is_lost():
     """The next one leads: no host is special."""
     play = Play("a:2", "b:2").look("b:2")
-    assert play.seats == [("b", 2)]
+    assert play.assignments == [("b", 2)]
 
 
 def test_a_host_leaves_and_returns():
     """Torch's scenario of two agents: one leaves, the other goes on alone; it comes back, and both train."""
     play = Play("a:1", "b:1").look("a:1").look("a:1", "b:1")
-    assert play.seats == [("a", 1), ("b", 1)]
+    assert play.assignments == [("a", 1), ("b", 1)]
     assert play.group.round == 3
     assert play.group.restarts == 0
 
@@ -173,7 +177,7 @@ def test_below_min_the_survivors_wait():
     play = Play("a:2", "b:2", min=4).look("a:2")
     assert play.group.stage is Stage.GATHERING
     play.look("a:2", "b:2")
-    assert play.seats == [("a", 2), ("b", 2)]
+    assert play.assignments == [("a", 2), ("b", 2)]
 
 
 def test_a_failed_worker_restarts_the_whole_group():
@@ -227,7 +231,7 @@ def test_an_exception_that_a_lost_host_explains_is_no_failure():
     play.fail("a", error="connection reset")
     assert "are all nodes there?" in play.why
     play.look("a:1")
-    assert play.seats == [("a", 1)]
+    assert play.assignments == [("a", 1)]
     assert play.group.restarts == 0
 
 
@@ -281,11 +285,11 @@ def test_a_host_that_leaves_after_its_workers_have_ended_well_is_told_once():
 def test_max_is_kept():
     """Hosts come in by seniority; of the last one only some slots are used; a guest comes whole or waits."""
     play = Play("a:2", "b:2", max=3)
-    assert play.seats == [("a", 2), ("b", 1)]
-    play.guest("g", 1)
-    assert play.seats == [("a", 2), ("b", 1)]
+    assert play.assignments == [("a", 2), ("b", 1)]
+    play.external("g", 1)
+    assert play.assignments == [("a", 2), ("b", 1)]
     play.look("a:2")
-    assert play.seats == [("a", 2), ("g", 1)]
+    assert play.assignments == [("a", 2), ("g", 1)]
 
 
 def test_scaling_up_and_down():
@@ -293,17 +297,17 @@ def test_scaling_up_and_down():
     play = Play("a:2", "b:2")
     play.allow(1, 2)
     play.look()
-    assert play.seats == [("a", 2)]
+    assert play.assignments == [("a", 2)]
     play.allow(1, None)
     play.look()
-    assert play.seats == [("a", 2), ("b", 2)]
+    assert play.assignments == [("a", 2), ("b", 2)]
     assert play.group.restarts == 0
 
 
 def test_slots_that_change():
     """The host's node runs as many workers as there are slots now; `nproc` is what was asked for."""
-    assert Play("a:1").look("a:3").seats == [("a", 3)]
-    assert Play("a:1", nproc=2).look("a:3").seats == [("a", 2)]
+    assert Play("a:1").look("a:3").assignments == [("a", 3)]
+    assert Play("a:1", nproc=2).look("a:3").assignments == [("a", 2)]
 
 
 def test_a_host_beyond_max_disturbs_nobody():
@@ -341,7 +345,7 @@ def test_a_node_that_dies_is_started_again():
     """Its host is still there. After three times in vain the job fails, and says why."""
     play = Play("a:1", "b:1")
     play.send(sev.NodeLeft("b", "its node ended (SIGKILL)", broken=True))
-    assert play.seats == [("a", 1), ("b", 1)]
+    assert play.assignments == [("a", 1), ("b", 1)]
     assert (play.group.round, play.group.restarts) == (2, 0)
     play.mute = {"b"}
     for _ in range(4):  # the first one had worked
@@ -351,21 +355,21 @@ def test_a_node_that_dies_is_started_again():
 
 def test_guests_join_and_leave():
     """Two terminals and a host of ours train together; one that ends is no failure."""
-    play = Play("a:1").guest("t1", 2).guest("t2", 1)
-    assert play.seats == [("a", 1), ("t1", 2), ("t2", 1)]
+    play = Play("a:1").external("t1", 2).external("t2", 1)
+    assert play.assignments == [("a", 1), ("t1", 2), ("t2", 1)]
     play.send(sev.NodeLeft("t1", "its process has ended"))
-    assert play.seats == [("a", 1), ("t2", 1)]
+    assert play.assignments == [("a", 1), ("t2", 1)]
     assert play.group.restarts == 0
 
 
 def test_a_guest_for_another_job_is_not_taken():
     """`--rdzv-id` names the job."""
-    assert Play("a:1").guest("t", 1, job="job-7").seats == [("a", 1)]
+    assert Play("a:1").external("t", 1, job="job-7").assignments == [("a", 1)]
 
 
 def test_a_guest_that_comes_back_unasked_has_failed():
     """torch's own agent does not say so: it just asks for another round."""
-    play = Play("a:1", max_restarts=3).guest("t", 1).guest("t", 1)
+    play = Play("a:1", max_restarts=3).external("t", 1).external("t", 1)
     play.wait(1.1)
     assert play.group.restarts == 1
 
@@ -373,7 +377,7 @@ def test_a_guest_that_comes_back_unasked_has_failed():
 def test_a_node_that_does_not_end_its_workers_is_ended():
     """The others do not wait for it for ever."""
     play = Play("a:1", "b:1", leave=10.0)
-    play.group, _ = advance(play.group, sev.HostsSeen((("a", 1), ("b", 1), ("c", 1)), play.limits), play.now)
+    play.group, _ = advance(play.group, sev.HostsChanged((("a", 1), ("b", 1), ("c", 1)), play.limits), play.now)
     play.group, commands = advance(play.group, sev.NodeReady("c", 0, "c:1", "default"), play.now)
     assert any(isinstance(command, scmd.LeaveRound) for command in commands)
     play.ready("a").wait(11)
@@ -392,17 +396,17 @@ def test_who_is_late_is_waited_for_before_too_few_are_given_up():
     assert deadline(play.group) > play.now
 
 
-@pytest.mark.parametrize("guest", [False, True])
-def test_a_node_whose_end_is_never_reported_is_left_behind(guest):
+@pytest.mark.parametrize("external", [False, True])
+def test_a_node_whose_end_is_never_reported_is_left_behind(external):
     """It was told to end, and nobody says that it has: the others begin again without it, and one of ours is started anew."""
     play = Play("a:1", leave=10.0, max_restarts=1)
-    play.guest("b", 1) if guest else play.look("a:1", "b:1")
+    play.external("b", 1) if external else play.look("a:1", "b:1")
     number, play.slow, play.mute = play.group.round, True, {"b"}
     play.send(sev.NodeFailed("a", number, (sev.Failure(0, 0, -9, "killed"),)))
     play.answers = [answer for answer in play.answers if answer.host == "a"]
     play.send(play.answers.pop()).wait(60.0)
-    assert (play.group.stage, play.group.round, play.seats) == (Stage.RUNNING, number + 1, [("a", 1)])
-    assert [command.host for command in play.commands(scmd.StartNode)] == ["a"] + ["b", "b"] * (not guest)
+    assert (play.group.stage, play.group.round, play.assignments) == (Stage.RUNNING, number + 1, [("a", 1)])
+    assert [command.host for command in play.commands(scmd.StartNode)] == ["a"] + ["b", "b"] * (not external)
 
 
 def test_a_stop_ends_every_node():

@@ -19,11 +19,11 @@ def ran(story: Story, name: str) -> list[str]:
 
 
 def kept(story: Story) -> list[tuple[str, str]]:
-    return [(cell.key, cell.source) for cell in story.world.setup]
+    return [(cell.key, cell.source) for cell in story.cluster.setup]
 
 
 def state(story: Story, name: str) -> WorkerState:
-    return story.world.workers[wid(name)].state
+    return story.cluster.workers[wid(name)].state
 
 
 # ---- which cells are kept ----
@@ -143,7 +143,7 @@ def test_a_worker_whose_setup_failed_joins_no_job():
     story.broken.add(("b", "1"))
     story.add("b:1").answer()
     assert state(story, "b/0#1") is WorkerState.FAILED
-    assert story.world.workers[wid("b/0#1")].reason == "setup cell value failed: NameError: 1"
+    assert story.cluster.workers[wid("b/0#1")].reason == "setup cell value failed: NameError: 1"
     for job in ("one", "two"):
         story.run(job)
         assert story.names == ["a/0#1"]
@@ -263,7 +263,7 @@ def test_a_cell_that_has_failed_is_not_run_again_because_another_worker_is_busy(
     story.stop_job().answer()
     story.broken.add(("c", "one"))
     story.set_up("first", "one").answer(limit=20)
-    assert story.world.outdated
+    assert story.cluster.outdated
     assert [command.worker for command in story.commands(cmd.RunSetup)] == [wid("a/0#1"), wid("c/0#1")]
     assert state(story, "c/0#1") is WorkerState.FAILED
 

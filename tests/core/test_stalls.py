@@ -13,7 +13,7 @@ from tests.core.story import Story, wid
 def training(*hosts: str, **limits) -> Story:
     """Three workers on three hosts of this machine that have made three commits; the fourth step is under way."""
     story = Story(*(hosts or ("a:1", "b:1", "c:1")), **{"min": 1, **limits}).run().commit(3).answer()
-    for w in story.world.members:
+    for w in story.cluster.members:
         story.fakes[w].begun += 1
     return story
 
@@ -32,13 +32,13 @@ def behind(story: Story, worker: str, place: str = "train.py:88 in load") -> Sto
 def test_members_are_asked_where_they_are():
     """Whenever the driver says that nobody commits, all members are asked, and until they answer the reason says that."""
     story = training()
-    story.send(ev.StoodStill(story.world.epoch, 3.0))
-    assert story.last(cmd.Look) == cmd.Look(story.world.epoch, story.world.members)
-    assert story.reason == "3 workers train in epoch 1; no commit for 3 s"
+    story.send(ev.StallDetected(story.cluster.generation, 3.0))
+    assert story.last(cmd.QueryPosition) == cmd.QueryPosition(story.cluster.generation, story.cluster.members)
+    assert story.reason == "3 workers train in generation 1; no commit for 3 s"
     story.answer()
     mark = story.mark()
     story.stand_still(4.0)
-    assert len(story.commands(cmd.Look, mark)) == 1
+    assert len(story.commands(cmd.QueryPosition, mark)) == 1
 
 
 def test_on_one_machine_no_network_is_probed():
@@ -51,9 +51,9 @@ def test_who_is_behind_is_named_with_its_line():
     """The reason of the world, that of the worker and a record name the rank, how long, the commit and the place."""
     story = behind(training(), "c/0#1").stand_still(31.0)
     assert story.reason.endswith("; rank 2 (c/0#1) is 31 s behind at commit 3, in train.py:88 in load")
-    assert story.world.workers[wid("c/0#1")].reason == "31 s behind at commit 3, in train.py:88 in load"
+    assert story.cluster.workers[wid("c/0#1")].reason == "31 s behind at commit 3, in train.py:88 in load"
     assert story.records("worker-behind") == ["rank 2 (c/0#1) is 31 s behind at commit 3, in train.py:88 in load"]
-    assert [story.world.workers[wid(w)].reason for w in ("a/0#1", "b/0#1")] == ["", ""]
+    assert [story.cluster.workers[wid(w)].reason for w in ("a/0#1", "b/0#1")] == ["", ""]
 
 
 def test_one_behind_by_a_commit_counts_too():
@@ -70,7 +70,7 @@ def test_only_those_who_are_last_are_behind():
     story = behind(behind(training(), "c/0#1"), "c/0#1")
     behind(story, "b/0#1").stand_still(5.0)
     assert "rank 2 (c/0#1) is 5 s behind" in story.reason
-    assert story.world.workers[wid("b/0#1")].reason == ""
+    assert story.cluster.workers[wid("b/0#1")].reason == ""
 
 
 def test_several_behind_are_counted():
@@ -92,7 +92,7 @@ def test_being_behind_is_recorded_once():
     assert len(story.records("worker-behind")) == 1
     story.fakes[wid("c/0#1")].begun += 1
     story.commit()
-    story.send(ev.WentOn(story.world.epoch))
+    story.send(ev.StallResolved(story.cluster.generation))
     behind(story, "c/0#1").stand_still(3.0)
     assert len(story.records("worker-behind")) == 2
 
@@ -131,10 +131,10 @@ def test_a_place_that_is_unknown_is_left_out():
 def test_going_on_clears_the_reasons():
     """With the next commit nothing of it is left."""
     story = behind(training(), "c/0#1").stand_still(31.0)
-    story.send(ev.WentOn(story.world.epoch))
-    assert story.reason == "3 workers train in epoch 1"
-    assert story.world.still is None
-    assert all(worker.reason == "" for worker in story.world.workers.values())
+    story.send(ev.StallResolved(story.cluster.generation))
+    assert story.reason == "3 workers train in generation 1"
+    assert story.cluster.still is None
+    assert all(worker.reason == "" for worker in story.cluster.workers.values())
 
 
 def test_catching_up_clears_the_workers_reason():
@@ -142,7 +142,7 @@ def test_catching_up_clears_the_workers_reason():
     story = behind(training(), "c/0#1").stand_still(5.0)
     story.fakes[wid("c/0#1")].begun += 1
     story.stand_still(6.0)
-    assert story.world.workers[wid("c/0#1")].reason == ""
+    assert story.cluster.workers[wid("c/0#1")].reason == ""
     assert "all ranks" not in story.reason
     assert "no commit for 6 s" in story.reason
 
@@ -151,18 +151,20 @@ def test_a_break_clears_the_reasons():
     """A worker dies: the world that stood still is no more."""
     story = behind(training(), "c/0#1").stand_still(5.0)
     story.kill("a/0#1")
-    assert story.world.still is None
+    assert story.cluster.still is None
     assert "behind" not in story.reason
-    assert story.world.workers[wid("c/0#1")].reason == ""
+    assert story.cluster.workers[wid("c/0#1")].reason == ""
 
 
 @pytest.mark.parametrize("stage", [Stage.PREPARING, Stage.ASKED, Stage.LEAVING])
 def test_a_change_that_hangs_has_its_reason(stage):
     """A planned change waits for a commit that does not come: the reason says both."""
     story = training(min=2).add("d:1")
-    missing = {Stage.PREPARING: ev.WorkerPrepared, Stage.ASKED: ev.WorkerOffered, Stage.LEAVING: ev.WorkerReady}[stage]
+    missing = {Stage.PREPARING: ev.WorkerPrepared, Stage.ASKED: ev.LeaveAcknowledged, Stage.LEAVING: ev.WorkerReady}[
+        stage
+    ]
     story.answer(lambda e: not (isinstance(e, missing) and e.worker == wid("c/0#1")))
-    assert story.world.stage is stage
+    assert story.cluster.stage is stage
     story.answers.clear()
     behind(story, "c/0#1").stand_still(31.0)
     assert "rank 2 (c/0#1) is 31 s behind" in story.reason
@@ -170,7 +172,7 @@ def test_a_change_that_hangs_has_its_reason(stage):
 
 
 def test_who_has_left_as_agreed_is_not_behind():
-    """In a planned change some have left their epoch, and count nothing in it: those still in it are behind."""
+    """In a planned change some have left their generation, and count nothing in it: those still in it are behind."""
     story = training(min=2).add("d:1")
     story.answer(lambda e: not (isinstance(e, ev.WorkerReady) and e.worker == wid("c/0#1")))
     story.answers.clear()
@@ -180,7 +182,7 @@ def test_who_has_left_as_agreed_is_not_behind():
 
 
 def test_who_has_left_and_counts_nothing_is_not_behind_either():
-    """It answers, but from no epoch."""
+    """It answers, but from no generation."""
     story = training(min=2).add("d:1")
     story.answer(lambda e: not (isinstance(e, ev.WorkerReady) and e.worker == wid("c/0#1")))
     story.answers.clear()
@@ -191,35 +193,41 @@ def test_who_has_left_and_counts_nothing_is_not_behind_either():
 
 
 def test_stale_and_strange_news_is_dropped():
-    """Of another epoch, of no member, without a standing still, doubled: the world stays as it is."""
+    """Of another generation, of no member, without a standing still, doubled: the world stays as it is."""
     story = training("a:1", "b:1", max=1, spares=1)
-    epoch = story.world.epoch
-    before = story.world
-    stranger = next(w for w in story.world.workers if w not in story.world.members)
-    story.send(ev.WorkerAt(story.world.members[0], epoch, 3, 4), ev.WentOn(epoch), ev.StoodStill(epoch - 1, 9.0))
-    assert story.world == before
-    story.stand_still(5.0)
-    before = story.world
+    generation = story.cluster.generation
+    before = story.cluster
+    stranger = next(w for w in story.cluster.workers if w not in story.cluster.members)
     story.send(
-        ev.WorkerAt(stranger, epoch, 3, 4), ev.WorkerAt(story.world.members[0], epoch - 1, 3, 4), ev.WentOn(epoch - 1)
+        ev.PositionReported(story.cluster.members[0], generation, 3, 4),
+        ev.StallResolved(generation),
+        ev.StallDetected(generation - 1, 9.0),
     )
-    assert story.world == before
+    assert story.cluster == before
+    story.stand_still(5.0)
+    before = story.cluster
+    story.send(
+        ev.PositionReported(stranger, generation, 3, 4),
+        ev.PositionReported(story.cluster.members[0], generation - 1, 3, 4),
+        ev.StallResolved(generation - 1),
+    )
+    assert story.cluster == before
 
 
 def test_without_a_job_nothing_stands_still():
     """The job ended meanwhile: late words of the driver and of workers say nothing."""
     story = training()
-    epoch = story.world.epoch
-    story.stop_job().send(ev.StoodStill(epoch, 5.0))
-    assert story.commands(cmd.Look) == []
-    assert story.world.still is None
+    generation = story.cluster.generation
+    story.stop_job().send(ev.StallDetected(generation, 5.0))
+    assert story.commands(cmd.QueryPosition) == []
+    assert story.cluster.still is None
 
 
 def test_after_the_first_rank_has_finished_nobody_is_judged():
     """The others get their time."""
     story = training().returned("a/0#1")
-    story.send(ev.StoodStill(story.world.epoch, 5.0))
-    assert story.commands(cmd.Look) == []
+    story.send(ev.StallDetected(story.cluster.generation, 5.0))
+    assert story.commands(cmd.QueryPosition) == []
 
 
 # ---- stall ----
@@ -241,11 +249,11 @@ def test_who_is_behind_for_longer_than_stall_is_replaced():
     story.stand_still(34.0)
     assert story.commands(cmd.StopWorker) == []
     story.now += 1.0
-    story.send(ev.StoodStill(story.world.epoch, 35.0))
+    story.send(ev.StallDetected(story.cluster.generation, 35.0))
     assert story.last(cmd.StopWorker) == cmd.StopWorker(wid("c/0#1"), kill=True)
     why = "c/0#1 stalled (35 s behind at commit 3, in train.py:88 in load; stall is 30 s)"
     assert story.records("worker-lost") == story.records("world-broken") == [why]
-    assert story.world.hosts["c"].slots[0].strikes == 1
+    assert story.cluster.hosts["c"].slots[0].failures == 1
     story.answers.clear()
     for w in ("a/0#1", "b/0#1"):
         story._abort(wid(w), 1)
@@ -276,9 +284,9 @@ def test_all_that_stalled_are_replaced_in_one_break():
     """Two are behind: both are killed, and the world breaks once."""
     story = training("a:4", stall=30.0)
     behind(behind(story, "a/2#1"), "a/3#1").stand_still(5.0).now += 30.0
-    story.send(ev.StoodStill(story.world.epoch, 35.0))
+    story.send(ev.StallDetected(story.cluster.generation, 35.0))
     assert len(story.commands(cmd.StopWorker)) == 2
-    assert story.world.resets == 1
+    assert story.cluster.resets == 1
 
 
 # ---- a host's silence is not its workers' ----
@@ -289,19 +297,19 @@ def test_a_silent_host_is_named_once():
     story = training("a:1", "b:2")
     quiet = "nothing heard of it for 2 s"
     mark = story.mark()
-    story.send(ev.AgentLost("b", quiet), *(ev.WorkerFroze(wid(w), quiet) for w in ("b/0#1", "b/1#1")))
+    story.send(ev.AgentLost("b", quiet), *(ev.WorkerFrozen(wid(w), quiet) for w in ("b/0#1", "b/1#1")))
     assert story.commands(cmd.Record, mark) == [
         cmd.Record("host-lost", f"b: {quiet}; tried again in 5 s", host="b"),
-        cmd.Record("world-broken", f"host b was lost ({quiet})", epoch=1),
+        cmd.Record("world-broken", f"host b was lost ({quiet})", generation=1),
     ]
-    assert story.world.resets == 1
-    assert [slot.strikes for slot in story.world.hosts["b"].slots] == [0, 0]
+    assert story.cluster.resets == 1
+    assert [slot.failures for slot in story.cluster.hosts["b"].slots] == [0, 0]
 
 
 def test_a_silent_worker_of_a_host_that_is_heard_is_named():
     """Its process is stopped: the worker is to blame, and its host stays."""
     story = training("a:1", "b:2")
-    story.send(ev.WorkerFroze(wid("b/0#1"), "nothing heard of it for 2 s"))
+    story.send(ev.WorkerFrozen(wid("b/0#1"), "nothing heard of it for 2 s"))
     assert story.records("world-broken") == ["b/0#1 froze (nothing heard of it for 2 s)"]
-    assert story.world.hosts["b"].phase is HostPhase.UP
-    assert story.world.workers[wid("b/1#1")].state is WorkerState.RUNNING
+    assert story.cluster.hosts["b"].phase is HostPhase.UP
+    assert story.cluster.workers[wid("b/1#1")].state is WorkerState.RUNNING

@@ -13,13 +13,13 @@ def test_an_agent_that_never_speaks_is_given_up():
     """ssh has started it, and nothing is heard: after two minutes the host is lost, with the reason, and tried again."""
     story = Story("a:1", min=1)
     story.answers.clear()
-    assert deadline(story.world, story.now) == story.now + 120.0
+    assert deadline(story.cluster, story.now) == story.now + 120.0
     story.wait(120.0)
-    host = story.world.hosts["a"]
+    host = story.cluster.hosts["a"]
     assert (host.phase, host.reason) == (HostPhase.LOST, "its agent has said nothing for 120 s")
     assert story.last(cmd.StopAgent) == cmd.StopAgent("a")
     story.wait(5.0)
-    assert (story.world.hosts["a"].phase, len(story.commands(cmd.StartAgent))) == (HostPhase.STARTING, 2)
+    assert (story.cluster.hosts["a"].phase, len(story.commands(cmd.StartAgent))) == (HostPhase.STARTING, 2)
     story.answer()
     assert story.alive() == ["a/0#1"]
 
@@ -30,9 +30,9 @@ def test_a_host_that_is_tried_again_has_its_time_again():
     story.wait(100.0)
     story.answers.clear()
     story.wait(24.9)
-    assert story.world.hosts["a"].phase is HostPhase.STARTING
+    assert story.cluster.hosts["a"].phase is HostPhase.STARTING
     story.wait(0.2)
-    assert story.world.hosts["a"].phase is HostPhase.LOST
+    assert story.cluster.hosts["a"].phase is HostPhase.LOST
 
 
 def test_a_worker_whose_engine_never_comes_is_replaced():
@@ -45,7 +45,7 @@ def test_a_worker_whose_engine_never_comes_is_replaced():
     story.quiet(0.2)
     assert story.last(cmd.StopWorker) == cmd.StopWorker(wid("a/1#1"), kill=True)
     assert story.records("worker-lost") == ["a/1#1 has not come up within 300 s"]
-    assert (story.world.stage, story.names) == (Stage.RUNNING, ["a/0#1", "a/1#2"])
+    assert (story.cluster.stage, story.names) == (Stage.RUNNING, ["a/0#1", "a/1#2"])
 
 
 def test_workers_that_are_late_together_are_replaced_in_the_order_of_their_names():
@@ -69,10 +69,10 @@ def test_a_newcomer_that_is_called_back_and_hangs_is_replaced():
     """It hangs while the first world forms, when every worker has long been up: a minute later another one takes its place."""
     story = Story("a:1", "b:1", "c:1", min=3, elastic_timeout=None, cooldown=(0.0, 0.0)).quiet(400.0)
     story.submit().answer(lambda e: not isinstance(e, ev.WorkerFormed))
-    assert story.world.stage is Stage.FORMING
+    assert story.cluster.stage is Stage.FORMING
     story.hang("c/0#1").quiet(62.0)
     assert story.records("newcomer-held")
     assert "2 of min 3 workers ready; waiting for c/0#1" in story.reason
     story.quiet(65.0)
     assert story.records("worker-lost") == ["c/0#1 has not come up within 60 s"]
-    assert (story.world.stage, story.names) == (Stage.RUNNING, ["a/0#1", "b/0#1", "c/0#2"])
+    assert (story.cluster.stage, story.names) == (Stage.RUNNING, ["a/0#1", "b/0#1", "c/0#2"])

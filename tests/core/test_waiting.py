@@ -6,7 +6,7 @@ import pytest
 
 from nbelastic.core import commands as cmd
 from nbelastic.core.membership import deadline, step
-from nbelastic.core.state import Stage, World
+from nbelastic.core.state import ClusterState, Stage
 from nbelastic.protocol import events as ev
 from nbelastic.protocol.limits import Limits
 from tests.core.story import Story, wid
@@ -23,7 +23,7 @@ def test_it_forms_once_there_are_enough_and_grows_then():
     assert [len(order.members) for order in story.commands(cmd.FormWorld)] == [12]
     story.add("c:4").quiet(2.0)
     assert [len(order.members) for order in story.commands(cmd.FormWorld)] == [12, 16]
-    assert story.world.stage is Stage.RUNNING
+    assert story.cluster.stage is Stage.RUNNING
 
 
 def test_a_dip_below_min_while_waiting_is_nothing():
@@ -31,7 +31,7 @@ def test_a_dip_below_min_while_waiting_is_nothing():
     story = Story("a:2", min=3).submit().answer()
     story.kill("a/0#1")
     assert "1 of min 3 workers ready" in story.reason
-    assert story.world.resets == 0
+    assert story.cluster.resets == 0
     story.add("b:1").quiet(2.0)
     assert story.names == ["a/0#2", "a/1#1", "b/0#1"]
 
@@ -65,7 +65,7 @@ def test_elastic_timeout_names_what_it_waited_for():
     story.hear(ev.AgentReady)
     story.submit().answer(lambda e: getattr(e, "worker", wid("dark/0#1")).host == "a")
     story.wait(59.9)
-    assert story.world.active
+    assert story.cluster.active
     story.wait(0.2)
     end = story.last(cmd.EndJob)
     assert end.outcome == "failed"
@@ -84,7 +84,7 @@ def test_a_program_without_an_elastic_function_may_take_its_time():
     story = Story("a:2", min=2, elastic_timeout=60.0)
     story.answer()
     before_its_function(story.submit(), "a/0#1", "a/1#1").wait(10_000.0)
-    assert story.world.active, story.job.reason
+    assert story.cluster.active, story.job.reason
     story.ended("a/0#1", "a/1#1")
     assert story.job.outcome == "succeeded"
 
@@ -98,7 +98,7 @@ def test_elastic_timeout_does_not_count_the_lines_before_the_elastic_function():
     assert story.reason.startswith("1 of min 2 workers ready; waiting for b/0#2")
     story.send(*late)
     story.quiet(2.0)
-    assert (story.world.stage, story.names) == (Stage.RUNNING, ["a/0#1", "b/0#2"])
+    assert (story.cluster.stage, story.names) == (Stage.RUNNING, ["a/0#1", "b/0#2"])
 
 
 def test_elastic_timeout_sums_up_the_time_without_enough_workers():
@@ -106,12 +106,14 @@ def test_elastic_timeout_sums_up_the_time_without_enough_workers():
     story = Story("a:1", "b:1", min=2, elastic_timeout=60.0, cooldown=(25.0, 25.0)).run()
     story.kill("b/0#1").hear(ev.WorkerReady)
     deaths = 0
-    while story.world.active:
+    while story.cluster.active:
         story.answer(lambda e: not isinstance(e, ev.WorkerReady)).wait(40.0)
         story.kill(*story.alive("b")).wait(25.0)
         deaths += 1
     assert deaths == 3
-    assert story.job.reason.startswith("1 of min 2 workers ready for 60 s (elastic_timeout); waiting for b/0 (cooling")
+    assert story.job.reason.startswith(
+        "1 of min 2 workers ready for 60 s (elastic_timeout); waiting for b/0 (in back-off"
+    )
 
 
 def test_a_program_that_others_wait_for_has_to_come_to_its_elastic_function():
@@ -119,7 +121,7 @@ def test_a_program_that_others_wait_for_has_to_come_to_its_elastic_function():
     story = Story("a:2", min=2, elastic_timeout=60.0)
     story.answer()
     before_its_function(story.submit(), "a/1#1").answer().wait(3599.0)
-    assert story.world.active
+    assert story.cluster.active
     story.wait(2.0)
     text = "1 of min 2 workers ready, and others have not come to the elastic function within 3600 s; waiting for a/1#1"
     assert story.job.reason.startswith(text)
@@ -130,7 +132,7 @@ def test_elastic_timeout_begins_anew_after_each_world():
     story = Story("a:1", "b:1", min=2, elastic_timeout=60.0, cooldown=(50.0, 50.0)).run()
     for _ in range(4):
         story.kill(story.alive("b")[0]).quiet(55.0)
-    assert story.world.stage is Stage.RUNNING
+    assert story.cluster.stage is Stage.RUNNING
 
 
 def test_the_first_world_waits_the_settle_time_for_those_that_start():
@@ -167,10 +169,10 @@ def test_a_deadline_that_has_come_has_come(start):
     story.now = start
     story.add("a:2").add("slow:1").hear(ev.AgentReady)
     story.submit().answer(lambda e: getattr(e, "worker", wid("slow/0#1")).host == "a")
-    at = deadline(story.world, story.now)
+    at = deadline(story.cluster, story.now)
     story.now = at
     story.send(ev.Ticked())
-    assert story.world.stage is Stage.FORMING
+    assert story.cluster.stage is Stage.FORMING
 
 
 def test_another_event_at_a_deadline_does_not_swallow_it():
@@ -195,9 +197,9 @@ def test_an_idle_cluster_counts_only_workers_that_can_work():
 
 def test_nothing_is_due_in_an_empty_world():
     """A world in which nothing can happen by itself asks for no tick."""
-    world, commands = step(World(Limits()), ev.Ticked(), 5.0)
-    assert (deadline(world, 5.0), commands) == (float("inf"), ())
-    assert world.reason
+    cluster, commands = step(ClusterState(Limits()), ev.Ticked(), 5.0)
+    assert (deadline(cluster, 5.0), commands) == (float("inf"), ())
+    assert cluster.reason
 
 
 def only(host: str):
@@ -209,7 +211,7 @@ def test_a_ready_newcomer_waits_for_a_host_that_is_starting():
     """Its agent is not there yet, the others are up: both newcomers come in by one change, not by two."""
     story = Story("b:1", min=1).run()
     story.add("c:1").add("a:1").answer(only("c"))
-    assert story.world.stage is Stage.RUNNING
+    assert story.cluster.stage is Stage.RUNNING
     assert "a to start" in story.reason
     story.quiet(2.0)
     assert [len(order.members) for order in story.commands(cmd.FormWorld)] == [1, 3]

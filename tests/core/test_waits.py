@@ -20,9 +20,9 @@ def test_no_stage_is_without_a_deadline(stage):
     """Nobody says a word any more: the deadline is near, and when it has come something else is waited for, or nobody."""
     story = with_stage(stage)
     story.hang(*map(str, story.fakes))
-    before, members, ticks = story.world.stage, story.names, 0
-    while (story.world.stage, story.names) == (before, members) and story.world.active:
-        at = deadline(story.world, story.now)
+    before, members, ticks = story.cluster.stage, story.names, 0
+    while (story.cluster.stage, story.names) == (before, members) and story.cluster.active:
+        at = deadline(story.cluster, story.now)
         assert at != NEVER, story.reason
         story.wait(at - story.now)
         ticks += 1
@@ -33,14 +33,14 @@ def test_no_stage_is_without_a_deadline(stage):
 def test_a_survivor_that_never_leaves_is_replaced():
     """It sleeps where nothing wakes it, and the others wait: after `recover` seconds it is killed, and they train on."""
     story = with_stage(Stage.RUNNING).hang("c/0#1").kill("b/0#1").answer()
-    assert "1 of 2 survivors have left epoch 1; not yet c/0#1" in story.reason
+    assert "1 of 2 survivors have left generation 1; not yet c/0#1" in story.reason
     story.wait(59.9)
     assert cmd.StopWorker(wid("c/0#1"), kill=True) not in story.said
     story.wait(0.2)
     assert story.last(cmd.StopWorker) == cmd.StopWorker(wid("c/0#1"), kill=True)
-    assert story.records("worker-lost")[-1] == "c/0#1 did not leave epoch 1 while others waited"
+    assert story.records("worker-lost")[-1] == "c/0#1 did not leave generation 1 while others waited"
     story.quiet(3.0)
-    assert (story.world.stage, len(story.names), story.world.resets) == (Stage.RUNNING, 3, 1)
+    assert (story.cluster.stage, len(story.names), story.cluster.resets) == (Stage.RUNNING, 3, 1)
 
 
 @pytest.mark.parametrize("sign", ["cpu", "begun"])
@@ -52,7 +52,7 @@ def test_a_survivor_that_computes_gets_longer(sign):
         story.wait(10.0)
         fake = story.fakes[wid("c/0#1")]
         setattr(fake, sign, getattr(fake, sign) + 1)
-        story.hear(ev.WorkerAt)
+        story.hear(ev.PositionReported)
         assert story.commands(cmd.StopWorker) == []
     story.wait(11.0)
     assert story.last(cmd.StopWorker) == cmd.StopWorker(wid("c/0#1"), kill=True)
@@ -63,7 +63,7 @@ def test_a_survivor_that_alone_holds_the_state_is_not_killed():
     story = Story("a:2", min=1, elastic_timeout=100.0).run().commit(3).answer()
     story.hang("a/1#1").kill("a/0#1").quiet(61.0)
     assert story.commands(cmd.StopWorker) == []
-    why = "a/1#1 did not leave epoch 1, and nobody else holds the training state"
+    why = "a/1#1 did not leave generation 1, and nobody else holds the training state"
     assert f"{why}; the others wait for 100 s" in story.reason
     story.quiet(40.0)
     assert (story.job.outcome, story.job.reason) == ("failed", f"{why}; waited for 100 s (elastic_timeout)")
@@ -77,27 +77,27 @@ def test_one_of_two_that_alone_hold_the_state_wakes():
     story.silent.remove(wid("a/1#1"))
     story._say_ready(wid("a/1#1"))
     story.quiet(63.0)
-    assert (story.world.stage, story.names) == (Stage.RUNNING, ["a/1#1", "a/0#2", "a/2#2"])
+    assert (story.cluster.stage, story.names) == (Stage.RUNNING, ["a/1#1", "a/0#2", "a/2#2"])
 
 
 def test_only_the_user_can_make_it_wait_for_ever():
     """The same with elastic_timeout None: it waits on, asks where the survivor is, and says that there is no end."""
     story = Story("a:2", min=1, elastic_timeout=None).run().commit(3).answer()
     story.hang("a/1#1").kill("a/0#1").quiet(3000.0)
-    assert story.world.active
+    assert story.cluster.active
     assert "the others wait without end, as elastic_timeout is None" in story.reason
     story.silent.clear()
     story._say_ready(wid("a/1#1"))
     story.quiet(2.0)
-    assert (story.world.stage, len(story.names)) == (Stage.RUNNING, 2)
+    assert (story.cluster.stage, len(story.names)) == (Stage.RUNNING, 2)
 
 
 def test_a_member_that_never_leaves_for_a_change_is_replaced():
     """The others have left at the agreed commit: a minute later it is killed, and the change is made without it."""
     story = with_stage(Stage.LEAVING).hang("c/0#1").answer()
     story.quiet(61.0).quiet(3.0)
-    assert (story.world.stage, len(story.names), story.world.resets) == (Stage.RUNNING, 4, 1)
-    assert wid("c/0#1") not in story.world.ranked
+    assert (story.cluster.stage, len(story.names), story.cluster.resets) == (Stage.RUNNING, 4, 1)
+    assert wid("c/0#1") not in story.cluster.ranked
 
 
 def test_a_long_step_is_no_reason_to_break_a_world():
@@ -105,34 +105,34 @@ def test_a_long_step_is_no_reason_to_break_a_world():
     story = with_stage(Stage.LEAVING)
     mark = story.mark()
     story.wait(1800.0)
-    assert {type(command) for command in story.said[mark:]} <= {cmd.Look}
+    assert {type(command) for command in story.said[mark:]} <= {cmd.QueryPosition}
     story.answer()
-    assert (story.world.stage, len(story.names)) == (Stage.RUNNING, 4)
+    assert (story.cluster.stage, len(story.names)) == (Stage.RUNNING, 4)
 
 
 def test_who_does_not_say_where_it_is_puts_the_change_off():
     """Those who promised to stop go on after ten seconds, and are asked again ten seconds later."""
     story = with_stage(Stage.ASKED)
-    story.hear(ev.WorkerOffered, "a/0#1", "b/0#1").wait(10.0)
-    assert story.last(cmd.Stay).members == story.world.members
-    reason = "3 workers train in epoch 1; the next change waits, as c/0#1 did not say where it is"
-    assert (story.world.stage, story.reason) == (Stage.RUNNING, reason)
+    story.hear(ev.LeaveAcknowledged, "a/0#1", "b/0#1").wait(10.0)
+    assert story.last(cmd.CancelLeave).members == story.cluster.members
+    reason = "3 workers train in generation 1; the next change waits, as c/0#1 did not say where it is"
+    assert (story.cluster.stage, story.reason) == (Stage.RUNNING, reason)
     story.answers.clear()
     story.quiet(10.0)
-    assert (story.world.stage, len(story.names), story.world.resets) == (Stage.RUNNING, 4, 0)
+    assert (story.cluster.stage, len(story.names), story.cluster.resets) == (Stage.RUNNING, 4, 0)
 
 
 def test_an_answer_that_comes_after_its_question_was_taken_back_does_not_count():
     """A member that was told to stay makes more commits: it cannot leave at the one that follows its older answer."""
     story = with_stage(Stage.ASKED)
-    late = ev.WorkerOffered(wid("a/0#1"), 1, 3, story.world.asks)
+    late = ev.LeaveAcknowledged(wid("a/0#1"), 1, 3, story.cluster.asks)
     story.answers.clear()
     story.wait(10.0)
-    assert story.last(cmd.Stay).members == story.world.members
+    assert story.last(cmd.CancelLeave).members == story.cluster.members
     story.wait(10.0).hear(ev.WorkerPrepared)
-    assert story.world.stage is Stage.ASKED
+    assert story.cluster.stage is Stage.ASKED
     story.send(late)
-    assert story.world.awaiting == story.world.ranked
+    assert story.cluster.awaiting == story.cluster.ranked
 
 
 def test_who_never_says_where_it_is_is_replaced():
@@ -140,21 +140,21 @@ def test_who_never_says_where_it_is_is_replaced():
     story = with_stage(Stage.ASKED)
     for pause in (10.0, 20.0, 40.0):
         assert story.names == ["a/0#1", "b/0#1", "c/0#1"]
-        story.answer(lambda e: not isinstance(e, ev.WorkerOffered) or e.worker != wid("c/0#1")).wait(10.0)
-        story._unsay(wid("c/0#1"), ev.WorkerOffered)
+        story.answer(lambda e: not isinstance(e, ev.LeaveAcknowledged) or e.worker != wid("c/0#1")).wait(10.0)
+        story._unsay(wid("c/0#1"), ev.LeaveAcknowledged)
         story.wait(pause)
     assert "c/0#1 said nothing when asked 3 times" in story.records("worker-lost")
     story.quiet(3.0)
-    assert (story.world.stage, len(story.names)) == (Stage.RUNNING, 4)
+    assert (story.cluster.stage, len(story.names)) == (Stage.RUNNING, 4)
 
 
 def test_the_question_waits_for_as_long_as_a_member_may_be_silent():
     """`silence` is a minute: a member that answers after 59 s has not been silent for too long, and the change is made."""
     story = with_stage(Stage.ASKED, silence=60.0)
-    story.hear(ev.WorkerOffered, "a/0#1", "b/0#1").wait(59.0)
-    assert story.world.stage is Stage.ASKED
+    story.hear(ev.LeaveAcknowledged, "a/0#1", "b/0#1").wait(59.0)
+    assert story.cluster.stage is Stage.ASKED
     story.quiet(2.0)
-    assert (story.world.stage, len(story.names), story.world.resets) == (Stage.RUNNING, 4, 0)
+    assert (story.cluster.stage, len(story.names), story.cluster.resets) == (Stage.RUNNING, 4, 0)
     assert story.records("change-put-off") == []
 
 
@@ -162,23 +162,23 @@ def test_only_who_missed_all_three_questions_is_replaced():
     """Three members miss one question each, one after the other: each change is put off, and nobody is replaced."""
     story = with_stage(Stage.ASKED)
     for late, pause in (("a/0#1", 10.0), ("b/0#1", 20.0), ("c/0#1", 40.0)):
-        story.answer(lambda e, w=wid(late): not isinstance(e, ev.WorkerOffered) or e.worker != w).wait(10.0)
-        story._unsay(wid(late), ev.WorkerOffered)
+        story.answer(lambda e, w=wid(late): not isinstance(e, ev.LeaveAcknowledged) or e.worker != w).wait(10.0)
+        story._unsay(wid(late), ev.LeaveAcknowledged)
         story.wait(pause)
     story.quiet(3.0)
     assert (story.commands(cmd.StopWorker), len(story.records("change-put-off"))) == ([], 3)
-    assert (story.world.stage, len(story.names), story.world.resets) == (Stage.RUNNING, 4, 0)
+    assert (story.cluster.stage, len(story.names), story.cluster.resets) == (Stage.RUNNING, 4, 0)
 
 
 def test_a_world_that_does_not_form_is_formed_without_the_newcomer():
     """A newcomer never gets in: after a minute all are called back, and those who hold the state train without it."""
     story = Story("a:1", "b:1", min=1).run()
     story.add("c:1").answer(lambda e: not isinstance(e, ev.WorkerFormed))
-    assert (story.world.stage, story.world.order.store) == (Stage.FORMING, "a/0#1@1")
+    assert (story.cluster.stage, story.cluster.order.store) == (Stage.FORMING, "a/0#1@1")
     story.hang("c/0#1")
     story.quiet(60.2)
     assert story.names == ["a/0#1", "b/0#1"]
-    why = "c/0#1 did not connect in epoch 2 within 60 s"
+    why = "c/0#1 did not connect in generation 2 within 60 s"
     assert why in story.records("world-broken")
     assert story.records("newcomer-held") == [f"c/0#1 is left out: {why}; tried again in 5 s"]
 
@@ -192,9 +192,9 @@ def test_a_large_state_may_take_its_time():
     for _ in range(120):
         story.wait(10.0)
         story.fakes[wid("a/0#1")].cpu += 3.0
-        story.hear(ev.WorkerAt)
+        story.hear(ev.PositionReported)
     story.send(*formed)
-    assert (story.world.stage, len(story.names), story.world.resets) == (Stage.RUNNING, 3, 0)
+    assert (story.cluster.stage, len(story.names), story.cluster.resets) == (Stage.RUNNING, 3, 0)
 
 
 def test_a_pair_that_cannot_form_a_world_is_named():
@@ -205,12 +205,12 @@ def test_a_pair_that_cannot_form_a_world_is_named():
     story.answer()
     story.cut |= {("gpu1", "10.0.0.2"), ("gpu2", "10.0.0.1")}
     story.submit().quiet(2.0)
-    assert story.world.stage is Stage.FORMING
+    assert story.cluster.stage is Stage.FORMING
     story.quiet(65.0)
-    assert (story.names, story.world.stage) == (["gpu3/0#1", "gpu1/0#1"], Stage.RUNNING)
+    assert (story.names, story.cluster.stage) == (["gpu3/0#1", "gpu1/0#1"], Stage.RUNNING)
     why = "gpu2 and gpu1 do not reach one another; gpu2 is left out, as it is younger"
     assert story.records("host-unreachable")[0].startswith(f"gpu2: {why}")
-    assert story.world.hosts["gpu2"].phase is HostPhase.LOST
+    assert story.cluster.hosts["gpu2"].phase is HostPhase.LOST
 
 
 def test_a_world_that_does_not_form_twice_gets_other_processes():
@@ -218,7 +218,7 @@ def test_a_world_that_does_not_form_twice_gets_other_processes():
     story = with_stage(Stage.RUNNING)
     story.kill("c/0#1").hear(ev.WorkerReady)
     story.hang("a/0#1", "b/0#1")
-    assert story.world.stage is Stage.FORMING
+    assert story.cluster.stage is Stage.FORMING
     story.silent.clear()
     story.answers.clear()
     for _ in range(2):
@@ -244,7 +244,7 @@ def test_one_world_breaks_once():
     story.raised("a/0#1", "connection reset", intact=False)
     story.now += 2.0
     story.send(ev.Ticked())
-    assert (story.world.stage, story.world.resets) == (Stage.GATHERING, 1)
+    assert (story.cluster.stage, story.cluster.resets) == (Stage.GATHERING, 1)
     assert len(story.records("world-broken")) == 1
 
 
@@ -253,15 +253,15 @@ def test_a_newcomer_that_never_connects_is_replaced_when_min_needs_it():
     story = Story("a:1", "b:1", min=2, elastic_timeout=None, cooldown=(0.0, 0.0)).run().commit(3).answer()
     story.kill("b/0#1").answer(lambda e: not isinstance(e, ev.WorkerFormed))
     deaf = wid("b/0#2")
-    while deaf in story.world.workers:
+    while deaf in story.cluster.workers:
         assert story.now < 300.0, story.reason
-        story._unsay(deaf, ev.WorkerFormed, ev.WorkerAt)
-        story.answer(lambda e: isinstance(e, ev.WorkerReady | ev.WorkerAt)).wait(1.0)
+        story._unsay(deaf, ev.WorkerFormed, ev.PositionReported)
+        story.answer(lambda e: isinstance(e, ev.WorkerReady | ev.PositionReported)).wait(1.0)
     assert [text for text in story.records("worker-lost") if str(deaf) in text] == [
-        "b/0#2 did not connect in epoch 3 within 60 s"
+        "b/0#2 did not connect in generation 3 within 60 s"
     ]
     story.quiet(3.0)
-    assert (story.world.stage, story.names) == (Stage.RUNNING, ["a/0#1", "b/0#3"])
+    assert (story.cluster.stage, story.names) == (Stage.RUNNING, ["a/0#1", "b/0#3"])
 
 
 @pytest.mark.parametrize("now", [False, True])
@@ -269,11 +269,11 @@ def test_a_worker_whose_end_is_never_reported_counts_as_ended(now):
     """Its host is removed, and its agent carries out no order: after half a minute the host is gone too."""
     story = with_stage(Stage.RUNNING)
     story.remove("c", now=now).answer(lambda e: not isinstance(e, ev.WorkerExited))
-    assert story.world.stopped == {wid("c/0#1")}
+    assert story.cluster.stopped == {wid("c/0#1")}
     story.wait(29.9)
-    assert story.world.stopped == {wid("c/0#1")}
+    assert story.cluster.stopped == {wid("c/0#1")}
     story.wait(0.2)
-    assert (story.world.stopped, list(story.world.hosts)) == (frozenset(), ["a", "b"])
+    assert (story.cluster.stopped, list(story.cluster.hosts)) == (frozenset(), ["a", "b"])
     assert story.last(cmd.StopAgent) == cmd.StopAgent("c")
     (text,) = [text for text in story.records("worker-lost") if text.startswith("c/0#1")]
     assert text == "c/0#1 was told to end, and its end was not reported within 30 s: it counts as ended"
@@ -288,10 +288,10 @@ def test_a_member_that_answers_on_its_way_to_the_agreed_commit_is_let():
     words = tuple(story.answers)  # for when it gets there
     story.answers.clear()
     for _ in range(354):
-        story.wait(10.0).hear(ev.WorkerAt)
+        story.wait(10.0).hear(ev.PositionReported)
     assert story.commands(cmd.StopWorker) == []
     story.send(*words)
-    assert (story.world.stage, len(story.names), story.world.resets) == (Stage.RUNNING, 4, 0)
+    assert (story.cluster.stage, len(story.names), story.cluster.resets) == (Stage.RUNNING, 4, 0)
 
 
 def test_even_a_member_that_answers_is_not_waited_for_without_end():
@@ -299,5 +299,5 @@ def test_even_a_member_that_answers_is_not_waited_for_without_end():
     story = with_stage(Stage.LEAVING).hear(ev.WorkerReady, "b/0#1", "c/0#1")
     story.answers.clear()
     for _ in range(361):
-        story.wait(10.0).hear(ev.WorkerAt)
+        story.wait(10.0).hear(ev.PositionReported)
     assert story.last(cmd.StopWorker) == cmd.StopWorker(wid("a/0#1"), kill=True)

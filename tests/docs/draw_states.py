@@ -14,7 +14,7 @@ from pathlib import Path
 
 from nbelastic.core import commands as cmd
 from nbelastic.core.membership import deadline, step
-from nbelastic.core.state import HostPhase, Stage, WorkerState, World
+from nbelastic.core.state import ClusterState, HostPhase, Stage, WorkerState
 from nbelastic.protocol import events as ev
 from nbelastic.protocol.ids import HostSpec, WorkerId
 from tests.core.story import IN_TIME, Story
@@ -36,16 +36,16 @@ STAGES = {  # the world's, with the phase that people are shown
     "finished": "finished",
 }
 GROUPS = {
-    "a death": {"WorkerExited", "WorkerFroze", "AgentLost"},
+    "a death": {"WorkerExited", "WorkerFrozen", "AgentLost"},
     "an order": {"HostAdded", "HostRemoved", "HostsDiscovered", "Scaled"},
 }
 
 
-def stage_of(world: World) -> str:
+def stage_of(cluster: ClusterState) -> str:
     """Its stage; without a job, or at its end, its phase."""
-    if world.stopping:
-        return world.phase
-    return str(world.stage) if world.active else "idle"
+    if cluster.stopping:
+        return cluster.phase
+    return str(cluster.stage) if cluster.active else "idle"
 
 
 class Seen:
@@ -56,52 +56,61 @@ class Seen:
         self.stages: Edges = defaultdict(set)
         self.tried: set[object] = set()  # situations in which everything has been tried
 
-    def note(self, before: World, event: ev.Event, world: World, commands: tuple[cmd.Command, ...]) -> None:
+    def note(
+        self, before: ClusterState, event: ev.Event, cluster: ClusterState, commands: tuple[cmd.Command, ...]
+    ) -> None:
         name = type(event).__name__
-        old, new = stage_of(before), stage_of(world)
+        old, new = stage_of(before), stage_of(cluster)
         if old != new:
             self.stages[old, new].add(name)
-        for w in before.workers.keys() | world.workers.keys():
+        for w in before.workers.keys() | cluster.workers.keys():
             old = str(before.workers[w].state) if w in before.workers else END
-            new = str(world.workers[w].state) if w in world.workers else END
+            new = str(cluster.workers[w].state) if w in cluster.workers else END
             if old != new:
                 order = "" if new == END else _order(w, commands)
                 self.workers[old, new].add(order or name)
 
-    def try_all(self, world: World, now: float) -> None:
+    def try_all(self, cluster: ClusterState, now: float) -> None:
         """What if this happened now? `step` is pure: nothing is changed by asking."""
-        counts = (world.members, world.awaiting, world.waiting, world.leaving, world.starting, world.stopped)
-        job = world.active
+        counts = (
+            cluster.members,
+            cluster.awaiting,
+            cluster.waiting,
+            cluster.leaving,
+            cluster.starting,
+            cluster.stopped,
+        )
+        job = cluster.active
         situation = (
-            stage_of(world),
-            len(world.hosts) > 0,
+            stage_of(cluster),
+            len(cluster.hosts) > 0,
             *(min(len(ids), 2) for ids in counts),
             job and (job.formed, min(len(job.succeeded), 2), len(job.ended) > 0),
-            len(world.members) + len(world.waiting) - world.limits.min,
-            world.resets == world.limits.reset_limit,
-            world.until < float("inf"),
-            world.plan is not None,
-            world.trial is not None,
-            len(world.failed) > 0,
-            any(worker.store for worker in world.workers.values()),
-            any(host.phase is HostPhase.STARTING for host in world.hosts.values()),
+            len(cluster.members) + len(cluster.waiting) - cluster.limits.min,
+            cluster.resets == cluster.limits.reset_limit,
+            cluster.until < float("inf"),
+            cluster.plan is not None,
+            cluster.trial is not None,
+            len(cluster.failed) > 0,
+            any(worker.store for worker in cluster.workers.values()),
+            any(host.phase is HostPhase.STARTING for host in cluster.hosts.values()),
         )
         if situation in self.tried:
             return
         self.tried.add(situation)
-        for event in _possible(world):
-            after, commands = step(world, event, now)
-            self.note(world, event, after, commands)
+        for event in _possible(cluster):
+            after, commands = step(cluster, event, now)
+            self.note(cluster, event, after, commands)
             self._pass_time(after, now)
-        self._pass_time(world, now)
+        self._pass_time(cluster, now)
 
-    def _pass_time(self, world: World, now: float) -> None:
-        at = deadline(world, now)
+    def _pass_time(self, cluster: ClusterState, now: float) -> None:
+        at = deadline(cluster, now)
         if at != float("inf"):
-            self.note(world, ev.Ticked(), *step(world, ev.Ticked(), at))
+            self.note(cluster, ev.Ticked(), *step(cluster, ev.Ticked(), at))
 
 
-def _possible(world: World) -> list[ev.Event]:
+def _possible(cluster: ClusterState) -> list[ev.Event]:
     """What people, hosts and processes can do at any time."""
     spec = HostSpec("a", 1)
     events: list[ev.Event] = [
@@ -111,28 +120,32 @@ def _possible(world: World) -> list[ev.Event]:
         ev.StopRequested(),
         ev.JobSubmitted("another"),
     ]
-    for name, host in world.hosts.items():
+    for name, host in cluster.hosts.items():
         if host.phase is HostPhase.STARTING:
             events.append(ev.AgentReady(name, 1))
         events += [ev.HostRemoved(name), ev.HostRemoved(name, now=True), ev.AgentLost(name, "gone")]
-    for w, worker in world.workers.items():
+    for w, worker in cluster.workers.items():
         if worker.job:
             events += [ev.ProgramEnded(w, worker.job, error) for error in ("", "ValueError: bad")]
         if worker.state is WorkerState.STARTING:
             events.append(ev.WorkerRegistered(w))
         if worker.cell:
             events += [ev.SetupEnded(w, worker.cell, error) for error in ("", "NameError: x")]
-        events += [ev.WorkerExited(w, -9), ev.WorkerFroze(w, "stopped")]
-    if world.plan is not None:
-        events += [ev.WorkerPrepared(w, world.plan.epoch, error) for w in world.plan.members for error in ("", "no")]
-    if world.stage is Stage.ASKED:
-        events += [ev.WorkerOffered(w, world.epoch, 1, world.asks) for w in world.awaiting]
-    if world.active:
-        events.append(ev.JobStopRequested(world.active.name))
-        inside = world.awaiting if world.stage is Stage.LEAVING else world.ranked
-        if world.stage in (Stage.RUNNING, Stage.PREPARING, Stage.ASKED, Stage.LEAVING):
-            events += [ev.WorkerSucceeded(w, world.epoch) for w in inside - world.suspects]
-        events += [ev.WorkerRaised(w, world.epoch, intact, "RuntimeError") for w in inside for intact in (False, True)]
+        events += [ev.WorkerExited(w, -9), ev.WorkerFrozen(w, "stopped")]
+    if cluster.plan is not None:
+        events += [
+            ev.WorkerPrepared(w, cluster.plan.generation, error) for w in cluster.plan.members for error in ("", "no")
+        ]
+    if cluster.stage is Stage.ASKED:
+        events += [ev.LeaveAcknowledged(w, cluster.generation, 1, cluster.asks) for w in cluster.awaiting]
+    if cluster.active:
+        events.append(ev.JobStopRequested(cluster.active.name))
+        inside = cluster.awaiting if cluster.stage is Stage.LEAVING else cluster.ranked
+        if cluster.stage in (Stage.RUNNING, Stage.PREPARING, Stage.ASKED, Stage.LEAVING):
+            events += [ev.WorkerSucceeded(w, cluster.generation) for w in inside - cluster.suspects]
+        events += [
+            ev.WorkerRaised(w, cluster.generation, intact, "RuntimeError") for w in inside for intact in (False, True)
+        ]
     return events
 
 
@@ -147,14 +160,14 @@ class Watched(Story):
     def send(self, *events: ev.Event) -> tuple[cmd.Command, ...]:
         commands: tuple[cmd.Command, ...] = ()
         for event in events:
-            before = self.world
+            before = self.cluster
             commands = super().send(event)
-            self.seen.note(before, event, self.world, commands)
-            self.seen.try_all(self.world, self.now)
+            self.seen.note(before, event, self.cluster, commands)
+            self.seen.try_all(self.cluster, self.now)
         return commands
 
     def _say(self, w: WorkerId, *events: ev.Event) -> None:
-        super()._say(w, *(e for e in events if not (isinstance(e, ev.WorkerOffered) and w in self.raised)))
+        super()._say(w, *(e for e in events if not (isinstance(e, ev.LeaveAcknowledged) and w in self.raised)))
 
     def _leave(self, w: WorkerId, commit: int) -> None:
         if w not in self.raised:
@@ -213,14 +226,14 @@ class Walk:
                 story.remove(name, now=self.random.random() < 0.5)
             case 3:
                 story.discover(*(f"{host}:{self.random.randint(1, 2)}" for host in "abc" if self.random.random() < 0.6))
-            case 4 if story.world.hosts:
-                story.lose_host(self.random.choice(sorted(story.world.hosts)))
+            case 4 if story.cluster.hosts:
+                story.lose_host(self.random.choice(sorted(story.cluster.hosts)))
             case _:
                 low = self.random.randint(1, 3)
                 story.scale(low, self.random.choice([None, low, low + 2]))
 
     def people(self) -> None:
-        if self.story.world.active is None:
+        if self.story.cluster.active is None:
             self.submit()
         elif self.random.random() < 0.2:
             self.story.stop_job(self.story.job.name)
@@ -241,21 +254,21 @@ class Walk:
         match self.random.randrange(4):
             case 0:
                 story._forget(w)
-                story.send(ev.WorkerFroze(w, "stopped"))
+                story.send(ev.WorkerFrozen(w, "stopped"))
             case 1 if any(isinstance(e, ev.SetupEnded) and e.worker == w for e in story.answers):
                 version = next(e.version for e in story.answers if isinstance(e, ev.SetupEnded) and e.worker == w)
                 story._unsay(w, ev.SetupEnded)
                 story.ran[w].pop()
                 story.send(ev.SetupEnded(w, version, "NameError: x"))
-            case 2 if story.fakes[w].job and w not in story.world.ranked:
+            case 2 if story.fakes[w].job and w not in story.cluster.ranked:
                 story.ended(str(w), error="ValueError: bad")
             case _:
-                story.kill(str(w), code=self.random.choice([-9, 1, ev.STUCK]))
+                story.kill(str(w), code=self.random.choice([-9, 1, ev.HUNG]))
 
     def train(self) -> None:
         """Commits; or the function raises or returns somewhere."""
         story = self.story
-        if self.random.random() < 0.5 and story.world.stage in (Stage.RUNNING, Stage.PREPARING):
+        if self.random.random() < 0.5 and story.cluster.stage in (Stage.RUNNING, Stage.PREPARING):
             story.commit(self.random.randint(1, 5))
         inside = self._inside()
         if not inside:
@@ -263,11 +276,11 @@ class Walk:
         w = self.random.choice(inside)
         match self.random.randrange(4):
             case 0 | 1:
-                story._unsay(w, ev.WorkerOffered, ev.WorkerReady)
+                story._unsay(w, ev.LeaveAcknowledged, ev.WorkerReady)
                 fake = story.fakes[w]
-                fake.epoch = fake.epoch or fake.left
+                fake.generation = fake.generation or fake.left
                 story.raised.add(w)
-                story.send(ev.WorkerRaised(w, fake.epoch, self.random.random() < 0.3, "RuntimeError: lost"))
+                story.send(ev.WorkerRaised(w, fake.generation, self.random.random() < 0.3, "RuntimeError: lost"))
             case 2:
                 story.ended(str(w), error="ValueError: bad")
             case 3:
@@ -304,22 +317,22 @@ class Walk:
     def calm(self) -> None:
         """For once everything goes well for some seconds, on hosts that are pardoned."""
         story = self.story
-        for name, host in list(story.world.hosts.items()):
+        for name, host in list(story.cluster.hosts.items()):
             if host.phase is not HostPhase.DRAINING:
                 story.add(f"{name}:{host.spec.slots}")
-        if story.world.active is None:
+        if story.cluster.active is None:
             self.submit()
         story.quiet(2.0)
-        if story.world.stage is Stage.RUNNING:
+        if story.cluster.stage is Stage.RUNNING:
             story.commit(self.random.randint(1, 3)).answer()
 
     def _inside(self) -> list[WorkerId]:
-        """Those that are in the function, in an epoch that they have formed."""
+        """Those that are in the function, in a generation that they have formed."""
         story = self.story
         forming = {e.worker for e in story.answers if isinstance(e, ev.WorkerFormed)}
         leaving = {e.worker for e in story.answers if isinstance(e, ev.WorkerReady)}
-        leaving = leaving & story.world.ranked if story.world.stage is Stage.LEAVING else set()
-        there = {w for w, fake in story.fakes.items() if fake.epoch} | leaving
+        leaving = leaving & story.cluster.ranked if story.cluster.stage is Stage.LEAVING else set()
+        there = {w for w, fake in story.fakes.items() if fake.generation} | leaving
         return sorted(w for w in there - forming - story.raised if not story.fakes[w].returned)
 
 

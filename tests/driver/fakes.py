@@ -55,9 +55,9 @@ class FakeWorker:
     id: WorkerId
     say: Callable[[wire.Message | ev.Event], None]
     job: str = ""
-    epoch: int = 0  # the one it is in; 0: none
+    generation: int = 0  # the one it is in; 0: none
     left: int = 0
-    commits: int = 0  # in this epoch
+    commits: int = 0  # in this generation
     total: int = 0
     holds: bool = False
     busy: bool = False
@@ -74,35 +74,35 @@ class FakeWorker:
 
     def hears(self, message: wire.Message) -> None:
         match message:
-            case wire.Formation(epoch=epoch) if epoch > max(self.left, self.epoch):
-                self.epoch, self.commits, self.holds = epoch, 0, True
-                self.say(ev.WorkerFormed(self.id, epoch))
+            case wire.Formation(generation=generation) if generation > max(self.left, self.generation):
+                self.generation, self.commits, self.holds = generation, 0, True
+                self.say(ev.WorkerFormed(self.id, generation))
             case wire.Prepare(formation=formation):
-                self.say(ev.WorkerPrepared(self.id, formation.epoch))
-            case wire.Leave(epoch=epoch, commit=None, ask=ask):
-                self.say(ev.WorkerOffered(self.id, epoch, self.commits, ask))
-            case wire.Leave(commit=commit) if commit != wire.Leave.STAY and self.epoch:
+                self.say(ev.WorkerPrepared(self.id, formation.generation))
+            case wire.Leave(generation=generation, commit=None, ask=ask):
+                self.say(ev.LeaveAcknowledged(self.id, generation, self.commits, ask))
+            case wire.Leave(commit=commit) if commit != wire.Leave.STAY and self.generation:
                 self.total += commit - self.commits
-                self.leaves(self.epoch)
-            case wire.Abort(epoch=epoch) if self.epoch and epoch >= self.epoch:
-                self.leaves(epoch)
-            case wire.Quit(reason=reason) if self.busy:
-                self.epoch = 0
+                self.leaves(self.generation)
+            case wire.Abort(generation=generation) if self.generation and generation >= self.generation:
+                self.leaves(generation)
+            case wire.StopProgram(reason=reason) if self.busy:
+                self.generation = 0
                 self.ends(f"JobStoppedError: {reason}")
             case wire.Program(job=job):  # it comes to the elastic function at once
                 self.job, self.busy, self.total, self.left, self.holds = job, True, 0, 0, False
                 self.waits()
 
-    def leaves(self, epoch: int) -> None:
-        self.left, self.epoch = epoch, 0
+    def leaves(self, generation: int) -> None:
+        self.left, self.generation = generation, 0
         self.waits()
 
     def trains(self, commits: int) -> None:
-        if self.epoch:
+        if self.generation:
             self.commits += commits
             self.total += commits
-            self.say(wire.WorkerProgress(self.id, self.epoch, self.total, {}))
-            self.say(ev.StoreOffered(self.id, self.epoch, f"127.0.0.1:{5000 + self.epoch}"))
+            self.say(wire.WorkerProgress(self.id, self.generation, self.total, {}))
+            self.say(ev.StoreOffered(self.id, self.generation, f"127.0.0.1:{5000 + self.generation}"))
 
 
 class FakeAgent:
@@ -130,9 +130,9 @@ class FakeAgent:
                 )
                 self.say(ev.WorkerStarted(w, 1000 + w.slot))
                 worker.say(wire.WorkerHello(w, 1000 + w.slot, f"engine-{w}"))
-            case wire.Reap(worker=w, kill=kill):
+            case wire.StopWorker(worker=w, kill=kill):
                 self.loses(w, SIGKILL if kill else 0)
-            case wire.Retire():
+            case wire.StopAgent():
                 self.kill()
 
     def loses(self, w: WorkerId, code: int = SIGKILL) -> None:
@@ -321,7 +321,7 @@ class Outside:
 
     @property
     def ranks(self) -> list[str]:
-        return [str(w) for w in self.driver.world.members] if self.driver.world.phase == "running" else []
+        return [str(w) for w in self.driver.cluster.members] if self.driver.cluster.phase == "running" else []
 
     def kinds(self) -> list[str]:
         return [record.kind for record in self.driver.chronicle.kept()[0]]

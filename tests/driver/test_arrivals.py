@@ -16,7 +16,7 @@ def waiting(patience=30.0):
     """Arrivals of a cluster with the hosts a and b, whose agents have no process on this machine."""
     hosts = tuple(SimpleNamespace(spec=HostSpec(name, 1), phase=HostPhase.UP) for name in "ab")
     agents = {name: SimpleNamespace(process="", job="") for name in "ab"}
-    return Arrivals(SimpleNamespace(agents=agents, world=SimpleNamespace(hosts=hosts)), patience)
+    return Arrivals(SimpleNamespace(agents=agents, cluster=SimpleNamespace(hosts=hosts)), patience)
 
 
 def hello(host):
@@ -39,21 +39,21 @@ async def _ends_at_once(arrivals):
 
 def test_all_agents_and_their_workers_are_waited_for():
     """In whatever order they come."""
-    messages = [hello("a"), wire.WorkerHere(WORKERS[2], 1), wire.WorkerHere(WORKERS[1], 1), hello("b")]
+    messages = [hello("a"), wire.WorkerReport(WORKERS[2], 1), wire.WorkerReport(WORKERS[1], 1), hello("b")]
     arrivals = waiting()
     for message in messages:
         arrivals.hear(message)
         assert not complete(arrivals)
-    arrivals.hear(wire.WorkerHere(WORKERS[0], 1))
+    arrivals.hear(wire.WorkerReport(WORKERS[0], 1))
     assert complete(arrivals)
 
 
 def test_a_stopped_worker_is_not_waited_for():
     """Its agent says so; it cannot answer. What the agent said is kept for afterwards."""
     arrivals = waiting()
-    for message in (hello("a"), hello("b"), *(wire.WorkerHere(w, 1) for w in WORKERS[:2])):
+    for message in (hello("a"), hello("b"), *(wire.WorkerReport(w, 1) for w in WORKERS[:2])):
         arrivals.hear(message)
     assert not complete(arrivals)
-    arrivals.hear(ev.WorkerFroze(WORKERS[2], "stopped"))
+    arrivals.hear(ev.WorkerFrozen(WORKERS[2], "stopped"))
     assert complete(arrivals)
-    assert arrivals.frozen == [ev.WorkerFroze(WORKERS[2], "stopped")]
+    assert arrivals.frozen == [ev.WorkerFrozen(WORKERS[2], "stopped")]

@@ -433,7 +433,7 @@ def test_a_driver_that_ends_at_once_tells_its_kernel_why(quiet, monkeypatch, tmp
     def connect_late(*arguments):
         thread = inside.threads["quiet"]
         thread.ask(ev.StopRequested("the inventory is down"))
-        until(lambda: thread.driver.world.phase == "finished")
+        until(lambda: thread.driver.cluster.phase == "finished")
         return Connection(*arguments)
 
     monkeypatch.setattr(inside, "Connection", connect_late)
@@ -456,7 +456,9 @@ def test_an_attach_with_a_script_has_hosts_come_from_there(quiet, tmp_path):
     script.write_text("#!/bin/sh\nexit 1\n")
     script.chmod(0o755)
     cluster = quiet()
-    until(lambda: in_driver(cluster, lambda driver: driver.world.discovered))  # else the failure would end the cluster
+    until(
+        lambda: in_driver(cluster, lambda driver: driver.cluster.discovered)
+    )  # else the failure would end the cluster
     with nbe.Cluster.attach("quiet", discovery=str(script)) as other:
         until(lambda: any("hosts.sh failed with exit code 1" in event.text for event in cluster.events))
         other.detach()

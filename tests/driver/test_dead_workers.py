@@ -24,9 +24,9 @@ def test_the_last_word_of_a_dead_worker_does_not_bring_it_back(tmp_path: Path, m
     taken: list[ev.Event] = []
     hubs: list[Hub] = []
 
-    def step(world: Any, event: ev.Event, now: float) -> Any:
+    def step(cluster: Any, event: ev.Event, now: float) -> Any:
         taken.append(event)
-        return membership.step(world, event, now)
+        return membership.step(cluster, event, now)
 
     def make(*arguments: Any) -> Hub:
         hubs.append(Hub(*arguments))

@@ -31,7 +31,7 @@ def test_a_life(tmp_path: Path) -> None:
     async def story() -> None:
         async with Outside(tmp_path, "a:2,b:1", min=2) as outside:
             await outside.passes(2.0)
-            assert ready_workers(outside.driver.world) == 3
+            assert ready_workers(outside.driver.cluster) == 3
             run = outside.submit()
             await outside.passes(2.0)
             assert outside.ranks == ["a/0#1", "a/1#1", "b/0#1"]
@@ -43,7 +43,7 @@ def test_a_life(tmp_path: Path) -> None:
             assert [outside.kinds().count(kind) for kind in ("worker-lost", "world-broken")] == [1, 1]
             outside.trains(5)
             await outside.settles()
-            assert (outside.driver.status.step, outside.driver.world.resets) == (
+            assert (outside.driver.status.step, outside.driver.cluster.resets) == (
                 11,
                 1,
             )  # one on the way to where all left for the newcomer
@@ -68,7 +68,7 @@ def test_a_newcomer_joins_by_plan(tmp_path: Path) -> None:
             outside.driver.take_in(ev.HostAdded(HostSpec("b", 1), "a test"))
             await outside.passes(3.0)
             assert outside.ranks == ["a/0#1", "a/1#1", "b/0#1"]
-            assert (outside.driver.world.resets, outside.driver.status.step) == (0, 5)
+            assert (outside.driver.cluster.resets, outside.driver.status.step) == (0, 5)
             agreed = [message.commit for _, message in outside.sent if isinstance(message, wire.Leave)]
             assert agreed == [None, None, 6, 6]
 
@@ -104,9 +104,9 @@ def test_a_host_that_falls_silent_is_lost_and_tried_again(tmp_path: Path) -> Non
         async with training(tmp_path, "a:1,b:1", min=1, silence=10.0) as outside:
             outside.silent.add("b")
             await outside.passes(9.0)
-            assert outside.driver.world.hosts["b"].phase is HostPhase.UP
+            assert outside.driver.cluster.hosts["b"].phase is HostPhase.UP
             await outside.passes(3.0)
-            assert outside.driver.world.hosts["b"].reason.startswith("nothing heard of it for 1")
+            assert outside.driver.cluster.hosts["b"].reason.startswith("nothing heard of it for 1")
             assert outside.ranks == ["a/0#1"]
             outside.silent.clear()
             outside.trains(5)
@@ -123,15 +123,17 @@ def test_the_end_of_an_agent_is_not_that_of_the_next(tmp_path: Path) -> None:
         async with training(tmp_path, "a:1,b:1", min=1) as outside:
             (old,) = (agent for agent in outside.agents.values() if agent.spec.name == "b")
             hears = old.hears
-            old.hears = lambda message: isinstance(message, wire.Retire) or hears(message)  # it ends, but not at once
+            old.hears = lambda message: (
+                isinstance(message, wire.StopAgent) or hears(message)
+            )  # it ends, but not at once
             outside.driver.take_in(ev.HostRemoved("b", by="a test", now=True))
             await outside.settles()
-            assert "b" not in outside.driver.world.hosts
+            assert "b" not in outside.driver.cluster.hosts
             outside.driver.take_in(ev.HostAdded(HostSpec("b", 1), "a test"))
             old._on_stop("its agent ended")
             await outside.passes(3.0)
             assert "host-lost" not in outside.kinds()
-            assert outside.driver.world.hosts["b"].phase is HostPhase.UP
+            assert outside.driver.cluster.hosts["b"].phase is HostPhase.UP
 
     tell(story)
 

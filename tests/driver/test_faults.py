@@ -122,8 +122,8 @@ async def asked_to_leave(outside):
     outside.lost.add(("a/1#1", wire.Leave))
     outside.driver.take_in(ev.HostAdded(HostSpec("b", 1), "a test"))
     await outside.settles()
-    assert outside.driver.world.awaiting == {wid("a/1#1")}
-    assert outside.driver.world.stage is Stage.ASKED
+    assert outside.driver.cluster.awaiting == {wid("a/1#1")}
+    assert outside.driver.cluster.stage is Stage.ASKED
 
 
 def leaves(outside):
@@ -158,7 +158,7 @@ def test_members_that_have_answered_are_told_what_becomes_of_them(tmp_path, monk
 
             target, name = (driver.chronicle, "note") if broken == "note" else (outside.link, "send_to_all")
             monkeypatch.setattr(target, name, fail)
-            outside.deliver("worker/a/1#1", ev.WorkerOffered(wid("a/1#1"), 1, 5, driver.world.asks))
+            outside.deliver("worker/a/1#1", ev.LeaveAcknowledged(wid("a/1#1"), 1, 5, driver.cluster.asks))
             await outside.settles()
             assert driver.faults.decides_not
             commit = 6 if broken == "note" else wire.Leave.STAY
@@ -192,7 +192,7 @@ def test_a_fault_in_a_decision_about_a_script_ends_the_deciding_too(tmp_path, mo
             assert "decides nothing any more (KeyError: 'round 1', at Ticked)" in outside.driver.status.reason
             outside.deliver("node/a~1", NodeReady("a", 0, "127.0.0.1:4000", "default"))
             await outside.passes(6.0)
-            assert events == ["Passed"]
+            assert events == ["Tick"]
 
     tell(story)
 
@@ -229,15 +229,18 @@ def test_a_fault_beside_the_decisions_costs_one_thing(tmp_path, caplog):
             question = Future()
             driver._pending.resolve(question, fail)
             for _ in range(3):
-                outside.deliver("agent/a~1", wire.Look(1))
+                outside.deliver("agent/a~1", wire.QueryPosition(1))
             asyncio.get_running_loop().call_soon(fail)
             driver.take_in(ev.Scaled(2, 3))
             await outside.settles()
             assert isinstance(question.exception(0), LookupError)
-            assert driver.world.limits.min == 2
+            assert driver.cluster.limits.min == 2
             texts = [record.text for record in driver.chronicle.kept()[0] if record.kind == "driver-error"]
             assert len(texts) == 2, texts
-            assert "Look of agent/a~1: TypeError: Look from agent/a~1 is no message that the driver knows" in texts
+            assert (
+                "QueryPosition of agent/a~1: TypeError: QueryPosition from agent/a~1 is no message that the driver knows"
+                in texts
+            )
 
     tell(story)
     assert len([record for record in caplog.records if record.levelno == logging.ERROR]) == 2

@@ -76,7 +76,7 @@ def test_a_host_that_cannot_be_launched_is_lost_with_the_reason(tmp_path):
     async def story():
         async with Nowhere(tmp_path, "gpu9") as outside:
             with pytest.raises(nbe.HostError, match=r"gpu9: its agent cannot be started: gpu9 is odd"):
-                begun(outside.driver.world, 1)
+                begun(outside.driver.cluster, 1)
 
     tell(story)
 

@@ -1,7 +1,7 @@
 """When a world stands still: the time since its last commit, judged by what is usual for it."""
 
 from nbelastic.driver.liveness import Commits
-from nbelastic.protocol.events import StoodStill, WentOn
+from nbelastic.protocol.events import StallDetected, StallResolved
 
 
 def test_a_world_that_commits_is_no_news():
@@ -17,11 +17,11 @@ def test_standing_still_is_told_again_and_its_end_once():
     commits = Commits()
     commits.made(3, 10, 100.0)
     assert commits.news(3, 5.0, 104.9) is None
-    assert commits.news(3, 5.0, 106.0) == StoodStill(3, 6.0)
+    assert commits.news(3, 5.0, 106.0) == StallDetected(3, 6.0)
     assert commits.news(3, 5.0, 106.5) is None
-    assert commits.news(3, 5.0, 107.0) == StoodStill(3, 7.0)
+    assert commits.news(3, 5.0, 107.0) == StallDetected(3, 7.0)
     commits.made(3, 11, 107.5)
-    assert commits.news(3, 5.0, 108.0) == WentOn(3)
+    assert commits.news(3, 5.0, 108.0) == StallResolved(3)
     assert commits.news(3, 5.0, 108.5) is None
 
 
@@ -29,14 +29,14 @@ def test_a_world_that_never_commits_stands_still_too():
     """Its time counts from when it was first looked at."""
     commits = Commits()
     assert commits.news(7, 5.0, 50.0) is None
-    assert commits.news(7, 5.0, 56.0) == StoodStill(7, 6.0)
+    assert commits.news(7, 5.0, 56.0) == StallDetected(7, 6.0)
 
 
-def test_a_new_epoch_begins_anew():
+def test_a_new_generation_begins_anew():
     """What was said of the old one counts no more."""
     commits = Commits()
     commits.made(1, 5, 0.0)
-    assert commits.news(1, 5.0, 10.0) == StoodStill(1, 10.0)
+    assert commits.news(1, 5.0, 10.0) == StallDetected(1, 10.0)
     assert commits.news(2, 5.0, 10.5) is None
     assert commits.news(2, 5.0, 14.0) is None
 
@@ -48,13 +48,13 @@ def test_who_commits_seldom_is_not_suspected():
     for number in range(1, 5):
         commits.made(1, number, 30.0 * number)
     assert commits.news(1, 5.0, 120.0 + 149.0) is None
-    assert isinstance(commits.news(1, 5.0, 120.0 + 151.0), StoodStill)
+    assert isinstance(commits.news(1, 5.0, 120.0 + 151.0), StallDetected)
 
 
 def test_late_news_changes_nothing():
-    """A commit that was told of already, or of an epoch that is over."""
+    """A commit that was told of already, or of a generation that is over."""
     commits = Commits()
     commits.made(2, 9, 10.0)
     commits.made(2, 9, 20.0)
     commits.made(1, 99, 20.0)
-    assert isinstance(commits.news(2, 5.0, 20.0), StoodStill)
+    assert isinstance(commits.news(2, 5.0, 20.0), StallDetected)

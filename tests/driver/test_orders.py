@@ -12,8 +12,8 @@ from tests.core.story import Story, wid
 
 def ask(story, message, by="dashboard"):
     """The order, and a way to ask what has become of it."""
-    order = orders.read(message, story.world, 2, by)
-    return order, lambda: order.done(story.world)
+    order = orders.read(message, story.cluster, 2, by)
+    return order, lambda: order.done(story.cluster)
 
 
 def test_a_host_is_added_when_it_is_up():

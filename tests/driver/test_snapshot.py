@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from nbelastic.client.kept_arguments import arguments_of, kept_arguments
 from nbelastic.core import commands as cmd
 from nbelastic.core.recovery import summary
-from nbelastic.core.state import Host, HostPhase, Job, Slot, World
+from nbelastic.core.state import ClusterState, Host, HostPhase, Job, Slot
 from nbelastic.driver.event_log import EventLog
 from nbelastic.driver.snapshot import Saved, SavedAgent, SavedJob
 from nbelastic.errors import UsageError
@@ -37,7 +37,7 @@ def _own_temporary_folder(tmp_path, monkeypatch):
 
 def example(name: str = "train", process: str = US) -> Saved:
     host = Host(HostSpec("a", 2), 0, (Slot(incarnation=1),), phase=HostPhase.UP)
-    world = summary(World(Limits(), hosts={"a": host}, job=Job("job-1")))
+    cluster = summary(ClusterState(Limits(), hosts={"a": host}, job=Job("job-1")))
     return Saved(
         version="0.1.0",
         wire=saved_cluster.fingerprint(),
@@ -47,7 +47,7 @@ def example(name: str = "train", process: str = US) -> Saved:
         keys=Keys.make(),
         arguments={},
         log_dir="/logs",
-        world=world,
+        cluster=cluster,
         agents={"a": SavedAgent(1, process)},
         processes=(process,),
         job=SavedJob("job-1"),

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from nbelastic.core import commands as cmd
-from nbelastic.core.state import World
+from nbelastic.core.state import ClusterState
 from nbelastic.driver import status
 from nbelastic.driver.run import Run
 from nbelastic.driver.status import snapshot
@@ -111,7 +111,7 @@ def test_it_may_be_read_while_it_is_written():
     try:
         while not stop.is_set():
             assert live.behind(wid("a/0#1"), 3.0) == 0
-            assert 0 <= snapshot("s", World(Limits()), live, 1.0).step < 20_000
+            assert 0 <= snapshot("s", ClusterState(Limits()), live, 1.0).step < 20_000
     finally:
         writer.join()
         sys.setswitchinterval(before)
@@ -123,9 +123,9 @@ def test_the_time_of_a_status_follows_a_clock_that_is_set(monkeypatch):
     wall = status._Clock()
     monkeypatch.setattr(status, "wall", wall)
     clocks.time = lambda: 1000.1
-    assert snapshot("c", World(Limits()), Telemetry(), 10.0).time == 1000.0
+    assert snapshot("c", ClusterState(Limits()), Telemetry(), 10.0).time == 1000.0
     clocks.time = lambda: 4600.0
-    assert snapshot("c", World(Limits()), Telemetry(), 10.0).time == 4600.0
+    assert snapshot("c", ClusterState(Limits()), Telemetry(), 10.0).time == 4600.0
 
 
 def test_a_job_that_failed_says_where_it_can_go_on():

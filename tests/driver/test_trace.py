@@ -17,12 +17,12 @@ STORY = [
     EventRecord(NOON, "host-added", "gpu1 with 2 slots by you", host="gpu1"),
     EventRecord(NOON + 1, "worker-ready", "gpu1/1#1 is ready", host="gpu1", worker="gpu1/1#1"),
     EventRecord(NOON + 1, "worker-ready", "gpu1/0#1 is ready", host="gpu1", worker="gpu1/0#1"),
-    EventRecord(NOON + 2, "world-formed", "2 workers", epoch=1, size=2, took={"form": 30.0, "sync": 0.0}),
+    EventRecord(NOON + 2, "world-formed", "2 workers", generation=1, size=2, took={"form": 30.0, "sync": 0.0}),
     EventRecord(NOON + 3, "worker-ready", "gpu2/10#1 is ready", worker="gpu2/10#1", size=2),
-    EventRecord(NOON + 4, "world-formed", "3 workers", epoch=2, size=3, took=GROWN),
-    EventRecord(NOON + 4.02, "training", "", epoch=2, size=3, took={**GROWN, "first step": 15.0, "all": 72.0}),
-    EventRecord(NOON + 5, "worker-lost", "gpu1/0#1 died", host="gpu1", worker="gpu1/0#1", epoch=2, size=2),
-    EventRecord(NOON + 5.2, "training", "", epoch=3, size=2, took={**HEALED, "all": 110.0}),
+    EventRecord(NOON + 4, "world-formed", "3 workers", generation=2, size=3, took=GROWN),
+    EventRecord(NOON + 4.02, "training", "", generation=2, size=3, took={**GROWN, "first step": 15.0, "all": 72.0}),
+    EventRecord(NOON + 5, "worker-lost", "gpu1/0#1 died", host="gpu1", worker="gpu1/0#1", generation=2, size=2),
+    EventRecord(NOON + 5.2, "training", "", generation=3, size=2, took={**HEALED, "all": 110.0}),
     EventRecord(NOON + 6, "worker-ready", "gpu1/0#2 is ready", host="gpu1", worker="gpu1/0#2", size=2),
     EventRecord(NOON + 7, "job-succeeded", "job-1 <&> “done”"),
 ]
@@ -99,14 +99,14 @@ def test_every_event_has_its_moment_in_its_host_s_and_slot_s_row():
         ("mine", "events", "job-succeeded"),
     ]
     lost = next(e for e in entries(STORY, "i") if e["name"] == "worker-lost")
-    assert lost["args"] == {"text": "gpu1/0#1 died", "worker": "gpu1/0#1", "epoch": 2}
+    assert lost["args"] == {"text": "gpu1/0#1 died", "worker": "gpu1/0#1", "generation": 2}
 
 
 def test_the_phases_of_a_change_lie_one_after_another_up_to_its_first_step():
     """Inside the whole, which begins with the failure."""
     end = round((NOON + 5.2) * 1_000_000)
     assert [(name, begin - end, stop - end) for name, begin, stop in spans(STORY) if begin > end - 200_000] == [
-        ("epoch 3", -110_000, 0),
+        ("generation 3", -110_000, 0),
         ("detect", -105_000, -100_000),
         ("abort", -100_000, -85_000),
         ("form", -85_000, -45_000),
@@ -121,7 +121,7 @@ def test_what_was_prepared_beside_the_training_lies_before_the_change():
     found = [(name, begin - end, stop - end) for name, begin, stop in spans(STORY) if end - 500_000 < begin <= end]
     assert found == [
         ("prepare", -472_000, -72_000),
-        ("epoch 2", -72_000, 0),
+        ("generation 2", -72_000, 0),
         ("leave", -72_000, -55_000),
         ("form", -55_000, -25_000),
         ("sync", -25_000, -15_000),
@@ -131,28 +131,34 @@ def test_what_was_prepared_beside_the_training_lies_before_the_change():
     assert sync["args"] == {"ms": 20.0}, "what was measured is told in full"
 
 
-def test_an_epoch_s_change_is_drawn_once():
+def test_a_generation_s_change_is_drawn_once():
     """Two records tell of it, and the one that knows more counts, whichever comes first."""
-    assert [name for name, *_ in spans(STORY) if name.startswith("epoch")] == ["epoch 1", "epoch 2", "epoch 3"]
-    early = [STORY[6], EventRecord(NOON + 4.03, "world-formed", "", epoch=2, took=GROWN)]
-    assert [name for name, *_ in spans(early) if name.startswith("epoch")] == ["epoch 2"]
+    assert [name for name, *_ in spans(STORY) if name.startswith("generation")] == [
+        "generation 1",
+        "generation 2",
+        "generation 3",
+    ]
+    early = [STORY[6], EventRecord(NOON + 4.03, "world-formed", "", generation=2, took=GROWN)]
+    assert [name for name, *_ in spans(early) if name.startswith("generation")] == ["generation 2"]
     assert "first step" in [name for name, *_ in spans(early)]
 
 
 def test_unknown_phases_are_drawn_too():
     took = {"first step": 5.0, "thaw": 10.0, "stretch": 20.0, "form": 30.0, "all": 80.0}
-    story = [EventRecord(NOON, "training", "", epoch=1, took=took)]
+    story = [EventRecord(NOON, "training", "", generation=1, took=took)]
     check(story)
     names = [name for name, *_ in sorted(spans(story), key=lambda span: span[1])]
-    assert names == ["epoch 1", "form", "thaw", "stretch", "first step"]
+    assert names == ["generation 1", "form", "thaw", "stretch", "first step"]
 
 
 def test_changes_that_follow_at_once_do_not_overlap():
     """Not even if the clock was set back between them."""
     took = {"prepare": 300.0, "abort": 50.0, "form": 60.0, "all": 100.0}
-    story = [EventRecord(NOON + at, "training", "", epoch=e, took=took) for e, at in [(1, 0.0), (2, 0.05), (3, 0.02)]]
+    story = [
+        EventRecord(NOON + at, "training", "", generation=e, took=took) for e, at in [(1, 0.0), (2, 0.05), (3, 0.02)]
+    ]
     check(story)
-    whole = [(begin, end) for name, begin, end in spans(story) if name.startswith("epoch")]
+    whole = [(begin, end) for name, begin, end in spans(story) if name.startswith("generation")]
     assert len(whole) == 3
     assert all(one[1] <= other[0] for one, other in pairwise(whole))
 
@@ -171,5 +177,5 @@ def test_a_worker_of_any_name_finds_a_row(worker):
 def test_the_beginning_is_told():
     """Times are microseconds since then: since the first phase, if that began before the first event."""
     assert drawn(STORY)["otherData"] == {"cluster": "mine", "begun": NOON}
-    alone = drawn([EventRecord(NOON, "training", "", epoch=1, took={"all": 250.0})])
+    alone = drawn([EventRecord(NOON, "training", "", generation=1, took={"all": 250.0})])
     assert alone["otherData"]["begun"] == NOON - 0.25

@@ -192,7 +192,7 @@ def under_attack(network, trains):
 
 @contextlib.contextmanager
 def nothing_changes(training):
-    """The training goes on in its epoch; nothing is taken in, nobody grows much, and in the end no descriptor is left over."""
+    """The training goes on in its generation; nothing is taken in, nobody grows much, and in the end no descriptor is left over."""
     steps_go_on(training)  # until what is offered ahead is there
     before, events = sizes(training), len(training.cluster.events)
     with undisturbed(training):
@@ -241,7 +241,7 @@ def test_two_thousand_connections_at_each_door(network, trains):
     with attacker.floods(Doors(network, training).open, 400):
         training.cluster.add_host("h3:1")
         training.runs(3, timeout=LONG)
-        training.strike(on(training, "h2"))
+        training.signal_worker(on(training, "h2"))
         training.runs(3, timeout=LONG)
         steps_go_on(training)
     assert DROPPED not in (training.cluster.log_dir / "driver.log").read_text()

@@ -47,12 +47,12 @@ def end(training: Found) -> None:
 def test_the_kernel_alone(kept):
     """Hosts behind ssh and a gate go on, and are there again for the next kernel, which nobody who trains notices."""
     kernel = kept()
-    epoch = kernel.makes_steps(2)
+    generation = kernel.makes_steps(2)
     kernel.crash()
     made = len(kernel.steps())
     until(lambda: len(kernel.steps()) > made + 30, LONG, "steps without a driver")
     training = whole(kernel)
-    assert training.cluster.status().epoch == epoch
+    assert training.cluster.status().generation == generation
     assert texts(training.cluster, "host-lost") == []
     end(training)
 
@@ -72,7 +72,7 @@ def test_the_kernel_and_a_host(kept, network):
 def test_the_kernel_and_its_gate(kept):
     """It is opened again with the same doors, and all come back."""
     kernel = kept()
-    epoch = kernel.makes_steps(2)
+    generation = kernel.makes_steps(2)
     gates = [pid_of(gate.process) for gate in kernel.saved.gates]
     assert gates
     kernel.crash()
@@ -80,14 +80,14 @@ def test_the_kernel_and_its_gate(kept):
         os.kill(gate, signal.SIGKILL)
     until(lambda: not any(map(alive, gates)), what="the gates to end")
     training = whole(kernel)
-    assert training.cluster.status().epoch == epoch
+    assert training.cluster.status().generation == generation
     gates = [pid_of(gate.process) for gate in kernel.saved.gates]
     for gate in gates:
         os.kill(gate, signal.SIGKILL)
     until(lambda: not any(map(alive, gates)), what="the gates to end")
     made = len(kernel.steps())
     until(lambda: len(kernel.steps()) > made + 30, LONG, "steps")
-    assert training.cluster.status().epoch == epoch
+    assert training.cluster.status().generation == generation
     end(training)
 
 
@@ -98,8 +98,8 @@ def test_a_kernel_that_is_stopped_for_a_while(kept, with_driver):
     Of a laptop whose lid is closed the driver is stopped as well; it notices that it was away.
     """
     kernel = kept(keep=False)
-    epoch = kernel.makes_steps(2)
-    workers = {line["pid"] for line in kernel.steps() if line["epoch"] == epoch}
+    generation = kernel.makes_steps(2)
+    workers = {line["pid"] for line in kernel.steps() if line["generation"] == generation}
     victims = [kernel.process.pid, *([kernel.driver] if with_driver else [])]
     stopped = time.time()
     for victim in victims:
@@ -113,7 +113,7 @@ def test_a_kernel_that_is_stopped_for_a_while(kept, with_driver):
         until(lambda: "driver-away" in kinds(kernel), LONG, "the driver to notice that it was away")
     trained_for(kernel, time.time(), 3 * SILENCE)
     assert {line["pid"] for line in kernel.steps() if line["t"] > stopped} == workers
-    assert {line["epoch"] for line in kernel.steps() if line["t"] > stopped} == {epoch}
+    assert {line["generation"] for line in kernel.steps() if line["t"] > stopped} == {generation}
     assert not {"worker-lost", "host-lost", "world-broken"}.intersection(kinds(kernel))
     assert ("driver-away" in kinds(kernel)) is with_driver
     steps = [line["step"] for line in kernel.steps() if line["pid"] == min(workers)]

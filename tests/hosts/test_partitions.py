@@ -28,11 +28,11 @@ def lost(training, host, known=0):
 
 
 def no_ghosts(training, worker, since):
-    """After the first `since` events nothing was heard of a worker, it made no step in a later epoch, and it is gone."""
+    """After the first `since` events nothing was heard of a worker, it made no step in a later generation, and it is gone."""
     events = training.cluster.events
     assert not [event for event in events[since:] if event.worker == worker.id]
-    last = max(event.epoch for event in events[:since])
-    assert all(line["epoch"] <= last for line in training.lines() if line["pid"] == worker.pid)
+    last = max(event.generation for event in events[:since])
+    assert all(line["generation"] <= last for line in training.lines() if line["pid"] == worker.pid)
     assert not alive(worker.pid)
 
 
@@ -161,7 +161,7 @@ def test_failures_of_workers_are_told_apart(network, trains):
     cluster = training.cluster
 
     stopped = training.runs(3, timeout=LONG)[1]
-    training.strike(stopped, 19)
+    training.signal_worker(stopped, 19)
     training.runs(3, timeout=LONG)
     assert texts(cluster, "worker-lost")[-1] == f"{stopped.id} froze (stopped)"
 

@@ -88,7 +88,7 @@ def carry(network: Network) -> Callable[..., str]:
     return copy
 
 
-def guests(cluster: nbe.Cluster) -> list[str]:
+def external_nodes(cluster: nbe.Cluster) -> list[str]:
     return [host.name for host in cluster.hosts if host.name.startswith("torchrun-")]
 
 
@@ -138,18 +138,18 @@ def test_a_terminal_on_another_machine(network, make, terminal, carry, tmp_path)
     with terminal("h3", file, TRAIN, training.folder, FOR_EVER) as run:
         hosts = [row.host for row in training.runs(3, timeout=LONG)]
         assert set(hosts[:2]) == {"localhost", "h1"}
-        assert guests(cluster) == hosts[2:]
+        assert external_nodes(cluster) == hosts[2:]
         assert cluster.hosts[2].reason == "torchrun: worker group HEALTHY"
         run.press_ctrl_c()
         assert run.wait() != 0
         training.runs(2, timeout=LONG)
-    assert not guests(cluster)
+    assert not external_nodes(cluster)
     assert {line["restarts"] for line in training.finish(timeout=LONG)} == {0}
 
 
-def torchrun_of(guest: str) -> int:
+def torchrun_of(external: str) -> int:
     """Its process: the number is in its name."""
-    return int(guest.rpartition("-")[2])
+    return int(external.rpartition("-")[2])
 
 
 @pytest.mark.soak
@@ -200,7 +200,7 @@ def test_a_cluster_of_one_machine_becomes_wide(network, make, tmp_path):
         training.runs(2, timeout=LONG)
         cluster.add_host("h1:1")
         hosts = [row.host for row in training.runs(3, timeout=LONG)]
-        assert hosts == ["localhost", *guests(cluster), "h1"]
+        assert hosts == ["localhost", *external_nodes(cluster), "h1"]
         cluster.remove_host("localhost")
         training.runs(2, timeout=LONG)
         assert {line["restarts"] for line in training.finish(timeout=LONG)} == {0}
@@ -229,7 +229,7 @@ def test_who_cannot_come_from_another_machine(network, make, terminal, carry, tm
 
     refused = last_words(carry(old, "h3"))
     assert refused.endswith(f"does not accept this key: is the file of {cluster.name!r}'s present start?")
-    assert not guests(cluster)
+    assert not external_nodes(cluster)
     there = carry(file, "h3")
     cluster.stop()
     assert last_words(there).endswith(

@@ -222,7 +222,7 @@ class FakeCluster:
 
     # What tests call.
     def record(self, kind: str, text: str, *, host: str = "", worker: str = "", **took: float) -> None:
-        self.events.append(EventRecord(time.time(), kind, text, host, worker, self._status.epoch, took))
+        self.events.append(EventRecord(time.time(), kind, text, host, worker, self._status.generation, took))
         self.count += 1
 
     def tell(self, **changes: object) -> None:
@@ -233,7 +233,7 @@ class FakeCluster:
     def run_for_show(self) -> None:
         """Look like a cluster in mid-training."""
         self.record("worker-lost", "localhost/1#1 died (SIGKILL)", host="localhost", worker="localhost/1#1")
-        self.record("world-formed", "world of 2 at epoch 2", notice=3.2, form=14.0)
+        self.record("world-formed", "world of 2 at generation 2", notice=3.2, form=14.0)
         report = {"loss": 0.2317, "accuracy": 0.957}
         self.tell(job="job-1", step=1203, steps_per_second=55.1, report=report, **self._world(len(self.workers)))
 
@@ -241,7 +241,7 @@ class FakeCluster:
         return {
             "phase": "running",
             "reason": f"world of {size}",
-            "epoch": self._status.epoch + 1,
+            "generation": self._status.generation + 1,
             "world_size": size,
         }
 

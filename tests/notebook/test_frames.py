@@ -65,7 +65,7 @@ def large(hosts=64, slots=8, step=0):
     return Status(
         "large",
         "running",
-        "512 workers train in epoch 12",
+        "512 workers train in generation 12",
         12,
         512,
         8,
@@ -84,7 +84,7 @@ def large(hosts=64, slots=8, step=0):
 
 
 EVENTS = [
-    EventRecord(1.7e9 + i, "world-formed", "world of 512 at epoch 12" * 3, epoch=12, took={"form": 1.5})
+    EventRecord(1.7e9 + i, "world-formed", "world of 512 at generation 12" * 3, generation=12, took={"form": 1.5})
     for i in range(40)
 ]
 
@@ -140,7 +140,7 @@ def test_a_cooldown_ends_at_a_time_that_does_not_move():
     """From look to look the seconds that are left shrink; when it ends stays, and nothing is sent."""
     frames = Frames()
     for passed in (0.0, 1.0, 2.5):
-        host = HostStatus("a", "", 1, "cooling", "", 5.0 - passed, slots_cooling={0: 5.0 - passed})
+        host = HostStatus("a", "", 1, "backoff", "", 5.0 - passed, slots_in_backoff={0: 5.0 - passed})
         status = Status("s", "waiting", "", 0, 0, 1, None, (host,), (), None, "", time=100.0 + passed)
         assert frames.show(status, [], 0) == (passed == 0.0)
     assert frames.state["hosts"]["a"]["until"] == frames.state["hosts"]["a"]["slots_until"]["0"] == 105.0

@@ -315,9 +315,9 @@ def test_a_training_cell_says_where_its_checkpoints_go(ip, magics, cluster):
 
 def test_a_script_and_its_options(ip, magics, cluster):
     """torchrun's options before the script, the script's own after it; the Job is the value, as that of a cell."""
-    line = "--max-restarts 3 --nproc 2 -t 3 --env A=b --job job train.py --epochs 10 --max-restarts 9 -m"
+    line = "--max-restarts 3 --nproc 2 -t 3 --env A=b --job job train.py --generations 10 --max-restarts 9 -m"
     assert ip.run_line_magic("elastic_run", line) is cluster.job is ip.user_ns["job"]
-    assert cluster.job.source == "train.py --epochs 10 --max-restarts 9 -m"
+    assert cluster.job.source == "train.py --generations 10 --max-restarts 9 -m"
     assert cluster.job.options == {"max_restarts": 3, "nproc": 2, "tee": "3", "env": {"A": "b"}}
     ip.run_line_magic("elastic_run", "-m --cold --wait my.training")
     assert (cluster.job.options, cluster.job.waited) == ({"module": True, "cold": True}, [None])
@@ -473,7 +473,7 @@ def test_status_and_logs_in_plain_text(ip, magics, cluster, capsys):
     """Both are readable without any widget; between jobs the status holds nothing that changes from run to run."""
     text = repr(ip.run_cell("%elastic_status").result)
     assert text.splitlines() == [
-        "running: world of 2 · ready 0 / 1–4 · epoch 1",
+        "running: world of 2 · ready 0 / 1–4 · generation 1",
         "",
         "host       slots  state  why",
         "localhost  2      up",
@@ -484,7 +484,7 @@ def test_status_and_logs_in_plain_text(ip, magics, cluster, capsys):
     ]
     cluster.run_for_show()
     assert repr(ip.run_cell("%elastic_status").result).splitlines()[:2] == [
-        "running: world of 2 · world 2 / 1–4 · epoch 2",
+        "running: world of 2 · world 2 / 1–4 · generation 2",
         "job-1 running · step 1203 · 55.1 steps/s · loss 0.2317 · accuracy 0.957",
     ]
     cluster.tell(outcome="succeeded")

@@ -7,7 +7,7 @@ import time
 from typing import Any
 
 import nbelastic as nbe
-from tests.process.programs import PAUSE, Log, agreed, epoch
+from tests.process.programs import PAUSE, Log, agreed, generation
 
 SAMPLES, BATCH = 102, 10  # each epoch ends with a batch of 2: fewer than there are ranks
 
@@ -57,7 +57,7 @@ def train(folder: str) -> int:
                 optimizer.step()
                 sampler.record_batch(len(indices))
                 state.step += 1
-                log(step=state.step, epoch=epoch(), world=nbe.size(), loss=together.item() / nbe.size())
+                log(step=state.step, generation=generation(), world=nbe.size(), loss=together.item() / nbe.size())
                 state.commit()
                 time.sleep(PAUSE)
         raise AssertionError

@@ -89,14 +89,14 @@ class Training:
 
         def stepped() -> bool:
             status = self.cluster.status()
-            now = {line["pid"] for line in self.lines() if line["epoch"] == status.epoch}
+            now = {line["pid"] for line in self.lines() if line["generation"] == status.generation}
             return status.world_size == world and now >= {w.pid for w in status.workers if w.rank is not None}
 
         until(lambda: self.job.done() or stepped(), timeout, f"a step of {world} ranks; {self.cluster.status().reason}")
         assert not self.job.done(), self.job.exception()
         return ranked(self.cluster)
 
-    def strike(self, worker: Any, sig: signal.Signals = signal.SIGKILL) -> None:
+    def signal_worker(self, worker: Any, sig: signal.Signals = signal.SIGKILL) -> None:
         os.kill(worker.pid, sig)
         until(lambda: all(w.id != worker.id for w in self.cluster.workers), what=f"{worker.id} to be missed")
 
@@ -114,7 +114,7 @@ class Training:
         sums: dict[tuple[int, int], set[str]] = {}
         for line in lines:
             by_pid.setdefault(line["pid"], []).append(line["step"])
-            sums.setdefault((line["step"], line["epoch"]), set()).add(line["sum"])
+            sums.setdefault((line["step"], line["generation"]), set()).add(line["sum"])
         for pid, steps in by_pid.items():
             assert all(a < b for a, b in itertools.pairwise(steps)), f"process {pid} repeated a step"
         made = sorted({line["step"] for line in lines})
@@ -128,6 +128,6 @@ class Training:
 @contextmanager
 def undisturbed(training: Training) -> Iterator[None]:
     """Nothing in here breaks or changes the world of a training."""
-    before = training.cluster.status().epoch
+    before = training.cluster.status().generation
     yield
-    assert training.cluster.status().epoch == before
+    assert training.cluster.status().generation == before

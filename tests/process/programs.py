@@ -31,10 +31,10 @@ class Log:
         self._file.write(json.dumps({"t": time.time(), "pid": os.getpid(), **line}) + "\n")
 
 
-def epoch() -> int:
+def generation() -> int:
     from nbelastic.worker import session
 
-    return session.world().epoch
+    return session.world().generation
 
 
 def agreed(folder: str, name: str) -> bool:
@@ -70,19 +70,19 @@ def train(folder: str, *, pause: float = PAUSE, slow: dict[str, float] | None = 
     log = Log(folder)
     model, optimizer = network()
     state = nbe.TorchState(model=model, optimizer=optimizer, step=0)
-    state.register_reset_callbacks([lambda: log(reset=epoch(), world=nbe.size())])
+    state.register_reset_callbacks([lambda: log(reset=generation(), world=nbe.size())])
 
     @nbe.elastic
     def loop(state: Any) -> dict[str, Any]:
         ddp = torch.nn.parallel.DistributedDataParallel(state.model)
-        log(begin=state.step, epoch=epoch(), world=nbe.size(), rank=nbe.rank())
+        log(begin=state.step, generation=generation(), world=nbe.size(), rank=nbe.rank())
         while not agreed(folder, "finish"):
             loss = ddp(torch.randn(8, 16)).pow(2).mean()
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
             state.step += 1
-            log(step=state.step, epoch=epoch(), world=nbe.size(), rank=nbe.rank(), sum=checksum(model))
+            log(step=state.step, generation=generation(), world=nbe.size(), rank=nbe.rank(), sum=checksum(model))
             state.report(loss=loss.item(), step=state.step)
             state.commit()
             time.sleep(pause)
@@ -102,7 +102,7 @@ def stick(folder: str) -> dict[str, Any]:
 
     sleep = compile("__import__('time').sleep(1000)", "/site-packages/torch/distributed/dead.py", "exec")
     begin, entered = Path(folder) / "stick", Path(folder) / "entered"
-    counts: Counter[int] = Counter()  # of collectives by epoch, the same in both ranks
+    counts: Counter[int] = Counter()  # of collectives by generation, the same in both ranks
 
     def stop_in(number: str) -> None:
         """If rank 1 is in this collective, where it makes no other commit. It may have come there before `begin` was made."""
@@ -115,8 +115,8 @@ def stick(folder: str) -> dict[str, Any]:
 
     def caught(collective: Any) -> Any:
         def run(*args: Any, **kwargs: Any) -> Any:
-            counts[epoch()] += 1
-            number = f"{counts[epoch()]} of epoch {epoch()}"
+            counts[generation()] += 1
+            number = f"{counts[generation()]} of generation {generation()}"
             if not begin.exists():
                 return collective(*args, **kwargs)
             if nbe.rank() == 0:
@@ -180,7 +180,7 @@ def count(folder: str) -> int:
             dist.all_reduce(one)
             state.total += 1
             state.history = [*state.history[-9:], int(one.item())]
-            log(step=state.total, epoch=epoch(), world=nbe.size(), rank=nbe.rank(), sum=str(state.history))
+            log(step=state.total, generation=generation(), world=nbe.size(), rank=nbe.rank(), sum=str(state.history))
             state.commit()
             time.sleep(PAUSE)
         return int(state.total)
@@ -210,7 +210,7 @@ def use_samples(folder: str, samples: int, batch: int, workers: int, pause: floa
             if sampler.used == 0 and agreed(folder, "finish"):
                 break
             for indices in DataLoader(data, batch_size=batch, sampler=sampler, num_workers=workers):
-                line = {"step": state.step + 1, "epoch": epoch(), "pass": state.epoch}
+                line = {"step": state.step + 1, "generation": generation(), "pass": state.epoch}
                 log(meant=indices.tolist(), **line)
                 twice = indices.repeat(2)  # batch normalisation refuses a batch of one, and the last one may be that
                 loss = ddp(twice[:, None].expand(-1, 16).float() / samples).pow(2).mean()

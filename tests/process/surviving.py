@@ -131,15 +131,19 @@ class Kernel:
         return Found(None, None, self.folder).lines()
 
     def makes_steps(self, world: int) -> int:
-        """Wait until `world` processes have made steps together; the epoch of that."""
+        """Wait until `world` processes have made steps together; the generation of that."""
 
         def found() -> int | None:
             newest = [line for line in self.steps() if line["world"] == world]
-            epoch: int = max((line["epoch"] for line in newest), default=0)
-            return epoch if len({line["pid"] for line in newest if line["epoch"] == epoch}) == world else None
+            generation: int = max((line["generation"] for line in newest), default=0)
+            return (
+                generation
+                if len({line["pid"] for line in newest if line["generation"] == generation}) == world
+                else None
+            )
 
-        epoch: int = until(found, 30, f"steps of {world}")
-        return epoch
+        generation: int = until(found, 30, f"steps of {world}")
+        return generation
 
     def left(self) -> list[str]:
         """What is left of the cluster: processes, folders and locks."""

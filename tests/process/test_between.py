@@ -34,7 +34,7 @@ def train(folder, several):
                 weight.grad /= nbe.size()
                 optimizer.step()
                 state.step += 1
-            log(step=state.step, epoch=programs.epoch(), rank=nbe.rank(), weight=weight.item())
+            log(step=state.step, generation=programs.generation(), rank=nbe.rank(), weight=weight.item())
             while (Path(folder) / f"wait-{nbe.rank()}-{nbe.size()}").exists():
                 time.sleep(0.01)
             dist.all_reduce(torch.ones(1))
@@ -54,7 +54,7 @@ def test_a_step_is_not_taken_twice(trains, several):
         wait = training.folder / f"wait-{victim}-3"
         wait.touch()
         until(lambda wait=wait: _stands(training), what="all to stand between step and commit")
-        training.strike(workers[victim])
+        training.signal_worker(workers[victim])
         wait.unlink()
     training.runs(3)
     (training.folder / "finish").touch()
@@ -67,11 +67,11 @@ def test_a_step_is_not_taken_twice(trains, several):
 
 
 def _stands(training):
-    """Whether all three have made the same step of this epoch, and none another for a while."""
-    epoch = training.cluster.status().epoch
+    """Whether all three have made the same step of this generation, and none another for a while."""
+    generation = training.cluster.status().generation
     last = {}
     for line in training.lines():
-        if line["epoch"] == epoch:
+        if line["generation"] == generation:
             last[line["pid"]] = line
     still = all(time.time() - line["t"] > 0.3 for line in last.values())
     return still and len(last) == 3 and len({line["step"] for line in last.values()}) == 1

@@ -18,7 +18,7 @@ def texts(cluster, kind):
 def never_broken(training):
     """No break, no loss, no strike: only planned changes."""
     kinds = {event.kind for event in training.cluster.events}
-    assert not kinds & {"world-broken", "host-lost", "slot-cooling"}
+    assert not kinds & {"world-broken", "host-lost", "slot-backoff"}
     return True
 
 
@@ -58,22 +58,22 @@ def test_a_host_is_taken_away_at_once(trains):
     until(lambda: not alive(victim.pid), 3)
     training.runs(2)
     training.finish()
-    assert not texts(training.cluster, "slot-cooling")
+    assert not texts(training.cluster, "slot-backoff")
     until(lambda: [host.name for host in training.cluster.hosts] == ["localhost"])  # its agent tells of the end
 
 
 def test_added_and_removed_at_once(trains):
-    """A host that is added and removed within a moment disturbs nobody: the world keeps its epoch."""
+    """A host that is added and removed within a moment disturbs nobody: the world keeps its generation."""
     training = trains("localhost:2", min=1)
     training.runs(2)
-    epoch = training.cluster.status().epoch
+    generation = training.cluster.status().generation
     for _ in range(2):
         training.cluster.add_host("127.0.0.2:1")
         training.cluster.remove_host("127.0.0.2")
     until(lambda: len(training.cluster.hosts) == 1)
     steps = training.lines()[-1]["step"]
     until(lambda: training.lines()[-1]["step"] > steps + 50)
-    assert training.cluster.status().epoch == epoch
+    assert training.cluster.status().generation == generation
     training.finish()
     assert never_broken(training)
 
@@ -100,11 +100,11 @@ def test_two_hosts_within_a_moment_make_one_change(tmp_path):
     with nbe.Cluster("localhost:1", min=1, cooldown=(0, 0), timeouts=soon, log_dir=tmp_path / "logs") as cluster:
         training = Training(cluster, tmp_path / "steps", programs.train)
         training.runs(1)
-        epoch = training.cluster.status().epoch
+        generation = training.cluster.status().generation
         training.cluster.add_host("127.0.0.2:1")
         training.cluster.add_host("127.0.0.3:1")
         training.runs(3)
-        assert training.cluster.status().epoch == epoch + 1
+        assert training.cluster.status().generation == generation + 1
         training.finish()
 
 
@@ -145,7 +145,7 @@ def test_a_spare_steps_in(trains):
     (spare,) = [w.id for w in training.cluster.workers if w.rank is None]
     waits = "in gather"  # it has come as far as the elastic loop
     until(lambda: any(stack.worker == spare and waits in stack.text for stack in training.cluster.stacks()))
-    training.strike(training.runs(2)[0])
+    training.signal_worker(training.runs(2)[0])
     ranks = training.runs(2)
     assert spare in {w.id for w in ranks}
     assert len([text for text in texts(training.cluster, "world-formed") if "world of 2" in text]) == 2
@@ -237,12 +237,12 @@ def test_reset_callbacks(trains):
     assert training.lines("reset") == []
     training.cluster.add_host("127.0.0.2:1")
     training.runs(3)
-    training.strike(training.runs(3)[2])
+    training.signal_worker(training.runs(3)[2])
     training.runs(3)
     training.finish()
-    first = min(line["epoch"] for line in training.lines("begin"))
+    first = min(line["generation"] for line in training.lines("begin"))
     for pid in {line["pid"] for line in training.lines("begin")}:
-        begun = [line["epoch"] for line in training.lines("begin") if line["pid"] == pid]
+        begun = [line["generation"] for line in training.lines("begin") if line["pid"] == pid]
         reset = [line["reset"] for line in training.lines("reset") if line["pid"] == pid]
         assert reset[-len(begun) + 1 :] == begun[1:] if len(begun) > 1 else reset == []
         assert first not in reset
@@ -260,10 +260,10 @@ def test_samples_are_used_once(trains, workers):
     samples, batch = 400, 4
     kwargs = {"samples": samples, "batch": batch, "workers": workers}
     training = trains("localhost:3", min=1, program=programs.use_samples, kwargs=kwargs)
-    training.strike(training.runs(3)[0])
+    training.signal_worker(training.runs(3)[0])
     training.cluster.add_host("127.0.0.2:1")
     training.runs(4)
-    training.strike(training.runs(4)[2])
+    training.signal_worker(training.runs(4)[2])
     training.runs(4)
     training.cluster.remove_host("127.0.0.2")
     training.runs(3)
@@ -271,11 +271,11 @@ def test_samples_are_used_once(trains, workers):
     training.job.result(timeout=60)
     done = {}
     for line in training.lines("done"):
-        done[line["step"]] = max(line["epoch"], done.get(line["step"], 0))
+        done[line["step"]] = max(line["generation"], done.get(line["step"], 0))
     assert sorted(done) == list(range(1, len(done) + 1))
     used = {}
     for line in training.lines("meant"):
-        if done.get(line["step"]) == line["epoch"]:
+        if done.get(line["step"]) == line["generation"]:
             used.setdefault(line["pass"], []).extend(line["meant"])
     assert sorted(used) == list(range(len(used)))
     for indices in used.values():

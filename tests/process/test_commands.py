@@ -49,7 +49,7 @@ def test_a_terminal_looks_on_and_steers(make, tmp_path):
     job = cluster.run(programs.train, str(tmp_path))
     command = [sys.executable, "-m", "nbelastic", "attach", cluster.name]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as terminal, ended(terminal):
-        reads(terminal, "first step of epoch 1")
+        reads(terminal, "first step of generation 1")
         assert "127.0.0.2:1 is being added" in nbelastic("add", cluster.name, "127.0.0.2:1")
         cluster.wait(2, timeout=30)
         reads(terminal, "world of 2")

@@ -68,10 +68,10 @@ def test_a_killed_controller_is_started_again(trains):
     """The training does not notice, a newcomer joins, results arrive; cells and ipyparallel's client work as before."""
     training = trains("localhost:2", min=1)
     training.runs(2)
-    epoch, numbers = training.cluster.status().epoch, training.cluster.client.ids
+    generation, numbers = training.cluster.status().generation, training.cluster.client.ids
     before = killed(training.cluster)
     again(training.cluster, before)
-    assert training.cluster.status().epoch == epoch
+    assert training.cluster.status().generation == generation
     before = killed(training.cluster)
     training.cluster.add_host("localhost:3")  # its engine asks a controller that is not there
     training.runs(3)

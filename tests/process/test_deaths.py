@@ -9,7 +9,7 @@ import psutil
 import pytest
 
 import nbelastic as nbe
-from nbelastic.protocol.events import STUCK
+from nbelastic.protocol.events import HUNG
 from nbelastic.provision import ssh
 from tests.process import programs
 from tests.process.observing import alive, driver_of, ranked, until
@@ -21,7 +21,7 @@ def events(training, kind):
 
 def deaths(training):
     """But not those of survivors that gloo did not wake: about one in a hundred, which are replaced."""
-    return [event for event in events(training, "worker-lost") if f"exit code {STUCK}" not in event.text]
+    return [event for event in events(training, "worker-lost") if f"exit code {HUNG}" not in event.text]
 
 
 @pytest.mark.parametrize(
@@ -33,7 +33,7 @@ def test_a_worker_dies(trains, which, sig):
     """Whichever rank dies of whatever signal: the others go on at once, and the world is whole again."""
     training = trains("localhost:3", min=1, max=3)
     victim = training.runs(3)[which]
-    training.strike(victim, sig)
+    training.signal_worker(victim, sig)
     training.runs(3)
     results = training.finish()
     assert len(results) == 3
@@ -123,7 +123,7 @@ def test_many_deaths_in_a_row(trains):
     victims = []
     for number in range(6):
         victims.append(training.runs(3)[number % 3])
-        training.strike(victims[-1])
+        training.signal_worker(victims[-1])
     training.runs(3)
     training.finish()
     lost = [event.text for event in deaths(training)]
@@ -148,7 +148,7 @@ def test_a_stopped_process_is_replaced_and_does_not_come_back(trains, which):
     """SIGSTOP: the others go on without it. Continued later, it is no ghost: it is gone."""
     training = trains("localhost:3", min=1, max=3)
     victim = training.runs(3)[which]
-    training.strike(victim, signal.SIGSTOP)
+    training.signal_worker(victim, signal.SIGSTOP)
     training.runs(3)
     until(lambda: not alive(victim.pid), 5)
     assert victim.id not in {w.id for w in training.cluster.workers}
@@ -174,19 +174,19 @@ def test_a_process_continued_at_once_is_no_ghost_either(trains):
 def test_below_min_and_back(trains):
     """Below min the survivors park with their state and the reason; when a host comes they go on where they stopped."""
     training = trains("localhost:2", min=2, cooldown=(60, 60))
-    training.strike(training.runs(2)[1])  # the first death restarts at once
+    training.signal_worker(training.runs(2)[1])  # the first death restarts at once
     survivor, victim = training.runs(2)
-    training.strike(victim)  # its slot cools now
+    training.signal_worker(victim)  # its slot cools now
     status = until(lambda: "1 of min 2 workers ready" in (s := training.cluster.status()).reason and s)
     assert status.phase == "waiting"
-    assert "cooling" in status.reason
+    assert "in back-off" in status.reason
     # its own: the victim's last step need not have come to its end here
     before = max(line["step"] for line in training.lines() if line["pid"] == survivor.pid)
     training.cluster.add_host("127.0.0.2:1")
     training.runs(2)
     results = training.finish()
     assert survivor.pid in {result["pid"] for result in results}
-    begun = [line for line in training.lines("begin") if line["epoch"] == training.lines()[-1]["epoch"]]
+    begun = [line for line in training.lines("begin") if line["generation"] == training.lines()[-1]["generation"]]
     assert min(line["begin"] for line in begun) >= before
 
 
@@ -213,8 +213,8 @@ def test_the_reset_limit_ends_the_job_with_that_reason(trains):
     training.cluster.add_host("127.0.0.2:1")
     training.runs(3)
     training.cluster.remove_host("127.0.0.2")
-    training.strike(training.runs(2)[1])
-    training.strike(training.runs(2)[0])
+    training.signal_worker(training.runs(2)[1])
+    training.signal_worker(training.runs(2)[0])
     error = training.job.exception(timeout=20)
     assert "2 resets exceed reset_limit=1" in str(error)
     assert "SIGKILL" in str(error)
@@ -223,11 +223,11 @@ def test_the_reset_limit_ends_the_job_with_that_reason(trains):
 def test_elastic_timeout_names_what_it_waited_for(trains):
     """Too few workers for too long: the job ends, and the error says what was missing."""
     training = trains("localhost:2", min=2, elastic_timeout=10, cooldown=(60, 60))
-    training.strike(training.runs(2)[1])  # the next one has this time to come, too
-    training.strike(training.runs(2)[1])
+    training.signal_worker(training.runs(2)[1])  # the next one has this time to come, too
+    training.signal_worker(training.runs(2)[1])
     error = training.job.exception(timeout=20)
     assert "1 of min 2 workers ready for 10 s" in str(error)
-    assert "cooling" in str(error)
+    assert "in back-off" in str(error)
 
 
 @pytest.mark.cold
@@ -264,7 +264,7 @@ def test_who_is_busy_with_other_things_is_not_taken_for_stuck(trains):
     (training.folder / "sleep").touch()
     sleeper = int(until(lambda: (f := training.folder / "sleep.begun").exists() and f.read_text()))
     victim = next(w for w in ranked(training.cluster) if w.pid != sleeper)
-    training.strike(victim)
+    training.signal_worker(victim)
     training.runs(3)
     assert sleeper in {result["pid"] for result in training.finish()}
     assert len(deaths(training)) == 1
@@ -275,15 +275,15 @@ def test_a_survivor_that_never_wakes_is_replaced(trains):
     kwargs = {"slow": {"sleep": 600.0}}
     training = trains("localhost:3", min=1, max=3, timeouts={"recover": 3}, kwargs=kwargs)
     training.runs(3)
-    left = training.cluster.status().epoch
+    left = training.cluster.status().generation
     (training.folder / "sleep").touch()
     sleeper = int(until(lambda: (f := training.folder / "sleep.begun").exists() and f.read_text()))
     asleep = next(w.id for w in ranked(training.cluster) if w.pid == sleeper)
-    training.strike(next(w for w in ranked(training.cluster) if w.pid != sleeper))
+    training.signal_worker(next(w for w in ranked(training.cluster) if w.pid != sleeper))
     training.runs(3)
     assert sleeper not in {result["pid"] for result in training.finish()}
     replaced = [event.text for event in events(training, "worker-lost") if event.worker == asleep]
-    assert replaced == [f"{asleep} did not leave epoch {left} while others waited"]
+    assert replaced == [f"{asleep} did not leave generation {left} while others waited"]
 
 
 def test_the_last_holder_of_the_state_is_stuck(trains):
@@ -312,7 +312,7 @@ def test_what_a_dead_worker_had_started_ends_with_it(make):
 def test_a_state_without_a_model(trains):
     """Counters and lists are recovered as well as networks are."""
     training = trains("localhost:3", program=programs.count, min=1, max=3)
-    training.strike(training.runs(3)[0])
+    training.signal_worker(training.runs(3)[0])
     training.runs(3)
     assert len(set(training.finish())) == 1
 

@@ -41,8 +41,8 @@ def test_a_kernel_that_holds_the_interpreter_lock_delays_no_recovery(tmp_path: P
 
     def is_whole_without(victim: int) -> bool:
         steps = [line for line in lines_in(tmp_path) if "step" in line]
-        last = max(line["epoch"] for line in steps if line["pid"] == victim)
-        return any(line["epoch"] > last and line["world"] == 3 for line in steps)
+        last = max(line["generation"] for line in steps if line["pid"] == victim)
+        return any(line["generation"] > last and line["world"] == 3 for line in steps)
 
     with subprocess.Popen([sys.executable, "-c", BUSY, str(tmp_path)], stdout=subprocess.PIPE, text=True) as kernel:
         try:
@@ -120,11 +120,11 @@ def test_a_driver_that_dies_is_replaced_by_its_kernel(make, tmp_path, keep):
     cluster = make("localhost:3", min=2, keep=keep)
     with nbe.Cluster.attach(cluster.name) as other:
         job = cluster.run_cell(f"from tests.process import programs; print('begun'); programs.train({str(tmp_path)!r})")
-        epoch = cluster.wait(3).epoch
+        generation = cluster.wait(3).generation
         until(lambda: job.logs().count("begun") == 3, what="output")
         dead = driver_of(cluster)
         os.kill(dead, signal.SIGKILL)
-        assert cluster.wait(3, timeout=30).epoch == epoch, "it is asked of the next driver"
+        assert cluster.wait(3, timeout=30).generation == generation, "it is asked of the next driver"
         assert job.logs().count("begun") == 3
         until(lambda: any("has taken over" in event.text for event in other.events))
         victim = cluster.workers[0].pid

@@ -26,14 +26,14 @@ def train(folder, width=16):
     @nbe.elastic
     def loop(state):
         ddp = torch.nn.parallel.DistributedDataParallel(state.model)
-        log(begin=state.step, commits=state.commits, sum=programs.checksum(model), epoch=programs.epoch())
+        log(begin=state.step, commits=state.commits, sum=programs.checksum(model), generation=programs.generation())
         while not programs.agreed(folder, "finish"):
             loss = ddp(torch.randn(8, width)).pow(2).mean()
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
             state.step += 1
-            log(step=state.step, sum=programs.checksum(model), epoch=programs.epoch(), rank=nbe.rank())
+            log(step=state.step, sum=programs.checksum(model), generation=programs.generation(), rank=nbe.rank())
             state.commit()
             time.sleep(programs.PAUSE)
         return {"step": state.step, "commits": state.commits, "sum": programs.checksum(model)}
@@ -65,7 +65,9 @@ def kept(tmp_path):
 
 def begun(training):
     """Where the training began, as all ranks saw it."""
-    where = {(line["begin"], line["commits"], line["sum"]) for line in training.lines("begin") if line["epoch"] == 1}
+    where = {
+        (line["begin"], line["commits"], line["sum"]) for line in training.lines("begin") if line["generation"] == 1
+    }
     assert len(where) == 1
     return where.pop()
 
@@ -177,7 +179,7 @@ def test_the_writing_rank_dies_and_the_next_one_writes(runs, tmp_path):
     training = runs(1, "localhost:2")
     victim = training.runs(2)[0]
     until(lambda: kept(tmp_path), what="a checkpoint")
-    training.strike(victim)
+    training.signal_worker(victim)
     last = kept(tmp_path)[-1]
     until(lambda: kept(tmp_path)[-1] > last + 5 and len(kept(tmp_path)) >= 3, what="checkpoints of another rank")
     done(training)

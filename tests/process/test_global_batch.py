@@ -17,7 +17,7 @@ def test_the_losses_are_those_of_one_undisturbed_process(trains):
 
     victim = training.runs(3)[1]
     whole_epoch()
-    training.strike(victim)
+    training.signal_worker(victim)
     training.runs(3)
     training.cluster.add_host("127.0.0.2:1")
     training.runs(4)

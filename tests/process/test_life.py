@@ -238,7 +238,7 @@ def test_logs_are_never_overwritten(trains):
     victim = training.runs(2)[1]
     folder = training.cluster.log_dir / training.job.name
     name = victim.id.replace("/", "-").replace("#", "-")
-    training.strike(victim)
+    training.signal_worker(victim)
     training.runs(2)
     training.finish()
     assert (folder / f"{name}.out").read_text() == f"I am {victim.pid}\n"

@@ -27,7 +27,7 @@ def test_a_worker_is_restarted_by_hand(trains):
     training.finish()
     texts = [event.text for event in training.cluster.events]
     assert f"{victim.id} was restarted by a test" in texts
-    assert not [event for event in training.cluster.events if event.kind == "slot-cooling"]
+    assert not [event for event in training.cluster.events if event.kind == "slot-backoff"]
 
 
 def test_an_order_that_cannot_be_carried_out_is_refused_with_its_reason(make):
@@ -122,14 +122,16 @@ def test_a_break_says_how_long_each_part_took(trains):
     explained = {"grace": 20}  # seconds: the death is the reason, however late its agent tells of it
     training = trains("localhost:3", min=1, cooldown=(60, 60), timeouts=explained)
     victim = training.runs(3)[0]
-    training.strike(victim)  # the first death restarts at once
-    training.strike(next(w for w in training.runs(3) if w.slot == victim.slot))  # its slot cools now: nobody joins
+    training.signal_worker(victim)  # the first death restarts at once
+    training.signal_worker(
+        next(w for w in training.runs(3) if w.slot == victim.slot)
+    )  # its slot cools now: nobody joins
     training.runs(2)
     training.finish()
     events = lambda kind: [event for event in training.cluster.events if event.kind == kind]
     _, broken = events("world-broken")
     assert (broken.size, "SIGKILL" in broken.text) == (2, True)
-    (first,) = until(lambda: [event for event in events("training") if event.epoch == broken.epoch + 1])
+    (first,) = until(lambda: [event for event in events("training") if event.generation == broken.generation + 1])
     assert list(first.took)[:2] == ["detect", "abort"]
     assert {"detect", "abort", "form", "sync", "first step", "all"} <= first.took.keys()
     assert 0 <= first.took["detect"] < first.took["all"]

@@ -30,7 +30,7 @@ def meet_in_groups(folder):
                         signal.pause()
                 dist.all_reduce(torch.ones(1), group=group)
             state.step += 1
-            log(step=state.step, epoch=programs.epoch(), sum="")
+            log(step=state.step, generation=programs.generation(), sum="")
             state.commit()
         return {"step": state.step, "sum": "", "pid": os.getpid()}
 
@@ -46,7 +46,7 @@ def test_ranks_that_wait_in_a_group_of_their_own_are_woken_and_not_replaced(make
         until((training.folder / "waits").exists)
         for name in ("hold", "waits"):
             (training.folder / name).unlink()
-        training.strike(ranks[-1])
+        training.signal_worker(ranks[-1])
         after = {worker.pid for worker in training.runs(3)}
         assert {worker.pid for worker in ranks[:-1]} <= after
     training.finish()

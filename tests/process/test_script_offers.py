@@ -37,8 +37,8 @@ class MovingDriver:
             self.form(self.offers[self._taken])
 
     def form(self, store: str) -> None:
-        seats = (sev.Seat("a", 1, "default"),)
-        self._hear(wire.Round(1, 0, seats, places(seats), store, 0, "job-1"))
+        assignments = (sev.Assignment("a", 1, "default"),)
+        self._hear(wire.Round(1, 0, assignments, places(assignments), store, 0, "job-1"))
 
 
 class StrangeDriver(MovingDriver):

@@ -33,7 +33,7 @@ def kept(tmp_path: Path) -> Iterator[Callable[..., Kernel]]:
 def test_a_killed_driver_costs_no_step(kept):
     """Nobody stands still: the world goes on while no driver is there, and comes back as it is, with its job and history."""
     kernel = kept()
-    epoch = kernel.makes_steps(WORLD)
+    generation = kernel.makes_steps(WORLD)
     kernel.crash()
     made = len(kernel.steps())
     until(lambda: len(kernel.steps()) > made + 30, what="steps without a driver")
@@ -41,12 +41,12 @@ def test_a_killed_driver_costs_no_step(kept):
     training = attached(kernel)
     members = training.runs(WORLD)
     assert training.job.name == "job-1"
-    assert training.cluster.status().epoch == epoch
+    assert training.cluster.status().generation == generation
     assert set(kernel.processes()) == before
     texts = [event.text for event in training.cluster.events]
     assert "job-1 was submitted" in texts
-    assert f"{WORLD} workers train on in epoch {epoch}" in texts
-    training.strike(members[0])  # all that a driver does, it does
+    assert f"{WORLD} workers train on in generation {generation}" in texts
+    training.signal_worker(members[0])  # all that a driver does, it does
     training.runs(WORLD)
     results = training.finish()
     assert len(results) == WORLD
@@ -122,7 +122,7 @@ def test_nothing_is_left_of_a_cluster_that_is_not_kept(kept, with_driver):
 def test_who_starts_the_next_driver_does_not_own_the_cluster(kept):
     """Its kernel is stopped for a while as the driver dies: a terminal that looks on starts another one, and lets go of it."""
     kernel = kept(keep=False)
-    epoch = kernel.makes_steps(WORLD)
+    generation = kernel.makes_steps(WORLD)
     os.kill(kernel.process.pid, signal.SIGSTOP)
     os.kill(kernel.driver, signal.SIGKILL)
     until(lambda: not kernel.driver, what="the driver to end")
@@ -136,7 +136,7 @@ def test_who_starts_the_next_driver_does_not_own_the_cluster(kept):
     assert f"{WORLD} workers train" in shown.stdout
     made = len(kernel.steps())
     until(lambda: len(kernel.steps()) > made + 30, what="steps without any client that runs")
-    assert {line["epoch"] for line in kernel.steps()[made:]} == {epoch}
+    assert {line["generation"] for line in kernel.steps()[made:]} == {generation}
     os.kill(kernel.process.pid, signal.SIGCONT)
     kernel.kill()
     until(lambda: not kernel.left(), 15, "nothing to be left")
@@ -145,12 +145,12 @@ def test_who_starts_the_next_driver_does_not_own_the_cluster(kept):
 def test_an_ordinary_restart(kept):
     """A kernel that ends in order lets go of its cluster as one that is killed."""
     kernel = kept()
-    epoch = kernel.makes_steps(WORLD)
+    generation = kernel.makes_steps(WORLD)
     driver = kernel.driver
     kernel.end()
     training = attached(kernel)
     training.runs(WORLD)
-    assert (training.cluster.status().epoch, kernel.driver) == (epoch, driver)
+    assert (training.cluster.status().generation, kernel.driver) == (generation, driver)
     training.finish()
     training.cluster.stop()
 
@@ -160,12 +160,12 @@ def test_an_ordinary_restart(kept):
 def test_what_dies_while_no_kernel_is_there_is_replaced(kept, part):
     """The driver is its own process, and does all that it does: who attaches finds the training whole, and what happened."""
     kernel = kept(hosts="localhost:2,127.0.0.2:1")
-    epoch = kernel.makes_steps(WORLD)
+    generation = kernel.makes_steps(WORLD)
     victim = kernel.part(part)
     kernel.kill()
     os.kill(victim, signal.SIGKILL)
     if part != "controller":
-        until(lambda: kernel.makes_steps(WORLD) > epoch, 60, "a world as large as before")
+        until(lambda: kernel.makes_steps(WORLD) > generation, 60, "a world as large as before")
     training = attached(kernel)
     training.runs(WORLD)
     kind = {"worker": "worker-lost", "agent": "host-lost", "controller": "controller-started"}[part]
@@ -178,7 +178,7 @@ def test_what_dies_while_no_kernel_is_there_is_replaced(kept, part):
 def test_several_kernels_have_one_cluster(kept):
     """All see the same: orders and who gave them, what is printed, and the result; one that leaves disturbs nobody."""
     kernel = kept()
-    epoch = kernel.makes_steps(WORLD)
+    generation = kernel.makes_steps(WORLD)
     one, two = attached(kernel), attached(kernel)
     with undisturbed(one):
         one.cluster.scale(max=7, by="one")
@@ -191,7 +191,7 @@ def test_several_kernels_have_one_cluster(kept):
         with pytest.raises(nbe.ClusterStoppedError, match="was detached: attach to it again"):
             one.cluster.scale(max=9)
         assert one.job.status == "detached"
-        assert two.cluster.status().epoch == epoch
+        assert two.cluster.status().generation == generation
         one = attached(kernel)
     results = two.finish()
     assert one.job.result(timeout=20) == results
@@ -212,14 +212,14 @@ def test_a_script_begins_again(kept):
     training.runs(2)
     assert "job-1 begins again" in " ".join(event.text for event in cluster.events)
     options = joining(cluster.connection_file(), "--max-restarts=0")
-    with torchrun(*options, TRAIN, kernel.folder, FOR_EVER) as guest:
+    with torchrun(*options, TRAIN, kernel.folder, FOR_EVER) as external:
         training.runs(3)
         kernel.crash()
         cluster = nbe.Cluster.attach(kernel.name)
         training = FoundScript(cluster, cluster.job, kernel.folder)
         training.runs(3)
         training.finish()
-        assert guest.wait(20) == 0
+        assert external.wait(20) == 0
     cluster.stop()
 
 
@@ -280,7 +280,7 @@ def test_an_error_meanwhile(kept):
 def test_a_rank_that_holds_the_interpreter_lock_while_a_kernel_attaches(kept):
     """It answers long after the new driver has stopped waiting for it, and trains on: nobody is killed."""
     kernel = kept(program="hold", hosts="localhost:2", silence=1.0)
-    epoch = kernel.makes_steps(2)
+    generation = kernel.makes_steps(2)
     kernel.crash()
     (kernel.folder / "hold").touch()
     until((kernel.folder / "held").exists, what="a rank to hold the lock")
@@ -292,7 +292,7 @@ def test_a_rank_that_holds_the_interpreter_lock_while_a_kernel_attaches(kept):
     until(lambda: len(kernel.steps()) > steps + 30, what="steps after it")
     training.runs(2)
     assert not {"host-lost", "worker-lost", "world-broken"}.intersection(kinds()), list(training.cluster.events)
-    assert training.cluster.status().epoch == epoch, list(training.cluster.events)
+    assert training.cluster.status().generation == generation, list(training.cluster.events)
     training.finish()
 
 
@@ -302,7 +302,7 @@ def test_a_discovery_that_fails_while_a_new_kernel_attaches(kept, tmp_path):
     script.write_text(f"#!/bin/sh\nrm {busy} 2>&- && echo 'the controller is busy' >&2 && exit 1\necho localhost:2\n")
     script.chmod(0o755)
     kernel = kept(hosts=None, discovery=str(script))
-    epoch = kernel.makes_steps(2)
+    generation = kernel.makes_steps(2)
     kernel.crash()
     until(lambda: not any(str(script) in command for command in kernel.processes().values()), what="its last look")
     busy.touch()
@@ -310,7 +310,7 @@ def test_a_discovery_that_fails_while_a_new_kernel_attaches(kept, tmp_path):
     kinds = lambda: [event.kind for event in training.cluster.events if "discovery" in event.kind]
     until(lambda: kinds() == ["discovery-failed", "discovery-recovered"], what="the discovery to answer again")
     training.runs(2)
-    assert training.cluster.status().epoch == epoch
+    assert training.cluster.status().generation == generation
     training.finish()
 
 

@@ -87,7 +87,7 @@ def test_a_full_cluster(lone, tmp_path):
         assert error in said
         assert "the cluster is full: 3 of max 3 workers" in said
     assert training.runs(3)
-    assert lone.status().epoch == 1
+    assert lone.status().generation == 1
     training.finish()
 
 

@@ -52,8 +52,12 @@ def interrupt(folder: str, roles: dict[str, int], dies: Callable[[str], bool]) -
 
     def counted(self: Any, flat: Any) -> list[Any]:
         works = begin(self, flat)
-        begun[programs.epoch()] += 1
-        if begun[programs.epoch()] == HALF and (Path(folder) / "dead").exists() and once(folder, f"half-{os.getpid()}"):
+        begun[programs.generation()] += 1
+        if (
+            begun[programs.generation()] == HALF
+            and (Path(folder) / "dead").exists()
+            and once(folder, f"half-{os.getpid()}")
+        ):
             for work in works:
                 work.wait()
             works = []  # a receipt can be waited for once

@@ -83,7 +83,7 @@ def test_an_agent_speaks_from_its_job_and_retires(slurm, tmp_path):
             secrets = [keys.client_secret, keys.server_public, keys.client_public]
             assert [secret for secret in secrets if secret in seen] == []
             assert held.file("sh").name in seen
-            hub.send(peer, wire.Retire())
+            hub.send(peer, wire.StopAgent())
             assert await ended(held) == 0
             assert "COMPLETED" in held.agent.output()
             assert held.left() == []

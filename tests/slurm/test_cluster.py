@@ -65,16 +65,16 @@ def kept(slurm, tmp_path, monkeypatch):
 
 
 def test_jobs_outlive_a_kernel(slurm, kept):
-    """The next kernel has the same jobs, and trains on without a new epoch; a host that is removed gives its job back."""
+    """The next kernel has the same jobs, and trains on without a new generation; a host that is removed gives its job back."""
     kernel = kept("one:1,two:1")
-    epoch = kernel.makes_steps(2)
+    generation = kernel.makes_steps(2)
     before = jobs(slurm)
     until(lambda: all(agent.job for agent in kernel.saved.agents.values()), what="the jobs to be written down")
     kernel.kill()
     training = attached(kernel)
     training.runs(2)
     assert jobs(slurm) == before
-    assert training.cluster.status().epoch == epoch
+    assert training.cluster.status().generation == generation
     training.cluster.remove_host("two")
     until(lambda: set(jobs(slurm)) == {"nbelastic-one"}, what="the job to end")
     training.finish()

@@ -73,11 +73,11 @@ def test_nothing_is_lost_or_heard_twice(by_agent, tmp_path):
         way = (tmp_path, None) if by_agent else (address, keys.for_clients())
         one = Spoke(*way, NAME, wire.ToWorker, heard.append, heartbeat=0.1)
         one.start()
-        one.send(ev.WorkerOffered(W, 1, 0))
+        one.send(ev.LeaveAcknowledged(W, 1, 0))
         await until(lambda: said)
         cuts = 0
         for number in range(1, EACH):
-            one.send(ev.WorkerOffered(W, 1, number))
+            one.send(ev.LeaveAcknowledged(W, 1, number))
             hub.send(NAME, wire.Abort(number, ""))
             await asyncio.sleep(0.002)
             if number % 40 == 0:
@@ -88,7 +88,7 @@ def test_nothing_is_lost_or_heard_twice(by_agent, tmp_path):
         await until(lambda: len(said) == EACH and len(heard) == EACH - 1)
         assert cuts > 20
         assert [message.commit for message in said] == list(range(EACH))
-        assert [message.epoch for message in heard] == list(range(1, EACH))
+        assert [message.generation for message in heard] == list(range(1, EACH))
         await asyncio.to_thread(one.close)
         await asyncio.to_thread(agent.close)
         await relay.stop()

@@ -85,13 +85,13 @@ def test_messages_go_both_ways_in_order():
         async with place() as there:
             async with spoke(there) as worker:
                 for commit in range(100):
-                    worker.send(ev.WorkerOffered(W, 1, commit))
+                    worker.send(ev.LeaveAcknowledged(W, 1, commit))
                 await until(lambda: len(there.heard) == 100)
                 assert [message.commit for message in there.of(NAME)] == list(range(100))
-                for epoch in range(100):
-                    there.hub.send(NAME, wire.Abort(epoch, "because"))
+                for generation in range(100):
+                    there.hub.send(NAME, wire.Abort(generation, "because"))
                 await until(lambda: len(worker.heard) == 100)
-                assert [message.epoch for message in worker.heard] == list(range(100))
+                assert [message.generation for message in worker.heard] == list(range(100))
 
     asyncio.run(story())
 
@@ -231,7 +231,7 @@ def test_without_the_key_nobody_gets_anything(who):
                     good.send(wire.AgentHello("a", 1, {}))
                     await until(lambda: there.of("agent/a"))
                     there.hub.send(NAME, wire.Abort(1, "secret"))
-                    there.hub.send("agent/a", wire.Retire())
+                    there.hub.send("agent/a", wire.StopAgent())
                     await until(lambda: good.heard)
                 assert socket.poll(100) == 0
             assert there.of(NAME) == []
@@ -247,14 +247,14 @@ NONSENSE = {
     "JSON of another kind": b"[1, 2, 3]",
     "an unknown tag": b'{"type": "Explode"}',
     "no tag": b'{"worker": "a"}',
-    "a field of another type": b'{"type": "WorkerFormed", "worker": 3, "epoch": "one"}',
-    "a message of the other direction": encode(wire.Quit("job-1", "now")),
+    "a field of another type": b'{"type": "WorkerFormed", "worker": 3, "generation": "one"}',
+    "a message of the other direction": encode(wire.StopProgram("job-1", "now")),
     "an agent's message": encode(wire.AgentHello("a", 1, {})),
     "deeply nested": b"[" * 100_000,
     "deeply nested fields": b'{"type":"WorkerFormed","x":' + b'{"x":' * 50_000 + b"1" + b"}" * 50_001,
     "another worker's word": encode(ev.WorkerFormed(WorkerId("a", 0, 2), 1)),
     "another host's worker": encode(ev.WorkerFormed(WorkerId("b", 0, 1), 1)),
-    "an infinite number": b'{"type":"WorkerFormed","worker":{"host":"a","slot":0,"incarnation":1},"epoch":1e999}',
+    "an infinite number": b'{"type":"WorkerFormed","worker":{"host":"a","slot":0,"incarnation":1},"generation":1e999}',
     "too long": b'{"type":"WorkerFormed","pad":"' + b"x" * MAX_MESSAGE + b'"}',
     "several frames": [encode(GOOD), encode(GOOD)],
     "many empty frames": [b""] * 50,
@@ -376,14 +376,14 @@ def test_ten_thousand_broken_messages():
                     def pour():
                         for _ in range(count):
                             socket.send_multipart(mutated(rng))
-                        socket.send(encode(ev.WorkerOffered(W, 9, 9)))
+                        socket.send(encode(ev.LeaveAcknowledged(W, 9, 9)))
 
                     sender = threading.Thread(target=pour)
                     sender.start()
                     for number in range(100):
                         good.send(wire.AgentSample("a", float(number), 1, {}))
                         await asyncio.sleep(0.001)
-                    await until(lambda: ev.WorkerOffered(W, 9, 9) in there.of(NAME), timeout=60)
+                    await until(lambda: ev.LeaveAcknowledged(W, 9, 9) in there.of(NAME), timeout=60)
                     sender.join()
                     good.send(wire.AgentHello("a", 1, {}))
                     await until(lambda: wire.AgentHello("a", 1, {}) in there.of("agent/a"))
@@ -481,10 +481,10 @@ def test_others_have_their_turn_while_messages_queue():
         async with place() as there:
             count, turns = 20_000, []
             with stranger(there) as socket:
-                socket.send(encode(ev.WorkerOffered(W, 1, 0)))  # the handshake needs this loop
+                socket.send(encode(ev.LeaveAcknowledged(W, 1, 0)))  # the handshake needs this loop
                 await until(lambda: there.heard)
                 for number in range(1, count):  # none is read meanwhile, as by a process that is stopped
-                    socket.send(encode(ev.WorkerOffered(W, 1, number)))
+                    socket.send(encode(ev.LeaveAcknowledged(W, 1, number)))
                 while len(there.heard) < count:
                     turns.append(len(there.heard))
                     await asyncio.sleep(0)
@@ -505,17 +505,17 @@ def test_reports_wait_while_words_queue():
                 socket.send(encode(GOOD))
                 await until(lambda: there.heard)
                 for number in range(1, count + 1):
-                    delivery.say(encode(ev.WorkerOffered(W, 1, number)))
+                    delivery.say(encode(ev.LeaveAcknowledged(W, 1, number)))
                     if delivery.waiting < WINDOW:
                         socket.send_multipart(delivery.due(0.0)[0])
                     socket.send_multipart([delivery.head(), encode(wire.WorkerProgress(W, 1, number, {}))])
-                words = [ev.WorkerOffered(W, 1, number) for number in range(1, WINDOW)]
+                words = [ev.LeaveAcknowledged(W, 1, number) for number in range(1, WINDOW)]
                 last = wire.WorkerProgress(W, 1, count, {})
                 while last not in there.of(NAME):
                     turns += 1
                     await asyncio.sleep(0)
             heard = there.of(NAME)[1:]
-            assert [message for message in heard if isinstance(message, ev.WorkerOffered)] == words
+            assert [message for message in heard if isinstance(message, ev.LeaveAcknowledged)] == words
             reports = [message.commit for message in heard if isinstance(message, wire.WorkerProgress)]
             assert reports == sorted(set(reports))
             assert len(reports) <= turns  # there are many, if this loop is faster than ZeroMQ
@@ -534,24 +534,24 @@ def test_a_stopped_driver_is_not_flooded():
             one.start()
             one.send(GOOD)
             await until(lambda: there.heard)
-            words = [ev.WorkerOffered(W, 1, number) for number in range(300)]
+            words = [ev.LeaveAcknowledged(W, 1, number) for number in range(300)]
             for word in words:
                 one.send(word)
 
             def stand_still(times):
                 """Until the first word has gone out so often: meanwhile this loop, and with it the driver, does nothing."""
                 one.report(wire.WorkerProgress(W, 1, times, {}))
-                while sent["WorkerOffered"][encode(words[0])] < times:
+                while sent["LeaveAcknowledged"][encode(words[0])] < times:
                     one.report(wire.WorkerProgress(W, 1, times, {}))
                     time.sleep(0.001)
                 return sent["WorkerProgress"].total()
 
             stand_still(2)  # by now it has read what the driver had said before
             assert stand_still(3) == stand_still(4)
-            assert sent["WorkerOffered"].total() <= WINDOW + 3 * RESENT
+            assert sent["LeaveAcknowledged"].total() <= WINDOW + 3 * RESENT
             await until(lambda: words[-1] in there.of(NAME))
-            assert [message for message in there.of(NAME) if isinstance(message, ev.WorkerOffered)] == words
-            assert sent["WorkerOffered"].total() <= len(words) + WINDOW + 3 * RESENT
+            assert [message for message in there.of(NAME) if isinstance(message, ev.LeaveAcknowledged)] == words
+            assert sent["LeaveAcknowledged"].total() <= len(words) + WINDOW + 3 * RESENT
             await until(lambda: wire.WorkerProgress(W, 1, 4, {}) in there.of(NAME))
             await asyncio.to_thread(one.close)
 
@@ -606,7 +606,7 @@ def test_what_is_heard_twice_is_not_decoded_twice():
                 socket.send_multipart([head, frame])
                 await until(lambda: there.heard)
                 socket.send_multipart([head, b"nonsense"])
-                delivery.say(encode(ev.WorkerOffered(W, 1, 1)))
+                delivery.say(encode(ev.LeaveAcknowledged(W, 1, 1)))
                 socket.send_multipart(delivery.due(0.0)[0])
                 await until(lambda: len(there.heard) == 2)
                 assert not there.hub.dropped
@@ -646,7 +646,7 @@ def test_words_that_are_given_up_are_told(caplog):
             one = Spoke(there.hub.address, there.keys.for_clients(), NAME, wire.ToWorker, lambda _: None)
             one.start()
             for number in range(KEPT + 5):
-                one.send(ev.WorkerOffered(W, 1, number))
+                one.send(ev.LeaveAcknowledged(W, 1, number))
             await until(lambda: one._delivery.given_up == 5)
             assert one._delivery.waiting == KEPT
             await asyncio.to_thread(one.close)

@@ -53,15 +53,15 @@ def test_messages_go_both_ways_in_order(tmp_path):
     async def story():
         async with place() as there, relay(there, folder), worker(folder) as one, worker(folder, OTHER) as other:
             for commit in range(1000):
-                one.send(ev.WorkerOffered(W, 1, commit))
-                other.send(ev.WorkerOffered(OTHER, 1, commit))
+                one.send(ev.LeaveAcknowledged(W, 1, commit))
+                other.send(ev.LeaveAcknowledged(OTHER, 1, commit))
             await until(lambda: len(there.heard) == 2000)
             for w in (W, OTHER):
                 assert [message.commit for message in there.of(f"worker/{w}")] == list(range(1000))
-            for epoch in range(1000):
-                there.hub.send_to_all((NAME, f"worker/{OTHER}"), wire.Abort(epoch, "because"))
+            for generation in range(1000):
+                there.hub.send_to_all((NAME, f"worker/{OTHER}"), wire.Abort(generation, "because"))
             await until(lambda: len(one.heard) == len(other.heard) == 1000)
-            assert [message.epoch for message in other.heard] == list(range(1000))
+            assert [message.generation for message in other.heard] == list(range(1000))
 
     asyncio.run(story())
 
@@ -190,9 +190,9 @@ def test_what_goes_to_a_host_arrives_in_the_order_in_which_it_was_sent(tmp_path,
             send_now = Hub._send_now
             monkeypatch.setattr(Hub, "_send_now", lambda hub, *said: (sent.append(said), send_now(hub, *said)))
             there.hub.send(NAME, wire.Abort(1, "because"))
-            there.hub.send(AGENT, wire.Reap(W, kill=True))
-            orders = [word for _, frames in sent for word in (b"Abort", b"Reap") if word in b"".join(frames)]
-            assert orders == [b"Abort", b"Reap"]
+            there.hub.send(AGENT, wire.StopWorker(W, kill=True))
+            orders = [word for _, frames in sent for word in (b"Abort", b"StopWorker") if word in b"".join(frames)]
+            assert orders == [b"Abort", b"StopWorker"]
 
     asyncio.run(story())
 
@@ -242,9 +242,9 @@ def test_a_new_driver_is_told_who_is_there(tmp_path):
             there.hub = Hub(there.keys, lambda peer, message: there.heard.append((peer, message)), 0.1, term=2)
             await there.hub.start(port=port)
             await until(lambda: wire.Welcome(2) in one.heard)
-            one.begin_again(lambda: wire.WorkerHere(W, 1))
+            one.begin_again(lambda: wire.WorkerReport(W, 1))
             await until(lambda: there.heard)
-            assert there.heard == [(NAME, wire.WorkerHere(W, 1))]
+            assert there.heard == [(NAME, wire.WorkerReport(W, 1))]
 
     asyncio.run(story())
 

@@ -35,7 +35,7 @@ class Worker:
             self.answer()
 
     def answer(self):
-        self.link.begin_again(lambda: wire.WorkerHere(W, os.getpid(), commit=7))
+        self.link.begin_again(lambda: wire.WorkerReport(W, os.getpid(), commit=7))
 
 
 async def hub_at(keys, heard, term, port=0):
@@ -57,17 +57,17 @@ def test_who_lives_on_is_asked_who_it_is():
         await until(lambda: first == [ev.WorkerFormed(W, 1)])
         assert worker.heard == [], "a first driver welcomes nobody: all are its own"
         await hub.stop()
-        worker.link.send(ev.WorkerOffered(W, 1, 5))
+        worker.link.send(ev.LeaveAcknowledged(W, 1, 5))
         await until(lambda: worker.link.away)
         hub = await hub_at(keys, second, 2, port)
         try:
             await until(lambda: second)
             assert not worker.link.away
             assert worker.heard[0] == wire.Welcome(2)
-            assert second[0] == wire.WorkerHere(W, os.getpid(), commit=7)
+            assert second[0] == wire.WorkerReport(W, os.getpid(), commit=7)
             worker.link.send(ev.WorkerSucceeded(W, 1))
             await until(lambda: ev.WorkerSucceeded(W, 1) in second)
-            assert {type(message) for message in second} == {wire.WorkerHere, ev.WorkerSucceeded}
+            assert {type(message) for message in second} == {wire.WorkerReport, ev.WorkerSucceeded}
         finally:
             await asyncio.to_thread(worker.link.close)
             await hub.stop()
@@ -82,15 +82,15 @@ def test_who_somebody_is_comes_before_what_it_says(careless):
     class Talker(Worker):
         def answer(self):
             if careless and len(self.heard) == 1:
-                self.link.send(ev.WorkerOffered(W, 1, 5))
+                self.link.send(ev.LeaveAcknowledged(W, 1, 5))
                 self.link.send(self.who())
             else:
                 self.link.begin_again(self.who)
 
         def who(self):
             if not careless:
-                self.link.send(ev.WorkerOffered(W, 1, 5))
-            return wire.WorkerHere(W, os.getpid(), commit=7)
+                self.link.send(ev.LeaveAcknowledged(W, 1, 5))
+            return wire.WorkerReport(W, os.getpid(), commit=7)
 
     async def story():
         keys, heard = Keys.make(), []
@@ -104,8 +104,8 @@ def test_who_somebody_is_comes_before_what_it_says(careless):
         finally:
             await asyncio.to_thread(worker.link.close)
             await hub.stop()
-        between = [] if careless else [ev.WorkerOffered(W, 1, 5)]
-        assert heard == [wire.WorkerHere(W, os.getpid(), commit=7), *between, ev.WorkerSucceeded(W, 1)]
+        between = [] if careless else [ev.LeaveAcknowledged(W, 1, 5)]
+        assert heard == [wire.WorkerReport(W, os.getpid(), commit=7), *between, ev.WorkerSucceeded(W, 1)]
 
     asyncio.run(story())
 

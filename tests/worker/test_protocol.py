@@ -21,11 +21,11 @@ ORDER = wire.Formation(EPOCH + 1, (("a", (0, 1)),), "10.0.0.1:1", 0, ((1, 2),))
 
 @pytest.fixture
 def worker():
-    """In the middle of an epoch of its job, at its third commit there."""
+    """In the middle of a generation of its job, at its third commit there."""
     worker = Protocol(W, lease=math.inf)
     worker.account.begin("job")
     worker.begin("job")
-    worker.epoch, worker.commits = EPOCH, 3
+    worker.generation, worker.commits = EPOCH, 3
     worker.joined(Formation(EPOCH, 1, 2, 1, 2, 0, 1, "", 0, (), (("a", 2),)))
     worker.formed({})
     return worker
@@ -46,7 +46,7 @@ def said(actions):
 def test_a_question_is_a_promise_at_once(worker):
     """The main thread may not get to a commit, as others have promised theirs: the answer does not wait for it."""
     question = wire.Leave(EPOCH, ask=2)
-    assert worker.receive(question) == [Say(ev.WorkerOffered(W, EPOCH, 3, 2)), Post(question)]
+    assert worker.receive(question) == [Say(ev.LeaveAcknowledged(W, EPOCH, 3, 2)), Post(question)]
     assert (worker.hold, worker.bound) == (4, True)
     worker.receive(wire.Leave(EPOCH, 6))
     assert (worker.hold, worker.leave_at, worker.bound) == (None, 6, True)
@@ -54,65 +54,65 @@ def test_a_question_is_a_promise_at_once(worker):
     assert not worker.bound
 
 
-def test_a_question_about_another_epoch_is_no_promise(worker):
+def test_a_question_about_another_generation_is_no_promise(worker):
     """It has been left, or is not there yet."""
     assert not said(worker.receive(wire.Leave(EPOCH - 1)))
     worker.receive(wire.Leave(EPOCH - 1, 4))
     assert not worker.bound
 
 
-@pytest.mark.parametrize("word", [wire.Abort(EPOCH, "gone"), wire.Drop(EPOCH), wire.Quit("job", "over")])
-def test_an_epoch_can_be_over_in_three_ways(worker, word):
+@pytest.mark.parametrize("word", [wire.Abort(EPOCH, "gone"), wire.DropGroup(EPOCH), wire.StopProgram("job", "over")])
+def test_a_generation_can_be_over_in_three_ways(worker, word):
     """Aborted, prepared for nothing, or its job has ended: the main thread learns of it."""
     assert not worker.over(EPOCH)
     assert worker.receive(word) == [Post(word)]
     assert worker.over(EPOCH)
 
 
-def test_an_abort_counts_for_older_epochs_too(worker):
+def test_an_abort_counts_for_older_generations_too(worker):
     """And takes nothing back: an older one comes late."""
     worker.receive(wire.Abort(EPOCH + 1, "gone"))
     worker.receive(wire.Abort(EPOCH, "gone"))
-    assert [worker.over(epoch) for epoch in (EPOCH, EPOCH + 1, EPOCH + 2)] == [True, True, False]
+    assert [worker.over(generation) for generation in (EPOCH, EPOCH + 1, EPOCH + 2)] == [True, True, False]
 
 
 def test_a_group_is_built_unless_it_is_over_already(worker):
     """The order to prepare it comes after the one that drops it."""
     (build,) = worker.receive(wire.Prepare(ORDER))
     assert isinstance(build, Build)
-    assert (build.formation.epoch, build.formation.rank, build.formation.receivers) == (EPOCH + 1, 0, (1,))
-    worker.receive(wire.Drop(EPOCH + 1))
+    assert (build.formation.generation, build.formation.rank, build.formation.receivers) == (EPOCH + 1, 0, (1,))
+    worker.receive(wire.DropGroup(EPOCH + 1))
     assert worker.receive(wire.Prepare(ORDER)) == []
 
 
 def test_what_only_a_process_can_do_is_left_to_it(worker):
     """Programs, questions of where it is, the end of one that is stuck; another address is news for the main thread too."""
-    for message in (wire.Cell(1, "x"), wire.Look(EPOCH), wire.EndStuck(keep=True)):
+    for message in (wire.Cell(1, "x"), wire.QueryPosition(EPOCH), wire.EndHungWorker(keep=True)):
         assert worker.receive(message) == [Do(message)]
-    taken = wire.TakeKept(W, 5)
+    taken = wire.LoadKeptState(W, 5)
     assert worker.receive(taken) == [Post(taken)]
     moved = wire.Rehome("10.0.0.2", "eth0")
     assert worker.receive(moved) == [Do(moved), Post(moved)]
 
 
-# ---- between epochs ----
+# ---- between generations ----
 
 
 def test_who_waits_for_a_world_enters_a_newer_one(worker):
-    """Its own last epoch is over for it, and one that was aborted before it began is left already."""
+    """Its own last generation is over for it, and one that was aborted before it began is left already."""
     worker.leave()
     word = worker.ready(5, clean=True, store="10.0.0.1:1")
     assert word == ev.WorkerReady(W, "job", EPOCH, 5, True, "10.0.0.1:1", True, EPOCH)
     (post,) = worker.receive(ORDER)
     worker.receive(wire.Abort(EPOCH + 1, "gone"))
     assert worker.enter(post.news) is None
-    assert worker.ready(5, clean=True, store="").epoch == EPOCH + 1
+    assert worker.ready(5, clean=True, store="").generation == EPOCH + 1
     (post,) = worker.receive(wire.Formation(EPOCH + 2, ORDER.hosts, "", 0, ()))
     assert worker.enter(post.news) is post.news
     assert (worker.commits, worker.account.word) == (0, None)
 
 
-@pytest.mark.parametrize("news", [None, wire.Leave(EPOCH), wire.Drop(EPOCH)])
+@pytest.mark.parametrize("news", [None, wire.Leave(EPOCH), wire.DropGroup(EPOCH)])
 def test_other_news_is_no_world(worker, news):
     """Whoever waits says its word again."""
     worker.leave()
@@ -123,10 +123,10 @@ def test_other_news_is_no_world(worker, news):
 def test_a_new_program_knows_nothing_of_the_last(worker):
     """But if its job is over by then, that counts."""
     worker.receive(wire.Leave(EPOCH))
-    worker.receive(wire.Quit("next", "stopped by hand"))
+    worker.receive(wire.StopProgram("next", "stopped by hand"))
     assert worker.quit is None
     worker.begin("next")
-    assert (worker.epoch, worker.left, worker.commits, worker.bound, worker.rank) == (0, 0, 0, False, 0)
+    assert (worker.generation, worker.left, worker.commits, worker.bound, worker.rank) == (0, 0, 0, False, 0)
     assert (worker.stopped("next"), worker.stopped("job")) == ("stopped by hand", None)
     assert worker.over(1)
 
@@ -145,7 +145,7 @@ def values(worker, now):
 
 
 def test_commits_are_reported_and_the_last_one_is_said(worker):
-    """Only the newest report counts, so it may get lost; the first of an epoch and the last of a program may not."""
+    """Only the newest report counts, so it may get lost; the first of a generation and the last of a program may not."""
     worker.reports.begin(5.0)
     ((sure, first),) = progress(worker, 1.0)
     assert (sure, first.first) == (True, 5.0)
@@ -245,7 +245,7 @@ def test_a_worker_that_nobody_comes_back_for_ends(worker):
     worker._lease = 5.0
     assert End() not in worker.tick(4.0, HERE)
     news = [action.news for action in worker.tick(6.0, HERE) if isinstance(action, Post)]
-    assert news == [wire.Abort(0, "no driver has come for 5 s (lease)"), wire.Quit("job", news[0].reason)]
+    assert news == [wire.Abort(0, "no driver has come for 5 s (lease)"), wire.StopProgram("job", news[0].reason)]
     assert worker.over(EPOCH)
     assert not [action for action in worker.tick(7.0, HERE) if isinstance(action, Post)]
     worker.account.busy = False
@@ -262,10 +262,10 @@ def test_a_new_driver_is_introduced_to_and_hears_the_result_again(worker):
 
 
 def test_a_new_driver_hears_that_a_promise_was_made(worker):
-    """And that an epoch that is over is not to be gone on with."""
+    """And that a generation that is over is not to be gone on with."""
     worker.receive(wire.Leave(EPOCH))
     here = worker.statement(1, "store")
-    assert (here.job, here.busy, here.epoch, here.rank, here.size) == ("job", True, EPOCH, 1, 2)
+    assert (here.job, here.busy, here.generation, here.rank, here.size) == ("job", True, EPOCH, 1, 2)
     assert (here.formed, here.holds, here.bound, here.numbered, here.stopped) == (True, True, True, EPOCH, "")
     worker.receive(wire.Abort(EPOCH + 1, "gone"))
     here = worker.statement(1, "store")
@@ -275,16 +275,16 @@ def test_a_new_driver_hears_that_a_promise_was_made(worker):
 @pytest.mark.parametrize(("own", "stopped"), [(False, "the job is over"), (True, "")])
 def test_a_new_driver_hears_who_was_told_to_stop(worker, own, stopped):
     """Why, unless it was told to end with its own error."""
-    worker.receive(wire.Quit("job", "the job is over", own=own))
+    worker.receive(wire.StopProgram("job", "the job is over", own=own))
     assert worker.statement(1, "").stopped == stopped
 
 
 def test_a_new_driver_hears_of_a_program_that_begins(worker):
     """Its job's name and that it runs, and nothing of what is still there of the one before."""
-    worker.receive(wire.Quit("job", "the job is over"))
+    worker.receive(wire.StopProgram("job", "the job is over"))
     worker.account.begin("next")
     here = worker.statement(1, "")
-    assert (here.job, here.busy, here.stopped, here.epoch, here.formed) == ("next", True, "", 0, False)
+    assert (here.job, here.busy, here.stopped, here.generation, here.formed) == ("next", True, "", 0, False)
     worker.begin("next")
     here = worker.statement(1, "")
     assert (here.job, here.busy, here.stopped) == ("next", True, "")

@@ -67,7 +67,7 @@ def test_nothing_live_changes_before_all_has_come():
 
 
 def broken_off():
-    raise RuntimeError("the epoch is over")
+    raise RuntimeError("the generation is over")
 
 
 def test_what_cannot_be_relied_on_is_not_taken(monkeypatch):

@@ -1,4 +1,4 @@
-"""Forming, aborting and leaving an epoch's group, without any driver."""
+"""Forming, aborting and leaving a generation's group, without any driver."""
 
 import contextlib
 import os
@@ -20,13 +20,13 @@ from nbelastic.worker.sockets import borrowed, listeners, open_sockets, shut_dow
 from tests.process.observing import until
 
 
-def formation(epoch, size, offer):
-    return Formation(epoch, 0, size, 0, size, 0, 1, offer.endpoint, 0, (), (("a", size),))
+def formation(generation, size, offer):
+    return Formation(generation, 0, size, 0, size, 0, 1, offer.endpoint, 0, (), (("a", size),))
 
 
-def form(epoch, size, *, abort_after=None):
-    """Form epoch `epoch` as rank 0 of `size`; the group."""
-    group, offer, over = Group(epoch, torch.device("cpu"), "gloo"), Offer("127.0.0.1"), threading.Event()
+def form(generation, size, *, abort_after=None):
+    """Form generation `generation` as rank 0 of `size`; the group."""
+    group, offer, over = Group(generation, torch.device("cpu"), "gloo"), Offer("127.0.0.1"), threading.Event()
 
     def abort():
         time.sleep(abort_after)
@@ -37,7 +37,7 @@ def form(epoch, size, *, abort_after=None):
     if abort_after is not None:
         thread.start()
     try:
-        group.form(formation(epoch, size, offer), offer, Ahead("127.0.0.1").run)
+        group.form(formation(generation, size, offer), offer, Ahead("127.0.0.1").run)
     finally:
         over.set()
         if abort_after is not None:
@@ -107,12 +107,12 @@ def works():
     return one.tolist() == [1.0] * 3
 
 
-def prepare(ahead, epoch, size=1):
-    """What `Ahead` says of an attempt to prepare this epoch, as rank 0."""
+def prepare(ahead, generation, size=1):
+    """What `Ahead` says of an attempt to prepare this generation, as rank 0."""
     offers, said = [], []
     ahead.make_offer({"127.0.0.1"}, offers.append)
     ahead.run(lambda: None).result()
-    where = Formation(epoch, 0, size, 0, size, 0, 1, offers[0], 0, (), (("a", size),))
+    where = Formation(generation, 0, size, 0, size, 0, 1, offers[0], 0, (), (("a", size),))
     ahead.prepare(where, torch.device("cpu"), "gloo", said.append)
     return where, said
 
@@ -121,14 +121,14 @@ def test_a_group_is_prepared_beside_another_and_takes_its_place():
     """Forty times: the old one works until it is left, the new one does at once, and nothing piles up."""
     ahead, hook = Ahead("127.0.0.1"), sys.excepthook
     group, files = form(1, 1), []
-    for epoch in range(2, 42):
-        where, said = prepare(ahead, epoch)
+    for generation in range(2, 42):
+        where, said = prepare(ahead, generation)
         ahead.run(lambda: None).result()
         assert said == [None]
         assert works()
         offer = ahead.take_offer()
         group.leave()
-        group = ahead.take(epoch)
+        group = ahead.take(generation)
         group.form(where, offer, ahead.run)
         assert works()
         assert group.intact()
@@ -158,13 +158,13 @@ def test_a_peer_that_died_since_it_was_prepared_is_not_forgotten():
 def test_what_was_prepared_for_nothing_is_dropped():
     """It had been built, or waits for a peer that never comes: the group that trains is not touched, and the next is built."""
     ahead, group = Ahead("127.0.0.1"), form(1, 1)
-    for epoch in (2, 3, 4):
-        _, said = prepare(ahead, epoch)
+    for generation in (2, 3, 4):
+        _, said = prepare(ahead, generation)
         ahead.run(lambda: None).result()
         assert ahead.abort()
         assert ahead.group is None
         assert (said, works(), group.intact()) == ([None], True, True)
-        _, said = prepare(ahead, epoch + 10, size=2)
+        _, said = prepare(ahead, generation + 10, size=2)
         assert not ahead.group.settled
         while not ahead.abort():
             time.sleep(0.02)
@@ -189,7 +189,7 @@ def test_a_preparation_that_hangs_is_left_behind():
 
 
 def test_a_preparation_that_cannot_be_woken_spoils_nothing_that_follows(monkeypatch):
-    """A peer was stopped before it connected. The epochs after it are formed beside the thread that waits for it."""
+    """A peer was stopped before it connected. The generations after it are formed beside the thread that waits for it."""
     held, hanging = threading.Event(), threading.Semaphore(0)
 
     def gloo(*_):
@@ -284,7 +284,7 @@ def test_what_torch_makes_of_a_spoiled_store_is_a_failed_forming(monkeypatch):
 
 
 def test_a_forming_that_was_left_behind_does_not_become_the_default_group(monkeypatch):
-    """Its peer connects after all, when the next epoch's group trains already: that one stays as it is."""
+    """Its peer connects after all, when the next generation's group trains already: that one stays as it is."""
 
     class EnoughError(Exception):
         pass
@@ -325,7 +325,7 @@ def test_a_forming_that_was_left_behind_does_not_become_the_default_group(monkey
 
 
 def test_connections_of_the_users_threads_are_never_cut(monkeypatch):
-    """They are opened while a group is formed, in the middle of it: an abort and the end of the epoch pass them by."""
+    """They are opened while a group is formed, in the middle of it: an abort and the end of the generation pass them by."""
     make, theirs = Group._make, []
 
     def beside(*args):

@@ -24,12 +24,12 @@ EPOCH = 7
 
 @pytest.fixture
 def session():
-    """In the middle of an epoch; what it says stays in its link."""
+    """In the middle of a generation; what it says stays in its link."""
     settings = {"worker": "a/0#1", "address": "127.0.0.1", "backend": "gloo", "slots": 1, "relay": "/tmp"}
     settings["heartbeat"], settings["lease"] = 1.0, math.inf
     session = Session(settings)
     session.group = Group(EPOCH, torch.device("cpu"), "gloo")
-    session._protocol.epoch, session._protocol.commits = EPOCH, 3
+    session._protocol.generation, session._protocol.commits = EPOCH, 3
     return session
 
 
@@ -40,7 +40,7 @@ def said(session):
 def test_a_question_is_answered_from_within_a_step(session):
     """The others have promised to stop, and this rank waits for them in a collective: it does not get to a commit."""
     session._receive(wire.Leave(EPOCH))
-    assert said(session) == [ev.WorkerOffered(session.worker, EPOCH, 3)]
+    assert said(session) == [ev.LeaveAcknowledged(session.worker, EPOCH, 3)]
     passed = threading.Event()
 
     def train():
@@ -134,7 +134,7 @@ def test_output_waits_while_the_driver_confirms_nothing(session):
     assert (len(output.text), output.text[-7:], output.end) == (BOUND, "the end", 100_007)
 
 
-def test_news_of_another_epoch_changes_nothing(session):
+def test_news_of_another_generation_changes_nothing(session):
     """The question was about a group that has been left."""
     session._receive(wire.Leave(EPOCH - 1))
     session._receive(wire.Leave(EPOCH - 1, 4))
@@ -162,7 +162,7 @@ def test_what_comes_while_one_listens_is_not_overheard(session):
     session.attention = True
     session.committed(4)
     assert session.attention
-    assert said(session) == [ev.WorkerOffered(session.worker, EPOCH, 4)]
+    assert said(session) == [ev.LeaveAcknowledged(session.worker, EPOCH, 4)]
 
 
 def test_a_transfer_that_an_abort_does_not_wake_is_left_behind(session):
@@ -189,7 +189,7 @@ class Failing:
 
 
 def test_a_worker_that_hangs_while_it_closes_a_group_ends(session, monkeypatch):
-    """Nobody else waits for it in that epoch: it is replaced after some seconds."""
+    """Nobody else waits for it in that generation: it is replaced after some seconds."""
     ended = []
     monkeypatch.setattr(session, "_end_stuck", lambda: ended.append(1))
     monkeypatch.setattr("nbelastic.worker.stuck.Blocked.stuck_for", lambda *_: 1.0)

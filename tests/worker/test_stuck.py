@@ -89,7 +89,7 @@ class Ended(Exception):
 
 @pytest.fixture
 def stuck(monkeypatch):
-    """Its main thread sleeps in a collective of an aborted epoch; what it says is in `said`."""
+    """Its main thread sleeps in a collective of an aborted generation; what it says is in `said`."""
     monkeypatch.setattr(Blocked, "_look", lambda _: (True, 0))
     monkeypatch.setattr(Blocked, "_in_a_collective", lambda _: True)
 
@@ -116,7 +116,7 @@ def test_who_is_stuck_asks_until_it_is_answered(stuck):
     """Four times a second, and ends when it is told to."""
     for now in (100.0, 100.1, 100.3):
         stuck.ask(5, now)
-    assert stuck.said == [ev.WorkerStuck(W, EPOCH, 5)] * 2
+    assert stuck.said == [ev.WorkerHung(W, EPOCH, 5)] * 2
     with pytest.raises(Ended):
         stuck.answer(None, "job", time.monotonic())
 
@@ -146,7 +146,7 @@ def test_while_it_is_being_kept_the_driver_is_told(stuck):
     stuck.answer(None, "job", now)
     for later in (0.1, 1.0, 2.2):
         stuck.go_on_keeping(now + later)
-    assert stuck.said == [ev.WorkerStuck(W, EPOCH, keeping=True)] * 2
+    assert stuck.said == [ev.WorkerHung(W, EPOCH, keeping=True)] * 2
     go_on.set()
     until_kept(stuck)
     stuck.go_on_keeping(now + 9.0)
@@ -195,7 +195,7 @@ def test_a_main_thread_that_wakes_while_its_state_is_kept_waits_for_that(stuck, 
     assert (through.is_set(), stuck.keeping, stuck.said) == (True, False, [])
 
 
-def test_a_main_thread_in_the_next_epoch_keeps_nothing(stuck):
+def test_a_main_thread_in_the_next_generation_keeps_nothing(stuck):
     """What it holds is not what it held when the question was asked."""
     stuck.enter(EPOCH + 1)
     stuck.answer(lambda: 5, "job", time.monotonic())

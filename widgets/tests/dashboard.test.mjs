@@ -32,7 +32,7 @@ import {
 const NB = "\u00a0"; // a number does not leave its unit
 
 function event(n, kind, text, more = {}) {
-  return { n, time: n, kind, text, host: "", worker: "", epoch: 1, size: 2, took: {}, ...more };
+  return { n, time: n, kind, text, host: "", worker: "", generation: 1, size: 2, took: {}, ...more };
 }
 
 function host(workers, more = {}) {
@@ -101,7 +101,7 @@ test("ranks that follow one another are joined; who has none goes by name", () =
   );
 });
 
-test("each slot has its newest worker; an older one that lives stands beside it; an empty one may cool", () => {
+test("each slot has its newest worker; an older one that lives stands beside it; an empty one may be in back-off", () => {
   const row = (state) => [null, state, 0, 0, 1, null, null, ""];
   const slots = slotsOf(
     "a",
@@ -113,7 +113,7 @@ test("each slot has its newest worker; an older one that lives stands beside it;
   );
   assert.deepEqual(
     slots.map((slot) => stateOf(slot, 10)),
-    ["starting", "running", "cooling"],
+    ["starting", "running", "backoff"],
   );
   assert.equal(stateOf(slots[2], 60), "empty");
   assert.deepEqual(
