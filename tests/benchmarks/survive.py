@@ -26,6 +26,7 @@ from nbelastic.system.presence import lives
 from tests.benchmarks.recovery import Cases, run
 from tests.process.observing import alive, until
 from tests.process.surviving import Found, Kernel
+from tests.support.waiting import until_none
 
 WORLD = 4
 SPELL = 2.0  # seconds without a driver
@@ -61,7 +62,7 @@ def kept(hosts: str) -> Iterator[Kernel]:
         cluster = nbe.Cluster.attach(kernel.name)
         Found(cluster, cluster.job, kernel.folder).finish()
         cluster.stop()
-        until(lambda: not kernel.left(), 15, "nothing to be left")
+        until_none(kernel.left, 15)
 
 
 def survive(rounds: int, part: str = "") -> dict[str, list[float]]:

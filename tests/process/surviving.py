@@ -22,6 +22,7 @@ from nbelastic.system.folders import runs
 from nbelastic.system.presence import pid_of
 from tests.process.observing import Training, alive, descendants, until
 from tests.process.scripting import ScriptTraining
+from tests.support.waiting import until_none
 
 MARK = "NBELASTIC_TEST_KERNEL"  # in the environment of the kernel, and so of all that it starts
 ROOT = Path(__file__).parents[2]
@@ -182,7 +183,7 @@ def kernels(name: str, folder: Path, timeout: float, **usual: Any) -> Iterator[C
     yield start
     for kernel in started:
         end(kernel)
-        until(lambda kernel=kernel: not kernel.left(), timeout, f"nothing to be left of {kernel.name}")
+        until_none(kernel.left, timeout)
 
 
 class FoundScript(ScriptTraining):

@@ -20,6 +20,7 @@ from tests.process import programs
 from tests.process.observing import alive, undisturbed, until
 from tests.process.scripting import FOR_EVER, TRAIN, joining, torchrun
 from tests.process.surviving import FoundScript, Kernel, attached, kernels
+from tests.support.waiting import until_none
 
 WORLD = 3
 
@@ -96,7 +97,7 @@ def forsaken(kept: Callable[..., Kernel], tmp_path: Path) -> Callable[..., None]
         kernel.crash() if with_driver else kernel.kill()
         if with_rank_0:
             os.kill(next(line["pid"] for line in kernel.steps() if line["rank"] == 0), signal.SIGKILL)
-        until(lambda: not kernel.left(), 60 if with_rank_0 else 40, "nothing to be left")
+        until_none(kernel.left, 60 if with_rank_0 else 40)
         last = max(line["step"] for line in kernel.steps())
         newest = max(path.name for path in folder.iterdir())  # each ends by its own clock, and may save its commit
         assert int(newest.rpartition("-")[2]) in range(last - 1, last + 1)
@@ -116,7 +117,7 @@ def test_nothing_is_left_of_a_cluster_that_is_not_kept(kept, with_driver):
     kernel = kept(keep=False)
     kernel.makes_steps(WORLD)
     kernel.crash() if with_driver else kernel.kill()
-    until(lambda: not kernel.left(), 15, "nothing to be left")
+    until_none(kernel.left, 15)
 
 
 def test_who_starts_the_next_driver_does_not_own_the_cluster(kept):
@@ -139,7 +140,7 @@ def test_who_starts_the_next_driver_does_not_own_the_cluster(kept):
     assert {line["generation"] for line in kernel.steps()[made:]} == {generation}
     os.kill(kernel.process.pid, signal.SIGCONT)
     kernel.kill()
-    until(lambda: not kernel.left(), 15, "nothing to be left")
+    until_none(kernel.left, 15)
 
 
 def test_an_ordinary_restart(kept):

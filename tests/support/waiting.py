@@ -29,6 +29,20 @@ def files_in(folder: Path) -> list[Path]:
     return [Path(parent, name) for parent, folders, files in os.walk(folder) for name in (*folders, *files)]
 
 
+def until_none(found: Callable[[], Any], timeout: float = 20.0) -> None:
+    """Return when `found()` finds nothing more. AssertionError after `timeout` seconds, with what it still finds."""
+    rest: list[Any] = []
+
+    def is_empty() -> bool:
+        rest[:] = found()
+        return not rest
+
+    try:
+        until(is_empty, timeout)
+    except AssertionError as error:
+        raise AssertionError(f"after {timeout:g} s there is still: {rest}") from error
+
+
 async def until_async(true: Callable[[], Any], timeout: float = 40.0, what: str = "") -> Any:  # noqa: ASYNC109  (as above)
     """Like `until`, in an event loop; `true` may be a coroutine function."""
     end = time.monotonic() + timeout
