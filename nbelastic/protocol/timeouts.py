@@ -8,7 +8,7 @@ A_MEMBER = 0.05  # seconds that each member adds to what all of them connect for
 
 
 class Timeouts(Struct, frozen=True):
-    """In seconds. What is done at each deadline is in the table of `docs/how-it-works.md`."""
+    """In seconds. What is done at each deadline is in `docs/reference.md`, section Deadlines."""
 
     agent: float = 120.0  # a host's agent says that it is there; then the host is lost, and tried again
     worker: float = 300.0  # a worker's engine takes code; then it is replaced
