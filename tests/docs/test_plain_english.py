@@ -1,0 +1,112 @@
+"""The prose of the pages and of the code is plain English: see `plain_english.py` for what that excludes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.docs.plain_english import faults
+
+ROOT = Path(__file__).parents[2]
+PAGES = {path.name: path for path in [*(ROOT / "docs").glob("*.md"), ROOT / "README.md", ROOT / "CHANGELOG.md"]}
+LISTS_OLD_WORDS = {"glossary.md", "CHANGELOG.md"}
+NOT_YET = {  # still to be rewritten; a page or folder that passes leaves this list
+    *("dashboard.md", "hosts.md", "performance.md", "reference.md", "scripts.md", "security.md", "state.md"),
+    *("survive.md", "testing.md", "README.md"),
+    *("agent", "client", "core", "driver", "ipp", "protocol", "provision", "system", "torchrun", "transport", "worker"),
+}
+FOLDERS = sorted(path.name for path in (ROOT / "nbelastic").iterdir() if (path / "__init__.py").exists())
+
+
+def found_in(text: str, tmp_path: Path, name: str = "page.md") -> list[str]:
+    path = tmp_path / name
+    path.write_text(text)
+    return [fault for _, fault in faults(path)]
+
+
+def printed(paths: list[Path]) -> list[str]:
+    return [f"{path.relative_to(ROOT)}:{line}: {fault}" for path in paths for line, fault in faults(path)]
+
+
+@pytest.mark.parametrize("name", sorted(PAGES.keys() - LISTS_OLD_WORDS - NOT_YET))
+def test_a_page_is_plain_english(name):
+    """No banned word, no riddle, no sentence of more than 25 words."""
+    assert printed([PAGES[name]]) == []
+
+
+@pytest.mark.parametrize("folder", [name for name in FOLDERS if name not in NOT_YET])
+def test_a_folder_is_plain_english(folder):
+    """The same of its docstrings and comments."""
+    assert printed(sorted((ROOT / "nbelastic" / folder).glob("*.py"))) == []
+
+
+@pytest.mark.parametrize("name", sorted(NOT_YET))
+def test_what_is_not_plain_yet_has_faults(name):
+    """What passes must leave the list, so that it cannot fall back."""
+    paths = [PAGES[name]] if name in PAGES else sorted((ROOT / "nbelastic" / name).glob("*.py"))
+    assert printed(paths), f"{name} is plain English now: take it off NOT_YET"
+
+
+@pytest.mark.parametrize(
+    ("text", "fault"),
+    [
+        ("The slot has three strikes.", "“strikes”: write failure"),
+        ("Whoever comes later waits.", "“Whoever”: write name the actor"),
+        ("A row a host is shown.", "“A row a host”: write one ... per ..."),
+        ("This is no folder.", "“is no folder”: write is not a ..."),
+        ("Who is late is left out.", "“Who is” as a subject"),
+        ("A line. Those that wait are replaced; what is of no use ends.", None),
+        ("word " * 26 + ".", "26 words in a sentence"),
+        ("| a cell | a slot that cools |", "“cools”"),
+        ("- an item of a list\n  that is for ever", "“for ever”"),
+    ],
+)
+def test_a_fault_is_found(tmp_path, text, fault):
+    """In paragraphs, cells and items."""
+    found = found_in(text, tmp_path)
+    assert (len(found) == 1 and fault in found[0]) if fault else found == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "It is no longer there, and the slot is no more than a number.",
+        "The variable `strikes`, the “ghost” of an old page, and [a link](of/a/ghost.md).",
+        "```python\nstrikes = 3  # nobody\n```\n",
+        "Who is late?",
+        "A short sentence; " + "word " * 20 + ": " + "word " * 20 + ".",
+    ],
+)
+def test_plain_text_has_none(tmp_path, text):
+    """Code, links and quotations are not prose; a colon or semicolon begins another clause."""
+    assert found_in(text, tmp_path) == []
+
+
+def test_docstrings_and_comments_are_read_and_code_is_not(tmp_path):
+    """Comments on neighbouring lines are one text."""
+    source = '"""Nobody\nreads this."""\nstrikes = "nobody"  # noqa: E501\n# a long\n# comment of a ghost\nx = 1  # a guest\n'
+    assert [fault.split(":")[0] for fault in found_in(source, tmp_path, "code.py")] == [
+        "“Nobody”",
+        "“ghost”",
+        "“guest”",
+    ]
+
+
+def test_words_are_spelled_as_the_dictionary_has_them():
+    """By codespell, over everything that people read."""
+    paths = ["nbelastic", "docs", "widgets", "tests", "README.md", "CHANGELOG.md"]
+    command = [
+        sys.executable,
+        "-m",
+        "codespell_lib",
+        "--skip",
+        "*.pyc,*.json,*.png,*.svg,constraints.txt,node_modules",
+        "-L",
+        "notin,oen",
+        *paths,
+    ]
+    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (found.returncode, found.stdout) == (0, ""), found.stdout + found.stderr
