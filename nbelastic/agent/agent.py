@@ -44,7 +44,8 @@ from nbelastic.system.addresses import address_of, is_loopback
 from nbelastic.system.folders import base, held_folder, kept
 from nbelastic.system.presence import Presence
 from nbelastic.system.processes import kill_group, state_of
-from nbelastic.transport.link import Keys, Spoke
+from nbelastic.transport.client import Client
+from nbelastic.transport.keys import Keys
 
 LATE = 2.0  # seconds by which a look may be late; later than that, this process itself was stopped
 WATCH = 0.1  # seconds between looks at the workers' process states
@@ -97,14 +98,14 @@ class Agent:
         peer = f"agent/{config.host}~{config.number}"
         self._turn_by = math.inf  # when the main thread will have come to its next turn
         self._vouched_at = 0.0
-        self._link = Spoke(
+        self._link = Client(
             config.driver,
             config.keys,
             peer,
             wire.ToAgent,
             self._receive,
             heartbeat=config.heartbeat,
-            works=self._works,
+            may_send=self._works,
         )
 
     def run(self) -> None:
@@ -272,7 +273,7 @@ class Agent:
                 case Say(message=message):
                     self._link.send(message)
                 case Introduce():
-                    self._link.begin_again(self._hello)
+                    self._link.reset_session(self._hello)
                 case Fork(order=order):
                     self._spawn(order)
                 case Signal(worker=w, kill=kill):

@@ -19,7 +19,7 @@ import zmq
 from zmq.utils import z85
 
 from nbelastic.system.addresses import address_of, bracketed
-from nbelastic.transport.link import Keys
+from nbelastic.transport.keys import Keys
 
 log = logging.getLogger("nbelastic.prober")
 

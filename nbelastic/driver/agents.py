@@ -37,7 +37,7 @@ from nbelastic.system import pickling
 from nbelastic.system.files import make_private
 from nbelastic.system.folders import batch_folder
 from nbelastic.system.supervise import Report
-from nbelastic.transport.link import Keys
+from nbelastic.transport.keys import Keys
 
 if TYPE_CHECKING:
     from nbelastic.protocol.settings import Settings
@@ -88,7 +88,7 @@ class Fleet:
     def __init__(
         self,
         settings: Settings,
-        hub: Transport,
+        server: Transport,
         keys: Keys,
         clock: Clock,
         parts: Parts,
@@ -99,7 +99,7 @@ class Fleet:
         save: Callable[[], None],
     ) -> None:
         self._clock, self._parts = clock, parts
-        self._settings, self._hub, self._keys, self._post, self._record = settings, hub, keys, post, record
+        self._settings, self._server, self._keys, self._post, self._record = settings, server, keys, post, record
         self._report, self._save = report, save
         self._loop = asyncio.get_running_loop()
         self._held: dict[str, _Held] = {}  # by host
@@ -183,7 +183,7 @@ class Fleet:
         self.live.jobs = {
             host: await held.agent.state()
             for host, held in list(self._held.items())
-            if isinstance(held.agent, BatchJobAgent) and held.peer not in self._hub.heard_at
+            if isinstance(held.agent, BatchJobAgent) and held.peer not in self._server.heard_at
         }
 
     async def look_after_gates(self) -> None:
@@ -201,8 +201,8 @@ class Fleet:
             case cmd.StopAgent(host=host):
                 held = self._held.get(host)
                 if held is not None:
-                    heard = held.peer in self._hub.heard_at
-                    self._hub.send(held.peer, wire.StopAgent())
+                    heard = held.peer in self._server.heard_at
+                    self._server.send(held.peer, wire.StopAgent())
                     if heard:
                         self._loop.call_later(3.0, self._end, host, held)
                     else:  # it has no workers, and may not be there to hear it; at once: the host may be added again
@@ -218,7 +218,7 @@ class Fleet:
     def to_agent(self, host: str, message: wire.Message) -> None:
         """A host without one does not get it."""
         if host in self._held:
-            self._hub.send(self._held[host].peer, message)
+            self._server.send(self._held[host].peer, message)
 
     def lead(self, here: str, endpoint: str) -> str:
         """Where other machines, to which this one is `here`, come to one of its loopback endpoints."""
@@ -235,7 +235,7 @@ class Fleet:
     def quiet_for(self, who: str | WorkerId) -> float:
         """Seconds since this host's agent, or this worker, was heard; 0 if it has said nothing yet."""
         peer = self.peer_of(who) if isinstance(who, str) else f"worker/{who}"
-        heard_at = self._hub.heard_at.get(peer, self._expected.get(peer))
+        heard_at = self._server.heard_at.get(peer, self._expected.get(peer))
         return self._clock.silence(heard_at) if heard_at is not None else 0.0
 
     def expect(self, w: WorkerId) -> None:
@@ -269,9 +269,9 @@ class Fleet:
             if local:
                 held.slots = spec.slots  # they share this machine's cores
                 threads = str(max(1, (os.cpu_count() or 1) // sum(each.slots for each in self._held.values())))
-                driver = self._hub.address
+                driver = self._server.address
             else:
-                threads, driver = "", self._doors.lead(held.here, self._hub.address)
+                threads, driver = "", self._doors.lead(held.here, self._server.address)
             stopped = partial(self._agent_stopped, spec.name, held)
             agent = self._parts.agent_for(spec, local, self._settings, stopped, number)
             agent.start({**self._config(spec, local, number), "driver": driver, "threads": threads})
@@ -338,7 +338,7 @@ class Fleet:
         held = self._held.get(w.host)
         if held is not None:
             connection = self._doors.lead_engines(held.here, self._controller.connection)
-            self._hub.send(held.peer, wire.Spawn(w, str(log_dir), connection))
+            self._server.send(held.peer, wire.Spawn(w, str(log_dir), connection))
 
     def _end(self, host: str, held: _Held) -> None:
         held.kill()
@@ -349,7 +349,7 @@ class Fleet:
         if self._held.get(host) is held:
             del self._held[host]
             self.live.host_samples.pop(host, None)
-            self._hub.forget(held.peer)
+            self._server.forget(held.peer)
             self._post(ev.AgentLost(host, why, number=held.number))
 
     def lose_agent(self, host: str, why: str, quiet: float = 0.0) -> None:
@@ -367,7 +367,7 @@ class Fleet:
         held = self._held.pop(host, None)
         self.live.host_samples.pop(host, None)
         if held is not None:
-            self._hub.forget(held.peer)
+            self._server.forget(held.peer)
             held.kill()
 
     def begin_job(self, job: str, last_generation: int) -> None:
@@ -378,14 +378,14 @@ class Fleet:
             make_private(self.results.folder(job))
 
     def to_workers(self, workers: Iterable[WorkerId], message: wire.Message) -> None:
-        self._hub.send_to_all((f"worker/{w}" for w in workers), message)
+        self._server.send_to_all((f"worker/{w}" for w in workers), message)
 
     def hello(self, w: WorkerId, engine: str) -> None:
         """A worker says that it can run programs and cells, and which engine it is."""
         self.engines[w] = engine
         held = self._held.get(w.host)
         if held is not None and held.move is not None:  # it may have come between its fork and its first word
-            self._hub.send(f"worker/{w}", held.move)
+            self._server.send(f"worker/{w}", held.move)
         self._post(ev.WorkerRegistered(w))
 
     def _controller_fails(self, why: str) -> None:
@@ -451,7 +451,7 @@ class Fleet:
             del self._cells[cell]
         for w in gone:
             self.engines.pop(w, None)
-            self._hub.forget(f"worker/{w}")
+            self._server.forget(f"worker/{w}")
             self._expected.pop(f"worker/{w}", None)
             self.live.steps.pop(w, None)
             self.live.worker_samples.pop(str(w), None)

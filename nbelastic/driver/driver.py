@@ -45,7 +45,7 @@ from nbelastic.protocol.status import Status
 from nbelastic.system.addresses import parted
 from nbelastic.system.futures import settle
 from nbelastic.system.supervise import supervise
-from nbelastic.transport.link import Keys
+from nbelastic.transport.keys import Keys
 
 LOOK = 5.0  # seconds between looks at whether the run folder is there
 JOBS = 2.0  # seconds between looks at batch jobs
@@ -119,7 +119,7 @@ class Driver:
     @property
     def address(self) -> str:
         """Where it listens: `tcp://127.0.0.1:4711`."""
-        return self._hub.address
+        return self._server.address
 
     async def serve(self, ready: Callable[[], object] = lambda: None) -> None:
         """Be the driver until the cluster has stopped; `ready()` is called when requests can be taken.
@@ -183,16 +183,16 @@ class Driver:
         settings, cluster, post = self.settings, lambda: self.cluster, self.take_in
         self._keys = saved.keys if saved is not None else Keys.make()
         self._term = saved.term + 1 if saved is not None else 1
-        self._hub = self._parts.transport(self._keys, self._hear, settings.heartbeat, self._term, self._is_known)
+        self._server = self._parts.transport(self._keys, self._hear, settings.heartbeat, self._term, self._is_known)
         try:
-            await self._hub.start(port=parted(saved.address)[1] if saved is not None else 0)
+            await self._server.start(port=parted(saved.address)[1] if saved is not None else 0)
         except OSError as error:
             raise HostError(
                 f"the driver cannot listen: {error.strerror}; end who has that port, then try again."
             ) from None
         self.fleet = fleet = Fleet(
             settings,
-            self._hub,
+            self._server,
             self._keys,
             self._clock,
             self._parts,
@@ -207,7 +207,7 @@ class Driver:
             cluster=cluster,
             settings=settings,
             clock=self._clock,
-            hub=self._hub,
+            server=self._server,
             fleet=fleet,
             notes=self._notes,
             faults=self.faults,
@@ -239,7 +239,7 @@ class Driver:
         self._inbound = Inbound(
             cluster=cluster,
             clock=self._clock,
-            hub=self._hub,
+            server=self._server,
             fleet=fleet,
             jobs=self.jobs,
             scripts=self._scripts,
@@ -315,7 +315,7 @@ class Driver:
             for run in self.jobs.runs.values():
                 lines.callback(run.abandon, f"the cluster {self.settings.name!r} was stopped")
             lines.callback(self._scripts.close)
-            lines.push_async_callback(self._hub.stop)
+            lines.push_async_callback(self._server.stop)
             lines.push_async_callback(self.fleet.stop)
             lines.push_async_callback(self._stop_watching)
 

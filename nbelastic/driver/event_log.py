@@ -14,9 +14,9 @@ import msgspec
 from nbelastic.core import commands as cmd
 from nbelastic.protocol import events as ev
 from nbelastic.protocol import wire
+from nbelastic.protocol.encoding import encode
 from nbelastic.protocol.status import KEPT, EventRecord
 from nbelastic.system.files import append_private
-from nbelastic.transport.link import encode
 
 LONGEST = 32 << 20  # bytes of a file of another driver that are read
 MOST = 64 << 20  # bytes of a file; there are two of them

@@ -34,7 +34,7 @@ class Inbound:
         *,
         cluster: Callable[[], ClusterState],
         clock: Clock,
-        hub: Transport,
+        server: Transport,
         fleet: Fleet,
         jobs: Jobs,
         scripts: Scripts,
@@ -47,7 +47,7 @@ class Inbound:
         publish: Callable[[], None],
         publish_soon: Callable[[], None],
     ) -> None:
-        self._cluster, self._clock, self._hub, self._fleet, self._jobs = cluster, clock, hub, fleet, jobs
+        self._cluster, self._clock, self._server, self._fleet, self._jobs = cluster, clock, server, fleet, jobs
         self._scripts, self._notes, self._chronicle, self._commits = scripts, notes, chronicle, commits
         self._post, self._record, self._publish, self._publish_soon = post, record, publish, publish_soon
         self.arrivals = arrivals
@@ -68,8 +68,8 @@ class Inbound:
     def read(self, peer: str, message: wire.Message | ev.Event) -> None:
         """`peer` has sent this. TypeError for what is not known here."""
         if peer.startswith("agent/") and peer != self._fleet.peer_of(peer[6:].rpartition("~")[0]):
-            self._hub.send(peer, wire.StopAgent())  # given up while it was not heard: it comes back from the dead
-            self._hub.forget(peer)
+            self._server.send(peer, wire.StopAgent())  # given up while it was not heard: it comes back from the dead
+            self._server.forget(peer)
             return
         if peer.startswith("node/"):
             self._scripts.hear(peer, message)

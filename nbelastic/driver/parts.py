@@ -15,14 +15,14 @@ from nbelastic.ipp.supervisor import Supervisor
 from nbelastic.protocol import wire
 from nbelastic.protocol.ids import HostSpec
 from nbelastic.provision.launchers import Agent, agent_for, locate
-from nbelastic.transport.link import Hub
+from nbelastic.transport.server import Server
 
 # Starts a background task, named for reports of its faults, which is started again whenever it fails.
 Supervised = Callable[[str, Callable[[], Awaitable[None]]], asyncio.Task[None]]
 
 
 class Transport(Protocol):
-    """The driver's end of the link: see `transport.link.Hub`."""
+    """The driver's end of the link: see `transport.server.Server`."""
 
     heard_at: dict[str, float]
     address: str
@@ -57,7 +57,7 @@ class Controller(Protocol):
 class Parts:
     """Each is called as the class or function that it is by default."""
 
-    transport: Callable[..., Transport] = Hub
+    transport: Callable[..., Transport] = Server
     locate: Callable[[HostSpec, str], Awaitable[tuple[str, str]]] = locate
     agent_for: Callable[..., Agent] = agent_for
     controller: Callable[..., Controller] = Supervisor

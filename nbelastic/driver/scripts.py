@@ -35,7 +35,8 @@ from nbelastic.protocol.ids import WorkerId
 from nbelastic.protocol.settings import Settings
 from nbelastic.protocol.status import Status
 from nbelastic.system import versions
-from nbelastic.transport.link import Keys, machine
+from nbelastic.system.processes import process_table
+from nbelastic.transport.keys import Keys
 
 
 class Scripts:
@@ -51,7 +52,7 @@ class Scripts:
         cluster: Callable[[], ClusterState],
         settings: Settings,
         clock: Clock,
-        hub: Transport,
+        server: Transport,
         fleet: Fleet,
         notes: SnapshotWriter,
         faults: Faults,
@@ -61,7 +62,7 @@ class Scripts:
         publish: Callable[[], None],
         supervised: Supervised,
     ) -> None:
-        self._cluster, self._settings, self._clock, self._hub, self._fleet = cluster, settings, clock, hub, fleet
+        self._cluster, self._settings, self._clock, self._server, self._fleet = cluster, settings, clock, server, fleet
         self._notes, self._faults, self._decide, self._post, self._publish = notes, faults, decide, post, publish
         self._loop = asyncio.get_running_loop()
         self._run: Run | None = None
@@ -73,7 +74,7 @@ class Scripts:
         self._orders: dict[str, wire.Round] = {}  # of the present round, by host
         self._samples: dict[WorkerId, tuple[float, int]] = {}
         self._silence = supervised("the look at silent guests", self._listen)
-        self.invitations = Invitations(settings, fleet, hub.address, keys, post)
+        self.invitations = Invitations(settings, fleet, server.address, keys, post)
 
     def close(self) -> None:
         """The cluster has stopped."""
@@ -114,8 +115,8 @@ class Scripts:
         host: str = message.host  # type: ignore[union-attr]  # all others have one
         if not self._is_present(host, peer):
             if not isinstance(message, sev.NodeLeft):
-                self._hub.send(peer, wire.EndNode(f"this node of {host} was given up"))
-            self._hub.forget(peer)
+                self._server.send(peer, wire.EndNode(f"this node of {host} was given up"))
+            self._server.forget(peer)
             return
         match message:
             case wire.NodeSample(round=number, workers=workers):
@@ -129,7 +130,7 @@ class Scripts:
     def launch_ended(self, message: wire.LaunchEnded) -> None:
         """An agent tells of the end of a node's process."""
         if self._numbers.get(message.host) == message.number:
-            self._hub.forget(f"node/{message.host}~{message.number}")
+            self._server.forget(f"node/{message.host}~{message.number}")
             del self._numbers[message.host]
             why = f"its node ended ({exit_text(message.code)})"
             if message.code not in (0, sev.UNDONE):
@@ -142,13 +143,13 @@ class Scripts:
         if hello.host in self._cluster().hosts:
             problem = f"a host of the cluster is named {hello.host} already"
         if problem or self._cluster().stopping:
-            self._hub.send(peer, wire.EndNode(problem or "the cluster is closed: it is stopping"))
-            self._hub.forget(peer)
+            self._server.send(peer, wire.EndNode(problem or "the cluster is closed: it is stopping"))
+            self._server.forget(peer)
             return
         if self._faults.decides_not:
-            self._hub.send(peer, wire.Wait(self._faults.decides_not))
+            self._server.send(peer, wire.Wait(self._faults.decides_not))
             return
-        here = hello.machine == machine()
+        here = hello.machine == process_table()
         if self._guests.get(hello.host) != peer:
             self._forget(hello.host)
             self._guests[hello.host] = peer
@@ -213,7 +214,7 @@ class Scripts:
     def _send(self, host: str, message: wire.Message) -> None:
         peer = self._peer(host)
         if peer:
-            self._hub.send(peer, message)
+            self._server.send(peer, message)
 
     def _peer(self, host: str) -> str:
         return self._guests.get(host) or (f"node/{host}~{self._numbers[host]}" if host in self._numbers else "")
@@ -224,7 +225,7 @@ class Scripts:
     def rehome(self, host: str, move: wire.Rehome) -> None:
         """The host's node offers its stores elsewhere from now on."""
         if host in self._numbers:
-            self._hub.send(f"node/{host}~{self._numbers[host]}", move)
+            self._server.send(f"node/{host}~{self._numbers[host]}", move)
 
     # ---- guests that vanish ----
 
@@ -243,7 +244,7 @@ class Scripts:
     def _forget(self, host: str) -> None:
         peer = self._guests.pop(host, None)
         if peer is not None:
-            self._hub.forget(peer)
+            self._server.forget(peer)
         fd = self._watched.pop(host, None)
         if fd is not None:
             self._loop.remove_reader(fd)
@@ -256,7 +257,7 @@ class Scripts:
         while True:
             await asyncio.sleep(settings.heartbeat)
             for host, peer in list(self._guests.items()):
-                heard_at = self._hub.heard_at.get(peer)
+                heard_at = self._server.heard_at.get(peer)
                 quiet = clock.silence(heard_at) if heard_at is not None else 0.0
                 if quiet > settings.silence:
                     self._vanished(host, f"nothing heard of it for {quiet:.0f} s")

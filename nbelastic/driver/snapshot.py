@@ -13,11 +13,12 @@ import msgspec
 from nbelastic.core.commands import EndJob
 from nbelastic.core.recovery import SavedCluster
 from nbelastic.protocol import wire
+from nbelastic.protocol.encoding import encode
 from nbelastic.protocol.saved_cluster import NAME, read
 from nbelastic.protocol.script_events import Terms
 from nbelastic.provision.tcp_proxy import SavedGate
 from nbelastic.system.files import replace_private
-from nbelastic.transport.link import Keys, encode
+from nbelastic.transport.keys import Keys
 
 
 class SavedAgent(msgspec.Struct, frozen=True):

@@ -18,12 +18,13 @@ from nbelastic.driver.run import Run
 from nbelastic.driver.snapshot import Saved, SavedJob
 from nbelastic.driver.telemetry import SavedTelemetry, Telemetry
 from nbelastic.protocol import wire
+from nbelastic.protocol.encoding import encode
 from nbelastic.protocol.run_directory import RunDir
 from nbelastic.protocol.saved_cluster import fingerprint
 from nbelastic.protocol.settings import Settings
 from nbelastic.system import versions
 from nbelastic.system.files import append_private, replace_private
-from nbelastic.transport.link import Keys, encode
+from nbelastic.transport.keys import Keys
 
 LIVE = "live.json"
 OUTPUT = "output.jsonl"

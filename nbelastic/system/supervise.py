@@ -1,4 +1,4 @@
-"""Background tasks of an event loop: one that fails is reported and started again."""
+"""Faults of nbelastic's own code: background tasks are reported and started again, single calls are reported."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
 
 log = logging.getLogger("nbelastic")
+T = TypeVar("T")
 FIRST_PAUSE, LONGEST_PAUSE = 0.1, 30.0  # seconds from a failure to the next start; they double from failure to failure
 
 Report = Callable[[str, BaseException], object]  # what has failed, and with which error
@@ -32,3 +34,12 @@ async def supervise(what: str, run: Callable[[], Awaitable[None]], report: Repor
             pause = FIRST_PAUSE
         await asyncio.sleep(pause)
         pause = min(2 * pause, LONGEST_PAUSE)
+
+
+def guarded(call: Callable[..., T], *args: Any) -> T | None:
+    """Call it; log an exception and return None. A fault in one message must not stop heartbeats and other messages."""
+    try:
+        return call(*args)
+    except Exception:
+        log.exception("%s failed", getattr(call, "__qualname__", call))
+        return None

@@ -30,10 +30,13 @@ from nbelastic.protocol import wire
 from nbelastic.system import versions
 from nbelastic.system.addresses import parted
 from nbelastic.system.interfaces import interface_of
+from nbelastic.system.processes import process_table
 from nbelastic.torchrun.rendezvous import DriverRendezvous
 from nbelastic.torchrun.warm import own_part
 from nbelastic.transport import cluster_file
-from nbelastic.transport.link import HEARTBEAT, Keys, Spoke, machine
+from nbelastic.transport.client import Client
+from nbelastic.transport.keys import Keys
+from nbelastic.transport.sockets import HEARTBEAT
 
 JOIN = 600.0  # seconds until a waiting node gives up: torch's own default
 HANDSHAKE = 10.0  # seconds that the driver may take to answer
@@ -151,17 +154,17 @@ class ExternalRendezvous(DriverRendezvous):
         atexit.register(self._leave, "its process has ended")
 
     def _hello(self) -> wire.NodeHello:
-        return wire.NodeHello(self._name, os.getpid(), machine(), versions.here())
+        return wire.NodeHello(self._name, os.getpid(), process_table(), versions.here())
 
     def _introduce(self) -> None:
         """The script begins again for a new driver."""
-        self.link.begin_again(self._hello)
+        self.link.reset_session(self._hello)
         if self.round is not None:
             self.hear(wire.LeaveRound(self.round.round, "a new driver has come"))
 
-    def _connect(self, hear: Callable[[wire.Message], None]) -> Spoke:
+    def _connect(self, hear: Callable[[wire.Message], None]) -> Client:
         peer = f"node/{self._name}~{os.getpid()}"
-        return Spoke(self._found.address, self._found.keys, peer, wire.ToNode, hear, heartbeat=HEARTBEAT)
+        return Client(self._found.address, self._found.keys, peer, wire.ToNode, hear, heartbeat=HEARTBEAT)
 
     def next_rendezvous(self) -> RendezvousInfo:
         failures = tuple(_failure(rank, failure) for rank, failure in _failures().items())

@@ -20,7 +20,7 @@ from nbelastic.protocol import wire
 from nbelastic.torchrun.elastic_agent import JobAgent, worker_spec
 from nbelastic.torchrun.output import JobLogs, Tail
 from nbelastic.torchrun.rendezvous import DriverRendezvous
-from nbelastic.transport.link import Spoke
+from nbelastic.transport.client import Client
 
 LOOK = 0.1  # seconds between looks at what the workers have written
 SAMPLE = 1.0  # seconds between samples of their CPU and memory
@@ -45,10 +45,10 @@ class Node:
             worker_spec(script, self._rendezvous, tuple(os.environ)), script, self._logs, self._rendezvous.link.send
         )
 
-    def _connect(self, hear: Any) -> Spoke:
+    def _connect(self, hear: Any) -> Client:
         settings = self._settings
         peer = f"node/{self._host}~{settings['number']}"
-        return Spoke(
+        return Client(
             Path(settings["relay"]),
             None,
             peer,
@@ -93,7 +93,7 @@ class Node:
         if agent is None:
             return LOOK
         link = self._rendezvous.link
-        if not link.crowded:  # the files keep what is not read yet
+        if not link.congested:  # the files keep what is not read yet
             for output in self._tail.read():
                 link.send(output)
         now = time.monotonic()
@@ -102,7 +102,7 @@ class Node:
             self._sample(link, *agent.workers)
         return LOOK
 
-    def _sample(self, link: Spoke, pids: tuple[int, ...], number: int) -> None:
+    def _sample(self, link: Client, pids: tuple[int, ...], number: int) -> None:
         self._stats = {pid: stats for pid, stats in self._stats.items() if pid in pids}
         found = []
         try:

@@ -33,7 +33,7 @@ from nbelastic.protocol import script_events as sev
 from nbelastic.protocol import wire
 from nbelastic.system.addresses import address_of, bracketed, parted
 from nbelastic.system.interfaces import interface_of
-from nbelastic.transport.link import Spoke
+from nbelastic.transport.client import Client
 
 BACKEND = "nbelastic"
 NICS = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
@@ -53,7 +53,7 @@ class DriverRendezvous(RendezvousHandler):  # type: ignore[misc]  # torch carrie
 
     def __init__(
         self,
-        link: Callable[[Callable[[wire.Message], None]], Spoke],
+        link: Callable[[Callable[[wire.Message], None]], Client],
         ready: sev.NodeReady,
         home: tuple[str, str],
         *,
@@ -93,7 +93,7 @@ class DriverRendezvous(RendezvousHandler):  # type: ignore[misc]  # torch carrie
     def _introduce(self) -> None:
         """A driver that had others before it does not know this node. Once it is seated, that is over for it anyway."""
         if (said := self._said) is not None:
-            self.link.begin_again(lambda: said)
+            self.link.reset_session(lambda: said)
 
     # ---- what torch's agent asks ----
 

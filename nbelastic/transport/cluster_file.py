@@ -10,9 +10,10 @@ from pathlib import Path
 import msgspec
 
 from nbelastic.errors import UsageError
+from nbelastic.protocol.encoding import encode
 from nbelastic.system.files import replace_private
 from nbelastic.system.folders import runs
-from nbelastic.transport.link import Keys, encode
+from nbelastic.transport.keys import Keys
 
 NAME = "cluster.json"
 

@@ -2,8 +2,8 @@
 
 A connection that breaks loses what is on its way, in both directions, and neither end is told. So messages are numbered and
 kept until the other end confirms them. At most `WINDOW` of them are on their way. What is not confirmed in time is sent
-again, the first `RESENT` only, and with pauses that grow while the other end is silent. No input or output here:
-`nbelastic.transport.link` sends what `due` returns.
+again, the first `RETRANSMIT_BATCH` only, and with pauses that grow while the other end is silent. No input or output here:
+`transport.server` and `transport.client` sends what `due` returns.
 """
 
 from __future__ import annotations
@@ -12,10 +12,12 @@ from collections import deque
 
 from nbelastic.protocol.wire import HEAD
 
-KEPT = 1000  # messages that wait to be confirmed; of more the oldest are given up, and counted in `given_up`
+MAX_UNACKNOWLEDGED = (
+    1000  # messages that wait to be confirmed; of more the oldest are given up, and counted in `discarded`
+)
 WINDOW = 64  # messages on their way that the other end has not confirmed
-RESENT = 8  # messages that are sent again at a time
-SLOWEST = 3  # how often the pause before the next resend doubles, at most
+RETRANSMIT_BATCH = 8  # messages that are sent again at a time
+MAX_DOUBLINGS = 3  # how often the pause before the next resend doubles, at most
 
 
 def number_of(head: bytes) -> int:
@@ -44,12 +46,12 @@ class Delivery:
         self._other = 0
         self._heard = 0
         self._heard_at = 0.0
-        self.to_confirm = False  # a message has come since the last head was made
-        self.given_up = 0  # messages that were dropped because too many waited
+        self.must_acknowledge = False  # a message has come since the last head was made
+        self.discarded = 0  # messages that were dropped because too many waited
 
     def head(self, number: int = 0) -> bytes:
         """What goes before a message. 0: before one that is not kept, or before none; it confirms what has arrived."""
-        self.to_confirm = False
+        self.must_acknowledge = False
         return HEAD.pack(self._me, number, self._confirmed + 1, self._other, self._heard)
 
     @property
@@ -63,17 +65,17 @@ class Delivery:
         return len(self._kept)
 
     @property
-    def crowded(self) -> bool:
+    def congested(self) -> bool:
         """Whether so many messages wait that more of what can be shortened should wait elsewhere."""
         return len(self._kept) >= WINDOW
 
-    def say(self, message: bytes) -> None:
+    def enqueue(self, message: bytes) -> None:
         """Number a message and keep it until it is confirmed; `due` sends it."""
         self._number += 1
         self._kept.append(message)
-        if len(self._kept) > KEPT:
+        if len(self._kept) > MAX_UNACKNOWLEDGED:
             self._kept.popleft()
-            self.given_up += 1
+            self.discarded += 1
             self._sent, self._top = max(self._sent, self._confirmed), max(self._top, self._confirmed)
             if self._limit <= self._confirmed:  # all that was to be sent again is given up
                 self._limit = 0
@@ -82,15 +84,15 @@ class Delivery:
         """Heads and messages to send now: new ones, and again the first of those that were not confirmed in time."""
         confirmed = self._confirmed
         if self._sent > confirmed and now - self._since >= self._patience * 2**self._pauses:
-            self._pauses = min(self._pauses + 1, SLOWEST)
-            self._sent, self._limit = confirmed, confirmed + RESENT
+            self._pauses = min(self._pauses + 1, MAX_DOUBLINGS)
+            self._sent, self._limit = confirmed, confirmed + RETRANSMIT_BATCH
         if self._sent == confirmed:
             self._since = now
         first, self._sent = self._sent, max(self._sent, min(self._number, self._limit or confirmed + WINDOW))
         self._top = max(self._top, self._sent)
         return [(self.head(number), self._kept[number - confirmed - 1]) for number in range(first + 1, self._sent + 1)]
 
-    def hear(self, head: bytes, now: float) -> bool:
+    def receive(self, head: bytes, now: float) -> bool:
         """Whether the message behind this head is the next one.
 
         Else it is known already, one before it was lost, it was meant for another end, or it has no number.
@@ -100,21 +102,21 @@ class Delivery:
             self._pauses = 0  # the other end is back
         self._heard_at = now
         if whom == self._me and heard > self._confirmed:
-            self._confirm(min(heard, self._number), now)
+            self._acknowledge(min(heard, self._number), now)
         if not number or whom not in (0, self._me):
             return False
         if who != self._other:
             if self._other:
-                self.give_up()
+                self.reset()
             self._other, self._heard = who, 0
-        self.to_confirm = True
+        self.must_acknowledge = True
         self._heard = max(self._heard, first - 1)  # what came before is confirmed, or given up
         if number != self._heard + 1:
             return False
         self._heard = number
         return True
 
-    def _confirm(self, heard: int, now: float) -> None:
+    def _acknowledge(self, heard: int, now: float) -> None:
         for _ in range(heard - self._confirmed):
             self._kept.popleft()
         self._since, self._pauses = now, 0
@@ -123,12 +125,12 @@ class Delivery:
         if heard >= min(self._limit, self._sent):  # all that was sent again: go on with what follows
             self._limit = 0
 
-    def answers(self, head: bytes) -> bool:
+    def is_addressed_here(self, head: bytes) -> bool:
         """Whether who speaks has heard this end."""
         whom: int = HEAD.unpack(head)[3]
         return whom == self._me
 
-    def give_up(self) -> None:
+    def reset(self) -> None:
         """Drop all messages that are not confirmed."""
         self._kept.clear()
         self._sent = self._top = self._number

@@ -2,7 +2,7 @@
 
 So the driver has one connection a host, gets one message a host at a time, and an order to all workers of a host is one
 message to it. The agent looks into nothing: who speaks numbers and confirms its messages itself (`transport.delivery`).
-No input or output here: `nbelastic.transport.link` sends what `due` returns.
+No input or output here: `transport.server` and `transport.client` sends what `due` returns.
 """
 
 from __future__ import annotations

@@ -101,7 +101,9 @@ class _Loop:
     def _keep(self) -> None:
         """The last checkpoint, if the job has them: also of a job that was stopped."""
         if self._session.checkpoints is not None and self._session.account.holds:
-            self._session.checkpoints.ended(self._state, self._session.last_rank if self._session.link.away else 0)
+            self._session.checkpoints.ended(
+                self._state, self._session.last_rank if self._session.link.disconnected else 0
+            )
 
     def _loop(self, call: Callable[[], R]) -> R:
         again = False

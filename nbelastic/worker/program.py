@@ -94,7 +94,7 @@ class Runner:
         asked = came = -AGAIN
         while at < call.size:
             self._session.refuse_if_stopped(job)
-            if self._session.link.away or came < 0:
+            if self._session.link.disconnected or came < 0:
                 came = now()
             if now() - came >= PATIENCE:
                 raise OSError(f"the program did not come: {at} of {call.size} bytes, and nothing for {PATIENCE:g} s")

@@ -28,7 +28,7 @@ from nbelastic.protocol import wire
 from nbelastic.protocol.ids import WorkerId
 from nbelastic.system import pickling
 from nbelastic.system.folders import kept
-from nbelastic.transport.link import Spoke
+from nbelastic.transport.client import Client
 from nbelastic.worker.account import Account
 from nbelastic.worker.ahead import Ahead, in_a_thread
 from nbelastic.worker.environment import set_interface
@@ -118,7 +118,7 @@ class Session:
         self._run: Callable[[wire.Message], object] | None = None  # takes programs and cells
         self._value = b""  # of the newest program, for a driver that fetches it
         self.printed = Printed()  # is sent with the next tick
-        self.link = Spoke(
+        self.link = Client(
             self._folder,
             None,
             f"worker/{self.worker}",
@@ -417,7 +417,7 @@ class Session:
                 case Say(message=message, newest=newest):
                     (self.link.report if newest else self.link.send)(message)
                 case Introduce():
-                    self.link.begin_again(self._introduction)
+                    self.link.reset_session(self._introduction)
                 case Do(message=message):
                     self._do(message)
                 case Build(formation=formation):
@@ -489,7 +489,7 @@ class Session:
         self._ticked_at = now
         heard_at = max(link.heard_at, self._back_at)
         with self._lock:
-            actions = self._post(self._protocol.tick(now, Line(link.away, link.crowded, heard_at)))
+            actions = self._post(self._protocol.tick(now, Line(link.disconnected, link.congested, heard_at)))
         self._act(actions)
         return self._abort(now)
 
@@ -499,7 +499,7 @@ class Session:
         if self._stuck.keeping:
             if protocol.quit is not None and not self._stuck.moved(now):
                 self._end_stuck()
-            if not self.link.away or self._stuck.moved(now):
+            if not self.link.disconnected or self._stuck.moved(now):
                 self._stuck.go_on_keeping(now)
             return ABORT_EVERY
         group, following = self.group, self._ahead.group
@@ -513,7 +513,7 @@ class Session:
         if self._stuck.watch(group.generation, now):
             if protocol.quit is not None or not self.account.holds:
                 self._end_stuck()
-            if not self.link.away:
+            if not self.link.disconnected:
                 self._stuck.ask(protocol.total, now)
         return ABORT_EVERY
 

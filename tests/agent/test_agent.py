@@ -14,7 +14,8 @@ import pytest
 
 from nbelastic.agent.agent import Config
 from nbelastic.protocol import wire
-from nbelastic.transport.link import Hub, Keys
+from nbelastic.transport.keys import Keys
+from nbelastic.transport.server import Server
 from tests.support.presence import named
 from tests.support.waiting import until, until_async
 
@@ -54,9 +55,9 @@ def test_an_agent_whose_main_thread_hangs_falls_silent_and_then_ends(tmp_path: P
     hangs = tmp_path / "hangs"
 
     async def story() -> None:
-        hub = Hub(Keys.make(), lambda _, message: heard.append(message), 0.1)
-        await hub.start()
-        config = configured(tmp_path, driver=hub.address, keys=hub._keys.for_clients())
+        server = Server(Keys.make(), lambda _, message: heard.append(message), 0.1)
+        await server.start()
+        config = configured(tmp_path, driver=server.address, keys=server._keys.for_clients())
         agent = subprocess.Popen([sys.executable, "-c", HANGING, hangs], stdin=subprocess.PIPE, stderr=subprocess.PIPE)  # noqa: ASYNC220
         try:
             agent.stdin.write(msgspec.json.encode(config) + b"\n")
@@ -64,17 +65,17 @@ def test_an_agent_whose_main_thread_hangs_falls_silent_and_then_ends(tmp_path: P
             await until_async(lambda: heard)
             assert isinstance(heard[0], wire.AgentHello)
             hangs.touch()
-            await until_async(lambda: time.monotonic() - hub.heard_at["agent/a~1"] > 0.5)
+            await until_async(lambda: time.monotonic() - server.heard_at["agent/a~1"] > 0.5)
             assert agent.poll() is None
             hangs.unlink()
-            await until_async(lambda: time.monotonic() - hub.heard_at["agent/a~1"] < 0.2)
+            await until_async(lambda: time.monotonic() - server.heard_at["agent/a~1"] < 0.2)
             hangs.touch()
             await until_async(lambda: agent.poll() is not None)
             assert (agent.returncode, agent.stderr.read().decode()) == (1, "nbelastic: the agent hangs, and ends\n")
         finally:
             agent.kill()
             agent.communicate()
-            await hub.stop()
+            await server.stop()
 
     heard: list[object] = []
     asyncio.run(story())

@@ -15,7 +15,7 @@ import zmq
 from nbelastic.agent import prober
 from nbelastic.agent.prober import Prober, endpoint
 from nbelastic.system.addresses import address_of
-from nbelastic.transport.link import Keys
+from nbelastic.transport.keys import Keys
 from tests.support.waiting import until
 
 KEYS = Keys.make().for_clients()

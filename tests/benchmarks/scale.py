@@ -44,7 +44,8 @@ from nbelastic.protocol import wire
 from nbelastic.protocol.ids import HostSpec, WorkerId
 from nbelastic.protocol.wire import HEAD
 from nbelastic.system import open_files, versions
-from nbelastic.transport.link import Keys, Spoke
+from nbelastic.transport.client import Client
+from nbelastic.transport.keys import Keys
 from nbelastic.transport.relay import Relay
 from tests.driver.fakes import driver_for, settings_for
 from tests.support import inside
@@ -158,7 +159,7 @@ class Lane:
         return True
 
 
-class Peer(Spoke):
+class Peer(Client):
     """An end of the link without a thread of its own, which counts what it sends."""
 
     numbered = newest = all = 0
@@ -169,13 +170,13 @@ class Peer(Spoke):
 
     @property
     def due(self) -> bool:
-        return bool(self._out or self._reports) or time.monotonic() >= self._beat_at
+        return bool(self._out or self._reports) or time.monotonic() >= self._heartbeat_at
 
     def work(self) -> None:
         """What the thread does in its turn."""
-        self._take_in(self.socket)
+        self._receive_batch(self.socket)
         self._flush(self.socket)
-        if time.monotonic() >= self._beat_at:
+        if time.monotonic() >= self._heartbeat_at:
             self._send_all(self.socket, [(self._delivery.head(), b"")])
 
     def _send_all(self, socket: zmq.Socket[bytes], messages: list[tuple[bytes, bytes]]) -> None:
@@ -194,14 +195,14 @@ class Host:
         self._at_end = ExitStack()
         self.agent = Peer(address, keys, name, wire.ToAgent, self._hear)
         self.agent.open(self.agent._connect(context, self._at_end))
-        self.agent._others = self
+        self.agent._relay_socket = self
         self.fd = int(self.agent.socket.getsockopt(zmq.FD))
-        self.hear: Callable[[Any], None] = lambda _: None
+        self.receive: Callable[[Any], None] = lambda _: None
         self.peers: dict[bytes, Peer] = {}
         self.bundles = 0
 
     def _hear(self, message: Any) -> None:
-        self.hear(message)
+        self.receive(message)
 
     def add(self, name: str, hear: Callable[[Any], None]) -> Peer:
         peer = self.peers[name.encode()] = Peer("", None, name, wire.ToWorker, hear)
@@ -224,7 +225,7 @@ class Host:
             if peer.due or peer.socket.came:
                 peer.work()
         self.bundles += self.agent._relay.wait(time.monotonic()) == 0
-        self.agent._pass_up(self.agent.socket)
+        self.agent._send_to_driver(self.agent.socket)
 
 
 class Worker:
@@ -336,7 +337,7 @@ class Players:
         self._hosts[here.fd], agent = here, here.agent
         self._epoll.register(here.fd, select.EPOLLIN)
 
-        def hear(message: wire.Message) -> None:
+        def receive(message: wire.Message) -> None:
             if isinstance(message, wire.Spawn):
                 worker = self._workers[str(message.worker)] = Worker(message.worker, here.add)
                 agent.send(ev.WorkerStarted(message.worker, 1))
@@ -347,7 +348,7 @@ class Players:
             agent.report(wire.AgentSample(host, 1.0, 1, {}))
             self._after(1.0, sample)
 
-        here.hear = hear
+        here.receive = receive
         agent.send(wire.AgentHello(host, 1, versions.here()))
         self._after(1.0, sample)
 

@@ -8,7 +8,7 @@ from nbelastic.errors import UsageError
 from nbelastic.protocol.run_directory import RunDir
 from nbelastic.transport import cluster_file
 from nbelastic.transport.cluster_file import ClusterFile
-from nbelastic.transport.link import Keys
+from nbelastic.transport.keys import Keys
 
 
 def test_a_damaged_file_of_another_cluster_is_passed_over(own_base):

@@ -17,7 +17,7 @@ import msgspec
 import pytest
 
 import nbelastic as nbe
-from nbelastic.transport.link import Keys
+from nbelastic.transport.keys import Keys
 from tests.hosts.conftest import ROOT
 from tests.hosts.network import Network
 from tests.hosts.observing import LONG, texts

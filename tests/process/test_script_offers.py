@@ -47,7 +47,7 @@ class StrangeDriver(MovingDriver):
     def send(self, message: Any) -> None:
         self._hear(wire.Welcome(2))
 
-    def begin_again(self, say: Callable[[], Any]) -> None:
+    def reset_session(self, say: Callable[[], Any]) -> None:
         self.form(say().store)
 
 

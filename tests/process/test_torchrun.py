@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 import nbelastic as nbe
-from nbelastic.transport.link import Keys
+from nbelastic.transport.keys import Keys
 from tests.process.observing import until
 from tests.process.scripting import FOR_EVER, TELL, TRAIN, ScriptTraining, joining, told, torchrun
 

@@ -11,7 +11,8 @@ import psutil
 import pytest
 
 from nbelastic.protocol import wire
-from nbelastic.transport.link import Hub, Keys
+from nbelastic.transport.keys import Keys
+from nbelastic.transport.server import Server
 from tests.slurm.held import PATIENCE, Held, ended, is_, job, until
 
 
@@ -19,20 +20,20 @@ from tests.slurm.held import PATIENCE, Held, ended, is_, job, until
 async def driver():
     """A hub, and what agents say to it."""
     keys, heard = Keys.make(), []
-    hub = Hub(keys, lambda peer, message: heard.append((peer, message)))
-    await hub.start()
+    server = Server(keys, lambda peer, message: heard.append((peer, message)))
+    await server.start()
     try:
-        yield hub, keys, heard
+        yield server, keys, heard
     finally:
-        await hub.stop()
+        await server.stop()
 
 
-def config_of(held, hub, keys):
+def config_of(held, server, keys):
     """What the driver tells an agent on another machine."""
     return {
         "host": held.host,
         "number": 1,
-        "driver": hub.address,
+        "driver": server.address,
         "keys": msgspec.to_builtins(keys.for_clients()),
         "presence": None,
         "lease": 30.0,
@@ -50,9 +51,9 @@ def config_of(held, hub, keys):
     }
 
 
-async def hello(held, hub, keys, heard):
+async def hello(held, server, keys, heard):
     """Start the real agent and wait until it speaks; its name on the link."""
-    held.config = config_of(held, hub, keys)
+    held.config = config_of(held, server, keys)
     held.start()
 
     async def spoken():
@@ -69,9 +70,9 @@ def test_an_agent_speaks_from_its_job_and_retires(slurm, tmp_path):
     """One job named after the host; no key in a command line or the batch script; nothing is left at the end."""
 
     async def story():
-        async with driver() as (hub, keys, heard):
+        async with driver() as (server, keys, heard):
             held = Held(tmp_path)
-            peer, pid = await hello(held, hub, keys, heard)
+            peer, pid = await hello(held, server, keys, heard)
             assert slurm("squeue", "-h", "-o", "%j %D %C %T").split() == ["nbelastic-node1", "1", "2", "RUNNING"]
             assert await held.agent.state() == "running"
             assert held.left() == [held.file("sh").name]  # the agent has read its keys, and removed the file
@@ -83,7 +84,7 @@ def test_an_agent_speaks_from_its_job_and_retires(slurm, tmp_path):
             secrets = [keys.client_secret, keys.server_public, keys.client_public]
             assert [secret for secret in secrets if secret in seen] == []
             assert held.file("sh").name in seen
-            hub.send(peer, wire.StopAgent())
+            server.send(peer, wire.StopAgent())
             assert await ended(held) == 0
             assert "COMPLETED" in held.agent.output()
             assert held.left() == []
@@ -96,9 +97,9 @@ def test_a_killed_agent(slurm, tmp_path):
     """`kill()` returns at once; the job, the agent and its files are gone soon, and it is told once."""
 
     async def story():
-        async with driver() as (hub, keys, heard):
+        async with driver() as (server, keys, heard):
             held = Held(tmp_path)
-            _, pid = await hello(held, hub, keys, heard)
+            _, pid = await hello(held, server, keys, heard)
             held.agent.kill()
             held.agent.kill()
             assert held.stops == []

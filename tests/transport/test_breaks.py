@@ -9,11 +9,13 @@ import pytest
 
 from nbelastic.protocol import events as ev
 from nbelastic.protocol import wire
-from nbelastic.transport.delivery import KEPT
-from nbelastic.transport.link import Hub, Keys, Spoke
+from nbelastic.transport.client import Client
+from nbelastic.transport.delivery import MAX_UNACKNOWLEDGED
+from nbelastic.transport.keys import Keys
+from nbelastic.transport.server import Server
 from tests.transport.test_link import NAME, W, until
 
-EACH = KEPT - 100  # else some may be given up
+EACH = MAX_UNACKNOWLEDGED - 100  # else some may be given up
 
 
 class Relay:
@@ -25,7 +27,7 @@ class Relay:
         self.carried = 0
 
     async def start(self, port: int = 0) -> None:
-        self._server = await asyncio.start_server(self._pass_on, "127.0.0.1", port)
+        self._server = await asyncio.start_server(self._handle, "127.0.0.1", port)
         self.port = self._server.sockets[0].getsockname()[1]
 
     async def stop(self) -> None:
@@ -37,7 +39,7 @@ class Relay:
         for writer in self._open:
             writer.transport.abort()
 
-    async def _pass_on(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _handle(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         far_reader, far_writer = await asyncio.open_connection("127.0.0.1", self._port)
         both = {writer, far_writer}
         self._open |= both
@@ -63,22 +65,22 @@ def test_nothing_is_lost_or_heard_twice(by_agent, tmp_path):
 
     async def story() -> None:
         keys, said, heard = Keys.make(), [], []
-        hub = Hub(keys, lambda _, message: said.append(message), heartbeat=0.1)
-        await hub.start()
-        relay = Relay(int(hub.address.rpartition(":")[2]))
+        server = Server(keys, lambda _, message: said.append(message), heartbeat=0.1)
+        await server.start()
+        relay = Relay(int(server.address.rpartition(":")[2]))
         await relay.start()
         address = f"tcp://127.0.0.1:{relay.port}"
-        agent = Spoke(address, keys.for_clients(), "agent/a~1", wire.ToAgent, heard.append, heartbeat=0.1)
+        agent = Client(address, keys.for_clients(), "agent/a~1", wire.ToAgent, heard.append, heartbeat=0.1)
         agent.start(relay=tmp_path)
         way = (tmp_path, None) if by_agent else (address, keys.for_clients())
-        one = Spoke(*way, NAME, wire.ToWorker, heard.append, heartbeat=0.1)
+        one = Client(*way, NAME, wire.ToWorker, heard.append, heartbeat=0.1)
         one.start()
         one.send(ev.LeaveAcknowledged(W, 1, 0))
         await until(lambda: said)
         cuts = 0
         for number in range(1, EACH):
             one.send(ev.LeaveAcknowledged(W, 1, number))
-            hub.send(NAME, wire.Abort(number, ""))
+            server.send(NAME, wire.Abort(number, ""))
             await asyncio.sleep(0.002)
             if number % 40 == 0:
                 at = relay.carried
@@ -92,6 +94,6 @@ def test_nothing_is_lost_or_heard_twice(by_agent, tmp_path):
         await asyncio.to_thread(one.close)
         await asyncio.to_thread(agent.close)
         await relay.stop()
-        await hub.stop()
+        await server.stop()
 
     asyncio.run(story())

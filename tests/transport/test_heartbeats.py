@@ -7,7 +7,9 @@ import asyncio
 from nbelastic.protocol import events as ev
 from nbelastic.protocol import wire
 from nbelastic.system import supervise
-from nbelastic.transport.link import Hub, Keys, Spoke
+from nbelastic.transport.client import Client
+from nbelastic.transport.keys import Keys
+from nbelastic.transport.server import Server
 from tests.transport.test_link import NAME, W, silent, until
 
 
@@ -23,13 +25,13 @@ def test_heartbeats_go_on_after_a_fault(monkeypatch, caplog):
         await asyncio.Event().wait()
 
     async def story():
-        hub = Hub(Keys.make(), lambda *_: None)
-        await hub.start()
+        server = Server(Keys.make(), lambda *_: None)
+        await server.start()
         await asyncio.wait_for(again.wait(), 20)
-        await hub.stop()
+        await server.stop()
 
     again = asyncio.Event()
-    monkeypatch.setattr(Hub, "_beat", beat)
+    monkeypatch.setattr(Server, "_send_heartbeats", beat)
     monkeypatch.setattr(supervise, "FIRST_PAUSE", 0.0)
     asyncio.run(story())
     assert [record.getMessage() for record in caplog.records if record.exc_info] == [
@@ -41,25 +43,27 @@ def test_an_end_that_does_not_work_is_not_heard():
     """Its owner hangs: nothing goes out, neither heartbeats nor words, until it works again; then all words arrive."""
 
     async def story():
-        heard, works = [], False
-        hub = Hub(Keys.make(), lambda _, message: heard.append(message), 0.05)
-        await hub.start()
-        keys = hub._keys.for_clients()
-        one = Spoke(hub.address, keys, NAME, wire.ToWorker, lambda _: None, heartbeat=0.05, works=lambda: works)
+        heard, may_send = [], False
+        server = Server(Keys.make(), lambda _, message: heard.append(message), 0.05)
+        await server.start()
+        keys = server._keys.for_clients()
+        one = Client(
+            server.address, keys, NAME, wire.ToWorker, lambda _: None, heartbeat=0.05, may_send=lambda: may_send
+        )
         one.start()
         try:
             one.send(ev.WorkerFormed(W, 1))
             await asyncio.sleep(0.4)
-            assert (heard, hub.heard_at) == ([], {})
-            works = True
+            assert (heard, server.heard_at) == ([], {})
+            may_send = True
             await until(lambda: heard)
             one.send(ev.WorkerFormed(W, 2))
             await until(lambda: len(heard) == 2)
-            works = False
-            await until(lambda: silent(hub), what="what was on its way to have come")
+            may_send = False
+            await until(lambda: silent(server), what="what was on its way to have come")
         finally:
             await asyncio.to_thread(one.close)
-            await hub.stop()
+            await server.stop()
         assert heard == [ev.WorkerFormed(W, 1), ev.WorkerFormed(W, 2)]
 
     asyncio.run(story())

@@ -15,10 +15,13 @@ import zmq
 
 from nbelastic.protocol import events as ev
 from nbelastic.protocol import wire
+from nbelastic.protocol.encoding import encode
 from nbelastic.protocol.ids import WorkerId
-from nbelastic.transport import link
-from nbelastic.transport.delivery import KEPT, RESENT, WINDOW, Delivery
-from nbelastic.transport.link import MAX_MESSAGE, Hub, Keys, Spoke, encode
+from nbelastic.transport.client import Client
+from nbelastic.transport.delivery import MAX_UNACKNOWLEDGED, RETRANSMIT_BATCH, WINDOW, Delivery
+from nbelastic.transport.keys import Keys
+from nbelastic.transport.server import Server
+from nbelastic.transport.sockets import BATCH, HEARTBEAT, MAX_MESSAGE
 from tests.support.waiting import until_async as until
 
 W = WorkerId("a", 0, 1)
@@ -32,27 +35,29 @@ class Place:
     def __init__(self, heartbeat):
         self.keys = Keys.make()
         self.heard = []
-        self.hub = Hub(self.keys, lambda peer, message: self.heard.append((peer, message)), heartbeat)
+        self.server = Server(self.keys, lambda peer, message: self.heard.append((peer, message)), heartbeat)
 
     def of(self, peer):
         return [message for who, message in self.heard if who == peer]
 
 
 @asynccontextmanager
-async def place(heartbeat=link.HEARTBEAT):
+async def place(heartbeat=HEARTBEAT):
     there = Place(heartbeat)
-    await there.hub.start()
+    await there.server.start()
     try:
         yield there
     finally:
-        await there.hub.stop()
+        await there.server.stop()
 
 
 @asynccontextmanager
-async def spoke(there, name=NAME, accepts=wire.ToWorker, keys=None, heartbeat=link.HEARTBEAT):
+async def client(there, name=NAME, accepts=wire.ToWorker, keys=None, heartbeat=HEARTBEAT):
     """A peer as agents and workers are; `.heard` is what reached it."""
     heard = []
-    one = Spoke(there.hub.address, keys or there.keys.for_clients(), name, accepts, heard.append, heartbeat=heartbeat)
+    one = Client(
+        there.server.address, keys or there.keys.for_clients(), name, accepts, heard.append, heartbeat=heartbeat
+    )
     one.heard = heard
     one.start()
     try:
@@ -74,7 +79,7 @@ def stranger(there, name=NAME, keys=None, curve=True, context=None):
             socket.curve_serverkey = keys.server_public.encode()
             socket.curve_publickey = keys.client_public.encode()
             socket.curve_secretkey = keys.client_secret.encode()
-        socket.connect(there.hub.address)
+        socket.connect(there.server.address)
         yield socket
 
 
@@ -83,13 +88,13 @@ def test_messages_go_both_ways_in_order():
 
     async def story():
         async with place() as there:
-            async with spoke(there) as worker:
+            async with client(there) as worker:
                 for commit in range(100):
                     worker.send(ev.LeaveAcknowledged(W, 1, commit))
                 await until(lambda: len(there.heard) == 100)
                 assert [message.commit for message in there.of(NAME)] == list(range(100))
                 for generation in range(100):
-                    there.hub.send(NAME, wire.Abort(generation, "because"))
+                    there.server.send(NAME, wire.Abort(generation, "because"))
                 await until(lambda: len(worker.heard) == 100)
                 assert [message.generation for message in worker.heard] == list(range(100))
 
@@ -101,7 +106,7 @@ def test_a_message_before_anybody_listens_is_kept():
 
     async def story():
         async with place() as there:
-            one = Spoke(there.hub.address, there.keys.for_clients(), NAME, wire.ToWorker, lambda _: None)
+            one = Client(there.server.address, there.keys.for_clients(), NAME, wire.ToWorker, lambda _: None)
             one.send(GOOD)
             one.start()
             await until(lambda: there.of(NAME) == [GOOD])
@@ -115,7 +120,7 @@ def test_closing_sends_what_is_queued():
 
     async def story():
         async with place() as there:
-            async with spoke(there) as worker:
+            async with client(there) as worker:
                 worker.send(GOOD)
                 await until(lambda: there.heard)  # the connection stands: there is half a second for the last words
                 worker.send(ev.WorkerSucceeded(W, 1))
@@ -129,14 +134,14 @@ def test_an_agent_may_speak_for_its_workers_only():
 
     async def story():
         async with place() as there:
-            async with spoke(there, "agent/a", wire.ToAgent) as mine, spoke(there, "agent/b", wire.ToAgent) as other:
+            async with client(there, "agent/a", wire.ToAgent) as mine, client(there, "agent/b", wire.ToAgent) as other:
                 other.send(ev.WorkerExited(W, -9))
                 other.send(wire.AgentHello("b", 1, {}))
                 await until(lambda: len(there.heard) == 1)
                 mine.send(ev.WorkerExited(W, -9))
                 await until(lambda: len(there.heard) == 2)
                 assert there.heard == [("agent/b", wire.AgentHello("b", 1, {})), ("agent/a", ev.WorkerExited(W, -9))]
-                assert sum(there.hub.dropped.values()) == 1
+                assert sum(there.server.dropped.values()) == 1
 
     asyncio.run(story())
 
@@ -146,21 +151,21 @@ def test_heartbeats_go_both_ways():
 
     async def story():
         async with place(0.05) as there:
-            async with spoke(there, heartbeat=0.05) as worker:
+            async with client(there, heartbeat=0.05) as worker:
                 worker.send(GOOD)
-                await until(lambda: NAME in there.hub.heard_at)
-                at, back = there.hub.heard_at[NAME], worker.heard_at
-                await until(lambda: there.hub.heard_at[NAME] > at and worker.heard_at > back)
+                await until(lambda: NAME in there.server.heard_at)
+                at, back = there.server.heard_at[NAME], worker.heard_at
+                await until(lambda: there.server.heard_at[NAME] > at and worker.heard_at > back)
                 assert there.heard == [(NAME, GOOD)]
 
     asyncio.run(story())
 
 
-async def silent(hub):
+async def silent(server):
     """Whether the peer says nothing, not even a heartbeat, for the time of eight."""
-    last = hub.heard_at[NAME]
+    last = server.heard_at[NAME]
     await asyncio.sleep(0.4)
-    return hub.heard_at[NAME] == last
+    return server.heard_at[NAME] == last
 
 
 def test_silence_is_seen():
@@ -168,14 +173,14 @@ def test_silence_is_seen():
 
     async def story():
         async with place(0.05) as there:
-            async with spoke(there, heartbeat=0.05) as worker:
+            async with client(there, heartbeat=0.05) as worker:
                 worker.send(GOOD)
-                await until(lambda: NAME in there.hub.heard_at)
-                at = there.hub.heard_at[NAME]
-                await until(lambda: there.hub.heard_at[NAME] > at)
-            await until(lambda: silent(there.hub), what="its last words to have come")
-            there.hub.forget(NAME)
-            assert not there.hub.heard_at
+                await until(lambda: NAME in there.server.heard_at)
+                at = there.server.heard_at[NAME]
+                await until(lambda: there.server.heard_at[NAME] > at)
+            await until(lambda: silent(there.server), what="its last words to have come")
+            there.server.forget(NAME)
+            assert not there.server.heard_at
 
     asyncio.run(story())
 
@@ -185,13 +190,13 @@ def test_a_returning_peer_takes_its_name_over():
 
     async def story():
         async with place() as there:
-            async with spoke(there) as first:
+            async with client(there) as first:
                 first.send(GOOD)
                 await until(lambda: len(there.heard) == 1)
-                async with spoke(there) as second:
+                async with client(there) as second:
                     second.send(GOOD)
                     await until(lambda: len(there.heard) == 2)
-                    there.hub.send(NAME, wire.Abort(1, ""))
+                    there.server.send(NAME, wire.Abort(1, ""))
                     await until(lambda: second.heard)
                     assert not first.heard
 
@@ -203,8 +208,8 @@ def test_sending_to_nobody_is_harmless():
 
     async def story():
         async with place() as there:
-            there.hub.send("worker/nobody/0#1", wire.Abort(1, ""))
-            async with spoke(there) as worker:
+            there.server.send("worker/nobody/0#1", wire.Abort(1, ""))
+            async with client(there) as worker:
                 worker.send(GOOD)
                 await until(lambda: there.heard)
 
@@ -227,16 +232,16 @@ def test_without_the_key_nobody_gets_anything(who):
             with stranger(there, keys=keys, curve=keys is not None) as socket:
                 for _ in range(10):
                     socket.send(encode(GOOD))
-                async with spoke(there, "agent/a", wire.ToAgent) as good:  # time enough for a handshake
+                async with client(there, "agent/a", wire.ToAgent) as good:  # time enough for a handshake
                     good.send(wire.AgentHello("a", 1, {}))
                     await until(lambda: there.of("agent/a"))
-                    there.hub.send(NAME, wire.Abort(1, "secret"))
-                    there.hub.send("agent/a", wire.StopAgent())
+                    there.server.send(NAME, wire.Abort(1, "secret"))
+                    there.server.send("agent/a", wire.StopAgent())
                     await until(lambda: good.heard)
                 assert socket.poll(100) == 0
             assert there.of(NAME) == []
-            assert NAME not in there.hub.heard_at
-            assert not there.hub.dropped
+            assert NAME not in there.server.heard_at
+            assert not there.server.dropped
 
     asyncio.run(story())
 
@@ -271,14 +276,14 @@ def test_nonsense_is_counted_logged_once_and_dropped(kind, caplog):
             with stranger(there) as socket:
                 for _ in range(3):
                     socket.send_multipart(nonsense if isinstance(nonsense, list) else [nonsense])
-                await until(lambda: sum(there.hub.dropped.values()) == 3)
+                await until(lambda: sum(there.server.dropped.values()) == 3)
                 assert there.heard == []
-                assert not there.hub.heard_at
+                assert not there.server.heard_at
                 socket.send(encode(GOOD))
                 await until(lambda: there.heard)
                 assert there.heard == [(NAME, GOOD)]
 
-    with caplog.at_level(logging.WARNING, "nbelastic.transport.link"):
+    with caplog.at_level(logging.WARNING, "nbelastic.transport"):
         asyncio.run(story())
     assert len(caplog.records) == 1
     assert len(caplog.text) < 1000
@@ -290,7 +295,7 @@ def test_a_flood_in_one_message_costs_the_sender_its_connection():
     async def story():
         async with place() as there:
             with stranger(there) as socket:
-                async with spoke(there, "agent/a", wire.ToAgent) as good:
+                async with client(there, "agent/a", wire.ToAgent) as good:
                     socket.send(b"x" * (64 * MAX_MESSAGE))
                     good.send(wire.AgentHello("a", 1, {}))
                     await until(lambda: there.of("agent/a"))
@@ -309,9 +314,9 @@ def test_a_strange_name_is_nobody(name):
         async with place() as there:
             with stranger(there, name) as socket:
                 socket.send(encode(GOOD))
-                await until(lambda: sum(there.hub.dropped.values()) == 1)
+                await until(lambda: sum(there.server.dropped.values()) == 1)
                 assert there.heard == []
-                assert not there.hub.heard_at
+                assert not there.server.heard_at
 
     asyncio.run(story())
 
@@ -324,11 +329,11 @@ def test_strangers_cost_no_memory(caplog):
             with ExitStack() as stack:
                 for number in range(200):
                     stack.enter_context(stranger(there, f"worker/x{number}/0#1", context=context)).send(b"nonsense")
-                await until(lambda: sum(there.hub.dropped.values()) == 200, timeout=30)
-            assert not there.hub.heard_at
-            assert len(there.hub.dropped) == 1
+                await until(lambda: sum(there.server.dropped.values()) == 200, timeout=30)
+            assert not there.server.heard_at
+            assert len(there.server.dropped) == 1
 
-    with caplog.at_level(logging.WARNING, "nbelastic.transport.link"), zmq.Context() as context:
+    with caplog.at_level(logging.WARNING, "nbelastic.transport"), zmq.Context() as context:
         asyncio.run(story())
     assert len(caplog.records) == 1
 
@@ -371,7 +376,7 @@ def test_ten_thousand_broken_messages():
     async def story():
         async with place() as there:
             with stranger(there) as socket:
-                async with spoke(there, "agent/a", wire.ToAgent) as good:
+                async with client(there, "agent/a", wire.ToAgent) as good:
 
                     def pour():
                         for _ in range(count):
@@ -388,8 +393,8 @@ def test_ten_thousand_broken_messages():
                     good.send(wire.AgentHello("a", 1, {}))
                     await until(lambda: wire.AgentHello("a", 1, {}) in there.of("agent/a"))
                     assert len(there.of("agent/a")) == 101
-                    assert sum(there.hub.dropped.values()) > count * 0.8
-                    assert set(there.hub.heard_at) <= {NAME, "agent/a"}
+                    assert sum(there.server.dropped.values()) > count * 0.8
+                    assert set(there.server.heard_at) <= {NAME, "agent/a"}
                     assert all(message.worker == W for message in there.of(NAME))
 
     asyncio.run(story())
@@ -400,17 +405,17 @@ def test_a_spoke_drops_what_it_does_not_know(caplog):
 
     async def story():
         async with place() as there:
-            async with spoke(there) as worker:
+            async with client(there) as worker:
                 worker.send(GOOD)
                 await until(lambda: there.heard)
                 for frame in (b"{", b'{"type":"Retire"}', b"[" * 100_000, b"\xff\xfe"):
-                    there.hub._send(NAME, frame)
-                there.hub.send(NAME, wire.Abort(1, ""))
+                    there.server._send_or_bundle(NAME, frame)
+                there.server.send(NAME, wire.Abort(1, ""))
                 await until(lambda: worker.heard)
                 assert worker.heard == [wire.Abort(1, "")]
                 assert worker.dropped == 4
 
-    with caplog.at_level(logging.WARNING, "nbelastic.transport.link"):
+    with caplog.at_level(logging.WARNING, "nbelastic.transport"):
         asyncio.run(story())
     assert len(caplog.records) == 1
 
@@ -427,20 +432,20 @@ def test_a_failing_receiver_does_not_silence_the_link(caplog):
                 raise ValueError("a bug")
 
         there = Place(1.0)
-        there.hub = Hub(there.keys, fail_once)
-        await there.hub.start()
-        async with spoke(there) as worker:
+        there.server = Server(there.keys, fail_once)
+        await there.server.start()
+        async with client(there) as worker:
             worker._on_message = fail_once
             worker.send(GOOD)
             worker.send(GOOD)
             await until(lambda: len(heard) == 2)
             heard.clear()
-            there.hub.send(NAME, wire.Abort(1, ""))
-            there.hub.send(NAME, wire.Abort(1, ""))
+            there.server.send(NAME, wire.Abort(1, ""))
+            there.server.send(NAME, wire.Abort(1, ""))
             await until(lambda: len(heard) == 2)
-        await there.hub.stop()
+        await there.server.stop()
 
-    with caplog.at_level(logging.ERROR, "nbelastic.transport.link"):
+    with caplog.at_level(logging.ERROR, "nbelastic.transport"):
         asyncio.run(story())
     assert caplog.text.count("ValueError: a bug") == 2
 
@@ -450,7 +455,7 @@ def test_text_that_is_no_unicode_can_be_said():
 
     async def story():
         async with place() as there:
-            async with spoke(there) as worker:
+            async with client(there) as worker:
                 worker.send(ev.WorkerRaised(W, 1, True, "no such file: '\udcff'"))
                 await until(lambda: there.heard)
                 assert there.of(NAME)[0].error.startswith("no such file")
@@ -489,7 +494,7 @@ def test_others_have_their_turn_while_messages_queue():
                     turns.append(len(there.heard))
                     await asyncio.sleep(0)
             batches = [after - before for before, after in pairwise([*turns, count])]
-            assert max(batches) <= link.BATCH
+            assert max(batches) <= BATCH
             assert [message.commit for message in there.of(NAME)] == list(range(count))
 
     asyncio.run(story())
@@ -505,7 +510,7 @@ def test_reports_wait_while_words_queue():
                 socket.send(encode(GOOD))
                 await until(lambda: there.heard)
                 for number in range(1, count + 1):
-                    delivery.say(encode(ev.LeaveAcknowledged(W, 1, number)))
+                    delivery.enqueue(encode(ev.LeaveAcknowledged(W, 1, number)))
                     if delivery.waiting < WINDOW:
                         socket.send_multipart(delivery.due(0.0)[0])
                     socket.send_multipart([delivery.head(), encode(wire.WorkerProgress(W, 1, number, {}))])
@@ -529,7 +534,9 @@ def test_a_stopped_driver_is_not_flooded():
 
     async def story():
         async with place(heartbeat=0.1) as there:
-            one = Spoke(there.hub.address, there.keys.for_clients(), NAME, wire.ToWorker, lambda _: None, heartbeat=0.1)
+            one = Client(
+                there.server.address, there.keys.for_clients(), NAME, wire.ToWorker, lambda _: None, heartbeat=0.1
+            )
             sent = count_sent(one)
             one.start()
             one.send(GOOD)
@@ -548,10 +555,10 @@ def test_a_stopped_driver_is_not_flooded():
 
             stand_still(2)  # by now it has read what the driver had said before
             assert stand_still(3) == stand_still(4)
-            assert sent["LeaveAcknowledged"].total() <= WINDOW + 3 * RESENT
+            assert sent["LeaveAcknowledged"].total() <= WINDOW + 3 * RETRANSMIT_BATCH
             await until(lambda: words[-1] in there.of(NAME))
             assert [message for message in there.of(NAME) if isinstance(message, ev.LeaveAcknowledged)] == words
-            assert sent["LeaveAcknowledged"].total() <= len(words) + WINDOW + 3 * RESENT
+            assert sent["LeaveAcknowledged"].total() <= len(words) + WINDOW + 3 * RETRANSMIT_BATCH
             await until(lambda: wire.WorkerProgress(W, 1, 4, {}) in there.of(NAME))
             await asyncio.to_thread(one.close)
 
@@ -578,7 +585,7 @@ def test_a_report_that_did_not_go_out_is_replaced():
 
     async def story():
         async with place() as there:
-            one = Spoke(there.hub.address, there.keys.for_clients(), NAME, wire.ToWorker, lambda _: None)
+            one = Client(there.server.address, there.keys.for_clients(), NAME, wire.ToWorker, lambda _: None)
             for number in range(100):
                 one.report(wire.WorkerProgress(W, 1, number, {}))
                 one.report(wire.StackShown(W, number, "", ""))
@@ -601,15 +608,15 @@ def test_what_is_heard_twice_is_not_decoded_twice():
         async with place() as there:
             with stranger(there) as socket:
                 delivery = Delivery(1.0, 7)
-                delivery.say(encode(GOOD))
+                delivery.enqueue(encode(GOOD))
                 ((head, frame),) = delivery.due(0.0)
                 socket.send_multipart([head, frame])
                 await until(lambda: there.heard)
                 socket.send_multipart([head, b"nonsense"])
-                delivery.say(encode(ev.LeaveAcknowledged(W, 1, 1)))
+                delivery.enqueue(encode(ev.LeaveAcknowledged(W, 1, 1)))
                 socket.send_multipart(delivery.due(0.0)[0])
                 await until(lambda: len(there.heard) == 2)
-                assert not there.hub.dropped
+                assert not there.server.dropped
 
     asyncio.run(story())
 
@@ -620,19 +627,19 @@ def test_who_is_forgotten_stays_forgotten():
     async def story():
         async with place() as there:
             dead = set()
-            there.hub._is_known = lambda peer: peer not in dead
+            there.server._is_known = lambda peer: peer not in dead
             with stranger(there) as socket:
                 delivery = Delivery(1.0, 7)
-                delivery.say(encode(GOOD))
+                delivery.enqueue(encode(GOOD))
                 socket.send_multipart(delivery.due(0.0)[0])
                 await until(lambda: there.heard)
                 dead.add(NAME)
-                there.hub.forget(NAME)
-                delivery.say(encode(ev.WorkerSucceeded(W, 1)))
+                there.server.forget(NAME)
+                delivery.enqueue(encode(ev.WorkerSucceeded(W, 1)))
                 socket.send_multipart(delivery.due(0.0)[0])
                 await until(lambda: len(there.heard) == 2)
-                assert not there.hub.heard_at
-                assert not there.hub._deliveries
+                assert not there.server.heard_at
+                assert not there.server._deliveries
 
     asyncio.run(story())
 
@@ -642,16 +649,16 @@ def test_words_that_are_given_up_are_told(caplog):
 
     async def story():
         async with place() as there:
-            await there.hub.stop()
-            one = Spoke(there.hub.address, there.keys.for_clients(), NAME, wire.ToWorker, lambda _: None)
+            await there.server.stop()
+            one = Client(there.server.address, there.keys.for_clients(), NAME, wire.ToWorker, lambda _: None)
             one.start()
-            for number in range(KEPT + 5):
+            for number in range(MAX_UNACKNOWLEDGED + 5):
                 one.send(ev.LeaveAcknowledged(W, 1, number))
-            await until(lambda: one._delivery.given_up == 5)
-            assert one._delivery.waiting == KEPT
+            await until(lambda: one._delivery.discarded == 5)
+            assert one._delivery.waiting == MAX_UNACKNOWLEDGED
             await asyncio.to_thread(one.close)
 
-    with caplog.at_level(logging.WARNING, "nbelastic.transport.link"):
+    with caplog.at_level(logging.WARNING, "nbelastic.transport"):
         asyncio.run(story())
     assert [record.message for record in caplog.records] == [
         "the driver confirms nothing: the oldest messages to it are given up"

@@ -10,12 +10,15 @@ import zmq
 
 from nbelastic.protocol import events as ev
 from nbelastic.protocol import wire
+from nbelastic.protocol.encoding import encode
 from nbelastic.protocol.ids import WorkerId
+from nbelastic.transport.client import Client
 from nbelastic.transport.delivery import Delivery
-from nbelastic.transport.link import RELAY, Hub, Spoke, encode
 from nbelastic.transport.relay import bundles
+from nbelastic.transport.server import Server
+from nbelastic.transport.sockets import RELAY
 from tests.transport.test_breaks import Relay
-from tests.transport.test_link import NAME, W, place, spoke, stranger, until
+from tests.transport.test_link import NAME, W, client, place, stranger, until
 
 AGENT = "agent/a~1"
 OTHER = WorkerId("a", 1, 1)
@@ -25,7 +28,9 @@ OTHER = WorkerId("a", 1, 1)
 async def relay(there, folder, name=AGENT, heartbeat=0.1):
     """An agent's end of the link."""
     folder.mkdir(parents=True, exist_ok=True)
-    one = Spoke(there.hub.address, there.keys.for_clients(), name, wire.ToAgent, lambda _: None, heartbeat=heartbeat)
+    one = Client(
+        there.server.address, there.keys.for_clients(), name, wire.ToAgent, lambda _: None, heartbeat=heartbeat
+    )
     one.start(relay=folder)
     try:
         yield one
@@ -37,7 +42,7 @@ async def relay(there, folder, name=AGENT, heartbeat=0.1):
 async def worker(folder, w=W, heartbeat=0.1):
     """One that knows its host's agent alone."""
     heard = []
-    one = Spoke(folder, None, f"worker/{w}", wire.ToWorker, heard.append, heartbeat=heartbeat)
+    one = Client(folder, None, f"worker/{w}", wire.ToWorker, heard.append, heartbeat=heartbeat)
     one.heard = heard
     one.start()
     try:
@@ -59,7 +64,7 @@ def test_messages_go_both_ways_in_order(tmp_path):
             for w in (W, OTHER):
                 assert [message.commit for message in there.of(f"worker/{w}")] == list(range(1000))
             for generation in range(1000):
-                there.hub.send_to_all((NAME, f"worker/{OTHER}"), wire.Abort(generation, "because"))
+                there.server.send_to_all((NAME, f"worker/{OTHER}"), wire.Abort(generation, "because"))
             await until(lambda: len(one.heard) == len(other.heard) == 1000)
             assert [message.generation for message in other.heard] == list(range(1000))
 
@@ -80,9 +85,11 @@ def test_an_order_to_all_workers_of_a_host_is_one_message(tmp_path, monkeypatch)
             one.send(ev.WorkerFormed(W, 1))
             other.send(ev.WorkerFormed(OTHER, 1))
             await until(lambda: len(there.heard) == 2)
-            send_now = Hub._send_now
-            monkeypatch.setattr(Hub, "_send_now", lambda hub, *said: (sent.append(said), send_now(hub, *said)))
-            there.hub.send_to_all((NAME, f"worker/{OTHER}"), wire.Abort(1, "because"))
+            send_now = Server._send_frames
+            monkeypatch.setattr(
+                Server, "_send_frames", lambda server, *said: (sent.append(said), send_now(server, *said))
+            )
+            there.server.send_to_all((NAME, f"worker/{OTHER}"), wire.Abort(1, "because"))
             await until(lambda: one.heard and other.heard)
             orders = [frames for peer, frames in sent if any(b"because" in frame for frame in frames)]
             assert len(orders) == 1
@@ -101,8 +108,8 @@ def test_whoever_relays_speaks_for_its_own_host_alone(tmp_path):
             for liar in (AGENT, "worker/b/1#1", "driver/7", "node/b~1"):
                 with stranger(there, liar) as socket:
                     socket.send_multipart(next(bundles([(b"worker/b/0#1", *said), (b"agent/b~1", *said)])))
-                    await until(lambda liar=liar: there.hub.dropped.total() >= 2, what=liar)
-                there.hub.dropped.clear()
+                    await until(lambda liar=liar: there.server.dropped.total() >= 2, what=liar)
+                there.server.dropped.clear()
             assert there.heard == []
 
     asyncio.run(story())
@@ -110,7 +117,7 @@ def test_whoever_relays_speaks_for_its_own_host_alone(tmp_path):
 
 def encoded(message):
     one = Delivery(1.0, 7)
-    one.say(encode(message))
+    one.enqueue(encode(message))
     return one.due(0.0)[0]
 
 
@@ -121,14 +128,14 @@ def test_who_is_relayed_hears_that_the_driver_is_away(tmp_path):
         async with place(0.1) as there, relay(there, tmp_path), worker(tmp_path) as one:
             one.send(ev.WorkerFormed(W, 1))
             await until(lambda: there.heard)
-            assert not one.away
-            port = int(there.hub.address.rpartition(":")[2])
-            await there.hub.stop()
+            assert not one.disconnected
+            port = int(there.server.address.rpartition(":")[2])
+            await there.server.stop()
             one.send(ev.WorkerFormed(W, 2))
-            await until(lambda: one.away)
-            there.hub = Hub(there.keys, lambda peer, message: there.heard.append((peer, message)), 0.1)
-            await there.hub.start(port=port)
-            await until(lambda: not one.away)
+            await until(lambda: one.disconnected)
+            there.server = Server(there.keys, lambda peer, message: there.heard.append((peer, message)), 0.1)
+            await there.server.start(port=port)
+            await until(lambda: not one.disconnected)
             await until(lambda: (NAME, ev.WorkerFormed(W, 2)) in there.heard)
 
     asyncio.run(story())
@@ -139,10 +146,10 @@ def test_what_is_said_while_the_line_is_cut_is_not_late(tmp_path):
 
     async def story():
         async with place(100) as there:
-            line = Relay(int(there.hub.address.rpartition(":")[2]))
+            line = Relay(int(there.server.address.rpartition(":")[2]))
             await line.start()
             address = f"tcp://127.0.0.1:{line.port}"
-            agent = Spoke(address, there.keys.for_clients(), AGENT, wire.ToAgent, lambda _: None, heartbeat=100)
+            agent = Client(address, there.keys.for_clients(), AGENT, wire.ToAgent, lambda _: None, heartbeat=100)
             agent.start(relay=tmp_path)
             async with worker(tmp_path, heartbeat=100) as one:
                 one.send(ev.WorkerFormed(W, 1))
@@ -151,7 +158,7 @@ def test_what_is_said_while_the_line_is_cut_is_not_late(tmp_path):
                 agent.send(wire.AgentGoodbye("a", "no"))
                 await until(lambda: agent._blocked, what="the agent to see that its connection is gone")
                 one.send(ev.WorkerFormed(W, 2))
-                await until(lambda: one.away)
+                await until(lambda: one.disconnected)
                 one.send(ev.WorkerFormed(W, 3))
                 await line.start(line.port)
                 await until(lambda: (NAME, ev.WorkerFormed(W, 3)) in there.heard)
@@ -169,7 +176,7 @@ def test_a_folder_that_cannot_be_used(tmp_path):
 
     async def story():
         async with place() as there:
-            one = Spoke(there.hub.address, there.keys.for_clients(), AGENT, wire.ToAgent, lambda _: None)
+            one = Client(there.server.address, there.keys.for_clients(), AGENT, wire.ToAgent, lambda _: None)
             with pytest.raises(OSError, match="relay"):
                 one.start(relay=tmp_path)
             with pytest.raises(FileNotFoundError):
@@ -187,10 +194,12 @@ def test_what_goes_to_a_host_arrives_in_the_order_in_which_it_was_sent(tmp_path,
             agent.send(wire.AgentGoodbye("a", "no"))
             one.send(ev.WorkerFormed(W, 1))
             await until(lambda: len(there.heard) == 2)
-            send_now = Hub._send_now
-            monkeypatch.setattr(Hub, "_send_now", lambda hub, *said: (sent.append(said), send_now(hub, *said)))
-            there.hub.send(NAME, wire.Abort(1, "because"))
-            there.hub.send(AGENT, wire.StopWorker(W, kill=True))
+            send_now = Server._send_frames
+            monkeypatch.setattr(
+                Server, "_send_frames", lambda server, *said: (sent.append(said), send_now(server, *said))
+            )
+            there.server.send(NAME, wire.Abort(1, "because"))
+            there.server.send(AGENT, wire.StopWorker(W, kill=True))
             orders = [word for _, frames in sent for word in (b"Abort", b"StopWorker") if word in b"".join(frames)]
             assert orders == [b"Abort", b"StopWorker"]
 
@@ -204,11 +213,11 @@ def test_who_is_gone_leaves_no_route(tmp_path):
         async with place(0.1) as there, relay(there, tmp_path), worker(tmp_path) as one:
             one.send(ev.WorkerFormed(W, 1))
             await until(lambda: there.heard)
-            there.hub._is_known = lambda _: False
-            there.hub.forget(NAME)
+            there.server._is_known = lambda _: False
+            there.server.forget(NAME)
             one.send(ev.WorkerFormed(W, 2))
             await until(lambda: len(there.heard) > 1)
-            assert there.hub._routes == {}
+            assert there.server._routes == {}
 
     asyncio.run(story())
 
@@ -222,9 +231,9 @@ def test_a_worker_that_is_silent_is_seen_to_be_so(tmp_path):
                 one.send(ev.WorkerFormed(W, 1))
                 other.send(ev.WorkerFormed(OTHER, 1))
                 await until(lambda: len(there.heard) == 2)
-            gone = there.hub.heard_at[f"worker/{OTHER}"]
-            await until(lambda: there.hub.heard_at[NAME] > gone + 0.5)
-            assert there.hub.heard_at[f"worker/{OTHER}"] < gone + 0.3
+            gone = there.server.heard_at[f"worker/{OTHER}"]
+            await until(lambda: there.server.heard_at[NAME] > gone + 0.5)
+            assert there.server.heard_at[f"worker/{OTHER}"] < gone + 0.3
 
     asyncio.run(story())
 
@@ -236,13 +245,13 @@ def test_a_new_driver_is_told_who_is_there(tmp_path):
         async with place(0.1) as there, relay(there, tmp_path), worker(tmp_path) as one:
             one.send(ev.WorkerFormed(W, 1))
             await until(lambda: there.heard)
-            port = int(there.hub.address.rpartition(":")[2])
-            await there.hub.stop()
+            port = int(there.server.address.rpartition(":")[2])
+            await there.server.stop()
             there.heard.clear()
-            there.hub = Hub(there.keys, lambda peer, message: there.heard.append((peer, message)), 0.1, term=2)
-            await there.hub.start(port=port)
+            there.server = Server(there.keys, lambda peer, message: there.heard.append((peer, message)), 0.1, term=2)
+            await there.server.start(port=port)
             await until(lambda: wire.Welcome(2) in one.heard)
-            one.begin_again(lambda: wire.WorkerReport(W, 1))
+            one.reset_session(lambda: wire.WorkerReport(W, 1))
             await until(lambda: there.heard)
             assert there.heard == [(NAME, wire.WorkerReport(W, 1))]
 
@@ -253,7 +262,7 @@ def test_a_flood_of_one_process_holds_up_nobody(tmp_path):
     """Nonsense is dropped by the relay; a worker beside it is heard within moments."""
 
     async def story():
-        async with place(0.1) as there, relay(there, tmp_path), worker(tmp_path) as one, spoke(there, "agent/b~1"):
+        async with place(0.1) as there, relay(there, tmp_path), worker(tmp_path) as one, client(there, "agent/b~1"):
             with zmq.Context() as context, context.socket(zmq.DEALER) as flood:
                 flood.setsockopt(zmq.LINGER, 0)
                 flood.connect(f"ipc://{tmp_path / RELAY}")

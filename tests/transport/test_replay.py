@@ -5,7 +5,7 @@ import contextlib
 
 from nbelastic.protocol import events as ev
 from nbelastic.protocol import wire
-from nbelastic.transport.link import Spoke
+from nbelastic.transport.client import Client
 from tests.transport.test_link import NAME, W, place, until
 
 GOOD = ev.WorkerFormed(W, 1)
@@ -18,14 +18,14 @@ class Relay:
         self._port, self.heard = port, bytearray()
 
     async def start(self):
-        self._server = await asyncio.start_server(self._pass_on, "127.0.0.1", 0)
+        self._server = await asyncio.start_server(self._handle, "127.0.0.1", 0)
         self.port = self._server.sockets[0].getsockname()[1]
 
     async def stop(self):
         self._server.close()
         await self._server.wait_closed()
 
-    async def _pass_on(self, reader, writer):
+    async def _handle(self, reader, writer):
         far_reader, far_writer = await asyncio.open_connection("127.0.0.1", self._port)
 
         async def pump(source, sink, keep):
@@ -44,10 +44,10 @@ def test_a_replayed_connection_is_nobody():
 
     async def story():
         async with place() as there:
-            port = int(there.hub.address.rpartition(":")[2])
+            port = int(there.server.address.rpartition(":")[2])
             relay = Relay(port)
             await relay.start()
-            one = Spoke(f"tcp://127.0.0.1:{relay.port}", there.keys.for_clients(), NAME, wire.ToWorker, lambda _: None)
+            one = Client(f"tcp://127.0.0.1:{relay.port}", there.keys.for_clients(), NAME, wire.ToWorker, lambda _: None)
             one.start()
             one.send(GOOD)
             await until(lambda: there.heard == [(NAME, GOOD)])
@@ -56,7 +56,7 @@ def test_a_replayed_connection_is_nobody():
             assert b"CURVE" in relay.heard
             assert b"WorkerFormed" not in relay.heard  # nor can it be read
             assert there.keys.client_secret.encode() not in relay.heard
-            at = there.hub.heard_at[NAME]
+            at = there.server.heard_at[NAME]
             for piece in (len(relay.heard), 64, 1, 200):
                 reader, writer = await asyncio.open_connection("127.0.0.1", port)
                 with contextlib.suppress(OSError, TimeoutError):
@@ -67,7 +67,7 @@ def test_a_replayed_connection_is_nobody():
                     await asyncio.wait_for(reader.read(), 0.5)
                 writer.close()
             assert there.heard == [(NAME, GOOD)]
-            assert there.hub.heard_at[NAME] == at
-            assert not there.hub.dropped
+            assert there.server.heard_at[NAME] == at
+            assert not there.server.dropped
 
     asyncio.run(story())

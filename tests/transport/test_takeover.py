@@ -15,7 +15,9 @@ from nbelastic.protocol import wire
 from nbelastic.protocol.ids import WorkerId
 from nbelastic.system import ports
 from nbelastic.system.addresses import parted
-from nbelastic.transport.link import Hub, Keys, Spoke
+from nbelastic.transport.client import Client
+from nbelastic.transport.keys import Keys
+from nbelastic.transport.server import Server
 from tests.support.waiting import until_async as until
 
 W = WorkerId("a", 0, 1)
@@ -27,21 +29,21 @@ class Worker:
 
     def __init__(self, address, keys):
         self.heard = []
-        self.link = Spoke(address, keys.for_clients(), NAME, wire.ToWorker, self.hear, heartbeat=0.1)
+        self.link = Client(address, keys.for_clients(), NAME, wire.ToWorker, self.receive, heartbeat=0.1)
 
-    def hear(self, message):
+    def receive(self, message):
         self.heard.append(message)
         if isinstance(message, wire.Welcome):
             self.answer()
 
     def answer(self):
-        self.link.begin_again(lambda: wire.WorkerReport(W, os.getpid(), commit=7))
+        self.link.reset_session(lambda: wire.WorkerReport(W, os.getpid(), commit=7))
 
 
 async def hub_at(keys, heard, term, port=0):
-    hub = Hub(keys, lambda peer, message: heard.append(message), heartbeat=0.1, term=term)
-    await hub.start(port=port)
-    return hub
+    server = Server(keys, lambda peer, message: heard.append(message), heartbeat=0.1, term=term)
+    await server.start(port=port)
+    return server
 
 
 def test_who_lives_on_is_asked_who_it_is():
@@ -49,20 +51,20 @@ def test_who_lives_on_is_asked_who_it_is():
 
     async def story():
         keys, first, second = Keys.make(), [], []
-        hub = await hub_at(keys, first, 1)
-        port = parted(hub.address)[1]
-        worker = Worker(hub.address, keys)
+        server = await hub_at(keys, first, 1)
+        port = parted(server.address)[1]
+        worker = Worker(server.address, keys)
         worker.link.start()
         worker.link.send(ev.WorkerFormed(W, 1))
         await until(lambda: first == [ev.WorkerFormed(W, 1)])
         assert worker.heard == [], "a first driver welcomes nobody: all are its own"
-        await hub.stop()
+        await server.stop()
         worker.link.send(ev.LeaveAcknowledged(W, 1, 5))
-        await until(lambda: worker.link.away)
-        hub = await hub_at(keys, second, 2, port)
+        await until(lambda: worker.link.disconnected)
+        server = await hub_at(keys, second, 2, port)
         try:
             await until(lambda: second)
-            assert not worker.link.away
+            assert not worker.link.disconnected
             assert worker.heard[0] == wire.Welcome(2)
             assert second[0] == wire.WorkerReport(W, os.getpid(), commit=7)
             worker.link.send(ev.WorkerSucceeded(W, 1))
@@ -70,7 +72,7 @@ def test_who_lives_on_is_asked_who_it_is():
             assert {type(message) for message in second} == {wire.WorkerReport, ev.WorkerSucceeded}
         finally:
             await asyncio.to_thread(worker.link.close)
-            await hub.stop()
+            await server.stop()
 
     asyncio.run(story())
 
@@ -85,7 +87,7 @@ def test_who_somebody_is_comes_before_what_it_says(careless):
                 self.link.send(ev.LeaveAcknowledged(W, 1, 5))
                 self.link.send(self.who())
             else:
-                self.link.begin_again(self.who)
+                self.link.reset_session(self.who)
 
         def who(self):
             if not careless:
@@ -94,8 +96,8 @@ def test_who_somebody_is_comes_before_what_it_says(careless):
 
     async def story():
         keys, heard = Keys.make(), []
-        hub = await hub_at(keys, heard, 2)
-        worker = Talker(hub.address, keys)
+        server = await hub_at(keys, heard, 2)
+        worker = Talker(server.address, keys)
         worker.link.start()
         try:
             await until(lambda: heard)
@@ -103,7 +105,7 @@ def test_who_somebody_is_comes_before_what_it_says(careless):
             await until(lambda: ev.WorkerSucceeded(W, 1) in heard)
         finally:
             await asyncio.to_thread(worker.link.close)
-            await hub.stop()
+            await server.stop()
         between = [] if careless else [ev.LeaveAcknowledged(W, 1, 5)]
         assert heard == [wire.WorkerReport(W, os.getpid(), commit=7), *between, ev.WorkerSucceeded(W, 1)]
 
@@ -129,9 +131,9 @@ def test_a_port_is_none_that_the_system_gives_away():
     """Else it might be taken when a driver comes back; or a worker that tries to come back might meet itself there."""
 
     async def story():
-        hub = await hub_at(Keys.make(), [], 1)
-        await hub.stop()
-        return parted(hub.address)[1]
+        server = await hub_at(Keys.make(), [], 1)
+        await server.stop()
+        return parted(server.address)[1]
 
     with open("/proc/sys/net/ipv4/ip_local_port_range", encoding="ascii") as file:
         low = int(file.read().split()[0])
@@ -151,8 +153,8 @@ def test_a_port_that_somebody_holds_is_none_to_take(monkeypatch):
             holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             other.close()
             monkeypatch.setattr(ports, "chosen", lambda *_: [held, free])
-            hub = await hub_at(Keys.make(), [], 1)
-            await hub.stop()
-            assert parted(hub.address)[1] == free
+            server = await hub_at(Keys.make(), [], 1)
+            await server.stop()
+            assert parted(server.address)[1] == free
 
     asyncio.run(story())

@@ -11,8 +11,9 @@ from IPython.core.interactiveshell import InteractiveShell
 from traitlets.config import Config
 
 from nbelastic.protocol import wire
+from nbelastic.protocol.encoding import encode
 from nbelastic.protocol.ids import WorkerId
-from nbelastic.transport.link import MAX_MESSAGE, encode
+from nbelastic.transport.sockets import MAX_MESSAGE
 from nbelastic.worker import cells
 from nbelastic.worker.printed import Output
 

@@ -34,7 +34,7 @@ def session():
 
 
 def said(session):
-    return [msgspec.json.decode(frame, type=wire.FromWorker) for frame in session.link._out]
+    return [msgspec.json.decode(frame, type=wire.FromWorker) for frame in session.link._queue]
 
 
 def test_a_question_is_answered_from_within_a_step(session):
@@ -122,13 +122,13 @@ def test_output_waits_while_the_driver_confirms_nothing(session):
     """What is printed meanwhile is bounded; its end is sent when the driver has caught up."""
     session.account.busy = True
     for _ in range(WINDOW):
-        session.link._delivery.say(b"word")
+        session.link._delivery.enqueue(b"word")
     session.printed.write("out", "x" * 100_000)
     session._tick()
     session.printed.write("out", "the end")
     session._tick()
     assert not [message for message in said(session) if isinstance(message, wire.WorkerOutput)]
-    session.link._delivery.give_up()
+    session.link._delivery.reset()
     session._tick()
     (output,) = [message for message in said(session) if isinstance(message, wire.WorkerOutput)]
     assert (len(output.text), output.text[-7:], output.end) == (BOUND, "the end", 100_007)

@@ -7,7 +7,7 @@ from collections import Counter, deque
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nbelastic.transport.delivery import KEPT, RESENT, SLOWEST, WINDOW, Delivery
+from nbelastic.transport.delivery import MAX_DOUBLINGS, MAX_UNACKNOWLEDGED, RETRANSMIT_BATCH, WINDOW, Delivery
 
 PATIENCE = 1.0
 
@@ -23,11 +23,11 @@ class Ends:
         self.sent: list[Counter[bytes]] = [Counter(), Counter()]
         self.heard: list[list[bytes]] = [[], []]
 
-    def say(self, end: int, count: int = 1) -> None:
+    def enqueue(self, end: int, count: int = 1) -> None:
         for _ in range(count):
             message = f"{end}: {len(self.said[end])}".encode()
             self.said[end].append(message)
-            self.ends[end].say(message)
+            self.ends[end].enqueue(message)
             self.send(end)
 
     def send(self, end: int) -> list[bytes]:
@@ -41,10 +41,10 @@ class Ends:
         """What this end has sent arrives, so many of it, and what has arrived is confirmed."""
         for _ in range(len(self.ways[end]) if count is None else min(count, len(self.ways[end]))):
             head, message = self.ways[end].popleft()
-            if self.ends[1 - end].hear(head, self.now):
+            if self.ends[1 - end].receive(head, self.now):
                 self.heard[1 - end].append(message)
         self.send(1 - end)
-        if self.ends[1 - end].to_confirm:
+        if self.ends[1 - end].must_acknowledge:
             self.beat(1 - end)
 
     def beat(self, end: int) -> None:
@@ -87,7 +87,7 @@ class Ends:
 
 END = st.integers(0, 1)
 HAPPENINGS = st.one_of(
-    st.tuples(st.just("say"), END, st.integers(1, 100)),
+    st.tuples(st.just("enqueue"), END, st.integers(1, 100)),
     st.tuples(st.just("carry"), END, st.integers(1, 90)),
     st.tuples(st.sampled_from(["lose", "double", "overtake"]), END, st.integers(0, 99)),
     st.tuples(st.just("break_off")),
@@ -104,7 +104,7 @@ def test_each_is_heard_once_and_in_order(story):
         for end in (0, 1):
             heard = ends.heard[1 - end]
             assert heard == ends.said[end][: len(heard)]
-            assert not ends.ends[end].given_up
+            assert not ends.ends[end].discarded
     ends.settle()
     assert ends.heard == [ends.said[1], ends.said[0]]
     assert [end.due(ends.now + 100) for end in ends.ends] == [[], []]
@@ -114,25 +114,25 @@ def test_each_is_heard_once_and_in_order(story):
 def test_silence_is_not_answered_with_a_flood(count, pauses):
     """To an end that confirms nothing go at most `WINDOW` messages, then the first few again, ever more rarely."""
     ends = Ends()
-    ends.say(0, count)
+    ends.enqueue(0, count)
     rounds = 0
     for seconds in pauses:
         ends.now += seconds
         again = ends.send(0)
-        assert again in ([], ends.said[0][:RESENT])
+        assert again in ([], ends.said[0][:RETRANSMIT_BATCH])
         rounds += bool(again)
     first, *others = ends.said[0]
     assert len(ends.sent[0]) == min(count, WINDOW)
     assert ends.sent[0][first] == 1 + rounds
     assert all(ends.sent[0][message] <= 1 + rounds for message in others)
-    assert rounds <= SLOWEST + sum(pauses) / (PATIENCE * 2**SLOWEST)
+    assert rounds <= MAX_DOUBLINGS + sum(pauses) / (PATIENCE * 2**MAX_DOUBLINGS)
 
 
 @given(st.integers(1, 400), st.integers(1, 70), st.sampled_from([4.0, 30.0]))
 def test_an_end_that_was_stopped_hears_hardly_anything_twice(count, batch, stopped):
     """Nothing was lost, all of it waits to be read: what follows the few that were sent again is not sent again, too."""
     ends = Ends()
-    ends.say(0, count)
+    ends.enqueue(0, count)
     for _ in range(int(stopped)):
         ends.now += 1.0
         ends.send(0)
@@ -140,20 +140,20 @@ def test_an_end_that_was_stopped_hears_hardly_anything_twice(count, batch, stopp
         ends.carry(0, batch)
         ends.carry(1)
     assert ends.heard[1] == ends.said[0]
-    assert ends.sent[0].total() <= count + WINDOW + RESENT * (2 + SLOWEST)
+    assert ends.sent[0].total() <= count + WINDOW + RETRANSMIT_BATCH * (2 + MAX_DOUBLINGS)
 
 
 @given(st.integers(1, 400), st.integers(0, 70))
 def test_what_a_break_took_along_goes_again_at_once(count, before):
     """As soon as the first of it is confirmed; what had arrived does not go again."""
     ends = Ends()
-    ends.say(0, count)
+    ends.enqueue(0, count)
     ends.carry(0, before)
     ends.carry(1)
     arrived = len(ends.heard[1])
     ends.break_off()
     ends.wait()
-    for _ in range(2 + count // RESENT):
+    for _ in range(2 + count // RETRANSMIT_BATCH):
         ends.carry(0)
         ends.carry(1)
     assert ends.heard[1] == ends.said[0]
@@ -164,7 +164,7 @@ def test_what_a_break_took_along_goes_again_at_once(count, before):
 def test_nothing_is_said_again_that_was_confirmed():
     """A sign of life confirms; without one a message goes out again, after `patience`, then after twice as long."""
     ends = Ends()
-    ends.say(0, 3)
+    ends.enqueue(0, 3)
     ends.carry(0, 2)
     ends.now = 0.5
     ends.carry(1)
@@ -181,7 +181,7 @@ def test_nothing_is_said_again_that_was_confirmed():
 def test_who_is_back_need_not_wait():
     """After a long silence the first sign of life is answered with what was not confirmed, however long the pauses were."""
     ends = Ends()
-    ends.say(0)
+    ends.enqueue(0)
     ends.break_off()
     for _ in range(60):
         ends.wait()
@@ -197,34 +197,34 @@ def test_who_is_back_need_not_wait():
 def test_what_is_not_numbered_confirms_and_is_not_confirmed():
     """A report or a heartbeat carries the confirmation; nothing answers it."""
     one, two = Delivery(PATIENCE, 1), Delivery(PATIENCE, 2)
-    one.say(b"hello")
+    one.enqueue(b"hello")
     ((head, _),) = one.due(0.0)
-    assert two.hear(head, 0.0)
-    assert two.to_confirm
+    assert two.receive(head, 0.0)
+    assert two.must_acknowledge
     report = two.head()
-    assert not two.to_confirm
-    assert not one.hear(report, 0.0)
-    assert not one.to_confirm
+    assert not two.must_acknowledge
+    assert not one.receive(report, 0.0)
+    assert not one.must_acknowledge
     assert not one.waiting
 
 
 def test_another_of_the_same_name():
     """It hears nothing of what was said to the one before, and is heard from its first word on."""
     ends = Ends()
-    ends.say(0, 2)
-    ends.say(1, 2)
+    ends.enqueue(0, 2)
+    ends.enqueue(1, 2)
     ends.carry(0)
     ends.carry(1)
     ends.break_off()
-    ends.say(1, 1)  # to the one that is gone
+    ends.enqueue(1, 1)  # to the one that is gone
     ends.ends[0], ends.said[0], ends.heard[0] = Delivery(PATIENCE, 3), [], []
     ends.break_off()
     ends.heard[1] = []
-    ends.say(0, 2)
+    ends.enqueue(0, 2)
     ends.settle()
     assert ends.heard[1] == ends.said[0]
     assert ends.heard[0] == []
-    ends.say(1)
+    ends.enqueue(1)
     ends.settle()
     assert ends.heard[0] == ends.said[1][-1:]
 
@@ -233,12 +233,12 @@ def test_an_end_that_has_forgotten_the_other_goes_on():
     """What it had confirmed before is not said to it again, and what it says from then on is heard."""
     ends = Ends()
     ends.ends[1] = Delivery(PATIENCE, 7, number=100)
-    ends.say(0, 5)
-    ends.say(1, 5)
+    ends.enqueue(0, 5)
+    ends.enqueue(1, 5)
     ends.settle()
-    ends.say(0, 2)
+    ends.enqueue(0, 2)
     ends.ends[1] = Delivery(PATIENCE, 7, number=200)
-    ends.say(1, 2)
+    ends.enqueue(1, 2)
     ends.settle()
     assert ends.heard == [ends.said[1], ends.said[0]]
 
@@ -246,34 +246,34 @@ def test_an_end_that_has_forgotten_the_other_goes_on():
 def test_who_does_not_confirm_costs_no_memory():
     """Of very many messages the oldest are given up, and counted; the others are heard, in order."""
     ends = Ends()
-    for number in range(KEPT + 10):
+    for number in range(MAX_UNACKNOWLEDGED + 10):
         ends.said[0].append(b"%d" % number)
-        ends.ends[0].say(ends.said[0][-1])
-    assert ends.ends[0].crowded
-    assert ends.ends[0].given_up == 10
+        ends.ends[0].enqueue(ends.said[0][-1])
+    assert ends.ends[0].congested
+    assert ends.ends[0].discarded == 10
     ends.settle()
     assert ends.heard[1] == ends.said[0][10:]
-    assert not ends.ends[0].crowded
+    assert not ends.ends[0].congested
 
 
 def test_an_answer_tells_itself_from_old_news():
     """Who has not heard this end cannot have meant it."""
     one, two = Delivery(PATIENCE, 1), Delivery(PATIENCE, 2)
-    two.say(b"who is there?")
+    two.enqueue(b"who is there?")
     ((early, _),) = two.due(0.0)
-    one.say(b"it is me")
-    assert not one.answers(early)
+    one.enqueue(b"it is me")
+    assert not one.is_addressed_here(early)
     ((head, _),) = one.due(0.0)
-    assert two.hear(head, 0.0)
-    two.say(b"hello")
+    assert two.receive(head, 0.0)
+    two.enqueue(b"hello")
     ((late, _),) = two.due(0.0)
-    assert one.answers(late)
+    assert one.is_addressed_here(late)
 
 
 def test_the_first_message_after_a_pause_has_its_time():
     """The patience begins when the message is sent, not with the confirmation before it: it is not sent twice at once."""
     end = Delivery(PATIENCE, 1)
-    end.say(b"one")
+    end.enqueue(b"one")
     assert len(end.due(10.0)) == 1
     assert end.due(10.9) == []
     assert len(end.due(11.0)) == 1
@@ -283,7 +283,7 @@ def test_a_busy_link_sends_a_lost_message_again():
     """Messages that are said meanwhile do not put it off: the patience counts from the oldest that is not confirmed."""
     end = Delivery(PATIENCE, 1)
     for number in range(10):
-        end.say(b"message %d" % number)
+        end.enqueue(b"message %d" % number)
         assert [message for _, message in end.due(10.0 + number / 10)] == [b"message %d" % number]
     assert end.due(11.0)[0][1] == b"message 0"
 
@@ -291,14 +291,14 @@ def test_a_busy_link_sends_a_lost_message_again():
 def test_an_end_goes_on_though_all_that_it_sent_again_was_given_up():
     """The other end was away for so long that the oldest messages went: the others arrive when it is back."""
     ends = Ends()
-    ends.say(0, 20)
+    ends.enqueue(0, 20)
     ends.ways[0].clear()  # lost
     ends.now = 2 * PATIENCE
     ends.send(0)  # the first ones again, which are lost as well
     ends.ways[0].clear()
-    for number in range(KEPT):
+    for number in range(MAX_UNACKNOWLEDGED):
         ends.said[0].append(b"later %d" % number)
-        ends.ends[0].say(ends.said[0][-1])
-    assert ends.ends[0].given_up == 20
+        ends.ends[0].enqueue(ends.said[0][-1])
+    assert ends.ends[0].discarded == 20
     ends.settle()
     assert ends.heard[1] == ends.said[0][20:]

@@ -25,7 +25,7 @@ def due(relay, now):
 def numbered(text=b"{}", me=1):
     """The head of a message that is kept until it is confirmed, and the message."""
     one = Delivery(1.0, me)
-    one.say(text)
+    one.enqueue(text)
     return one.due(0.0)[0]
 
 
@@ -92,7 +92,7 @@ def test_numbered_messages_all_go():
     """None replaces another, however alike they are; but one that is sent again is in the bundle once, in its old place."""
     relay, one = Relay(), Delivery(1.0, 1)
     for _ in range(3):
-        one.say(b"{}")
+        one.enqueue(b"{}")
     first = one.due(0.0)
     for name in (A, B):
         for head, what in first:

@@ -1,0 +1,27 @@
+"""The CURVE key pairs of a cluster."""
+
+from __future__ import annotations
+
+import msgspec
+import zmq
+
+
+class Keys(msgspec.Struct, frozen=True):
+    """A cluster's CURVE key pairs (Z85 text). They never appear in argv, logs or `repr`."""
+
+    server_public: str
+    server_secret: str
+    client_public: str
+    client_secret: str
+
+    def __repr__(self) -> str:
+        return "Keys(…)"
+
+    @staticmethod
+    def make() -> Keys:
+        pairs = [key.decode() for _ in range(2) for key in zmq.curve_keypair()]
+        return Keys(*pairs)
+
+    def for_clients(self) -> Keys:
+        """What agents and terminals get: all but the driver's secret."""
+        return msgspec.structs.replace(self, server_secret="")

@@ -1,0 +1,387 @@
+"""The driver's end of the link: a ZeroMQ ROUTER on loopback, CURVE keys, JSON.
+
+Processes of a host connect to their agent, which relays and bundles their messages (`transport.relay`). Only agents and
+terminals hold keys. Without the cluster's client key no peer passes the CURVE handshake.
+
+Each message is one msgspec struct, decoded against the union of what the sender's role may send. An empty message is a
+heartbeat. The frame before it makes it arrive once and in order (`transport.delivery`). A message that does not decode is
+counted, logged once for each peer, and dropped; nothing of it is executed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import logging
+import secrets
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+
+import msgspec
+import zmq
+import zmq.asyncio
+import zmq.auth
+import zmq.auth.asyncio
+
+from nbelastic.protocol import events as ev
+from nbelastic.protocol import script_events as sev
+from nbelastic.protocol import wire
+from nbelastic.protocol.encoding import encode
+from nbelastic.protocol.ids import WorkerId
+from nbelastic.protocol.wire import HEAD
+from nbelastic.system import ports
+from nbelastic.system.addresses import bracketed
+from nbelastic.system.supervise import guarded, report_to_log, supervise
+from nbelastic.transport.delivery import Delivery, number_of
+from nbelastic.transport.keys import Keys
+from nbelastic.transport.relay import KIND, bundles, is_bundle, opened
+from nbelastic.transport.sockets import (
+    BATCH,
+    HEARTBEAT,
+    MAX_MESSAGE,
+    RETRANSMIT,
+    SOCKET_OPTIONS,
+    TURN,
+)
+
+log = logging.getLogger(__name__)
+
+WELCOME_PAUSE = 0.25  # seconds between two welcomes for one who has not said who it is
+
+PORTS = 20000  # the hub's are from here on: see `ports.chosen`
+
+TRIES = 100  # of them
+
+
+class _ClientKey:
+    """The one client key that the handshake accepts (pyzmq's credentials provider)."""
+
+    def __init__(self, key: str) -> None:
+        self._key = key.encode()
+
+    def callback(self, domain: str, key: bytes) -> bool:  # noqa: ARG002  (pyzmq's signature)
+        return bytes(key) == self._key
+
+
+class Server:
+    """The driver's end. `on_message(peer, message)` is called in the loop's thread for every valid message.
+
+    Peers are named `agent/<host>~<number>`, `worker/<WorkerId>` or `node/<host>~<number>`. `heard_at` is when
+    each was last heard (monotonic seconds). Who is not heard yet is asked about: of a peer for which `is_known(peer)`
+    is false messages are passed on, and nothing is kept. With a `term` above 1 others have been here before: who is not
+    known gets a welcome until it says who it is, and nothing else that it says is heard.
+    """
+
+    def __init__(
+        self,
+        keys: Keys,
+        on_message: Callable[[str, wire.Message | ev.Event], None],
+        heartbeat: float = HEARTBEAT,
+        term: int = 1,
+        is_known: Callable[[str], bool] = lambda peer: True,  # noqa: ARG005
+    ) -> None:
+        self._keys = keys
+        self._term = term
+        self._is_known = is_known
+        self._welcomed: dict[str, float] = {}  # when, by peer
+        self._heartbeat = heartbeat
+        self._session = secrets.randbits(64)
+        self._deliveries: dict[str, Delivery] = {}  # by peer
+        self._on_message = on_message
+        self._decoders = {
+            "agent": msgspec.json.Decoder(wire.FromAgent),
+            "worker": msgspec.json.Decoder(wire.FromWorker),
+            "node": msgspec.json.Decoder(wire.FromNode),
+        }
+        self._heartbeats: asyncio.Task[None] | None = None
+        self._next_read: asyncio.Handle | None = None  # when the rest is read
+        self._to_acknowledge: set[str] = set()  # peers whose messages are to be confirmed
+        self._routes: dict[str, str] = {}  # of those whom an agent relays: which one
+        self._outgoing: dict[str, list[tuple[bytes, bytes, bytes]]] = {}  # what goes out next, by agent
+        self._reports: dict[tuple[str, bytes], bytes] = {}  # the newest of each peer and kind, not looked at yet
+        self._closing = False
+        self.heard_at: dict[str, float] = {}
+        self.dropped: Counter[str] = Counter()
+        self.address = ""
+
+    async def start(self, interface: str = "127.0.0.1", port: int = 0) -> None:
+        """Listen on this port, or a free one, of `interface` (an address, not a name). OSError if the port is taken."""
+        self._loop = asyncio.get_running_loop()
+        self._context = zmq.asyncio.Context()
+        self._auth = zmq.auth.asyncio.AsyncioAuthenticator(self._context)
+        self._auth.start()
+        self._auth.configure_curve_callback(credentials_provider=_ClientKey(self._keys.client_public))
+        # A plain socket, read in batches: zmq.asyncio costs five times as much, and never yields while messages wait.
+        plain: zmq.Context[zmq.Socket[bytes]] = zmq.Context.shadow(self._context)
+        self._socket = plain.socket(zmq.ROUTER)
+        for option, value in SOCKET_OPTIONS.items():
+            self._socket.setsockopt(option, value)
+        self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # who reconnects takes its name over
+        self._socket.curve_server = True
+        self._socket.curve_secretkey = self._keys.server_secret.encode()
+        self._socket.curve_publickey = self._keys.server_public.encode()
+        try:
+            chosen = [one for one in ports.chosen(TRIES, PORTS) if ports.is_free(interface, one)]
+            self._bind(bracketed(interface), [port] if port else chosen or ["*"])
+        except zmq.ZMQError as error:
+            await self.stop()
+            raise OSError(error.errno, f"{error.strerror}: {interface}, port {port}") from None
+        self._fd = int(self._socket.getsockopt(zmq.FD))
+        self._loop.add_reader(self._fd, self._schedule_read)
+        self._schedule_read()
+        self._heartbeats = asyncio.create_task(
+            supervise("the driver's heartbeats", self._send_heartbeats, report_to_log)
+        )
+
+    def _bind(self, host: str, ports: Sequence[int | str]) -> None:
+        """To the first of these that is free; `*` is any."""
+        for port in ports:
+            try:
+                self._socket.bind(f"tcp://{host}:{port}")
+            except zmq.ZMQError as error:
+                if error.errno != errno.EADDRINUSE or port == ports[-1]:
+                    raise
+            else:
+                chosen = self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2]
+                self.address = f"tcp://{host}:{chosen}"  # ZeroMQ would call it [::ffff:127.0.0.1]
+                return
+
+    async def stop(self) -> None:
+        """Close; what was sent before has half a second to go out."""
+        self._closing = True
+        if self._heartbeats is not None:
+            self._loop.remove_reader(self._fd)
+            self._heartbeats.cancel()
+            await asyncio.gather(self._heartbeats, return_exceptions=True)
+        if self._next_read is not None:
+            self._next_read.cancel()
+        self._auth.stop()
+        await asyncio.sleep(0)  # its task ends now, and not when another socket has the number of its own
+        self._socket.close()
+        self._context.term()
+
+    def send(self, peer: str, message: wire.Message) -> None:
+        """Fire and forget; a peer gets it once it is connected again. One that was never heard has to be connected now."""
+        self.send_to_all((peer,), message)
+
+    def send_to_all(self, peers: Iterable[str], message: wire.Message) -> None:
+        """The same to several peers; it is encoded once."""
+        frame, now = encode(message), time.monotonic()
+        for peer in peers:
+            if peer in self.heard_at:
+                self._enqueue(peer, frame, now)
+            else:
+                self._send_or_bundle(peer, frame)
+        self._send_bundles()
+
+    def _enqueue(self, peer: str, frame: bytes, now: float) -> None:
+        delivery = self._delivery_of(peer)
+        delivery.enqueue(frame)
+        if delivery.discarded == 1:
+            log.warning("%.80s confirms nothing: its oldest messages are given up", peer)
+        self._send_due(peer, delivery, now)
+
+    def _send_due(self, peer: str, delivery: Delivery, now: float) -> None:
+        for head, frame in delivery.due(now):
+            self._send_or_bundle(peer, head, frame)
+
+    def _delivery_of(self, peer: str) -> Delivery:
+        if peer not in self._deliveries:
+            self._deliveries[peer] = Delivery(RETRANSMIT * self._heartbeat, self._session, time.monotonic_ns())
+        return self._deliveries[peer]
+
+    def forget(self, peer: str) -> None:
+        """It is gone for good."""
+        for known in (self.heard_at, self.dropped, self._welcomed, self._deliveries, self._routes):
+            known.pop(peer, None)
+
+    def _send_or_bundle(self, peer: str, *frames: bytes) -> None:
+        """`frames`: a head, or none, and a message."""
+        if self._closing:
+            return
+        route = self._routes.get(peer)
+        if route is None:
+            self._send_frames(peer, frames)
+            return
+        head = frames[0] if len(frames) == 2 else b""
+        self._outgoing.setdefault(route, []).append((peer.encode(), head, frames[-1]))
+
+    def _send_bundles(self) -> None:
+        """Before anything else is sent: what is sent to one host arrives in order."""
+        bundled, self._outgoing = self._outgoing, {}
+        for agent, messages in bundled.items():
+            for frames in bundles(messages):
+                self._send_frames(agent, frames)
+
+    def _send_frames(self, peer: str, frames: Iterable[bytes]) -> None:
+        with contextlib.suppress(zmq.ZMQError):  # it is not connected
+            self._socket.send_multipart([peer.encode(), *frames], zmq.NOBLOCK)
+        self._schedule_read()  # sending may have taken the sign that something can be read off the descriptor
+
+    def _schedule_read(self) -> None:
+        if self._next_read is None and not self._closing:
+            self._next_read = self._loop.call_soon(self._read)
+
+    def _read(self) -> None:
+        """Take a batch of what has come, then let others have their turn.
+
+        ZeroMQ's descriptor tells of changes only, so the socket is read until nothing is left.
+        """
+        self._next_read = None
+        end = time.monotonic() + TURN
+        for _ in range(BATCH):
+            try:
+                name, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                self._handle_reports()
+                break
+            now = time.monotonic()
+            take = self._receive_bundle if is_bundle(frames) else self._receive
+            guarded(take, name.decode(errors="replace"), frames, now)  # a fault must not end the reading
+            if now > end:
+                self._schedule_read()
+                break
+        else:
+            self._schedule_read()
+        self._acknowledge()
+
+    def _acknowledge(self) -> None:
+        """Whoever has said something that is kept until it is confirmed need not keep it, nor send it again."""
+        heard, self._to_acknowledge = self._to_acknowledge, set()
+        now = time.monotonic()
+        for peer in heard & self._deliveries.keys():
+            delivery = self._deliveries[peer]
+            self._send_due(peer, delivery, now)
+            if delivery.must_acknowledge:
+                self._send_or_bundle(peer, delivery.head(), b"")
+        self._send_bundles()
+
+    def _receive(self, peer: str, frames: list[bytes], now: float) -> None:
+        head = frames.pop(0) if len(frames) == 2 and len(frames[0]) == HEAD.size else b""
+        if peer not in self.heard_at:
+            self._receive_first(peer, head, frames, now)
+            return
+        if head:
+            delivery = self._delivery_of(peer)
+            fresh = delivery.receive(head, now)
+            if delivery.must_acknowledge or delivery.waiting:
+                self._to_acknowledge.add(peer)
+            if not fresh:  # a heartbeat, a report, or something that was heard before
+                self.heard_at[peer] = now
+                if frames[0] and not number_of(head):
+                    self._reports[peer, frames[0][:KIND]] = frames[0]
+                return
+            self._reports.pop((peer, frames[0][:KIND]), None)  # an older one, which is not to come after this
+        elif frames == [b""]:
+            self.heard_at[peer] = now
+            return
+        self._handle(peer, frames, now)
+
+    def _receive_bundle(self, agent: str, frames: list[bytes], now: float) -> None:
+        """What an agent relays. It speaks for processes of its own host alone."""
+        role, _, rest = agent.partition("/")
+        host = rest.rpartition("~")[0]
+        theirs = (f"worker/{host}/", f"node/{host}~")
+        for name, message in opened(frames):
+            peer = name.decode(errors="replace")
+            if role == "agent" and peer.startswith(theirs):
+                self._routes[peer] = agent
+                guarded(self._receive, peer, message, now)
+                if peer not in self.heard_at and peer not in self._deliveries:  # nobody will forget it
+                    self._send_bundles()
+                    self._routes.pop(peer, None)
+            else:
+                self._drop(agent, f"relays for {peer[:80]!r}")
+
+    def _handle(self, peer: str, frames: list[bytes], now: float) -> None:
+        message = self._decode(peer, frames)
+        if message is not None:
+            self.heard_at[peer] = now
+            guarded(self._on_message, peer, message)
+
+    def _handle_reports(self) -> None:
+        """When there is time for them, that is when nothing else is left to be read, or with every heartbeat."""
+        reports, self._reports = self._reports, {}
+        now = time.monotonic()
+        for (peer, _), frame in reports.items():
+            if peer in self.heard_at:
+                self._handle(peer, [frame], now)
+
+    def _receive_first(self, peer: str, head: bytes, frames: list[bytes], now: float) -> None:
+        """One that is not heard yet says something."""
+        if frames == [b""]:
+            if self._term > 1:
+                self._send_welcome(peer)
+            return
+        message = self._decode(peer, frames)
+        if self._term > 1 and (message is None or not self._is_introduction(peer, head, message)):
+            self._send_welcome(peer)
+            return
+        if not self._is_known(peer):
+            if message is not None:
+                guarded(self._on_message, peer, message)
+            return
+        fresh = not head or self._delivery_of(peer).receive(head, now) or not number_of(head)
+        if not fresh and self._term > 1:  # something else comes first, which would be repeated until it was heard
+            self._send_welcome(peer)
+            return
+        self._to_acknowledge.add(peer)
+        if message is not None:
+            self.heard_at[peer] = now
+            if fresh:
+                guarded(self._on_message, peer, message)
+
+    def _send_welcome(self, peer: str) -> None:
+        now = time.monotonic()
+        if peer.partition("/")[0] in self._decoders and now - self._welcomed.get(peer, 0.0) > WELCOME_PAUSE:
+            self._welcomed[peer] = now
+            delivery = self._delivery_of(peer)
+            delivery.reset()  # an earlier one
+            self._enqueue(peer, encode(wire.Welcome(self._term)), now)
+            self._send_bundles()
+
+    def _is_introduction(self, peer: str, head: bytes, message: wire.Message | ev.Event) -> bool:
+        """Whether it says to this driver who one is, and all that one is to be known for.
+
+        A host's own node has nothing else to say. What was meant for the driver before this one is old news.
+        """
+        first = (wire.AgentHello, wire.WorkerReport, wire.NodeHello)
+        says = isinstance(message, first) or (isinstance(message, sev.NodeReady) and not message.external)
+        return says and bool(head) and self._delivery_of(peer).is_addressed_here(head)
+
+    def _decode(self, peer: str, frames: list[bytes]) -> wire.Message | ev.Event | None:
+        role, _, name = peer.partition("/")
+        decoder = self._decoders.get(role)
+        try:
+            if decoder is None or len(frames) != 1 or len(frames[0]) > MAX_MESSAGE:
+                raise msgspec.ValidationError("unknown role, several frames or too long")
+            message: wire.Message | ev.Event = decoder.decode(frames[0])
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            self._drop(peer, str(error))
+            return None
+        speaker = getattr(message, "worker", None) if role == "worker" else getattr(message, "host", None)
+        if speaker is None:  # an agent's word on one of its workers
+            speaker = getattr(message, "worker", WorkerId("", 0, 0)).host
+        if str(speaker) != name.partition("~")[0]:  # of a host's agents one is the present one: they are numbered
+            self._drop(peer, f"speaks for {str(speaker)[:80]!r}")
+            return None
+        return message
+
+    def _drop(self, peer: str, why: str) -> None:
+        key = peer if peer in self.heard_at else "strangers"
+        self.dropped[key] += 1
+        if self.dropped[key] == 1:
+            log.warning("dropped a message of %.80s: %.200s; later ones are only counted", peer, why)
+
+    async def _send_heartbeats(self) -> None:
+        while True:
+            await asyncio.sleep(self._heartbeat)
+            now = time.monotonic()
+            self._handle_reports()
+            for peer in list(self.heard_at):
+                delivery = self._delivery_of(peer)
+                self._send_due(peer, delivery, now)
+                self._send_or_bundle(peer, delivery.head(), b"")
+            self._send_bundles()
