@@ -10,7 +10,7 @@ _encoder = msgspec.json.Encoder()
 
 
 def encode(message: object) -> bytes:
-    """As JSON. Text that is no Unicode (a lone surrogate of a strange file name) must not keep a message from going out."""
+    """Encode a message as JSON. Text that is not Unicode (a lone surrogate in a file name) must not stop it: replace it."""
     try:
         return _encoder.encode(message)
     except UnicodeEncodeError:

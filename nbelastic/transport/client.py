@@ -47,14 +47,13 @@ REPORT_SILENCE = 1.5  # heartbeats without a word of the driver after which a sp
 
 
 class Client:
-    """An agent's or worker's end, served by a thread of its own; it reconnects by itself.
+    """The end of an agent, worker or node, served by its own thread. It reconnects by itself.
 
-    `on_message(message)` and `tick() -> seconds until the next tick` run in that thread. `send` and `report` may be called
-    from any thread and never block. `heard_at` is when the driver was last heard (monotonic seconds), `disconnected` whether
-    something could not be sent since, as there is no connection. With a folder instead of an address and keys, messages go
-    by the agent that relays there; an agent is started with the folder, this user's alone, where it shall `relay`. While
-    `may_send()` is false, which is called in that thread, nothing of its own is sent: to the driver this end is silent, and
-    what was said meanwhile arrives later.
+    The thread calls `on_message(message)` for each message, and `tick()`, which returns the seconds until the next tick.
+    `send` and `report` may be called from any thread and never block. `heard_at` is when the driver's last message came
+    (monotonic seconds). `disconnected`: since then a message could not be sent. `address` is the driver's, with `keys`, or
+    the folder of the agent that relays. While `may_send()` is false, also called in that thread, this end sends nothing;
+    queued messages go out later.
     """
 
     def __init__(
@@ -79,12 +78,12 @@ class Client:
         self._reports: dict[type, object] = {}
         self._delivery = Delivery(RETRANSMIT * heartbeat, secrets.randbits(64))
         self._closing = False
-        self._blocked = False  # something is to be sent, and cannot be
+        self._blocked = False  # messages wait, and the socket takes none
         self._heartbeat_at = 0.0
         self._relay = Relay(min(HOLD, heartbeat / 4))
-        self._relay_blocked = False  # something is to be passed on, and cannot be
+        self._relay_blocked = False  # relayed messages wait, and the socket takes none
         self._resources = contextlib.ExitStack()
-        self._relay_socket: zmq.Socket[bytes] | None = None  # for which this end relays
+        self._relay_socket: zmq.Socket[bytes] | None = None  # to the processes for which this end relays
         self._wake = -1
         self._thread = threading.Thread(target=self._run, name="nbelastic-link", daemon=True)
         self.heard_at = 0.0
@@ -92,7 +91,10 @@ class Client:
         self.dropped = 0
 
     def start(self, relay: Path | None = None) -> None:
-        """OSError if the folder cannot be used."""
+        """Connect and start the thread. `relay`: a private folder in which this end relays for its host's processes.
+
+        OSError if the folder cannot be used.
+        """
         with contextlib.ExitStack() as at_end:
             context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
             at_end.callback(context.term)
@@ -105,7 +107,7 @@ class Client:
         self._thread.start()
 
     def send(self, message: wire.Message | ev.Event) -> None:
-        self._reports.pop(type(message), None)  # an older one, which is not to come after this
+        self._reports.pop(type(message), None)  # an older report must not follow this message
         self._queue.append(encode(message))
         self.wake()
 
@@ -116,18 +118,18 @@ class Client:
 
     @property
     def congested(self) -> bool:
-        """Whether the driver has confirmed so little that output should wait where it comes from."""
+        """Whether so many messages are unacknowledged that output should wait at its source."""
         return self._delivery.congested
 
-    def reset_session(self, say: Callable[[], wire.Message | ev.Event]) -> None:
-        """Forget what has not gone out, or not arrived. First goes what `say` returns, then what was said meanwhile.
+    def reset_session(self, introduce: Callable[[], wire.Message | ev.Event]) -> None:
+        """Discard unsent and unacknowledged messages. Send the message that `introduce` returns, then later ones.
 
-        From a thread other than the link's, what a third one says in that very moment may still go out before it.
+        If another thread sends in the same moment, its message may still go out first.
         """
         out: deque[bytes] = deque()
         self._queue = out
         self._reports.clear()
-        out.appendleft(SessionReset(encode(say())))
+        out.appendleft(SessionReset(encode(introduce())))
         self.wake()
 
     def wake(self) -> None:
@@ -136,7 +138,7 @@ class Client:
             os.eventfd_write(self._wake, 1)
 
     def close(self) -> None:
-        """Send what is queued, wait up to half a second until the driver confirms it, and end the thread."""
+        """Send queued messages, wait up to half a second for their acknowledgement, and end the thread."""
         self._closing = True
         self.wake()
         self._thread.join(timeout=2.0)
@@ -155,7 +157,7 @@ class Client:
     def _open_relay(
         self, context: zmq.Context[zmq.Socket[bytes]], folder: Path, at_end: contextlib.ExitStack
     ) -> zmq.Socket[bytes]:
-        """Where the processes of this host come. Who can enter the folder is this user: no keys are needed."""
+        """The socket for this host's processes. It needs no keys: only this user can enter the folder."""
         others = at_end.enter_context(contextlib.closing(context.socket(zmq.ROUTER)))
         for option, value in SOCKET_OPTIONS.items():
             others.setsockopt(option, value)
@@ -174,7 +176,7 @@ class Client:
         socket.setsockopt(zmq.IDENTITY, self._name.encode())
         socket.setsockopt(zmq.RECONNECT_IVL, 100)
         socket.setsockopt(zmq.RECONNECT_IVL_MAX, 300)
-        socket.setsockopt(zmq.IMMEDIATE, 1)  # what cannot go out stays with us, and we know that it did not
+        socket.setsockopt(zmq.IMMEDIATE, 1)  # a message that cannot go out stays in our queue
         if isinstance(self._address, Path):
             socket.connect(relay_endpoint(self._address, at_end))
             return socket
@@ -210,13 +212,13 @@ class Client:
                 self._receive_batch(socket)
 
     def _relay_messages(self, socket: zmq.Socket[bytes]) -> None:
-        """Take a batch of what this host's processes have sent, and send the driver what is due of it."""
+        """Receive a batch from this host's processes, and send the driver the bundles that are due."""
         if self._relay_socket is not None:
             guarded(self._receive_from_processes, self._relay_socket)
             guarded(self._send_to_driver, socket)
 
     def _receive_from_processes(self, others: zmq.Socket[bytes]) -> None:
-        """Who sends something while there is no connection hears so."""
+        """Receive messages to relay. Answer DISCONNECTED while there is no connection to the driver."""
         now = time.monotonic()
         with contextlib.suppress(zmq.Again):
             for _ in range(BATCH):
@@ -231,7 +233,7 @@ class Client:
             self._relay_blocked = False
             return
         was_blocked, self._relay_blocked = self._relay_blocked, not socket.poll(0, zmq.POLLOUT)
-        if self._relay_blocked:  # what is numbered waits here: it would take long to be sent again
+        if self._relay_blocked:  # numbered messages wait here: a retransmission would take longer
             self.disconnected = True
             for name in self._relay.names if not was_blocked else ():
                 self._send_to_process([name, *DISCONNECTED])
@@ -242,19 +244,19 @@ class Client:
 
     def _send_to_process(self, frames: list[bytes]) -> None:
         if self._relay_socket is not None:
-            with contextlib.suppress(zmq.ZMQError):  # it has ended, or does not read: it is sent again
+            with contextlib.suppress(zmq.ZMQError):  # the process ended or does not read; the driver retransmits
                 self._relay_socket.send_multipart(frames, zmq.NOBLOCK)
 
     def _drain(self, socket: zmq.Socket[bytes]) -> None:
-        """The last words go out, and again if need be, until they are confirmed or their time is up."""
+        """Send and retransmit queued messages until all are acknowledged, or CLOSE_LINGER has passed."""
         end = time.monotonic() + CLOSE_LINGER / 1000
-        while self._delivery.waiting and (left := end - time.monotonic()) > 0:
+        while self._delivery.pending and (left := end - time.monotonic()) > 0:
             socket.poll(int(left * 1000) + 1, zmq.POLLOUT if self._blocked else zmq.POLLIN)
             self._receive_batch(socket)
             self._flush(socket)
 
     def _receive_batch(self, socket: zmq.Socket[bytes]) -> None:
-        """Take a batch of what has come, and confirm it. What is for others is handed on to them."""
+        """Receive and acknowledge a batch of messages. Pass on those for other processes of this host."""
         for _ in range(BATCH):
             try:
                 frames = socket.recv_multipart(zmq.NOBLOCK)
@@ -279,7 +281,7 @@ class Client:
             self._send_to_process([name, *message])
 
     def _flush(self, socket: zmq.Socket[bytes]) -> None:
-        """Send what is due, and the newest reports if the driver hears them."""
+        """Send messages that are due, and the newest reports if the driver is not silent."""
         delivery, out, now = self._delivery, self._queue, time.monotonic()
         while out:
             frame = out.popleft()
@@ -287,9 +289,9 @@ class Client:
                 delivery.reset()
             delivery.enqueue(frame)
             if delivery.discarded == 1:
-                log.warning("the driver confirms nothing: the oldest messages to it are given up")
-        self._blocked = bool(delivery.waiting or self._reports) and not socket.poll(0, zmq.POLLOUT)
-        if self._blocked:  # there is no driver; or it does not read, and thousands are queued
+                log.warning("the driver acknowledges nothing: the oldest messages are discarded")
+        self._blocked = bool(delivery.pending or self._reports) and not socket.poll(0, zmq.POLLOUT)
+        if self._blocked:  # no driver is connected, or it does not read
             self.disconnected = True
             return
         self._send_all(socket, delivery.due(now))
@@ -298,7 +300,7 @@ class Client:
             self._send_all(socket, [(delivery.head(), encode(message))])
 
     def _send_all(self, socket: zmq.Socket[bytes], messages: list[tuple[bytes, bytes]]) -> None:
-        """What is kept here anyway, or need not be. All of it is a sign of life."""
+        """Send messages that are kept here until acknowledged, or may be lost. Each is also a heartbeat."""
         for head, frame in messages:
             self._heartbeat_at = time.monotonic() + self._heartbeat
             if not self._may_send():
@@ -321,4 +323,4 @@ class Client:
 
 
 class SessionReset(bytes):
-    """A message before which nothing is to be heard that was not heard yet."""
+    """The first message of a new session: unacknowledged older ones are discarded."""

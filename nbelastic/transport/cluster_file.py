@@ -1,4 +1,4 @@
-"""The file that lets a terminal's torchrun into a cluster: where its driver listens, and the keys. For its owner's eyes."""
+"""The connection file with which a terminal's torchrun joins a cluster: the driver's address and the keys. Mode 0600."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NAME = "cluster.json"
 
 
 class ClusterFile(msgspec.Struct, frozen=True):
-    """`address`: of the driver's end of the link, `tcp://127.0.0.1:4711`. `lease`: how long (seconds) it may be silent."""
+    """`address` of the driver's server, as `tcp://127.0.0.1:4711`. `lease`: seconds that the driver may be silent."""
 
     name: str
     address: str
@@ -27,28 +27,29 @@ class ClusterFile(msgspec.Struct, frozen=True):
     lease: float
 
     def write(self, path: Path) -> None:
-        """Mode 0600. One that was there is replaced."""
+        """Write with mode 0600, replacing an existing file."""
         replace_private(path, [encode(self)])
 
 
 def read(path: str | Path) -> ClusterFile:
-    """UsageError if it cannot be read, is none, or if others could have read it."""
+    """Read a connection file. UsageError if it cannot be read, is not one, or other users could read it."""
     try:
         with open(path, "rb") as file:
             mode, data = os.fstat(file.fileno()).st_mode, file.read()
     except OSError as error:
         raise UsageError(f"the cluster file {path} cannot be read: {error.strerror}.") from None
     if stat.S_IMODE(mode) & 0o077:
-        raise UsageError(f"the cluster file {path} is open to others, and holds keys: chmod 600 it.")
+        raise UsageError(f"the cluster file {path} can be read by others, and holds keys: chmod 600 it.")
     try:
         return msgspec.json.decode(data, type=ClusterFile)
     except msgspec.DecodeError as error:
-        raise UsageError(f"{path} is no cluster file: {error}.") from None
+        raise UsageError(f"{path} is not a cluster file: {error}.") from None
 
 
 def find(endpoint: str, keys: str = "") -> ClusterFile:
-    """For a file's path, or for `host:port` with the file that has the `keys`; without one, that of a cluster of this machine.
+    """Find a connection file by its path, or by `host:port`.
 
+    For `host:port`, `keys` is the path of a file with the keys; without it, a cluster of this machine must listen there.
     UsageError if there is none.
     """
     host, _, port = endpoint.rpartition(":")
@@ -62,5 +63,5 @@ def find(endpoint: str, keys: str = "") -> ClusterFile:
             if found.address.rpartition(":")[2] == port:
                 return found
     raise UsageError(
-        f"no cluster of this machine listens at port {port}: name its cluster file, or --rdzv-conf keys=FILE."
+        f"no cluster of this machine listens on port {port}: name its cluster file, or --rdzv-conf keys=FILE."
     )

@@ -1,9 +1,9 @@
 """Numbered messages over connections that may break: each message arrives once, and in order.
 
-A connection that breaks loses what is on its way, in both directions, and neither end is told. So messages are numbered and
-kept until the other end confirms them. At most `WINDOW` of them are on their way. What is not confirmed in time is sent
-again, the first `RETRANSMIT_BATCH` only, and with pauses that grow while the other end is silent. No input or output here:
-`transport.server` and `transport.client` sends what `due` returns.
+A connection that breaks loses messages in both directions, and neither end notices. So messages are numbered and kept until
+the other end acknowledges them. At most `WINDOW` are in flight. Messages that are not acknowledged in time are
+retransmitted: the first `RETRANSMIT_BATCH` only, with pauses that grow while the other end is silent. This module does no
+input or output: `transport.server` and `transport.client` send what `due` returns.
 """
 
 from __future__ import annotations
@@ -12,126 +12,133 @@ from collections import deque
 
 from nbelastic.protocol.wire import HEAD
 
-MAX_UNACKNOWLEDGED = (
-    1000  # messages that wait to be confirmed; of more the oldest are given up, and counted in `discarded`
-)
-WINDOW = 64  # messages on their way that the other end has not confirmed
-RETRANSMIT_BATCH = 8  # messages that are sent again at a time
-MAX_DOUBLINGS = 3  # how often the pause before the next resend doubles, at most
+MAX_UNACKNOWLEDGED = 1000  # unacknowledged messages; beyond that the oldest are discarded, and counted in `discarded`
+WINDOW = 64  # unacknowledged messages in flight
+RETRANSMIT_BATCH = 8  # messages retransmitted at a time
+MAX_DOUBLINGS = 3  # at most so many times the pause before a retransmission doubles
 
 
 def number_of(head: bytes) -> int:
-    """Of the message behind this head, which is kept until it is confirmed. 0: it is not, as a report."""
+    """The number in a head. 0: the message is not kept until it is acknowledged, as a report."""
     number: int = HEAD.unpack(head)[1]
     return number
 
 
 class Delivery:
-    """One end. `patience`: seconds after which what is not confirmed is sent again.
+    """One end of a session. `patience`: seconds after which an unacknowledged message is retransmitted.
 
-    Ends are told apart by numbers, `me`, which have to be random: what was said to one is not for the next of its name. One
-    that has forgotten the other end goes on as the same, with higher numbers than before: `number`.
+    `session` is a random number that identifies this end: a message for it must not reach a later end of the same name. An
+    end that has forgotten the other one goes on with higher numbers than before, from `number` on.
     """
 
-    def __init__(self, patience: float, me: int, number: int = 0) -> None:
+    def __init__(self, patience: float, session: int, number: int = 0) -> None:
         self._patience = patience
-        self._me = me
-        self._number = number  # of the last message
-        self._kept: deque[bytes] = deque()
-        self._sent = number  # up to this number all is on its way
-        self._top = number  # the highest number that was ever sent
-        self._limit = 0  # while messages are sent again: up to which number; else 0
-        self._since = 0.0  # when something was confirmed last, or sent again
-        self._pauses = 0  # how often the pause has doubled
-        self._other = 0
-        self._heard = 0
-        self._heard_at = 0.0
-        self.must_acknowledge = False  # a message has come since the last head was made
-        self.discarded = 0  # messages that were dropped because too many waited
+        self._session = session
+        self._last_number = number  # of the last message
+        self._unacknowledged: deque[bytes] = deque()
+        self._sent_up_to = number  # all messages up to this number are in flight
+        self._highest_sent = number  # the highest number sent so far
+        self._retransmit_up_to = 0  # the last number of the present retransmission; 0: none
+        self._progress_at = 0.0  # time of the last acknowledgement or retransmission
+        self._doublings = 0  # how often the pause has doubled so far
+        self._peer_session = 0
+        self._received_up_to = 0
+        self._received_at = 0.0
+        self.must_acknowledge = False  # a message was received since the last head
+        self.discarded = 0  # messages dropped because too many were unacknowledged
 
     def head(self, number: int = 0) -> bytes:
-        """What goes before a message. 0: before one that is not kept, or before none; it confirms what has arrived."""
+        """The frame before a message. It acknowledges received messages. 0: the message is not kept, or there is none."""
         self.must_acknowledge = False
-        return HEAD.pack(self._me, number, self._confirmed + 1, self._other, self._heard)
+        return HEAD.pack(self._session, number, self._acknowledged_up_to + 1, self._peer_session, self._received_up_to)
 
     @property
-    def _confirmed(self) -> int:
-        """All messages up to this number are confirmed or given up."""
-        return self._number - len(self._kept)
+    def _acknowledged_up_to(self) -> int:
+        """All messages up to this number are acknowledged or discarded."""
+        return self._last_number - len(self._unacknowledged)
 
     @property
-    def waiting(self) -> int:
-        """How many messages are not confirmed."""
-        return len(self._kept)
+    def pending(self) -> int:
+        """The number of unacknowledged messages."""
+        return len(self._unacknowledged)
 
     @property
     def congested(self) -> bool:
-        """Whether so many messages wait that more of what can be shortened should wait elsewhere."""
-        return len(self._kept) >= WINDOW
+        """Whether so many messages are unacknowledged that output should wait at its source."""
+        return len(self._unacknowledged) >= WINDOW
 
     def enqueue(self, message: bytes) -> None:
-        """Number a message and keep it until it is confirmed; `due` sends it."""
-        self._number += 1
-        self._kept.append(message)
-        if len(self._kept) > MAX_UNACKNOWLEDGED:
-            self._kept.popleft()
+        """Number a message and keep it until it is acknowledged. `due` returns it for sending."""
+        self._last_number += 1
+        self._unacknowledged.append(message)
+        if len(self._unacknowledged) > MAX_UNACKNOWLEDGED:
+            self._unacknowledged.popleft()
             self.discarded += 1
-            self._sent, self._top = max(self._sent, self._confirmed), max(self._top, self._confirmed)
-            if self._limit <= self._confirmed:  # all that was to be sent again is given up
-                self._limit = 0
+            self._sent_up_to, self._highest_sent = (
+                max(self._sent_up_to, self._acknowledged_up_to),
+                max(self._highest_sent, self._acknowledged_up_to),
+            )
+            if self._retransmit_up_to <= self._acknowledged_up_to:  # the whole retransmission is discarded
+                self._retransmit_up_to = 0
 
     def due(self, now: float) -> list[tuple[bytes, bytes]]:
-        """Heads and messages to send now: new ones, and again the first of those that were not confirmed in time."""
-        confirmed = self._confirmed
-        if self._sent > confirmed and now - self._since >= self._patience * 2**self._pauses:
-            self._pauses = min(self._pauses + 1, MAX_DOUBLINGS)
-            self._sent, self._limit = confirmed, confirmed + RETRANSMIT_BATCH
-        if self._sent == confirmed:
-            self._since = now
-        first, self._sent = self._sent, max(self._sent, min(self._number, self._limit or confirmed + WINDOW))
-        self._top = max(self._top, self._sent)
-        return [(self.head(number), self._kept[number - confirmed - 1]) for number in range(first + 1, self._sent + 1)]
+        """Heads and messages to send now: new ones, and the first of those that were not acknowledged in time."""
+        start = self._acknowledged_up_to
+        if self._sent_up_to > start and now - self._progress_at >= self._patience * 2**self._doublings:
+            self._doublings = min(self._doublings + 1, MAX_DOUBLINGS)
+            self._sent_up_to, self._retransmit_up_to = start, start + RETRANSMIT_BATCH
+        if self._sent_up_to == start:
+            self._progress_at = now
+        first, self._sent_up_to = (
+            self._sent_up_to,
+            max(self._sent_up_to, min(self._last_number, self._retransmit_up_to or start + WINDOW)),
+        )
+        self._highest_sent = max(self._highest_sent, self._sent_up_to)
+        return [
+            (self.head(number), self._unacknowledged[number - start - 1])
+            for number in range(first + 1, self._sent_up_to + 1)
+        ]
 
     def receive(self, head: bytes, now: float) -> bool:
-        """Whether the message behind this head is the next one.
+        """Read a head. Return whether its message is the next in order.
 
-        Else it is known already, one before it was lost, it was meant for another end, or it has no number.
+        Otherwise it is a duplicate, an earlier message was lost, it is for another end, or it has no number.
         """
-        who, number, first, whom, heard = HEAD.unpack(head)
-        if now - self._heard_at > self._patience:
-            self._pauses = 0  # the other end is back
-        self._heard_at = now
-        if whom == self._me and heard > self._confirmed:
-            self._acknowledge(min(heard, self._number), now)
-        if not number or whom not in (0, self._me):
+        sender, number, first, recipient, acknowledged = HEAD.unpack(head)
+        if now - self._received_at > self._patience:
+            self._doublings = 0  # the other end is back
+        self._received_at = now
+        if recipient == self._session and acknowledged > self._acknowledged_up_to:
+            self._acknowledge(min(acknowledged, self._last_number), now)
+        if not number or recipient not in (0, self._session):
             return False
-        if who != self._other:
-            if self._other:
+        if sender != self._peer_session:
+            if self._peer_session:
                 self.reset()
-            self._other, self._heard = who, 0
+            self._peer_session, self._received_up_to = sender, 0
         self.must_acknowledge = True
-        self._heard = max(self._heard, first - 1)  # what came before is confirmed, or given up
-        if number != self._heard + 1:
+        self._received_up_to = max(self._received_up_to, first - 1)  # the other end has discarded earlier messages
+        if number != self._received_up_to + 1:
             return False
-        self._heard = number
+        self._received_up_to = number
         return True
 
-    def _acknowledge(self, heard: int, now: float) -> None:
-        for _ in range(heard - self._confirmed):
-            self._kept.popleft()
-        self._since, self._pauses = now, 0
-        if heard > self._sent:  # more than was sent again: the first copies were late, not lost
-            self._sent = max(self._top, heard)
-        if heard >= min(self._limit, self._sent):  # all that was sent again: go on with what follows
-            self._limit = 0
+    def _acknowledge(self, acknowledged: int, now: float) -> None:
+        for _ in range(acknowledged - self._acknowledged_up_to):
+            self._unacknowledged.popleft()
+        self._progress_at, self._doublings = now, 0
+        if acknowledged > self._sent_up_to:  # more than was retransmitted: the first copies were late, not lost
+            self._sent_up_to = max(self._highest_sent, acknowledged)
+        if acknowledged >= min(self._retransmit_up_to, self._sent_up_to):  # the retransmission has arrived
+            self._retransmit_up_to = 0
 
     def is_addressed_here(self, head: bytes) -> bool:
-        """Whether who speaks has heard this end."""
-        whom: int = HEAD.unpack(head)[3]
-        return whom == self._me
+        """Whether the sender knows this end's session."""
+        recipient: int = HEAD.unpack(head)[3]
+        return recipient == self._session
 
     def reset(self) -> None:
-        """Drop all messages that are not confirmed."""
-        self._kept.clear()
-        self._sent = self._top = self._number
-        self._limit = self._pauses = 0
+        """Discard all unacknowledged messages."""
+        self._unacknowledged.clear()
+        self._sent_up_to = self._highest_sent = self._last_number
+        self._retransmit_up_to = self._doublings = 0

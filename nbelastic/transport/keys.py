@@ -23,5 +23,5 @@ class Keys(msgspec.Struct, frozen=True):
         return Keys(*pairs)
 
     def for_clients(self) -> Keys:
-        """What agents and terminals get: all but the driver's secret."""
+        """The keys for agents and terminals: all but the driver's secret."""
         return msgspec.structs.replace(self, server_secret="")

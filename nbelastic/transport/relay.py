@@ -1,8 +1,8 @@
-"""What a host's processes and the driver say to one another travels in bundles, by the host's agent.
+"""An agent relays the messages between its host's processes and the driver, in bundles.
 
-So the driver has one connection a host, gets one message a host at a time, and an order to all workers of a host is one
-message to it. The agent looks into nothing: who speaks numbers and confirms its messages itself (`transport.delivery`).
-No input or output here: `transport.server` and `transport.client` sends what `due` returns.
+The driver has one connection for each host and reads one bundle at a time. A message to all workers of a host is sent to it
+once. The agent does not look into messages: the two ends number and acknowledge them (`transport.delivery`). This
+module does no input or output: `transport.client` sends what `due` returns.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from collections.abc import Iterable, Iterator, Sequence
 from nbelastic.protocol.wire import HEAD
 from nbelastic.transport.delivery import number_of
 
-HOLD = 0.1  # seconds that what need not arrive waits for more that goes the same way
-KIND = 24  # bytes of a report by which those of one peer are told apart: they begin with its type
-MOST = 1 << 20  # bytes of a bundle, after which another begins
-_BETWEEN = b"\n"  # names
+HOLD = 0.1  # seconds that a message without a number waits for others
+KIND = 24  # bytes of a report that identify its kind: it begins with its type
+MOST = 1 << 20  # bytes after which another bundle begins
+_BETWEEN = b"\n"  # between names
 
 
 def bundles(messages: Iterable[tuple[bytes, bytes, bytes]]) -> Iterator[list[bytes]]:
-    """The frames of messages, each (whose, its head or nothing, what), in bundles of about `MOST` bytes.
+    """Pack messages, each (name, head or b"", frame), into bundles of about `MOST` bytes.
 
-    A message that goes to several in a row is in a bundle once. None holds up what else is to go for long.
+    A frame for several peers in a row is in the bundle once. The size limit keeps a bundle from delaying others.
     """
     frames: list[bytes] = []
     names: list[bytes] = []
@@ -43,12 +43,12 @@ def bundles(messages: Iterable[tuple[bytes, bytes, bytes]]) -> Iterator[list[byt
 
 
 def is_bundle(frames: Sequence[bytes]) -> bool:
-    """Whether these frames, without those that ZeroMQ adds, are a bundle: what is none has one or two."""
+    """Whether these frames, without ZeroMQ's own, are a bundle. A single message has one or two frames."""
     return len(frames) >= 3 and len(frames) % 3 == 0
 
 
 def opened(frames: Sequence[bytes]) -> Iterator[tuple[bytes, list[bytes]]]:
-    """Of each message in a bundle: whose it is, and its frames. ValueError if it was not made by `bundles`."""
+    """Yield the name and the frames of each message in a bundle. ValueError if `bundles` did not make it."""
     for names, heads, what in zip(frames[::3], frames[1::3], frames[2::3], strict=True):
         each = names.split(_BETWEEN)
         if len(heads) not in (0, len(each) * HEAD.size):
@@ -59,20 +59,20 @@ def opened(frames: Sequence[bytes]) -> Iterator[tuple[bytes, list[bytes]]]:
 
 
 class Relay:
-    """On the way to the driver: numbered messages go at once, with all that waits; heartbeats and reports wait a little.
+    """Messages to the driver: a numbered one is due at once, with all that wait; heartbeats and reports wait a little.
 
-    What has not gone is replaced by a newer heartbeat or report of its kind, or by the same message that is sent again.
+    A newer heartbeat or report replaces a waiting one of its kind. A retransmitted message replaces its first copy.
     """
 
     def __init__(self, hold: float = HOLD) -> None:
-        """`hold`: seconds that what need not arrive waits."""
+        """`hold`: seconds that a message without a number waits."""
         self._hold = hold
         self._waiting: dict[tuple[bytes, bytes | int], tuple[bytes, bytes, bytes]] = {}
-        self._numbered = False  # something of what waits is
+        self._numbered = False  # a numbered message waits
         self._since = 0.0
 
     def take(self, name: bytes, frames: Sequence[bytes], now: float) -> None:
-        """Something that a process has sent: a head and a frame. Anything else is dropped."""
+        """Add a message of a process: a head and a frame. Drop anything else."""
         if len(frames) != 2 or len(frames[0]) != HEAD.size or _BETWEEN in name:
             return
         head, what = frames
@@ -82,22 +82,22 @@ class Relay:
         if number:
             self._numbered = True
         else:
-            self._waiting.pop((name, what[:KIND]), None)  # it goes to the end: after what was said before
+            self._waiting.pop((name, what[:KIND]), None)  # move it to the end, after earlier messages
         self._waiting[name, number or what[:KIND]] = (name, head, what)
 
     @property
     def names(self) -> set[bytes]:
-        """Whose messages wait."""
+        """The peers whose messages wait."""
         return {name for name, _ in self._waiting}
 
     def wait(self, now: float) -> float:
-        """Seconds until something is due; infinite if nothing waits."""
+        """Seconds until a message is due; infinite if none waits."""
         if not self._waiting:
             return float("inf")
         return 0.0 if self._numbered else max(0.0, self._since + self._hold - now)
 
     def due(self, now: float) -> list[list[bytes]]:
-        """The bundles that are to go now."""
+        """The bundles to send now."""
         if self.wait(now) > 0:
             return []
         waiting, self._waiting, self._numbered = self._waiting, {}, False

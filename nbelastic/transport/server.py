@@ -66,12 +66,12 @@ class _ClientKey:
 
 
 class Server:
-    """The driver's end. `on_message(peer, message)` is called in the loop's thread for every valid message.
+    """The driver's end. It calls `on_message(peer, message)` in the loop's thread for each valid message.
 
-    Peers are named `agent/<host>~<number>`, `worker/<WorkerId>` or `node/<host>~<number>`. `heard_at` is when
-    each was last heard (monotonic seconds). Who is not heard yet is asked about: of a peer for which `is_known(peer)`
-    is false messages are passed on, and nothing is kept. With a `term` above 1 others have been here before: who is not
-    known gets a welcome until it says who it is, and nothing else that it says is heard.
+    Peers are named `agent/<host>~<number>`, `worker/<WorkerId>` or `node/<host>~<number>`. `heard_at` has the time
+    (monotonic seconds) of each peer's last message. For a new peer the server asks `is_known(peer)`: messages of an unknown
+    peer are handled, but the server keeps nothing of it. `term` counts the cluster's drivers. With a term above 1 the server
+    sends a new peer a Welcome until it introduces itself, and ignores its other messages.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class Server:
         self._keys = keys
         self._term = term
         self._is_known = is_known
-        self._welcomed: dict[str, float] = {}  # when, by peer
+        self._welcomed: dict[str, float] = {}  # when a Welcome was sent, by peer
         self._heartbeat = heartbeat
         self._session = secrets.randbits(64)
         self._deliveries: dict[str, Delivery] = {}  # by peer
@@ -96,11 +96,11 @@ class Server:
             "node": msgspec.json.Decoder(wire.FromNode),
         }
         self._heartbeats: asyncio.Task[None] | None = None
-        self._next_read: asyncio.Handle | None = None  # when the rest is read
-        self._to_acknowledge: set[str] = set()  # peers whose messages are to be confirmed
-        self._routes: dict[str, str] = {}  # of those whom an agent relays: which one
-        self._outgoing: dict[str, list[tuple[bytes, bytes, bytes]]] = {}  # what goes out next, by agent
-        self._reports: dict[tuple[str, bytes], bytes] = {}  # the newest of each peer and kind, not looked at yet
+        self._next_read: asyncio.Handle | None = None  # the next read of a batch
+        self._to_acknowledge: set[str] = set()  # peers whose messages to acknowledge
+        self._routes: dict[str, str] = {}  # the agent that relays a peer
+        self._outgoing: dict[str, list[tuple[bytes, bytes, bytes]]] = {}  # messages to send in one bundle, by agent
+        self._reports: dict[tuple[str, bytes], bytes] = {}  # the newest of each peer and kind, not handled yet
         self._closing = False
         self.heard_at: dict[str, float] = {}
         self.dropped: Counter[str] = Counter()
@@ -118,7 +118,7 @@ class Server:
         self._socket = plain.socket(zmq.ROUTER)
         for option, value in SOCKET_OPTIONS.items():
             self._socket.setsockopt(option, value)
-        self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # who reconnects takes its name over
+        self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a peer that reconnects takes over its name
         self._socket.curve_server = True
         self._socket.curve_secretkey = self._keys.server_secret.encode()
         self._socket.curve_publickey = self._keys.server_public.encode()
@@ -136,7 +136,7 @@ class Server:
         )
 
     def _bind(self, host: str, ports: Sequence[int | str]) -> None:
-        """To the first of these that is free; `*` is any."""
+        """Bind to the first of these ports that is free; `*` is any."""
         for port in ports:
             try:
                 self._socket.bind(f"tcp://{host}:{port}")
@@ -149,7 +149,7 @@ class Server:
                 return
 
     async def stop(self) -> None:
-        """Close; what was sent before has half a second to go out."""
+        """Close. Messages sent before have half a second to go out."""
         self._closing = True
         if self._heartbeats is not None:
             self._loop.remove_reader(self._fd)
@@ -158,16 +158,16 @@ class Server:
         if self._next_read is not None:
             self._next_read.cancel()
         self._auth.stop()
-        await asyncio.sleep(0)  # its task ends now, and not when another socket has the number of its own
+        await asyncio.sleep(0)  # its task ends now, before another socket reuses its descriptor
         self._socket.close()
         self._context.term()
 
     def send(self, peer: str, message: wire.Message) -> None:
-        """Fire and forget; a peer gets it once it is connected again. One that was never heard has to be connected now."""
+        """Send without waiting. A known peer receives it once it is connected again; a new one must be connected now."""
         self.send_to_all((peer,), message)
 
     def send_to_all(self, peers: Iterable[str], message: wire.Message) -> None:
-        """The same to several peers; it is encoded once."""
+        """Send the same message to several peers. It is encoded once."""
         frame, now = encode(message), time.monotonic()
         for peer in peers:
             if peer in self.heard_at:
@@ -180,7 +180,7 @@ class Server:
         delivery = self._delivery_of(peer)
         delivery.enqueue(frame)
         if delivery.discarded == 1:
-            log.warning("%.80s confirms nothing: its oldest messages are given up", peer)
+            log.warning("%.80s acknowledges nothing: its oldest messages are discarded", peer)
         self._send_due(peer, delivery, now)
 
     def _send_due(self, peer: str, delivery: Delivery, now: float) -> None:
@@ -193,12 +193,12 @@ class Server:
         return self._deliveries[peer]
 
     def forget(self, peer: str) -> None:
-        """It is gone for good."""
+        """Forget a peer that will not come back."""
         for known in (self.heard_at, self.dropped, self._welcomed, self._deliveries, self._routes):
             known.pop(peer, None)
 
     def _send_or_bundle(self, peer: str, *frames: bytes) -> None:
-        """`frames`: a head, or none, and a message."""
+        """Send a message, with its head if it has one: directly, or in the next bundle for the agent that relays the peer."""
         if self._closing:
             return
         route = self._routes.get(peer)
@@ -209,25 +209,25 @@ class Server:
         self._outgoing.setdefault(route, []).append((peer.encode(), head, frames[-1]))
 
     def _send_bundles(self) -> None:
-        """Before anything else is sent: what is sent to one host arrives in order."""
+        """Send each agent its bundle. Called before any other send, so that messages to one host arrive in order."""
         bundled, self._outgoing = self._outgoing, {}
         for agent, messages in bundled.items():
             for frames in bundles(messages):
                 self._send_frames(agent, frames)
 
     def _send_frames(self, peer: str, frames: Iterable[bytes]) -> None:
-        with contextlib.suppress(zmq.ZMQError):  # it is not connected
+        with contextlib.suppress(zmq.ZMQError):  # the peer is not connected
             self._socket.send_multipart([peer.encode(), *frames], zmq.NOBLOCK)
-        self._schedule_read()  # sending may have taken the sign that something can be read off the descriptor
+        self._schedule_read()  # a send may have cleared the descriptor's readiness
 
     def _schedule_read(self) -> None:
         if self._next_read is None and not self._closing:
             self._next_read = self._loop.call_soon(self._read)
 
     def _read(self) -> None:
-        """Take a batch of what has come, then let others have their turn.
+        """Receive one batch of messages, then yield to other callbacks.
 
-        ZeroMQ's descriptor tells of changes only, so the socket is read until nothing is left.
+        ZeroMQ's descriptor signals changes only, so the socket must be read until it is empty.
         """
         self._next_read = None
         end = time.monotonic() + TURN
@@ -248,7 +248,7 @@ class Server:
         self._acknowledge()
 
     def _acknowledge(self) -> None:
-        """Whoever has said something that is kept until it is confirmed need not keep it, nor send it again."""
+        """Acknowledge the messages received, so that their senders neither keep nor retransmit them."""
         heard, self._to_acknowledge = self._to_acknowledge, set()
         now = time.monotonic()
         for peer in heard & self._deliveries.keys():
@@ -266,21 +266,21 @@ class Server:
         if head:
             delivery = self._delivery_of(peer)
             fresh = delivery.receive(head, now)
-            if delivery.must_acknowledge or delivery.waiting:
+            if delivery.must_acknowledge or delivery.pending:
                 self._to_acknowledge.add(peer)
-            if not fresh:  # a heartbeat, a report, or something that was heard before
+            if not fresh:  # a heartbeat, a report, or a duplicate
                 self.heard_at[peer] = now
                 if frames[0] and not number_of(head):
                     self._reports[peer, frames[0][:KIND]] = frames[0]
                 return
-            self._reports.pop((peer, frames[0][:KIND]), None)  # an older one, which is not to come after this
+            self._reports.pop((peer, frames[0][:KIND]), None)  # an older report must not be handled after this message
         elif frames == [b""]:
             self.heard_at[peer] = now
             return
         self._handle(peer, frames, now)
 
     def _receive_bundle(self, agent: str, frames: list[bytes], now: float) -> None:
-        """What an agent relays. It speaks for processes of its own host alone."""
+        """Receive the messages that an agent relays. It may relay only for processes of its own host."""
         role, _, rest = agent.partition("/")
         host = rest.rpartition("~")[0]
         theirs = (f"worker/{host}/", f"node/{host}~")
@@ -289,7 +289,7 @@ class Server:
             if role == "agent" and peer.startswith(theirs):
                 self._routes[peer] = agent
                 guarded(self._receive, peer, message, now)
-                if peer not in self.heard_at and peer not in self._deliveries:  # nobody will forget it
+                if peer not in self.heard_at and peer not in self._deliveries:  # no caller will forget this peer
                     self._send_bundles()
                     self._routes.pop(peer, None)
             else:
@@ -302,7 +302,7 @@ class Server:
             guarded(self._on_message, peer, message)
 
     def _handle_reports(self) -> None:
-        """When there is time for them, that is when nothing else is left to be read, or with every heartbeat."""
+        """Handle the newest reports: when no message is left to read, or with each heartbeat."""
         reports, self._reports = self._reports, {}
         now = time.monotonic()
         for (peer, _), frame in reports.items():
@@ -310,7 +310,7 @@ class Server:
                 self._handle(peer, [frame], now)
 
     def _receive_first(self, peer: str, head: bytes, frames: list[bytes], now: float) -> None:
-        """One that is not heard yet says something."""
+        """Handle the first messages of a peer, which must introduce itself first if this driver has taken over."""
         if frames == [b""]:
             if self._term > 1:
                 self._send_welcome(peer)
@@ -324,7 +324,7 @@ class Server:
                 guarded(self._on_message, peer, message)
             return
         fresh = not head or self._delivery_of(peer).receive(head, now) or not number_of(head)
-        if not fresh and self._term > 1:  # something else comes first, which would be repeated until it was heard
+        if not fresh and self._term > 1:  # an earlier message is missing, and would be retransmitted
             self._send_welcome(peer)
             return
         self._to_acknowledge.add(peer)
@@ -338,14 +338,14 @@ class Server:
         if peer.partition("/")[0] in self._decoders and now - self._welcomed.get(peer, 0.0) > WELCOME_PAUSE:
             self._welcomed[peer] = now
             delivery = self._delivery_of(peer)
-            delivery.reset()  # an earlier one
+            delivery.reset()  # an earlier Welcome
             self._enqueue(peer, encode(wire.Welcome(self._term)), now)
             self._send_bundles()
 
     def _is_introduction(self, peer: str, head: bytes, message: wire.Message | ev.Event) -> bool:
-        """Whether it says to this driver who one is, and all that one is to be known for.
+        """Whether this message introduces the peer to this driver.
 
-        A host's own node has nothing else to say. What was meant for the driver before this one is old news.
+        For a host's own node `NodeReady` is the introduction. A message meant for an earlier driver is stale.
         """
         first = (wire.AgentHello, wire.WorkerReport, wire.NodeHello)
         says = isinstance(message, first) or (isinstance(message, sev.NodeReady) and not message.external)
@@ -362,9 +362,9 @@ class Server:
             self._drop(peer, str(error))
             return None
         speaker = getattr(message, "worker", None) if role == "worker" else getattr(message, "host", None)
-        if speaker is None:  # an agent's word on one of its workers
+        if speaker is None:  # an agent reports about one of its workers
             speaker = getattr(message, "worker", WorkerId("", 0, 0)).host
-        if str(speaker) != name.partition("~")[0]:  # of a host's agents one is the present one: they are numbered
+        if str(speaker) != name.partition("~")[0]:  # agents of one host are numbered
             self._drop(peer, f"speaks for {str(speaker)[:80]!r}")
             return None
         return message

@@ -8,21 +8,21 @@ from pathlib import Path
 
 import zmq
 
-HEARTBEAT = 1.0  # seconds between heartbeats, both ways, unless told otherwise
+HEARTBEAT = 1.0  # default seconds between heartbeats, in both directions
 
 MAX_MESSAGE = 1 << 20  # bytes; a longer one is dropped
 
-CLOSE_LINGER = 500  # milliseconds for the last words of an end that closes
+CLOSE_LINGER = 500  # milliseconds for an end that closes to send its queue
 
-RETRANSMIT = 2.5  # heartbeats after which what nobody has confirmed is sent again
+RETRANSMIT = 2.5  # heartbeats after which an unacknowledged message is retransmitted
 
-BATCH, TURN = 256, 0.01  # messages, and seconds, after which a reader lets others have their turn
+BATCH, TURN = 256, 0.01  # messages and seconds after which a reader yields
 
-RELAY = "relay"  # an agent's socket for the processes of its host
+RELAY = "relay"  # the name of an agent's socket for the processes of its host
 
-DISCONNECTED = [b""]  # what a relay sends instead of an answer: it has no connection to the driver
+DISCONNECTED = [b""]  # sent by a relay that has no connection to the driver
 
-MAX_READ = 16 * MAX_MESSAGE  # a message of this size is not even read: it closes the sender's connection
+MAX_READ = 16 * MAX_MESSAGE  # bytes; ZeroMQ closes a connection that sends a longer message
 
 SOCKET_OPTIONS = {
     zmq.LINGER: CLOSE_LINGER,
@@ -37,7 +37,7 @@ SOCKET_OPTIONS = {
 
 
 def relay_endpoint(folder: Path, at_end: contextlib.ExitStack) -> str:
-    """The relay's in this folder: the full path may be longer than a socket's may be."""
+    """The endpoint of the relay socket in `folder`, by descriptor: its full path may be too long for a unix socket."""
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     at_end.callback(os.close, fd)
     return f"ipc:///proc/self/fd/{fd}/{RELAY}"

@@ -32,7 +32,7 @@ BANNED = {  # pattern: what to write instead
     r"says? nothing": "has no effect; prints nothing",
     r"hears?|heard(?! from)": "receive",
     r"told|tells": "send, report, X asks Y to",
-    r"(?:is|are) no (?!longer\b|more\b)\w+": "is not a ...",
+    r"(?<!there )(?:is|are) no (?!longer\b|more\b)\w+": "is not a ...",
     r"an? \w+ an? (?:host|slot|worker|rank|node|member|step|kernel|line|job)": "one ... per ...",
     r"its kin|their kin": "name them",
     r"of (?:its|his|their) own (?:accord|will)": "by itself",

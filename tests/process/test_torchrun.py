@@ -112,7 +112,7 @@ def test_a_file_that_others_can_read_is_refused(lone, tmp_path):
     copy.write_bytes(lone.connection_file().read_bytes())
     copy.chmod(0o644)
     assert lone.connection_file().stat().st_mode & 0o777 == 0o600
-    for file, error in ((copy, "is open to others"), (tmp_path / "none.json", "No such file")):
+    for file, error in ((copy, "can be read by others"), (tmp_path / "none.json", "No such file")):
         with torchrun(*joining(file), TELL, tmp_path) as run:
             assert run.wait(40) != 0
             assert error in run.stdout.read()

@@ -78,7 +78,7 @@ class Ends:
 
     def settle(self) -> None:
         """Connections hold from now on."""
-        while any(end.waiting for end in self.ends):
+        while any(end.pending for end in self.ends):
             self.wait()
             while any(self.ways):
                 self.carry(0)
@@ -205,7 +205,7 @@ def test_what_is_not_numbered_confirms_and_is_not_confirmed():
     assert not two.must_acknowledge
     assert not one.receive(report, 0.0)
     assert not one.must_acknowledge
-    assert not one.waiting
+    assert not one.pending
 
 
 def test_another_of_the_same_name():

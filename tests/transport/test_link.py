@@ -511,7 +511,7 @@ def test_reports_wait_while_words_queue():
                 await until(lambda: there.heard)
                 for number in range(1, count + 1):
                     delivery.enqueue(encode(ev.LeaveAcknowledged(W, 1, number)))
-                    if delivery.waiting < WINDOW:
+                    if delivery.pending < WINDOW:
                         socket.send_multipart(delivery.due(0.0)[0])
                     socket.send_multipart([delivery.head(), encode(wire.WorkerProgress(W, 1, number, {}))])
                 words = [ev.LeaveAcknowledged(W, 1, number) for number in range(1, WINDOW)]
@@ -655,11 +655,11 @@ def test_words_that_are_given_up_are_told(caplog):
             for number in range(MAX_UNACKNOWLEDGED + 5):
                 one.send(ev.LeaveAcknowledged(W, 1, number))
             await until(lambda: one._delivery.discarded == 5)
-            assert one._delivery.waiting == MAX_UNACKNOWLEDGED
+            assert one._delivery.pending == MAX_UNACKNOWLEDGED
             await asyncio.to_thread(one.close)
 
     with caplog.at_level(logging.WARNING, "nbelastic.transport"):
         asyncio.run(story())
     assert [record.message for record in caplog.records] == [
-        "the driver confirms nothing: the oldest messages to it are given up"
+        "the driver acknowledges nothing: the oldest messages are discarded"
     ]
