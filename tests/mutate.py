@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).parents[1]
-NO_DECISIONS = {"__init__.py", "errors.py", "messages.py", "script_messages.py", "wire.py"}
+NO_DECISIONS = {"__init__.py"}
 CORE = sorted(path for path in (ROOT / "nbelastic" / "core").glob("*.py") if path.name not in NO_DECISIONS)
 STATE = [
     ROOT / "nbelastic" / "worker" / f"{name}.py"

@@ -36,8 +36,8 @@ from nbelastic.agent.nodes import Nodes
 from nbelastic.agent.prober import TIMEOUT as PROBE_TIMEOUT
 from nbelastic.agent.prober import Prober, endpoint
 from nbelastic.agent.protocol import GRACE, Action, End, Fork, Introduce, Protocol, Say, Signal
+from nbelastic.protocol import agent_messages, messages
 from nbelastic.protocol import events as ev
-from nbelastic.protocol import wire
 from nbelastic.protocol.ids import WorkerId
 from nbelastic.system import versions
 from nbelastic.system.addresses import address_of, is_loopback
@@ -86,7 +86,7 @@ class Agent:
 
     def __init__(self, config: Config, lifeline: int) -> None:
         self._config, self._lifeline = config, lifeline
-        self._inbox: deque[wire.Message] = deque()
+        self._inbox: deque[messages.Message] = deque()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._context = mp.get_context("forkserver")
         self._workers: dict[WorkerId, _Forked] = {}
@@ -102,7 +102,7 @@ class Agent:
             config.driver,
             config.keys,
             peer,
-            wire.ToAgent,
+            agent_messages.ToAgent,
             self._receive,
             heartbeat=config.heartbeat,
             may_send=self._works,
@@ -156,8 +156,8 @@ class Agent:
         if self._prober is not None:
             self._prober.close()
 
-    def _hello(self) -> wire.AgentHello:
-        return wire.AgentHello(
+    def _hello(self) -> agent_messages.AgentHello:
+        return agent_messages.AgentHello(
             self._config.host,
             os.getpid(),
             versions.here(),
@@ -170,7 +170,7 @@ class Agent:
             self._nodes.ended,
         )
 
-    def _probe(self, order: wire.Probe) -> None:
+    def _probe(self, order: agent_messages.Probe) -> None:
         def done(reached: tuple[str, ...]) -> None:
             self._link.send(ev.Probed(self._config.host, order.target, reached, order.number))
 
@@ -230,13 +230,13 @@ class Agent:
                 self._protocol.orphaned(now)
             self._protocol.over = presence.driver is None
 
-    def _receive(self, message: wire.Message) -> None:
+    def _receive(self, message: messages.Message) -> None:
         """In the link's thread, where networks are seen to: forking the first worker waits for the template's imports."""
         match message:
-            case wire.Probe():
+            case agent_messages.Probe():
                 self._probe(message)
                 return
-            case wire.Rehome(address=address, interface=interface):
+            case messages.Rehome(address=address, interface=interface):
                 self._home = (address, interface)
                 self._be_reached()
                 return
@@ -245,7 +245,7 @@ class Agent:
 
     def _take_leave(self) -> None:
         """Say so first: those who train with its workers need not wait for silence."""
-        self._link.send(wire.AgentGoodbye(self._config.host, "its agent was told to end (SIGTERM)"))
+        self._link.send(agent_messages.AgentGoodbye(self._config.host, "its agent was told to end (SIGTERM)"))
         self._done = True
         os.eventfd_write(self._wake, 1)
 
@@ -257,11 +257,11 @@ class Agent:
         while self._inbox:
             self._turn_by = time.monotonic() + ORDER
             match self._inbox.popleft():
-                case wire.Launch() as order:
+                case agent_messages.Launch() as order:
                     self._nodes.launch(order, self._home, str(self._log_dir(order.log_dir)))
-                case wire.DeleteKeptState(by=by):
+                case agent_messages.DeleteKeptState(by=by):
                     shutil.rmtree(kept(self._folder, by), ignore_errors=True)
-                case wire.StopNode(number=number, kill=kill):
+                case agent_messages.StopNode(number=number, kill=kill):
                     self._nodes.recall(number, kill=kill)
                 case order:
                     self._do(self._protocol.heard(order, time.monotonic()))
@@ -281,7 +281,7 @@ class Agent:
                 case End():
                     self._done = True
 
-    def _spawn(self, order: wire.Spawn) -> None:
+    def _spawn(self, order: agent_messages.Spawn) -> None:
         boot = getattr(importlib.import_module(ENTRY[0]), ENTRY[1])
         address, interface = self._home
         settings: dict[str, Any] = {
@@ -330,7 +330,9 @@ class Agent:
         memory, gpus = psutil.virtual_memory(), self._gpus.sample()
         cpu = psutil.cpu_percent()
         blocked = self._protocol.blocked(now)
-        self._link.report(wire.AgentSample(self._config.host, cpu, memory.used, workers, gpus, memory.total, blocked))
+        self._link.report(
+            agent_messages.AgentSample(self._config.host, cpu, memory.used, workers, gpus, memory.total, blocked)
+        )
 
     def _end_workers(self) -> None:
         for forked in self._workers.values():

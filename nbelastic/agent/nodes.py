@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from nbelastic.agent.fork import fork
-from nbelastic.protocol import wire
+from nbelastic.protocol import agent_messages
 from nbelastic.system.processes import kill_group, stopped
 
 ENTRY = ("nbelastic.torchrun.boot", "boot")  # by name: host and scripts never import one another
@@ -47,11 +47,11 @@ class Nodes:
         """Of those that have not ended."""
         return tuple(self._started)
 
-    def launch(self, order: wire.Launch, home: tuple[str, str], log_dir: str) -> None:
+    def launch(self, order: agent_messages.Launch, home: tuple[str, str], log_dir: str) -> None:
         """Fork one. `home`: the address and the interface of its stores."""
         self._started[order.number] = _Started(fork(lambda: self._described(order, home, log_dir)))
 
-    def _described(self, order: wire.Launch, home: tuple[str, str], log_dir: str) -> BaseProcess:
+    def _described(self, order: agent_messages.Launch, home: tuple[str, str], log_dir: str) -> BaseProcess:
         boot = getattr(importlib.import_module(ENTRY[0]), ENTRY[1])
         template = vars(forkserver._forkserver)
         settings: dict[str, Any] = {
@@ -77,7 +77,7 @@ class Nodes:
             started.kill_at = time.monotonic() + GRACE
             kill_group(started.process.pid or 0, signal.SIGTERM)
 
-    def watch(self, now: float) -> list[wire.LaunchEnded]:
+    def watch(self, now: float) -> list[agent_messages.LaunchEnded]:
         """Those that have ended. One that is stopped, or was told to end and has not, is killed."""
         ended = []
         for number, started in list(self._started.items()):
@@ -86,7 +86,7 @@ class Nodes:
                 kill_group(pid)
             if started.process.exitcode is not None:
                 self.ended = {**dict(list(self.ended.items())[1 - KNOWN :]), number: started.process.exitcode}
-                ended.append(wire.LaunchEnded(self._known["host"], number, started.process.exitcode))
+                ended.append(agent_messages.LaunchEnded(self._known["host"], number, started.process.exitcode))
                 started.process.close()
                 del self._started[number]
         return ended

@@ -12,8 +12,8 @@ from typing import Any
 
 from msgspec import Struct
 
+from nbelastic.protocol import agent_messages, messages
 from nbelastic.protocol import events as ev
-from nbelastic.protocol import wire
 from nbelastic.protocol.ids import WorkerId
 
 GRACE = 1.0  # seconds between SIGTERM and SIGKILL
@@ -29,7 +29,7 @@ class Action(Struct, frozen=True):
 
 
 class Say(Action):
-    message: wire.Message | ev.Event
+    message: messages.Message | ev.Event
 
 
 class Introduce(Action):
@@ -39,7 +39,7 @@ class Introduce(Action):
 class Fork(Action):
     """Its outcome is `forked` or `exited`."""
 
-    order: wire.Spawn
+    order: agent_messages.Spawn
 
 
 class Signal(Action):
@@ -86,21 +86,21 @@ class Protocol:
     def heard(self, message: Any, now: float) -> list[Action]:
         """The driver orders something."""
         match message:
-            case wire.Spawn(worker=w):
+            case agent_messages.Spawn(worker=w):
                 self.newest[w.slot] = max(w.incarnation, self.newest.get(w.slot, 0))
                 return [Fork(message)]
-            case wire.StopWorker(worker=w, kill=kill):
+            case agent_messages.StopWorker(worker=w, kill=kill):
                 worker = self._workers.get(w)
                 if worker is None:
                     return [Say(ev.WorkerExited(w, 0))]
                 worker.kill_at = now if kill else now + GRACE
                 return [Signal(w, kill)]
-            case wire.Welcome(term=term) if term >= self._term:
+            case messages.Welcome(term=term) if term >= self._term:
                 self._term = term
                 for worker in self._workers.values():
                     worker.frozen = 0  # is said again
                 return [Introduce()]
-            case wire.StopAgent():
+            case agent_messages.StopAgent():
                 return [End()]
         return []
 

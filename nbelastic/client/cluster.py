@@ -38,7 +38,7 @@ from nbelastic.errors import (
     NbelasticError,
     UsageError,
 )
-from nbelastic.protocol import requests, wire
+from nbelastic.protocol import requests
 from nbelastic.protocol.cells import Executed
 from nbelastic.protocol.hosts import parse_host
 from nbelastic.protocol.limits import Limits
@@ -538,13 +538,13 @@ class Cluster:
         self._refuse_if_running()  # before anything is pickled; the driver has the last word
         call = self._saved(pickle()) if pickle is not None else None
         try:
-            return self._submit(requests.Submit(wire.Program("", "", plan, source, call)))
+            return self._submit(requests.Submit(worker_messages.Program("", "", plan, source, call)))
         except BaseException:
             if call is not None and call.path:
                 Path(call.path).unlink(missing_ok=True)
             raise
 
-    def _saved(self, call: list[memoryview]) -> wire.Blob:
+    def _saved(self, call: list[memoryview]) -> messages.Blob:
         """In a file, which the next driver finds. UsageError if that is full."""
         size = pickling.size(call)
         path = self._run_dir.path / f"{secrets.token_hex(8)}.program"
@@ -552,7 +552,7 @@ class Cluster:
             replace_private(path, call)
         except OSError as error:
             raise requests.not_saved(f"job-{self._running().submitted + 1}", path.parent, error) from None
-        return wire.Blob(size, path=str(path))
+        return messages.Blob(size, path=str(path))
 
     def _submit(self, request: requests.Submit | requests.SubmitScript) -> Job:
         driver = self._running()

@@ -23,9 +23,9 @@ from msgspec.structs import replace
 
 from nbelastic import errors
 from nbelastic.errors import ClusterStoppedError, DriverLostError, JobError, NbelasticError, UsageError
+from nbelastic.protocol import messages
 from nbelastic.protocol import requests as r
 from nbelastic.protocol import updates as u
-from nbelastic.protocol import wire
 from nbelastic.protocol.ids import WorkerId
 from nbelastic.protocol.output_buffer import Printed
 from nbelastic.protocol.run_directory import START, RunDir
@@ -103,7 +103,7 @@ def _who() -> str:
     return f"process {os.getpid()}"
 
 
-def _bytes_of(blob: wire.Blob | None) -> pickling.Bytes | None:
+def _bytes_of(blob: messages.Blob | None) -> pickling.Bytes | None:
     if blob is None:
         return None
     return pickling.mapped(Path(blob.path)) if blob.path else bytearray(blob.data)  # arrays in it can be written to

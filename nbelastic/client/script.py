@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypedDict
 
-from nbelastic.protocol import wire
+from nbelastic.protocol import agent_messages
 from nbelastic.protocol.script_events import Terms
 from nbelastic.protocol.settings import NCCL, Settings, check
 
@@ -37,7 +37,7 @@ def script_for(
     arguments: Sequence[Any],
     options: Options,
     settings: Settings,
-) -> tuple[wire.Script, Terms]:
+) -> tuple[agent_messages.Script, Terms]:
     """What the nodes are told, but for the job's name, and the group's terms. UsageError, in one line, for what cannot be."""
     given: dict[str, Any] = dict(options)
     environment = {name: str(value) for name, value in (given.pop("env", None) or {}).items()}
@@ -50,7 +50,7 @@ def script_for(
         text = given[name] = str(given.get(name, "0"))
         check(_STREAMS.fullmatch(text) is not None, f"{name}={text!r}: as torchrun has it, 0 to 3 or 0:1,1:2.")
     shutdown = float(given.pop("shutdown_timeout", 30.0))
-    script = wire.Script(
+    script = agent_messages.Script(
         "",
         _target(path, bool(given.get("module")), bool(given.get("no_python"))),
         tuple(str(each) for each in arguments),

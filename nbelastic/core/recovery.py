@@ -31,9 +31,10 @@ from nbelastic.core.state import (
     seat,
 )
 from nbelastic.protocol import events as ev
+from nbelastic.protocol.agent_messages import AgentHello
 from nbelastic.protocol.ids import HostSpec, WorkerId
 from nbelastic.protocol.limits import Limits
-from nbelastic.protocol.wire import AgentHello, WorkerReport
+from nbelastic.protocol.worker_messages import WorkerReport
 from nbelastic.system.addresses import is_loopback
 
 Commands = list[cmd.Command]

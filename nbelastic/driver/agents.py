@@ -26,8 +26,8 @@ from nbelastic.driver.run import Run
 from nbelastic.driver.snapshot import Saved, SavedAgent
 from nbelastic.driver.telemetry import Telemetry
 from nbelastic.errors import HostError
+from nbelastic.protocol import agent_messages, messages, worker_messages
 from nbelastic.protocol import events as ev
-from nbelastic.protocol import wire
 from nbelastic.protocol.cells import Executed, row
 from nbelastic.protocol.ids import HostSpec, WorkerId
 from nbelastic.protocol.settings import NCCL
@@ -72,7 +72,7 @@ class _Held:
         self.here = ""  # this machine's address towards a host that is not local
         self.asked = 0  # how many workers it may run
         self.slots = 0  # of a local one
-        self.move: wire.Rehome | None = None  # where its workers are since they no longer are where it began
+        self.move: messages.Rehome | None = None  # where its workers are since they no longer are where it began
         self.launching: asyncio.Task[None] | None = None
 
     def kill(self) -> None:
@@ -108,7 +108,9 @@ class Fleet:
         self._doors = Doors(settings.presence, self._workers_asked)
         self.engines: dict[WorkerId, str] = {}  # how ipyparallel's client names those that can be spoken to
         self.results = Results(settings.run_dir / "results", lambda w, message: self.to_workers((w,), message))
-        self._cells: dict[tuple[WorkerId, int], Callable[[wire.CellResult], None]] = {}  # that are not answered
+        self._cells: dict[
+            tuple[WorkerId, int], Callable[[worker_messages.CellResult], None]
+        ] = {}  # that are not answered
         self._numbers = itertools.count(time.time_ns())  # of cells: no other driver's cell has the same
         self.setup_rows: dict[int, dict[WorkerId, Executed]] = {}  # of versions for which somebody waits
         self._spawns: list[tuple[WorkerId, Path]] = []  # wait for the controller
@@ -202,7 +204,7 @@ class Fleet:
                 held = self._held.get(host)
                 if held is not None:
                     heard = held.peer in self._server.heard_at
-                    self._server.send(held.peer, wire.StopAgent())
+                    self._server.send(held.peer, agent_messages.StopAgent())
                     if heard:
                         self._loop.call_later(3.0, self._end, host, held)
                     else:  # it has no workers, and may not be there to hear it; at once: the host may be added again
@@ -213,9 +215,9 @@ class Fleet:
                 else:
                     self._spawn(w, log_dir)
             case cmd.StopWorker(worker=w, kill=kill):
-                self.to_agent(w.host, wire.StopWorker(w, kill))
+                self.to_agent(w.host, agent_messages.StopWorker(w, kill))
 
-    def to_agent(self, host: str, message: wire.Message) -> None:
+    def to_agent(self, host: str, message: messages.Message) -> None:
         """A host without one does not get it."""
         if host in self._held:
             self._server.send(self._held[host].peer, message)
@@ -245,10 +247,10 @@ class Fleet:
     def pass_on(self, command: cmd.Probe | cmd.Rehome, workers: Iterable[WorkerId]) -> None:
         """What an agent is to do, and of a move what the workers of its host need to know."""
         if isinstance(command, cmd.Probe):
-            probe = wire.Probe(command.target, command.addresses, command.port, command.number)
+            probe = agent_messages.Probe(command.target, command.addresses, command.port, command.number)
             self.to_agent(command.host, probe)
             return
-        move = wire.Rehome(command.address, command.interface)
+        move = messages.Rehome(command.address, command.interface)
         if command.host in self._held:
             self._held[command.host].move = move
         self.to_agent(command.host, move)
@@ -338,7 +340,7 @@ class Fleet:
         held = self._held.get(w.host)
         if held is not None:
             connection = self._doors.lead_engines(held.here, self._controller.connection)
-            self._server.send(held.peer, wire.Spawn(w, str(log_dir), connection))
+            self._server.send(held.peer, agent_messages.Spawn(w, str(log_dir), connection))
 
     def _end(self, host: str, held: _Held) -> None:
         held.kill()
@@ -377,7 +379,7 @@ class Fleet:
         with contextlib.suppress(OSError):  # without it results are fetched
             make_private(self.results.folder(job))
 
-    def to_workers(self, workers: Iterable[WorkerId], message: wire.Message) -> None:
+    def to_workers(self, workers: Iterable[WorkerId], message: messages.Message) -> None:
         self._server.send_to_all((f"worker/{w}" for w in workers), message)
 
     def hello(self, w: WorkerId, engine: str) -> None:
@@ -401,7 +403,7 @@ class Fleet:
     def run_setup(self, w: WorkerId, version: int, source: str) -> None:
         """Run a setup cell on one worker."""
 
-        def done(result: wire.CellResult) -> None:
+        def done(result: worker_messages.CellResult) -> None:
             if version in self.setup_rows:
                 self.setup_rows[version][w] = row(result)
             self._post(ev.SetupEnded(w, version, result.error))
@@ -409,14 +411,14 @@ class Fleet:
         self.execute(w, source, done, version)
 
     def execute(
-        self, w: WorkerId, source: str, done: Callable[[wire.CellResult], None], number: int | None = None
+        self, w: WorkerId, source: str, done: Callable[[worker_messages.CellResult], None], number: int | None = None
     ) -> None:
         """Run a cell on one worker; `done(result)` is called in this thread, unless the worker dies before."""
         number = number or next(self._numbers)
         self._cells[w, number] = done
-        self.to_workers((w,), wire.Cell(number, source))
+        self.to_workers((w,), worker_messages.Cell(number, source))
 
-    def cell_ended(self, result: wire.CellResult) -> None:
+    def cell_ended(self, result: worker_messages.CellResult) -> None:
         """What a cell printed, and its error. That of an earlier driver's nobody waits for."""
         done = self._cells.pop((result.worker, result.number), None)
         if done is not None:
@@ -432,16 +434,16 @@ class Fleet:
         call, results = program.call, str(self.results.folder(run.name))
         if w.host not in self._held or self._held[w.host].here:  # another machine, which sees no file of this one
             results = ""
-            call = wire.Blob(call.size, call.data) if call is not None else None
+            call = messages.Blob(call.size, call.data) if call is not None else None
         log_dir = str(self._settings.log_dir / run.name)
         self.to_workers((w,), replace(program, log_dir=log_dir, call=call, results=results))
 
-    def send_call(self, fetch: wire.FetchCall, run: Run) -> None:
+    def send_call(self, fetch: worker_messages.FetchCall, run: Run) -> None:
         """The next pieces of a program that is too long for one message."""
         call = run.program.call if run.program is not None else None
         if call is not None and call.path:
             for at, data in pickling.pieces(pickling.mapped(Path(call.path)), fetch.offset):
-                self.to_workers((fetch.worker,), wire.CallPiece(fetch.job, at, data))
+                self.to_workers((fetch.worker,), worker_messages.CallPiece(fetch.job, at, data))
 
     def forget_all(self, workers: Iterable[WorkerId]) -> None:
         """Forget what was known of workers that are gone."""
@@ -467,7 +469,7 @@ class Fleet:
         return self._controller.information("client")
 
 
-def _is_whole(call: wire.Blob) -> bool:
+def _is_whole(call: messages.Blob) -> bool:
     """Whether the file of a call, if it is in one, is there as it was written."""
     try:
         return not call.path or os.path.getsize(call.path) == call.size

@@ -23,8 +23,8 @@ from nbelastic.driver.snapshot import SavedJob
 from nbelastic.driver.stacks import show_stacks
 from nbelastic.errors import HostError, UsageError
 from nbelastic.protocol import events as ev
+from nbelastic.protocol import messages
 from nbelastic.protocol import requests as r
-from nbelastic.protocol import wire
 from nbelastic.protocol.settings import Settings
 from nbelastic.protocol.status import Status
 
@@ -183,7 +183,7 @@ def _begun(cluster: ClusterState, run: Run) -> str | None:
     return run.name if cluster.present_job == run.name or run.future.done() else None
 
 
-def _named(call: wire.Blob | None, job: str) -> wire.Blob | None:
+def _named(call: messages.Blob | None, job: str) -> messages.Blob | None:
     """The file of a call gets the job's name."""
     if call is None or not call.path:
         return call

@@ -10,8 +10,8 @@ from nbelastic.core import commands as cmd
 from nbelastic.core import recovery
 from nbelastic.core.state import ClusterState, HostPhase
 from nbelastic.driver.snapshot import Saved
+from nbelastic.protocol import agent_messages, worker_messages
 from nbelastic.protocol import events as ev
-from nbelastic.protocol import wire
 from nbelastic.protocol.ids import WorkerId
 from nbelastic.system import versions
 from nbelastic.system.presence import lives
@@ -31,20 +31,20 @@ class Arrivals:
         self._complete = asyncio.Event()
         self._hosts = {host.spec.name for host in saved.cluster.hosts if host.spec.name in saved.agents} - coming(saved)
         self._missing: dict[str, set[WorkerId]] = {}  # by the hosts whose agents were heard
-        self.agents: dict[str, wire.AgentHello] = {}
-        self.workers: dict[WorkerId, wire.WorkerReport] = {}
+        self.agents: dict[str, agent_messages.AgentHello] = {}
+        self.workers: dict[WorkerId, worker_messages.WorkerReport] = {}
         self.frozen: list[ev.WorkerFrozen] = []  # are taken in when the driver has taken over
 
-    def hear(self, message: wire.AgentHello | wire.WorkerReport | ev.WorkerFrozen) -> None:
+    def hear(self, message: agent_messages.AgentHello | worker_messages.WorkerReport | ev.WorkerFrozen) -> None:
         """What a message costs does not grow with the number of workers."""
         match message:
-            case wire.AgentHello(host=host, workers=workers):
+            case agent_messages.AgentHello(host=host, workers=workers):
                 self.agents[host] = message
                 self._missing[host] = {w for w, _ in workers if w not in self.workers}
                 self._patience = max(
                     self._patience, PATIENCE + A_WORKER * sum(len(a.workers) for a in self.agents.values())
                 )
-            case wire.WorkerReport(worker=w):
+            case worker_messages.WorkerReport(worker=w):
                 host = w.host
                 self.workers[w] = message
                 self._missing.get(host, set()).discard(w)

@@ -36,8 +36,8 @@ from nbelastic.driver.snapshot_writer import SnapshotWriter
 from nbelastic.driver.status import snapshot
 from nbelastic.errors import ClusterStoppedError, HostError
 from nbelastic.protocol import events as ev
+from nbelastic.protocol import messages, worker_messages
 from nbelastic.protocol import script_events as sev
-from nbelastic.protocol import wire
 from nbelastic.protocol.requests import AnyRequest, Press, Stop
 from nbelastic.protocol.run_directory import RunDir
 from nbelastic.protocol.settings import Settings
@@ -390,7 +390,7 @@ class Driver:
         starting = {command.worker.host for command in commands if isinstance(command, cmd.StartWorker)}
         if starting:
             addresses = tuple(at.address for name in sorted(starting) for at in self.cluster.hosts[name].addresses)
-            self.fleet.to_workers(self.cluster.members, wire.AllowPeers(addresses))
+            self.fleet.to_workers(self.cluster.members, worker_messages.AllowPeers(addresses))
         if self.cluster.buried != before.buried:
             self.fleet.forget_all(before.workers.keys() - self.cluster.workers.keys())
         self._schedule(now)
@@ -416,7 +416,7 @@ class Driver:
     def _is_known(self, peer: str) -> bool:
         return self._inbound.is_known(peer)
 
-    def _hear(self, peer: str, message: wire.Message | ev.Event) -> None:
+    def _hear(self, peer: str, message: messages.Message | ev.Event) -> None:
         """A message came over the link."""
         try:
             self._inbound.read(peer, message)

@@ -13,7 +13,7 @@ import msgspec
 
 from nbelastic.core import commands as cmd
 from nbelastic.protocol import events as ev
-from nbelastic.protocol import wire
+from nbelastic.protocol import worker_messages
 from nbelastic.protocol.encoding import encode
 from nbelastic.protocol.status import KEPT, EventRecord
 from nbelastic.system.files import append_private
@@ -110,7 +110,7 @@ class EventLog:
         for phase, took in event.took.items():
             self._took[phase] = max(took, self._took.get(phase, 0.0))
 
-    def first_step(self, message: wire.WorkerProgress, now: float, size: int) -> None:
+    def first_step(self, message: worker_messages.WorkerProgress, now: float, size: int) -> None:
         """The first commit of a generation, of whoever was first."""
         if not self._formed_at:
             return

@@ -13,7 +13,7 @@ from nbelastic.driver.agents import Fleet
 from nbelastic.driver.event_log import EventLog
 from nbelastic.driver.jobs import Jobs
 from nbelastic.driver.scripts import Scripts
-from nbelastic.protocol import wire
+from nbelastic.protocol import agent_messages, messages, worker_messages
 from nbelastic.protocol.ranks import ranges
 
 Change = cmd.FormWorld | cmd.PrepareWorld | cmd.AskLeave | cmd.LeaveAt | cmd.CancelLeave | cmd.AbortWorld
@@ -57,24 +57,24 @@ class Executor:
             ):
                 self._change(command, now)
             case cmd.DropWorld(generation=generation, members=members):
-                to_workers(members, wire.DropGroup(generation))
+                to_workers(members, worker_messages.DropGroup(generation))
             case cmd.QueryPosition(generation=generation, members=members):
-                to_workers(members, wire.QueryPosition(generation))
+                to_workers(members, worker_messages.QueryPosition(generation))
             case cmd.EndHungWorker(worker=w, keep=keep):
-                to_workers((w,), wire.EndHungWorker(keep))
+                to_workers((w,), worker_messages.EndHungWorker(keep))
             case cmd.LoadKeptState(worker=w, by=by, commit=commit):
-                to_workers((w,), wire.LoadKeptState(by, commit))
+                to_workers((w,), worker_messages.LoadKeptState(by, commit))
             case cmd.DeleteKeptState(by=by):
-                self._fleet.to_agent(by.host, wire.DeleteKeptState(by))
+                self._fleet.to_agent(by.host, agent_messages.DeleteKeptState(by))
             case cmd.StopProgram(job=job, workers=workers, reason=reason, culprit=culprit):
                 for w in workers:
-                    to_workers((w,), wire.StopProgram(job, reason, own=w == culprit))
+                    to_workers((w,), worker_messages.StopProgram(job, reason, own=w == culprit))
             case cmd.EndJob():
                 self._jobs.end(command)
             case cmd.Probe() | cmd.Rehome():
                 self._fleet.pass_on(command, self._cluster().workers)
                 if isinstance(command, cmd.Rehome):
-                    self._scripts.rehome(command.host, wire.Rehome(command.address, command.interface))
+                    self._scripts.rehome(command.host, messages.Rehome(command.address, command.interface))
             case cmd.Record():
                 self._record(command, now)
             case scmd.ScriptCommand():
@@ -91,18 +91,18 @@ class Executor:
                 to_workers(command.to or command.members, _formation(command))
             case cmd.PrepareWorld(order=order):
                 self._chronicle.prepare(now)
-                to_workers(order.members, wire.Prepare(_formation(order)))
+                to_workers(order.members, worker_messages.Prepare(_formation(order)))
             case cmd.AskLeave(generation=generation, members=members, number=number):
                 self._asked_to_leave = command
                 self._chronicle.begin_change(now, broken=False)
-                to_workers(members, wire.Leave(generation, ask=number))
+                to_workers(members, worker_messages.Leave(generation, ask=number))
             case cmd.LeaveAt(generation=generation, commit=commit, members=members):
-                to_workers(members, wire.Leave(generation, commit))
+                to_workers(members, worker_messages.Leave(generation, commit))
             case cmd.CancelLeave(generation=generation, members=members):
-                to_workers(members, wire.Leave(generation, wire.Leave.STAY))
+                to_workers(members, worker_messages.Leave(generation, worker_messages.Leave.STAY))
             case cmd.AbortWorld(generation=generation, members=members, reason=reason):
                 self._chronicle.begin_change(now, broken=True)
-                to_workers(members, wire.Abort(generation, reason))
+                to_workers(members, worker_messages.Abort(generation, reason))
         if isinstance(command, cmd.LeaveAt | cmd.CancelLeave | cmd.AbortWorld):
             self._asked_to_leave = None  # now they know
 
@@ -116,8 +116,8 @@ class Executor:
         return self._log_dir / (job.name if job else "idle")
 
 
-def _formation(order: cmd.FormWorld) -> wire.Formation:
+def _formation(order: cmd.FormWorld) -> worker_messages.Formation:
     """What each of its members is told."""
     by_host = groupby(order.members, key=lambda w: w.host)
     hosts = tuple((host, tuple(w.slot for w in workers)) for host, workers in by_host)
-    return wire.Formation(order.generation, hosts, order.store, order.root, ranges(order.receivers))
+    return worker_messages.Formation(order.generation, hosts, order.store, order.root, ranges(order.receivers))

@@ -16,8 +16,8 @@ from nbelastic.driver.parts import Transport
 from nbelastic.driver.scripts import Scripts
 from nbelastic.driver.snapshot_writer import SnapshotWriter
 from nbelastic.driver.telemetry import numbers
+from nbelastic.protocol import agent_messages, messages, worker_messages
 from nbelastic.protocol import events as ev
-from nbelastic.protocol import wire
 from nbelastic.protocol.ids import WorkerId
 from nbelastic.system import versions
 
@@ -65,44 +65,48 @@ class Inbound:
                 return False
         return role == "node" or (role == "agent" and peer == self._fleet.peer_of(name.rpartition("~")[0]))
 
-    def read(self, peer: str, message: wire.Message | ev.Event) -> None:
+    def read(self, peer: str, message: messages.Message | ev.Event) -> None:
         """`peer` has sent this. TypeError for what is not known here."""
         if peer.startswith("agent/") and peer != self._fleet.peer_of(peer[6:].rpartition("~")[0]):
-            self._server.send(peer, wire.StopAgent())  # given up while it was not heard: it comes back from the dead
+            self._server.send(
+                peer, agent_messages.StopAgent()
+            )  # given up while it was not heard: it comes back from the dead
             self._server.forget(peer)
             return
         if peer.startswith("node/"):
             self._scripts.hear(peer, message)
             return
         match message:
-            case wire.LaunchEnded():
+            case agent_messages.LaunchEnded():
                 self._scripts.launch_ended(message)
-            case wire.AgentHello() | wire.WorkerReport() | ev.WorkerFrozen() if self.arrivals is not None:
+            case agent_messages.AgentHello() | worker_messages.WorkerReport() | ev.WorkerFrozen() if (
+                self.arrivals is not None
+            ):
                 self.arrivals.hear(message)
-            case wire.WorkerReport():
+            case worker_messages.WorkerReport():
                 self._late(message)
-            case wire.AgentHello():
+            case agent_messages.AgentHello():
                 problem = versions.difference(message.versions, versions.here())
                 here = self._fleet.here_towards(message.host)
                 self._post(ev.AgentReady(message.host, message.pid, message.addresses, message.port, problem, here))
-            case wire.AgentGoodbye(host=host, reason=reason):
+            case agent_messages.AgentGoodbye(host=host, reason=reason):
                 self._fleet.lose_agent(host, reason)
-            case wire.AgentSample():
+            case agent_messages.AgentSample():
                 self._fleet.live.sample_of(message, self._cluster().workers, self._clock.now())
                 self._publish_soon()
-            case wire.WorkerHello(worker=w, engine=engine):
+            case worker_messages.WorkerHello(worker=w, engine=engine):
                 if w in self._cluster().workers:
                     self._fleet.hello(w, engine)
-            case wire.WorkerProgress():
+            case worker_messages.WorkerProgress():
                 self._progress(message)
-            case wire.ProgramResult() | wire.ResultPiece() | wire.FetchCall():
+            case worker_messages.ProgramResult() | worker_messages.ResultPiece() | worker_messages.FetchCall():
                 self._jobs.take(message)
-            case wire.WorkerOutput():
+            case messages.WorkerOutput():
                 self._jobs.take(message)
                 self._publish()
-            case wire.CellResult():
+            case worker_messages.CellResult():
                 self._fleet.cell_ended(message)
-            case wire.StackShown(worker=w):
+            case worker_messages.StackShown(worker=w):
                 if w in self._cluster().workers:
                     self._fleet.live.stacks[w] = message
                     self._publish()
@@ -113,7 +117,7 @@ class Inbound:
             case _:
                 raise TypeError(f"{type(message).__name__} from {peer} is no message that the driver knows")
 
-    def find(self, here: wire.WorkerReport) -> None:
+    def find(self, here: worker_messages.WorkerReport) -> None:
         """A worker that another driver has started."""
         if here.engine:
             self._fleet.hello(here.worker, here.engine)
@@ -125,7 +129,7 @@ class Inbound:
             for commit, report in here.reports:
                 self._report(here.worker, commit, report)
 
-    def _late(self, here: wire.WorkerReport) -> None:
+    def _late(self, here: worker_messages.WorkerReport) -> None:
         """It was not heard when this driver took over; or it has just started, and has nothing to tell yet."""
         cluster = self._cluster()
         if here.worker not in cluster.workers:
@@ -136,7 +140,7 @@ class Inbound:
         else:
             self.find(here)
 
-    def _progress(self, message: wire.WorkerProgress) -> None:
+    def _progress(self, message: worker_messages.WorkerProgress) -> None:
         live, cluster, now = self._fleet.live, self._cluster(), self._clock.now()
         if message.worker not in cluster.workers or 0 < message.generation <= live.last_generation:
             return  # it is dead, or speaks of the job before

@@ -20,7 +20,7 @@ from nbelastic.driver.scripts import Scripts
 from nbelastic.driver.snapshot import SavedJob
 from nbelastic.driver.snapshot_writer import SnapshotWriter
 from nbelastic.protocol import events as ev
-from nbelastic.protocol import wire
+from nbelastic.protocol import messages, worker_messages
 from nbelastic.protocol.ids import WorkerId
 
 LATE = 5.0  # seconds within which the results are there of a job that had ended when the driver took over
@@ -76,17 +76,23 @@ class Jobs:
         self.runs[run.name] = run
         self._pending.track(run.future)
 
-    def take(self, message: wire.ProgramResult | wire.ResultPiece | wire.FetchCall | wire.WorkerOutput) -> None:
+    def take(
+        self,
+        message: worker_messages.ProgramResult
+        | worker_messages.ResultPiece
+        | worker_messages.FetchCall
+        | messages.WorkerOutput,
+    ) -> None:
         """A worker speaks of a program that it is to run, or has run."""
         match message:
-            case wire.ProgramResult(worker=w, job=job):
+            case worker_messages.ProgramResult(worker=w, job=job):
                 self._fleet.results.take(message, partial(self._program_ended, w, job))
-            case wire.ResultPiece():
+            case worker_messages.ResultPiece():
                 self._fleet.results.piece(message)
-            case wire.FetchCall(job=job):
+            case worker_messages.FetchCall(job=job):
                 if job in self.runs:
                     self._fleet.send_call(message, self.runs[job])
-            case wire.WorkerOutput(job=job):
+            case messages.WorkerOutput(job=job):
                 if job in self.runs:  # the last words of one may come when the next has begun
                     self.runs[job].hear(message)
                 self._notes.output(message)

@@ -21,7 +21,7 @@ from nbelastic.driver.agents import Fleet
 from nbelastic.driver.pending import Pending
 from nbelastic.errors import ClusterStoppedError, HostError, NbelasticError, UsageError
 from nbelastic.protocol import events as ev
-from nbelastic.protocol import wire
+from nbelastic.protocol import worker_messages
 from nbelastic.protocol.cells import Executed, row
 from nbelastic.protocol.hosts import parse_host
 from nbelastic.protocol.ids import HostSpec, WorkerId
@@ -207,7 +207,7 @@ def execute_on_all(
 
     for w in waiting:
 
-        def done(result: wire.CellResult, w: WorkerId = w) -> None:
+        def done(result: worker_messages.CellResult, w: WorkerId = w) -> None:
             answers[w] = row(result)
             pending.check_and_publish()
 

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from nbelastic.driver.clock import Clock
 from nbelastic.ipp.supervisor import Supervisor
-from nbelastic.protocol import wire
+from nbelastic.protocol import messages
 from nbelastic.protocol.ids import HostSpec
 from nbelastic.provision.launchers import Agent, agent_for, locate
 from nbelastic.transport.server import Server
@@ -31,9 +31,9 @@ class Transport(Protocol):
 
     async def stop(self) -> None: ...
 
-    def send(self, peer: str, message: wire.Message) -> None: ...
+    def send(self, peer: str, message: messages.Message) -> None: ...
 
-    def send_to_all(self, peers: Iterable[str], message: wire.Message) -> None: ...
+    def send_to_all(self, peers: Iterable[str], message: messages.Message) -> None: ...
 
     def forget(self, peer: str) -> None: ...
 

@@ -8,12 +8,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from nbelastic.protocol import wire
+from nbelastic.protocol import messages, worker_messages
 from nbelastic.protocol.ids import WorkerId
 from nbelastic.system import pickling
 from nbelastic.system.files import replace_private
 
-Send = Callable[[WorkerId, wire.Message], object]
+Send = Callable[[WorkerId, messages.Message], object]
 
 
 class Outcome(NamedTuple):
@@ -21,7 +21,7 @@ class Outcome(NamedTuple):
 
     error: str = ""
     traceback: str = ""
-    value: wire.Blob | None = None
+    value: messages.Blob | None = None
 
 
 class _Coming(NamedTuple):
@@ -42,7 +42,7 @@ class Results:
         self._folder, self._send = folder, send
         self._coming: dict[WorkerId, _Coming] = {}
 
-    def take(self, result: wire.ProgramResult, done: Callable[[Outcome], None]) -> None:
+    def take(self, result: worker_messages.ProgramResult, done: Callable[[Outcome], None]) -> None:
         """Call `done(outcome)` when the value is here, which may be at once."""
         value = result.value
         self._coming.pop(result.worker, None)
@@ -54,9 +54,9 @@ class Results:
             done(self._in_file(result, value))
         else:
             self._coming[result.worker] = _Coming(result.job, value.size, bytearray(), done)
-            self._send(result.worker, wire.FetchResult(result.job, 0))
+            self._send(result.worker, worker_messages.FetchResult(result.job, 0))
 
-    def _in_file(self, result: wire.ProgramResult, value: wire.Blob) -> Outcome:
+    def _in_file(self, result: worker_messages.ProgramResult, value: messages.Blob) -> Outcome:
         path = Path(value.path)
         if path.parent != self.folder(result.job):  # the workers' key must not open any file of the notebook's user
             return Outcome(f"the result of {result.worker} is not where results are: {path}")
@@ -81,7 +81,7 @@ class Results:
         """Nobody asks for its values any more; who has them has mapped them."""
         shutil.rmtree(self.folder(job), ignore_errors=True)
 
-    def piece(self, piece: wire.ResultPiece) -> None:
+    def piece(self, piece: worker_messages.ResultPiece) -> None:
         """The next bytes of a value; more of them are asked for when all have come that were."""
         coming = self._coming.get(piece.worker)
         if coming is None or piece.job != coming.job or piece.offset != len(coming.data):
@@ -92,16 +92,16 @@ class Results:
             del self._coming[piece.worker]
             coming.done(Outcome(value=self._kept(piece.worker, coming)))
         elif at % (pickling.PIECES * pickling.PIECE) == 0:
-            self._send(piece.worker, wire.FetchResult(coming.job, at))
+            self._send(piece.worker, worker_messages.FetchResult(coming.job, at))
 
-    def _kept(self, w: WorkerId, coming: _Coming) -> wire.Blob:
+    def _kept(self, w: WorkerId, coming: _Coming) -> messages.Blob:
         """A long value in a file, where clients map it; in a message, if there is no room."""
         path = self.folder(coming.job) / str(w).replace("/", "-")
         if coming.size > pickling.INLINE:
             with suppress(OSError):
                 replace_private(path, [memoryview(coming.data)])
-                return wire.Blob(coming.size, path=str(path))
-        return wire.Blob(coming.size, bytes(coming.data))
+                return messages.Blob(coming.size, path=str(path))
+        return messages.Blob(coming.size, bytes(coming.data))
 
     def coming(self, workers: Iterable[WorkerId]) -> bool:
         """Whether pieces of one of their values are still to come."""

@@ -9,7 +9,7 @@ from pathlib import Path
 from nbelastic.core import commands as cmd
 from nbelastic.driver.results import Outcome
 from nbelastic.errors import JobError, JobStoppedError
-from nbelastic.protocol import wire
+from nbelastic.protocol import messages, worker_messages
 from nbelastic.protocol.ids import WorkerId
 from nbelastic.protocol.output_buffer import Line, Printed
 from nbelastic.system.terminal_text import newest, shown
@@ -24,18 +24,18 @@ class Run:
     each rank, None for one that died after others had finished.
     """
 
-    def __init__(self, name: str, program: wire.Program | None) -> None:
+    def __init__(self, name: str, program: worker_messages.Program | None) -> None:
         self.name = name
         self.program = program
         self._plan = program.checkpoints if program is not None else None
         self.outcomes: dict[WorkerId, Outcome] = {}
-        self.future: Future[list[wire.Blob | None]] = Future()
+        self.future: Future[list[messages.Blob | None]] = Future()
         self.printed = Printed(self._forget)
         self.members: tuple[WorkerId, ...] = ()
         self._end: cmd.EndJob | None = None
         self._heard_to: dict[tuple[WorkerId, str], int] = {}  # which position of each stream
 
-    def hear(self, output: wire.WorkerOutput) -> None:
+    def hear(self, output: messages.WorkerOutput) -> None:
         """Keep the last lines of what a worker printed."""
         w, stream, printed = output.worker, output.stream, self.printed
         known, begin = self._heard_to.get((w, stream), 0), output.end - len(output.text)
@@ -56,7 +56,7 @@ class Run:
         for stream in ("out", "err"):
             self._heard_to.pop((worker, stream), None)
 
-    def _add(self, output: wire.WorkerOutput, text: str) -> None:
+    def _add(self, output: messages.WorkerOutput, text: str) -> None:
         line = Line(self.printed.heard + 1, output.stream, text, output.rank)
         self.printed.add(output.worker, line)
 

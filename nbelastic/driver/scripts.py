@@ -27,9 +27,9 @@ from nbelastic.driver.run import Run
 from nbelastic.driver.script_status import with_script, workers_of
 from nbelastic.driver.snapshot import SavedJob
 from nbelastic.driver.snapshot_writer import SnapshotWriter
+from nbelastic.protocol import agent_messages, messages, node_messages
 from nbelastic.protocol import events as ev
 from nbelastic.protocol import script_events as sev
-from nbelastic.protocol import wire
 from nbelastic.protocol.exit_codes import exit_text
 from nbelastic.protocol.ids import WorkerId
 from nbelastic.protocol.settings import Settings
@@ -66,12 +66,12 @@ class Scripts:
         self._notes, self._faults, self._decide, self._post, self._publish = notes, faults, decide, post, publish
         self._loop = asyncio.get_running_loop()
         self._run: Run | None = None
-        self._script = wire.Script("", "")
+        self._script = agent_messages.Script("", "")
         self._started = 0
         self._numbers: dict[str, int] = {}  # of the present node of each host of ours
         self._guests: dict[str, str] = {}  # nodes that came by themselves: how they are named on the link
         self._watched: dict[str, int] = {}  # a pidfd for each guest on this machine
-        self._orders: dict[str, wire.Round] = {}  # of the present round, by host
+        self._orders: dict[str, node_messages.Round] = {}  # of the present round, by host
         self._samples: dict[WorkerId, tuple[float, int]] = {}
         self._silence = supervised("the look at silent guests", self._listen)
         self.invitations = Invitations(settings, fleet, server.address, keys, post)
@@ -85,7 +85,7 @@ class Scripts:
 
     # ---- what happens ----
 
-    def begin(self, run: Run, script: wire.Script, terms: sev.Terms, number: int = 0) -> None:
+    def begin(self, run: Run, script: agent_messages.Script, terms: sev.Terms, number: int = 0) -> None:
         """Submit a script. `number`: of the last round that another driver has begun, if it was submitted there."""
         self._run, self._script = run, script
         self._orders, self._samples = {}, {}
@@ -97,29 +97,29 @@ class Scripts:
         for host, numbers in nodes.items():
             for number in numbers:
                 self._started = max(self._started, number)
-                self._fleet.to_agent(host, wire.StopNode(number, kill=True))
+                self._fleet.to_agent(host, agent_messages.StopNode(number, kill=True))
         self.begin(run, *job.script, job.round + 1)  # what was begun last may not have been written down
 
-    def hear(self, peer: str, message: wire.Message | ev.Event) -> None:
+    def hear(self, peer: str, message: messages.Message | ev.Event) -> None:
         """A node has said something."""
         match message:
-            case wire.WorkerOutput():
+            case messages.WorkerOutput():
                 if self._run is not None and (self._is_present(message.worker.host, peer)):
                     self._run.hear(message)
                     self._publish()
                     self._notes.output(replace(message, job=self._run.name))
                 return
-            case wire.NodeHello():
+            case node_messages.NodeHello():
                 self._greet(peer, message)
                 return
         host: str = message.host  # type: ignore[union-attr]  # all others have one
         if not self._is_present(host, peer):
             if not isinstance(message, sev.NodeLeft):
-                self._server.send(peer, wire.EndNode(f"this node of {host} was given up"))
+                self._server.send(peer, node_messages.EndNode(f"this node of {host} was given up"))
             self._server.forget(peer)
             return
         match message:
-            case wire.NodeSample(round=number, workers=workers):
+            case node_messages.NodeSample(round=number, workers=workers):
                 ids = (WorkerId(host, rank, number) for rank in range(len(workers)))
                 self._samples.update(zip(ids, workers, strict=True))
             case ev.Event():
@@ -127,7 +127,7 @@ class Scripts:
                 if isinstance(message, sev.NodeLeft) and host in self._guests:
                     self._forget(host)
 
-    def launch_ended(self, message: wire.LaunchEnded) -> None:
+    def launch_ended(self, message: agent_messages.LaunchEnded) -> None:
         """An agent tells of the end of a node's process."""
         if self._numbers.get(message.host) == message.number:
             self._server.forget(f"node/{message.host}~{message.number}")
@@ -137,17 +137,17 @@ class Scripts:
                 why += f"; {message.host}-elastic.log in the job's logs says more"
             self._decide(sev.NodeLeft(message.host, why, broken=True))
 
-    def _greet(self, peer: str, hello: wire.NodeHello) -> None:
+    def _greet(self, peer: str, hello: node_messages.NodeHello) -> None:
         """A guest has come, from a terminal."""
         problem = versions.difference(hello.versions, versions.here())
         if hello.host in self._cluster().hosts:
             problem = f"a host of the cluster is named {hello.host} already"
         if problem or self._cluster().stopping:
-            self._server.send(peer, wire.EndNode(problem or "the cluster is closed: it is stopping"))
+            self._server.send(peer, node_messages.EndNode(problem or "the cluster is closed: it is stopping"))
             self._server.forget(peer)
             return
         if self._faults.decides_not:
-            self._server.send(peer, wire.Wait(self._faults.decides_not))
+            self._server.send(peer, node_messages.Wait(self._faults.decides_not))
             return
         here = hello.machine == process_table()
         if self._guests.get(hello.host) != peer:
@@ -165,17 +165,17 @@ class Scripts:
                 self._started += 1
                 self._numbers[host] = self._started
                 log_dir = str(self._settings.log_dir / self._script.job)
-                self._fleet.to_agent(host, wire.Launch(self._started, log_dir, self._script))
+                self._fleet.to_agent(host, agent_messages.Launch(self._started, log_dir, self._script))
                 self._notes.job_goes_on(nodes=dict(self._numbers))
             case scmd.EndNode(host=host, reason=reason, error=error):
-                self._send(host, wire.EndNode(reason, error))
+                self._send(host, node_messages.EndNode(reason, error))
                 if error and host in self._numbers:
-                    self._fleet.to_agent(host, wire.StopNode(self._numbers[host]))
+                    self._fleet.to_agent(host, agent_messages.StopNode(self._numbers[host]))
             case scmd.ReportWaiting(host=host, reason=reason, full=full):
                 nothing = f"no script runs in the cluster {self._settings.name!r} yet"
-                self._send(host, wire.Wait(in_words(reason, self._clock.now()) if reason else nothing, full))
+                self._send(host, node_messages.Wait(in_words(reason, self._clock.now()) if reason else nothing, full))
             case scmd.MoveNode(host=host, address=address, interface=interface):
-                self._send(host, wire.Rehome(address, interface))
+                self._send(host, messages.Rehome(address, interface))
             case scmd.FormRound():
                 self._form(command)
             case scmd.RepeatRound(host=host):
@@ -183,7 +183,7 @@ class Scripts:
                     self._send(host, self._orders[host])
             case scmd.LeaveRound(round=number, hosts=hosts, reason=reason):
                 for host in hosts:
-                    self._send(host, wire.LeaveRound(number, reason))
+                    self._send(host, node_messages.LeaveRound(number, reason))
             case scmd.EndScript():
                 self._end(command)
 
@@ -191,7 +191,7 @@ class Scripts:
         by_node = places(command.assignments)
         self._orders, self._samples = {}, {}
         for rank, seat in enumerate(command.assignments):
-            order = wire.Round(
+            order = node_messages.Round(
                 command.round, rank, command.assignments, by_node, command.store, command.restarts, self._script.job
             )
             self._orders[seat.host] = order
@@ -211,7 +211,7 @@ class Scripts:
         self._notes.job_goes_on(over=end)
         self._orders = {}
 
-    def _send(self, host: str, message: wire.Message) -> None:
+    def _send(self, host: str, message: messages.Message) -> None:
         peer = self._peer(host)
         if peer:
             self._server.send(peer, message)
@@ -222,7 +222,7 @@ class Scripts:
     def _is_present(self, host: str, peer: str) -> bool:
         return peer == self._peer(host)
 
-    def rehome(self, host: str, move: wire.Rehome) -> None:
+    def rehome(self, host: str, move: messages.Rehome) -> None:
         """The host's node offers its stores elsewhere from now on."""
         if host in self._numbers:
             self._server.send(f"node/{host}~{self._numbers[host]}", move)

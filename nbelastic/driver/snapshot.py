@@ -12,7 +12,7 @@ import msgspec
 
 from nbelastic.core.commands import EndJob
 from nbelastic.core.recovery import SavedCluster
-from nbelastic.protocol import wire
+from nbelastic.protocol import agent_messages, messages, worker_messages
 from nbelastic.protocol.encoding import encode
 from nbelastic.protocol.saved_cluster import NAME, read
 from nbelastic.protocol.script_events import Terms
@@ -29,7 +29,7 @@ class SavedAgent(msgspec.Struct, frozen=True):
     number: int
     process: str
     here: str = ""
-    move: wire.Rehome | None = None
+    move: messages.Rehome | None = None
     job: str = ""
 
 
@@ -40,8 +40,8 @@ class SavedJob(msgspec.Struct, frozen=True):
     """
 
     name: str
-    program: wire.Program | None = None
-    script: tuple[wire.Script, Terms] | None = None
+    program: worker_messages.Program | None = None
+    script: tuple[agent_messages.Script, Terms] | None = None
     round: int = 0
     nodes: dict[str, int] = {}
     over: EndJob | None = None

@@ -17,7 +17,7 @@ from nbelastic.driver.agents import Fleet
 from nbelastic.driver.run import Run
 from nbelastic.driver.snapshot import Saved, SavedJob
 from nbelastic.driver.telemetry import SavedTelemetry, Telemetry
-from nbelastic.protocol import wire
+from nbelastic.protocol import messages
 from nbelastic.protocol.encoding import encode
 from nbelastic.protocol.run_directory import RunDir
 from nbelastic.protocol.saved_cluster import fingerprint
@@ -135,7 +135,7 @@ class SnapshotWriter:
             self._live_at = now
             replace_private(self._run_dir.path / LIVE, [encode(self._fleet.live.saved())])
 
-    def output(self, message: wire.WorkerOutput) -> None:
+    def output(self, message: messages.WorkerOutput) -> None:
         """What a worker has printed."""
         if self._output is None:
             self._output = os.fdopen(append_private(self._run_dir.path / OUTPUT), "ab")
@@ -159,8 +159,8 @@ class SnapshotWriter:
         with suppress(OSError, msgspec.DecodeError):
             live.recall(msgspec.json.decode((self._run_dir.path / LIVE).read_bytes(), type=SavedTelemetry))
 
-    def _printed(self) -> Iterator[wire.WorkerOutput]:
-        decoder = msgspec.json.Decoder(wire.WorkerOutput)
+    def _printed(self) -> Iterator[messages.WorkerOutput]:
+        decoder = msgspec.json.Decoder(messages.WorkerOutput)
         for path in self._outputs():
             with suppress(OSError), open(path, "rb") as file:
                 for line in file:

@@ -9,7 +9,7 @@ from concurrent.futures import Future
 from nbelastic.core.state import ClusterState, WorkerState
 from nbelastic.driver.agents import Fleet
 from nbelastic.driver.pending import Pending
-from nbelastic.protocol import wire
+from nbelastic.protocol import worker_messages
 from nbelastic.protocol.status import Status, WorkerStack
 
 
@@ -36,7 +36,7 @@ def show_stacks(
         rows = {worker.id: worker for worker in status().workers}
         found = []
         for w in (w for w in asked if str(w) in rows):
-            row, said = rows[str(w)], answered.get(w, wire.StackShown(w, number, "", ""))
+            row, said = rows[str(w)], answered.get(w, worker_messages.StackShown(w, number, "", ""))
             commits = f"{row.behind} commit{'s' if row.behind > 1 else ''} behind"
             note = (row.reason or commits) if row.behind else ""
             found.append(WorkerStack(row.id, row.rank, said.place, said.text, note))
@@ -47,6 +47,6 @@ def show_stacks(
         late = True
         pending.check_and_publish()
 
-    fleet.to_workers(asked, wire.ShowStack(number))
+    fleet.to_workers(asked, worker_messages.ShowStack(number))
     pending.resolve(found, settle)
     asyncio.get_running_loop().call_later(timeout, give_up)

@@ -7,7 +7,7 @@ from collections.abc import Container, Mapping, Sequence
 
 from msgspec import Struct
 
-from nbelastic.protocol import wire
+from nbelastic.protocol import agent_messages, worker_messages
 from nbelastic.protocol.ids import WorkerId
 from nbelastic.protocol.status import OrderStatus
 
@@ -69,7 +69,7 @@ class Telemetry(Struct):
     steps_per_second: float | None = None
     failed_at: float | None = None
     orders: list[OrderStatus] = []
-    stacks: dict[WorkerId, wire.StackShown] = {}  # each worker's last
+    stacks: dict[WorkerId, worker_messages.StackShown] = {}  # each worker's last
     asked: int = 0  # the number of the last question for stacks
     log_dir: str = ""
     jobs: dict[str, str] = {}  # how the batch jobs stand whose agents have not spoken yet, by host
@@ -82,7 +82,7 @@ class Telemetry(Struct):
             oldest = max(0, recent[0] - 1) if recent else max(0, len(self.newest) - 1)
             self.newest = (*self.newest[oldest:], (now, commit))
 
-    def sample_of(self, message: wire.AgentSample, known: Container[WorkerId], now: float) -> None:
+    def sample_of(self, message: agent_messages.AgentSample, known: Container[WorkerId], now: float) -> None:
         """An agent has measured its host and its workers, of which some may have died since."""
         of = {name: sample for name, sample in message.workers.items() if WorkerId.parse(name) in known}
         self.computed_at.update((name, now) for name, (cpu, _) in of.items() if cpu >= IDLE_BELOW)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from nbelastic.protocol.wire import CellResult
+from nbelastic.protocol.worker_messages import CellResult
 
 Executed = tuple[str, str, str, str | None]  # worker, stdout, stderr, error
 

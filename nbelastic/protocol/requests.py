@@ -10,7 +10,7 @@ from typing import Any
 from msgspec import Struct
 
 from nbelastic.errors import UsageError
-from nbelastic.protocol import wire
+from nbelastic.protocol import agent_messages, worker_messages
 from nbelastic.protocol.cells import Executed
 from nbelastic.protocol.ids import HostSpec
 from nbelastic.protocol.script_events import Terms
@@ -43,13 +43,13 @@ class WaitForWorld(Request):
 class Submit(Request):
     """Run a program. Answered with the job's name, when the job has begun and is saved."""
 
-    program: wire.Program
+    program: worker_messages.Program
 
 
 class SubmitScript(Request):
     """The same for a script."""
 
-    script: wire.Script
+    script: agent_messages.Script
     terms: Terms
 
 

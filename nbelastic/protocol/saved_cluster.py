@@ -15,9 +15,9 @@ from typing import Any, TypeVar
 import msgspec
 
 from nbelastic.errors import UsageError
-from nbelastic.protocol import wire
+from nbelastic.protocol import agent_messages, node_messages, worker_messages
+from nbelastic.protocol.messages import HEAD
 from nbelastic.protocol.run_directory import START, RunDir, holder
-from nbelastic.protocol.wire import HEAD
 from nbelastic.system import versions
 from nbelastic.system.folders import batch_folder, runs
 from nbelastic.system.presence import lives, pid_of
@@ -68,7 +68,14 @@ class ClusterInfo(msgspec.Struct, frozen=True):
 @cache
 def fingerprint() -> str:
     """Of everything that goes over the link: two versions with the same one understand each other."""
-    every = wire.FromAgent | wire.FromWorker | wire.FromNode | wire.ToAgent | wire.ToWorker | wire.ToNode
+    every = (
+        agent_messages.FromAgent
+        | worker_messages.FromWorker
+        | node_messages.FromNode
+        | agent_messages.ToAgent
+        | worker_messages.ToWorker
+        | node_messages.ToNode
+    )
     schema = msgspec.json.encode(msgspec.json.schema(every), order="sorted") + HEAD.format.encode()
     return hashlib.sha256(schema).hexdigest()[:16]
 

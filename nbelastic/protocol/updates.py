@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 from msgspec import Raw, Struct
 
-from nbelastic.protocol import wire
+from nbelastic.protocol import messages
 from nbelastic.protocol.ids import WorkerId
 from nbelastic.protocol.output_buffer import Line
 from nbelastic.protocol.requests import AnyRequest, ControllerFound
@@ -90,7 +90,7 @@ class Failed(ToClient):
 class JobEnd(Struct, frozen=True):
     """`values`: one per rank; None if the job did not succeed. The rest is as of the `JobError`."""
 
-    values: list[wire.Blob | None] | None
+    values: list[messages.Blob | None] | None
     error: str = ""
     text: str = ""
     rank: int | None = None

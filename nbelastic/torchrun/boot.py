@@ -11,8 +11,8 @@ from typing import Any
 
 import msgspec
 
+from nbelastic.protocol import agent_messages
 from nbelastic.protocol import script_events as sev
-from nbelastic.protocol import wire
 from nbelastic.system.files import make_private, redirect
 from nbelastic.system.processes import die_with_parent
 
@@ -24,7 +24,7 @@ def boot(settings: dict[str, Any]) -> None:
     os.setsid()
     die_with_parent(parent=getattr(sys.modules.get("nbelastic.worker.template"), "PID", 0))
     mp.set_start_method(None, force=True)
-    script = msgspec.convert(settings["script"], wire.Script)
+    script = msgspec.convert(settings["script"], agent_messages.Script)
     folder = Path(settings["log_dir"])
     make_private(folder)
     tempfile.tempdir = str(folder)  # torch keeps what its workers raised in pickles: not where others could put theirs
@@ -37,7 +37,7 @@ def boot(settings: dict[str, Any]) -> None:
         sys.exit(sev.UNDONE)
 
 
-def _arrange(script: wire.Script, settings: dict[str, Any]) -> None:
+def _arrange(script: agent_messages.Script, settings: dict[str, Any]) -> None:
     """The environment and folder that the workers inherit: those of the host's agent, not the template's."""
     for name in set(os.environ) - set(settings["environment"]):
         del os.environ[name]

@@ -14,9 +14,9 @@ from typing import Any
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 
+from nbelastic.protocol import agent_messages, node_messages
 from nbelastic.protocol import events as ev
 from nbelastic.protocol import script_events as sev
-from nbelastic.protocol import wire
 from nbelastic.protocol.exit_codes import exit_text
 from nbelastic.system.processes import kill_group
 from nbelastic.torchrun.output import JobLogs
@@ -26,7 +26,7 @@ from nbelastic.torchrun.warm import own_part, run
 TAIL = 4000  # bytes of a worker's stderr that are told where it left no error file
 
 
-def worker_spec(script: wire.Script, rendezvous: DriverRendezvous, known: tuple[str, ...]) -> WorkerSpec:
+def worker_spec(script: agent_messages.Script, rendezvous: DriverRendezvous, known: tuple[str, ...]) -> WorkerSpec:
     """What torch's agent is to start: a script in forks of the template, or a command."""
     entrypoint: Callable[..., None] | str
     arguments: tuple[Any, ...]
@@ -52,7 +52,9 @@ def worker_spec(script: wire.Script, rendezvous: DriverRendezvous, known: tuple[
 class JobAgent(LocalElasticAgent):  # type: ignore[misc]  # torch carries no types here
     """`tell` sends to the driver. Everything but `workers` belongs to the main thread."""
 
-    def __init__(self, spec: WorkerSpec, script: wire.Script, logs: JobLogs, tell: Callable[[ev.Event], None]) -> None:
+    def __init__(
+        self, spec: WorkerSpec, script: agent_messages.Script, logs: JobLogs, tell: Callable[[ev.Event], None]
+    ) -> None:
         super().__init__(
             spec,
             logs,
@@ -65,7 +67,7 @@ class JobAgent(LocalElasticAgent):  # type: ignore[misc]  # torch carries no typ
         self._number = 0
         self.workers: tuple[tuple[int, ...], int] = ((), 0)  # pids by local rank, and their round
 
-    def begin(self, order: wire.Round) -> None:
+    def begin(self, order: node_messages.Round) -> None:
         """A round in which this node is: it is told how many workers to start, and how often there was a restart."""
         spec = self._worker_group.spec
         seat = order.assignments[order.rank]

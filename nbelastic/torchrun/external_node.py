@@ -25,8 +25,8 @@ from torch.distributed.launcher.api import LaunchConfig
 from zmq.utils.monitor import recv_monitor_message
 
 from nbelastic.errors import UsageError
+from nbelastic.protocol import messages, node_messages
 from nbelastic.protocol import script_events as sev
-from nbelastic.protocol import wire
 from nbelastic.system import versions
 from nbelastic.system.addresses import parted
 from nbelastic.system.interfaces import interface_of
@@ -153,18 +153,18 @@ class ExternalRendezvous(DriverRendezvous):
         self.link.send(self._hello())
         atexit.register(self._leave, "its process has ended")
 
-    def _hello(self) -> wire.NodeHello:
-        return wire.NodeHello(self._name, os.getpid(), process_table(), versions.here())
+    def _hello(self) -> node_messages.NodeHello:
+        return node_messages.NodeHello(self._name, os.getpid(), process_table(), versions.here())
 
     def _introduce(self) -> None:
         """The script begins again for a new driver."""
         self.link.reset_session(self._hello)
         if self.round is not None:
-            self.hear(wire.LeaveRound(self.round.round, "a new driver has come"))
+            self.hear(node_messages.LeaveRound(self.round.round, "a new driver has come"))
 
-    def _connect(self, hear: Callable[[wire.Message], None]) -> Client:
+    def _connect(self, hear: Callable[[messages.Message], None]) -> Client:
         peer = f"node/{self._name}~{os.getpid()}"
-        return Client(self._found.address, self._found.keys, peer, wire.ToNode, hear, heartbeat=HEARTBEAT)
+        return Client(self._found.address, self._found.keys, peer, node_messages.ToNode, hear, heartbeat=HEARTBEAT)
 
     def next_rendezvous(self) -> RendezvousInfo:
         failures = tuple(_failure(rank, failure) for rank, failure in _failures().items())

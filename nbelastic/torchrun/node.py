@@ -15,8 +15,8 @@ from typing import Any
 import psutil
 from torch.distributed.elastic.multiprocessing import SignalException
 
+from nbelastic.protocol import agent_messages, node_messages
 from nbelastic.protocol import script_events as sev
-from nbelastic.protocol import wire
 from nbelastic.torchrun.elastic_agent import JobAgent, worker_spec
 from nbelastic.torchrun.output import JobLogs, Tail
 from nbelastic.torchrun.rendezvous import DriverRendezvous
@@ -30,7 +30,7 @@ CLOSE = 2.0  # seconds
 class Node:
     """`run()` in the main thread."""
 
-    def __init__(self, settings: dict[str, Any], script: wire.Script, folder: Path) -> None:
+    def __init__(self, settings: dict[str, Any], script: agent_messages.Script, folder: Path) -> None:
         self._host, self._settings = settings["host"], settings
         self._logs = JobLogs(folder, self._host, script.redirects, script.tee)
         self._tail = Tail(self._logs)
@@ -52,13 +52,13 @@ class Node:
             Path(settings["relay"]),
             None,
             peer,
-            wire.ToNode,
+            node_messages.ToNode,
             hear,
             tick=self._tick,
             heartbeat=settings["heartbeat"],
         )
 
-    def _begin(self, order: wire.Round) -> None:
+    def _begin(self, order: node_messages.Round) -> None:
         if self._agent is not None:
             self._agent.begin(order)
 
@@ -113,7 +113,7 @@ class Node:
         except psutil.Error:
             return  # one has just ended
         if found:
-            link.report(wire.NodeSample(self._host, number, tuple(found)))
+            link.report(node_messages.NodeSample(self._host, number, tuple(found)))
 
 
 class _Template(forkserver.ForkServer):

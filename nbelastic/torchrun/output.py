@@ -8,7 +8,7 @@ from pathlib import Path
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, Std
 from torch.distributed.elastic.multiprocessing.api import to_map
 
-from nbelastic.protocol import wire
+from nbelastic.protocol import messages
 from nbelastic.protocol.ids import WorkerId
 from nbelastic.system.files import append_private
 
@@ -61,7 +61,7 @@ class Tail:
         self._said: dict[Path, int] = {}  # characters, or bytes of what is too long to be shown
         self._broken: dict[Path, bytes] = {}  # a character whose rest has not come yet
 
-    def read(self) -> list[wire.WorkerOutput]:
+    def read(self) -> list[messages.WorkerOutput]:
         found = []
         for (w, stream), path in list(self._logs.shown.items()):
             output = self._read(w, stream, path)
@@ -71,7 +71,7 @@ class Tail:
                 del self._logs.shown[w, stream]
         return found
 
-    def _read(self, w: WorkerId, stream: str, path: Path) -> wire.WorkerOutput | None:
+    def _read(self, w: WorkerId, stream: str, path: Path) -> messages.WorkerOutput | None:
         at = self._at.get(path, 0)
         try:
             with open(path, "rb") as file:
@@ -89,7 +89,7 @@ class Tail:
             self._broken[path] = data[whole:]
         text = data[:whole].decode("utf-8", "replace")
         self._said[path] = self._said.get(path, 0) + begin - at + len(text)
-        return wire.WorkerOutput(w, stream, text, self._said[path])
+        return messages.WorkerOutput(w, stream, text, self._said[path])
 
 
 def _whole(data: bytes) -> int:

@@ -29,8 +29,8 @@ from torch.distributed.elastic.rendezvous.api import (
     RendezvousTimeoutError,
 )
 
+from nbelastic.protocol import messages, node_messages
 from nbelastic.protocol import script_events as sev
-from nbelastic.protocol import wire
 from nbelastic.system.addresses import address_of, bracketed, parted
 from nbelastic.system.interfaces import interface_of
 from nbelastic.transport.client import Client
@@ -53,40 +53,42 @@ class DriverRendezvous(RendezvousHandler):  # type: ignore[misc]  # torch carrie
 
     def __init__(
         self,
-        link: Callable[[Callable[[wire.Message], None]], Client],
+        link: Callable[[Callable[[messages.Message], None]], Client],
         ready: sev.NodeReady,
         home: tuple[str, str],
         *,
         timeout: float | None = None,
-        before_round: Callable[[wire.Round], None] = lambda _: None,
+        before_round: Callable[[node_messages.Round], None] = lambda _: None,
         told: Callable[[str], None] = lambda _: None,
         leaves: bool = False,
     ) -> None:
         self._ready, self._home, self._timeout = ready, home, timeout
         self._nics = tuple(name for name in NICS if name not in os.environ)  # that the user has not set
         self._before_round, self._told, self._leaves = before_round, told, leaves
-        self._orders: queue.Queue[wire.Round | wire.Rehome | wire.Wait | wire.EndNode] = queue.Queue()
-        self._dismissed: wire.EndNode | None = None
+        self._orders: queue.Queue[
+            node_messages.Round | messages.Rehome | node_messages.Wait | node_messages.EndNode
+        ] = queue.Queue()
+        self._dismissed: node_messages.EndNode | None = None
         self._left = 0  # the newest round that is to be left
         self._offers: dict[str, TCPStore] = {}  # since the last round
         self._store: TCPStore | None = None  # of the present round, if it is this node's
-        self._round: wire.Round | None = None
+        self._round: node_messages.Round | None = None
         self._said: sev.NodeReady | None = None  # while it waits for a round
         self.link = link(self.hear)
         self.link.start()
 
-    def hear(self, message: wire.Message) -> None:
+    def hear(self, message: messages.Message) -> None:
         match message:
-            case wire.Welcome():
+            case messages.Welcome():
                 self._introduce()
-            case wire.LeaveRound(round=number):
+            case node_messages.LeaveRound(round=number):
                 self._left = max(self._left, number)
-            case wire.EndNode():
+            case node_messages.EndNode():
                 self._dismissed = message
                 self._orders.put(message)
-            case wire.Round() | wire.Wait():
+            case node_messages.Round() | node_messages.Wait():
                 self._orders.put(message)
-            case wire.Rehome(address=address, interface=interface):
+            case messages.Rehome(address=address, interface=interface):
                 self._home = (address, interface)
                 self._orders.put(message)
 
@@ -149,11 +151,11 @@ class DriverRendezvous(RendezvousHandler):  # type: ignore[misc]  # torch carrie
     # ---- how ----
 
     @property
-    def round(self) -> wire.Round | None:
+    def round(self) -> node_messages.Round | None:
         """The one that this node is in, or was in last."""
         return self._round
 
-    def _wait_for_round(self, end: float | None) -> wire.Round:
+    def _wait_for_round(self, end: float | None) -> node_messages.Round:
         """Say that this node is ready, again and again, until it is seated."""
         last = self._round.round if self._round is not None else 0
         reason = "the driver has not answered"
@@ -172,11 +174,11 @@ class DriverRendezvous(RendezvousHandler):  # type: ignore[misc]  # torch carrie
             except queue.Empty:
                 order = None
             match order:
-                case wire.Round(round=number) if number > last and number > self._left:
+                case node_messages.Round(round=number) if number > last and number > self._left:
                     return order
-                case wire.Rehome() if self._home[0] != address_of(store):
+                case messages.Rehome() if self._home[0] != address_of(store):
                     store, said_at = self._offer(), 0.0
-                case wire.Wait():
+                case node_messages.Wait():
                     if order.reason != reason:
                         self._told(order.reason)
                     reason = order.reason
@@ -209,7 +211,7 @@ class DriverRendezvous(RendezvousHandler):  # type: ignore[misc]  # torch carrie
             )
         return endpoint
 
-    def _enter(self, order: wire.Round) -> Store | None:
+    def _enter(self, order: node_messages.Round) -> Store | None:
         """The round's store, with this node's ranks in it; None if the round is over before that.
 
         RendezvousConnectionError if it cannot be reached from here.
@@ -241,13 +243,13 @@ class DriverRendezvous(RendezvousHandler):  # type: ignore[misc]  # torch carrie
             return store
         return None
 
-    def _bootstrap(self, order: wire.Round, store: Store) -> RendezvousStoreInfo:
+    def _bootstrap(self, order: node_messages.Round, store: Store) -> RendezvousStoreInfo:
         host, port = parted(order.store)
         if self.use_agent_store:
             return RendezvousStoreInfo(host, port)
         return RendezvousStoreInfo.build(order.rank, store, host)
 
-    def _end(self, dismissal: wire.EndNode) -> NoReturn:
+    def _end(self, dismissal: node_messages.EndNode) -> NoReturn:
         if self._ready.external:
             if dismissal.error:
                 raise RendezvousClosedError(dismissal.reason)
@@ -259,7 +261,7 @@ class DriverRendezvous(RendezvousHandler):  # type: ignore[misc]  # torch carrie
 RANKS, ROLES = "torchelastic/assigned_ranks/", "torchelastic/role_info/"  # where torch's agents look
 
 
-def _write_ranks(store: Store, order: wire.Round) -> None:
+def _write_ranks(store: Store, order: node_messages.Round) -> None:
     """All that torch's agents tell one another before they start workers: none of them has to wait for another."""
     for rank, seat in enumerate(order.assignments):
         store.set(f"{ROLES}{rank}", _RoleInstanceInfo(seat.role, rank, seat.workers).serialize())

@@ -24,7 +24,7 @@ import zmq.auth
 import zmq.auth.asyncio
 
 from nbelastic.protocol import events as ev
-from nbelastic.protocol import wire
+from nbelastic.protocol import messages
 from nbelastic.protocol.encoding import encode
 from nbelastic.system.supervise import guarded
 from nbelastic.transport.delivery import Delivery
@@ -62,7 +62,7 @@ class Client:
         keys: Keys | None,
         name: str,
         accepts: object,
-        on_message: Callable[[wire.Message], None],
+        on_message: Callable[[messages.Message], None],
         *,
         tick: Callable[[], float] = lambda: HEARTBEAT,
         heartbeat: float = HEARTBEAT,
@@ -106,12 +106,12 @@ class Client:
         self.heard_at = time.monotonic()
         self._thread.start()
 
-    def send(self, message: wire.Message | ev.Event) -> None:
+    def send(self, message: messages.Message | ev.Event) -> None:
         self._reports.pop(type(message), None)  # an older report must not follow this message
         self._queue.append(encode(message))
         self.wake()
 
-    def report(self, message: wire.Message | ev.Event) -> None:
+    def report(self, message: messages.Message | ev.Event) -> None:
         """Send the newest message of this kind, unless a newer one replaces it before it goes out. It may be lost."""
         self._reports[type(message)] = message
         self.wake()
@@ -121,7 +121,7 @@ class Client:
         """Whether so many messages are unacknowledged that output should wait at its source."""
         return self._delivery.congested
 
-    def reset_session(self, introduce: Callable[[], wire.Message | ev.Event]) -> None:
+    def reset_session(self, introduce: Callable[[], messages.Message | ev.Event]) -> None:
         """Discard unsent and unacknowledged messages. Send the message that `introduce` returns, then later ones.
 
         If another thread sends in the same moment, its message may still go out first.

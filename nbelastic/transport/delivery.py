@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 
-from nbelastic.protocol.wire import HEAD
+from nbelastic.protocol.messages import HEAD
 
 MAX_UNACKNOWLEDGED = 1000  # unacknowledged messages; beyond that the oldest are discarded, and counted in `discarded`
 WINDOW = 64  # unacknowledged messages in flight

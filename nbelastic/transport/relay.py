@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from nbelastic.protocol.wire import HEAD
+from nbelastic.protocol.messages import HEAD
 from nbelastic.transport.delivery import number_of
 
 HOLD = 0.1  # seconds that a message without a number waits for others

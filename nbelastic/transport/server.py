@@ -25,12 +25,12 @@ import zmq.asyncio
 import zmq.auth
 import zmq.auth.asyncio
 
+from nbelastic.protocol import agent_messages, messages, node_messages, worker_messages
 from nbelastic.protocol import events as ev
 from nbelastic.protocol import script_events as sev
-from nbelastic.protocol import wire
 from nbelastic.protocol.encoding import encode
 from nbelastic.protocol.ids import WorkerId
-from nbelastic.protocol.wire import HEAD
+from nbelastic.protocol.messages import HEAD
 from nbelastic.system import ports
 from nbelastic.system.addresses import bracketed
 from nbelastic.system.supervise import guarded, report_to_log, supervise
@@ -77,7 +77,7 @@ class Server:
     def __init__(
         self,
         keys: Keys,
-        on_message: Callable[[str, wire.Message | ev.Event], None],
+        on_message: Callable[[str, messages.Message | ev.Event], None],
         heartbeat: float = HEARTBEAT,
         term: int = 1,
         is_known: Callable[[str], bool] = lambda peer: True,  # noqa: ARG005
@@ -91,9 +91,9 @@ class Server:
         self._deliveries: dict[str, Delivery] = {}  # by peer
         self._on_message = on_message
         self._decoders = {
-            "agent": msgspec.json.Decoder(wire.FromAgent),
-            "worker": msgspec.json.Decoder(wire.FromWorker),
-            "node": msgspec.json.Decoder(wire.FromNode),
+            "agent": msgspec.json.Decoder(agent_messages.FromAgent),
+            "worker": msgspec.json.Decoder(worker_messages.FromWorker),
+            "node": msgspec.json.Decoder(node_messages.FromNode),
         }
         self._heartbeats: asyncio.Task[None] | None = None
         self._next_read: asyncio.Handle | None = None  # the next read of a batch
@@ -162,11 +162,11 @@ class Server:
         self._socket.close()
         self._context.term()
 
-    def send(self, peer: str, message: wire.Message) -> None:
+    def send(self, peer: str, message: messages.Message) -> None:
         """Send without waiting. A known peer receives it once it is connected again; a new one must be connected now."""
         self.send_to_all((peer,), message)
 
-    def send_to_all(self, peers: Iterable[str], message: wire.Message) -> None:
+    def send_to_all(self, peers: Iterable[str], message: messages.Message) -> None:
         """Send the same message to several peers. It is encoded once."""
         frame, now = encode(message), time.monotonic()
         for peer in peers:
@@ -211,8 +211,8 @@ class Server:
     def _send_bundles(self) -> None:
         """Send each agent its bundle. Called before any other send, so that messages to one host arrive in order."""
         bundled, self._outgoing = self._outgoing, {}
-        for agent, messages in bundled.items():
-            for frames in bundles(messages):
+        for agent, waiting in bundled.items():
+            for frames in bundles(waiting):
                 self._send_frames(agent, frames)
 
     def _send_frames(self, peer: str, frames: Iterable[bytes]) -> None:
@@ -339,25 +339,25 @@ class Server:
             self._welcomed[peer] = now
             delivery = self._delivery_of(peer)
             delivery.reset()  # an earlier Welcome
-            self._enqueue(peer, encode(wire.Welcome(self._term)), now)
+            self._enqueue(peer, encode(messages.Welcome(self._term)), now)
             self._send_bundles()
 
-    def _is_introduction(self, peer: str, head: bytes, message: wire.Message | ev.Event) -> bool:
+    def _is_introduction(self, peer: str, head: bytes, message: messages.Message | ev.Event) -> bool:
         """Whether this message introduces the peer to this driver.
 
         For a host's own node `NodeReady` is the introduction. A message meant for an earlier driver is stale.
         """
-        first = (wire.AgentHello, wire.WorkerReport, wire.NodeHello)
+        first = (agent_messages.AgentHello, worker_messages.WorkerReport, node_messages.NodeHello)
         says = isinstance(message, first) or (isinstance(message, sev.NodeReady) and not message.external)
         return says and bool(head) and self._delivery_of(peer).is_addressed_here(head)
 
-    def _decode(self, peer: str, frames: list[bytes]) -> wire.Message | ev.Event | None:
+    def _decode(self, peer: str, frames: list[bytes]) -> messages.Message | ev.Event | None:
         role, _, name = peer.partition("/")
         decoder = self._decoders.get(role)
         try:
             if decoder is None or len(frames) != 1 or len(frames[0]) > MAX_MESSAGE:
                 raise msgspec.ValidationError("unknown role, several frames or too long")
-            message: wire.Message | ev.Event = decoder.decode(frames[0])
+            message: messages.Message | ev.Event = decoder.decode(frames[0])
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             self._drop(peer, str(error))
             return None

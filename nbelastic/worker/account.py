@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from nbelastic.protocol import events as ev
-from nbelastic.protocol import wire
+from nbelastic.protocol import messages, worker_messages
 
 KEPT = 256  # reports; when there are more, every other one goes
 
@@ -48,7 +48,7 @@ class Account:
         self.holds = False  # it has the job's state, all of one commit
         self.since = 0  # the generation in which it last got it, or trained with it
         self.word: ev.WorkerReady | ev.WorkerRaised | ev.WorkerSucceeded | None = None
-        self.result: wire.ProgramResult | None = None  # of the newest program, if it has ended
+        self.result: worker_messages.ProgramResult | None = None  # of the newest program, if it has ended
         self.numbered = 0  # the highest generation that it has heard of
         self.reports = Reports()
 
@@ -59,14 +59,14 @@ class Account:
         self.result = None
         self.reports = Reports()
 
-    def hear(self, message: wire.Message) -> None:
+    def hear(self, message: messages.Message) -> None:
         """Generations are numbered on from the highest that anybody knows."""
         match message:
-            case wire.Prepare(formation=formation):
+            case worker_messages.Prepare(formation=formation):
                 self.numbered = max(self.numbered, formation.generation)
             case (
-                wire.Formation(generation=generation)
-                | wire.Abort(generation=generation)
-                | wire.DropGroup(generation=generation)
+                worker_messages.Formation(generation=generation)
+                | worker_messages.Abort(generation=generation)
+                | worker_messages.DropGroup(generation=generation)
             ):
                 self.numbered = max(self.numbered, generation)

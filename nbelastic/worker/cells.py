@@ -10,7 +10,7 @@ from typing import Any
 
 from IPython.core.getipython import get_ipython
 
-from nbelastic.protocol import wire
+from nbelastic.protocol import worker_messages
 from nbelastic.protocol.ids import WorkerId
 from nbelastic.worker.printed import Output, printable
 
@@ -21,7 +21,7 @@ _PROMPT = re.compile(r"^( *)Cell In\[\d+\]", re.MULTILINE)  # the engine's own c
 _RULE = re.compile(r"\A-+\n")
 
 
-async def run(worker: WorkerId, cell: wire.Cell) -> wire.CellResult:
+async def run(worker: WorkerId, cell: worker_messages.Cell) -> worker_messages.CellResult:
     """Run it, `await` outside of functions included."""
     out: list[str] = []
     err: list[str] = []
@@ -32,7 +32,7 @@ async def run(worker: WorkerId, cell: wire.Cell) -> wire.CellResult:
             error = traceback = _in_one_line(failed)
         sys.stdout.flush()
         sys.stderr.flush()
-    return wire.CellResult(worker, cell.number, *map(_end, ("".join(out), "".join(err), error, traceback)))
+    return worker_messages.CellResult(worker, cell.number, *map(_end, ("".join(out), "".join(err), error, traceback)))
 
 
 async def _run(source: str) -> tuple[str, str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from msgspec import Struct
 
-from nbelastic.protocol import wire
+from nbelastic.protocol import worker_messages
 from nbelastic.protocol.ids import WorkerId
 from nbelastic.protocol.ranks import places
 
@@ -25,7 +25,7 @@ class Formation(Struct, frozen=True):
     hosts: tuple[tuple[str, int], ...]
 
 
-def formation_of(order: wire.Formation, worker: WorkerId) -> Formation:
+def formation_of(order: worker_messages.Formation, worker: WorkerId) -> Formation:
     """The part of `worker` in what all members are told. ValueError if it is no member."""
     members = [(host, slot) for host, slots in order.hosts for slot in slots]
     rank = members.index((worker.host, worker.slot))

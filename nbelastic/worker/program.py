@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from IPython.core.getipython import get_ipython
 
 from nbelastic.errors import JobStoppedError
-from nbelastic.protocol import wire
+from nbelastic.protocol import messages, worker_messages
 from nbelastic.system import pickling
 from nbelastic.system.files import replace_private
 from nbelastic.worker import cells
@@ -47,13 +47,13 @@ class Runner:
 
     def __init__(self, session: Session) -> None:
         self._session = session
-        self._orders: asyncio.Queue[wire.Message] = asyncio.Queue()
-        self._pieces: asyncio.Queue[wire.CallPiece] = asyncio.Queue()
+        self._orders: asyncio.Queue[messages.Message] = asyncio.Queue()
+        self._pieces: asyncio.Queue[worker_messages.CallPiece] = asyncio.Queue()
         self._newest = ""  # the last program's job
 
-    def take(self, message: wire.Message) -> None:
+    def take(self, message: messages.Message) -> None:
         """A message of the driver's that concerns what runs here."""
-        if isinstance(message, wire.CallPiece):
+        if isinstance(message, worker_messages.CallPiece):
             self._pieces.put_nowait(message)
         else:
             self._orders.put_nowait(message)
@@ -62,9 +62,11 @@ class Runner:
         """For ever."""
         while True:
             match await self._orders.get():
-                case wire.Program(job=job) if job == self._newest:  # a driver that came meanwhile could not know of it
+                case worker_messages.Program(job=job) if (
+                    job == self._newest
+                ):  # a driver that came meanwhile could not know of it
                     self._session.say_result_again()
-                case wire.Program() as order:
+                case worker_messages.Program() as order:
                     self._newest = order.job
                     self._session.program_begins(order.job)
                     try:
@@ -72,17 +74,20 @@ class Runner:
                     except asyncio.CancelledError:  # this task is to end
                         raise
                     except BaseException as error:  # noqa: BLE001  (the driver has to hear of the end, whatever it was)
-                        result, value = wire.ProgramResult(self._session.worker, order.job, _summary(error)), b""
+                        result, value = (
+                            worker_messages.ProgramResult(self._session.worker, order.job, _summary(error)),
+                            b"",
+                        )
                     self._session.program_ended(result, value)
-                case wire.Cell() as cell:
+                case worker_messages.Cell() as cell:
                     self._session.link.send(await cells.run(self._session.worker, cell))
 
-    async def _program(self, order: wire.Program) -> Outcome:
+    async def _program(self, order: worker_messages.Program) -> Outcome:
         log_to(order.log_dir, str(self._session.worker))
         call = None if order.call is None else await self._fetched(order.job, order.call)
         return _run(self._session, order, call)
 
-    async def _fetched(self, job: str, call: wire.Blob) -> pickling.Bytes:
+    async def _fetched(self, job: str, call: messages.Blob) -> pickling.Bytes:
         """The bytes of the call, wherever they are. OSError if they do not come; JobStoppedError if the job ends before."""
         if call.data:
             return bytearray(call.data)
@@ -100,7 +105,7 @@ class Runner:
                 raise OSError(f"the program did not come: {at} of {call.size} bytes, and nothing for {PATIENCE:g} s")
             if now() - max(asked, came) >= AGAIN or asked < 0:
                 asked = now()
-                self._session.link.send(wire.FetchCall(self._session.worker, job, at))
+                self._session.link.send(worker_messages.FetchCall(self._session.worker, job, at))
             try:
                 piece = await asyncio.wait_for(self._pieces.get(), LOOK)
             except TimeoutError:
@@ -112,20 +117,20 @@ class Runner:
                     asked = -AGAIN
         return data
 
-    def _result(self, order: wire.Program, outcome: Outcome) -> tuple[wire.ProgramResult, bytes]:
+    def _result(self, order: worker_messages.Program, outcome: Outcome) -> tuple[worker_messages.ProgramResult, bytes]:
         """What the driver is told, and what it will fetch. A long value goes into a file, if there is a folder with room."""
         blob, kept = None, b""
         if outcome.value is not None:
             size = pickling.size(outcome.value)
             path = Path(order.results) / f"{str(self._session.worker).replace('/', '-')}.{order.job}"
             if size <= pickling.INLINE:
-                blob = wire.Blob(size, b"".join(outcome.value))
+                blob = messages.Blob(size, b"".join(outcome.value))
             elif order.results and _written(path, outcome.value):
-                blob = wire.Blob(size, path=str(path))
+                blob = messages.Blob(size, path=str(path))
             else:
-                blob, kept = wire.Blob(size), b"".join(outcome.value)
+                blob, kept = messages.Blob(size), b"".join(outcome.value)
         worker = self._session.worker
-        return wire.ProgramResult(worker, order.job, outcome.error, outcome.traceback, blob), kept
+        return worker_messages.ProgramResult(worker, order.job, outcome.error, outcome.traceback, blob), kept
 
 
 def _written(path: Path, value: list[memoryview]) -> bool:
@@ -136,7 +141,7 @@ def _written(path: Path, value: list[memoryview]) -> bool:
     return True
 
 
-def _run(session: Session, order: wire.Program, call: pickling.Bytes | None) -> Outcome:
+def _run(session: Session, order: worker_messages.Program, call: pickling.Bytes | None) -> Outcome:
     program: Callable[[], Any] = partial(_execute, order.job, order.source) if call is None else partial(_apply, call)
     with _output(session):
         try:

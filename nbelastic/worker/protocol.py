@@ -13,7 +13,7 @@ import math
 from msgspec import Struct
 
 from nbelastic.protocol import events as ev
-from nbelastic.protocol import wire
+from nbelastic.protocol import messages, worker_messages
 from nbelastic.protocol.ids import WorkerId
 from nbelastic.worker.account import Account
 from nbelastic.worker.formation import Formation, formation_of
@@ -21,7 +21,7 @@ from nbelastic.worker.formation import Formation, formation_of
 REPORT_EVERY = 0.25  # seconds between two reports of rank 0
 REPORT_RARELY = 1.0  # the same of all other ranks, of whom only is shown how far they are
 ERROR_BOUND = 500  # characters of an error's text; the traceback has all of it
-News = wire.Message | Formation
+News = messages.Message | Formation
 
 
 class Action(Struct, frozen=True):
@@ -31,7 +31,7 @@ class Action(Struct, frozen=True):
 class Say(Action):
     """`newest`: it may be lost, and replaced by a newer one of its kind."""
 
-    message: wire.Message | ev.Event
+    message: messages.Message | ev.Event
     newest: bool = False
 
 
@@ -48,7 +48,7 @@ class Post(Action):
 class Do(Action):
     """Something that only a process can do: the driver's message says what."""
 
-    message: wire.Message
+    message: messages.Message
 
 
 class Build(Action):
@@ -89,8 +89,8 @@ class Protocol:
         self._term = 0  # of the newest driver
         self.account = Account()
         self.job = ""
-        self.quit: wire.StopProgram | None = None
-        self._last_quit: wire.StopProgram | None = None  # it may be of a job whose program has not begun
+        self.quit: worker_messages.StopProgram | None = None
+        self._last_quit: worker_messages.StopProgram | None = None  # it may be of a job whose program has not begun
         self.left = 0  # the last generation that was left
         self.generation = 0  # the one whose group this worker has, or is forming; 0: none
         self.formation: Formation | None = None  # of that, when its group stands
@@ -102,7 +102,7 @@ class Protocol:
         self._aborted = 0  # the newest generation that was aborted
         self._dropped: set[int] = set()  # generations that were prepared for nothing
         self.reports = Telemetry()
-        self._unsent: wire.ProgramResult | None = None
+        self._unsent: worker_messages.ProgramResult | None = None
 
     @property
     def speaks(self) -> bool:
@@ -123,7 +123,7 @@ class Protocol:
         told = self._quit_of(job)
         return told.reason if told is not None else None
 
-    def _quit_of(self, job: str) -> wire.StopProgram | None:
+    def _quit_of(self, job: str) -> worker_messages.StopProgram | None:
         told = self._last_quit
         return told if told is not None and told.job == job else None
 
@@ -156,7 +156,7 @@ class Protocol:
                 self.commits, self.hold, self.leave_at = 0, None, None
                 self.account.word = None
                 return news
-            case Formation(generation=generation) | wire.Abort(generation=generation):
+            case Formation(generation=generation) | worker_messages.Abort(generation=generation):
                 self.left = max(self.left, generation)  # aborted before it had begun: it has been left already
         return None
 
@@ -178,40 +178,40 @@ class Protocol:
 
     # ---- the driver's word ----
 
-    def receive(self, message: wire.Message) -> list[Action]:
+    def receive(self, message: messages.Message) -> list[Action]:
         self.account.hear(message)
         match message:
-            case wire.Welcome(term=term):
+            case messages.Welcome(term=term):
                 if term < self._term:
                     return []
                 self._term = term
                 self._unsent = self.account.result
                 return [Introduce()]
-            case wire.Prepare(formation=formation):
+            case worker_messages.Prepare(formation=formation):
                 return [] if self.over(formation.generation) else [Build(formation_of(formation, self.worker))]
-            case wire.Formation():
+            case worker_messages.Formation():
                 return [Post(formation_of(message, self.worker))]
-            case wire.Abort(generation=generation):
+            case worker_messages.Abort(generation=generation):
                 self._aborted = max(self._aborted, generation)
                 return [Post(message)]
-            case wire.DropGroup(generation=generation):
+            case worker_messages.DropGroup(generation=generation):
                 self._dropped.add(generation)
                 return [Post(message)]
-            case wire.StopProgram(job=job):
+            case worker_messages.StopProgram(job=job):
                 self._last_quit = message
                 if job != self.job:
                     return []
                 self.quit = message
                 return [Post(message)]
-            case wire.Leave():
+            case worker_messages.Leave():
                 return [*self._arrange(message), Post(message)]
-            case wire.Rehome():
+            case messages.Rehome():
                 return [Do(message), Post(message)]
-            case wire.LoadKeptState():
+            case worker_messages.LoadKeptState():
                 return [Post(message)]
         return [Do(message)]
 
-    def _arrange(self, message: wire.Leave) -> list[Action]:
+    def _arrange(self, message: worker_messages.Leave) -> list[Action]:
         """Where to leave this generation. The promise is made here and not at a commit: the main thread may not get to one, as
         others, who have made theirs, take no part in the step that it is in.
         """
@@ -221,13 +221,13 @@ class Protocol:
             case None:
                 self.hold = self.commits + 1
                 return [Say(ev.LeaveAcknowledged(self.worker, message.generation, self.commits, message.ask))]
-            case wire.Leave.STAY:
+            case worker_messages.Leave.STAY:
                 self.hold = self.leave_at = None
             case commit:
                 self.hold, self.leave_at = None, commit
         return []
 
-    def program_ended(self, result: wire.ProgramResult) -> None:
+    def program_ended(self, result: worker_messages.ProgramResult) -> None:
         """The driver is told with the next tick, after all that the program has printed."""
         self.account.result, self.account.busy = result, False
         self.say_result_again()
@@ -236,13 +236,15 @@ class Protocol:
         """How the newest program ended, if it has."""
         self._unsent = self.account.result
 
-    def statement(self, pid: int, store: str) -> wire.WorkerReport:
+    def statement(self, pid: int, store: str) -> worker_messages.WorkerReport:
         """To a new driver. `store`: what is offered for the next generation. The main thread goes on meanwhile."""
         account, numbered = self.account, max(self.account.numbered, self.left, self.generation)
         if account.beginning:  # what else is known is still of the program before
-            return wire.WorkerReport(self.worker, pid, account.engine, account.job, account.busy, numbered=numbered)
+            return worker_messages.WorkerReport(
+                self.worker, pid, account.engine, account.job, account.busy, numbered=numbered
+            )
         at, told = self.formation, self.quit
-        return wire.WorkerReport(
+        return worker_messages.WorkerReport(
             self.worker,
             pid,
             account.engine,
@@ -292,8 +294,8 @@ class Protocol:
                 return [*actions, End()]
             if self.quit is None:  # as if it were stopped: with a last checkpoint, if the job has those
                 reason = f"no driver has come for {self._lease:g} s (lease)"
-                actions += self.receive(wire.Abort(self.account.numbered, reason))
-                actions += self.receive(wire.StopProgram(self.job, reason))
+                actions += self.receive(worker_messages.Abort(self.account.numbered, reason))
+                actions += self.receive(worker_messages.StopProgram(self.job, reason))
         return actions
 
     def _progress(self, now: float, line: Line) -> list[Action]:
@@ -303,7 +305,9 @@ class Protocol:
         if line.away:
             self.account.reports.add(self.total, due.values)
             return []
-        progress = wire.WorkerProgress(self.worker, self.generation or self.left, self.total, due.values, due.first)
+        progress = worker_messages.WorkerProgress(
+            self.worker, self.generation or self.left, self.total, due.values, due.first
+        )
         # The first one of a generation, and the last of a program, are the only ones of their kind.
         return [Say(progress, newest=due.first is None and self.account.busy and not due.urgent)]
 

@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from nbelastic.errors import JobStoppedError, NoWorldError
 from nbelastic.protocol import events as ev
-from nbelastic.protocol import wire
+from nbelastic.protocol import messages, worker_messages
 from nbelastic.protocol.ids import WorkerId
 from nbelastic.system import pickling
 from nbelastic.system.folders import kept
@@ -115,14 +115,14 @@ class Session:
         self._ahead = Ahead(self.address)
         self.warm_up = WarmUp()
         self._inbox: queue.SimpleQueue[News] = queue.SimpleQueue()
-        self._run: Callable[[wire.Message], object] | None = None  # takes programs and cells
+        self._run: Callable[[messages.Message], object] | None = None  # takes programs and cells
         self._value = b""  # of the newest program, for a driver that fetches it
         self.printed = Printed()  # is sent with the next tick
         self.link = Client(
             self._folder,
             None,
             f"worker/{self.worker}",
-            wire.ToWorker,
+            worker_messages.ToWorker,
             self._receive,
             tick=self._tick,
             heartbeat=float(settings["heartbeat"]),
@@ -152,11 +152,11 @@ class Session:
         """Whether what all ranks have to say is said by this one."""
         return self._protocol.speaks
 
-    def hello(self, engine: str, run: Callable[[wire.Message], object]) -> None:
+    def hello(self, engine: str, run: Callable[[messages.Message], object]) -> None:
         """Say that programs and cells can come: `run(message)` is called in the link's thread for each of them."""
         self._run = run
         self.account.engine = engine
-        self.link.send(wire.WorkerHello(self.worker, os.getpid(), engine))
+        self.link.send(worker_messages.WorkerHello(self.worker, os.getpid(), engine))
 
     def begin(self, job: str) -> None:
         """A new program: nothing of the last one counts.
@@ -191,7 +191,7 @@ class Session:
         self._value = b""
         self.account.begin(job)
 
-    def program_ended(self, result: wire.ProgramResult, value: bytes) -> None:
+    def program_ended(self, result: worker_messages.ProgramResult, value: bytes) -> None:
         """The driver is told with the next tick, after all that the program has printed. `value`: what it will fetch."""
         self._value = value
         self._protocol.program_ended(result)
@@ -222,9 +222,9 @@ class Session:
                 self._stuck.enter(formation.generation)
                 return formation, offer
             match news:
-                case wire.Rehome():  # nobody could connect to the old one
+                case messages.Rehome():  # nobody could connect to the old one
                     offer = self._ahead.take_offer()
-                case wire.LoadKeptState(by=by, commit=commit):
+                case worker_messages.LoadKeptState(by=by, commit=commit):
                     holder.take(kept(self._folder, by), commit)
                     self._protocol.total, self.account.holds = commit, True
 
@@ -329,7 +329,9 @@ class Session:
         match news:
             case Formation():
                 self._coming = news
-            case wire.Abort() | wire.DropGroup() if self._protocol.over(self._protocol.generation):
+            case worker_messages.Abort() | worker_messages.DropGroup() if self._protocol.over(
+                self._protocol.generation
+            ):
                 raise WorldAborted
 
     def check(self, where: torch.device) -> None:
@@ -366,9 +368,9 @@ class Session:
         while not protocol.over(generation):
             self.link.send(raised)
             match self._hear(REPEAT):
-                case wire.Abort() | wire.DropGroup() if protocol.over(generation):
-                    return own and isinstance(self._hear(VERDICT), wire.StopProgram)
-                case wire.StopProgram():  # its own: the others raise
+                case worker_messages.Abort() | worker_messages.DropGroup() if protocol.over(generation):
+                    return own and isinstance(self._hear(VERDICT), worker_messages.StopProgram)
+                case worker_messages.StopProgram():  # its own: the others raise
                     return True
         return protocol.quit is not None and protocol.quit.own
 
@@ -386,13 +388,13 @@ class Session:
             news = self._inbox.get(timeout=timeout)
         except queue.Empty:
             return None
-        if isinstance(news, wire.StopProgram) and not news.own:
+        if isinstance(news, worker_messages.StopProgram) and not news.own:
             raise JobStoppedError(news.reason)
         return news
 
     # ---- the link's thread ----
 
-    def _receive(self, message: wire.Message) -> None:
+    def _receive(self, message: messages.Message) -> None:
         with self._lock:
             actions = self._post(self._protocol.receive(message))
         self._act(actions)
@@ -405,7 +407,7 @@ class Session:
                 case Post(news=news):
                     self._inbox.put(news)
                     self.attention = True
-                case Do(message=wire.Rehome() as order):  # before the main thread hears of it, and offers a store
+                case Do(message=messages.Rehome() as order):  # before the main thread hears of it, and offers a store
                     self._move(order)
                 case _:
                     rest.append(action)
@@ -429,31 +431,31 @@ class Session:
                 case End():
                     os._exit(0)
 
-    def _do(self, message: wire.Message) -> None:
+    def _do(self, message: messages.Message) -> None:
         match message:
-            case wire.Program() | wire.Cell() | wire.CallPiece():
+            case worker_messages.Program() | worker_messages.Cell() | worker_messages.CallPiece():
                 if self._run is not None:  # else nobody has been told that it can come
                     self._run(message)
-            case wire.FetchResult(job=job, offset=offset):
+            case worker_messages.FetchResult(job=job, offset=offset):
                 self._send_value(job, offset)
-            case wire.QueryPosition(generation=generation):
+            case worker_messages.QueryPosition(generation=generation):
                 self._say_where(generation)
-            case wire.ShowStack(number=number):
-                self.link.send(wire.StackShown(self.worker, number, whereabouts(), stack()))
-            case wire.EndHungWorker(keep=keep):
+            case worker_messages.ShowStack(number=number):
+                self.link.send(worker_messages.StackShown(self.worker, number, whereabouts(), stack()))
+            case worker_messages.EndHungWorker(keep=keep):
                 holder, folder = self.holder, kept(self._folder, self.worker)
                 task = partial(holder.keep, folder) if keep and holder is not None else None
                 self._stuck.answer(task, self._protocol.job, time.monotonic())
-            case wire.AllowPeers(addresses=addresses):
+            case worker_messages.AllowPeers(addresses=addresses):
                 self._ahead.expect(addresses)
 
-    def _introduction(self) -> wire.WorkerReport:
+    def _introduction(self) -> worker_messages.WorkerReport:
         """To a new driver, who has not heard what was said before."""
         self.printed.hold()
         offer = self._ahead.offer
         return self._protocol.statement(os.getpid(), offer.endpoint if offer is not None else "")
 
-    def _move(self, order: wire.Rehome) -> None:
+    def _move(self, order: messages.Rehome) -> None:
         """The next generation's connections are made from another address; the present one keeps its own."""
         set_interface(order.interface)
         self.address = order.address
@@ -531,13 +533,13 @@ class Session:
 
     def _send_output(self) -> None:
         for job, rank, stream, text, end in self.printed.take():
-            self.link.send(wire.WorkerOutput(self.worker, stream, text, end, job, rank))
+            self.link.send(messages.WorkerOutput(self.worker, stream, text, end, job, rank))
 
     def _send_value(self, job: str, offset: int) -> None:
         result, value = self.account.result, self._value
         if result is not None and result.job == job:
             for at, data in pickling.pieces(value, offset):
-                self.link.send(wire.ResultPiece(self.worker, job, at, data))
+                self.link.send(worker_messages.ResultPiece(self.worker, job, at, data))
 
 
 _session: Session | None = None
@@ -548,7 +550,7 @@ def start(session: Session) -> None:
     global _session
     _session = session
     session.link.start()
-    session.link.send(wire.WorkerProgress(session.worker, 0, 0, {}))  # from now on its silence is noticed
+    session.link.send(worker_messages.WorkerProgress(session.worker, 0, 0, {}))  # from now on its silence is noticed
 
 
 def current() -> Session:

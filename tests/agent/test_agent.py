@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from nbelastic.agent.agent import Config
-from nbelastic.protocol import wire
+from nbelastic.protocol import agent_messages
 from nbelastic.transport.keys import Keys
 from nbelastic.transport.server import Server
 from tests.support.presence import named
@@ -63,7 +63,7 @@ def test_an_agent_whose_main_thread_hangs_falls_silent_and_then_ends(tmp_path: P
             agent.stdin.write(msgspec.json.encode(config) + b"\n")
             agent.stdin.flush()
             await until_async(lambda: heard)
-            assert isinstance(heard[0], wire.AgentHello)
+            assert isinstance(heard[0], agent_messages.AgentHello)
             hangs.touch()
             await until_async(lambda: time.monotonic() - server.heard_at["agent/a~1"] > 0.5)
             assert agent.poll() is None

@@ -39,10 +39,10 @@ from nbelastic.driver.answers import ready_workers
 from nbelastic.driver.parts import Parts
 from nbelastic.driver.run import Run
 from nbelastic.driver.snapshot import SavedJob
+from nbelastic.protocol import agent_messages, messages, worker_messages
 from nbelastic.protocol import events as ev
-from nbelastic.protocol import wire
 from nbelastic.protocol.ids import HostSpec, WorkerId
-from nbelastic.protocol.wire import HEAD
+from nbelastic.protocol.messages import HEAD
 from nbelastic.system import open_files, versions
 from nbelastic.transport.client import Client
 from nbelastic.transport.keys import Keys
@@ -122,7 +122,7 @@ def drive(hosts: int, parent: Connection, players: list[Connection]) -> None:
         while True:
             match parent.recv():
                 case "submit":
-                    job = Run("job-1", wire.Program("job-1", "", source="a cell"))
+                    job = Run("job-1", worker_messages.Program("job-1", "", source="a cell"))
                     thread.call(driver.jobs.submit, job, SavedJob("job-1"))
                 case "look":
                     cluster = driver.cluster
@@ -193,7 +193,7 @@ class Host:
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], name: str, address: str, keys: Keys) -> None:
         self._at_end = ExitStack()
-        self.agent = Peer(address, keys, name, wire.ToAgent, self._hear)
+        self.agent = Peer(address, keys, name, agent_messages.ToAgent, self._hear)
         self.agent.open(self.agent._connect(context, self._at_end))
         self.agent._relay_socket = self
         self.fd = int(self.agent.socket.getsockopt(zmq.FD))
@@ -205,7 +205,7 @@ class Host:
         self.receive(message)
 
     def add(self, name: str, hear: Callable[[Any], None]) -> Peer:
-        peer = self.peers[name.encode()] = Peer("", None, name, wire.ToWorker, hear)
+        peer = self.peers[name.encode()] = Peer("", None, name, worker_messages.ToWorker, hear)
         peer.open(Lane(self.agent._relay, name))
         return peer
 
@@ -235,8 +235,8 @@ class Worker:
         self.id, self.job, self.generation, self.left, self.commit = w, "", 0, 0, 0
         self.speaks = False  # it is rank 0
         self.link = link(f"worker/{w}", self._hear)
-        self.link.send(wire.WorkerProgress(w, 0, 0, {}))
-        self.link.send(wire.WorkerHello(w, 1, str(w)))
+        self.link.send(worker_messages.WorkerProgress(w, 0, 0, {}))
+        self.link.send(worker_messages.WorkerHello(w, 1, str(w)))
 
     def _ready(self) -> None:
         self.generation = 0
@@ -249,28 +249,30 @@ class Worker:
             self.left = self.generation
             self._ready()
 
-    def _hear(self, message: wire.Message) -> None:
+    def _hear(self, message: messages.Message) -> None:
         match message:
-            case wire.Formation(generation=generation) if generation > max(self.left, self.generation):
+            case worker_messages.Formation(generation=generation) if generation > max(self.left, self.generation):
                 self.generation = generation
                 self.speaks = message.hosts[0][0] == self.id.host and message.hosts[0][1][0] == self.id.slot
                 self.link.send(ev.WorkerFormed(self.id, generation, {}))
-            case wire.Program(job=job):
+            case worker_messages.Program(job=job):
                 self.job = job
                 self._ready()
-            case wire.Prepare(formation=formation):
+            case worker_messages.Prepare(formation=formation):
                 self.link.send(ev.WorkerPrepared(self.id, formation.generation))
-            case wire.Abort(generation=generation):
+            case worker_messages.Abort(generation=generation):
                 self._leave(generation)
-            case wire.Leave(generation=generation, commit=None, ask=ask):
+            case worker_messages.Leave(generation=generation, commit=None, ask=ask):
                 self.link.send(ev.LeaveAcknowledged(self.id, generation, self.commit, ask))
-            case wire.Leave(generation=generation, commit=commit) if commit is not None and commit >= 0:
+            case worker_messages.Leave(generation=generation, commit=commit) if commit is not None and commit >= 0:
                 self._leave(generation)
 
     def report(self) -> None:
         if self.generation:
             self.commit += 1
-            self.link.report(wire.WorkerProgress(self.id, self.generation, self.commit, {"loss": 1 / self.commit}))
+            self.link.report(
+                worker_messages.WorkerProgress(self.id, self.generation, self.commit, {"loss": 1 / self.commit})
+            )
 
     def fail(self) -> None:
         self.link.send(ev.WorkerRaised(self.id, self.generation, False, "RuntimeError: Connection closed by peer"))
@@ -337,19 +339,19 @@ class Players:
         self._hosts[here.fd], agent = here, here.agent
         self._epoll.register(here.fd, select.EPOLLIN)
 
-        def receive(message: wire.Message) -> None:
-            if isinstance(message, wire.Spawn):
+        def receive(message: messages.Message) -> None:
+            if isinstance(message, agent_messages.Spawn):
                 worker = self._workers[str(message.worker)] = Worker(message.worker, here.add)
                 agent.send(ev.WorkerStarted(message.worker, 1))
                 first = self._every * (self._count % 100) / 100
                 self._after(first, lambda: self._report(worker))
 
         def sample() -> None:
-            agent.report(wire.AgentSample(host, 1.0, 1, {}))
+            agent.report(agent_messages.AgentSample(host, 1.0, 1, {}))
             self._after(1.0, sample)
 
         here.receive = receive
-        agent.send(wire.AgentHello(host, 1, versions.here()))
+        agent.send(agent_messages.AgentHello(host, 1, versions.here()))
         self._after(1.0, sample)
 
     def _report(self, worker: Worker) -> None:

@@ -11,8 +11,9 @@ from nbelastic.core.membership import step
 from nbelastic.core.recovery import resume, summary
 from nbelastic.core.state import ClusterState, Stage
 from nbelastic.protocol import events as ev
+from nbelastic.protocol.agent_messages import AgentHello
 from nbelastic.protocol.ids import WorkerId
-from nbelastic.protocol.wire import AgentHello, WorkerReport
+from nbelastic.protocol.worker_messages import WorkerReport
 from tests.core.invariants import check
 from tests.core.story import FakeWorker, Story, wid
 

@@ -37,8 +37,11 @@ PURE = [
         ROOT / "agent" / "protocol.py",
         *(ROOT / "worker" / f"{name}.py" for name in ("protocol", "account", "formation")),
     ),
-    *(ROOT / "protocol" / f"{name}.py" for name in ("ids", "events", "script_events", "limits", "timeouts", "wire")),
-    *(ROOT / "protocol" / f"{name}.py" for name in ("exit_codes", "ranks")),
+    *(ROOT / "protocol" / f"{name}.py" for name in ("ids", "events", "script_events", "limits", "timeouts")),
+    *(
+        ROOT / "protocol" / f"{name}.py"
+        for name in ("exit_codes", "ranks", "messages", "agent_messages", "node_messages", "worker_messages")
+    ),
     *(ROOT / "system" / "addresses.py", ROOT / "errors.py"),
 ]
 CLOCKS_AND_DOORS = {

@@ -10,8 +10,8 @@ import pytest
 from nbelastic.core import commands as cmd
 from nbelastic.core import script_commands as scmd
 from nbelastic.core.reasons import Missing, Reason
+from nbelastic.protocol import agent_messages, ids, messages, node_messages, worker_messages
 from nbelastic.protocol import events as ev
-from nbelastic.protocol import ids, wire
 from nbelastic.protocol import script_events as sev
 from nbelastic.protocol.ids import HostSpec, Interface, WorkerId
 from nbelastic.protocol.limits import Limits
@@ -24,7 +24,7 @@ SEAT = sev.Assignment("gpu-1", 4, "trainer")
 FILL = {
     str: "text ü \n",
     bytes: b"\x00\xff",
-    wire.Blob | None: wire.Blob(3, b"\x00\xff\n", "/run/one"),
+    messages.Blob | None: messages.Blob(3, b"\x00\xff\n", "/run/one"),
     tuple[str, int, int] | None: ("/runs/one", 100, 3),
     int: 7,
     float: 0.5,
@@ -61,15 +61,27 @@ FILL = {
     tuple[tuple[float, int], ...]: ((99.5, 1 << 33),),
     tuple[tuple[int, int, int, int], ...]: ((0, 5, 0, 4), (4, 5, 0, 1)),
     Reason | None: Reason("too-few", 1, 2, missing=(Missing("node", "b"),)),
-    wire.Script: wire.Script("job-1", "/home/me/train.py", ("--generations", "10"), environment={"A": "b"}),
-    wire.Formation: wire.Formation(7, (("a", (0, 2)), ("b", (1,))), "127.0.0.1:1", 0, ((1, 3),)),
+    agent_messages.Script: agent_messages.Script(
+        "job-1", "/home/me/train.py", ("--generations", "10"), environment={"A": "b"}
+    ),
+    worker_messages.Formation: worker_messages.Formation(7, (("a", (0, 2)), ("b", (1,))), "127.0.0.1:1", 0, ((1, 3),)),
     tuple[tuple[str, tuple[int, ...]], ...]: (("a", (0, 2)), ("b", (1,))),
     tuple[tuple[int, int], ...]: ((1, 3),),
 }
 
 
 def kinds(base: type) -> list[type]:
-    named = {**vars(ids), **vars(ev), **vars(cmd), **vars(sev), **vars(scmd), **vars(wire)}.values()
+    named = {
+        **vars(ids),
+        **vars(ev),
+        **vars(cmd),
+        **vars(sev),
+        **vars(scmd),
+        **vars(messages),
+        **vars(agent_messages),
+        **vars(worker_messages),
+        **vars(node_messages),
+    }.values()
     found = [kind for kind in named if isinstance(kind, type) and issubclass(kind, base) and kind is not base]
     return list(dict.fromkeys(found))
 
@@ -81,16 +93,16 @@ def sample(kind: type, *, least: bool = False):
     return kind(**{f.name: FILL[hints[f.name]] for f in fields})
 
 
-ALL = kinds(ev.Event) + kinds(cmd.Command) + kinds(wire.Message)
-WIRE = {
-    "FromAgent": typing.get_args(wire.FromAgent),
-    "FromWorker": typing.get_args(wire.FromWorker),
-    "FromNode": typing.get_args(wire.FromNode),
-    "ToNode": typing.get_args(wire.ToNode),
-    "ToAgent": typing.get_args(wire.ToAgent),
-    "ToWorker": typing.get_args(wire.ToWorker),
+ALL = kinds(ev.Event) + kinds(cmd.Command) + kinds(messages.Message)
+UNIONS = {
+    "FromAgent": agent_messages.FromAgent,
+    "FromWorker": worker_messages.FromWorker,
+    "FromNode": node_messages.FromNode,
+    "ToNode": node_messages.ToNode,
+    "ToAgent": agent_messages.ToAgent,
+    "ToWorker": worker_messages.ToWorker,
 }
-ON_WIRE = [(name, kind) for name, union in WIRE.items() for kind in union]
+ON_WIRE = [(name, kind) for name, union in UNIONS.items() for kind in typing.get_args(union)]
 
 
 @pytest.mark.parametrize("least", [False, True])
@@ -98,7 +110,7 @@ ON_WIRE = [(name, kind) for name, union in WIRE.items() for kind in union]
 def test_a_message_comes_back_as_it_went(direction, kind, least):
     """Every message of each direction, encoded as JSON, is decoded by that direction's union as the same."""
     message = sample(kind, least=least)
-    assert msgspec.json.decode(msgspec.json.encode(message), type=getattr(wire, direction)) == message
+    assert msgspec.json.decode(msgspec.json.encode(message), type=UNIONS[direction]) == message
 
 
 @pytest.mark.parametrize("kind", ALL, ids=lambda kind: kind.__name__)
@@ -126,10 +138,10 @@ def test_no_two_messages_have_one_name():
 @pytest.mark.parametrize("direction", WIRE)
 def test_what_belongs_to_another_direction_does_not_come_in(direction):
     """A worker cannot order, and an agent cannot speak as a worker: each role's messages are its own."""
-    others = [kind for name, kind in ON_WIRE if name != direction and kind not in WIRE[direction]]
+    others = [kind for name, kind in ON_WIRE if name != direction and kind not in UNIONS[direction]]
     for kind in [*others, *kinds(cmd.Command)]:
         with pytest.raises(msgspec.ValidationError, match="Invalid value"):
-            msgspec.json.decode(msgspec.json.encode(sample(kind)), type=getattr(wire, direction))
+            msgspec.json.decode(msgspec.json.encode(sample(kind)), type=UNIONS[direction])
 
 
 def test_only_news_of_their_own_comes_from_workers_and_agents():
@@ -151,7 +163,7 @@ def test_only_news_of_their_own_comes_from_workers_and_agents():
         ev.WorkerSilent,
         ev.WorkerResponded,
     }
-    assert not orders & {*WIRE["FromAgent"], *WIRE["FromWorker"]}
+    assert not orders & {*UNIONS["FromAgent"], *UNIONS["FromWorker"]}
 
 
 @pytest.mark.parametrize(
@@ -173,7 +185,7 @@ def test_only_news_of_their_own_comes_from_workers_and_agents():
 def test_junk_is_an_error_and_nothing_else(text):
     """Malformed, unknown, of the wrong type or incomplete: msgspec's error, and no object."""
     with pytest.raises(msgspec.DecodeError):
-        msgspec.json.decode(text, type=wire.FromWorker)
+        msgspec.json.decode(text, type=worker_messages.FromWorker)
 
 
 @pytest.mark.parametrize("w", [W, WorkerId("a", 0, 1), WorkerId("fe80::1%eth0", 11, 2), WorkerId("", 0, 0)])

@@ -22,9 +22,9 @@ from nbelastic.driver import clients
 from nbelastic.driver import driver as driver_module
 from nbelastic.driver.results import Outcome
 from nbelastic.protocol import events as ev
+from nbelastic.protocol import messages
 from nbelastic.protocol import requests as r
 from nbelastic.protocol import updates as u
-from nbelastic.protocol import wire
 from nbelastic.protocol.ids import HostSpec
 from nbelastic.system import pickling
 from nbelastic.system.files import replace_private
@@ -137,7 +137,7 @@ def test_an_update_has_what_is_new(quiet):
 
     def prints(text, end):
         return lambda driver: driver._hear(
-            "worker/a/0#1", wire.WorkerOutput(wid("a/0#1"), "out", text, end, job.name, 0)
+            "worker/a/0#1", messages.WorkerOutput(wid("a/0#1"), "out", text, end, job.name, 0)
         )
 
     in_driver(cluster, lambda driver: setattr(driver, "_is_known", lambda _: True))
@@ -232,13 +232,13 @@ def ended(cluster, job, outcome):
     in_driver(cluster, end)
 
 
-def blob(value, path: Path | None = None) -> wire.Blob:
+def blob(value, path: Path | None = None) -> messages.Blob:
     packed = pickling.pack(value)
     if path is None:
-        return wire.Blob(pickling.size(packed), b"".join(packed))
+        return messages.Blob(pickling.size(packed), b"".join(packed))
     path.parent.mkdir(parents=True, exist_ok=True)
     replace_private(path, packed)
-    return wire.Blob(pickling.size(packed), path=str(path))
+    return messages.Blob(pickling.size(packed), path=str(path))
 
 
 @pytest.mark.parametrize("where", ["message", "file"])
@@ -258,7 +258,7 @@ def test_a_file_that_is_gone_is_an_error_of_the_job(quiet):
     """And not one of the thread that reads."""
     cluster = quiet()
     job = cluster.run(os.getpid)
-    ended(cluster, job, Outcome(value=wire.Blob(7, path=str(cluster._run_dir.path / "nowhere"))))
+    ended(cluster, job, Outcome(value=messages.Blob(7, path=str(cluster._run_dir.path / "nowhere"))))
     with pytest.raises(nbe.JobError, match=r"succeeded, but its results cannot be read: .*No such file"):
         job.result(timeout=10)
     cluster.scale(2, 3)

@@ -11,7 +11,7 @@ from nbelastic.core import membership
 from nbelastic.driver import driver as driver_module
 from nbelastic.driver.parts import Parts
 from nbelastic.protocol import events as ev
-from nbelastic.protocol import wire
+from nbelastic.protocol import worker_messages
 from nbelastic.protocol.ids import WorkerId
 from nbelastic.transport.client import Client
 from nbelastic.transport.server import Server
@@ -38,7 +38,9 @@ def test_the_last_word_of_a_dead_worker_does_not_bring_it_back(tmp_path: Path, m
     thread = inside.DriverThread(driver)
     word = ev.WorkerFormed(WorkerId("a", 0, 1), 1)
     for name in (str(word.worker), "no worker's name"):
-        one = Client(driver.address, driver._keys.for_clients(), f"worker/{name}", wire.ToWorker, lambda _: None)
+        one = Client(
+            driver.address, driver._keys.for_clients(), f"worker/{name}", worker_messages.ToWorker, lambda _: None
+        )
         one.start()
         one.send(word)
         if name == str(word.worker):

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from nbelastic.core.script_group import places
+from nbelastic.protocol import messages, node_messages
 from nbelastic.protocol import script_events as sev
-from nbelastic.protocol import wire
 from nbelastic.system.addresses import parted
 from nbelastic.torchrun.rendezvous import DriverRendezvous
 
@@ -21,7 +21,7 @@ class MovingDriver:
         self._moves, self._taken = moves, taken
         self.offers: list[str] = []
 
-    def connect(self, hear: Callable[[wire.Message], None]) -> Any:
+    def connect(self, hear: Callable[[messages.Message], None]) -> Any:
         self._hear = hear
         return self
 
@@ -32,20 +32,20 @@ class MovingDriver:
         self.offers.append(message.store)
         if len(self.offers) == 1:
             for address in self._moves:
-                self._hear(wire.Rehome(address, "lo"))
+                self._hear(messages.Rehome(address, "lo"))
         if len(self.offers) > self._taken:
             self.form(self.offers[self._taken])
 
     def form(self, store: str) -> None:
         assignments = (sev.Assignment("a", 1, "default"),)
-        self._hear(wire.Round(1, 0, assignments, places(assignments), store, 0, "job-1"))
+        self._hear(node_messages.Round(1, 0, assignments, places(assignments), store, 0, "job-1"))
 
 
 class StrangeDriver(MovingDriver):
     """It does not know who speaks, and listens to nothing but the answer to its welcome."""
 
     def send(self, message: Any) -> None:
-        self._hear(wire.Welcome(2))
+        self._hear(messages.Welcome(2))
 
     def reset_session(self, say: Callable[[], Any]) -> None:
         self.form(say().store)

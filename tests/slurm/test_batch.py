@@ -10,7 +10,7 @@ import msgspec
 import psutil
 import pytest
 
-from nbelastic.protocol import wire
+from nbelastic.protocol import agent_messages
 from nbelastic.transport.keys import Keys
 from nbelastic.transport.server import Server
 from tests.slurm.held import PATIENCE, Held, ended, is_, job, until
@@ -59,7 +59,7 @@ async def hello(held, server, keys, heard):
     async def spoken():
         await held.agent.state()
         assert not held.stops, held.agent.output()
-        return [(peer, m.pid) for peer, m in heard if isinstance(m, wire.AgentHello)]
+        return [(peer, m.pid) for peer, m in heard if isinstance(m, agent_messages.AgentHello)]
 
     ((peer, pid),) = await until(spoken, what="AgentHello")
     assert peer.startswith("agent/node1")
@@ -84,7 +84,7 @@ def test_an_agent_speaks_from_its_job_and_retires(slurm, tmp_path):
             secrets = [keys.client_secret, keys.server_public, keys.client_public]
             assert [secret for secret in secrets if secret in seen] == []
             assert held.file("sh").name in seen
-            server.send(peer, wire.StopAgent())
+            server.send(peer, agent_messages.StopAgent())
             assert await ended(held) == 0
             assert "COMPLETED" in held.agent.output()
             assert held.left() == []

@@ -7,8 +7,8 @@ import contextlib
 
 import pytest
 
+from nbelastic.protocol import agent_messages, worker_messages
 from nbelastic.protocol import events as ev
-from nbelastic.protocol import wire
 from nbelastic.transport.client import Client
 from nbelastic.transport.delivery import MAX_UNACKNOWLEDGED
 from nbelastic.transport.keys import Keys
@@ -70,17 +70,17 @@ def test_nothing_is_lost_or_heard_twice(by_agent, tmp_path):
         relay = Relay(int(server.address.rpartition(":")[2]))
         await relay.start()
         address = f"tcp://127.0.0.1:{relay.port}"
-        agent = Client(address, keys.for_clients(), "agent/a~1", wire.ToAgent, heard.append, heartbeat=0.1)
+        agent = Client(address, keys.for_clients(), "agent/a~1", agent_messages.ToAgent, heard.append, heartbeat=0.1)
         agent.start(relay=tmp_path)
         way = (tmp_path, None) if by_agent else (address, keys.for_clients())
-        one = Client(*way, NAME, wire.ToWorker, heard.append, heartbeat=0.1)
+        one = Client(*way, NAME, worker_messages.ToWorker, heard.append, heartbeat=0.1)
         one.start()
         one.send(ev.LeaveAcknowledged(W, 1, 0))
         await until(lambda: said)
         cuts = 0
         for number in range(1, EACH):
             one.send(ev.LeaveAcknowledged(W, 1, number))
-            server.send(NAME, wire.Abort(number, ""))
+            server.send(NAME, worker_messages.Abort(number, ""))
             await asyncio.sleep(0.002)
             if number % 40 == 0:
                 at = relay.carried

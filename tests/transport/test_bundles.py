@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nbelastic.protocol.wire import HEAD
+from nbelastic.protocol.messages import HEAD
 from nbelastic.transport.delivery import Delivery
 from nbelastic.transport.relay import HOLD, MOST, Relay, bundles, is_bundle, opened
 

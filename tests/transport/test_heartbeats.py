@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from nbelastic.protocol import events as ev
-from nbelastic.protocol import wire
+from nbelastic.protocol import worker_messages
 from nbelastic.system import supervise
 from nbelastic.transport.client import Client
 from nbelastic.transport.keys import Keys
@@ -48,7 +48,13 @@ def test_an_end_that_does_not_work_is_not_heard():
         await server.start()
         keys = server._keys.for_clients()
         one = Client(
-            server.address, keys, NAME, wire.ToWorker, lambda _: None, heartbeat=0.05, may_send=lambda: may_send
+            server.address,
+            keys,
+            NAME,
+            worker_messages.ToWorker,
+            lambda _: None,
+            heartbeat=0.05,
+            may_send=lambda: may_send,
         )
         one.start()
         try:

@@ -13,8 +13,8 @@ from itertools import pairwise
 import pytest
 import zmq
 
+from nbelastic.protocol import agent_messages, messages, worker_messages
 from nbelastic.protocol import events as ev
-from nbelastic.protocol import wire
 from nbelastic.protocol.encoding import encode
 from nbelastic.protocol.ids import WorkerId
 from nbelastic.transport.client import Client
@@ -52,7 +52,7 @@ async def place(heartbeat=HEARTBEAT):
 
 
 @asynccontextmanager
-async def client(there, name=NAME, accepts=wire.ToWorker, keys=None, heartbeat=HEARTBEAT):
+async def client(there, name=NAME, accepts=worker_messages.ToWorker, keys=None, heartbeat=HEARTBEAT):
     """A peer as agents and workers are; `.heard` is what reached it."""
     heard = []
     one = Client(
@@ -94,7 +94,7 @@ def test_messages_go_both_ways_in_order():
                 await until(lambda: len(there.heard) == 100)
                 assert [message.commit for message in there.of(NAME)] == list(range(100))
                 for generation in range(100):
-                    there.server.send(NAME, wire.Abort(generation, "because"))
+                    there.server.send(NAME, worker_messages.Abort(generation, "because"))
                 await until(lambda: len(worker.heard) == 100)
                 assert [message.generation for message in worker.heard] == list(range(100))
 
@@ -106,7 +106,7 @@ def test_a_message_before_anybody_listens_is_kept():
 
     async def story():
         async with place() as there:
-            one = Client(there.server.address, there.keys.for_clients(), NAME, wire.ToWorker, lambda _: None)
+            one = Client(there.server.address, there.keys.for_clients(), NAME, worker_messages.ToWorker, lambda _: None)
             one.send(GOOD)
             one.start()
             await until(lambda: there.of(NAME) == [GOOD])
@@ -134,13 +134,19 @@ def test_an_agent_may_speak_for_its_workers_only():
 
     async def story():
         async with place() as there:
-            async with client(there, "agent/a", wire.ToAgent) as mine, client(there, "agent/b", wire.ToAgent) as other:
+            async with (
+                client(there, "agent/a", agent_messages.ToAgent) as mine,
+                client(there, "agent/b", agent_messages.ToAgent) as other,
+            ):
                 other.send(ev.WorkerExited(W, -9))
-                other.send(wire.AgentHello("b", 1, {}))
+                other.send(agent_messages.AgentHello("b", 1, {}))
                 await until(lambda: len(there.heard) == 1)
                 mine.send(ev.WorkerExited(W, -9))
                 await until(lambda: len(there.heard) == 2)
-                assert there.heard == [("agent/b", wire.AgentHello("b", 1, {})), ("agent/a", ev.WorkerExited(W, -9))]
+                assert there.heard == [
+                    ("agent/b", agent_messages.AgentHello("b", 1, {})),
+                    ("agent/a", ev.WorkerExited(W, -9)),
+                ]
                 assert sum(there.server.dropped.values()) == 1
 
     asyncio.run(story())
@@ -196,7 +202,7 @@ def test_a_returning_peer_takes_its_name_over():
                 async with client(there) as second:
                     second.send(GOOD)
                     await until(lambda: len(there.heard) == 2)
-                    there.server.send(NAME, wire.Abort(1, ""))
+                    there.server.send(NAME, worker_messages.Abort(1, ""))
                     await until(lambda: second.heard)
                     assert not first.heard
 
@@ -208,7 +214,7 @@ def test_sending_to_nobody_is_harmless():
 
     async def story():
         async with place() as there:
-            there.server.send("worker/nobody/0#1", wire.Abort(1, ""))
+            there.server.send("worker/nobody/0#1", worker_messages.Abort(1, ""))
             async with client(there) as worker:
                 worker.send(GOOD)
                 await until(lambda: there.heard)
@@ -232,11 +238,11 @@ def test_without_the_key_nobody_gets_anything(who):
             with stranger(there, keys=keys, curve=keys is not None) as socket:
                 for _ in range(10):
                     socket.send(encode(GOOD))
-                async with client(there, "agent/a", wire.ToAgent) as good:  # time enough for a handshake
-                    good.send(wire.AgentHello("a", 1, {}))
+                async with client(there, "agent/a", agent_messages.ToAgent) as good:  # time enough for a handshake
+                    good.send(agent_messages.AgentHello("a", 1, {}))
                     await until(lambda: there.of("agent/a"))
-                    there.server.send(NAME, wire.Abort(1, "secret"))
-                    there.server.send("agent/a", wire.StopAgent())
+                    there.server.send(NAME, worker_messages.Abort(1, "secret"))
+                    there.server.send("agent/a", agent_messages.StopAgent())
                     await until(lambda: good.heard)
                 assert socket.poll(100) == 0
             assert there.of(NAME) == []
@@ -253,8 +259,8 @@ NONSENSE = {
     "an unknown tag": b'{"type": "Explode"}',
     "no tag": b'{"worker": "a"}',
     "a field of another type": b'{"type": "WorkerFormed", "worker": 3, "generation": "one"}',
-    "a message of the other direction": encode(wire.StopProgram("job-1", "now")),
-    "an agent's message": encode(wire.AgentHello("a", 1, {})),
+    "a message of the other direction": encode(worker_messages.StopProgram("job-1", "now")),
+    "an agent's message": encode(agent_messages.AgentHello("a", 1, {})),
     "deeply nested": b"[" * 100_000,
     "deeply nested fields": b'{"type":"WorkerFormed","x":' + b'{"x":' * 50_000 + b"1" + b"}" * 50_001,
     "another worker's word": encode(ev.WorkerFormed(WorkerId("a", 0, 2), 1)),
@@ -295,9 +301,9 @@ def test_a_flood_in_one_message_costs_the_sender_its_connection():
     async def story():
         async with place() as there:
             with stranger(there) as socket:
-                async with client(there, "agent/a", wire.ToAgent) as good:
+                async with client(there, "agent/a", agent_messages.ToAgent) as good:
                     socket.send(b"x" * (64 * MAX_MESSAGE))
-                    good.send(wire.AgentHello("a", 1, {}))
+                    good.send(agent_messages.AgentHello("a", 1, {}))
                     await until(lambda: there.of("agent/a"))
                     assert there.of(NAME) == []
 
@@ -343,8 +349,8 @@ def mutated(rng):
     sources = [
         encode(GOOD),
         encode(ev.WorkerReady(W, "job-1", 0, 0, True, "127.0.0.1:1")),
-        encode(wire.WorkerProgress(W, 1, 2, {"loss": 0.5})),
-        encode(wire.WorkerOutput(W, "out", "text", 4)),
+        encode(worker_messages.WorkerProgress(W, 1, 2, {"loss": 0.5})),
+        encode(messages.WorkerOutput(W, "out", "text", 4)),
     ]
     data = bytearray(rng.choice(sources))
     match rng.randrange(7):
@@ -376,7 +382,7 @@ def test_ten_thousand_broken_messages():
     async def story():
         async with place() as there:
             with stranger(there) as socket:
-                async with client(there, "agent/a", wire.ToAgent) as good:
+                async with client(there, "agent/a", agent_messages.ToAgent) as good:
 
                     def pour():
                         for _ in range(count):
@@ -386,12 +392,12 @@ def test_ten_thousand_broken_messages():
                     sender = threading.Thread(target=pour)
                     sender.start()
                     for number in range(100):
-                        good.send(wire.AgentSample("a", float(number), 1, {}))
+                        good.send(agent_messages.AgentSample("a", float(number), 1, {}))
                         await asyncio.sleep(0.001)
                     await until(lambda: ev.LeaveAcknowledged(W, 9, 9) in there.of(NAME), timeout=60)
                     sender.join()
-                    good.send(wire.AgentHello("a", 1, {}))
-                    await until(lambda: wire.AgentHello("a", 1, {}) in there.of("agent/a"))
+                    good.send(agent_messages.AgentHello("a", 1, {}))
+                    await until(lambda: agent_messages.AgentHello("a", 1, {}) in there.of("agent/a"))
                     assert len(there.of("agent/a")) == 101
                     assert sum(there.server.dropped.values()) > count * 0.8
                     assert set(there.server.heard_at) <= {NAME, "agent/a"}
@@ -410,9 +416,9 @@ def test_a_spoke_drops_what_it_does_not_know(caplog):
                 await until(lambda: there.heard)
                 for frame in (b"{", b'{"type":"Retire"}', b"[" * 100_000, b"\xff\xfe"):
                     there.server._send_or_bundle(NAME, frame)
-                there.server.send(NAME, wire.Abort(1, ""))
+                there.server.send(NAME, worker_messages.Abort(1, ""))
                 await until(lambda: worker.heard)
-                assert worker.heard == [wire.Abort(1, "")]
+                assert worker.heard == [worker_messages.Abort(1, "")]
                 assert worker.dropped == 4
 
     with caplog.at_level(logging.WARNING, "nbelastic.transport"):
@@ -440,8 +446,8 @@ def test_a_failing_receiver_does_not_silence_the_link(caplog):
             worker.send(GOOD)
             await until(lambda: len(heard) == 2)
             heard.clear()
-            there.server.send(NAME, wire.Abort(1, ""))
-            there.server.send(NAME, wire.Abort(1, ""))
+            there.server.send(NAME, worker_messages.Abort(1, ""))
+            there.server.send(NAME, worker_messages.Abort(1, ""))
             await until(lambda: len(heard) == 2)
         await there.server.stop()
 
@@ -513,15 +519,15 @@ def test_reports_wait_while_words_queue():
                     delivery.enqueue(encode(ev.LeaveAcknowledged(W, 1, number)))
                     if delivery.pending < WINDOW:
                         socket.send_multipart(delivery.due(0.0)[0])
-                    socket.send_multipart([delivery.head(), encode(wire.WorkerProgress(W, 1, number, {}))])
+                    socket.send_multipart([delivery.head(), encode(worker_messages.WorkerProgress(W, 1, number, {}))])
                 words = [ev.LeaveAcknowledged(W, 1, number) for number in range(1, WINDOW)]
-                last = wire.WorkerProgress(W, 1, count, {})
+                last = worker_messages.WorkerProgress(W, 1, count, {})
                 while last not in there.of(NAME):
                     turns += 1
                     await asyncio.sleep(0)
             heard = there.of(NAME)[1:]
             assert [message for message in heard if isinstance(message, ev.LeaveAcknowledged)] == words
-            reports = [message.commit for message in heard if isinstance(message, wire.WorkerProgress)]
+            reports = [message.commit for message in heard if isinstance(message, worker_messages.WorkerProgress)]
             assert reports == sorted(set(reports))
             assert len(reports) <= turns  # there are many, if this loop is faster than ZeroMQ
             assert len(reports) < count
@@ -535,7 +541,12 @@ def test_a_stopped_driver_is_not_flooded():
     async def story():
         async with place(heartbeat=0.1) as there:
             one = Client(
-                there.server.address, there.keys.for_clients(), NAME, wire.ToWorker, lambda _: None, heartbeat=0.1
+                there.server.address,
+                there.keys.for_clients(),
+                NAME,
+                worker_messages.ToWorker,
+                lambda _: None,
+                heartbeat=0.1,
             )
             sent = count_sent(one)
             one.start()
@@ -547,9 +558,9 @@ def test_a_stopped_driver_is_not_flooded():
 
             def stand_still(times):
                 """Until the first word has gone out so often: meanwhile this loop, and with it the driver, does nothing."""
-                one.report(wire.WorkerProgress(W, 1, times, {}))
+                one.report(worker_messages.WorkerProgress(W, 1, times, {}))
                 while sent["LeaveAcknowledged"][encode(words[0])] < times:
-                    one.report(wire.WorkerProgress(W, 1, times, {}))
+                    one.report(worker_messages.WorkerProgress(W, 1, times, {}))
                     time.sleep(0.001)
                 return sent["WorkerProgress"].total()
 
@@ -559,7 +570,7 @@ def test_a_stopped_driver_is_not_flooded():
             await until(lambda: words[-1] in there.of(NAME))
             assert [message for message in there.of(NAME) if isinstance(message, ev.LeaveAcknowledged)] == words
             assert sent["LeaveAcknowledged"].total() <= len(words) + WINDOW + 3 * RETRANSMIT_BATCH
-            await until(lambda: wire.WorkerProgress(W, 1, 4, {}) in there.of(NAME))
+            await until(lambda: worker_messages.WorkerProgress(W, 1, 4, {}) in there.of(NAME))
             await asyncio.to_thread(one.close)
 
     asyncio.run(story())
@@ -585,17 +596,17 @@ def test_a_report_that_did_not_go_out_is_replaced():
 
     async def story():
         async with place() as there:
-            one = Client(there.server.address, there.keys.for_clients(), NAME, wire.ToWorker, lambda _: None)
+            one = Client(there.server.address, there.keys.for_clients(), NAME, worker_messages.ToWorker, lambda _: None)
             for number in range(100):
-                one.report(wire.WorkerProgress(W, 1, number, {}))
-                one.report(wire.StackShown(W, number, "", ""))
+                one.report(worker_messages.WorkerProgress(W, 1, number, {}))
+                one.report(worker_messages.StackShown(W, number, "", ""))
             one.start()
             await until(lambda: len(there.heard) == 2)
             one.send(GOOD)
             await until(lambda: GOOD in there.of(NAME))
             assert len(there.heard) == 3
-            assert wire.WorkerProgress(W, 1, 99, {}) in there.of(NAME)
-            assert wire.StackShown(W, 99, "", "") in there.of(NAME)
+            assert worker_messages.WorkerProgress(W, 1, 99, {}) in there.of(NAME)
+            assert worker_messages.StackShown(W, 99, "", "") in there.of(NAME)
             await asyncio.to_thread(one.close)
 
     asyncio.run(story())
@@ -650,7 +661,7 @@ def test_words_that_are_given_up_are_told(caplog):
     async def story():
         async with place() as there:
             await there.server.stop()
-            one = Client(there.server.address, there.keys.for_clients(), NAME, wire.ToWorker, lambda _: None)
+            one = Client(there.server.address, there.keys.for_clients(), NAME, worker_messages.ToWorker, lambda _: None)
             one.start()
             for number in range(MAX_UNACKNOWLEDGED + 5):
                 one.send(ev.LeaveAcknowledged(W, 1, number))

@@ -8,8 +8,8 @@ from contextlib import asynccontextmanager
 import pytest
 import zmq
 
+from nbelastic.protocol import agent_messages, messages, worker_messages
 from nbelastic.protocol import events as ev
-from nbelastic.protocol import wire
 from nbelastic.protocol.encoding import encode
 from nbelastic.protocol.ids import WorkerId
 from nbelastic.transport.client import Client
@@ -29,7 +29,12 @@ async def relay(there, folder, name=AGENT, heartbeat=0.1):
     """An agent's end of the link."""
     folder.mkdir(parents=True, exist_ok=True)
     one = Client(
-        there.server.address, there.keys.for_clients(), name, wire.ToAgent, lambda _: None, heartbeat=heartbeat
+        there.server.address,
+        there.keys.for_clients(),
+        name,
+        agent_messages.ToAgent,
+        lambda _: None,
+        heartbeat=heartbeat,
     )
     one.start(relay=folder)
     try:
@@ -42,7 +47,7 @@ async def relay(there, folder, name=AGENT, heartbeat=0.1):
 async def worker(folder, w=W, heartbeat=0.1):
     """One that knows its host's agent alone."""
     heard = []
-    one = Client(folder, None, f"worker/{w}", wire.ToWorker, heard.append, heartbeat=heartbeat)
+    one = Client(folder, None, f"worker/{w}", worker_messages.ToWorker, heard.append, heartbeat=heartbeat)
     one.heard = heard
     one.start()
     try:
@@ -64,7 +69,7 @@ def test_messages_go_both_ways_in_order(tmp_path):
             for w in (W, OTHER):
                 assert [message.commit for message in there.of(f"worker/{w}")] == list(range(1000))
             for generation in range(1000):
-                there.server.send_to_all((NAME, f"worker/{OTHER}"), wire.Abort(generation, "because"))
+                there.server.send_to_all((NAME, f"worker/{OTHER}"), worker_messages.Abort(generation, "because"))
             await until(lambda: len(one.heard) == len(other.heard) == 1000)
             assert [message.generation for message in other.heard] == list(range(1000))
 
@@ -89,7 +94,7 @@ def test_an_order_to_all_workers_of_a_host_is_one_message(tmp_path, monkeypatch)
             monkeypatch.setattr(
                 Server, "_send_frames", lambda server, *said: (sent.append(said), send_now(server, *said))
             )
-            there.server.send_to_all((NAME, f"worker/{OTHER}"), wire.Abort(1, "because"))
+            there.server.send_to_all((NAME, f"worker/{OTHER}"), worker_messages.Abort(1, "because"))
             await until(lambda: one.heard and other.heard)
             orders = [frames for peer, frames in sent if any(b"because" in frame for frame in frames)]
             assert len(orders) == 1
@@ -149,13 +154,15 @@ def test_what_is_said_while_the_line_is_cut_is_not_late(tmp_path):
             line = Relay(int(there.server.address.rpartition(":")[2]))
             await line.start()
             address = f"tcp://127.0.0.1:{line.port}"
-            agent = Client(address, there.keys.for_clients(), AGENT, wire.ToAgent, lambda _: None, heartbeat=100)
+            agent = Client(
+                address, there.keys.for_clients(), AGENT, agent_messages.ToAgent, lambda _: None, heartbeat=100
+            )
             agent.start(relay=tmp_path)
             async with worker(tmp_path, heartbeat=100) as one:
                 one.send(ev.WorkerFormed(W, 1))
                 await until(lambda: there.heard)
                 await line.stop()
-                agent.send(wire.AgentGoodbye("a", "no"))
+                agent.send(agent_messages.AgentGoodbye("a", "no"))
                 await until(lambda: agent._blocked, what="the agent to see that its connection is gone")
                 one.send(ev.WorkerFormed(W, 2))
                 await until(lambda: one.disconnected)
@@ -176,7 +183,7 @@ def test_a_folder_that_cannot_be_used(tmp_path):
 
     async def story():
         async with place() as there:
-            one = Client(there.server.address, there.keys.for_clients(), AGENT, wire.ToAgent, lambda _: None)
+            one = Client(there.server.address, there.keys.for_clients(), AGENT, agent_messages.ToAgent, lambda _: None)
             with pytest.raises(OSError, match="relay"):
                 one.start(relay=tmp_path)
             with pytest.raises(FileNotFoundError):
@@ -191,15 +198,15 @@ def test_what_goes_to_a_host_arrives_in_the_order_in_which_it_was_sent(tmp_path,
 
     async def story():
         async with place() as there, relay(there, tmp_path) as agent, worker(tmp_path) as one:
-            agent.send(wire.AgentGoodbye("a", "no"))
+            agent.send(agent_messages.AgentGoodbye("a", "no"))
             one.send(ev.WorkerFormed(W, 1))
             await until(lambda: len(there.heard) == 2)
             send_now = Server._send_frames
             monkeypatch.setattr(
                 Server, "_send_frames", lambda server, *said: (sent.append(said), send_now(server, *said))
             )
-            there.server.send(NAME, wire.Abort(1, "because"))
-            there.server.send(AGENT, wire.StopWorker(W, kill=True))
+            there.server.send(NAME, worker_messages.Abort(1, "because"))
+            there.server.send(AGENT, agent_messages.StopWorker(W, kill=True))
             orders = [word for _, frames in sent for word in (b"Abort", b"StopWorker") if word in b"".join(frames)]
             assert orders == [b"Abort", b"StopWorker"]
 
@@ -250,10 +257,10 @@ def test_a_new_driver_is_told_who_is_there(tmp_path):
             there.heard.clear()
             there.server = Server(there.keys, lambda peer, message: there.heard.append((peer, message)), 0.1, term=2)
             await there.server.start(port=port)
-            await until(lambda: wire.Welcome(2) in one.heard)
-            one.reset_session(lambda: wire.WorkerReport(W, 1))
+            await until(lambda: messages.Welcome(2) in one.heard)
+            one.reset_session(lambda: worker_messages.WorkerReport(W, 1))
             await until(lambda: there.heard)
-            assert there.heard == [(NAME, wire.WorkerReport(W, 1))]
+            assert there.heard == [(NAME, worker_messages.WorkerReport(W, 1))]
 
     asyncio.run(story())
 

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 
 from nbelastic.protocol import events as ev
-from nbelastic.protocol import wire
+from nbelastic.protocol import worker_messages
 from nbelastic.transport.client import Client
 from tests.transport.test_link import NAME, W, place, until
 
@@ -47,7 +47,13 @@ def test_a_replayed_connection_is_nobody():
             port = int(there.server.address.rpartition(":")[2])
             relay = Relay(port)
             await relay.start()
-            one = Client(f"tcp://127.0.0.1:{relay.port}", there.keys.for_clients(), NAME, wire.ToWorker, lambda _: None)
+            one = Client(
+                f"tcp://127.0.0.1:{relay.port}",
+                there.keys.for_clients(),
+                NAME,
+                worker_messages.ToWorker,
+                lambda _: None,
+            )
             one.start()
             one.send(GOOD)
             await until(lambda: there.heard == [(NAME, GOOD)])

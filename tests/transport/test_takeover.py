@@ -11,7 +11,7 @@ import threading
 import pytest
 
 from nbelastic.protocol import events as ev
-from nbelastic.protocol import wire
+from nbelastic.protocol import messages, worker_messages
 from nbelastic.protocol.ids import WorkerId
 from nbelastic.system import ports
 from nbelastic.system.addresses import parted
@@ -29,15 +29,15 @@ class Worker:
 
     def __init__(self, address, keys):
         self.heard = []
-        self.link = Client(address, keys.for_clients(), NAME, wire.ToWorker, self.receive, heartbeat=0.1)
+        self.link = Client(address, keys.for_clients(), NAME, worker_messages.ToWorker, self.receive, heartbeat=0.1)
 
     def receive(self, message):
         self.heard.append(message)
-        if isinstance(message, wire.Welcome):
+        if isinstance(message, messages.Welcome):
             self.answer()
 
     def answer(self):
-        self.link.reset_session(lambda: wire.WorkerReport(W, os.getpid(), commit=7))
+        self.link.reset_session(lambda: worker_messages.WorkerReport(W, os.getpid(), commit=7))
 
 
 async def hub_at(keys, heard, term, port=0):
@@ -65,11 +65,11 @@ def test_who_lives_on_is_asked_who_it_is():
         try:
             await until(lambda: second)
             assert not worker.link.disconnected
-            assert worker.heard[0] == wire.Welcome(2)
-            assert second[0] == wire.WorkerReport(W, os.getpid(), commit=7)
+            assert worker.heard[0] == messages.Welcome(2)
+            assert second[0] == worker_messages.WorkerReport(W, os.getpid(), commit=7)
             worker.link.send(ev.WorkerSucceeded(W, 1))
             await until(lambda: ev.WorkerSucceeded(W, 1) in second)
-            assert {type(message) for message in second} == {wire.WorkerReport, ev.WorkerSucceeded}
+            assert {type(message) for message in second} == {worker_messages.WorkerReport, ev.WorkerSucceeded}
         finally:
             await asyncio.to_thread(worker.link.close)
             await server.stop()
@@ -92,7 +92,7 @@ def test_who_somebody_is_comes_before_what_it_says(careless):
         def who(self):
             if not careless:
                 self.link.send(ev.LeaveAcknowledged(W, 1, 5))
-            return wire.WorkerReport(W, os.getpid(), commit=7)
+            return worker_messages.WorkerReport(W, os.getpid(), commit=7)
 
     async def story():
         keys, heard = Keys.make(), []
@@ -107,7 +107,7 @@ def test_who_somebody_is_comes_before_what_it_says(careless):
             await asyncio.to_thread(worker.link.close)
             await server.stop()
         between = [] if careless else [ev.LeaveAcknowledged(W, 1, 5)]
-        assert heard == [wire.WorkerReport(W, os.getpid(), commit=7), *between, ev.WorkerSucceeded(W, 1)]
+        assert heard == [worker_messages.WorkerReport(W, os.getpid(), commit=7), *between, ev.WorkerSucceeded(W, 1)]
 
     asyncio.run(story())
 

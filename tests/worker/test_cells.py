@@ -10,7 +10,7 @@ import pytest
 from IPython.core.interactiveshell import InteractiveShell
 from traitlets.config import Config
 
-from nbelastic.protocol import wire
+from nbelastic.protocol import worker_messages
 from nbelastic.protocol.encoding import encode
 from nbelastic.protocol.ids import WorkerId
 from nbelastic.transport.sockets import MAX_MESSAGE
@@ -27,8 +27,8 @@ def run(monkeypatch):
     shell = InteractiveShell(config=options)
     monkeypatch.setattr(cells, "get_ipython", lambda: shell)
 
-    def cell(source: str) -> wire.CellResult:
-        return asyncio.run(cells.run(W, wire.Cell(3, source)))
+    def cell(source: str) -> worker_messages.CellResult:
+        return asyncio.run(cells.run(W, worker_messages.Cell(3, source)))
 
     yield cell
     shell.restore_sys_module_state()
@@ -38,7 +38,7 @@ def run(monkeypatch):
 def test_what_a_cell_prints(run):
     """Each stream apart; `await` may stand outside of functions."""
     result = run("import asyncio, sys\nawait asyncio.sleep(0)\nprint('one')\nprint('two', file=sys.stderr)")
-    assert result == wire.CellResult(W, 3, "one\n", "two\n", "", "")
+    assert result == worker_messages.CellResult(W, 3, "one\n", "two\n", "", "")
 
 
 @pytest.mark.parametrize(

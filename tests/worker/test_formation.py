@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from nbelastic.protocol import wire
+from nbelastic.protocol import worker_messages
 from nbelastic.protocol.ids import WorkerId
 from nbelastic.protocol.ranks import places, ranges
 from nbelastic.worker.formation import Formation, formation_of
 
-ORDER = wire.Formation(7, (("b", (0, 3)), ("a", (1,))), "10.0.0.1:4711", 1, ((0, 1), (2, 3)))
+ORDER = worker_messages.Formation(7, (("b", (0, 3)), ("a", (1,))), "10.0.0.1:4711", 1, ((0, 1), (2, 3)))
 
 
 def test_each_member_finds_its_ranks():

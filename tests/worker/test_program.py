@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from nbelastic.errors import JobStoppedError
-from nbelastic.protocol import wire
+from nbelastic.protocol import messages, worker_messages
 from nbelastic.protocol.ids import WorkerId
 from nbelastic.system import pickling
 from nbelastic.system.pickling import INLINE
@@ -40,7 +40,7 @@ class FakeSession:
         self.answer = lambda message: None
         self.value, self.stopped = b"", ""
 
-    def sent_to_driver(self, message: wire.Message) -> None:
+    def sent_to_driver(self, message: messages.Message) -> None:
         self.answer(message)
 
     def begin(self, job: str) -> None:
@@ -56,7 +56,7 @@ class FakeSession:
     def program_begins(self, job: str) -> None:
         self.account.begin(job)
 
-    def program_ended(self, result: wire.ProgramResult, value: bytes) -> None:
+    def program_ended(self, result: worker_messages.ProgramResult, value: bytes) -> None:
         self.account.result, self.value = result, value
         self.say_result_again()
 
@@ -74,11 +74,11 @@ def session(monkeypatch):
     return FakeSession()
 
 
-def call(function=called, *args, **options) -> tuple[bytes, wire.Program]:
+def call(function=called, *args, **options) -> tuple[bytes, worker_messages.Program]:
     """The packed call, and the order to run it, which names `options` instead of the bytes if there are any."""
     data = b"".join(pickling.pack((function, args, {})))
-    blob = wire.Blob(len(data), **options) if options else wire.Blob(len(data), data)
-    return data, wire.Program("job-1", "", call=blob)
+    blob = messages.Blob(len(data), **options) if options else messages.Blob(len(data), data)
+    return data, worker_messages.Program("job-1", "", call=blob)
 
 
 def run(session, *orders):
@@ -118,7 +118,7 @@ def test_a_call_in_a_file(session, tmp_path):
 def test_a_file_that_is_gone_ends_the_program_alone(session, tmp_path):
     """The worker lives, and runs the next one."""
     order = call(called, path=str(tmp_path / "nowhere"))[1]
-    gone, there = run(session, order, wire.Program("job-2", "", call=call(called, 8)[1].call))
+    gone, there = run(session, order, worker_messages.Program("job-2", "", call=call(called, 8)[1].call))
     assert gone.error.startswith("FileNotFoundError: ")
     assert value(there) == 8
 
@@ -135,16 +135,18 @@ def test_a_call_from_another_machine_is_fetched_in_pieces(session):
             asyncio.get_running_loop().call_soon(arrives)
 
     def answer(message):
-        if isinstance(message, wire.FetchCall):
+        if isinstance(message, worker_messages.FetchCall):
             asked.append(message.offset)
-            way.append(wire.CallPiece("job-0", message.offset, b"junk"))
+            way.append(worker_messages.CallPiece("job-0", message.offset, b"junk"))
             way.extend(
-                wire.CallPiece("job-1", at, piece) for at, piece in pickling.pieces(data, message.offset) for _ in "ab"
+                worker_messages.CallPiece("job-1", at, piece)
+                for at, piece in pickling.pieces(data, message.offset)
+                for _ in "ab"
             )
             asyncio.get_running_loop().call_soon(arrives)
 
     session.answer = answer
-    (result,) = run(session, wire.Program("job-1", "", call=wire.Blob(len(data))))
+    (result,) = run(session, worker_messages.Program("job-1", "", call=messages.Blob(len(data))))
     assert value(result) == len(array)
     assert asked == [0, pickling.PIECES * pickling.PIECE]
 
@@ -165,16 +167,16 @@ def test_a_piece_that_does_not_come_is_asked_for_again(session, monkeypatch):
             return next(looks) < 100
 
     def answer(message):
-        if isinstance(message, wire.FetchCall):
+        if isinstance(message, worker_messages.FetchCall):
             asked.append(next(looks))
             if asked[-1] > 100:
-                session.runner.take(wire.CallPiece("job-1", 0, data))
+                session.runner.take(worker_messages.CallPiece("job-1", 0, data))
 
     session.answer, session.link = answer, Link()
-    assert value(run(session, wire.Program("job-1", "", call=wire.Blob(len(data))))[0]) == 7
+    assert value(run(session, worker_messages.Program("job-1", "", call=messages.Blob(len(data))))[0]) == 7
     assert len(asked) == 2
     session.answer = lambda message: None
-    (result,) = run(session, wire.Program("job-2", "", call=wire.Blob(len(data))))
+    (result,) = run(session, worker_messages.Program("job-2", "", call=messages.Blob(len(data))))
     assert result.error == f"OSError: the program did not come: 0 of {len(data)} bytes, and nothing for 0.05 s"
 
 
@@ -203,14 +205,14 @@ def test_a_job_that_ends_while_its_call_is_fetched(session):
         session.stopped = "job-1"
 
     session.answer = answer
-    (result,) = run(session, wire.Program("job-1", "", call=wire.Blob(len(data))))
+    (result,) = run(session, worker_messages.Program("job-1", "", call=messages.Blob(len(data))))
     assert result.error.endswith("JobStoppedError: the job is over")
 
 
 def test_a_long_result_is_in_a_file_of_this_machine(session, tmp_path):
     """One for its owner's eyes alone; its name tells worker and job."""
     order = call(called, "x" * INLINE)[1]
-    (result,) = run(session, wire.Program("job-1", "", call=order.call, results=str(tmp_path)))
+    (result,) = run(session, worker_messages.Program("job-1", "", call=order.call, results=str(tmp_path)))
     (file,) = tmp_path.iterdir()
     assert (file.name, result.value.path) == ("a-0#1.job-1", str(file))
     assert pickling.unpack(pickling.mapped(file)) == "x" * INLINE
@@ -229,7 +231,7 @@ def test_a_result_for_which_there_is_no_room(session, tmp_path):
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "a-0#1.job-1").mkdir()  # nothing can replace it
     for job, folder in (("job-1", tmp_path / "folder"), ("job-2", tmp_path / "nowhere")):
-        (result,) = run(session, wire.Program(job, "", call=order.call, results=str(folder)))
+        (result,) = run(session, worker_messages.Program(job, "", call=order.call, results=str(folder)))
         assert (result.error, result.value.path, result.value.data) == ("", "", b"")
         assert pickling.unpack(session.value) == "x" * INLINE
 
@@ -248,7 +250,7 @@ def test_whatever_happens_the_driver_hears_of_the_end(session, monkeypatch):
         broken_output = lambda taken, fd: Output(taken, full.fileno())
         with monkeypatch.context() as broken:
             broken.setattr(program, "Output", broken_output)
-            (result,) = run(session, wire.Program("job-2", "", call=call(called, loud)[1].call))
+            (result,) = run(session, worker_messages.Program("job-2", "", call=call(called, loud)[1].call))
     assert value(result) == "said"
     assert "loud" in "".join(piece.text for piece in session.printed.take())
 
@@ -269,8 +271,8 @@ def test_a_result_that_cannot_be_pickled(session):
 def test_a_call_that_cannot_be_unpickled(session):
     """Junk in a file, or a module that is not here: an error of this program, with its traceback."""
     data, _ = call()
-    junk = wire.Blob(len(data), data[:40] + bytes(len(data) - 40))
-    (result,) = run(session, wire.Program("job-1", "", call=junk))
+    junk = messages.Blob(len(data), data[:40] + bytes(len(data) - 40))
+    (result,) = run(session, worker_messages.Program("job-1", "", call=junk))
     assert "Error" in result.error
     assert result.traceback.startswith("Traceback")
 
@@ -292,8 +294,8 @@ def test_a_notebooks_function_finds_what_cells_have_defined_here(session):
     namespace = {"__name__": "__main__", "here": 1}
     exec("def used():\n    return here + there", namespace)
     assert value(run(session, call(namespace["used"])[1])[0]) == 6
-    order = wire.Program("job-3", "", call=call(partial(namespace["used"]))[1].call)
+    order = worker_messages.Program("job-3", "", call=call(partial(namespace["used"]))[1].call)
     assert value(run(session, order)[0]) == 6
     namespace["there"] = 10
-    order = wire.Program("job-2", "", call=call(namespace["used"])[1].call)
+    order = worker_messages.Program("job-2", "", call=call(namespace["used"])[1].call)
     assert value(run(session, order)[0]) == 11

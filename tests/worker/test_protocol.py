@@ -7,7 +7,7 @@ import math
 import pytest
 
 from nbelastic.protocol import events as ev
-from nbelastic.protocol import wire
+from nbelastic.protocol import messages, worker_messages
 from nbelastic.protocol.ids import WorkerId
 from nbelastic.worker.formation import Formation
 from nbelastic.worker.protocol import Abort, Build, Do, End, Introduce, Line, Post, Protocol, Say, SendOutput
@@ -16,7 +16,7 @@ EPOCH = 7
 W = WorkerId("a", 0, 1)
 HERE = Line(away=False, crowded=False, heard_at=0.0)
 AWAY = Line(away=True, crowded=False, heard_at=0.0)
-ORDER = wire.Formation(EPOCH + 1, (("a", (0, 1)),), "10.0.0.1:1", 0, ((1, 2),))
+ORDER = worker_messages.Formation(EPOCH + 1, (("a", (0, 1)),), "10.0.0.1:1", 0, ((1, 2),))
 
 
 @pytest.fixture
@@ -45,23 +45,30 @@ def said(actions):
 
 def test_a_question_is_a_promise_at_once(worker):
     """The main thread may not get to a commit, as others have promised theirs: the answer does not wait for it."""
-    question = wire.Leave(EPOCH, ask=2)
+    question = worker_messages.Leave(EPOCH, ask=2)
     assert worker.receive(question) == [Say(ev.LeaveAcknowledged(W, EPOCH, 3, 2)), Post(question)]
     assert (worker.hold, worker.bound) == (4, True)
-    worker.receive(wire.Leave(EPOCH, 6))
+    worker.receive(worker_messages.Leave(EPOCH, 6))
     assert (worker.hold, worker.leave_at, worker.bound) == (None, 6, True)
-    worker.receive(wire.Leave(EPOCH, wire.Leave.STAY))
+    worker.receive(worker_messages.Leave(EPOCH, worker_messages.Leave.STAY))
     assert not worker.bound
 
 
 def test_a_question_about_another_generation_is_no_promise(worker):
     """It has been left, or is not there yet."""
-    assert not said(worker.receive(wire.Leave(EPOCH - 1)))
-    worker.receive(wire.Leave(EPOCH - 1, 4))
+    assert not said(worker.receive(worker_messages.Leave(EPOCH - 1)))
+    worker.receive(worker_messages.Leave(EPOCH - 1, 4))
     assert not worker.bound
 
 
-@pytest.mark.parametrize("word", [wire.Abort(EPOCH, "gone"), wire.DropGroup(EPOCH), wire.StopProgram("job", "over")])
+@pytest.mark.parametrize(
+    "word",
+    [
+        worker_messages.Abort(EPOCH, "gone"),
+        worker_messages.DropGroup(EPOCH),
+        worker_messages.StopProgram("job", "over"),
+    ],
+)
 def test_a_generation_can_be_over_in_three_ways(worker, word):
     """Aborted, prepared for nothing, or its job has ended: the main thread learns of it."""
     assert not worker.over(EPOCH)
@@ -71,27 +78,31 @@ def test_a_generation_can_be_over_in_three_ways(worker, word):
 
 def test_an_abort_counts_for_older_generations_too(worker):
     """And takes nothing back: an older one comes late."""
-    worker.receive(wire.Abort(EPOCH + 1, "gone"))
-    worker.receive(wire.Abort(EPOCH, "gone"))
+    worker.receive(worker_messages.Abort(EPOCH + 1, "gone"))
+    worker.receive(worker_messages.Abort(EPOCH, "gone"))
     assert [worker.over(generation) for generation in (EPOCH, EPOCH + 1, EPOCH + 2)] == [True, True, False]
 
 
 def test_a_group_is_built_unless_it_is_over_already(worker):
     """The order to prepare it comes after the one that drops it."""
-    (build,) = worker.receive(wire.Prepare(ORDER))
+    (build,) = worker.receive(worker_messages.Prepare(ORDER))
     assert isinstance(build, Build)
     assert (build.formation.generation, build.formation.rank, build.formation.receivers) == (EPOCH + 1, 0, (1,))
-    worker.receive(wire.DropGroup(EPOCH + 1))
-    assert worker.receive(wire.Prepare(ORDER)) == []
+    worker.receive(worker_messages.DropGroup(EPOCH + 1))
+    assert worker.receive(worker_messages.Prepare(ORDER)) == []
 
 
 def test_what_only_a_process_can_do_is_left_to_it(worker):
     """Programs, questions of where it is, the end of one that is stuck; another address is news for the main thread too."""
-    for message in (wire.Cell(1, "x"), wire.QueryPosition(EPOCH), wire.EndHungWorker(keep=True)):
+    for message in (
+        worker_messages.Cell(1, "x"),
+        worker_messages.QueryPosition(EPOCH),
+        worker_messages.EndHungWorker(keep=True),
+    ):
         assert worker.receive(message) == [Do(message)]
-    taken = wire.LoadKeptState(W, 5)
+    taken = worker_messages.LoadKeptState(W, 5)
     assert worker.receive(taken) == [Post(taken)]
-    moved = wire.Rehome("10.0.0.2", "eth0")
+    moved = messages.Rehome("10.0.0.2", "eth0")
     assert worker.receive(moved) == [Do(moved), Post(moved)]
 
 
@@ -104,15 +115,15 @@ def test_who_waits_for_a_world_enters_a_newer_one(worker):
     word = worker.ready(5, clean=True, store="10.0.0.1:1")
     assert word == ev.WorkerReady(W, "job", EPOCH, 5, True, "10.0.0.1:1", True, EPOCH)
     (post,) = worker.receive(ORDER)
-    worker.receive(wire.Abort(EPOCH + 1, "gone"))
+    worker.receive(worker_messages.Abort(EPOCH + 1, "gone"))
     assert worker.enter(post.news) is None
     assert worker.ready(5, clean=True, store="").generation == EPOCH + 1
-    (post,) = worker.receive(wire.Formation(EPOCH + 2, ORDER.hosts, "", 0, ()))
+    (post,) = worker.receive(worker_messages.Formation(EPOCH + 2, ORDER.hosts, "", 0, ()))
     assert worker.enter(post.news) is post.news
     assert (worker.commits, worker.account.word) == (0, None)
 
 
-@pytest.mark.parametrize("news", [None, wire.Leave(EPOCH), wire.DropGroup(EPOCH)])
+@pytest.mark.parametrize("news", [None, worker_messages.Leave(EPOCH), worker_messages.DropGroup(EPOCH)])
 def test_other_news_is_no_world(worker, news):
     """Whoever waits says its word again."""
     worker.leave()
@@ -122,8 +133,8 @@ def test_other_news_is_no_world(worker, news):
 
 def test_a_new_program_knows_nothing_of_the_last(worker):
     """But if its job is over by then, that counts."""
-    worker.receive(wire.Leave(EPOCH))
-    worker.receive(wire.StopProgram("next", "stopped by hand"))
+    worker.receive(worker_messages.Leave(EPOCH))
+    worker.receive(worker_messages.StopProgram("next", "stopped by hand"))
     assert worker.quit is None
     worker.begin("next")
     assert (worker.generation, worker.left, worker.commits, worker.bound, worker.rank) == (0, 0, 0, False, 0)
@@ -137,7 +148,11 @@ def test_a_new_program_knows_nothing_of_the_last(worker):
 def progress(worker, now, line=HERE):
     """What it reports now: (for sure, the message)."""
     found = [action for action in worker.tick(now, line) if isinstance(action, Say)]
-    return [(not action.newest, action.message) for action in found if isinstance(action.message, wire.WorkerProgress)]
+    return [
+        (not action.newest, action.message)
+        for action in found
+        if isinstance(action.message, worker_messages.WorkerProgress)
+    ]
 
 
 def values(worker, now):
@@ -213,11 +228,11 @@ def test_a_nan_after_the_last_commit_is_sent(worker):
 def test_a_result_comes_after_all_that_was_printed_and_reported(worker):
     """The driver is to know all of it when the program has ended; it hears the result once."""
     commit(worker)
-    result = wire.ProgramResult(W, "job")
+    result = worker_messages.ProgramResult(W, "job")
     worker.program_ended(result)
     output, *rest = worker.tick(1.0, HERE)
     assert output == SendOutput()
-    assert [type(message) for message in said(rest)] == [wire.WorkerProgress, wire.ProgramResult]
+    assert [type(message) for message in said(rest)] == [worker_messages.WorkerProgress, worker_messages.ProgramResult]
     assert not said(worker.tick(9.0, HERE))
 
 
@@ -245,7 +260,10 @@ def test_a_worker_that_nobody_comes_back_for_ends(worker):
     worker._lease = 5.0
     assert End() not in worker.tick(4.0, HERE)
     news = [action.news for action in worker.tick(6.0, HERE) if isinstance(action, Post)]
-    assert news == [wire.Abort(0, "no driver has come for 5 s (lease)"), wire.StopProgram("job", news[0].reason)]
+    assert news == [
+        worker_messages.Abort(0, "no driver has come for 5 s (lease)"),
+        worker_messages.StopProgram("job", news[0].reason),
+    ]
     assert worker.over(EPOCH)
     assert not [action for action in worker.tick(7.0, HERE) if isinstance(action, Post)]
     worker.account.busy = False
@@ -254,20 +272,20 @@ def test_a_worker_that_nobody_comes_back_for_ends(worker):
 
 def test_a_new_driver_is_introduced_to_and_hears_the_result_again(worker):
     """An older one's welcome comes late, and is not answered."""
-    worker.program_ended(wire.ProgramResult(W, "job"))
+    worker.program_ended(worker_messages.ProgramResult(W, "job"))
     worker.tick(1.0, HERE)
-    assert worker.receive(wire.Welcome(2)) == [Introduce()]
-    assert worker.receive(wire.Welcome(1)) == []
-    assert wire.ProgramResult(W, "job") in said(worker.tick(2.0, HERE))
+    assert worker.receive(messages.Welcome(2)) == [Introduce()]
+    assert worker.receive(messages.Welcome(1)) == []
+    assert worker_messages.ProgramResult(W, "job") in said(worker.tick(2.0, HERE))
 
 
 def test_a_new_driver_hears_that_a_promise_was_made(worker):
     """And that a generation that is over is not to be gone on with."""
-    worker.receive(wire.Leave(EPOCH))
+    worker.receive(worker_messages.Leave(EPOCH))
     here = worker.statement(1, "store")
     assert (here.job, here.busy, here.generation, here.rank, here.size) == ("job", True, EPOCH, 1, 2)
     assert (here.formed, here.holds, here.bound, here.numbered, here.stopped) == (True, True, True, EPOCH, "")
-    worker.receive(wire.Abort(EPOCH + 1, "gone"))
+    worker.receive(worker_messages.Abort(EPOCH + 1, "gone"))
     here = worker.statement(1, "store")
     assert (here.formed, here.holds, here.numbered, here.store) == (False, True, EPOCH + 1, "store")
 
@@ -275,13 +293,13 @@ def test_a_new_driver_hears_that_a_promise_was_made(worker):
 @pytest.mark.parametrize(("own", "stopped"), [(False, "the job is over"), (True, "")])
 def test_a_new_driver_hears_who_was_told_to_stop(worker, own, stopped):
     """Why, unless it was told to end with its own error."""
-    worker.receive(wire.StopProgram("job", "the job is over", own=own))
+    worker.receive(worker_messages.StopProgram("job", "the job is over", own=own))
     assert worker.statement(1, "").stopped == stopped
 
 
 def test_a_new_driver_hears_of_a_program_that_begins(worker):
     """Its job's name and that it runs, and nothing of what is still there of the one before."""
-    worker.receive(wire.StopProgram("job", "the job is over"))
+    worker.receive(worker_messages.StopProgram("job", "the job is over"))
     worker.account.begin("next")
     here = worker.statement(1, "")
     assert (here.job, here.busy, here.stopped, here.generation, here.formed) == ("next", True, "", 0, False)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from nbelastic.protocol import events as ev
-from nbelastic.protocol import wire
+from nbelastic.protocol import messages, worker_messages
 from nbelastic.transport.delivery import WINDOW
 from nbelastic.worker.printed import BOUND
 from nbelastic.worker.protocol import End
@@ -34,12 +34,12 @@ def session():
 
 
 def said(session):
-    return [msgspec.json.decode(frame, type=wire.FromWorker) for frame in session.link._queue]
+    return [msgspec.json.decode(frame, type=worker_messages.FromWorker) for frame in session.link._queue]
 
 
 def test_a_question_is_answered_from_within_a_step(session):
     """The others have promised to stop, and this rank waits for them in a collective: it does not get to a commit."""
-    session._receive(wire.Leave(EPOCH))
+    session._receive(worker_messages.Leave(EPOCH))
     assert said(session) == [ev.LeaveAcknowledged(session.worker, EPOCH, 3)]
     passed = threading.Event()
 
@@ -52,19 +52,24 @@ def test_a_question_is_answered_from_within_a_step(session):
     thread = threading.Thread(target=train)
     thread.start()
     assert not passed.wait(0.2)
-    session._receive(wire.Leave(EPOCH, 5))
+    session._receive(worker_messages.Leave(EPOCH, 5))
     thread.join(20)
     assert (passed.is_set(), session._protocol.commits) == (True, 5)
 
 
 def test_a_change_that_is_called_off_holds_nobody(session):
     """Asked, told to stay and asked again before the main thread has looked: the last word counts."""
-    session._receive(wire.Leave(EPOCH))
-    session._receive(wire.Leave(EPOCH, wire.Leave.STAY))
+    session._receive(worker_messages.Leave(EPOCH))
+    session._receive(worker_messages.Leave(EPOCH, worker_messages.Leave.STAY))
     session.committed(4)
     session.committed(5)
     assert not session.attention
-    for message in (wire.Leave(EPOCH), wire.Leave(EPOCH, wire.Leave.STAY), wire.Leave(EPOCH), wire.Leave(EPOCH, 7)):
+    for message in (
+        worker_messages.Leave(EPOCH),
+        worker_messages.Leave(EPOCH, worker_messages.Leave.STAY),
+        worker_messages.Leave(EPOCH),
+        worker_messages.Leave(EPOCH, 7),
+    ):
         session._receive(message)
     session.committed(6)
     with pytest.raises(WorldLeft):
@@ -95,7 +100,7 @@ def gpu(session, monkeypatch):
 def test_what_is_under_way_on_the_gpu_ends_before_a_group_is_left(session, gpu):
     """A collective after the last step is not cut off: the whole GPU is waited for, whichever stream it is on."""
     calls = gpu()
-    session._receive(wire.Leave(EPOCH, 4))
+    session._receive(worker_messages.Leave(EPOCH, 4))
     with pytest.raises(WorldLeft):
         session.committed(4)
     session.leave_group()
@@ -104,8 +109,8 @@ def test_what_is_under_way_on_the_gpu_ends_before_a_group_is_left(session, gpu):
 
 def test_a_collective_that_was_aborted_on_the_gpu_is_not_taken_for_complete(session, gpu):
     """The abort comes while the rank waits for it at the commit where all leave: this rank goes back."""
-    gpu(lambda: session._receive(wire.Abort(EPOCH, "gone")))
-    session._receive(wire.Leave(EPOCH, 4))
+    gpu(lambda: session._receive(worker_messages.Abort(EPOCH, "gone")))
+    session._receive(worker_messages.Leave(EPOCH, 4))
     with pytest.raises(WorldAborted):
         session.committed(4)
 
@@ -113,7 +118,7 @@ def test_a_collective_that_was_aborted_on_the_gpu_is_not_taken_for_complete(sess
 def test_without_a_gpu_nothing_is_waited_for(session, monkeypatch):
     """Nor is CUDA asked for a device."""
     monkeypatch.setattr(torch.cuda, "is_available", None)
-    session._receive(wire.Leave(EPOCH, 4))
+    session._receive(worker_messages.Leave(EPOCH, 4))
     with pytest.raises(WorldLeft):
         session.committed(4)
 
@@ -127,17 +132,17 @@ def test_output_waits_while_the_driver_confirms_nothing(session):
     session._tick()
     session.printed.write("out", "the end")
     session._tick()
-    assert not [message for message in said(session) if isinstance(message, wire.WorkerOutput)]
+    assert not [message for message in said(session) if isinstance(message, messages.WorkerOutput)]
     session.link._delivery.reset()
     session._tick()
-    (output,) = [message for message in said(session) if isinstance(message, wire.WorkerOutput)]
+    (output,) = [message for message in said(session) if isinstance(message, messages.WorkerOutput)]
     assert (len(output.text), output.text[-7:], output.end) == (BOUND, "the end", 100_007)
 
 
 def test_news_of_another_generation_changes_nothing(session):
     """The question was about a group that has been left."""
-    session._receive(wire.Leave(EPOCH - 1))
-    session._receive(wire.Leave(EPOCH - 1, 4))
+    session._receive(worker_messages.Leave(EPOCH - 1))
+    session._receive(worker_messages.Leave(EPOCH - 1, 4))
     session.committed(4)
     assert said(session) == []
 
@@ -147,7 +152,7 @@ def test_what_comes_while_one_listens_is_not_overheard(session):
 
     class Late:
         def __init__(self, inner):
-            self.inner, self.put, self.empty, self.message = inner, inner.put, inner.empty, wire.Leave(EPOCH)
+            self.inner, self.put, self.empty, self.message = inner, inner.put, inner.empty, worker_messages.Leave(EPOCH)
 
         def get_nowait(self):
             try:
@@ -168,7 +173,7 @@ def test_what_comes_while_one_listens_is_not_overheard(session):
 def test_a_transfer_that_an_abort_does_not_wake_is_left_behind(session):
     """The main thread goes on; what the transfer writes to is used by nobody any more."""
     held = threading.Event()
-    session._receive(wire.Abort(EPOCH, "gone"))
+    session._receive(worker_messages.Abort(EPOCH, "gone"))
     with pytest.raises(WorldAborted):
         session.apart(held.wait)
     held.set()
@@ -177,7 +182,7 @@ def test_a_transfer_that_an_abort_does_not_wake_is_left_behind(session):
 def test_a_transfer_says_how_it_ended(session):
     """Its result, or its own error; also when the abort has come by then."""
     assert session.apart(lambda: 7) == 7
-    session._receive(wire.Abort(EPOCH, "gone"))
+    session._receive(worker_messages.Abort(EPOCH, "gone"))
     assert session.apart(lambda: 8) == 8
     with pytest.raises(RuntimeError, match="Connection closed"):
         session.apart(lambda: Failing().wait())

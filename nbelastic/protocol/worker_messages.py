@@ -1,76 +1,14 @@
-"""What goes over the link and is no event of the core, and what either end may say.
-
-An event that a worker or an agent sends is the same struct that `step` takes: one vocabulary.
-"""
+"""Messages between the driver and the workers, and which of them each end may send."""
 
 # mypy: disable-error-code="misc"
 # (msgspec hands `frozen` down to subclasses, which mypy's reading of dataclass_transform does not know)
 from __future__ import annotations
 
-import struct
 from typing import ClassVar
 
-from msgspec import Struct
-
 from nbelastic.protocol import events as ev
-from nbelastic.protocol import script_events as sev
-from nbelastic.protocol.ids import Interface, WorkerId
-
-
-class Message(Struct, frozen=True, tag=True):
-    """Something that goes over the wire and is no event of the core."""
-
-
-class Welcome(Message):
-    """From a driver that has taken the cluster over, to everybody whom it does not know yet: say who and where you are.
-
-    `term` counts the cluster's drivers. Who has been welcomed with a higher one does not answer.
-    """
-
-    term: int
-
-
-class AgentHello(Message):
-    """`addresses` and `port`: as of `AgentReady`. The rest is told to a driver that has taken over.
-
-    `address`: where its workers are reached now. `workers`: those that live, and their pids. `newest`: the highest
-    incarnation that each slot has had. `nodes`: the scripts' nodes that live; `ended`: exit codes of those that do not.
-    """
-
-    host: str
-    pid: int
-    versions: dict[str, str]
-    addresses: tuple[Interface, ...] = ()
-    port: int = 0
-    address: str = ""
-    workers: tuple[tuple[WorkerId, int], ...] = ()
-    newest: dict[int, int] = {}
-    nodes: tuple[int, ...] = ()
-    ended: dict[int, int] = {}
-
-
-class AgentSample(Message):
-    """`cpu` in percent of all cores together; `memory` in use, `of` how much there is, in bytes.
-
-    `workers`: of each (`str(WorkerId)`) its CPU in percent of one core and its resident memory in bytes. `gpus`: of each
-    visible one its utilisation in percent, the MB in use and the MB there are. `blocked`: of workers whose main thread is in
-    uninterruptible sleep (state D), for how many seconds.
-    """
-
-    host: str
-    cpu: float
-    memory: int
-    workers: dict[str, tuple[float, int]]
-    gpus: tuple[tuple[int, int, int], ...] = ()
-    of: int = 0
-    blocked: dict[str, float] = {}
-
-
-class AgentGoodbye(Message):
-    """It was told to end by somebody else than the driver: a batch system, an administrator, a shutdown."""
-
-    host: str
-    reason: str
+from nbelastic.protocol.ids import WorkerId
+from nbelastic.protocol.messages import Blob, Message, Rehome, Welcome, WorkerOutput
 
 
 class WorkerHello(Message):
@@ -124,14 +62,6 @@ class WorkerProgress(Message):
     first: float | None = None
 
 
-class Blob(Struct, frozen=True):
-    """What `pickling.pack` made, of `size` bytes: `data`, or in a file at `path`; or neither, and the receiver fetches it."""
-
-    size: int
-    data: bytes = b""
-    path: str = ""
-
-
 class ProgramResult(Message):
     """How the program of `job` ended: with `value`, or with an `error` (one line) and its `traceback`.
 
@@ -171,21 +101,6 @@ class ResultPiece(Message):
     job: str
     offset: int
     data: bytes
-
-
-class WorkerOutput(Message):
-    """What the program of `job` wrote to `stream` (out or err), up to position `end` of all that it has written there.
-
-    It may be said again, and some may be missing: the positions tell. The end may be a line that is not finished; a later
-    text that begins with a carriage return replaces it. `rank`: the worker's when it wrote this.
-    """
-
-    worker: WorkerId
-    stream: str
-    text: str
-    end: int
-    job: str = ""
-    rank: int | None = None
 
 
 class StackShown(Message):
@@ -232,39 +147,6 @@ class FetchResult(Message):
 
     job: str
     offset: int
-
-
-class Spawn(Message):
-    """To an agent: fork this worker. Logs go to `log_dir`; `engine` is ipyparallel's connection information (JSON)."""
-
-    worker: WorkerId
-    log_dir: str
-    engine: str
-
-
-class StopWorker(Message):
-    worker: WorkerId
-    kill: bool
-
-
-class StopAgent(Message):
-    """To an agent: stop every worker and end."""
-
-
-class Probe(Message):
-    """To an agent: find out at which of `addresses` the prober of the host `target` answers, and say so with `Probed`."""
-
-    target: str
-    addresses: tuple[str, ...]
-    port: int
-    number: int
-
-
-class Rehome(Message):
-    """To an agent, for the workers it will start, and to each of its host's workers: your stores listen here from now on."""
-
-    address: str
-    interface: str
 
 
 class AllowPeers(Message):
@@ -338,12 +220,6 @@ class LoadKeptState(Message):
     commit: int
 
 
-class DeleteKeptState(Message):
-    """To an agent: remove what worker `by` has kept."""
-
-    by: WorkerId
-
-
 class StopProgram(Message):
     """The job is over for this worker; `own`: with its own error."""
 
@@ -352,108 +228,6 @@ class StopProgram(Message):
     own: bool = False
 
 
-class Script(Message):
-    """What `Cluster.run_script` was asked for. Times in seconds; `redirects` and `tee` are in torchrun's own words."""
-
-    job: str
-    target: str  # a file's absolute path, a module's name, or a program
-    arguments: tuple[str, ...] = ()
-    module: bool = False
-    no_python: bool = False
-    cold: bool = False
-    role: str = "default"
-    max_restarts: int = 0
-    monitor_interval: float = 0.1
-    redirects: str = "0"
-    tee: str = "0"
-    environment: dict[str, str] = {}
-    cwd: str = ""
-    exit_barrier: float = 300.0
-    shutdown: float = 30.0
-    unset: tuple[str, ...] = ()  # variables of the agents that a script is not to have
-
-
-class Launch(Message):
-    """To an agent: start a node for this script. Its logs go to `log_dir`; `number` tells it from later ones."""
-
-    number: int
-    log_dir: str
-    script: Script
-
-
-class StopNode(Message):
-    """To an agent: end that node; `kill`: at once and without asking."""
-
-    number: int
-    kill: bool = False
-
-
-class LaunchEnded(Message):
-    """From an agent: the node's process has ended. `code` as of `WorkerExited`."""
-
-    host: str
-    number: int
-    code: int
-
-
-class NodeHello(Message):
-    """A guest's first words, until it is answered. `machine`: which one it is on, so that its end can be watched."""
-
-    host: str
-    pid: int
-    machine: str
-    versions: dict[str, str]
-
-
-class NodeSample(Message):
-    """Of each worker of a node, by local rank: CPU in percent of one core, resident memory in bytes."""
-
-    host: str
-    round: int
-    workers: tuple[tuple[float, int], ...]
-
-
-class Round(Message):
-    """A `FormRound` as one node gets it. `places` are of each seat, by group rank: see `group.places`."""
-
-    round: int
-    rank: int
-    assignments: tuple[sev.Assignment, ...]
-    places: tuple[tuple[int, int, int, int], ...]
-    store: str
-    restarts: int
-    job: str
-
-
-class LeaveRound(Message):
-    round: int
-    reason: str
-
-
-class Wait(Message):
-    """Not yet, and why. `full`: because there is no room."""
-
-    reason: str
-    full: bool = False
-
-
-class EndNode(Message):
-    """The node is to end; `error`: as one that has failed."""
-
-    reason: str
-    error: bool = True
-
-
-FromAgent = (
-    LaunchEnded
-    | AgentHello
-    | AgentSample
-    | AgentGoodbye
-    | ev.Probed
-    | ev.WorkerStarted
-    | ev.WorkerExited
-    | ev.WorkerFrozen
-)
 FromWorker = (
     WorkerHello
     | WorkerReport
@@ -475,18 +249,8 @@ FromWorker = (
     | ResultPiece
     | StackShown
 )
-FromNode = (
-    NodeHello
-    | NodeSample
-    | WorkerOutput
-    | sev.NodeReady
-    | sev.NodeStarted
-    | sev.NodeFailed
-    | sev.NodeSucceeded
-    | sev.NodeLeft
-)
-ToAgent = Welcome | Launch | StopNode | Spawn | StopWorker | StopAgent | Probe | Rehome | DeleteKeptState
-ToNode = Welcome | Round | LeaveRound | Wait | EndNode | Rehome
+
+
 ToWorker = (
     Welcome
     | Program
@@ -506,7 +270,3 @@ ToWorker = (
     | QueryPosition
     | ShowStack
 )
-
-
-# who speaks, the message's number, the first one kept; whom it has heard, up to which number
-HEAD = struct.Struct("<QQQQQ")
