@@ -38,7 +38,7 @@ from nbelastic.errors import (
     NbelasticError,
     UsageError,
 )
-from nbelastic.protocol import requests
+from nbelastic.protocol import messages, requests, worker_messages
 from nbelastic.protocol.cells import Executed
 from nbelastic.protocol.hosts import parse_host
 from nbelastic.protocol.limits import Limits

@@ -135,7 +135,7 @@ def test_no_two_messages_have_one_name():
     assert len(tags) == len(set(tags)) > 40
 
 
-@pytest.mark.parametrize("direction", WIRE)
+@pytest.mark.parametrize("direction", UNIONS)
 def test_what_belongs_to_another_direction_does_not_come_in(direction):
     """A worker cannot order, and an agent cannot speak as a worker: each role's messages are its own."""
     others = [kind for name, kind in ON_WIRE if name != direction and kind not in UNIONS[direction]]

@@ -11,7 +11,7 @@ from nbelastic.driver import run as run_module
 from nbelastic.driver.results import Outcome
 from nbelastic.driver.run import Run
 from nbelastic.driver.telemetry import Telemetry
-from nbelastic.protocol import output_buffer
+from nbelastic.protocol import agent_messages, messages, output_buffer
 from tests.core.story import wid
 from tests.support import inside
 from tests.support.waiting import until
