@@ -30,7 +30,7 @@ class Output:
         self._number = 0  # of the last line that was looked at
 
     def show(self, job: Job) -> None:
-        """What is new. Of a job that has not been shown before, the last lines."""
+        """Print new lines. Print only the last lines of a job that was not shown before."""
         if job.name != self._job:
             self._job, self._begun, self._number = job.name, False, 0
         lines = [line for _, line in job.lines_since(self._number, most=MOST)]

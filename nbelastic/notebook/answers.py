@@ -83,7 +83,7 @@ def _stacks(found: Iterable[WorkerStack]) -> Json:
 
 
 def alike(stacks: Iterable[WorkerStack]) -> list[list[WorkerStack]]:
-    """Those of equal text and note together, in the order of their first."""
+    """Group stacks of equal text and note, in the order of their first worker."""
     groups: dict[tuple[str, str], list[WorkerStack]] = {}
     for stack in stacks:
         groups.setdefault((stack.text, stack.note), []).append(stack)

@@ -422,7 +422,7 @@ def _kept() -> list[str]:
 
 
 def _title(group: Sequence[WorkerStack]) -> str:
-    """Who they are, where, and whether they are behind."""
+    """Text of the ranks, hosts and lag of the workers in `group`."""
     ranks = [str(stack.rank) for stack in group if stack.rank is not None]
     word = "rank" if len(ranks) == 1 else "ranks"
     who = [f"{word} {', '.join(ranks)}"] if ranks else []

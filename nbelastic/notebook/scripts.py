@@ -28,7 +28,7 @@ SCRIPT_OPTIONS = (
 
 
 def script_options(options: Namespace) -> dict[str, Any]:
-    """What was given of them, as `Cluster.run_script` has it."""
+    """The options that were given, as arguments of `Cluster.run_script`."""
     names = [max(each.names, key=len).lstrip("-").replace("-", "_") for each in SCRIPT_OPTIONS]
     given = {name: vars(options)[name] for name in names if vars(options)[name] not in (None, False)}
     if "env" in given:

@@ -19,7 +19,7 @@ class StoppedInAStep:
     """A session whose job is stopped after the program has changed what it counts, and before it could commit that."""
 
     used = False
-    link = SimpleNamespace(away=False)
+    link = SimpleNamespace(disconnected=False)
     account = SimpleNamespace(holds=True)
 
     def __init__(self, state):

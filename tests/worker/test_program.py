@@ -36,7 +36,7 @@ class FakeSession:
 
     def __init__(self) -> None:
         self.account, self.printed = Account(), Printed()
-        self.link = SimpleNamespace(send=self.sent_to_driver, away=False)
+        self.link = SimpleNamespace(send=self.sent_to_driver, disconnected=False)
         self.answer = lambda message: None
         self.value, self.stopped = b"", ""
 
@@ -162,7 +162,7 @@ def test_a_piece_that_does_not_come_is_asked_for_again(session, monkeypatch):
         send = session.sent_to_driver
 
         @property
-        def away(self):
+        def disconnected(self):
             """For longer than the patience lasts."""
             return next(looks) < 100
 
