@@ -78,7 +78,7 @@ class DriverThread:
         self._thread.join()
 
     async def _die(self) -> None:
-        await self.driver._hub.stop()  # its port first: who sees the end of a connection starts the next driver
+        await self.driver._server.stop()  # its port first: who sees the end of a connection starts the next driver
         if self.driver._clients._server is not None:
             self.driver._clients._server.close()
         self._task.cancel()
