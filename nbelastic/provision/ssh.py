@@ -79,11 +79,12 @@ async def real_name(spec: HostSpec) -> str:
     )  # fmt: skip
     try:
         out, _ = await process.communicate()
-    finally:
-        if process.returncode is None:  # the cluster stops meanwhile: a `Match exec` may take as long as it likes
+    except asyncio.CancelledError:  # the cluster stops meanwhile: a `Match exec` may take as long as it likes
+        if process.returncode is None:
             process.kill()
-            with suppress(TimeoutError):  # whatever it has started may hold its output open
-                await asyncio.wait_for(process.communicate(), 1.0)
+        with suppress(TimeoutError):  # a process that ssh has started may hold its output open
+            await asyncio.wait_for(process.communicate(), 1.0)  # its transport closes, though ssh may have ended by now
+        raise
     for line in out.decode(errors="replace").splitlines():
         key, _, value = line.partition(" ")
         if key == "hostname":
