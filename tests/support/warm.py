@@ -112,7 +112,12 @@ class Server:
     def _accept(self) -> None:
         with self._listener.accept()[0] as connection:
             header, fds, _, _ = socket.recv_fds(connection, LENGTH.size, 16)
-            request = json.loads(connection.recv(LENGTH.unpack(header)[0], socket.MSG_WAITALL))
+            text = connection.recv(LENGTH.unpack(header)[0], socket.MSG_WAITALL) if header else b""
+            if not text.endswith(b"}"):  # its process was killed before it had sent the request
+                for fd in fds:
+                    os.close(fd)
+                return
+            request = json.loads(text)
             if decisive(request["environment"]) == self._environment:
                 leads, says = os.pipe()
                 pid = os.fork() if request["waits"] else fork_for_parent()
