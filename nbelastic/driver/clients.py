@@ -1,4 +1,4 @@
-"""The driver's end of its socket: who is connected is told what changes, and asks."""
+"""The driver's socket for clients: it takes their requests and sends them updates."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from msgspec.structs import replace
 
 from nbelastic.core.state import ClusterState
 from nbelastic.driver.event_log import EventLog
-from nbelastic.driver.faults import Faults
-from nbelastic.driver.run import Run
+from nbelastic.driver.internal_errors import InternalErrors
+from nbelastic.driver.job_run import JobRun
 from nbelastic.errors import JobError, NbelasticError, UsageError
 from nbelastic.protocol import requests as r
 from nbelastic.protocol import updates as u
@@ -28,26 +28,26 @@ from nbelastic.protocol.settings import Settings
 from nbelastic.protocol.status import Status
 from nbelastic.system import versions
 
-NEWS, STATUS = 0.02, 0.25  # seconds between two updates at least: with news, and with a status alone
-SHARE = 10  # an update costs at most one part in so many of the driver's time
-LONGEST_WHO = 80  # characters of what a client says who it is
-FULL = 1 << 20  # bytes that a client has not read; it gets no update before it has
-FIRST = 10.0  # seconds that the client which has started the driver may take to connect, if the cluster ends at once
-GOODBYE, LONG_GOODBYE = (
-    2.0,
-    6.0,
-)  # seconds that clients have at the end to take what there is: at first, and if they read
-
+NEWS_INTERVAL = 0.02  # seconds between two updates at least
+STATUS_INTERVAL = 0.25  # the same if only the status has changed
+COST_FACTOR = 10  # the pause after an update is at least so many times as long as the update took
+MAX_NAME_LENGTH = 80  # characters of a client's name
+MAX_UNREAD = 1 << 20  # bytes; a client that has not read more gets no updates
+FIRST_CLIENT_TIMEOUT = (
+    10.0  # seconds until the client that has started the driver must connect, if the cluster ends at once
+)
+CLOSE_TIMEOUT = 2.0  # seconds at the end for clients that read nothing
+MAX_CLOSE_TIMEOUT = 6.0  # the same for clients that read what they were sent
 
 _requests = msgspec.msgpack.Decoder(r.AnyRequest)
 
 
-class Shown(Protocol):
-    """What clients see of the driver, and how they ask it."""
+class ClientView(Protocol):
+    """The part of the driver that clients see, and to which they send requests."""
 
     settings: Settings
-    chronicle: EventLog
-    faults: Faults
+    event_log: EventLog
+    internal_errors: InternalErrors
 
     @property
     def cluster(self) -> ClusterState: ...
@@ -56,7 +56,7 @@ class Shown(Protocol):
     def status(self) -> Status: ...
 
     @property
-    def runs(self) -> Mapping[str, Run]: ...
+    def runs(self) -> Mapping[str, JobRun]: ...
 
     @property
     def submitted(self) -> int: ...
@@ -72,204 +72,213 @@ class Shown(Protocol):
 class Clients:
     """Lives in the driver's thread. `arguments`: those of `Cluster`; `folder`: the run folder."""
 
-    def __init__(self, driver: Shown, folder: Path, arguments: Mapping[str, Any]) -> None:
+    def __init__(self, driver: ClientView, folder: Path, arguments: Mapping[str, Any]) -> None:
         self._driver, self._folder = driver, folder
         self.arguments = dict(arguments)
-        self._open: set[_Client] = set()
-        self._doomed: set[str] = set()  # jobs that the driver has forgotten, but not their values
-        self._there: set[_Client] = set()  # of these, who is told what changes
-        self._come, self._gone = asyncio.Event(), asyncio.Event()
+        self._open: set[_Connection] = set()
+        self._greeted: set[_Connection] = set()  # the open connections that get updates
+        self._released_jobs: set[str] = set()  # jobs that the driver has forgotten, but whose values it keeps
+        self._has_connected, self._all_left = asyncio.Event(), asyncio.Event()
         self._timer: asyncio.TimerHandle | None = None
         self._due = float("inf")
-        self._told_at, self._cost = 0.0, 0.0  # of the last update: when, and how long it took
+        self._updated_at, self._cost = 0.0, 0.0  # of the last update: the time, and how many seconds it took
         self._server: asyncio.Server | None = None
-        self.alone_since = time.monotonic()  # if nobody is connected
+        self.alone_since = time.monotonic()  # when the last client left; valid while there is none
 
     async def start(self) -> None:
-        """Listen, for this user alone."""
+        """Listen on a socket that only this user can open."""
         self._loop = asyncio.get_running_loop()
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         folder = os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             path = u.socket_in(folder)
-            with suppress(FileNotFoundError):  # of a driver that was killed
+            with suppress(FileNotFoundError):  # the socket of a driver that was killed
                 os.unlink(path)
             listener.bind(path)
             os.chmod(path, 0o600)
-            self._server = await self._loop.create_unix_server(lambda: _Client(self, self._driver), sock=listener)
+            self._server = await self._loop.create_unix_server(lambda: _Connection(self, self._driver), sock=listener)
         finally:
             os.close(folder)
 
     @property
-    def anybody(self) -> bool:
-        return bool(self._there)
+    def has_any(self) -> bool:
+        """Whether a client is connected."""
+        return bool(self._greeted)
 
     @property
-    def alone(self) -> bool:
-        """Whether there is one client."""
-        return len(self._there) == 1
+    def has_one(self) -> bool:
+        """Whether exactly one client is connected."""
+        return len(self._greeted) == 1
 
-    def changed(self, *, news: bool) -> None:
-        """Something has. `news`: more than what the status alone shows."""
-        if not self._there:
+    def schedule_update(self, *, news: bool) -> None:
+        """Something has changed. `news`: more than the status, so clients get it sooner."""
+        if not self._greeted:
             return
-        pause = max(NEWS if news else STATUS, SHARE * self._cost)
-        due = max(self._loop.time(), self._told_at + pause)
+        pause = max(NEWS_INTERVAL if news else STATUS_INTERVAL, COST_FACTOR * self._cost)
+        due = max(self._loop.time(), self._updated_at + pause)
         if due < self._due:
             if self._timer is not None:
                 self._timer.cancel()
             self._due = due
-            self._timer = self._loop.call_at(due, self._tell)
+            self._timer = self._loop.call_at(due, self._send_updates)
 
-    def _tell(self) -> None:
+    def _send_updates(self) -> None:
         began = self._loop.time()
         self._timer, self._due = None, float("inf")
         status = u.encoded(self._driver.status)
-        for client in list(self._there):
+        for client in list(self._greeted):
             client.update(status)
-        self._told_at = self._loop.time()
-        self._cost = self._told_at - began
+        self._updated_at = self._loop.time()
+        self._cost = self._updated_at - began
 
-    def opened(self, client: _Client) -> None:
-        self._open.add(client)
+    def add(self, connection: _Connection) -> None:
+        """A connection was opened."""
+        self._open.add(connection)
 
-    def come(self, client: _Client) -> None:
-        self._there.add(client)
-        self._come.set()
+    def add_greeted(self, connection: _Connection) -> None:
+        """A client has introduced itself, and gets updates from now on."""
+        self._greeted.add(connection)
+        self._has_connected.set()
 
-    def go(self, client: _Client, *, closed: bool) -> None:
+    def remove(self, connection: _Connection, *, closed: bool) -> None:
+        """A client has left. `closed`: its connection is closed too."""
         if closed:
-            self._open.discard(client)
-        if client not in self._there:
+            self._open.discard(connection)
+        if connection not in self._greeted:
             return
-        self._there.discard(client)
-        self.sweep()
-        if not self._there:
+        self._greeted.discard(connection)
+        self.remove_unneeded_values()
+        if not self._greeted:
             self.alone_since = time.monotonic()
-            self._gone.set()
+            self._all_left.set()
 
-    def forget(self, job: str) -> None:
-        """Nobody asks for its values any more but who was told of its end, and has yet to map them."""
-        self._doomed.add(job)
-        self.sweep()
+    def release_values(self, job: str) -> None:
+        """The driver forgets a job. Its values stay until each client that knows of its end has mapped them."""
+        self._released_jobs.add(job)
+        self.remove_unneeded_values()
 
-    def sweep(self) -> None:
-        """Remove the values that everybody has who was told of them."""
-        for job in [job for job in self._doomed if not any(job in client.takes for client in self._there)]:
-            self._doomed.discard(job)
+    def remove_unneeded_values(self) -> None:
+        """Remove the values of released jobs that no client has to map any more."""
+        for job in [job for job in self._released_jobs if not any(job in each.unmapped_jobs for each in self._greeted)]:
+            self._released_jobs.discard(job)
             self._driver.remove_values(job)
 
     async def close(self) -> None:
-        """Say how it ended, and wait until the clients have what they need of the run folder."""
+        """Send the end to all clients, and wait until they have what they need of the run folder."""
         if self._server is not None:
-            with suppress(TimeoutError):  # who has started the driver is to be told too
-                await asyncio.wait_for(self._come.wait(), FIRST)
+            with suppress(TimeoutError):  # the client that has started the driver must get the end too
+                await asyncio.wait_for(self._has_connected.wait(), FIRST_CLIENT_TIMEOUT)
         if self._timer is not None:
             self._timer.cancel()
         if self._server is not None:
             self._server.close()
         status = u.encoded(self._driver.status)
-        for client in list(self._there):
-            client.update(status, last=True)
-        self._gone.clear()
-        left, end = float("inf"), time.monotonic() + LONG_GOODBYE
-        while self._there and (size := sum(client.unread for client in self._there)) < left and time.monotonic() < end:
-            left = size or -1.0  # nothing is left to be read: once more, for them to say so
+        for connection in list(self._greeted):
+            connection.update(status, last=True)
+        self._all_left.clear()
+        before, end = float("inf"), time.monotonic() + MAX_CLOSE_TIMEOUT
+        while (
+            self._greeted
+            and (unread := sum(connection.unread for connection in self._greeted)) < before
+            and time.monotonic() < end
+        ):
+            before = unread or -1.0  # all was read: wait once more, for the clients' goodbye
             with suppress(TimeoutError):
-                await asyncio.wait_for(self._gone.wait(), GOODBYE)
+                await asyncio.wait_for(self._all_left.wait(), CLOSE_TIMEOUT)
 
-    def kernel_ended(self) -> None:
-        """The one that has started the driver, perhaps before it has connected."""
-        self._come.set()
+    def on_kernel_ended(self) -> None:
+        """The kernel that has started the driver has ended, perhaps before it has connected: do not wait for it."""
+        self._has_connected.set()
 
-    def hang_up(self, why: str | None) -> None:
-        """Close the connections: from now on nothing is there any more. None: the cluster is, for the next driver."""
-        for client in list(self._open):
-            client.hang_up(why)
+    def disconnect_all(self, reason: str | None) -> None:
+        """Close the connections. `reason`: why the cluster has ended; None: it goes on with the next driver."""
+        for connection in list(self._open):
+            connection.disconnect(reason)
 
 
-class _Client(asyncio.Protocol):
-    """One connection."""
+class _Connection(asyncio.Protocol):
+    """The connection of one client. Requests are answered only after the client has introduced itself."""
 
-    def __init__(self, clients: Clients, driver: Shown) -> None:
+    def __init__(self, clients: Clients, driver: ClientView) -> None:
         self._clients, self._driver = clients, driver
         self._frames = u.Frames(u.FROM_CLIENT, u.LONGEST)
-        self._known = False  # it has said hello, and speaks as we do
-        self._who = ""
-        self._asked: dict[int, Future[Any]] = {}
-        self.takes: set[str] = set()  # jobs of whose end it was told, and whose values it has not mapped yet
-        self._events = 0  # of which it was told
-        self._setup: dict[str, str] = {}
-        self._jobs: dict[str, tuple[int, int, bool]] = {}  # lines and changes of which it was told, and of the end
-        self._late = False  # it has not read what it was sent, and gets an update when it has
+        self._is_greeted = False  # the client has introduced itself, and its messages are of our version
+        self._name = ""
+        self._pending: dict[int, Future[Any]] = {}  # requests by number
+        self.unmapped_jobs: set[str] = set()  # ended jobs that the client knows, and whose values it has not mapped yet
+        self._events = 0  # how many were sent
+        self._setup: dict[str, str] = {}  # as it was sent
+        self._jobs: dict[str, tuple[int, int, bool]] = {}  # what was sent of each job: see `_progress`
+        self._is_writing_paused = False  # the client has not read what it was sent; the next update waits for that
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
-        self._transport.set_write_buffer_limits(high=FULL)
+        self._transport.set_write_buffer_limits(high=MAX_UNREAD)
         peer = self._transport.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
         _, uid, _ = struct.unpack("iII", peer)
-        self._clients.opened(self)
+        self._clients.add(self)
         if uid != os.getuid():
             self._transport.abort()
 
     def connection_lost(self, _: Exception | None) -> None:
-        self._clients.go(self, closed=True)
-        for future in list(self._asked.values()):
+        self._clients.remove(self, closed=True)
+        for future in list(self._pending.values()):
             future.cancel()
 
     def data_received(self, data: bytes) -> None:
         try:
             for message in self._frames.feed(data):
-                self._take(message)
+                self._receive(message)
         except (ValueError, msgspec.DecodeError):
             self._transport.abort()
 
-    def _take(self, message: u.ToDriver) -> None:
+    def _receive(self, message: u.ToDriver) -> None:
         match message:
-            case u.Hello(version=version, language=language, who=who):
-                self._who = "".join(filter(str.isprintable, who[:LONGEST_WHO]))
+            case u.Hello(version=version, language=language, who=name):
+                self._name = "".join(filter(str.isprintable, name[:MAX_NAME_LENGTH]))
                 self._greet(version, language)
-            case u.Ask(number=number, request=request) if self._known:
-                self._ask(number, request)
+            case u.Ask(number=number, request=request) if self._is_greeted:
+                self._answer_request(number, request)
             case u.Took(job=job):
-                self.takes.discard(job)
-                self._clients.sweep()
+                self.unmapped_jobs.discard(job)
+                self._clients.remove_unneeded_values()
             case u.Cancel(number=number):
-                if number in self._asked:
-                    self._asked[number].cancel()
+                if number in self._pending:
+                    self._pending[number].cancel()
             case u.Bye():
                 self._leave()
 
-    def _ask(self, number: int, raw: msgspec.Raw) -> None:
+    def _answer_request(self, number: int, raw: msgspec.Raw) -> None:
         try:
             request: r.AnyRequest = _requests.decode(raw)
         except msgspec.ValidationError as error:
-            text = f"this cannot be asked of the driver: {error}."
+            text = f"the request is invalid: {error}."
             self._transport.write(u.frame(u.Failed(number, UsageError.__name__, text)))
             return
-        if isinstance(request, r.Order) and not self._clients.alone:  # all are to see who has given it
-            request = replace(request, by=f"{request.by} ({self._who})")
-        future = self._asked[number] = self._driver.request(request)
-        future.add_done_callback(lambda future: self._answer(number, future))
+        if isinstance(request, r.Order) and not self._clients.has_one:  # the event log shows which client has sent it
+            request = replace(request, by=f"{request.by} ({self._name})")
+        future = self._pending[number] = self._driver.request(request)
+        future.add_done_callback(lambda future: self._send_answer(number, future))
 
     def _greet(self, version: str, language: str) -> None:
         if language != u.language():
-            text = f"the cluster's driver is nbelastic {versions.ours()}, this is {version}, and they do not speak the same language"
-            self._transport.write(u.frame(u.Failed(0, UsageError.__name__, f"{text}: use that version.")))
+            ours = f"nbelastic {versions.ours()}"
+            text = f"the cluster's driver is {ours}, this is {version}, and their messages differ: use {ours}."
+            self._transport.write(u.frame(u.Failed(0, UsageError.__name__, text)))
             self._transport.close()
             return
-        self._known = True
+        self._is_greeted = True
         settings = self._driver.settings
         self._transport.write(u.frame(u.Welcome(self._clients.arguments, str(settings.log_dir), settings.number)))
-        self._clients.come(self)
+        self._clients.add_greeted(self)
         self.update(u.encoded(self._driver.status))
 
-    def _answer(self, number: int, future: Future[Any]) -> None:
-        """In the driver's thread. What the answer is the consequence of is told before it."""
-        self._asked.pop(number, None)
+    def _send_answer(self, number: int, future: Future[Any]) -> None:
+        """Send the result of a request, after an update with all that has happened before it. Runs in the driver's thread."""
+        self._pending.pop(number, None)
         if future.cancelled() or self._transport.is_closing():
             return
-        self.update(u.encoded(self._driver.status), whatever=True)
+        self.update(u.encoded(self._driver.status), even_if_paused=True)
         error = future.exception()
         if error is None:
             self._transport.write(u.frame(u.Answer(number, u.encoded(future.result()))))
@@ -279,24 +288,27 @@ class _Client(asyncio.Protocol):
         self._transport.write(u.frame(u.Failed(number, name, text)))
 
     def pause_writing(self) -> None:
-        self._late = True
+        self._is_writing_paused = True
 
     def resume_writing(self) -> None:
-        self._late = False
+        self._is_writing_paused = False
         self.update(u.encoded(self._driver.status))
 
-    def update(self, status: msgspec.Raw, *, last: bool = False, whatever: bool = False) -> None:
-        """Say what has changed: with `whatever` also to a client that has not read what came before; `last`: and that it is over."""
-        if not self._known or (self._late and not last and not whatever):
+    def update(self, status: msgspec.Raw, *, last: bool = False, even_if_paused: bool = False) -> None:
+        """Send what has changed. `last`: and that the cluster has ended.
+
+        A client that has not read the last updates gets none, except with `last` or `even_if_paused`.
+        """
+        if not self._is_greeted or (self._is_writing_paused and not last and not even_if_paused):
             return
         driver = self._driver
-        count, new = driver.chronicle.count, []
+        count, new = driver.event_log.count, []
         if count != self._events:
-            events, _ = driver.chronicle.kept()
+            events, _ = driver.event_log.kept()
             new = events[max(0, len(events) - (count - self._events)) :]
         setup = {cell.key: cell.source for cell in driver.cluster.setup}
-        jobs = [job for run in driver.runs.values() if (job := self._job(run)) is not None]
-        news = u.Update(
+        jobs = [job for run in driver.runs.values() if (job := self._job_update(run)) is not None]
+        message = u.Update(
             status,
             count,
             driver.submitted,
@@ -304,46 +316,49 @@ class _Client(asyncio.Protocol):
             setup=setup if setup != self._setup else None,
             jobs=jobs,
             known=list(driver.runs),
-            faulty=driver.faults.decides_not,
+            faulty=driver.internal_errors.decision_failure,
             stopping=driver.cluster.stopping,
         )
-        self._transport.write(u.frame(news))
-        self._events, self._setup = count, setup  # not before it could be said
-        self._jobs = {run.name: _state(run) for run in driver.runs.values()}
-        self.takes |= {job.job for job in jobs if job.end is not None and job.end.values is not None}
+        self._transport.write(u.frame(message))
+        self._events, self._setup = count, setup  # after the write, which may fail
+        self._jobs = {run.name: _progress(run) for run in driver.runs.values()}
+        self.unmapped_jobs |= {job.job for job in jobs if job.end is not None and job.end.values is not None}
         if last:
             self._transport.write(u.frame(u.Over(driver.why_ended)))
 
-    def _job(self, run: Run) -> u.JobUpdate | None:
-        """What is new of a job; None: nothing."""
-        known, now = self._jobs.get(run.name), _state(run)
-        if now == known:
+    def _job_update(self, run: JobRun) -> u.JobUpdate | None:
+        """What is new of a job; None if nothing is."""
+        sent, now = self._jobs.get(run.name), _progress(run)
+        if now == sent:
             return None
-        lines, rests, ended = known or (0, 0, False)
-        over = run.future.done()
-        news = run.printed.since(lines, most=MOST), run.printed.changed_since(rests)
-        return u.JobUpdate(run.name, *news, run.members if over else (), _end(run) if over and not ended else None)
+        lines, changes, ended = sent or (0, 0, False)
+        has_ended = run.future.done()
+        printed = run.printed.since(lines, most=MOST), run.printed.changed_since(changes)
+        return u.JobUpdate(
+            run.name, *printed, run.members if has_ended else (), _end(run) if has_ended and not ended else None
+        )
 
     @property
     def unread(self) -> int:
-        """Bytes that it was sent and has not read."""
+        """Bytes that the client was sent and has not read."""
         return self._transport.get_write_buffer_size()
 
-    def hang_up(self, why: str | None) -> None:
-        if self._known and why is not None:
+    def disconnect(self, why: str | None) -> None:
+        if self._is_greeted and why is not None:
             self._transport.write(u.frame(u.Over(why)))
         self._transport.close()
 
     def _leave(self) -> None:
-        self._known = False
-        self._clients.go(self, closed=False)
+        self._is_greeted = False
+        self._clients.remove(self, closed=False)
 
 
-def _state(run: Run) -> tuple[int, int, bool]:
+def _progress(run: JobRun) -> tuple[int, int, bool]:
+    """Lines printed, changes of unfinished lines, and whether the run has ended."""
     return run.printed.heard, run.printed.changes, run.future.done()
 
 
-def _end(run: Run) -> u.JobEnd:
+def _end(run: JobRun) -> u.JobEnd:
     error = run.future.exception()
     if error is None:
         return u.JobEnd(run.future.result())

@@ -1,4 +1,4 @@
-"""Which discovery of hosts the driver listens to: a list, a script, a plug-in, or one in a kernel."""
+"""The discovery of hosts that the driver uses: a list, a script, a plug-in, or one in a client's kernel."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 from functools import partial
 
 from nbelastic.core import commands as cmd
-from nbelastic.driver.parts import Supervised
+from nbelastic.driver.dependencies import StartTask
 from nbelastic.protocol import events as ev
 from nbelastic.protocol.ids import HostSpec
 from nbelastic.protocol.sources import ByClients, Installed, Listed, Script, Source
@@ -17,45 +17,45 @@ from nbelastic.provision.discovery import opened, watch
 class Discoveries:
     """Lives in the driver's thread.
 
-    `post(event)` puts an event into the driver's inbox, `record` adds to the event log, and `supervised(what, run)` starts a
-    task that is started again when it fails.
+    `post(event)` puts an event into the driver's inbox, `record` adds to the event log, and `start_task(what, run)` starts a
+    background task.
     """
 
     def __init__(
-        self, post: Callable[[ev.Event], None], record: Callable[[cmd.Record], None], supervised: Supervised
+        self, post: Callable[[ev.Event], None], record: Callable[[cmd.Record], None], start_task: StartTask
     ) -> None:
-        self._post, self._record, self._supervised = post, record, supervised
-        self._task: asyncio.Task[None] | None = None  # asks a script or a plug-in
-        self._heard = ""  # the key of the discovery in a kernel that is heard
-        self._next = ""  # of the one that is heard from its first word on
+        self._post, self._record, self._start_task = post, record, start_task
+        self._task: asyncio.Task[None] | None = None  # polls a script or a plug-in
+        self._client_key = ""  # of the discovery in a kernel that is used
+        self._next_client_key = ""  # of the one that is used as soon as it reports
 
-    def ask(self, source: Source) -> None:
-        """Ask there, from now on, where hosts come from."""
+    def use(self, source: Source) -> None:
+        """Use this discovery from now on. One in a kernel replaces the present one with its first report."""
         if isinstance(source, Script | Installed):
-            failed, recovered = partial(self._found, None, failed=True), partial(self._found, None)
-            look = partial(watch, opened(source), self._found, failed, recovered)  # first: it may not be there
+            failed, recovered = partial(self._on_report, None, failed=True), partial(self._on_report, None)
+            poll = partial(watch, opened(source), self._on_report, failed, recovered)  # before any change: it may raise
         if isinstance(source, ByClients):
-            self._next = source.key
-            if not self._heard and self._task is None:
-                self._heard = source.key
+            self._next_client_key = source.key
+            if not self._client_key and self._task is None:
+                self._client_key = source.key
         else:
             self.stop()
-            self._heard = self._next = ""
+            self._client_key = self._next_client_key = ""
         if isinstance(source, Listed):
-            self._found(source.hosts)
+            self._on_report(source.hosts)
         elif isinstance(source, Script | Installed):
-            self._task = self._supervised("the host discovery", look)
+            self._task = self._start_task("the host discovery", poll)
 
-    def found_by_client(self, key: str, hosts: tuple[HostSpec, ...] | None, text: str, *, failed: bool) -> None:
-        """A discovery in a kernel says something. With its first word it takes the place of the one before it."""
-        if key == self._next and key != self._heard:
+    def receive_from_client(self, key: str, hosts: tuple[HostSpec, ...] | None, text: str, *, failed: bool) -> None:
+        """A discovery in a kernel has reported. With its first report it replaces the previous discovery."""
+        if key == self._next_client_key and key != self._client_key:
             self.stop()
-            self._heard = key
-        if key == self._heard:
-            self._found(hosts, text, failed=failed)
+            self._client_key = key
+        if key == self._client_key:
+            self._on_report(hosts, text, failed=failed)
 
-    def _found(self, hosts: tuple[HostSpec, ...] | None, text: str = "", *, failed: bool = False) -> None:
-        """The discovery says: these hosts. Or it has failed (None), or answers again, as `text` tells."""
+    def _on_report(self, hosts: tuple[HostSpec, ...] | None, text: str = "", *, failed: bool = False) -> None:
+        """The discovery has listed hosts. Without hosts: it has failed, or works again, as `text` says."""
         if hosts is not None:
             self._post(ev.HostsDiscovered(hosts))
         elif failed:
@@ -64,7 +64,7 @@ class Discoveries:
             self._record(cmd.Record("discovery-recovered", text))
 
     def stop(self) -> asyncio.Task[None] | None:
-        """Ask no script or plug-in any more. Returns the task that did, which is being cancelled."""
+        """Stop polling a script or plug-in. Returns the cancelled task, if there was one."""
         task, self._task = self._task, None
         if task is not None:
             task.cancel()

@@ -1,4 +1,4 @@
-"""The driver: one inbox, one World. It runs commands and feeds their results back as events."""
+"""The driver: builds its parts, serves until the cluster has stopped, or takes over from the previous driver."""
 
 from __future__ import annotations
 
@@ -6,126 +6,126 @@ import asyncio
 import contextlib
 import os
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from functools import partial
 from typing import Any
 
 from msgspec.structs import replace
 
 from nbelastic.core import commands as cmd
-from nbelastic.core.membership import deadline, step
-from nbelastic.core.state import ClusterState, is_same
-from nbelastic.driver.agents import Fleet
-from nbelastic.driver.answers import Answers
-from nbelastic.driver.arrivals import Arrivals, cluster_of, coming
+from nbelastic.core.state import ClusterState
+from nbelastic.driver.abandonment import stop_when_abandoned
+from nbelastic.driver.background_tasks import BackgroundTasks
 from nbelastic.driver.clients import Clients
-from nbelastic.driver.discoveries import Discoveries
+from nbelastic.driver.components import Components, Shared
+from nbelastic.driver.decisions import Decisions
+from nbelastic.driver.dependencies import REAL, Dependencies
+from nbelastic.driver.driver_snapshot import DriverSnapshot
 from nbelastic.driver.event_log import EventLog
-from nbelastic.driver.executor import Executor
-from nbelastic.driver.faults import Faults, try_each
-from nbelastic.driver.inbound import Inbound
-from nbelastic.driver.jobs import Jobs
-from nbelastic.driver.liveness import LATE, Liveness
-from nbelastic.driver.parts import REAL, Parts
+from nbelastic.driver.internal_errors import InternalErrors
+from nbelastic.driver.job_run import JobRun
+from nbelastic.driver.liveness import MAX_CHECK_DELAY
 from nbelastic.driver.pending import Pending
-from nbelastic.driver.run import Run
-from nbelastic.driver.scripts import Scripts
-from nbelastic.driver.snapshot import Saved
 from nbelastic.driver.snapshot_writer import SnapshotWriter
 from nbelastic.driver.status import snapshot
+from nbelastic.driver.takeover import TakeoverReports, hosts_with_queued_jobs, resume_cluster
+from nbelastic.driver.telemetry import Telemetry
 from nbelastic.errors import ClusterStoppedError, HostError
 from nbelastic.protocol import events as ev
-from nbelastic.protocol import messages, worker_messages
-from nbelastic.protocol import script_events as sev
+from nbelastic.protocol import wire
 from nbelastic.protocol.requests import AnyRequest, Press, Stop
 from nbelastic.protocol.run_directory import RunDir
 from nbelastic.protocol.settings import Settings
 from nbelastic.protocol.status import Status
 from nbelastic.system.addresses import parted
 from nbelastic.system.futures import settle
-from nbelastic.system.supervise import supervise
-from nbelastic.transport.keys import Keys
+from nbelastic.transport.link import Keys
 
-LOOK = 5.0  # seconds between looks at whether the run folder is there
-JOBS = 2.0  # seconds between looks at batch jobs
-FAILURES = ("worker-lost", "host-lost", "world-broken")
+FAILURE_KINDS = ("worker-lost", "host-lost", "world-broken")  # of records
 
 
 class Driver:
-    """It has one thread, in which everything of it happens."""
+    """Manages one cluster. All of it runs in one thread."""
 
     def __init__(
         self,
         settings: Settings,
         run_dir: RunDir,
-        notes: SnapshotWriter,
-        parts: Parts = REAL,
+        snapshot_writer: SnapshotWriter,
+        dependencies: Dependencies = REAL,
         *,
         submitted: int = 0,
         arguments: Mapping[str, Any] | None = None,
     ) -> None:
-        """`run_dir`, held by the caller, is released (or left to the next driver) when the driver ends. `submitted`: how many
-        jobs the cluster has had. `arguments`: those of `Cluster`, for its clients; None: it has no clients.
+        """`run_dir`: held by the caller; the driver releases it at its end, or leaves it to the next driver.
+
+        `submitted`: how many jobs the cluster has had. `arguments`: those of `Cluster`, for clients; None: there are no clients.
         """
         self.settings = settings
-        self._parts = parts
+        self._dependencies = dependencies
         self._run_dir = run_dir
-        self._notes = notes
-        self.cluster = ClusterState(settings.limits)
-        self._clock = parts.clock(settings.heartbeat + LATE)
-        self.chronicle = EventLog(settings.log_dir / "events.jsonl", again=notes.found is not None)
-        self.faults = Faults(settings.name, self.record)
-        self._serves_clients = arguments is not None
+        self._snapshot_writer = snapshot_writer
+        self._clock = dependencies.clock(settings.heartbeat + MAX_CHECK_DELAY)
+        self.event_log = EventLog(settings.log_dir / "events.jsonl", append=snapshot_writer.previous is not None)
+        self.telemetry = Telemetry(log_dir=str(settings.log_dir))
+        self.internal_errors = InternalErrors(settings.name, self.record)
+        self._tasks = BackgroundTasks(self.internal_errors.report)
+        self._has_clients = arguments is not None
         self._clients = Clients(self, run_dir.path, arguments or {})
-        self._submitted = submitted
-        self._deciding = False
-        self._inbox: asyncio.Queue[ev.Event] = asyncio.Queue()
-        self._pending = Pending(lambda: self.cluster, self.take_in, self._error, self.tell)
+        self._submitted_before = submitted
+        self._decisions = Decisions(
+            settings.limits,
+            self._clock,
+            self.event_log,
+            self.internal_errors,
+            is_stale=self._is_stale,
+            save=self.save,
+            execute=self._execute,
+            after_decision=self._after_decision,
+            on_failure=self.stop_deciding,
+        )
+        self._pending = Pending(lambda: self.cluster, self.post, self._stopped_error, self.update_clients)
         self._failure: BaseException | None = None
-        self._tick: asyncio.TimerHandle | None = None
-        self._publishing = False  # it is about to be
-        self._watches: list[asyncio.Task[None]] = []
-        self._own: list[asyncio.Task[None]] = []  # that goes on when the driver decides nothing any more
-        self._gates: asyncio.Task[None] | None = None
+        self._is_publish_scheduled = False
+
+    @property
+    def cluster(self) -> ClusterState:
+        """The present cluster state."""
+        return self._decisions.cluster
 
     def request(self, request: AnyRequest) -> Future[Any]:
         """The answer to a request, or its error. ClusterStoppedError if the driver cannot answer it."""
         future: Future[Any] = self._pending.track(Future())
-        if self.faults.decides_not and not isinstance(request, Press | Stop):  # a button may be one that stops
-            settle(future.set_exception, self._error())
+        has_failed = bool(self.internal_errors.decision_failure)
+        if has_failed and not isinstance(request, Press | Stop):  # a press may be of the button that stops the cluster
+            settle(future.set_exception, self._stopped_error())
             return future
         try:
-            self._answers.answer(request, future)
-        except Exception as error:  # noqa: BLE001  (it is given to the caller)
+            self._parts.answers.answer(request, future)
+        except Exception as error:  # noqa: BLE001  (the caller gets it)
             settle(future.set_exception, error)
         return future
 
-    def take_in(self, event: ev.Event) -> None:
+    def post(self, event: ev.Event) -> None:
         """Put an event into the inbox."""
-        self._inbox.put_nowait(event)
+        self._decisions.post(event)
 
     def record(self, record: cmd.Record) -> None:
-        """Add a line to the event log."""
+        """Add a record to the event log."""
         self._record(record, self._clock.now())
         self.save()
-        self.tell()
+        self.update_clients()
 
     def _record(self, record: cmd.Record, now: float) -> None:
-        if record.kind in FAILURES:
-            self.fleet.live.failed_at = time.time()
-        self.chronicle.record(record, now, self.cluster.size)
-
-    @property
-    def address(self) -> str:
-        """Where it listens: `tcp://127.0.0.1:4711`."""
-        return self._server.address
+        if record.kind in FAILURE_KINDS:
+            self.telemetry.failed_at = time.time()
+        self.event_log.record(record, now, self.cluster.size)
 
     async def serve(self, ready: Callable[[], object] = lambda: None) -> None:
-        """Be the driver until the cluster has stopped; `ready()` is called when requests can be taken.
+        """Run the driver until the cluster has stopped. `ready()` is called as soon as it takes requests.
 
-        Whatever ends it: who waits is told, and the name of the cluster is given up. A cluster whose driver fails lives on as it
-        is, for the next one.
+        At its end, however it comes, all clients are told and the cluster's name is released. If the driver fails, the cluster
+        goes on, and its name is left to the next driver.
         """
         try:
             await self._main(ready)
@@ -133,44 +133,36 @@ class Driver:
             self._failure = error
             raise
         finally:
-            lives_on = self._notes.saved and self._failure is not None
-            if lives_on:
+            goes_on = self._snapshot_writer.has_snapshot and self._failure is not None
+            if goes_on:
                 self._run_dir.let_go()
             else:
                 self._run_dir.release()
-            self._clients.hang_up(None if lives_on else self.why_ended)
+            self._clients.disconnect_all(None if goes_on else self.why_ended)
 
     async def _main(self, ready: Callable[[], object]) -> None:
         self._loop = asyncio.get_running_loop()
-        self._loop.set_exception_handler(self.faults.in_callback)
-        saved = self._notes.found
-        arrivals = Arrivals(saved, self.settings.silence) if saved is not None else None
-        await self._build(saved, arrivals)
+        self._loop.set_exception_handler(self.internal_errors.on_callback_error)
+        previous = self._snapshot_writer.previous
+        reports = TakeoverReports(previous, self.settings.silence) if previous is not None else None
+        await self._start_server(previous)
+        self._parts = self._build(reports)
+        self.jobs = self._parts.jobs
         try:
-            if saved is not None and arrivals is not None:
-                self.jobs.recall(saved.job)
-                await asyncio.gather(self.fleet.adopt(saved), arrivals.wait())
-                self._take_over(saved, arrivals)
+            if previous is not None and reports is not None:
+                self.jobs.load(previous.job)
+                await asyncio.gather(self._parts.agents.adopt(previous), reports.wait())
+                self._take_over(previous, reports)
             else:
-                self._begin_to_save()
-            self._notes.save()
+                self._start_saving()
+            self._snapshot_writer.save()
             self._publish()
-            if self._serves_clients:
+            if self._has_clients:
                 await self._clients.start()
             ready()
-            self._gates = self.supervised("the look at the gates", self.fleet.look_after_gates)
-            self._watches = [
-                self.supervised("the look at silent hosts and workers", self._silence.listen),
-                self.supervised("the look at batch jobs", self._look_after_jobs),
-            ]
-            if self._serves_clients:
-                self._own = [self.supervised("the look around", self._look_around)]
-            self._discoveries.ask(self.settings.discovery)
-            while not self._inbox.empty():
-                self._decide(self._inbox.get_nowait())
-            self._deciding = True
-            while self.cluster.phase != "finished":
-                self._decide(await self._inbox.get())
+            self._start_tasks()
+            self._parts.discoveries.use(self.settings.discovery)
+            await self._decisions.run()
         except BaseException as error:
             self._failure = error
             raise
@@ -178,298 +170,192 @@ class Driver:
             if self._failure is None:
                 await self._end()
 
-    async def _build(self, saved: Saved | None, arrivals: Arrivals | None) -> None:
-        """All parts that need the link or the event loop."""
-        settings, cluster, post = self.settings, lambda: self.cluster, self.take_in
-        self._keys = saved.keys if saved is not None else Keys.make()
-        self._term = saved.term + 1 if saved is not None else 1
-        self._server = self._parts.transport(self._keys, self._hear, settings.heartbeat, self._term, self._is_known)
+    async def _start_server(self, previous: DriverSnapshot | None) -> None:
+        """Listen at the address of the previous driver, if there was one: agents and workers connect to it again."""
+        self._keys = previous.keys if previous is not None else Keys.make()
+        self._term = previous.term + 1 if previous is not None else 1
+        self._server = self._dependencies.server(
+            self._keys, self._on_message, self.settings.heartbeat, self._term, self._is_known
+        )
+        port = parted(previous.address)[1] if previous is not None else 0
         try:
-            await self._server.start(port=parted(saved.address)[1] if saved is not None else 0)
+            await self._server.start(port=port)
         except OSError as error:
             raise HostError(
-                f"the driver cannot listen: {error.strerror}; end who has that port, then try again."
+                f"the driver cannot listen: {error.strerror}; end the process that uses the port, then try again."
             ) from None
-        self.fleet = fleet = Fleet(
-            settings,
-            self._server,
-            self._keys,
-            self._clock,
-            self._parts,
-            post=post,
-            record=self.record,
-            report=self.faults.report,
-            save=self.save,
-        )
-        self._silence = Liveness(settings, fleet, self._clock, cluster, post=post, record=self.record)
-        self._discoveries = Discoveries(post, self.record, self.supervised)
-        self._scripts = Scripts(
-            cluster=cluster,
-            settings=settings,
-            clock=self._clock,
+
+    def _build(self, reports: TakeoverReports | None) -> Components:
+        shared = Shared(
+            settings=self.settings,
+            dependencies=self._dependencies,
             server=self._server,
-            fleet=fleet,
-            notes=self._notes,
-            faults=self.faults,
-            keys=self._keys.for_clients(),
-            decide=self.decide,
-            post=post,
-            publish=self.tell,
-            supervised=self.supervised,
-        )
-        self.jobs = Jobs(
-            cluster=cluster,
-            fleet=fleet,
-            scripts=self._scripts,
+            keys=self._keys,
+            clock=self._clock,
+            telemetry=self.telemetry,
+            event_log=self.event_log,
+            internal_errors=self.internal_errors,
+            tasks=self._tasks,
             pending=self._pending,
-            notes=self._notes,
-            post=post,
-            forget_values=self._clients.forget,
-            submitted=self._submitted,
-        )
-        self._executor = Executor(
-            cluster=cluster,
-            fleet=fleet,
-            jobs=self.jobs,
-            scripts=self._scripts,
-            chronicle=self.chronicle,
-            record=self._record,
-            log_dir=settings.log_dir,
-        )
-        self._inbound = Inbound(
-            cluster=cluster,
-            clock=self._clock,
-            server=self._server,
-            fleet=fleet,
-            jobs=self.jobs,
-            scripts=self._scripts,
-            notes=self._notes,
-            chronicle=self.chronicle,
-            commits=self._silence.commits,
-            arrivals=arrivals,
-            post=post,
+            snapshot_writer=self._snapshot_writer,
+            cluster=lambda: self.cluster,
+            status=lambda: self.status,
+            post=self.post,
+            decide_now=self._decisions.decide_now,
             record=self.record,
+            record_at=self._record,
+            save=self.save,
+            save_arguments=self._save_arguments,
+            release_values=self._clients.release_values,
             publish=self._publish,
             publish_soon=self._publish_soon,
+            update_clients=self.update_clients,
         )
-        self._answers = Answers(
-            cluster=cluster,
-            settings=settings,
-            fleet=fleet,
-            jobs=self.jobs,
-            pending=self._pending,
-            discoveries=self._discoveries,
-            invitations=self._scripts.invitations,
-            status=lambda: self.status,
-            post=post,
-            record=self.record,
-            save_arguments=self._save_arguments,
-        )
+        return Components(shared, reports, self._submitted_before)
 
-    def _begin_to_save(self) -> None:
-        """Not before there is a world: this driver may be killed while it takes a cluster over."""
-        self._notes.begin(
+    def _start_tasks(self) -> None:
+        self._tasks.keep("the check of the TCP proxies", self._parts.agents.watch_tcp_proxies)
+        self._tasks.keep_detecting("the check for silent hosts and workers", self._parts.liveness.watch)
+        self._tasks.keep_detecting("the check of the batch jobs", self._parts.agents.watch_batch_jobs)
+        if self._has_clients:
+            lease = None if self.settings.owner else self.settings.lease
+            self._tasks.keep(
+                "the check for an abandoned cluster",
+                lambda: stop_when_abandoned(lease, self._clients, self._run_dir, self.post),
+            )
+
+    def _start_saving(self) -> None:
+        """Save from now on. During a takeover, the previous driver's snapshot must stay: this driver may be killed, too."""
+        self._snapshot_writer.start_saving(
             cluster=lambda: self.cluster,
             settings=self.settings,
             term=self._term,
-            address=self.address,
+            address=self._server.address,
             keys=self._keys,
-            fleet=self.fleet,
+            agents=self._parts.agents,
         )
 
-    def _take_over(self, saved: Saved, arrivals: Arrivals) -> None:
-        """All who live have spoken, or have had their time."""
+    def _take_over(self, previous: DriverSnapshot, reports: TakeoverReports) -> None:
+        """All live agents and workers have reported, or their time is up: go on with those that have."""
         now = self._clock.now()
-        self._inbound.arrivals = None
-        self.cluster, commands = cluster_of(saved, arrivals, now)
-        self._begin_to_save()
+        self._parts.received_messages.takeover = None
+        self._decisions.cluster, commands = resume_cluster(previous, reports, now)
+        self._start_saving()
         self.record(cmd.Record("driver-came", f"driver {self._term} has taken over (process {os.getpid()})"))
-        for here in arrivals.workers.values():
-            if here.worker in self.cluster.workers:
-                self._inbound.find(here)
+        for report in reports.workers.values():
+            if report.worker in self.cluster.workers:
+                self._parts.received_messages.adopt_worker(report)
         for w in self.cluster.workers:
-            if w not in arrivals.workers:
-                self.fleet.expect(w)
-        for host in saved.agents.keys() - arrivals.agents.keys() - coming(saved):
-            self.fleet.kill_agent(host)
+            if w not in reports.workers:
+                self._parts.workers.expect(w)
+        for host in previous.agents.keys() - reports.agents.keys() - hosts_with_queued_jobs(previous):
+            self._parts.agents.kill(host)
         for command in commands:
-            self._executor.carry_out(command, now)
-        self._schedule(now)
-        for event in arrivals.frozen:
-            self.take_in(event)
-        self.jobs.go_on(saved.job, arrivals)
-
-    def supervised(self, what: str, run: Callable[[], Awaitable[None]]) -> asyncio.Task[None]:
-        """Start a background task, which is started again whenever it fails."""
-        return asyncio.create_task(supervise(what, run, self.faults.report))
+            self._parts.executor.execute(command, now)
+        self._decisions.set_deadline_timer(now)
+        for event in reports.frozen:
+            self.post(event)
+        self.jobs.resume(previous.job, reports)
 
     async def _end(self) -> None:
-        """Close everything: the last line first, and each of them even if another one fails."""
-        async with contextlib.AsyncExitStack() as lines:
-            lines.callback(self._run_dir.release)  # at once after the controller's end, which would do it
-            lines.push_async_callback(self.fleet.stop_controller)
-            lines.push_async_callback(self._clients.close)
-            lines.callback(self._pending.fail_all, close=True)
-            lines.callback(self._notes.close)
-            lines.callback(self.chronicle.close)
+        """Close everything, from the last line to the first, even if one of them fails."""
+        async with contextlib.AsyncExitStack() as stack:
+            stack.callback(
+                self._run_dir.release
+            )  # at once after the controller's end, which would also remove the folder
+            stack.push_async_callback(self._parts.agents.spawner.stop_controller)
+            stack.push_async_callback(self._clients.close)
+            stack.callback(self._pending.fail_all, close=True)
+            stack.callback(self._snapshot_writer.close)
+            stack.callback(self.event_log.close)
             for run in self.jobs.runs.values():
-                lines.callback(run.abandon, f"the cluster {self.settings.name!r} was stopped")
-            lines.callback(self._scripts.close)
-            lines.push_async_callback(self._server.stop)
-            lines.push_async_callback(self.fleet.stop)
-            lines.push_async_callback(self._stop_watching)
+                stack.callback(run.abandon, f"the cluster {self.settings.name!r} was stopped")
+            stack.callback(self._parts.scripts.close)
+            stack.push_async_callback(self._server.stop)
+            stack.push_async_callback(self._parts.agents.stop)
+            stack.push_async_callback(self._stop_tasks)
 
-    async def _stop_watching(self) -> None:
-        tasks = [*self._watches, *self._own, *([self._gates] if self._gates is not None else [])]
-        for task in tasks:
-            task.cancel()
-        discovery = self._discoveries.stop()
-        tasks += [discovery] if discovery is not None else []
-        await asyncio.gather(*tasks, return_exceptions=True)
-        if self._tick is not None:
-            self._tick.cancel()
+    async def _stop_tasks(self) -> None:
+        discovery = self._parts.discoveries.stop()
+        await self._tasks.stop([discovery] if discovery is not None else [])
+        self._decisions.cancel_deadline_timer()
 
-    def decide(self, event: ev.Event) -> None:
-        """Take this event in at once, before those in the inbox: a node's, which is its host's present one now."""
-        if not self._deciding:  # there is no world yet, or other events come first
-            self.take_in(event)
-        else:
-            self._decide(event)
+    # ---- decisions ----
 
-    def _decide(self, event: ev.Event) -> None:
-        if self.faults.decides_not:
-            self._only_stop(event)
-            return
-        try:
-            self._take(event)
-        except Exception as error:  # noqa: BLE001  (a bug of ours: what trains must go on)
-            self.stop_deciding(event, error)
+    def _is_stale(self, event: ev.Event) -> bool:
+        return isinstance(event, ev.AgentLost) and self._parts.agents.is_superseded(event)
 
-    def _take(self, event: ev.Event) -> None:
-        if isinstance(event, ev.AgentLost) and self.fleet.has_another(event):
-            return
-        now = self._clock.now()
-        before = self.cluster
-        if before.phase == "running":
-            self.chronicle.sign(event, now)
-        self.cluster, commands = step(before, event, now)
-        if isinstance(event, sev.NodeReady) and is_same(before, self.cluster):  # who waits says so twice a second
-            for command in commands:
-                self._executor.carry_out(command, now)
-            return
-        acts: list[Callable[[], object]]
-        acts = [
-            self.save,
-            partial(self.chronicle.note, event, now),
-            *(partial(self._executor.carry_out, c, now) for c in commands),
-        ]
-        error = try_each(acts)  # saved first: a driver that is killed now has told nobody what the next one cannot know
-        self._after(event, before, commands, now)
-        if error is not None:
-            raise error
+    def _execute(self, command: cmd.Command, now: float) -> None:
+        self._parts.executor.execute(command, now)
 
     def stop_deciding(self, event: ev.Event, error: Exception) -> None:
-        """The state may be wrong: decide nothing with it, leave the workers as they are, and tell whoever waits."""
-        self._discoveries.stop()
-        for task in self._watches:  # they would have hosts and workers ended
-            task.cancel()
-        if self._tick is not None:
-            self._tick.cancel()
-        self._executor.let_stay(self._clock.now())
-        self.faults.stop_deciding(event, error)
+        """A decision has failed, so the cluster state may be wrong: make no more decisions, and leave the workers as they are."""
+        self._parts.discoveries.stop()
+        self._tasks.stop_detecting()
+        self._decisions.cancel_deadline_timer()
+        self._parts.executor.cancel_open_leave(self._clock.now())
+        self.internal_errors.report_decision_failure(event, error)
         self._pending.fail_all()
 
-    def _only_stop(self, event: ev.Event) -> None:
-        """After a fault: an order to stop the cluster ends the driver, which then ends everything that it has started."""
-        if isinstance(event, ev.StopRequested):
-            self.cluster = ClusterState(self.cluster.limits, stopping=event.reason)
-
-    def _after(self, event: ev.Event, before: ClusterState, commands: tuple[cmd.Command, ...], now: float) -> None:
-        if not self.cluster.suspects:
-            self.chronicle.calm()
+    def _after_decision(
+        self, event: ev.Event, before: ClusterState, commands: tuple[cmd.Command, ...], now: float
+    ) -> None:
         starting = {command.worker.host for command in commands if isinstance(command, cmd.StartWorker)}
         if starting:
             addresses = tuple(at.address for name in sorted(starting) for at in self.cluster.hosts[name].addresses)
-            self.fleet.to_workers(self.cluster.members, worker_messages.AllowPeers(addresses))
+            self._parts.workers.send(self.cluster.members, wire.AllowPeers(addresses))
         if self.cluster.buried != before.buried:
-            self.fleet.forget_all(before.workers.keys() - self.cluster.workers.keys())
-        self._schedule(now)
-        self._pending.decided(event)
+            lost = before.workers.keys() - self.cluster.workers.keys()
+            self.jobs.results.forget(lost)
+            self._parts.cells.forget(lost)
+            self._parts.workers.forget(lost)
+        self._decisions.set_deadline_timer(now)
+        self._pending.on_decision(event)
         self.save()
         self._publish()
 
     def save(self) -> None:
-        """Save what another driver would need, if it has changed. What fails, as on a full disk, is reported and tried again."""
+        """Save the driver snapshot if it has changed. An error, as of a full disk, is reported; the next call tries again."""
         try:
-            self._notes.save()
-        except Exception as error:  # noqa: BLE001  (nobody who trains needs what is saved)
-            self.faults.report("the cluster cannot be saved for another driver", error)
+            self._snapshot_writer.save()
+        except Exception as error:  # noqa: BLE001  (the training does not need the snapshot)
+            self.internal_errors.report("the cluster cannot be saved for another driver", error)
 
-    def _schedule(self, now: float) -> None:
-        if self._tick is not None:
-            self._tick.cancel()
-            self._tick = None
-        at = deadline(self.cluster, now)
-        if at != float("inf"):
-            self._tick = self._loop.call_later(at - now, self._inbox.put_nowait, ev.Ticked())
+    # ---- messages and background tasks ----
 
     def _is_known(self, peer: str) -> bool:
-        return self._inbound.is_known(peer)
+        return self._parts.received_messages.is_known(peer)
 
-    def _hear(self, peer: str, message: messages.Message | ev.Event) -> None:
-        """A message came over the link."""
+    def _on_message(self, peer: str, message: wire.Message | ev.Event) -> None:
         try:
-            self._inbound.read(peer, message)
-        except Exception as error:  # noqa: BLE001  (a bug of ours: the link must go on)
-            self.faults.report(f"{type(message).__name__} of {peer}", error)
-
-    async def _look_after_jobs(self) -> None:
-        """For ever, those of a batch system."""
-        while True:
-            await asyncio.sleep(JOBS)
-            await self.fleet.look_after_jobs()
-            self.save()  # what no event tells: the number of one that has been submitted, another gate
+            self._parts.received_messages.handle(peer, message)
+        except Exception as error:  # noqa: BLE001  (a bug of ours: other messages must be handled)
+            self.internal_errors.report(f"{type(message).__name__} of {peer}", error)
 
     def _save_arguments(self, arguments: Mapping[str, Any]) -> None:
-        """Those of `Cluster` have changed, for who attaches later and for a next driver."""
-        self._clients.arguments = self._notes.arguments = dict(arguments)
+        """The arguments of `Cluster` have changed: keep them for later clients and the next driver."""
+        self._clients.arguments = self._snapshot_writer.arguments = dict(arguments)
         self.save()
 
-    def kernel_ended(self, within: float) -> None:
-        """The one that has started this driver, for a cluster that is not kept: programs have so many seconds to end."""
-        self._clients.kernel_ended()
-        self.take_in(ev.StopRequested("its kernel has ended", within))
+    def on_kernel_ended(self, within: float) -> None:
+        """The kernel has ended that owns the cluster: stop it. Programs have `within` seconds to end."""
+        self._clients.on_kernel_ended()
+        self.post(ev.StopRequested("its kernel has ended", within))
 
-    async def _look_around(self) -> None:
-        """For ever: a kept cluster to which nobody has been connected for the time of its lease ends; so does one whose lock
-        file was removed, as by a cleaner of temporary folders: nobody could find it any more.
-        """
-        lease, clients = None if self.settings.owner else self.settings.lease, self._clients
-        while True:
-            alone = 0.0 if clients.anybody or lease is None else time.monotonic() - clients.alone_since
-            if lease is not None and alone >= lease:
-                self.take_in(ev.StopRequested(f"nobody has been connected to it for {lease:g} s"))
-                return
-            if not self._run_dir.is_there:
-                self.take_in(ev.StopRequested("its lock file was removed"))
-                return
-            await asyncio.sleep(LOOK if lease is None else max(0.01, min(LOOK, lease - alone)))
-
-    # ---- those who look on ----
+    # ---- status and updates ----
 
     @property
     def status(self) -> Status:
-        """A snapshot: the world is immutable, and only those who look pay for it."""
         now = self._clock.read()
-        status = self._scripts.shown(snapshot(self.settings.name, self.cluster, self.fleet.live, now), now)
+        status = self._parts.scripts.add_to_status(snapshot(self.settings.name, self.cluster, self.telemetry, now), now)
         status = replace(status, time=status.time + self._clock.skipped)
-        if self.faults.decides_not and not self.cluster.stopping:
-            status = replace(status, reason=self.faults.decides_not)
+        if self.internal_errors.decision_failure and not self.cluster.stopping:
+            status = replace(status, reason=self.internal_errors.decision_failure)
         return status
 
     @property
-    def runs(self) -> Mapping[str, Run]:
-        """Of the present job, and of the last one that has ended."""
+    def runs(self) -> Mapping[str, JobRun]:
+        """The runs of the present job and of the last one that has ended, by name."""
         return self.jobs.runs
 
     @property
@@ -478,34 +364,35 @@ class Driver:
         return self.jobs.submitted
 
     def remove_values(self, job: str) -> None:
-        """No client needs the values of this job's ranks any more."""
-        self.fleet.results.remove(job)
+        """Remove the values of a job's ranks, because no client needs them any more."""
+        self.jobs.results.remove(job)
 
     def _publish_soon(self) -> None:
-        """Once for all reports that are read in the same turn."""
-        if not self._publishing:
-            self._publishing = True
+        """Publish once for all messages that arrive in the same turn of the event loop."""
+        if not self._is_publish_scheduled:
+            self._is_publish_scheduled = True
             self._loop.call_soon(self._publish, False)
 
     def _publish(self, news: bool = True) -> None:
-        self._publishing = False
+        """Resolve pending answers, and send clients what has changed. `news`: more than the status has."""
+        self._is_publish_scheduled = False
         self._pending.check()
-        self.tell(news=news)
+        self.update_clients(news)
 
-    def tell(self, news: bool = True) -> None:
-        """Clients hear soon of what has changed; later, if it is not `news`."""
-        self._clients.changed(news=news)
+    def update_clients(self, news: bool = True) -> None:
+        """Send clients what has changed: soon, or later if only the status has (not `news`)."""
+        self._clients.schedule_update(news=news)
 
-    def _error(self) -> BaseException:
-        """What those are told who can no longer be answered."""
+    def _stopped_error(self) -> BaseException:
+        """The exception for futures that the driver cannot resolve any more."""
         why = self.cluster.stopping
         text = f"the cluster {self.settings.name!r} has stopped{f': {why}' if why else ''}."
-        if self.faults.decides_not and not why:
-            text = f"{self.faults.decides_not}."
+        if self.internal_errors.decision_failure and not why:
+            text = f"{self.internal_errors.decision_failure}."
         return self._failure or ClusterStoppedError(text)
 
     @property
     def why_ended(self) -> str:
-        """Who stopped it, or what failed."""
+        """Who has stopped the cluster, or how its driver has failed."""
         failed = f"its driver failed: {self._failure!r}" if self._failure is not None else ""
         return self.cluster.stopping or failed

@@ -3,166 +3,202 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
+from pathlib import Path
 
 from msgspec.structs import replace
 
 from nbelastic.core import commands as cmd
 from nbelastic.core.state import ClusterState
-from nbelastic.driver.agents import Fleet
-from nbelastic.driver.arrivals import Arrivals
+from nbelastic.driver.agents import Agents
+from nbelastic.driver.driver_snapshot import SavedJob
+from nbelastic.driver.job_run import JobRun
 from nbelastic.driver.pending import Pending
-from nbelastic.driver.results import Outcome
-from nbelastic.driver.run import Run
+from nbelastic.driver.results import Outcome, Results
 from nbelastic.driver.scripts import Scripts
-from nbelastic.driver.snapshot import SavedJob
 from nbelastic.driver.snapshot_writer import SnapshotWriter
+from nbelastic.driver.takeover import TakeoverReports
+from nbelastic.driver.telemetry import Telemetry
+from nbelastic.driver.workers import Workers
 from nbelastic.protocol import events as ev
-from nbelastic.protocol import messages, worker_messages
+from nbelastic.protocol import wire
 from nbelastic.protocol.ids import WorkerId
+from nbelastic.protocol.settings import Settings
+from nbelastic.system import pickling
+from nbelastic.system.files import make_private
 
-LATE = 5.0  # seconds within which the results are there of a job that had ended when the driver took over
-LAST_WORDS = 2.0  # seconds after a job's stop time-out within which its workers say why it failed
+RESULTS_TIMEOUT = 5.0  # seconds until the results of a job must be there that had ended before the takeover
+ERROR_TIMEOUT = 2.0  # seconds after a job's stop time-out within which its workers must report their errors
 
 
 class Jobs:
     """Lives in the driver's thread.
 
-    `post(event)` puts an event into the driver's inbox; `forget_values(job)` removes the values of a job's ranks when no
-    client needs them any more. `submitted`: how many jobs the cluster has had.
+    `post(event)` puts an event into the driver's inbox; `release_values(job)` removes the values of a job's ranks as soon as no
+    client needs them. `submitted`: how many jobs the cluster has had.
     """
 
     def __init__(
         self,
         *,
+        settings: Settings,
         cluster: Callable[[], ClusterState],
-        fleet: Fleet,
+        agents: Agents,
+        workers: Workers,
         scripts: Scripts,
         pending: Pending,
-        notes: SnapshotWriter,
+        telemetry: Telemetry,
+        snapshot_writer: SnapshotWriter,
         post: Callable[[ev.Event], None],
-        forget_values: Callable[[str], None],
+        release_values: Callable[[str], None],
         submitted: int,
     ) -> None:
-        self._cluster, self._fleet, self._scripts, self._pending, self._notes = cluster, fleet, scripts, pending, notes
-        self._post, self._forget_values = post, forget_values
+        self._settings, self._cluster, self._agents, self._workers = settings, cluster, agents, workers
+        self._scripts, self._pending, self._telemetry = scripts, pending, telemetry
+        self._snapshot_writer, self._post, self._release_values = snapshot_writer, post, release_values
         self._loop = asyncio.get_running_loop()
         self.submitted = submitted
-        self.runs: dict[str, Run] = {}
+        self.runs: dict[str, JobRun] = {}
+        self.results = Results(settings.run_dir / "results", lambda w, message: workers.send((w,), message))
 
     @property
     def present(self) -> str:
-        """The name of the job whose end is not known yet, a script or not; empty if there is none."""
+        """The name of the job (also a script) that has not ended; empty if there is none."""
         return next((name for name, run in self.runs.items() if not run.future.done()), "")
 
-    def submit(self, run: Run, saved: SavedJob) -> None:
-        """Take in a new job or script. OSError, and no job, if it cannot be saved."""
-        self._notes.submit(saved)
+    def submit(self, run: JobRun, saved: SavedJob) -> None:
+        """Submit a job or script. OSError, and no job, if it cannot be saved."""
+        self._snapshot_writer.save_new_job(saved)
         self.submitted += 1
         self._add(run)
-        self._fleet.begin_job(run.name, self._cluster().numbered)
+        self._telemetry.begin_job(self._cluster().numbered)
+        with contextlib.suppress(OSError):  # without the folder, results are fetched
+            make_private(self.results.folder(run.name))
         if saved.script is None:
             self._post(ev.JobSubmitted(run.name))
         else:
-            self._scripts.begin(run, *saved.script)
+            self._scripts.submit(run, *saved.script)
 
-    def _add(self, run: Run) -> None:
-        """Keep a run, and of those that have ended the last: the last words of its workers may still come."""
+    def _add(self, run: JobRun) -> None:
+        """Keep a run and the last one that has ended: messages of its workers may still arrive."""
         for name in [name for name, other in self.runs.items() if other.future.done()][:-1]:
             del self.runs[name]
-            self._forget_values(name)
+            self._release_values(name)
         self.runs[run.name] = run
         self._pending.track(run.future)
 
-    def take(
-        self,
-        message: worker_messages.ProgramResult
-        | worker_messages.ResultPiece
-        | worker_messages.FetchCall
-        | messages.WorkerOutput,
-    ) -> None:
-        """A worker speaks of a program that it is to run, or has run."""
+    def receive(self, message: wire.ProgramResult | wire.ResultPiece | wire.FetchCall | wire.WorkerOutput) -> None:
+        """Handle a worker's message about its program."""
         match message:
-            case worker_messages.ProgramResult(worker=w, job=job):
-                self._fleet.results.take(message, partial(self._program_ended, w, job))
-            case worker_messages.ResultPiece():
-                self._fleet.results.piece(message)
-            case worker_messages.FetchCall(job=job):
+            case wire.ProgramResult(worker=w, job=job):
+                self.results.receive(message, partial(self._on_program_ended, w, job))
+            case wire.ResultPiece():
+                self.results.receive_piece(message)
+            case wire.FetchCall(job=job):
                 if job in self.runs:
-                    self._fleet.send_call(message, self.runs[job])
-            case messages.WorkerOutput(job=job):
-                if job in self.runs:  # the last words of one may come when the next has begun
-                    self.runs[job].hear(message)
-                self._notes.output(message)
+                    self._send_call(message, self.runs[job])
+            case wire.WorkerOutput(job=job):
+                if job in self.runs:  # output of one job may arrive after the next has begun
+                    self.runs[job].add_output(message)
+                self._snapshot_writer.append_output(message)
 
-    def _program_ended(self, w: WorkerId, job: str, outcome: Outcome) -> None:
-        """A worker's program has ended, and its value is here."""
+    def _on_program_ended(self, w: WorkerId, job: str, outcome: Outcome) -> None:
+        """A worker's program has ended, and its value is available."""
         self._post(ev.ProgramEnded(w, job, outcome.error))
         if job in self.runs:
-            self.runs[job].ended(w, outcome)
+            self.runs[job].add_outcome(w, outcome)
 
     def run_program(self, w: WorkerId, job: str) -> None:
-        """Have a worker run the job's program."""
-        self._fleet.live.steps.pop(w, None)
-        self._fleet.run_program(w, self.runs[job], self._program_ended)
+        """Have a worker run the job's program. If the program is lost, its end is posted in a later turn of the event loop."""
+        self._telemetry.steps.pop(w, None)
+        program = self.runs[job].program
+        if program is None or (program.call is not None and not _is_complete(program.call)):
+            error = Outcome(f"the saved program of {job} is missing or damaged: run it again")
+            self._loop.call_soon(self._on_program_ended, w, job, error)
+            return
+        call, results = program.call, str(self.results.folder(job))
+        if not self._agents.has_local_agent(w.host):  # another machine sees no file of this one
+            results = ""
+            call = wire.Blob(call.size, call.data) if call is not None else None
+        log_dir = str(self._settings.log_dir / job)
+        self._workers.send((w,), replace(program, log_dir=log_dir, call=call, results=results))
+
+    def _send_call(self, fetch: wire.FetchCall, run: JobRun) -> None:
+        """Send the next pieces of a program that is too long for one message."""
+        call = run.program.call if run.program is not None else None
+        if call is not None and call.path:
+            for offset, data in pickling.pieces(pickling.mapped(Path(call.path)), fetch.offset):
+                self._workers.send((fetch.worker,), wire.CallPiece(fetch.job, offset, data))
 
     def end(self, command: cmd.EndJob) -> None:
-        """The job has an outcome. Its future is resolved when its workers have said their last words, or after a while."""
+        """End the job. Its future is resolved when the culprit's error has arrived, or after a while without it."""
         run = self.runs[command.job]
         run.end(command)
         if not run.future.done():
-            self._loop.call_later(self._cluster().limits.timeouts.stop + LAST_WORDS, run.settle, True)
+            timeout = self._cluster().limits.timeouts.stop + ERROR_TIMEOUT
+            self._loop.call_later(timeout, partial(run.resolve, force=True))
 
-    # ---- the newest job of the driver before this one ----
+    # ---- the newest job of the previous driver ----
 
-    def recall(self, job: SavedJob | None) -> None:
-        """Before any worker is heard: they will tell how it ended. Values of other jobs are removed."""
+    def load(self, job: SavedJob | None) -> None:
+        """Load the saved job, and remove values of other jobs. Workers report its end only after this call."""
         if job is not None:
-            self._add(Run(job.name, job.program))
-        self._fleet.results.remove_all_but(list(self.runs))
-        self._notes.recall(self.runs, self._fleet.live)
+            self._add(JobRun(job.name, job.program))
+        self.results.remove_all_but(list(self.runs))
+        self._snapshot_writer.load_output_and_telemetry(self.runs, self._telemetry)
 
-    def go_on(self, saved: SavedJob | None, arrivals: Arrivals) -> None:
-        """The driver has taken over: the job goes on, begins if the last driver was killed before that, or has ended."""
+    def resume(self, saved: SavedJob | None, reports: TakeoverReports) -> None:
+        """Let the saved job go on after the takeover. It begins if the last driver was killed before, or has ended."""
         if saved is not None and saved.script is not None:
-            self._go_on_with_script(saved, arrivals)
+            self._resume_script(saved, reports)
             return
         cluster = self._cluster()
         job = cluster.job
         if saved is not None and (job is None or job.name != saved.name):
             self._post(ev.JobSubmitted(saved.name))
         elif job is not None and job.outcome and job.name in self.runs:
-            workers = [w for w, here in arrivals.workers.items() if here.job == job.name and w in cluster.workers]
-            self._end_again(self.runs[job.name], workers, cmd.EndJob(job.name, job.outcome, job.reason, job.ranks))
+            workers = [w for w, report in reports.workers.items() if report.job == job.name and w in cluster.workers]
+            end = cmd.EndJob(job.name, job.outcome, job.reason, job.ranks)
+            self._end_after_reports(self.runs[job.name], workers, end)
 
-    def _go_on_with_script(self, job: SavedJob, arrivals: Arrivals) -> None:
-        """It has ended, while a driver was there or well without one; or it begins again."""
-        agents = arrivals.agents
+    def _resume_script(self, job: SavedJob, reports: TakeoverReports) -> None:
+        """End the saved script if it had ended, with or without a driver; else start its workers again."""
+        agents = reports.agents
         codes = [agents[host].ended.get(node) if host in agents else None for host, node in job.nodes.items()]
         if job.over is None and codes and all(code == 0 for code in codes):
-            over = cmd.EndJob(job.name, "succeeded", "every worker ended well, while no driver was there", ())
-            job = replace(job, over=over)
-            self._notes.job_goes_on(over=over)
+            end = cmd.EndJob(job.name, "succeeded", "every worker ended well while there was no driver", ())
+            job = replace(job, over=end)
+            self._snapshot_writer.update_job(over=end)
         if job.over is not None:
             self.runs[job.name].end(job.over)
         else:
-            self._scripts.begin_again(self.runs[job.name], job, {host: agent.nodes for host, agent in agents.items()})
+            self._scripts.restart(self.runs[job.name], job, {host: agent.nodes for host, agent in agents.items()})
 
-    def _end_again(self, run: Run, workers: Sequence[WorkerId], over: cmd.EndJob) -> None:
-        """The job was over when the last driver ended: its workers tell this one as well how their programs ended."""
+    def _end_after_reports(self, run: JobRun, workers: Sequence[WorkerId], end: cmd.EndJob) -> None:
+        """End a job that was over when the last driver ended, after its workers have reported how their programs ended."""
 
-        def told(cluster: ClusterState) -> bool | None:
+        def have_reported(cluster: ClusterState) -> bool | None:
             return True if all(w in run.outcomes or w not in cluster.workers for w in workers) else None
 
-        def give_up() -> None:
-            if self._fleet.results.coming(workers):
-                self._loop.call_later(LATE, give_up)
+        def on_timeout() -> None:
+            if self.results.is_fetching(workers):
+                self._loop.call_later(RESULTS_TIMEOUT, on_timeout)
             else:
-                run.end(over)
+                run.end(end)
 
-        all_told: Future[bool] = Future()
-        all_told.add_done_callback(lambda _: run.end(over))
-        self._pending.resolve(all_told, told)
-        self._loop.call_later(LATE, give_up)
+        reported: Future[bool] = Future()
+        reported.add_done_callback(lambda _: run.end(end))
+        self._pending.resolve(reported, have_reported)
+        self._loop.call_later(RESULTS_TIMEOUT, on_timeout)
+
+
+def _is_complete(call: wire.Blob) -> bool:
+    """Whether the file of a call, if it is in one, has its full size."""
+    try:
+        return not call.path or os.path.getsize(call.path) == call.size
+    except OSError:
+        return False

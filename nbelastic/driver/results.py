@@ -1,4 +1,4 @@
-"""The values of a job's program as they come from the workers: none of them is unpickled here."""
+"""The return values of a job's ranks, received as bytes from the workers. The driver never unpickles them."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from nbelastic.protocol import messages, worker_messages
+from nbelastic.protocol import wire
 from nbelastic.protocol.ids import WorkerId
 from nbelastic.system import pickling
 from nbelastic.system.files import replace_private
 
-Send = Callable[[WorkerId, messages.Message], object]
+Send = Callable[[WorkerId, wire.Message], object]
 
 
 class Outcome(NamedTuple):
-    """What became of a program on one worker: its packed value, or an error (one line, with its traceback)."""
+    """How a program ended on one worker: its pickled value, or an error (one line, with its traceback)."""
 
     error: str = ""
     traceback: str = ""
-    value: messages.Blob | None = None
+    value: wire.Blob | None = None
 
 
-class _Coming(NamedTuple):
+class _Fetch(NamedTuple):
     """A value that is being fetched from another machine."""
 
     job: str
@@ -34,18 +34,19 @@ class _Coming(NamedTuple):
 
 
 class Results:
-    """Lives in the driver's thread. A value is in the message, in a file in `folder`, or is fetched in pieces: `send(worker,
-    message)` asks for them.
+    """Lives in the driver's thread.
+
+    A value is in the message, or in a file under `folder`, or must be fetched in pieces with `send(worker, message)`.
     """
 
     def __init__(self, folder: Path, send: Send) -> None:
         self._folder, self._send = folder, send
-        self._coming: dict[WorkerId, _Coming] = {}
+        self._fetches: dict[WorkerId, _Fetch] = {}
 
-    def take(self, result: worker_messages.ProgramResult, done: Callable[[Outcome], None]) -> None:
-        """Call `done(outcome)` when the value is here, which may be at once."""
+    def receive(self, result: wire.ProgramResult, done: Callable[[Outcome], None]) -> None:
+        """Call `done(outcome)` as soon as the value is available, which may be at once."""
         value = result.value
-        self._coming.pop(result.worker, None)
+        self._fetches.pop(result.worker, None)
         if value is None:
             done(Outcome(result.error or "an error without a message", result.traceback))
         elif value.data:
@@ -53,61 +54,61 @@ class Results:
         elif value.path:
             done(self._in_file(result, value))
         else:
-            self._coming[result.worker] = _Coming(result.job, value.size, bytearray(), done)
-            self._send(result.worker, worker_messages.FetchResult(result.job, 0))
+            self._fetches[result.worker] = _Fetch(result.job, value.size, bytearray(), done)
+            self._send(result.worker, wire.FetchResult(result.job, 0))
 
-    def _in_file(self, result: worker_messages.ProgramResult, value: messages.Blob) -> Outcome:
+    def _in_file(self, result: wire.ProgramResult, value: wire.Blob) -> Outcome:
         path = Path(value.path)
         if path.parent != self.folder(result.job):  # the workers' key must not open any file of the notebook's user
-            return Outcome(f"the result of {result.worker} is not where results are: {path}")
+            return Outcome(f"the result of {result.worker} is outside the folder for results: {path}")
         try:
-            whole = path.stat().st_size == value.size
+            complete = path.stat().st_size == value.size
         except OSError as error:
             return Outcome(f"the result of {result.worker} cannot be read: {error}")
-        return Outcome(value=value) if whole else Outcome(f"the result of {result.worker} is not whole: {path}")
+        return Outcome(value=value) if complete else Outcome(f"the result of {result.worker} is incomplete: {path}")
 
     def folder(self, job: str) -> Path:
-        """Where its workers on this machine put long values."""
+        """Where the job's workers on this machine write long values."""
         return self._folder / job
 
     def remove_all_but(self, jobs: Collection[str]) -> None:
-        """Of what a dead driver has left."""
+        """Remove the values of other jobs that the previous driver has left."""
         with suppress(FileNotFoundError):
             for folder in self._folder.iterdir():
                 if folder.name not in jobs:
                     self.remove(folder.name)
 
     def remove(self, job: str) -> None:
-        """Nobody asks for its values any more; who has them has mapped them."""
+        """Remove the values of a job. Clients that use them have mapped the files."""
         shutil.rmtree(self.folder(job), ignore_errors=True)
 
-    def piece(self, piece: worker_messages.ResultPiece) -> None:
-        """The next bytes of a value; more of them are asked for when all have come that were."""
-        coming = self._coming.get(piece.worker)
-        if coming is None or piece.job != coming.job or piece.offset != len(coming.data):
+    def receive_piece(self, piece: wire.ResultPiece) -> None:
+        """Take the next bytes of a value; request more when all requested pieces have arrived."""
+        fetch = self._fetches.get(piece.worker)
+        if fetch is None or piece.job != fetch.job or piece.offset != len(fetch.data):
             return
-        coming.data.extend(piece.data)
-        at = len(coming.data)
-        if at >= coming.size:
-            del self._coming[piece.worker]
-            coming.done(Outcome(value=self._kept(piece.worker, coming)))
-        elif at % (pickling.PIECES * pickling.PIECE) == 0:
-            self._send(piece.worker, worker_messages.FetchResult(coming.job, at))
+        fetch.data.extend(piece.data)
+        received = len(fetch.data)
+        if received >= fetch.size:
+            del self._fetches[piece.worker]
+            fetch.done(Outcome(value=self._store(piece.worker, fetch)))
+        elif received % (pickling.PIECES * pickling.PIECE) == 0:
+            self._send(piece.worker, wire.FetchResult(fetch.job, received))
 
-    def _kept(self, w: WorkerId, coming: _Coming) -> messages.Blob:
-        """A long value in a file, where clients map it; in a message, if there is no room."""
-        path = self.folder(coming.job) / str(w).replace("/", "-")
-        if coming.size > pickling.INLINE:
+    def _store(self, w: WorkerId, fetch: _Fetch) -> wire.Blob:
+        """Write a long value to a file, which clients map. It stays in memory if it is short or the disk is full."""
+        path = self.folder(fetch.job) / str(w).replace("/", "-")
+        if fetch.size > pickling.INLINE:
             with suppress(OSError):
-                replace_private(path, [memoryview(coming.data)])
-                return messages.Blob(coming.size, path=str(path))
-        return messages.Blob(coming.size, bytes(coming.data))
+                replace_private(path, [memoryview(fetch.data)])
+                return wire.Blob(fetch.size, path=str(path))
+        return wire.Blob(fetch.size, bytes(fetch.data))
 
-    def coming(self, workers: Iterable[WorkerId]) -> bool:
-        """Whether pieces of one of their values are still to come."""
-        return any(w in self._coming for w in workers)
+    def is_fetching(self, workers: Iterable[WorkerId]) -> bool:
+        """Whether a value of one of these workers is being fetched."""
+        return any(w in self._fetches for w in workers)
 
     def forget(self, workers: Iterable[WorkerId]) -> None:
-        """They are gone: nothing more comes."""
+        """Stop fetching the values of lost workers."""
         for w in workers:
-            self._coming.pop(w, None)
+            self._fetches.pop(w, None)

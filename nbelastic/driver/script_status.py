@@ -1,4 +1,4 @@
-"""What people see of a script: the status with its rounds, ranks and terminals in it. Pure functions."""
+"""The status of a cluster that runs a script: its round, ranks and external nodes. Pure functions."""
 
 from __future__ import annotations
 
@@ -31,9 +31,10 @@ def with_script(
     samples: Mapping[WorkerId, tuple[float, int]],
     log_dir: str,
 ) -> Status:
-    """`status` with `group` in it, if that is the present or last job.
+    """`status` with the script's worker group in it, if the script is the present or last job.
 
-    `now`: seconds of the driver's clock. `external_nodes`: hosts that have come from terminals. `samples`: of each worker the CPU (percent of a core) and memory (bytes).
+    `now`: seconds of the driver's clock. `external_nodes`: by host. `samples`: for each worker the CPU (percent of a core) and
+    memory (bytes).
     """
     if group is None:
         return replace(status, hosts=status.hosts + _external_rows(None, external_nodes))
@@ -47,8 +48,8 @@ def with_script(
         reason=in_words(group.reason, now),
         generation=group.round,
         world_size=group.size if running else 0,
-        hosts=tuple(_with_state(host, group) for host in status.hosts) + _external_rows(group, external_nodes),
-        workers=_rows(group, samples, f"{log_dir}/{group.job}") if running else (),
+        hosts=tuple(_with_group_state(host, group) for host in status.hosts) + _external_rows(group, external_nodes),
+        workers=_worker_rows(group, samples, f"{log_dir}/{group.job}") if running else (),
         job=group.job,
         outcome="",
     )
@@ -65,7 +66,7 @@ def _external_rows(group: Group | None, external_nodes: Mapping[str, ExternalNod
     return tuple(rows)
 
 
-def _rows(group: Group, samples: Mapping[WorkerId, tuple[float, int]], log_dir: str) -> tuple[WorkerStatus, ...]:
+def _worker_rows(group: Group, samples: Mapping[WorkerId, tuple[float, int]], log_dir: str) -> tuple[WorkerStatus, ...]:
     rows = []
     for rank, w in enumerate(workers_of(group.assignments, group.round)):
         node = group.nodes.get(w.host)
@@ -82,10 +83,10 @@ def _rows(group: Group, samples: Mapping[WorkerId, tuple[float, int]], log_dir: 
 
 
 def workers_of(assignments: tuple[sev.Assignment, ...], number: int) -> tuple[WorkerId, ...]:
-    """The workers of round `number`, by rank. Those of another round are others."""
-    return tuple(WorkerId(seat.host, local, number) for seat in assignments for local in range(seat.workers))
+    """The workers of round `number`, by rank. Each round has workers of its own."""
+    return tuple(WorkerId(node.host, local, number) for node in assignments for local in range(node.workers))
 
 
-def _with_state(host: HostStatus, group: Group) -> HostStatus:
+def _with_group_state(host: HostStatus, group: Group) -> HostStatus:
     node = group.nodes.get(host.name)
     return host if node is None or host.reason else replace(host, reason=f"worker group {node.state}")

@@ -1,4 +1,4 @@
-"""Writes down, while a cluster runs, what its next driver is to find; and reads it as that one."""
+"""Saves the driver snapshot, telemetry and output while a cluster runs, and loads them in its next driver."""
 
 from __future__ import annotations
 
@@ -13,43 +13,42 @@ from msgspec.structs import replace
 
 from nbelastic.core.recovery import SavedCluster, summary
 from nbelastic.core.state import ClusterState, is_same
-from nbelastic.driver.agents import Fleet
-from nbelastic.driver.run import Run
-from nbelastic.driver.snapshot import Saved, SavedJob
+from nbelastic.driver.agents import Agents
+from nbelastic.driver.driver_snapshot import DriverSnapshot, SavedJob
+from nbelastic.driver.job_run import JobRun
 from nbelastic.driver.telemetry import SavedTelemetry, Telemetry
-from nbelastic.protocol import messages
-from nbelastic.protocol.encoding import encode
+from nbelastic.protocol import wire
 from nbelastic.protocol.run_directory import RunDir
 from nbelastic.protocol.saved_cluster import fingerprint
 from nbelastic.protocol.settings import Settings
 from nbelastic.system import versions
 from nbelastic.system.files import append_private, replace_private
-from nbelastic.transport.keys import Keys
+from nbelastic.transport.link import Keys, encode
 
-LIVE = "live.json"
+TELEMETRY = "live.json"
 OUTPUT = "output.jsonl"
-EVERY = 1.0  # seconds between two writings of what changes all the time
-MOST = 4 << 20  # bytes of output in a file; there are two of them
+TELEMETRY_INTERVAL = 1.0  # seconds between two saves of the telemetry, which changes all the time
+MAX_OUTPUT_SIZE = 4 << 20  # bytes in a file; there are two of them
 
 
 class SnapshotWriter:
-    """Lives in the driver's thread. `found`: what the driver before this one has left; None: this is the first.
+    """Lives in the driver's thread. `previous`: the snapshot of the previous driver; None: this is the cluster's first driver.
 
-    From `begin` on it saves.
+    Nothing is saved before `start_saving`.
     """
 
-    def __init__(self, run_dir: RunDir, arguments: Mapping[str, Any], found: Saved | None = None) -> None:
-        self.found = found
-        self.submitted = found.submitted if found is not None else 0
-        self.job = found.job if found is not None else None
+    def __init__(self, run_dir: RunDir, arguments: Mapping[str, Any], previous: DriverSnapshot | None = None) -> None:
+        self.previous = previous
+        self.submitted = previous.submitted if previous is not None else 0
+        self.job = previous.job if previous is not None else None
         self._run_dir, self.arguments = run_dir, dict(arguments)
-        self._last: Saved | None = None
-        self._of: tuple[ClusterState, SavedCluster] | None = None
+        self._last: DriverSnapshot | None = None
+        self._summary: tuple[ClusterState, SavedCluster] | None = None  # the newest, and what it was made from
         self._output: Any = None
-        self._live_at = 0.0
-        self._begun = False
+        self._telemetry_saved_at = 0.0
+        self._is_saving = False
 
-    def begin(
+    def start_saving(
         self,
         *,
         cluster: Callable[[], ClusterState],
@@ -57,20 +56,20 @@ class SnapshotWriter:
         term: int,
         address: str,
         keys: Keys,
-        fleet: Fleet,
+        agents: Agents,
     ) -> None:
-        """The driver has a world now. It is the cluster's driver number `term`, and listens at `address`."""
-        self._cluster, self._settings, self._fleet = cluster, settings, fleet
+        """Save from now on, as driver number `term` of the cluster, which listens at `address`."""
+        self._cluster, self._settings, self._agents = cluster, settings, agents
         self._term, self._address, self._keys = term, address, keys
-        self._begun = True
+        self._is_saving = True
 
     @property
-    def saved(self) -> bool:
-        """Whether there is anything for a next driver."""
-        return self.found is not None or self._last is not None
+    def has_snapshot(self) -> bool:
+        """Whether a next driver can take over."""
+        return self.previous is not None or self._last is not None
 
-    def submit(self, job: SavedJob) -> None:
-        """Save a new job, and forget the last one. OSError if it cannot be saved; then the last one stays."""
+    def save_new_job(self, job: SavedJob) -> None:
+        """Save a new job in place of the last one. OSError if it cannot be saved; then the last one stays."""
         last, self.job = self.job, job
         self.submitted += 1
         try:
@@ -79,29 +78,35 @@ class SnapshotWriter:
             self.job = last
             self.submitted -= 1
             raise
-        for path in self._outputs():
+        for path in self._output_paths():
             path.unlink(missing_ok=True)
         if self._output is not None:
             self._output.close()
             self._output = None
 
-    def job_goes_on(self, **news: Any) -> None:
-        """Something of a script that is to be written down."""
+    def update_job(self, **fields: Any) -> None:
+        """Change fields of the saved job. The next `save` writes them."""
         if self.job is not None:
-            self.job = replace(self.job, **news)
+            self.job = replace(self.job, **fields)
 
     def save(self) -> None:
-        """Write it down if it has changed."""
-        if not self._begun:
+        """Write the snapshot if it has changed."""
+        if not self._is_saving:
             return
-        cluster, settings, fleet = self._cluster(), self._settings, self._fleet
-        if self._of is None or not is_same(self._of[0], cluster, but=("script", "external_nodes")):
-            self._of = (cluster, summary(cluster))
-        agents, gates = fleet.agents(), fleet.doors.saved
-        started = (fleet.controller, *(gate.process for gate in gates), *(a.process for a in agents.values()))
-        summed_up, job = self._of[1], self.job
-        is_over = job is None or job.over is not None or (summed_up.job == job.name and summed_up.outcome)
-        saved = Saved(
+        cluster = self._cluster()
+        if self._summary is None or not is_same(self._summary[0], cluster, but=("script", "external_nodes")):
+            self._summary = (cluster, summary(cluster))
+        snapshot = self._snapshot(self._summary[1])
+        if snapshot != self._last:
+            snapshot.write(self._run_dir.path)
+            self._last = snapshot
+
+    def _snapshot(self, cluster: SavedCluster) -> DriverSnapshot:
+        settings, job, proxies = self._settings, self.job, self._agents.tcp_proxies
+        agents, gates, controller = self._agents.saved(), proxies.saved, self._agents.spawner.controller_process
+        processes = (controller, *(gate.process for gate in gates), *(agent.process for agent in agents.values()))
+        is_over = job is None or job.over is not None or (cluster.job == job.name and cluster.outcome)
+        return DriverSnapshot(
             version=versions.ours(),
             wire=fingerprint(),
             name=settings.name,
@@ -110,58 +115,55 @@ class SnapshotWriter:
             keys=self._keys,
             arguments=self.arguments,
             log_dir=str(settings.log_dir),
-            cluster=summed_up,
+            cluster=cluster,
             agents=agents,
-            controller=fleet.controller,
+            controller=controller,
             gates=gates,
-            doors=fleet.doors.links,
-            started=fleet.started,
+            doors=proxies.links,
+            agents_started=self._agents.started_count,
             submitted=self.submitted,
-            processes=tuple(filter(None, started)),
+            processes=tuple(filter(None, processes)),
             job=job,
             number=settings.number,
             owner=settings.owner,
-            hosts=tuple(host.spec.name for host in summed_up.hosts),
-            slots=sum(host.spec.slots for host in summed_up.hosts),
+            hosts=tuple(host.spec.name for host in cluster.hosts),
+            slots=sum(host.spec.slots for host in cluster.hosts),
             running="" if job is None or is_over else job.name,
         )
-        if saved != self._last:
-            saved.write(self._run_dir.path)
-            self._last = saved
 
-    def live(self, now: float) -> None:
-        """Curves and the like, now and then."""
-        if now - self._live_at > EVERY:
-            self._live_at = now
-            replace_private(self._run_dir.path / LIVE, [encode(self._fleet.live.saved())])
+    def save_telemetry(self, telemetry: Telemetry, now: float) -> None:
+        """Save the curves and the progress, at most once per `TELEMETRY_INTERVAL`."""
+        if now - self._telemetry_saved_at > TELEMETRY_INTERVAL:
+            self._telemetry_saved_at = now
+            replace_private(self._run_dir.path / TELEMETRY, [encode(telemetry.saved())])
 
-    def output(self, message: messages.WorkerOutput) -> None:
-        """What a worker has printed."""
+    def append_output(self, message: wire.WorkerOutput) -> None:
+        """Save what a worker has printed."""
         if self._output is None:
             self._output = os.fdopen(append_private(self._run_dir.path / OUTPUT), "ab")
         self._output.write(encode(message) + b"\n")
         self._output.flush()
-        if self._output.tell() > MOST:
+        if self._output.tell() > MAX_OUTPUT_SIZE:
             self._output.close()
             self._output = None
-            new, old = self._outputs()[::-1]
+            new, old = self._output_paths()[::-1]
             new.replace(old)
 
-    def _outputs(self) -> tuple[Path, Path]:
+    def _output_paths(self) -> tuple[Path, Path]:
         path = self._run_dir.path / OUTPUT
         return path.with_suffix(".old"), path
 
-    def recall(self, runs: Mapping[str, Run], live: Telemetry) -> None:
-        """As the next driver: what was printed so far, and how the curves went."""
-        for message in self._printed():
+    def load_output_and_telemetry(self, runs: Mapping[str, JobRun], telemetry: Telemetry) -> None:
+        """As the next driver: load what was printed so far, and the curves."""
+        for message in self._load_output():
             if message.job in runs:
-                runs[message.job].hear(message)
+                runs[message.job].add_output(message)
         with suppress(OSError, msgspec.DecodeError):
-            live.recall(msgspec.json.decode((self._run_dir.path / LIVE).read_bytes(), type=SavedTelemetry))
+            telemetry.load(msgspec.json.decode((self._run_dir.path / TELEMETRY).read_bytes(), type=SavedTelemetry))
 
-    def _printed(self) -> Iterator[messages.WorkerOutput]:
-        decoder = msgspec.json.Decoder(messages.WorkerOutput)
-        for path in self._outputs():
+    def _load_output(self) -> Iterator[wire.WorkerOutput]:
+        decoder = msgspec.json.Decoder(wire.WorkerOutput)
+        for path in self._output_paths():
             with suppress(OSError), open(path, "rb") as file:
                 for line in file:
                     with suppress(msgspec.DecodeError):  # the last one may have been cut off

@@ -1,4 +1,4 @@
-"""The status of a cluster, made from its state and from what was heard beside it."""
+"""The status of a cluster, made from its state and its telemetry."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from nbelastic.protocol.ids import WorkerId
 from nbelastic.protocol.ranks import places
 from nbelastic.protocol.status import HostStatus, Status, WorkerStatus
 
-STEP = 0.5  # seconds by which the wall clock was set, or the machine was suspended, as opposed to drift
+MAX_DRIFT = 0.5  # seconds; a larger difference means that the wall clock was set or the machine was suspended
 
 
-class _Clock:
-    """Wall time from monotonic time. Both drift apart by a little, and ends of cooldowns would move from look to look."""
+class _WallClock:
+    """Wall time from monotonic time. It ignores drift, which would move the end of a back-off from status to status."""
 
     def __init__(self) -> None:
         self._offset = time.time() - time.monotonic()
@@ -24,36 +24,36 @@ class _Clock:
     def __call__(self, now: float) -> float:
         """The wall time, in seconds since 1970, at the monotonic time `now`."""
         offset = time.time() - time.monotonic()
-        if abs(offset - self._offset) > STEP:
+        if abs(offset - self._offset) > MAX_DRIFT:
             self._offset = offset
         return now + self._offset
 
 
-wall = _Clock()
+wall = _WallClock()
 
 
-def snapshot(name: str, cluster: ClusterState, live: Telemetry, now: float) -> Status:
+def snapshot(name: str, cluster: ClusterState, telemetry: Telemetry, now: float) -> Status:
     """The status of `cluster` at `now` (seconds, the driver's monotonic clock)."""
     ranks = dict(zip(cluster.members, places(cluster.members), strict=True))
     hosts = []
     for host in cluster.hosts.values():
         until = host_backoff_until(host, now)
         phase = "backoff" if until and host.phase == "up" else str(host.phase)
-        sample = live.host_samples.get(host.spec.name)
-        cooling = {i: slot.backoff_until - now for i, slot in enumerate(host.slots) if slot.backoff_until > now}
+        sample = telemetry.host_samples.get(host.spec.name)
+        in_backoff = {i: slot.backoff_until - now for i, slot in enumerate(host.slots) if slot.backoff_until > now}
         hosts.append(
             HostStatus(
                 host.spec.name,
                 host.address,
                 host.spec.slots,
                 phase,
-                host.reason or live.jobs.get(host.spec.name, ""),
+                host.reason or telemetry.batch_jobs.get(host.spec.name, ""),
                 until - now if until else 0.0,
                 cpu=sample.cpu if sample else None,
                 memory=sample.memory if sample else None,
                 memory_total=sample.memory_total if sample else None,
                 gpus=sample.gpus if sample else (),
-                slots_in_backoff=cooling,
+                slots_in_backoff=in_backoff,
             )
         )
     return Status(
@@ -65,22 +65,22 @@ def snapshot(name: str, cluster: ClusterState, live: Telemetry, now: float) -> S
         min=cluster.limits.min,
         max=cluster.limits.max,
         hosts=tuple(hosts),
-        workers=_workers(cluster, live, {w: (p.rank, p.local_rank) for w, p in ranks.items()}, now),
+        workers=_workers(cluster, telemetry, {w: (p.rank, p.local_rank) for w, p in ranks.items()}, now),
         job=cluster.job.name if cluster.job else None,
         outcome=cluster.job.outcome if cluster.job else "",
-        step=live.step,
-        report=live.report,
-        steps_per_second=live.steps_per_second if cluster.active else None,
-        total=live.total,
-        curves={name: curve.points for name, curve in live.curves.items() if len(curve.points) > 1},
+        step=telemetry.step,
+        report=telemetry.report,
+        steps_per_second=telemetry.steps_per_second if cluster.active else None,
+        total=telemetry.total,
+        curves={name: curve.points for name, curve in telemetry.curves.items() if len(curve.points) > 1},
         time=wall(now),
-        failed_at=live.failed_at,
-        orders=tuple(live.orders),
+        failed_at=telemetry.failed_at,
+        orders=tuple(telemetry.requests),
     )
 
 
 def _workers(
-    cluster: ClusterState, live: Telemetry, ranks: Mapping[WorkerId, tuple[int, int]], now: float
+    cluster: ClusterState, telemetry: Telemetry, ranks: Mapping[WorkerId, tuple[int, int]], now: float
 ) -> tuple[WorkerStatus, ...]:
     rows = []
     running = cluster.active is not None and cluster.phase == "running"
@@ -89,9 +89,9 @@ def _workers(
         host = cluster.hosts.get(w.host)
         restarts = host.slots[w.slot].restarts if host and w.slot < len(host.slots) else 0
         rank, local_rank = ranks.get(w, (None, None))
-        cpu, memory = live.worker_samples.get(str(w), (None, None))
-        behind = live.behind(w, now) if running and rank is not None else 0
-        if w in still:  # at the same commit as the others, it may be, but not as far in its step
+        cpu, memory = telemetry.worker_samples.get(str(w), (None, None))
+        behind = telemetry.behind(w, now) if running and rank is not None else 0
+        if w in still:  # it may be at the same commit as the others, but is not as far in its step
             behind = max(1, behind)
         rows.append(
             WorkerStatus(
@@ -102,10 +102,10 @@ def _workers(
                 local_rank,
                 worker.pid,
                 str(worker.state),
-                live.steps.get(w, worker.commit),
+                telemetry.steps.get(w, worker.commit),
                 restarts,
-                live.log_dir,
-                "; ".join(filter(None, (worker.reason, worker.silent or live.blocked_text(w)))),
+                telemetry.log_dir,
+                "; ".join(filter(None, (worker.reason, worker.silent or telemetry.blocked_text(w)))),
                 cpu,
                 memory,
                 behind,

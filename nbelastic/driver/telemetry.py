@@ -1,27 +1,29 @@
-"""What the driver has heard and noted beside the world: samples, progress, reports, orders of people."""
+"""Samples, progress, reports and stack dumps of workers: what the status shows beside the cluster state."""
 
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Container, Mapping, Sequence
 
+import msgspec
 from msgspec import Struct
 
-from nbelastic.protocol import agent_messages, worker_messages
+from nbelastic.protocol import wire
 from nbelastic.protocol.ids import WorkerId
 from nbelastic.protocol.status import OrderStatus
 
 NAN = float("nan")
-BEHIND = 2.0  # seconds for which others must have been ahead: most workers report once a second
-CURVES = 4  # values whose history is kept
-POINTS = 100  # of a history
-LARGEST = 2**53  # of a number of steps: a page of a browser knows no larger whole numbers
-IDLE = 5.0  # seconds without CPU time after which a process is idle
-IDLE_BELOW = 5.0  # percent of a core: threads that wait for Python's interpreter lock use a little
+BEHIND_TIME = 2.0  # seconds that others must have been ahead, because most workers report once a second
+MAX_CURVES = 4
+MAX_POINTS = 100  # of a curve
+LARGEST_TOTAL = 2**53  # JavaScript has no larger integers
+IDLE_TIME = 5.0  # seconds without CPU time after which a process is idle
+IDLE_CPU = 5.0  # percent of a core; threads that wait for Python's interpreter lock use a little
 
 
 def numbers(report: Mapping[str, float | str | None]) -> dict[str, float | str]:
-    """As it was before JSON, which has no number for what is infinite or none."""
+    """The values of a report before JSON, which writes null for numbers that are not finite."""
     return {name: NAN if value is None else value for name, value in report.items()}
 
 
@@ -30,7 +32,7 @@ def _not_finite(report: Mapping[str, float | str]) -> list[str]:
 
 
 class HostSample(Struct, frozen=True):
-    """As of `HostStatus`."""
+    """The sample of a host, as `HostStatus` shows it."""
 
     cpu: float
     memory: int
@@ -39,7 +41,7 @@ class HostSample(Struct, frozen=True):
 
 
 class SavedTelemetry(Struct, frozen=True):
-    """What of it another driver cannot ask for. `curves`: points, and how many reports each stands for."""
+    """What the next driver cannot learn from the workers. `curves`: the points, and how many reports each one averages."""
 
     step: int = 0
     report: dict[str, float | str | None] = {}
@@ -48,124 +50,158 @@ class SavedTelemetry(Struct, frozen=True):
     curves: dict[str, tuple[list[float | None], int]] = {}
 
 
-class Telemetry(Struct):
-    """What the driver has heard beside the world: samples and progress.
+class StepRate:
+    """Steps per second over the last seconds."""
 
-    Written in the driver's thread, read by `snapshot` in any: what is iterated over is replaced, never changed.
+    def __init__(self, window: float = 5.0) -> None:
+        self._seen: deque[tuple[float, int]] = deque()
+        self._window = window
+
+    def measure(self, now: float, steps: int) -> float | None:
+        """The rate, given the number of steps at `now`; None if the time is too short to measure it."""
+        if self._seen and steps < self._seen[-1][1]:
+            self._seen.clear()
+        self._seen.append((now, steps))
+        while now - self._seen[0][0] > self._window:
+            self._seen.popleft()
+        (start, first), (end, last) = self._seen[0], self._seen[-1]
+        return (last - first) / (end - start) if end - start >= 0.2 else None
+
+
+class Telemetry(Struct):
+    """Samples and progress of the cluster.
+
+    The driver's thread writes it, and `status.snapshot` reads it in any thread. What is iterated over is replaced, never changed.
     """
 
     host_samples: dict[str, HostSample] = {}
     worker_samples: dict[str, tuple[float, int]] = {}
-    computed_at: dict[str, float] = {}  # when each worker's process was last seen to use CPU time
-    blocked: dict[str, float] = {}  # as of `AgentSample`
+    computed_at: dict[str, float] = {}  # when each worker's process last used CPU time
+    blocked: dict[str, float] = {}  # see `AgentSample`
     steps: dict[WorkerId, int] = {}
     step: int = 0  # the newest commit of the present or last job
     report: dict[str, float | str] = {}
-    not_finite: frozenset[str] = frozenset()  # names of this job's reports that were not a number, or infinite
+    not_finite: frozenset[str] = frozenset()  # reported names of this job whose values were not finite
     total: int | None = None
-    last_generation: int = 0  # of the jobs before the present one
-    newest: tuple[tuple[float, int], ...] = ()  # when which commit was first heard of
+    last_generation: int = 0  # of earlier jobs
+    newest: tuple[tuple[float, int], ...] = ()  # when each of the newest commits was first reported
     curves: dict[str, Curve] = {}
     steps_per_second: float | None = None
     failed_at: float | None = None
-    orders: list[OrderStatus] = []
-    stacks: dict[WorkerId, worker_messages.StackShown] = {}  # each worker's last
-    asked: int = 0  # the number of the last question for stacks
+    step_rate: StepRate = msgspec.field(default_factory=StepRate)
+    requests: list[OrderStatus] = []  # by buttons of the dashboard
+    stacks: dict[WorkerId, wire.StackShown] = {}  # the newest of each worker
+    stack_requests: int = 0  # how often stacks were requested
     log_dir: str = ""
-    jobs: dict[str, str] = {}  # how the batch jobs stand whose agents have not spoken yet, by host
+    batch_jobs: dict[str, str] = {}  # the states of batch jobs whose agents have not connected yet, by host
 
-    def progress(self, commit: int, now: float) -> None:
-        """Some worker has made this commit."""
+    def add_commit(self, commit: int, now: float) -> None:
+        """A worker has made this commit."""
         if commit > self.step:
             self.step = commit
-            recent = [i for i, (at, _) in enumerate(self.newest) if at >= now - BEHIND]
+            recent = [i for i, (at, _) in enumerate(self.newest) if at >= now - BEHIND_TIME]
             oldest = max(0, recent[0] - 1) if recent else max(0, len(self.newest) - 1)
             self.newest = (*self.newest[oldest:], (now, commit))
 
-    def sample_of(self, message: agent_messages.AgentSample, known: Container[WorkerId], now: float) -> None:
-        """An agent has measured its host and its workers, of which some may have died since."""
-        of = {name: sample for name, sample in message.workers.items() if WorkerId.parse(name) in known}
-        self.computed_at.update((name, now) for name, (cpu, _) in of.items() if cpu >= IDLE_BELOW)
+    def add_sample(self, message: wire.AgentSample, known: Container[WorkerId], now: float) -> None:
+        """Take an agent's sample of its host and its workers. Workers that were lost since are left out."""
+        alive = {name: sample for name, sample in message.workers.items() if WorkerId.parse(name) in known}
+        self.computed_at.update((name, now) for name, (cpu, _) in alive.items() if cpu >= IDLE_CPU)
         others = {name: seconds for name, seconds in self.blocked.items() if name not in message.workers}
-        self.blocked = {**others, **{name: seconds for name, seconds in message.blocked.items() if name in of}}
+        self.blocked = {**others, **{name: seconds for name, seconds in message.blocked.items() if name in alive}}
         self.host_samples[message.host] = HostSample(message.cpu, message.memory, message.of, message.gpus)
-        self.worker_samples.update(of)
+        self.worker_samples.update(alive)
 
-    def idle(self, w: WorkerId, now: float) -> bool:
-        """Whether its process has used no CPU time for a while."""
-        return now - self.computed_at.get(str(w), -IDLE) >= IDLE
+    def is_idle(self, w: WorkerId, now: float) -> bool:
+        """Whether the worker's process has used no CPU time for `IDLE_TIME` seconds."""
+        return now - self.computed_at.get(str(w), -IDLE_TIME) >= IDLE_TIME
 
     def blocked_text(self, w: WorkerId) -> str:
-        """What to say of a main thread that is in uninterruptible sleep; else nothing."""
+        """A text if the worker's main thread is in uninterruptible sleep, else an empty one."""
         seconds = self.blocked.get(str(w))
         if seconds is None:
             return ""
         return f"is in uninterruptible sleep (D) for {seconds:.0f} s: it waits for a device or a file system"
 
-    def report_of(self, values: Mapping[str, float | str]) -> tuple[str, ...]:
-        """Take what rank 0 has reported; `total` is ours. Returns the names that are not finite for the first time."""
+    def add_report(self, values: Mapping[str, float | str]) -> tuple[str, ...]:
+        """Take what rank 0 has reported. Returns the names whose values are not finite for the first time.
+
+        The name `total` is reserved: it is the number of steps of the whole job.
+        """
         self.report = dict(values)
         total = self.report.pop("total", None)
-        known = isinstance(total, float | int) and 0 < total < LARGEST
-        self.total = int(total) if total is not None and known else None
-        for name, value in list(self.report.items())[:CURVES]:
+        is_valid = isinstance(total, float | int) and 0 < total < LARGEST_TOTAL
+        self.total = int(total) if total is not None and is_valid else None
+        for name, value in list(self.report.items())[:MAX_CURVES]:
             if isinstance(value, str):
                 continue
             if name not in self.curves:
                 self.curves = {**self.curves, name: Curve()}
             self.curves[name].add(value)
-        fresh = tuple(name for name in _not_finite(self.report) if name not in self.not_finite)
-        self.not_finite |= set(fresh)
-        return fresh
+        new = tuple(name for name in _not_finite(self.report) if name not in self.not_finite)
+        self.not_finite |= set(new)
+        return new
 
     def begin_job(self, last_generation: int = 0) -> None:
-        """What was measured, and what is heard of generations up to `last_generation`, belongs to the job before."""
+        """Forget the previous job's progress. Later messages of generations up to `last_generation` belong to that job."""
         self.last_generation = last_generation
         self.step, self.report, self.steps_per_second, self.total = 0, {}, None, None
         self.newest, self.curves, self.not_finite = (), {}, frozenset()
+        self.step_rate = StepRate()
+
+    def measure_speed(self, now: float, commit: int) -> None:
+        """Rank 0 has made this commit."""
+        self.steps_per_second = self.step_rate.measure(now, commit)
+
+    def forget_worker(self, w: WorkerId) -> None:
+        self.steps.pop(w, None)
+        self.worker_samples.pop(str(w), None)
+        self.computed_at.pop(str(w), None)
+        self.blocked.pop(str(w), None)
+        self.stacks.pop(w, None)
 
     def saved(self) -> SavedTelemetry:
-        """For another driver."""
+        """What the next driver needs."""
         curves = {name: curve.saved() for name, curve in self.curves.items()}
         return SavedTelemetry(self.step, dict(self.report), self.total, self.failed_at, curves)
 
-    def recall(self, saved: SavedTelemetry) -> None:
-        """As another driver has left it."""
+    def load(self, saved: SavedTelemetry) -> None:
+        """Continue with the telemetry of the previous driver."""
         self.step, self.total, self.failed_at = saved.step, saved.total, saved.failed_at
         self.report = numbers(saved.report)
         self.not_finite = frozenset(_not_finite(self.report))
-        self.curves = {name: Curve(*of) for name, of in saved.curves.items()}
+        self.curves = {name: Curve(*curve) for name, curve in saved.curves.items()}
 
     def behind(self, w: WorkerId, now: float) -> int:
-        """How many commits others had made BEHIND seconds ago and this one has not."""
+        """How many commits other workers had made BEHIND_TIME seconds ago that this one has not made yet."""
         own = self.steps.get(w)
         if own is None:
             return 0
-        then = max((commit for at, commit in self.newest if at <= now - BEHIND), default=0)
-        return max(0, then - own)
+        others = max((commit for at, commit in self.newest if at <= now - BEHIND_TIME), default=0)
+        return max(0, others - own)
 
 
 class Curve:
-    """A value's history in at most `POINTS` points, each the mean of equally many reports."""
+    """A value's history in at most `MAX_POINTS` points. Each point is the mean of the same number of reports."""
 
-    def __init__(self, points: Sequence[float | None] = (), each: int = 1) -> None:
+    def __init__(self, points: Sequence[float | None] = (), reports_per_point: int = 1) -> None:
         self._points = [NAN if point is None else point for point in points]
-        self._each = each  # reports a point
-        self._sum, self._count = 0.0, 0  # of the point that is being made
+        self._reports_per_point = reports_per_point
+        self._sum, self._count = 0.0, 0  # of the next point
 
     def add(self, value: float) -> None:
         self._sum, self._count = self._sum + value, self._count + 1
-        if self._count < self._each:
+        if self._count < self._reports_per_point:
             return
         self._points.append(self._sum / self._count)
         self._sum, self._count = 0.0, 0
-        if len(self._points) == POINTS:
+        if len(self._points) == MAX_POINTS:
             self._points = [(a + b) / 2 for a, b in zip(self._points[::2], self._points[1::2], strict=True)]
-            self._each *= 2
+            self._reports_per_point *= 2
 
     def saved(self) -> tuple[list[float | None], int]:
-        """The points, and how many reports each stands for."""
-        return list(self._points), self._each
+        """The points, and how many reports each one averages."""
+        return list(self._points), self._reports_per_point
 
     @property
     def points(self) -> tuple[float, ...]:

@@ -34,12 +34,11 @@ import zmq
 from nbelastic.core import commands as cmd
 from nbelastic.core.membership import step
 from nbelastic.core.state import ClusterState
-from nbelastic.driver import driver as driver_module
-from nbelastic.driver.answers import ready_workers
-from nbelastic.driver.parts import Parts
-from nbelastic.driver.run import Run
-from nbelastic.driver.snapshot import SavedJob
-from nbelastic.protocol import agent_messages, messages, worker_messages
+from nbelastic.driver import decisions
+from nbelastic.driver.dependencies import Dependencies
+from nbelastic.driver.driver_snapshot import SavedJob
+from nbelastic.driver.job_run import JobRun
+from nbelastic.driver.request_answers import ready_workers
 from nbelastic.protocol import events as ev
 from nbelastic.protocol.ids import HostSpec, WorkerId
 from nbelastic.protocol.messages import HEAD
@@ -107,8 +106,8 @@ def drive(hosts: int, parent: Connection, players: list[Connection]) -> None:
         return step(cluster, event, now)
 
     open_files.raise_limit()
-    driver_module.step = timed
-    parts = Parts(
+    decisions.step = timed
+    dependencies = Dependencies(
         locate=here,
         agent_for=lambda spec, _local, _settings, _on_stop, number: SimulatedAgent(tell, spec.name, number),
         controller=lambda *_, **__: NoController(),
@@ -116,13 +115,13 @@ def drive(hosts: int, parent: Connection, players: list[Connection]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         names = ",".join(f"host{number:04}:{SLOTS}" for number in range(hosts))
         settings = settings_for(Path(folder), names, SLOTS, min=1, max=hosts * SLOTS, cooldown=(0, 0))
-        driver = driver_for(settings, parts)
+        driver = driver_for(settings, dependencies)
         thread = inside.DriverThread(driver)
 
         while True:
             match parent.recv():
                 case "submit":
-                    job = Run("job-1", worker_messages.Program("job-1", "", source="a cell"))
+                    job = JobRun("job-1", wire.Program("job-1", "", source="a cell"))
                     thread.call(driver.jobs.submit, job, SavedJob("job-1"))
                 case "look":
                     cluster = driver.cluster

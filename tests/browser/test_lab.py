@@ -240,7 +240,7 @@ def test_it_is_steered_by_keyboard_alone_in_the_dark(lab, page, notebook, output
     page.keyboard.press("Enter")
     page.wait_for_timeout(500)  # what comes earlier is a double click, and confirms nothing
     page.keyboard.press("Enter")
-    expect(view.get_by_role("status", name="Orders")).to_contain_text("localhost/1#2 is in its place")
+    expect(view.get_by_role("status", name="Orders")).to_contain_text("localhost/1#2 has replaced it")
     view.get_by_label("max").focus()
     page.keyboard.press("ControlOrMeta+a")
     page.keyboard.type("2")

@@ -18,13 +18,12 @@ import pytest
 import nbelastic as nbe
 from nbelastic.client.connection import Connection
 from nbelastic.core import commands as cmd
-from nbelastic.driver import clients
-from nbelastic.driver import driver as driver_module
+from nbelastic.driver import abandonment, clients
 from nbelastic.driver.results import Outcome
 from nbelastic.protocol import events as ev
-from nbelastic.protocol import messages
 from nbelastic.protocol import requests as r
 from nbelastic.protocol import updates as u
+from nbelastic.protocol import wire
 from nbelastic.protocol.ids import HostSpec
 from nbelastic.system import pickling
 from nbelastic.system.files import replace_private
@@ -120,7 +119,7 @@ def test_a_client_of_another_version_is_refused(quiet, monkeypatch):
     cluster = quiet()
     with monkeypatch.context() as other:
         other.setattr(u, "language", iter(["other", "ours"]).__next__)  # the client's, then the driver's
-        with pytest.raises(nbe.UsageError, match="do not speak the same language: use that version"):
+        with pytest.raises(nbe.UsageError, match="their messages differ: use nbelastic"):
             Connection(cluster._run_dir.path)
     with Raw(cluster) as raw:
         raw.says(u.Ask(1, u.encoded(r.Stop("nobody"))))
@@ -136,8 +135,8 @@ def test_an_update_has_what_is_new(quiet):
     job = cluster.run(os.getpid)
 
     def prints(text, end):
-        return lambda driver: driver._hear(
-            "worker/a/0#1", messages.WorkerOutput(wid("a/0#1"), "out", text, end, job.name, 0)
+        return lambda driver: driver._on_message(
+            "worker/a/0#1", wire.WorkerOutput(wid("a/0#1"), "out", text, end, job.name, 0)
         )
 
     in_driver(cluster, lambda driver: setattr(driver, "_is_known", lambda _: True))
@@ -180,9 +179,9 @@ def test_who_does_not_read_costs_nothing(quiet):
                     driver.record(cmd.Record("noted", f"{number}-{each} " + "x" * 1000)) for each in range(100)
                 ],
             )
-            in_driver(cluster, lambda driver: driver._clients._tell())
-        (other,) = [client for client in driver_of(cluster)._clients._there if client._late]
-        assert other._transport.get_write_buffer_size() < 4 * clients.FULL
+            in_driver(cluster, lambda driver: driver._clients._send_updates())
+        (other,) = [client for client in driver_of(cluster)._clients._greeted if client._is_writing_paused]
+        assert other._transport.get_write_buffer_size() < 4 * clients.MAX_UNREAD
         until(lambda: len(cluster.events) >= 6000)
         heard = []
         while len(heard) < len(cluster.events):
@@ -213,7 +212,7 @@ def test_who_goes_away_takes_its_questions_along(quiet):
     until(
         lambda: in_driver(cluster, lambda driver: (driver._pending.check_and_publish(), len(driver._pending))[1]) == 0
     )
-    assert in_driver(cluster, lambda driver: len(driver._clients._there)) == 1
+    assert in_driver(cluster, lambda driver: len(driver._clients._greeted)) == 1
     assert "driver-error" not in [event.kind for event in cluster.events]
 
 
@@ -222,23 +221,23 @@ def ended(cluster, job, outcome):
 
     def end(driver):
         run = driver.runs[job.name]
-        run.ended(wid("a/0#1"), outcome)
+        run.add_outcome(wid("a/0#1"), outcome)
         run.end(
             cmd.EndJob(job.name, "failed" if outcome.error else "succeeded", "it failed", (wid("a/0#1"),), wid("a/0#1"))
         )
-        driver.take_in(ev.JobStopRequested(job.name, "the test has ended it"))  # for the world
+        driver.post(ev.JobStopRequested(job.name, "the test has ended it"))  # for the world
         driver._pending.check_and_publish()
 
     in_driver(cluster, end)
 
 
-def blob(value, path: Path | None = None) -> messages.Blob:
+def blob(value, path: Path | None = None) -> wire.Blob:
     packed = pickling.pack(value)
     if path is None:
-        return messages.Blob(pickling.size(packed), b"".join(packed))
+        return wire.Blob(pickling.size(packed), b"".join(packed))
     path.parent.mkdir(parents=True, exist_ok=True)
     replace_private(path, packed)
-    return messages.Blob(pickling.size(packed), path=str(path))
+    return wire.Blob(pickling.size(packed), path=str(path))
 
 
 @pytest.mark.parametrize("where", ["message", "file"])
@@ -258,7 +257,7 @@ def test_a_file_that_is_gone_is_an_error_of_the_job(quiet):
     """And not one of the thread that reads."""
     cluster = quiet()
     job = cluster.run(os.getpid)
-    ended(cluster, job, Outcome(value=messages.Blob(7, path=str(cluster._run_dir.path / "nowhere"))))
+    ended(cluster, job, Outcome(value=wire.Blob(7, path=str(cluster._run_dir.path / "nowhere"))))
     with pytest.raises(nbe.JobError, match=r"succeeded, but its results cannot be read: .*No such file"):
         job.result(timeout=10)
     cluster.scale(2, 3)
@@ -315,7 +314,7 @@ def test_a_discovery_in_a_kernel(quiet):
     until(lambda: "discovery-recovered" in kinds())
     threads = {thread.name for thread in threading.enumerate()}
     assert "nbelastic-finder" in threads
-    in_driver(cluster, lambda driver: driver.take_in(ev.StopRequested("by the driver itself")))
+    in_driver(cluster, lambda driver: driver.post(ev.StopRequested("by the driver itself")))
     until(lambda: "nbelastic-finder" not in {thread.name for thread in threading.enumerate()})
 
 
@@ -338,7 +337,7 @@ def test_who_hears_nothing_while_several_jobs_end_does_not_wait_for_ever(quiet):
     """A kernel that is stopped, while others run jobs: the driver keeps the last one alone, and says so of the others."""
     cluster = quiet()
     job = cluster.run(os.getpid)
-    there = lambda: in_driver(cluster, lambda driver: set(driver._clients._there))
+    there = lambda: in_driver(cluster, lambda driver: set(driver._clients._greeted))
     before = there()
     with nbe.Cluster.attach("quiet") as other:
         (late,) = there() - before
@@ -370,7 +369,7 @@ def test_numbers_of_other_libraries_are_numbers(quiet):
     assert cluster.status().min == 3
     cluster.scale(np.int32(2))
     assert cluster.status().min == 2
-    with pytest.raises(nbe.UsageError, match="cannot be asked of the driver: Expected `int"):
+    with pytest.raises(nbe.UsageError, match="the request is invalid: Expected `int"):
         cluster.scale(max=1 << 70)
     with pytest.raises(nbe.UsageError, match=r"cannot be asked of the driver: <object .*> cannot be sent"):
         cluster.scale(max=object())
@@ -404,7 +403,7 @@ def test_an_answer_that_cannot_be_understood_ends_the_connection(quiet, monkeypa
 def test_a_wrong_kind_of_argument_costs_its_own_call(quiet, ask):
     """It is refused in one line, and the cluster is as before."""
     cluster = quiet()
-    with pytest.raises(nbe.UsageError, match="this cannot be asked of the driver: Expected"):
+    with pytest.raises(nbe.UsageError, match="the request is invalid: Expected"):
         ask(cluster)
     cluster.scale(2, 3)
     assert cluster.status().min == 2
@@ -413,7 +412,7 @@ def test_a_wrong_kind_of_argument_costs_its_own_call(quiet, ask):
 def test_a_number_that_is_no_integer_of_64_bits_keeps_nobody_from_being_told(quiet):
     """A total that somebody has reported: it is none, and updates go on."""
     cluster = quiet()
-    in_driver(cluster, lambda driver: driver.fleet.live.report_of({"total": 1e30, "loss": 0.5}))
+    in_driver(cluster, lambda driver: driver.telemetry.add_report({"total": 1e30, "loss": 0.5}))
     cluster.scale(2, 3)
     assert (cluster.status().total, cluster.status().report) == (None, {"loss": 0.5})
 
@@ -487,7 +486,12 @@ def test_who_found_hosts_before_is_not_heard_any_more(quiet, tmp_path, own):
     cluster = quiet(discovery=before)
     with nbe.Cluster.attach("quiet", discovery=after if own else str(script)) as other:
         if own:  # it takes the other's place with its first word
-            until(lambda: in_driver(cluster, lambda driver: driver._discoveries._heard == driver._discoveries._next))
+            until(
+                lambda: in_driver(
+                    cluster,
+                    lambda driver: driver._parts.discoveries._client_key == driver._parts.discoveries._next_client_key,
+                )
+            )
         before.go.set()
         until(lambda: before.looks > 1)
         assert (list(cluster.hosts), [event.kind for event in cluster.events if event.host]) == ([], [])
@@ -509,7 +513,7 @@ def test_who_finds_hosts_is_heard_until_another_says_something(quiet):
 def test_values_stay_until_everybody_has_them(quiet):
     """A kernel that is stopped while others run the next jobs finds the file of the one that it was told of."""
     cluster = quiet()
-    there = lambda: in_driver(cluster, lambda driver: set(driver._clients._there))
+    there = lambda: in_driver(cluster, lambda driver: set(driver._clients._greeted))
     before = there()
     with nbe.Cluster.attach("quiet") as other:
         (slow,) = there() - before
@@ -517,9 +521,9 @@ def test_values_stay_until_everybody_has_them(quiet):
         for number in range(1, 5):
             job = cluster.run(os.getpid)
             if number == 2:
-                told = lambda _: slow._jobs.get("job-1", (0, 0, False))[2] and not slow.takes
+                told = lambda _: slow._jobs.get("job-1", (0, 0, False))[2] and not slow.unmapped_jobs
                 until(lambda: in_driver(cluster, told))  # it has said that it has it, and is to be as if it had not
-                in_driver(cluster, lambda _: setattr(slow, "takes", {"job-1"}))
+                in_driver(cluster, lambda _: setattr(slow, "unmapped_jobs", {"job-1"}))
             ended(cluster, job, Outcome(value=blob(number, folder / job.name / "value")))
             assert job.result(timeout=10) == [number]
         assert sorted(path.name for path in folder.iterdir()) == ["job-1", "job-3", "job-4"]
@@ -529,7 +533,7 @@ def test_values_stay_until_everybody_has_them(quiet):
 
 def test_a_cluster_whose_lock_is_removed_ends(quiet, monkeypatch):
     """Nobody could find it any more."""
-    monkeypatch.setattr(driver_module, "LOOK", 0.05)
+    monkeypatch.setattr(abandonment, "CHECK_INTERVAL", 0.05)
     cluster = quiet()
     cluster._run_dir.lock.unlink()
     until(lambda: cluster.status().reason == "stopped: its lock file was removed")

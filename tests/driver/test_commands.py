@@ -13,7 +13,7 @@ import pytest
 from nbelastic.cli.follow import Output
 from nbelastic.cli.main import main
 from nbelastic.driver.results import Outcome
-from nbelastic.protocol import messages
+from nbelastic.protocol import wire
 from tests.core.story import wid
 from tests.driver.test_clients import blob, ended, in_driver
 from tests.support.waiting import until
@@ -36,9 +36,9 @@ def prints(cluster, job, rank: int, text: str) -> None:
     w = wid(f"a/{rank}#1")
 
     def hear(driver):
-        driver._inbound.is_known = lambda _: True
-        end = driver.runs[job.name]._heard_to.get((w, "out"), 0) + len(text)
-        driver._hear(f"worker/{w}", messages.WorkerOutput(w, "out", text, end, job.name, rank))
+        driver._parts.received_messages.is_known = lambda _: True
+        end = driver.runs[job.name]._received_to.get((w, "out"), 0) + len(text)
+        driver._on_message(f"worker/{w}", wire.WorkerOutput(w, "out", text, end, job.name, rank))
 
     in_driver(cluster, hear)
     until(lambda: text.strip().rpartition("\n")[2] in job.logs())

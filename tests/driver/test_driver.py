@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from nbelastic.core.state import HostPhase
-from nbelastic.driver.answers import ready_workers
-from nbelastic.protocol import agent_messages, worker_messages
+from nbelastic.driver.request_answers import ready_workers
 from nbelastic.protocol import events as ev
+from nbelastic.protocol import wire
 from nbelastic.protocol.ids import HostSpec, WorkerId
 from tests.driver.fakes import Outside, tell
 
@@ -47,7 +47,7 @@ def test_a_life(tmp_path: Path) -> None:
                 11,
                 1,
             )  # one on the way to where all left for the newcomer
-            outside.driver.take_in(ev.JobStopRequested("job-1"))
+            outside.driver.post(ev.JobStopRequested("job-1"))
             await outside.passes(1.0)
             assert run.future.done()
         assert outside.ended
@@ -65,11 +65,11 @@ def test_a_newcomer_joins_by_plan(tmp_path: Path) -> None:
         async with training(tmp_path, "a:2", min=1) as outside:
             outside.trains(5)
             await outside.settles()
-            outside.driver.take_in(ev.HostAdded(HostSpec("b", 1), "a test"))
+            outside.driver.post(ev.HostAdded(HostSpec("b", 1), "a test"))
             await outside.passes(3.0)
             assert outside.ranks == ["a/0#1", "a/1#1", "b/0#1"]
             assert (outside.driver.cluster.resets, outside.driver.status.step) == (0, 5)
-            agreed = [message.commit for _, message in outside.sent if isinstance(message, worker_messages.Leave)]
+            agreed = [message.commit for _, message in outside.sent if isinstance(message, wire.Leave)]
             assert agreed == [None, None, 6, 6]
 
     tell(story)
@@ -82,10 +82,10 @@ def test_late_progress_of_the_job_before_is_not_that_of_the_next(tmp_path: Path)
         async with training(tmp_path, "a:1", min=1) as outside:
             outside.trains(5)
             await outside.settles()
-            outside.driver.take_in(ev.JobStopRequested("job-1"))
+            outside.driver.post(ev.JobStopRequested("job-1"))
             await outside.passes(1.0)
             outside.submit("job-2")
-            late = worker_messages.WorkerProgress(WorkerId("a", 0, 1), 1, 7, {"loss": 0.5})
+            late = wire.WorkerProgress(WorkerId("a", 0, 1), 1, 7, {"loss": 0.5})
             outside.deliver("worker/a/0#1", late)
             await outside.passes(2.0)
             status = outside.driver.status
@@ -124,12 +124,12 @@ def test_the_end_of_an_agent_is_not_that_of_the_next(tmp_path: Path) -> None:
             (old,) = (agent for agent in outside.agents.values() if agent.spec.name == "b")
             hears = old.hears
             old.hears = lambda message: (
-                isinstance(message, agent_messages.StopAgent) or hears(message)
+                isinstance(message, wire.StopAgent) or hears(message)
             )  # it ends, but not at once
-            outside.driver.take_in(ev.HostRemoved("b", by="a test", now=True))
+            outside.driver.post(ev.HostRemoved("b", by="a test", now=True))
             await outside.settles()
             assert "b" not in outside.driver.cluster.hosts
-            outside.driver.take_in(ev.HostAdded(HostSpec("b", 1), "a test"))
+            outside.driver.post(ev.HostAdded(HostSpec("b", 1), "a test"))
             old._on_stop("its agent ended")
             await outside.passes(3.0)
             assert "host-lost" not in outside.kinds()
@@ -145,7 +145,7 @@ def test_the_controller_ends_last(tmp_path):
     async def story():
         async with Outside(tmp_path, "a:1") as outside:
             await outside.passes(2.0)
-            chronicle = outside.driver.chronicle
+            chronicle = outside.driver.event_log
             close = chronicle.close
             chronicle.close = lambda: (close(), there.append(outside.controller_stopped))
         assert outside.controller_stopped

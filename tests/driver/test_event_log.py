@@ -15,14 +15,14 @@ def texts(log):
 
 def test_the_files_do_not_grow_for_ever(tmp_path, monkeypatch):
     """A full file takes the place of the one before; the next driver reads both."""
-    monkeypatch.setattr(event_log, "MOST", 3000)
+    monkeypatch.setattr(event_log, "MAX_SIZE", 3000)
     log = EventLog(tmp_path / "events.jsonl")
     for number in range(100):
         log.record(cmd.Record("test", f"record {number}"), 0.0, 0)
     log.close()
     assert {path.name for path in tmp_path.iterdir()} == {"events.jsonl", "events.old"}
     assert sum(path.stat().st_size for path in tmp_path.iterdir()) < 2 * 3200
-    again = EventLog(tmp_path / "events.jsonl", again=True)
+    again = EventLog(tmp_path / "events.jsonl", append=True)
     found = texts(again)
     again.close()
     assert len(found) > 15
@@ -56,8 +56,8 @@ def test_a_full_disk_costs_lines_of_the_log_and_nothing_else(tmp_path):
     disk.room = 10_000
     log.record(cmd.Record("test", "after"), 0.0, 0)
     log.close()
-    said = "the event log misses lines: [Errno 28] No space left on device"
+    said = "lines are missing in the event log: [Errno 28] No space left on device"
     assert texts(log) == ["before", "lost 0", "lost 1", said, "lost 2", "after"]
-    again = EventLog(tmp_path / "events.jsonl", again=True)
+    again = EventLog(tmp_path / "events.jsonl", append=True)
     assert texts(again) == ["before", "after"]
     again.close()

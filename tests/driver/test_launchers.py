@@ -8,8 +8,8 @@ from subprocess import Popen
 import pytest
 
 import nbelastic as nbe
-from nbelastic.driver import invitations
-from nbelastic.driver.answers import begun
+from nbelastic.driver import connection_files
+from nbelastic.driver.request_answers import has_ready_workers
 from nbelastic.provision import launchers
 from nbelastic.provision.launchers import ProcessAgent
 from tests.driver.fakes import Outside, tell
@@ -76,13 +76,13 @@ def test_a_host_that_cannot_be_launched_is_lost_with_the_reason(tmp_path):
     async def story():
         async with Nowhere(tmp_path, "gpu9") as outside:
             with pytest.raises(nbe.HostError, match=r"gpu9: its agent cannot be started: gpu9 is odd"):
-                begun(outside.driver.cluster, 1)
+                has_ready_workers(outside.driver.cluster, 1)
 
     tell(story)
 
 
 def test_a_connection_file_that_cannot_be_made_says_so(quiet, monkeypatch):
     """Whatever was raised on the way is the caller's error, and nobody waits for ever."""
-    monkeypatch.setattr(invitations, "here_towards", broken)
-    with pytest.raises(nbe.HostError, match="no cluster file can be made: gpu9 is odd"):
+    monkeypatch.setattr(connection_files, "here_towards", broken)
+    with pytest.raises(nbe.HostError, match="the connection file cannot be made: gpu9 is odd"):
         quiet().connection_file("gpu9")

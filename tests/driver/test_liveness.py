@@ -1,60 +1,60 @@
 """When a world stands still: the time since its last commit, judged by what is usual for it."""
 
-from nbelastic.driver.liveness import Commits
+from nbelastic.driver.liveness import StallDetector
 from nbelastic.protocol.events import StallDetected, StallResolved
 
 
 def test_a_world_that_commits_is_no_news():
     """Nothing is said as long as commits come."""
-    commits = Commits()
+    detector = StallDetector()
     for second in range(100):
-        commits.made(1, second, float(second))
-        assert commits.news(1, 5.0, second + 0.5) is None
+        detector.note_commits(1, second, float(second))
+        assert detector.check(1, 5.0, second + 0.5) is None
 
 
 def test_standing_still_is_told_again_and_its_end_once():
     """Every second while it lasts, with its length; then once that it goes on."""
-    commits = Commits()
-    commits.made(3, 10, 100.0)
-    assert commits.news(3, 5.0, 104.9) is None
-    assert commits.news(3, 5.0, 106.0) == StallDetected(3, 6.0)
-    assert commits.news(3, 5.0, 106.5) is None
-    assert commits.news(3, 5.0, 107.0) == StallDetected(3, 7.0)
-    commits.made(3, 11, 107.5)
-    assert commits.news(3, 5.0, 108.0) == StallResolved(3)
-    assert commits.news(3, 5.0, 108.5) is None
+    detector = StallDetector()
+    detector.note_commits(3, 10, 100.0)
+    assert detector.check(3, 5.0, 104.9) is None
+    assert detector.check(3, 5.0, 106.0) == StallDetected(3, 6.0)
+    assert detector.check(3, 5.0, 106.5) is None
+    assert detector.check(3, 5.0, 107.0) == StallDetected(3, 7.0)
+    detector.note_commits(3, 11, 107.5)
+    assert detector.check(3, 5.0, 108.0) == StallResolved(3)
+    assert detector.check(3, 5.0, 108.5) is None
 
 
 def test_a_world_that_never_commits_stands_still_too():
     """Its time counts from when it was first looked at."""
-    commits = Commits()
-    assert commits.news(7, 5.0, 50.0) is None
-    assert commits.news(7, 5.0, 56.0) == StallDetected(7, 6.0)
+    detector = StallDetector()
+    assert detector.check(7, 5.0, 50.0) is None
+    assert detector.check(7, 5.0, 56.0) == StallDetected(7, 6.0)
 
 
 def test_a_new_generation_begins_anew():
     """What was said of the old one counts no more."""
-    commits = Commits()
-    commits.made(1, 5, 0.0)
-    assert commits.news(1, 5.0, 10.0) == StallDetected(1, 10.0)
-    assert commits.news(2, 5.0, 10.5) is None
-    assert commits.news(2, 5.0, 14.0) is None
+    detector = StallDetector()
+    detector.note_commits(1, 5, 0.0)
+    assert detector.check(1, 5.0, 10.0) == StallDetected(1, 10.0)
+    assert detector.check(2, 5.0, 10.5) is None
+    assert detector.check(2, 5.0, 14.0) is None
 
 
 def test_who_commits_seldom_is_not_suspected():
     """A commit every 30 s: five times that long is waited before anything is said."""
-    commits = Commits()
-    assert commits.news(1, 5.0, 0.0) is None
+    detector = StallDetector()
+    assert detector.check(1, 5.0, 0.0) is None
     for number in range(1, 5):
-        commits.made(1, number, 30.0 * number)
-    assert commits.news(1, 5.0, 120.0 + 149.0) is None
-    assert isinstance(commits.news(1, 5.0, 120.0 + 151.0), StallDetected)
+        detector.note_commits(1, number, 30.0 * number)
+    assert detector.check(1, 5.0, 120.0 + 149.0) is None
+    assert isinstance(detector.check(1, 5.0, 120.0 + 151.0), StallDetected)
 
 
 def test_late_news_changes_nothing():
     """A commit that was told of already, or of a generation that is over."""
-    commits = Commits()
-    commits.made(2, 9, 10.0)
-    commits.made(2, 9, 20.0)
-    commits.made(1, 99, 20.0)
-    assert isinstance(commits.news(2, 5.0, 20.0), StallDetected)
+    detector = StallDetector()
+    detector.note_commits(2, 9, 10.0)
+    detector.note_commits(2, 9, 20.0)
+    detector.note_commits(1, 99, 20.0)
+    assert isinstance(detector.check(2, 5.0, 20.0), StallDetected)

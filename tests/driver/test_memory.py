@@ -7,48 +7,48 @@ import os
 import weakref
 
 from nbelastic.core import commands as cmd
-from nbelastic.driver import run as run_module
+from nbelastic.driver import job_run
+from nbelastic.driver.job_run import JobRun
 from nbelastic.driver.results import Outcome
-from nbelastic.driver.run import Run
 from nbelastic.driver.telemetry import Telemetry
-from nbelastic.protocol import agent_messages, messages, output_buffer
+from nbelastic.protocol import output_buffer, wire
 from tests.core.story import wid
 from tests.support import inside
 from tests.support.waiting import until
 
 
 def said(worker, text, end=None):
-    return messages.WorkerOutput(wid(worker), "out", text, len(text) if end is None else end)
+    return wire.WorkerOutput(wid(worker), "out", text, len(text) if end is None else end)
 
 
 def test_lines_of_workers_that_died_make_room(monkeypatch):
     """A crash loop: the lines of the oldest processes go first, those of who still prints stay."""
     monkeypatch.setattr(output_buffer, "MOST", 100)
-    run = Run("job", None)
+    run = JobRun("job", None)
     position = 0
     for incarnation in range(1, 50):
-        run.hear(said(f"a/0#{incarnation}", "line\n" * 10))
+        run.add_output(said(f"a/0#{incarnation}", "line\n" * 10))
         position += len("alive\n")
-        run.hear(said("b/0#1", "alive\n", position))
+        run.add_output(said("b/0#1", "alive\n", position))
     kept = {str(w): len(lines) for w, lines in run.printed.lines.items()}
     assert sum(kept.values()) == run.printed._kept <= 100
     assert kept["b/0#1"] == 49
     assert list(kept)[:-1] == [f"a/0#{i}" for i in range(50 - len(kept) + 1, 50)]
-    assert len(run.printed._rests) + len(kept) == len(run._heard_to) == len(kept)
+    assert len(run.printed._rests) + len(kept) == len(run._received_to) == len(kept)
     assert [line.text for _, line in run.printed.since(0, "b/0#1")] == ["alive"] * 49
 
 
 def test_outcomes_of_programs_that_failed_do_not_add_up(monkeypatch):
     """Newcomers that fail, one after the other: the last ones are kept, and the values of who succeeded."""
-    monkeypatch.setattr(run_module, "ERRORS", 3)
-    run = Run("job", None)
-    run.ended(wid("b/0#1"), Outcome(value=messages.Blob(2, b"42")))
+    monkeypatch.setattr(job_run, "KEPT_ERRORS", 3)
+    run = JobRun("job", None)
+    run.add_outcome(wid("b/0#1"), Outcome(value=wire.Blob(2, b"42")))
     for incarnation in range(1, 10):
-        run.ended(wid(f"a/0#{incarnation}"), Outcome("ValueError: no", "traceback"))
+        run.add_outcome(wid(f"a/0#{incarnation}"), Outcome("ValueError: no", "traceback"))
     assert [str(w) for w in run.outcomes] == ["b/0#1", "a/0#7", "a/0#8", "a/0#9"]
     run.end(cmd.EndJob("job", "succeeded", "", (wid("b/0#1"),)))
-    run.ended(wid("a/0#9"), Outcome(value=messages.Blob(1, b"1")))
-    assert (run.future.result(), run.outcomes) == ([messages.Blob(2, b"42")], {})
+    run.add_outcome(wid("a/0#9"), Outcome(value=wire.Blob(1, b"1")))
+    assert (run.future.result(), run.outcomes) == ([wire.Blob(2, b"42")], {})
 
 
 def test_jobs_that_are_over_are_forgotten(quiet):
@@ -71,10 +71,10 @@ def test_jobs_that_are_over_are_forgotten(quiet):
 
 def test_a_sample_that_comes_after_its_worker_s_end_is_dropped():
     """Nobody would remove it again."""
-    live = Telemetry()
-    sample = agent_messages.AgentSample("a", 1.0, 2, {"a/0#1": (1.0, 2), "a/0#2": (3.0, 4)}, 5, ())
-    live.sample_of(sample, {wid("a/0#2")}, 1.0)
-    assert live.worker_samples == {"a/0#2": (3.0, 4)}
+    telemetry = Telemetry()
+    sample = wire.AgentSample("a", 1.0, 2, {"a/0#1": (1.0, 2), "a/0#2": (3.0, 4)}, 5, ())
+    telemetry.add_sample(sample, {wid("a/0#2")}, 1.0)
+    assert telemetry.worker_samples == {"a/0#2": (3.0, 4)}
 
 
 def test_orders_without_an_id_are_told_apart(quiet):

@@ -14,7 +14,7 @@ from nbelastic.client import cluster as cluster_module
 from nbelastic.client.cluster import DEATHS
 from nbelastic.client.connection import Connection, JobCopy
 from nbelastic.core import commands as cmd
-from nbelastic.driver.agents import Fleet
+from nbelastic.driver.agents import Agents
 from nbelastic.driver.results import Outcome
 from nbelastic.notebook.magics import ElasticMagics
 from nbelastic.protocol import updates as u
@@ -264,12 +264,12 @@ def test_what_is_saved_stays_until_the_next_driver_has_taken_over(quiet, monkeyp
     state, found = cluster._run_dir.path / NAME, []
     before = state.read_bytes()
 
-    async def adopt(fleet, _):
-        fleet._record(cmd.Record("gate-started", "a gate was started again"))
-        fleet._save()
+    async def adopt(agents, _):
+        agents._record(cmd.Record("gate-started", "a gate was started again"))
+        agents._save()
         found.append(state.read_bytes())
 
-    monkeypatch.setattr(Fleet, "adopt", adopt)
+    monkeypatch.setattr(Agents, "adopt", adopt)
     die(cluster)
     assert found == [before]
     assert (cluster.status().min, cluster.status().max) == (2, 9)

@@ -18,7 +18,7 @@ from msgspec.structs import replace
 from nbelastic.client import progress
 from nbelastic.client.job import Job, outcome
 from nbelastic.client.progress import INTERVAL, Progress, fitted, line, terminal
-from nbelastic.driver.run import Run
+from nbelastic.driver.job_run import JobRun
 from nbelastic.errors import JobError, JobStoppedError, WaitTimeoutError
 from nbelastic.protocol.status import Status
 from nbelastic.system import pickling
@@ -103,7 +103,7 @@ def packed(*values):
 
 
 def job_of(*story, end=lambda run: run.future.set_result(packed(7))):
-    run = Run("job-1", None)
+    run = JobRun("job-1", None)
     driver = FakeDriver(story or [RUNNING], lambda: end(run))
     return Job(lambda: driver, run)
 

@@ -14,8 +14,8 @@ from nbelastic.client.kept_arguments import arguments_of, kept_arguments
 from nbelastic.core import commands as cmd
 from nbelastic.core.recovery import summary
 from nbelastic.core.state import ClusterState, Host, HostPhase, Job, Slot
+from nbelastic.driver.driver_snapshot import DriverSnapshot, SavedAgent, SavedJob
 from nbelastic.driver.event_log import EventLog
-from nbelastic.driver.snapshot import Saved, SavedAgent, SavedJob
 from nbelastic.errors import UsageError
 from nbelastic.protocol import saved_cluster
 from nbelastic.protocol.ids import HostSpec
@@ -25,7 +25,7 @@ from nbelastic.protocol.saved_cluster import NAME, begin, clusters, find
 from nbelastic.provision.discovery import source_of
 from nbelastic.system.folders import runs
 from nbelastic.system.presence import identity, lives
-from nbelastic.transport.keys import Keys
+from nbelastic.transport.link import Keys
 
 US = identity(os.getpid())
 
@@ -35,10 +35,10 @@ def _own_temporary_folder(tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
 
 
-def example(name: str = "train", process: str = US) -> Saved:
+def example(name: str = "train", process: str = US) -> DriverSnapshot:
     host = Host(HostSpec("a", 2), 0, (Slot(incarnation=1),), phase=HostPhase.UP)
     cluster = summary(ClusterState(Limits(), hosts={"a": host}, job=Job("job-1")))
-    return Saved(
+    return DriverSnapshot(
         version="0.1.0",
         wire=saved_cluster.fingerprint(),
         name=name,
@@ -70,13 +70,13 @@ def left(name: str = "train", process: str = US) -> RunDir:
 def test_a_kill_at_any_byte_leaves_what_was_there(monkeypatch):
     """Written beside the old one, which is replaced as a whole."""
     run_dir = left()
-    before = Saved.read(run_dir.path)
+    before = DriverSnapshot.read(run_dir.path)
     data = json.dumps({"any": "thing"}).encode()
     for cut in range(len(data)):
         (run_dir.path / f".{NAME}.new").write_bytes(data[:cut])
-        assert Saved.read(run_dir.path) == before
+        assert DriverSnapshot.read(run_dir.path) == before
     replace(before, term=2).write(run_dir.path)
-    assert Saved.read(run_dir.path).term == 2
+    assert DriverSnapshot.read(run_dir.path).term == 2
     assert (run_dir.path / NAME).stat().st_mode & 0o777 == 0o600
 
 
@@ -86,7 +86,7 @@ def test_a_file_of_another_user_is_refused(monkeypatch):
     owner = os.getuid()
     monkeypatch.setattr(os, "getuid", lambda: owner + 1)
     with pytest.raises(UsageError, match=f"belongs to another user .uid {owner}."):
-        Saved.read(run_dir.path)
+        DriverSnapshot.read(run_dir.path)
 
 
 def test_what_is_listed():
@@ -177,10 +177,10 @@ def test_the_history_goes_on(tmp_path):
     first.close()
     with path.open("a") as file:
         file.write('{"at": 2, "record": {"time": 1, "kind": "cut')
-    second = EventLog(path, again=True)
+    second = EventLog(path, append=True)
     second.record(cmd.Record("job-ended", "two"), 3.0, 2)
     second.close()
     assert [record.text for record in second.kept()[0]] == ["one", "two"]
-    third = EventLog(path, again=True)
+    third = EventLog(path, append=True)
     assert [record.text for record in third.kept()[0]] == ["one", "two"]
     third.close()

@@ -12,22 +12,22 @@ import pytest
 from nbelastic.core import commands as cmd
 from nbelastic.core.state import ClusterState
 from nbelastic.driver import status
-from nbelastic.driver.run import Run
+from nbelastic.driver.job_run import JobRun
 from nbelastic.driver.status import snapshot
-from nbelastic.driver.telemetry import POINTS, Curve, Telemetry
-from nbelastic.protocol import worker_messages
+from nbelastic.driver.telemetry import MAX_POINTS, Curve, Telemetry
+from nbelastic.protocol import wire
 from nbelastic.protocol.limits import Limits
 from tests.core.story import wid
 
 
-@pytest.mark.parametrize("count", [1, 2, POINTS - 1, POINTS, 1000, 12345])
+@pytest.mark.parametrize("count", [1, 2, MAX_POINTS - 1, MAX_POINTS, 1000, 12345])
 def test_a_curve_keeps_its_shape_in_few_points(count):
     """However many reports: fewer than 100 points, oldest first, from the first value to one of the last."""
     curve = Curve()
     for i in range(count):
         curve.add(float(i))
     points = curve.points
-    assert 0 < len(points) < POINTS
+    assert 0 < len(points) < MAX_POINTS
     assert list(points) == sorted(points)
     width = count / len(points)
     assert points[0] <= width
@@ -36,82 +36,86 @@ def test_a_curve_keeps_its_shape_in_few_points(count):
 
 def test_the_total_is_no_curve():
     """`report(total=...)` is for the time that is left; not a number, or none at all, is no total."""
-    live = Telemetry()
-    live.report_of({"loss": 0.5, "total": 300.0})
-    assert (live.total, live.report, set(live.curves)) == (300, {"loss": 0.5}, {"loss"})
+    telemetry = Telemetry()
+    telemetry.add_report({"loss": 0.5, "total": 300.0})
+    assert (telemetry.total, telemetry.report, set(telemetry.curves)) == (300, {"loss": 0.5}, {"loss"})
     for total in (math.nan, math.inf, -1.0):
-        live.report_of({"loss": 0.5, "total": total})
-        assert live.total is None
+        telemetry.add_report({"loss": 0.5, "total": total})
+        assert telemetry.total is None
 
 
 def test_a_value_that_is_not_finite_is_told_once_a_job():
     """Not a number or infinite, each name for itself; the next job is told of its own. A word is no number to be judged."""
-    live = Telemetry()
-    assert live.report_of({"loss": 0.5, "phase": "warmup"}) == ()
-    assert live.report_of({"loss": math.nan, "norm": math.inf, "phase": "nan"}) == ("loss", "norm")
-    assert live.report_of({"loss": math.nan, "norm": 1.0}) == ()
-    assert live.report_of({"loss": 0.5, "lr": -math.inf}) == ("lr",)
-    live.begin_job()
-    assert live.report_of({"loss": math.nan}) == ("loss",)
+    telemetry = Telemetry()
+    assert telemetry.add_report({"loss": 0.5, "phase": "warmup"}) == ()
+    assert telemetry.add_report({"loss": math.nan, "norm": math.inf, "phase": "nan"}) == ("loss", "norm")
+    assert telemetry.add_report({"loss": math.nan, "norm": 1.0}) == ()
+    assert telemetry.add_report({"loss": 0.5, "lr": -math.inf}) == ("lr",)
+    telemetry.begin_job()
+    assert telemetry.add_report({"loss": math.nan}) == ("loss",)
     after = Telemetry()
-    after.recall(live.saved())
-    assert after.report_of({"loss": math.nan}) == ()  # by another driver
+    after.load(telemetry.saved())
+    assert after.add_report({"loss": math.nan}) == ()  # by another driver
 
 
 def test_a_word_is_shown_and_has_no_curve():
     """`report(phase="warmup")`: as it is, and a `total` in words is none."""
-    live = Telemetry()
+    telemetry = Telemetry()
     for value in (1.0, 0.5):
-        live.report_of({"phase": "warmup", "loss": value, "total": "many"})
-    assert (live.report, set(live.curves), live.total) == ({"phase": "warmup", "loss": 0.5}, {"loss"}, None)
+        telemetry.add_report({"phase": "warmup", "loss": value, "total": "many"})
+    assert (telemetry.report, set(telemetry.curves), telemetry.total) == (
+        {"phase": "warmup", "loss": 0.5},
+        {"loss"},
+        None,
+    )
 
 
 def live_at(commits, **steps):
-    live = Telemetry(steps={wid(f"a/{name[1:]}#1"): step for name, step in steps.items()})
+    telemetry = Telemetry(steps={wid(f"a/{name[1:]}#1"): step for name, step in steps.items()})
     for at, commit in commits:
-        live.progress(commit, at)
-    return live
+        telemetry.add_commit(commit, at)
+    return telemetry
 
 
 def test_who_is_behind_for_two_seconds_is_behind():
     """Others have made commit 8 more than two seconds ago; this one made 5 last."""
-    live = live_at([(9.0, 5), (10.0, 8), (12.5, 9)], w0=9, w1=5)
-    assert live.behind(wid("a/1#1"), 12.6) == 3
-    assert live.behind(wid("a/0#1"), 12.6) == 0
+    telemetry = live_at([(9.0, 5), (10.0, 8), (12.5, 9)], w0=9, w1=5)
+    assert telemetry.behind(wid("a/1#1"), 12.6) == 3
+    assert telemetry.behind(wid("a/0#1"), 12.6) == 0
 
 
 def test_news_that_is_on_its_way_is_no_delay():
     """Rank 0 reports four times a second, others once: that its report came first says nothing."""
-    live = live_at([(10.0, 5), (11.0, 6)], w0=6, w1=5)
-    assert live.behind(wid("a/1#1"), 12.6) == 0
+    telemetry = live_at([(10.0, 5), (11.0, 6)], w0=6, w1=5)
+    assert telemetry.behind(wid("a/1#1"), 12.6) == 0
 
 
 def test_who_has_just_come_is_not_behind():
     """It has made no commit yet; how far the others are is not its fault."""
-    live = live_at([(10.0, 5000), (12.0, 5001)], w0=5001)
-    assert live.behind(wid("a/1#1"), 14.0) == 0
+    telemetry = live_at([(10.0, 5000), (12.0, 5001)], w0=5001)
+    assert telemetry.behind(wid("a/1#1"), 14.0) == 0
 
 
 def test_it_may_be_read_while_it_is_written():
     """The driver's thread writes, others look at the same time: nobody stumbles over a container that changes."""
-    live, stop = Telemetry(), threading.Event()
+    telemetry, stop = Telemetry(), threading.Event()
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-5)
 
     def write():
         for i in range(20_000):
-            live.progress(i, i / 1000)
-            live.report_of({f"value {i % 7}": 1.0})
+            telemetry.add_commit(i, i / 1000)
+            telemetry.add_report({f"value {i % 7}": 1.0})
             if i % 500 == 0:
-                live.begin_job()
+                telemetry.begin_job()
         stop.set()
 
     writer = threading.Thread(target=write)
     writer.start()
     try:
         while not stop.is_set():
-            assert live.behind(wid("a/0#1"), 3.0) == 0
-            assert 0 <= snapshot("s", ClusterState(Limits()), live, 1.0).step < 20_000
+            assert telemetry.behind(wid("a/0#1"), 3.0) == 0
+            assert 0 <= snapshot("s", ClusterState(Limits()), telemetry, 1.0).step < 20_000
     finally:
         writer.join()
         sys.setswitchinterval(before)
@@ -120,7 +124,7 @@ def test_it_may_be_read_while_it_is_written():
 def test_the_time_of_a_status_follows_a_clock_that_is_set(monkeypatch):
     """A suspended machine, a corrected clock: `time` and `failed_at` are of one clock. Drift moves nothing from look to look."""
     monkeypatch.setattr(status, "time", clocks := SimpleNamespace(time=lambda: 1000.0, monotonic=lambda: 10.0))
-    wall = status._Clock()
+    wall = status._WallClock()
     monkeypatch.setattr(status, "wall", wall)
     clocks.time = lambda: 1000.1
     assert snapshot("c", ClusterState(Limits()), Telemetry(), 10.0).time == 1000.0
@@ -134,6 +138,6 @@ def test_a_job_that_failed_says_where_it_can_go_on():
         (None, ""),
         (("/runs/one", 100, 3), "; run it again with checkpoint='/runs/one' to go on from its newest checkpoint"),
     ):
-        run = Run("job-1", worker_messages.Program("job-1", "", plan, "code"))
+        run = JobRun("job-1", wire.Program("job-1", "", plan, "code"))
         run.end(cmd.EndJob("job-1", "failed", "all workers died", ()))
         assert str(run.future.exception()) == f"job-1 failed: all workers died{hint}"

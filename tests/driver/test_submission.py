@@ -8,7 +8,7 @@ import os
 import pytest
 
 import nbelastic as nbe
-from nbelastic.driver import snapshot
+from nbelastic.driver import driver_snapshot
 
 
 @pytest.fixture
@@ -27,13 +27,13 @@ def test_a_job_that_cannot_be_saved_is_no_job(cluster, monkeypatch, what):
         if what == "program":
             full.setattr("nbelastic.client.cluster.replace_private", no_space)
         else:
-            full.setattr(snapshot.Saved, "write", no_space)
+            full.setattr(driver_snapshot.DriverSnapshot, "write", no_space)
         with pytest.raises(nbe.UsageError, match=r"job-1 cannot be saved in .*kept \(No space left on device\): free"):
             cluster.run_script(__file__) if what == "script's state" else cluster.run(os.getpid)
     assert cluster.job is None
     job = cluster.run(os.getpid)
     assert (job.name, job.status) == ("job-1", "running")
-    assert snapshot.Saved.read(cluster._run_dir.path).job.name == "job-1"
+    assert driver_snapshot.DriverSnapshot.read(cluster._run_dir.path).job.name == "job-1"
 
 
 class Counted:
@@ -58,6 +58,6 @@ def test_arguments_are_pickled_once_and_by_the_caller(cluster):
 
 def test_a_job_needs_no_folder_for_its_results(cluster, monkeypatch):
     """The disk is full when the job begins: it runs, and long results are fetched."""
-    monkeypatch.setattr("nbelastic.driver.agents.make_private", no_space)
+    monkeypatch.setattr("nbelastic.driver.jobs.make_private", no_space)
     assert cluster.run(os.getpid).status == "running"
     assert cluster.status().job == "job-1"

@@ -15,7 +15,7 @@ import msgspec
 import psutil
 import pytest
 
-from nbelastic.driver.snapshot import Saved
+from nbelastic.driver.driver_snapshot import DriverSnapshot
 from nbelastic.provision.tcp_proxy_process import MOST_OF_A_PEER
 from tests.hosts.network import DRIVER
 from tests.hosts.observing import LONG, agent_of, on
@@ -252,7 +252,7 @@ def test_two_thousand_connections_at_each_door(network, trains):
 def test_keys_are_kept_on_hosts(network, make, temporary):
     """No key in a command line or an environment on any host, in a log, an event or a `repr`; files are their owner's alone."""
     cluster = make(min=2, keep=True)  # it is saved, and its keys with it
-    keys = Saved.read(run_dir(cluster)).keys
+    keys = DriverSnapshot.read(run_dir(cluster)).keys
     rows = cluster.execute("import os, subprocess; p = subprocess.Popen(['sleep', '1000']); print(p.pid)", timeout=LONG)
     engines = json.loads(controller_file(cluster, "-engine.json"))
     secrets = [key for key in msgspec.structs.astuple(keys) if key]

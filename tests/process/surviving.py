@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 
 import nbelastic as nbe
-from nbelastic.driver.snapshot import Saved
+from nbelastic.driver.driver_snapshot import DriverSnapshot
 from nbelastic.protocol.run_directory import RunDir
 from nbelastic.system.folders import runs
 from nbelastic.system.presence import pid_of
@@ -111,8 +111,8 @@ class Kernel:
         self.process.communicate(timeout=20)
 
     @property
-    def saved(self) -> Saved:
-        return Saved.read(runs() / self.name)
+    def saved(self) -> DriverSnapshot:
+        return DriverSnapshot.read(runs() / self.name)
 
     def processes(self) -> dict[int, str]:
         """All that it has started and that live, and what those have started: pid and command line."""

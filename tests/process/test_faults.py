@@ -8,7 +8,7 @@ import pytest
 
 import nbelastic as nbe
 from nbelastic.core.membership import step
-from nbelastic.driver import driver
+from nbelastic.driver import decisions
 from nbelastic.protocol import events as ev
 from tests.process import programs
 from tests.process.observing import until
@@ -28,10 +28,10 @@ def test_what_trains_goes_on_without_decisions(make, tmp_path, monkeypatch):
     cluster.run(programs.train, str(tmp_path))
     until(lambda: cluster.status().step > 5)
     pids = {worker.pid for worker in cluster.workers}
-    monkeypatch.setattr(driver, "step", broken)
+    monkeypatch.setattr(decisions, "step", broken)
     with pytest.raises(nbe.ClusterStoppedError, match="KeyError: 'a fault', at Scaled"):
         cluster.scale(2, 2)
-    until(lambda: "decides nothing any more" in cluster.status().reason)
+    until(lambda: "makes no more decisions" in cluster.status().reason)
     end, made = time.monotonic() + 3.0, cluster.status().step
     until(lambda: time.monotonic() > end and cluster.status().step > made + 20)
     assert {worker.pid for worker in cluster.workers} == pids

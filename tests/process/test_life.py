@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 import nbelastic as nbe
-from nbelastic.driver.snapshot import Saved
+from nbelastic.driver.driver_snapshot import DriverSnapshot
 from tests.process import programs
 from tests.process.observing import alive, descendants, driver_of, ours, run_dir, until
 
@@ -115,7 +115,7 @@ def test_everything_listens_on_loopback_only(make, tmp_path):
 def test_keys_are_kept(make):
     """No key in any command line or in the workers' environment; files are their owner's alone."""
     cluster = make("localhost:2", min=2, keep=True)  # it is saved, and its keys with it
-    keys = Saved.read(run_dir(cluster)).keys
+    keys = DriverSnapshot.read(run_dir(cluster)).keys
     secrets = [keys.server_secret, keys.client_secret, keys.client_public]
     rows = cluster.execute("import subprocess; p = subprocess.Popen(['sleep', '1000']); print(p.pid)", timeout=20)
     children = {int(row[1]) for row in rows}

@@ -21,7 +21,7 @@ def test_a_worker_is_restarted_by_hand(trains):
     victim = training.runs(3)[1]
     training.cluster.order({"order": "restart", "worker": victim.id, "id": "mine"}, by="a test")
     until(lambda: orders(training.cluster).get("mine", ("",))[0] == "done")
-    assert orders(training.cluster)["mine"][1] == f"{victim.id.removesuffix('1')}2 is in its place"
+    assert orders(training.cluster)["mine"][1] == f"{victim.id.removesuffix('1')}2 has replaced it"
     ranks = training.runs(3)
     assert victim.pid not in {w.pid for w in ranks}
     training.finish()
@@ -46,7 +46,7 @@ def test_a_page_gone_wild_is_not_let_in(make):
     cluster = make("localhost:1", cooldown=(60, 300))
     for n in range(300):
         cluster.order({"order": "add_host", "host": f"nowhere{n}.invalid", "id": f"o{n}"}, by="a test")
-    until(lambda: len([e for e in cluster.events if "orders are under way" in e.text]) >= 200)
+    until(lambda: len([e for e in cluster.events if "requests are under way" in e.text]) >= 200)
     assert len(cluster.status().orders) <= 40
     cluster.order({"order": "stop", "id": "end"}, by="a test")
     until(lambda: orders(cluster).get("end", ("",))[0] == "done")

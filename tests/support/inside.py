@@ -52,7 +52,7 @@ class DriverThread:
         except BaseException as error:
             self._error = error
         finally:
-            self.driver.chronicle.close()
+            self.driver.event_log.close()
             self._ready.set()
 
     @property
@@ -70,7 +70,7 @@ class DriverThread:
 
     def ask(self, event: ev.Event) -> None:
         """Have the driver take this event in."""
-        self.call(self.driver.take_in, event)
+        self.call(self.driver.post, event)
 
     def kill(self) -> None:
         """As a kill of the process, which keeps nothing open; the cluster stays as it is."""
@@ -97,7 +97,7 @@ def launch(
     start: Start, folder: Path, on_change: Callable[[], object], before: Connection | None = None
 ) -> tuple[Connection, DriverThread]:
     """As `client.launch.launch`, without a process."""
-    thread = threads[folder.name] = DriverThread(process.prepare(process.decoded(encoded(start))))
+    thread = threads[folder.name] = DriverThread(process.prepare(process.decode(encoded(start))))
     return Connection(folder, on_change, before), thread
 
 

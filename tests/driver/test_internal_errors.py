@@ -15,13 +15,13 @@ from nbelastic.core import script_rounds
 from nbelastic.core.membership import step
 from nbelastic.core.script_rounds import advance
 from nbelastic.core.state import Stage
-from nbelastic.driver import driver as module
-from nbelastic.driver.executor import Executor
-from nbelastic.driver.run import Run
-from nbelastic.driver.snapshot import SavedJob
+from nbelastic.driver import decisions
+from nbelastic.driver.command_executor import CommandExecutor
+from nbelastic.driver.driver_snapshot import SavedJob
+from nbelastic.driver.job_run import JobRun
 from nbelastic.driver.snapshot_writer import SnapshotWriter
-from nbelastic.protocol import agent_messages, worker_messages
 from nbelastic.protocol import events as ev
+from nbelastic.protocol import wire
 from nbelastic.protocol.ids import HostSpec
 from nbelastic.protocol.script_events import NodeReady, Terms
 from nbelastic.system import supervise
@@ -50,12 +50,12 @@ def kinds(cluster):
 
 def test_a_fault_in_a_decision_ends_the_deciding(quiet, monkeypatch, caplog):
     """Who waits is told; the status, one event and one message with the traceback say what to do; a stop still works."""
-    monkeypatch.setattr(module, "step", broken_step)
+    monkeypatch.setattr(decisions, "step", broken_step)
     cluster = quiet()
     job = cluster.run(print)
     with caplog.at_level(logging.ERROR, logger="nbelastic"):
         break_it(cluster)
-    said = r"has a fault and decides nothing any more \(KeyError: 'b/0#1', at Scaled\): what trains goes on; stop"
+    said = r"has failed and makes no more decisions \(KeyError: 'b/0#1', at Scaled\): running jobs continue; stop"
     with pytest.raises(nbe.ClusterStoppedError, match=said):
         job.result(timeout=20)
     for ask in (
@@ -66,7 +66,7 @@ def test_a_fault_in_a_decision_ends_the_deciding(quiet, monkeypatch, caplog):
     ):
         with pytest.raises(nbe.ClusterStoppedError, match=said):
             ask()
-    assert "decides nothing any more" in cluster.status().reason
+    assert "makes no more decisions" in cluster.status().reason
     assert kinds(cluster).count("driver-failed") == 1
     assert [bool(record.exc_info) for record in caplog.records] == [True]
     cluster.stop()
@@ -76,7 +76,7 @@ def test_a_fault_in_a_decision_ends_the_deciding(quiet, monkeypatch, caplog):
 
 def test_a_button_stops_a_cluster_that_decides_nothing(quiet, monkeypatch):
     """Whoever has only the dashboard can end it."""
-    monkeypatch.setattr(module, "step", broken_step)
+    monkeypatch.setattr(decisions, "step", broken_step)
     cluster = quiet()
     break_it(cluster)
     cluster.order({"order": "stop"}, "a page")
@@ -87,7 +87,7 @@ def test_a_kept_cluster_gets_a_sound_driver_by_an_attach(quiet, monkeypatch):
     """After a fault, `detach` and `attach` are enough: the next driver decides from what it finds."""
     cluster = quiet(keep=True)
     with monkeypatch.context() as fault:
-        fault.setattr(module, "step", broken_step)
+        fault.setattr(decisions, "step", broken_step)
         break_it(cluster)
     cluster.detach()
     with nbe.Cluster.attach("quiet", discovery=NoHosts()) as again:
@@ -105,7 +105,7 @@ def test_the_other_commands_of_a_decision_are_carried_out(quiet, monkeypatch):
         done.append(command)
 
     cluster = quiet()
-    monkeypatch.setattr(Executor, "carry_out", do)
+    monkeypatch.setattr(CommandExecutor, "execute", do)
     cluster.add_host("gpu9")
     with pytest.raises(nbe.ClusterStoppedError, match="OSError: no, at HostAdded"):
         cluster.wait(1, timeout=20)
@@ -119,15 +119,15 @@ async def asked_to_leave(outside):
     await outside.passes(2.0)
     outside.trains(5)
     await outside.settles()
-    outside.lost.add(("a/1#1", worker_messages.Leave))
-    outside.driver.take_in(ev.HostAdded(HostSpec("b", 1), "a test"))
+    outside.lost.add(("a/1#1", wire.Leave))
+    outside.driver.post(ev.HostAdded(HostSpec("b", 1), "a test"))
     await outside.settles()
     assert outside.driver.cluster.awaiting == {wid("a/1#1")}
     assert outside.driver.cluster.stage is Stage.ASKED
 
 
 def leaves(outside):
-    return [message.commit for _, message in outside.sent if isinstance(message, worker_messages.Leave)]
+    return [message.commit for _, message in outside.sent if isinstance(message, wire.Leave)]
 
 
 def test_members_that_were_asked_to_leave_stay(tmp_path):
@@ -137,7 +137,7 @@ def test_members_that_were_asked_to_leave_stay(tmp_path):
         async with Outside(tmp_path, "a:2") as outside:
             await asked_to_leave(outside)
             outside.driver.stop_deciding(ev.Ticked(), KeyError("x"))
-            assert leaves(outside) == [None, None, worker_messages.Leave.STAY, worker_messages.Leave.STAY]
+            assert leaves(outside) == [None, None, wire.Leave.STAY, wire.Leave.STAY]
 
     tell(story)
 
@@ -152,24 +152,24 @@ def test_members_that_have_answered_are_told_what_becomes_of_them(tmp_path, monk
             driver, send = outside.driver, outside.link.send_to_all
 
             def fail(*event):
-                if broken == "note" or (isinstance(event[-1], worker_messages.Leave) and event[-1].commit == 6):
+                if broken == "note" or (isinstance(event[-1], wire.Leave) and event[-1].commit == 6):
                     raise KeyError("b/0#1")
                 send(*event)
 
-            target, name = (driver.chronicle, "note") if broken == "note" else (outside.link, "send_to_all")
+            target, name = (driver.event_log, "note") if broken == "note" else (outside.link, "send_to_all")
             monkeypatch.setattr(target, name, fail)
             outside.deliver("worker/a/1#1", ev.LeaveAcknowledged(wid("a/1#1"), 1, 5, driver.cluster.asks))
             await outside.settles()
-            assert driver.faults.decides_not
-            commit = 6 if broken == "note" else worker_messages.Leave.STAY
+            assert driver.internal_errors.decision_failure
+            commit = 6 if broken == "note" else wire.Leave.STAY
             assert leaves(outside) == [None, None, commit, commit]
 
     tell(story)
 
 
 async def with_script(outside):
-    run = Run("script-1", None)
-    script = agent_messages.Script("script-1", "train.py")
+    run = JobRun("script-1", None)
+    script = wire.Script("script-1", "train.py")
     outside.driver.jobs.submit(run, SavedJob("script-1", script=(script, Terms())))
     await outside.settles()
     return run
@@ -189,7 +189,7 @@ def test_a_fault_in_a_decision_about_a_script_ends_the_deciding_too(tmp_path, mo
             await with_script(outside)
             monkeypatch.setattr(script_rounds, "advance", broken_advance)
             await outside.passes(6.0)
-            assert "decides nothing any more (KeyError: 'round 1', at Ticked)" in outside.driver.status.reason
+            assert "makes no more decisions (KeyError: 'round 1', at Ticked)" in outside.driver.status.reason
             outside.deliver("node/a~1", NodeReady("a", 0, "127.0.0.1:4000", "default"))
             await outside.passes(6.0)
             assert events == ["Tick"]
@@ -208,9 +208,9 @@ def test_the_other_commands_of_a_decision_about_a_script_are_carried_out(tmp_pat
         async with Outside(tmp_path, "", min=1) as outside:
             run = await with_script(outside)
             monkeypatch.setattr(script_rounds, "advance", broken_advance)
-            outside.driver.take_in(ev.JobStopRequested("script-1"))
+            outside.driver.post(ev.JobStopRequested("script-1"))
             await outside.settles()
-            assert "Ticked is no command that the driver knows" in outside.driver.faults.decides_not
+            assert "the driver cannot carry out the command Ticked" in outside.driver.internal_errors.decision_failure
             assert isinstance(run.future.exception(0), nbe.JobStoppedError)
 
     tell(story)
@@ -229,16 +229,16 @@ def test_a_fault_beside_the_decisions_costs_one_thing(tmp_path, caplog):
             question = Future()
             driver._pending.resolve(question, fail)
             for _ in range(3):
-                outside.deliver("agent/a~1", worker_messages.QueryPosition(1))
+                outside.deliver("agent/a~1", wire.QueryPosition(1))
             asyncio.get_running_loop().call_soon(fail)
-            driver.take_in(ev.Scaled(2, 3))
+            driver.post(ev.Scaled(2, 3))
             await outside.settles()
             assert isinstance(question.exception(0), LookupError)
             assert driver.cluster.limits.min == 2
-            texts = [record.text for record in driver.chronicle.kept()[0] if record.kind == "driver-error"]
+            texts = [record.text for record in driver.event_log.kept()[0] if record.kind == "driver-error"]
             assert len(texts) == 2, texts
             assert (
-                "QueryPosition of agent/a~1: TypeError: QueryPosition from agent/a~1 is no message that the driver knows"
+                "QueryPosition of agent/a~1: TypeError: agent/a~1 has sent QueryPosition, which the driver does not know"
                 in texts
             )
 
@@ -269,7 +269,7 @@ def test_who_gives_up_waiting_is_forgotten(tmp_path):
             given_up.cancel()
             await outside.settles()
             asked.clear()
-            outside.driver.take_in(ev.Scaled(2, 3))
+            outside.driver.post(ev.Scaled(2, 3))
             await outside.settles()
             assert set(asked) == {"waiting"}
             waiting.cancel()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from nbelastic.driver import orders
+from nbelastic.driver import change_requests
 from nbelastic.errors import HostError, UsageError
 from nbelastic.protocol import events as ev
 from tests.core.story import Story, wid
@@ -12,16 +12,16 @@ from tests.core.story import Story, wid
 
 def ask(story, message, by="dashboard"):
     """The order, and a way to ask what has become of it."""
-    order = orders.read(message, story.cluster, 2, by)
-    return order, lambda: order.done(story.cluster)
+    request = change_requests.parse(message, story.cluster, 2, by)
+    return request, lambda: request.outcome(story.cluster)
 
 
 def test_a_host_is_added_when_it_is_up():
     """Not when the order was taken: until its agent has spoken it is under way."""
     story = Story("a:1", min=1).run()
-    order, done = ask(story, {"order": "add_host", "host": "carol@b:3"})
-    assert order.text == "add b:3"
-    story.send(order.event)
+    request, done = ask(story, {"order": "add_host", "host": "carol@b:3"})
+    assert request.text == "add b:3"
+    story.send(request.event)
     assert done() is None
     story.quiet()
     assert done() == "up with 3 slots"
@@ -30,8 +30,8 @@ def test_a_host_is_added_when_it_is_up():
 def test_a_host_that_cannot_be_started_is_a_refusal():
     """With the reason."""
     story = Story("a:1", min=1).run()
-    order, done = ask(story, {"order": "add_host", "host": "b"})
-    story.send(order.event, ev.AgentLost("b", "ssh: connection refused"))
+    request, done = ask(story, {"order": "add_host", "host": "b"})
+    story.send(request.event, ev.AgentLost("b", "ssh: connection refused"))
     with pytest.raises(HostError, match="ssh: connection refused; it is tried again"):
         done()
 
@@ -39,8 +39,8 @@ def test_a_host_that_cannot_be_started_is_a_refusal():
 def test_a_host_is_removed_when_it_has_left():
     """While its workers go on to the next commit it is under way."""
     story = Story("a:1", "b:1", min=1).run()
-    order, done = ask(story, {"order": "remove_host", "host": "b", "now": False})
-    story.send(order.event)
+    request, done = ask(story, {"order": "remove_host", "host": "b", "now": False})
+    story.send(request.event)
     assert done() is None
     story.quiet(3.0)
     assert done() == "it has left"
@@ -49,8 +49,8 @@ def test_a_host_is_removed_when_it_has_left():
 def test_a_host_that_was_added_again_is_not_removed():
     """Somebody else has changed their mind."""
     story = Story("a:1", "b:1", min=1).run()
-    order, done = ask(story, {"order": "remove_host", "host": "b"})
-    story.send(order.event)
+    request, done = ask(story, {"order": "remove_host", "host": "b"})
+    story.send(request.event)
     story.add("b:1")
     with pytest.raises(HostError, match="added again"):
         done()
@@ -59,12 +59,12 @@ def test_a_host_that_was_added_again_is_not_removed():
 def test_a_restart_is_done_when_another_is_ready():
     """The old one is gone at once; the order is under way until its slot has a worker that can take code."""
     story = Story("a:2", min=1).run()
-    order, done = ask(story, {"order": "restart", "worker": "a/1#1"})
+    request, done = ask(story, {"order": "restart", "worker": "a/1#1"})
     story._forget(wid("a/1#1"))
-    story.send(order.event)
+    story.send(request.event)
     assert done() is None
     story.quiet(3.0)
-    assert done() == "a/1#2 is in its place"
+    assert done() == "a/1#2 has replaced it"
 
 
 def test_who_alone_has_the_state_is_refused_at_once():
@@ -84,9 +84,9 @@ def test_an_empty_max_takes_the_limit_away():
 def test_a_job_is_stopped_when_it_has_ended():
     """And without a job there is nothing to stop."""
     story = Story("a:1", min=1).run()
-    order, done = ask(story, {"order": "stop_job"})
+    request, done = ask(story, {"order": "stop_job"})
     assert done() is None
-    story.send(order.event)
+    story.send(request.event)
     assert done() == f"{story.job.name} has ended"
     with pytest.raises(UsageError, match="no job is running"):
         ask(story, {"order": "stop_job"})
@@ -97,14 +97,14 @@ def test_a_job_is_stopped_when_it_has_ended():
     [
         ({"order": "add_host", "host": "b:x"}, "'b:x': the number of slots must be a whole number"),
         ({"order": "add_host", "host": ""}, "'' is no host"),
-        ({"order": "add_host", "host": 3}, "this is no order"),
+        ({"order": "add_host", "host": 3}, "unknown request"),
         ({"order": "remove_host", "host": "c"}, "there is no host 'c'; the hosts are a"),
         ({"order": "restart", "worker": "a/7#1"}, "there is no worker 'a/7#1'; the workers are a/0#1"),
         ({"order": "scale", "min": 3, "max": 2}, "min=3 is more than max=2"),
         ({"order": "scale", "min": 0, "max": 2}, "min=0: at least 1"),
         ({"order": "scale", "min": True, "max": 2}, "must be whole numbers"),
-        ({"order": "dance"}, "this is no order"),
-        ({}, "this is no order"),
+        ({"order": "dance"}, "unknown request"),
+        ({}, "unknown request"),
     ],
 )
 def test_what_cannot_be_is_refused_in_one_line(message, said):

@@ -1,6 +1,6 @@
-"""What the driver reaches the outside by: the link, agents, ipyparallel's controller and the clock.
+"""What connects the driver to the outside: the message server, launchers, ipyparallel's controller and the clock.
 
-The decisions need none of them. A test gives fakes, and drives a whole driver without a process, a socket or a second of waiting.
+Tests inject fakes, and run a whole driver without a process, a socket or a second of waiting.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ from typing import Any, Protocol
 
 from nbelastic.driver.clock import Clock
 from nbelastic.ipp.supervisor import Supervisor
-from nbelastic.protocol import messages
+from nbelastic.protocol import wire
 from nbelastic.protocol.ids import HostSpec
 from nbelastic.provision.launchers import Agent, agent_for, locate
-from nbelastic.transport.server import Server
+from nbelastic.transport.link import Hub
 
-# Starts a background task, named for reports of its faults, which is started again whenever it fails.
-Supervised = Callable[[str, Callable[[], Awaitable[None]]], asyncio.Task[None]]
+# Starts a background task that is started again whenever it fails. The text names it in error reports.
+StartTask = Callable[[str, Callable[[], Awaitable[None]]], asyncio.Task[None]]
 
 
-class Transport(Protocol):
-    """The driver's end of the link: see `transport.server.Server`."""
+class MessageServer(Protocol):
+    """The driver's end of the connections: see `transport.link.Hub`."""
 
     heard_at: dict[str, float]
     address: str
@@ -31,9 +31,9 @@ class Transport(Protocol):
 
     async def stop(self) -> None: ...
 
-    def send(self, peer: str, message: messages.Message) -> None: ...
+    def send(self, peer: str, message: wire.Message) -> None: ...
 
-    def send_to_all(self, peers: Iterable[str], message: messages.Message) -> None: ...
+    def send_to_all(self, peers: Iterable[str], message: wire.Message) -> None: ...
 
     def forget(self, peer: str) -> None: ...
 
@@ -54,14 +54,14 @@ class Controller(Protocol):
 
 
 @dataclass(frozen=True)
-class Parts:
-    """Each is called as the class or function that it is by default."""
+class Dependencies:
+    """Factories and functions. Each is called like its default."""
 
-    transport: Callable[..., Transport] = Server
+    server: Callable[..., MessageServer] = Hub
     locate: Callable[[HostSpec, str], Awaitable[tuple[str, str]]] = locate
     agent_for: Callable[..., Agent] = agent_for
     controller: Callable[..., Controller] = Supervisor
     clock: Callable[[float], Clock] = Clock
 
 
-REAL = Parts()
+REAL = Dependencies()

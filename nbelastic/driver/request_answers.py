@@ -11,32 +11,34 @@ from msgspec.structs import replace
 
 from nbelastic.core import commands as cmd
 from nbelastic.core.state import ClusterState, HostPhase, WorkerState
-from nbelastic.driver import orders
-from nbelastic.driver.agents import Fleet
+from nbelastic.driver import change_requests
+from nbelastic.driver.agents import Agents
+from nbelastic.driver.cells import Cells
+from nbelastic.driver.connection_files import ConnectionFiles
 from nbelastic.driver.discoveries import Discoveries
-from nbelastic.driver.invitations import Invitations
+from nbelastic.driver.driver_snapshot import SavedJob
+from nbelastic.driver.job_run import JobRun
 from nbelastic.driver.jobs import Jobs
-from nbelastic.driver.orders import execute_on_all, execute_setup
 from nbelastic.driver.pending import Pending
-from nbelastic.driver.run import Run
-from nbelastic.driver.snapshot import SavedJob
-from nbelastic.driver.stacks import show_stacks
+from nbelastic.driver.stack_dumps import collect_stack_dumps
+from nbelastic.driver.telemetry import Telemetry
+from nbelastic.driver.workers import Workers
 from nbelastic.errors import HostError, UsageError
 from nbelastic.protocol import events as ev
-from nbelastic.protocol import messages
 from nbelastic.protocol import requests as r
+from nbelastic.protocol import wire
 from nbelastic.protocol.settings import Settings
 from nbelastic.protocol.status import Status
 
 
 def ready_workers(cluster: ClusterState) -> int:
-    """How many workers can take code."""
+    """How many workers can run code."""
     return sum(worker.state is WorkerState.READY for worker in cluster.workers.values())
 
 
-def begun(cluster: ClusterState, low: int) -> bool | None:
-    """Whether `low` workers are ready. HostError if no host is left that could start one: each is named with its reason."""
-    if ready_workers(cluster) >= low:
+def has_ready_workers(cluster: ClusterState, least: int) -> bool | None:
+    """True if so many workers are ready, else None. HostError, with a reason for each host, if all hosts are lost."""
+    if ready_workers(cluster) >= least:
         return True
     hosts = cluster.hosts.values()
     if hosts and all(host.phase is HostPhase.LOST for host in hosts):
@@ -44,11 +46,11 @@ def begun(cluster: ClusterState, low: int) -> bool | None:
     return None
 
 
-class Answers:
+class RequestAnswers:
     """Lives in the driver's thread.
 
-    `post(event)` puts an event into the driver's inbox, `record` adds to the event log; `save_arguments` keeps those of
-    `Cluster` for clients and drivers to come.
+    `post(event)` puts an event into the driver's inbox, `record` adds to the event log, and `save_arguments` keeps the
+    arguments of `Cluster` for later clients and drivers.
     """
 
     def __init__(
@@ -56,25 +58,29 @@ class Answers:
         *,
         cluster: Callable[[], ClusterState],
         settings: Settings,
-        fleet: Fleet,
+        agents: Agents,
+        workers: Workers,
+        cells: Cells,
         jobs: Jobs,
+        telemetry: Telemetry,
         pending: Pending,
         discoveries: Discoveries,
-        invitations: Invitations,
+        connection_files: ConnectionFiles,
         status: Callable[[], Status],
         post: Callable[[ev.Event], None],
         record: Callable[[cmd.Record], None],
         save_arguments: Callable[[Mapping[str, Any]], None],
     ) -> None:
-        self._cluster, self._settings, self._fleet, self._jobs, self._pending = cluster, settings, fleet, jobs, pending
-        self._discoveries, self._invitations, self._status = discoveries, invitations, status
+        self._cluster, self._settings, self._agents, self._workers = cluster, settings, agents, workers
+        self._cells, self._jobs, self._telemetry, self._pending = cells, jobs, telemetry, pending
+        self._discoveries, self._connection_files, self._status = discoveries, connection_files, status
         self._post, self._record, self._save_arguments = post, record, save_arguments
 
     def answer(self, request: r.AnyRequest, future: Future[Any]) -> None:
-        """Resolve `future`, now or later. Raises what is wrong with the request."""
+        """Resolve `future`, now or later. Raises the error of an invalid request."""
         match request:
             case r.WaitForStart(least=least):
-                self._pending.resolve(future, lambda cluster: begun(cluster, least))
+                self._pending.resolve(future, lambda cluster: has_ready_workers(cluster, least))
             case r.WaitForWorld(size=size):
                 self._pending.resolve(future, lambda cluster: self._status_at_size(cluster, size))
             case r.Submit() | r.SubmitScript():
@@ -82,38 +88,38 @@ class Answers:
             case r.StopJob(job=job, by=by):
                 present = self._jobs.present
                 if present and job in ("", present):
-                    self._take_in(ev.JobStopRequested(present, f"stopped by {by}"), future)
+                    self._answer_after(ev.JobStopRequested(present, f"stopped by {by}"), future)
                 else:
                     future.set_result(True)
             case r.Execute() | r.ExecuteSetup() | r.ClearSetup():
                 self._answer_about_cells(request, future)
             case r.AddHost() | r.RemoveHost() | r.Scale() | r.Restart() | r.Press():
-                self._take_order(request, future)
+                self._answer_about_changes(request, future)
             case r.ShowStacks(timeout=timeout):
                 cluster = self._cluster()
                 if cluster.active_script is not None:
-                    raise UsageError("a script's workers cannot be asked where they are: use py-spy.")
-                show_stacks(cluster, self._fleet, self._pending, status=self._status, timeout=timeout, found=future)
+                    raise UsageError("nbelastic cannot show the stacks of a script's workers: use py-spy.")
+                self._collect_stack_dumps(cluster, timeout, future)
             case r.MakeConnectionFile(host=host):
-                self._invitations.make(host, future)
+                self._connection_files.create(host, future)
             case r.FindController():
-                self._pending.resolve(future, lambda _: self._controller())
+                self._pending.resolve(future, lambda _: self._find_controller())
             case r.Stop(by=by, within=within):
                 self._post(ev.StopRequested(f"stopped by {by}", within))
                 future.set_result(True)
             case r.Discover(source=source, arguments=arguments):
-                self._discoveries.ask(source)
+                self._discoveries.use(source)
                 if arguments is not None:
                     self._save_arguments(arguments)
                 future.set_result(True)
             case r.HostsFound(key=key, hosts=hosts, text=text, failed=failed):
-                self._discoveries.found_by_client(key, hosts, text, failed=failed)
+                self._discoveries.receive_from_client(key, hosts, text, failed=failed)
                 future.set_result(True)
             case _:
                 assert_never(request)
 
-    def _take_in(self, event: ev.Event, future: Future[Any]) -> None:
-        """Answer when the event has been decided on: from then on the status shows it."""
+    def _answer_after(self, event: ev.Event, future: Future[Any]) -> None:
+        """Answer when the driver has decided on the event: from then on the status shows it."""
         self._pending.resolve_after(event, future, lambda _: True)
 
     def _answer_about_cells(self, request: r.Execute | r.ExecuteSetup | r.ClearSetup, future: Future[Any]) -> None:
@@ -122,69 +128,86 @@ class Answers:
             raise UsageError(f"{self._jobs.present} is running: cells run between jobs.")
         match request:
             case r.Execute(source=source):
-                execute_on_all(cluster, self._fleet, self._pending, source, future)
+                self._cells.execute_on_all(cluster, source, future)
             case r.ExecuteSetup(key=key, source=source):
-                execute_setup(self._fleet, self._pending, key, source, future)
+                self._cells.try_setup(key, source, future)
             case r.ClearSetup(key=key):
                 known = [cell.key for cell in cluster.setup]
                 if key and key not in known:
                     raise UsageError(f"there is no setup cell {key!r}; there are {', '.join(known) or 'none'}.")
-                self._take_in(ev.SetupCleared(key), future)
+                self._answer_after(ev.SetupCleared(key), future)
 
-    def _take_order(self, order: r.AddHost | r.RemoveHost | r.Scale | r.Restart | r.Press, future: Future[Any]) -> None:
+    def _answer_about_changes(
+        self, request: r.AddHost | r.RemoveHost | r.Scale | r.Restart | r.Press, future: Future[Any]
+    ) -> None:
         cluster = self._cluster()
-        match order:
+        match request:
             case r.AddHost(host=host, by=by):
-                self._take_in(orders.add_host(host, by).event, future)
+                change = change_requests.add_host(host, by)
             case r.RemoveHost(host=host, now=now, by=by):
-                self._take_in(orders.remove_host(cluster, host, now, by).event, future)
+                change = change_requests.remove_host(cluster, host, now, by)
             case r.Scale(min=low, max=high, by=by):
-                self._take_in(orders.scale(cluster, low, high, True, by).event, future)
+                change = change_requests.scale(cluster, low, high, True, by)
             case r.Restart(worker=worker, by=by):
-                self._take_in(orders.restart(cluster, worker, by).event, future)
+                change = change_requests.restart_worker(cluster, worker, by)
             case r.Press(message=message, slots=slots, by=by):
-                noted, record = self._fleet.live.orders, self._record
-                orders.take(message, slots, by, cluster=cluster, orders=noted, record=record, pending=self._pending)
+                shown, record, pending = self._telemetry.requests, self._record, self._pending
+                change_requests.request_by_button(
+                    message, slots, by, cluster=cluster, shown=shown, record=record, pending=pending
+                )
                 future.set_result(True)
+                return
+        self._answer_after(change.event, future)
 
-    def _controller(self) -> r.ControllerFound | None:
-        information = self._fleet.information
+    def _collect_stack_dumps(self, cluster: ClusterState, timeout: float, future: Future[Any]) -> None:
+        collect_stack_dumps(
+            cluster,
+            self._workers,
+            self._telemetry,
+            self._pending,
+            status=self._status,
+            timeout=timeout,
+            result=future,
+        )
+
+    def _find_controller(self) -> r.ControllerFound | None:
+        information = self._agents.spawner.client_information
         if information is None:
             return None
-        return r.ControllerFound(information, tuple(self._fleet.engines.values()))
+        return r.ControllerFound(information, tuple(self._workers.engines.values()))
 
     def _status_at_size(self, cluster: ClusterState, size: int) -> Status | None:
-        """As soon as so many ranks train or, without a job, so many workers are ready."""
+        """The status if so many ranks train or, without a job, so many workers are ready; else None."""
         if cluster.present_job:
             status = self._status()
             return status if status.phase == "running" and status.world_size == size else None
         return self._status() if ready_workers(cluster) == size else None
 
     def _submit(self, request: r.Submit | r.SubmitScript, future: Future[Any]) -> None:
-        """Answer when the job has begun. No job is taken in that cannot be saved."""
+        """Answer when the job has begun. A job that cannot be saved is refused."""
         r.refuse_second_job(self._jobs.present)
         job = f"job-{self._jobs.submitted + 1}"
-        run: Run | None = None
+        run: JobRun | None = None
         try:
             if isinstance(request, r.Submit):
-                program = replace(request.program, job=job, call=_named(request.program.call, job))
-                run, saved = Run(job, program), SavedJob(job, program)
+                program = replace(request.program, job=job, call=_renamed(request.program.call, job))
+                run, saved = JobRun(job, program), SavedJob(job, program)
             else:
-                run, saved = Run(job, None), SavedJob(job, script=(replace(request.script, job=job), request.terms))
+                run, saved = JobRun(job, None), SavedJob(job, script=(replace(request.script, job=job), request.terms))
             self._jobs.submit(run, saved)
         except OSError as error:
             if run is not None:
-                run.forget_program()  # it would take the room that the next try needs
+                run.forget_program()  # its file would take the disk space that the next try needs
             raise r.not_saved(job, self._settings.run_dir, error) from None
-        self._pending.resolve(future, lambda cluster: _begun(cluster, run))
+        self._pending.resolve(future, lambda cluster: _name_if_begun(cluster, run))
 
 
-def _begun(cluster: ClusterState, run: Run) -> str | None:
+def _name_if_begun(cluster: ClusterState, run: JobRun) -> str | None:
     return run.name if cluster.present_job == run.name or run.future.done() else None
 
 
-def _named(call: messages.Blob | None, job: str) -> messages.Blob | None:
-    """The file of a call gets the job's name."""
+def _renamed(call: wire.Blob | None, job: str) -> wire.Blob | None:
+    """Rename the file of a call after its job."""
     if call is None or not call.path:
         return call
     return replace(call, path=str(Path(call.path).rename(Path(call.path).with_name(f"{job}.program"))))

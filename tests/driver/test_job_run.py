@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from nbelastic.driver.run import Run
+from nbelastic.driver.job_run import JobRun
 from nbelastic.protocol.ids import WorkerId
-from nbelastic.protocol.messages import WorkerOutput
+from nbelastic.protocol.wire import WorkerOutput
 
 ONE, TWO = WorkerId("a", 0, 1), WorkerId("a", 1, 1)
 
@@ -12,7 +12,7 @@ ONE, TWO = WorkerId("a", 0, 1), WorkerId("a", 1, 1)
 def told(run, *texts, worker=ONE, stream="out", rank=None, end=0):
     for text in texts:
         end += len(text)
-        run.hear(WorkerOutput(worker, stream, text, end, "job-1", rank))
+        run.add_output(WorkerOutput(worker, stream, text, end, "job-1", rank))
     return end
 
 
@@ -26,7 +26,7 @@ def unfinished(run, worker=None):
 
 def test_a_line_without_an_end_is_there():
     """While it grows, and when the job has ended without a last newline; with its end it is a line as any other."""
-    run = Run("job-1", None)
+    run = JobRun("job-1", None)
     end = told(run, "a line\nan", "other")
     assert (lines(run), unfinished(run)) == (["a line"], [("a/0#1", "out", "another")])
     end = told(run, " one\n", end=end)
@@ -39,7 +39,7 @@ def test_a_line_without_an_end_is_there():
 
 def test_a_progress_bar_is_one_line():
     """Its newest frame replaces those before it, however the text was cut on its way; at its end it is one line."""
-    run = Run("job-1", None)
+    run = JobRun("job-1", None)
     end = 0
     for text, shown in [
         ("\r  0%|     |", "  0%|     |"),
@@ -59,7 +59,7 @@ def test_a_progress_bar_is_one_line():
 
 def test_a_long_run_of_frames_needs_no_more_memory_than_one():
     """A bar that is never finished is kept as its last frame."""
-    run = Run("job-1", None)
+    run = JobRun("job-1", None)
     end = 0
     for i in range(5000):
         end = told(run, f"\r{i}" + "#" * 100, end=end)
@@ -69,7 +69,7 @@ def test_a_long_run_of_frames_needs_no_more_memory_than_one():
 
 def test_a_line_keeps_the_rank_of_its_time():
     """After a change of the world the worker has another rank; what it printed before does not change its label."""
-    run = Run("job-1", None)
+    run = JobRun("job-1", None)
     end = told(run, "one\n", rank=2)
     told(run, "two\nthree", rank=1, end=end)
     assert [(line.text, line.rank) for _, line in run.printed.since(0)] == [("one", 2), ("two", 1)]

@@ -1,0 +1,31 @@
+"""Stops a cluster that nobody uses or can find any more."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+
+from nbelastic.driver.clients import Clients
+from nbelastic.protocol import events as ev
+from nbelastic.protocol.run_directory import RunDir
+
+CHECK_INTERVAL = 5.0  # seconds
+
+
+async def stop_when_abandoned(
+    lease: float | None, clients: Clients, run_dir: RunDir, post: Callable[[ev.Event], None]
+) -> None:
+    """Stop a kept cluster after `lease` seconds without a client (None: it is not kept), and any without its lock file.
+
+    A cleaner of temporary folders may remove the lock file; then no client finds the cluster.
+    """
+    while True:
+        alone = 0.0 if clients.has_any or lease is None else time.monotonic() - clients.alone_since
+        if lease is not None and alone >= lease:
+            post(ev.StopRequested(f"no client has been connected for {lease:g} s"))
+            return
+        if not run_dir.is_there:
+            post(ev.StopRequested("its lock file was removed"))
+            return
+        await asyncio.sleep(CHECK_INTERVAL if lease is None else max(0.01, min(CHECK_INTERVAL, lease - alone)))

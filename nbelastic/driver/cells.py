@@ -1,0 +1,101 @@
+"""Cells on workers: sends them, collects their results, and tries setup cells."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future
+
+from nbelastic.core.state import ClusterState, WorkerState
+from nbelastic.driver.pending import Pending
+from nbelastic.driver.workers import Workers
+from nbelastic.errors import UsageError
+from nbelastic.protocol import events as ev
+from nbelastic.protocol import wire
+from nbelastic.protocol.cells import Executed, row
+from nbelastic.protocol.ids import WorkerId
+
+
+class Cells:
+    """Lives in the driver's thread; `post` puts events into its inbox."""
+
+    def __init__(self, workers: Workers, pending: Pending, post: Callable[[ev.Event], None]) -> None:
+        self._workers, self._pending, self._post = workers, pending, post
+        self._callbacks: dict[tuple[WorkerId, int], Callable[[wire.CellResult], None]] = {}  # of cells without a result
+        self._numbers = itertools.count(time.time_ns())  # unique among all drivers of the cluster
+        self._setup_results: dict[int, dict[WorkerId, Executed]] = {}  # by version, while a client waits for them
+
+    def execute_on_all(self, cluster: ClusterState, source: str, results: Future[list[Executed]]) -> None:
+        """Run a cell on every ready worker; resolve `results` when each of them has answered or is lost."""
+        asked = {w for w, worker in cluster.workers.items() if worker.state is WorkerState.READY}
+        answers: dict[WorkerId, Executed] = {}
+
+        def collect(cluster: ClusterState) -> list[Executed] | None:
+            alive = [w for w in asked if w in cluster.workers]
+            return _in_order(asked, answers) if all(w in answers for w in alive) else None
+
+        for w in asked:
+
+            def on_result(result: wire.CellResult, w: WorkerId = w) -> None:
+                answers[w] = row(result)
+                self._pending.check_and_publish()
+
+            self._execute(w, source, on_result)
+        self._pending.resolve(results, collect)
+
+    def try_setup(self, key: str, source: str, results: Future[list[Executed]]) -> None:
+        """Try a setup cell; resolve `results` when its trial is over. They fail with UsageError if it cannot begin."""
+        version = time.time_ns()  # unique among all drivers of the cluster
+        answers = self._setup_results[version] = {}
+        tried: set[WorkerId] = set()
+
+        def collect(cluster: ClusterState) -> list[Executed] | None:
+            trial = cluster.trial
+            if trial is not None and trial.cell.version == version:
+                tried.update(trial.running)
+                return None
+            if not tried and not any(cell.version == version for cell in cluster.setup):
+                raise UsageError(
+                    "another setup cell or a job is still running: wait until it ends, "
+                    "or restart the worker that does not end it."
+                )
+            return _in_order(tried, answers)
+
+        results.add_done_callback(lambda _: self._setup_results.pop(version, None))
+        self._pending.resolve_after(ev.SetupSubmitted(key, source, version), results, collect)
+
+    def run_setup(self, w: WorkerId, version: int, source: str) -> None:
+        """Run a setup cell on one worker, and post its end."""
+
+        def on_result(result: wire.CellResult) -> None:
+            if version in self._setup_results:
+                self._setup_results[version][w] = row(result)
+            self._post(ev.SetupEnded(w, version, result.error))
+
+        self._execute(w, source, on_result, version)
+
+    def receive_result(self, result: wire.CellResult) -> None:
+        """Take what a cell has printed, and its error. Results of an earlier driver's cells are dropped."""
+        on_result = self._callbacks.pop((result.worker, result.number), None)
+        if on_result is not None:
+            on_result(result)
+
+    def forget(self, workers: Iterable[WorkerId]) -> None:
+        """Expect no results of lost workers."""
+        lost = frozenset(workers)
+        for cell in [cell for cell in self._callbacks if cell[0] in lost]:
+            del self._callbacks[cell]
+
+    def _execute(
+        self, w: WorkerId, source: str, on_result: Callable[[wire.CellResult], None], number: int | None = None
+    ) -> None:
+        """Run a cell on one worker. `on_result` is called in this thread, unless the worker is lost before."""
+        number = number or next(self._numbers)
+        self._callbacks[w, number] = on_result
+        self._workers.send((w,), wire.Cell(number, source))
+
+
+def _in_order(workers: Iterable[WorkerId], answers: Mapping[WorkerId, Executed]) -> list[Executed]:
+    lost = "the worker died while the cell ran"
+    return [answers.get(w, (str(w), "", "", lost)) for w in sorted(workers)]

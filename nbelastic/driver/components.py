@@ -1,0 +1,175 @@
+"""Builds the parts of the driver that need the message server and the event loop, and connects them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from nbelastic.core import commands as cmd
+from nbelastic.core.state import ClusterState
+from nbelastic.driver.agents import Agents
+from nbelastic.driver.background_tasks import BackgroundTasks
+from nbelastic.driver.cells import Cells
+from nbelastic.driver.clock import Clock
+from nbelastic.driver.command_executor import CommandExecutor
+from nbelastic.driver.dependencies import Dependencies, MessageServer
+from nbelastic.driver.discoveries import Discoveries
+from nbelastic.driver.event_log import EventLog
+from nbelastic.driver.internal_errors import InternalErrors
+from nbelastic.driver.jobs import Jobs
+from nbelastic.driver.liveness import Liveness
+from nbelastic.driver.pending import Pending
+from nbelastic.driver.received_messages import ReceivedMessages
+from nbelastic.driver.request_answers import RequestAnswers
+from nbelastic.driver.scripts import Scripts
+from nbelastic.driver.snapshot_writer import SnapshotWriter
+from nbelastic.driver.takeover import TakeoverReports
+from nbelastic.driver.telemetry import Telemetry
+from nbelastic.driver.workers import Workers
+from nbelastic.protocol import events as ev
+from nbelastic.protocol.settings import Settings
+from nbelastic.protocol.status import Status
+from nbelastic.transport.link import Keys
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shared:
+    """What the parts share. `record(record)` adds to the event log now, `record_at(record, now)` at that time."""
+
+    settings: Settings
+    dependencies: Dependencies
+    server: MessageServer
+    keys: Keys
+    clock: Clock
+    telemetry: Telemetry
+    event_log: EventLog
+    internal_errors: InternalErrors
+    tasks: BackgroundTasks
+    pending: Pending
+    snapshot_writer: SnapshotWriter
+    cluster: Callable[[], ClusterState]
+    status: Callable[[], Status]
+    post: Callable[[ev.Event], None]
+    decide_now: Callable[[ev.Event], None]
+    record: Callable[[cmd.Record], None]
+    record_at: Callable[[cmd.Record, float], None]
+    save: Callable[[], None]
+    save_arguments: Callable[[Mapping[str, Any]], None]
+    release_values: Callable[[str], None]
+    publish: Callable[[], None]
+    publish_soon: Callable[[], None]
+    update_clients: Callable[[], None]
+
+
+class Components:
+    """`reports`: collects reports during a takeover, else None. `submitted`: how many jobs the cluster has had."""
+
+    def __init__(self, shared: Shared, reports: TakeoverReports | None, submitted: int) -> None:
+        self._build_agents(shared)
+        self._build_jobs(shared, submitted)
+        self._build_message_handling(shared, reports)
+        self.answers = RequestAnswers(
+            cluster=shared.cluster,
+            settings=shared.settings,
+            agents=self.agents,
+            workers=self.workers,
+            cells=self.cells,
+            jobs=self.jobs,
+            telemetry=shared.telemetry,
+            pending=shared.pending,
+            discoveries=self.discoveries,
+            connection_files=self.scripts.connection_files,
+            status=shared.status,
+            post=shared.post,
+            record=shared.record,
+            save_arguments=shared.save_arguments,
+        )
+
+    def _build_agents(self, shared: Shared) -> None:
+        self.agents = Agents(
+            shared.settings,
+            shared.server,
+            shared.keys,
+            clock=shared.clock,
+            telemetry=shared.telemetry,
+            dependencies=shared.dependencies,
+            post=shared.post,
+            record=shared.record,
+            report=shared.internal_errors.report,
+            save=shared.save,
+        )
+        self.workers = Workers(shared.server, self.agents, shared.clock, shared.telemetry, shared.post)
+        self.cells = Cells(self.workers, shared.pending, shared.post)
+        self.liveness = Liveness(
+            shared.settings,
+            self.agents,
+            self.workers,
+            telemetry=shared.telemetry,
+            clock=shared.clock,
+            cluster=shared.cluster,
+            post=shared.post,
+            record=shared.record,
+        )
+        self.discoveries = Discoveries(shared.post, shared.record, shared.tasks.start)
+
+    def _build_jobs(self, shared: Shared, submitted: int) -> None:
+        self.scripts = Scripts(
+            cluster=shared.cluster,
+            settings=shared.settings,
+            clock=shared.clock,
+            server=shared.server,
+            agents=self.agents,
+            snapshot_writer=shared.snapshot_writer,
+            internal_errors=shared.internal_errors,
+            keys=shared.keys.for_clients(),
+            decide=shared.decide_now,
+            post=shared.post,
+            publish=shared.update_clients,
+            start_task=shared.tasks.start,
+        )
+        self.jobs = Jobs(
+            settings=shared.settings,
+            cluster=shared.cluster,
+            agents=self.agents,
+            workers=self.workers,
+            scripts=self.scripts,
+            pending=shared.pending,
+            telemetry=shared.telemetry,
+            snapshot_writer=shared.snapshot_writer,
+            post=shared.post,
+            release_values=shared.release_values,
+            submitted=submitted,
+        )
+
+    def _build_message_handling(self, shared: Shared, reports: TakeoverReports | None) -> None:
+        self.executor = CommandExecutor(
+            cluster=shared.cluster,
+            agents=self.agents,
+            workers=self.workers,
+            cells=self.cells,
+            jobs=self.jobs,
+            scripts=self.scripts,
+            event_log=shared.event_log,
+            record=shared.record_at,
+            log_dir=shared.settings.log_dir,
+        )
+        self.received_messages = ReceivedMessages(
+            cluster=shared.cluster,
+            clock=shared.clock,
+            server=shared.server,
+            agents=self.agents,
+            workers=self.workers,
+            cells=self.cells,
+            jobs=self.jobs,
+            scripts=self.scripts,
+            telemetry=shared.telemetry,
+            snapshot_writer=shared.snapshot_writer,
+            event_log=shared.event_log,
+            stall_detector=self.liveness.stall_detector,
+            takeover=reports,
+            post=shared.post,
+            record=shared.record,
+            publish=shared.publish,
+            publish_soon=shared.publish_soon,
+        )

@@ -1,0 +1,125 @@
+"""The driver's decisions: feeds events to the core one at a time, and has its commands carried out."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from functools import partial
+
+from nbelastic.core import commands as cmd
+from nbelastic.core.membership import deadline, step
+from nbelastic.core.state import ClusterState, is_same
+from nbelastic.driver.clock import Clock
+from nbelastic.driver.event_log import EventLog
+from nbelastic.driver.internal_errors import InternalErrors, call_each
+from nbelastic.protocol import events as ev
+from nbelastic.protocol import script_events as sev
+from nbelastic.protocol.limits import Limits
+
+Execute = Callable[[cmd.Command, float], None]
+AfterDecision = Callable[[ev.Event, ClusterState, tuple[cmd.Command, ...], float], None]
+
+
+class Decisions:
+    """Owns the cluster state and the inbox. Lives in the driver's thread.
+
+    - `is_stale(event)`: whether an event is dropped.
+    - `save()`: saves the driver snapshot.
+    - `execute(command, now)`: carries out a command.
+    - `after_decision(event, before, commands, now)`: called after each decision, with the cluster state `before` it.
+    - `on_failure(event, error)`: called when a decision has failed with an unexpected error.
+    """
+
+    def __init__(
+        self,
+        limits: Limits,
+        clock: Clock,
+        event_log: EventLog,
+        internal_errors: InternalErrors,
+        *,
+        is_stale: Callable[[ev.Event], bool],
+        save: Callable[[], None],
+        execute: Execute,
+        after_decision: AfterDecision,
+        on_failure: Callable[[ev.Event, Exception], None],
+    ) -> None:
+        self.cluster = ClusterState(limits)
+        self._clock, self._event_log, self._internal_errors = clock, event_log, internal_errors
+        self._is_stale, self._save, self._execute = is_stale, save, execute
+        self._after_decision, self._on_failure = after_decision, on_failure
+        self._inbox: asyncio.Queue[ev.Event] = asyncio.Queue()
+        self._can_decide_now = False
+        self._deadline_timer: asyncio.TimerHandle | None = None
+
+    def post(self, event: ev.Event) -> None:
+        """Put an event into the inbox."""
+        self._inbox.put_nowait(event)
+
+    def decide_now(self, event: ev.Event) -> None:
+        """Decide on a node's event before those in the inbox, because its sender is the host's present node only now."""
+        if not self._can_decide_now:  # there is no cluster state yet, or the first events come first
+            self.post(event)
+        else:
+            self._decide(event)
+
+    async def run(self) -> None:
+        """Decide on all events until the cluster has stopped."""
+        while not self._inbox.empty():
+            self._decide(self._inbox.get_nowait())
+        self._can_decide_now = True
+        while self.cluster.phase != "finished":
+            self._decide(await self._inbox.get())
+
+    def set_deadline_timer(self, now: float) -> None:
+        """Post a tick at the core's next deadline."""
+        self.cancel_deadline_timer()
+        at = deadline(self.cluster, now)
+        if at != float("inf"):
+            loop = asyncio.get_running_loop()
+            self._deadline_timer = loop.call_later(at - now, self._inbox.put_nowait, ev.Ticked())
+
+    def cancel_deadline_timer(self) -> None:
+        if self._deadline_timer is not None:
+            self._deadline_timer.cancel()
+            self._deadline_timer = None
+
+    def _decide(self, event: ev.Event) -> None:
+        if self._internal_errors.decision_failure:
+            self._stop_if_requested(event)
+            return
+        try:
+            self._step(event)
+        except Exception as error:  # noqa: BLE001  (a bug of ours: the training must go on)
+            self._on_failure(event, error)
+
+    def _stop_if_requested(self, event: ev.Event) -> None:
+        """After a failed decision: a request to stop the cluster ends the driver, which then ends all that it has started."""
+        if isinstance(event, ev.StopRequested):
+            self.cluster = ClusterState(self.cluster.limits, stopping=event.reason)
+
+    def _step(self, event: ev.Event) -> None:
+        if self._is_stale(event):
+            return
+        now = self._clock.now()
+        before = self.cluster
+        if before.phase == "running":
+            self._event_log.note_symptom(event, now)
+        self.cluster, commands = step(before, event, now)
+        if isinstance(event, sev.NodeReady) and is_same(before, self.cluster):
+            # A waiting node sends this event twice a second: it is neither logged nor published.
+            for command in commands:
+                self._execute(command, now)
+            return
+        # Save first: if the driver is killed now, it has announced nothing that the next driver cannot know.
+        error = call_each(
+            [
+                self._save,
+                partial(self._event_log.note, event, now),
+                *(partial(self._execute, command, now) for command in commands),
+            ]
+        )
+        if not self.cluster.suspects:
+            self._event_log.clear_symptoms()
+        self._after_decision(event, before, commands, now)
+        if error is not None:
+            raise error

@@ -1,0 +1,88 @@
+"""The driver snapshot: what a driver saves in the run folder so that the next driver of its cluster can take over.
+
+Only the user may read it (modes 0700 and 0600). A file is replaced as a whole: after a kill at any byte the previous one is there.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from nbelastic.core.commands import EndJob
+from nbelastic.core.recovery import SavedCluster
+from nbelastic.protocol import wire
+from nbelastic.protocol.saved_cluster import NAME, read
+from nbelastic.protocol.script_events import Terms
+from nbelastic.provision.tcp_proxy import SavedGate
+from nbelastic.system.files import replace_private
+from nbelastic.transport.link import Keys, encode
+
+
+class SavedAgent(msgspec.Struct, frozen=True):
+    """An agent that runs.
+
+    `number`: which start of an agent it is. `process`: the process for it on this machine (its own, or ssh's) as `pid@start`.
+    `driver_address`: this machine's address as the host reaches it. `rehome`: the newest address of its workers, if that
+    has changed. `job`: its job in a batch system.
+    """
+
+    number: int
+    process: str
+    driver_address: str = ""
+    rehome: wire.Rehome | None = None
+    job: str = ""
+
+
+class SavedJob(msgspec.Struct, frozen=True):
+    """The newest job: a program, or a script.
+
+    Of a script: the number of its last round, the number of each host's node, and how it ended (`over`). The next driver
+    starts its workers again.
+    """
+
+    name: str
+    program: wire.Program | None = None
+    script: tuple[wire.Script, Terms] | None = None
+    round: int = 0
+    nodes: dict[str, int] = {}
+    over: EndJob | None = None
+
+
+class DriverSnapshot(msgspec.Struct, frozen=True):
+    """`arguments`: of `Cluster`. `term`: the number of this driver of the cluster, from 1.
+
+    The fields that every process of the user reads are described at `saved_cluster.Head`.
+    """
+
+    version: str
+    wire: str
+    name: str
+    term: int
+    address: str
+    keys: Keys
+    arguments: dict[str, Any]
+    log_dir: str
+    cluster: SavedCluster
+    agents: dict[str, SavedAgent] = {}
+    controller: str = ""
+    gates: tuple[SavedGate, ...] = ()
+    doors: tuple[tuple[str, str, str], ...] = ()
+    agents_started: int = 0  # so far
+    submitted: int = 0  # jobs so far
+    processes: tuple[str, ...] = ()  # all on this machine that outlive the driver
+    job: SavedJob | None = None
+    number: str = ""  # names the folder for batch jobs
+    owner: str = ""  # the kernel with whose end the cluster ends; empty: the cluster is kept
+    hosts: tuple[str, ...] = ()
+    slots: int = 0
+    running: str = ""
+
+    @staticmethod
+    def read(folder: Path) -> DriverSnapshot:
+        """The snapshot of a run folder. UsageError if it cannot be used: see `saved_cluster.read`."""
+        return read(folder, DriverSnapshot)
+
+    def write(self, folder: Path) -> None:
+        replace_private(folder / NAME, [encode(self)])

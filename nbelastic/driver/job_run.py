@@ -1,0 +1,117 @@
+"""One run of a job: what each worker returned and printed, and the future that users wait for."""
+
+from __future__ import annotations
+
+import contextlib
+from concurrent.futures import Future
+from pathlib import Path
+
+from nbelastic.core import commands as cmd
+from nbelastic.driver.results import Outcome
+from nbelastic.errors import JobError, JobStoppedError
+from nbelastic.protocol import wire
+from nbelastic.protocol.ids import WorkerId
+from nbelastic.protocol.output_buffer import Line, Printed
+from nbelastic.system.terminal_text import newest, shown
+
+KEPT_ERRORS = 100  # of workers whose programs failed
+LONGEST_UNFINISHED_LINE = 10_000  # characters
+
+
+class JobRun:
+    """Lives in the driver's thread.
+
+    `program` is what workers run; None for a script, and if the program of an earlier driver is lost. The future's result is
+    the pickled value of each rank, None for a rank that was lost after others had finished.
+    """
+
+    def __init__(self, name: str, program: wire.Program | None) -> None:
+        self.name = name
+        self.program = program
+        self._checkpoints = program.checkpoints if program is not None else None
+        self.outcomes: dict[WorkerId, Outcome] = {}
+        self.future: Future[list[wire.Blob | None]] = Future()
+        self.printed = Printed(self._forget_output)
+        self.members: tuple[WorkerId, ...] = ()
+        self._end: cmd.EndJob | None = None
+        self._received_to: dict[tuple[WorkerId, str], int] = {}  # position in each worker's stream
+
+    def add_output(self, output: wire.WorkerOutput) -> None:
+        """Keep the last lines of what a worker printed."""
+        w, stream, printed = output.worker, output.stream, self.printed
+        known, begin = self._received_to.get((w, stream), 0), output.end - len(output.text)
+        if output.end <= known:
+            return
+        self._received_to[w, stream] = output.end
+        if begin > known:
+            self._add_line(output, f"… {begin - known} characters are only in the log file …")
+        before = printed.begun(w, stream)
+        *complete, unfinished = (before + output.text[max(0, known - begin) :]).split("\n")
+        for text in complete:
+            self._add_line(output, shown(text))
+        unfinished = newest(unfinished)[-LONGEST_UNFINISHED_LINE:]
+        if unfinished != before:
+            printed.begin(w, Line(0, stream, unfinished, output.rank))
+
+    def _forget_output(self, worker: WorkerId) -> None:
+        for stream in ("out", "err"):
+            self._received_to.pop((worker, stream), None)
+
+    def _add_line(self, output: wire.WorkerOutput, text: str) -> None:
+        line = Line(self.printed.heard + 1, output.stream, text, output.rank)
+        self.printed.add(output.worker, line)
+
+    def add_outcome(self, worker: WorkerId, outcome: Outcome) -> None:
+        """Keep how the program ended on this worker, as long as it is needed."""
+        if not self.future.done():
+            self.outcomes[worker] = outcome
+            failed = [w for w, each in self.outcomes.items() if each.error]
+            for w in failed[:-KEPT_ERRORS]:
+                del self.outcomes[w]
+        self.resolve()
+
+    def end(self, command: cmd.EndJob) -> None:
+        """The job has an outcome. The future is resolved now, or when the culprit's error has arrived."""
+        self._end = command
+        self.members = command.members
+        self.forget_program()
+        self.resolve()
+
+    def forget_program(self) -> None:
+        """Drop the program and its file: no worker starts it any more."""
+        if self.program is not None and self.program.call is not None and self.program.call.path:
+            with contextlib.suppress(OSError):
+                Path(self.program.call.path).unlink()
+        self.program = None
+
+    def resolve(self, *, force: bool = False) -> None:
+        """Resolve the future if the job has ended and the culprit's error is known; with `force` also without it."""
+        end = self._end
+        if end is None or self.future.done():
+            return
+        if end.outcome == "succeeded":
+            self.future.set_result([self.outcomes.get(w, Outcome()).value for w in end.members])
+            self.outcomes.clear()
+            return
+        if end.outcome == "stopped":
+            self.future.set_exception(JobStoppedError(f"{self.name} was stopped: {end.reason}"))
+            return
+        culprit = end.culprit
+        if culprit is not None and culprit not in self.outcomes and not force:
+            return
+        remote = self.outcomes[culprit].traceback if culprit in self.outcomes else ""
+        rank = end.members.index(culprit) if culprit in end.members else None
+        worker = str(culprit) if culprit else ""
+        text = f"{self.name} failed: {end.reason}{self._checkpoint_hint()}"
+        self.future.set_exception(JobError(text, rank=rank, worker=worker, remote_traceback=remote))
+
+    def _checkpoint_hint(self) -> str:
+        if self._checkpoints is None:
+            return ""
+        return f"; run it again with checkpoint={self._checkpoints[0]!r} to go on from its newest checkpoint"
+
+    def abandon(self, reason: str) -> None:
+        """Resolve the future in any case, because the cluster has stopped."""
+        self.resolve(force=True)
+        if not self.future.done():
+            self.future.set_exception(JobStoppedError(f"{self.name} was stopped: {reason}"))

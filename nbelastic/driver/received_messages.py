@@ -1,0 +1,169 @@
+"""What the driver does with each message that agents, workers and nodes send."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from nbelastic.core import commands as cmd
+from nbelastic.core.state import ClusterState
+from nbelastic.driver.agents import Agents
+from nbelastic.driver.cells import Cells
+from nbelastic.driver.clock import Clock
+from nbelastic.driver.dependencies import MessageServer
+from nbelastic.driver.event_log import EventLog
+from nbelastic.driver.jobs import Jobs
+from nbelastic.driver.liveness import StallDetector
+from nbelastic.driver.scripts import Scripts
+from nbelastic.driver.snapshot_writer import SnapshotWriter
+from nbelastic.driver.takeover import TakeoverReports
+from nbelastic.driver.telemetry import Telemetry, numbers
+from nbelastic.driver.workers import Workers
+from nbelastic.protocol import events as ev
+from nbelastic.protocol import wire
+from nbelastic.protocol.ids import WorkerId
+from nbelastic.system import versions
+
+
+class ReceivedMessages:
+    """Lives in the driver's thread.
+
+    `post(event)` puts an event into the driver's inbox, `record` adds to the event log, and `publish()` or `publish_soon()`
+    sends clients what has changed. `takeover`: collects reports while this driver takes over from another one, else None.
+    """
+
+    def __init__(
+        self,
+        *,
+        cluster: Callable[[], ClusterState],
+        clock: Clock,
+        server: MessageServer,
+        agents: Agents,
+        workers: Workers,
+        cells: Cells,
+        jobs: Jobs,
+        scripts: Scripts,
+        telemetry: Telemetry,
+        snapshot_writer: SnapshotWriter,
+        event_log: EventLog,
+        stall_detector: StallDetector,
+        takeover: TakeoverReports | None,
+        post: Callable[[ev.Event], None],
+        record: Callable[[cmd.Record], None],
+        publish: Callable[[], None],
+        publish_soon: Callable[[], None],
+    ) -> None:
+        self._cluster, self._clock, self._server = cluster, clock, server
+        self._agents, self._workers, self._cells, self._jobs, self._scripts = agents, workers, cells, jobs, scripts
+        self._telemetry, self._snapshot_writer, self._event_log = telemetry, snapshot_writer, event_log
+        self._stall_detector = stall_detector
+        self._post, self._record, self._publish, self._publish_soon = post, record, publish, publish_soon
+        self.takeover = takeover
+
+    def is_known(self, peer: str) -> bool:
+        """Whether the server keeps a connection to this agent, worker or node, which has not been heard yet.
+
+        A lost worker is unknown: its last messages may arrive after its host's agent has reported its end.
+        """
+        role, _, name = peer.partition("/")
+        if role == "worker":
+            try:
+                return self.takeover is not None or WorkerId.parse(name) in self._cluster().workers
+            except ValueError:
+                return False
+        return role == "node" or (role == "agent" and peer == self._agents.peer_of(name.rpartition("~")[0]))
+
+    def handle(self, peer: str, message: wire.Message | ev.Event) -> None:
+        """Handle a message of this peer. TypeError for an unknown kind of message."""
+        if peer.startswith("agent/") and peer != self._agents.peer_of(peer[6:].rpartition("~")[0]):
+            # An agent that was declared lost has connected again: its host has another one, or none.
+            self._server.send(peer, wire.StopAgent())
+            self._server.forget(peer)
+            return
+        if peer.startswith("node/"):
+            self._scripts.receive(peer, message)
+            return
+        match message:
+            case wire.LaunchEnded():
+                self._scripts.on_launch_ended(message)
+            case wire.AgentHello() | wire.WorkerReport() | ev.WorkerFrozen() if self.takeover is not None:
+                self.takeover.add(message)
+            case wire.WorkerReport():
+                self._handle_late_report(message)
+            case wire.AgentHello():
+                problem = versions.difference(message.versions, versions.here())
+                driver_address = self._agents.driver_address_for(message.host)
+                ready = ev.AgentReady(
+                    message.host, message.pid, message.addresses, message.port, problem, driver_address
+                )
+                self._post(ready)
+            case wire.AgentGoodbye(host=host, reason=reason):
+                self._agents.lose(host, reason)
+            case wire.AgentSample():
+                self._telemetry.add_sample(message, self._cluster().workers, self._clock.now())
+                self._publish_soon()
+            case wire.WorkerHello(worker=w, engine=engine):
+                if w in self._cluster().workers:
+                    self._workers.register(w, engine)
+            case wire.WorkerProgress():
+                self._handle_progress(message)
+            case wire.ProgramResult() | wire.ResultPiece() | wire.FetchCall():
+                self._jobs.receive(message)
+            case wire.WorkerOutput():
+                self._jobs.receive(message)
+                self._publish()
+            case wire.CellResult():
+                self._cells.receive_result(message)
+            case wire.StackShown(worker=w):
+                if w in self._cluster().workers:
+                    self._telemetry.stacks[w] = message
+                    self._publish()
+            case ev.Event():
+                if isinstance(message, ev.WorkerFormed):
+                    self._event_log.note_worker_formed(message)
+                self._post(message)
+            case _:
+                raise TypeError(f"{peer} has sent {type(message).__name__}, which the driver does not know")
+
+    def adopt_worker(self, report: wire.WorkerReport) -> None:
+        """Register a worker that the previous driver has started, and take its progress."""
+        if report.engine:
+            self._workers.register(report.worker, report.engine)
+        if report.commit:
+            self._telemetry.steps[report.worker] = report.commit
+            self._telemetry.add_commit(report.commit, self._clock.now())
+        if report.rank == 0 and report.holds:
+            for commit, values in report.reports:
+                self._add_report(report.worker, commit, values)
+
+    def _handle_late_report(self, report: wire.WorkerReport) -> None:
+        """Handle the report of a worker that was not heard during the takeover, or that has just started."""
+        cluster = self._cluster()
+        if report.worker not in cluster.workers:
+            return
+        is_in = report.formed and report.generation == cluster.generation and report.worker in cluster.members
+        if report.busy and (not is_in or report.bound or report.word is not None):
+            self._post(ev.WorkerFrozen(report.worker, "it answered a new driver too late"))
+        else:
+            self.adopt_worker(report)
+
+    def _handle_progress(self, message: wire.WorkerProgress) -> None:
+        telemetry, cluster, now = self._telemetry, self._cluster(), self._clock.now()
+        if message.worker not in cluster.workers or 0 < message.generation <= telemetry.last_generation:
+            return  # the worker is lost, or the message belongs to the previous job
+        if message.commit:  # a newcomer has made none yet
+            telemetry.steps[message.worker] = message.commit
+        self._stall_detector.note_commits(message.generation, message.commit, now)
+        telemetry.add_commit(message.commit, now)
+        if cluster.members and message.worker == cluster.members[0]:
+            self._add_report(message.worker, message.commit, message.report)
+            telemetry.measure_speed(now, message.commit)
+        if message.first is not None and message.generation == cluster.generation:
+            self._event_log.note_first_step(message, now, cluster.size)
+        self._publish_soon()
+        self._snapshot_writer.save_telemetry(telemetry, now)
+
+    def _add_report(self, w: WorkerId, commit: int, values: Mapping[str, float | str | None]) -> None:
+        """Take what rank 0 reports. The first value of a name that is not finite is an event: the training has diverged."""
+        for name in self._telemetry.add_report(numbers(values)):
+            text = f"{name} is no longer a finite number: rank 0 reported this at commit {commit}"
+            self._record(cmd.Record("not-finite", text, worker=str(w), generation=self._cluster().generation))

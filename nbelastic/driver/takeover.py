@@ -1,0 +1,88 @@
+"""Which agents and workers of the previous driver are alive, and the cluster state with which the next driver goes on."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from contextlib import suppress
+
+from nbelastic.core import commands as cmd
+from nbelastic.core import recovery
+from nbelastic.core.state import ClusterState, HostPhase
+from nbelastic.driver.driver_snapshot import DriverSnapshot
+from nbelastic.protocol import events as ev
+from nbelastic.protocol import wire
+from nbelastic.protocol.ids import WorkerId
+from nbelastic.system import versions
+from nbelastic.system.presence import lives
+
+MIN_TIMEOUT = 3.0  # seconds within which live agents and workers must report; `silence` seconds if that is longer
+TIMEOUT_PER_WORKER = 0.01  # seconds
+AGENT_CHECK_INTERVAL = 0.25  # seconds between checks whether the agents' processes are alive
+
+
+class TakeoverReports:
+    """Collects the reports of agents and workers until all have reported or the time is up. Lives in the driver's thread."""
+
+    def __init__(self, saved: DriverSnapshot, silence: float) -> None:
+        self._saved, self._timeout = saved, max(silence, MIN_TIMEOUT)
+        self._complete = asyncio.Event()
+        hosts = {host.spec.name for host in saved.cluster.hosts if host.spec.name in saved.agents}
+        self._missing_agents = hosts - hosts_with_queued_jobs(saved)
+        self._missing_workers: dict[str, set[WorkerId]] = {}  # by host, for agents that have reported
+        self.agents: dict[str, wire.AgentHello] = {}
+        self.workers: dict[WorkerId, wire.WorkerReport] = {}
+        self.frozen: list[ev.WorkerFrozen] = []  # handled after the takeover
+
+    def add(self, message: wire.AgentHello | wire.WorkerReport | ev.WorkerFrozen) -> None:
+        """Take a report. The cost of a worker's report does not grow with the number of workers."""
+        match message:
+            case wire.AgentHello(host=host, workers=workers):
+                self.agents[host] = message
+                self._missing_workers[host] = {w for w, _ in workers if w not in self.workers}
+                reported = sum(len(agent.workers) for agent in self.agents.values())
+                self._timeout = max(self._timeout, MIN_TIMEOUT + TIMEOUT_PER_WORKER * reported)
+            case wire.WorkerReport(worker=w):
+                host = w.host
+                self.workers[w] = message
+                self._missing_workers.get(host, set()).discard(w)
+            case ev.WorkerFrozen(worker=w):  # a frozen worker cannot report
+                host = w.host
+                self.frozen.append(message)
+                self._missing_workers.get(host, set()).discard(w)
+        if not self._missing_workers.get(host, {host}):
+            del self._missing_workers[host]
+            self._missing_agents.discard(host)
+            self._check_complete()
+
+    def _check_complete(self) -> None:
+        if not self._missing_agents and not self._missing_workers:
+            self._complete.set()
+
+    async def wait(self) -> None:
+        """Wait for all reports, or until the time is up. Agents whose processes have ended are not waited for."""
+        begun = time.monotonic()
+        while not self._complete.is_set() and time.monotonic() < begun + self._timeout:
+            agents = self._saved.agents
+            self._missing_agents -= {
+                host for host in self._missing_agents if agents[host].process and not lives(agents[host].process)
+            }
+            self._check_complete()
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._complete.wait(), AGENT_CHECK_INTERVAL)
+
+
+def hosts_with_queued_jobs(saved: DriverSnapshot) -> set[str]:
+    """Hosts whose agent is a batch job that may not have begun."""
+    starting = {host.spec.name for host in saved.cluster.hosts if host.phase is HostPhase.STARTING}
+    return {host for host, agent in saved.agents.items() if agent.job and host in starting}
+
+
+def resume_cluster(
+    saved: DriverSnapshot, reports: TakeoverReports, now: float
+) -> tuple[ClusterState, tuple[cmd.Command, ...]]:
+    """The cluster state according to the snapshot and the reports, and the first commands."""
+    ours = versions.here()
+    problems = {host: versions.difference(agent.versions, ours) for host, agent in reports.agents.items()}
+    queued = hosts_with_queued_jobs(saved)
+    return recovery.resume(saved.cluster, reports.agents, reports.workers, now, problems=problems, coming=queued)

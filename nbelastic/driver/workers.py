@@ -1,0 +1,59 @@
+"""The workers as peers of the driver: sends them messages, registers them and measures their silence."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+
+from nbelastic.driver.agents import Agents
+from nbelastic.driver.clock import Clock
+from nbelastic.driver.dependencies import MessageServer
+from nbelastic.driver.telemetry import Telemetry
+from nbelastic.protocol import events as ev
+from nbelastic.protocol import wire
+from nbelastic.protocol.ids import WorkerId
+
+
+class Workers:
+    """Lives in the driver's thread; `post` puts events into its inbox."""
+
+    def __init__(
+        self,
+        server: MessageServer,
+        agents: Agents,
+        clock: Clock,
+        telemetry: Telemetry,
+        post: Callable[[ev.Event], None],
+    ) -> None:
+        self._server, self._agents, self._clock, self._telemetry, self._post = server, agents, clock, telemetry, post
+        self._expected_since: dict[str, float] = {}  # when this driver began to wait for workers of the previous one
+        self.engines: dict[WorkerId, str] = {}  # the engine of each registered worker, as ipyparallel's client names it
+
+    def send(self, workers: Iterable[WorkerId], message: wire.Message) -> None:
+        self._server.send_to_all((f"worker/{w}" for w in workers), message)
+
+    def register(self, w: WorkerId, engine: str) -> None:
+        """A worker can run programs and cells, and has this engine."""
+        self.engines[w] = engine
+        rehome = self._agents.rehome_of(w.host)
+        if rehome is not None:  # the address may have changed between the worker's fork and its first message
+            self._server.send(f"worker/{w}", rehome)
+        self._post(ev.WorkerRegistered(w))
+
+    def expect(self, w: WorkerId) -> None:
+        """Measure the silence of a worker of the previous driver from now on, although it has not connected yet."""
+        self._expected_since[f"worker/{w}"] = time.monotonic()
+
+    def silence_of(self, w: WorkerId) -> float:
+        """Seconds since this worker was heard; 0 if it has not connected yet and is not expected."""
+        peer = f"worker/{w}"
+        heard_at = self._server.heard_at.get(peer, self._expected_since.get(peer))
+        return self._clock.silence(heard_at) if heard_at is not None else 0.0
+
+    def forget(self, workers: Iterable[WorkerId]) -> None:
+        """Forget all that is known of lost workers."""
+        for w in workers:
+            self.engines.pop(w, None)
+            self._server.forget(f"worker/{w}")
+            self._expected_since.pop(f"worker/{w}", None)
+            self._telemetry.forget_worker(w)

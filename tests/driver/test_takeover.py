@@ -1,0 +1,59 @@
+"""Who a new driver waits for: the agents that its predecessor knew, and the workers that these agents have."""
+
+import asyncio
+from types import SimpleNamespace
+
+from nbelastic.core.state import HostPhase
+from nbelastic.driver.takeover import TakeoverReports
+from nbelastic.protocol import events as ev
+from nbelastic.protocol import wire
+from nbelastic.protocol.ids import HostSpec, WorkerId
+
+WORKERS = [WorkerId("a", 0, 1), WorkerId("a", 1, 1), WorkerId("b", 0, 1)]
+
+
+def waiting(patience=30.0):
+    """The reports of a cluster with the hosts a and b, whose agents have no process on this machine."""
+    hosts = tuple(SimpleNamespace(spec=HostSpec(name, 1), phase=HostPhase.UP) for name in "ab")
+    agents = {name: SimpleNamespace(process="", job="") for name in "ab"}
+    return TakeoverReports(SimpleNamespace(agents=agents, cluster=SimpleNamespace(hosts=hosts)), patience)
+
+
+def hello(host):
+    return wire.AgentHello(host, 1, {}, workers=tuple((w, 1) for w in WORKERS if w.host == host))
+
+
+def complete(reports):
+    """Whether nobody is waited for any more."""
+    return asyncio.run(asyncio.wait_for(_ends_at_once(reports), 10.0))
+
+
+async def _ends_at_once(reports):
+    task = asyncio.create_task(reports.wait())
+    for _ in range(3):
+        await asyncio.sleep(0)
+    ended = task.done()
+    task.cancel()
+    return ended
+
+
+def test_all_agents_and_their_workers_are_waited_for():
+    """In whatever order they come."""
+    messages = [hello("a"), wire.WorkerReport(WORKERS[2], 1), wire.WorkerReport(WORKERS[1], 1), hello("b")]
+    reports = waiting()
+    for message in messages:
+        reports.add(message)
+        assert not complete(reports)
+    reports.add(wire.WorkerReport(WORKERS[0], 1))
+    assert complete(reports)
+
+
+def test_a_stopped_worker_is_not_waited_for():
+    """Its agent says so; it cannot answer. What the agent said is kept for afterwards."""
+    reports = waiting()
+    for message in (hello("a"), hello("b"), *(wire.WorkerReport(w, 1) for w in WORKERS[:2])):
+        reports.add(message)
+    assert not complete(reports)
+    reports.add(ev.WorkerFrozen(WORKERS[2], "stopped"))
+    assert complete(reports)
+    assert reports.frozen == [ev.WorkerFrozen(WORKERS[2], "stopped")]
