@@ -101,7 +101,7 @@ class Driver:
             settle(future.set_exception, self._stopped_error())
             return future
         try:
-            self._parts.answers.answer(request, future)
+            self._components.answers.answer(request, future)
         except Exception as error:  # noqa: BLE001  (the caller gets it)
             settle(future.set_exception, error)
         return future
@@ -146,12 +146,12 @@ class Driver:
         previous = self._snapshot_writer.previous
         reports = TakeoverReports(previous, self.settings.silence) if previous is not None else None
         await self._start_server(previous)
-        self._parts = self._build(reports)
-        self.jobs = self._parts.jobs
+        self._components = self._build(reports)
+        self.jobs = self._components.jobs
         try:
             if previous is not None and reports is not None:
                 self.jobs.load(previous.job)
-                await asyncio.gather(self._parts.agents.adopt(previous), reports.wait())
+                await asyncio.gather(self._components.agents.adopt(previous), reports.wait())
                 self._take_over(previous, reports)
             else:
                 self._start_saving()
@@ -161,7 +161,7 @@ class Driver:
                 await self._clients.start()
             ready()
             self._start_tasks()
-            self._parts.discoveries.use(self.settings.discovery)
+            self._components.discoveries.use(self.settings.discovery)
             await self._decisions.run()
         except BaseException as error:
             self._failure = error
@@ -214,9 +214,9 @@ class Driver:
         return Components(shared, reports, self._submitted_before)
 
     def _start_tasks(self) -> None:
-        self._tasks.keep("the check of the TCP proxies", self._parts.agents.watch_tcp_proxies)
-        self._tasks.keep_detecting("the check for silent hosts and workers", self._parts.liveness.watch)
-        self._tasks.keep_detecting("the check of the batch jobs", self._parts.agents.watch_batch_jobs)
+        self._tasks.keep("the check of the TCP proxies", self._components.agents.watch_tcp_proxies)
+        self._tasks.keep_detecting("the check for silent hosts and workers", self._components.liveness.watch)
+        self._tasks.keep_detecting("the check of the batch jobs", self._components.agents.watch_batch_jobs)
         if self._has_clients:
             lease = None if self.settings.owner else self.settings.lease
             self._tasks.keep(
@@ -232,26 +232,26 @@ class Driver:
             term=self._term,
             address=self._server.address,
             keys=self._keys,
-            agents=self._parts.agents,
+            agents=self._components.agents,
         )
 
     def _take_over(self, previous: DriverSnapshot, reports: TakeoverReports) -> None:
         """All live agents and workers have reported, or their time is up: go on with those that have."""
         now = self._clock.now()
-        self._parts.received_messages.takeover = None
+        self._components.received_messages.takeover = None
         self._decisions.cluster, commands = resume_cluster(previous, reports, now)
         self._start_saving()
         self.record(cmd.Record("driver-came", f"driver {self._term} has taken over (process {os.getpid()})"))
         for report in reports.workers.values():
             if report.worker in self.cluster.workers:
-                self._parts.received_messages.adopt_worker(report)
+                self._components.received_messages.adopt_worker(report)
         for w in self.cluster.workers:
             if w not in reports.workers:
-                self._parts.workers.expect(w)
+                self._components.workers.expect(w)
         for host in previous.agents.keys() - reports.agents.keys() - hosts_with_queued_jobs(previous):
-            self._parts.agents.kill(host)
+            self._components.agents.kill(host)
         for command in commands:
-            self._parts.executor.execute(command, now)
+            self._components.executor.execute(command, now)
         self._decisions.set_deadline_timer(now)
         for event in reports.frozen:
             self.post(event)
@@ -263,37 +263,37 @@ class Driver:
             stack.callback(
                 self._run_dir.release
             )  # at once after the controller's end, which would also remove the folder
-            stack.push_async_callback(self._parts.agents.spawner.stop_controller)
+            stack.push_async_callback(self._components.agents.spawner.stop_controller)
             stack.push_async_callback(self._clients.close)
             stack.callback(self._pending.fail_all, close=True)
             stack.callback(self._snapshot_writer.close)
             stack.callback(self.event_log.close)
             for run in self.jobs.runs.values():
                 stack.callback(run.abandon, f"the cluster {self.settings.name!r} was stopped")
-            stack.callback(self._parts.scripts.close)
+            stack.callback(self._components.scripts.close)
             stack.push_async_callback(self._server.stop)
-            stack.push_async_callback(self._parts.agents.stop)
+            stack.push_async_callback(self._components.agents.stop)
             stack.push_async_callback(self._stop_tasks)
 
     async def _stop_tasks(self) -> None:
-        discovery = self._parts.discoveries.stop()
+        discovery = self._components.discoveries.stop()
         await self._tasks.stop([discovery] if discovery is not None else [])
         self._decisions.cancel_deadline_timer()
 
     # ---- decisions ----
 
     def _is_stale(self, event: ev.Event) -> bool:
-        return isinstance(event, ev.AgentLost) and self._parts.agents.is_superseded(event)
+        return isinstance(event, ev.AgentLost) and self._components.agents.is_superseded(event)
 
     def _execute(self, command: cmd.Command, now: float) -> None:
-        self._parts.executor.execute(command, now)
+        self._components.executor.execute(command, now)
 
     def stop_deciding(self, event: ev.Event, error: Exception) -> None:
         """A decision has failed, so the cluster state may be wrong: make no more decisions, and leave the workers as they are."""
-        self._parts.discoveries.stop()
+        self._components.discoveries.stop()
         self._tasks.stop_detecting()
         self._decisions.cancel_deadline_timer()
-        self._parts.executor.cancel_open_leave(self._clock.now())
+        self._components.executor.cancel_open_leave(self._clock.now())
         self.internal_errors.report_decision_failure(event, error)
         self._pending.fail_all()
 
@@ -303,12 +303,12 @@ class Driver:
         starting = {command.worker.host for command in commands if isinstance(command, cmd.StartWorker)}
         if starting:
             addresses = tuple(at.address for name in sorted(starting) for at in self.cluster.hosts[name].addresses)
-            self._parts.workers.send(self.cluster.members, wire.AllowPeers(addresses))
+            self._components.workers.send(self.cluster.members, wire.AllowPeers(addresses))
         if self.cluster.buried != before.buried:
             lost = before.workers.keys() - self.cluster.workers.keys()
             self.jobs.results.forget(lost)
-            self._parts.cells.forget(lost)
-            self._parts.workers.forget(lost)
+            self._components.cells.forget(lost)
+            self._components.workers.forget(lost)
         self._decisions.set_deadline_timer(now)
         self._pending.on_decision(event)
         self.save()
@@ -324,11 +324,11 @@ class Driver:
     # ---- messages and background tasks ----
 
     def _is_known(self, peer: str) -> bool:
-        return self._parts.received_messages.is_known(peer)
+        return self._components.received_messages.is_known(peer)
 
     def _on_message(self, peer: str, message: wire.Message | ev.Event) -> None:
         try:
-            self._parts.received_messages.handle(peer, message)
+            self._components.received_messages.handle(peer, message)
         except Exception as error:  # noqa: BLE001  (a bug of ours: other messages must be handled)
             self.internal_errors.report(f"{type(message).__name__} of {peer}", error)
 
@@ -347,7 +347,9 @@ class Driver:
     @property
     def status(self) -> Status:
         now = self._clock.read()
-        status = self._parts.scripts.add_to_status(snapshot(self.settings.name, self.cluster, self.telemetry, now), now)
+        status = self._components.scripts.add_to_status(
+            snapshot(self.settings.name, self.cluster, self.telemetry, now), now
+        )
         status = replace(status, time=status.time + self._clock.skipped)
         if self.internal_errors.decision_failure and not self.cluster.stopping:
             status = replace(status, reason=self.internal_errors.decision_failure)

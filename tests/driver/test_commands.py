@@ -15,7 +15,7 @@ from nbelastic.cli.main import main
 from nbelastic.driver.results import Outcome
 from nbelastic.protocol import wire
 from tests.core.story import wid
-from tests.driver.test_clients import blob, ended, in_driver
+from tests.driver.driver_thread import blob, end_job, in_driver
 from tests.support.waiting import until
 
 
@@ -36,7 +36,7 @@ def prints(cluster, job, rank: int, text: str) -> None:
     w = wid(f"a/{rank}#1")
 
     def hear(driver):
-        driver._parts.received_messages.is_known = lambda _: True
+        driver._components.received_messages.is_known = lambda _: True
         end = driver.runs[job.name]._received_to.get((w, "out"), 0) + len(text)
         driver._on_message(f"worker/{w}", wire.WorkerOutput(w, "out", text, end, job.name, rank))
 
@@ -119,7 +119,7 @@ def test_who_follows_sees_each_line_once_until_the_job_ends(quiet, capsys):
     lines = []
     until(lambda: lines.append(capsys.readouterr().out) or "six" in "".join(lines))
     prints(cluster, job, 0, "end")
-    ended(cluster, job, Outcome(value=blob(None)))
+    end_job(cluster, job, Outcome(value=blob(None)))
     following.join(10)
     out, error = capsys.readouterr()
     assert error == "job-1 succeeded\n"
@@ -137,7 +137,7 @@ def test_who_is_attached_sees_events_and_output_until_the_cluster_stops(quiet, c
     for text in ("one\n", "two\n"):
         job = cluster.run(os.getpid)
         prints(cluster, job, 0, text)
-        ended(cluster, job, Outcome(value=blob(None)))
+        end_job(cluster, job, Outcome(value=blob(None)))
         job.wait(10)
         until(lambda: seen.append(capsys.readouterr().out) or f"rank 0 | {text}" in "".join(seen))
     cluster.scale(2, 3)
@@ -206,7 +206,7 @@ def test_follow_says_why_a_job_has_failed(quiet, said):
     """With the traceback, and by its exit code."""
     cluster = quiet()
     job = cluster.run(os.getpid)
-    ended(cluster, job, Outcome(error="ValueError: no data", traceback="Traceback: no data"))
+    end_job(cluster, job, Outcome(error="ValueError: no data", traceback="Traceback: no data"))
     out, error, code = said("logs -f")
     assert (out, code) == ("", 1)
     assert error == "nbelastic: job-1 failed: it failed\n\nTraceback: no data\n"

@@ -21,8 +21,8 @@ from nbelastic.protocol import updates as u
 from nbelastic.protocol.output_buffer import Line
 from nbelastic.protocol.saved_cluster import NAME
 from tests.core.story import wid
+from tests.driver.driver_thread import blob, driver_of, end_job
 from tests.driver.quiet import NoHosts
-from tests.driver.test_clients import blob, driver_of, ended
 from tests.support import inside
 from tests.support.waiting import until
 
@@ -69,7 +69,7 @@ def test_the_next_driver_goes_on_where_the_last_one_was(quiet):
     assert (cluster.status().min, cluster.status().max) == (2, 9)
     assert cluster.job is job
     assert job.status == "running"
-    ended(cluster, job, Outcome(value=blob("done")))
+    end_job(cluster, job, Outcome(value=blob("done")))
     assert job.result(timeout=10) == ["done"]
     assert not job._driver.finished.is_set()
 
@@ -130,7 +130,7 @@ def test_a_driver_that_dies_before_its_kernel_uses_it_is_replaced(quiet, monkeyp
     inside.kill_driver(cluster._run_dir, 0)
     until(lambda: cluster._driver not in (first, *died))
     assert job.status == "running"
-    ended(cluster, job, Outcome(value=blob(1)))
+    end_job(cluster, job, Outcome(value=blob(1)))
     assert job.result(timeout=10) == [1]
 
 

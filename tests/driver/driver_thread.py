@@ -1,0 +1,95 @@
+"""What tests do with a driver that runs in a thread: call it, speak its protocol as a raw client, and end its jobs."""
+
+from __future__ import annotations
+
+import os
+import socket
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import nbelastic as nbe
+from nbelastic.core import commands as cmd
+from nbelastic.protocol import events as ev
+from nbelastic.protocol import updates as u
+from nbelastic.protocol import wire
+from nbelastic.system import pickling
+from nbelastic.system.files import replace_private
+from tests.core.story import wid
+from tests.support import inside
+
+
+def driver_of(cluster):
+    return inside.threads[cluster.name].driver
+
+
+def in_driver(cluster, act):
+    """The result of `act(driver)`, called in the driver's thread."""
+    done: Future[Any] = Future()
+    thread = inside.threads[cluster.name]
+
+    def run() -> None:
+        try:
+            done.set_result(act(thread.driver))
+        except Exception as error:
+            done.set_exception(error)
+
+    thread._loop.call_soon_threadsafe(run)
+    return done.result(10)
+
+
+class RawClient:
+    """A client that sends any message."""
+
+    def __init__(self, cluster: nbe.Cluster) -> None:
+        self.socket = socket.socket(socket.AF_UNIX)
+        folder = os.open(cluster._run_dir.path, os.O_RDONLY)
+        self.socket.connect(u.socket_in(folder))
+        os.close(folder)
+        self.socket.settimeout(10)
+        self._frames, self._messages = u.Frames(u.FROM_DRIVER), []
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.socket.close()
+
+    def send(self, message: u.ToDriver) -> None:
+        self.socket.sendall(u.frame(message))
+
+    def receive(self) -> u.ToClient | None:
+        """The next message; None if the driver has closed the connection."""
+        while not self._messages:
+            try:
+                data = self.socket.recv(1 << 16)
+            except ConnectionError:
+                return None
+            if not data:
+                return None
+            self._messages += self._frames.feed(data)
+        return self._messages.pop(0)
+
+
+def end_job(cluster, job, outcome):
+    """End the job with this outcome of its only worker."""
+
+    def end(driver):
+        run = driver.runs[job.name]
+        run.add_outcome(wid("a/0#1"), outcome)
+        run.end(
+            cmd.EndJob(job.name, "failed" if outcome.error else "succeeded", "it failed", (wid("a/0#1"),), wid("a/0#1"))
+        )
+        driver.post(ev.JobStopRequested(job.name, "the test has ended it"))  # for the world
+        driver._pending.check_and_publish()
+
+    in_driver(cluster, end)
+
+
+def blob(value, path: Path | None = None) -> wire.Blob:
+    packed = pickling.pack(value)
+    if path is None:
+        return wire.Blob(pickling.size(packed), b"".join(packed))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    replace_private(path, packed)
+    return wire.Blob(pickling.size(packed), path=str(path))

@@ -1,0 +1,85 @@
+"""Requests and texts that are unusual or invalid: each costs at most its own call."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import nbelastic as nbe
+from nbelastic.core import commands as cmd
+from nbelastic.protocol import requests as r
+from nbelastic.protocol import updates as u
+from tests.driver.driver_thread import in_driver
+from tests.driver.quiet import NoHosts
+from tests.support.waiting import until
+
+
+def test_what_cannot_be_text_is_told_all_the_same(quiet):
+    """A file name that is no Unicode, in a reason: it is shown as far as it can be, and later news come as well."""
+    cluster = quiet()
+    in_driver(cluster, lambda driver: driver.record(cmd.Record("noted", "no file 'a\udcffb'")))
+    until(lambda: "no file 'a?b'" in [event.text for event in cluster.events])
+    cluster.scale(2, 3)
+    assert cluster.status().min == 2
+
+
+def test_numbers_of_other_libraries_are_numbers(quiet):
+    """And what cannot be sent is refused in one line."""
+    cluster = quiet(min=np.int64(3), silence=np.float32(8))
+    assert cluster.status().min == 3
+    cluster.scale(np.int32(2))
+    assert cluster.status().min == 2
+    with pytest.raises(nbe.UsageError, match="the request is invalid: Expected `int"):
+        cluster.scale(max=1 << 70)
+    with pytest.raises(nbe.UsageError, match=r"cannot be asked of the driver: <object .*> cannot be sent"):
+        cluster.scale(max=object())
+
+
+def test_an_answer_that_cannot_be_understood_ends_the_connection(quiet, monkeypatch, caplog):
+    """A fault in the client's own code: who waits is told, and nobody waits for ever."""
+    cluster = quiet()
+    monkeypatch.setitem(r.ANSWERS, r.Scale, list[int])
+    with pytest.raises(nbe.ClusterStoppedError, match="the connection to its driver failed"):
+        cluster.scale(2, 3)
+    assert {record.message for record in caplog.records if record.exc_info} == {
+        "the connection to the driver of 'quiet' has a fault"
+    }
+    assert cluster.status().phase == "finished"
+    with nbe.Cluster.attach("quiet", discovery=NoHosts()) as again:
+        assert again.status().min == 2
+        again.stop()
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda cluster: cluster.scale(max="3"),
+        lambda cluster: cluster.wait("2"),
+        lambda cluster: cluster.restart(3),
+        lambda cluster: cluster.remove_host(None),
+        lambda cluster: cluster.execute("1", setup=True, key=5),
+    ],
+)
+def test_a_wrong_kind_of_argument_costs_its_own_call(quiet, ask):
+    """It is refused in one line, and the cluster is as before."""
+    cluster = quiet()
+    with pytest.raises(nbe.UsageError, match="the request is invalid: Expected"):
+        ask(cluster)
+    cluster.scale(2, 3)
+    assert cluster.status().min == 2
+
+
+def test_a_number_that_is_no_integer_of_64_bits_keeps_nobody_from_being_told(quiet):
+    """A total that somebody has reported: it is none, and updates go on."""
+    cluster = quiet()
+    in_driver(cluster, lambda driver: driver.telemetry.add_report({"total": 1e30, "loss": 0.5}))
+    cluster.scale(2, 3)
+    assert (cluster.status().total, cluster.status().report) == (None, {"loss": 0.5})
+
+
+def test_a_request_that_is_too_long_costs_its_own_call(quiet):
+    cluster = quiet()
+    with pytest.raises(nbe.UsageError, match=r"it has \d+ bytes, and 16777216 are possible"):
+        cluster.restart("x" * (u.LONGEST + 1))
+    cluster.scale(2, 3)
+    assert cluster.status().min == 2

@@ -1,0 +1,107 @@
+"""The values and errors of a job's ranks, on their way to clients and after the job's end."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+import nbelastic as nbe
+from nbelastic.driver.results import Outcome
+from nbelastic.protocol import wire
+from tests.driver.driver_thread import blob, end_job, in_driver
+from tests.driver.quiet import NoHosts
+from tests.support import inside
+from tests.support.waiting import until
+
+
+@pytest.mark.parametrize("where", ["message", "file"])
+def test_a_result_outlives_its_cluster(quiet, where):
+    """All clients have it, in a file or not, also when the cluster is stopped at that moment and its folder removed."""
+    cluster = quiet()
+    job = cluster.run(os.getpid)
+    with nbe.Cluster.attach("quiet", discovery=NoHosts()) as other:
+        path = cluster._run_dir.path / "results" / job.name / "value" if where == "file" else None
+        end_job(cluster, job, Outcome(value=blob({"loss": 0.5}, path)))
+        cluster.stop()
+        assert not cluster._run_dir.path.exists()
+        assert job.result(timeout=10) == other.job.result(timeout=10) == [{"loss": 0.5}]
+
+
+def test_a_file_that_is_gone_is_an_error_of_the_job(quiet):
+    """And not one of the thread that reads."""
+    cluster = quiet()
+    job = cluster.run(os.getpid)
+    end_job(cluster, job, Outcome(value=wire.Blob(7, path=str(cluster._run_dir.path / "nowhere"))))
+    with pytest.raises(nbe.JobError, match=r"succeeded, but its results cannot be read: .*No such file"):
+        job.result(timeout=10)
+    cluster.scale(2, 3)
+    assert cluster.status().min == 2
+
+
+def test_the_error_of_a_job_is_whole(quiet):
+    """With its rank, its worker and the remote traceback; every client has one of its own."""
+    cluster = quiet()
+    job = cluster.run(os.getpid)
+    with nbe.Cluster.attach("quiet", discovery=NoHosts()) as other:
+        end_job(cluster, job, Outcome("ValueError: no", "the remote traceback"))
+        for each in (job, other.job):
+            with pytest.raises(nbe.JobError, match="job-1 failed: it failed") as caught:
+                each.result(timeout=10)
+            error = caught.value
+            assert (error.rank, error.worker, error.remote_traceback) == (0, "a/0#1", "the remote traceback")
+
+
+def test_who_hears_nothing_while_several_jobs_end_does_not_wait_for_ever(quiet):
+    """A kernel that is stopped, while others run jobs: the driver keeps the last one alone, and says so of the others."""
+    cluster = quiet()
+    job = cluster.run(os.getpid)
+    there = lambda: in_driver(cluster, lambda driver: set(driver._clients._greeted))
+    before = there()
+    with nbe.Cluster.attach("quiet") as other:
+        (late,) = there() - before
+        first = other.job
+        in_driver(cluster, lambda _: late.pause_writing())
+        for _ in range(3):
+            job.stop()
+            job.wait(timeout=10)
+            job = cluster.run(os.getpid)
+        in_driver(cluster, lambda _: late.resume_writing())
+        with pytest.raises(nbe.ClusterStoppedError, match="job-1 has ended, and the driver has forgotten how"):
+            first.result(timeout=10)
+        assert other.job.name == job.name == "job-4"
+        other.detach()
+
+
+def test_values_stay_until_everybody_has_them(quiet):
+    """A kernel that is stopped while others run the next jobs finds the file of the one that it was told of."""
+    cluster = quiet()
+    there = lambda: in_driver(cluster, lambda driver: set(driver._clients._greeted))
+    before = there()
+    with nbe.Cluster.attach("quiet") as other:
+        (slow,) = there() - before
+        folder = cluster._run_dir.path / "results"
+        for number in range(1, 5):
+            job = cluster.run(os.getpid)
+            if number == 2:
+                told = lambda _: slow._jobs.get("job-1", (0, 0, False))[2] and not slow.unmapped_jobs
+                until(lambda: in_driver(cluster, told))  # it has said that it has it, and is to be as if it had not
+                in_driver(cluster, lambda _: setattr(slow, "unmapped_jobs", {"job-1"}))
+            end_job(cluster, job, Outcome(value=blob(number, folder / job.name / "value")))
+            assert job.result(timeout=10) == [number]
+        assert sorted(path.name for path in folder.iterdir()) == ["job-1", "job-3", "job-4"]
+        other.detach()
+    until(lambda: sorted(path.name for path in folder.iterdir()) == ["job-3", "job-4"])
+
+
+def test_what_a_dead_driver_has_left_of_old_jobs_is_removed(quiet):
+    """Results of jobs that the next driver does not know."""
+    cluster = quiet(keep=True)
+    folder = cluster._run_dir.path / "results"
+    for name in ("job-1", "job-2"):
+        job = cluster.run(os.getpid)
+        end_job(cluster, job, Outcome(value=blob(name, folder / name / "value")))
+        job.result(timeout=10)
+    inside.kill_driver(cluster._run_dir, 0)
+    with nbe.Cluster.attach("quiet", discovery=NoHosts()):
+        assert [path.name for path in folder.iterdir()] == ["job-2"]
