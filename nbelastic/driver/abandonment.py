@@ -1,4 +1,4 @@
-"""Stops a cluster that nobody uses or can find any more."""
+"""Stops a kept cluster whose lease has expired, and any cluster that clients cannot find any more."""
 
 from __future__ import annotations
 

@@ -19,15 +19,15 @@ from nbelastic.driver.dependencies import Dependencies, MessageServer
 from nbelastic.driver.driver_snapshot import DriverSnapshot, SavedAgent
 from nbelastic.driver.telemetry import Telemetry
 from nbelastic.driver.worker_spawner import WorkerSpawner
+from nbelastic.protocol import agent_messages, messages
 from nbelastic.protocol import events as ev
-from nbelastic.protocol import wire
 from nbelastic.protocol.ids import HostSpec, WorkerId
 from nbelastic.protocol.settings import NCCL, Settings
 from nbelastic.provision.launchers import AdoptedAgent, Agent, BatchJobAgent
 from nbelastic.provision.tcp_proxy import Doors
 from nbelastic.system.folders import batch_folder
 from nbelastic.system.supervise import Report
-from nbelastic.transport.link import Keys
+from nbelastic.transport.keys import Keys
 
 PROXY_CHECK_INTERVAL = 0.5  # seconds
 BATCH_JOB_INTERVAL = 2.0  # seconds between two queries of the batch system
@@ -44,7 +44,7 @@ class _AgentHandle:
         self.driver_address = ""  # the driver's address as this host reaches it; empty: same machine
         self.slots = 0
         self.local_slots = 0  # the same if the host is this machine, else 0
-        self.rehome: wire.Rehome | None = None  # the newest address of its workers, if that has changed
+        self.rehome: messages.Rehome | None = None  # the newest address of its workers, if that has changed
         self.launch: asyncio.Task[None] | None = None
 
     def kill(self) -> None:
@@ -166,9 +166,9 @@ class Agents:
             case cmd.StartWorker(worker=w):
                 self.spawner.spawn(w, log_dir)
             case cmd.StopWorker(worker=w, kill=kill):
-                self.send(w.host, wire.StopWorker(w, kill))
+                self.send(w.host, agent_messages.StopWorker(w, kill))
 
-    def send(self, host: str, message: wire.Message) -> None:
+    def send(self, host: str, message: messages.Message) -> None:
         """Send a message to the agent of a host, if it has one."""
         if host in self._handles:
             self._server.send(self._handles[host].peer, message)
@@ -189,16 +189,16 @@ class Agents:
         """The host's present agent as a peer of the server; empty if it has none."""
         return self._handles[host].peer if host in self._handles else ""
 
-    def rehome_of(self, host: str) -> wire.Rehome | None:
+    def rehome_of(self, host: str) -> messages.Rehome | None:
         """The newest address of the host's workers, if that has changed since its agent started."""
         return self._handles[host].rehome if host in self._handles else None
 
     def silence_of(self, host: str) -> float:
-        """Seconds since this host's agent was heard; 0 if it has not connected yet."""
+        """Seconds since the last message of this host's agent; 0 if it has not connected yet."""
         heard_at = self._server.heard_at.get(self.peer_of(host))
         return self._clock.silence(heard_at) if heard_at is not None else 0.0
 
-    def rehome(self, host: str, rehome: wire.Rehome) -> None:
+    def rehome(self, host: str, rehome: messages.Rehome) -> None:
         """Tell the host's agent the new address of its workers, and remember it for workers that register later."""
         if host in self._handles:
             self._handles[host].rehome = rehome
@@ -262,14 +262,14 @@ class Agents:
         handle = self._handles.get(w.host)
         if handle is not None:
             proxied = self.tcp_proxies.lead_engines(handle.driver_address, connection)
-            self._server.send(handle.peer, wire.Spawn(w, str(log_dir), proxied))
+            self._server.send(handle.peer, agent_messages.Spawn(w, str(log_dir), proxied))
 
     def _stop(self, host: str) -> None:
         handle = self._handles.get(host)
         if handle is None:
             return
         was_heard = handle.peer in self._server.heard_at
-        self._server.send(handle.peer, wire.StopAgent())
+        self._server.send(handle.peer, agent_messages.StopAgent())
         if was_heard:
             self._loop.call_later(STOP_GRACE, self._kill_handle, host, handle)
         else:  # it has no workers and may never connect. Kill it at once: the host may be added again

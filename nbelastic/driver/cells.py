@@ -12,7 +12,7 @@ from nbelastic.driver.pending import Pending
 from nbelastic.driver.workers import Workers
 from nbelastic.errors import UsageError
 from nbelastic.protocol import events as ev
-from nbelastic.protocol import wire
+from nbelastic.protocol import worker_messages
 from nbelastic.protocol.cells import Executed, row
 from nbelastic.protocol.ids import WorkerId
 
@@ -22,7 +22,9 @@ class Cells:
 
     def __init__(self, workers: Workers, pending: Pending, post: Callable[[ev.Event], None]) -> None:
         self._workers, self._pending, self._post = workers, pending, post
-        self._callbacks: dict[tuple[WorkerId, int], Callable[[wire.CellResult], None]] = {}  # of cells without a result
+        self._callbacks: dict[
+            tuple[WorkerId, int], Callable[[worker_messages.CellResult], None]
+        ] = {}  # of cells without a result
         self._numbers = itertools.count(time.time_ns())  # unique among all drivers of the cluster
         self._setup_results: dict[int, dict[WorkerId, Executed]] = {}  # by version, while a client waits for them
 
@@ -37,7 +39,7 @@ class Cells:
 
         for w in asked:
 
-            def on_result(result: wire.CellResult, w: WorkerId = w) -> None:
+            def on_result(result: worker_messages.CellResult, w: WorkerId = w) -> None:
                 answers[w] = row(result)
                 self._pending.check_and_publish()
 
@@ -68,14 +70,14 @@ class Cells:
     def run_setup(self, w: WorkerId, version: int, source: str) -> None:
         """Run a setup cell on one worker, and post its end."""
 
-        def on_result(result: wire.CellResult) -> None:
+        def on_result(result: worker_messages.CellResult) -> None:
             if version in self._setup_results:
                 self._setup_results[version][w] = row(result)
             self._post(ev.SetupEnded(w, version, result.error))
 
         self._execute(w, source, on_result, version)
 
-    def receive_result(self, result: wire.CellResult) -> None:
+    def receive_result(self, result: worker_messages.CellResult) -> None:
         """Take what a cell has printed, and its error. Results of an earlier driver's cells are dropped."""
         on_result = self._callbacks.pop((result.worker, result.number), None)
         if on_result is not None:
@@ -88,12 +90,16 @@ class Cells:
             del self._callbacks[cell]
 
     def _execute(
-        self, w: WorkerId, source: str, on_result: Callable[[wire.CellResult], None], number: int | None = None
+        self,
+        w: WorkerId,
+        source: str,
+        on_result: Callable[[worker_messages.CellResult], None],
+        number: int | None = None,
     ) -> None:
         """Run a cell on one worker. `on_result` is called in this thread, unless the worker is lost before."""
         number = number or next(self._numbers)
         self._callbacks[w, number] = on_result
-        self._workers.send((w,), wire.Cell(number, source))
+        self._workers.send((w,), worker_messages.Cell(number, source))
 
 
 def _in_order(workers: Iterable[WorkerId], answers: Mapping[WorkerId, Executed]) -> list[Executed]:

@@ -327,7 +327,7 @@ class _Connection(asyncio.Protocol):
             self._transport.write(u.frame(u.Over(driver.why_ended)))
 
     def _job_update(self, run: JobRun) -> u.JobUpdate | None:
-        """What is new of a job; None if nothing is."""
+        """The changes of a job since the last update; None if there are none."""
         sent, now = self._jobs.get(run.name), _progress(run)
         if now == sent:
             return None

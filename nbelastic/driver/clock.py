@@ -44,7 +44,7 @@ class Clock:
         return seen - self.skipped
 
     def silence(self, heard_at: float) -> float:
-        """Seconds since a peer was heard, which was at `heard_at` (monotonic).
+        """Seconds since the last message of a peer, which arrived at `heard_at` (monotonic).
 
         The time of an absence does not count, nor the same time after it, up to `MAX_EXCUSED` seconds.
         """

@@ -15,7 +15,7 @@ from nbelastic.driver.event_log import EventLog
 from nbelastic.driver.jobs import Jobs
 from nbelastic.driver.scripts import Scripts
 from nbelastic.driver.workers import Workers
-from nbelastic.protocol import wire
+from nbelastic.protocol import agent_messages, messages, worker_messages
 from nbelastic.protocol.ranks import ranges
 
 GenerationCommand = cmd.FormWorld | cmd.PrepareWorld | cmd.AskLeave | cmd.LeaveAt | cmd.CancelLeave | cmd.AbortWorld
@@ -62,22 +62,22 @@ class CommandExecutor:
             ):
                 self._change_generation(command, now)
             case cmd.DropWorld(generation=generation, members=members):
-                send(members, wire.DropGroup(generation))
+                send(members, worker_messages.DropGroup(generation))
             case cmd.QueryPosition(generation=generation, members=members):
-                send(members, wire.QueryPosition(generation))
+                send(members, worker_messages.QueryPosition(generation))
             case cmd.EndHungWorker(worker=w, keep=keep):
-                send((w,), wire.EndHungWorker(keep))
+                send((w,), worker_messages.EndHungWorker(keep))
             case cmd.LoadKeptState(worker=w, by=by, commit=commit):
-                send((w,), wire.LoadKeptState(by, commit))
+                send((w,), worker_messages.LoadKeptState(by, commit))
             case cmd.DeleteKeptState(by=by):
-                self._agents.send(by.host, wire.DeleteKeptState(by))
+                self._agents.send(by.host, agent_messages.DeleteKeptState(by))
             case cmd.StopProgram(job=job, workers=workers, reason=reason, culprit=culprit):
                 for w in workers:
-                    send((w,), wire.StopProgram(job, reason, own=w == culprit))
+                    send((w,), worker_messages.StopProgram(job, reason, own=w == culprit))
             case cmd.EndJob():
                 self._jobs.end(command)
             case cmd.Probe(host=host):
-                probe = wire.Probe(command.target, command.addresses, command.port, command.number)
+                probe = agent_messages.Probe(command.target, command.addresses, command.port, command.number)
                 self._agents.send(host, probe)
             case cmd.Rehome():
                 self._rehome(command)
@@ -90,7 +90,7 @@ class CommandExecutor:
 
     def _rehome(self, command: cmd.Rehome) -> None:
         """Tell a host's agent, workers and node that they have a new address."""
-        rehome = wire.Rehome(command.address, command.interface)
+        rehome = messages.Rehome(command.address, command.interface)
         self._agents.rehome(command.host, rehome)
         self._workers.send([w for w in self._cluster().workers if w.host == command.host], rehome)
         self._scripts.rehome(command.host, rehome)
@@ -104,18 +104,18 @@ class CommandExecutor:
                 send(command.to or command.members, _formation(command))
             case cmd.PrepareWorld(order=formation):
                 self._event_log.note_preparation(now)
-                send(formation.members, wire.Prepare(_formation(formation)))
+                send(formation.members, worker_messages.Prepare(_formation(formation)))
             case cmd.AskLeave(generation=generation, members=members, number=number):
                 self._open_question = command
                 self._event_log.note_leave(now, broken=False)
-                send(members, wire.Leave(generation, ask=number))
+                send(members, worker_messages.Leave(generation, ask=number))
             case cmd.LeaveAt(generation=generation, commit=commit, members=members):
-                send(members, wire.Leave(generation, commit))
+                send(members, worker_messages.Leave(generation, commit))
             case cmd.CancelLeave(generation=generation, members=members):
-                send(members, wire.Leave(generation, wire.Leave.STAY))
+                send(members, worker_messages.Leave(generation, worker_messages.Leave.STAY))
             case cmd.AbortWorld(generation=generation, members=members, reason=reason):
                 self._event_log.note_leave(now, broken=True)
-                send(members, wire.Abort(generation, reason))
+                send(members, worker_messages.Abort(generation, reason))
         if isinstance(command, cmd.LeaveAt | cmd.CancelLeave | cmd.AbortWorld):
             self._open_question = None
 
@@ -130,8 +130,8 @@ class CommandExecutor:
         return self._log_dir / (job.name if job else "idle")
 
 
-def _formation(command: cmd.FormWorld) -> wire.Formation:
+def _formation(command: cmd.FormWorld) -> worker_messages.Formation:
     """The message to each member."""
     by_host = groupby(command.members, key=lambda w: w.host)
     hosts = tuple((host, tuple(w.slot for w in workers)) for host, workers in by_host)
-    return wire.Formation(command.generation, hosts, command.store, command.root, ranges(command.receivers))
+    return worker_messages.Formation(command.generation, hosts, command.store, command.root, ranges(command.receivers))

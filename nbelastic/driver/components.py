@@ -30,7 +30,7 @@ from nbelastic.driver.workers import Workers
 from nbelastic.protocol import events as ev
 from nbelastic.protocol.settings import Settings
 from nbelastic.protocol.status import Status
-from nbelastic.transport.link import Keys
+from nbelastic.transport.keys import Keys
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,7 +15,7 @@ from nbelastic.protocol.settings import LEASE, Settings
 from nbelastic.provision.launchers import here_towards
 from nbelastic.system.futures import settle
 from nbelastic.transport import cluster_file
-from nbelastic.transport.link import Keys
+from nbelastic.transport.keys import Keys
 
 
 class ConnectionFiles:

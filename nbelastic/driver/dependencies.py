@@ -12,17 +12,17 @@ from typing import Any, Protocol
 
 from nbelastic.driver.clock import Clock
 from nbelastic.ipp.supervisor import Supervisor
-from nbelastic.protocol import wire
+from nbelastic.protocol import messages
 from nbelastic.protocol.ids import HostSpec
 from nbelastic.provision.launchers import Agent, agent_for, locate
-from nbelastic.transport.link import Hub
+from nbelastic.transport.server import Server
 
 # Starts a background task that is started again whenever it fails. The text names it in error reports.
 StartTask = Callable[[str, Callable[[], Awaitable[None]]], asyncio.Task[None]]
 
 
 class MessageServer(Protocol):
-    """The driver's end of the connections: see `transport.link.Hub`."""
+    """The driver's end of the connections: see `transport.server.Server`."""
 
     heard_at: dict[str, float]
     address: str
@@ -31,9 +31,9 @@ class MessageServer(Protocol):
 
     async def stop(self) -> None: ...
 
-    def send(self, peer: str, message: wire.Message) -> None: ...
+    def send(self, peer: str, message: messages.Message) -> None: ...
 
-    def send_to_all(self, peers: Iterable[str], message: wire.Message) -> None: ...
+    def send_to_all(self, peers: Iterable[str], message: messages.Message) -> None: ...
 
     def forget(self, peer: str) -> None: ...
 
@@ -57,7 +57,7 @@ class Controller(Protocol):
 class Dependencies:
     """Factories and functions. Each is called like its default."""
 
-    server: Callable[..., MessageServer] = Hub
+    server: Callable[..., MessageServer] = Server
     locate: Callable[[HostSpec, str], Awaitable[tuple[str, str]]] = locate
     agent_for: Callable[..., Agent] = agent_for
     controller: Callable[..., Controller] = Supervisor

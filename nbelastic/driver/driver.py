@@ -32,14 +32,14 @@ from nbelastic.driver.takeover import TakeoverReports, hosts_with_queued_jobs, r
 from nbelastic.driver.telemetry import Telemetry
 from nbelastic.errors import ClusterStoppedError, HostError
 from nbelastic.protocol import events as ev
-from nbelastic.protocol import wire
+from nbelastic.protocol import messages, worker_messages
 from nbelastic.protocol.requests import AnyRequest, Press, Stop
 from nbelastic.protocol.run_directory import RunDir
 from nbelastic.protocol.settings import Settings
 from nbelastic.protocol.status import Status
 from nbelastic.system.addresses import parted
 from nbelastic.system.futures import settle
-from nbelastic.transport.link import Keys
+from nbelastic.transport.keys import Keys
 
 FAILURE_KINDS = ("worker-lost", "host-lost", "world-broken")  # of records
 
@@ -124,8 +124,8 @@ class Driver:
     async def serve(self, ready: Callable[[], object] = lambda: None) -> None:
         """Run the driver until the cluster has stopped. `ready()` is called as soon as it takes requests.
 
-        At its end, however it comes, all clients are told and the cluster's name is released. If the driver fails, the cluster
-        goes on, and its name is left to the next driver.
+        In the end the driver informs all clients and releases the cluster's name. If the driver fails, the cluster goes on, and
+        the next driver gets its name.
         """
         try:
             await self._main(ready)
@@ -303,7 +303,7 @@ class Driver:
         starting = {command.worker.host for command in commands if isinstance(command, cmd.StartWorker)}
         if starting:
             addresses = tuple(at.address for name in sorted(starting) for at in self.cluster.hosts[name].addresses)
-            self._components.workers.send(self.cluster.members, wire.AllowPeers(addresses))
+            self._components.workers.send(self.cluster.members, worker_messages.AllowPeers(addresses))
         if self.cluster.buried != before.buried:
             lost = before.workers.keys() - self.cluster.workers.keys()
             self.jobs.results.forget(lost)
@@ -326,7 +326,7 @@ class Driver:
     def _is_known(self, peer: str) -> bool:
         return self._components.received_messages.is_known(peer)
 
-    def _on_message(self, peer: str, message: wire.Message | ev.Event) -> None:
+    def _on_message(self, peer: str, message: messages.Message | ev.Event) -> None:
         try:
             self._components.received_messages.handle(peer, message)
         except Exception as error:  # noqa: BLE001  (a bug of ours: other messages must be handled)
@@ -395,6 +395,6 @@ class Driver:
 
     @property
     def why_ended(self) -> str:
-        """Who has stopped the cluster, or how its driver has failed."""
+        """The reason why the cluster was stopped, or the failure of its driver."""
         failed = f"its driver failed: {self._failure!r}" if self._failure is not None else ""
         return self.cluster.stopping or failed

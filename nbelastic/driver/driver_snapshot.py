@@ -12,12 +12,13 @@ import msgspec
 
 from nbelastic.core.commands import EndJob
 from nbelastic.core.recovery import SavedCluster
-from nbelastic.protocol import wire
+from nbelastic.protocol import agent_messages, messages, worker_messages
+from nbelastic.protocol.encoding import encode
 from nbelastic.protocol.saved_cluster import NAME, read
 from nbelastic.protocol.script_events import Terms
 from nbelastic.provision.tcp_proxy import SavedGate
 from nbelastic.system.files import replace_private
-from nbelastic.transport.link import Keys, encode
+from nbelastic.transport.keys import Keys
 
 
 class SavedAgent(msgspec.Struct, frozen=True):
@@ -31,7 +32,7 @@ class SavedAgent(msgspec.Struct, frozen=True):
     number: int
     process: str
     driver_address: str = ""
-    rehome: wire.Rehome | None = None
+    rehome: messages.Rehome | None = None
     job: str = ""
 
 
@@ -43,8 +44,8 @@ class SavedJob(msgspec.Struct, frozen=True):
     """
 
     name: str
-    program: wire.Program | None = None
-    script: tuple[wire.Script, Terms] | None = None
+    program: worker_messages.Program | None = None
+    script: tuple[agent_messages.Script, Terms] | None = None
     round: int = 0
     nodes: dict[str, int] = {}
     over: EndJob | None = None

@@ -13,10 +13,10 @@ import msgspec
 
 from nbelastic.core import commands as cmd
 from nbelastic.protocol import events as ev
-from nbelastic.protocol import wire
+from nbelastic.protocol import worker_messages
+from nbelastic.protocol.encoding import encode
 from nbelastic.protocol.status import KEPT, EventRecord
 from nbelastic.system.files import append_private
-from nbelastic.transport.link import encode
 
 MAX_READ = 32 << 20  # bytes of each file of the previous driver
 MAX_SIZE = 64 << 20  # bytes of a file; there are two of them
@@ -41,9 +41,9 @@ class EventLog:
         self.count = len(self.records)  # of all records so far
         self._is_last_line_complete = is_last_line_complete  # a kill or a full disk may cut a line off
         self._has_lost_lines = False
-        self._leave_at = 0.0  # when the members were told to leave
+        self._leave_at = 0.0  # when the driver asked the members to leave
         self._symptom_at = 0.0  # when the first symptom of a break came that has not been decided on
-        self._silence = 0.0  # seconds for which the lost worker or host had not been heard
+        self._silence = 0.0  # seconds since the last message of the lost worker or host
         self._formed_at = 0.0
         self._prepare_at = 0.0  # when the present reconfiguration began to be prepared
         self._took_before_leave: dict[str, float] = {}  # milliseconds by phase
@@ -89,7 +89,7 @@ class EventLog:
         self._prepare_at = now
 
     def note_leave(self, now: float, *, broken: bool) -> None:
-        """The members are told to leave at a commit, or at once if the generation is `broken`."""
+        """The driver asks the members to leave at a commit, or aborts the generation if it is `broken`."""
         self._leave_at = now
         self._took_before_leave = {"prepare": (now - self._prepare_at) * 1000} if self._prepare_at else {}
         if broken:
@@ -100,7 +100,7 @@ class EventLog:
         self._prepare_at = 0.0
 
     def note_formation(self, command: cmd.FormWorld, now: float) -> None:
-        """The members are told to form their generation."""
+        """The driver asks the members to form their generation."""
         if not command.to:
             leave = {self._leave_phase: (now - self._leave_at) * 1000} if self._leave_at else {}
             self._took = {**self._took_before_leave, **leave}
@@ -112,7 +112,7 @@ class EventLog:
         for phase, took in event.took.items():
             self._took[phase] = max(took, self._took.get(phase, 0.0))
 
-    def note_first_step(self, message: wire.WorkerProgress, now: float, size: int) -> None:
+    def note_first_step(self, message: worker_messages.WorkerProgress, now: float, size: int) -> None:
         """Record the first commit of a generation, with the times of all phases. Later calls do nothing."""
         if not self._formed_at:
             return

@@ -9,7 +9,7 @@ from pathlib import Path
 from nbelastic.core import commands as cmd
 from nbelastic.driver.results import Outcome
 from nbelastic.errors import JobError, JobStoppedError
-from nbelastic.protocol import wire
+from nbelastic.protocol import messages, worker_messages
 from nbelastic.protocol.ids import WorkerId
 from nbelastic.protocol.output_buffer import Line, Printed
 from nbelastic.system.terminal_text import newest, shown
@@ -25,18 +25,18 @@ class JobRun:
     the pickled value of each rank, None for a rank that was lost after others had finished.
     """
 
-    def __init__(self, name: str, program: wire.Program | None) -> None:
+    def __init__(self, name: str, program: worker_messages.Program | None) -> None:
         self.name = name
         self.program = program
         self._checkpoints = program.checkpoints if program is not None else None
         self.outcomes: dict[WorkerId, Outcome] = {}
-        self.future: Future[list[wire.Blob | None]] = Future()
+        self.future: Future[list[messages.Blob | None]] = Future()
         self.printed = Printed(self._forget_output)
         self.members: tuple[WorkerId, ...] = ()
         self._end: cmd.EndJob | None = None
         self._received_to: dict[tuple[WorkerId, str], int] = {}  # position in each worker's stream
 
-    def add_output(self, output: wire.WorkerOutput) -> None:
+    def add_output(self, output: messages.WorkerOutput) -> None:
         """Keep the last lines of what a worker printed."""
         w, stream, printed = output.worker, output.stream, self.printed
         known, begin = self._received_to.get((w, stream), 0), output.end - len(output.text)
@@ -57,7 +57,7 @@ class JobRun:
         for stream in ("out", "err"):
             self._received_to.pop((worker, stream), None)
 
-    def _add_line(self, output: wire.WorkerOutput, text: str) -> None:
+    def _add_line(self, output: messages.WorkerOutput, text: str) -> None:
         line = Line(self.printed.heard + 1, output.stream, text, output.rank)
         self.printed.add(output.worker, line)
 

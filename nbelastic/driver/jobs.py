@@ -25,7 +25,7 @@ from nbelastic.driver.takeover import TakeoverReports
 from nbelastic.driver.telemetry import Telemetry
 from nbelastic.driver.workers import Workers
 from nbelastic.protocol import events as ev
-from nbelastic.protocol import wire
+from nbelastic.protocol import messages, worker_messages
 from nbelastic.protocol.ids import WorkerId
 from nbelastic.protocol.settings import Settings
 from nbelastic.system import pickling
@@ -91,17 +91,23 @@ class Jobs:
         self.runs[run.name] = run
         self._pending.track(run.future)
 
-    def receive(self, message: wire.ProgramResult | wire.ResultPiece | wire.FetchCall | wire.WorkerOutput) -> None:
+    def receive(
+        self,
+        message: worker_messages.ProgramResult
+        | worker_messages.ResultPiece
+        | worker_messages.FetchCall
+        | messages.WorkerOutput,
+    ) -> None:
         """Handle a worker's message about its program."""
         match message:
-            case wire.ProgramResult(worker=w, job=job):
+            case worker_messages.ProgramResult(worker=w, job=job):
                 self.results.receive(message, partial(self._on_program_ended, w, job))
-            case wire.ResultPiece():
+            case worker_messages.ResultPiece():
                 self.results.receive_piece(message)
-            case wire.FetchCall(job=job):
+            case worker_messages.FetchCall(job=job):
                 if job in self.runs:
                     self._send_call(message, self.runs[job])
-            case wire.WorkerOutput(job=job):
+            case messages.WorkerOutput(job=job):
                 if job in self.runs:  # output of one job may arrive after the next has begun
                     self.runs[job].add_output(message)
                 self._snapshot_writer.append_output(message)
@@ -123,16 +129,16 @@ class Jobs:
         call, results = program.call, str(self.results.folder(job))
         if not self._agents.has_local_agent(w.host):  # another machine sees no file of this one
             results = ""
-            call = wire.Blob(call.size, call.data) if call is not None else None
+            call = messages.Blob(call.size, call.data) if call is not None else None
         log_dir = str(self._settings.log_dir / job)
         self._workers.send((w,), replace(program, log_dir=log_dir, call=call, results=results))
 
-    def _send_call(self, fetch: wire.FetchCall, run: JobRun) -> None:
+    def _send_call(self, fetch: worker_messages.FetchCall, run: JobRun) -> None:
         """Send the next pieces of a program that is too long for one message."""
         call = run.program.call if run.program is not None else None
         if call is not None and call.path:
             for offset, data in pickling.pieces(pickling.mapped(Path(call.path)), fetch.offset):
-                self._workers.send((fetch.worker,), wire.CallPiece(fetch.job, offset, data))
+                self._workers.send((fetch.worker,), worker_messages.CallPiece(fetch.job, offset, data))
 
     def end(self, command: cmd.EndJob) -> None:
         """End the job. Its future is resolved when the culprit's error has arrived, or after a while without it."""
@@ -196,7 +202,7 @@ class Jobs:
         self._loop.call_later(RESULTS_TIMEOUT, on_timeout)
 
 
-def _is_complete(call: wire.Blob) -> bool:
+def _is_complete(call: messages.Blob) -> bool:
     """Whether the file of a call, if it is in one, has its full size."""
     try:
         return not call.path or os.path.getsize(call.path) == call.size

@@ -1,4 +1,4 @@
-"""Detects what is not heard: agents, workers, and commits of a running world."""
+"""Detects silent hosts and workers, and a running world without commits."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from nbelastic.protocol.settings import Settings
 MAX_CHECK_DELAY = 2.0  # seconds that a check may be late; after a longer delay, the driver itself did not run
 STALL_INTERVAL = 1.0  # seconds between events about the same stall
 SILENT_HEARTBEATS = 3.0  # a host without messages for so many heartbeats may have workers that make commits
-USUAL_COMMITS = 5.0  # times the generation's usual time between commits: a shorter time is no stall
+USUAL_COMMITS = 5.0  # times the generation's usual time between commits: a shorter time is not a stall
 
 
 class StallDetector:
@@ -27,7 +27,7 @@ class StallDetector:
     def __init__(self) -> None:
         self._newest = (0, -1)  # generation and commits
         self._newest_at = 0.0
-        self._first = (0, 0.0)  # the generation's commits when it was first heard of, and the time
+        self._first = (0, 0.0)  # the generation's commits in the first report, and the time
         self._posted_at = 0.0  # time of the last event about the present stall; 0: there is no stall
 
     def note_commits(self, generation: int, count: int, now: float) -> None:
@@ -93,7 +93,7 @@ class Liveness:
                     self._post(event)
 
     def _is_a_host_silent(self, cluster: ClusterState) -> bool:
-        """If so, the driver cannot know whether its workers make commits. The host is heard soon, or declared lost."""
+        """If so, the driver cannot know whether its workers make commits. The host soon sends messages again, or is declared lost."""
         return any(self._agents.silence_of(host) > SILENT_HEARTBEATS * self._interval for host in cluster.hosts)
 
     def _record_absence(self) -> None:

@@ -17,8 +17,10 @@ Predicate = Callable[[ClusterState], T | None]
 class Pending:
     """Lives in the driver's thread.
 
-    `cluster()` returns the present cluster state, `post(event)` puts an event into the driver's inbox, `error()` returns the
-    exception for futures that can no longer be resolved, and `publish()` sends clients what has changed.
+    - `cluster()`: the present cluster state.
+    - `post(event)`: puts an event into the driver's inbox.
+    - `error()`: the exception for futures that can no longer be resolved.
+    - `publish()`: sends clients what has changed.
     """
 
     def __init__(

@@ -18,8 +18,8 @@ from nbelastic.driver.snapshot_writer import SnapshotWriter
 from nbelastic.driver.takeover import TakeoverReports
 from nbelastic.driver.telemetry import Telemetry, numbers
 from nbelastic.driver.workers import Workers
+from nbelastic.protocol import agent_messages, messages, worker_messages
 from nbelastic.protocol import events as ev
-from nbelastic.protocol import wire
 from nbelastic.protocol.ids import WorkerId
 from nbelastic.system import versions
 
@@ -60,7 +60,7 @@ class ReceivedMessages:
         self.takeover = takeover
 
     def is_known(self, peer: str) -> bool:
-        """Whether the server keeps a connection to this agent, worker or node, which has not been heard yet.
+        """Whether the server keeps the connection of this agent, worker or node, which has sent its first message.
 
         A lost worker is unknown: its last messages may arrive after its host's agent has reported its end.
         """
@@ -72,48 +72,50 @@ class ReceivedMessages:
                 return False
         return role == "node" or (role == "agent" and peer == self._agents.peer_of(name.rpartition("~")[0]))
 
-    def handle(self, peer: str, message: wire.Message | ev.Event) -> None:
+    def handle(self, peer: str, message: messages.Message | ev.Event) -> None:
         """Handle a message of this peer. TypeError for an unknown kind of message."""
         if peer.startswith("agent/") and peer != self._agents.peer_of(peer[6:].rpartition("~")[0]):
             # An agent that was declared lost has connected again: its host has another one, or none.
-            self._server.send(peer, wire.StopAgent())
+            self._server.send(peer, agent_messages.StopAgent())
             self._server.forget(peer)
             return
         if peer.startswith("node/"):
             self._scripts.receive(peer, message)
             return
         match message:
-            case wire.LaunchEnded():
+            case agent_messages.LaunchEnded():
                 self._scripts.on_launch_ended(message)
-            case wire.AgentHello() | wire.WorkerReport() | ev.WorkerFrozen() if self.takeover is not None:
+            case agent_messages.AgentHello() | worker_messages.WorkerReport() | ev.WorkerFrozen() if (
+                self.takeover is not None
+            ):
                 self.takeover.add(message)
-            case wire.WorkerReport():
+            case worker_messages.WorkerReport():
                 self._handle_late_report(message)
-            case wire.AgentHello():
+            case agent_messages.AgentHello():
                 problem = versions.difference(message.versions, versions.here())
                 driver_address = self._agents.driver_address_for(message.host)
                 ready = ev.AgentReady(
                     message.host, message.pid, message.addresses, message.port, problem, driver_address
                 )
                 self._post(ready)
-            case wire.AgentGoodbye(host=host, reason=reason):
+            case agent_messages.AgentGoodbye(host=host, reason=reason):
                 self._agents.lose(host, reason)
-            case wire.AgentSample():
+            case agent_messages.AgentSample():
                 self._telemetry.add_sample(message, self._cluster().workers, self._clock.now())
                 self._publish_soon()
-            case wire.WorkerHello(worker=w, engine=engine):
+            case worker_messages.WorkerHello(worker=w, engine=engine):
                 if w in self._cluster().workers:
                     self._workers.register(w, engine)
-            case wire.WorkerProgress():
+            case worker_messages.WorkerProgress():
                 self._handle_progress(message)
-            case wire.ProgramResult() | wire.ResultPiece() | wire.FetchCall():
+            case worker_messages.ProgramResult() | worker_messages.ResultPiece() | worker_messages.FetchCall():
                 self._jobs.receive(message)
-            case wire.WorkerOutput():
+            case messages.WorkerOutput():
                 self._jobs.receive(message)
                 self._publish()
-            case wire.CellResult():
+            case worker_messages.CellResult():
                 self._cells.receive_result(message)
-            case wire.StackShown(worker=w):
+            case worker_messages.StackShown(worker=w):
                 if w in self._cluster().workers:
                     self._telemetry.stacks[w] = message
                     self._publish()
@@ -124,7 +126,7 @@ class ReceivedMessages:
             case _:
                 raise TypeError(f"{peer} has sent {type(message).__name__}, which the driver does not know")
 
-    def adopt_worker(self, report: wire.WorkerReport) -> None:
+    def adopt_worker(self, report: worker_messages.WorkerReport) -> None:
         """Register a worker that the previous driver has started, and take its progress."""
         if report.engine:
             self._workers.register(report.worker, report.engine)
@@ -135,8 +137,8 @@ class ReceivedMessages:
             for commit, values in report.reports:
                 self._add_report(report.worker, commit, values)
 
-    def _handle_late_report(self, report: wire.WorkerReport) -> None:
-        """Handle the report of a worker that was not heard during the takeover, or that has just started."""
+    def _handle_late_report(self, report: worker_messages.WorkerReport) -> None:
+        """Handle the report of a worker that did not report during the takeover, or that has just started."""
         cluster = self._cluster()
         if report.worker not in cluster.workers:
             return
@@ -146,7 +148,7 @@ class ReceivedMessages:
         else:
             self.adopt_worker(report)
 
-    def _handle_progress(self, message: wire.WorkerProgress) -> None:
+    def _handle_progress(self, message: worker_messages.WorkerProgress) -> None:
         telemetry, cluster, now = self._telemetry, self._cluster(), self._clock.now()
         if message.worker not in cluster.workers or 0 < message.generation <= telemetry.last_generation:
             return  # the worker is lost, or the message belongs to the previous job

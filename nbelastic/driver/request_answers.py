@@ -25,8 +25,8 @@ from nbelastic.driver.telemetry import Telemetry
 from nbelastic.driver.workers import Workers
 from nbelastic.errors import HostError, UsageError
 from nbelastic.protocol import events as ev
+from nbelastic.protocol import messages
 from nbelastic.protocol import requests as r
-from nbelastic.protocol import wire
 from nbelastic.protocol.settings import Settings
 from nbelastic.protocol.status import Status
 
@@ -49,7 +49,7 @@ def has_ready_workers(cluster: ClusterState, least: int) -> bool | None:
 class RequestAnswers:
     """Lives in the driver's thread.
 
-    `post(event)` puts an event into the driver's inbox, `record` adds to the event log, and `save_arguments` keeps the
+    `post(event)` puts an event into the driver's inbox, and `record` adds to the event log. `save_arguments` keeps the
     arguments of `Cluster` for later clients and drivers.
     """
 
@@ -206,7 +206,7 @@ def _name_if_begun(cluster: ClusterState, run: JobRun) -> str | None:
     return run.name if cluster.present_job == run.name or run.future.done() else None
 
 
-def _renamed(call: wire.Blob | None, job: str) -> wire.Blob | None:
+def _renamed(call: messages.Blob | None, job: str) -> messages.Blob | None:
     """Rename the file of a call after its job."""
     if call is None or not call.path:
         return call

@@ -8,12 +8,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from nbelastic.protocol import wire
+from nbelastic.protocol import messages, worker_messages
 from nbelastic.protocol.ids import WorkerId
 from nbelastic.system import pickling
 from nbelastic.system.files import replace_private
 
-Send = Callable[[WorkerId, wire.Message], object]
+Send = Callable[[WorkerId, messages.Message], object]
 
 
 class Outcome(NamedTuple):
@@ -21,7 +21,7 @@ class Outcome(NamedTuple):
 
     error: str = ""
     traceback: str = ""
-    value: wire.Blob | None = None
+    value: messages.Blob | None = None
 
 
 class _Fetch(NamedTuple):
@@ -43,7 +43,7 @@ class Results:
         self._folder, self._send = folder, send
         self._fetches: dict[WorkerId, _Fetch] = {}
 
-    def receive(self, result: wire.ProgramResult, done: Callable[[Outcome], None]) -> None:
+    def receive(self, result: worker_messages.ProgramResult, done: Callable[[Outcome], None]) -> None:
         """Call `done(outcome)` as soon as the value is available, which may be at once."""
         value = result.value
         self._fetches.pop(result.worker, None)
@@ -55,9 +55,9 @@ class Results:
             done(self._in_file(result, value))
         else:
             self._fetches[result.worker] = _Fetch(result.job, value.size, bytearray(), done)
-            self._send(result.worker, wire.FetchResult(result.job, 0))
+            self._send(result.worker, worker_messages.FetchResult(result.job, 0))
 
-    def _in_file(self, result: wire.ProgramResult, value: wire.Blob) -> Outcome:
+    def _in_file(self, result: worker_messages.ProgramResult, value: messages.Blob) -> Outcome:
         path = Path(value.path)
         if path.parent != self.folder(result.job):  # the workers' key must not open any file of the notebook's user
             return Outcome(f"the result of {result.worker} is outside the folder for results: {path}")
@@ -82,7 +82,7 @@ class Results:
         """Remove the values of a job. Clients that use them have mapped the files."""
         shutil.rmtree(self.folder(job), ignore_errors=True)
 
-    def receive_piece(self, piece: wire.ResultPiece) -> None:
+    def receive_piece(self, piece: worker_messages.ResultPiece) -> None:
         """Take the next bytes of a value; request more when all requested pieces have arrived."""
         fetch = self._fetches.get(piece.worker)
         if fetch is None or piece.job != fetch.job or piece.offset != len(fetch.data):
@@ -93,16 +93,16 @@ class Results:
             del self._fetches[piece.worker]
             fetch.done(Outcome(value=self._store(piece.worker, fetch)))
         elif received % (pickling.PIECES * pickling.PIECE) == 0:
-            self._send(piece.worker, wire.FetchResult(fetch.job, received))
+            self._send(piece.worker, worker_messages.FetchResult(fetch.job, received))
 
-    def _store(self, w: WorkerId, fetch: _Fetch) -> wire.Blob:
+    def _store(self, w: WorkerId, fetch: _Fetch) -> messages.Blob:
         """Write a long value to a file, which clients map. It stays in memory if it is short or the disk is full."""
         path = self.folder(fetch.job) / str(w).replace("/", "-")
         if fetch.size > pickling.INLINE:
             with suppress(OSError):
                 replace_private(path, [memoryview(fetch.data)])
-                return wire.Blob(fetch.size, path=str(path))
-        return wire.Blob(fetch.size, bytes(fetch.data))
+                return messages.Blob(fetch.size, path=str(path))
+        return messages.Blob(fetch.size, bytes(fetch.data))
 
     def is_fetching(self, workers: Iterable[WorkerId]) -> bool:
         """Whether a value of one of these workers is being fetched."""

@@ -27,15 +27,16 @@ from nbelastic.driver.job_run import JobRun
 from nbelastic.driver.results import Outcome
 from nbelastic.driver.script_status import with_script, workers_of
 from nbelastic.driver.snapshot_writer import SnapshotWriter
+from nbelastic.protocol import agent_messages, messages, node_messages
 from nbelastic.protocol import events as ev
 from nbelastic.protocol import script_events as sev
-from nbelastic.protocol import wire
 from nbelastic.protocol.exit_codes import exit_text
 from nbelastic.protocol.ids import WorkerId
 from nbelastic.protocol.settings import Settings
 from nbelastic.protocol.status import Status
 from nbelastic.system import versions
-from nbelastic.transport.link import Keys, machine
+from nbelastic.system.processes import process_table
+from nbelastic.transport.keys import Keys
 
 
 class Scripts:
@@ -72,12 +73,12 @@ class Scripts:
         self._decide, self._post, self._publish = decide, post, publish
         self._loop = asyncio.get_running_loop()
         self._run: JobRun | None = None
-        self._script = wire.Script("", "")
+        self._script = agent_messages.Script("", "")
         self._started_nodes = 0
         self._node_numbers: dict[str, int] = {}  # of the present node of each host with an agent
         self._external_nodes: dict[str, str] = {}  # peers of external nodes by host
         self._pidfds: dict[str, int] = {}  # of external nodes on this machine, by host
-        self._rounds: dict[str, wire.Round] = {}  # the newest message about the present round to each host
+        self._rounds: dict[str, node_messages.Round] = {}  # the newest message about the present round to each host
         self._samples: dict[WorkerId, tuple[float, int]] = {}
         self._watch_task = start_task("the check for silent external nodes", self._watch_external_nodes)
         self.connection_files = ConnectionFiles(settings, agents, server.address, keys, post)
@@ -91,7 +92,7 @@ class Scripts:
 
     # ---- requests and messages ----
 
-    def submit(self, run: JobRun, script: wire.Script, terms: sev.Terms, number: int = 0) -> None:
+    def submit(self, run: JobRun, script: agent_messages.Script, terms: sev.Terms, number: int = 0) -> None:
         """Submit a script. `number`: of its last round, if the previous driver has run it."""
         self._run, self._script = run, script
         self._rounds, self._samples = {}, {}
@@ -103,29 +104,29 @@ class Scripts:
         for host, numbers in nodes.items():
             for number in numbers:
                 self._started_nodes = max(self._started_nodes, number)
-                self._agents.send(host, wire.StopNode(number, kill=True))
+                self._agents.send(host, agent_messages.StopNode(number, kill=True))
         self.submit(run, *job.script, job.round + 1)  # the last round may have begun without being saved
 
-    def receive(self, peer: str, message: wire.Message | ev.Event) -> None:
+    def receive(self, peer: str, message: messages.Message | ev.Event) -> None:
         """Handle a node's message."""
         match message:
-            case wire.WorkerOutput():
+            case messages.WorkerOutput():
                 if self._run is not None and self._is_present(message.worker.host, peer):
                     self._run.add_output(message)
                     self._publish()
                     self._snapshot_writer.append_output(replace(message, job=self._run.name))
                 return
-            case wire.NodeHello():
+            case node_messages.NodeHello():
                 self._admit_external_node(peer, message)
                 return
         host: str = message.host  # type: ignore[union-attr]  # all others have one
         if not self._is_present(host, peer):
             if not isinstance(message, sev.NodeLeft):
-                self._server.send(peer, wire.EndNode(f"the driver has given up this node of {host}"))
+                self._server.send(peer, node_messages.EndNode(f"the driver has given up this node of {host}"))
             self._server.forget(peer)
             return
         match message:
-            case wire.NodeSample(round=number, workers=workers):
+            case node_messages.NodeSample(round=number, workers=workers):
                 ids = (WorkerId(host, rank, number) for rank in range(len(workers)))
                 self._samples.update(zip(ids, workers, strict=True))
             case ev.Event():
@@ -133,7 +134,7 @@ class Scripts:
                 if isinstance(message, sev.NodeLeft) and host in self._external_nodes:
                     self._forget_external_node(host)
 
-    def on_launch_ended(self, message: wire.LaunchEnded) -> None:
+    def on_launch_ended(self, message: agent_messages.LaunchEnded) -> None:
         """An agent has reported the end of a node's process."""
         if self._node_numbers.get(message.host) == message.number:
             self._server.forget(f"node/{message.host}~{message.number}")
@@ -143,19 +144,19 @@ class Scripts:
                 why += f"; {message.host}-elastic.log in the job's logs says more"
             self._decide(sev.NodeLeft(message.host, why, broken=True))
 
-    def _admit_external_node(self, peer: str, hello: wire.NodeHello) -> None:
+    def _admit_external_node(self, peer: str, hello: node_messages.NodeHello) -> None:
         """An external node has connected: end it, let it wait, or post that it has joined."""
         problem = versions.difference(hello.versions, versions.here())
         if hello.host in self._cluster().hosts:
             problem = f"a host of the cluster is named {hello.host} already"
         if problem or self._cluster().stopping:
-            self._server.send(peer, wire.EndNode(problem or "the cluster is closed: it is stopping"))
+            self._server.send(peer, node_messages.EndNode(problem or "the cluster is closed: it is stopping"))
             self._server.forget(peer)
             return
         if self._internal_errors.decision_failure:
-            self._server.send(peer, wire.Wait(self._internal_errors.decision_failure))
+            self._server.send(peer, node_messages.Wait(self._internal_errors.decision_failure))
             return
-        is_local = hello.machine == machine()
+        is_local = hello.machine == process_table()
         if self._external_nodes.get(hello.host) != peer:
             self._forget_external_node(hello.host)
             self._external_nodes[hello.host] = peer
@@ -172,17 +173,17 @@ class Scripts:
                 self._started_nodes += 1
                 self._node_numbers[host] = self._started_nodes
                 log_dir = str(self._settings.log_dir / self._script.job)
-                self._agents.send(host, wire.Launch(self._started_nodes, log_dir, self._script))
+                self._agents.send(host, agent_messages.Launch(self._started_nodes, log_dir, self._script))
                 self._snapshot_writer.update_job(nodes=dict(self._node_numbers))
             case scmd.EndNode(host=host, reason=reason, error=error):
-                self._send(host, wire.EndNode(reason, error))
+                self._send(host, node_messages.EndNode(reason, error))
                 if error and host in self._node_numbers:
-                    self._agents.send(host, wire.StopNode(self._node_numbers[host]))
+                    self._agents.send(host, agent_messages.StopNode(self._node_numbers[host]))
             case scmd.ReportWaiting(host=host, reason=reason, full=full):
                 no_script = f"no script runs in the cluster {self._settings.name!r} yet"
-                self._send(host, wire.Wait(in_words(reason, self._clock.now()) if reason else no_script, full))
+                self._send(host, node_messages.Wait(in_words(reason, self._clock.now()) if reason else no_script, full))
             case scmd.MoveNode(host=host, address=address, interface=interface):
-                self._send(host, wire.Rehome(address, interface))
+                self._send(host, messages.Rehome(address, interface))
             case scmd.FormRound():
                 self._form_round(command)
             case scmd.RepeatRound(host=host):
@@ -190,7 +191,7 @@ class Scripts:
                     self._send(host, self._rounds[host])
             case scmd.LeaveRound(round=number, hosts=hosts, reason=reason):
                 for host in hosts:
-                    self._send(host, wire.LeaveRound(number, reason))
+                    self._send(host, node_messages.LeaveRound(number, reason))
             case scmd.EndScript():
                 self._end_script(command)
 
@@ -198,7 +199,7 @@ class Scripts:
         by_node = places(command.assignments)
         self._rounds, self._samples = {}, {}
         for rank, assignment in enumerate(command.assignments):
-            message = wire.Round(
+            message = node_messages.Round(
                 command.round, rank, command.assignments, by_node, command.store, command.restarts, self._script.job
             )
             self._rounds[assignment.host] = message
@@ -218,7 +219,7 @@ class Scripts:
         self._snapshot_writer.update_job(over=end)
         self._rounds = {}
 
-    def _send(self, host: str, message: wire.Message) -> None:
+    def _send(self, host: str, message: messages.Message) -> None:
         peer = self._peer(host)
         if peer:
             self._server.send(peer, message)
@@ -231,7 +232,7 @@ class Scripts:
     def _is_present(self, host: str, peer: str) -> bool:
         return peer == self._peer(host)
 
-    def rehome(self, host: str, rehome: wire.Rehome) -> None:
+    def rehome(self, host: str, rehome: messages.Rehome) -> None:
         """Tell the host's node the new address for its stores."""
         if host in self._node_numbers:
             self._server.send(f"node/{host}~{self._node_numbers[host]}", rehome)

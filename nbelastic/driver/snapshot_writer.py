@@ -17,13 +17,14 @@ from nbelastic.driver.agents import Agents
 from nbelastic.driver.driver_snapshot import DriverSnapshot, SavedJob
 from nbelastic.driver.job_run import JobRun
 from nbelastic.driver.telemetry import SavedTelemetry, Telemetry
-from nbelastic.protocol import wire
+from nbelastic.protocol import messages
+from nbelastic.protocol.encoding import encode
 from nbelastic.protocol.run_directory import RunDir
 from nbelastic.protocol.saved_cluster import fingerprint
 from nbelastic.protocol.settings import Settings
 from nbelastic.system import versions
 from nbelastic.system.files import append_private, replace_private
-from nbelastic.transport.link import Keys, encode
+from nbelastic.transport.keys import Keys
 
 TELEMETRY = "live.json"
 OUTPUT = "output.jsonl"
@@ -137,7 +138,7 @@ class SnapshotWriter:
             self._telemetry_saved_at = now
             replace_private(self._run_dir.path / TELEMETRY, [encode(telemetry.saved())])
 
-    def append_output(self, message: wire.WorkerOutput) -> None:
+    def append_output(self, message: messages.WorkerOutput) -> None:
         """Save what a worker has printed."""
         if self._output is None:
             self._output = os.fdopen(append_private(self._run_dir.path / OUTPUT), "ab")
@@ -161,8 +162,8 @@ class SnapshotWriter:
         with suppress(OSError, msgspec.DecodeError):
             telemetry.load(msgspec.json.decode((self._run_dir.path / TELEMETRY).read_bytes(), type=SavedTelemetry))
 
-    def _load_output(self) -> Iterator[wire.WorkerOutput]:
-        decoder = msgspec.json.Decoder(wire.WorkerOutput)
+    def _load_output(self) -> Iterator[messages.WorkerOutput]:
+        decoder = msgspec.json.Decoder(messages.WorkerOutput)
         for path in self._output_paths():
             with suppress(OSError), open(path, "rb") as file:
                 for line in file:

@@ -10,7 +10,7 @@ from nbelastic.core.state import ClusterState, WorkerState
 from nbelastic.driver.pending import Pending
 from nbelastic.driver.telemetry import Telemetry
 from nbelastic.driver.workers import Workers
-from nbelastic.protocol import wire
+from nbelastic.protocol import worker_messages
 from nbelastic.protocol.status import Status, WorkerStack
 
 
@@ -40,7 +40,7 @@ def collect_stack_dumps(
         rows = {worker.id: worker for worker in status().workers}
         stacks = []
         for w in (w for w in asked if str(w) in rows):
-            row, answer = rows[str(w)], answers.get(w, wire.StackShown(w, number, "", ""))
+            row, answer = rows[str(w)], answers.get(w, worker_messages.StackShown(w, number, "", ""))
             commits = f"{row.behind} commit{'s' if row.behind > 1 else ''} behind"
             note = (row.reason or commits) if row.behind else ""
             stacks.append(WorkerStack(row.id, row.rank, answer.place, answer.text, note))
@@ -51,6 +51,6 @@ def collect_stack_dumps(
         timed_out = True
         pending.check_and_publish()
 
-    workers.send(asked, wire.ShowStack(number))
+    workers.send(asked, worker_messages.ShowStack(number))
     pending.resolve(result, collect)
     asyncio.get_running_loop().call_later(timeout, on_timeout)

@@ -10,8 +10,8 @@ from nbelastic.core import commands as cmd
 from nbelastic.core import recovery
 from nbelastic.core.state import ClusterState, HostPhase
 from nbelastic.driver.driver_snapshot import DriverSnapshot
+from nbelastic.protocol import agent_messages, worker_messages
 from nbelastic.protocol import events as ev
-from nbelastic.protocol import wire
 from nbelastic.protocol.ids import WorkerId
 from nbelastic.system import versions
 from nbelastic.system.presence import lives
@@ -30,19 +30,19 @@ class TakeoverReports:
         hosts = {host.spec.name for host in saved.cluster.hosts if host.spec.name in saved.agents}
         self._missing_agents = hosts - hosts_with_queued_jobs(saved)
         self._missing_workers: dict[str, set[WorkerId]] = {}  # by host, for agents that have reported
-        self.agents: dict[str, wire.AgentHello] = {}
-        self.workers: dict[WorkerId, wire.WorkerReport] = {}
+        self.agents: dict[str, agent_messages.AgentHello] = {}
+        self.workers: dict[WorkerId, worker_messages.WorkerReport] = {}
         self.frozen: list[ev.WorkerFrozen] = []  # handled after the takeover
 
-    def add(self, message: wire.AgentHello | wire.WorkerReport | ev.WorkerFrozen) -> None:
+    def add(self, message: agent_messages.AgentHello | worker_messages.WorkerReport | ev.WorkerFrozen) -> None:
         """Take a report. The cost of a worker's report does not grow with the number of workers."""
         match message:
-            case wire.AgentHello(host=host, workers=workers):
+            case agent_messages.AgentHello(host=host, workers=workers):
                 self.agents[host] = message
                 self._missing_workers[host] = {w for w, _ in workers if w not in self.workers}
                 reported = sum(len(agent.workers) for agent in self.agents.values())
                 self._timeout = max(self._timeout, MIN_TIMEOUT + TIMEOUT_PER_WORKER * reported)
-            case wire.WorkerReport(worker=w):
+            case worker_messages.WorkerReport(worker=w):
                 host = w.host
                 self.workers[w] = message
                 self._missing_workers.get(host, set()).discard(w)

@@ -9,7 +9,7 @@ from collections.abc import Container, Mapping, Sequence
 import msgspec
 from msgspec import Struct
 
-from nbelastic.protocol import wire
+from nbelastic.protocol import agent_messages, worker_messages
 from nbelastic.protocol.ids import WorkerId
 from nbelastic.protocol.status import OrderStatus
 
@@ -71,7 +71,7 @@ class StepRate:
 class Telemetry(Struct):
     """Samples and progress of the cluster.
 
-    The driver's thread writes it, and `status.snapshot` reads it in any thread. What is iterated over is replaced, never changed.
+    The driver's thread writes it, and `status.snapshot` reads it in any thread. A container that is iterated over is replaced, never changed.
     """
 
     host_samples: dict[str, HostSample] = {}
@@ -90,7 +90,7 @@ class Telemetry(Struct):
     failed_at: float | None = None
     step_rate: StepRate = msgspec.field(default_factory=StepRate)
     requests: list[OrderStatus] = []  # by buttons of the dashboard
-    stacks: dict[WorkerId, wire.StackShown] = {}  # the newest of each worker
+    stacks: dict[WorkerId, worker_messages.StackShown] = {}  # the newest of each worker
     stack_requests: int = 0  # how often stacks were requested
     log_dir: str = ""
     batch_jobs: dict[str, str] = {}  # the states of batch jobs whose agents have not connected yet, by host
@@ -103,7 +103,7 @@ class Telemetry(Struct):
             oldest = max(0, recent[0] - 1) if recent else max(0, len(self.newest) - 1)
             self.newest = (*self.newest[oldest:], (now, commit))
 
-    def add_sample(self, message: wire.AgentSample, known: Container[WorkerId], now: float) -> None:
+    def add_sample(self, message: agent_messages.AgentSample, known: Container[WorkerId], now: float) -> None:
         """Take an agent's sample of its host and its workers. Workers that were lost since are left out."""
         alive = {name: sample for name, sample in message.workers.items() if WorkerId.parse(name) in known}
         self.computed_at.update((name, now) for name, (cpu, _) in alive.items() if cpu >= IDLE_CPU)

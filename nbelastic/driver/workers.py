@@ -10,7 +10,7 @@ from nbelastic.driver.clock import Clock
 from nbelastic.driver.dependencies import MessageServer
 from nbelastic.driver.telemetry import Telemetry
 from nbelastic.protocol import events as ev
-from nbelastic.protocol import wire
+from nbelastic.protocol import messages
 from nbelastic.protocol.ids import WorkerId
 
 
@@ -29,7 +29,7 @@ class Workers:
         self._expected_since: dict[str, float] = {}  # when this driver began to wait for workers of the previous one
         self.engines: dict[WorkerId, str] = {}  # the engine of each registered worker, as ipyparallel's client names it
 
-    def send(self, workers: Iterable[WorkerId], message: wire.Message) -> None:
+    def send(self, workers: Iterable[WorkerId], message: messages.Message) -> None:
         self._server.send_to_all((f"worker/{w}" for w in workers), message)
 
     def register(self, w: WorkerId, engine: str) -> None:
@@ -45,7 +45,7 @@ class Workers:
         self._expected_since[f"worker/{w}"] = time.monotonic()
 
     def silence_of(self, w: WorkerId) -> float:
-        """Seconds since this worker was heard; 0 if it has not connected yet and is not expected."""
+        """Seconds since the last message of this worker; 0 if it has not connected yet and is not expected."""
         peer = f"worker/{w}"
         heard_at = self._server.heard_at.get(peer, self._expected_since.get(peer))
         return self._clock.silence(heard_at) if heard_at is not None else 0.0

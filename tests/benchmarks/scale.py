@@ -39,6 +39,7 @@ from nbelastic.driver.dependencies import Dependencies
 from nbelastic.driver.driver_snapshot import SavedJob
 from nbelastic.driver.job_run import JobRun
 from nbelastic.driver.request_answers import ready_workers
+from nbelastic.protocol import agent_messages, messages, worker_messages
 from nbelastic.protocol import events as ev
 from nbelastic.protocol.ids import HostSpec, WorkerId
 from nbelastic.protocol.messages import HEAD
@@ -121,7 +122,7 @@ def drive(hosts: int, parent: Connection, players: list[Connection]) -> None:
         while True:
             match parent.recv():
                 case "submit":
-                    job = JobRun("job-1", wire.Program("job-1", "", source="a cell"))
+                    job = JobRun("job-1", worker_messages.Program("job-1", "", source="a cell"))
                     thread.call(driver.jobs.submit, job, SavedJob("job-1"))
                 case "look":
                     cluster = driver.cluster

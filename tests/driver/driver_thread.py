@@ -11,8 +11,8 @@ from typing import Any
 import nbelastic as nbe
 from nbelastic.core import commands as cmd
 from nbelastic.protocol import events as ev
+from nbelastic.protocol import messages
 from nbelastic.protocol import updates as u
-from nbelastic.protocol import wire
 from nbelastic.system import pickling
 from nbelastic.system.files import replace_private
 from tests.core.story import wid
@@ -86,10 +86,10 @@ def end_job(cluster, job, outcome):
     in_driver(cluster, end)
 
 
-def blob(value, path: Path | None = None) -> wire.Blob:
+def blob(value, path: Path | None = None) -> messages.Blob:
     packed = pickling.pack(value)
     if path is None:
-        return wire.Blob(pickling.size(packed), b"".join(packed))
+        return messages.Blob(pickling.size(packed), b"".join(packed))
     path.parent.mkdir(parents=True, exist_ok=True)
     replace_private(path, packed)
-    return wire.Blob(pickling.size(packed), path=str(path))
+    return messages.Blob(pickling.size(packed), path=str(path))

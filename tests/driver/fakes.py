@@ -17,8 +17,8 @@ from nbelastic.driver.driver import Driver
 from nbelastic.driver.driver_snapshot import SavedJob
 from nbelastic.driver.job_run import JobRun
 from nbelastic.driver.snapshot_writer import SnapshotWriter
+from nbelastic.protocol import agent_messages, messages, worker_messages
 from nbelastic.protocol import events as ev
-from nbelastic.protocol import wire
 from nbelastic.protocol.hosts import parse_hosts
 from nbelastic.protocol.ids import HostSpec, Interface, WorkerId
 from nbelastic.protocol.limits import Limits
@@ -53,7 +53,7 @@ class FakeWorker:
     """What a worker that trains would say to what it is told; it commits when a test says so."""
 
     id: WorkerId
-    say: Callable[[wire.Message | ev.Event], None]
+    say: Callable[[messages.Message | ev.Event], None]
     job: str = ""
     generation: int = 0  # the one it is in; 0: none
     left: int = 0
@@ -65,31 +65,31 @@ class FakeWorker:
     def ends(self, error: str = "") -> None:
         """Its program has ended."""
         self.busy = False
-        blob = None if error else wire.Blob(len(NOTHING), NOTHING)
-        self.say(wire.ProgramResult(self.id, self.job, error, value=blob))
+        blob = None if error else messages.Blob(len(NOTHING), NOTHING)
+        self.say(worker_messages.ProgramResult(self.id, self.job, error, value=blob))
 
     def waits(self) -> None:
         store = f"127.0.0.1:{4000 + self.left}"
         self.say(ev.WorkerReady(self.id, self.job, self.left, self.total, True, store, self.holds))
 
-    def hears(self, message: wire.Message) -> None:
+    def hears(self, message: messages.Message) -> None:
         match message:
-            case wire.Formation(generation=generation) if generation > max(self.left, self.generation):
+            case worker_messages.Formation(generation=generation) if generation > max(self.left, self.generation):
                 self.generation, self.commits, self.holds = generation, 0, True
                 self.say(ev.WorkerFormed(self.id, generation))
-            case wire.Prepare(formation=formation):
+            case worker_messages.Prepare(formation=formation):
                 self.say(ev.WorkerPrepared(self.id, formation.generation))
-            case wire.Leave(generation=generation, commit=None, ask=ask):
+            case worker_messages.Leave(generation=generation, commit=None, ask=ask):
                 self.say(ev.LeaveAcknowledged(self.id, generation, self.commits, ask))
-            case wire.Leave(commit=commit) if commit != wire.Leave.STAY and self.generation:
+            case worker_messages.Leave(commit=commit) if commit != worker_messages.Leave.STAY and self.generation:
                 self.total += commit - self.commits
                 self.leaves(self.generation)
-            case wire.Abort(generation=generation) if self.generation and generation >= self.generation:
+            case worker_messages.Abort(generation=generation) if self.generation and generation >= self.generation:
                 self.leaves(generation)
-            case wire.StopProgram(reason=reason) if self.busy:
+            case worker_messages.StopProgram(reason=reason) if self.busy:
                 self.generation = 0
                 self.ends(f"JobStoppedError: {reason}")
-            case wire.Program(job=job):  # it comes to the elastic function at once
+            case worker_messages.Program(job=job):  # it comes to the elastic function at once
                 self.job, self.busy, self.total, self.left, self.holds = job, True, 0, 0, False
                 self.waits()
 
@@ -101,7 +101,7 @@ class FakeWorker:
         if self.generation:
             self.commits += commits
             self.total += commits
-            self.say(wire.WorkerProgress(self.id, self.generation, self.total, {}))
+            self.say(worker_messages.WorkerProgress(self.id, self.generation, self.total, {}))
             self.say(ev.StoreOffered(self.id, self.generation, f"127.0.0.1:{5000 + self.generation}"))
 
 
@@ -117,22 +117,24 @@ class FakeAgent:
     def start(self, config: Mapping[str, Any]) -> None:
         self.lives = True
         self._outside.agents[f"agent/{self.spec.name}~{self._number}"] = self
-        self.say(wire.AgentHello(self.spec.name, self._number, versions.here(), (Interface("lo", "127.0.0.1"),)))
+        self.say(
+            agent_messages.AgentHello(self.spec.name, self._number, versions.here(), (Interface("lo", "127.0.0.1"),))
+        )
 
-    def say(self, message: wire.Message | ev.Event) -> None:
+    def say(self, message: messages.Message | ev.Event) -> None:
         self._outside.deliver(f"agent/{self.spec.name}~{self._number}", message)
 
-    def hears(self, message: wire.Message) -> None:
+    def hears(self, message: messages.Message) -> None:
         match message:
-            case wire.Spawn(worker=w):
+            case agent_messages.Spawn(worker=w):
                 worker = self._outside.workers[w] = FakeWorker(
                     w, lambda word: self._outside.deliver(f"worker/{w}", word)
                 )
                 self.say(ev.WorkerStarted(w, 1000 + w.slot))
-                worker.say(wire.WorkerHello(w, 1000 + w.slot, f"engine-{w}"))
-            case wire.StopWorker(worker=w, kill=kill):
+                worker.say(worker_messages.WorkerHello(w, 1000 + w.slot, f"engine-{w}"))
+            case agent_messages.StopWorker(worker=w, kill=kill):
                 self.loses(w, SIGKILL if kill else 0)
-            case wire.StopAgent():
+            case agent_messages.StopAgent():
                 self.kill()
 
     def loses(self, w: WorkerId, code: int = SIGKILL) -> None:
@@ -163,11 +165,11 @@ class MemoryLink:
     async def stop(self) -> None:
         self.on_message = lambda peer, message: None
 
-    def send(self, peer: str, message: wire.Message) -> None:
+    def send(self, peer: str, message: messages.Message) -> None:
         self._outside.sent.append((peer, message))
         asyncio.get_running_loop().call_soon(self._outside.arrive, peer, message)
 
-    def send_to_all(self, peers: Iterable[str], message: wire.Message) -> None:
+    def send_to_all(self, peers: Iterable[str], message: messages.Message) -> None:
         for peer in peers:
             self.send(peer, message)
 
@@ -229,7 +231,7 @@ class Outside:
     def __init__(self, folder: Path, hosts: str, **limits: Any) -> None:
         self.agents: dict[str, FakeAgent] = {}
         self.workers: dict[WorkerId, FakeWorker] = {}
-        self.sent: list[tuple[str, wire.Message]] = []
+        self.sent: list[tuple[str, messages.Message]] = []
         self.controller_stopped = False
         self.silent: set[str] = set()  # hosts from which nothing is heard
         self.lost: set[tuple[str, type]] = set()  # a worker, and what never reaches it
@@ -287,14 +289,14 @@ class Outside:
                     self.link.heard_at[peer] = loop.now
             await self.settles()
 
-    def deliver(self, peer: str, message: wire.Message | ev.Event) -> None:
+    def deliver(self, peer: str, message: messages.Message | ev.Event) -> None:
         """Somebody says something to the driver."""
         host = peer.partition("/")[2].partition("~")[0].partition("/")[0]
         if host not in self.silent:
             self.link.heard_at[peer] = asyncio.get_running_loop().time()
             asyncio.get_running_loop().call_soon(lambda: self.link.on_message(peer, message))
 
-    def arrive(self, peer: str, message: wire.Message) -> None:
+    def arrive(self, peer: str, message: messages.Message) -> None:
         """The driver's word reaches whom it was sent to, if that still is there."""
         role, _, name = peer.partition("/")
         who = self.agents.get(peer) if role == "agent" else self.workers.get(WorkerId.parse(name))
@@ -306,7 +308,7 @@ class Outside:
             who.hears(message)
 
     def submit(self, name: str = "job-1") -> JobRun:
-        run = JobRun(name, wire.Program(name, "", source="a cell"))
+        run = JobRun(name, worker_messages.Program(name, "", source="a cell"))
         self.driver.jobs.submit(run, SavedJob(name))
         return run
 

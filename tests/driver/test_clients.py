@@ -14,9 +14,9 @@ from nbelastic.client.connection import Connection
 from nbelastic.core import commands as cmd
 from nbelastic.driver import abandonment, clients
 from nbelastic.protocol import events as ev
+from nbelastic.protocol import messages
 from nbelastic.protocol import requests as r
 from nbelastic.protocol import updates as u
-from nbelastic.protocol import wire
 from tests.core.story import wid
 from tests.driver.driver_thread import RawClient, driver_of, in_driver
 from tests.driver.quiet import NoHosts
@@ -75,7 +75,7 @@ def test_an_update_has_what_is_new(quiet):
 
     def prints(text, end):
         return lambda driver: driver._on_message(
-            "worker/a/0#1", wire.WorkerOutput(wid("a/0#1"), "out", text, end, job.name, 0)
+            "worker/a/0#1", messages.WorkerOutput(wid("a/0#1"), "out", text, end, job.name, 0)
         )
 
     in_driver(cluster, lambda driver: setattr(driver, "_is_known", lambda _: True))

@@ -8,7 +8,7 @@ from nbelastic.errors import UsageError
 from nbelastic.protocol.run_directory import RunDir
 from nbelastic.transport import cluster_file
 from nbelastic.transport.cluster_file import ClusterFile
-from nbelastic.transport.link import Keys
+from nbelastic.transport.keys import Keys
 
 
 def test_a_damaged_file_of_another_cluster_is_passed_over(own_base):
@@ -24,5 +24,5 @@ def test_a_damaged_file_of_another_cluster_is_passed_over(own_base):
     mine.write(files["c"])
     files["c"].chmod(0o644)
     assert cluster_file.find("127.0.0.1:4711") == mine
-    with pytest.raises(UsageError, match="no cluster of this machine listens at port 4712"):
+    with pytest.raises(UsageError, match="no cluster of this machine listens on port 4712"):
         cluster_file.find("127.0.0.1:4712")

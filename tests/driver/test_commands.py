@@ -13,7 +13,7 @@ import pytest
 from nbelastic.cli.follow import Output
 from nbelastic.cli.main import main
 from nbelastic.driver.results import Outcome
-from nbelastic.protocol import wire
+from nbelastic.protocol import messages
 from tests.core.story import wid
 from tests.driver.driver_thread import blob, end_job, in_driver
 from tests.support.waiting import until
@@ -38,7 +38,7 @@ def prints(cluster, job, rank: int, text: str) -> None:
     def hear(driver):
         driver._components.received_messages.is_known = lambda _: True
         end = driver.runs[job.name]._received_to.get((w, "out"), 0) + len(text)
-        driver._on_message(f"worker/{w}", wire.WorkerOutput(w, "out", text, end, job.name, rank))
+        driver._on_message(f"worker/{w}", messages.WorkerOutput(w, "out", text, end, job.name, rank))
 
     in_driver(cluster, hear)
     until(lambda: text.strip().rpartition("\n")[2] in job.logs())

@@ -11,9 +11,10 @@ from nbelastic.core import membership
 from nbelastic.driver import decisions
 from nbelastic.driver.dependencies import Dependencies
 from nbelastic.protocol import events as ev
-from nbelastic.protocol import wire
+from nbelastic.protocol import worker_messages
 from nbelastic.protocol.ids import WorkerId
-from nbelastic.transport.link import Hub, Spoke
+from nbelastic.transport.client import Client
+from nbelastic.transport.server import Server
 from tests.driver.fakes import driver_for, settings_for
 from tests.process.observing import until
 from tests.support import inside
@@ -22,27 +23,33 @@ from tests.support import inside
 def test_the_last_word_of_a_dead_worker_does_not_bring_it_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It comes after the news of its death: it is read, and then nothing is kept for it and no heartbeat sent to it."""
     taken: list[ev.Event] = []
-    hubs: list[Hub] = []
+    servers: list[Server] = []
 
     def step(cluster: Any, event: ev.Event, now: float) -> Any:
         taken.append(event)
         return membership.step(cluster, event, now)
 
-    def make(*arguments: Any) -> Hub:
-        hubs.append(Hub(*arguments))
-        return hubs[-1]
+    def make(*arguments: Any) -> Server:
+        servers.append(Server(*arguments))
+        return servers[-1]
 
     monkeypatch.setattr(decisions, "step", step)
     driver = driver_for(settings_for(tmp_path, ""), Dependencies(server=make))
     thread = inside.DriverThread(driver)
     word = ev.WorkerFormed(WorkerId("a", 0, 1), 1)
     for name in (str(word.worker), "no worker's name"):
-        one = Spoke(driver._server.address, driver._keys.for_clients(), f"worker/{name}", wire.ToWorker, lambda _: None)
+        one = Client(
+            driver._server.address,
+            driver._keys.for_clients(),
+            f"worker/{name}",
+            worker_messages.ToWorker,
+            lambda _: None,
+        )
         one.start()
         one.send(word)
         if name == str(word.worker):
             until(lambda: word in taken)
         one.close()
-    assert [(hub.heard_at, hub._deliveries) for hub in hubs] == [({}, {})]
+    assert [(server.heard_at, server._deliveries) for server in servers] == [({}, {})]
     thread.ask(ev.StopRequested("that is all"))
     thread.wait(20)

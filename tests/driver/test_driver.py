@@ -9,8 +9,8 @@ from typing import Any
 
 from nbelastic.core.state import HostPhase
 from nbelastic.driver.request_answers import ready_workers
+from nbelastic.protocol import agent_messages, worker_messages
 from nbelastic.protocol import events as ev
-from nbelastic.protocol import wire
 from nbelastic.protocol.ids import HostSpec, WorkerId
 from tests.driver.fakes import Outside, tell
 
@@ -69,7 +69,7 @@ def test_a_newcomer_joins_by_plan(tmp_path: Path) -> None:
             await outside.passes(3.0)
             assert outside.ranks == ["a/0#1", "a/1#1", "b/0#1"]
             assert (outside.driver.cluster.resets, outside.driver.status.step) == (0, 5)
-            agreed = [message.commit for _, message in outside.sent if isinstance(message, wire.Leave)]
+            agreed = [message.commit for _, message in outside.sent if isinstance(message, worker_messages.Leave)]
             assert agreed == [None, None, 6, 6]
 
     tell(story)
@@ -85,7 +85,7 @@ def test_late_progress_of_the_job_before_is_not_that_of_the_next(tmp_path: Path)
             outside.driver.post(ev.JobStopRequested("job-1"))
             await outside.passes(1.0)
             outside.submit("job-2")
-            late = wire.WorkerProgress(WorkerId("a", 0, 1), 1, 7, {"loss": 0.5})
+            late = worker_messages.WorkerProgress(WorkerId("a", 0, 1), 1, 7, {"loss": 0.5})
             outside.deliver("worker/a/0#1", late)
             await outside.passes(2.0)
             status = outside.driver.status
@@ -124,7 +124,7 @@ def test_the_end_of_an_agent_is_not_that_of_the_next(tmp_path: Path) -> None:
             (old,) = (agent for agent in outside.agents.values() if agent.spec.name == "b")
             hears = old.hears
             old.hears = lambda message: (
-                isinstance(message, wire.StopAgent) or hears(message)
+                isinstance(message, agent_messages.StopAgent) or hears(message)
             )  # it ends, but not at once
             outside.driver.post(ev.HostRemoved("b", by="a test", now=True))
             await outside.settles()

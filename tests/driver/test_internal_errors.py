@@ -20,8 +20,8 @@ from nbelastic.driver.command_executor import CommandExecutor
 from nbelastic.driver.driver_snapshot import SavedJob
 from nbelastic.driver.job_run import JobRun
 from nbelastic.driver.snapshot_writer import SnapshotWriter
+from nbelastic.protocol import agent_messages, worker_messages
 from nbelastic.protocol import events as ev
-from nbelastic.protocol import wire
 from nbelastic.protocol.ids import HostSpec
 from nbelastic.protocol.script_events import NodeReady, Terms
 from nbelastic.system import supervise
@@ -119,7 +119,7 @@ async def asked_to_leave(outside):
     await outside.passes(2.0)
     outside.trains(5)
     await outside.settles()
-    outside.lost.add(("a/1#1", wire.Leave))
+    outside.lost.add(("a/1#1", worker_messages.Leave))
     outside.driver.post(ev.HostAdded(HostSpec("b", 1), "a test"))
     await outside.settles()
     assert outside.driver.cluster.awaiting == {wid("a/1#1")}
@@ -127,7 +127,7 @@ async def asked_to_leave(outside):
 
 
 def leaves(outside):
-    return [message.commit for _, message in outside.sent if isinstance(message, wire.Leave)]
+    return [message.commit for _, message in outside.sent if isinstance(message, worker_messages.Leave)]
 
 
 def test_members_that_were_asked_to_leave_stay(tmp_path):
@@ -137,7 +137,7 @@ def test_members_that_were_asked_to_leave_stay(tmp_path):
         async with Outside(tmp_path, "a:2") as outside:
             await asked_to_leave(outside)
             outside.driver.stop_deciding(ev.Ticked(), KeyError("x"))
-            assert leaves(outside) == [None, None, wire.Leave.STAY, wire.Leave.STAY]
+            assert leaves(outside) == [None, None, worker_messages.Leave.STAY, worker_messages.Leave.STAY]
 
     tell(story)
 
@@ -152,7 +152,7 @@ def test_members_that_have_answered_are_told_what_becomes_of_them(tmp_path, monk
             driver, send = outside.driver, outside.link.send_to_all
 
             def fail(*event):
-                if broken == "note" or (isinstance(event[-1], wire.Leave) and event[-1].commit == 6):
+                if broken == "note" or (isinstance(event[-1], worker_messages.Leave) and event[-1].commit == 6):
                     raise KeyError("b/0#1")
                 send(*event)
 
@@ -161,7 +161,7 @@ def test_members_that_have_answered_are_told_what_becomes_of_them(tmp_path, monk
             outside.deliver("worker/a/1#1", ev.LeaveAcknowledged(wid("a/1#1"), 1, 5, driver.cluster.asks))
             await outside.settles()
             assert driver.internal_errors.decision_failure
-            commit = 6 if broken == "note" else wire.Leave.STAY
+            commit = 6 if broken == "note" else worker_messages.Leave.STAY
             assert leaves(outside) == [None, None, commit, commit]
 
     tell(story)
@@ -169,7 +169,7 @@ def test_members_that_have_answered_are_told_what_becomes_of_them(tmp_path, monk
 
 async def with_script(outside):
     run = JobRun("script-1", None)
-    script = wire.Script("script-1", "train.py")
+    script = agent_messages.Script("script-1", "train.py")
     outside.driver.jobs.submit(run, SavedJob("script-1", script=(script, Terms())))
     await outside.settles()
     return run
@@ -229,7 +229,7 @@ def test_a_fault_beside_the_decisions_costs_one_thing(tmp_path, caplog):
             question = Future()
             driver._pending.resolve(question, fail)
             for _ in range(3):
-                outside.deliver("agent/a~1", wire.QueryPosition(1))
+                outside.deliver("agent/a~1", worker_messages.QueryPosition(1))
             asyncio.get_running_loop().call_soon(fail)
             driver.post(ev.Scaled(2, 3))
             await outside.settles()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from nbelastic.driver.job_run import JobRun
 from nbelastic.protocol.ids import WorkerId
-from nbelastic.protocol.wire import WorkerOutput
+from nbelastic.protocol.messages import WorkerOutput
 
 ONE, TWO = WorkerId("a", 0, 1), WorkerId("a", 1, 1)
 

@@ -8,7 +8,7 @@ import pytest
 
 import nbelastic as nbe
 from nbelastic.driver.results import Outcome
-from nbelastic.protocol import wire
+from nbelastic.protocol import messages
 from tests.driver.driver_thread import blob, end_job, in_driver
 from tests.driver.quiet import NoHosts
 from tests.support import inside
@@ -32,7 +32,7 @@ def test_a_file_that_is_gone_is_an_error_of_the_job(quiet):
     """And not one of the thread that reads."""
     cluster = quiet()
     job = cluster.run(os.getpid)
-    end_job(cluster, job, Outcome(value=wire.Blob(7, path=str(cluster._run_dir.path / "nowhere"))))
+    end_job(cluster, job, Outcome(value=messages.Blob(7, path=str(cluster._run_dir.path / "nowhere"))))
     with pytest.raises(nbe.JobError, match=r"succeeded, but its results cannot be read: .*No such file"):
         job.result(timeout=10)
     cluster.scale(2, 3)

@@ -11,14 +11,14 @@ from nbelastic.driver import job_run
 from nbelastic.driver.job_run import JobRun
 from nbelastic.driver.results import Outcome
 from nbelastic.driver.telemetry import Telemetry
-from nbelastic.protocol import output_buffer, wire
+from nbelastic.protocol import agent_messages, messages, output_buffer
 from tests.core.story import wid
 from tests.support import inside
 from tests.support.waiting import until
 
 
 def said(worker, text, end=None):
-    return wire.WorkerOutput(wid(worker), "out", text, len(text) if end is None else end)
+    return messages.WorkerOutput(wid(worker), "out", text, len(text) if end is None else end)
 
 
 def test_lines_of_workers_that_died_make_room(monkeypatch):
@@ -42,13 +42,13 @@ def test_outcomes_of_programs_that_failed_do_not_add_up(monkeypatch):
     """Newcomers that fail, one after the other: the last ones are kept, and the values of who succeeded."""
     monkeypatch.setattr(job_run, "KEPT_ERRORS", 3)
     run = JobRun("job", None)
-    run.add_outcome(wid("b/0#1"), Outcome(value=wire.Blob(2, b"42")))
+    run.add_outcome(wid("b/0#1"), Outcome(value=messages.Blob(2, b"42")))
     for incarnation in range(1, 10):
         run.add_outcome(wid(f"a/0#{incarnation}"), Outcome("ValueError: no", "traceback"))
     assert [str(w) for w in run.outcomes] == ["b/0#1", "a/0#7", "a/0#8", "a/0#9"]
     run.end(cmd.EndJob("job", "succeeded", "", (wid("b/0#1"),)))
-    run.add_outcome(wid("a/0#9"), Outcome(value=wire.Blob(1, b"1")))
-    assert (run.future.result(), run.outcomes) == ([wire.Blob(2, b"42")], {})
+    run.add_outcome(wid("a/0#9"), Outcome(value=messages.Blob(1, b"1")))
+    assert (run.future.result(), run.outcomes) == ([messages.Blob(2, b"42")], {})
 
 
 def test_jobs_that_are_over_are_forgotten(quiet):
@@ -72,7 +72,7 @@ def test_jobs_that_are_over_are_forgotten(quiet):
 def test_a_sample_that_comes_after_its_worker_s_end_is_dropped():
     """Nobody would remove it again."""
     telemetry = Telemetry()
-    sample = wire.AgentSample("a", 1.0, 2, {"a/0#1": (1.0, 2), "a/0#2": (3.0, 4)}, 5, ())
+    sample = agent_messages.AgentSample("a", 1.0, 2, {"a/0#1": (1.0, 2), "a/0#2": (3.0, 4)}, 5, ())
     telemetry.add_sample(sample, {wid("a/0#2")}, 1.0)
     assert telemetry.worker_samples == {"a/0#2": (3.0, 4)}
 

@@ -25,7 +25,7 @@ from nbelastic.protocol.saved_cluster import NAME, begin, clusters, find
 from nbelastic.provision.discovery import source_of
 from nbelastic.system.folders import runs
 from nbelastic.system.presence import identity, lives
-from nbelastic.transport.link import Keys
+from nbelastic.transport.keys import Keys
 
 US = identity(os.getpid())
 

@@ -15,7 +15,7 @@ from nbelastic.driver import status
 from nbelastic.driver.job_run import JobRun
 from nbelastic.driver.status import snapshot
 from nbelastic.driver.telemetry import MAX_POINTS, Curve, Telemetry
-from nbelastic.protocol import wire
+from nbelastic.protocol import worker_messages
 from nbelastic.protocol.limits import Limits
 from tests.core.story import wid
 
@@ -138,6 +138,6 @@ def test_a_job_that_failed_says_where_it_can_go_on():
         (None, ""),
         (("/runs/one", 100, 3), "; run it again with checkpoint='/runs/one' to go on from its newest checkpoint"),
     ):
-        run = JobRun("job-1", wire.Program("job-1", "", plan, "code"))
+        run = JobRun("job-1", worker_messages.Program("job-1", "", plan, "code"))
         run.end(cmd.EndJob("job-1", "failed", "all workers died", ()))
         assert str(run.future.exception()) == f"job-1 failed: all workers died{hint}"

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 
 from nbelastic.core.state import HostPhase
 from nbelastic.driver.takeover import TakeoverReports
+from nbelastic.protocol import agent_messages, worker_messages
 from nbelastic.protocol import events as ev
-from nbelastic.protocol import wire
 from nbelastic.protocol.ids import HostSpec, WorkerId
 
 WORKERS = [WorkerId("a", 0, 1), WorkerId("a", 1, 1), WorkerId("b", 0, 1)]
@@ -20,7 +20,7 @@ def waiting(patience=30.0):
 
 
 def hello(host):
-    return wire.AgentHello(host, 1, {}, workers=tuple((w, 1) for w in WORKERS if w.host == host))
+    return agent_messages.AgentHello(host, 1, {}, workers=tuple((w, 1) for w in WORKERS if w.host == host))
 
 
 def complete(reports):
@@ -39,19 +39,24 @@ async def _ends_at_once(reports):
 
 def test_all_agents_and_their_workers_are_waited_for():
     """In whatever order they come."""
-    messages = [hello("a"), wire.WorkerReport(WORKERS[2], 1), wire.WorkerReport(WORKERS[1], 1), hello("b")]
+    messages = [
+        hello("a"),
+        worker_messages.WorkerReport(WORKERS[2], 1),
+        worker_messages.WorkerReport(WORKERS[1], 1),
+        hello("b"),
+    ]
     reports = waiting()
     for message in messages:
         reports.add(message)
         assert not complete(reports)
-    reports.add(wire.WorkerReport(WORKERS[0], 1))
+    reports.add(worker_messages.WorkerReport(WORKERS[0], 1))
     assert complete(reports)
 
 
 def test_a_stopped_worker_is_not_waited_for():
     """Its agent says so; it cannot answer. What the agent said is kept for afterwards."""
     reports = waiting()
-    for message in (hello("a"), hello("b"), *(wire.WorkerReport(w, 1) for w in WORKERS[:2])):
+    for message in (hello("a"), hello("b"), *(worker_messages.WorkerReport(w, 1) for w in WORKERS[:2])):
         reports.add(message)
     assert not complete(reports)
     reports.add(ev.WorkerFrozen(WORKERS[2], "stopped"))
