@@ -332,7 +332,7 @@ def test_reports_reach_the_status(cluster):
     until(lambda: cluster.status().step > 5)  # a report may be sent before its commit is made
     until(lambda: (cluster.status().steps_per_second or 0) > 1)
     (told,) = (event.text for event in cluster.events if event.kind == "not-finite")
-    assert told.startswith("loss is not a finite number any more: rank 0 reported so at commit ")
+    assert told.startswith("loss is no longer a finite number: rank 0 reported this at commit ")
     job.stop()
     job.wait(timeout=20)
 
