@@ -1,6 +1,6 @@
-"""A driver's outside, in memory: a clock that a test moves, a link, agents and workers.
+"""Fakes of all that a driver is connected to: a clock that a test moves, a message server, agents and workers.
 
-`Outside` gives the driver its `Dependencies`. All of it lives in one event loop, whose time stands still until `passes(seconds)`.
+`Outside` gives the driver its `Dependencies`. All of it lives in one event loop, whose time changes only in `advance_time`.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from nbelastic.protocol.settings import Settings
 from nbelastic.protocol.sources import Listed
 from nbelastic.system import pickling, versions
 
-TURNS = 40  # of the event loop, in which a word is answered, and the answer too
-LOOK = 0.25  # seconds by which time passes at once: no timer of the driver's is more frequent
+TURNS = 40  # of the event loop, in which a message is answered, and the answer too
+TIME_STEP = 0.25  # seconds; no timer of the driver is more frequent
 SIGKILL = -9
 NOTHING = b"".join(pickling.pack(None))
 
 
 class StandingLoop(asyncio.SelectorEventLoop):
-    """Its time is what a test says."""
+    """An event loop whose time a test sets."""
 
     now = 1000.0
 
@@ -42,116 +42,116 @@ class StandingLoop(asyncio.SelectorEventLoop):
         return self.now
 
 
-def tell(story: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    """Run a story in a loop whose time stands still."""
+def run_story(story: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    """Run a story in a loop whose time changes only in `advance_time`."""
     with asyncio.Runner(loop_factory=StandingLoop) as runner:
         runner.run(story())
 
 
 @dataclass
 class FakeWorker:
-    """What a worker that trains would say to what it is told; it commits when a test says so."""
+    """Answers messages as a training worker does; it commits when a test calls `train`."""
 
     id: WorkerId
-    say: Callable[[messages.Message | ev.Event], None]
+    send: Callable[[messages.Message | ev.Event], None]
     job: str = ""
-    generation: int = 0  # the one it is in; 0: none
+    generation: int = 0  # 0: none
     left: int = 0
     commits: int = 0  # in this generation
     total: int = 0
     holds: bool = False
     busy: bool = False
 
-    def ends(self, error: str = "") -> None:
+    def end_program(self, error: str = "") -> None:
         """Its program has ended."""
         self.busy = False
         blob = None if error else messages.Blob(len(NOTHING), NOTHING)
-        self.say(worker_messages.ProgramResult(self.id, self.job, error, value=blob))
+        self.send(worker_messages.ProgramResult(self.id, self.job, error, value=blob))
 
-    def waits(self) -> None:
+    def report_ready(self) -> None:
         store = f"127.0.0.1:{4000 + self.left}"
-        self.say(ev.WorkerReady(self.id, self.job, self.left, self.total, True, store, self.holds))
+        self.send(ev.WorkerReady(self.id, self.job, self.left, self.total, True, store, self.holds))
 
-    def hears(self, message: messages.Message) -> None:
+    def receive(self, message: messages.Message) -> None:
         match message:
             case worker_messages.Formation(generation=generation) if generation > max(self.left, self.generation):
                 self.generation, self.commits, self.holds = generation, 0, True
-                self.say(ev.WorkerFormed(self.id, generation))
+                self.send(ev.WorkerFormed(self.id, generation))
             case worker_messages.Prepare(formation=formation):
-                self.say(ev.WorkerPrepared(self.id, formation.generation))
+                self.send(ev.WorkerPrepared(self.id, formation.generation))
             case worker_messages.Leave(generation=generation, commit=None, ask=ask):
-                self.say(ev.LeaveAcknowledged(self.id, generation, self.commits, ask))
+                self.send(ev.LeaveAcknowledged(self.id, generation, self.commits, ask))
             case worker_messages.Leave(commit=commit) if commit != worker_messages.Leave.STAY and self.generation:
                 self.total += commit - self.commits
-                self.leaves(self.generation)
+                self.leave(self.generation)
             case worker_messages.Abort(generation=generation) if self.generation and generation >= self.generation:
-                self.leaves(generation)
+                self.leave(generation)
             case worker_messages.StopProgram(reason=reason) if self.busy:
                 self.generation = 0
-                self.ends(f"JobStoppedError: {reason}")
+                self.end_program(f"JobStoppedError: {reason}")
             case worker_messages.Program(job=job):  # it comes to the elastic function at once
                 self.job, self.busy, self.total, self.left, self.holds = job, True, 0, 0, False
-                self.waits()
+                self.report_ready()
 
-    def leaves(self, generation: int) -> None:
+    def leave(self, generation: int) -> None:
         self.left, self.generation = generation, 0
-        self.waits()
+        self.report_ready()
 
-    def trains(self, commits: int) -> None:
+    def train(self, commits: int) -> None:
         if self.generation:
             self.commits += commits
             self.total += commits
-            self.say(worker_messages.WorkerProgress(self.id, self.generation, self.total, {}))
-            self.say(ev.StoreOffered(self.id, self.generation, f"127.0.0.1:{5000 + self.generation}"))
+            self.send(worker_messages.WorkerProgress(self.id, self.generation, self.total, {}))
+            self.send(ev.StoreOffered(self.id, self.generation, f"127.0.0.1:{5000 + self.generation}"))
 
 
 class FakeAgent:
-    """A host's agent: its workers are objects. The driver holds it as it holds a process."""
+    """A host's agent, whose workers are objects. The driver handles it like a process."""
 
     process = job = ""
 
     def __init__(self, outside: Outside, spec: HostSpec, on_stop: Callable[[str], None], number: int) -> None:
         self._outside, self.spec, self._on_stop, self._number = outside, spec, on_stop, number
-        self.lives = False
+        self.is_alive = False
 
     def start(self, config: Mapping[str, Any]) -> None:
-        self.lives = True
+        self.is_alive = True
         self._outside.agents[f"agent/{self.spec.name}~{self._number}"] = self
-        self.say(
+        self.send(
             agent_messages.AgentHello(self.spec.name, self._number, versions.here(), (Interface("lo", "127.0.0.1"),))
         )
 
-    def say(self, message: messages.Message | ev.Event) -> None:
+    def send(self, message: messages.Message | ev.Event) -> None:
         self._outside.deliver(f"agent/{self.spec.name}~{self._number}", message)
 
-    def hears(self, message: messages.Message) -> None:
+    def receive(self, message: messages.Message) -> None:
         match message:
             case agent_messages.Spawn(worker=w):
                 worker = self._outside.workers[w] = FakeWorker(
-                    w, lambda word: self._outside.deliver(f"worker/{w}", word)
+                    w, lambda message: self._outside.deliver(f"worker/{w}", message)
                 )
-                self.say(ev.WorkerStarted(w, 1000 + w.slot))
-                worker.say(worker_messages.WorkerHello(w, 1000 + w.slot, f"engine-{w}"))
+                self.send(ev.WorkerStarted(w, 1000 + w.slot))
+                worker.send(worker_messages.WorkerHello(w, 1000 + w.slot, f"engine-{w}"))
             case agent_messages.StopWorker(worker=w, kill=kill):
-                self.loses(w, SIGKILL if kill else 0)
+                self.lose_worker(w, SIGKILL if kill else 0)
             case agent_messages.StopAgent():
                 self.kill()
 
-    def loses(self, w: WorkerId, code: int = SIGKILL) -> None:
+    def lose_worker(self, w: WorkerId, code: int = SIGKILL) -> None:
         """A worker's process has ended."""
         self._outside.workers.pop(w, None)
-        self.say(ev.WorkerExited(w, code))
+        self.send(ev.WorkerExited(w, code))
 
     def kill(self) -> None:
-        if self.lives:
-            self.lives = False
+        if self.is_alive:
+            self.is_alive = False
             for w in [w for w in self._outside.workers if w.host == self.spec.name]:
                 del self._outside.workers[w]
             asyncio.get_running_loop().call_soon(self._on_stop, "its agent ended")
 
 
-class MemoryLink:
-    """The driver's end of a link without sockets: each word arrives in a later turn of the loop, in order."""
+class MemoryServer:
+    """A message server without sockets: each message arrives in a later turn of the loop, in order."""
 
     address = "tcp://127.0.0.1:1"
 
@@ -160,7 +160,7 @@ class MemoryLink:
         self.heard_at: dict[str, float] = {}
 
     async def start(self, interface: str = "", port: int = 0) -> None:
-        """There is nothing to listen at."""
+        """Without sockets, there is nothing to start."""
 
     async def stop(self) -> None:
         self.on_message = lambda peer, message: None
@@ -178,7 +178,7 @@ class MemoryLink:
 
 
 class FakeController:
-    """Where engines would register."""
+    """A controller without a process."""
 
     connection, process = "{}", ""
 
@@ -186,10 +186,10 @@ class FakeController:
         self._outside = outside
 
     async def start(self) -> None:
-        """It is there."""
+        """It runs at once."""
 
     async def attach(self) -> None:
-        """It is there still."""
+        """It runs already."""
 
     async def stop(self) -> None:
         self._outside.controller_stopped = True
@@ -199,7 +199,7 @@ class FakeController:
 
 
 def settings_for(folder: Path, hosts: str, slots: int = 1, **limits: Any) -> Settings:
-    """What the driver of a cluster of these hosts, whose files are in `folder`, is told."""
+    """The settings for a cluster of these hosts, with its files in `folder`."""
     return Settings(
         name="fake",
         limits=Limits(**limits),
@@ -218,7 +218,7 @@ def settings_for(folder: Path, hosts: str, slots: int = 1, **limits: Any) -> Set
 
 
 def driver_for(settings: Settings, dependencies: Dependencies) -> Driver:
-    """A driver that serves no clients, and holds no name."""
+    """A driver without clients, which does not lock a name."""
     run_dir = RunDir(settings.name)
     run_dir.path = settings.run_dir
     run_dir.make()
@@ -226,22 +226,22 @@ def driver_for(settings: Settings, dependencies: Dependencies) -> Driver:
 
 
 class Outside:
-    """What a driver has around it, and the driver: `async with Outside(tmp_path, "a:2", min=2) as outside`."""
+    """A driver and all that it is connected to: `async with Outside(tmp_path, "a:2", min=2) as outside`."""
 
     def __init__(self, folder: Path, hosts: str, **limits: Any) -> None:
         self.agents: dict[str, FakeAgent] = {}
         self.workers: dict[WorkerId, FakeWorker] = {}
         self.sent: list[tuple[str, messages.Message]] = []
         self.controller_stopped = False
-        self.silent: set[str] = set()  # hosts from which nothing is heard
-        self.lost: set[tuple[str, type]] = set()  # a worker, and what never reaches it
+        self.silent: set[str] = set()  # hosts whose messages do not arrive
+        self.lost: set[tuple[str, type]] = set()  # a worker, and a kind of message that never reaches it
         self.driver = driver_for(settings_for(folder, hosts, **limits), self._dependencies())
 
     def _dependencies(self) -> Dependencies:
         loop = asyncio.get_running_loop()
 
         return Dependencies(
-            server=self._link,
+            server=self._make_server,
             locate=self.locate,
             agent_for=lambda spec, _local, _settings, on_stop, number: FakeAgent(self, spec, on_stop, number),
             controller=lambda *_, **__: FakeController(self),
@@ -252,19 +252,19 @@ class Outside:
         """Every host is this machine."""
         return "127.0.0.1", ""
 
-    def _link(self, _keys: object, on_message: Callable[[str, Any], None], *_: object) -> MemoryLink:
-        self.link = MemoryLink(self, on_message)
-        return self.link
+    def _make_server(self, _keys: object, on_message: Callable[[str, Any], None], *_: object) -> MemoryServer:
+        self.server = MemoryServer(self, on_message)
+        return self.server
 
     async def __aenter__(self) -> Self:
         self._serving = asyncio.create_task(self.driver.serve())
-        await self.settles()
+        await self.settle()
         return self
 
     async def __aexit__(self, *_: object) -> None:
         if not self._serving.done():
             self.driver.post(ev.StopRequested("the test is over", within=0.0))
-            await self.passes(20.0)
+            await self.advance_time(20.0)
         await self._serving
 
     @property
@@ -272,40 +272,40 @@ class Outside:
         """Whether the driver has."""
         return self._serving.done()
 
-    async def settles(self) -> None:
-        """Whatever is said now is heard and answered; no time passes."""
+    async def settle(self) -> None:
+        """Let all messages arrive and be answered; the time does not change."""
         for _ in range(TURNS):
             await asyncio.sleep(0)
 
-    async def passes(self, seconds: float) -> None:
-        """Time passes: hosts and workers that are not silent send heartbeats."""
+    async def advance_time(self, seconds: float) -> None:
+        """Let time pass. Hosts and workers that are not silent send heartbeats."""
         loop = asyncio.get_running_loop()
         assert isinstance(loop, StandingLoop)
         end = loop.now + seconds
         while loop.now < end:
-            loop.now = min(end, loop.now + LOOK)
-            for peer in self.link.heard_at:
+            loop.now = min(end, loop.now + TIME_STEP)
+            for peer in self.server.heard_at:
                 if peer.partition("/")[2].partition("~")[0].partition("/")[0] not in self.silent:
-                    self.link.heard_at[peer] = loop.now
-            await self.settles()
+                    self.server.heard_at[peer] = loop.now
+            await self.settle()
 
     def deliver(self, peer: str, message: messages.Message | ev.Event) -> None:
-        """Somebody says something to the driver."""
+        """Send a message of this peer to the driver."""
         host = peer.partition("/")[2].partition("~")[0].partition("/")[0]
         if host not in self.silent:
-            self.link.heard_at[peer] = asyncio.get_running_loop().time()
-            asyncio.get_running_loop().call_soon(lambda: self.link.on_message(peer, message))
+            self.server.heard_at[peer] = asyncio.get_running_loop().time()
+            asyncio.get_running_loop().call_soon(lambda: self.server.on_message(peer, message))
 
     def arrive(self, peer: str, message: messages.Message) -> None:
-        """The driver's word reaches whom it was sent to, if that still is there."""
+        """A message of the driver reaches its receiver, if that is alive."""
         role, _, name = peer.partition("/")
-        who = self.agents.get(peer) if role == "agent" else self.workers.get(WorkerId.parse(name))
+        receiver = self.agents.get(peer) if role == "agent" else self.workers.get(WorkerId.parse(name))
         if (
-            who is not None
+            receiver is not None
             and (name, type(message)) not in self.lost
             and name.partition("~")[0].partition("/")[0] not in self.silent
         ):
-            who.hears(message)
+            receiver.receive(message)
 
     def submit(self, name: str = "job-1") -> JobRun:
         run = JobRun(name, worker_messages.Program(name, "", source="a cell"))
@@ -313,13 +313,15 @@ class Outside:
         return run
 
     def kill(self, w: str) -> None:
-        """Its process dies, and its agent sees it."""
+        """The worker's process dies, and its agent reports it."""
         worker = WorkerId.parse(w)
-        next(agent for agent in self.agents.values() if agent.spec.name == worker.host and agent.lives).loses(worker)
+        next(agent for agent in self.agents.values() if agent.spec.name == worker.host and agent.is_alive).lose_worker(
+            worker
+        )
 
-    def trains(self, commits: int = 3) -> None:
+    def train(self, commits: int = 3) -> None:
         for worker in list(self.workers.values()):
-            worker.trains(commits)
+            worker.train(commits)
 
     @property
     def ranks(self) -> list[str]:

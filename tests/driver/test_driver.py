@@ -12,16 +12,16 @@ from nbelastic.driver.request_answers import ready_workers
 from nbelastic.protocol import agent_messages, worker_messages
 from nbelastic.protocol import events as ev
 from nbelastic.protocol.ids import HostSpec, WorkerId
-from tests.driver.fakes import Outside, tell
+from tests.driver.fakes import Outside, run_story
 
 
 @asynccontextmanager
 async def training(folder: Path, hosts: str, **limits: Any) -> AsyncIterator[Outside]:
     """A job on all workers of these hosts, which has made no step yet."""
     async with Outside(folder, hosts, **limits) as outside:
-        await outside.passes(2.0)
+        await outside.advance_time(2.0)
         outside.submit()
-        await outside.passes(2.0)
+        await outside.advance_time(2.0)
         yield outside
 
 
@@ -30,32 +30,32 @@ def test_a_life(tmp_path: Path) -> None:
 
     async def story() -> None:
         async with Outside(tmp_path, "a:2,b:1", min=2) as outside:
-            await outside.passes(2.0)
+            await outside.advance_time(2.0)
             assert ready_workers(outside.driver.cluster) == 3
             run = outside.submit()
-            await outside.passes(2.0)
+            await outside.advance_time(2.0)
             assert outside.ranks == ["a/0#1", "a/1#1", "b/0#1"]
-            outside.trains(5)
-            await outside.settles()
+            outside.train(5)
+            await outside.settle()
             outside.kill("a/1#1")
-            await outside.passes(3.0)
+            await outside.advance_time(3.0)
             assert outside.ranks == ["a/0#1", "a/1#2", "b/0#1"]
             assert [outside.kinds().count(kind) for kind in ("worker-lost", "world-broken")] == [1, 1]
-            outside.trains(5)
-            await outside.settles()
+            outside.train(5)
+            await outside.settle()
             assert (outside.driver.status.step, outside.driver.cluster.resets) == (
                 11,
                 1,
             )  # one on the way to where all left for the newcomer
             outside.driver.post(ev.JobStopRequested("job-1"))
-            await outside.passes(1.0)
+            await outside.advance_time(1.0)
             assert run.future.done()
         assert outside.ended
         assert outside.controller_stopped
-        assert not any(agent.lives for agent in outside.agents.values())
+        assert not any(agent.is_alive for agent in outside.agents.values())
         assert outside.driver.status.phase == "finished"
 
-    tell(story)
+    run_story(story)
 
 
 def test_a_newcomer_joins_by_plan(tmp_path: Path) -> None:
@@ -63,16 +63,16 @@ def test_a_newcomer_joins_by_plan(tmp_path: Path) -> None:
 
     async def story() -> None:
         async with training(tmp_path, "a:2", min=1) as outside:
-            outside.trains(5)
-            await outside.settles()
+            outside.train(5)
+            await outside.settle()
             outside.driver.post(ev.HostAdded(HostSpec("b", 1), "a test"))
-            await outside.passes(3.0)
+            await outside.advance_time(3.0)
             assert outside.ranks == ["a/0#1", "a/1#1", "b/0#1"]
             assert (outside.driver.cluster.resets, outside.driver.status.step) == (0, 5)
             agreed = [message.commit for _, message in outside.sent if isinstance(message, worker_messages.Leave)]
             assert agreed == [None, None, 6, 6]
 
-    tell(story)
+    run_story(story)
 
 
 def test_late_progress_of_the_job_before_is_not_that_of_the_next(tmp_path: Path) -> None:
@@ -80,21 +80,21 @@ def test_late_progress_of_the_job_before_is_not_that_of_the_next(tmp_path: Path)
 
     async def story() -> None:
         async with training(tmp_path, "a:1", min=1) as outside:
-            outside.trains(5)
-            await outside.settles()
+            outside.train(5)
+            await outside.settle()
             outside.driver.post(ev.JobStopRequested("job-1"))
-            await outside.passes(1.0)
+            await outside.advance_time(1.0)
             outside.submit("job-2")
             late = worker_messages.WorkerProgress(WorkerId("a", 0, 1), 1, 7, {"loss": 0.5})
             outside.deliver("worker/a/0#1", late)
-            await outside.passes(2.0)
+            await outside.advance_time(2.0)
             status = outside.driver.status
             assert (status.job, status.step, status.report) == ("job-2", 0, {})
-            outside.trains(3)
-            await outside.settles()
+            outside.train(3)
+            await outside.settle()
             assert outside.driver.status.step == 3
 
-    tell(story)
+    run_story(story)
 
 
 def test_a_host_that_falls_silent_is_lost_and_tried_again(tmp_path: Path) -> None:
@@ -103,17 +103,17 @@ def test_a_host_that_falls_silent_is_lost_and_tried_again(tmp_path: Path) -> Non
     async def story() -> None:
         async with training(tmp_path, "a:1,b:1", min=1, silence=10.0) as outside:
             outside.silent.add("b")
-            await outside.passes(9.0)
+            await outside.advance_time(9.0)
             assert outside.driver.cluster.hosts["b"].phase is HostPhase.UP
-            await outside.passes(3.0)
+            await outside.advance_time(3.0)
             assert outside.driver.cluster.hosts["b"].reason.startswith("nothing heard of it for 1")
             assert outside.ranks == ["a/0#1"]
             outside.silent.clear()
-            outside.trains(5)
-            await outside.passes(10.0)
+            outside.train(5)
+            await outside.advance_time(10.0)
             assert outside.ranks == ["a/0#1", "b/0#2"]
 
-    tell(story)
+    run_story(story)
 
 
 def test_the_end_of_an_agent_is_not_that_of_the_next(tmp_path: Path) -> None:
@@ -122,20 +122,20 @@ def test_the_end_of_an_agent_is_not_that_of_the_next(tmp_path: Path) -> None:
     async def story() -> None:
         async with training(tmp_path, "a:1,b:1", min=1) as outside:
             (old,) = (agent for agent in outside.agents.values() if agent.spec.name == "b")
-            hears = old.hears
-            old.hears = lambda message: (
-                isinstance(message, agent_messages.StopAgent) or hears(message)
+            receive = old.receive
+            old.receive = lambda message: (
+                isinstance(message, agent_messages.StopAgent) or receive(message)
             )  # it ends, but not at once
             outside.driver.post(ev.HostRemoved("b", by="a test", now=True))
-            await outside.settles()
+            await outside.settle()
             assert "b" not in outside.driver.cluster.hosts
             outside.driver.post(ev.HostAdded(HostSpec("b", 1), "a test"))
             old._on_stop("its agent ended")
-            await outside.passes(3.0)
+            await outside.advance_time(3.0)
             assert "host-lost" not in outside.kinds()
             assert outside.driver.cluster.hosts["b"].phase is HostPhase.UP
 
-    tell(story)
+    run_story(story)
 
 
 def test_the_controller_ends_last(tmp_path):
@@ -144,11 +144,11 @@ def test_the_controller_ends_last(tmp_path):
 
     async def story():
         async with Outside(tmp_path, "a:1") as outside:
-            await outside.passes(2.0)
+            await outside.advance_time(2.0)
             chronicle = outside.driver.event_log
             close = chronicle.close
             chronicle.close = lambda: (close(), there.append(outside.controller_stopped))
         assert outside.controller_stopped
 
-    tell(story)
+    run_story(story)
     assert there == [False]

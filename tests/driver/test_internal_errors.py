@@ -1,4 +1,4 @@
-"""The driver's own code has a fault: it is reported, costs one thing or all decisions, and never the training."""
+"""Errors in the driver's own code: each is reported, and costs one message or all decisions, but never the training."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from nbelastic.protocol.ids import HostSpec
 from nbelastic.protocol.script_events import NodeReady, Terms
 from nbelastic.system import supervise
 from tests.core.story import wid
-from tests.driver.fakes import Outside, tell
+from tests.driver.fakes import Outside, run_story
 from tests.driver.quiet import NoHosts
 from tests.support.waiting import until
 
@@ -49,7 +49,7 @@ def kinds(cluster):
 
 
 def test_a_fault_in_a_decision_ends_the_deciding(quiet, monkeypatch, caplog):
-    """Who waits is told; the status, one event and one message with the traceback say what to do; a stop still works."""
+    """All waiting calls fail; the status, one event and one message with the traceback say what to do; a stop still works."""
     monkeypatch.setattr(decisions, "step", broken_step)
     cluster = quiet()
     job = cluster.run(print)
@@ -75,7 +75,7 @@ def test_a_fault_in_a_decision_ends_the_deciding(quiet, monkeypatch, caplog):
 
 
 def test_a_button_stops_a_cluster_that_decides_nothing(quiet, monkeypatch):
-    """Whoever has only the dashboard can end it."""
+    """The dashboard's button can end it."""
     monkeypatch.setattr(decisions, "step", broken_step)
     cluster = quiet()
     break_it(cluster)
@@ -114,14 +114,14 @@ def test_the_other_commands_of_a_decision_are_carried_out(quiet, monkeypatch):
 
 async def asked_to_leave(outside):
     """A world of two trains, one of them has promised to stop for a newcomer, and the other one has not heard the question."""
-    await outside.passes(2.0)
+    await outside.advance_time(2.0)
     outside.submit()
-    await outside.passes(2.0)
-    outside.trains(5)
-    await outside.settles()
+    await outside.advance_time(2.0)
+    outside.train(5)
+    await outside.settle()
     outside.lost.add(("a/1#1", worker_messages.Leave))
     outside.driver.post(ev.HostAdded(HostSpec("b", 1), "a test"))
-    await outside.settles()
+    await outside.settle()
     assert outside.driver.cluster.awaiting == {wid("a/1#1")}
     assert outside.driver.cluster.stage is Stage.ASKED
 
@@ -139,7 +139,7 @@ def test_members_that_were_asked_to_leave_stay(tmp_path):
             outside.driver.stop_deciding(ev.Ticked(), KeyError("x"))
             assert leaves(outside) == [None, None, worker_messages.Leave.STAY, worker_messages.Leave.STAY]
 
-    tell(story)
+    run_story(story)
 
 
 @pytest.mark.parametrize("broken", ["note", "send"])
@@ -149,34 +149,34 @@ def test_members_that_have_answered_are_told_what_becomes_of_them(tmp_path, monk
     async def story():
         async with Outside(tmp_path, "a:2") as outside:
             await asked_to_leave(outside)
-            driver, send = outside.driver, outside.link.send_to_all
+            driver, send = outside.driver, outside.server.send_to_all
 
             def fail(*event):
                 if broken == "note" or (isinstance(event[-1], worker_messages.Leave) and event[-1].commit == 6):
                     raise KeyError("b/0#1")
                 send(*event)
 
-            target, name = (driver.event_log, "note") if broken == "note" else (outside.link, "send_to_all")
+            target, name = (driver.event_log, "note") if broken == "note" else (outside.server, "send_to_all")
             monkeypatch.setattr(target, name, fail)
             outside.deliver("worker/a/1#1", ev.LeaveAcknowledged(wid("a/1#1"), 1, 5, driver.cluster.asks))
-            await outside.settles()
+            await outside.settle()
             assert driver.internal_errors.decision_failure
             commit = 6 if broken == "note" else worker_messages.Leave.STAY
             assert leaves(outside) == [None, None, commit, commit]
 
-    tell(story)
+    run_story(story)
 
 
 async def with_script(outside):
     run = JobRun("script-1", None)
     script = agent_messages.Script("script-1", "train.py")
     outside.driver.jobs.submit(run, SavedJob("script-1", script=(script, Terms())))
-    await outside.settles()
+    await outside.settle()
     return run
 
 
 def test_a_fault_in_a_decision_about_a_script_ends_the_deciding_too(tmp_path, monkeypatch):
-    """It is not one lost message: nothing is decided about a group of which nobody knows whether it is right."""
+    """The worker group may be wrong, so the driver makes no more decisions about it."""
     events = []
 
     def broken_advance(group, event, now):
@@ -185,20 +185,20 @@ def test_a_fault_in_a_decision_about_a_script_ends_the_deciding_too(tmp_path, mo
 
     async def story():
         async with Outside(tmp_path, "a:1", min=2, elastic_timeout=5.0) as outside:
-            await outside.passes(1.0)
+            await outside.advance_time(1.0)
             await with_script(outside)
             monkeypatch.setattr(script_rounds, "advance", broken_advance)
-            await outside.passes(6.0)
+            await outside.advance_time(6.0)
             assert "makes no more decisions (KeyError: 'round 1', at Ticked)" in outside.driver.status.reason
             outside.deliver("node/a~1", NodeReady("a", 0, "127.0.0.1:4000", "default"))
-            await outside.passes(6.0)
+            await outside.advance_time(6.0)
             assert events == ["Tick"]
 
-    tell(story)
+    run_story(story)
 
 
 def test_the_other_commands_of_a_decision_about_a_script_are_carried_out(tmp_path, monkeypatch):
-    """The first one fails: the script's end is told all the same."""
+    """The first one fails: the script's end is reported all the same."""
 
     def broken_advance(group, event, now):
         group, commands = advance(group, event, now)
@@ -209,15 +209,15 @@ def test_the_other_commands_of_a_decision_about_a_script_are_carried_out(tmp_pat
             run = await with_script(outside)
             monkeypatch.setattr(script_rounds, "advance", broken_advance)
             outside.driver.post(ev.JobStopRequested("script-1"))
-            await outside.settles()
+            await outside.settle()
             assert "the driver cannot carry out the command Ticked" in outside.driver.internal_errors.decision_failure
             assert isinstance(run.future.exception(0), nbe.JobStoppedError)
 
-    tell(story)
+    run_story(story)
 
 
 def test_a_fault_beside_the_decisions_costs_one_thing(tmp_path, caplog):
-    """A question, a message, a callback: who asked is told, one event each says the rest, and the driver decides on."""
+    """A request, a message and a callback: the request fails, each other error is an event, and decisions go on."""
 
     def fail(*_):
         raise LookupError("nobody")
@@ -225,14 +225,14 @@ def test_a_fault_beside_the_decisions_costs_one_thing(tmp_path, caplog):
     async def story():
         async with Outside(tmp_path, "a:1") as outside:
             driver = outside.driver
-            await outside.settles()
+            await outside.settle()
             question = Future()
             driver._pending.resolve(question, fail)
             for _ in range(3):
                 outside.deliver("agent/a~1", worker_messages.QueryPosition(1))
             asyncio.get_running_loop().call_soon(fail)
             driver.post(ev.Scaled(2, 3))
-            await outside.settles()
+            await outside.settle()
             assert isinstance(question.exception(0), LookupError)
             assert driver.cluster.limits.min == 2
             texts = [record.text for record in driver.event_log.kept()[0] if record.kind == "driver-error"]
@@ -242,12 +242,12 @@ def test_a_fault_beside_the_decisions_costs_one_thing(tmp_path, caplog):
                 in texts
             )
 
-    tell(story)
+    run_story(story)
     assert len([record for record in caplog.records if record.levelno == logging.ERROR]) == 2
 
 
 def test_a_cluster_that_cannot_be_saved_goes_on(quiet, monkeypatch):
-    """A fault where the next driver's knowledge is written costs that knowledge alone, and is reported."""
+    """An error while the driver snapshot is written is reported, and costs nothing else."""
     cluster = quiet(keep=True)
     with monkeypatch.context() as fault:
         fault.setattr(SnapshotWriter, "save", lambda notes: {}["keys"])
@@ -258,7 +258,7 @@ def test_a_cluster_that_cannot_be_saved_goes_on(quiet, monkeypatch):
 
 
 def test_who_gives_up_waiting_is_forgotten(tmp_path):
-    """Later events do not ask their questions any more."""
+    """Later events do not evaluate their predicates any more."""
     asked = []
 
     async def story():
@@ -267,14 +267,14 @@ def test_who_gives_up_waiting_is_forgotten(tmp_path):
             outside.driver._pending.resolve(given_up, lambda _: asked.append("given up"))
             outside.driver._pending.resolve(waiting, lambda _: asked.append("waiting"))
             given_up.cancel()
-            await outside.settles()
+            await outside.settle()
             asked.clear()
             outside.driver.post(ev.Scaled(2, 3))
-            await outside.settles()
+            await outside.settle()
             assert set(asked) == {"waiting"}
             waiting.cancel()
 
-    tell(story)
+    run_story(story)
 
 
 def test_a_background_task_that_fails_is_started_again(monkeypatch):

@@ -12,7 +12,7 @@ from nbelastic.driver import connection_files
 from nbelastic.driver.request_answers import has_ready_workers
 from nbelastic.provision import launchers
 from nbelastic.provision.launchers import ProcessAgent
-from tests.driver.fakes import Outside, tell
+from tests.driver.fakes import Outside, run_story
 
 
 def gone_at_once(*args, **kwargs):
@@ -78,7 +78,7 @@ def test_a_host_that_cannot_be_launched_is_lost_with_the_reason(tmp_path):
             with pytest.raises(nbe.HostError, match=r"gpu9: its agent cannot be started: gpu9 is odd"):
                 has_ready_workers(outside.driver.cluster, 1)
 
-    tell(story)
+    run_story(story)
 
 
 def test_a_connection_file_that_cannot_be_made_says_so(quiet, monkeypatch):

@@ -1,19 +1,19 @@
-"""When a world stands still: the time since its last commit, judged by what is usual for it."""
+"""Stalls: the time since a world's last commit, compared with its usual time between commits."""
 
 from nbelastic.driver.liveness import StallDetector
 from nbelastic.protocol.events import StallDetected, StallResolved
 
 
-def test_a_world_that_commits_is_no_news():
-    """Nothing is said as long as commits come."""
+def test_a_world_that_commits_has_no_stall():
+    """No event as long as commits are made."""
     detector = StallDetector()
     for second in range(100):
         detector.note_commits(1, second, float(second))
         assert detector.check(1, 5.0, second + 0.5) is None
 
 
-def test_standing_still_is_told_again_and_its_end_once():
-    """Every second while it lasts, with its length; then once that it goes on."""
+def test_a_stall_is_posted_again_and_its_end_once():
+    """Every second while it lasts, with its length; then its end, once."""
     detector = StallDetector()
     detector.note_commits(3, 10, 100.0)
     assert detector.check(3, 5.0, 104.9) is None
@@ -25,15 +25,15 @@ def test_standing_still_is_told_again_and_its_end_once():
     assert detector.check(3, 5.0, 108.5) is None
 
 
-def test_a_world_that_never_commits_stands_still_too():
-    """Its time counts from when it was first looked at."""
+def test_a_world_that_never_commits_stalls_too():
+    """Its time counts from the first check."""
     detector = StallDetector()
     assert detector.check(7, 5.0, 50.0) is None
     assert detector.check(7, 5.0, 56.0) == StallDetected(7, 6.0)
 
 
-def test_a_new_generation_begins_anew():
-    """What was said of the old one counts no more."""
+def test_a_new_generation_has_no_stall_yet():
+    """The stall of the previous generation does not count."""
     detector = StallDetector()
     detector.note_commits(1, 5, 0.0)
     assert detector.check(1, 5.0, 10.0) == StallDetected(1, 10.0)
@@ -41,8 +41,8 @@ def test_a_new_generation_begins_anew():
     assert detector.check(2, 5.0, 14.0) is None
 
 
-def test_who_commits_seldom_is_not_suspected():
-    """A commit every 30 s: five times that long is waited before anything is said."""
+def test_rare_commits_are_not_a_stall():
+    """With a commit every 30 s, a stall is posted only after five times that long."""
     detector = StallDetector()
     assert detector.check(1, 5.0, 0.0) is None
     for number in range(1, 5):
@@ -51,8 +51,8 @@ def test_who_commits_seldom_is_not_suspected():
     assert isinstance(detector.check(1, 5.0, 120.0 + 151.0), StallDetected)
 
 
-def test_late_news_changes_nothing():
-    """A commit that was told of already, or of a generation that is over."""
+def test_late_reports_change_nothing():
+    """A commit that was reported before, or of a generation that is over."""
     detector = StallDetector()
     detector.note_commits(2, 9, 10.0)
     detector.note_commits(2, 9, 20.0)
