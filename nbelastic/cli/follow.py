@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from nbelastic.client.cluster import Cluster
 from nbelastic.client.job import Job
 from nbelastic.errors import ClusterStoppedError
-from nbelastic.notebook.snapshot import StatusView, headline
+from nbelastic.notebook.status_text import StatusView, headline
 from nbelastic.protocol.output_buffer import MOST, Line
 from nbelastic.system.terminal_text import plain
 

@@ -13,7 +13,7 @@ import msgspec
 from nbelastic.cli.follow import TAIL, Output, follow_all, follow_job
 from nbelastic.client.cluster import Cluster
 from nbelastic.errors import ClusterStoppedError, NbelasticError, UsageError
-from nbelastic.notebook.snapshot import ClusterList, StatusView, limits
+from nbelastic.notebook.status_text import ClusterList, StatusView, limits
 from nbelastic.system import versions
 from nbelastic.system.terminal_text import plain
 

@@ -20,15 +20,15 @@ from typing import Any, Self, TypeVar, Unpack
 
 from msgspec.structs import replace
 
-from nbelastic.client.calls import pickled
-from nbelastic.client.cells import check_cell
+from nbelastic.client.cell_syntax import check_cell
 from nbelastic.client.checkpoints import Checkpoints, checkpoints
 from nbelastic.client.connection import Connection, JobCopy, connected, kill_driver, taken
+from nbelastic.client.driver_process import launch
 from nbelastic.client.job import ANSWER, Job, outcome
-from nbelastic.client.kept_arguments import BY_CLIENTS, arguments_of, kept_arguments
 from nbelastic.client.kernel_discovery import Finder
-from nbelastic.client.launch import launch
-from nbelastic.client.script import Options, script_for
+from nbelastic.client.pickled_calls import pickled
+from nbelastic.client.saved_arguments import BY_CLIENTS, arguments_of, kept_arguments
+from nbelastic.client.script_options import Options, script_for
 from nbelastic.client.subscriptions import Watchers
 from nbelastic.errors import (
     AnotherDriverError,

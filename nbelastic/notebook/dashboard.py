@@ -11,9 +11,9 @@ import anywidget
 import traitlets
 
 from nbelastic.errors import NbelasticError
-from nbelastic.notebook.answers import answer
-from nbelastic.notebook.frames import Frames
-from nbelastic.notebook.snapshot import settled_html, settled_text
+from nbelastic.notebook.dashboard_queries import answer
+from nbelastic.notebook.dashboard_state import Frames
+from nbelastic.notebook.status_text import settled_html, settled_text
 from nbelastic.protocol.status import Status
 
 if TYPE_CHECKING:

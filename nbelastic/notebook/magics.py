@@ -12,9 +12,9 @@ from IPython.core.magic import Magics, magics_class
 from IPython.display import display
 
 from nbelastic.errors import UsageError
-from nbelastic.notebook.arguments import argument, completion, magic, pair
-from nbelastic.notebook.cells import cell_id, checked, show_output
-from nbelastic.notebook.scripts import SCRIPT_OPTIONS, script_options
+from nbelastic.notebook.cell_output import cell_id, checked, show_output
+from nbelastic.notebook.magic_arguments import argument, completion, magic, pair
+from nbelastic.notebook.script_arguments import SCRIPT_OPTIONS, script_options
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from nbelastic.client.cluster import Cluster
     from nbelastic.client.job import Job
     from nbelastic.notebook.dashboard import Dashboard
-    from nbelastic.notebook.snapshot import ClusterList, StatusView
+    from nbelastic.notebook.status_text import ClusterList, StatusView
     from nbelastic.protocol.status import WorkerStack
 
 
@@ -156,7 +156,7 @@ class ElasticMagics(Magics):  # type: ignore[misc]  # IPython carries no types h
     @magic("line")
     def elastic_list(self, _: Namespace) -> ClusterList:
         """Show your clusters on this machine: with a driver, or waiting for another one."""
-        from nbelastic.notebook.snapshot import ClusterList
+        from nbelastic.notebook.status_text import ClusterList
         from nbelastic.protocol.saved_cluster import clusters
 
         return ClusterList(clusters())
@@ -213,7 +213,7 @@ class ElasticMagics(Magics):  # type: ignore[misc]  # IPython carries no types h
     @magic("line")
     def elastic_status(self, _: Namespace) -> StatusView:
         """Show hosts, workers and the job as they are now."""
-        from nbelastic.notebook.snapshot import StatusView
+        from nbelastic.notebook.status_text import StatusView
 
         return StatusView(self._cluster().status())
 
@@ -234,7 +234,7 @@ class ElasticMagics(Magics):  # type: ignore[misc]  # IPython carries no types h
     )
     def elastic_stacks(self, options: Namespace) -> None:
         """Print where every worker is right now: its Python stack. Says why a training hangs."""
-        from nbelastic.notebook.answers import alike
+        from nbelastic.notebook.dashboard_queries import alike
 
         stacks = self._cluster().stacks(timeout=options.timeout)
         if options.rank is not None:

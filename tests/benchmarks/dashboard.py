@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 import nbelastic as nbe
 from nbelastic.notebook.dashboard import Dashboard
-from nbelastic.notebook.frames import Frames
+from nbelastic.notebook.dashboard_state import Frames
 from nbelastic.protocol.status import EventRecord, HostStatus, Status, WorkerStatus
 from tests.benchmarks import recovery
 from tests.benchmarks.recovery import Cases, training

@@ -12,7 +12,7 @@ from IPython.core.inputtransformer2 import TransformerManager
 from nbval.plugin import comment_markers
 
 import nbelastic as nbe
-from nbelastic.notebook.arguments import without_comment
+from nbelastic.notebook.magic_arguments import without_comment
 from nbelastic.notebook.magics import ElasticMagics
 from tests.support.code_blocks import PAGES, blocks, cells, example
 

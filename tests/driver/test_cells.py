@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import nbelastic as nbe
-from nbelastic.client.cells import LONGEST, check_cell
+from nbelastic.client.cell_syntax import LONGEST, check_cell
 
 
 def test_a_cell_that_no_message_can_hold_is_refused():

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from nbelastic.client.kept_arguments import arguments_of, kept_arguments
+from nbelastic.client.saved_arguments import arguments_of, kept_arguments
 from nbelastic.core import commands as cmd
 from nbelastic.core.recovery import summary
 from nbelastic.core.state import ClusterState, Host, HostPhase, Job, Slot

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 from msgspec.structs import replace
 
-from nbelastic.client.cells import check_cell
+from nbelastic.client.cell_syntax import check_cell
 from nbelastic.errors import UsageError
 from nbelastic.protocol.hosts import parse_host
 from nbelastic.protocol.output_buffer import Line

@@ -10,7 +10,7 @@ from fake_cluster import FakeCluster, merge
 from ipykernel.comm.comm import BaseComm
 
 from nbelastic.notebook.dashboard import Dashboard
-from nbelastic.notebook.frames import EVENTS
+from nbelastic.notebook.dashboard_state import EVENTS
 from nbelastic.protocol.output_buffer import Line
 from nbelastic.protocol.status import EventRecord, WorkerStack
 

@@ -16,9 +16,9 @@ from nbelastic.client.checkpoints import checkpoints
 from nbelastic.client.cluster import Cluster
 from nbelastic.errors import JobError, UsageError, WaitTimeoutError
 from nbelastic.notebook import load_ipython_extension, unload_ipython_extension
-from nbelastic.notebook.arguments import _parse, without_comment
+from nbelastic.notebook.magic_arguments import _parse, without_comment
 from nbelastic.notebook.magics import ElasticMagics
-from nbelastic.notebook.snapshot import ClusterList
+from nbelastic.notebook.status_text import ClusterList
 from nbelastic.protocol.saved_cluster import ClusterInfo
 from nbelastic.protocol.status import WorkerStack
 

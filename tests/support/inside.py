@@ -96,7 +96,7 @@ threads: dict[str, DriverThread] = {}  # the newest of each cluster
 def launch(
     start: Start, folder: Path, on_change: Callable[[], object], before: Connection | None = None
 ) -> tuple[Connection, DriverThread]:
-    """As `client.launch.launch`, without a process."""
+    """As `client.driver_process.launch`, without a process."""
     thread = threads[folder.name] = DriverThread(process.prepare(process.decode(encoded(start))))
     return Connection(folder, on_change, before), thread
 

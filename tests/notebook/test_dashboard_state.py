@@ -9,7 +9,7 @@ from fake_cluster import merge
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nbelastic.notebook.frames import Frames, frame, patch
+from nbelastic.notebook.dashboard_state import Frames, frame, patch
 from nbelastic.protocol.status import EventRecord, HostStatus, OrderStatus, Status, WorkerStatus
 from tests.support.soak import examples
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from nbelastic.notebook.folding import CLOSE, fold, packed
+from nbelastic.notebook.log_folding import CLOSE, fold, packed
 from nbelastic.protocol.output_buffer import Line
 
 

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from nbelastic.errors import NbelasticError, UsageError
-from nbelastic.notebook.folding import fold, packed
-from nbelastic.notebook.frames import entries
+from nbelastic.notebook.dashboard_state import entries
+from nbelastic.notebook.log_folding import fold, packed
 from nbelastic.protocol.status import WorkerStack
 
 if TYPE_CHECKING:

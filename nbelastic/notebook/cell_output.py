@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
-from nbelastic.client.cells import described
+from nbelastic.client.cell_syntax import described
 from nbelastic.errors import JobError, UsageError
 from nbelastic.system.terminal_text import shown
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from argparse import Namespace
 from typing import Any
 
-from nbelastic.notebook.arguments import argument, pair
+from nbelastic.notebook.magic_arguments import argument, pair
 
 SCRIPT_OPTIONS = (
     argument("-m", "--module", action="store_true", help="the script is a module's name, as with python -m"),
