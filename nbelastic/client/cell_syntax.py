@@ -1,4 +1,4 @@
-"""Whether a cell can be sent to the workers."""
+"""Checks a cell before it is sent to the workers."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ import warnings
 
 from nbelastic.errors import UsageError
 
-LONGEST = 1_000_000  # characters of a cell
+MAX_CHARACTERS = 1_000_000
 
 
 def check_cell(source: str, *, awaits: bool) -> None:
-    """Raise SyntaxError if no worker could compile this cell, which may hold IPython's syntax (`!ls`, `%time`); UsageError if
-    it is too long for a message.
+    """Raise SyntaxError if workers cannot compile this cell; UsageError if it is too long for a message.
 
-    `awaits`: `await` may stand outside of functions. The error points to the line, so that nothing has to be sent first.
+    The cell may use IPython's syntax (`!ls`, `%time`). `awaits`: it may use `await` outside functions. The SyntaxError points
+    to the line.
     """
     from IPython.core.inputtransformer2 import TransformerManager
 
-    if len(source) > LONGEST:
+    if len(source) > MAX_CHARACTERS:
         raise UsageError(
-            f"the cell has {len(source)} characters, and {LONGEST} are possible: read long data from a file."
+            f"the cell has {len(source)} characters, and the limit is {MAX_CHARACTERS}: read long data from a file."
         )
     code = TransformerManager().transform_cell(source)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the worker gives them
+        warnings.simplefilter("ignore")  # the worker shows the warnings
         try:
             compile(code, "<cell>", "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT if awaits else 0, dont_inherit=True)
         except SyntaxError as error:
@@ -35,6 +35,6 @@ def check_cell(source: str, *, awaits: bool) -> None:
             raise error.with_traceback(None) from None
 
 
-def described(error: SyntaxError) -> str:
-    """The line, the caret and the message, as Python shows them."""
+def describe_error(error: SyntaxError) -> str:
+    """Return the line, the caret and the message, as Python shows them."""
     return "".join(traceback.format_exception_only(error)).rstrip()

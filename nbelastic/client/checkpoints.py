@@ -1,4 +1,4 @@
-"""A job's checkpoints, as a person asks for them."""
+"""Checks the checkpoint arguments of a job."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ import os
 from nbelastic.errors import UsageError
 from nbelastic.system.argument_types import PATH, check_kind
 
-EVERY, KEEP = 100, 3  # commits between two checkpoints, and how many stay
-Checkpoints = tuple[str, int, int] | None  # the folder, commits between two, how many are kept
+EVERY, KEEP = 100, 3  # defaults: commits between two checkpoints, and how many checkpoints are kept
+CheckpointPlan = tuple[str, int, int] | None  # the folder, commits between two checkpoints, how many are kept
 
 
-def checkpoints(folder: str | os.PathLike[str] | None, every: int | None, keep: int | None) -> Checkpoints:
-    """A job's checkpoints as the workers are told of them. UsageError if they cannot be as asked for."""
+def checkpoint_plan(folder: str | os.PathLike[str] | None, every: int | None, keep: int | None) -> CheckpointPlan:
+    """Return a job's checkpoints in the form in which workers get them. UsageError for wrong arguments."""
     if folder is None:
         if every is not None or keep is not None:
             given = "checkpoint_keep" if every is None else "checkpoint_every"
-            raise UsageError(f"{given} says nothing without checkpoint: name a folder too.")
+            raise UsageError(f"{given} has no effect without checkpoint: name a folder too.")
         return None
     check_kind("checkpoint", folder, PATH)
     for name, number in (("checkpoint_every", every), ("checkpoint_keep", keep)):
@@ -24,5 +24,5 @@ def checkpoints(folder: str | os.PathLike[str] | None, every: int | None, keep: 
             raise UsageError(f"{name}={number!r}: a whole number, at least 1.")
     path = os.path.abspath(os.path.expanduser(folder)) if os.fspath(folder) else ""
     if not path or (os.path.exists(path) and not os.path.isdir(path)):
-        raise UsageError(f"checkpoint={os.fspath(folder)!r} is no folder.")
+        raise UsageError(f"checkpoint={os.fspath(folder)!r} is not a folder.")
     return path, EVERY if every is None else every, KEEP if keep is None else keep

@@ -1,4 +1,4 @@
-"""A job's function and its arguments, pickled once: in the caller's thread, for every worker and every later driver."""
+"""Pickles a job's function and arguments once, in the caller's thread, for all workers and later drivers."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Any
 from nbelastic.errors import UsageError
 from nbelastic.system import pickling
 
-DEPTH = 3  # functions that call one another, in which the name is looked for that cannot be pickled
+SEARCH_DEPTH = 3  # levels of functions that use one another, in which to search for what cannot be pickled
 
 
-def pickled(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[memoryview]:
-    """Pickle the call, as `pickling.pack` does. UsageError, which names what cannot be pickled.
+def pickle_call(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[memoryview]:
+    """Pickle the call, as `pickling.pack` does. UsageError names what cannot be pickled.
 
-    A notebook's function takes along the notebook's names that it uses. One of a module is imported by the workers.
+    A notebook's function is sent with the notebook's names that it uses. The workers import a function of a module.
     """
     try:
         return pickling.pack((function, tuple(args), dict(kwargs)))
@@ -24,21 +24,21 @@ def pickled(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[s
         name = repr(getattr(function, "__name__", function))
         parts = {f"argument {number}": value for number, value in enumerate(args, 1)}
         parts |= {f"argument {name}": value for name, value in kwargs.items()}
-        culprit = next((what for what, value in parts.items() if not _can_be_pickled(value)), "")
-        culprit = culprit or next(_culprits(function, DEPTH), "")
+        culprit = next((text for text, value in parts.items() if not _can_be_pickled(value)), "")
+        culprit = culprit or next(_find_culprits(function, SEARCH_DEPTH), "")
         text = f"{culprit}: {type(error).__name__}: {error}" if culprit else f"{type(error).__name__}: {error}"
         raise UsageError(f"{name} cannot be sent to the workers: {text}") from None
 
 
-def _culprits(function: object, depth: int) -> Iterator[str]:
-    """The names that a function uses and that cannot be pickled, in words."""
+def _find_culprits(function: object, depth: int) -> Iterator[str]:
+    """Describe the values that a function uses and that cannot be pickled."""
     inner = inspect.unwrap(function) if callable(function) else function
     if not isinstance(inner, FunctionType) or not depth:
         return
     used = inspect.getclosurevars(inner)
     for name, value in {**used.globals, **used.nonlocals}.items():
         if not _can_be_pickled(value):
-            yield from _culprits(value, depth - 1)
+            yield from _find_culprits(value, depth - 1)
             yield f"it uses {name!r}, a {type(value).__name__}"
 
 

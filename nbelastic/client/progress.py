@@ -1,4 +1,4 @@
-"""How a job gets on, for those who wait for it at a terminal: one line, rewritten in place."""
+"""A job's progress at a terminal: one line, rewritten in place."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from typing import Self, TextIO
 
 from nbelastic.protocol.status import Status
 
-INTERVAL = 0.25  # seconds between two looks
-CLEAR = "\x1b[K"  # to the end of the line
+INTERVAL = 0.25  # seconds between two updates
+CLEAR = "\x1b[K"  # erases to the end of the line
 
 
-def line(status: Status) -> str:
+def describe_progress(status: Status) -> str:
     """`job-1 running · 4 / 2–8 workers · step 1,203 of 3,000 · 55.1 steps/s · 0:33 left · loss 0.232`.
 
-    A job that does not train has its phase and the reason instead, one that has ended its outcome.
+    A job that does not train shows its phase and the reason instead, an ended job its outcome.
     """
     job = f"{status.job} " if status.job else ""
     if status.outcome:
@@ -29,26 +29,33 @@ def line(status: Status) -> str:
         return f"{job}{status.phase}: {status.reason}" if status.reason else f"{job}{status.phase}"
     rate = status.steps_per_second or 0.0
     reported = [f"{name} {_number(value)}" for name, value in status.report.items()]
-    parts = (f"{job}running", _workers(status), _step(status), _pace(rate), _left(status, rate), *reported)
+    parts = (
+        f"{job}running",
+        _worker_count(status),
+        _step_count(status),
+        _speed(rate),
+        _remaining_time(status, rate),
+        *reported,
+    )
     return " · ".join(part for part in parts if part)
 
 
-def _workers(status: Status) -> str:
+def _worker_count(status: Status) -> str:
     low, high = status.min, status.max
     bounds = f"{low}+" if high is None else f"{low}" if low == high else f"{low}–{high}"
     return f"{status.world_size} / {bounds} workers"
 
 
-def _step(status: Status) -> str:
+def _step_count(status: Status) -> str:
     return f"step {status.step:,}" + (f" of {status.total:,}" if status.total is not None else "")
 
 
-def _pace(rate: float) -> str:
+def _speed(rate: float) -> str:
     return f"{rate:,.1f} steps/s" if rate >= 1 else f"{rate:.2g} steps/s" if rate > 0 else ""
 
 
-def _left(status: Status, rate: float) -> str:
-    """Hours, minutes and seconds, as far as can be known."""
+def _remaining_time(status: Status, rate: float) -> str:
+    """The remaining time in hours, minutes and seconds; empty if it is unknown."""
     if status.total is None or status.step >= status.total or rate <= 0:
         return ""
     minutes, seconds = divmod(math.ceil((status.total - status.step) / rate), 60)
@@ -57,7 +64,7 @@ def _left(status: Status, rate: float) -> str:
 
 
 def _number(value: float | str) -> str:
-    """Three digits that count, and all of a whole number; a word as it is."""
+    """Format a number with three significant digits, a whole number with all. Text stays as it is."""
     if isinstance(value, str):
         return value
     if abs(value) < 1e15 and value == int(value):
@@ -65,45 +72,45 @@ def _number(value: float | str) -> str:
     return f"{value:,.0f}" if 1000 <= abs(value) < 1e15 else f"{value:.3g}"
 
 
-def fitted(text: str, columns: int) -> str:
-    """`text` in one line of a terminal of so many columns. The last stays free: writing there may begin a new line."""
+def fit(text: str, columns: int) -> str:
+    """Cut the text to one line of a terminal. The last column stays free, as a character there may begin a new line."""
     plain = "".join(c if c.isprintable() else " " for c in text)
     return plain if len(plain) < columns else f"{plain[: max(0, columns - 2)].rstrip(' ·')}…"
 
 
 def terminal() -> TextIO | None:
-    """The standard error, if somebody sees it who can have lines rewritten. A kernel's goes to a notebook: it is none."""
+    """Return the standard error if it is a terminal that can rewrite lines. A kernel's goes to a notebook, and is not."""
     stream = sys.stderr
-    with contextlib.suppress(AttributeError, ValueError):  # taken away, replaced or closed
+    with contextlib.suppress(AttributeError, ValueError):  # it is None, replaced or closed
         if stream.isatty() and os.environ.get("TERM") != "dumb":
             return stream
     return None
 
 
-class Progress:
-    """`show()` as often as you like: the line changes at most 4 times a second, and is cleared at the end of `with`.
+class ProgressLine:
+    """The line. `show()` may be called often: the line changes at most 4 times per second. It is cleared at the end of `with`.
 
-    `text` is asked for only then. Without a terminal (`stream` None) nothing happens at all; nor does what a terminal that
-    goes away raises reach those who wait.
+    `text` is called only when the line changes. Without a terminal (`stream` is None) nothing is shown. If the terminal is
+    closed, the wait goes on without it.
     """
 
     def __init__(
         self, text: Callable[[], str], stream: TextIO | None, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._text, self._stream, self._clock = text, stream, clock
-        self._next = 0.0
+        self._next_change = 0.0
         self._shown = False
 
     @property
     def interval(self) -> float | None:
-        """Seconds after which there is something to show; None: never."""
+        """Seconds between two changes of the line; None if there is no terminal."""
         return None if self._stream is None else INTERVAL
 
     def show(self) -> None:
         now = self._clock()
-        if self._stream is not None and now >= self._next:
-            self._next = now + INTERVAL
-            self._write(fitted(self._text(), _columns(self._stream)))
+        if self._stream is not None and now >= self._next_change:
+            self._next_change = now + INTERVAL
+            self._write(fit(self._text(), _width(self._stream)))
             self._shown = True
 
     def __enter__(self) -> Self:
@@ -123,8 +130,8 @@ class Progress:
             self._stream = None
 
 
-def _columns(stream: TextIO) -> int:
-    """Of this terminal: the standard output, which `shutil` asks, may be a file."""
+def _width(stream: TextIO) -> int:
+    """Return the columns of this terminal. `shutil` asks the standard output, which may be a file."""
     with contextlib.suppress(OSError, ValueError):
         return os.get_terminal_size(stream.fileno()).columns or shutil.get_terminal_size().columns
     return shutil.get_terminal_size().columns

@@ -1,4 +1,4 @@
-"""The arguments of `Cluster`, as they are kept for who attaches later."""
+"""The arguments of `Cluster` in the form in which they are saved for clients that attach later."""
 
 from __future__ import annotations
 
@@ -11,37 +11,42 @@ from nbelastic.protocol.ids import HostSpec
 from nbelastic.protocol.sources import ByClients, HostDiscovery, Installed, Listed, Script, Source
 from nbelastic.system.addresses import bracketed
 
-BY_CLIENTS = "own discovery"  # among the arguments that are kept: the key of an object of a kernel's
+BY_CLIENTS = "own discovery"  # the saved argument that replaces a discovery object of a kernel: the object's key
 
 
-def kept_arguments(given: Mapping[str, Any], source: Source) -> dict[str, Any]:
-    """What `Cluster` was called with, such that it can be written down and used in another folder."""
-    said = {name for name, value in given.items() if value is not None or name == "elastic_timeout"}
-    kept = {name: given[name] for name in given if name in said and name != "discovery"}
-    kept |= {name: os.path.abspath(value) for name, value in kept.items() if name == "log_dir"}
-    kept |= {name: os.fspath(value) for name, value in kept.items() if name in ("cwd", "python")}
-    kept |= {name: {k: str(v) for k, v in kept[name].items()} for name in ("env", "launcher_options") if name in kept}
-    kept |= {name: list(kept[name]) for name in ("preload", "cooldown") if name in kept}
-    kept |= {name: dict(kept[name]) for name in ("timeouts",) if name in kept}
+def saved_arguments(given: Mapping[str, Any], source: Source) -> dict[str, Any]:
+    """Return the arguments of `Cluster` as plain data that does not depend on the working folder."""
+    names = [name for name, value in given.items() if value is not None or name == "elastic_timeout"]
+    saved = {name: given[name] for name in names if name != "discovery"}
+    saved |= {name: os.path.abspath(value) for name, value in saved.items() if name == "log_dir"}
+    saved |= {name: os.fspath(value) for name, value in saved.items() if name in ("cwd", "python")}
+    saved |= {
+        name: {k: str(v) for k, v in saved[name].items()} for name in ("env", "launcher_options") if name in saved
+    }
+    saved |= {name: list(saved[name]) for name in ("preload", "cooldown") if name in saved}
+    saved |= {name: dict(saved[name]) for name in ("timeouts",) if name in saved}
     match source:
         case Listed(hosts=hosts):
-            kept["hosts"] = written(hosts)
+            saved["hosts"] = host_texts(hosts)
         case Script(words=words):
-            kept["discovery"] = shlex.join(words)
+            saved["discovery"] = shlex.join(words)
         case Installed(name=name):
-            kept["discovery"] = name
+            saved["discovery"] = name
         case ByClients(key=key):
-            kept[BY_CLIENTS] = key
-    return kept
+            saved[BY_CLIENTS] = key
+    return saved
 
 
-def arguments_of(
+def arguments_to_attach(
     name: str,
     log_dir: str,
     arguments: Mapping[str, Any],
     discovery: str | HostDiscovery | None,
 ) -> dict[str, Any]:
-    """What `Cluster` is to be called with again. An object of another kernel's cannot be said: see `BY_CLIENTS`."""
+    """Return the arguments with which `Cluster` is created by a client that attaches.
+
+    A discovery object of another kernel is left out, since it cannot be created here.
+    """
     again = {**arguments, "name": name, "log_dir": log_dir}
     again.pop(BY_CLIENTS, None)
     if discovery is not None:
@@ -50,6 +55,6 @@ def arguments_of(
     return again
 
 
-def written(specs: Iterable[HostSpec]) -> list[str]:
-    """As people write them."""
+def host_texts(specs: Iterable[HostSpec]) -> list[str]:
+    """Return hosts as users write them: `user@name:slots`."""
     return [(f"{spec.user}@" if spec.user else "") + f"{bracketed(spec.name)}:{spec.slots}" for spec in specs]

@@ -1,4 +1,4 @@
-"""What `Cluster.run_script` is asked for, and whether it can be."""
+"""Checks the options of `Cluster.run_script` and makes the request of them."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ from pathlib import Path
 from typing import Any, TypedDict
 
 from nbelastic.protocol import agent_messages
+from nbelastic.protocol.requests import SubmitScript
 from nbelastic.protocol.script_events import Terms
 from nbelastic.protocol.settings import NCCL, Settings, check
 
-_STREAMS = re.compile(r"[0123]|(\d+:[0123],)*\d+:[0123]")  # torchrun's: 3, or 0:1,1:2
+_STREAMS = re.compile(r"[0123]|(\d+:[0123],)*\d+:[0123]")  # as torchrun accepts them: 3, or 0:1,1:2
 
 
-class Options(TypedDict, total=False):
-    """As `Cluster.run_script` has them."""
+class ScriptOptions(TypedDict, total=False):
+    """The options of `Cluster.run_script`."""
 
     module: bool
     no_python: bool
@@ -32,13 +33,13 @@ class Options(TypedDict, total=False):
     shutdown_timeout: float
 
 
-def script_for(
+def script_request(
     path: str | os.PathLike[str],
     arguments: Sequence[Any],
-    options: Options,
+    options: ScriptOptions,
     settings: Settings,
-) -> tuple[agent_messages.Script, Terms]:
-    """What the nodes are told, but for the job's name, and the group's terms. UsageError, in one line, for what cannot be."""
+) -> SubmitScript:
+    """Return the request that submits a script; the driver adds the job's name. UsageError, in one line, for wrong options."""
     given: dict[str, Any] = dict(options)
     environment = {name: str(value) for name, value in (given.pop("env", None) or {}).items()}
     nproc, restarts = given.pop("nproc", None), given.get("max_restarts", 0)
@@ -48,7 +49,7 @@ def script_for(
     check(given.get("monitor_interval", 1) > 0, "monitor_interval: more than 0 seconds.")
     for name in ("redirects", "tee"):
         text = given[name] = str(given.get(name, "0"))
-        check(_STREAMS.fullmatch(text) is not None, f"{name}={text!r}: as torchrun has it, 0 to 3 or 0:1,1:2.")
+        check(_STREAMS.fullmatch(text) is not None, f"{name}={text!r}: as for torchrun, 0 to 3 or 0:1,1:2.")
     shutdown = float(given.pop("shutdown_timeout", 30.0))
     script = agent_messages.Script(
         "",
@@ -61,15 +62,14 @@ def script_for(
         unset=tuple(name for name in NCCL if name not in settings.environment),
         **given,
     )
-    terms = Terms(max_restarts=restarts, nproc=nproc, leave=shutdown + 5.0)
-    return script, terms
+    return SubmitScript(script, Terms(max_restarts=restarts, nproc=nproc, leave=shutdown + 5.0))
 
 
 def _target(path: str | os.PathLike[str], module: bool, no_python: bool) -> str:
-    """A file's path is absolute: the hosts may be elsewhere."""
+    """Return the script. The path of a file is made absolute, as the workers may have another working folder."""
     text = os.fspath(path)
     if module or (no_python and os.sep not in text):
         return text
-    found = Path(text).expanduser()
-    check(found.is_file(), f"there is no file {text!r}.")
-    return str(found.absolute())
+    file = Path(text).expanduser()
+    check(file.is_file(), f"there is no file {text!r}.")
+    return str(file.absolute())

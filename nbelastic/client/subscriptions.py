@@ -1,4 +1,4 @@
-"""Those who want to see changes: told from a thread of their own, at most four times a second."""
+"""Calls subscribers after changes of a cluster's status, from one thread and at most four times per second."""
 
 from __future__ import annotations
 
@@ -13,42 +13,44 @@ log = logging.getLogger("nbelastic")
 INTERVAL = 0.25  # seconds
 
 
-class Watchers:
-    """`changed()` is cheap and may be called from any thread; the callbacks run in one thread, never in the driver's.
+class Subscriptions:
+    """The callbacks of a cluster's subscribers.
 
-    The thread lives as long as somebody looks on. A callback that raises is called again at the next change: what it could
-    not show may be gone by then. The first error of a row is logged.
+    `notify()` returns at once and may be called from any thread. The callbacks run in one thread, never in the driver's;
+    it lives as long as there are callbacks. A callback that raises is called again at the next change, which it may be
+    able to show. Of several errors in succession, the first is logged.
     """
 
     def __init__(self, status: Callable[[], Status]) -> None:
         self._status = status
         self._callbacks: list[Callable[[Status], object]] = []
-        self._failing: set[Callable[[Status], object]] = set()  # raised when they were called last
-        self._news = threading.Event()
+        self._failing: set[Callable[[Status], object]] = set()  # callbacks that raised when they were last called
+        self._notified = threading.Event()
         self._thread: threading.Thread | None = None
 
     def add(self, callback: Callable[[Status], object]) -> Callable[[], None]:
-        """Call it soon, and after every change; returns what ends that."""
+        """Call `callback` soon, and after every change. Return a function that ends that."""
         self._callbacks = [*self._callbacks, callback]
         if self._thread is None or not self._thread.is_alive():
-            self._thread = threading.Thread(target=self._tell, name="nbelastic-watchers", daemon=True)
+            self._thread = threading.Thread(target=self._run, name="nbelastic-subscribers", daemon=True)
             self._thread.start()
-        self._news.set()
+        self._notified.set()
         return lambda: self._remove(callback)
 
-    def changed(self) -> None:
-        self._news.set()
+    def notify(self) -> None:
+        """Have the callbacks called soon."""
+        self._notified.set()
 
     def _remove(self, callback: Callable[[Status], object]) -> None:
         self._callbacks = [other for other in self._callbacks if other is not callback]
         self._failing.discard(callback)
-        self._news.set()
+        self._notified.set()
 
-    def _tell(self) -> None:
+    def _run(self) -> None:
         pause = threading.Event()
         while self._callbacks:
-            self._news.wait()
-            self._news.clear()
+            self._notified.wait()
+            self._notified.clear()
             status = self._status()
             for callback in self._callbacks:
                 try:

@@ -1,7 +1,7 @@
-"""The event log as a picture: Chrome's Trace Event Format, which Perfetto (ui.perfetto.dev) and chrome://tracing show.
+"""Converts the event log to Chrome's Trace Event Format, which Perfetto (ui.perfetto.dev) and chrome://tracing show.
 
-A process for the cluster and one for each host, a row for each slot. In the cluster's row "changes" lies each change of
-the world with its phases below it; the world's size is a counter.
+The cluster and each host is a process of the trace, and each slot a row. The cluster's row "changes" shows each change of
+the world with its phases below it. The world's size is a counter.
 """
 
 from __future__ import annotations
@@ -12,19 +12,21 @@ from typing import Any
 
 from nbelastic.protocol.status import EventRecord
 
-PHASES = ("detect", "abort", "leave", "form", "sync", "", "first step")  # in this order; unknown ones where "" stands
-BESIDE = "prepare"  # while the training went on: before the change, and not in its `all`
+PHASES = ("detect", "abort", "leave", "form", "sync", "", "first step")  # in order; an unknown phase is sorted as ""
+PREPARE = "prepare"  # lies before the change, while the training goes on, and is not part of its `all`
 CLUSTER, EVENTS, CHANGES = 1, 1, 2  # the cluster's process, and its rows
 
 Entry = dict[str, Any]
-Row = tuple[str, str]  # host and slot; "" for the host itself, and for the cluster
+Row = tuple[str, str]  # host and slot; "" is the host itself, or the cluster
 
 
 def trace(events: Sequence[EventRecord], name: str) -> dict[str, Any]:
-    """The cluster's events for `json.dump`. Times in microseconds since the beginning, `otherData.begun` (s since 1970)."""
+    """Return the trace for `json.dump`. Times are in microseconds since `otherData.begun` (seconds since 1970)."""
     rows = _rows(events)
-    entries = [*_points(events, rows), *_sizes(events), *_changes(events)]
-    entries.sort(key=lambda entry: (entry["ts"], -entry.get("dur", 0)))  # who encloses others comes before them
+    entries = [*_instants(events, rows), *_sizes(events), *_changes(events)]
+    entries.sort(
+        key=lambda entry: (entry["ts"], -entry.get("dur", 0))
+    )  # an entry that encloses others comes before them
     begun = entries[0]["ts"] if entries else 0
     for entry in entries:
         entry["ts"] -= begun
@@ -36,20 +38,20 @@ def trace(events: Sequence[EventRecord], name: str) -> dict[str, Any]:
 
 
 def _row(event: EventRecord) -> Row:
-    """Of a worker, `host/slot#incarnation`, the slot: who comes after it goes on in its row."""
+    """Return the row of an event. A worker, `host/slot#incarnation`, shares its slot's row with its successors."""
     host, _, rest = event.worker.rpartition("/")
     return event.host or host, rest.partition("#")[0]
 
 
 def _rows(events: Sequence[EventRecord]) -> dict[Row, tuple[int, int]]:
-    """Each row's process and thread. Hosts come in the order in which they were first heard of, slots by number."""
+    """Return the process and thread of each row. Hosts are in the order of their first event, slots by number."""
     rows: dict[Row, tuple[int, int]] = {("", ""): (CLUSTER, EVENTS)}
     found = dict.fromkeys(map(_row, events))
     hosts = list(dict.fromkeys(host for host, _ in found if host))
     for pid, host in enumerate(hosts, CLUSTER + 1):
         slots = sorted({slot for where, slot in found if where == host} | {""}, key=lambda slot: (len(slot), slot))
         rows |= {(host, slot): (pid, tid) for tid, slot in enumerate(slots, 1)}
-    nowhere = [row for row in found if row not in rows]  # a worker of no host
+    nowhere = [row for row in found if row not in rows]  # of workers without a host
     return rows | {row: (CLUSTER, tid) for tid, row in enumerate(nowhere, CHANGES + 1)}
 
 
@@ -65,11 +67,11 @@ def _names(rows: dict[Row, tuple[int, int]], name: str) -> Iterator[Entry]:
         yield named("thread_name", pid, tid, f"slot {slot}" if slot else "events")
 
 
-def _points(events: Iterable[EventRecord], rows: dict[Row, tuple[int, int]]) -> Iterator[Entry]:
+def _instants(events: Iterable[EventRecord], rows: dict[Row, tuple[int, int]]) -> Iterator[Entry]:
     for event in events:
         pid, tid = rows[_row(event)]
-        told = {"text": event.text, "worker": event.worker, "generation": event.generation}
-        args = {key: value for key, value in told.items() if value}
+        details = {"text": event.text, "worker": event.worker, "generation": event.generation}
+        args = {key: value for key, value in details.items() if value}
         yield {
             "name": event.kind,
             "cat": "event",
@@ -89,7 +91,7 @@ def _sizes(events: Iterable[EventRecord]) -> Iterator[Entry]:
 
 
 def _changes(events: Iterable[EventRecord]) -> Iterator[Entry]:
-    """One after the other: what one generation's change says of the time before the last one's end is cut off."""
+    """Yield each change. Changes do not overlap: the part before the end of the previous change is cut off."""
     free = 0
     for event in _fullest(events):
         spans = list(_spans(event, free))
@@ -111,7 +113,7 @@ def _changes(events: Iterable[EventRecord]) -> Iterator[Entry]:
 
 
 def _fullest(events: Iterable[EventRecord]) -> list[EventRecord]:
-    """Several records of a generation tell what its change took, and all but one leave something out."""
+    """Return, for each generation, the event that lists the most phases of its change."""
     best: dict[int, EventRecord] = {}
     for event in events:
         if event.took and (event.generation not in best or len(event.took) >= len(best[event.generation].took)):
@@ -120,17 +122,17 @@ def _fullest(events: Iterable[EventRecord]) -> list[EventRecord]:
 
 
 def _spans(event: EventRecord, free: int) -> Iterator[tuple[str, int, int]]:
-    """Names, beginnings and lengths: the whole, its phases up to the event's time, and before it what was done beside.
+    """Yield (name, begin, length) of the whole change, of its phases up to the event's time, and of its preparation.
 
-    The slowest member counts for each phase, so that together they may be longer than the whole: the first ones are cut.
+    Each phase is that of the slowest member: if their sum exceeds the whole, the first phases are cut.
     """
-    phases = {name: took for name, took in event.took.items() if name not in ("all", BESIDE)}
+    phases = {name: took for name, took in event.took.items() if name not in ("all", PREPARE)}
     end = max(free, _micro(event.time * 1000))
     begin = max(free, end - _micro(event.took.get("all", sum(phases.values()))))
     yield f"generation {event.generation}", begin, end - begin
-    if BESIDE in event.took:
-        earlier = max(free, begin - _micro(event.took[BESIDE]))
-        yield BESIDE, earlier, begin - earlier
+    if PREPARE in event.took:
+        earlier = max(free, begin - _micro(event.took[PREPARE]))
+        yield PREPARE, earlier, begin - earlier
     after = end
     for name in sorted(phases, key=_place)[::-1]:
         at = max(begin, after - _micro(phases[name]))
@@ -139,8 +141,8 @@ def _spans(event: EventRecord, free: int) -> Iterator[tuple[str, int, int]]:
 
 
 def in_order(took: Mapping[str, float]) -> dict[str, float]:
-    """Phases of a change as they follow one another: what was done beside first, then the others, the whole last."""
-    return dict(sorted(took.items(), key=lambda phase: (phase[0] != BESIDE, phase[0] == "all", _place(phase[0]))))
+    """Return the phases of a change in order: the preparation first, the whole last."""
+    return dict(sorted(took.items(), key=lambda phase: (phase[0] != PREPARE, phase[0] == "all", _place(phase[0]))))
 
 
 def _place(phase: str) -> int:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
-from nbelastic.client.cell_syntax import described
+from nbelastic.client.cell_syntax import describe_error
 from nbelastic.errors import JobError, UsageError
 from nbelastic.system.terminal_text import shown
 
@@ -20,7 +20,7 @@ class CellSyntaxError(UsageError):
     """A cell cannot be compiled. IPython would show a SyntaxError of a magic below the frames of IPython and nbelastic."""
 
     def __init__(self, error: SyntaxError) -> None:
-        super().__init__(described(error))
+        super().__init__(describe_error(error))
 
     def _render_traceback_(self) -> list[str]:
         return [str(self)]

@@ -253,7 +253,7 @@ def storm_through(
 def run(faults: int, seed: int, pause: float, epochs: int | None = None, *, drivers: bool = False) -> dict[str, Any]:
     """Train through faults, or, without, for `epochs`; what was seen, and each rank's results. `drivers`: they die too."""
     found: dict[str, Any] = {}
-    with tempfile.TemporaryDirectory() as folder, mock.patch("nbelastic.client.cluster.DEATHS", 1_000_000):
+    with tempfile.TemporaryDirectory() as folder, mock.patch("nbelastic.client.replacement.MAX_LOSSES", 1_000_000):
         options = {"min": 1, "max": WORKERS, "cooldown": (0, 0), "silence": 3.0 if drivers else 10.0}
         with nbe.Cluster(f"localhost:{WORKERS}", **options) as cluster:
             cluster.wait(WORKERS, timeout=60)

@@ -43,7 +43,7 @@ class RawClient:
 
     def __init__(self, cluster: nbe.Cluster) -> None:
         self.socket = socket.socket(socket.AF_UNIX)
-        folder = os.open(cluster._run_dir.path, os.O_RDONLY)
+        folder = os.open(cluster._link.run_dir.path, os.O_RDONLY)
         self.socket.connect(u.socket_in(folder))
         os.close(folder)
         self.socket.settimeout(10)

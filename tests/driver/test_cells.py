@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 import nbelastic as nbe
-from nbelastic.client.cell_syntax import LONGEST, check_cell
+from nbelastic.client.cell_syntax import MAX_CHARACTERS, check_cell
 
 
 def test_a_cell_that_no_message_can_hold_is_refused():
     """It would cut the link to every worker, again and again."""
-    check_cell("#" * LONGEST, awaits=False)
-    with pytest.raises(nbe.UsageError, match=r"the cell has 1000001 characters, and 1000000 are possible: read"):
-        check_cell("#" * (LONGEST + 1), awaits=True)
+    check_cell("#" * MAX_CHARACTERS, awaits=False)
+    with pytest.raises(nbe.UsageError, match=r"the cell has 1000001 characters, and the limit is 1000000: read"):
+        check_cell("#" * (MAX_CHARACTERS + 1), awaits=True)

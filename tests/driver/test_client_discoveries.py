@@ -39,9 +39,9 @@ def test_a_discovery_in_a_kernel(quiet):
     hosts.fails = False
     until(lambda: "discovery-recovered" in kinds())
     threads = {thread.name for thread in threading.enumerate()}
-    assert "nbelastic-finder" in threads
+    assert "nbelastic-discovery" in threads
     in_driver(cluster, lambda driver: driver.post(ev.StopRequested("by the driver itself")))
-    until(lambda: "nbelastic-finder" not in {thread.name for thread in threading.enumerate()})
+    until(lambda: "nbelastic-discovery" not in {thread.name for thread in threading.enumerate()})
 
 
 def test_an_attach_with_a_script_has_hosts_come_from_there(quiet, tmp_path):
@@ -114,7 +114,7 @@ def test_a_script_that_was_attached_with_is_remembered(quiet, tmp_path):
     script.chmod(0o755)
     cluster = quiet(keep=True)
     nbe.Cluster.attach("quiet", discovery=str(script)).detach()
-    assert nbe.Cluster.attach("quiet")._arguments["discovery"] == str(script)
-    inside.kill_driver(cluster._run_dir, 0)
+    assert nbe.Cluster.attach("quiet")._link.configuration.arguments["discovery"] == str(script)
+    inside.kill_driver(cluster._link.run_dir, 0)
     with nbe.Cluster.attach("quiet") as again:
-        assert again._arguments["discovery"] == str(script)
+        assert again._link.configuration.arguments["discovery"] == str(script)

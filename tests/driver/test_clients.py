@@ -59,7 +59,7 @@ def test_a_client_of_another_version_is_refused(quiet, monkeypatch):
     with monkeypatch.context() as other:
         other.setattr(u, "language", iter(["other", "ours"]).__next__)  # the client's, then the driver's
         with pytest.raises(nbe.UsageError, match="their messages differ: use nbelastic"):
-            Connection(cluster._run_dir.path)
+            Connection(cluster._link.run_dir.path)
     with RawClient(cluster) as raw:
         raw.send(u.Ask(1, u.encoded(r.Stop("nobody"))))
         raw.send(u.Hello("1", u.language()))
@@ -160,7 +160,7 @@ def test_who_leaves_a_cluster_that_is_not_kept(quiet):
     cluster = quiet()
     other = nbe.Cluster.attach("quiet", discovery=NoHosts())
     other.close()
-    assert other._driver is None
+    assert other._link.connection is None
     with pytest.raises(nbe.UsageError, match="is not kept: start it with keep=True"):
         cluster.detach()
     assert cluster.status().phase == "waiting"
@@ -169,7 +169,7 @@ def test_who_leaves_a_cluster_that_is_not_kept(quiet):
 def test_a_kept_cluster_ends_with_its_lease(quiet):
     """Nobody is connected to it for so long: it stops. Somebody who comes in time begins the lease anew."""
     cluster = quiet(keep=True, lease=1.5, silence=1.0)
-    run_dir = cluster._run_dir
+    run_dir = cluster._link.run_dir
     cluster.detach()
     time.sleep(1.0)
     with nbe.Cluster.attach("quiet", discovery=NoHosts()) as other:
@@ -184,7 +184,7 @@ def test_a_kept_cluster_ends_with_its_lease(quiet):
 def test_a_faulty_driver_without_clients_ends_with_the_lease(quiet, monkeypatch):
     """It decides nothing any more, but that."""
     cluster = quiet(keep=True, lease=1.0, silence=1.0)
-    run_dir = cluster._run_dir
+    run_dir = cluster._link.run_dir
     in_driver(cluster, lambda driver: driver.stop_deciding(ev.Ticked(), KeyError("x")))
     cluster.detach()
     until(lambda: not run_dir.path.exists())
@@ -217,14 +217,14 @@ def test_a_cluster_whose_lock_is_removed_ends(quiet, monkeypatch):
     """Nobody could find it any more."""
     monkeypatch.setattr(abandonment, "CHECK_INTERVAL", 0.05)
     cluster = quiet()
-    cluster._run_dir.lock.unlink()
+    cluster._link.run_dir.lock.unlink()
     until(lambda: cluster.status().reason == "stopped: its lock file was removed")
 
 
 def test_a_status_that_is_read_late_is_not_shown_instead_of_a_newer_one(quiet):
     """One thread decodes the last status while another takes the next."""
     cluster = quiet()
-    driver = cluster._driver
+    driver = cluster._link.connection
     old = driver._status
     cluster.scale(2, 3)
     driver._decoded = old, cluster.status()

@@ -71,7 +71,7 @@ def test_a_fault_in_a_decision_ends_the_deciding(quiet, monkeypatch, caplog):
     assert [bool(record.exc_info) for record in caplog.records] == [True]
     cluster.stop()
     assert cluster.status().phase == "finished"
-    assert not cluster._run_dir.path.exists()
+    assert not cluster._link.run_dir.path.exists()
 
 
 def test_a_button_stops_a_cluster_that_decides_nothing(quiet, monkeypatch):
@@ -109,7 +109,7 @@ def test_the_other_commands_of_a_decision_are_carried_out(quiet, monkeypatch):
     cluster.add_host("gpu9")
     with pytest.raises(nbe.ClusterStoppedError, match="OSError: no, at HostAdded"):
         cluster.wait(1, timeout=20)
-    assert done == [cmd.StartAgent(HostSpec("gpu9", cluster._default_slots))]
+    assert done == [cmd.StartAgent(HostSpec("gpu9", cluster._link.configuration.default_slots))]
 
 
 async def asked_to_leave(outside):

@@ -31,7 +31,7 @@ def test_numbers_of_other_libraries_are_numbers(quiet):
     assert cluster.status().min == 2
     with pytest.raises(nbe.UsageError, match="the request is invalid: Expected `int"):
         cluster.scale(max=1 << 70)
-    with pytest.raises(nbe.UsageError, match=r"cannot be asked of the driver: <object .*> cannot be sent"):
+    with pytest.raises(nbe.UsageError, match=r"cannot be sent to the driver: <object .*> cannot be sent"):
         cluster.scale(max=object())
 
 
@@ -79,7 +79,7 @@ def test_a_number_that_is_no_integer_of_64_bits_keeps_nobody_from_being_told(qui
 
 def test_a_request_that_is_too_long_costs_its_own_call(quiet):
     cluster = quiet()
-    with pytest.raises(nbe.UsageError, match=r"it has \d+ bytes, and 16777216 are possible"):
+    with pytest.raises(nbe.UsageError, match=r"it has \d+ bytes, and the limit is 16777216"):
         cluster.restart("x" * (u.LONGEST + 1))
     cluster.scale(2, 3)
     assert cluster.status().min == 2

@@ -19,7 +19,7 @@ from tests.driver.quiet import NoHosts
 
 def until_finished(cluster):
     deadline = time.monotonic() + 20
-    while cluster.status().phase != "finished" or not cluster._last.finished.is_set():
+    while cluster.status().phase != "finished" or not cluster._link.newest.finished.is_set():
         assert time.monotonic() < deadline, cluster.status().reason
         time.sleep(0.01)
 
@@ -28,7 +28,7 @@ def until_finished(cluster):
 def test_a_cluster_that_others_have_stopped_can_be_started_again(quiet, keep):
     """After a stop by the dashboard: keys and name are given up at once, and `start()` does what the error says."""
     cluster = quiet(keep=keep)
-    run_dir = cluster._run_dir
+    run_dir = cluster._link.run_dir
     cluster.request_stop("the dashboard")
     until_finished(cluster)
     assert not run_dir.path.exists()
@@ -47,8 +47,8 @@ def test_the_name_of_a_stopped_cluster_is_free(quiet):
     new = quiet("digits")
     old.stop()
     assert new.status().phase == "waiting"
-    assert new._run_dir.driver == os.getpid()
-    assert new._run_dir.path.exists()
+    assert new._link.run_dir.driver == os.getpid()
+    assert new._link.run_dir.path.exists()
 
 
 def forked():
@@ -118,7 +118,7 @@ def test_a_name_harms_nothing_else(quiet, own_base, name):
     logs.mkdir(parents=True)
     cluster = quiet(name)
     with held_folder() as held:
-        assert cluster._run_dir.path.exists()
+        assert cluster._link.run_dir.path.exists()
         cluster.stop()
         assert held.exists()
     assert logs.exists()

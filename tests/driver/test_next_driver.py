@@ -10,9 +10,10 @@ import pytest
 from IPython.core.interactiveshell import InteractiveShell
 
 import nbelastic as nbe
-from nbelastic.client import cluster as cluster_module
-from nbelastic.client.cluster import DEATHS
-from nbelastic.client.connection import Connection, JobCopy
+from nbelastic.client import driver_link
+from nbelastic.client.connection import Connection
+from nbelastic.client.job_copy import JobCopy
+from nbelastic.client.replacement import MAX_LOSSES
 from nbelastic.core import commands as cmd
 from nbelastic.driver.agents import Agents
 from nbelastic.driver.results import Outcome
@@ -28,7 +29,7 @@ from tests.support.waiting import until
 
 # A thread that is "killed" leaves open what the end of a process would close.
 pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
-THREADS = ("driver", "nbelastic-connection", "nbelastic-finder")
+THREADS = ("driver", "nbelastic-connection", "nbelastic-discovery")
 
 
 @pytest.fixture(autouse=True)
@@ -41,22 +42,22 @@ def alone():
 
 def die(cluster) -> None:
     """Its driver is killed, and another one has taken over for those who are connected."""
-    dead = cluster._driver
-    inside.kill_driver(cluster._run_dir, 0)
-    until(lambda: cluster._driver is not dead)
+    dead = cluster._link.connection
+    inside.kill_driver(cluster._link.run_dir, 0)
+    until(lambda: cluster._link.connection is not dead)
 
 
 def held_up(monkeypatch) -> tuple[threading.Event, threading.Event]:
     """The next drivers are not there before somebody sets the second event; the first tells that one is about to start."""
     started, go_on = threading.Event(), threading.Event()
-    launch = cluster_module.launch
+    launch = driver_link.start_driver_process
 
     def launch_late(*arguments):
         started.set()
         assert go_on.wait(10)
         return launch(*arguments)
 
-    monkeypatch.setattr(cluster_module, "launch", launch_late)
+    monkeypatch.setattr(driver_link, "start_driver_process", launch_late)
     return started, go_on
 
 
@@ -79,9 +80,9 @@ def test_another_cluster_of_the_same_name_is_not_the_next_driver_s(quiet):
     cluster = quiet(keep=True)
     job = cluster.run(os.getpid)
     go_on = threading.Event()
-    replace = cluster._driver._on_death
-    cluster._driver._on_death = lambda: go_on.wait(10) and replace()
-    inside.kill_driver(cluster._run_dir, 0)
+    replace = cluster._link.connection._on_loss
+    cluster._link.connection._on_loss = lambda: go_on.wait(10) and replace()
+    inside.kill_driver(cluster._link.run_dir, 0)
     with nbe.Cluster.attach("quiet"):
         pass
     other = quiet(keep=True)
@@ -102,13 +103,13 @@ def test_the_next_driver_has_the_newest_discovery(quiet, tmp_path):
     script.with_name("e.sh").chmod(0o755)
     nbe.Cluster.attach("quiet", discovery=str(script.with_name("e.sh"))).detach()
     die(cluster)
-    assert cluster._driver.arguments["discovery"].endswith("e.sh")
+    assert cluster._link.connection.arguments["discovery"].endswith("e.sh")
     cluster.stop()
     own = quiet("own", keep=True)
     with nbe.Cluster.attach("own") as other:
         own.detach()
         die(other)
-        assert other._driver.arguments["own discovery"]
+        assert other._link.connection.arguments["own discovery"]
         assert other.hosts == ()
 
 
@@ -121,14 +122,14 @@ def test_a_driver_that_dies_before_its_kernel_uses_it_is_replaced(quiet, monkeyp
     def use_late(connection, *arguments):
         if not died:
             died.append(connection)
-            inside.kill_driver(cluster._run_dir, 0)
+            inside.kill_driver(cluster._link.run_dir, 0)
             until(lambda: connection.died)
         use(connection, *arguments)
 
-    first = cluster._driver
+    first = cluster._link.connection
     monkeypatch.setattr(Connection, "use", use_late)
-    inside.kill_driver(cluster._run_dir, 0)
-    until(lambda: cluster._driver not in (first, *died))
+    inside.kill_driver(cluster._link.run_dir, 0)
+    until(lambda: cluster._link.connection not in (first, *died))
     assert job.status == "running"
     end_job(cluster, job, Outcome(value=blob(1)))
     assert job.result(timeout=10) == [1]
@@ -139,9 +140,9 @@ def test_what_goes_wrong_at_a_replacement_ends_the_connection(quiet, monkeypatch
     cluster = quiet(keep=True)
     job = cluster.run(os.getpid)
     with monkeypatch.context() as broken:
-        broken.setattr("nbelastic.client.cluster.patience_for", lambda _: 1 / 0)
-        inside.kill_driver(cluster._run_dir, 0)
-        with pytest.raises(nbe.ClusterStoppedError, match="no other one could take its place: ZeroDivisionError"):
+        broken.setattr("nbelastic.client.replacement.patience_for", lambda _: 1 / 0)
+        inside.kill_driver(cluster._link.run_dir, 0)
+        with pytest.raises(nbe.ClusterStoppedError, match="no other driver could take its place: ZeroDivisionError"):
             job.result(timeout=10)
     with nbe.Cluster.attach("quiet") as again:
         assert again.job.status == "running"
@@ -152,7 +153,7 @@ def test_who_detaches_while_a_driver_is_replaced_is_detached(quiet, monkeypatch)
     cluster = quiet(keep=True)
     job = cluster.run(os.getpid)
     started, go_on = held_up(monkeypatch)
-    inside.kill_driver(cluster._run_dir, 0)
+    inside.kill_driver(cluster._link.run_dir, 0)
     assert started.wait(10)
     detaching = threading.Thread(target=cluster.detach)
     detaching.start()
@@ -172,17 +173,17 @@ def test_lines_of_the_last_driver_are_not_told_again():
     def update(numbers):
         return u.JobUpdate("job-1", [(w, Line(number, "out", str(text), 0)) for number, text in numbers])
 
-    copy.take(update([(1, "a"), (2, "b"), (3, "c")]), all_there_is=True)
-    copy.take(update([(1, "a"), (2, "b"), (3, "c"), (4, "d")]), all_there_is=True)
+    copy.apply(update([(1, "a"), (2, "b"), (3, "c")]), is_complete=True)
+    copy.apply(update([(1, "a"), (2, "b"), (3, "c"), (4, "d")]), is_complete=True)
     assert [line.text for _, line in copy.printed.since(3)] == ["d"]
-    copy.take(update([(1, "c"), (2, "d")]), all_there_is=True)
+    copy.apply(update([(1, "c"), (2, "d")]), is_complete=True)
     assert copy.printed.since(4) == []
-    copy.take(update([(3, "e")]), all_there_is=False)
+    copy.apply(update([(3, "e")]), is_complete=False)
     assert [line.text for _, line in copy.printed.since(4)] == ["e"]
-    copy.take(update([(1, "e"), (2, "f")]), all_there_is=True)
+    copy.apply(update([(1, "e"), (2, "f")]), is_complete=True)
     assert [line.text for _, line in copy.printed.since(5)] == ["f"]
-    copy.take(update([]), all_there_is=True)
-    copy.take(update([(1, "g")]), all_there_is=False)
+    copy.apply(update([]), is_complete=True)
+    copy.apply(update([(1, "g")]), is_complete=False)
     assert [line.text for _, line in copy.printed.since(6)] == ["g"]
 
 
@@ -193,14 +194,16 @@ def test_a_discovery_that_was_attached_with_is_the_next_driver_s(quiet, tmp_path
     script.chmod(0o755)
     cluster = quiet(keep=True, discovery=str(script))
     with nbe.Cluster.attach("quiet", discovery=NoHosts()) as other:
-        assert other._finder is not None
+        assert other._link.poller is not None
         die(cluster)
-        assert cluster._driver.arguments["own discovery"]
-        until(lambda: other._driver.number == cluster._driver.number and other._finder is not None)
+        assert cluster._link.connection.arguments["own discovery"]
+        until(
+            lambda: other._link.connection.number == cluster._link.connection.number and other._link.poller is not None
+        )
         nbe.Cluster.attach("quiet", discovery=str(script)).detach()
         die(cluster)
-        until(lambda: not other._driver.died and "discovery" in other._driver.arguments)
-        until(lambda: not other._finder._thread.is_alive())
+        until(lambda: not other._link.connection.died and "discovery" in other._link.connection.arguments)
+        until(lambda: not other._link.poller._thread.is_alive())
 
 
 def test_an_order_to_stop_reaches_the_next_driver(quiet, monkeypatch):
@@ -208,9 +211,9 @@ def test_an_order_to_stop_reaches_the_next_driver(quiet, monkeypatch):
     cluster = quiet(keep=True)
     job = cluster.run(os.getpid)
     started, go_on = held_up(monkeypatch)
-    inside.kill_driver(cluster._run_dir, 0)
+    inside.kill_driver(cluster._link.run_dir, 0)
     assert started.wait(10)
-    with pytest.raises(nbe.DriverLostError, match="order again"):
+    with pytest.raises(nbe.DriverLostError, match="try again"):
         cluster.order({"do": "scale", "min": 2}, "a test")
     stopping = threading.Thread(target=job.stop)
     stopping.start()
@@ -219,7 +222,7 @@ def test_an_order_to_stop_reaches_the_next_driver(quiet, monkeypatch):
     assert job.wait(10).status == "stopped"
     started.clear()
     go_on.clear()
-    inside.kill_driver(cluster._run_dir, 0)
+    inside.kill_driver(cluster._link.run_dir, 0)
     assert started.wait(10)
     cluster.request_stop()
     go_on.set()
@@ -232,9 +235,9 @@ def test_a_notebook_attaches_again_to_what_lives_on(quiet, keep):
     """Its own cluster's drivers have died too often: %elastic_attach does not stop it first, nor does %elastic_start a kept one."""
     cluster = quiet(keep=keep)
     job = cluster.run(os.getpid)
-    for _ in range(DEATHS):
+    for _ in range(MAX_LOSSES):
         die(cluster)
-    inside.kill_driver(cluster._run_dir, 0)
+    inside.kill_driver(cluster._link.run_dir, 0)
     until(lambda: cluster.died)
     until(lambda: job.status == "detached")
     magics = ElasticMagics(InteractiveShell(), attach=lambda _: nbe.Cluster.attach("quiet"))
@@ -247,9 +250,9 @@ def test_a_notebook_attaches_again_to_what_lives_on(quiet, keep):
 def test_a_notebook_that_starts_another_cluster_stops_what_lives_on(quiet):
     """Its own one, which is not kept, and whose drivers have died too often."""
     cluster = quiet()
-    for _ in range(DEATHS):
+    for _ in range(MAX_LOSSES):
         die(cluster)
-    inside.kill_driver(cluster._run_dir, 0)
+    inside.kill_driver(cluster._link.run_dir, 0)
     until(lambda: cluster.died)
     magics = ElasticMagics(InteractiveShell())
     magics.cluster = cluster
@@ -261,7 +264,7 @@ def test_what_is_saved_stays_until_the_next_driver_has_taken_over(quiet, monkeyp
     """One that dies before has not put its own empty world in the place of the cluster's."""
     cluster = quiet()
     cluster.scale(2, 9)
-    state, found = cluster._run_dir.path / NAME, []
+    state, found = cluster._link.run_dir.path / NAME, []
     before = state.read_bytes()
 
     async def adopt(agents, _):
@@ -283,23 +286,23 @@ def unable(*_):
 def test_a_stop_for_which_no_driver_can_be_started(quiet, monkeypatch, keep):
     """Whoever stops a cluster wants nothing of it to stay: its processes are killed."""
     cluster = quiet(keep=keep)
-    monkeypatch.setattr(cluster_module, "launch", unable)
-    inside.kill_driver(cluster._run_dir, 0)
+    monkeypatch.setattr(driver_link, "start_driver_process", unable)
+    inside.kill_driver(cluster._link.run_dir, 0)
     until(lambda: cluster.died)
-    assert "3 others could not take its place: the driver cannot listen" in cluster.status().reason
+    assert "3 other drivers could not take its place: the driver cannot listen" in cluster.status().reason
     with pytest.raises(nbe.ClusterStoppedError, match=": attach to it." if keep else ": start it."):
         cluster.scale(1, 2)
     cluster.stop()
     assert nbe.Cluster.all() == []
-    assert not cluster._run_dir.path.exists()
+    assert not cluster._link.run_dir.path.exists()
 
 
 def test_a_cluster_without_a_driver_is_started_anew(quiet, monkeypatch):
     """It is not kept: what its dead driver has left is ended first."""
     cluster = quiet()
     with monkeypatch.context() as broken:
-        broken.setattr(cluster_module, "launch", unable)
-        inside.kill_driver(cluster._run_dir, 0)
+        broken.setattr(driver_link, "start_driver_process", unable)
+        inside.kill_driver(cluster._link.run_dir, 0)
         until(lambda: cluster.died)
     cluster.start(wait=False)
     assert cluster.run(os.getpid).status == "running"

@@ -16,8 +16,9 @@ from ipykernel.iostream import OutStream
 from msgspec.structs import replace
 
 from nbelastic.client import progress
-from nbelastic.client.job import Job, outcome
-from nbelastic.client.progress import INTERVAL, Progress, fitted, line, terminal
+from nbelastic.client.job import Job
+from nbelastic.client.progress import INTERVAL, ProgressLine, describe_progress, fit, terminal
+from nbelastic.client.waiting import wait_for_result
 from nbelastic.driver.job_run import JobRun
 from nbelastic.errors import JobError, JobStoppedError, WaitTimeoutError
 from nbelastic.protocol.status import Status
@@ -112,19 +113,19 @@ def job_of(*story, end=lambda run: run.future.set_result(packed(7))):
 
 
 def test_a_job_that_trains_says_how_far_it_is():
-    assert line(RUNNING) == (
+    assert describe_progress(RUNNING) == (
         "job-1 running · 4 / 2–8 workers · step 1,203 of 3,000 · 55.1 steps/s · 0:33 left · loss 0.232"
     )
 
 
 def test_a_job_that_waits_says_what_for():
-    assert line(WAITING) == "job-1 waiting: 1 of min 2 workers ready; waiting for gpu2"
-    assert line(replace(WAITING, job=None)) == "waiting: 1 of min 2 workers ready; waiting for gpu2"
-    assert line(replace(WAITING, phase="stopping", reason="")) == "job-1 stopping"
+    assert describe_progress(WAITING) == "job-1 waiting: 1 of min 2 workers ready; waiting for gpu2"
+    assert describe_progress(replace(WAITING, job=None)) == "waiting: 1 of min 2 workers ready; waiting for gpu2"
+    assert describe_progress(replace(WAITING, phase="stopping", reason="")) == "job-1 stopping"
 
 
 def test_a_job_that_has_ended_says_how():
-    assert line(replace(RUNNING, outcome="failed")) == "job-1 failed"
+    assert describe_progress(replace(RUNNING, outcome="failed")) == "job-1 failed"
 
 
 @pytest.mark.parametrize(
@@ -144,7 +145,7 @@ def test_a_job_that_has_ended_says_how():
 )
 def test_what_is_not_known_is_not_said(change, text):
     """No total, no pace yet, no upper bound, more steps than were told."""
-    assert line(replace(RUNNING, report={}, **change)) == f"job-1 running · {text}"
+    assert describe_progress(replace(RUNNING, report={}, **change)) == f"job-1 running · {text}"
 
 
 @pytest.mark.parametrize(
@@ -162,17 +163,17 @@ def test_what_is_not_known_is_not_said(change, text):
     ],
 )
 def test_a_reported_value_has_three_digits(value, text):
-    assert line(replace(RUNNING, report={"loss": value})).endswith(f"left · loss {text}")
+    assert describe_progress(replace(RUNNING, report={"loss": value})).endswith(f"left · loss {text}")
 
 
 def test_what_is_too_long_for_the_terminal_is_cut():
     """The last column stays free; nothing in the text can move the cursor."""
-    assert fitted("12345678", 9) == "12345678"
-    assert fitted("123456789", 9) == "1234567…"
-    assert len(fitted("x" * 500, 80)) == 79
-    assert fitted("one\ntwo\x1b[2J", 80) == "one two [2J"
-    assert fitted("123", 1) == "…"
-    assert fitted("one · two", 8) == fitted("one · two", 7) == "one…"
+    assert fit("12345678", 9) == "12345678"
+    assert fit("123456789", 9) == "1234567…"
+    assert len(fit("x" * 500, 80)) == 79
+    assert fit("one\ntwo\x1b[2J", 80) == "one two [2J"
+    assert fit("123", 1) == "…"
+    assert fit("one · two", 8) == fit("one · two", 7) == "one…"
 
 
 # ---- the terminal ----
@@ -203,7 +204,7 @@ def test_a_kernel_s_output_is_no_terminal():
 def test_the_line_changes_at_most_four_times_a_second(seen):
     """It is asked for only then, and cleared at the end."""
     now, asked = [100.0], []
-    with Progress(lambda: asked.append(now[0]) or f"at {now[0]}", seen, lambda: now[0]) as shown:
+    with ProgressLine(lambda: asked.append(now[0]) or f"at {now[0]}", seen, lambda: now[0]) as shown:
         for _ in range(9):
             shown.show()
             now[0] += 0.125
@@ -212,7 +213,7 @@ def test_the_line_changes_at_most_four_times_a_second(seen):
 
 
 def test_what_was_never_shown_is_not_cleared(seen):
-    with Progress(lambda: "", seen):
+    with ProgressLine(lambda: "", seen):
         pass
     assert seen.getvalue() == ""
 
@@ -224,7 +225,7 @@ def test_the_width_is_the_terminal_s_own():
         termios.tcsetwinsize(follower, (24, 20))
         with (
             open(follower, "w", encoding="utf-8", closefd=False) as stream,
-            Progress(lambda: "x" * 300, stream) as shown,
+            ProgressLine(lambda: "x" * 300, stream) as shown,
         ):
             shown.show()
         expected = "\r" + "x" * 18 + "…\x1b[K\r\x1b[K"
@@ -242,10 +243,10 @@ def test_a_terminal_that_goes_away_disturbs_nobody(stderr):
     stderr(LostTerminal())
     future = Future()
     threading.Thread(target=future.set_result, args=([7],)).start()
-    with Progress(lambda: "text", terminal()) as shown:
+    with ProgressLine(lambda: "text", terminal()) as shown:
         shown.show()
         assert shown.interval is None, "there is nobody to look on any more"
-        assert outcome(future, None, str, shown.show) == [7]
+        assert wait_for_result(future, None, str, shown.show) == [7]
 
 
 # ---- waiting ----
@@ -255,14 +256,14 @@ def test_who_waits_at_a_terminal_sees_how_it_gets_on(seen):
     """What the driver says of an earlier job is not said of this one."""
     job = job_of(replace(RUNNING, job="job-0"), WAITING, RUNNING)
     assert job.result() == [7]
-    assert seen.lines == ["job-1 submitted", line(WAITING), line(RUNNING), ""]
+    assert seen.lines == ["job-1 submitted", describe_progress(WAITING), describe_progress(RUNNING), ""]
 
 
 def test_the_line_is_gone_before_the_error_comes(seen):
     job = job_of(RUNNING, end=lambda run: run.future.set_exception(JobError("job-1 failed: rank 0 raised")))
     with pytest.raises(JobError, match="rank 0 raised"):
         job.result()
-    assert seen.lines == [line(RUNNING), ""]
+    assert seen.lines == [describe_progress(RUNNING), ""]
     assert isinstance(job.wait().exception(), JobError)
 
 
@@ -286,13 +287,13 @@ def test_an_error_that_is_itself_a_timeout_is_raised(timeout):
     future = Future()
     future.set_exception(TimeoutError("the store did not answer"))
     with pytest.raises(TimeoutError, match="the store did not answer"):
-        outcome(future, timeout, str)
+        wait_for_result(future, timeout, str)
 
 
 def test_a_timeout_of_its_own_that_comes_while_it_is_waited_for_is_raised_too():
     future = Future()
     with pytest.raises(TimeoutError, match="the store did not answer"):
-        outcome(future, None, str, lambda: future.set_exception(TimeoutError("the store did not answer")))
+        wait_for_result(future, None, str, lambda: future.set_exception(TimeoutError("the store did not answer")))
 
 
 # ---- awaiting ----
@@ -362,10 +363,10 @@ def test_a_loop_that_was_closed_while_a_job_was_awaited_does_not_disturb_the_dri
 
 def test_who_awaits_at_a_terminal_sees_how_it_gets_on(seen):
     assert asyncio.run(awaited(job_of(WAITING, RUNNING))) == [7]
-    assert seen.lines == [line(WAITING), line(RUNNING), ""]
+    assert seen.lines == [describe_progress(WAITING), describe_progress(RUNNING), ""]
 
 
 def test_who_looks_on_looks_four_times_a_second(seen):
     """And who does not, never: nothing wakes before the end."""
-    assert Progress(str, seen).interval == INTERVAL
-    assert Progress(str, None).interval is None
+    assert ProgressLine(str, seen).interval == INTERVAL
+    assert ProgressLine(str, None).interval is None

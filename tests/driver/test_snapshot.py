@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from nbelastic.client.saved_arguments import arguments_of, kept_arguments
+from nbelastic.client.saved_arguments import arguments_to_attach, saved_arguments
 from nbelastic.core import commands as cmd
 from nbelastic.core.recovery import summary
 from nbelastic.core.state import ClusterState, Host, HostPhase, Job, Slot
@@ -138,9 +138,9 @@ def test_arguments_are_understood_elsewhere(tmp_path, monkeypatch):
     script.write_text("#!/bin/sh\\necho a")
     script.chmod(0o755)
     given = {"min": 2, "max": None, "hosts": None, "discovery": "./hosts.sh gpu", "preload": ("numpy",), "name": None}
-    kept = kept_arguments(given, source_of("./hosts.sh gpu", None, None, 1))
+    kept = saved_arguments(given, source_of("./hosts.sh gpu", None, None, 1))
     assert kept == {"min": 2, "discovery": f"{script} gpu", "preload": ["numpy"]}
-    fixed = kept_arguments(
+    fixed = saved_arguments(
         {"discovery": None, "env": {"A": 1}, "log_dir": Path("logs")}, source_of(None, "u@h:2,[fd00::1]:1", None, 1)
     )
     assert fixed == {"hosts": ["u@h:2", "[fd00::1]:1"], "env": {"A": "1"}, "log_dir": str(tmp_path / "logs")}
@@ -155,8 +155,8 @@ def test_a_discovery_of_one_s_own():
             return ()
 
     mine = Mine()
-    kept = kept_arguments({"discovery": mine}, source_of(mine, None, None, 1))
-    again = partial(arguments_of, "train", "/logs", kept)
+    kept = saved_arguments({"discovery": mine}, source_of(mine, None, None, 1))
+    again = partial(arguments_to_attach, "train", "/logs", kept)
     assert again(None) == {"name": "train", "log_dir": "/logs"}
     assert again(mine) == {"name": "train", "log_dir": "/logs", "discovery": mine}
 

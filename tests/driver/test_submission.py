@@ -25,7 +25,7 @@ def test_a_job_that_cannot_be_saved_is_no_job(cluster, monkeypatch, what):
     """The disk is full: the call is refused in one line, and the next one is taken as if that had not been made."""
     with monkeypatch.context() as full:
         if what == "program":
-            full.setattr("nbelastic.client.cluster.replace_private", no_space)
+            full.setattr("nbelastic.client.submission.replace_private", no_space)
         else:
             full.setattr(driver_snapshot.DriverSnapshot, "write", no_space)
         with pytest.raises(nbe.UsageError, match=r"job-1 cannot be saved in .*kept \(No space left on device\): free"):
@@ -33,7 +33,7 @@ def test_a_job_that_cannot_be_saved_is_no_job(cluster, monkeypatch, what):
     assert cluster.job is None
     job = cluster.run(os.getpid)
     assert (job.name, job.status) == ("job-1", "running")
-    assert driver_snapshot.DriverSnapshot.read(cluster._run_dir.path).job.name == "job-1"
+    assert driver_snapshot.DriverSnapshot.read(cluster._link.run_dir.path).job.name == "job-1"
 
 
 class Counted:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import queue
 
-from nbelastic.client.subscriptions import Watchers
+from nbelastic.client.subscriptions import Subscriptions
 
 PATIENCE = 10  # seconds
 
@@ -21,11 +21,11 @@ def test_an_exception_in_a_subscriber_does_not_end_it(caplog):
             raise RuntimeError("a hiccup")
 
     calls_so_far = [0]
-    watchers = Watchers(lambda: "status")
+    watchers = Subscriptions(lambda: "status")
     with caplog.at_level(logging.ERROR, "nbelastic"):
         undo = [watchers.add(fails_twice), watchers.add(others.put)]
         for _ in range(3):
-            watchers.changed()
+            watchers.notify()
             assert calls.get(timeout=PATIENCE) == "status"
             assert others.get(timeout=PATIENCE) == "status"
     for each in undo:

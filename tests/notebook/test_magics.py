@@ -12,7 +12,7 @@ from IPython.core.completer import provisionalcompleter
 from IPython.core.error import UsageError as IPythonUsageError
 from IPython.core.interactiveshell import InteractiveShell
 
-from nbelastic.client.checkpoints import checkpoints
+from nbelastic.client.checkpoints import checkpoint_plan
 from nbelastic.client.cluster import Cluster
 from nbelastic.errors import JobError, UsageError, WaitTimeoutError
 from nbelastic.notebook import load_ipython_extension, unload_ipython_extension
@@ -364,9 +364,9 @@ def test_checkpoints_as_the_workers_are_told_of_them(monkeypatch, tmp_path):
     """An absolute path, whatever the worker's own folder is, and the defaults."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", "/home/me")
-    assert checkpoints(None, None, None) is None
-    assert checkpoints("here", None, None) == (str(tmp_path / "here"), 100, 3)
-    assert checkpoints(Path("~/here"), 7, 1) == ("/home/me/here", 7, 1)
+    assert checkpoint_plan(None, None, None) is None
+    assert checkpoint_plan("here", None, None) == (str(tmp_path / "here"), 100, 3)
+    assert checkpoint_plan(Path("~/here"), 7, 1) == ("/home/me/here", 7, 1)
 
 
 def test_a_failed_job_shows_the_remote_traceback_and_nothing_of_ours(ip, magics, cluster, capsys):

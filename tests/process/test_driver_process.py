@@ -70,7 +70,7 @@ def test_signals_for_the_kernel_are_not_for_its_driver(make, tmp_path):
 @pytest.mark.parametrize("keep", [False, True])
 def test_a_driver_that_is_stopped_does_not_hold_up_a_stop(make, monkeypatch, keep):
     """It is ended when its time is over, and the next one ends all that it has started."""
-    monkeypatch.setattr("nbelastic.client.cluster.CLOSING", 3.0)
+    monkeypatch.setattr("nbelastic.client.stopping.CLOSING_TIMEOUT", 3.0)
     cluster = make("localhost:2", min=2, keep=keep)
     pids = {worker.pid for worker in cluster.workers}
     driver = driver_of(cluster)
@@ -161,7 +161,7 @@ def test_a_cluster_whose_driver_has_died_can_be_stopped(make, keep, soon):
     pids = {worker.pid for worker in cluster.workers}
     os.kill(driver_of(cluster), signal.SIGKILL)
     if not soon:
-        until(lambda: "another one takes over" in cluster.status().reason)
+        until(lambda: "another driver takes over" in cluster.status().reason)
     cluster.stop()
     assert not run_dir(cluster).exists()
     until(lambda: not any(map(alive, pids)) and not descendants(), 15, "nothing to be left")

@@ -60,7 +60,7 @@ def test_what_was_asked_at_the_last_moment(make):
         run, file = (threads.submit(ask) for ask in (lambda: cluster.run(os.getpid), cluster.connection_file))
         assert not wait([run, file], 0.2).done
         driver.kill()
-        with pytest.raises(nbe.DriverLostError, match=r"has ended unexpectedly before it answered; .* ask again"):
+        with pytest.raises(nbe.DriverLostError, match=r"has ended unexpectedly before it answered; .* try again"):
             run.result(10)
         assert file.result(20).exists(), "to ask twice makes no difference"
     until(lambda: stacks == [[]])

@@ -333,7 +333,7 @@ def test_setup_cells_run_once(kept):
 
 def test_a_driver_that_does_not_answer(kept, monkeypatch):
     """A stopped driver keeps its cluster; who wants it is told which process to end."""
-    monkeypatch.setattr(connection, "PATIENCE", 1.0)
+    monkeypatch.setattr(connection, "GREETING_TIMEOUT", 1.0)
     kernel = kept(program="")
     driver = kernel.driver
     os.kill(driver, signal.SIGSTOP)

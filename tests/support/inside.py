@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from nbelastic.client import cluster, connection
+from nbelastic.client import driver_link, find_driver, stopping
 from nbelastic.client.connection import Connection
 from nbelastic.driver import process
 from nbelastic.driver.driver import Driver
@@ -93,21 +93,21 @@ class DriverThread:
 threads: dict[str, DriverThread] = {}  # the newest of each cluster
 
 
-def launch(
-    start: Start, folder: Path, on_change: Callable[[], object], before: Connection | None = None
+def start_driver_process(
+    start: Start, folder: Path, on_change: Callable[[], object], predecessor: Connection | None = None
 ) -> tuple[Connection, DriverThread]:
-    """As `client.driver_process.launch`, without a process."""
+    """As `client.driver_process.start_driver_process`, without a process."""
     thread = threads[folder.name] = DriverThread(process.prepare(process.decode(encoded(start))))
-    return Connection(folder, on_change, before), thread
+    return Connection(folder, on_change, predecessor), thread
 
 
 def kill_driver(run_dir: RunDir, pid: int) -> None:
-    """As `connection.kill_driver`."""
+    """As `find_driver.kill_driver`."""
     threads[run_dir.name].kill()
 
 
 def use(monkeypatch: pytest.MonkeyPatch) -> None:
     """Drivers that are started from now on run in threads."""
-    monkeypatch.setattr(cluster, "launch", launch)
-    for module in (cluster, connection):
+    monkeypatch.setattr(driver_link, "start_driver_process", start_driver_process)
+    for module in (stopping, find_driver):
         monkeypatch.setattr(module, "kill_driver", kill_driver)

@@ -3,7 +3,6 @@
 import pytest
 
 import nbelastic as nbe
-from nbelastic.client.checkpoints import checkpoints
 from nbelastic.protocol.settings import NEEDED, OPTIONAL
 from nbelastic.system.argument_types import NAMES, check_kind
 from nbelastic.worker import saving
@@ -68,7 +67,7 @@ def test_discoveries_of_a_wrong_type_are_refused():
 
 def test_checkpoints_of_a_wrong_type_are_refused():
     state = nbe.ObjectState(step=0)
-    assert refused(checkpoints, 5, None, None) == "checkpoint must be a path, not an int."
+    assert refused(checkpoint_plan, 5, None, None) == "checkpoint must be a path, not an int."
     assert refused(state.save, 5) == refused(state.load, 5) == "path must be a path, not an int."
     assert refused(saving.save, state, "x", keep="3") == "keep must be a whole number, not a str."
     assert refused(saving.save, state, "x", keep=0) == "keep=0: at least 1."
@@ -100,5 +99,5 @@ def test_numbers_of_other_libraries_are_numbers():
     """As NumPy's, which is where many come from."""
     numpy = pytest.importorskip("numpy")
     cluster = nbe.Cluster("localhost:2", min=numpy.int64(2), silence=numpy.float32(5), elastic_timeout=60)
-    assert cluster._limits.min == 2
+    assert cluster._link.configuration.settings.limits.min == 2
     check_kind("preload", ("torch", "numpy"), NAMES)

@@ -1,4 +1,4 @@
-"""A discovery of the user's own, which lives in the kernel: it is asked there, and the driver is told what it says."""
+"""Polls a discovery object of this kernel, and sends the hosts that it lists to the driver."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from nbelastic.provision.discovery import watch
 from nbelastic.system.supervise import report_to_log, supervise
 
 
-class Finder:
-    """Asks in a thread of its own until `stop()`."""
+class DiscoveryPoller:
+    """Polls in its own thread until `stop()`."""
 
     def __init__(self, discovery: HostDiscovery, key: str, driver: Connection) -> None:
         self._driver, self._key = driver, key
         self._loop = asyncio.new_event_loop()
-        tell = self._tell
-        look = partial(watch, discovery, tell, partial(tell, None, failed=True), partial(tell, None))
-        self._task = self._loop.create_task(supervise("a discovery in this kernel", look, report_to_log))
-        self._thread = threading.Thread(target=self._run, name="nbelastic-finder", daemon=True)
+        report_failure, report_recovery = partial(self._send, None, failed=True), partial(self._send, None)
+        poll = partial(watch, discovery, self._send, report_failure, report_recovery)
+        self._task = self._loop.create_task(supervise("a discovery in this kernel", poll, report_to_log))
+        self._thread = threading.Thread(target=self._run, name="nbelastic-discovery", daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
-        with contextlib.suppress(RuntimeError):  # it has ended
+        with contextlib.suppress(RuntimeError):  # the loop has been closed
             self._loop.call_soon_threadsafe(self._task.cancel)
 
     def _run(self) -> None:
@@ -36,5 +36,5 @@ class Finder:
             self._loop.run_until_complete(self._task)
         self._loop.close()
 
-    def _tell(self, hosts: tuple[HostSpec, ...] | None, text: str = "", *, failed: bool = False) -> None:
+    def _send(self, hosts: tuple[HostSpec, ...] | None, text: str = "", *, failed: bool = False) -> None:
         self._driver.request(HostsFound(self._key, hosts, text, failed))

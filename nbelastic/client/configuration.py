@@ -1,0 +1,128 @@
+"""Turns the arguments of `Cluster` into the settings of its driver, and checks them."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from nbelastic.client.saved_arguments import BY_CLIENTS, arguments_to_attach, saved_arguments
+from nbelastic.protocol.limits import Limits
+from nbelastic.protocol.run_directory import RunDir
+from nbelastic.protocol.settings import (
+    LEASE,
+    LINE_LEASE,
+    NEEDED,
+    OPTIONAL,
+    SSH,
+    Settings,
+    check,
+    check_kinds,
+    timeouts_of,
+)
+from nbelastic.protocol.sources import ByClients, HostDiscovery, Source
+from nbelastic.provision.discovery import source_of
+from nbelastic.system.gpus import gpus
+
+_numbers = itertools.count(1)  # for names of clusters that the user has not named
+_ARGUMENTS = (*NEEDED, *OPTIONAL, "hosts", "discovery", "keep")
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """A cluster's checked arguments.
+
+    `arguments` are saved for clients that attach later. `discovery` is an object of this process that lists the hosts,
+    None if the driver finds them. A host added without a number of slots has `default_slots`.
+    """
+
+    settings: Settings
+    arguments: dict[str, Any]
+    discovery: HostDiscovery | None
+    default_slots: int
+    log_dir: Path | None
+    is_kept: bool
+
+    def with_discovery_of(self, arguments: Mapping[str, Any]) -> Configuration:
+        """Keep the discovery that `arguments` were saved with, if that is an object of a kernel.
+
+        Such an object cannot be created anew: the hosts stay as they are.
+        """
+        if not arguments.get(BY_CLIENTS):
+            return self
+        settings = msgspec.structs.replace(self.settings, discovery=ByClients(arguments[BY_CLIENTS]))
+        return replace(self, settings=settings, arguments=dict(arguments))
+
+
+def configure(arguments: Mapping[str, Any]) -> Configuration:
+    """Check the arguments of `Cluster`. UsageError, in one line, for the first that is wrong."""
+    given = dict(arguments)
+    check_kinds(given)
+    hosts, discovery, slots, launcher = given["hosts"], given["discovery"], given["slots"], given["launcher"]
+    check(slots is None or slots >= 1, f"slots={slots}: at least 1.")
+    check(hosts is None or discovery is None, "give hosts or discovery, not both.")
+    name = given["name"] or f"nbelastic-{os.getpid()}-{next(_numbers)}"
+    run_dir = RunDir(name)
+    default_slots = slots or gpus() or max(given["min"], os.cpu_count() or 1)
+    source = source_of(discovery, hosts, slots, default_slots)
+    settings = _settings(given, run_dir, source)
+    settings.check()
+    if launcher != SSH:
+        from nbelastic.provision.batch import check_options  # importing ipyparallel is slow
+
+        check_options(launcher, settings.launcher_options)
+    given["slots"] = default_slots
+    return Configuration(
+        settings=settings,
+        arguments=saved_arguments(given, source),
+        discovery=discovery if isinstance(source, ByClients) and not isinstance(discovery, str) else None,
+        default_slots=default_slots,
+        log_dir=Path(given["log_dir"]) if given["log_dir"] is not None else None,
+        is_kept=given["keep"],
+    )
+
+
+def configure_again(name: str, log_dir: str, arguments: Mapping[str, Any]) -> Configuration:
+    """Check arguments that were saved. UsageError if, for example, a file that they name has been removed."""
+    again = dict.fromkeys(_ARGUMENTS) | arguments_to_attach(name, log_dir, arguments, None)
+    return configure(again).with_discovery_of(arguments)
+
+
+def _settings(given: Mapping[str, Any], run_dir: RunDir, source: Source) -> Settings:
+    silence, launcher, nics = float(given["silence"]), given["launcher"], given["nics"] or ""
+    limits = Limits(
+        min=given["min"],
+        max=given["max"],
+        spares=given["spares"],
+        elastic_timeout=_seconds(given["elastic_timeout"]),
+        reset_limit=given["reset_limit"],
+        cooldown=(float(given["cooldown"][0]), float(given["cooldown"][1])),
+        silence=silence,
+        stall=_seconds(given["stall"]),
+        timeouts=timeouts_of(given["timeouts"], given["stop_timeout"], launcher),
+    )
+    lease = float(given["lease"]) if given["keep"] else max(LINE_LEASE if launcher == SSH else LEASE, silence)
+    return Settings(
+        name=run_dir.name,
+        limits=limits,
+        discovery=source,
+        run_dir=run_dir.path,
+        backend=given["backend"],
+        preload=tuple(given["preload"]),
+        environment={name: str(value) for name, value in (given["env"] or {}).items()},
+        nics=tuple(part.strip() for part in nics.split(",") if part.strip()),
+        python=given["python"],
+        cwd=str(given["cwd"]) if given["cwd"] is not None else None,
+        launcher=launcher,
+        launcher_options=dict(given["launcher_options"] or {}),
+        lease=lease,
+    )
+
+
+def _seconds(number: float | None) -> float | None:
+    return None if number is None else float(number)

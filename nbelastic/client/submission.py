@@ -1,0 +1,62 @@
+"""Submits jobs to the driver. A pickled call goes there through a file of the run folder."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable
+from pathlib import Path
+
+from nbelastic.client.checkpoints import CheckpointPlan
+from nbelastic.client.driver_link import DriverLink
+from nbelastic.client.job_copy import JobCopy
+from nbelastic.client.waiting import ANSWER_TIMEOUT
+from nbelastic.errors import ClusterStoppedError
+from nbelastic.protocol import messages, requests, worker_messages
+from nbelastic.system import pickling
+from nbelastic.system.files import replace_private
+
+
+def submit_cell(link: DriverLink, source: str, checkpoints: CheckpointPlan) -> JobCopy:
+    """Submit a cell that each worker runs as its program. UsageError, and no job, if a job runs already."""
+    _refuse_second_job(link)
+    return submit(link, requests.Submit(worker_messages.Program("", "", checkpoints, source, None)))
+
+
+def submit_call(link: DriverLink, pickle: Callable[[], list[memoryview]], checkpoints: CheckpointPlan) -> JobCopy:
+    """Submit the call that `pickle()` returns.
+
+    UsageError, and no job, if a job runs already or if the call cannot be pickled or saved.
+    """
+    _refuse_second_job(link)  # before the pickling, which may be slow; the driver checks again
+    call = _save_call(link, pickle())
+    try:
+        return submit(link, requests.Submit(worker_messages.Program("", "", checkpoints, "", call)))
+    except BaseException:
+        if call.path:
+            Path(call.path).unlink(missing_ok=True)
+        raise
+
+
+def submit(link: DriverLink, request: requests.Submit | requests.SubmitScript) -> JobCopy:
+    """Submit a job and return its copy."""
+    driver = link.running()
+    name = link.ask(request, ANSWER_TIMEOUT, "the driver to accept the job")
+    return driver.jobs[name]
+
+
+def _save_call(link: DriverLink, call: list[memoryview]) -> messages.Blob:
+    """Write the call into a file, which the next driver finds. UsageError if the disk is full."""
+    size = pickling.size(call)
+    path = link.run_dir.path / f"{secrets.token_hex(8)}.program"
+    try:
+        replace_private(path, call)
+    except OSError as error:
+        raise requests.not_saved(f"job-{link.running().submitted_jobs + 1}", path.parent, error) from None
+    return messages.Blob(size, path=str(path))
+
+
+def _refuse_second_job(link: DriverLink) -> None:
+    driver = link.running()
+    if driver.fault:
+        raise ClusterStoppedError(f"{driver.fault}.")
+    requests.refuse_second_job(driver.present_job)
