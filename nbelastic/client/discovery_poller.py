@@ -24,7 +24,7 @@ class DiscoveryPoller:
         report_failure, report_recovery = partial(self._send, None, failed=True), partial(self._send, None)
         poll = partial(watch, discovery, self._send, report_failure, report_recovery)
         self._task = self._loop.create_task(supervise("a discovery in this kernel", poll, report_to_log))
-        self._thread = threading.Thread(target=self._run, name="nbelastic-discovery", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="nbelastic-discovery-poller", daemon=True)
         self._thread.start()
 
     def stop(self) -> None:

@@ -29,7 +29,7 @@ from tests.support.waiting import until
 
 # A thread that is "killed" leaves open what the end of a process would close.
 pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
-THREADS = ("driver", "nbelastic-connection", "nbelastic-discovery")
+THREADS = ("driver", "nbelastic-connection", "nbelastic-discovery-poller")
 
 
 @pytest.fixture(autouse=True)

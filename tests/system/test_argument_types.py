@@ -3,6 +3,7 @@
 import pytest
 
 import nbelastic as nbe
+from nbelastic.client.checkpoints import checkpoint_plan
 from nbelastic.protocol.settings import NEEDED, OPTIONAL
 from nbelastic.system.argument_types import NAMES, check_kind
 from nbelastic.worker import saving
