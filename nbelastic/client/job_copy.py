@@ -7,8 +7,8 @@ from pathlib import Path
 
 from nbelastic import errors
 from nbelastic.errors import JobError, NbelasticError
-from nbelastic.protocol import updates as u
 from nbelastic.protocol import messages
+from nbelastic.protocol import updates as u
 from nbelastic.protocol.ids import WorkerId
 from nbelastic.protocol.output_buffer import Printed
 from nbelastic.system import pickling

@@ -344,7 +344,7 @@ def test_who_no_longer_awaits_a_job_does_it_no_harm():
 
     asyncio.run(story())
     assert job.status == "running"
-    assert not job._bells, "nothing of it is left"
+    assert not job._wakers, "nothing of it is left"
     job._copy.future.set_result(packed(7))
     assert job.result() == [7]
 
