@@ -1,6 +1,6 @@
 """nbelastic: elastic PyTorch training from a notebook.
 
-Public names only, loaded when they are first used: `import nbelastic` in a kernel never imports torch.
+These are the public names. Each is loaded on first use: `import nbelastic` in a kernel does not import torch.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-_HOME = {
+_NAMES_BY_MODULE = {
     "nbelastic.errors": (
         "ClusterStoppedError",
         "DiscoveryError",
@@ -78,7 +78,7 @@ _HOME = {
     "nbelastic.worker.sampler": ("ElasticSampler", "local_batch_size"),
     "nbelastic.worker.state": ("ObjectState", "State", "TorchState"),
 }
-_WHERE = {name: module for module, names in _HOME.items() for name in names}
+_MODULES = {name: module for module, names in _NAMES_BY_MODULE.items() for name in names}
 
 __all__ = [
     "Cluster",
@@ -118,9 +118,9 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _WHERE:
+    if name not in _MODULES:
         raise AttributeError(f"module 'nbelastic' has no attribute {name!r}")
-    return getattr(importlib.import_module(_WHERE[name]), name)
+    return getattr(importlib.import_module(_MODULES[name]), name)
 
 
 def __dir__() -> list[str]:

@@ -1,4 +1,4 @@
-"""`python -m nbelastic`: the terminal's client."""
+"""`python -m nbelastic`: the terminal command."""
 
 import sys
 

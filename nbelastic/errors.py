@@ -1,4 +1,4 @@
-"""The error tree. Every message says what happened, with numbers, and what to do next."""
+"""The error classes. Each message says what happened, with numbers, and what to do next."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ class NbelasticError(Exception):
     """Base of every error that nbelastic raises on purpose."""
 
     def _render_traceback_(self) -> list[str]:
-        """What IPython shows: the message. Where in our code it was raised helps nobody."""
+        """Have IPython show only the message: a traceback within nbelastic does not help users."""
         return [f"{type(self).__name__}: {self}"]
 
 
 class UsageError(NbelasticError):
-    """What was asked for cannot be done as it was asked: a wrong argument, a wrong moment."""
+    """A wrong argument, or a call at a wrong moment."""
 
 
 class AnotherDriverError(UsageError):
@@ -20,15 +20,15 @@ class AnotherDriverError(UsageError):
 
 
 class HostError(NbelasticError):
-    """A host could not be reached, started or understood."""
+    """A host could not be reached or started, or its answer is not valid."""
 
 
 class DiscoveryError(HostError):
-    """Where hosts come from gave no usable answer."""
+    """The discovery gave no usable answer."""
 
 
 class WaitTimeoutError(NbelasticError, TimeoutError):
-    """Time ran out; the message names what was waited for."""
+    """The timeout expired; the message names what the call waited for."""
 
 
 class ClusterStoppedError(NbelasticError):
@@ -36,11 +36,11 @@ class ClusterStoppedError(NbelasticError):
 
 
 class DriverLostError(ClusterStoppedError):
-    """The driver has died before it answered; another one has taken over, and can be asked again."""
+    """The driver died before it answered. Another one has taken over: try again."""
 
 
 class JobError(NbelasticError):
-    """The training program failed; `remote_traceback` is the failing rank's own.
+    """The training program failed; `remote_traceback` is that of the failing rank.
 
     Attributes: `rank` (int or None), `worker` (str), `remote_traceback` (str).
     """
@@ -57,11 +57,11 @@ class JobError(NbelasticError):
 
 
 class JobStoppedError(JobError):
-    """The job was stopped, by a person or because it could not go on; the message says which."""
+    """The job was stopped, by a user or because it could not go on; the message says which."""
 
 
 class NoWorldError(NbelasticError):
-    """`rank()` and its kin were asked for outside an elastic function, where there is no world."""
+    """`rank()` or a similar function was called outside an elastic function, where there is no world."""
 
 
 class StateError(NbelasticError):

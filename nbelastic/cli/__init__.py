@@ -1,1 +1,1 @@
-"""The command `nbelastic`."""
+"""The terminal command `nbelastic`."""

@@ -1,4 +1,4 @@
-"""Prints what comes, until it ends: the output of a job, or all that happens to a cluster."""
+"""Prints the output of a job until it ends, or the events and output of a cluster until it stops."""
 
 from __future__ import annotations
 
@@ -15,35 +15,35 @@ from nbelastic.notebook.status_text import StatusView, headline
 from nbelastic.protocol.output_buffer import MOST, Line
 from nbelastic.system.terminal_text import plain
 
-LOOK = 1.0  # seconds between two looks if nothing seems to change
-TAIL = 100  # lines of output that are shown first
-EVENTS = 10  # events of the past that are shown first
+CHECK_INTERVAL = 1.0  # seconds between two checks if no change is reported
+TAIL = 100  # lines of earlier output that are printed first
+EARLIER_EVENTS = 10  # earlier events that are printed first
 
 
 class Output:
-    """Prints each line of a job once, in the order in which they came: of one rank, or of all; at first the last `tail`."""
+    """Prints each line of a job once, in order of arrival: of one rank or of all, beginning with the last `tail` lines."""
 
     def __init__(self, rank: int | None = None, tail: int = TAIL) -> None:
         self._rank, self._tail = rank, tail
-        self._job = ""
-        self._begun = False  # something was shown, or there was nothing
-        self._number = 0  # of the last line that was looked at
+        self._job_name = ""
+        self._has_begun = False  # the first lines of this job were printed, if there were any
+        self._last_number = 0  # of the last line that was read
 
     def show(self, job: Job) -> None:
         """Print new lines. Print only the last lines of a job that was not shown before."""
-        if job.name != self._job:
-            self._job, self._begun, self._number = job.name, False, 0
-        lines = [line for _, line in job.lines_since(self._number, most=MOST)]
+        if job.name != self._job_name:
+            self._job_name, self._has_begun, self._last_number = job.name, False, 0
+        lines = [line for _, line in job.lines_since(self._last_number, most=MOST)]
         wanted = [line for line in lines if self._wants(line)]
-        if self._begun and lines and (missing := lines[-1].number - self._number - len(lines)) > 0:
+        if self._has_begun and lines and (missing := lines[-1].number - self._last_number - len(lines)) > 0:
             print(f"… {missing} lines {'' if self._rank is None else 'of all ranks '}are only in the log files …")
-        for line in wanted if self._begun else wanted[max(0, len(wanted) - self._tail) :]:
+        for line in wanted if self._has_begun else wanted[max(0, len(wanted) - self._tail) :]:
             _print(line)
-        self._begun = True
-        self._number = lines[-1].number if lines else self._number
+        self._has_begun = True
+        self._last_number = lines[-1].number if lines else self._last_number
 
     def finish(self, job: Job) -> None:
-        """The lines that have no end, such as progress bars: what they say last."""
+        """Print the remaining lines, and those without an end, such as progress bars, in their last state."""
         self.show(job)
         for _, line in job.unfinished_lines():
             if self._wants(line):
@@ -54,7 +54,7 @@ class Output:
 
 
 def follow_job(cluster: Cluster, output: Output) -> None:
-    """Until the job has ended; without a job, wait for one. Raises the job's error if it does not succeed."""
+    """Print the output until the job has ended; without a job, wait for one. Raise the job's error if it fails."""
     with _changes(cluster) as changed:
         while (job := cluster.job) is None:
             if cluster.status().phase == "finished":
@@ -64,31 +64,31 @@ def follow_job(cluster: Cluster, output: Output) -> None:
             output.show(job)
             _wait(changed)
         output.finish(job)
-        error = job._copy.future.exception()  # `job.exception()` would unpickle its values
+        error = job._copy.future.exception()  # `job.exception()` would unpickle the values
         if error is not None:
             raise error
         print(f"{job.name} succeeded", file=sys.stderr)
 
 
 def follow_all(cluster: Cluster) -> None:
-    """Events and output, until the cluster has stopped. ClusterStoppedError if its driver has died, and is not replaced."""
+    """Print events and output until the cluster has stopped. ClusterStoppedError if its driver is lost."""
     output, job = Output(), cluster.job
     _, shown = cluster.numbered_events()
-    shown = max(0, shown - EVENTS)
+    shown = max(0, shown - EARLIER_EVENTS)
     print(f"{cluster.name} is {plain(str(StatusView(cluster.status())))}", end="\n\n")
     with _changes(cluster) as changed:
         while True:
-            over = cluster.status().phase == "finished"
+            is_over = cluster.status().phase == "finished"
             events, count = cluster.numbered_events()
             for event in events[max(0, len(events) - (count - shown)) :]:
                 print(time.strftime("%H:%M:%S", time.localtime(event.time)), plain(event.text).replace("\n", " "))
             shown = count
             last, job = job, cluster.job
-            if last is not None and (over or job is None or job.name != last.name):
+            if last is not None and (is_over or job is None or job.name != last.name):
                 output.finish(last)
             if job is not None:
                 output.show(job)
-            if over:
+            if is_over:
                 if cluster.died:
                     raise ClusterStoppedError(f"{cluster.status().reason}.")
                 print(plain(headline(cluster.status())))
@@ -97,13 +97,13 @@ def follow_all(cluster: Cluster) -> None:
 
 
 def _print(line: Line) -> None:
-    who = "" if line.rank is None else f"rank {line.rank} | "
-    print(f"{who}{plain(line.text)}", flush=True)
+    label = "" if line.rank is None else f"rank {line.rank} | "
+    print(f"{label}{plain(line.text)}", flush=True)
 
 
 @contextmanager
 def _changes(cluster: Cluster) -> Iterator[threading.Event]:
-    """An event that is set when something has changed."""
+    """Yield an event that is set when something has changed."""
     changed = threading.Event()
     end = cluster.subscribe(lambda _: changed.set())
     try:
@@ -114,5 +114,5 @@ def _changes(cluster: Cluster) -> Iterator[threading.Event]:
 
 def _wait(changed: threading.Event) -> None:
     sys.stdout.flush()
-    changed.wait(LOOK)
+    changed.wait(CHECK_INTERVAL)
     changed.clear()

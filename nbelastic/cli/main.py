@@ -1,4 +1,4 @@
-"""`nbelastic` in a terminal looks at the clusters of this machine and gives them orders, as an attached notebook does."""
+"""The terminal command `nbelastic` shows and changes the clusters on this machine, as an attached notebook does."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from nbelastic.notebook.status_text import ClusterList, StatusView, limits
 from nbelastic.system import versions
 from nbelastic.system.terminal_text import plain
 
-INTERRUPTED = 130  # the exit code of a command that Ctrl-C has ended, as shells have it
+INTERRUPTED = 130  # the exit code after Ctrl-C, as in shells
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Run one command; returns its exit code: 0, 1 with one line on stderr that says what is wrong, 130 after Ctrl-C."""
+    """Run one command. Return its exit code: 0, 1 with one line about the error on stderr, or 130 after Ctrl-C."""
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, TextIOWrapper):  # it may be closed, and is None then
-            stream.reconfigure(errors="replace")  # a terminal's encoding may not have all characters
+        if isinstance(stream, TextIOWrapper):  # a closed stream is None
+            stream.reconfigure(errors="replace")  # a terminal's encoding may lack characters
     options = _parser().parse_args(words)
     try:
         options.command(options)
@@ -35,17 +35,17 @@ def main(words: Sequence[str] | None = None) -> int:
         return 1
     except KeyboardInterrupt:
         return INTERRUPTED
-    except BrokenPipeError:  # as of `nbelastic logs | head`
-        _write_no_more()
+    except BrokenPipeError:  # for example, `nbelastic logs | head`
+        _silence_output()
     except OSError as error:
         print(f"nbelastic: {error}", file=sys.stderr)
-        _write_no_more()
+        _silence_output()
         return 1
     return 0
 
 
-def _write_no_more() -> None:
-    """Else Python tries, and complains, when it ends."""
+def _silence_output() -> None:
+    """Write nothing more, else Python tries it at its end and prints an error."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
@@ -79,7 +79,7 @@ def _add(options: Namespace) -> None:
         cluster.add_host(host, by="nbelastic add")
         return f"{host} is being added"
 
-    _of_each(cluster, options.hosts, add)
+    _for_each(cluster, options.hosts, add)
 
 
 def _remove(options: Namespace) -> None:
@@ -89,15 +89,15 @@ def _remove(options: Namespace) -> None:
         cluster.remove_host(host, now=options.now, by="nbelastic remove")
         return f"{host} is removed" if options.now else f"{host} leaves at the next commit"
 
-    _of_each(cluster, options.hosts, remove)
+    _for_each(cluster, options.hosts, remove)
 
 
-def _of_each(cluster: Cluster, hosts: Sequence[str], order: Callable[[str], str]) -> None:
-    """Give the order for each host, also if it is refused for another one; raise the first refusal."""
+def _for_each(cluster: Cluster, hosts: Sequence[str], change: Callable[[str], str]) -> None:
+    """Apply a change to each host, even if it is refused for another host. Raise the first refusal."""
     refusals = []
     for host in hosts:
         try:
-            print(f"{cluster.name}: {order(host)}.")
+            print(f"{cluster.name}: {change(host)}.")
         except UsageError as error:
             refusals.append(error)
     if refusals:
@@ -106,7 +106,7 @@ def _of_each(cluster: Cluster, hosts: Sequence[str], order: Callable[[str], str]
 
 def _scale(options: Namespace) -> None:
     if options.min is None and options.max is None:
-        raise UsageError("say --min N, --max N or both.")
+        raise UsageError("give --min N, --max N or both.")
     cluster = _attached(options)
     cluster.scale(min=options.min, max=options.max, by="nbelastic scale")
     status = cluster.status()
@@ -141,8 +141,8 @@ def _attached(options: Namespace) -> Cluster:
 def _parser() -> ArgumentParser:
     parser = ArgumentParser(
         prog="nbelastic",
-        description="Look at the elastic clusters of this machine, and give them orders.",
-        epilog="nbelastic COMMAND --help shows the options of a command. A cluster is started in a notebook, or by\n"
+        description="Show and change the elastic clusters on this machine.",
+        epilog="nbelastic COMMAND --help shows the options of a command. Start a cluster in a notebook, or with\n"
         "nbelastic.Cluster in a program.",
         formatter_class=RawDescriptionHelpFormatter,
     )
@@ -150,31 +150,37 @@ def _parser() -> ArgumentParser:
     parser.set_defaults(command=lambda _: parser.print_help())
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
 
-    def command(name: str, act: Callable[[Namespace], None], text: str, *, named: str | None = "?") -> ArgumentParser:
-        made = commands.add_parser(name, help=text, description=text)
-        made.set_defaults(command=act)
-        if named is not None:
-            optional = "; not needed if there is only one" if named == "?" else ""
-            made.add_argument("name", nargs=named or None, metavar="NAME", help=f"of the cluster{optional}")
-        return made
+    def command(
+        name: str, run: Callable[[Namespace], None], text: str, *, name_count: str | None = "?"
+    ) -> ArgumentParser:
+        subparser = commands.add_parser(name, help=text, description=text)
+        subparser.set_defaults(command=run)
+        if name_count is not None:
+            optional = "; not needed if there is only one" if name_count == "?" else ""
+            subparser.add_argument(
+                "name", nargs=name_count or None, metavar="NAME", help=f"name of the cluster{optional}"
+            )
+        return subparser
 
-    command("list", _list, "Show your clusters on this machine.", named=None)
+    command("list", _list, "Show your clusters on this machine.", name_count=None)
     status = command("status", _status, "Show hosts, workers and the job as they are now.")
-    status.add_argument("--json", action="store_true", help="as JSON, for programs")
+    status.add_argument("--json", action="store_true", help="print JSON, for programs")
     logs = command("logs", _logs, "Print what the workers of the current or last job have printed.")
-    logs.add_argument("-f", "--follow", action="store_true", help="go on until the job has ended")
-    logs.add_argument("--rank", type=int, metavar="N", help="of this rank alone")
+    logs.add_argument("-f", "--follow", action="store_true", help="continue until the job has ended")
+    logs.add_argument("--rank", type=int, metavar="N", help="print the lines of this rank only")
     logs.add_argument("--tail", type=int, default=TAIL, metavar="N", help=f"begin with the last N lines ({TAIL})")
-    add = command("add", _add, "Add hosts. A job that runs takes them in without losing a step.", named="")
+    add = command("add", _add, "Add hosts. A running job includes them without losing a step.", name_count="")
     add.add_argument("hosts", nargs="+", metavar="HOST", help="name, name:slots or user@name:slots")
-    remove = command("remove", _remove, "Remove hosts. Their workers leave at the next commit.", named="")
+    remove = command("remove", _remove, "Remove hosts. Their workers leave at the next commit.", name_count="")
     remove.add_argument("hosts", nargs="+", metavar="HOST", help="the names of hosts")
-    remove.add_argument("--now", action="store_true", help="at once, without waiting for the next commit")
+    remove.add_argument("--now", action="store_true", help="remove at once, without waiting for the next commit")
     scale = command("scale", _scale, "Change how many workers there may be.")
-    scale.add_argument("--min", type=int, metavar="N", help="train with no fewer workers")
-    scale.add_argument("--max", type=int, metavar="N", help="and with no more")
-    stop = command("stop", _stop, "Stop the cluster and every process of it; return when it has stopped.")
+    scale.add_argument("--min", type=int, metavar="N", help="least number of workers to train with")
+    scale.add_argument("--max", type=int, metavar="N", help="greatest number of workers")
+    stop = command("stop", _stop, "Stop the cluster and all its processes; return when it has stopped.")
     stop.add_argument("--job", action="store_true", help="stop only the job; the workers stay")
-    stop.add_argument("--timeout", type=float, metavar="S", help="seconds that programs have to end (stop_timeout)")
-    command("attach", _attach, "Show events and output as they come, until Ctrl-C; the cluster goes on then.")
+    stop.add_argument(
+        "--timeout", type=float, metavar="S", help="seconds in which programs have to end (default: stop_timeout)"
+    )
+    command("attach", _attach, "Show events and output as they arrive, until Ctrl-C; the cluster goes on.")
     return parser

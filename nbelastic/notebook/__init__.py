@@ -1,4 +1,4 @@
-"""The notebook's side: `%load_ext nbelastic` gives the magics of `magics.py` and the live view of `dashboard.py`."""
+"""The notebook's part: `%load_ext nbelastic` provides the magics of `magics.py` and the dashboard of `dashboard.py`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _loaded: dict[int, ElasticMagics] = {}  # by id of the shell; a kernel has one
 
 
 def load_ipython_extension(ip: InteractiveShell) -> None:
-    """What `%load_ext nbelastic` calls: registers the magics and their tab completion."""
+    """Register the magics and their tab completion. IPython calls this for `%load_ext nbelastic`."""
     from nbelastic.notebook.magics import ElasticMagics
 
     if id(ip) not in _loaded:
@@ -23,7 +23,7 @@ def load_ipython_extension(ip: InteractiveShell) -> None:
 
 
 def unload_ipython_extension(ip: InteractiveShell) -> None:
-    """What `%unload_ext nbelastic` calls: stops the cluster that the magics started and takes the magics away."""
+    """Close the cluster that the magics use, and remove the magics. IPython calls this for `%unload_ext nbelastic`."""
     magics = _loaded.pop(id(ip), None)
     if magics is not None:
         magics.unregister()

@@ -1,4 +1,4 @@
-"""What a view asks for beside the state that it is sent: older events, output, stacks, a trace."""
+"""Answers the queries of a dashboard view: older events, output, stacks, a trace."""
 
 from __future__ import annotations
 
@@ -6,24 +6,25 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from nbelastic.errors import NbelasticError, UsageError
-from nbelastic.notebook.dashboard_state import entries
-from nbelastic.notebook.log_folding import fold, packed
+from nbelastic.notebook.dashboard_state import event_entries
+from nbelastic.notebook.log_folding import fold_lines, pack_lines
+from nbelastic.notebook.stack_groups import group_equal_stacks
 from nbelastic.protocol.status import WorkerStack
 
 if TYPE_CHECKING:
     from nbelastic.client.cluster import Cluster
 
-HISTORY = 400  # events an answer
-LINES = 1000  # of output an answer, after equal ones of several workers were joined
-FOLDED = 20_000  # lines that are looked at for that: those of many ranks alike leave enough
+MAX_EVENTS = 400  # in one answer
+MAX_LINES = 1000  # of output in one answer, after equal lines of several workers were folded
+MAX_LINES_TO_FOLD = 20_000  # so many that enough are left after folding equal lines of many ranks
 
 Json = dict[str, Any]
 
 
-def answer(cluster: Cluster, question: Mapping[str, Any], reply: Callable[[Json], None]) -> None:
-    """Answer one question by `reply(answer)`: at once, or from the driver's thread when all is known. Raises nothing."""
+def answer_query(cluster: Cluster, query: Mapping[str, Any], reply: Callable[[Json], None]) -> None:
+    """Call `reply(answer)`, at once or later from the connection's thread. An error becomes an answer too."""
     try:
-        match dict(question):
+        match dict(query):
             case {"ask": "hello"}:
                 reply({})
             case {"ask": "history", **rest}:
@@ -33,11 +34,11 @@ def answer(cluster: Cluster, question: Mapping[str, Any], reply: Callable[[Json]
                 worker = rest.get("worker")
                 reply(_logs(cluster, worker if isinstance(worker, str) else None, since))
             case {"ask": "stacks"}:
-                cluster.ask_stacks(lambda found: reply(_stacks(found)))
+                cluster.ask_stacks(lambda stacks: reply(_stacks(stacks)))
             case {"ask": "trace"}:
                 reply({"trace": cluster.trace()})
             case _:
-                raise UsageError("this is no question.")
+                raise UsageError("unknown query")
     except NbelasticError as error:
         reply({"error": str(error)})
 
@@ -46,27 +47,29 @@ def _history(cluster: Cluster, before: int | None) -> Json:
     events, count = cluster.numbered_events()
     oldest = count - len(events) + 1
     end = len(events) if before is None else max(0, min(len(events), before - oldest))
-    start = max(0, end - HISTORY)
-    return {"events": entries(events[start:end], oldest + start), "oldest": oldest}
+    start = max(0, end - MAX_EVENTS)
+    return {"events": event_entries(events[start:end], oldest + start), "oldest": oldest}
 
 
 def _logs(cluster: Cluster, worker: str | None, since: int) -> Json:
     job = cluster.job
     if job is None:
         return {"job": None, "speakers": [], "lines": [], "unfinished": [], "next": 0, "writers": []}
-    found = job.lines_since(since, worker, FOLDED)
-    speakers, (lines, unfinished) = packed((fold(found)[-LINES:], fold(job.unfinished_lines(worker))))
+    lines_since = job.lines_since(since, worker, MAX_LINES_TO_FOLD)
+    speakers, (lines, unfinished) = pack_lines(
+        (fold_lines(lines_since)[-MAX_LINES:], fold_lines(job.unfinished_lines(worker)))
+    )
     return {
         "job": job.name,
         "speakers": speakers,
         "lines": lines,
         "unfinished": unfinished,
-        "next": found[-1][1].number if found else since,
+        "next": lines_since[-1][1].number if lines_since else since,
         "writers": job.writers,
     }
 
 
-def _stacks(found: Iterable[WorkerStack]) -> Json:
+def _stacks(stacks: Iterable[WorkerStack]) -> Json:
     groups = [
         {
             "workers": [[stack.worker, stack.rank] for stack in group],
@@ -74,17 +77,9 @@ def _stacks(found: Iterable[WorkerStack]) -> Json:
             "text": group[0].text,
             "note": group[0].note,
         }
-        for group in alike(found)
+        for group in group_equal_stacks(stacks)
     ]
     return {
         "stacks": [group for group in groups if group["text"]],
         "silent": [pair for group in groups if not group["text"] for pair in group["workers"]],
     }
-
-
-def alike(stacks: Iterable[WorkerStack]) -> list[list[WorkerStack]]:
-    """Group stacks of equal text and note, in the order of their first worker."""
-    groups: dict[tuple[str, str], list[WorkerStack]] = {}
-    for stack in stacks:
-        groups.setdefault((stack.text, stack.note), []).append(stack)
-    return list(groups.values())

@@ -1,6 +1,6 @@
-"""What the dashboard's view is sent: a key frame, and what has changed since then as a JSON Merge Patch (RFC 7386).
+"""Makes the state of a dashboard view: a key frame, and the changes since then as a JSON Merge Patch (RFC 7386).
 
-Pure functions of a `Status` and the last events. A view that is opened later gets both and needs nothing else.
+Pure functions of a `Status` and the last events. A view that is opened later receives both and needs nothing else.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ import msgspec
 from nbelastic.client.trace import in_order
 from nbelastic.protocol.status import EventRecord, HostStatus, Status, WorkerStatus
 
-EVENTS = 12  # how many of the last events travel along
-SMALL = 8_000  # bytes of JSON up to which all is sent whole
+MAX_EVENTS = 12  # the newest events, which are part of the state
+MAX_WHOLE = 8_000  # bytes of JSON up to which the state is always sent whole
 MB = 1_000_000
 
 Json = dict[str, Any]
 
 
-class Frames:
-    """Remembers the key frame. One thread's."""
+class DashboardState:
+    """The last key frame and the change since then. Not thread-safe."""
 
     def __init__(self) -> None:
         self.state: Json = {"n": 0}
@@ -30,22 +30,22 @@ class Frames:
         self._shown: Json = {}
         self._whole = False
 
-    def begin_again(self) -> None:
-        """Send a key frame with the next update: a view has missed the last one."""
+    def send_key_frame(self) -> None:
+        """Make a key frame of the next update: a view has missed the last one."""
         self._shown = {}
         self._whole = True
 
-    def show(self, status: Status, events: Sequence[EventRecord], count: int) -> bool:
-        """Take in what there is to be seen now; `events` are the newest of `count`. False if nothing has changed."""
-        view = frame(status, events, count)
+    def update(self, status: Status, events: Sequence[EventRecord], count: int) -> bool:
+        """Take in the newest status; `events` are the newest of `count`. Return False if nothing has changed."""
+        view = key_frame(status, events, count)
         if view == self._shown:
             return False
         self._shown = view
         time = round(status.time, 3)
-        change = patch({name: value for name, value in self.state.items() if name not in ("n", "time")}, view)
+        change = merge_patch({name: value for name, value in self.state.items() if name not in ("n", "time")}, view)
         sizes = [len(msgspec.json.encode(each)) for each in (change, view)]
         whole, self._whole = self._whole, False
-        if whole or self.state["n"] == 0 or sizes[1] <= SMALL or sizes[0] > sizes[1] // 2:
+        if whole or self.state["n"] == 0 or sizes[1] <= MAX_WHOLE or sizes[0] > sizes[1] // 2:
             self.state = {"n": self.state["n"] + 1, "time": time, **view}
             self.change = {}
         else:
@@ -53,12 +53,12 @@ class Frames:
         return True
 
 
-def frame(status: Status, events: Sequence[EventRecord], count: int) -> Json:
-    """All that a view shows, but for the time of the look."""
+def key_frame(status: Status, events: Sequence[EventRecord], count: int) -> Json:
+    """Return all that a view shows, except the time."""
     workers: dict[str, Json] = {host.name: {} for host in status.hosts}
     for worker in status.workers:
         workers.setdefault(worker.host, {})[worker.id[len(worker.host) + 1 :]] = _worker(worker)
-    shown = events[-EVENTS:]
+    shown = events[-MAX_EVENTS:]
     return {
         "name": status.name,
         "phase": status.phase,
@@ -76,13 +76,13 @@ def frame(status: Status, events: Sequence[EventRecord], count: int) -> Json:
         "curves": {name: [_rounded(value) for value in values] for name, values in status.curves.items()},
         "failed_at": status.failed_at,
         "hosts": {host.name: _host(host, status.time) | {"workers": workers[host.name]} for host in status.hosts},
-        "events": entries(shown, count - len(shown) + 1),
+        "events": event_entries(shown, count - len(shown) + 1),
         "orders": [msgspec.to_builtins(order) for order in status.orders],
     }
 
 
-def entries(events: Sequence[EventRecord], first: int) -> list[Json]:
-    """Events as plain JSON, with their numbers `n` from `first` on, and the phases of changes in their order."""
+def event_entries(events: Sequence[EventRecord], first: int) -> list[Json]:
+    """Return events as plain JSON, numbered `n` from `first` on, with the phases of changes in order."""
     return [
         {
             **msgspec.to_builtins(event),
@@ -94,13 +94,13 @@ def entries(events: Sequence[EventRecord], first: int) -> list[Json]:
     ]
 
 
-def patch(old: Json, new: Json) -> Json:
-    """The merge patch that makes `new` of `old`. A None in `new` is as good as a missing name."""
+def merge_patch(old: Json, new: Json) -> Json:
+    """Return the merge patch from `old` to `new`. None in `new` means the same as a missing name."""
     out: Json = {name: None for name, value in old.items() if value is not None and new.get(name) is None}
     for name, value in new.items():
         before = old.get(name)
         if isinstance(value, dict) and isinstance(before, dict):
-            inner = patch(before, value)
+            inner = merge_patch(before, value)
             if inner:
                 out[name] = inner
         elif value is not None and value != before:
@@ -140,12 +140,12 @@ def _worker(worker: WorkerStatus) -> list[Any]:
 
 
 def _megabytes(count: int | None) -> int | None:
-    """In steps of ten: what merely breathes is not sent each time."""
+    """Round to ten megabytes, so that small variations are not sent."""
     return None if count is None else 10 * round(count / MB / 10)
 
 
 def _rounded(value: float | str | None) -> float | str | None:
-    """To what is shown. JSON has no NaN, and a loss that became one is worth seeing. A word, as a phase, stays."""
+    """Round to what is shown. JSON has no NaN, so a loss that is NaN is sent as text. Text stays as it is."""
     if value is None or isinstance(value, str):
         return value
     return float(f"{value:.5g}") if math.isfinite(value) else str(value)

@@ -1,4 +1,4 @@
-"""Equal lines of several workers as one, so that a view is sent a job of many ranks once and not once for each rank."""
+"""Folds equal lines of several workers into one, so that a view receives them once and not once per rank."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from msgspec import Struct
 
 from nbelastic.protocol.output_buffer import Line
 
-CLOSE = 200  # lines among which equal ones of different workers are one; dashboard.js folds by the same rule
+CLOSE = 200  # equal lines of different workers are folded within so many lines; dashboard.js has the same rule
 
 Writer = tuple[str, int | None]  # a worker's id, and its rank when it printed the line
 
 
 class Folded(Struct):
-    """A line and all who printed it; `number` is the newest of theirs."""
+    """A line and all workers that printed it; `number` is that of the newest."""
 
     number: int
     stream: str
@@ -24,11 +24,11 @@ class Folded(Struct):
     writers: list[Writer]
 
 
-def fold(lines: Iterable[tuple[str, Line]]) -> list[Folded]:
-    """Join equal lines of different workers close together. The order of each worker's lines is kept."""
+def fold_lines(lines: Iterable[tuple[str, Line]]) -> list[Folded]:
+    """Fold equal lines of different workers that are close together. The order of each worker's lines is kept."""
     folded: list[Folded] = []
-    last: dict[str, int] = {}  # the folded line that each worker had a part in last
-    places: dict[tuple[str, str], deque[int]] = {}  # of each stream and text: where it is
+    last: dict[str, int] = {}  # for each worker, its last folded line
+    places: dict[tuple[str, str], deque[int]] = {}  # for each stream and text, its folded lines
     for worker, line in lines:
         known = places.setdefault((line.stream, line.text), deque())
         first = max(last.get(worker, -1) + 1, len(folded) - CLOSE)
@@ -45,8 +45,11 @@ def fold(lines: Iterable[tuple[str, Line]]) -> list[Folded]:
     return folded
 
 
-def packed(groups: Sequence[Sequence[Folded]]) -> tuple[list[Writer], list[list[list[Any]]]]:
-    """All writers once, and the lines of each group as [number, stream, text, runs]; a run [i, j]: the writers from i to j."""
+def pack_lines(groups: Sequence[Sequence[Folded]]) -> tuple[list[Writer], list[list[list[Any]]]]:
+    """Return all writers once, and the lines of each group as [number, stream, text, runs].
+
+    A run [i, j] means the writers from i to j.
+    """
     writers = sorted({w for lines in groups for line in lines for w in line.writers}, key=_by_rank)
     place = {writer: i for i, writer in enumerate(writers)}
     rows = [

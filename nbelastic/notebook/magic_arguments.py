@@ -1,4 +1,4 @@
-"""What every magic has: options, a help text made of them, tab completion, and errors of one line."""
+"""Makes magics of methods: options, help text, tab completion, and errors of one line."""
 
 from __future__ import annotations
 
@@ -15,30 +15,34 @@ from IPython.core.magic import cell_magic, line_cell_magic, line_magic
 from IPython.core.magic_arguments import MagicArgumentParser
 
 Kind = Literal["line", "cell", "line_cell"]
-Values = Mapping[str, Callable[[], Iterable[str]]]  # what tab offers, by the argument's metavar
+Values = Mapping[str, Callable[[], Iterable[str]]]  # known values that Tab offers, by metavar
 
-_REGISTER: Mapping[Kind, Callable[[Any], Any]] = {"line": line_magic, "cell": cell_magic, "line_cell": line_cell_magic}
-# What stands before a comment: words, quotations, escaped characters, and a `#` within a word.
+_DECORATORS: Mapping[Kind, Callable[[Any], Any]] = {
+    "line": line_magic,
+    "cell": cell_magic,
+    "line_cell": line_cell_magic,
+}
+# The text before a comment: words, quotations, escaped characters, and a `#` within a word.
 _BEFORE_COMMENT = re.compile(r"""(?:[^\s\\"'#]|\\.|"(?:[^"\\]|\\.)*"|'[^']*'|\s(?!\s*#)|(?<=\S)#)*""")
 _LINE = re.compile(r"\s*(?:[\w\s,]+=\s*)?(?P<percent>%%?)(?P<name>\w+)\s(?P<rest>.*)")
 
 
 class Argument(NamedTuple):
-    """One `add_argument` call, kept until the parser is made."""
+    """The arguments of one `add_argument` call, until the parser is created."""
 
     names: tuple[str, ...]
     settings: dict[str, Any]
 
 
 def argument(*names: str, **settings: Any) -> Argument:
-    """The same as `argparse`'s `add_argument`. The metavar says which known values tab offers."""
+    """Describe an argument as for `argparse`'s `add_argument`. Its metavar selects the known values that Tab offers."""
     return Argument(names, settings)
 
 
 def magic(kind: Kind, *arguments: Argument) -> Callable[[Callable[..., object]], Callable[..., object]]:
-    """Make a method `(self, options)`, or `(self, options, cell)` where there may be a cell, into a magic of its name.
+    """Make a magic of a method `(self, options)`, or `(self, options, cell)` if there may be a cell. It has the method's name.
 
-    Wrong options raise IPython's UsageError, and what nbelastic raises is shown as one line without a traceback.
+    Wrong options raise IPython's UsageError. Errors of nbelastic are shown as one line without a traceback.
     """
 
     def decorate(method: Callable[..., object]) -> Callable[..., object]:
@@ -58,21 +62,21 @@ def magic(kind: Kind, *arguments: Argument) -> Callable[[Callable[..., object]],
 
         run.__doc__ = parser.format_help()
         run.parser = parser  # type: ignore[attr-defined]  # completion reads it
-        registered: Callable[..., object] = _REGISTER[kind](run)
+        registered: Callable[..., object] = _DECORATORS[kind](run)
         return registered
 
     return decorate
 
 
 def without_comment(line: str) -> str:
-    """The line up to a `#` that begins a word, as in a shell. A `#` in quotation marks or within a word stays."""
+    """Return the line up to a `#` that begins a word, as a shell does. A `#` in quotation marks or within a word stays."""
     found = _BEFORE_COMMENT.match(line)
     end = found.end() if found else 0
     return line[:end] if line[end:].lstrip().startswith("#") else line
 
 
-def pair(flag: str, text: str) -> tuple[str, str]:
-    """Of NAME=VALUE. UsageError for anything else."""
+def split_pair(flag: str, text: str) -> tuple[str, str]:
+    """Split NAME=VALUE. UsageError for any other text."""
     name, equals, value = text.partition("=")
     if not (name and equals):
         raise UsageError(f"{flag} {text}: write NAME=VALUE.")
@@ -80,28 +84,28 @@ def pair(flag: str, text: str) -> tuple[str, str]:
 
 
 def show_in_one_line(error: KeyboardInterrupt) -> None:
-    """Have IPython show it as our own errors, without a traceback."""
+    """Have IPython show the interrupt without a traceback."""
     text = "KeyboardInterrupt: no longer waiting; the cluster goes on, and %elastic shows it."
     vars(error)["_render_traceback_"] = lambda: [text]
 
 
 def completion(parsers: Callable[[str, bool], argparse.ArgumentParser | None], values: Callable[[], Values]) -> Any:
-    """A matcher for IPython's completer. `parsers(name, is_cell)` finds a magic's parser."""
+    """Create a matcher for IPython's completer. `parsers(name, is_cell)` finds a magic's parser."""
 
     def match(context: CompletionContext) -> SimpleMatcherResult:
         line = _LINE.match(context.text_until_cursor)
         parser = parsers(line["name"], line["percent"] == "%%") if line else None
-        word, offers = complete(parser, line["rest"], values()) if line and parser else ("", [])
-        found = [SimpleCompletion(text=offer, type="magic") for offer in offers]
+        word, completions = complete(parser, line["rest"], values()) if line and parser else ("", [])
+        found = [SimpleCompletion(text=text, type="magic") for text in completions]
         return SimpleMatcherResult(completions=found, matched_fragment=word, suppress=bool(found))
 
     return context_matcher(priority=200, identifier="nbelastic")(match)
 
 
 def complete(parser: argparse.ArgumentParser, text: str, values: Values) -> tuple[str, list[str]]:
-    """The word that the cursor is in, and what it may become; `text` is what stands after the magic's name.
+    """Return the word at the cursor and its completions. `text` is the line after the magic's name.
 
-    Offers are options, or the known values of the option before the word. In `a,b` the word is `b`.
+    Completions are options, or the known values of the option before the word. In `a,b` the word is `b`.
     """
     words = text.split()
     word = "" if text[-1:].isspace() or not words else words.pop()
@@ -125,6 +129,6 @@ def _known(action: argparse.Action, values: Values) -> Iterable[str]:
 def _parse(parser: MagicArgumentParser, name: str, line: str) -> Namespace:
     try:
         options: Namespace = parser.parse_argstring(without_comment(line))
-    except (UsageError, ValueError) as error:  # ValueError: a quotation without an end
+    except (UsageError, ValueError) as error:  # ValueError: a missing closing quotation mark
         raise UsageError(f"{str(error).rstrip('.')}; %{name}? shows the options.") from None
     return options

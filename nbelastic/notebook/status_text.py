@@ -1,7 +1,7 @@
-"""A cluster in words: text/plain and text/html for places without widgets. Pure functions of a `Status`.
+"""Text and HTML views of a cluster's status, for places without widgets. Pure functions of a `Status`.
 
-Everything that comes from outside is escaped. Process ids, addresses and times are left out: what a notebook stores is
-compared when the notebook is checked.
+All values are escaped. Process ids, addresses and times are left out, since stored outputs are compared when a notebook is
+tested.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from nbelastic.protocol.saved_cluster import ClusterInfo
 from nbelastic.protocol.status import HostStatus, Status, WorkerStatus
 
 _HOST_COLUMNS = ("host", "slots", "state", "why")
-NONE = "No cluster is running."
+NO_CLUSTER = "No cluster is running."
 _CLUSTER_COLUMNS = ("cluster", "driver", "hosts", "job", "why")
 _WORKER_COLUMNS = ("rank", "worker", "state", "step", "restarts", "why")
 
@@ -39,16 +39,16 @@ class StatusView:
 
 
 class ClusterList:
-    """What `%elastic_list` shows; `clusters` is the list itself. `attach`: what to write to attach to one."""
+    """What `%elastic_list` shows; `clusters` is the list itself. `attach` is the command that attaches to one."""
 
     def __init__(self, clusters: list[ClusterInfo], attach: str = "%elastic_attach") -> None:
         self.clusters, self._attach = clusters, attach
 
     def __repr__(self) -> str:
-        return _text_table(_CLUSTER_COLUMNS, self._rows()) or NONE
+        return _text_table(_CLUSTER_COLUMNS, self._rows()) or NO_CLUSTER
 
     def _repr_html_(self) -> str:
-        return _html_table("Clusters", _CLUSTER_COLUMNS, self._rows()) or f"<div>{NONE}</div>"
+        return _html_table("Clusters", _CLUSTER_COLUMNS, self._rows()) or f"<div>{NO_CLUSTER}</div>"
 
     def _rows(self) -> Iterable[tuple[str, ...]]:
         for info in self.clusters:
@@ -65,24 +65,24 @@ def limits(least: int, most: int | None) -> str:
 
 
 def headline(status: Status) -> str:
-    """Phase, its reason, world (between jobs: who is ready) and generation in one line."""
+    """Return the phase, its reason, the world (between jobs: the ready workers) and the generation in one line."""
     why = f": {status.reason}" if status.reason else ""
     ready = sum(worker.state == "ready" for worker in status.workers)
     size = f"world {status.world_size}" if _training(status) else f"ready {ready}"
     return f"{status.phase}{why} · {size} / {limits(status.min, status.max)} · generation {status.generation}"
 
 
-def settled_text(status: Status) -> str:
-    """What stays the same while a cluster lives, so that a checked notebook may store it."""
+def stable_text(status: Status) -> str:
+    """Describe the cluster by what does not change, so that stored outputs of a notebook can be compared."""
     return f"<elastic cluster of {limits(status.min, status.max)} workers>"
 
 
-def settled_html(status: Status) -> str:
-    """The same for a browser that has no widgets."""
+def stable_html(status: Status) -> str:
+    """Return the same as `stable_text` for a browser without widgets."""
     return (
         f"<div><strong>Elastic cluster of {escape(limits(status.min, status.max))} workers.</strong> "
         "The live view is a widget, which is not shown here: <code>%elastic_status</code> lists hosts and workers, "
-        "<code>%elastic_logs</code> prints what they said.</div>"
+        "<code>%elastic_logs</code> prints their output.</div>"
     )
 
 
@@ -91,7 +91,7 @@ def _training(status: Status) -> bool:
 
 
 def _progress(status: Status) -> list[str]:
-    """The job's line, if there is a job."""
+    """Return the job's line, if there is a job."""
     if not status.job:
         return []
     parts = [f"{status.job} {status.outcome or 'running'}", f"step {status.step}"]
@@ -110,7 +110,7 @@ def _host(host: HostStatus) -> tuple[str, ...]:
 
 
 def _workers(status: Status) -> Iterable[tuple[str, ...]]:
-    """By rank; those without one last."""
+    """Return the rows of the workers by rank; workers without a rank come last."""
     return map(_worker, sorted(status.workers, key=lambda w: (w.rank is None, w.rank or 0, w.id)))
 
 

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 import nbelastic as nbe
 from nbelastic.notebook.dashboard import Dashboard
-from nbelastic.notebook.dashboard_state import Frames
+from nbelastic.notebook.dashboard_state import DashboardState
 from nbelastic.protocol.status import EventRecord, HostStatus, Status, WorkerStatus
 from tests.benchmarks import recovery
 from tests.benchmarks.recovery import Cases, training
@@ -105,14 +105,14 @@ def large(rounds: int) -> dict[str, list[float]]:
     events = [EventRecord(1.7e9, "world-formed", "world of 512 at generation 3", generation=3, took={"form": 1.0})] * 12
     found: dict[str, list[float]] = {name: [] for name in ("make, ms", "whole, kB", "step, kB", "samples, kB")}
     for _ in range(rounds):
-        frames, first = Frames(), wide(0)
-        frames.show(first, events, 12)
+        frames, first = DashboardState(), wide(0)
+        frames.update(first, events, 12)
         found["whole, kB"].append(len(json.encode(frames.state)) / 1000)
-        frames.show(replace(first, step=1, time=first.time + 0.25), events, 12)
+        frames.update(replace(first, step=1, time=first.time + 0.25), events, 12)
         found["step, kB"].append(len(json.encode(frames.change)) / 1000)
         second = wide(2)
         began = time.perf_counter()
-        frames.show(second, events, 12)
+        frames.update(second, events, 12)
         found["make, ms"].append((time.perf_counter() - began) * 1000)
         found["samples, kB"].append(len(json.encode(frames.change or frames.state)) / 1000)
     return found

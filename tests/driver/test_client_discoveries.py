@@ -39,9 +39,9 @@ def test_a_discovery_in_a_kernel(quiet):
     hosts.fails = False
     until(lambda: "discovery-recovered" in kinds())
     threads = {thread.name for thread in threading.enumerate()}
-    assert "nbelastic-discovery" in threads
+    assert "nbelastic-discovery-poller" in threads
     in_driver(cluster, lambda driver: driver.post(ev.StopRequested("by the driver itself")))
-    until(lambda: "nbelastic-discovery" not in {thread.name for thread in threading.enumerate()})
+    until(lambda: "nbelastic-discovery-poller" not in {thread.name for thread in threading.enumerate()})
 
 
 def test_an_attach_with_a_script_has_hosts_come_from_there(quiet, tmp_path):

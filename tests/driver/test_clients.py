@@ -26,7 +26,7 @@ from tests.support.waiting import until
 
 def test_who_may_connect(quiet):
     """The socket is its owner's alone, in a folder that is."""
-    path = quiet()._run_dir.path
+    path = quiet()._link.run_dir.path
     assert stat.S_IMODE(path.stat().st_mode) == 0o700
     assert stat.S_IMODE((path / u.SOCKET).stat().st_mode) == 0o600
 
@@ -244,7 +244,7 @@ def test_what_is_asked_before_a_connection_is_left_still_goes_out(quiet):
 def test_who_is_interrupted_while_attaching_is_not_attached(quiet, monkeypatch):
     """Ctrl-C while the driver does not greet: the lease of the cluster would never run out."""
     cluster = quiet()
-    monkeypatch.setattr(Connection, "_meet", lambda _: signal.raise_signal(signal.SIGINT))
+    monkeypatch.setattr(Connection, "_await_greeting", lambda _: signal.raise_signal(signal.SIGINT))
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         with pytest.raises(KeyboardInterrupt):

@@ -83,7 +83,7 @@ def test_orders_are_those_of_a_notebook(quiet, said):
     text = next(event.text for event in cluster.events if "max 4" in event.text)
     assert text.startswith("min 2, max 4 by nbelastic scale (")
     assert said("remove quiet nowhere") == ("", "nbelastic: there is no host 'nowhere'; the hosts are none.\n", 1)
-    assert said("scale") == ("", "nbelastic: say --min N, --max N or both.\n", 1)
+    assert said("scale") == ("", "nbelastic: give --min N, --max N or both.\n", 1)
 
 
 def test_a_stop_is_over_when_the_cluster_is(quiet, said):

@@ -242,7 +242,7 @@ def test_a_notebook_attaches_again_to_what_lives_on(quiet, keep):
     until(lambda: job.status == "detached")
     magics = ElasticMagics(InteractiveShell(), attach=lambda _: nbe.Cluster.attach("quiet"))
     magics.cluster = cluster
-    magics._make_way(attach=not keep)
+    magics._close_cluster(attach=not keep)
     with nbe.Cluster.attach("quiet") as again:
         assert again.job.status == "running"
 
@@ -256,7 +256,7 @@ def test_a_notebook_that_starts_another_cluster_stops_what_lives_on(quiet):
     until(lambda: cluster.died)
     magics = ElasticMagics(InteractiveShell())
     magics.cluster = cluster
-    magics._make_way()
+    magics._close_cluster()
     assert "quiet" not in {info.name for info in nbe.Cluster.all()}
 
 

@@ -10,7 +10,7 @@ from fake_cluster import FakeCluster, merge
 from ipykernel.comm.comm import BaseComm
 
 from nbelastic.notebook.dashboard import Dashboard
-from nbelastic.notebook.dashboard_state import EVENTS
+from nbelastic.notebook.dashboard_state import MAX_EVENTS
 from nbelastic.protocol.output_buffer import Line
 from nbelastic.protocol.status import EventRecord, WorkerStack
 
@@ -60,7 +60,7 @@ def test_only_the_last_events_travel_and_keep_their_numbers(cluster, dashboard):
         del cluster.events[:-60]
         cluster.tell()
         events = seen(dashboard)["events"]
-        assert [event["n"] for event in events] == list(range(cluster.count - EVENTS + 1, cluster.count + 1))
+        assert [event["n"] for event in events] == list(range(cluster.count - MAX_EVENTS + 1, cluster.count + 1))
         assert events[-1]["text"] == "number 49"
 
 
@@ -196,8 +196,8 @@ def test_what_is_no_question_is_answered_with_an_error(dashboard, replies):
     click(dashboard, {"ask": "logs", "since": "now", "id": "y"})
     click(dashboard, {"ask": "hello", "id": "z"})
     assert replies == [
-        {"reply": "x", "error": "this is no question."},
-        {"reply": "y", "error": "this is no question."},
+        {"reply": "x", "error": "unknown query"},
+        {"reply": "y", "error": "unknown query"},
         {"reply": "z"},
     ]
 

@@ -9,7 +9,7 @@ from fake_cluster import merge
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nbelastic.notebook.dashboard_state import Frames, frame, patch
+from nbelastic.notebook.dashboard_state import DashboardState, key_frame, merge_patch
 from nbelastic.protocol.status import EventRecord, HostStatus, OrderStatus, Status, WorkerStatus
 from tests.support.soak import examples
 
@@ -28,8 +28,8 @@ def full(value):
 @given(OBJECTS, OBJECTS)
 def test_a_patch_makes_the_new_of_the_old(old, new):
     """For any two states; and there is no patch where they are the same."""
-    assert full(merge(full(old), patch(old, new))) == full(new)
-    assert patch(new, new) == {}
+    assert full(merge(full(old), merge_patch(old, new))) == full(new)
+    assert merge_patch(new, new) == {}
 
 
 def large(hosts=64, slots=8, step=0):
@@ -95,15 +95,15 @@ def size(value):
 
 def test_64_hosts_of_8_slots_fit_into_50_kilobytes():
     """The whole of it: every host, every worker, curves, events and orders."""
-    assert size(frame(large(), EVENTS, 40)) <= 50_000
+    assert size(key_frame(large(), EVENTS, 40)) <= 50_000
 
 
 def test_a_step_of_a_large_cluster_is_a_small_change():
     """Training goes on: the change has the step and little else; a view shows the same as with the whole."""
-    frames = Frames()
-    frames.show(large(), EVENTS, 40)
+    frames = DashboardState()
+    frames.update(large(), EVENTS, 40)
     for step in range(1, 20):
-        assert frames.show(large(step=step), EVENTS, 40)
+        assert frames.update(large(step=step), EVENTS, 40)
         assert frames.state["n"] == 1
         assert size(frames.change) < 200
         assert merge(frames.state, frames.change["patch"])["step"] == step
@@ -111,21 +111,21 @@ def test_a_step_of_a_large_cluster_is_a_small_change():
 
 def test_when_much_has_changed_there_is_a_new_key_frame():
     """A change that outgrows half of the whole is replaced by the whole, and starts again from nothing."""
-    frames = Frames()
-    frames.show(large(), EVENTS, 40)
-    assert frames.show(large(hosts=20), EVENTS, 40)
+    frames = DashboardState()
+    frames.update(large(), EVENTS, 40)
+    assert frames.update(large(hosts=20), EVENTS, 40)
     assert frames.state["n"] == 1
-    assert frames.show(large(hosts=64, slots=4), EVENTS, 40)
-    assert frames.show(large(hosts=10, slots=2), EVENTS, 40)
+    assert frames.update(large(hosts=64, slots=4), EVENTS, 40)
+    assert frames.update(large(hosts=10, slots=2), EVENTS, 40)
     view = frames.state if not frames.change else merge(frames.state, frames.change["patch"])
     assert len(view["hosts"]) == 10
 
 
 def test_a_small_cluster_is_sent_whole():
     """Then there is nothing to put together."""
-    frames = Frames()
+    frames = DashboardState()
     for n in (1, 2, 3):
-        frames.show(large(hosts=2, slots=2, step=n), EVENTS[:3], 3)
+        frames.update(large(hosts=2, slots=2, step=n), EVENTS[:3], 3)
         assert (frames.state["n"], frames.state["step"], frames.change) == (n, n, {})
 
 
@@ -133,14 +133,14 @@ def test_a_small_cluster_is_sent_whole():
 def test_numbers_are_as_exact_as_they_are_shown(value, shown):
     """And what JSON has no number for is text."""
     status = Status("s", "running", "", 1, 0, 1, None, (), (), None, "", report={"loss": value})
-    assert frame(status, [], 0)["report"] == {"loss": shown}
+    assert key_frame(status, [], 0)["report"] == {"loss": shown}
 
 
 def test_a_cooldown_ends_at_a_time_that_does_not_move():
     """From look to look the seconds that are left shrink; when it ends stays, and nothing is sent."""
-    frames = Frames()
+    frames = DashboardState()
     for passed in (0.0, 1.0, 2.5):
         host = HostStatus("a", "", 1, "backoff", "", 5.0 - passed, slots_in_backoff={0: 5.0 - passed})
         status = Status("s", "waiting", "", 0, 0, 1, None, (host,), (), None, "", time=100.0 + passed)
-        assert frames.show(status, [], 0) == (passed == 0.0)
+        assert frames.update(status, [], 0) == (passed == 0.0)
     assert frames.state["hosts"]["a"]["until"] == frames.state["hosts"]["a"]["slots_until"]["0"] == 105.0

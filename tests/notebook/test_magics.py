@@ -46,7 +46,7 @@ def attach(name):
 
 @pytest.fixture
 def magics(ip):
-    magics = ElasticMagics(ip, make=FakeCluster, attach=attach)
+    magics = ElasticMagics(ip, create=FakeCluster, attach=attach)
     magics.register()
     yield magics
     magics.unregister()
@@ -77,7 +77,7 @@ def run(ip, capsys, source):
         ("%elastic_start --min 3 --max 2", "min=3 is more than max=2: lower --min."),
         ("%elastic_start --env HOME", "--env HOME: write NAME=VALUE."),
         ("%elastic_start --launcher-option =gpu", "--launcher-option =gpu: write NAME=VALUE."),
-        ("%elastic_start --cluster 1x", "'1x' is no name for a variable."),
+        ("%elastic_start --cluster 1x", "'1x' is not a valid variable name."),
         ("%elastic", "no cluster is running: start one with %elastic_start."),
         ("%elastic_status", "no cluster is running: start one with %elastic_start."),
         ("%elastic_add a:2", "no cluster is running: start one with %elastic_start."),
@@ -89,7 +89,7 @@ def run(ip, capsys, source):
         ("%%elastic\npass", "no cluster is running: start one with %elastic_start."),
         ("%elastic_add", "the following arguments are required: NEW; %elastic_add? shows the options."),
         ("%%elastic_run --checkpoint-every x\npass", "argument --checkpoint-every: invalid int value: 'x'"),
-        ("%elastic_scale", "say --min N, --max N or both."),
+        ("%elastic_scale", "give --min N, --max N or both."),
         ("%elastic_restart a/0#1", "no cluster is running: start one with %elastic_start."),
         ("%elastic_restart", "the following arguments are required: WORKER; %elastic_restart? shows the options."),
         ("%elastic_stacks", "no cluster is running: start one with %elastic_start."),
@@ -207,7 +207,7 @@ def test_letting_go(ip, magics, cluster, capsys):
 
 def test_a_lease_needs_keeping(ip, magics, capsys):
     """Options that say nothing are refused; with --keep both are handed over."""
-    assert run(ip, capsys, "%elastic_start --lease 5") == "UsageError: --lease says nothing without --keep."
+    assert run(ip, capsys, "%elastic_start --lease 5") == "UsageError: --lease has no effect without --keep."
     ip.run_cell("%elastic_start --keep --lease 60 --no-dashboard")
     assert magics.cluster.options == {"hosts": None, "min": 1, "max": None, "keep": True, "lease": 60.0}
 
@@ -251,7 +251,7 @@ def test_a_start_that_takes_too_long_leaves_the_cluster_to_look_at(ip, capsys):
         cluster.start = wait_in_vain
         return cluster
 
-    magics = ElasticMagics(ip, make=slow)
+    magics = ElasticMagics(ip, create=slow)
     magics.register()
     shown = run(ip, capsys, "%elastic_start --min 2 --timeout 5 --no-dashboard")
     assert shown == "WaitTimeoutError: 0 of min 2 workers ready after 5 s; waiting for gpu1."
@@ -327,9 +327,9 @@ def test_a_script_and_its_options(ip, magics, cluster):
     ("line", "cell", "said"),
     [
         ("", None, "name a script, or write %%elastic_run above a cell."),
-        ("--checkpoint there train.py", None, "--checkpoint and its kin go with a cell: a script saves its own."),
-        ("--cold", "pass", "a script and its options go without a cell: write %elastic_run."),
-        ("train.py", "pass", "a script and its options go without a cell: write %elastic_run."),
+        ("--checkpoint there train.py", None, "--checkpoint options need a cell: a script saves its own checkpoints."),
+        ("--cold", "pass", "a script and its options cannot be combined with a cell: write %elastic_run."),
+        ("train.py", "pass", "a script and its options cannot be combined with a cell: write %elastic_run."),
         ("--env A train.py", None, "--env A: write NAME=VALUE."),
     ],
 )
@@ -343,12 +343,12 @@ def test_scripts_and_cells_are_not_mixed(ip, magics, cluster, line, cell, said):
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"checkpoint_every": 5}, "checkpoint_every says nothing without checkpoint: name a folder too."),
-        ({"checkpoint_keep": 5}, "checkpoint_keep says nothing without checkpoint: name a folder too."),
+        ({"checkpoint_every": 5}, "checkpoint_every has no effect without checkpoint: name a folder too."),
+        ({"checkpoint_keep": 5}, "checkpoint_keep has no effect without checkpoint: name a folder too."),
         ({"checkpoint": "a", "checkpoint_every": 0}, "checkpoint_every=0: a whole number, at least 1."),
         ({"checkpoint": "a", "checkpoint_keep": 1.5}, "checkpoint_keep=1.5: a whole number, at least 1."),
-        ({"checkpoint": ""}, "checkpoint='' is no folder."),
-        ({"checkpoint": __file__}, f"checkpoint={__file__!r} is no folder."),
+        ({"checkpoint": ""}, "checkpoint='' is not a folder."),
+        ({"checkpoint": __file__}, f"checkpoint={__file__!r} is not a folder."),
     ],
 )
 def test_checkpoints_that_cannot_be(given, said):
@@ -466,7 +466,7 @@ def test_setup_cells_have_keys(ip, magics, cluster, capsys, monkeypatch):
 def test_setup_needs_a_cell(ip, magics, cluster, capsys):
     """%elastic --setup is a slip for %%elastic --setup, and is told so."""
     shown = run(ip, capsys, "%elastic --setup")
-    assert shown == "UsageError: --setup and --timeout go with a cell: write %%elastic above it."
+    assert shown == "UsageError: --setup and --timeout need a cell: write %%elastic above it."
 
 
 def test_status_and_logs_in_plain_text(ip, magics, cluster, capsys):
@@ -548,7 +548,7 @@ def test_stacks_are_printed_by_where_people_are(ip, cluster, capsys):
     assert run(ip, capsys, "%elastic_stacks") == (
         "ranks 0, 2 · a/0#1, b/0#1 · train.py:9\n  all_reduce\n\n"
         "rank 1 · a/1#1 · train.py:4 in load · 3 s behind at commit 2\n  sleep\n\n"
-        "b/1#1 · no answer: its process is stopped, or C code holds the interpreter"
+        "b/1#1 · no answer: its process is suspended, or C code holds the GIL"
     )
     assert run(ip, capsys, "%elastic_stacks 1").startswith("rank 1 · a/1#1")
     assert run(ip, capsys, "%elastic_stacks 7") == "UsageError: there is no rank 7 now."
@@ -566,7 +566,7 @@ def test_a_worker_is_restarted_and_the_log_says_by_what(ip, cluster):
 def test_a_trace_is_written_and_a_folder_that_is_not_there_is_said(ip, cluster, capsys, tmp_path):
     """As JSON, for Perfetto."""
     file = tmp_path / "trace.json"
-    assert run(ip, capsys, f"%elastic_trace {file}").startswith(f"{file} is written")
+    assert run(ip, capsys, f"%elastic_trace {file}").startswith(f"{file} has been written")
     assert json.loads(file.read_text()) == {"traceEvents": []}
     missing = tmp_path / "no" / "trace.json"
     said = run(ip, capsys, f"%elastic_trace {missing}")

@@ -1,0 +1,70 @@
+"""The options of `%elastic_start`, and their conversion to arguments of `Cluster`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from nbelastic.notebook.magic_arguments import argument, split_pair
+
+START_OPTIONS = (
+    argument("--min", type=int, metavar="N", help="least number of workers to train with (default 1)"),
+    argument("--max", type=int, metavar="N", help="greatest number of workers (default: as many as there are slots)"),
+    argument("--hosts", metavar="HOST", help="name, name:slots or user@name:slots, separated by commas"),
+    argument(
+        "--discover",
+        dest="discovery",
+        metavar="SCRIPT",
+        help="a script, run every second, that prints one host per line; or the name of a discovery, such as slurm",
+    ),
+    argument("--slots", type=int, metavar="N", help="slots of a host for which no number is given"),
+    argument("--backend", choices=("auto", "gloo", "nccl"), help="backend of torch.distributed (default auto)"),
+    argument("--spares", type=int, metavar="N", help="workers kept ready beyond --max (default 0)"),
+    argument("--elastic-timeout", type=float, metavar="S", help="seconds below --min after which a job ends (600)"),
+    argument("--reset-limit", type=int, metavar="N", help="recoveries after which a job ends (default: no limit)"),
+    argument("--cooldown", type=float, nargs=2, metavar=("LOW", "HIGH"), help="seconds before a restart (5 300)"),
+    argument("--silence", type=float, metavar="S", help="seconds after which an unresponsive worker is lost (10)"),
+    argument("--stall", type=float, metavar="S", help="replace a worker that others wait for longer than S (never)"),
+    argument("--stop-timeout", type=float, metavar="S", help="seconds for a last checkpoint at a stop (60)"),
+    argument("--timeouts", metavar="NAMES", help="seconds for other waits, for example recover=30,form=120"),
+    argument("--nics", metavar="NAMES", help="network interfaces to use, separated by commas (default: found)"),
+    argument("--python", metavar="PATH", help="Python on hosts other than this machine (default: this one's path)"),
+    argument("--env", action="append", metavar="NAME=VALUE", help="variable for agents and workers; can be repeated"),
+    argument("--cwd", metavar="FOLDER", help="where workers run (default: here; on other hosts, the home folder)"),
+    argument("--launcher", metavar="NAME", help="ssh (default) or a batch system: slurm, pbs, lsf, sge, htcondor"),
+    argument(
+        "--launcher-option",
+        dest="launcher_options",
+        action="append",
+        metavar="NAME=VALUE",
+        help="option of the batch system, such as queue=gpu; can be repeated",
+    ),
+    argument("--log-dir", metavar="FOLDER", help="folder for logs and the event log"),
+    argument("--name", metavar="NAME", help="name of the cluster"),
+    argument("--preload", metavar="MODULES", help="modules to import before workers fork, separated by commas"),
+    argument(
+        "--keep",
+        action="store_true",
+        default=None,
+        help="keep the cluster when this kernel ends, so that another can attach",
+    ),
+    argument("--lease", type=float, metavar="S", help="with --keep: seconds without a kernel before it ends (3600)"),
+    argument("--no-wait", action="store_true", help="return at once instead of waiting for --min workers"),
+    argument("--timeout", type=float, metavar="S", help="how many seconds to wait for the workers"),
+    argument("--no-dashboard", action="store_true", help="do not show the dashboard"),
+    argument("--cluster", dest="cluster_variable", metavar="VARIABLE", help="variable that gets the Cluster"),
+)
+
+
+def cluster_arguments(options: dict[str, Any]) -> dict[str, Any]:
+    """Convert options to arguments of `Cluster`: lists to tuples, NAME=VALUE to mappings."""
+    if "preload" in options:
+        options["preload"] = tuple(part.strip() for part in options["preload"].split(",") if part.strip())
+    if "cooldown" in options:
+        options["cooldown"] = tuple(options["cooldown"])
+    if "timeouts" in options:
+        parts = (part for part in options["timeouts"].split(",") if part.strip())
+        options["timeouts"] = dict(split_pair("--timeouts", part.strip()) for part in parts)
+    for name, flag in (("env", "--env"), ("launcher_options", "--launcher-option")):
+        if name in options:
+            options[name] = dict(split_pair(flag, text) for text in options[name])
+    return options
