@@ -122,8 +122,8 @@ class Cluster:
 
         `name` (or the cluster's run folder) can be left out if only one cluster is kept. Its job comes back as `job`, with what
         it has printed. If the driver has died, another one is started; a training goes on undisturbed. `discovery` replaces
-        the cluster's discovery if that was an object of a kernel; without it the hosts stay as they are. UsageError, in one
-        line, for a cluster that is not there, not yours, damaged, of another version, or whose driver does not answer.
+        the cluster's own. If that is an object of a kernel that has ended, the hosts stay as they are without it. UsageError,
+        in one line, for a cluster that is not there, not yours, damaged, of another version, or whose driver does not answer.
         """
         cluster = retry_while_another_starts(partial(attach_cluster, cls, find(name), discovery))
         close_at_kernel_end(cluster)

@@ -29,7 +29,7 @@ class JobCopy:
         self.future: Future[list[pickling.Bytes | None]] = Future()
 
     def apply(self, update: u.JobUpdate, *, is_complete: bool) -> None:
-        """Take in what the driver has sent. `is_complete`: it repeats lines that an earlier driver may have sent."""
+        """Take in an update. `is_complete`: it has all lines that this driver knows; an earlier one may have sent some of them."""
         printed = self.printed
         if is_complete:
             printed, self._uncounted_lines = Printed(), self._count_missing_lines(update)
