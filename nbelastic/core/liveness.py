@@ -20,7 +20,7 @@ def silent(cluster: ClusterState, event: ev.WorkerSilent, now: float, out: Comma
         return cluster
     most = limits.timeouts.silent_idle if event.idle else limits.timeouts.silent
     process = event.state or ("uses no CPU time" if event.idle else "runs")
-    text = f"nothing heard of it for {event.seconds:.0f} s though its host answers; its process {process}"
+    text = f"no message from it for {event.seconds:.0f} s though its host answers; its process {process}"
     if event.seconds >= (most if limits.stall is None else limits.stall):
         out.append(cmd.StopWorker(w, kill=True))
         return generations.gone(cluster, w, f"{w} froze ({text})", now, out)

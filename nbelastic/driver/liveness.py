@@ -106,7 +106,7 @@ class Liveness:
         for host in cluster.hosts:
             silence = self._agents.silence_of(host)
             if silence > self._max_silence:
-                self._agents.lose(host, f"nothing heard of it for {silence:.0f} s", silence)
+                self._agents.lose(host, f"no message from it for {silence:.0f} s", silence)
 
     def _check_workers(self, cluster: ClusterState) -> None:
         """Find unresponsive workers. Their processes exist and are not stopped, or their agents would have reported that."""

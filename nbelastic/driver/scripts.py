@@ -270,7 +270,7 @@ class Scripts:
                 heard_at = self._server.heard_at.get(peer)
                 silence = clock.silence(heard_at) if heard_at is not None else 0.0
                 if silence > settings.silence:
-                    self._lose_external_node(host, f"nothing heard of it for {silence:.0f} s")
+                    self._lose_external_node(host, f"no message from it for {silence:.0f} s")
 
     # ---- status ----
 

@@ -20,7 +20,7 @@ def test_a_rank_that_is_silent_while_its_process_runs_is_left_alone():
     story = Story("a:1", "b:1", **LIMITS).run()
     silent(story, 14.0)
     silent(story, 15.0)
-    text = "nothing heard of it for 15 s though its host answers; its process runs"
+    text = "no message from it for 15 s though its host answers; its process runs"
     assert story.cluster.workers[wid("b/0#1")].silent == text
     assert len(story.records("worker-silent")) == 1
     story.stand_still(times=0).send(ev.StallDetected(story.cluster.generation, 6.0))
@@ -40,7 +40,7 @@ def test_a_process_that_computes_may_be_silent_for_ten_minutes():
     silent(story, 600.0)
     assert story.last(cmd.StopWorker) == cmd.StopWorker(wid("b/0#1"), kill=True)
     (text,) = story.records("worker-lost")
-    assert text == "b/0#1 froze (nothing heard of it for 600 s though its host answers; its process runs)"
+    assert text == "b/0#1 froze (no message from it for 600 s though its host answers; its process runs)"
     story.quiet(2.0)
     assert story.names == ["a/0#1", "b/0#2"]
 

@@ -133,8 +133,8 @@ def test_a_removed_host_is_no_failure():
     assert play.assignments == [("a", 1)]
     assert play.records("change-planned")[-2:] == ["host b leaves", "t: it was ended by SIGINT"]
     assert not play.records("world-broken")
-    play.external("t", 1).send(sev.NodeLeft("t", "nothing heard of it for 10 s", broken=True))
-    assert play.records("world-broken") == ["t: nothing heard of it for 10 s"]
+    play.external("t", 1).send(sev.NodeLeft("t", "no message from it for 10 s", broken=True))
+    assert play.records("world-broken") == ["t: no message from it for 10 s"]
 
 
 def test_what_a_node_has_offered_where_it_no_longer_is():

@@ -295,7 +295,7 @@ def test_all_that_stalled_are_replaced_in_one_break():
 def test_a_silent_host_is_named_once():
     """Nothing is heard of a host and its workers: the driver says the host first, and the workers' news finds nobody."""
     story = training("a:1", "b:2")
-    quiet = "nothing heard of it for 2 s"
+    quiet = "no message from it for 2 s"
     mark = story.mark()
     story.send(ev.AgentLost("b", quiet), *(ev.WorkerFrozen(wid(w), quiet) for w in ("b/0#1", "b/1#1")))
     assert story.commands(cmd.Record, mark) == [
@@ -309,7 +309,7 @@ def test_a_silent_host_is_named_once():
 def test_a_silent_worker_of_a_host_that_is_heard_is_named():
     """Its process is stopped: the worker is to blame, and its host stays."""
     story = training("a:1", "b:2")
-    story.send(ev.WorkerFrozen(wid("b/0#1"), "nothing heard of it for 2 s"))
-    assert story.records("world-broken") == ["b/0#1 froze (nothing heard of it for 2 s)"]
+    story.send(ev.WorkerFrozen(wid("b/0#1"), "no message from it for 2 s"))
+    assert story.records("world-broken") == ["b/0#1 froze (no message from it for 2 s)"]
     assert story.cluster.hosts["b"].phase is HostPhase.UP
     assert story.cluster.workers[wid("b/1#1")].state is WorkerState.RUNNING

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 MOST_WORDS = 25  # in a sentence
+WORDS_OF_A_TEXT = 3  # spaces after words from which a string literal is a sentence
 BANNED = {  # pattern: what to write instead
     r"strikes?|strik(?:es|ing) against": "failure",
     r"pardon(?:s|ed)?|forgiv(?:es?|en)": "clear",
@@ -69,8 +70,10 @@ def prose_of_page(text: str) -> Prose:
 
 
 def prose_of_code(source: str) -> Prose:
-    """Docstrings, paragraph by paragraph, and comments, neighbours on full lines together."""
-    for node in ast.walk(ast.parse(source)):
+    """Docstrings, paragraph by paragraph; comments, neighbours on full lines together; texts of at least four words."""
+    tree = ast.parse(source)
+    yield from texts_in(tree)
+    for node in ast.walk(tree):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and node.body:
             first = node.body[0]
             if (
@@ -94,6 +97,22 @@ def prose_of_code(source: str) -> Prose:
         last = token.start[0] if is_full_line else 0
     if lines:
         yield begun, " ".join(lines)
+
+
+def texts_in(tree: ast.Module) -> Prose:
+    """What the code shows to people: string literals that are sentences, f-strings with their values as `CODE`."""
+    docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    parts = {id(part) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in ast.walk(node)}
+    for node in ast.walk(tree):
+        match node:
+            case ast.JoinedStr(values=values):
+                text = "".join(str(v.value) if isinstance(v, ast.Constant) else "CODE" for v in values)
+            case ast.Constant(value=str(text)) if id(node) not in docstrings and id(node) not in parts:
+                pass
+            case _:
+                continue
+        if len(re.findall(r"[a-z]{2,}[,.:;]? ", text)) >= WORDS_OF_A_TEXT and not re.search(r"^(?:#!|import |from )|[{};]\s*\n", text):
+            yield node.lineno, text
 
 
 def plain(text: str) -> str:

@@ -85,10 +85,12 @@ def test_plain_text_has_none(tmp_path, text):
     assert found_in(text, tmp_path) == []
 
 
-def test_docstrings_and_comments_are_read_and_code_is_not(tmp_path):
-    """Comments on neighbouring lines are one text."""
+def test_docstrings_comments_and_texts_are_read_and_code_is_not(tmp_path):
+    """Comments on neighbouring lines are one text. A string literal of a few words is an error, an event or a label."""
     source = '"""Nobody\nreads this."""\nstrikes = "nobody"  # noqa: E501\n# a long\n# comment of a ghost\nx = 1  # a guest\n'
+    source += 'print(f"nothing was heard of {x} today")\n'
     assert [fault.split(":")[0] for fault in found_in(source, tmp_path, "code.py")] == [
+        "“heard”",
         "“Nobody”",
         "“ghost”",
         "“guest”",

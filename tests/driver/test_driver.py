@@ -106,7 +106,7 @@ def test_a_host_that_falls_silent_is_lost_and_tried_again(tmp_path: Path) -> Non
             await outside.advance_time(9.0)
             assert outside.driver.cluster.hosts["b"].phase is HostPhase.UP
             await outside.advance_time(3.0)
-            assert outside.driver.cluster.hosts["b"].reason.startswith("nothing heard of it for 1")
+            assert outside.driver.cluster.hosts["b"].reason.startswith("no message from it for 1")
             assert outside.ranks == ["a/0#1"]
             outside.silent.clear()
             outside.train(5)

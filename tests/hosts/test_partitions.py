@@ -68,7 +68,7 @@ def test_a_host_that_is_cut_off_leaves_no_ghosts(network, trains):
         fault()
         said = lost(training, "h3", count)
         seen.append(len(training.cluster.events))
-        assert re.match(r"h3: nothing heard of it for [2-9] s; tried again in", said)
+        assert re.match(r"h3: no message from it for [2-9] s; tried again in", said)
         training.runs(2, timeout=LONG)
         network.heal()
     training.runs(3, timeout=LONG)
@@ -171,7 +171,7 @@ def test_failures_of_workers_are_told_apart(network, trains):
     training.runs(3, timeout=LONG)
     said = texts(cluster, "worker-lost")[-1]
     assert re.fullmatch(
-        rf"{silent.id} froze \(nothing heard of it for [3-9] s though its host answers; its process (runs|uses no CPU time)\)",
+        rf"{silent.id} froze \(no message from it for [3-9] s though its host answers; its process (runs|uses no CPU time)\)",
         said,
     )
 

@@ -177,7 +177,7 @@ def test_terminals_on_two_machines_and_none_of_the_hosts(network, make, terminal
         training.runs(1, timeout=LONG)
         until(lambda: not alive(killed.pid), LONG, "the orphan to end")
         (why,) = texts(cluster, "host-gone", killed.host)
-        assert why.startswith(f"{killed.host}: nothing heard of it for ")
+        assert why.startswith(f"{killed.host}: no message from it for ")
     with terminal("h3", files["h3"], TRAIN, training.folder, FOR_EVER):
         cut = training.runs(2, timeout=LONG)[1]
         network.cut("h3")
