@@ -25,9 +25,7 @@ if TYPE_CHECKING:
         WaitTimeoutError,
     )
     from nbelastic.notebook import load_ipython_extension, unload_ipython_extension
-    from nbelastic.protocol.sources import HostDiscovery
-    from nbelastic.provision.discovery import FixedHosts, ScriptDiscovery
-    from nbelastic.worker.elastic import (
+    from nbelastic.programs.elastic import (
         cross_group,
         cross_rank,
         cross_size,
@@ -39,8 +37,10 @@ if TYPE_CHECKING:
         rank,
         size,
     )
-    from nbelastic.worker.sampler import ElasticSampler, local_batch_size
-    from nbelastic.worker.state import ObjectState, State, TorchState
+    from nbelastic.protocol.sources import HostDiscovery
+    from nbelastic.provision.discovery import FixedHosts, ScriptDiscovery
+    from nbelastic.state.sampler import ElasticSampler, local_batch_size
+    from nbelastic.state.state import ObjectState, State, TorchState
 
 __version__ = "0.1.0"
 
@@ -63,7 +63,7 @@ _NAMES_BY_MODULE = {
     "nbelastic.provision.discovery": ("FixedHosts", "ScriptDiscovery"),
     "nbelastic.client.job": ("Job",),
     "nbelastic.notebook": ("load_ipython_extension", "unload_ipython_extension"),
-    "nbelastic.worker.elastic": (
+    "nbelastic.programs.elastic": (
         "cross_group",
         "cross_rank",
         "cross_size",
@@ -75,8 +75,8 @@ _NAMES_BY_MODULE = {
         "rank",
         "size",
     ),
-    "nbelastic.worker.sampler": ("ElasticSampler", "local_batch_size"),
-    "nbelastic.worker.state": ("ObjectState", "State", "TorchState"),
+    "nbelastic.state.sampler": ("ElasticSampler", "local_batch_size"),
+    "nbelastic.state.state": ("ObjectState", "State", "TorchState"),
 }
 _MODULES = {name: module for module, names in _NAMES_BY_MODULE.items() for name in names}
 

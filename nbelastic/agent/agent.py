@@ -53,7 +53,7 @@ SAMPLE = 1.0
 LATE_TURN = 15.0  # seconds by which the main thread's next turn may be late; then this host is not heard any more
 LAST_TURN = 60.0  # the same; then nobody will end this process and its workers any more, so it does
 ORDER = 300.0  # seconds that one order may take: the first fork waits for what the template imports
-ENTRY = ("nbelastic.worker.boot", "boot")  # by name: host and worker never import one another
+ENTRY = ("nbelastic.programs.boot", "boot")  # by name: host and worker never import one another
 
 
 class Config(msgspec.Struct, frozen=True):

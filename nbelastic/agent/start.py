@@ -13,7 +13,7 @@ from typing import Any
 
 from nbelastic.system import open_files
 
-TEMPLATE = "nbelastic.worker.template"  # by name: host and worker never import one another
+TEMPLATE = "nbelastic.programs.template"  # by name: host and worker never import one another
 
 
 def main() -> None:

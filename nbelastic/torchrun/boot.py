@@ -22,7 +22,7 @@ SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"  # torchrun's own default
 def boot(settings: dict[str, Any]) -> None:
     """Be the node that `settings` describes, until its script has ended."""
     os.setsid()
-    die_with_parent(parent=getattr(sys.modules.get("nbelastic.worker.template"), "PID", 0))
+    die_with_parent(parent=getattr(sys.modules.get("nbelastic.programs.template"), "PID", 0))
     mp.set_start_method(None, force=True)
     script = msgspec.convert(settings["script"], agent_messages.Script)
     folder = Path(settings["log_dir"])

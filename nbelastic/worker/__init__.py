@@ -1,1 +1,1 @@
-"""Inside the training processes: the elastic loop, process groups, and the training state."""
+"""In each training process: its session with the driver, process groups, the hang detector."""

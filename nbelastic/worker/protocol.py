@@ -15,8 +15,8 @@ from msgspec import Struct
 from nbelastic.protocol import events as ev
 from nbelastic.protocol import messages, worker_messages
 from nbelastic.protocol.ids import WorkerId
-from nbelastic.worker.account import Account
 from nbelastic.worker.formation import Formation, formation_of
+from nbelastic.worker.worker_report import Account
 
 REPORT_EVERY = 0.25  # seconds between two reports of rank 0
 REPORT_RARELY = 1.0  # the same of all other ranks, of whom only is shown how far they are

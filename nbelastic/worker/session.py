@@ -29,11 +29,12 @@ from nbelastic.protocol.ids import WorkerId
 from nbelastic.system import pickling
 from nbelastic.system.folders import kept
 from nbelastic.transport.client import Client
-from nbelastic.worker.account import Account
-from nbelastic.worker.ahead import Ahead, in_a_thread
 from nbelastic.worker.environment import set_interface
 from nbelastic.worker.formation import Formation
-from nbelastic.worker.printed import Printed
+from nbelastic.worker.hang_detector import REPEAT, Stuck, of_a_collective
+from nbelastic.worker.next_generation import Ahead, in_a_thread
+from nbelastic.worker.output_buffer import Printed
+from nbelastic.worker.process_group import LOOK, Group, Offer, UnsupportedError, backend_for, collectives_of_all
 from nbelastic.worker.protocol import (
     REPORT_EVERY,
     Abort,
@@ -49,11 +50,9 @@ from nbelastic.worker.protocol import (
     Say,
     SendOutput,
 )
-from nbelastic.worker.rendezvous import LOOK, Group, Offer, UnsupportedError, backend_for, collectives_of_all
-from nbelastic.worker.saving import Plan
-from nbelastic.worker.stuck import REPEAT, Stuck, of_a_collective
-from nbelastic.worker.warm import WarmUp
-from nbelastic.worker.whereabouts import stack, whereabouts
+from nbelastic.worker.user_stack import stack, whereabouts
+from nbelastic.worker.warm_up import WarmUp
+from nbelastic.worker.worker_report import Account
 
 T = TypeVar("T")
 
@@ -91,6 +90,20 @@ class Holder(typing.Protocol):
         """Become what another process has kept there. StateError if that is not this commit, whole."""
 
 
+class JobCheckpoints(typing.Protocol):
+    """The checkpoints of a job: see `state.checkpoints.Plan`."""
+
+    begun: bool
+
+    def resume(self, state: Any) -> None: ...
+
+    def committed(self, state: Any) -> None: ...
+
+    def ended(self, state: Any, alone: int = 0) -> None: ...
+
+    def finish(self) -> None: ...
+
+
 class Session:
     """One per process. Methods above the line belong to the main thread, those below to the link's."""
 
@@ -108,7 +121,7 @@ class Session:
         self._ahead_by = 0  # collectives that were begun before training did, in this generation
         self.attention = False
         self.used = False  # an elastic function has run in this job
-        self.checkpoints: Plan | None = None  # of this job
+        self.checkpoints: JobCheckpoints | None = None  # of this job
         self.holder: Holder | None = None  # while an elastic function runs
         self._folder = Path(settings["relay"])  # of this host's agent
         self._coming: Formation | None = None  # what follows when this generation is left

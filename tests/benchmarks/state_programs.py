@@ -107,7 +107,7 @@ def sync(rounds: int) -> dict[str, Any]:
     import torch
     import torch.distributed as dist
 
-    from nbelastic.worker.transfer import Channel, describe, destinations
+    from nbelastic.state.transfer import Channel, describe, destinations
 
     model, optimizer = programs.large_model_and_optimizer()
     model(torch.randn(8, programs.LARGE)).sum().backward()

@@ -24,6 +24,8 @@ MAY = {  # each folder may import those that stand beside it, and `errors`
     "ipp": {"protocol", "system"},
     "agent": {"transport", "protocol", "system"},
     "worker": {"transport", "protocol", "system"},
+    "state": {"worker", "protocol", "system"},
+    "programs": {"state", "worker", "ipp", "protocol", "system"},
     "torchrun": {"transport", "protocol", "system"},
     "driver": {"core", "provision", "ipp", "transport", "protocol", "system"},
     "client": {"provision", "ipp", "protocol", "system"},
@@ -35,7 +37,7 @@ PURE = [
     *sorted((ROOT / "core").glob("*.py")),
     *(
         ROOT / "agent" / "protocol.py",
-        *(ROOT / "worker" / f"{name}.py" for name in ("protocol", "account", "formation")),
+        *(ROOT / "worker" / f"{name}.py" for name in ("protocol", "worker_report", "formation")),
     ),
     *(ROOT / "protocol" / f"{name}.py" for name in ("ids", "events", "script_events", "limits", "timeouts")),
     *(

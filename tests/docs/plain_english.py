@@ -111,7 +111,9 @@ def texts_in(tree: ast.Module) -> Prose:
                 pass
             case _:
                 continue
-        if len(re.findall(r"[a-z]{2,}[,.:;]? ", text)) >= WORDS_OF_A_TEXT and not re.search(r"^(?:#!|import |from )|[{};]\s*\n", text):
+        if len(re.findall(r"[a-z]{2,}[,.:;]? ", text)) >= WORDS_OF_A_TEXT and not re.search(
+            r"^(?:#!|import |from )|[{};]\s*\n", text
+        ):
             yield node.lineno, text
 
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from nbelastic.protocol.settings import NCCL
-from nbelastic.worker import rendezvous
-from nbelastic.worker.rendezvous import Group, backend_for
+from nbelastic.worker import process_group as rendezvous
+from nbelastic.worker.process_group import Group, backend_for
 from nbelastic.worker.sockets import Connections
 
 

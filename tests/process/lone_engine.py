@@ -11,15 +11,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from nbelastic.worker import session
-from nbelastic.worker.engine import FOR_EVER, Engine
-
-
-class LoneSession:
-    """There is no driver that would be told."""
-
-    def hello(self, engine: str, run: Any) -> None:
-        """Nobody hears it."""
+from nbelastic.ipp.engine import FOR_EVER, Engine
 
 
 def main(connection: str, profile: str) -> None:
@@ -29,7 +21,7 @@ def main(connection: str, profile: str) -> None:
 
     threading.Thread(target=follow, daemon=True).start()
     os.environ["IPP_CONNECTION_INFO"] = Path(connection).read_text()
-    session._session = LoneSession()
+    Engine.registered = staticmethod(lambda _id: None)
     app: Any = Engine.instance(log_level=40)
     app.initialize([f"--profile-dir={profile}", "--IPEngine.enable_nanny=False", *FOR_EVER, "--log-level=40"])
     print(app.ident, flush=True)

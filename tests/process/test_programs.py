@@ -118,7 +118,7 @@ def test_an_exception_of_the_users_ends_the_job(cluster, where, when):
     assert "ValueError: wrong number 7" in error.args[0]
     assert "the_users_own_function" in error.remote_traceback
     assert error.remote_traceback in f"{error}\n"
-    assert "nbelastic/worker" not in error.remote_traceback
+    assert not any(f"nbelastic/{folder}" in error.remote_traceback for folder in ("programs", "state", "worker"))
     assert cluster.run(os.getpid).result(timeout=20)
 
 

@@ -46,7 +46,7 @@ def interrupt(folder: str, roles: dict[str, int], dies: Callable[[str], bool]) -
 
     `roles`: how many ranks send and receive in it.
     """
-    from nbelastic.worker import transfer
+    from nbelastic.state import transfer
 
     begin, begun = transfer.Channel.begin, Counter[int]()
 
@@ -81,7 +81,7 @@ def train(folder: str, ahead: int, dying: str, scarce: bool = False, steps: int 
     import torch
     import torch.distributed as dist
 
-    from nbelastic.worker import transfer
+    from nbelastic.state import transfer
 
     model = torch.nn.ParameterList([torch.nn.Parameter(torch.zeros(ELEMENTS)) for _ in range(TENSORS)])
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0 / steps)

@@ -41,7 +41,7 @@ def test_workers_start_late():
     """A fork of a template sleeps before it does anything; forks of other processes do not."""
     fork = """
 import os, sys, time
-sys.modules["nbelastic.worker.template"] = sys
+sys.modules["nbelastic.programs.template"] = sys
 slept = []
 time.sleep = slept.append
 if os.fork() == 0:

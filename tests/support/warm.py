@@ -92,7 +92,7 @@ class Server:
 
     def __init__(self, listener: socket.socket) -> None:
         self._path, self._environment = sys.path[:], decisive(dict(os.environ))
-        importlib.import_module("nbelastic.worker.template")  # it prepares this process as it does a template
+        importlib.import_module("nbelastic.programs.template")  # it prepares this process as it does a template
         for name in [name for name in sys.modules if name.partition(".")[0] == "nbelastic"]:
             del sys.modules[name]  # agents and templates import nbelastic's own modules themselves
         threads = len(os.listdir("/proc/self/task"))

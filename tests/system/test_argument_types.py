@@ -5,8 +5,8 @@ import pytest
 import nbelastic as nbe
 from nbelastic.client.checkpoints import checkpoint_plan
 from nbelastic.protocol.settings import NEEDED, OPTIONAL
+from nbelastic.state import checkpoints as saving
 from nbelastic.system.argument_types import NAMES, check_kind
-from nbelastic.worker import saving
 
 WRONG = {
     "a whole number": ("2", 1.5, [1]),

@@ -14,9 +14,9 @@ import torch
 from nbelastic.protocol import events as ev
 from nbelastic.protocol import messages, worker_messages
 from nbelastic.transport.delivery import WINDOW
-from nbelastic.worker.printed import BOUND
+from nbelastic.worker.output_buffer import BOUND
+from nbelastic.worker.process_group import Group
 from nbelastic.worker.protocol import End
-from nbelastic.worker.rendezvous import Group
 from nbelastic.worker.session import Session, WorldAborted, WorldLeft
 
 EPOCH = 7
@@ -197,7 +197,7 @@ def test_a_worker_that_hangs_while_it_closes_a_group_ends(session, monkeypatch):
     """Nobody else waits for it in that generation: it is replaced after some seconds."""
     ended = []
     monkeypatch.setattr(session, "_end_stuck", lambda: ended.append(1))
-    monkeypatch.setattr("nbelastic.worker.stuck.Blocked.stuck_for", lambda *_: 1.0)
+    monkeypatch.setattr("nbelastic.worker.hang_detector.Blocked.stuck_for", lambda *_: 1.0)
     session._left, session.group, session._left_at = session.group, None, time.monotonic()
     session._tick()
     assert ended == []

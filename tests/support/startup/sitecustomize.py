@@ -57,7 +57,7 @@ def _stalling(select):
 def _forked() -> None:
     """A fork of a template is a worker."""
     _random.seed(f"{_random.random()} {_seed}")
-    if "nbelastic.worker.template" in sys.modules:
+    if "nbelastic.programs.template" in sys.modules:
         late(WORKER_LATE)
 
 

@@ -1,0 +1,138 @@
+"""The worker as an ipyparallel engine, for `%px`. Programs and cells of jobs run in the same main thread and namespace."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import zmq
+from ipykernel.iostream import OutStream
+from ipyparallel.controller import heartmonitor
+from ipyparallel.engine import app as engine_app
+from ipyparallel.engine.app import IPEngine
+from zmq.utils.monitor import recv_monitor_message
+
+REPEAT = 2.0  # seconds after which an unanswered word is said again
+FOR_EVER = ("--IPEngine.timeout=1e6", "--IPEngine.max_heartbeat_misses=0")  # the agent knows when there is nobody left
+
+
+class Stream(OutStream):  # type: ignore[misc]
+    """What is printed goes to the client that asked and into this worker's log file."""
+
+    def __init__(self, session: Any, thread: Any, name: str) -> None:
+        super().__init__(
+            session, thread, name, echo=sys.__stdout__ if name == "stdout" else sys.__stderr__, watchfd=False
+        )
+
+
+class Heart(heartmonitor.Heart):  # type: ignore[misc]
+    """ipyparallel's answer to the controller's heartbeats, to a controller with an IPv6 address too."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.device.setsockopt_in(zmq.IPV6, 1)
+        self.device.setsockopt_out(zmq.IPV6, 1)
+
+
+class Engine(IPEngine):  # type: ignore[misc]
+    """ipyparallel's engine without its signal handling: the agent ends workers, and a worker has nothing to tidy up.
+
+    It outlives its controller, and says again who it is when it is connected to the next one.
+    """
+
+    _heart: tuple[Any, ...] = ()  # the arguments with which its heartbeat is started
+    registered: Callable[[str], object]  # called with the engine's id, in its event loop, when code can run in it
+
+    out_stream_factory = Stream
+
+    async def register(self) -> None:
+        """A controller that ends before it answers leaves the word to the next one: it is said until there is an answer."""
+        repeating = asyncio.ensure_future(self._repeat())
+        try:
+            await super().register()
+        finally:
+            repeating.cancel()
+
+    async def _repeat(self) -> None:
+        while True:
+            await asyncio.sleep(REPEAT)
+            self._say_who()
+
+    def _say_who(self) -> None:
+        content = {"uuid": self.ident} if self.id is None else {"uuid": self.ident, "id": self.id}
+        self.session.send(self.registrar, "registration_request", content=content)
+
+    async def complete_registration(self, msg: Any, connect: Callable[..., None], *args: Any) -> None:
+        """From here on there is an IPython, and this worker can run programs and cells."""
+        monitors: dict[zmq.Socket[bytes], str] = {}
+        ports = {str(self.connection_info[name]) for name in ("mux", "iopub")}
+
+        def watched(socket: Any, url: str, **options: Any) -> None:
+            port = url.rpartition(":")[2]
+            if port in ports:
+                monitors[socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)] = port
+            connect(socket, url, **options)
+
+        await super().complete_registration(msg, watched, *args)
+        self._serving = self.registered(self.ident)
+        threading.Thread(target=self._watch, args=(monitors,), name="nbelastic-controller", daemon=True).start()
+
+    def start_heartbeat(self, *args: Any) -> None:
+        """Not yet: the controller takes an engine whose heart beats for one that hears, and can be heard."""
+        self._heart = args
+
+    def _watch(self, monitors: dict[zmq.Socket[bytes], str]) -> None:
+        """For ever: say who this is whenever code can come, and what it prints can go, by new connections.
+
+        The connections come back one by one, and what is sent by one that is not there yet is lost. From here on the
+        registrar is this thread's.
+        """
+        poller = zmq.Poller()
+        for monitor in monitors:
+            poller.register(monitor, zmq.POLLIN)
+        there: set[str] = set()
+        while True:
+            for monitor, _ in poller.poll():
+                event, port = recv_monitor_message(monitor), monitors[monitor]
+                if event["endpoint"].decode().rpartition(":")[2] != port:  # of another scheduler
+                    continue
+                if event["event"] == zmq.EVENT_DISCONNECTED:
+                    there.discard(port)
+                else:
+                    there.add(port)
+                    if len(there) == len(monitors):
+                        self._say_who()
+                        heart, self._heart = self._heart, ()
+                        if heart:
+                            super().start_heartbeat(*heart)
+
+    def init_signal(self) -> None:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, _leave)
+
+
+def _leave(*_: object) -> None:
+    for stream in (sys.__stdout__, sys.__stderr__):
+        if stream is not None:
+            stream.flush()
+    os._exit(0)
+
+
+def serve(profile: str, registered: Callable[[str], object]) -> None:
+    """Register with the ipyparallel controller that the environment names, and run code until the process ends.
+
+    `registered(engine)` is called in the engine's event loop; the engine keeps what it returns, as a task needs.
+    """
+    signal.signal(signal.SIGTERM, _leave)
+    zmq.Context.instance().setsockopt(zmq.IPV6, 1)  # of all sockets of the engine; ZeroMQ and ipyparallel leave it off
+    engine_app.Heart = Heart
+    Engine.registered = staticmethod(registered)
+    app = Engine.instance(log_level=40)
+    app.initialize([f"--profile-dir={profile}", "--IPEngine.enable_nanny=False", *FOR_EVER, "--log-level=40"])
+    del os.environ["IPP_CONNECTION_INFO"]  # it holds a key: nothing that the user starts shall inherit it
+    app.start()

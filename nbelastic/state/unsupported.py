@@ -1,0 +1,86 @@
+"""Values that a state cannot recover, each refused with its name and what to do instead."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from nbelastic.errors import StateError
+from nbelastic.state.optimizers import frozen
+
+SHARDED = (
+    "{name} is sharded over ranks (FSDP, DTensor), but a state needs the whole model on every rank. "
+    "Use DistributedDataParallel; sharded models are not supported yet."
+)
+_PER_RANK = (
+    "{name} is {kind}, which keeps a different part of its state on each rank: it cannot be recovered yet. "
+    "Use a plain torch.optim optimizer."
+)
+
+
+def check(name: str, value: Any) -> None:
+    """StateError if `value` cannot be in a state."""
+    if isinstance(value, (int, float, str)):
+        return
+    kinds = {base.__name__ for base in type(value).__mro__}
+    if isinstance(value, torch.nn.parallel.DistributedDataParallel):
+        raise StateError(
+            f"{name} is wrapped in DistributedDataParallel: give the bare model, and wrap it inside the elastic function."
+        )
+    if isinstance(value, torch.optim.LBFGS):
+        raise StateError(f"{name} is LBFGS, which changes parameters within a step: it cannot be recovered.")
+    if "ZeroRedundancyOptimizer" in kinds or type(value).__module__.split(".")[0] == "deepspeed":
+        raise StateError(_PER_RANK.format(name=name, kind=type(value).__name__))
+    if isinstance(value, torch.Generator):
+        raise StateError(
+            f"{name} is a torch.Generator: give its get_state() to the state, and restore it with set_state()."
+        )
+    if "StatefulDataLoader" in kinds:
+        raise StateError(
+            f"{name} is a StatefulDataLoader, whose place differs between ranks: use nbe.ElasticSampler in a DataLoader."
+        )
+    if isinstance(value, torch.nn.Module) and any(map(_is_sharded, value.modules())):
+        raise StateError(SHARDED.format(name=name))
+
+
+def _is_sharded(module: torch.nn.Module) -> bool:
+    managed = type(module).__name__ == "FullyShardedDataParallel" or hasattr(module, "_is_fsdp_managed_module")
+    return managed or any(hasattr(p, "device_mesh") for p in module._parameters.values())
+
+
+def check_kept(name: str, tensors: list[torch.Tensor]) -> None:
+    """StateError if what an optimizer keeps is not made of plain tensors."""
+    for tensor in tensors:
+        if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+            kind = type(tensor).__name__
+            raise StateError(
+                f"{name} keeps {kind} instead of plain tensors, which cannot be sent yet: use a plain torch.optim optimizer."
+            )
+
+
+def frozen_value(name: str, value: Any) -> Any:
+    """A copy of a state's value that nothing else changes. StateError if autograd still needs a tensor in it."""
+    try:
+        return frozen(value)
+    except RuntimeError as error:
+        if "graph leaves" in str(error):
+            text = f"{name} holds a tensor that autograd still needs: give its detach() to the state."
+            raise StateError(text) from None
+        raise
+
+
+def only_numbers(values: Mapping[str, Any], left_out: set[str]) -> dict[str, float]:
+    """The values that are numbers. One line per name on stderr reports any other; `left_out` has the names so far."""
+    numbers = {}
+    for name, value in values.items():
+        try:
+            numbers[name] = float(value)
+        except (TypeError, ValueError):
+            if name not in left_out:
+                left_out.add(name)
+                text = f"report({name}=…) is left out: a report is a number, not {type(value).__name__}."
+                print(f"nbelastic: {text}", file=sys.stderr, flush=True)
+    return numbers

@@ -1,0 +1,76 @@
+"""Cells between programs: what they print, what they raise, and that there always is an answer."""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import json
+
+import pytest
+from IPython.core.interactiveshell import InteractiveShell
+from traitlets.config import Config
+
+from nbelastic.programs import cells
+from nbelastic.protocol import worker_messages
+from nbelastic.protocol.encoding import encode
+from nbelastic.protocol.ids import WorkerId
+from nbelastic.transport.sockets import MAX_MESSAGE
+from nbelastic.worker.output_buffer import Output
+
+W = WorkerId("a", 0, 1)
+
+
+@pytest.fixture
+def run(monkeypatch):
+    """`run(source)`: its result, in an IPython of its own."""
+    options = Config({"HistoryManager": {"enabled": False}})  # nothing is written to this user's folder
+    shell = InteractiveShell(config=options)
+    monkeypatch.setattr(cells, "get_ipython", lambda: shell)
+
+    def cell(source: str) -> worker_messages.CellResult:
+        return asyncio.run(cells.run(W, worker_messages.Cell(3, source)))
+
+    yield cell
+    shell.restore_sys_module_state()
+    atexit.unregister(shell.atexit_operations)
+
+
+def test_what_a_cell_prints(run):
+    """Each stream apart; `await` may stand outside of functions."""
+    result = run("import asyncio, sys\nawait asyncio.sleep(0)\nprint('one')\nprint('two', file=sys.stderr)")
+    assert result == worker_messages.CellResult(W, 3, "one\n", "two\n", "", "")
+
+
+@pytest.mark.parametrize(
+    ("source", "error"),
+    [
+        ("1 / 0", "ZeroDivisionError: division by zero"),
+        ("def f(:", "SyntaxError: invalid syntax (<string>, line 1)"),
+        ("class E(Exception):\n    def __str__(self): 1 / 0\nraise E", "E: an error that cannot be shown"),
+    ],
+)
+def test_an_error_in_one_line_and_in_many(run, source, error):
+    """Without colours and without the number of a prompt; also of an error that cannot even be printed."""
+    result = run(source)
+    assert result.error.partition(" (")[0] == error.partition(" (")[0]
+    assert error.partition(":")[0] in result.traceback
+    assert "\x1b" not in result.traceback
+    assert "In[" not in result.traceback
+
+
+def test_a_full_disk_keeps_no_answer_back(run, monkeypatch):
+    """What cannot be written to the log file is in the answer all the same."""
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr(cells, "Output", lambda taken, fd: Output(taken, full.fileno()))
+        assert run("print('x' * 20_000)").stdout == "x" * 20_000 + "\n"
+
+
+def test_a_long_answer_is_not_too_long_for_the_link(run):
+    """However much it prints, and whatever: the end is sent, and how much is missing."""
+    source = (
+        "import sys\nprint('\\x01' * 10**6)\nprint('\\x01' * 10**6, file=sys.stderr)\nraise ValueError('\\x01' * 10**6)"
+    )
+    result = run(source)
+    assert len(encode(result)) < MAX_MESSAGE
+    assert result.stdout.startswith("… 950001 characters are only in the log file …\n")
+    assert json.loads(encode(result))["number"] == 3

@@ -1,0 +1,59 @@
+"""How the loop of an elastic function ends."""
+
+from types import SimpleNamespace
+
+import pytest
+
+import nbelastic as nbe
+from nbelastic.programs import elastic
+from nbelastic.state import backward_hook as backward
+from nbelastic.worker.session import JobStoppedError
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch):
+    """The process is a test's, not a worker's: nothing is watched in it afterwards."""
+    monkeypatch.setattr(elastic, "frameworks", lambda: None)
+
+
+class StoppedInAStep:
+    """A session whose job is stopped after the program has changed what it counts, and before it could commit that."""
+
+    used = False
+    link = SimpleNamespace(disconnected=False)
+    account = SimpleNamespace(holds=True)
+
+    def __init__(self, state):
+        self.state, self.saved = state, []
+        self.checkpoints = SimpleNamespace(
+            committed=lambda state: None, ended=lambda state, rank: self.saved.append(state.n)
+        )
+
+    def settle(self):
+        pass
+
+    def committed(self, total):
+        pass
+
+    def gather(self, holder):
+        self.state.n = 1
+        self.state.commit()
+        self.state.n = 99
+        raise JobStoppedError("stopped by hand")
+
+
+def test_the_last_checkpoint_of_a_stopped_job_is_its_last_commit():
+    """What a rank has counted since then is of no commit."""
+    state = nbe.ObjectState(n=0)
+    session = StoppedInAStep(state)
+    with pytest.raises(JobStoppedError):
+        elastic._Loop(session, state).run(lambda: None)
+    assert session.saved == [1]
+
+
+def test_a_state_that_is_refused_is_not_kept():
+    """Nothing of the process goes on telling it of backward passes, which would hold its model."""
+    state = nbe.ObjectState(n=object())
+    with pytest.raises(nbe.StateError):
+        elastic._Loop(StoppedInAStep(state), state).run(lambda: None)
+    assert not backward._told

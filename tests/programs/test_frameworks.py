@@ -1,0 +1,118 @@
+"""Accelerate, the Hugging Face Trainer and Lightning inside an elastic function: refused where they see no other ranks."""
+
+import importlib
+import sys
+
+import pytest
+
+from nbelastic import UsageError
+from nbelastic.programs.frameworks import WATCHED, Watch
+
+TRAINER = '''
+class Trainer:
+    """It counts the ranks as its strategy does."""
+
+    def __init__(self, seen=1):
+        self.seen = seen
+
+    @property
+    def world_size(self):
+        return self.seen
+
+    def fit(self, what):
+        return what
+'''
+FABRIC = TRAINER.replace("Trainer", "Fabric").replace("fit", "setup")
+STAND_INS = {  # with the shape of the real ones
+    "accelerate.accelerator": FABRIC.replace("Fabric", "Accelerator")
+    .replace("world_size", "num_processes")
+    .replace("setup", "prepare"),
+    "lightning.pytorch.trainer.trainer": TRAINER,
+    "pytorch_lightning.trainer.trainer": TRAINER,
+    "lightning.fabric.fabric": FABRIC,
+    "lightning_fabric.fabric": FABRIC,
+}
+
+
+@pytest.fixture
+def installed(tmp_path, monkeypatch):
+    """Packages in which the real classes stand where they do in theirs; what was imported is forgotten afterwards."""
+    for name, text in STAND_INS.items():
+        *packages, module = name.split(".")
+        folder = tmp_path.joinpath(*packages)
+        folder.mkdir(parents=True, exist_ok=True)
+        for depth in range(len(packages)):
+            tmp_path.joinpath(*packages[: depth + 1], "__init__.py").touch()
+        (folder / f"{module}.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path])
+    before = set(sys.modules)
+    yield
+    for name in set(sys.modules) - before:
+        del sys.modules[name]
+
+
+def test_every_one_of_them_is_tried_here():
+    assert STAND_INS.keys() == WATCHED.keys()
+
+
+@pytest.mark.parametrize("imported", ["before", "after"])
+@pytest.mark.parametrize("name", STAND_INS)
+def test_what_sees_one_rank_of_several_is_refused(installed, name, imported):
+    """Whether it was imported before the job or inside the function; with one line that says what to do instead."""
+    if imported == "before":
+        importlib.import_module(name)
+    Watch(lambda: 3).start()
+    make = getattr(importlib.import_module(name), WATCHED[name][0])
+    with pytest.raises(UsageError, match="takes this rank for a world of 1, and the world has 3 ranks") as refused:
+        make()
+    assert "\n" not in str(refused.value)
+    assert "DistributedDataParallel" in str(refused.value)
+
+
+@pytest.mark.parametrize(("size", "seen"), [(3, 3), (1, 1), (0, 1)], ids=["set up by hand", "alone", "outside"])
+def test_what_sees_the_world_as_it_is_works(installed, size, seen):
+    """It was given the environment by hand, the world has one rank, or there is none."""
+    Watch(lambda: size).start()
+    for name in STAND_INS:
+        assert getattr(importlib.import_module(name), WATCHED[name][0])(seen).seen == seen
+
+
+@pytest.mark.parametrize("name", STAND_INS)
+def test_what_was_made_before_the_world_is_refused_when_the_world_is_entered(installed, name):
+    """As an Accelerator that is made beside the model, and used inside the function."""
+    size = [0]
+    watch = Watch(lambda: size[0])
+    watch.start()
+    made = getattr(importlib.import_module(name), WATCHED[name][0])()
+    watch.check()
+    size[0] = 2
+    with pytest.raises(UsageError, match="takes this rank for a world of 1, and the world has 2 ranks"):
+        watch.check()
+    del made
+    watch.check()
+
+
+@pytest.mark.parametrize("name", STAND_INS)
+def test_what_an_earlier_program_made_is_refused_only_where_this_one_uses_it(installed, name):
+    """It lies about in the worker's namespace: a program that does without it runs, one that trains with it is refused."""
+    size = [0]
+    watch = Watch(lambda: size[0])
+    watch.start()
+    made = getattr(importlib.import_module(name), WATCHED[name][0])()
+    watch.begin()
+    size[0] = 2
+    watch.check()
+    use = getattr(made, WATCHED[name][3][0])
+    with pytest.raises(UsageError, match="takes this rank for a world of 1, and the world has 2 ranks"):
+        use("model")
+    size[0] = 0
+    assert use("model") == "model"
+
+
+def test_other_imports_are_left_alone(installed):
+    """Modules that are not watched are found as ever, also those that are not there."""
+    Watch(lambda: 3).start()
+    assert importlib.import_module("lightning").__name__ == "lightning"
+    with pytest.raises(ModuleNotFoundError):
+        importlib.import_module("accelerate.nothing")

@@ -1,0 +1,301 @@
+"""How a worker runs programs: where their bytes come from, what is told of their end, and what they never do twice."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+
+from nbelastic.errors import JobStoppedError
+from nbelastic.programs import program
+from nbelastic.programs.program import Runner
+from nbelastic.protocol import messages, worker_messages
+from nbelastic.protocol.ids import WorkerId
+from nbelastic.system import pickling
+from nbelastic.system.pickling import INLINE
+from nbelastic.worker.output_buffer import Output, Printed
+from nbelastic.worker.worker_report import Account
+
+W = WorkerId("a", 0, 1)
+RAN: list[str] = []
+
+
+def called(value: object = 7) -> object:
+    RAN.append("called")
+    return value() if callable(value) else value
+
+
+class FakeSession:
+    """What a runner needs of its worker's session."""
+
+    worker, checkpoints, speaks = W, None, True
+
+    def __init__(self) -> None:
+        self.account, self.printed = Account(), Printed()
+        self.link = SimpleNamespace(send=self.sent_to_driver, disconnected=False)
+        self.answer = lambda message: None
+        self.value, self.stopped = b"", ""
+
+    def sent_to_driver(self, message: messages.Message) -> None:
+        self.answer(message)
+
+    def begin(self, job: str) -> None:
+        self.refuse_if_stopped(job)
+
+    def finish(self) -> None:
+        """The program has ended."""
+
+    def refuse_if_stopped(self, job: str) -> None:
+        if self.stopped == job:
+            raise JobStoppedError("the job is over")
+
+    def program_begins(self, job: str) -> None:
+        self.account.begin(job)
+
+    def program_ended(self, result: worker_messages.ProgramResult, value: bytes) -> None:
+        self.account.result, self.value = result, value
+        self.say_result_again()
+
+    def say_result_again(self) -> None:
+        self.results.put_nowait(self.account.result)
+
+
+@pytest.fixture
+def session(monkeypatch):
+    """Its process keeps its standard streams."""
+    RAN.clear()
+    monkeypatch.setattr(program, "log_to", lambda *_: None)
+    monkeypatch.setattr(program, "frameworks", lambda: SimpleNamespace(begin=lambda: None))
+    monkeypatch.setattr(program, "get_ipython", lambda: SimpleNamespace(user_ns={"there": 5}))
+    return FakeSession()
+
+
+def call(function=called, *args, **options) -> tuple[bytes, worker_messages.Program]:
+    """The packed call, and the order to run it, which names `options` instead of the bytes if there are any."""
+    data = b"".join(pickling.pack((function, args, {})))
+    blob = messages.Blob(len(data), **options) if options else messages.Blob(len(data), data)
+    return data, worker_messages.Program("job-1", "", call=blob)
+
+
+def run(session, *orders):
+    """Have these run; returns the results that the driver hears of."""
+
+    async def story():
+        session.runner, session.results = Runner(session), asyncio.Queue()
+        serving = asyncio.create_task(session.runner.serve())
+        for order in orders:
+            session.runner.take(order)
+        results = [await session.results.get() for _ in orders]
+        serving.cancel()
+        return results
+
+    return asyncio.run(asyncio.wait_for(story(), 20))
+
+
+def value(result):
+    assert not result.error
+    return pickling.unpack(result.value.data)
+
+
+def test_a_call_in_a_message(session):
+    """What the function returned comes back, packed."""
+    (result,) = run(session, call(called, "text")[1])
+    assert (value(result), result.job, result.worker) == ("text", "job-1", W)
+
+
+def test_a_call_in_a_file(session, tmp_path):
+    """It is mapped: a file of any size."""
+    path = tmp_path / "program"
+    data, order = call(called, "text", path=str(path))
+    path.write_bytes(data)
+    assert value(run(session, order)[0]) == "text"
+
+
+def test_a_file_that_is_gone_ends_the_program_alone(session, tmp_path):
+    """The worker lives, and runs the next one."""
+    order = call(called, path=str(tmp_path / "nowhere"))[1]
+    gone, there = run(session, order, worker_messages.Program("job-2", "", call=call(called, 8)[1].call))
+    assert gone.error.startswith("FileNotFoundError: ")
+    assert value(there) == 8
+
+
+def test_a_call_from_another_machine_is_fetched_in_pieces(session):
+    """Several at a time, and the next ones when they have come; what comes twice, or is of another job, changes nothing."""
+    array = os.urandom((pickling.PIECES + 2) * pickling.PIECE)
+    data, _ = call(len, array)
+    asked, way = [], []
+
+    def arrives():
+        if way:
+            session.runner.take(way.pop(0))
+            asyncio.get_running_loop().call_soon(arrives)
+
+    def answer(message):
+        if isinstance(message, worker_messages.FetchCall):
+            asked.append(message.offset)
+            way.append(worker_messages.CallPiece("job-0", message.offset, b"junk"))
+            way.extend(
+                worker_messages.CallPiece("job-1", at, piece)
+                for at, piece in pickling.pieces(data, message.offset)
+                for _ in "ab"
+            )
+            asyncio.get_running_loop().call_soon(arrives)
+
+    session.answer = answer
+    (result,) = run(session, worker_messages.Program("job-1", "", call=messages.Blob(len(data))))
+    assert value(result) == len(array)
+    assert asked == [0, pickling.PIECES * pickling.PIECE]
+
+
+def test_a_piece_that_does_not_come_is_asked_for_again(session, monkeypatch):
+    """As when another driver has come meanwhile; while there is none, no time passes. In the end the program fails."""
+    for name, seconds in {"LOOK": 0.001, "AGAIN": 0.01, "PATIENCE": 0.05}.items():
+        monkeypatch.setattr(program, name, seconds)
+    data, _ = call()
+    asked, looks = [], iter(range(10**6))
+
+    class Link:
+        send = session.sent_to_driver
+
+        @property
+        def disconnected(self):
+            """For longer than the patience lasts."""
+            return next(looks) < 100
+
+    def answer(message):
+        if isinstance(message, worker_messages.FetchCall):
+            asked.append(next(looks))
+            if asked[-1] > 100:
+                session.runner.take(worker_messages.CallPiece("job-1", 0, data))
+
+    session.answer, session.link = answer, Link()
+    assert value(run(session, worker_messages.Program("job-1", "", call=messages.Blob(len(data))))[0]) == 7
+    assert len(asked) == 2
+    session.answer = lambda message: None
+    (result,) = run(session, worker_messages.Program("job-2", "", call=messages.Blob(len(data))))
+    assert result.error == f"OSError: the program did not come: 0 of {len(data)} bytes, and nothing for 0.05 s"
+
+
+def test_a_program_that_comes_twice_runs_once(session):
+    """A new driver cannot know that it was on its way: it is told again how it ended."""
+    _, order = call()
+    first, second = run(session, order, order)
+    assert first == second
+    assert RAN == ["called"]
+
+
+def test_a_program_of_a_job_that_is_over_does_not_begin(session):
+    """The word that the job is over may come before the program gets its turn."""
+    session.stopped = "job-1"
+    (result,) = run(session, call()[1])
+    assert result.error.endswith("JobStoppedError: the job is over")
+    assert result.traceback == ""
+    assert RAN == []
+
+
+def test_a_job_that_ends_while_its_call_is_fetched(session):
+    """The driver has forgotten it by then, and sends nothing more: it is not waited for."""
+    data, _ = call(called, os.urandom(2 * pickling.PIECE))
+
+    def answer(message):
+        session.stopped = "job-1"
+
+    session.answer = answer
+    (result,) = run(session, worker_messages.Program("job-1", "", call=messages.Blob(len(data))))
+    assert result.error.endswith("JobStoppedError: the job is over")
+
+
+def test_a_long_result_is_in_a_file_of_this_machine(session, tmp_path):
+    """One for its owner's eyes alone; its name tells worker and job."""
+    order = call(called, "x" * INLINE)[1]
+    (result,) = run(session, worker_messages.Program("job-1", "", call=order.call, results=str(tmp_path)))
+    (file,) = tmp_path.iterdir()
+    assert (file.name, result.value.path) == ("a-0#1.job-1", str(file))
+    assert pickling.unpack(pickling.mapped(file)) == "x" * INLINE
+
+
+def test_a_long_result_for_another_machine_is_kept(session):
+    """Until the driver has fetched it."""
+    (result,) = run(session, call(called, "x" * INLINE)[1])
+    assert (result.value.data, result.value.path) == (b"", "")
+    assert (len(session.value), pickling.unpack(session.value)) == (result.value.size, "x" * INLINE)
+
+
+def test_a_result_for_which_there_is_no_room(session, tmp_path):
+    """The disk is full, or the folder is gone: the driver fetches it, as from another machine. No training is lost for that."""
+    order = call(called, "x" * INLINE)[1]
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "a-0#1.job-1").mkdir()  # nothing can replace it
+    for job, folder in (("job-1", tmp_path / "folder"), ("job-2", tmp_path / "nowhere")):
+        (result,) = run(session, worker_messages.Program(job, "", call=order.call, results=str(folder)))
+        assert (result.error, result.value.path, result.value.data) == ("", "", b"")
+        assert pickling.unpack(session.value) == "x" * INLINE
+
+
+def test_whatever_happens_the_driver_hears_of_the_end(session, monkeypatch):
+    """The log folder is gone, the log's disk is full: the program ends with an error or prints nowhere; the next one runs."""
+
+    def gone(*_):
+        raise PermissionError(13, "Permission denied")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(program, "log_to", gone)
+        (result,) = run(session, call()[1])
+        assert result.error == "PermissionError: [Errno 13] Permission denied"
+    with open("/dev/full", "w") as full:
+        broken_output = lambda taken, fd: Output(taken, full.fileno())
+        with monkeypatch.context() as broken:
+            broken.setattr(program, "Output", broken_output)
+            (result,) = run(session, worker_messages.Program("job-2", "", call=call(called, loud)[1].call))
+    assert value(result) == "said"
+    assert "loud" in "".join(piece.text for piece in session.printed.take())
+
+
+def loud():
+    print("loud" * 10_000)
+    return "said"
+
+
+def test_a_result_that_cannot_be_pickled(session):
+    """It is the program's error, and is printed as one."""
+    (result,) = run(session, call(called, threading.Lock)[1])
+    assert result.error == "TypeError: the result cannot be sent: cannot pickle '_thread.lock' object"
+    (piece,) = [piece for piece in session.printed.take() if piece.stream == "err"]
+    assert result.error in piece.text
+
+
+def test_a_call_that_cannot_be_unpickled(session):
+    """Junk in a file, or a module that is not here: an error of this program, with its traceback."""
+    data, _ = call()
+    junk = messages.Blob(len(data), data[:40] + bytes(len(data) - 40))
+    (result,) = run(session, worker_messages.Program("job-1", "", call=junk))
+    assert "Error" in result.error
+    assert result.traceback.startswith("Traceback")
+
+
+def test_an_error_has_its_traceback_from_the_users_first_line_on(session):
+    """And none of ours before it."""
+
+    def failing():
+        raise ValueError("no\ud800")
+
+    (result,) = run(session, call(called, failing)[1])
+    assert result.error == "ValueError: no?"
+    assert "program.py" not in result.traceback.replace("test_program.py", "")
+    assert result.traceback.endswith("ValueError: no?\n")
+
+
+def test_a_notebooks_function_finds_what_cells_have_defined_here(session):
+    """As long as the notebook has no such name itself."""
+    namespace = {"__name__": "__main__", "here": 1}
+    exec("def used():\n    return here + there", namespace)
+    assert value(run(session, call(namespace["used"])[1])[0]) == 6
+    order = worker_messages.Program("job-3", "", call=call(partial(namespace["used"]))[1].call)
+    assert value(run(session, order)[0]) == 6
+    namespace["there"] = 10
+    order = worker_messages.Program("job-2", "", call=call(namespace["used"])[1].call)
+    assert value(run(session, order)[0]) == 11

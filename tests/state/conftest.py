@@ -1,0 +1,70 @@
+"""A place in a world for code that asks for one, without any process group."""
+
+import pytest
+
+from nbelastic.state import sampler
+from nbelastic.worker.formation import Formation
+from nbelastic.worker.worker_report import Account
+
+
+def formation(rank, size, root=0, receivers=()):
+    return Formation(1, rank, size, rank, size, 0, 1, "127.0.0.1:1", root, receivers, (("a", size),))
+
+
+@pytest.fixture
+def stand(monkeypatch):
+    """`stand(rank, size)`: samplers asked from now on are this rank's."""
+
+    def at(rank, size):
+        monkeypatch.setattr(sampler.session, "world", lambda: formation(rank, size))
+
+    return at
+
+
+class FakeSession:
+    """What a state tells its session, and nothing else."""
+
+    def __init__(self):
+        self.account = Account()
+        self.committed_at = []
+        self.checked = []
+        self.settled = 0
+        self.others_accumulate = False
+        self.speaks = True
+        self.checkpoints = None
+        self.reported = {}
+
+    def apart(self, task):
+        return task()
+
+    def settle(self):
+        self.settled += 1
+
+    def on_any_rank(self, mine):
+        return mine or self.others_accumulate
+
+    def report(self, values):
+        self.reported = values
+
+    def check(self, where):
+        self.checked.append(where)
+
+    def committed(self, total):
+        self.committed_at.append(total)
+
+
+@pytest.fixture
+def begun():
+    """`begun(state, session)`: the state as the elastic loop begins with it, in a world that gave it nothing."""
+
+    states = []
+
+    def begin(state, session=None):
+        states.append(state)
+        state.begin(session or FakeSession())
+        state.sync(formation(0, 1))
+        return state
+
+    yield begin
+    for state in states:
+        state.end()

@@ -1,0 +1,380 @@
+"""Checkpoints: there and back, beside the training, in a folder of them; and a job's plan."""
+
+import itertools
+import os
+import threading
+
+import pytest
+import torch
+
+import nbelastic as nbe
+from nbelastic.errors import WaitTimeoutError
+from nbelastic.state import checkpoint_files as checkpoint
+from nbelastic.state import checkpoints as saving
+from tests.state.conftest import formation
+from tests.state.kept import contents, count, counter, network, train, write, written
+from tests.state.test_transfer import same
+
+
+@pytest.fixture(autouse=True)
+def nothing_under_way():
+    yield
+    saving._settle()
+
+
+# ---- there and back ----
+
+
+def test_there_and_back(tmp_path):
+    """Model, buffers, Adam, scheduler, sampler, counters, and tensors of any type, shape and order come back as they were."""
+    state = train(network(), 3)
+    state.sampler.used = 4
+    state.commit()
+    was = contents(state)
+    path = write(state, tmp_path / "here")
+    other = network(seed=1)
+    assert saving.load(other, tmp_path / "here") == path
+    assert all(same(*pair) for pair in zip(contents(other), was, strict=True))
+    assert other.commits == state.commits == 4
+
+
+def test_the_training_goes_on_as_if_nothing_had_been(tmp_path):
+    """Three steps, a checkpoint, three more; or three steps, then loaded elsewhere, and the same three more."""
+    one = train(network(), 3)
+    write(one, tmp_path)
+    other = train(network(seed=1), 1)
+    saving.load(other, tmp_path)
+    for state in (one, other):
+        torch.manual_seed(7)
+        train(state, 3)
+    assert all(same(*pair) for pair in zip(contents(one), contents(other), strict=True))
+
+
+def test_what_follows_the_call_is_not_in_it(tmp_path, monkeypatch):
+    """The copies are made when `save` returns: steps made while it writes change nothing."""
+    trained = threading.Event()
+    write = checkpoint.write
+
+    def slow_disk(*args):
+        assert trained.wait(30)
+        return write(*args)
+
+    monkeypatch.setattr(checkpoint, "write", slow_disk)
+    state = train(network(), 2)
+    was = contents(state)
+    begun = saving.save(state, tmp_path)
+    train(state, 3)
+    assert not begun.done()
+    with pytest.raises(WaitTimeoutError):
+        begun.wait(0)
+    trained.set()
+    begun.wait()
+    other = network(seed=1)
+    saving.load(other, tmp_path)
+    assert all(same(*pair) for pair in zip(contents(other), was, strict=True))
+
+
+def test_a_second_save_waits_for_the_first(tmp_path):
+    """Checkpoints are written one after the other, in the order of the calls."""
+    state = counter()
+    calls = [saving.save(count(state), tmp_path) for _ in range(5)]
+    assert [call.done() for call in calls[:-1]] == [True] * 4
+    assert calls[-1].wait().name == "000005-commit-5"
+    assert written(tmp_path) == ["000003-commit-3", "000004-commit-4", "000005-commit-5"]
+
+
+def test_a_state_s_own_methods(tmp_path, begun):
+    """`state.save()` and `state.load()` do it; in a world only the rank that speaks writes."""
+    state = begun(train(network(), 2))
+    path = state.save(tmp_path / "kept").wait()
+    assert network(seed=1).load(tmp_path / "kept") == path
+    state._session.speaks = False
+    assert state.save(tmp_path / "other").wait() is None
+    assert os.listdir(tmp_path) == ["kept"]
+
+
+def test_a_rank_that_does_not_write(tmp_path):
+    """All ranks may call `save`; the one that does not write has nothing to wait for, and leaves no trace."""
+    saved = saving.save(counter(1), tmp_path / "here", writes=False)
+    assert saved.done()
+    assert saved.wait() is None
+    assert not (tmp_path / "here").exists()
+
+
+def test_other_tools_can_read_it(tmp_path):
+    """Tensors lie there for torch.distributed.checkpoint, under the names of their places."""
+    from torch.distributed.checkpoint import FileSystemReader, load
+
+    state = train(network(), 2)
+    path = write(state, tmp_path)
+    wanted = {"modules/model/0.weight": torch.zeros(4, 3), "optimizers/optimizer/state/0/exp_avg": torch.zeros(4, 3)}
+    with pytest.warns(UserWarning, match="single process"):
+        load(wanted, storage_reader=FileSystemReader(path), no_dist=True)
+    weight = state.model[0].weight
+    assert torch.equal(wanted["modules/model/0.weight"], weight)
+    assert torch.equal(wanted["optimizers/optimizer/state/0/exp_avg"], state.optimizer.state[weight]["exp_avg"])
+
+
+def test_names_that_would_be_the_same(tmp_path):
+    """Keys with slashes, and numbers beside their text, do not make one tensor overwrite another."""
+    values = {"a/b": torch.ones(1), "a": {"b": torch.zeros(1)}, 1: torch.ones(2), "1": torch.zeros(2)}
+    state = nbe.ObjectState(values=values, description=torch.ones(3))
+    write(state, tmp_path)
+    other = nbe.ObjectState(values={}, description=torch.zeros(3))
+    saving.load(other, tmp_path)
+    assert same(other.values, values)
+    assert torch.equal(other.description, torch.ones(3))
+
+
+def test_memory_is_used_again():
+    """The next copy goes where the last one was, as long as it fits."""
+    state, copies = train(network()), saving.Copies()
+    first, _ = copies.take(state)
+    again, _ = copies.take(train(state))
+    assert [t.data_ptr() for t in first.tensors] == [t.data_ptr() for t in again.tensors]
+    state.half = torch.zeros(5)
+    other, _ = copies.take(state)
+    assert sum(a is not b for a, b in zip(again.tensors, other.tensors, strict=True)) == 1
+
+
+# ---- what the folder holds ----
+
+
+def test_the_last_ones_stay(tmp_path):
+    """`keep` of them; the numbers go on counting."""
+    state = counter()
+    for _ in range(4):
+        write(count(state), tmp_path, keep=2)
+    assert written(tmp_path) == ["000003-commit-3", "000004-commit-4"]
+    write(count(state), tmp_path, keep=1)
+    assert written(tmp_path) == ["000005-commit-5"]
+
+
+def test_the_newest_is_the_last_that_was_written(tmp_path):
+    """A training that went back to an older commit does not lose its new checkpoints to what it had left behind."""
+    state = counter()
+    paths = [write(count(state, 10), tmp_path) for _ in range(3)]
+    saving.load(state, paths[0])
+    assert state.commits == 10
+    write(count(state), tmp_path, keep=2)
+    assert written(tmp_path) == ["000003-commit-30", "000004-commit-11"]
+    again = counter()
+    saving.load(again, tmp_path)
+    assert again.commits == again.step == 11
+
+
+def test_what_a_kill_left_is_removed_and_what_is_being_written_is_not(tmp_path):
+    """Leftovers do not count as checkpoints, and the next save tidies up; another process's work is left alone."""
+    write(counter(1), tmp_path)
+    leftovers = [tmp_path / f"{kind}0123" for kind in (".writing-", ".removing-")]
+    for path in (*leftovers, tmp_path / ".writing-other"):
+        path.mkdir()
+        (path / "__0_0.distcp").write_bytes(b"half of")
+    with checkpoint._locked(tmp_path / ".writing-other"):
+        write(counter(2), tmp_path)
+        assert sorted(os.listdir(tmp_path)) == [".writing-other", "000001-commit-1", "000002-commit-2"]
+    write(counter(3), tmp_path)
+    assert ".writing-other" not in os.listdir(tmp_path)
+
+
+def test_one_checkpoint_or_a_folder_of_them(tmp_path):
+    """`load` takes both, and a checkpoint that was given a name of its own."""
+    state = counter()
+    first = write(count(state), tmp_path)
+    write(count(state), tmp_path)
+    other = counter()
+    saving.load(other, first)
+    assert other.step == 1
+    saving.load(other, first.rename(tmp_path / "the best"))
+    assert other.step == 1
+    saving.load(other, str(tmp_path))
+    assert other.step == 2
+
+
+# ---- a job's plan ----
+
+
+class Job:
+    """A plan of a job on one worker, whose rank is told."""
+
+    def __init__(self, folder, every=10, keep=3):
+        self.rank = 0
+        self.plan = saving.Plan(str(folder), every, keep, lambda: self.rank == 0)
+        self.plan.prepare()
+        self.state = counter()
+
+    def commits(self, number):
+        for _ in range(number):
+            count(self.state)
+            self.plan.committed(self.state)
+            saving._settle()
+        return self
+
+
+def test_a_plan_saves_every_so_many_commits(tmp_path):
+    """At the multiples, on rank 0 only; a rank that becomes 0 takes over at the next one."""
+    one, other = Job(tmp_path), Job(tmp_path)
+    other.rank = 1
+    one.commits(25)
+    other.commits(25)
+    assert written(tmp_path) == ["000001-commit-10", "000002-commit-20"]
+    other.rank = 0
+    other.commits(10)
+    assert written(tmp_path) == ["000001-commit-10", "000002-commit-20", "000003-commit-30"]
+
+
+def test_a_plan_with_every_commit(tmp_path):
+    """Also the first."""
+    Job(tmp_path, every=1, keep=2).commits(3)
+    assert written(tmp_path) == ["000002-commit-2", "000003-commit-3"]
+
+
+def test_a_newcomer_keeps_the_rhythm(tmp_path):
+    """It begins in the middle, and saves at the next multiple."""
+    job = Job(tmp_path)
+    job.state.commits = 123
+    job.commits(7)
+    assert written(tmp_path) == ["000001-commit-130"]
+
+
+def test_a_slow_disk_makes_checkpoints_fewer_and_the_training_no_slower(tmp_path, monkeypatch, capsys):
+    """While one is being written the next is put off, not left out and not waited for; that is said once."""
+    go_on = threading.Semaphore(0)
+    write = checkpoint.write
+
+    def slow_disk(*args):
+        assert go_on.acquire(timeout=30)
+        return write(*args)
+
+    monkeypatch.setattr(checkpoint, "write", slow_disk)
+    job = Job(tmp_path)
+    for _ in range(45):
+        count(job.state)
+        job.plan.committed(job.state)
+    go_on.release()
+    saving._settle()
+    count(job.state)
+    job.plan.committed(job.state)
+    go_on.release()
+    job.plan.finish()
+    assert written(tmp_path) == ["000001-commit-10", "000002-commit-46"]
+    said = capsys.readouterr().err.splitlines()
+    assert [line for line in said if "fewer" in line] == [
+        "nbelastic: writing a checkpoint takes longer than 10 commits: there are fewer than asked for."
+    ]
+
+
+def test_the_end_is_saved_too(tmp_path):
+    """What was committed last, once; on rank 0, and not if it is there already."""
+    job = Job(tmp_path).commits(13)
+    job.rank = 1
+    job.plan.ended(job.state)
+    job.rank = 0
+    for _ in range(2):
+        job.plan.ended(job.state)
+        job.plan.finish()
+    assert written(tmp_path) == ["000001-commit-10", "000002-commit-13"]
+    again = Job(tmp_path)
+    again.plan.resume(again.state)
+    again.plan.ended(again.state)
+    again.plan.finish()
+    assert len(written(tmp_path)) == 2
+
+
+def test_without_a_driver_the_next_rank_saves_the_end_if_none_before_it_has(tmp_path, monkeypatch):
+    """Rank 0 may have died: then rank 1 writes the last checkpoint, and only then."""
+    monkeypatch.setattr(saving, "TURN", 0.0)
+    zero, one = Job(tmp_path), Job(tmp_path)
+    one.rank = 1
+    for dead, saved in [(False, "000001-commit-3"), (True, "000002-commit-6")]:
+        for job in (zero, one):
+            job.commits(3)
+        if not dead:
+            zero.plan.ended(zero.state)
+            zero.plan.finish()
+        one.plan.ended(one.state, alone=1)
+        one.plan.finish()
+        assert written(tmp_path)[-1] == saved
+
+
+def test_a_job_goes_on_where_the_last_one_was(tmp_path, capsys):
+    """The newest checkpoint, before the first world only; an empty folder is where a job begins."""
+    first = Job(tmp_path)
+    first.plan.resume(first.state)
+    assert capsys.readouterr().err == ""
+    first.commits(20)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"nbelastic: the first checkpoint, {tmp_path / '000001-commit-10'}, has 0.0 MB and took ")
+    second = Job(tmp_path)
+    second.plan.resume(second.state)
+    assert second.state.commits == second.state.step == 20
+    where = tmp_path / "000002-commit-20"
+    assert capsys.readouterr().err == f"nbelastic: the training goes on at commit 20, from {where}.\n"
+    second.plan.begun = True
+    second.state.step = 0
+    second.plan.resume(second.state)
+    assert second.state.step == 0
+    second.commits(10)
+    assert written(tmp_path)[-1] == "000003-commit-30"
+
+
+@pytest.mark.parametrize(("rank", "step"), [(0, 20), (1, 0)])
+def test_the_root_of_a_jobs_first_world_reads_the_checkpoint(tmp_path, begun, rank, step):
+    """The others receive it from the root; later worlds go on from what their members hold."""
+    Job(tmp_path).commits(20)
+    job = Job(tmp_path)
+    state = begun(job.state)
+    state._session.checkpoints = job.plan
+    state.sync(formation(rank, 2))
+    assert state.step == step
+    count(state).sync(formation(rank, 2))
+    assert state.step == step + 1
+
+
+def test_a_plan_that_fails_to_save_goes_on(tmp_path, capsys):
+    """One line each time, and the next one may be written again."""
+    job = Job(tmp_path)
+    job.state._values["step"] = Unsaved()
+    for job.state.commits in (10, 20):
+        job.plan.committed(job.state)
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 2
+    assert all("there is no checkpoint of commit" in line for line in lines)
+    job.state._values["step"] = 3
+    for job.state.commits in itertools.count(21):
+        job.plan.committed(job.state)
+        if job.state.commits == 30:
+            break
+    job.plan.finish()
+    assert written(tmp_path) == ["000001-commit-30"]
+
+
+class Unsaved:
+    def __reduce__(self):
+        raise TypeError("of no use elsewhere")
+
+
+# ---- what a worker that is stuck keeps for its successor ----
+
+
+def test_a_successor_takes_what_was_kept(tmp_path):
+    """The same numbers, at the same commit."""
+    state = train(network(), 3)
+    was = contents(state)
+    other = network(seed=1)
+    saving.keep(state, tmp_path / "kept")
+    saving.take_kept(other, tmp_path / "kept", 3)
+    assert all(same(*pair) for pair in zip(contents(other), was, strict=True))
+    assert other.commits == 3
+
+
+def test_what_was_not_kept_as_it_should_is_not_taken(tmp_path):
+    """Nothing at all, another commit, damaged: training on, from the beginning or from there, would be worse than an error."""
+    with pytest.raises(nbe.StateError, match="no checkpoint"):
+        saving.take_kept(network(), tmp_path / "kept", 3)
+    saving.keep(train(network(), 3), tmp_path / "kept")
+    with pytest.raises(nbe.StateError, match=r"commit 3 was kept in .*, and commit 4 is wanted"):
+        saving.take_kept(network(), tmp_path / "kept", 4)
+    next((tmp_path / "kept").glob("*/manifest")).write_bytes(b"{")
+    with pytest.raises(nbe.StateError, match="damaged"):
+        saving.take_kept(network(), tmp_path / "kept", 3)

@@ -1,0 +1,332 @@
+"""What changes in a model or an optimizer during a job, and what a state refuses, each by name."""
+
+import pytest
+import torch
+from torch import nn
+
+from nbelastic import ObjectState, StateError, TorchState
+from tests.state.test_commit import receive
+
+
+def network(seed=1):
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3))
+    return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def step(model, optimizer):
+    optimizer.zero_grad()
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+
+
+# ---- parameters that are added or replaced ----
+
+
+def test_a_parameter_that_is_added_is_tracked_from_the_next_commit_on(begun):
+    """As of LoRA: no optimizer knows of it, and still its changes are noticed and undone."""
+    model, optimizer = network()
+    state = begun(TorchState(model=model, optimizer=optimizer))
+    for _ in range(2):
+        step(model, optimizer)
+        step(model, optimizer)
+        state.commit()
+    model[0].scale = nn.Parameter(torch.ones(3))
+    assert not state.clean
+    state.commit()
+    assert state.clean
+    with torch.no_grad():
+        model[0].scale.mul_(2)
+    assert not state.clean
+    state.restore()
+    assert model[0].scale.tolist() == [1, 1, 1]
+
+
+def test_a_layer_that_is_replaced_is_sent_to_newcomers(begun):
+    """The state holds what the model has now; a newcomer that still has another layer is told which."""
+    model, _ = network()
+    state = begun(TorchState(model=model))
+    state.commit()
+    model[1] = nn.Linear(4, 5)
+    state.commit()
+    model_2, _ = network(2)
+    newcomer = begun(TorchState(model=model_2))
+    with pytest.raises(StateError, match=r"model\.1\.weight is .*3, 4.* here and .*5, 4.* in the state"):
+        receive(newcomer, state)
+    model_2[1] = nn.Linear(4, 5)
+    receive(newcomer, state)
+    assert torch.equal(model_2[1].weight, model[1].weight)
+    assert newcomer.clean
+
+
+def test_a_replaced_layer_that_the_optimizer_does_not_know_is_refused(begun):
+    """The optimizer still trains the old layer: one line says so at the next commit."""
+    model, optimizer = network()
+    state = begun(TorchState(model=model, optimizer=optimizer))
+    model[1] = nn.Linear(4, 3)
+    with pytest.raises(StateError, match="optimizer trains 2 parameters of no model in the state"):
+        state.commit()
+
+
+def test_buffers_and_gradients_are_no_new_layers(begun):
+    """What training does anyway does not look like another model."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    state = begun(TorchState(model=model, optimizer=optimizer))
+    step(model, optimizer)
+    model[1].running_mean = torch.zeros(4)
+    assert not state._layout.changed()
+
+
+def tie(model):
+    model[1].weight = model[0].weight
+
+
+def tie_anew(model):
+    """It comes last among the parameters of its layer then."""
+    del model[1].weight
+    model[1].weight = model[0].weight
+
+
+def name_again(model):
+    model.extra = model[0]
+    model[1].other = model[0].bias
+
+
+@pytest.mark.parametrize("alias", [tie, tie_anew, name_again])
+def test_another_name_for_a_parameter_is_no_new_layer(begun, alias):
+    """As of tied weights: what the state holds is the same, and a rank that is aborted there still has its commit."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    tie(model)
+    state = begun(TorchState(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1)))
+    state.commit()
+    alias(model)
+    assert state.clean
+    model[0].bias = nn.Parameter(torch.ones(4))
+    assert not state.clean
+
+
+def swap(model):
+    model[0], model[1] = model[1], model[0]
+
+
+def replace_one_of_two_names(model):
+    model[1].weight = nn.Parameter(model[0].weight.detach())
+
+
+def take_away(model):
+    del model[1].bias
+
+
+def take_away_a_layer(model):
+    del model[1]
+
+
+def write_behind_its_back(model):
+    model[1]._parameters["bias"] = nn.Parameter(torch.ones(4))
+
+
+def give_a_leaf_a_layer(model):
+    model[0].adapter = nn.Linear(2, 2)
+
+
+def give_a_leaf_a_layer_without_parameters(model):
+    model[0].norm = nn.BatchNorm1d(4, affine=False)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        swap,
+        replace_one_of_two_names,
+        take_away,
+        take_away_a_layer,
+        write_behind_its_back,
+        give_a_leaf_a_layer,
+        give_a_leaf_a_layer_without_parameters,
+    ],
+)
+def test_every_change_of_a_model_is_noticed(begun, change):
+    """However it is made: what the last commit holds is another model's, and the next commit holds this one's."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    tie(model)
+    state = begun(TorchState(model=model))
+    state.commit()
+    change(model)
+    assert not state.clean
+    state.commit()
+    assert state.clean
+
+
+# ---- optimizers ----
+
+
+class Counting(torch.optim.SGD):
+    """It keeps something of its own, beside what it keeps for each parameter."""
+
+    def step(self, closure=None):
+        super().step(closure)
+        self.state["steps"] = self.state.get("steps", 0) + 1
+        self.state.setdefault("global", {"sum": torch.zeros(1)})["sum"] += 1
+
+
+def counting(seed):
+    torch.manual_seed(seed)
+    model = nn.Linear(4, 3)
+    return model, Counting(model.parameters(), lr=0.1)
+
+
+def test_what_an_optimizer_keeps_under_its_own_keys_is_sent(begun):
+    """A newcomer's optimizer goes on where the sender's stands."""
+    (model, optimizer), (mine, fresh) = counting(1), counting(2)
+    old = begun(TorchState(model=model, optimizer=optimizer))
+    for _ in range(3):
+        step(model, optimizer)
+    old.commit()
+    fresh.state["odd"] = 1
+    new = begun(TorchState(model=mine, optimizer=fresh))
+    receive(new, old)
+    assert (fresh.state["steps"], fresh.state["global"]["sum"].item(), "odd" in fresh.state) == (3, 3, False)
+    step(model, optimizer)
+    assert fresh.state["global"]["sum"].item() == 3
+
+
+def test_what_an_optimizer_keeps_under_its_own_keys_is_undone(begun):
+    """With copies it comes back with everything else."""
+    model, optimizer = counting(1)
+    state = begun(TorchState(model=model, optimizer=optimizer))
+    for _ in range(2):
+        step(model, optimizer)
+    state.commit()
+    step(model, optimizer)
+    state.restore()
+    assert (optimizer.state["steps"], optimizer.state["global"]["sum"].item()) == (2, 2)
+
+
+# ---- accumulated gradients ----
+
+
+class Experts(nn.Module):
+    """Only one of them is used in a forward pass, and neither is the first or the last parameter."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.experts = nn.ModuleList([nn.Linear(4, 3), nn.Linear(4, 3)])
+        self.last = nn.Linear(3, 3)
+
+    def forward(self, x, which):
+        return self.experts[which](x)
+
+
+def test_ranks_that_use_other_parameters_count_the_same_commits(begun):
+    """Each rank's part of a batch reaches other parameters: what counts as a commit is the same on all of them."""
+    counts = []
+    for used in (0, 1):
+        torch.manual_seed(1)
+        model = Experts()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        state = begun(TorchState(model=model, optimizer=optimizer))
+        for number in range(6):
+            model(torch.ones(2, 4), used).sum().backward()
+            if number % 3 == 2:
+                optimizer.step()
+                optimizer.zero_grad()
+            state.commit()
+        counts.append(state.commits)
+        state.end()
+    assert counts == [2, 2]
+
+
+def test_no_backward_pass_is_watched_after_the_job(begun):
+    """torch's own function is back when the last state has ended."""
+    plain = torch.autograd.backward
+    model, optimizer = network()
+    states = [begun(TorchState(model=model, optimizer=optimizer)) for _ in range(2)]
+    assert torch.autograd.backward is not plain
+    for state in states:
+        state.end()
+    assert torch.autograd.backward is plain
+
+
+# ---- what is refused ----
+
+
+class StatefulDataLoader:
+    """As of torchdata."""
+
+    def state_dict(self):
+        return {}
+
+    def load_state_dict(self, state):
+        pass
+
+
+class ZeroRedundancyOptimizer(torch.optim.SGD):
+    """As of torch.distributed.optim, which needs a process group."""
+
+
+class Sharded(torch.Tensor):
+    """As a DTensor."""
+
+    device_mesh = None
+
+
+def sharded():
+    model = nn.Linear(2, 2)
+    model._parameters["weight"] = nn.Parameter(model.weight.detach().as_subclass(Sharded))
+    return model
+
+
+@pytest.mark.parametrize(
+    ("make", "line"),
+    [
+        (torch.Generator, r"thing is a torch.Generator: give its get_state\(\)"),
+        (StatefulDataLoader, "thing is a StatefulDataLoader.*use nbe.ElasticSampler"),
+        (lambda: ZeroRedundancyOptimizer(nn.Linear(2, 2).parameters(), lr=1), "thing is ZeroRedundancyOptimizer"),
+        (sharded, "thing is sharded over ranks.*Use DistributedDataParallel"),
+    ],
+    ids=["generator", "loader", "zero", "sharded"],
+)
+def test_what_cannot_be_recovered_is_refused_by_name(make, line):
+    """Where the state is made, in one line that says what to do instead."""
+    with pytest.raises(StateError, match=line) as refused:
+        ObjectState(thing=make())
+    assert "\n" not in str(refused.value)
+
+
+def test_a_model_that_is_sharded_inside_the_function_is_refused_at_the_commit(begun):
+    """fully_shard replaces the parameters behind the module's back."""
+    model, _ = network()
+    state = begun(TorchState(model=model))
+    model[0]._parameters["weight"] = nn.Parameter(model[0].weight.detach().as_subclass(Sharded))
+    with pytest.raises(StateError, match="model is sharded over ranks"):
+        state.commit()
+
+
+def test_moments_that_are_no_plain_tensors_are_refused(begun):
+    """As of optimizers that keep eight bits: noticed at the first commit after they have begun to keep them."""
+
+    class Small(torch.Tensor):
+        pass
+
+    class EightBit(torch.optim.SGD):
+        def step(self, closure=None):
+            for p in self.param_groups[0]["params"]:
+                self.state[p]["moment"] = torch.zeros(2).as_subclass(Small)
+
+    model = nn.Linear(4, 3)
+    optimizer = EightBit(model.parameters(), lr=0.1)
+    state = begun(TorchState(model=model, optimizer=optimizer))
+    state.commit()
+    step(model, optimizer)
+    with pytest.raises(StateError, match="optimizer keeps Small instead of plain tensors"):
+        state.commit()
+
+
+def test_a_tensor_of_the_graph_is_refused_by_name(begun):
+    """`state.loss = loss` would keep the whole step in memory: it is to be detached."""
+    state = begun(ObjectState(losses=[]))
+    state.losses = [torch.ones(1, requires_grad=True) * 2]
+    with pytest.raises(StateError, match=r"losses holds a tensor .* give its detach\(\)"):
+        state.commit()

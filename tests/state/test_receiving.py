@@ -1,0 +1,210 @@
+"""A transfer that breaks off: what a receiver holds then, and what it says that it holds."""
+
+import contextlib
+
+import pytest
+import torch
+
+from nbelastic import TorchState
+from nbelastic.state import memory, transfer
+from nbelastic.state.memory import fits
+from nbelastic.state.transfer import describe
+from nbelastic.worker import warm_up as warm
+from nbelastic.worker.worker_report import Account
+from tests.state.conftest import FakeSession, formation
+
+CPU = torch.device("cpu")
+
+
+class BrokenChannel:
+    """Its sender dies when half of the tensors have come."""
+
+    device = CPU
+
+    def move_tensors(self, tensors):
+        for tensor in tensors[: len(tensors) // 2]:
+            tensor.fill_(6)
+        raise RuntimeError("Connection closed by peer")
+
+
+class WholeChannel:
+    """Everything arrives; meanwhile the receiver still has what it had."""
+
+    device = CPU
+
+    def __init__(self, live):
+        self.live, self.meanwhile = live, []
+
+    def move_tensors(self, tensors):
+        for tensor in tensors:
+            tensor.fill_(6)
+        self.meanwhile = [tensor.tolist() for tensor in self.live]
+
+
+def holder():
+    account = Account()
+    account.holds = True
+    return account, [torch.full((2,), 5.0) for _ in range(4)]
+
+
+def receive(channel, places, account, check=lambda: None):
+    with contextlib.suppress(RuntimeError):
+        transfer.receive(channel, places, account, transfer.at_once, 1, check=check)
+
+
+def test_a_holder_keeps_its_commit_when_the_sender_dies():
+    account, live = holder()
+    receive(BrokenChannel(), live, account)
+    assert account.holds
+    assert [tensor.tolist() for tensor in live] == [[5, 5]] * 4
+
+
+def test_nothing_live_changes_before_all_has_come():
+    account, live = holder()
+    channel = WholeChannel(live)
+    receive(channel, live, account)
+    assert channel.meanwhile == [[5, 5]] * 4
+    assert [tensor.tolist() for tensor in live] == [[6, 6]] * 4
+
+
+def broken_off():
+    raise RuntimeError("the generation is over")
+
+
+def test_what_cannot_be_relied_on_is_not_taken(monkeypatch):
+    """On a GPU an aborted transfer ends like any other: a holder keeps what it had, and who received in place holds nothing."""
+    account, live = holder()
+    receive(WholeChannel(live), live, account, broken_off)
+    assert account.holds
+    assert [tensor.tolist() for tensor in live] == [[5, 5]] * 4
+    monkeypatch.setattr(transfer, "fits", lambda *_: False)
+    receive(WholeChannel(live), live, account, broken_off)
+    assert not account.holds
+
+
+def test_memory_that_is_not_there_after_all_is_done_without(monkeypatch):
+    """A fragmented GPU, or several ranks on one: the transfer goes on in place, and the job with it."""
+
+    def no_memory(place):
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(torch, "empty_like", no_memory)
+    account, live = holder()
+    channel = WholeChannel(live)
+    receive(channel, live, account)
+    assert channel.meanwhile == [[6, 6]] * 4
+
+
+def test_where_free_memory_is_not_told_none_is_counted_on(monkeypatch):
+    """Some sandboxes have no tables of memory and control groups."""
+
+    def unknown():
+        raise FileNotFoundError
+
+    monkeypatch.setattr(memory, "_free_here", unknown)
+    assert not fits([Huge(1)], CPU, 1)
+
+
+def test_without_memory_for_it_a_holder_says_that_it_holds_nothing_any_more(monkeypatch):
+    monkeypatch.setattr(transfer, "fits", lambda *_: False)
+    account, live = holder()
+    receive(BrokenChannel(), live, account)
+    assert not account.holds
+    assert live[0].tolist() != live[-1].tolist()
+
+
+def test_a_newcomer_receives_in_place():
+    """It has nothing to lose, and needs no second copy."""
+    live = [torch.zeros(2) for _ in range(4)]
+    channel = WholeChannel(live)
+    receive(channel, live, Account())
+    assert channel.meanwhile == [[6, 6]] * 4
+
+
+class Huge:
+    """A tensor's size and place."""
+
+    def __init__(self, nbytes, device="cpu"):
+        self.nbytes, self.device = nbytes, torch.device(device)
+
+
+def test_what_fits_is_shared_by_the_processes_of_a_machine(monkeypatch):
+    """Half of the free memory, and each of the receivers on this machine takes as much."""
+    monkeypatch.setattr(memory, "_free_here", lambda: 1000)
+    assert fits([Huge(100), Huge(150)], CPU, 2)
+    assert not fits([Huge(100), Huge(151)], CPU, 2)
+    assert fits([Huge(10**6, "meta")], CPU, 2)
+
+
+def test_a_control_group_bounds_what_is_free(monkeypatch, tmp_path):
+    """A container's limit counts, less what it uses; memory of files can be had back."""
+    (tmp_path / "memory.max").write_text("1000000\n")
+    (tmp_path / "memory.current").write_text("900000\n")
+    (tmp_path / "memory.stat").write_text("anon 500000\ninactive_file 300000\n")
+    monkeypatch.setattr(memory, "GROUPS", tmp_path)
+    assert memory._free_here() == 400_000
+    (tmp_path / "memory.max").write_text("max\n")
+    assert memory._free_here() > 400_000
+
+
+def test_a_warm_up_that_fails_leaves_no_group_behind(monkeypatch):
+    """The first world would be told that there is one already."""
+
+    def fail():
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(warm, "_train", fail)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        warm._first_time()
+    assert not torch.distributed.is_initialized()
+
+
+class DyingSender:
+    """It describes its state, which is of the next commit, and dies when half of the tensors have come."""
+
+    receives, device, move_tensors = True, CPU, BrokenChannel.move_tensors
+
+    def __init__(self, sender):
+        self.described = {**describe(sender._contents(), []), "commits": sender.commits + 1}
+
+    def move_object(self, _):
+        return self.described
+
+
+def trained(begun, *, steps, holds=True):
+    """A state at its first commit, after so many steps, and what is in it."""
+    torch.manual_seed(1)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    session = FakeSession()
+    session.account.holds = holds
+    state = begun(TorchState(model=model, optimizer=optimizer, mean=torch.ones(3)), session)
+    for _ in range(steps):
+        model(torch.rand(2, 4)).sum().backward()
+        optimizer.step()
+    state.commit()
+    return state, contents(state)
+
+
+def contents(state):
+    tensors = []
+    described = describe(state._contents(), tensors)
+    return str(described), [tensor.tolist() for tensor in tensors]
+
+
+@pytest.mark.parametrize(
+    ("steps", "holds", "still"),
+    [(2, True, True), (1, True, False), (2, False, False)],
+    ids=["copies", "no copies", "newcomer"],
+)
+def test_a_holder_with_copies_goes_back_to_them_when_a_transfer_in_place_breaks_off(
+    begun, monkeypatch, steps, holds, still
+):
+    """It still holds its commit, and says so. Without copies, or before it held a state, it holds nothing."""
+    monkeypatch.setattr(transfer, "fits", lambda *_: False)
+    state, before = trained(begun, steps=steps, holds=holds)
+    with pytest.raises(RuntimeError, match="Connection closed"):
+        state._move(DyingSender(state), CPU, formation(0, 1))
+    assert state._session.account.holds is still
+    assert (contents(state) == before) is still
+    assert state.commits == 1

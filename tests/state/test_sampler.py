@@ -1,0 +1,281 @@
+"""What an ElasticSampler gives to each rank, and what it refuses. That nothing is lost: `test_exactly_once.py`."""
+
+import io
+import pickle
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
+
+import nbelastic as nbe
+from nbelastic import ElasticSampler, StateError, UsageError
+
+
+def shares(stand, size, sampler):
+    """What each rank of a world would get."""
+    found = []
+    for rank in range(size):
+        stand(rank, size)
+        found.append(list(sampler))
+        assert len(sampler) == len(found[-1])
+    return found
+
+
+def test_the_order_is_another_one_each_epoch_and_the_same_everywhere():
+    """Shuffled by seed and epoch: ranks agree, epochs differ."""
+    one, two, other = ElasticSampler(range(100)), ElasticSampler(range(100)), ElasticSampler(range(100), seed=1)
+    assert list(one) == list(two) != list(other)
+    first = list(one)
+    one.set_epoch(1)
+    assert sorted(first) == sorted(one) == list(range(100))
+    assert list(one) != first
+
+
+def test_without_shuffling_the_order_is_that_of_the_data(stand):
+    """`shuffle=False`: the samples go round the ranks in turn."""
+    sampler = ElasticSampler(range(7), shuffle=False)
+    stand(1, 3)
+    assert list(sampler) == [1, 4, 0]
+    sampler.record_batch(1)
+    assert list(sampler) == [4, 3]
+    assert len(sampler) == 2
+
+
+def test_the_padding_is_spread_over_few_samples(stand):
+    """With fewer samples left than ranks, everybody still gets one."""
+    assert shares(stand, 5, ElasticSampler(range(2), shuffle=False)) == [[0], [1], [0], [1], [0]]
+
+
+def test_an_epoch_begins_once(stand):
+    """A function that starts again from its top says the same epoch again: what was used stays used."""
+    stand(0, 2)
+    sampler = ElasticSampler(range(10))
+    sampler.set_epoch(3)
+    sampler.record_batch(2)
+    sampler.set_epoch(3)
+    assert (sampler.epoch, sampler.used) == (3, 4)
+    sampler.set_epoch(4)
+    assert (sampler.epoch, sampler.used) == (4, 0)
+
+
+def test_nothing_is_left_at_the_end(stand):
+    """After the last sample an iteration is empty, and more than all is not counted."""
+    stand(0, 3)
+    sampler = ElasticSampler(range(4))
+    sampler.record_batch(100)
+    assert (list(sampler), len(sampler), sampler.used) == ([], 0, 4)
+
+
+def test_outside_a_world_all_samples_are_mine():
+    """A notebook can try the same loop alone."""
+    assert sorted(ElasticSampler(range(5))) == [0, 1, 2, 3, 4]
+    assert len(ElasticSampler([])) == 0
+    assert list(ElasticSampler([])) == []
+
+
+def test_seeds_and_epochs_do_not_meet():
+    """Any integer is a seed, and each gives another order, near or far: torch's generator alone heeds 32 bits of it."""
+    orders = {
+        tuple(one)
+        for seed in (0, 1, -1, 4096, 2**32, 2**64, 2**100)
+        for epoch in (0, 1, 2)
+        for one in [ElasticSampler(range(50), seed=seed)]
+        if one.set_epoch(epoch) is None
+    }
+    assert len(orders) == 21
+
+
+def test_the_rest_is_left_out_if_that_is_wanted(stand):
+    """`drop_last`: nothing is repeated; what cannot be shared out equally stays unused, until a world that can."""
+    sampler = ElasticSampler(range(8), shuffle=False, drop_last=True)
+    assert shares(stand, 3, sampler) == [[0, 3], [1, 4], [2, 5]]
+    assert shares(stand, 9, sampler) == [[]] * 9
+    stand(0, 3)
+    sampler.record_batch(64)
+    assert (sampler.used, len(sampler)) == (6, 0)
+    assert shares(stand, 2, sampler) == [[6], [7]]
+
+
+def test_a_global_batch_is_split_among_the_ranks(stand):
+    """Next to each other, the remainder with the first ranks; so is the epoch's last batch, which is a smaller one."""
+    sampler = ElasticSampler(range(16), shuffle=False, global_batch=7)
+    assert shares(stand, 3, sampler) == [[0, 1, 2, 7, 8, 9, 14], [3, 4, 10, 11, 15], [5, 6, 12, 13, 14]]
+    assert shares(stand, 2, sampler) == [[0, 1, 2, 3, 7, 8, 9, 10, 14], [4, 5, 6, 11, 12, 13, 15]]
+    sampler.drop_last = True
+    assert shares(stand, 3, sampler) == [[0, 1, 2, 7, 8, 9], [3, 4, 10, 11], [5, 6, 12, 13]]
+
+
+def test_the_shares_of_a_global_batch(stand):
+    """`local_batch_size` is this rank's in the present world; alone, it is all of it."""
+    assert nbe.local_batch_size(7) == 7
+    found = []
+    for rank in range(3):
+        stand(rank, 3)
+        found.append(nbe.local_batch_size(7))
+    assert found == [3, 2, 2]
+
+
+def test_weights_follow_the_shares(stand):
+    """Samples times ranks, by those of the global batch; parts of a share add up to it; a repeated sample has none."""
+    sampler = ElasticSampler(range(8), shuffle=False, global_batch=7)
+    stand(0, 3)
+    assert sampler.weight(3) == 9 / 7
+    assert sampler.weight(2) + sampler.weight(1) == pytest.approx(9 / 7)
+    stand(1, 3)
+    assert sampler.weight(2) == 6 / 7
+    sampler.record_batch(2)
+    assert list(sampler) == [7]
+    assert sampler.weight(1) == 0.0
+    stand(0, 3)
+    assert sampler.weight(1) == 3.0
+    sampler.record_batch(1)
+    with pytest.raises(UsageError, match=r"epoch 0 has no batch left to weigh: ask for weight\(\) before record_batch"):
+        sampler.weight(1)
+    assert ElasticSampler(range(8)).weight(5) == 1.0
+
+
+def test_a_wrong_share_is_told_at_once(stand):
+    """A DataLoader with another batch size would give some samples twice and others never."""
+    sampler = ElasticSampler(range(100), global_batch=64)
+    stand(1, 3)
+    for wrong in (64, 22, 20):
+        with pytest.raises(
+            UsageError, match=f"{wrong} samples are not this rank's share .* which is 21: make the Data"
+        ):
+            sampler.record_batch(wrong)
+    with pytest.raises(UsageError, match=r"batch_size=nbe.local_batch_size\(64\)"):
+        sampler.weight(64)
+    sampler.record_batch(21)
+    sampler.record_batch(21)  # its share of the last 36 is 12, and that is what counts
+    assert (sampler.used, list(sampler)) == (100, [])
+
+
+@pytest.mark.parametrize("wrong", [0, -4, 2.5, "8", None])
+def test_what_is_no_size_is_told_at_once(wrong):
+    """One clear line that names the argument."""
+    sampler = ElasticSampler(range(9))
+    with pytest.raises(UsageError, match=r"batch_size must be a positive integer, not "):
+        sampler.record_batch(wrong)
+    with pytest.raises(UsageError, match=r"batch_size must be a positive integer, not "):
+        sampler.weight(wrong)
+    with pytest.raises(UsageError, match=r"global_batch must be a positive integer, not "):
+        nbe.local_batch_size(wrong)
+    if wrong is not None:
+        with pytest.raises(UsageError, match=r"global_batch must be a positive integer, not "):
+            ElasticSampler(range(9), global_batch=wrong)
+
+
+def test_more_ranks_than_samples_in_a_batch(stand):
+    """Some would have nothing in any step: the message says what to change."""
+    stand(4, 5)
+    with pytest.raises(UsageError, match=r"of 4 cannot be split among 5 ranks: make it at least 5, or .* max=4"):
+        nbe.local_batch_size(4)
+    with pytest.raises(UsageError, match="cannot be split among 5 ranks"):
+        iter(ElasticSampler(range(100), global_batch=4))
+
+
+def test_a_dataset_without_length():
+    """Samples that cannot be counted cannot be shared out."""
+    with pytest.raises(UsageError, match=r"a Stream has no length, .*: give range\(n\)"):
+        ElasticSampler(Stream(None))
+
+
+def test_the_state_is_plain_and_small():
+    """A checkpoint of it can be read as data; it says what it belongs to, and an older one without that is fine."""
+    sampler = ElasticSampler(range(9), seed=7)
+    sampler.record_batch(4)
+    file = io.BytesIO()
+    torch.save(sampler.state_dict(), file)
+    file.seek(0)
+    state = torch.load(file, weights_only=True)
+    assert state == {"epoch": 0, "used": 4, "seed": 7, "samples": 9}
+    other = ElasticSampler(range(9), global_batch=3)
+    other.load_state_dict(state)
+    assert list(other) == list(sampler)
+    other.load_state_dict({"epoch": 1, "used": 2})
+    assert (other.epoch, other.used, other.seed) == (1, 2, 7)
+
+
+@pytest.mark.parametrize("state", [{"samples": 10, "used": 3}, {"used": 10}, {"used": -1}])
+def test_a_state_of_other_data_is_refused(state):
+    """Its place in the order would mean nothing here."""
+    with pytest.raises(StateError, match=r"of a dataset of .* samples, this one has 9: use the same data"):
+        ElasticSampler(range(9)).load_state_dict({"epoch": 0, **state})
+
+
+class Stream(IterableDataset):
+    """Data that go through the sampler themselves."""
+
+    def __init__(self, sampler):
+        self.sampler = sampler
+
+    def __iter__(self):
+        return iter(self.sampler)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"num_workers": 1},
+        pytest.param({"num_workers": 1, "multiprocessing_context": "spawn"}, marks=pytest.mark.soak),
+    ],
+)
+def test_a_stream_may_go_through_the_sampler(stand, options):
+    """Here, or in a process of the DataLoader's: forked or not, that knows this rank."""
+    stand(1, 2)
+    sampler = ElasticSampler(range(10), shuffle=False, global_batch=4)
+    sampler.record_batch(2)
+    batches = DataLoader(Stream(sampler), batch_size=nbe.local_batch_size(4), **options)
+    assert [batch.tolist() for batch in batches] == [[6, 7], [9]]
+
+
+@pytest.fixture
+def inside(monkeypatch):
+    """`inside(n)`: as if in one of n processes of a DataLoader. In a real one torch takes 5 s to end after an error."""
+
+    def of(processes):
+        info = SimpleNamespace(num_workers=processes)
+        monkeypatch.setattr("nbelastic.state.sampler.get_worker_info", lambda: info)
+
+    return of
+
+
+def test_several_processes_that_go_through_a_sampler_are_refused(inside):
+    """Each holds a copy of it and would give the same samples."""
+    inside(2)
+    with pytest.raises(UsageError, match="each of the DataLoader's 2 processes would give the same samples: use num_w"):
+        list(ElasticSampler(range(8)))
+
+
+def test_a_process_that_outlives_the_pass_is_refused(inside):
+    """Nobody tells its copy what was used since; a copy that is told of a new epoch there can go on."""
+    inside(1)
+    sampler = ElasticSampler(range(8))
+    assert len(list(sampler)) == 8
+    with pytest.raises(UsageError, match="not know what was used of epoch 0 since it began: use persistent_workers=F"):
+        list(sampler)
+    sampler.set_epoch(1)
+    assert len(list(sampler)) == 8
+
+
+def test_a_place_travels_no_further_than_to_a_loaders_process(stand):
+    """A sampler that was pickled in a world and is read where there is none has all samples to itself."""
+    stand(1, 3)
+    sampler = pickle.dumps(ElasticSampler(range(9)))
+    stand(0, 1)
+    assert len(pickle.loads(sampler)) == 9
+
+
+def test_batch_samplers(stand):
+    """torch's BatchSampler on top of it makes the same batches."""
+    stand(2, 3)
+    sampler = ElasticSampler(range(40), global_batch=16)
+    batches = BatchSampler(sampler, nbe.local_batch_size(16), drop_last=False)
+    data = list(range(40))
+    by_size = DataLoader(data, batch_size=nbe.local_batch_size(16), sampler=sampler)
+    found = [batch.tolist() for batch in DataLoader(data, batch_sampler=batches)]
+    assert found == [batch.tolist() for batch in by_size]
+    assert [len(batch) for batch in found] == [5, 5, 2]
+    assert len(batches) == 3

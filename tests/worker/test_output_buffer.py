@@ -1,0 +1,102 @@
+"""What a program prints reaches its job: all of it, once."""
+
+from __future__ import annotations
+
+import sys
+import threading
+
+from nbelastic.worker.output_buffer import BOUND, Printed
+
+
+def test_nothing_is_lost_while_it_is_taken(monkeypatch):
+    """Two threads print and a third takes what there is, all the time: every word arrives, in each one's order."""
+    monkeypatch.setattr("nbelastic.worker.output_buffer.BOUND", 10**9)
+    printed, done, found = Printed(), threading.Event(), []
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+
+    def write(name):
+        for i in range(20_000):
+            printed.write("out", f"{name}{i} ")
+
+    def take():
+        while not done.is_set():
+            found.extend(piece.text for piece in printed.take())
+
+    writers = [threading.Thread(target=write, args=(name,)) for name in "ab"]
+    taker = threading.Thread(target=take)
+    for thread in (*writers, taker):
+        thread.start()
+    for writer in writers:
+        writer.join()
+    done.set()
+    taker.join()
+    sys.setswitchinterval(before)
+    found.extend(piece.text for piece in printed.take())
+    words = "".join(found).split()
+    for name in "ab":
+        assert [word for word in words if word[0] == name] == [f"{name}{i}" for i in range(20_000)]
+
+
+def test_of_too_much_the_end_is_kept():
+    """And it is said how much was left out; an empty stream says nothing."""
+    printed = Printed()
+    printed.write("err", "x" * BOUND)
+    printed.write("err", "the end")
+    ((_, _, stream, text, end),) = printed.take()
+    assert (stream, len(text), text[-7:], end) == ("err", BOUND, "the end", BOUND + 7)
+    assert list(printed.take()) == []
+
+
+def test_the_last_words_of_a_job_are_not_the_next_ones():
+    """Though they are taken when that has begun."""
+    printed = Printed()
+    printed.job = "job-1"
+    printed.write("out", "the")
+    printed.write("out", " end\n")
+    printed.job = "job-2"
+    printed.write("out", "hello")
+    assert list(printed.take()) == [("job-1", None, "out", "the end\n", 8), ("job-2", None, "out", "hello", 5)]
+
+
+def test_what_a_driver_has_not_heard_is_said_again():
+    """Whatever was under way when it was killed, and what was written while there was none, up to the bound."""
+    printed = Printed()
+    printed.write("out", "one ")
+    assert list(printed.take()) == [("", None, "out", "one ", 4)]
+    printed.hold()
+    printed.write("out", "two ")
+    printed.hold()
+    printed.write("out", "three")
+    assert list(printed.take()) == [("", None, "out", "one two three", 13)]
+    assert list(printed.take()) == []
+    printed.hold()
+    printed.write("out", "x" * BOUND)
+    printed.hold()
+    ((_, _, _, text, end),) = printed.take()
+    assert (len(text), end) == (BOUND, BOUND + 13)
+
+
+def test_a_line_belongs_to_the_rank_that_printed_it():
+    """Though the worker has another rank when it is taken; what was said before there was a rank has none."""
+    printed = Printed()
+    for rank in (None, 2, 1):
+        printed.rank = rank
+        printed.write("out", f"as {rank}\n")
+    assert [(piece.rank, piece.text) for piece in printed.take()] == [
+        (None, "as None\n"),
+        (2, "as 2\n"),
+        (1, "as 1\n"),
+    ]
+
+
+def test_of_a_progress_bar_the_newest_frame_is_sent():
+    """However many frames there were; a driver that has not heard the last one is told no more than that either."""
+    printed = Printed()
+    for percent in range(100):
+        printed.write("err", f"\r{percent} %")
+    (piece,) = printed.take()
+    assert (piece.text, piece.end) == ("\r99 %", 5)
+    printed.write("err", "\r100 %\ndone\n")
+    (piece,) = printed.take()
+    assert (piece.text, piece.end) == ("\r100 %\ndone\n", 17)
