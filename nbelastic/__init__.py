@@ -25,22 +25,22 @@ if TYPE_CHECKING:
         WaitTimeoutError,
     )
     from nbelastic.notebook import load_ipython_extension, unload_ipython_extension
-    from nbelastic.programs.elastic import (
+    from nbelastic.programs.elastic import elastic
+    from nbelastic.protocol.sources import HostDiscovery
+    from nbelastic.provision.discovery import FixedHosts, ScriptDiscovery
+    from nbelastic.state.sampler import ElasticSampler, local_batch_size
+    from nbelastic.state.state import ObjectState, State, TorchState
+    from nbelastic.worker.ranks import (
         cross_group,
         cross_rank,
         cross_size,
         device,
-        elastic,
         local_group,
         local_rank,
         local_size,
         rank,
         size,
     )
-    from nbelastic.protocol.sources import HostDiscovery
-    from nbelastic.provision.discovery import FixedHosts, ScriptDiscovery
-    from nbelastic.state.sampler import ElasticSampler, local_batch_size
-    from nbelastic.state.state import ObjectState, State, TorchState
 
 __version__ = "0.1.0"
 
@@ -63,20 +63,20 @@ _NAMES_BY_MODULE = {
     "nbelastic.provision.discovery": ("FixedHosts", "ScriptDiscovery"),
     "nbelastic.client.job": ("Job",),
     "nbelastic.notebook": ("load_ipython_extension", "unload_ipython_extension"),
-    "nbelastic.programs.elastic": (
+    "nbelastic.programs.elastic": ("elastic",),
+    "nbelastic.state.sampler": ("ElasticSampler", "local_batch_size"),
+    "nbelastic.state.state": ("ObjectState", "State", "TorchState"),
+    "nbelastic.worker.ranks": (
         "cross_group",
         "cross_rank",
         "cross_size",
         "device",
-        "elastic",
         "local_group",
         "local_rank",
         "local_size",
         "rank",
         "size",
     ),
-    "nbelastic.state.sampler": ("ElasticSampler", "local_batch_size"),
-    "nbelastic.state.state": ("ObjectState", "State", "TorchState"),
 }
 _MODULES = {name: module for module, names in _NAMES_BY_MODULE.items() for name in names}
 

@@ -12,7 +12,7 @@ from IPython.core.getipython import get_ipython
 
 from nbelastic.protocol import worker_messages
 from nbelastic.protocol.ids import WorkerId
-from nbelastic.worker.output_buffer import Output, printable
+from nbelastic.worker.output_buffer import OutputStream, printable
 
 BOUND = 50_000  # characters of each of a cell's streams, and of its traceback, that are sent: the end of it
 ERROR_BOUND = 500  # characters of an error in one line
@@ -25,7 +25,10 @@ async def run(worker: WorkerId, cell: worker_messages.Cell) -> worker_messages.C
     """Run it, `await` outside of functions included."""
     out: list[str] = []
     err: list[str] = []
-    with contextlib.redirect_stdout(Output(out.append, 1)), contextlib.redirect_stderr(Output(err.append, 2)):
+    with (
+        contextlib.redirect_stdout(OutputStream(out.append, 1)),
+        contextlib.redirect_stderr(OutputStream(err.append, 2)),
+    ):
         try:
             error, traceback = await _run(cell.source)
         except BaseException as failed:  # noqa: BLE001  (whatever it is, the driver waits for an answer)

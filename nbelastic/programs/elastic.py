@@ -1,4 +1,4 @@
-"""The loop around the user's function, and who am I: `rank()`, `size()` and their kin."""
+"""The loop around the user's function: it calls the function once in each world, until it returns."""
 
 from __future__ import annotations
 
@@ -9,18 +9,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-import torch
-import torch.distributed as dist
-
 from nbelastic.errors import JobStoppedError, UsageError
 from nbelastic.programs.frameworks import Watch
 from nbelastic.protocol.events import WorkerSucceeded
-from nbelastic.state import checkpoints as saving
+from nbelastic.state import checkpoints
 from nbelastic.state.checkpoint_files import reason
-from nbelastic.state.ddp_patch import wrapping
+from nbelastic.state.ddp_patch import unchanged_by_ddp
 from nbelastic.state.state import State
 from nbelastic.worker import session as _session
-from nbelastic.worker.session import Session, WorldAborted, WorldLeft
+from nbelastic.worker.interrupts import WorldAborted, WorldLeft
+from nbelastic.worker.session import Session
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -28,13 +26,13 @@ S = TypeVar("S", bound=State)
 
 
 def elastic(function: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
-    """Decorate `function(state, …)`: it is called from its top in every world this worker is in, until it returns.
+    """Decorate `function(state, …)`: call it from its top in each world that this worker is in, until it returns.
 
-    When it is called, `torch.distributed` is initialised and `state` is the same on all ranks: the newest commit. The
-    returned value is the last call's. An exception of the function's own ends the job with its traceback; one that
-    comes of a lost worker does not: the function is called again in the next world. One elastic function a job.
+    At each call `torch.distributed` is initialised, and `state` is the newest commit, the same on all ranks. The decorated
+    function returns what the last call returns. An exception of the function ends the job with its traceback. An exception
+    that a lost worker has caused does not: the function is called again in the next world. One elastic function per job.
 
-    The idea is Horovod Elastic's `hvd.elastic.run`; here it is the driver who says what an exception was.
+    The idea is Horovod Elastic's `hvd.elastic.run`; here the driver decides what caused an exception.
     """
     if not callable(function):
         raise UsageError(f"nbe.elastic decorates a function(state, …), not {type(function).__name__}.")
@@ -51,13 +49,15 @@ def elastic(function: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S,
 
 
 class _Loop:
+    """The session calls `position`, `write_kept_state` and so on: see `StateHolder`."""
+
     def __init__(self, session: Session, state: State) -> None:
         if session.used:
             raise UsageError("this job has run an elastic function already: put both parts into one, or run two jobs.")
         session.used = True
         self._session = session
         self._state = state
-        self._own: BaseException | None = None
+        self._own_error: BaseException | None = None
 
     def run(self, call: Callable[[], R]) -> R:
         try:
@@ -65,8 +65,8 @@ class _Loop:
             self._session.holder = self
             return self._loop(call)
         except JobStoppedError:
-            self._state.undo()  # it may come in the middle of a step: buffers and counters are those of no commit then
-            self._keep()
+            self._state.undo()  # in the middle of a step, buffers and counters belong to no commit
+            self._write_final_checkpoint()
             raise
         finally:
             self._session.holder = None
@@ -74,70 +74,71 @@ class _Loop:
 
     @property
     def position(self) -> tuple[int, bool]:
+        """The newest commit, and whether the live tensors are those of that commit."""
         return self._state.commits, self._state.clean
 
-    def rescue(self) -> None:
-        """The job is stopped, and the main thread will not wake up any more: the link's thread keeps the last commit."""
+    def write_last_checkpoint(self) -> None:
+        """The job is stopped and the main thread hangs: the link thread writes the newest commit."""
         plan = self._session.checkpoints
-        if plan is not None and self._session.account.holds:
+        if plan is not None and self._session.facts.holds_state:
             self._state.undo()
-            self._keep()
+            self._write_final_checkpoint()
             plan.finish()
 
-    def keep(self, folder: Path) -> int:
-        """The same of a job that goes on, if nobody else holds its state: it is written for another process of this host."""
+    def write_kept_state(self, folder: Path) -> int:
+        """The job goes on and no other worker has its state: write the newest commit for another worker of this host."""
         try:
             self._state.undo()
-            saving.keep(self._state, folder)
+            checkpoints.keep(self._state, folder)
         except BaseException as error:
             text = f"nbelastic: the training state could not be kept: {reason(error)}\n"
-            os.write(2, text.encode())  # what is printed would not be sent any more
+            os.write(2, text.encode())  # the output buffer is not sent any more
             raise
         return self._state.commits
 
-    def take(self, folder: Path, commit: int) -> None:
-        saving.take_kept(self._state, folder, commit)
+    def load_kept_state(self, folder: Path, commit: int) -> None:
+        """Load the state that another worker wrote. StateError if it is not this commit, or not complete."""
+        checkpoints.take_kept(self._state, folder, commit)
 
-    def _keep(self) -> None:
-        """The last checkpoint, if the job has them: also of a job that was stopped."""
-        if self._session.checkpoints is not None and self._session.account.holds:
-            self._session.checkpoints.ended(
-                self._state, self._session.last_rank if self._session.link.disconnected else 0
-            )
+    def _write_final_checkpoint(self) -> None:
+        """Write the job's last checkpoint, if it has any; also of a job that was stopped."""
+        session = self._session
+        if session.checkpoints is not None and session.facts.holds_state:
+            session.checkpoints.ended(self._state, session.last_rank if session.link.disconnected else 0)
 
     def _loop(self, call: Callable[[], R]) -> R:
         again = False
         while True:
             gathered, offer = self._session.gather(self)
-            outcome, value = self._live(call, gathered, offer, again)
+            outcome, value = self._run_generation(call, gathered, offer, again)
             if outcome == "returned":
                 return value  # type: ignore[return-value]
-            if self._own is not None:
-                error, self._own = self._own, None
+            if self._own_error is not None:
+                error, self._own_error = self._own_error, None
                 raise error
             again = True
             if outcome == "aborted":
                 self._state.undo()
 
-    def _live(self, call: Callable[[], R], formation: Any, offer: Any, again: bool) -> tuple[str, R | None]:
-        """One generation. Nothing that it raised may outlive it: a traceback would keep the old group alive."""
+    def _run_generation(self, call: Callable[[], R], formation: Any, offer: Any, again: bool) -> tuple[str, R | None]:
+        """Call the function in one generation. Keep no exception of it: a traceback would keep the old group alive."""
         session = self._session
         try:
             self._enter(formation, offer, again)
             frameworks().check()
-            with wrapping(self._state._tensors):
+            with unchanged_by_ddp(self._state._tensors):
                 value = call()
-            self._keep()
+            self._write_final_checkpoint()
             session.succeed(WorkerSucceeded(session.worker, formation.generation))
         except WorldLeft:
             return "left", None
         except WorldAborted:
             return "aborted", None
-        except BaseException as error:  # noqa: BLE001  (whatever it is, the driver says whose fault it was)
-            if session.judge(error):
-                self._own = error
+        except BaseException as error:  # noqa: BLE001  (the driver decides what caused it)
+            if session.is_own_error(error):
+                self._own_error = error
                 return "raised", None
-            _forget(error)
+            _drop_tracebacks(error)
             return "aborted", None
         return "returned", value
 
@@ -148,96 +149,34 @@ class _Loop:
         joined = time.monotonic()
         self._state.sync(formation)
         synced = time.monotonic()
-        took = {"form": (joined - start) * 1000, "sync": (synced - joined) * 1000}
         if again:
             for callback in self._state.reset_callbacks:
                 callback()
-        self._session.formed(took)
+        if self._session.checkpoints is not None:
+            self._session.checkpoints.begun = True
+        self._session.formed({"form": (joined - start) * 1000, "sync": (synced - joined) * 1000})
 
 
 @functools.cache
 def frameworks() -> Watch:
-    """One in each process, at work since it was first asked for."""
+    """The one watch of this process, which starts at the first call."""
 
     def size() -> int:
         session = _session.current()
-        inside = session.holder is not None  # the group stays after the elastic function has returned
-        return session.formation.world_size if inside and session.formation is not None else 0
+        is_inside = session.holder is not None  # the group stays after the elastic function has returned
+        return session.formation.world_size if is_inside and session.formation is not None else 0
 
     watch = Watch(size)
     watch.start()
     return watch
 
 
-def _forget(error: BaseException | None) -> None:
-    """Cut the tracebacks of an exception and all that are behind it: their frames hold the old group."""
-    open_ends = [error]
-    while open_ends:
-        one = open_ends.pop()
+def _drop_tracebacks(error: BaseException | None) -> None:
+    """Drop the tracebacks of an exception and of its causes: their frames refer to the old group."""
+    pending = [error]
+    while pending:
+        one = pending.pop()
         if one is None:
             continue
-        open_ends += [one.__cause__, one.__context__, *(one.exceptions if isinstance(one, BaseExceptionGroup) else ())]
+        pending += [one.__cause__, one.__context__, *(one.exceptions if isinstance(one, BaseExceptionGroup) else ())]
         one.__traceback__ = one.__cause__ = one.__context__ = None
-
-
-def rank() -> int:
-    """The rank of this worker in the present world, 0 to size() - 1. NoWorldError outside an elastic function."""
-    return _session.world().rank
-
-
-def size() -> int:
-    """The number of workers in the present world (world size). NoWorldError outside an elastic function."""
-    return _session.world().world_size
-
-
-def local_rank() -> int:
-    """The rank among the workers of this host. Not the GPU's number: that is `device()`."""
-    return _session.world().local_rank
-
-
-def local_size() -> int:
-    """The number of workers of this host in the present world."""
-    return _session.world().local_size
-
-
-def cross_rank() -> int:
-    """The position of this host among the hosts that have a worker of this local rank (Horovod's meaning)."""
-    return _session.world().cross_rank
-
-
-def cross_size() -> int:
-    """The number of hosts that have a worker of this local rank."""
-    return _session.world().cross_size
-
-
-def device() -> torch.device:
-    """The device of this worker: `cuda:<slot>` for the life of its process, or the CPU."""
-    return _session.device(_session.current().worker.slot)
-
-
-def local_group() -> dist.ProcessGroup:
-    """The process group of this host's workers. Collective on first use in each world: all ranks must call it."""
-    return _groups()[0]
-
-
-def cross_group() -> dist.ProcessGroup:
-    """The process group of the workers with this local rank, one a host. Collective on first use, as `local_group`."""
-    return _groups()[1]
-
-
-def _groups() -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
-    """Both at once, so that all ranks make them in the same order whichever they ask for first."""
-    formation, group = _session.world(), _session.current().group
-    assert group is not None
-    if group.subgroups is None:
-        by_host, start = [], 0
-        for _, count in formation.hosts:
-            by_host.append(list(range(start, start + count)))
-            start += count
-        most = max(len(ranks) for ranks in by_host)
-        across = [[ranks[i] for ranks in by_host if i < len(ranks)] for i in range(most)]
-        local, _ = dist.new_subgroups_by_enumeration(by_host)
-        cross, _ = dist.new_subgroups_by_enumeration(across)
-        group.subgroups = (local, cross)
-    found: tuple[dist.ProcessGroup, dist.ProcessGroup] = group.subgroups
-    return found

@@ -24,7 +24,7 @@ from nbelastic.state.checkpoints import Plan
 from nbelastic.system import pickling
 from nbelastic.system.files import replace_private
 from nbelastic.worker.environment import log_to
-from nbelastic.worker.output_buffer import Output, printable
+from nbelastic.worker.output_buffer import OutputStream, printable
 from nbelastic.worker.session import Session
 
 LOOK = 0.25  # seconds between looks at whether the job is over, while its call is fetched
@@ -73,7 +73,7 @@ class Runner:
                 case worker_messages.Program(job=job) if (
                     job == self._newest
                 ):  # a driver that came meanwhile could not know of it
-                    self._session.say_result_again()
+                    self._session.repeat_result()
                 case worker_messages.Program() as order:
                     self._newest = order.job
                     self._session.program_begins(order.job)
@@ -184,7 +184,7 @@ def _plan(session: Session, checkpoints: tuple[str, int, int] | None) -> None:
 
 @contextlib.contextmanager
 def _output(session: Session) -> Iterator[None]:
-    out, err = (Output(partial(session.printed.write, name), fd) for name, fd in (("out", 1), ("err", 2)))
+    out, err = (OutputStream(partial(session.output.write, name), fd) for name, fd in (("out", 1), ("err", 2)))
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         yield
     out.flush()

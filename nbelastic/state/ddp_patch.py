@@ -13,7 +13,7 @@ from nbelastic.state.snapshot import Part
 
 
 @contextlib.contextmanager
-def wrapping(tensors: Part) -> Iterator[None]:
+def unchanged_by_ddp(tensors: Part) -> Iterator[None]:
     """Inside, making a DDP is no change of `tensors`: its constructor sends rank 0's values to all, who have them already.
 
     Without this every change of the world would look like parameters changed by hand, which have to be copied.

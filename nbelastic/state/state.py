@@ -159,7 +159,7 @@ class State:
             return waits and self._grouped > 0
         if self._grouped and self._session.on_any_rank(waits):
             return True
-        self._session.settle()
+        self._session.finish_gpu_work()
         return False
 
     def save(self, path: str | Path, *, keep: int = saving.KEEP) -> Saving:
@@ -249,9 +249,11 @@ class State:
         """Send the state, or receive it: whoever holds a commit goes on holding it until all of the newer one has come."""
         session = self._session
         assert session is not None
-        apart = session.apart if where.type != "cuda" else at_once  # NCCL's operations belong to this thread's stream
+        apart = (
+            session.run_abortable if where.type != "cuda" else at_once
+        )  # NCCL's operations belong to this thread's stream
         if channel.receives:
-            account = session.account
+            facts = session.facts
             described = apart(lambda: channel.move_object(None))
 
             def check() -> None:
@@ -261,17 +263,17 @@ class State:
                     session.check(where)
 
             def fill(places: list[torch.Tensor]) -> None:
-                held = account.holds
+                held = facts.holds_state
                 try:
-                    receive(channel, places, account, apart, formation.local_size, check=check)
+                    receive(channel, places, facts, apart, formation.local_size, check=check)
                 except BaseException:
                     if held and self._tensors.keep:  # the copies are those of the commit that it held
                         self.undo()
-                        account.holds = True
+                        facts.holds_state = True
                     raise
 
             self._accept(described, where, fill)
-            account.holds, account.since = True, formation.generation
+            facts.holds_state, facts.state_since = True, formation.generation
         else:
             outgoing: list[torch.Tensor] = []
             contents = describe(self._contents(), outgoing)

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from nbelastic.errors import StateError
 from nbelastic.state.memory import fits
 from nbelastic.state.snapshot import put_all
-from nbelastic.worker.worker_report import Account
+from nbelastic.worker.worker_report import WorkerFacts
 
 R = TypeVar("R")
 
@@ -154,7 +154,7 @@ def at_once(task: Callable[[], R]) -> R:
 def receive(
     channel: Channel,
     places: list[torch.Tensor],
-    account: Account,
+    facts: WorkerFacts,
     apart: Callable[[Callable[[], None]], None],
     neighbours: int,
     *,
@@ -162,18 +162,18 @@ def receive(
 ) -> None:
     """Receive into `places`, by way of memory of its own if this rank holds a state now and there is enough for that.
 
-    `account.holds` is False from the moment from which the tensors are of two commits. `apart` runs a transfer in a
+    `facts.holds_state` is False from the moment from which the tensors are of two commits. `apart` runs a transfer in a
     thread that may be left behind; so many processes on this machine (`neighbours`) may receive at the same time.
     `check` raises if what has arrived cannot be relied on.
     """
-    arrived = _scratch(places) if account.holds and fits(places, channel.device, neighbours) else None
+    arrived = _scratch(places) if facts.holds_state and fits(places, channel.device, neighbours) else None
     if arrived is not None:
         apart(lambda: channel.move_tensors(arrived))
         check()
-        account.holds = False  # until all of them are in place
+        facts.holds_state = False  # until all of them are in place
         put_all(places, arrived)
     else:
-        account.holds = False
+        facts.holds_state = False
         channel.move_tensors(places)
         check()
 

@@ -1,4 +1,4 @@
-"""What torch and the user's code find in this process: the network interface and the log files."""
+"""The network interface for torch, and the log files of this process."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from nbelastic.system import files
 
 
 def set_interface(name: str) -> None:
-    """The network interface of the process groups that are made from now on: torch reads this for each."""
+    """Make process groups on this network interface from now on: torch reads the variables for each group."""
     os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = name
 
 
 def log_to(log_dir: str, worker: str) -> None:
-    """Point file descriptors 1 and 2 at this worker's own log files, appending: nothing is ever overwritten."""
+    """Append file descriptors 1 and 2 to this worker's log files."""
     folder = Path(log_dir)
     files.make_private(folder)
     stem = worker.replace("/", "-").replace("#", "-")

@@ -1,4 +1,4 @@
-"""A group that is to form, as one of its members sees it."""
+"""A group that is about to form, as one of its members sees it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from nbelastic.protocol.ranks import places
 
 
 class Formation(Struct, frozen=True):
-    """The ranks of one member. `receivers` get the state of rank `root`; `hosts` lists (name, workers) in rank order."""
+    """One member's ranks. `receivers` get the training state from rank `root`; `hosts` lists (name, workers) in rank order."""
 
     generation: int
     rank: int
@@ -26,7 +26,7 @@ class Formation(Struct, frozen=True):
 
 
 def formation_of(order: worker_messages.Formation, worker: WorkerId) -> Formation:
-    """The part of `worker` in what all members are told. ValueError if it is no member."""
+    """The part of `worker` in a message that all members get. ValueError if it is not a member."""
     members = [(host, slot) for host, slots in order.hosts for slot in slots]
     rank = members.index((worker.host, worker.slot))
     place = places([WorkerId(host, slot, 0) for host, slot in members])[rank]

@@ -1,10 +1,10 @@
-"""Is the main thread stuck in a collective, or is it busy with the user's code? And how a worker ends that is stuck.
+"""Finds out whether the main thread hangs in an aborted collective, and ends such a worker.
 
-Aborting gloo does not wake everybody: a send that was partly written when its connection broke is never told
-(`Pair::signalException` passes over unbound buffers in its transmit queue), so about one rank in a hundred waits on
-until the group's time-out. Nothing wakes it, and DDP's reducer keeps its lock meanwhile, so that no later backward pass
-of this process could run either: the worker is replaced. One that computes, sleeps or reads data is not: it will meet
-the abort at its next collective.
+Aborting gloo does not wake every rank. If a connection breaks while a send is half written, gloo never reports that
+(`Pair::signalException` passes over unbound buffers in its transmit queue). About one rank in a hundred then waits until
+the group's timeout. Nothing wakes it, and DDP's reducer keeps its lock meanwhile, so no later backward pass of this
+process could run: the worker is replaced. A rank that computes, sleeps or reads data is not replaced: its next
+collective raises.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from pathlib import Path
 
 from nbelastic.protocol import events as ev
 from nbelastic.protocol.ids import WorkerId
-from nbelastic.worker.next_generation import in_a_thread
+from nbelastic.worker.threads import run_in_thread
 
-PATIENCE = 0.3  # seconds that an aborted main thread may sleep in a collective
-REPEAT = 2.0  # seconds after which an unanswered word is said again
-ASK = 0.25  # seconds after which it is asked again how to end
-WAITS = (
+HANG_TIMEOUT = 0.3  # seconds that an aborted main thread may sleep in a collective
+REPEAT = 2.0  # seconds after which an unanswered message is sent again
+ASK_PERIOD = 0.25  # seconds after which a worker that hangs asks again
+BLOCKING_FILES = (
     "/torch/distributed/",
     "/torch/nn/parallel/",
     "/torch/autograd/",
@@ -32,8 +32,8 @@ WAITS = (
 )
 
 
-class Blocked:
-    """Watches the main thread from another one, from `now` on (monotonic seconds)."""
+class MainThread:
+    """Watches the main thread from another thread, from `now` on (monotonic seconds)."""
 
     def __init__(self, now: float) -> None:
         main = threading.main_thread()
@@ -42,121 +42,121 @@ class Blocked:
         self._since = now
         self._used = -1
 
-    def stuck_for(self, now: float) -> float:
-        """Seconds for which it has slept inside a collective without a tick of CPU; starts again when it moves."""
-        asleep, used = self._look()
-        if not asleep or used != self._used or not self._in_a_collective():
+    def hangs_for(self, now: float) -> float:
+        """Seconds for which it has slept inside a collective without a tick of CPU time; 0 when it moves."""
+        asleep, used = self._read_stat()
+        if not asleep or used != self._used or not self._is_in_collective():
             self._since, self._used = now, used
         return now - self._since
 
-    def _look(self) -> tuple[bool, int]:
+    def _read_stat(self) -> tuple[bool, int]:
         try:
             fields = self._stat.read_text().rpartition(")")[2].split()
-        except OSError:  # it has ended
+        except OSError:  # the thread has ended
             return False, -1
         return fields[0] == "S", int(fields[11]) + int(fields[12])
 
-    def _in_a_collective(self) -> bool:
+    def _is_in_collective(self) -> bool:
         frame = sys._current_frames().get(self._ident)
-        return frame is not None and any(part in frame.f_code.co_filename for part in WAITS)
+        return frame is not None and any(part in frame.f_code.co_filename for part in BLOCKING_FILES)
 
 
-class Stuck:
-    """What a worker does whose main thread no abort wakes: it asks the driver how to end.
+class HangResponse:
+    """What a worker does when no abort wakes its main thread: it asks the driver how to end.
 
-    It may be told to keep the training state first. `say` sends a word to the driver; `end` ends this process. `enter` is
-    for the main thread, the rest for the link's.
+    The driver may answer that the worker has to keep its training state first. `enter` is for the main thread, the other
+    methods are for the link thread.
     """
 
     def __init__(
         self,
         worker: WorkerId,
-        say: Callable[[ev.Event], None],
+        send: Callable[[ev.Event], None],
         end: Callable[[], object],
         discard: Callable[[], object] = lambda: None,
     ) -> None:
-        """`discard` removes what was kept."""
-        self._worker, self._say, self._end, self._discard = worker, say, end, discard
-        self._lock = threading.Lock()  # a new generation is entered, or it is begun to keep the state: not both at once
+        """`send` an event to the driver; `end` this process; `discard` the state that was kept."""
+        self._worker, self._send, self._end, self._discard = worker, send, end, discard
+        self._lock = threading.Lock()  # either a new generation is entered, or keeping the state begins
         self._entered = 0  # the newest generation in which the main thread may change the state
-        self._blocked: Blocked | None = None
+        self._main: MainThread | None = None
         self._generation = 0  # the aborted one
-        self._said: ev.Event | None = None  # last, and when it is said again
-        self._say_at = 0.0
+        self._sent: ev.Event | None = None  # the last event, and when to send it again
+        self._send_at = 0.0
         self._job = ""
-        self._keeping: Future[int] | None = None  # the state, and so its commit
-        self._since = 0.0  # since when
-        self._free = threading.Event()  # set while the state is not being kept: the main thread may enter a generation
-        self._free.set()
+        self._keeping: Future[int] | None = None  # its result is the commit that was kept
+        self._since = 0.0  # when keeping began
+        self._may_enter = threading.Event()  # not set while the state is being kept
+        self._may_enter.set()
 
     @property
-    def keeping(self) -> bool:
+    def is_keeping(self) -> bool:
         """Whether the state is being kept, or has been."""
         return self._keeping is not None
 
     def enter(self, generation: int) -> None:
-        """The main thread is about to change the state, in a new generation. If that is being kept just now, it waits."""
+        """The main thread is about to change the state, in a new generation: wait while the state is being kept."""
         with self._lock:
             self._entered = generation
-        self._free.wait()
+        self._may_enter.wait()
 
-    def forget(self) -> None:
-        """No generation that is aborted holds the main thread."""
-        self._blocked, self._said = None, None
+    def reset(self) -> None:
+        """The main thread is in no aborted generation."""
+        self._main, self._sent = None, None
 
     def watch(self, generation: int, now: float) -> bool:
-        """Look at the main thread, which is to leave this aborted `generation`: whether it is stuck in it."""
-        self._blocked, self._generation = self._blocked or Blocked(now), generation
-        return self._blocked.stuck_for(now) > PATIENCE
+        """Whether the main thread, which has to leave this aborted `generation`, hangs in it."""
+        self._main, self._generation = self._main or MainThread(now), generation
+        return self._main.hangs_for(now) > HANG_TIMEOUT
 
     def ask(self, commit: int, now: float) -> None:
-        """How to end. The answer comes to `answer`; there is none while that depends on what others say."""
-        self._repeat(ev.WorkerHung(self._worker, self._generation, commit), now, ASK)
+        """Ask the driver how to end. It calls `answer`, maybe late: the answer depends on other workers."""
+        self._repeat(ev.WorkerHung(self._worker, self._generation, commit), now, ASK_PERIOD)
 
     def answer(self, keep: Callable[[], int] | None, job: str, now: float) -> None:
-        """End; but first `keep()`, if it is given, which returns the commit. A main thread that has moved meanwhile goes on."""
+        """End the process, or first call `keep()`, which returns the commit. Do neither if the main thread has moved."""
         if self._keeping is not None:
             if keep is None and self._keeping.done():
                 self._end()
             return
-        if self._blocked is None or self._blocked.stuck_for(now) <= PATIENCE:
+        if self._main is None or self._main.hangs_for(now) <= HANG_TIMEOUT:
             return
         if keep is None:
             self._end()
             return
         with self._lock:
             if self._entered <= self._generation:
-                self._free.clear()
-                self._keeping, self._since, self._job = in_a_thread(keep), now, job
+                self._may_enter.clear()
+                self._keeping, self._since, self._job = run_in_thread(keep), now, job
 
-    def go_on_keeping(self, now: float) -> None:
-        """The driver is told, until it answers. If the main thread has moved meanwhile, what was kept does not count."""
+    def continue_keeping(self, now: float) -> None:
+        """Report to the driver until it answers. If the main thread has moved, discard what was kept."""
         assert self._keeping is not None
-        if self.moved(now):
+        if self.has_moved(now):
             if self._keeping.done():
                 self._keeping = None
                 self._discard()
-                self.forget()
-                self._free.set()
+                self.reset()
+                self._may_enter.set()
         elif not self._keeping.done():
             self._repeat(ev.WorkerHung(self._worker, self._generation, keeping=True), now, REPEAT)
         elif self._keeping.exception() is not None:
             self._end()
         else:
-            self._repeat(ev.StateKept(self._worker, self._job, self._keeping.result()), now, ASK)
+            self._repeat(ev.StateKept(self._worker, self._job, self._keeping.result()), now, ASK_PERIOD)
 
-    def moved(self, now: float) -> bool:
-        """Whether the main thread has, since the state is being kept: what it holds may be another one now."""
-        return self._blocked is None or self._blocked.stuck_for(now) < now - self._since
+    def has_moved(self, now: float) -> bool:
+        """Whether the main thread has moved since keeping began: the state may have changed since."""
+        return self._main is None or self._main.hangs_for(now) < now - self._since
 
-    def _repeat(self, word: ev.Event, now: float, every: float) -> None:
-        if word != self._said or now >= self._say_at:
-            self._said, self._say_at = word, now + every
-            self._say(word)
+    def _repeat(self, event: ev.Event, now: float, period: float) -> None:
+        if event != self._sent or now >= self._send_at:
+            self._sent, self._send_at = event, now + period
+            self._send(event)
 
 
-def of_a_collective(error: BaseException | None) -> bool:
-    """Whether `error` could be one's: torch.distributed raises RuntimeErrors, which the user's code may have wrapped."""
+def may_be_collective(error: BaseException | None) -> bool:
+    """Whether a collective may have raised `error`: torch.distributed raises RuntimeErrors, which user code may wrap."""
     while error is not None:
         if isinstance(error, RuntimeError):
             return True

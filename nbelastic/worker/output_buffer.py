@@ -1,4 +1,4 @@
-"""What the program prints, until it is sent; and the end of it for a driver that has not heard the rest."""
+"""The program's output until it is sent, and its end for a new driver, which has not received the rest."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from typing import NamedTuple
 
 from nbelastic.system.terminal_text import newest
 
-BOUND = 64_000  # characters a stream that are kept for one sending
+MAX_TEXT = 64_000  # characters per stream that one message holds
 
 
-class Output(io.TextIOBase):
-    """A standard stream: what is written goes to `taken`, and into the worker's log file, which is descriptor `fd`."""
+class OutputStream(io.TextIOBase):
+    """A standard stream: it passes text to `write_to`, and to the worker's log file, which is descriptor `fd`."""
 
     encoding = "utf-8"
 
-    def __init__(self, taken: Callable[[str], object], fd: int) -> None:
-        self._taken, self._fd = taken, fd
+    def __init__(self, write_to: Callable[[str], object], fd: int) -> None:
+        self._write_to, self._fd = write_to, fd
         self._file = open(fd, "w", encoding="utf-8", errors="replace", buffering=1, closefd=False)  # noqa: SIM115
 
     def write(self, text: str) -> int:
-        self._taken(text)
-        with contextlib.suppress(OSError):  # the disk is full: what is printed is seen all the same
+        self._write_to(text)
+        with contextlib.suppress(OSError):  # the disk is full: the client sees the text all the same
             self._file.write(text)
         return len(text)
 
@@ -42,14 +42,12 @@ class Output(io.TextIOBase):
 
 
 def printable(text: str) -> str:
-    """Without what no file and no message can hold: lone surrogates, as in strange file names."""
+    """The text without lone surrogates (as in strange file names), which neither files nor messages can hold."""
     return text.encode(errors="replace").decode()
 
 
 class Piece(NamedTuple):
-    """What a program wrote to `stream` (out or err) as `rank`: the last `BOUND` characters of it, up to position `end` of all
-    that is sent of the job's stream.
-    """
+    """Output of one job, rank and stream (out or err): the last MAX_TEXT characters up to position `end` of the stream."""
 
     job: str
     rank: int | None
@@ -59,9 +57,9 @@ class Piece(NamedTuple):
 
 
 class _Stream:
-    """One of a program's two. `end` counts the characters of the present job so far, `tail` is the end of them.
+    """`end` counts the characters of the present job so far; `tail` holds the last of them.
 
-    Of a progress bar only the newest frame counts: the others are in the log file.
+    Of a progress bar only the newest frame counts: the log file has the others.
     """
 
     def __init__(self) -> None:
@@ -72,42 +70,42 @@ class _Stream:
         self.end = 0
 
     def take(self) -> Iterator[tuple[str, int | None, str]]:
-        """Each job, rank, and what was written since the last time, if anything."""
+        """Yield each job, rank and text that was written since the last call."""
         taken = [self.parts.popleft() for _ in range(len(self.parts))]
         for (job, self.rank), own in groupby(taken, itemgetter(0, 1)):
             text = newest("".join(part for _, _, part in own))
             if job != self.job:
                 self.job, self.tail, self.end = job, "", 0
             self.end += len(text)
-            self.tail = (self.tail + text)[-BOUND:]
-            yield job, self.rank, text[-BOUND:]
+            self.tail = (self.tail + text)[-MAX_TEXT:]
+            yield job, self.rank, text[-MAX_TEXT:]
 
 
-class Printed:
-    """Written by any thread, taken by the link's. What is written belongs to the `job` and `rank` of that moment."""
+class OutputBuffer:
+    """Any thread writes, the link thread takes. Text belongs to the `job` and `rank` of the moment when it is written."""
 
     def __init__(self) -> None:
         self.job = ""
         self.rank: int | None = None
         self._streams = {"out": _Stream(), "err": _Stream()}
-        self._again = False
+        self._repeat = False
 
     def write(self, stream: str, text: str) -> None:
         self._streams[stream].parts.append((self.job, self.rank, text))
 
     def take(self) -> Iterator[Piece]:
-        """What each stream (out, err) has: a piece for each job and rank."""
-        again, self._again = self._again, False
+        """Yield the new output of each stream, one piece per job and rank."""
+        repeat, self._repeat = self._repeat, False
         for name, stream in self._streams.items():
             for job, rank, text in stream.take():
-                if not again:
+                if not repeat:
                     yield Piece(job, rank, name, text, stream.end)
-            if again and stream.tail:
+            if repeat and stream.tail:
                 yield Piece(stream.job, stream.rank, name, stream.tail, stream.end)
 
     def hold(self) -> None:
-        """Nobody listens: no more than the end is kept, and with the next taking it is said again."""
+        """No driver takes the output: keep only its end, and send that again with the next `take`."""
         for stream in self._streams.values():
             for _ in stream.take():
                 pass
-        self._again = True
+        self._repeat = True

@@ -1,8 +1,8 @@
-"""One generation's process group: how to form it, how to abort it from another thread, how to leave it.
+"""One generation's process group: form it, abort it from another thread, leave it.
 
-Gloo (torch ≤ 2.13) cannot be aborted: a rank that waits on a survivor hangs for the whole time-out. The cure, measured:
-know the connections of the generation's groups and shut them down; every rank that blocks in any of them raises.
-NCCL: `_abort_process_group()` from the link's thread, with the device set.
+torch ≤ 2.13 cannot abort gloo: a rank that waits for a survivor hangs until the group's timeout. So this module knows the
+connections of the generation's groups and shuts them down; then every rank that blocks in one of them raises.
+NCCL groups are aborted with `_abort_process_group()`, in a thread that has set the device.
 """
 
 from __future__ import annotations
@@ -29,28 +29,17 @@ from nbelastic.worker.formation import Formation
 from nbelastic.worker.socket_filter import admit_all, admit_only
 from nbelastic.worker.sockets import Connections, Endpoint, endpoint, listeners, open_sockets, peers, shut_down
 
-LOOK = 0.02  # seconds between looks at whether to go on waiting for a group
-TIMEOUT = timedelta(minutes=30)  # of a collective: a rank may well evaluate for long; aborts do not wait for it
+POLL = 0.02  # seconds between two checks while a group forms
+TIMEOUT = timedelta(minutes=30)  # of a collective: a rank may evaluate for long, and an abort does not wait for this
 
-DEVICES = 20  # of gloo's, until one is told from the listeners that other threads open
+DEVICE_ATTEMPTS = 20  # to find the listener of a new gloo device, while other threads open listeners too
 
-KEPT = 2
-# The groups that were left last. A group's destructor waits for gloo's threads, which may need the GIL, or be stuck. Torch
-# lets go of the GIL for it only where Python holds the last reference; where DDP's reducer does (a wrapper that the user
-# kept), it would not, and the process would hang for ever. So we keep each group for longer than any wrapper of it, and
-# let a thread of its own drop it.
+MAX_KEPT = 2
+# The groups that were left last. A group's destructor waits for gloo's threads, which may need the GIL, or hang. Torch
+# releases the GIL for it only if Python holds the last reference. If DDP's reducer holds the last one (the user kept a
+# wrapper), the process would hang. So keep each group for longer than any wrapper of it, and let a new thread drop it.
 _kept: deque[list[Any]] = deque()
-NCCL_PATIENCE = 5.0  # seconds that an abort may take
-
-
-def backend_for(choice: str, slots: int) -> str:
-    """torch's name of the back end: NCCL needs a GPU a worker, gloo takes everything else. ValueError if it cannot be."""
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if choice == "nccl" and gpus < slots:
-        raise ValueError(f"backend nccl needs a GPU a slot: this host has {gpus} for {slots} slots; use gloo or auto.")
-    if choice == "gloo" or gpus < slots or gpus == 0:
-        return "gloo"
-    return "cpu:gloo,cuda:nccl"
+NCCL_ABORT_TIMEOUT = 5.0  # seconds
 
 
 class Offer:
@@ -63,17 +52,17 @@ class Offer:
         listener.listen(1024)
         port = listener.getsockname()[1]
         self.endpoint = f"{bracketed(address)}:{port}"
-        self._listener = listener.detach()  # the store's own from now on, and open for as long as that is there
+        self._listener = listener.detach()  # the store owns it from now on, and keeps it open
         self.store = TCPStore(
             address, port, is_master=True, wait_for_workers=False, master_listen_fd=self._listener, timeout=TIMEOUT
         )
 
     def admit_all(self) -> None:
-        """Who comes to form a group may come from a host that was not there when this was offered."""
+        """Let every address connect: members may be on hosts that joined after the offer."""
         admit_all(self._listener)
 
     def admit_only(self, addresses: Iterable[str]) -> None:
-        """Nobody else is to change what is in it."""
+        """Let only these addresses connect."""
         admit_only(self._listener, addresses)
 
 
@@ -81,103 +70,104 @@ GLOO = dist.ProcessGroupGloo
 
 
 class UnsupportedError(ValueError):
-    """No group can be prepared beside the training here, whoever its members are."""
+    """On this kind of device no group can be prepared beside the training."""
 
 
 class Group:
-    """The process groups of one generation: torch's default one, and whatever others the program makes in it.
+    """The process groups of one generation: torch's default group, and those that the program makes.
 
-    `abort` and `intact` may be called from any thread, `form` and `leave` not.
+    `abort` and `is_intact` may be called in any thread, `form` and `leave` only in the main thread.
     """
 
     def __init__(self, generation: int, device: torch.device, backend: str) -> None:
         self.generation = generation
         self._device = device
         self._backend = backend
-        self._reach: Connections | None = None  # what an abort shuts down, while there is something to abort
-        self._whole: dict[str, int] | None = None  # the connections that stood when the default group was complete
+        self._connections: Connections | None = None  # an abort shuts these down
+        self._default: dict[str, int] | None = None  # the connections of the default group when it was complete
         self._own: list[tuple[Any, dict[str, int]]] = []  # of each of the program's own groups: options, connections
-        self._gloo: Any = None  # the device of all its gloo groups: its one listener takes all connections
-        self._door = 0  # the descriptor of that listener
+        self._gloo: Any = None  # the device of all its gloo groups: its one listener accepts all connections
+        self._listener = 0  # the descriptor of that listener
         self._store: Any = None
         self._offer: Offer | None = None  # the store's server, on rank 0
         self.subgroups: Any = None  # made on demand
         self._aborting: threading.Thread | None = None
-        self._made: Any = None  # gloo's half of the default group, until that is made of it
+        self._prepared: Any = None  # the gloo group, until torch's default group is made of it
         self.peers: Collection[str] = ()  # the addresses of the other members, once it is formed
-        self.settled = True  # no thread prepares it
-        self._given_up = False
+        self.is_settled = True  # no thread prepares it
+        self._is_abandoned = False
 
     def prepare(self, formation: Formation, offer: Offer | None) -> None:
-        """Collective, in a thread beside the training: what takes time in `form`. Raises what torch raises, or ValueError.
+        """Collective, in a thread beside the training: do what takes time in `form`. Raises what torch raises, or ValueError.
 
-        For gloo and the CPU only: NCCL's communicators are made by the first collective on the GPU that trains.
+        Only for gloo on the CPU: the first collective on the GPU that trains makes NCCL's communicators.
         """
         if self._backend != "gloo" or self._device.type != "cpu":
             raise UnsupportedError(f"{self._backend} on {self._device.type} is not prepared beside the training")
         self._build(formation, offer)
 
     def _build(self, formation: Formation, offer: Offer | None) -> None:
-        """Gloo's half. It says nothing to torch, whose default group may be another generation's by the time this is done."""
+        """Build the gloo group, without torch's default group: that may be another generation's when this is done."""
         store = self._open_store(formation, offer)
-        made = self._make_first(PrefixStore("prepared", store), formation.rank, formation.world_size)
-        if self._given_up:
-            raise ValueError("it was given up")
-        self._made = made
-        self._whole = self._complete()
+        prepared = self._make_first(PrefixStore("prepared", store), formation.rank, formation.world_size)
+        if self._is_abandoned:
+            raise ValueError("this group was abandoned")
+        self._prepared = prepared
+        self._default = self._complete()
 
     def form(
         self,
         formation: Formation,
         offer: Offer,
         start: Callable[[Callable[[], None]], Future[None]],
-        waiting: Callable[[], object] = lambda: None,
+        check: Callable[[], object] = lambda: None,
     ) -> None:
         """Collective. Raises what torch raises if a member dies or the generation is aborted meanwhile.
 
-        `waiting()` is called now and then, and may raise: gloo cannot be woken where it waits for a peer to connect that
-        never will, as there is no connection yet to shut down. So it waits in the thread of `start`, which can be left
-        behind; nothing but that is lost.
+        `check()` is called every POLL seconds, and may raise. While gloo waits for a peer that never connects, there is no
+        connection yet to shut down, so an abort cannot wake it. So gloo waits in the thread of `start`, which can be
+        abandoned at no other cost.
         """
-        if self._made is None and self._device.type != "cuda":
+        if self._prepared is None and self._device.type != "cuda":
             building = start(lambda: self._build(formation, offer))
-            while not wait((building,), LOOK).done:
-                waiting()
-            with _failing():
+            while not wait((building,), POLL).done:
+                check()
+            with _as_runtime_error():
                 building.result()
-        with _failing():
+        with _as_runtime_error():
             if self._device.type == "cuda":
                 self._open_store(formation, offer)
             self._init(formation)
-            self._whole = {**(self._whole or {}), **self._complete()}  # those that have been closed since count too
+            self._default = {**(self._default or {}), **self._complete()}  # with those that were closed meanwhile
         offer.admit_only(self.peers if offer is self._offer else ())
 
     def make_gloo(self, store: Any, rank: int, size: int, timeout: timedelta = TIMEOUT) -> Any:
-        """What torch gets where it makes a gloo group: the default one, or one of the program's own."""
-        made, self._made = self._made, None
-        if made is not None:
-            return made
+        """Called when torch makes a gloo group: the default group, or one of the program's own."""
+        prepared, self._prepared = self._prepared, None
+        if prepared is not None:
+            return prepared
         if self._gloo is None:
             return self._make_first(store, rank, size, timeout)
-        if not os.environ.get("TORCH_GLOO_LAZY_INIT"):  # else it is open: members of other groups may still connect
-            admit_only(self._door, self.peers)
+        if not os.environ.get("TORCH_GLOO_LAZY_INIT"):  # else the listener is open: members may connect later
+            admit_only(self._listener, self.peers)
         try:
             made = self._make(store, rank, size, timeout)
         finally:
             now = self._complete()
-        self._own = [own for own in self._own if not own[1].keys().isdisjoint(now)]  # else all of it is closed
-        known = {inode for _, sockets in self._own for inode in sockets}.union(self._whole or ())
+        self._own = [own for own in self._own if not own[1].keys().isdisjoint(now)]  # drop groups that are closed
+        known = {inode for _, sockets in self._own for inode in sockets}.union(self._default or ())
         self._own.append((made.options, {inode: fd for inode, fd in now.items() if inode not in known}))
         return made
 
     def _make_first(self, store: Any, rank: int, size: int, timeout: timedelta = TIMEOUT) -> Any:
-        """Each member says where its listener is before anybody connects, so that the connections can be known by that."""
-        assert self._reach is not None
-        self._gloo, self._door, (address, port) = _new_device()
-        self._reach.doors |= {port}
-        store.set(f"door/{rank}", f"{address} {port}")
-        said = (text.decode().split() for text in store.multi_get([f"door/{other}" for other in range(size)]))
-        self._reach.others |= {(theirs, int(number)) for theirs, number in said}
+        """Exchange the endpoints of all members' listeners before any member connects: they identify the connections."""
+        assert self._connections is not None
+        self._gloo, self._listener, (address, port) = _new_device()
+        self._connections.ports |= {port}
+        store.set(f"listener/{rank}", f"{address} {port}")
+        texts = store.multi_get([f"listener/{other}" for other in range(size)])
+        endpoints = (text.decode().split() for text in texts)
+        self._connections.others |= {(address, int(number)) for address, number in endpoints}
         return self._make(store, rank, size, timeout)
 
     def _make(self, store: Any, rank: int, size: int, timeout: timedelta) -> Any:
@@ -186,43 +176,40 @@ class Group:
         return GLOO(store, rank, size, options)
 
     def _complete(self) -> dict[str, int]:
-        """All connections stand, and strangers have no business here any more. The store may get more from members.
-
-        Returns these connections.
-        """
-        reach = self._reach
-        if reach is None:  # it was given up
+        """All connections exist: let no other process connect, except members to the store. Returns the connections."""
+        connections = self._connections
+        if connections is None:  # this group was abandoned
             return {}
-        now = reach.now()
+        now = connections.now()
         self.peers = peers(now.values())
         if self._offer is not None:
             self._offer.admit_only(self.peers)
-        if not os.environ.get("TORCH_GLOO_LAZY_INIT"):  # else gloo connects when it first needs to
-            admit_only(self._door, ())
+        if not os.environ.get("TORCH_GLOO_LAZY_INIT"):  # else gloo connects at the first use
+            admit_only(self._listener, ())
         return now
 
     def _open_store(self, formation: Formation, offer: Offer | None) -> Any:
-        """A client of rank 0's store. On rank 0 too: the server's own client must outlive an abort of this group."""
-        self._reach = reach = Connections()
+        """Connect to rank 0's store. Rank 0 connects too: the server's own client must outlive an abort of this group."""
+        self._connections = connections = Connections()
         address, port = parted(formation.store)
-        reach.others = frozenset({endpoint(address, port)})
+        connections.others = frozenset({endpoint(address, port)})
         if formation.rank == 0:
             if offer is None or offer.endpoint != formation.store:
-                raise ValueError("the store that was offered is not there any more")
+                raise ValueError("the store that this rank offered does not exist any more")
             offer.admit_all()
             self._offer = offer
-            reach.doors = frozenset({port})
+            connections.ports = frozenset({port})
         client = TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=TIMEOUT)
-        if self._given_up:
-            raise ValueError("it was given up")
+        if self._is_abandoned:
+            raise ValueError("this group was abandoned")
         self._store = PrefixStore(f"generation/{formation.generation}", client)
         return self._store
 
     def _init(self, formation: Formation) -> None:
-        """Make it torch's default group. From now on all gloo groups that torch makes are of this generation."""
-        # torch numbers groups, and the number is in the store's keys; a forming that failed has used one up here only.
+        """Make it torch's default group. All gloo groups that torch makes from now on belong to this generation."""
+        # torch numbers groups and uses the number in the store's keys; a failed forming has used up one on this rank only.
         dist.distributed_c10d._world.group_count = 0
-        dist.distributed_c10d.ProcessGroupGloo = _Maker(self)
+        dist.distributed_c10d.ProcessGroupGloo = _GlooFactory(self)
         hook = sys.excepthook
         dist.init_process_group(
             self._backend,
@@ -234,83 +221,85 @@ class Group:
         )
         sys.excepthook = hook  # torch wraps it once more each time
 
-    def give_up(self) -> None:
-        """The thread that prepares it may hang, and is left to itself: from now on this reaches no connection."""
-        self._given_up = True
+    def abandon(self) -> None:
+        """The thread that prepares it may hang: abort it once, and shut down none of its later connections."""
+        self._is_abandoned = True
         self.abort()
-        self._reach = None
+        self._connections = None
 
     def drop(self) -> None:
-        """It was prepared for nothing."""
-        self._made = self._store = self._offer = self._gloo = None
+        """Release what was prepared and never used."""
+        self._prepared = self._store = self._offer = self._gloo = None
 
     def abort(self) -> None:
-        """Make every rank that blocks in this group raise. To be repeated until it has left: it may still be forming."""
-        reach = self._reach
-        if reach is None:
+        """Make every rank that blocks in this group raise. To be repeated until it is left: it may still be forming."""
+        connections = self._connections
+        if connections is None:
             return
-        targets = reach.now()
-        if self._reach is not reach:  # left meanwhile: what was listed may belong to the next generation
+        targets = connections.now()
+        if self._connections is not connections:  # left meanwhile: the targets may belong to the next generation
             return
         for inode, fd in targets.items():
             shut_down(fd, inode)
-        if self._whole is not None and self._device.type == "cuda" and self._aborting is None:
-            # It may wait as long as the group's time-out; the caller's patience is shorter.
+        if self._default is not None and self._device.type == "cuda" and self._aborting is None:
+            # In a thread: it may take as long as the group's timeout.
             self._aborting = threading.Thread(target=self._abort_nccl, name="nbelastic-abort", daemon=True)
             self._aborting.start()
 
     def _abort_nccl(self) -> None:
-        torch.cuda.set_device(self._device)  # or the abort opens a context on GPU 0
+        torch.cuda.set_device(self._device)  # else the abort opens a context on GPU 0
         dist.distributed_c10d._abort_process_group()
 
-    def intact(self) -> bool:
-        """Whether every connection of the groups still stands: then no collective failed for a peer's sake.
+    def is_intact(self) -> bool:
+        """Whether every connection of the groups still exists: then no collective failed because of a peer.
 
-        A group that the program has destroyed counts no more: the first rank to do so closes it for all.
+        Groups that the program has destroyed do not count: the first rank to do so closes them for all.
         """
-        if self._whole is None:
+        if self._default is None:
             return False
-        there = [backend for group in dist.distributed_c10d._world.pg_map for backend in _backends(group)]
-        options = {id(backend.options) for backend in there if isinstance(backend, GLOO)}
-        whole = dict(self._whole)
-        for theirs, sockets in self._own:
-            whole |= sockets if id(theirs) in options else {}
+        backends = [backend for group in dist.distributed_c10d._world.pg_map for backend in _backends(group)]
+        in_use = {id(backend.options) for backend in backends if isinstance(backend, GLOO)}
+        expected = dict(self._default)
+        for options, sockets in self._own:
+            expected |= sockets if id(options) in in_use else {}
         now = open_sockets()
         poll = select.poll()
-        for inode, fd in whole.items():
+        for inode, fd in expected.items():
             if now.get(inode) != fd:
                 return False
             poll.register(fd, select.POLLRDHUP)
         return not poll.poll(0)
 
     def leave(self) -> None:
-        """Close it. The connections first: two ranks that leave on their own could wait for each other."""
-        self._given_up = True  # a thread that still builds it stops
+        """Close it. The connections first: two ranks that leave by themselves could wait for each other."""
+        self._is_abandoned = True  # a thread that still builds it stops
         self.abort()
         if self._aborting is not None:
-            self._aborting.join(NCCL_PATIENCE)
-            if self._aborting.is_alive():  # nothing on this GPU will move again in this process
+            self._aborting.join(NCCL_ABORT_TIMEOUT)
+            if self._aborting.is_alive():  # no operation on this GPU will end in this process
                 os._exit(HUNG)
         dist.distributed_c10d.ProcessGroupGloo = GLOO
         _kept.append([*dist.distributed_c10d._world.pg_map, self._store, self._offer])
         if dist.is_initialized():
-            with contextlib.suppress(RuntimeError):  # an aborted group has nothing left to shut down in order
+            with contextlib.suppress(RuntimeError):  # an aborted group has no connection to shut down
                 dist.destroy_process_group()
         self._store = self._offer = self.subgroups = self._gloo = None
-        self._reach = self._whole = None
+        self._connections = self._default = None
         self._own = []
-        if len(_kept) > KEPT:
+        if len(_kept) > MAX_KEPT:
             threading.Thread(target=_kept.popleft().clear, name="nbelastic-drop", daemon=True).start()
 
 
-class _Maker:
-    """Stands in for torch's class of gloo groups: those that are made belong to the generation."""
+class _GlooFactory:
+    """Replaces torch's class of gloo groups, so that all new ones belong to the generation."""
 
     def __init__(self, group: Group) -> None:
         self._group = group
 
     def __call__(self, store: Any, rank: int, size: int, timeout: timedelta = TIMEOUT, **_options: Any) -> Any:
-        return self._group.make_gloo(store, rank, size, timeout)  # torch 2.15 also gives `enable_reconfigure`: not used
+        return self._group.make_gloo(
+            store, rank, size, timeout
+        )  # torch 2.15 also passes `enable_reconfigure`, which is not used
 
     def __getattr__(self, name: str) -> Any:
         return getattr(GLOO, name)
@@ -320,23 +309,23 @@ class _Maker:
 
 
 def _new_device() -> tuple[Any, int, Endpoint]:
-    """A device of gloo's on this process's interface, its listener's descriptor, and where that listens. Or RuntimeError."""
+    """A gloo device on this process's interface, its listener's descriptor and endpoint. RuntimeError if it is not found."""
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "")
-    for _ in range(DEVICES):
+    for _ in range(DEVICE_ATTEMPTS):
         before = open_sockets()
         device = GLOO.create_device(interface=interface) if interface else GLOO.create_default_device()
         new = listeners(fd for inode, fd in open_sockets().items() if inode not in before)
-        if len(new) == 1:  # else another thread has just opened one too
+        if len(new) == 1:  # else another thread has opened a listener meanwhile
             return device, *new.popitem()
     raise RuntimeError(
-        f"gloo's listener was not found, {DEVICES} times: unset GLOO_DEVICE_TRANSPORT, "
+        f"gloo's listener was not found, {DEVICE_ATTEMPTS} times: unset GLOO_DEVICE_TRANSPORT, "
         "or open no listeners in threads while the world changes."
     )
 
 
 @contextlib.contextmanager
-def _failing() -> Iterator[None]:
-    """What torch makes of a store that somebody has changed is nothing that the user's program has raised."""
+def _as_runtime_error() -> Iterator[None]:
+    """Torch may raise any error if another process has changed the store: the user's program did not cause it."""
     try:
         yield
     except Exception as error:
@@ -346,19 +335,19 @@ def _failing() -> Iterator[None]:
 
 
 def collectives() -> int:
-    """How many operations the groups of this process have begun so far: their sequence numbers together."""
-    return sum(_begun(group) for group in dist.distributed_c10d._world.pg_map)
+    """How many operations the groups of this process have begun: the sum of their sequence numbers."""
+    return sum(_sequence_number(group) for group in dist.distributed_c10d._world.pg_map)
 
 
-def collectives_of_all() -> int:
-    """Those of the default group, in which every rank takes part: who has begun fewer than another is behind it."""
-    return _begun(dist.group.WORLD) if dist.group.WORLD is not None else 0
+def world_collectives() -> int:
+    """The operations of the default group, in which every rank takes part: a rank with fewer than another is behind it."""
+    return _sequence_number(dist.group.WORLD) if dist.group.WORLD is not None else 0
 
 
-def _begun(group: Any) -> int:
+def _sequence_number(group: Any) -> int:
     return sum(int(backend._get_sequence_number_for_group()) for backend in _backends(group))
 
 
 def _backends(group: Any) -> list[Any]:
-    """Of each kind of device that it has one for."""
+    """The group's back end for each kind of device that it supports."""
     return [group._get_backend(torch.device(kind)) for kind in {str(kind.type) for kind in group._device_types}]

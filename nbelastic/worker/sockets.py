@@ -1,6 +1,6 @@
-"""The connections of one generation's process groups, told from all other sockets of this process by what is at their ends.
+"""The connections of one generation's process groups, identified by the addresses at their ends.
 
-Other threads of the program open connections at any moment, also while a group is being formed: those are never touched.
+Other threads of the program may open connections at any moment, also while a group forms: those are never shut down.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ _NETWORK = (socket.AF_INET, socket.AF_INET6)
 
 
 class Connections:
-    """Sockets made after this, between listeners of this process (`doors`) and other members (`others`), and the doors."""
+    """Sockets opened after this was made: listeners on `ports`, and connections between those and `others`."""
 
     def __init__(self) -> None:
         self._before = open_sockets()
-        self.doors: frozenset[int] = frozenset()  # ports
+        self.ports: frozenset[int] = frozenset()  # of this process's listeners
         self.others: frozenset[Endpoint] = frozenset()  # listeners of other members, and the store
 
     def now(self) -> dict[str, int]:
-        """Those that are open: `socket:[inode]` -> file descriptor. From any thread."""
+        """The open ones: `socket:[inode]` -> file descriptor. In any thread."""
         new = {inode: fd for inode, fd in open_sockets().items() if inode not in self._before}
         return {inode: fd for inode, fd in new.items() if self._is_one(fd)}
 
@@ -32,8 +32,8 @@ class Connections:
         with borrowed(fd) as ours:
             if ours is None:
                 return False
-            with contextlib.suppress(OSError):  # it is not connected any more, or not yet
-                return endpoint(*ours.getsockname())[1] in self.doors or endpoint(*ours.getpeername()) in self.others
+            with contextlib.suppress(OSError):  # not connected any more, or not yet
+                return endpoint(*ours.getsockname())[1] in self.ports or endpoint(*ours.getpeername()) in self.others
         return False
 
 
@@ -46,12 +46,14 @@ def open_sockets() -> dict[str, int]:
         except OSError:
             continue
         if target.startswith("socket:"):
-            found[target] = min(int(name), found.get(target, int(name)))  # the others are `borrowed` by other threads
+            found[target] = min(
+                int(name), found.get(target, int(name))
+            )  # the higher ones are duplicates: see `borrowed`
     return found
 
 
 def listeners(descriptors: Iterable[int]) -> dict[int, Endpoint]:
-    """Those that are listening network sockets, and where."""
+    """The listening network sockets among `descriptors`, with the endpoint of each."""
     found = {}
     for fd in descriptors:
         with borrowed(fd) as ours:
@@ -61,7 +63,7 @@ def listeners(descriptors: Iterable[int]) -> dict[int, Endpoint]:
 
 
 def peers(descriptors: Iterable[int]) -> frozenset[str]:
-    """The addresses at both ends of those that are connections: others on this machine may come from any of its own."""
+    """The addresses at both ends of each connection: peers on this machine may use any of its addresses."""
     found: set[str] = set()
     for fd in descriptors:
         with borrowed(fd) as ours, contextlib.suppress(OSError):  # a listener, or not connected any more
@@ -71,9 +73,9 @@ def peers(descriptors: Iterable[int]) -> frozenset[str]:
 
 
 def shut_down(fd: int, inode: str) -> None:
-    """Shut a connection down, never a listener: the process's gloo device shares it with the next generation.
+    """Shut a connection down, never a listener: the next generation uses the listener of the process's gloo device too.
 
-    The descriptor may have been closed and given to another file meanwhile: only the duplicate's own inode counts.
+    The descriptor may belong to another file by now, so compare the inode of a duplicate.
     """
     with borrowed(fd, inode) as connection, contextlib.suppress(OSError):
         if connection is not None and not connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
@@ -82,7 +84,7 @@ def shut_down(fd: int, inode: str) -> None:
 
 @contextlib.contextmanager
 def borrowed(fd: int, inode: str = "") -> Iterator[socket.socket | None]:
-    """A network socket of Python's for as long; None if `fd` is none, or not the one of `inode` any more."""
+    """A Python socket over a duplicate of `fd`; None if `fd` is not a network socket, or not the one of `inode` any more."""
     try:
         copy = fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, fd + 1)  # a higher number: `open_sockets` takes the lowest
     except OSError:  # closed
@@ -100,5 +102,5 @@ def borrowed(fd: int, inode: str = "") -> Iterator[socket.socket | None]:
 
 
 def endpoint(address: object, port: object, *_: object) -> Endpoint:
-    """Of what a socket says of its end: without its zone, and IPv4 as such where an IPv6 socket is used for it."""
+    """The endpoint from a socket's name: without a zone, and IPv4 addresses as such also from an IPv6 socket."""
     return str(address).partition("%")[0].removeprefix("::ffff:"), int(str(port))

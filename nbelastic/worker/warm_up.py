@@ -1,6 +1,6 @@
-"""The first time of everything is slow in a fresh fork: do it before anybody waits for this worker.
+"""Uses torch once in a new fork, where the first use is slow, before the cluster waits for this worker.
 
-A world of one takes a step of a tiny model. It runs in a thread while the engine registers, which is mostly waiting.
+A world of one rank trains a tiny model for two steps, in a thread while the engine registers, which is mostly waiting.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ import torch.distributed as dist
 
 
 class WarmUp:
-    """Started by the constructor's caller; `wait()` before the process group is used in earnest."""
+    """`start()` it, and `wait()` before the worker forms its first group."""
 
     def __init__(self) -> None:
-        self._thread = threading.Thread(target=_first_time, name="nbelastic-warm-up", daemon=True)
+        self._thread = threading.Thread(target=_use_torch, name="nbelastic-warm-up", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
@@ -25,11 +25,11 @@ class WarmUp:
         self._thread.join()
 
 
-def _first_time() -> None:
+def _use_torch() -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         _train()
-    finally:  # or the first world would find a default group that is not its own
+    finally:  # else torch would refuse the first world's default group
         dist.destroy_process_group()
     buffer = io.BytesIO()
     torch.save({"a": [1, (2, "b")]}, buffer)
@@ -37,7 +37,7 @@ def _first_time() -> None:
 
 
 def _train() -> None:
-    generator = torch.Generator()  # the global one is the user's
+    generator = torch.Generator()  # the global one belongs to the user
     with torch.random.fork_rng(devices=[]):
         model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.ReLU())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -46,4 +46,4 @@ def _train() -> None:
         optimizer.zero_grad()
         ddp(torch.rand(2, 2, generator=generator)).sum().backward()
         optimizer.step()
-    del ddp  # before its group: its destructor holds the GIL, and the group's waits for threads that may need it
+    del ddp  # before its group: DDP's destructor holds the GIL, and the group's waits for threads that may need the GIL

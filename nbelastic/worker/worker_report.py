@@ -1,72 +1,72 @@
-"""What a worker tells a driver that has taken the cluster over, and what it keeps for it meanwhile."""
+"""What a worker reports to a new driver: facts that it keeps up to date, and the reports of a time without a driver."""
 
 from __future__ import annotations
 
 from nbelastic.protocol import events as ev
 from nbelastic.protocol import messages, worker_messages
 
-KEPT = 256  # reports; when there are more, every other one goes
+MAX_REPORTS = 256  # when there are more, every other one is dropped
 
 Report = dict[str, float | None]
 
 
-class Reports:
-    """Of a time without a driver, however long: thinned out evenly, the last one always among them."""
+class UnsentReports:
+    """The program's reports while there is no driver: thinned out evenly, always with the newest one."""
 
     def __init__(self) -> None:
         self._kept: list[tuple[int, Report]] = []
         self._every = self._skipped = 0
-        self._last: tuple[int, Report] | None = None
+        self._newest: tuple[int, Report] | None = None
 
     def add(self, commit: int, report: Report) -> None:
-        self._last = (commit, report)
+        self._newest = (commit, report)
         self._skipped += 1
         if self._skipped < self._every:
             return
         self._skipped = 0
-        self._kept.append(self._last)
-        if len(self._kept) == KEPT:
+        self._kept.append(self._newest)
+        if len(self._kept) == MAX_REPORTS:
             self._kept = self._kept[::2]
             self._every = max(1, self._every) * 2
 
     def take(self) -> tuple[tuple[int, Report], ...]:
-        """All, by commit; from now on there are none."""
-        kept, last = self._kept, self._last
+        """Return all as (commit, report), by commit, and drop them."""
+        kept, newest = self._kept, self._newest
         self.__init__()  # type: ignore[misc]
-        return (*kept, last) if last is not None and last not in kept else tuple(kept)
+        return (*kept, newest) if newest is not None and newest not in kept else tuple(kept)
 
 
-class Account:
-    """Each thing is written before the word that tells the same is sent: what a new driver has not heard, it finds here."""
+class WorkerFacts:
+    """Each fact is set before the message with the same content is sent: a new driver finds here what the last one missed."""
 
     def __init__(self) -> None:
         self.engine = ""
-        self.job = ""  # that of the newest program
-        self.busy = False  # it runs
-        self.beginning = False  # what the session knows is still of the one before
-        self.formed = False  # the group of this generation stands, and has the state
-        self.holds = False  # it has the job's state, all of one commit
-        self.since = 0  # the generation in which it last got it, or trained with it
-        self.word: ev.WorkerReady | ev.WorkerRaised | ev.WorkerSucceeded | None = None
+        self.job = ""  # of the newest program
+        self.busy = False  # the program runs
+        self.is_beginning = False  # the session still holds facts of the program before
+        self.is_formed = False  # the group of this generation is formed, and has the state
+        self.holds_state = False  # this worker has the job's state, all of one commit
+        self.state_since = 0  # the generation in which it last received the state, or trained with it
+        self.last_event: ev.WorkerReady | ev.WorkerRaised | ev.WorkerSucceeded | None = None
         self.result: worker_messages.ProgramResult | None = None  # of the newest program, if it has ended
-        self.numbered = 0  # the highest generation that it has heard of
-        self.reports = Reports()
+        self.newest_generation = 0  # of all that the driver's messages have named
+        self.unsent = UnsentReports()
 
     def begin(self, job: str) -> None:
-        """A new program."""
-        self.job, self.beginning = job, True
-        self.busy, self.formed, self.holds, self.since, self.word = True, False, False, 0, None
+        """Begin a program."""
+        self.job, self.is_beginning = job, True
+        self.busy, self.is_formed, self.holds_state, self.state_since, self.last_event = True, False, False, 0, None
         self.result = None
-        self.reports = Reports()
+        self.unsent = UnsentReports()
 
-    def hear(self, message: messages.Message) -> None:
-        """Generations are numbered on from the highest that anybody knows."""
+    def note_generation(self, message: messages.Message) -> None:
+        """A new driver numbers generations on from the newest that any worker has seen."""
         match message:
             case worker_messages.Prepare(formation=formation):
-                self.numbered = max(self.numbered, formation.generation)
+                self.newest_generation = max(self.newest_generation, formation.generation)
             case (
                 worker_messages.Formation(generation=generation)
                 | worker_messages.Abort(generation=generation)
                 | worker_messages.DropGroup(generation=generation)
             ):
-                self.numbered = max(self.numbered, generation)
+                self.newest_generation = max(self.newest_generation, generation)

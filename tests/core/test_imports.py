@@ -37,7 +37,7 @@ PURE = [
     *sorted((ROOT / "core").glob("*.py")),
     *(
         ROOT / "agent" / "protocol.py",
-        *(ROOT / "worker" / f"{name}.py" for name in ("protocol", "worker_report", "formation")),
+        *(ROOT / "worker" / f"{name}.py" for name in ("protocol", "worker_report", "formation", "telemetry")),
     ),
     *(ROOT / "protocol" / f"{name}.py" for name in ("ids", "events", "script_events", "limits", "timeouts")),
     *(

@@ -114,7 +114,7 @@ def test_a_stopped_process_has_no_stack_and_the_others_are_shown(make):
     look = lambda: {stack.worker: stack.text for stack in cluster.stacks(timeout=0.05)}
     # A process stops when the kernel next runs one of its threads: on a busy machine it may answer once more.
     shown = until(lambda: (found := look())[other.id] and not found.get(stopped.id) and found, what="one answer of two")
-    assert shown[other.id] == "It runs no code of yours.\n"
+    assert shown[other.id] == "no user code is running\n"
 
 
 def test_a_break_says_how_long_each_part_took(trains):

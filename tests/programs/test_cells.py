@@ -15,7 +15,7 @@ from nbelastic.protocol import worker_messages
 from nbelastic.protocol.encoding import encode
 from nbelastic.protocol.ids import WorkerId
 from nbelastic.transport.sockets import MAX_MESSAGE
-from nbelastic.worker.output_buffer import Output
+from nbelastic.worker.output_buffer import OutputStream
 
 W = WorkerId("a", 0, 1)
 
@@ -61,7 +61,7 @@ def test_an_error_in_one_line_and_in_many(run, source, error):
 def test_a_full_disk_keeps_no_answer_back(run, monkeypatch):
     """What cannot be written to the log file is in the answer all the same."""
     with open("/dev/full", "w") as full:
-        monkeypatch.setattr(cells, "Output", lambda taken, fd: Output(taken, full.fileno()))
+        monkeypatch.setattr(cells, "OutputStream", lambda taken, fd: OutputStream(taken, full.fileno()))
         assert run("print('x' * 20_000)").stdout == "x" * 20_000 + "\n"
 
 

@@ -5,9 +5,9 @@ from types import SimpleNamespace
 import pytest
 
 import nbelastic as nbe
+from nbelastic.errors import JobStoppedError
 from nbelastic.programs import elastic
 from nbelastic.state import backward_hook as backward
-from nbelastic.worker.session import JobStoppedError
 
 
 @pytest.fixture(autouse=True)
@@ -21,7 +21,7 @@ class StoppedInAStep:
 
     used = False
     link = SimpleNamespace(disconnected=False)
-    account = SimpleNamespace(holds=True)
+    facts = SimpleNamespace(holds_state=True)
 
     def __init__(self, state):
         self.state, self.saved = state, []
@@ -29,7 +29,7 @@ class StoppedInAStep:
             committed=lambda state: None, ended=lambda state, rank: self.saved.append(state.n)
         )
 
-    def settle(self):
+    def finish_gpu_work(self):
         pass
 
     def committed(self, total):

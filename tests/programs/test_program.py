@@ -17,8 +17,8 @@ from nbelastic.protocol import messages, worker_messages
 from nbelastic.protocol.ids import WorkerId
 from nbelastic.system import pickling
 from nbelastic.system.pickling import INLINE
-from nbelastic.worker.output_buffer import Output, Printed
-from nbelastic.worker.worker_report import Account
+from nbelastic.worker.output_buffer import OutputBuffer, OutputStream
+from nbelastic.worker.worker_report import WorkerFacts
 
 W = WorkerId("a", 0, 1)
 RAN: list[str] = []
@@ -35,7 +35,7 @@ class FakeSession:
     worker, checkpoints, speaks = W, None, True
 
     def __init__(self) -> None:
-        self.account, self.printed = Account(), Printed()
+        self.facts, self.output = WorkerFacts(), OutputBuffer()
         self.link = SimpleNamespace(send=self.sent_to_driver, disconnected=False)
         self.answer = lambda message: None
         self.value, self.stopped = b"", ""
@@ -54,14 +54,14 @@ class FakeSession:
             raise JobStoppedError("the job is over")
 
     def program_begins(self, job: str) -> None:
-        self.account.begin(job)
+        self.facts.begin(job)
 
     def program_ended(self, result: worker_messages.ProgramResult, value: bytes) -> None:
-        self.account.result, self.value = result, value
-        self.say_result_again()
+        self.facts.result, self.value = result, value
+        self.repeat_result()
 
-    def say_result_again(self) -> None:
-        self.results.put_nowait(self.account.result)
+    def repeat_result(self) -> None:
+        self.results.put_nowait(self.facts.result)
 
 
 @pytest.fixture
@@ -247,12 +247,12 @@ def test_whatever_happens_the_driver_hears_of_the_end(session, monkeypatch):
         (result,) = run(session, call()[1])
         assert result.error == "PermissionError: [Errno 13] Permission denied"
     with open("/dev/full", "w") as full:
-        broken_output = lambda taken, fd: Output(taken, full.fileno())
+        broken_output = lambda taken, fd: OutputStream(taken, full.fileno())
         with monkeypatch.context() as broken:
-            broken.setattr(program, "Output", broken_output)
+            broken.setattr(program, "OutputStream", broken_output)
             (result,) = run(session, worker_messages.Program("job-2", "", call=call(called, loud)[1].call))
     assert value(result) == "said"
-    assert "loud" in "".join(piece.text for piece in session.printed.take())
+    assert "loud" in "".join(piece.text for piece in session.output.take())
 
 
 def loud():
@@ -264,7 +264,7 @@ def test_a_result_that_cannot_be_pickled(session):
     """It is the program's error, and is printed as one."""
     (result,) = run(session, call(called, threading.Lock)[1])
     assert result.error == "TypeError: the result cannot be sent: cannot pickle '_thread.lock' object"
-    (piece,) = [piece for piece in session.printed.take() if piece.stream == "err"]
+    (piece,) = [piece for piece in session.output.take() if piece.stream == "err"]
     assert result.error in piece.text
 
 

@@ -4,7 +4,7 @@ import pytest
 
 from nbelastic.state import sampler
 from nbelastic.worker.formation import Formation
-from nbelastic.worker.worker_report import Account
+from nbelastic.worker.worker_report import WorkerFacts
 
 
 def formation(rank, size, root=0, receivers=()):
@@ -25,7 +25,7 @@ class FakeSession:
     """What a state tells its session, and nothing else."""
 
     def __init__(self):
-        self.account = Account()
+        self.facts = WorkerFacts()
         self.committed_at = []
         self.checked = []
         self.settled = 0
@@ -34,10 +34,10 @@ class FakeSession:
         self.checkpoints = None
         self.reported = {}
 
-    def apart(self, task):
+    def run_abortable(self, task):
         return task()
 
-    def settle(self):
+    def finish_gpu_work(self):
         self.settled += 1
 
     def on_any_rank(self, mine):

@@ -10,10 +10,10 @@ from torch import nn
 
 from nbelastic import StateError, TorchState
 from nbelastic.state import optimizers
-from nbelastic.state.ddp_patch import wrapping
+from nbelastic.state.ddp_patch import unchanged_by_ddp
 from nbelastic.state.snapshot import ALIGNED, _places_for
 from nbelastic.state.transfer import describe
-from nbelastic.worker.session import WorldAborted
+from nbelastic.worker.interrupts import WorldAborted
 
 
 @pytest.fixture
@@ -152,7 +152,7 @@ def test_wrapping_the_model_is_no_change(group, begun, capsys):
     step(model, optimizer)
     state.commit()
     for _ in range(2):
-        with wrapping(state._tensors):
+        with unchanged_by_ddp(state._tensors):
             ddp = nn.parallel.DistributedDataParallel(model)
         assert state.clean
         step(ddp, optimizer)
@@ -161,7 +161,7 @@ def test_wrapping_the_model_is_no_change(group, begun, capsys):
     assert (copies(state), capsys.readouterr().err) == (0, "")
     with torch.no_grad():
         model.bias.add_(1)
-    with wrapping(state._tensors):
+    with unchanged_by_ddp(state._tensors):
         ddp = nn.parallel.DistributedDataParallel(model)
     assert not state.clean
     del ddp

@@ -10,7 +10,7 @@ from nbelastic.state import memory, transfer
 from nbelastic.state.memory import fits
 from nbelastic.state.transfer import describe
 from nbelastic.worker import warm_up as warm
-from nbelastic.worker.worker_report import Account
+from nbelastic.worker.worker_report import WorkerFacts
 from tests.state.conftest import FakeSession, formation
 
 CPU = torch.device("cpu")
@@ -42,27 +42,27 @@ class WholeChannel:
 
 
 def holder():
-    account = Account()
-    account.holds = True
-    return account, [torch.full((2,), 5.0) for _ in range(4)]
+    facts = WorkerFacts()
+    facts.holds_state = True
+    return facts, [torch.full((2,), 5.0) for _ in range(4)]
 
 
-def receive(channel, places, account, check=lambda: None):
+def receive(channel, places, facts, check=lambda: None):
     with contextlib.suppress(RuntimeError):
-        transfer.receive(channel, places, account, transfer.at_once, 1, check=check)
+        transfer.receive(channel, places, facts, transfer.at_once, 1, check=check)
 
 
 def test_a_holder_keeps_its_commit_when_the_sender_dies():
-    account, live = holder()
-    receive(BrokenChannel(), live, account)
-    assert account.holds
+    facts, live = holder()
+    receive(BrokenChannel(), live, facts)
+    assert facts.holds_state
     assert [tensor.tolist() for tensor in live] == [[5, 5]] * 4
 
 
 def test_nothing_live_changes_before_all_has_come():
-    account, live = holder()
+    facts, live = holder()
     channel = WholeChannel(live)
-    receive(channel, live, account)
+    receive(channel, live, facts)
     assert channel.meanwhile == [[5, 5]] * 4
     assert [tensor.tolist() for tensor in live] == [[6, 6]] * 4
 
@@ -73,13 +73,13 @@ def broken_off():
 
 def test_what_cannot_be_relied_on_is_not_taken(monkeypatch):
     """On a GPU an aborted transfer ends like any other: a holder keeps what it had, and who received in place holds nothing."""
-    account, live = holder()
-    receive(WholeChannel(live), live, account, broken_off)
-    assert account.holds
+    facts, live = holder()
+    receive(WholeChannel(live), live, facts, broken_off)
+    assert facts.holds_state
     assert [tensor.tolist() for tensor in live] == [[5, 5]] * 4
     monkeypatch.setattr(transfer, "fits", lambda *_: False)
-    receive(WholeChannel(live), live, account, broken_off)
-    assert not account.holds
+    receive(WholeChannel(live), live, facts, broken_off)
+    assert not facts.holds_state
 
 
 def test_memory_that_is_not_there_after_all_is_done_without(monkeypatch):
@@ -89,9 +89,9 @@ def test_memory_that_is_not_there_after_all_is_done_without(monkeypatch):
         raise torch.OutOfMemoryError
 
     monkeypatch.setattr(torch, "empty_like", no_memory)
-    account, live = holder()
+    facts, live = holder()
     channel = WholeChannel(live)
-    receive(channel, live, account)
+    receive(channel, live, facts)
     assert channel.meanwhile == [[6, 6]] * 4
 
 
@@ -107,9 +107,9 @@ def test_where_free_memory_is_not_told_none_is_counted_on(monkeypatch):
 
 def test_without_memory_for_it_a_holder_says_that_it_holds_nothing_any_more(monkeypatch):
     monkeypatch.setattr(transfer, "fits", lambda *_: False)
-    account, live = holder()
-    receive(BrokenChannel(), live, account)
-    assert not account.holds
+    facts, live = holder()
+    receive(BrokenChannel(), live, facts)
+    assert not facts.holds_state
     assert live[0].tolist() != live[-1].tolist()
 
 
@@ -117,7 +117,7 @@ def test_a_newcomer_receives_in_place():
     """It has nothing to lose, and needs no second copy."""
     live = [torch.zeros(2) for _ in range(4)]
     channel = WholeChannel(live)
-    receive(channel, live, Account())
+    receive(channel, live, WorkerFacts())
     assert channel.meanwhile == [[6, 6]] * 4
 
 
@@ -155,7 +155,7 @@ def test_a_warm_up_that_fails_leaves_no_group_behind(monkeypatch):
 
     monkeypatch.setattr(warm, "_train", fail)
     with pytest.raises(RuntimeError, match="out of memory"):
-        warm._first_time()
+        warm._use_torch()
     assert not torch.distributed.is_initialized()
 
 
@@ -177,7 +177,7 @@ def trained(begun, *, steps, holds=True):
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 3))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     session = FakeSession()
-    session.account.holds = holds
+    session.facts.holds_state = holds
     state = begun(TorchState(model=model, optimizer=optimizer, mean=torch.ones(3)), session)
     for _ in range(steps):
         model(torch.rand(2, 4)).sum().backward()
@@ -205,6 +205,6 @@ def test_a_holder_with_copies_goes_back_to_them_when_a_transfer_in_place_breaks_
     state, before = trained(begun, steps=steps, holds=holds)
     with pytest.raises(RuntimeError, match="Connection closed"):
         state._move(DyingSender(state), CPU, formation(0, 1))
-    assert state._session.account.holds is still
+    assert state._session.facts.holds_state is still
     assert (contents(state) == before) is still
     assert state.commits == 1

@@ -8,7 +8,7 @@ import pytest
 
 from nbelastic.protocol import events as ev
 from nbelastic.protocol.ids import WorkerId
-from nbelastic.worker.hang_detector import PATIENCE, Blocked, Stuck
+from nbelastic.worker.hang_detector import HANG_TIMEOUT, HangResponse, MainThread
 
 W = WorkerId("a", 0, 1)
 EPOCH = 7
@@ -19,9 +19,9 @@ def watched(main, seconds):
     longest, over = [0.0], threading.Event()
 
     def look():
-        blocked = Blocked(time.monotonic())
+        blocked = MainThread(time.monotonic())
         while not over.wait(0.02):
-            longest[0] = max(longest[0], blocked.stuck_for(time.monotonic()))
+            longest[0] = max(longest[0], blocked.hangs_for(time.monotonic()))
 
     thread = threading.Thread(target=look)
     thread.start()
@@ -90,16 +90,16 @@ class Ended(Exception):
 @pytest.fixture
 def stuck(monkeypatch):
     """Its main thread sleeps in a collective of an aborted generation; what it says is in `said`."""
-    monkeypatch.setattr(Blocked, "_look", lambda _: (True, 0))
-    monkeypatch.setattr(Blocked, "_in_a_collective", lambda _: True)
+    monkeypatch.setattr(MainThread, "_read_stat", lambda _: (True, 0))
+    monkeypatch.setattr(MainThread, "_is_in_collective", lambda _: True)
 
     def end():
         raise Ended
 
     said = []
-    found = Stuck(W, said.append, end)
+    found = HangResponse(W, said.append, end)
     found.said = said
-    began = time.monotonic() - 2 * PATIENCE
+    began = time.monotonic() - 2 * HANG_TIMEOUT
     found.watch(EPOCH, began)
     assert not found.watch(EPOCH, began)
     assert found.watch(EPOCH, time.monotonic())
@@ -128,7 +128,7 @@ def test_the_state_is_kept_before_the_end(stuck):
     stuck.answer(lambda: 6, "job", now)
     until_kept(stuck)
     for later in (0.1, 0.2, 0.4):
-        stuck.go_on_keeping(now + later)
+        stuck.continue_keeping(now + later)
     assert stuck.said == [ev.StateKept(W, "job", 5)] * 2
     with pytest.raises(Ended):
         stuck.answer(None, "job", now)
@@ -145,11 +145,11 @@ def test_while_it_is_being_kept_the_driver_is_told(stuck):
     stuck.answer(keep, "job", now)
     stuck.answer(None, "job", now)
     for later in (0.1, 1.0, 2.2):
-        stuck.go_on_keeping(now + later)
+        stuck.continue_keeping(now + later)
     assert stuck.said == [ev.WorkerHung(W, EPOCH, keeping=True)] * 2
     go_on.set()
     until_kept(stuck)
-    stuck.go_on_keeping(now + 9.0)
+    stuck.continue_keeping(now + 9.0)
     assert stuck.said[-1] == ev.StateKept(W, "job", 5)
 
 
@@ -162,16 +162,16 @@ def test_what_cannot_be_kept_is_lost(stuck):
     stuck.answer(keep, "job", time.monotonic())
     until_kept(stuck)
     with pytest.raises(Ended):
-        stuck.go_on_keeping(time.monotonic())
+        stuck.continue_keeping(time.monotonic())
     assert not stuck.said
 
 
 def test_a_main_thread_that_has_moved_goes_on(stuck, monkeypatch):
     """It woke up while the driver was asked: no answer ends it, and nothing is kept."""
-    monkeypatch.setattr(Blocked, "_look", lambda _: (False, 1))
+    monkeypatch.setattr(MainThread, "_read_stat", lambda _: (False, 1))
     stuck.answer(None, "job", time.monotonic())
     stuck.answer(lambda: 5, "job", time.monotonic())
-    assert not stuck.keeping
+    assert not stuck.is_keeping
 
 
 def test_a_main_thread_that_wakes_while_its_state_is_kept_waits_for_that(stuck, monkeypatch):
@@ -185,18 +185,18 @@ def test_a_main_thread_that_wakes_while_its_state_is_kept_waits_for_that(stuck, 
     stuck.answer(keep, "job", time.monotonic())
     main = threading.Thread(target=lambda: (stuck.enter(EPOCH + 1), through.set()))
     main.start()
-    monkeypatch.setattr(Blocked, "_in_a_collective", lambda _: False)
-    stuck.go_on_keeping(time.monotonic())
+    monkeypatch.setattr(MainThread, "_is_in_collective", lambda _: False)
+    stuck.continue_keeping(time.monotonic())
     assert not through.wait(0.1)
     go_on.set()
     until_kept(stuck)
-    stuck.go_on_keeping(time.monotonic())
+    stuck.continue_keeping(time.monotonic())
     main.join(20)
-    assert (through.is_set(), stuck.keeping, stuck.said) == (True, False, [])
+    assert (through.is_set(), stuck.is_keeping, stuck.said) == (True, False, [])
 
 
 def test_a_main_thread_in_the_next_generation_keeps_nothing(stuck):
     """What it holds is not what it held when the question was asked."""
     stuck.enter(EPOCH + 1)
     stuck.answer(lambda: 5, "job", time.monotonic())
-    assert not stuck.keeping
+    assert not stuck.is_keeping

@@ -5,13 +5,13 @@ from __future__ import annotations
 import sys
 import threading
 
-from nbelastic.worker.output_buffer import BOUND, Printed
+from nbelastic.worker.output_buffer import MAX_TEXT, OutputBuffer
 
 
 def test_nothing_is_lost_while_it_is_taken(monkeypatch):
     """Two threads print and a third takes what there is, all the time: every word arrives, in each one's order."""
-    monkeypatch.setattr("nbelastic.worker.output_buffer.BOUND", 10**9)
-    printed, done, found = Printed(), threading.Event(), []
+    monkeypatch.setattr("nbelastic.worker.output_buffer.MAX_TEXT", 10**9)
+    printed, done, found = OutputBuffer(), threading.Event(), []
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
 
@@ -40,17 +40,17 @@ def test_nothing_is_lost_while_it_is_taken(monkeypatch):
 
 def test_of_too_much_the_end_is_kept():
     """And it is said how much was left out; an empty stream says nothing."""
-    printed = Printed()
-    printed.write("err", "x" * BOUND)
+    printed = OutputBuffer()
+    printed.write("err", "x" * MAX_TEXT)
     printed.write("err", "the end")
     ((_, _, stream, text, end),) = printed.take()
-    assert (stream, len(text), text[-7:], end) == ("err", BOUND, "the end", BOUND + 7)
+    assert (stream, len(text), text[-7:], end) == ("err", MAX_TEXT, "the end", MAX_TEXT + 7)
     assert list(printed.take()) == []
 
 
 def test_the_last_words_of_a_job_are_not_the_next_ones():
     """Though they are taken when that has begun."""
-    printed = Printed()
+    printed = OutputBuffer()
     printed.job = "job-1"
     printed.write("out", "the")
     printed.write("out", " end\n")
@@ -61,7 +61,7 @@ def test_the_last_words_of_a_job_are_not_the_next_ones():
 
 def test_what_a_driver_has_not_heard_is_said_again():
     """Whatever was under way when it was killed, and what was written while there was none, up to the bound."""
-    printed = Printed()
+    printed = OutputBuffer()
     printed.write("out", "one ")
     assert list(printed.take()) == [("", None, "out", "one ", 4)]
     printed.hold()
@@ -71,15 +71,15 @@ def test_what_a_driver_has_not_heard_is_said_again():
     assert list(printed.take()) == [("", None, "out", "one two three", 13)]
     assert list(printed.take()) == []
     printed.hold()
-    printed.write("out", "x" * BOUND)
+    printed.write("out", "x" * MAX_TEXT)
     printed.hold()
     ((_, _, _, text, end),) = printed.take()
-    assert (len(text), end) == (BOUND, BOUND + 13)
+    assert (len(text), end) == (MAX_TEXT, MAX_TEXT + 13)
 
 
 def test_a_line_belongs_to_the_rank_that_printed_it():
     """Though the worker has another rank when it is taken; what was said before there was a rank has none."""
-    printed = Printed()
+    printed = OutputBuffer()
     for rank in (None, 2, 1):
         printed.rank = rank
         printed.write("out", f"as {rank}\n")
@@ -92,7 +92,7 @@ def test_a_line_belongs_to_the_rank_that_printed_it():
 
 def test_of_a_progress_bar_the_newest_frame_is_sent():
     """However many frames there were; a driver that has not heard the last one is told no more than that either."""
-    printed = Printed()
+    printed = OutputBuffer()
     for percent in range(100):
         printed.write("err", f"\r{percent} %")
     (piece,) = printed.take()

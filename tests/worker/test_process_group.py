@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from nbelastic.worker import process_group as rendezvous
 from nbelastic.worker.formation import Formation
-from nbelastic.worker.next_generation import Ahead
+from nbelastic.worker.next_generation import NextGeneration
 from nbelastic.worker.process_group import TIMEOUT, Group, Offer, UnsupportedError
 from nbelastic.worker.sockets import borrowed, listeners, open_sockets, shut_down
 from tests.process.observing import until
@@ -37,12 +37,12 @@ def form(generation, size, *, abort_after=None):
     if abort_after is not None:
         thread.start()
     try:
-        group.form(formation(generation, size, offer), offer, Ahead("127.0.0.1").run)
+        group.form(formation(generation, size, offer), offer, NextGeneration("127.0.0.1").run)
     finally:
         over.set()
         if abort_after is not None:
             thread.join()
-        if group._reach is not None and not dist.is_initialized():
+        if group._connections is not None and not dist.is_initialized():
             group.leave()
     return group
 
@@ -93,7 +93,7 @@ def test_a_peer_that_never_connects_costs_a_thread_only():
     group, offer = Group(1, torch.device("cpu"), "gloo"), Offer("127.0.0.1")
     began = time.monotonic()
     with pytest.raises(EnoughError):
-        group.form(formation(1, 2, offer), offer, Ahead("127.0.0.1").run, enough)
+        group.form(formation(1, 2, offer), offer, NextGeneration("127.0.0.1").run, enough)
     assert time.monotonic() - began < 20
     group.leave()
     after = form(2, 1)
@@ -108,7 +108,7 @@ def works():
 
 
 def prepare(ahead, generation, size=1):
-    """What `Ahead` says of an attempt to prepare this generation, as rank 0."""
+    """What `NextGeneration` says of an attempt to prepare this generation, as rank 0."""
     offers, said = [], []
     ahead.make_offer({"127.0.0.1"}, offers.append)
     ahead.run(lambda: None).result()
@@ -119,7 +119,7 @@ def prepare(ahead, generation, size=1):
 
 def test_a_group_is_prepared_beside_another_and_takes_its_place():
     """Forty times: the old one works until it is left, the new one does at once, and nothing piles up."""
-    ahead, hook = Ahead("127.0.0.1"), sys.excepthook
+    ahead, hook = NextGeneration("127.0.0.1"), sys.excepthook
     group, files = form(1, 1), []
     for generation in range(2, 42):
         where, said = prepare(ahead, generation)
@@ -131,7 +131,7 @@ def test_a_group_is_prepared_beside_another_and_takes_its_place():
         group = ahead.take(generation)
         group.form(where, offer, ahead.run)
         assert works()
-        assert group.intact()
+        assert group.is_intact()
         assert dist.get_backend() == "gloo"
         for thread in threading.enumerate():
             if thread.name == "nbelastic-drop":
@@ -144,44 +144,44 @@ def test_a_group_is_prepared_beside_another_and_takes_its_place():
 
 def test_a_peer_that_died_since_it_was_prepared_is_not_forgotten():
     """Gloo has closed the connection already: what fails next in this group is for the peer's sake, not the program's."""
-    ahead = Ahead("127.0.0.1")
+    ahead = NextGeneration("127.0.0.1")
     where, _ = prepare(ahead, 1)
     ahead.run(lambda: None).result()
     with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as gone:
-        ahead.group._whole[os.readlink(f"/proc/self/fd/{gone.fileno()}")] = gone.fileno()
+        ahead.group._default[os.readlink(f"/proc/self/fd/{gone.fileno()}")] = gone.fileno()
     group = ahead.take(1)
     group.form(where, ahead.take_offer(), ahead.run)
-    assert not group.intact()
+    assert not group.is_intact()
     group.leave()
 
 
 def test_what_was_prepared_for_nothing_is_dropped():
     """It had been built, or waits for a peer that never comes: the group that trains is not touched, and the next is built."""
-    ahead, group = Ahead("127.0.0.1"), form(1, 1)
+    ahead, group = NextGeneration("127.0.0.1"), form(1, 1)
     for generation in (2, 3, 4):
         _, said = prepare(ahead, generation)
         ahead.run(lambda: None).result()
         assert ahead.abort()
         assert ahead.group is None
-        assert (said, works(), group.intact()) == ([None], True, True)
+        assert (said, works(), group.is_intact()) == ([None], True, True)
         _, said = prepare(ahead, generation + 10, size=2)
-        assert not ahead.group.settled
+        assert not ahead.group.is_settled
         while not ahead.abort():
             time.sleep(0.02)
         ahead.run(lambda: None).result()
         until(lambda: said)  # on a busy machine it is given up, and its thread says so later
         assert len(said) == 1
         assert isinstance(said[0], Exception)
-        assert (works(), group.intact()) == (True, True)
+        assert (works(), group.is_intact()) == (True, True)
     group.leave()
 
 
 def test_a_preparation_that_hangs_is_left_behind():
     """The next one gets a thread of its own."""
-    ahead = Ahead("127.0.0.1")
+    ahead = NextGeneration("127.0.0.1")
     held = threading.Event()
     ahead.group = Group(1, torch.device("cpu"), "gloo")
-    ahead.group.settled = False
+    ahead.group.is_settled = False
     ahead.run(held.wait)
     offer = ahead.take_offer()
     assert offer.endpoint.startswith("127.0.0.1:")
@@ -199,7 +199,7 @@ def test_a_preparation_that_cannot_be_woken_spoils_nothing_that_follows(monkeypa
 
     with monkeypatch.context() as patch:
         patch.setattr(Group, "_make_first", gloo)
-        ahead = Ahead("127.0.0.1")
+        ahead = NextGeneration("127.0.0.1")
         prepare(ahead, 1, size=2)
         hanging.acquire()
         given_up = ahead.group
@@ -216,21 +216,21 @@ def test_a_preparation_that_cannot_be_woken_spoils_nothing_that_follows(monkeypa
     given_up.abort()
     assert ahead.abort()
     assert works()
-    assert group.intact()
+    assert group.is_intact()
     group.leave()
     held.set()
 
 
 def test_a_store_that_is_gone_is_said():
     """Rank 0 has used its store meanwhile; that NCCL can prepare no group at all is told apart from that."""
-    ahead = Ahead("127.0.0.1")
+    ahead = NextGeneration("127.0.0.1")
     said = []
     where = Formation(2, 0, 1, 0, 1, 0, 1, "127.0.0.1:1", 0, (), (("a", 1),))
     ahead.prepare(where, torch.device("cpu"), "gloo", said.append)
     ahead.run(lambda: None).result()
     ahead.prepare(where, torch.device("cpu"), "cpu:gloo,cuda:nccl", said.append)
     ahead.run(lambda: None).result()
-    assert "not there any more" in str(said[0])
+    assert "does not exist any more" in str(said[0])
     assert [isinstance(failure, UnsupportedError) for failure in said] == [False, True]
     assert "not prepared beside the training" in str(said[1])
 
@@ -250,7 +250,7 @@ def who_comes_in(port):
 
 def test_strangers_stay_outside_once_a_group_is_formed():
     """Its gloo listener takes nobody any more, its store and the next one's only members; and what is taken is open."""
-    ahead, offer = Ahead("127.0.0.1"), Offer("127.0.0.1")
+    ahead, offer = NextGeneration("127.0.0.1"), Offer("127.0.0.1")
     before = open_sockets()  # by inode: a descriptor's number may be another's soon
     group = Group(1, torch.device("cpu"), "gloo")
     group.form(formation(1, 1, offer), offer, ahead.run)
@@ -303,14 +303,14 @@ def test_a_forming_that_was_left_behind_does_not_become_the_default_group(monkey
         made.set()
         return make(group, store, rank, 1, timeout)
 
-    ahead, offer = Ahead("127.0.0.1"), Offer("127.0.0.1")
+    ahead, offer = NextGeneration("127.0.0.1"), Offer("127.0.0.1")
     with monkeypatch.context() as patch:
         patch.setattr(Group, "_make_first", late)
         group = Group(1, torch.device("cpu"), "gloo")
         with pytest.raises(EnoughError):
             group.form(formation(1, 2, offer), offer, ahead.run, enough)
-        threads = [thread for thread in threading.enumerate() if thread.name.startswith("nbelastic-ahead")]
-        ahead.leave_behind()
+        threads = [thread for thread in threading.enumerate() if thread.name.startswith("nbelastic-prepare")]
+        ahead.abandon_thread()
         group.leave()
     following = form(2, 1)
     default = dist.group.WORLD
@@ -320,7 +320,7 @@ def test_a_forming_that_was_left_behind_does_not_become_the_default_group(monkey
     assert made.is_set()
     assert dist.group.WORLD is default
     assert works()
-    assert following.intact()
+    assert following.is_intact()
     following.leave()
 
 
@@ -377,13 +377,13 @@ def test_an_abort_reaches_the_groups_that_the_program_makes():
         members, both = two_members(pool)
         together = [pool.submit(own.allreduce([torch.ones(1)]).wait) for _, own in both]
         assert [one.result(20) for one in together] == [True, True]
-        assert [member.intact() for member in members] == [True, True]
+        assert [member.is_intact() for member in members] == [True, True]
         alone = pool.submit(both[1][1].allreduce([torch.ones(1)]).wait)
         while not alone.done():
             members[1].abort()
         with pytest.raises(RuntimeError):
             alone.result()
-    assert not members[0].intact()
+    assert not members[0].is_intact()
 
 
 class Known:
@@ -401,14 +401,14 @@ def test_a_group_that_the_program_destroyed_is_no_broken_connection(monkeypatch)
         members, ((first, own), (second, other)) = two_members(pool)
     with monkeypatch.context() as patch:
         patch.setitem(dist.distributed_c10d._world.pg_map, Known(own), ("gloo", None))
-        assert members[0].intact()
+        assert members[0].is_intact()
         del other  # the other rank closes its end
-        until(lambda: not members[0].intact())
-    assert members[0].intact()  # torch knows it no more: the program has destroyed it
+        until(lambda: not members[0].is_intact())
+    assert members[0].is_intact()  # torch knows it no more: the program has destroyed it
     del own
-    assert members[0].intact()
+    assert members[0].is_intact()
     del second
-    until(lambda: not members[0].intact())
+    until(lambda: not members[0].is_intact())
     del first
 
 
@@ -418,9 +418,9 @@ def test_a_group_of_the_programs_counts_until_it_is_destroyed():
     own = dist.new_group([0])
     with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as gone:
         group._own[-1][1][os.readlink(f"/proc/self/fd/{gone.fileno()}")] = gone.fileno()
-    assert not group.intact()
+    assert not group.is_intact()
     dist.destroy_process_group(own)
-    assert group.intact()
+    assert group.is_intact()
     group.leave()
 
 
@@ -456,5 +456,5 @@ def test_options_that_a_newer_torch_gives_are_taken():
             made.append(given)
             return "a group"
 
-    assert rendezvous._Maker(FakeGroup())("store", 1, 2, timeout=TIMEOUT, enable_reconfigure=False) == "a group"
+    assert rendezvous._GlooFactory(FakeGroup())("store", 1, 2, timeout=TIMEOUT, enable_reconfigure=False) == "a group"
     assert made == [("store", 1, 2, TIMEOUT)]

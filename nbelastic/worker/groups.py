@@ -1,0 +1,94 @@
+"""The process groups of one worker: the present generation's, the one that is being closed, and the next one's."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from concurrent.futures import wait
+from typing import TypeVar
+
+from nbelastic.worker.device import device
+from nbelastic.worker.formation import Formation
+from nbelastic.worker.interrupts import WorldAborted
+from nbelastic.worker.next_generation import NextGeneration
+from nbelastic.worker.process_group import POLL, Group, Offer
+from nbelastic.worker.threads import run_in_thread
+
+T = TypeVar("T")
+
+ABORT_TIMEOUT = 0.1  # seconds that an aborted group may go on connecting before its thread is abandoned
+CLOSE_TIMEOUT = 10.0  # seconds that closing a group may take
+
+
+class Groups:
+    """`open`, `form`, `close` and `run_abortable` are for the main thread, `overdue` is for the link thread."""
+
+    def __init__(self, address: str, slot: int, is_over: Callable[[int], bool]) -> None:
+        """`address`: where this worker offers stores. `is_over(generation)`: whether that generation has ended here."""
+        self.present: Group | None = None
+        self.next = NextGeneration(address)
+        self._slot = slot
+        self._is_over = is_over
+        self._closing: Group | None = None
+        self._closing_since = 0.0
+
+    def open(self, generation: int, backend: str) -> None:
+        """Take the group that was prepared for this generation, or a new one. From here on an abort reaches it."""
+        self.present = self.next.take(generation) or Group(generation, device(self._slot), backend)
+
+    def form(self, formation: Formation, offer: Offer) -> None:
+        """Collective. Raises what torch raises, or WorldAborted."""
+        assert self.present is not None
+        is_overdue = self._abort_timer(formation.generation)
+
+        def check() -> None:
+            if is_overdue():
+                self.next.abandon_thread()
+                raise WorldAborted
+
+        self.present.form(formation, offer, self.next.run, check)
+
+    def run_abortable(self, task: Callable[[], T]) -> T:
+        """Run `task` in a thread of its own and return its result; raises what it raises.
+
+        An abort does not always wake a transfer. Then this raises WorldAborted and abandons the thread. So `task` may write
+        only to memory that is not used afterwards.
+        """
+        assert self.present is not None
+        running, is_overdue = run_in_thread(task), self._abort_timer(self.present.generation)
+        while not wait((running,), POLL).done:
+            if is_overdue():
+                raise WorldAborted
+        return running.result()
+
+    def _abort_timer(self, generation: int) -> Callable[[], bool]:
+        """A function that returns whether this generation was aborted more than ABORT_TIMEOUT ago."""
+        since = 0.0
+
+        def is_overdue() -> bool:
+            nonlocal since
+            if self._is_over(generation):
+                since = since or time.monotonic()
+            return since > 0 and time.monotonic() - since > ABORT_TIMEOUT
+
+        return is_overdue
+
+    def close(self) -> None:
+        """Close the present generation's group, if there is one."""
+        self._closing, self.present = self.present, None
+        if self._closing is not None:
+            self._closing_since = time.monotonic()
+            self._closing.leave()
+        self._closing = None
+
+    def overdue(self, now: float) -> Group | None:
+        """The group that the main thread has to leave: its generation is over, or closing it takes too long."""
+        group = self.present
+        if self._closing is not None and now - self._closing_since > CLOSE_TIMEOUT:
+            return self._closing
+        return group if group is not None and self._is_over(group.generation) else None
+
+    def abort_next(self) -> bool:
+        """Abort the next generation's group if that generation is over; returns whether there is nothing left to abort."""
+        group = self.next.group
+        return group is None or not self._is_over(group.generation) or self.next.abort()

@@ -1,0 +1,57 @@
+"""What the program reports with `state.report`, and when that is sent."""
+
+from __future__ import annotations
+
+import math
+
+from msgspec import Struct
+
+REPORT_PERIOD = 0.25  # seconds between two reports of rank 0
+SLOW_REPORT_PERIOD = 1.0  # the same of the other ranks, of which a client sees only the commit
+
+
+class Due(Struct, frozen=True):
+    """What to send now. `first`: milliseconds to the generation's first commit, sent once."""
+
+    values: dict[str, float | None]  # None: the value is not finite
+    first: float | None
+    is_urgent: bool
+
+
+class Telemetry:
+    """The main thread puts values, the link thread sends them."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, float] = {}
+        self._not_finite: dict[str, None] = {}  # names with such a value since the last report
+        self._diverged: frozenset[str] = frozenset()  # names with such a value in the last report
+        self._first: float | None = None
+        self._sent: tuple[int, int] = (0, 0)
+        self._next = 0.0
+
+    def put(self, values: dict[str, float]) -> bool:
+        """Replace the values. Returns whether to send at once: a value is not finite, and the last report did not say so."""
+        self._values = values
+        wrong = [name for name, value in values.items() if not math.isfinite(value)]
+        self._not_finite.update(dict.fromkeys(wrong))
+        return not self._diverged.issuperset(wrong)
+
+    def begin(self, first: float) -> None:
+        """The generation's first commit came `first` milliseconds after the group was formed."""
+        self._first = first
+
+    def due(self, now: float, generation: int, commits: int, *, often: bool) -> Due | None:
+        """What to send at `now` (seconds), if anything. `often`: for rank 0."""
+        first = self._first
+        if first is not None:  # do not clear a value that the main thread sets at this moment
+            self._first = None
+        values = self._values
+        wrong = frozenset(self._not_finite.copy()).union(n for n, value in values.items() if not math.isfinite(value))
+        is_urgent = not wrong <= self._diverged
+        if first is None and not is_urgent and ((generation, commits) == self._sent or now < self._next):
+            return None
+        for name in wrong:
+            self._not_finite.pop(name, None)
+        period = REPORT_PERIOD if often else SLOW_REPORT_PERIOD
+        self._sent, self._next, self._diverged = (generation, commits), now + period, wrong
+        return Due({**values, **dict.fromkeys(wrong)}, first, is_urgent)

@@ -1,0 +1,24 @@
+"""Threads for calls that may never return."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+def run_in_thread(task: Callable[[], T]) -> Future[T]:
+    """Run `task` in a new thread, which does not keep the process from ending."""
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(task())
+        except BaseException as error:  # noqa: BLE001  (whoever asks for the result gets it)
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="nbelastic-task", daemon=True).start()
+    return future
