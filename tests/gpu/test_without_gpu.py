@@ -7,7 +7,8 @@ import torch
 
 from nbelastic.protocol.settings import NCCL
 from nbelastic.worker import process_group as rendezvous
-from nbelastic.worker.process_group import Group, backend_for
+from nbelastic.worker.device import backend_for
+from nbelastic.worker.process_group import Group
 from nbelastic.worker.sockets import Connections
 
 
@@ -59,7 +60,7 @@ def test_an_nccl_abort_sets_the_device_first_and_runs_once(monkeypatch):
     start = rendezvous.threading.Thread.start
     monkeypatch.setattr(rendezvous.threading.Thread, "start", lambda thread: (threads.append(thread), start(thread)))
     group = Group(1, torch.device("cuda", 3), "cpu:gloo,cuda:nccl")
-    group._reach, group._whole = Connections(), {}
+    group._connections, group._default = Connections(), {}
     group.abort()
     group.abort()
     for thread in threads:
