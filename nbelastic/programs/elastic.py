@@ -89,7 +89,7 @@ class _Loop:
         """The job goes on and no other worker has its state: write the newest commit for another worker of this host."""
         try:
             self._state.undo()
-            checkpoints.keep(self._state, folder)
+            checkpoints.write_kept(self._state, folder)
         except BaseException as error:
             text = f"nbelastic: the training state could not be kept: {reason(error)}\n"
             os.write(2, text.encode())  # the output buffer is not sent any more
@@ -98,7 +98,7 @@ class _Loop:
 
     def load_kept_state(self, folder: Path, commit: int) -> None:
         """Load the state that another worker wrote. StateError if it is not this commit, or not complete."""
-        checkpoints.take_kept(self._state, folder, commit)
+        checkpoints.load_kept(self._state, folder, commit)
 
     def _write_final_checkpoint(self) -> None:
         """Write the job's last checkpoint, if it has any; also of a job that was stopped."""

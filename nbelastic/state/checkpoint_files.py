@@ -1,11 +1,11 @@
-"""One checkpoint on disk: a folder that is whole or does not count, read as data and never as code.
+"""One checkpoint on disk: a folder that is either complete or ignored, and is read as data, never as code.
 
-`<folder>/000007-commit-700` is the seventh checkpoint that was written there. It holds what torch.distributed.checkpoint
-writes, which other tools can read, and `manifest`, written last: a line of JSON with the size and checksum of each file
-and the place of each tensor, and the checksum of that line. Reading goes by the manifest. `.metadata`, a pickle, is
-checked like the rest and never opened.
+`<folder>/000007-commit-700` is the seventh checkpoint that was written there. It has the files of
+torch.distributed.checkpoint, which other tools can read, and `manifest`, written last. The manifest is a line of JSON with
+the size and checksum of each file and the position of each tensor, and the checksum of that line. Readers use the
+manifest. They check `.metadata`, a pickle, as all other files, and never unpickle it.
 
-Everything is written beside its place, flushed to the disk and then renamed: a kill at any byte leaves what was there.
+A checkpoint is written to a temporary folder, flushed to the disk and then renamed: a kill at any moment damages none.
 """
 
 from __future__ import annotations
@@ -40,20 +40,20 @@ from nbelastic.state.transfer import TENSOR, why_not_plain
 
 FORMAT = 1
 MANIFEST = "manifest"
-DESCRIPTION = "description"  # the name of the tensor of bytes that holds what is no tensor
+DESCRIPTION = "description"  # the name of the tensor whose bytes hold all other values
 _NAME = re.compile(r"(\d{6,})-commit-(\d+)")
 _WRITING, _REMOVING = ".writing-", ".removing-"
 
 
 class File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One file of a checkpoint: its size in bytes, and the sha256 of what is in it."""
+    """One file of a checkpoint: its size in bytes, and the sha256 of its contents."""
 
     size: int
     sha256: str
 
 
 class Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One tensor: what it is, and where it lies."""
+    """One tensor: its shape and type, and its position in a file (bytes)."""
 
     name: str
     shape: tuple[int, ...]
@@ -64,7 +64,7 @@ class Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a checkpoint consists of. `tensors`: the description, then the others in the order of their index in it."""
+    """The contents of a checkpoint. `tensors`: the description, then the others in the order of their index in it."""
 
     format: int
     commits: int
@@ -74,7 +74,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Snapshot(msgspec.Struct, frozen=True):
-    """A state at one commit. The tensors are copies, each with memory of its own; `described` has marks in their place."""
+    """A state at one commit. The tensors are copies; `described` has a placeholder for each."""
 
     commits: int
     described: bytes
@@ -82,52 +82,52 @@ class Snapshot(msgspec.Struct, frozen=True):
     tensors: tuple[torch.Tensor, ...]
 
     def contents(self) -> dict[str, torch.Tensor]:
-        """By the names under which they are written."""
+        """The tensors by the names under which they are written."""
         described = torch.frombuffer(bytearray(self.described), dtype=torch.uint8)
         return {DESCRIPTION: described, **dict(zip(self.names, self.tensors, strict=True))}
 
 
 def names(described: Any) -> tuple[str, ...]:
-    """A name for each tensor of a description, made of its place: `modules/model/0.weight`."""
+    """A name for each tensor of a description, made of its keys: `modules/model/0.weight`."""
     found: dict[str, None] = {DESCRIPTION: None}
-    for place in _places(described, ""):
-        name = place
+    for path in _paths(described, ""):
+        name = path
         while name in found:  # a key with a slash in it, or 1 beside "1"
             name += "~"
         found[name] = None
     return tuple(found)[1:]
 
 
-def _places(described: Any, place: str) -> Iterator[str]:
+def _paths(described: Any, path: str) -> Iterator[str]:
     if isinstance(described, tuple) and described[:1] == (TENSOR,):
-        yield place
+        yield path
     elif isinstance(described, (dict, list, tuple)):
         items = described.items() if isinstance(described, dict) else enumerate(described)
         for key, item in items:
-            yield from _places(item, f"{place}/{key}" if place else str(key))
+            yield from _paths(item, f"{path}/{key}" if path else str(key))
 
 
 # ---- the folder ----
 
 
 def listed(folder: Path) -> list[Path]:
-    """The checkpoints of a folder, the last written first. Those that are not whole are among them."""
+    """The checkpoints of a folder, the newest first, incomplete ones included."""
     found = [(int(match[1]), int(match[2]), path) for path in folder.iterdir() if (match := _NAME.fullmatch(path.name))]
     return [path for *_, path in sorted(found, reverse=True)]
 
 
 def commits_of(path: Path) -> int:
-    """Of one that is `listed`."""
+    """The number of commits in the name of a `listed` checkpoint."""
     return int(path.name.rpartition("-")[2])
 
 
-def is_one(path: Path) -> bool:
+def is_checkpoint(path: Path) -> bool:
     """Whether `path` is a checkpoint, rather than a folder of them."""
     return _NAME.fullmatch(path.name) is not None or (path / MANIFEST).exists()
 
 
 def prepare(folder: Path) -> None:
-    """Make the folder, and see that checkpoints can be written there. StateError if not."""
+    """Make the folder. StateError if checkpoints cannot be written there."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         probe = folder / f"{_REMOVING}{uuid.uuid4().hex}"
@@ -140,9 +140,9 @@ def prepare(folder: Path) -> None:
 
 
 def tidy(folder: Path, keep: int | None = None) -> None:
-    """Remove what kills have left, and all but the last `keep` checkpoints."""
+    """Remove the temporary folders of killed processes, and all but the newest `keep` checkpoints."""
     for path in listed(folder)[keep:] if keep else ():
-        with contextlib.suppress(OSError):  # another process is quicker
+        with contextlib.suppress(OSError):  # another process has removed it
             path.rename(folder / f"{_REMOVING}{uuid.uuid4().hex}")
     for path in folder.glob(f"{_REMOVING}*"):
         shutil.rmtree(path, ignore_errors=True)
@@ -153,7 +153,7 @@ def tidy(folder: Path, keep: int | None = None) -> None:
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Hold a folder that is being written. BlockingIOError if another process does; its death lets go."""
+    """Lock a folder that is being written, until this process ends. BlockingIOError if another process has locked it."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -167,8 +167,8 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 def write(folder: Path, snapshot: Snapshot, keep: int) -> Path:
-    """Write a checkpoint and remove all but the last `keep`. Raises what the disk raises, and StateError."""
-    _read_described(snapshot.described)  # what could not be read back is no checkpoint
+    """Write a checkpoint and remove all but the newest `keep`. Raises OSError and StateError."""
+    _read_described(snapshot.described)  # StateError if a reader could not load it
     temporary = folder / f"{_WRITING}{uuid.uuid4().hex}"
     temporary.mkdir()
     try:
@@ -186,13 +186,12 @@ def write(folder: Path, snapshot: Snapshot, keep: int) -> Path:
 
 
 def _write_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> tuple[Entry, ...]:
-    """Have torch.distributed.checkpoint write them.
+    """Write them with the parts of torch.distributed.checkpoint.
 
-    Its parts are called one by one. `dcp.save` would also look at the default group, which another thread may just be
-    taking down, and would warn of being alone; neither goes with a thread beside the training.
+    `dcp.save` would use the default group, which another thread may be closing, and would warn that only one rank saves.
     """
     writer = FileSystemWriter(path, sync_files=False, per_thread_copy_ahead=0)
-    writer.transforms = _Plain()
+    writer.transforms = _StreamTransform()
     planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     planner.set_up_planner(tensors, storage_meta=writer.storage_meta(), is_coordinator=True)
     writer.set_up_storage_writer(True)
@@ -200,33 +199,33 @@ def _write_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> tuple[Entry,
     plan = planner.finish_plan(writer.prepare_global_plan(plans)[0])
     results = writer.write_data(plan, planner).wait()
     writer.finish(metadata, [results])
-    lies = {result.index.fqn: result.storage_data for result in results}
+    positions = {result.index.fqn: result.storage_data for result in results}
     return tuple(
         Entry(
             name=name,
             shape=tuple(tensor.shape),
             dtype=str(tensor.dtype).removeprefix("torch."),
-            file=lies[name].relative_path,
-            offset=lies[name].offset,
-            length=lies[name].length,
+            file=positions[name].relative_path,
+            offset=positions[name].offset,
+            length=positions[name].length,
         )
         for name, tensor in tensors.items()
     )
 
 
-class _Plain:
-    """Gives torch the file itself for each tensor.
+class _StreamTransform:
+    """Passes the file itself to torch for each tensor.
 
-    Torch's own wrapper is a file to Python, which flushes it once more when it is collected. After an error that is when
-    the file below is closed: Python 3.13 prints a traceback then.
+    Python flushes torch's own wrapper when it is collected. After an error the file is closed by then, and Python 3.13 prints
+    a traceback.
     """
 
-    def transform_save_stream(self, _item: Any, file: IO[bytes]) -> tuple[_Open, list[str]]:
-        return _Open(file), []
+    def transform_save_stream(self, _item: Any, file: IO[bytes]) -> tuple[_UnclosableFile, list[str]]:
+        return _UnclosableFile(file), []
 
 
-class _Open:
-    """A file that stays open when torch closes it: the next tensor goes into it too."""
+class _UnclosableFile:
+    """A file that stays open when torch closes it, as the next tensor goes into it too."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self.write, self.flush = file.write, file.flush
@@ -236,7 +235,7 @@ class _Open:
 
 
 def _write_manifest(path: Path, commits: int, entries: tuple[Entry, ...]) -> None:
-    """Flush all files to the disk and write down what they are; torch leaves its last block in a buffer when it does."""
+    """Flush all files to the disk, and write their sizes and checksums; torch leaves its last block in a buffer."""
     files = {}
     for file in sorted(path.iterdir()):
         _flush(file)
@@ -250,12 +249,12 @@ def _write_manifest(path: Path, commits: int, entries: tuple[Entry, ...]) -> Non
 
 def _measure(file: Path) -> File:
     with file.open("rb") as opened:
-        digest = hashlib.file_digest(opened, "sha256").hexdigest()  # lets the training's thread run meanwhile
+        digest = hashlib.file_digest(opened, "sha256").hexdigest()  # releases the GIL for the training thread
         return File(opened.tell(), digest)
 
 
 def _rename(temporary: Path, folder: Path, commits: int) -> Path:
-    """To the next number, counted over all that was written here: training may have gone back to an older commit."""
+    """Use the next number of this folder: the training may have returned to an older commit."""
     number = max((int(path.name.partition("-")[0]) for path in listed(folder)), default=0)
     while True:
         number += 1
@@ -263,14 +262,14 @@ def _rename(temporary: Path, folder: Path, commits: int) -> Path:
         try:
             temporary.rename(path)
         except OSError:
-            if not path.exists():  # if it does, another process was quicker
+            if not path.exists():  # else another process has used this number
                 raise
         else:
             return path
 
 
 def _flush(path: Path) -> None:
-    """Have the disk hold a file, or the names in a folder."""
+    """Flush a file, or the names in a folder, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -282,7 +281,7 @@ def _flush(path: Path) -> None:
 
 
 def verify(path: Path) -> Manifest:
-    """The manifest of a checkpoint whose every byte is as it was written. StateError says what is wrong."""
+    """The manifest of a checkpoint, whose files are checked against it. StateError says what is wrong."""
     try:
         manifest = _read_manifest(path)
         for name, file in manifest.files.items():
@@ -292,7 +291,7 @@ def verify(path: Path) -> Manifest:
             if size != file.size:
                 raise StateError(f"{name} has {size} bytes instead of {file.size}")
             if _measure(path / name) != file:
-                raise StateError(f"{name} is damaged: its checksum is another one")
+                raise StateError(f"{name} is damaged: its checksum is wrong")
     except OSError as error:
         raise StateError(reason(error)) from None
     return manifest
@@ -304,7 +303,7 @@ def _read_manifest(path: Path) -> Manifest:
     raw = (path / MANIFEST).read_bytes()
     line, _, _ = raw.partition(b"\n")
     if raw != line + b"\n" + hashlib.sha256(line).hexdigest().encode() + b"\n":
-        raise StateError(f"{MANIFEST} is damaged: its checksum is another one")
+        raise StateError(f"{MANIFEST} is damaged: its checksum is wrong")
     try:
         version = msgspec.json.decode(line, type=dict[str, Any]).get("format")
         if version != FORMAT:
@@ -320,12 +319,12 @@ def _read_manifest(path: Path) -> Manifest:
 
 
 def read_description(path: Path, manifest: Manifest) -> dict[str, Any]:
-    """What the state was, with marks in place of the tensors."""
+    """The state with placeholders for the tensors."""
     place = torch.empty(manifest.tensors[0].shape, dtype=torch.uint8)
     read_tensors(path, manifest.tensors[:1], [place])
     described = _read_described(place.numpy().tobytes())
     if not isinstance(described, dict):
-        raise StateError(f"its {DESCRIPTION} is of another kind")
+        raise StateError(f"its {DESCRIPTION} is not a dictionary")
     return described
 
 
@@ -337,14 +336,14 @@ def _read_described(data: bytes) -> Any:
 
 
 def read_tensors(path: Path, entries: Sequence[Entry], places: Sequence[torch.Tensor]) -> None:
-    """Put the tensors that `entries` name into `places`. StateError if these have other shapes or types."""
+    """Read the tensors of `entries` into `places`. StateError if these have other shapes or types."""
     if len(entries) != len(places):
-        raise StateError(f"it has {len(entries)} tensors, and {len(places)} are wanted")
+        raise StateError(f"it has {len(entries)} tensors, and this state has {len(places)}")
     for entry, place in zip(entries, places, strict=True):
         if (entry.shape, entry.dtype) != (tuple(place.shape), str(place.dtype).removeprefix("torch.")):
-            raise StateError(f"{entry.name} is of another shape or type than its description says")
+            raise StateError(f"{entry.name} has another shape or type than its description says")
     tensors = {entry.name: place for entry, place in zip(entries, places, strict=True)}
-    reader = _Reader(path, entries)
+    reader = _ManifestReader(path, entries)
     metadata = reader.read_metadata()
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     planner.set_up_planner(tensors, metadata, is_coordinator=True)
@@ -353,8 +352,8 @@ def read_tensors(path: Path, entries: Sequence[Entry], places: Sequence[torch.Te
     reader.read_data(planner.finish_plan(reader.prepare_global_plan(plans)[0]), planner).wait()
 
 
-class _Reader(FileSystemReader):  # type: ignore[misc]  # torch carries no types here
-    """Knows from the manifest what torch would unpickle from `.metadata`; the tensors are read with `weights_only`."""
+class _ManifestReader(FileSystemReader):  # type: ignore[misc]  # torch carries no types here
+    """Makes from the manifest what torch would unpickle from `.metadata`; torch reads the tensors with `weights_only`."""
 
     def __init__(self, path: Path, entries: Sequence[Entry]) -> None:
         super().__init__(path)
@@ -372,10 +371,10 @@ class _Reader(FileSystemReader):  # type: ignore[misc]  # torch carries no types
 
 
 def reason(error: BaseException) -> str:
-    """An error of the disk in words; any other with its type."""
+    """An error in words: of the disk without its type, any other with it."""
     if isinstance(error, StateError):
         return str(error)
-    if isinstance(error, RuntimeError) and isinstance(error.__context__, OSError):  # torch's writer hides it
+    if isinstance(error, RuntimeError) and isinstance(error.__context__, OSError):  # torch's writer wraps it
         error = error.__context__
     if isinstance(error, OSError) and error.strerror:
         return f"{error.strerror}: {error.filename}" if error.filename else error.strerror

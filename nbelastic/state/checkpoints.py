@@ -1,7 +1,7 @@
-"""Saving a state while the training goes on, loading the newest checkpoint that can be used, and a job's plan of both.
+"""Saves a state beside the training, loads the newest usable checkpoint, and plans the checkpoints of a job.
 
-All ranks hold the same state, so one writes and the others need not wait: no collective, no abort and no change of the
-world can hang a save. The tensors are copied at the call; a thread writes the copies, one checkpoint at a time.
+All ranks hold the same state, so one rank writes and the others do not wait: no collective, abort or change of the world
+can block a save. A save copies the tensors at once; a thread writes the copies, one checkpoint at a time.
 """
 
 from __future__ import annotations
@@ -23,45 +23,45 @@ from nbelastic.state.transfer import describe
 from nbelastic.system.argument_types import PATH, WHOLE, check_kind, check_optional
 
 KEEP = 3  # checkpoints
-TURN = 2.0  # seconds that each rank has for the last one, if there is no driver
-LOOK = 0.1  # seconds between looks for it
+TURN_TIMEOUT = 2.0  # seconds that each rank has to write the last checkpoint if there is no driver
+POLL = 0.1  # seconds between two checks whether it is there
 
 
 class State(Protocol):
-    """What can be saved: see `state.State`."""
+    """What can be saved: see `nbelastic.state.state.State`."""
 
     commits: int
 
     @property
     def clean(self) -> bool: ...
 
-    def _contents(self) -> dict[str, Any]: ...
+    def _live(self) -> dict[str, Any]: ...
 
     def _device(self) -> torch.device: ...
 
     def _accept(self, described: Any, where: torch.device, fill: Callable[[list[torch.Tensor]], object]) -> None: ...
 
 
-class Copies:
-    """Memory for copies of tensors, used again for the next ones: new memory takes longer than the copying."""
+class CopyMemory:
+    """Memory for copies of tensors, used for each checkpoint: allocating it takes longer than copying."""
 
     def __init__(self) -> None:
         self._held: list[torch.Tensor] = []
 
-    def take(self, state: State) -> tuple[Snapshot, list[Any]]:
-        """A copy of `state`, and what to synchronise with before it is read: the GPU may still be at it.
+    def copy(self, state: State) -> tuple[Snapshot, list[Any]]:
+        """A copy of `state`, and the CUDA events to wait for before reading it.
 
-        It has its place in the GPU's own order, so what the training does next does not overtake it.
+        The copy is in the order of the GPU's stream, so later training steps do not change it.
         """
         tensors: list[torch.Tensor] = []
-        described = describe(state._contents(), tensors)
+        described = describe(state._live(), tensors)
         stream = io.BytesIO()
         try:
             torch.save(described, stream)
         except Exception as error:  # noqa: BLE001  (pickling fails in many ways)
             raise StateError(f"the state holds something that cannot be saved ({reason(error)}).") from None
         held = [*self._held, *[None] * len(tensors)]
-        self._held = [_room(tensor, known) for tensor, known in zip(tensors, held, strict=False)]
+        self._held = [_memory_for(tensor, known) for tensor, known in zip(tensors, held, strict=False)]
         for copy, tensor in zip(self._held, tensors, strict=True):
             copy.copy_(tensor, non_blocking=True)
         events = []
@@ -71,7 +71,7 @@ class Copies:
         return Snapshot(state.commits, stream.getvalue(), checkpoint.names(described), tuple(self._held)), events
 
 
-def _room(tensor: torch.Tensor, known: torch.Tensor | None) -> torch.Tensor:
+def _memory_for(tensor: torch.Tensor, known: torch.Tensor | None) -> torch.Tensor:
     pinned = tensor.is_cuda
     wanted = (tensor.shape, tensor.dtype, pinned)
     if known is not None and (known.shape, known.dtype, known.is_pinned() if pinned else False) == wanted:
@@ -80,7 +80,7 @@ def _room(tensor: torch.Tensor, known: torch.Tensor | None) -> torch.Tensor:
 
 
 class Saving:
-    """A checkpoint that is being written. A failure is also said on stderr, as nobody may be waiting."""
+    """A checkpoint that is being written. A failure is also printed to stderr, as no caller may wait for it."""
 
     def __init__(self, folder: Path, keep: int, commits: int) -> None:
         self._folder, self._keep, self._commits = folder, keep, commits
@@ -89,7 +89,7 @@ class Saving:
         self._error: StateError | None = None
 
     def begin(self, snapshot: Snapshot, events: list[Any], then: Callable[[Path], object]) -> None:
-        """Write `snapshot` in a thread, which the end of the process waits for; call `then(path)` in it."""
+        """Write `snapshot` in a thread, and call `then(path)` there. The process does not end before the thread."""
         self._thread = threading.Thread(target=self._write, args=(snapshot, events, then), name="nbelastic-checkpoint")
         self._thread.start()
 
@@ -99,27 +99,27 @@ class Saving:
                 event.synchronize()
             self._path = checkpoint.write(self._folder, snapshot, self._keep)
             then(self._path)
-        except Exception as error:  # noqa: BLE001  (whatever it is: it must be seen, and the training goes on)
+        except Exception as error:  # noqa: BLE001  (print any error, and let the training go on)
             text = f"the checkpoint of commit {self._commits} was not written to {self._folder}: {reason(error)}."
             self._error = StateError(text)
-            _say(text)
+            _print(text)
 
     def done(self) -> bool:
         """Whether it has been written, or has failed."""
         return self._thread is None or not self._thread.is_alive()
 
     def wait(self, timeout: float | None = None) -> Path | None:
-        """Wait, and return where it is; None on a rank that does not write. StateError, or WaitTimeoutError."""
+        """Wait, and return its path; None on a rank that does not write. StateError, or WaitTimeoutError."""
         if self._thread is not None:
             self._thread.join(timeout)
         if not self.done():
-            raise WaitTimeoutError(f"{timeout:g} s were not enough to write a checkpoint to {self._folder}.")
+            raise WaitTimeoutError(f"the checkpoint was not written to {self._folder} within {timeout:g} s.")
         if self._error is not None:
             raise self._error
         return self._path
 
-    def settle(self) -> None:
-        """Wait until it is over, however it ends."""
+    def join(self) -> None:
+        """Wait until it is written or has failed."""
         if self._thread is not None:
             self._thread.join()
 
@@ -128,9 +128,9 @@ _last: Saving | None = None
 
 
 def save(state: State, path: str | Path, *, keep: int = KEEP, writes: bool = True) -> Saving:
-    """Begin to write `state`, as it is now, into the folder `path`; returns when the tensors have been copied.
+    """Begin to write `state`, as it is now, into the folder `path`; returns when the tensors are copied.
 
-    It waits for a checkpoint that is still being written. `writes=False`: this rank leaves it to another.
+    Waits for a checkpoint that is still being written. With `writes=False` another rank writes.
     StateError if the folder cannot be written, or the state cannot be saved.
     """
     folder = _folder(path)
@@ -140,24 +140,24 @@ def save(state: State, path: str | Path, *, keep: int = KEEP, writes: bool = Tru
     if not writes:
         return Saving(folder, keep, state.commits)
     checkpoint.prepare(folder)
-    return _save(state, folder, keep, Copies())
+    return _save(state, folder, keep, CopyMemory())
 
 
 def _save(
-    state: State, folder: Path, keep: int, copies: Copies, then: Callable[[Path], object] = lambda _: None
+    state: State, folder: Path, keep: int, copies: CopyMemory, then: Callable[[Path], object] = lambda _: None
 ) -> Saving:
     global _last
-    _settle()
-    snapshot, events = copies.take(state)
+    _join_last()
+    snapshot, events = copies.copy(state)
     _last = Saving(folder, keep, state.commits)
     _last.begin(snapshot, events, then)
     return _last
 
 
 def load(state: State, path: str | Path) -> Path:
-    """Become the state of a checkpoint, or of the newest in a folder that can be used; which it was.
+    """Load a checkpoint, or the newest usable one of a folder; returns its path.
 
-    What is wrong with newer ones is said on stderr. StateError if there is none, or none that can be used.
+    Prints to stderr why newer ones are not usable. StateError if none is usable, or there is none.
     """
     found = _load(state, _folder(path))
     if found is None:
@@ -167,17 +167,17 @@ def load(state: State, path: str | Path) -> Path:
 
 def _load(state: State, path: Path) -> Path | None:
     try:
-        known = [path] if checkpoint.is_one(path) else checkpoint.listed(path)
+        known = [path] if checkpoint.is_checkpoint(path) else checkpoint.listed(path)
     except OSError as error:
         raise StateError(f"there is no checkpoint in {path} ({reason(error)}).") from None
     problems = []
     for candidate in known:
         try:
-            _become(state, candidate)
+            _load_one(state, candidate)
         except StateError as error:
             problems.append(f"checkpoint {candidate.name} is not used: {str(error).rstrip('.')}")
             if candidate != known[-1]:
-                _say(f"{problems[-1]}; the one before it is tried.")
+                _print(f"{problems[-1]}; the one before it is tried.")
         else:
             return candidate
     if problems:
@@ -185,122 +185,122 @@ def _load(state: State, path: Path) -> Path | None:
     return None
 
 
-def _become(state: State, path: Path) -> None:
+def _load_one(state: State, path: Path) -> None:
     manifest = checkpoint.verify(path)
     described = checkpoint.read_description(path, manifest)
     tensors = manifest.tensors[1:]
     try:
         state._accept(described, state._device(), lambda places: checkpoint.read_tensors(path, tensors, places))
-    except Exception as error:  # noqa: BLE001  (a scheduler's own, for one: it is of another program)
+    except Exception as error:  # noqa: BLE001  (of the user's scheduler, for example)
         raise StateError(f"it does not fit this state: {reason(error)}") from None
 
 
-def keep(state: State, folder: Path) -> None:
-    """Write `state` into `folder`, this process's last deed. Raises what the disk raises, and StateError."""
+def write_kept(state: State, folder: Path) -> None:
+    """Write `state` into `folder` before this process ends. Raises OSError and StateError."""
     checkpoint.prepare(folder)
-    snapshot, events = Copies().take(state)
+    snapshot, events = CopyMemory().copy(state)
     for event in events:
         event.synchronize()
     checkpoint.write(folder, snapshot, 1)
 
 
-def take_kept(state: State, folder: Path, commit: int) -> None:
-    """Become what `keep` has written into `folder`. StateError if that is not this commit, or not whole."""
+def load_kept(state: State, folder: Path, commit: int) -> None:
+    """Load what `write_kept` wrote into `folder`. StateError if it is not this commit, or not complete."""
     load(state, folder)
     if state.commits != commit:
-        raise StateError(f"commit {state.commits} was kept in {folder}, and commit {commit} is wanted.")
+        raise StateError(f"{folder} has commit {state.commits} instead of commit {commit}.")
 
 
 class Plan:
-    """A job's checkpoints: the newest is where it begins; every so many commits, and at the end, rank 0 writes one."""
+    """A job's checkpoints: it begins from the newest; rank 0 writes one every `every` commits, and one at the end."""
 
     def __init__(self, folder: str, every: int, keep: int, speaks: Callable[[], bool]) -> None:
         self._folder, self._every, self._keep, self._speaks = _folder(folder), every, keep, speaks
-        self._copies = Copies()
+        self._copies = CopyMemory()
         self._next = 0  # the commit at which the next one is due; 0: not known yet
         self._saved = 0  # the commit of the last one
         self._wrote = False
-        self._late = False  # it has been said that there are fewer than planned
-        self.begun = False  # a world has been formed: from then on the ranks hold the state
+        self._warned = False  # that there are fewer checkpoints than requested
+        self.begun = False  # a world was formed: the ranks hold the state from then on
 
     def prepare(self) -> None:
         """StateError if checkpoints cannot be written there."""
         checkpoint.prepare(self._folder)
 
     def resume(self, state: State) -> None:
-        """Before the first world of a job, on the rank that the others receive the state from."""
+        """Load the newest checkpoint before the job's first world, on the rank that sends the state to the others."""
         if self.begun:
             return
         found = _load(state, self._folder)
         if found is not None:
             self._saved = state.commits
-            _say(f"the training goes on at commit {state.commits}, from {found}.")
+            _print(f"the training continues at commit {state.commits}, from {found}.")
 
     def committed(self, state: State) -> None:
-        """At each commit. If a checkpoint is due while one is still being written, it is written when that is done."""
+        """Called at each commit. A checkpoint that is due while one is being written waits for that."""
         if state.commits >= self._next:
-            self._due(state)
+            self._write_if_free(state)
 
-    def _due(self, state: State) -> None:
+    def _write_if_free(self, state: State) -> None:
         every, commits = self._every, state.commits
-        if self._next == 0 and commits % every:  # a newcomer, or the beginning: not before the next multiple
+        if self._next == 0 and commits % every:  # a newcomer, or the job's start: wait for the next multiple
             self._next = commits - commits % every + every
             return
         if self._speaks():
             if _last is not None and not _last.done():
-                self._say_late()
+                self._warn()
                 return
             self._write(state)
         self._next = commits - commits % every + every
 
     def ended(self, state: State, alone: int = 0) -> None:
-        """The elastic function has returned, or was stopped: what it committed last is kept too.
+        """The elastic function has returned or was stopped: write the last commit.
 
-        `alone`: the rank, if there is no driver. Then rank 0 may have died, and the next one writes instead, and so on: each
-        after it has seen that none of those before has.
+        `alone` is this rank if there is no driver, else 0. Without a driver, rank 0 may be dead. So each rank waits for a
+        checkpoint of the ranks before it, and writes one itself if none comes.
         """
-        if state.clean and (self._speaks() or (alone and self._missed(state.commits, alone * TURN))):
-            _settle()
+        if state.clean and (self._speaks() or (alone and self._is_missing_after(state.commits, alone * TURN_TIMEOUT))):
+            _join_last()
             if state.commits > self._saved:
                 self._write(state)
 
-    def _missed(self, commits: int, patience: float) -> bool:
-        """Whether nobody has written a checkpoint of this commit, or a later one, after so many seconds."""
-        end = time.monotonic() + patience
+    def _is_missing_after(self, commits: int, timeout: float) -> bool:
+        """Whether, after `timeout` seconds, there is no checkpoint of this commit or a later one."""
+        end = time.monotonic() + timeout
         while not any(checkpoint.commits_of(path) >= commits for path in checkpoint.listed(self._folder)[:1]):
             if time.monotonic() > end:
                 return True
-            time.sleep(LOOK)
+            time.sleep(POLL)
         return False
 
     def finish(self) -> None:
-        """The program has ended: wait for the checkpoint that is being written, and give the memory back."""
-        _settle()
-        self._copies = Copies()
+        """The program has ended: wait for the checkpoint that is being written, and free the memory."""
+        _join_last()
+        self._copies = CopyMemory()
 
     def _write(self, state: State) -> None:
         begin, commits = time.monotonic(), state.commits
         try:
             _save(state, self._folder, self._keep, self._copies, lambda path: self._written(path, commits, begin))
-        except Exception as error:  # noqa: BLE001  (out of memory, for one)
-            _say(f"there is no checkpoint of commit {commits}: {reason(error)}.")
+        except Exception as error:  # noqa: BLE001  (out of memory, for example)
+            _print(f"there is no checkpoint of commit {commits}: {reason(error)}.")
 
     def _written(self, path: Path, commits: int, begin: float) -> None:
-        """The first is told of, so that one sees where they are and what they take."""
+        """Print the path, size and duration of the first one."""
         if not self._wrote:
             size = sum(file.stat().st_size for file in path.iterdir()) / 1e6
-            _say(f"the first checkpoint, {path}, has {size:.1f} MB and took {time.monotonic() - begin:.1f} s.")
+            _print(f"the first checkpoint, {path}, has {size:.1f} MB and took {time.monotonic() - begin:.1f} s.")
         self._wrote, self._saved = True, commits
 
-    def _say_late(self) -> None:
-        if not self._late:
-            _say(f"writing a checkpoint takes longer than {self._every} commits: there are fewer than asked for.")
-        self._late = True
+    def _warn(self) -> None:
+        if not self._warned:
+            _print(f"writing a checkpoint takes longer than {self._every} commits: there are fewer than requested.")
+        self._warned = True
 
 
-def _settle() -> None:
+def _join_last() -> None:
     if _last is not None:
-        _last.settle()
+        _last.join()
 
 
 def _folder(path: str | Path) -> Path:
@@ -308,5 +308,5 @@ def _folder(path: str | Path) -> Path:
     return Path(path).expanduser().absolute()
 
 
-def _say(text: str) -> None:
+def _print(text: str) -> None:
     print(f"nbelastic: {text}", file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""DistributedDataParallel inside an elastic function."""
+"""Makes DistributedDataParallel inside an elastic function without counting as a change of the tensors."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from typing import Any
 
 from torch.nn.parallel import DistributedDataParallel
 
-from nbelastic.state.snapshot import Part
+from nbelastic.state.tensor_snapshot import TensorSnapshot
 
 
 @contextlib.contextmanager
-def unchanged_by_ddp(tensors: Part) -> Iterator[None]:
-    """Inside, making a DDP is no change of `tensors`: its constructor sends rank 0's values to all, who have them already.
+def unchanged_by_ddp(tensors: TensorSnapshot) -> Iterator[None]:
+    """Inside this context, DDP's constructor does not count as a change: it sends rank 0's values, which all ranks have.
 
-    Without this every change of the world would look like parameters changed by hand, which have to be copied.
+    Without this, each change of the world would look like parameters changed by hand, which commits have to copy.
     """
-    make = DistributedDataParallel.__init__
+    original = DistributedDataParallel.__init__
 
-    @functools.wraps(make)
-    def watched(*args: Any, **kwargs: Any) -> None:
+    @functools.wraps(original)
+    def patched(*args: Any, **kwargs: Any) -> None:
         with tensors.unchanged():
-            make(*args, **kwargs)
+            original(*args, **kwargs)
 
-    DistributedDataParallel.__init__ = watched
+    DistributedDataParallel.__init__ = patched
     try:
         yield
     finally:
-        DistributedDataParallel.__init__ = make
+        DistributedDataParallel.__init__ = original

@@ -1,4 +1,4 @@
-"""The generators of random numbers that training draws from: torch's on the CPU and this GPU, Python's, NumPy's."""
+"""The random generators that training draws from: torch's on the CPU and this GPU, Python's, NumPy's."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from typing import Any
 import torch
 
 
-def states() -> dict[str, Any]:
-    """Where each stands now."""
-    noted: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
+def get_states() -> dict[str, Any]:
+    """The present state of each generator."""
+    states: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
     if "numpy" in sys.modules:
-        noted["numpy"] = sys.modules["numpy"].random.get_state()
+        states["numpy"] = sys.modules["numpy"].random.get_state()
     if torch.cuda.is_initialized():
-        noted["cuda"] = torch.cuda.get_rng_state()
-    return noted
+        states["cuda"] = torch.cuda.get_rng_state()
+    return states
 
 
-def put(noted: dict[str, Any]) -> None:
-    """Make each go on from there."""
-    torch.set_rng_state(noted["torch"])
-    random.setstate(noted["python"])
-    if "numpy" in noted:
-        sys.modules["numpy"].random.set_state(noted["numpy"])
-    if "cuda" in noted:
-        torch.cuda.set_rng_state(noted["cuda"])
+def set_states(states: dict[str, Any]) -> None:
+    """Set each generator to its state."""
+    torch.set_rng_state(states["torch"])
+    random.setstate(states["python"])
+    if "numpy" in states:
+        sys.modules["numpy"].random.set_state(states["numpy"])
+    if "cuda" in states:
+        torch.cuda.set_rng_state(states["cuda"])

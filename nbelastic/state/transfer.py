@@ -1,6 +1,6 @@
-"""Moving a state from one rank to others over the generation's group: a small description, then the tensors in buckets.
+"""Sends a state from one rank to others over the generation's group: first a description, then the tensors.
 
-The description is read with `torch.load(weights_only=True)`: numbers, text, containers and tensors, never code.
+Receivers read the description with `torch.load(weights_only=True)`: numbers, text, containers and tensors, never code.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ import torch.distributed as dist
 
 from nbelastic.errors import StateError
 from nbelastic.state.memory import fits
-from nbelastic.state.snapshot import put_all
+from nbelastic.state.tensor_snapshot import copy_all
 from nbelastic.worker.worker_report import WorkerFacts
 
 R = TypeVar("R")
 
-LARGE = 1 << 20  # bytes; a larger tensor is sent as it lies
-TENSOR = "\0tensor"  # begins what stands in a description for a tensor: (TENSOR, index, shape, dtype, device type)
+LARGE = 1 << 20  # bytes; a larger tensor is sent by itself, without a bucket
+TENSOR = "\0tensor"  # a description has (TENSOR, index, shape, dtype, device type) in place of each tensor
 
 
 def describe(value: Any, tensors: list[torch.Tensor]) -> Any:
-    """`value` with a mark in place of each tensor; the tensors are appended to `tensors`."""
+    """`value` with a placeholder for each tensor; the tensors are appended to `tensors`."""
     if isinstance(value, torch.Tensor):
         tensors.append(value.detach())
         dtype = str(value.dtype).removeprefix("torch.")
@@ -35,13 +35,13 @@ def describe(value: Any, tensors: list[torch.Tensor]) -> Any:
     if type(value) in (list, tuple):
         return type(value)(describe(item, tensors) for item in value)
     if type(value).__module__ == "numpy" and getattr(value, "shape", None) == ():
-        return value.item()  # a number, and nothing else to the ranks that receive it
+        return value.item()  # receivers read a plain number
     return value
 
 
 def rebuild(description: Any, tensors: Mapping[int, torch.Tensor]) -> Any:
     """The inverse of `describe`."""
-    if _is_mark(description):
+    if _is_placeholder(description):
         return tensors[description[1]]
     if isinstance(description, dict):
         return {key: rebuild(item, tensors) for key, item in description.items()}
@@ -51,8 +51,8 @@ def rebuild(description: Any, tensors: Mapping[int, torch.Tensor]) -> Any:
 
 
 def destinations(description: Any, mine: Any, device: torch.device) -> Iterator[tuple[int, torch.Tensor]]:
-    """For each tensor of `description` where to receive it: the one at the same place in `mine`, or a new one."""
-    if _is_mark(description):
+    """For each tensor of `description` its index and where to receive it: the same tensor in `mine`, or a new one."""
+    if _is_placeholder(description):
         _, index, shape, dtype, kind = description
         wanted = (tuple(shape), getattr(torch, dtype))
         if isinstance(mine, torch.Tensor) and (tuple(mine.shape), mine.dtype) == wanted:
@@ -68,15 +68,15 @@ def destinations(description: Any, mine: Any, device: torch.device) -> Iterator[
             yield from destinations(item, mine[index] if there else None, device)
 
 
-def _is_mark(value: Any) -> bool:
+def _is_placeholder(value: Any) -> bool:
     return isinstance(value, tuple) and len(value) == 5 and value[0] == TENSOR
 
 
 class Channel:
-    """From `root` to `receivers` within the default group: a broadcast when all others receive, else one to one.
+    """From `root` to `receivers` in the default group: a broadcast if all others receive, else point to point.
 
-    Sending one to one leaves ranks that are up to date alone; with NCCL it would open a communicator a pair, so there
-    everybody takes part and ranks that are up to date receive what they have.
+    Point to point, ranks that are up to date take no part. NCCL would open one communicator per pair, so with NCCL all
+    ranks take part, and those that are up to date receive what they have.
     """
 
     def __init__(self, root: int, receivers: Iterable[int], rank: int, world_size: int, device: torch.device) -> None:
@@ -84,15 +84,15 @@ class Channel:
         self._receivers = tuple(receivers)
         self._rank = rank
         self.device = device
-        self._group = dist.group.WORLD  # a thread that is left behind must not reach the next generation's
+        self._group = dist.group.WORLD  # now: an abandoned thread must not reach the next generation's group
         self._all = len(self._receivers) == world_size - 1 or device.type == "cuda"
         self.receives = rank in self._receivers
         self.sends = rank == root
         self.takes_part = self.sends or self.receives or self._all
 
     def begin(self, flat: torch.Tensor) -> list[Any]:
-        """Begin to send `flat` (contiguous, on the channel's device), or to receive into it: what is to be waited for."""
-        flat = flat.view(torch.uint8)  # gloo knows some types of numbers only
+        """Begin to send `flat` (contiguous, on the channel's device), or to receive into it. Returns the works to wait for."""
+        flat = flat.view(torch.uint8)  # gloo does not support all types of numbers
         if self._all:
             return [dist.broadcast(flat, self._root, group=self._group, async_op=True)]
         if self.sends:
@@ -104,7 +104,7 @@ class Channel:
         _wait(self.begin(flat))
 
     def move_object(self, value: Any) -> Any:
-        """Send `value` and return it, or return what the root sent. StateError if it is made of more than plain data."""
+        """Send `value` and return it, or return what the root sent. StateError if it holds more than plain data."""
         data = torch.empty(0, dtype=torch.uint8)
         if self.sends:
             buffer = io.BytesIO()
@@ -125,7 +125,7 @@ class Channel:
             raise _not_plain(error) from None
 
     def move_tensors(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Send these tensors, or receive into them, in place: large ones as they lie, small ones by the bucket."""
+        """Send these tensors, or receive into them in place: large ones one by one, small ones in buckets."""
         works: list[Any] = []
         packed = []
         try:
@@ -146,8 +146,8 @@ class Channel:
                     tensor.copy_(piece.view(tensor.shape))
 
 
-def at_once(task: Callable[[], R]) -> R:
-    """Run `task` here."""
+def call(task: Callable[[], R]) -> R:
+    """Run `task` in this thread."""
     return task()
 
 
@@ -155,31 +155,31 @@ def receive(
     channel: Channel,
     places: list[torch.Tensor],
     facts: WorkerFacts,
-    apart: Callable[[Callable[[], None]], None],
-    neighbours: int,
+    run: Callable[[Callable[[], None]], None],
+    processes: int,
     *,
     check: Callable[[], object] = lambda: None,
 ) -> None:
-    """Receive into `places`, by way of memory of its own if this rank holds a state now and there is enough for that.
+    """Receive into `places`. A rank that holds a state now receives into new memory first, if there is enough of it.
 
-    `facts.holds_state` is False from the moment from which the tensors are of two commits. `apart` runs a transfer in a
-    thread that may be left behind; so many processes on this machine (`neighbours`) may receive at the same time.
-    `check` raises if what has arrived cannot be relied on.
+    `facts.holds_state` becomes False before the tensors are a mixture of two commits. `run` runs a transfer in a thread
+    that may be abandoned. `processes` processes of this machine may receive at the same time. `check` raises if the
+    received data is not valid.
     """
-    arrived = _scratch(places) if facts.holds_state and fits(places, channel.device, neighbours) else None
-    if arrived is not None:
-        apart(lambda: channel.move_tensors(arrived))
+    received = _allocate_like(places) if facts.holds_state and fits(places, channel.device, processes) else None
+    if received is not None:
+        run(lambda: channel.move_tensors(received))
         check()
         facts.holds_state = False  # until all of them are in place
-        put_all(places, arrived)
+        copy_all(received, to=places)
     else:
         facts.holds_state = False
         channel.move_tensors(places)
         check()
 
 
-def _scratch(places: list[torch.Tensor]) -> list[torch.Tensor] | None:
-    """Memory for as much, or None if there is not enough after all: a fragmented GPU, or several ranks on one."""
+def _allocate_like(places: list[torch.Tensor]) -> list[torch.Tensor] | None:
+    """New tensors, or None if memory is short after all: on a fragmented GPU, or with several ranks on one."""
     try:
         return [torch.empty_like(place) for place in places]
     except RuntimeError:
@@ -187,7 +187,7 @@ def _scratch(places: list[torch.Tensor]) -> list[torch.Tensor] | None:
 
 
 def _wait(works: list[Any]) -> None:
-    """Wait for all of them, also when one fails: while any is under way it may write to its tensor."""
+    """Wait for all works, also when one fails: a work that still runs may write to its tensor."""
     failure: RuntimeError | None = None
     for work in works:
         try:
@@ -210,7 +210,7 @@ def check_plain(value: Any) -> None:
 
 
 def why_not_plain(error: Exception) -> str:
-    """What torch minds about data that it shall load with `weights_only`, without its advice."""
+    """Why torch cannot load the data with `weights_only`, without torch's advice."""
     return str(error).rpartition("WeightsUnpickler error: ")[2].partition(". Please use")[0].partition("\n")[0][:200]
 
 
@@ -222,7 +222,7 @@ def _not_plain(error: Exception) -> StateError:
 
 
 def _buckets(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """Large tensors one by one, and the small ones of one type in runs of up to LARGE bytes."""
+    """Large tensors one by one, small ones of one type in buckets of up to LARGE bytes."""
     runs: dict[torch.dtype, list[torch.Tensor]] = {}
     sizes: Counter[torch.dtype] = Counter()
     for tensor in tensors:
@@ -239,22 +239,22 @@ def _buckets(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
 
 
 def compare(theirs: dict[str, Any], mine: dict[str, Any]) -> None:
-    """The two descriptions of states must be of the same models. StateError names the first difference."""
+    """StateError, with the first difference, if the two descriptions are not of the same models."""
     for kind in ("small", "modules", "optimizers"):
         odd = sorted(theirs[kind].keys() ^ mine[kind].keys())
         if odd:
             here, there = ("", "not ") if odd[0] in mine[kind] else ("not ", "")
-            raise StateError(f"{odd[0]!r} is {here}in the state here and {there}in the one that is received.")
+            raise StateError(f"{odd[0]!r} is {here}in the state here and {there}in the received one.")
     for name, module in theirs["modules"].items():
         own = mine["modules"][name]
         for key in (*module, *(key for key in own if key not in module)):
             sent, held = (shape_of(contents.get(key)) for contents in (module, own))
             if sent != held:
-                raise StateError(f"{name}.{key} is {held} here and {sent} in the state that is received.")
+                raise StateError(f"{name}.{key} is {held} here and {sent} in the received state.")
 
 
 def shape_of(value: Any) -> tuple[Any, ...] | None:
-    """Shape and type of a tensor, or of the mark that stands for one."""
+    """Shape and type of a tensor or its placeholder; None for None."""
     if value is None:
         return None
     if isinstance(value, torch.Tensor):

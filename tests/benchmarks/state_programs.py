@@ -120,8 +120,8 @@ def sync(rounds: int) -> dict[str, Any]:
         channel = Channel(0, receivers, nbe.rank(), nbe.size(), torch.device("cpu"))
         if channel.takes_part:
             tensors: list[Any] = []
-            described = channel.move_object(describe(state._contents(), tensors))
-            places = dict(destinations(described, state._contents(), torch.device("cpu")))
+            described = channel.move_object(describe(state._live(), tensors))
+            places = dict(destinations(described, state._live(), torch.device("cpu")))
             channel.move_tensors([places[index] for index in sorted(places)] if channel.receives else tensors)
 
     def bare_to_last() -> None:

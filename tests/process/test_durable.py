@@ -107,7 +107,7 @@ def test_everything_is_killed_and_a_smaller_or_larger_world_goes_on(runs, tmp_pa
     assert {line["sum"] for line in first.lines() if line["step"] == newest} == {weights}
     until(lambda: kept(tmp_path)[-1] > newest, what="the next checkpoint")
     assert done(second)["step"] > newest
-    said = f"the training goes on at commit {newest}, from "
+    said = f"the training continues at commit {newest}, from "
     until(lambda: said in second.job.logs(rank=0), what=said)
 
 

@@ -7,7 +7,7 @@ import pytest
 import nbelastic as nbe
 from nbelastic.errors import JobStoppedError
 from nbelastic.programs import elastic
-from nbelastic.state import backward_hook as backward
+from nbelastic.state import backward_hooks as backward
 
 
 @pytest.fixture(autouse=True)
@@ -56,4 +56,4 @@ def test_a_state_that_is_refused_is_not_kept():
     state = nbe.ObjectState(n=object())
     with pytest.raises(nbe.StateError):
         elastic._Loop(StoppedInAStep(state), state).run(lambda: None)
-    assert not backward._told
+    assert not backward._hooks

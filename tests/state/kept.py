@@ -46,7 +46,7 @@ def train(state, steps=1):
 def contents(state):
     """All of a state, that nothing else changes."""
     tensors = []
-    described = describe(state._contents(), tensors)
+    described = describe(state._live(), tensors)
     return described, [tensor.clone() for tensor in tensors]
 
 

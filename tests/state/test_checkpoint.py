@@ -19,7 +19,7 @@ from tests.state.test_transfer import same
 @pytest.fixture(autouse=True)
 def nothing_under_way():
     yield
-    saving._settle()
+    saving._join_last()
 
 
 # ---- there and back ----
@@ -128,12 +128,12 @@ def test_names_that_would_be_the_same(tmp_path):
 
 def test_memory_is_used_again():
     """The next copy goes where the last one was, as long as it fits."""
-    state, copies = train(network()), saving.Copies()
-    first, _ = copies.take(state)
-    again, _ = copies.take(train(state))
+    state, copies = train(network()), saving.CopyMemory()
+    first, _ = copies.copy(state)
+    again, _ = copies.copy(train(state))
     assert [t.data_ptr() for t in first.tensors] == [t.data_ptr() for t in again.tensors]
     state.half = torch.zeros(5)
-    other, _ = copies.take(state)
+    other, _ = copies.copy(state)
     assert sum(a is not b for a, b in zip(again.tensors, other.tensors, strict=True)) == 1
 
 
@@ -207,7 +207,7 @@ class Job:
         for _ in range(number):
             count(self.state)
             self.plan.committed(self.state)
-            saving._settle()
+            saving._join_last()
         return self
 
 
@@ -252,7 +252,7 @@ def test_a_slow_disk_makes_checkpoints_fewer_and_the_training_no_slower(tmp_path
         count(job.state)
         job.plan.committed(job.state)
     go_on.release()
-    saving._settle()
+    saving._join_last()
     count(job.state)
     job.plan.committed(job.state)
     go_on.release()
@@ -260,7 +260,7 @@ def test_a_slow_disk_makes_checkpoints_fewer_and_the_training_no_slower(tmp_path
     assert written(tmp_path) == ["000001-commit-10", "000002-commit-46"]
     said = capsys.readouterr().err.splitlines()
     assert [line for line in said if "fewer" in line] == [
-        "nbelastic: writing a checkpoint takes longer than 10 commits: there are fewer than asked for."
+        "nbelastic: writing a checkpoint takes longer than 10 commits: there are fewer than requested."
     ]
 
 
@@ -283,7 +283,7 @@ def test_the_end_is_saved_too(tmp_path):
 
 def test_without_a_driver_the_next_rank_saves_the_end_if_none_before_it_has(tmp_path, monkeypatch):
     """Rank 0 may have died: then rank 1 writes the last checkpoint, and only then."""
-    monkeypatch.setattr(saving, "TURN", 0.0)
+    monkeypatch.setattr(saving, "TURN_TIMEOUT", 0.0)
     zero, one = Job(tmp_path), Job(tmp_path)
     one.rank = 1
     for dead, saved in [(False, "000001-commit-3"), (True, "000002-commit-6")]:
@@ -309,7 +309,7 @@ def test_a_job_goes_on_where_the_last_one_was(tmp_path, capsys):
     second.plan.resume(second.state)
     assert second.state.commits == second.state.step == 20
     where = tmp_path / "000002-commit-20"
-    assert capsys.readouterr().err == f"nbelastic: the training goes on at commit 20, from {where}.\n"
+    assert capsys.readouterr().err == f"nbelastic: the training continues at commit 20, from {where}.\n"
     second.plan.begun = True
     second.state.step = 0
     second.plan.resume(second.state)
@@ -334,13 +334,13 @@ def test_the_root_of_a_jobs_first_world_reads_the_checkpoint(tmp_path, begun, ra
 def test_a_plan_that_fails_to_save_goes_on(tmp_path, capsys):
     """One line each time, and the next one may be written again."""
     job = Job(tmp_path)
-    job.state._values["step"] = Unsaved()
+    job.state._contents.values["step"] = Unsaved()
     for job.state.commits in (10, 20):
         job.plan.committed(job.state)
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 2
     assert all("there is no checkpoint of commit" in line for line in lines)
-    job.state._values["step"] = 3
+    job.state._contents.values["step"] = 3
     for job.state.commits in itertools.count(21):
         job.plan.committed(job.state)
         if job.state.commits == 30:
@@ -362,8 +362,8 @@ def test_a_successor_takes_what_was_kept(tmp_path):
     state = train(network(), 3)
     was = contents(state)
     other = network(seed=1)
-    saving.keep(state, tmp_path / "kept")
-    saving.take_kept(other, tmp_path / "kept", 3)
+    saving.write_kept(state, tmp_path / "kept")
+    saving.load_kept(other, tmp_path / "kept", 3)
     assert all(same(*pair) for pair in zip(contents(other), was, strict=True))
     assert other.commits == 3
 
@@ -371,10 +371,10 @@ def test_a_successor_takes_what_was_kept(tmp_path):
 def test_what_was_not_kept_as_it_should_is_not_taken(tmp_path):
     """Nothing at all, another commit, damaged: training on, from the beginning or from there, would be worse than an error."""
     with pytest.raises(nbe.StateError, match="no checkpoint"):
-        saving.take_kept(network(), tmp_path / "kept", 3)
-    saving.keep(train(network(), 3), tmp_path / "kept")
-    with pytest.raises(nbe.StateError, match=r"commit 3 was kept in .*, and commit 4 is wanted"):
-        saving.take_kept(network(), tmp_path / "kept", 4)
+        saving.load_kept(network(), tmp_path / "kept", 3)
+    saving.write_kept(train(network(), 3), tmp_path / "kept")
+    with pytest.raises(nbe.StateError, match=r"has commit 3 instead of commit 4"):
+        saving.load_kept(network(), tmp_path / "kept", 4)
     next((tmp_path / "kept").glob("*/manifest")).write_bytes(b"{")
     with pytest.raises(nbe.StateError, match="damaged"):
-        saving.take_kept(network(), tmp_path / "kept", 3)
+        saving.load_kept(network(), tmp_path / "kept", 3)

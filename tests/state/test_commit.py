@@ -11,7 +11,7 @@ from torch import nn
 from nbelastic import StateError, TorchState
 from nbelastic.state import optimizers
 from nbelastic.state.ddp_patch import unchanged_by_ddp
-from nbelastic.state.snapshot import ALIGNED, _places_for
+from nbelastic.state.tensor_snapshot import ALIGNMENT, _allocate
 from nbelastic.state.transfer import describe
 from nbelastic.worker.interrupts import WorldAborted
 
@@ -60,7 +60,7 @@ def test_what_an_optimizer_keeps_is_noted_without_a_copy():
     tensors = kept["momentum_buffer"], kept["seen"]["tensor"]
     kept["seen"]["steps"].append(2)
     optimizer.state.clear()
-    optimizers.put_entries(optimizer, noted)
+    optimizers.set_entries(optimizer, noted)
     found = optimizer.state[model.weight]
     assert found["momentum_buffer"] is tensors[0]
     assert found["seen"]["tensor"] is tensors[1]
@@ -324,7 +324,7 @@ def test_groups_added_since_are_taken_away(group, begun):
 def receive(state, sender):
     """`state` becomes what `sender` is, as over a group."""
     outgoing = []
-    described = describe(sender._contents(), outgoing)
+    described = describe(sender._live(), outgoing)
 
     def fill(places):
         with torch.no_grad():
@@ -365,7 +365,7 @@ def test_other_groups_are_refused_and_nothing_is_changed(group, begun):
     other = torch.optim.Adam([{"params": [mine[1].bias]}, {"params": [mine[1].weight]}])
     new = begun(TorchState(model=mine, optimizer=other))
     before = weights(mine)
-    with pytest.raises(StateError, match="other parameters in its groups"):
+    with pytest.raises(StateError, match="have other parameters here"):
         receive(new, old)
     assert (weights(mine), len(other.param_groups)) == (before, 2)
 
@@ -382,7 +382,7 @@ def test_groups_of_which_only_one_differs_are_refused(group, begun):
     (model, optimizer), (mine, other) = grouped(1, 1), grouped(2, -1)
     old, new = (begun(TorchState(model=m, optimizer=o)) for m, o in ((model, optimizer), (mine, other)))
     before = weights(mine)
-    with pytest.raises(StateError, match="other parameters in its groups"):
+    with pytest.raises(StateError, match="have other parameters here"):
         receive(new, old)
     assert weights(mine) == before
 
@@ -390,11 +390,11 @@ def test_groups_of_which_only_one_differs_are_refused(group, begun):
 def test_copies_take_little_more_memory_than_what_they_copy():
     """Each copy begins at an aligned place: at most that much is lost for each tensor."""
     tensors = [torch.ones(1000), torch.ones(3), torch.ones(5, dtype=torch.uint8)]
-    places = _places_for(tensors, pinned=False)
+    places = _allocate(tensors, pinned=False)
     assert [(p.shape, p.dtype) for p in places] == [(t.shape, t.dtype) for t in tensors]
-    assert all(place.data_ptr() % ALIGNED == places[0].data_ptr() % ALIGNED for place in places)
+    assert all(place.data_ptr() % ALIGNMENT == places[0].data_ptr() % ALIGNMENT for place in places)
     taken, needed = places[0].untyped_storage().nbytes(), sum(tensor.nbytes for tensor in tensors)
-    assert needed <= taken <= needed + len(tensors) * ALIGNED
+    assert needed <= taken <= needed + len(tensors) * ALIGNMENT
 
 
 def test_an_optimizer_needs_its_model(group, begun):

@@ -23,7 +23,7 @@ from tests.state.test_transfer import same
 @pytest.fixture(autouse=True)
 def nothing_under_way():
     yield
-    saving._settle()
+    saving._join_last()
 
 
 # ---- what is wrong with one ----
@@ -61,10 +61,10 @@ def test_a_damaged_byte_anywhere_is_noticed(two):
     ("file", "cut", "said"),
     [
         ("__0_0.distcp", 100, "__0_0.distcp has 100 bytes instead of"),
-        ("__0_0.distcp", None, "__0_0.distcp is damaged: its checksum is another one"),
-        (".metadata", None, ".metadata is damaged: its checksum is another one"),
-        ("manifest", 100, "manifest is damaged: its checksum is another one"),
-        ("manifest", 0, "manifest is damaged: its checksum is another one"),
+        ("__0_0.distcp", None, "__0_0.distcp is damaged: its checksum is wrong"),
+        (".metadata", None, ".metadata is damaged: its checksum is wrong"),
+        ("manifest", 100, "manifest is damaged: its checksum is wrong"),
+        ("manifest", 0, "manifest is damaged: its checksum is wrong"),
     ],
 )
 def test_the_one_before_a_damaged_one_is_used(two, capsys, file, cut, said):
@@ -244,7 +244,7 @@ def test_a_disk_that_is_full(tmp_path, capsys):
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
     try:
         failing = saving.save(counter(2), tmp_path)
-        saving._settle()
+        saving._join_last()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     with pytest.raises(StateError, match=os.strerror(errno.EFBIG)):
@@ -339,7 +339,7 @@ torch.set_num_threads(1)
 base, out = sys.argv[1:]
 state = network()
 saving.load(state, base)
-snapshot, _ = saving.Copies().take(train(state))
+snapshot, _ = saving.CopyMemory().take(train(state))
 
 def die_at_call(number):
     seen = 0

@@ -51,7 +51,7 @@ def test_a_layer_that_is_replaced_is_sent_to_newcomers(begun):
     state.commit()
     model_2, _ = network(2)
     newcomer = begun(TorchState(model=model_2))
-    with pytest.raises(StateError, match=r"model\.1\.weight is .*3, 4.* here and .*5, 4.* in the state"):
+    with pytest.raises(StateError, match=r"model\.1\.weight is .*3, 4.* here and .*5, 4.* in the received state"):
         receive(newcomer, state)
     model_2[1] = nn.Linear(4, 5)
     receive(newcomer, state)
@@ -75,7 +75,7 @@ def test_buffers_and_gradients_are_no_new_layers(begun):
     state = begun(TorchState(model=model, optimizer=optimizer))
     step(model, optimizer)
     model[1].running_mean = torch.zeros(4)
-    assert not state._layout.changed()
+    assert not state._contents.layout.changed()
 
 
 def tie(model):

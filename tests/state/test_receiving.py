@@ -49,7 +49,7 @@ def holder():
 
 def receive(channel, places, facts, check=lambda: None):
     with contextlib.suppress(RuntimeError):
-        transfer.receive(channel, places, facts, transfer.at_once, 1, check=check)
+        transfer.receive(channel, places, facts, transfer.call, 1, check=check)
 
 
 def test_a_holder_keeps_its_commit_when_the_sender_dies():
@@ -101,7 +101,7 @@ def test_where_free_memory_is_not_told_none_is_counted_on(monkeypatch):
     def unknown():
         raise FileNotFoundError
 
-    monkeypatch.setattr(memory, "_free_here", unknown)
+    monkeypatch.setattr(memory, "_free_on_machine", unknown)
     assert not fits([Huge(1)], CPU, 1)
 
 
@@ -130,7 +130,7 @@ class Huge:
 
 def test_what_fits_is_shared_by_the_processes_of_a_machine(monkeypatch):
     """Half of the free memory, and each of the receivers on this machine takes as much."""
-    monkeypatch.setattr(memory, "_free_here", lambda: 1000)
+    monkeypatch.setattr(memory, "_free_on_machine", lambda: 1000)
     assert fits([Huge(100), Huge(150)], CPU, 2)
     assert not fits([Huge(100), Huge(151)], CPU, 2)
     assert fits([Huge(10**6, "meta")], CPU, 2)
@@ -141,10 +141,10 @@ def test_a_control_group_bounds_what_is_free(monkeypatch, tmp_path):
     (tmp_path / "memory.max").write_text("1000000\n")
     (tmp_path / "memory.current").write_text("900000\n")
     (tmp_path / "memory.stat").write_text("anon 500000\ninactive_file 300000\n")
-    monkeypatch.setattr(memory, "GROUPS", tmp_path)
-    assert memory._free_here() == 400_000
+    monkeypatch.setattr(memory, "CGROUPS", tmp_path)
+    assert memory._free_on_machine() == 400_000
     (tmp_path / "memory.max").write_text("max\n")
-    assert memory._free_here() > 400_000
+    assert memory._free_on_machine() > 400_000
 
 
 def test_a_warm_up_that_fails_leaves_no_group_behind(monkeypatch):
@@ -165,7 +165,7 @@ class DyingSender:
     receives, device, move_tensors = True, CPU, BrokenChannel.move_tensors
 
     def __init__(self, sender):
-        self.described = {**describe(sender._contents(), []), "commits": sender.commits + 1}
+        self.described = {**describe(sender._live(), []), "commits": sender.commits + 1}
 
     def move_object(self, _):
         return self.described
@@ -188,7 +188,7 @@ def trained(begun, *, steps, holds=True):
 
 def contents(state):
     tensors = []
-    described = describe(state._contents(), tensors)
+    described = describe(state._live(), tensors)
     return str(described), [tensor.tolist() for tensor in tensors]
 
 
@@ -204,7 +204,7 @@ def test_a_holder_with_copies_goes_back_to_them_when_a_transfer_in_place_breaks_
     monkeypatch.setattr(transfer, "fits", lambda *_: False)
     state, before = trained(begun, steps=steps, holds=holds)
     with pytest.raises(RuntimeError, match="Connection closed"):
-        state._move(DyingSender(state), CPU, formation(0, 1))
+        state._transfer(DyingSender(state), formation(0, 1))
     assert state._session.facts.holds_state is still
     assert (contents(state) == before) is still
     assert state.commits == 1

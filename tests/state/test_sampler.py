@@ -200,7 +200,7 @@ def test_the_state_is_plain_and_small():
 @pytest.mark.parametrize("state", [{"samples": 10, "used": 3}, {"used": 10}, {"used": -1}])
 def test_a_state_of_other_data_is_refused(state):
     """Its place in the order would mean nothing here."""
-    with pytest.raises(StateError, match=r"of a dataset of .* samples, this one has 9: use the same data"):
+    with pytest.raises(StateError, match=r"belongs to a dataset of .* samples, and this one has 9: use the same data"):
         ElasticSampler(range(9)).load_state_dict({"epoch": 0, **state})
 
 
@@ -254,7 +254,9 @@ def test_a_process_that_outlives_the_pass_is_refused(inside):
     inside(1)
     sampler = ElasticSampler(range(8))
     assert len(list(sampler)) == 8
-    with pytest.raises(UsageError, match="not know what was used of epoch 0 since it began: use persistent_workers=F"):
+    with pytest.raises(
+        UsageError, match="not know which samples of epoch 0 were used since it began: use persistent_workers=F"
+    ):
         list(sampler)
     sampler.set_epoch(1)
     assert len(list(sampler)) == 8

@@ -105,10 +105,10 @@ def described(small="", **weights):
 
 def test_states_of_other_contents_are_refused():
     """The error names one difference, the same on each rank: a value by the alphabet, or a tensor with both its shapes."""
-    received = "in the state that is received."
+    received = "in the received state."
     for theirs, mine, error in [
-        (described(), described("dbfaec"), "'a' is in the state here and not in the one that is received."),
-        (described("dbfaec"), described(), "'a' is not in the state here and in the one that is received."),
+        (described(), described("dbfaec"), "'a' is in the state here and not in the received one."),
+        (described("dbfaec"), described(), "'a' is not in the state here and in the received one."),
         (described(w=2), described(w=3), f"model.w is ((3,), 'float32') here and ((2,), 'float32') {received}"),
         (described(w=2), described(w=2, b=1), f"model.b is ((1,), 'float32') here and None {received}"),
         (described(w=2, b=1), described(w=2), f"model.b is None here and ((1,), 'float32') {received}"),

@@ -1,4 +1,4 @@
-"""Values that a state cannot recover, each refused with its name and what to do instead."""
+"""Refuses values that a state cannot recover, with their name and what to do instead."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SHARDED = (
     "{name} is sharded over ranks (FSDP, DTensor), but a state needs the whole model on every rank. "
     "Use DistributedDataParallel; sharded models are not supported yet."
 )
-_PER_RANK = (
+_PARTITIONED = (
     "{name} is {kind}, which keeps a different part of its state on each rank: it cannot be recovered yet. "
     "Use a plain torch.optim optimizer."
 )
@@ -33,14 +33,14 @@ def check(name: str, value: Any) -> None:
     if isinstance(value, torch.optim.LBFGS):
         raise StateError(f"{name} is LBFGS, which changes parameters within a step: it cannot be recovered.")
     if "ZeroRedundancyOptimizer" in kinds or type(value).__module__.split(".")[0] == "deepspeed":
-        raise StateError(_PER_RANK.format(name=name, kind=type(value).__name__))
+        raise StateError(_PARTITIONED.format(name=name, kind=type(value).__name__))
     if isinstance(value, torch.Generator):
         raise StateError(
             f"{name} is a torch.Generator: give its get_state() to the state, and restore it with set_state()."
         )
     if "StatefulDataLoader" in kinds:
         raise StateError(
-            f"{name} is a StatefulDataLoader, whose place differs between ranks: use nbe.ElasticSampler in a DataLoader."
+            f"{name} is a StatefulDataLoader, whose position differs between ranks: use nbe.ElasticSampler in a DataLoader."
         )
     if isinstance(value, torch.nn.Module) and any(map(_is_sharded, value.modules())):
         raise StateError(SHARDED.format(name=name))
@@ -51,8 +51,8 @@ def _is_sharded(module: torch.nn.Module) -> bool:
     return managed or any(hasattr(p, "device_mesh") for p in module._parameters.values())
 
 
-def check_kept(name: str, tensors: list[torch.Tensor]) -> None:
-    """StateError if what an optimizer keeps is not made of plain tensors."""
+def check_optimizer_tensors(name: str, tensors: list[torch.Tensor]) -> None:
+    """StateError if an optimizer keeps other tensors than plain ones."""
     for tensor in tensors:
         if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
             kind = type(tensor).__name__
@@ -62,7 +62,7 @@ def check_kept(name: str, tensors: list[torch.Tensor]) -> None:
 
 
 def frozen_value(name: str, value: Any) -> Any:
-    """A copy of a state's value that nothing else changes. StateError if autograd still needs a tensor in it."""
+    """A copy of a state's value that no other code changes. StateError if autograd still needs a tensor in it."""
     try:
         return frozen(value)
     except RuntimeError as error:

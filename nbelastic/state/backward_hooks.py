@@ -1,0 +1,38 @@
+"""Hooks that run after each backward pass of this process, on every rank alike, whichever parameters the pass reached."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+_hooks: dict[int, Callable[[], object]] = {}  # by number
+_original = torch.autograd.backward
+
+
+class BackwardHook:
+    """Calls `hook()` after each backward pass, until `remove()`."""
+
+    _count = 0
+
+    def __init__(self, hook: Callable[[], object]) -> None:
+        BackwardHook._count += 1
+        self._number = BackwardHook._count
+        _hooks[self._number] = hook
+        torch.autograd.backward = _with_hooks
+
+    def remove(self) -> None:
+        _hooks.pop(self._number, None)
+        if not _hooks:
+            torch.autograd.backward = _original
+
+
+@functools.wraps(_original)
+def _with_hooks(*args: Any, **kwargs: Any) -> None:
+    try:
+        _original(*args, **kwargs)
+    finally:
+        for hook in [*_hooks.values()]:
+            hook()

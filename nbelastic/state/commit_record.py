@@ -1,0 +1,34 @@
+"""What a commit records beside the large tensors: small values, buffers, optimizer options and random generators."""
+
+from __future__ import annotations
+
+from nbelastic.state import optimizers, rng
+from nbelastic.state.checks import frozen_value
+from nbelastic.state.contents import Buffer, Contents
+
+
+class CommitRecord:
+    """The contents as they are now. `restore_entries` needs `with_entries`: the optimizers' state per parameter."""
+
+    def __init__(self, contents: Contents, buffers: list[Buffer], *, with_entries: bool) -> None:
+        self._contents = contents
+        self._buffers = buffers
+        self._small = {name: frozen_value(name, value) for name, value in contents.small().items()}
+        self._settings = [optimizers.settings(optimizer) for optimizer in contents.optimizers()]
+        self._entries = [optimizers.entries(optimizer) for optimizer in contents.optimizers()] if with_entries else []
+        self._random = rng.get_states()
+
+    def restore_entries(self) -> None:
+        for optimizer, entries in zip(self._contents.optimizers(), self._entries, strict=True):
+            optimizers.set_entries(optimizer, entries)
+
+    def restore_small(self) -> None:
+        """Small values, and the buffers that models had; not the contents of those."""
+        self._contents.set_small(self._small)
+        for own, key, tensor in self._buffers:
+            own[key] = tensor
+
+    def restore_settings(self) -> None:
+        for optimizer, settings in zip(self._contents.optimizers(), self._settings, strict=True):
+            optimizers.set_settings(optimizer, settings)
+        rng.set_states(self._random)

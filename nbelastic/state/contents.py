@@ -1,0 +1,130 @@
+"""The values of a state: which are models, optimizers and small values, and where their tensors are."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from nbelastic.errors import StateError
+from nbelastic.state import optimizers
+from nbelastic.state.checks import check, check_optimizer_tensors
+from nbelastic.state.layout import Layout
+from nbelastic.state.optimizers import frozen
+from nbelastic.state.transfer import shape_of
+
+LARGE = (torch.nn.Module, torch.nn.Parameter, torch.optim.Optimizer)  # all other values are small
+Buffer = tuple[dict[str, torch.Tensor | None], str, torch.Tensor]  # the submodule's buffers, the name, the tensor
+
+
+class Contents:
+    """`values` by name. `survey()` finds the tensors once, as walking through modules takes time."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, Any] = {}
+        self.names: dict[torch.Tensor, str] = {}  # of all parameters
+        self.layout = Layout()
+        self.grouped = 0  # how many parameters the optimizers' groups had at the survey
+        self._entries = 0  # how many entries the optimizers' states had at the last check
+        self._buffers: list[dict[str, torch.Tensor | None]] = []  # of each submodule
+
+    def named(self, kind: type) -> dict[str, Any]:
+        """The values of this kind by name."""
+        return {name: value for name, value in self.values.items() if isinstance(value, kind)}
+
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        return list(self.named(torch.optim.Optimizer).values())
+
+    def survey(self) -> None:
+        """Find all parameters, buffers and layers. StateError if an optimizer trains a parameter of no model here."""
+        self.names, self._buffers = {}, []
+        modules = self.named(torch.nn.Module)
+        self.layout = Layout(modules.values())
+        for name, module in modules.items():
+            check(name, module)
+            for key, parameter in module.named_parameters():
+                self.names.setdefault(parameter, f"{name}.{key}")
+            self._buffers += [submodule._buffers for submodule in module.modules()]
+        for name, tensor in self.named(torch.nn.Parameter).items():
+            self.names.setdefault(tensor, name)
+        for name, optimizer in self.named(torch.optim.Optimizer).items():
+            unknown = sum(p not in self.names for p in optimizers.parameters(optimizer))
+            if unknown:
+                raise StateError(
+                    f"{name} trains {unknown} parameters of no model in the state: put that model into the state too, "
+                    "and replace layers before you make the optimizer."
+                )
+        self.grouped = self._count_grouped()
+
+    def is_outdated(self) -> bool:
+        """Whether a layer or a parameter group was added, replaced or removed since the survey."""
+        return self._count_grouped() != self.grouped or self.layout.changed()
+
+    def _count_grouped(self) -> int:
+        return sum(len(group["params"]) for optimizer in self.optimizers() for group in optimizer.param_groups)
+
+    def check_optimizers(self) -> None:
+        """Check the tensors of the optimizers when they have begun to keep some, and whenever there are more."""
+        before, self._entries = self._entries, sum(len(optimizer.state) for optimizer in self.optimizers())
+        if self._entries != before:
+            for name, optimizer in self.named(torch.optim.Optimizer).items():
+                check_optimizer_tensors(name, optimizers.tensors(optimizer))
+
+    def buffers(self) -> list[Buffer]:
+        return [(own, key, tensor) for own in self._buffers for key, tensor in own.items() if tensor is not None]
+
+    def large(self) -> list[torch.Tensor]:
+        """The large live tensors: parameters, and the tensors that the optimizers keep for them."""
+        return [*self.names, *(t for optimizer in self.optimizers() for t in optimizers.tensors(optimizer))]
+
+    def device(self) -> torch.device:
+        """Where the parameters are."""
+        return next((t.device for t in self.names), torch.device("cpu"))
+
+    def small(self) -> dict[str, Any]:
+        """Counters, and the `state_dict()` of values that have one, by name."""
+        return {
+            name: value.state_dict() if hasattr(value, "load_state_dict") else value
+            for name, value in self.values.items()
+            if not isinstance(value, LARGE)
+        }
+
+    def set_small(self, small: Mapping[str, Any]) -> None:
+        """The inverse of `small`."""
+        for name, new in small.items():
+            value = self.values[name]
+            if hasattr(value, "load_state_dict"):
+                value.load_state_dict(frozen(new))
+            elif isinstance(value, torch.Tensor) and shape_of(value) == shape_of(new):
+                with torch.no_grad():  # in place: an optimizer may hold this tensor
+                    value.copy_(new)
+            else:
+                self.values[name] = frozen(new)
+
+    def live(self) -> dict[str, Any]:
+        """All live values, in the form in which they are sent."""
+        return {
+            "small": self.small(),
+            "modules": {
+                name: dict(module.named_parameters()) | dict(module.named_buffers())
+                for name, module in self.named(torch.nn.Module).items()
+            }
+            | {name: {"itself": parameter} for name, parameter in self.named(torch.nn.Parameter).items()},
+            "optimizers": {
+                name: optimizers.contents(optimizer, self.names)
+                for name, optimizer in self.named(torch.optim.Optimizer).items()
+            },
+        }
+
+    def check_received(self, described: dict[str, Any]) -> None:
+        """StateError if an optimizer here cannot get the parameter groups of the received state."""
+        for name, optimizer in self.named(torch.optim.Optimizer).items():
+            optimizers.check_groups(name, optimizer, described["optimizers"][name], self.names)
+
+    def set_received(self, received: dict[str, Any]) -> None:
+        """Set optimizers and small values; the tensors of models have been received in place."""
+        for name, contents in received["optimizers"].items():
+            optimizers.regroup(self.values[name], contents, self.names)
+            optimizers.set_contents(self.values[name], contents)
+        self.set_small(received["small"])

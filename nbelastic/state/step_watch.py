@@ -1,0 +1,125 @@
+"""Decides whether a commit has to copy the tensors: watches optimizer steps, collectives and backward passes.
+
+An abort ends only collectives, and tensors change only in `optimizer.step()`. If no collective runs between the first step
+after a commit and the next commit, then a rank is always at one of the two commits, never in between. So the live tensors
+are those of its last commit, and copies are not needed. The optimizers' hooks, the group's count of collectives and
+autograd's count of changes show whether that holds. If it does not hold, each commit from then on copies the tensors.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from typing import Any
+
+import torch
+
+from nbelastic.state.backward_hooks import BackwardHook
+from nbelastic.state.contents import Contents
+from nbelastic.state.tensor_snapshot import TensorSnapshot
+from nbelastic.worker.process_group import collectives
+from nbelastic.worker.session import Session
+
+SEVERAL = "several steps per commit"
+EXPOSED = (
+    "a collective runs between optimizer.step() and state.commit(): from now on tensors are copied at each commit. "
+    "Commit right after the step to save that."
+)
+OUTSIDE = (
+    "{name} changes outside an optimizer's step: from now on tensors are copied at each commit. "
+    "Change it between optimizer.step() and state.commit(), or give its optimizer to the state, to save that."
+)
+
+
+class StepWatch:
+    """`copying` is the reason for copying tensors at each commit; empty while that is not needed."""
+
+    def __init__(self, contents: Contents, tensors: TensorSnapshot) -> None:
+        self.copying = ""
+        self._contents = contents
+        self._tensors = tensors
+        self._session: Session | None = None
+        self._hooks: list[Any] = []
+        self._steps: Counter[int] = Counter()  # steps begun since the last commit, by the optimizer's id
+        self._collectives = 0  # the count of collectives at the first of these steps
+        self._accumulating = False  # there was a backward pass since the last step
+
+    @property
+    def has_stepped(self) -> bool:
+        """Whether a step has begun since the last commit."""
+        return bool(self._steps)
+
+    def start(self, session: Session) -> None:
+        """Watch the optimizers until `stop()`."""
+        self._session = session
+        self._hooks += [o.register_step_pre_hook(self._before_step) for o in self._contents.optimizers()]
+        self._hooks.append(BackwardHook(self._after_backward))
+        self.copying = ""
+        self.clear_steps()
+
+    def stop(self) -> None:
+        """Remove the hooks: they and the model would keep each other in memory."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks, self._session = [], None
+
+    def clear_steps(self) -> None:
+        self._steps = Counter()
+
+    def clear(self) -> None:
+        """A commit was made, or received."""
+        self._steps, self._accumulating = Counter(), False
+
+    def clear_backward(self) -> None:
+        """The gradients were dropped."""
+        self._accumulating = False
+
+    def commit_counts(self) -> bool:
+        """Called at each commit. False, on all ranks alike: this commit does nothing, as a rank accumulates gradients."""
+        if not self._steps:
+            return self._counts_without_step()
+        if collectives() != self._collectives:
+            if self._session is not None:
+                self._session.check(self._contents.device())
+            self._copy_from_now_on(SEVERAL if max(self._steps.values()) > 1 else EXPOSED)
+        elif max(self._steps.values()) > 1:
+            self._copy_from_now_on(SEVERAL)
+        return True
+
+    def _counts_without_step(self) -> bool:
+        changed = self._tensors.changed()
+        if changed:
+            self._copy_because_changed()
+        accumulates = self._accumulating and not changed and any(p.grad is not None for p in self._contents.names)
+        if self._session is None:
+            return not (accumulates and self._contents.grouped > 0)
+        if self._contents.grouped and self._session.on_any_rank(accumulates):
+            return False
+        self._session.finish_gpu_work()
+        return True
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """The optimizer is about to change its parameters."""
+        now = collectives()
+        if self._session is not None and (not self._steps or now != self._collectives):
+            self._session.check(self._contents.device())
+        if not self._steps:
+            self._collectives = now
+            if self._tensors.changed():
+                self._copy_because_changed()
+        self._steps[id(optimizer)] += 1
+        self._accumulating = False
+        self._tensors.wait_for_copies()
+
+    def _after_backward(self) -> None:
+        self._accumulating = True
+
+    def _copy_because_changed(self) -> None:
+        changed = self._tensors.first_changed()
+        name = "a tensor" if changed is None else self._contents.names[changed]
+        self._copy_from_now_on(OUTSIDE.format(name=name))
+
+    def _copy_from_now_on(self, reason: str) -> None:
+        if not self.copying and reason != SEVERAL and self._session is not None and self._session.speaks:
+            print(f"nbelastic: {reason}", file=sys.stderr, flush=True)
+        self.copying = self.copying or reason
