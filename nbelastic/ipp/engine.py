@@ -17,12 +17,15 @@ from ipyparallel.engine import app as engine_app
 from ipyparallel.engine.app import IPEngine
 from zmq.utils.monitor import recv_monitor_message
 
-REPEAT = 2.0  # seconds after which an unanswered word is said again
-FOR_EVER = ("--IPEngine.timeout=1e6", "--IPEngine.max_heartbeat_misses=0")  # the agent knows when there is nobody left
+REPEAT = 2.0  # seconds after which an unanswered request is sent again
+NO_TIMEOUTS = (
+    "--IPEngine.timeout=1e6",
+    "--IPEngine.max_heartbeat_misses=0",
+)  # the agent ends the worker when there is no driver
 
 
 class Stream(OutStream):  # type: ignore[misc]
-    """What is printed goes to the client that asked and into this worker's log file."""
+    """A standard stream that goes to the client that runs code, and into this worker's log file."""
 
     def __init__(self, session: Any, thread: Any, name: str) -> None:
         super().__init__(
@@ -40,9 +43,9 @@ class Heart(heartmonitor.Heart):  # type: ignore[misc]
 
 
 class Engine(IPEngine):  # type: ignore[misc]
-    """ipyparallel's engine without its signal handling: the agent ends workers, and a worker has nothing to tidy up.
+    """ipyparallel's engine without its signal handlers: the agent ends workers, which have nothing to clean up.
 
-    It outlives its controller, and says again who it is when it is connected to the next one.
+    The engine outlives its controller, and registers again when it is connected to the next one.
     """
 
     _heart: tuple[Any, ...] = ()  # the arguments with which its heartbeat is started
@@ -51,24 +54,24 @@ class Engine(IPEngine):  # type: ignore[misc]
     out_stream_factory = Stream
 
     async def register(self) -> None:
-        """A controller that ends before it answers leaves the word to the next one: it is said until there is an answer."""
-        repeating = asyncio.ensure_future(self._repeat())
+        """Send the registration until it is answered: a controller may end before it answers."""
+        repeating = asyncio.ensure_future(self._send_registrations())
         try:
             await super().register()
         finally:
             repeating.cancel()
 
-    async def _repeat(self) -> None:
+    async def _send_registrations(self) -> None:
         while True:
             await asyncio.sleep(REPEAT)
-            self._say_who()
+            self._send_registration()
 
-    def _say_who(self) -> None:
+    def _send_registration(self) -> None:
         content = {"uuid": self.ident} if self.id is None else {"uuid": self.ident, "id": self.id}
         self.session.send(self.registrar, "registration_request", content=content)
 
     async def complete_registration(self, msg: Any, connect: Callable[..., None], *args: Any) -> None:
-        """From here on there is an IPython, and this worker can run programs and cells."""
+        """The engine is registered: IPython is ready, and this worker can run programs and cells."""
         monitors: dict[zmq.Socket[bytes], str] = {}
         ports = {str(self.connection_info[name]) for name in ("mux", "iopub")}
 
@@ -83,30 +86,30 @@ class Engine(IPEngine):  # type: ignore[misc]
         threading.Thread(target=self._watch, args=(monitors,), name="nbelastic-controller", daemon=True).start()
 
     def start_heartbeat(self, *args: Any) -> None:
-        """Not yet: the controller takes an engine whose heart beats for one that hears, and can be heard."""
+        """Later, in `_watch`: for the controller, an engine with heartbeats is one whose channels are connected."""
         self._heart = args
 
     def _watch(self, monitors: dict[zmq.Socket[bytes], str]) -> None:
-        """For ever: say who this is whenever code can come, and what it prints can go, by new connections.
+        """Register again whenever the channels for code and output are connected to a new controller.
 
-        The connections come back one by one, and what is sent by one that is not there yet is lost. From here on the
-        registrar is this thread's.
+        The channels connect one by one, and a message on one that is not connected yet is lost. From here on only this thread
+        uses the registrar's socket.
         """
         poller = zmq.Poller()
         for monitor in monitors:
             poller.register(monitor, zmq.POLLIN)
-        there: set[str] = set()
+        connected: set[str] = set()
         while True:
             for monitor, _ in poller.poll():
                 event, port = recv_monitor_message(monitor), monitors[monitor]
-                if event["endpoint"].decode().rpartition(":")[2] != port:  # of another scheduler
+                if event["endpoint"].decode().rpartition(":")[2] != port:  # another scheduler's
                     continue
                 if event["event"] == zmq.EVENT_DISCONNECTED:
-                    there.discard(port)
+                    connected.discard(port)
                 else:
-                    there.add(port)
-                    if len(there) == len(monitors):
-                        self._say_who()
+                    connected.add(port)
+                    if len(connected) == len(monitors):
+                        self._send_registration()
                         heart, self._heart = self._heart, ()
                         if heart:
                             super().start_heartbeat(*heart)
@@ -129,10 +132,12 @@ def serve(profile: str, registered: Callable[[str], object]) -> None:
     `registered(engine)` is called in the engine's event loop; the engine keeps what it returns, as a task needs.
     """
     signal.signal(signal.SIGTERM, _leave)
-    zmq.Context.instance().setsockopt(zmq.IPV6, 1)  # of all sockets of the engine; ZeroMQ and ipyparallel leave it off
+    zmq.Context.instance().setsockopt(
+        zmq.IPV6, 1
+    )  # for all sockets of the engine; ZeroMQ and ipyparallel leave IPv6 off
     engine_app.Heart = Heart
     Engine.registered = staticmethod(registered)
     app = Engine.instance(log_level=40)
-    app.initialize([f"--profile-dir={profile}", "--IPEngine.enable_nanny=False", *FOR_EVER, "--log-level=40"])
-    del os.environ["IPP_CONNECTION_INFO"]  # it holds a key: nothing that the user starts shall inherit it
+    app.initialize([f"--profile-dir={profile}", "--IPEngine.enable_nanny=False", *NO_TIMEOUTS, "--log-level=40"])
+    del os.environ["IPP_CONNECTION_INFO"]  # it holds a key, which the user's processes must not inherit
     app.start()

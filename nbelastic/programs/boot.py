@@ -1,4 +1,4 @@
-"""From a fork of the template to an ipyparallel engine with a link to the driver. Imports little: the agent loads it too."""
+"""Turns a fork of the template into a worker: an ipyparallel engine with a link to the driver. The agent imports it too."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from nbelastic.worker.environment import log_to, set_interface
 
 
 def boot(settings: dict[str, Any]) -> None:
-    """Be the worker that `settings` describes, until the engine ends."""
-    os.setsid()  # its own process group: all that the user's code starts can be ended with it
+    """Run the worker that `settings` describe, until the engine ends."""
+    os.setsid()  # its own process group: the agent can kill it with all processes that the user's code starts
     die_with_parent(parent=getattr(sys.modules.get("nbelastic.programs.template"), "PID", 0))
-    mp.set_start_method(None, force=True)  # the fork server's is inherited; data loaders start as they do anywhere
+    mp.set_start_method(None, force=True)  # not the inherited fork server: data loaders start as usual
     log_to(settings["log_dir"], settings["worker"])
-    faulthandler.enable(2)  # a crash in C leaves the Python stacks in the log
+    faulthandler.enable(2)  # a crash in C writes the Python stacks to the log
     set_interface(settings["interface"])
-    os.environ["IPP_CONNECTION_INFO"] = settings["engine"]  # before any thread: adding to the environment moves it
+    os.environ["IPP_CONNECTION_INFO"] = settings["engine"]  # before any thread: adding a variable moves the environment
 
     from nbelastic.ipp.engine import serve
     from nbelastic.programs.program import start_runner

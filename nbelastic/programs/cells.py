@@ -1,4 +1,4 @@
-"""Running a cell between programs in this worker's IPython: what it prints, and its error as IPython shows it."""
+"""Runs a cell between programs in this worker's IPython, and returns its output and its error as IPython shows it."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from nbelastic.protocol import worker_messages
 from nbelastic.protocol.ids import WorkerId
 from nbelastic.worker.output_buffer import OutputStream, printable
 
-BOUND = 50_000  # characters of each of a cell's streams, and of its traceback, that are sent: the end of it
-ERROR_BOUND = 500  # characters of an error in one line
+MAX_TEXT = 50_000  # last characters of each stream, and of the traceback, that are sent
+MAX_ERROR = 500  # characters of an error in one line
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
-_PROMPT = re.compile(r"^( *)Cell In\[\d+\]", re.MULTILINE)  # the engine's own count, which differs between workers
+_PROMPT = re.compile(r"^( *)Cell In\[\d+\]", re.MULTILINE)  # the engine's count, which differs between workers
 _RULE = re.compile(r"\A-+\n")
 
 
 async def run(worker: WorkerId, cell: worker_messages.Cell) -> worker_messages.CellResult:
-    """Run it, `await` outside of functions included."""
+    """Run the cell, which may use `await` outside of functions."""
     out: list[str] = []
     err: list[str] = []
     with (
@@ -31,7 +31,7 @@ async def run(worker: WorkerId, cell: worker_messages.Cell) -> worker_messages.C
     ):
         try:
             error, traceback = await _run(cell.source)
-        except BaseException as failed:  # noqa: BLE001  (whatever it is, the driver waits for an answer)
+        except BaseException as failed:  # noqa: BLE001  (the driver waits for an answer)
             error = traceback = _in_one_line(failed)
         sys.stdout.flush()
         sys.stderr.flush()
@@ -39,14 +39,14 @@ async def run(worker: WorkerId, cell: worker_messages.Cell) -> worker_messages.C
 
 
 async def _run(source: str) -> tuple[str, str]:
-    """The error in one line and with its traceback; both are empty if there is none."""
+    """The error in one line, and its traceback; both are empty without an error."""
     shell = get_ipython()
     before = None
     try:
         code = shell.transform_cell(source)
     except Exception:  # noqa: BLE001  (IPython shows it as the cell's error)
         code, before = source, sys.exc_info()
-    with _shown(shell) as shown:
+    with _collected_tracebacks(shell) as shown:
         if shell.should_run_async(source, transformed_cell=code, preprocessing_exc_tuple=before):
             result = await shell.run_cell_async(
                 source, store_history=False, transformed_cell=code, preprocessing_exc_tuple=before
@@ -62,8 +62,8 @@ async def _run(source: str) -> tuple[str, str]:
 
 
 @contextlib.contextmanager
-def _shown(shell: Any) -> Iterator[list[str]]:
-    """The lines of tracebacks that IPython would show meanwhile."""
+def _collected_tracebacks(shell: Any) -> Iterator[list[str]]:
+    """Collect the lines of tracebacks instead of showing them."""
     shown: list[str] = []
     shell._showtraceback = lambda _type, _value, lines: shown.extend(lines)
     try:
@@ -77,10 +77,10 @@ def _in_one_line(error: BaseException) -> str:
         text = str(error)
     except Exception:  # noqa: BLE001  (the user's own class)
         text = "an error that cannot be shown"
-    return f"{type(error).__name__}: {text}"[:ERROR_BOUND]
+    return f"{type(error).__name__}: {text}"[:MAX_ERROR]
 
 
 def _end(text: str) -> str:
     text = printable(text)
-    left = len(text) - BOUND
+    left = len(text) - MAX_TEXT
     return text if left <= 0 else f"… {left} characters are only in the log file …\n{text[left:]}"

@@ -1,8 +1,8 @@
-"""Frameworks that would train each rank by itself are refused: they look for torchrun's environment, which is not set.
+"""Refuses frameworks that would train each rank alone: they read torchrun's environment variables, which are not set.
 
-Nothing here imports them. Their classes are wrapped when their modules are there. What an object takes for its world is
-compared with the real one when it is made, when a world begins, and when the program uses it in a world. An object that
-an earlier program made, and that this one does not use, is left alone.
+This module imports no framework. It wraps their classes when their modules are imported. It compares the world size that
+an object sees with the real one: when the object is made, when a world begins, and when the program uses the object. An
+object of an earlier program that this one does not use is not checked.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 from nbelastic.errors import UsageError
 
 ALONE = (
-    "{what} takes this rank for a world of {seen}, and the world has {size} ranks: each would train by itself. "
+    "{what} sees a world of {seen}, but the world has {size} ranks: each rank would train alone. "
     "Write the loop in plain PyTorch with DistributedDataParallel: {name} is not supported inside an elastic function yet."
 )
 
@@ -37,7 +37,7 @@ _ACCELERATE, _LIGHTNING, _FABRIC = (
     "Lightning",
     "Lightning Fabric",
 )
-# By module: the class in it, what it is called, how many ranks an instance of it sees, and the methods that train.
+# By module: its class, the framework's name, the world size that an instance sees, and the methods that train.
 _Watched = tuple[str, str, Callable[[Any], int], tuple[str, ...]]
 WATCHED: dict[str, _Watched] = {
     "accelerate.accelerator": ("Accelerator", _ACCELERATE, _processes, ("prepare", "backward")),
@@ -49,30 +49,30 @@ WATCHED: dict[str, _Watched] = {
 
 
 class Watch(importlib.abc.MetaPathFinder):
-    """Wraps the classes of WATCHED, now or when their modules are imported. `size()`: the ranks of the world, 0 outside."""
+    """Wraps the classes of WATCHED, now or when their modules are imported. `size()`: the world size, 0 outside a world."""
 
     def __init__(self, size: Callable[[], int]) -> None:
         self._size = size
-        self._outside: weakref.WeakSet[Any] = weakref.WeakSet()  # made by this program before the world was there
+        self._made_outside: weakref.WeakSet[Any] = weakref.WeakSet()  # by this program, before it was in a world
 
     def begin(self) -> None:
-        """A new program: what an earlier one made counts only where this one uses it."""
-        self._outside.clear()
+        """A new program begins: objects of an earlier one count only when this one uses them."""
+        self._made_outside.clear()
 
     def check(self) -> None:
-        """UsageError if something that was made before this world sees another one."""
-        for made in self._outside:
+        """UsageError if an object that was made before this world sees another world size."""
+        for made in self._made_outside:
             _compare(made, self._size())
 
     def start(self) -> None:
-        """For the life of the process."""
+        """Watch imports until the process ends."""
         sys.meta_path.insert(0, self)
         for name in WATCHED:
             if name in sys.modules:
                 self._wrap(sys.modules[name])
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        """What the other finders find, with a loader that wraps the class afterwards."""
+        """The spec of the other finders, with a loader that wraps the class after the import."""
         if name not in WATCHED:
             return None
         others = (finder for finder in sys.meta_path if finder is not self)
@@ -99,7 +99,7 @@ class Watch(importlib.abc.MetaPathFinder):
             if self._size():
                 _compare(made, self._size())
             else:
-                self._outside.add(made)
+                self._made_outside.add(made)
 
         kind.__init__ = checked
         for name in WATCHED[module.__name__][3]:

@@ -1,8 +1,8 @@
-"""What the forkserver imports once, so that a worker is a fork and not a fresh interpreter.
+"""The template of workers: the fork server imports this module once, and forks each worker from it.
 
-It stays single-threaded and never touches CUDA: both would break its children. `torch._dynamo` is in the list because
-making the first optimizer imports it (0.9 s and more). The garbage collector is off meanwhile, which saves a fifth of
-the time, and what is loaded is frozen, so that collections in the workers do not copy the shared pages.
+The template has one thread and never uses CUDA: threads and CUDA contexts do not survive a fork. It imports
+`torch._dynamo` because the first optimizer would (0.9 s and more). The garbage collector is off during the imports, which
+saves a fifth of the time. `gc.freeze` then keeps collections in the workers from copying the shared pages.
 """
 
 from __future__ import annotations
@@ -21,23 +21,22 @@ from nbelastic.system.processes import children_of, die_with_parent, kill_group 
 
 
 def _end(*_: object) -> None:
-    """The agent is gone: the workers are killed, and what they have started. Only from here is it known what that is."""
+    """The agent has died: kill the workers and the processes that they started. Only their parent knows the workers."""
     for pid in children_of(os.getpid()):
         with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)  # one that was just forked leads no group yet
+            os.kill(pid, signal.SIGKILL)  # a new fork leads no process group yet
         kill_group(pid)
     os._exit(1)
 
 
-os.setpgid(
-    0, 0
-)  # who kills the agent's group is not to kill this process as well: nobody would end the workers' groups
+# In a process group of its own: if the agent's group is killed, this process must live to kill the workers' groups.
+os.setpgid(0, 0)
 signal.signal(signal.SIGTERM, _end)
 die_with_parent(signal.SIGTERM, int(os.environ.pop("NBELASTIC_AGENT_PID", "0")))
 PID = os.getpid()
 
-# ipyparallel, debugpy and IPython set these when an engine starts, beside threads in which torch reads the environment.
-# Adding a variable moves all of it, and the reader crashes; one that is there already is replaced in its place.
+# ipyparallel, debugpy and IPython set these when an engine starts, while torch's threads read the environment. Adding a
+# variable moves the environment, and the reader crashes. Replacing a variable that exists already moves nothing.
 os.environ.update(TERM="xterm-color", CLICOLOR="1", CLICOLOR_FORCE="1", FORCE_COLOR="1", PAGER="cat", GIT_PAGER="cat")
 for name, value in (
     ("MPLBACKEND", "module://matplotlib_inline.backend_inline"),
@@ -52,8 +51,8 @@ PRELOAD = (
     "torch.distributed",
     "torch.nn.parallel",
     "torch.optim",
-    # Once, when it is imported, tqdm.auto chooses between text and a widget, which nobody would see. Before the engine
-    # imports IPython the choice is text. Torch has imported tqdm itself where it is installed.
+    # tqdm.auto chooses between text and a widget when it is imported. A worker's widget would not be visible. Before the
+    # engine imports IPython, the choice is text. Torch imports tqdm itself if it is installed.
     *(("tqdm.auto",) if importlib.util.find_spec("tqdm") else ()),
     "nbelastic.torchrun.node",
     "nbelastic.programs.boot",
@@ -68,7 +67,7 @@ PRELOAD = (
 for name in PRELOAD:
     try:
         importlib.import_module(name)
-    except Exception:  # noqa: BLE001  (the user's module; the worker itself will fail on it with its own traceback)
+    except Exception:  # noqa: BLE001  (the user's module: the worker will fail on it with its traceback)
         print(f"nbelastic: preloading {name!r} failed:", file=sys.stderr)
         traceback.print_exc()
 

@@ -1,9 +1,8 @@
 """One checkpoint on disk: a folder that is either complete or ignored, and is read as data, never as code.
 
 `<folder>/000007-commit-700` is the seventh checkpoint that was written there. It has the files of
-torch.distributed.checkpoint, which other tools can read, and `manifest`, written last. The manifest is a line of JSON with
-the size and checksum of each file and the position of each tensor, and the checksum of that line. Readers use the
-manifest. They check `.metadata`, a pickle, as all other files, and never unpickle it.
+torch.distributed.checkpoint, which other tools can read, and `manifest`, written last. The manifest is one line of JSON and
+its checksum: the size and checksum of each file, and the position of each tensor. Readers use the manifest. They check `.metadata`, a pickle, as all other files, and never unpickle it.
 
 A checkpoint is written to a temporary folder, flushed to the disk and then renamed: a kill at any moment damages none.
 """

@@ -28,7 +28,7 @@ POLL = 0.1  # seconds between two checks whether it is there
 
 
 class State(Protocol):
-    """What can be saved: see `nbelastic.state.state.State`."""
+    """The methods that saving and loading use: see `nbelastic.state.state.State`."""
 
     commits: int
 

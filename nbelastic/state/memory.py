@@ -1,4 +1,4 @@
-"""Tells whether there is memory for a second copy of a state."""
+"""Finds out whether there is memory for a second copy of a state."""
 
 from __future__ import annotations
 

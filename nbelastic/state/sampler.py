@@ -25,8 +25,8 @@ class ElasticSampler(Sampler[int]):  # type: ignore[misc]  # mypy does not follo
     - Without `global_batch`, samples are dealt to the ranks one by one; a DataLoader's batch size is each rank's own. At the
       end some samples are repeated, so that all ranks have equally many (with `drop_last` the rest is left out).
     - With `global_batch=B`, each step uses the next B samples of the order, split among the ranks by
-      `local_batch_size(B)`: the same global batches in any world. A rank that gets no sample of the epoch's last batch
-      gets one repeated sample of weight 0 (with `drop_last` a last batch of fewer than B is left out).
+      `local_batch_size(B)`: the same global batches in any world. A rank without a sample in the epoch's last batch
+      gets one repeated sample of weight 0. With `drop_last`, a last batch of fewer than B is left out.
 
     After the optimizer's step, record the samples that were *used*: `record_batch(len(x))`. Samples that a DataLoader has
     fetched in advance do not count. Give the sampler to a `TorchState`. `set_epoch` begins a new epoch; the present

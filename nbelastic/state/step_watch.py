@@ -1,8 +1,8 @@
 """Decides whether a commit has to copy the tensors: watches optimizer steps, collectives and backward passes.
 
-An abort ends only collectives, and tensors change only in `optimizer.step()`. If no collective runs between the first step
-after a commit and the next commit, then a rank is always at one of the two commits, never in between. So the live tensors
-are those of its last commit, and copies are not needed. The optimizers' hooks, the group's count of collectives and
+An abort ends only collectives, and tensors change only in `optimizer.step()`. Suppose that no collective runs between the first
+step after a commit and the next commit. Then a rank is always at one of the two commits, never in between: the live
+tensors are those of its last commit, and copies are not needed. The optimizers' hooks, the group's count of collectives and
 autograd's count of changes show whether that holds. If it does not hold, each commit from then on copies the tensors.
 """
 

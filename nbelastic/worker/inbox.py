@@ -11,7 +11,7 @@ from nbelastic.worker.protocol import News
 class Inbox:
     """The link thread posts; the main thread reads at commits and between generations.
 
-    `attention` tells a commit that there is something to read, or a promise to keep. `lock` is held while a commit is
+    A commit reads `attention`: there are messages to read, or a promise to keep. `lock` is held while a commit is
     counted, and while a message is handled: a worker cannot promise to stop at a commit and pass it at the same moment.
     """
 

@@ -11,7 +11,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from nbelastic.ipp.engine import FOR_EVER, Engine
+from nbelastic.ipp.engine import NO_TIMEOUTS, Engine
 
 
 def main(connection: str, profile: str) -> None:
@@ -23,7 +23,7 @@ def main(connection: str, profile: str) -> None:
     os.environ["IPP_CONNECTION_INFO"] = Path(connection).read_text()
     Engine.registered = staticmethod(lambda _id: None)
     app: Any = Engine.instance(log_level=40)
-    app.initialize([f"--profile-dir={profile}", "--IPEngine.enable_nanny=False", *FOR_EVER, "--log-level=40"])
+    app.initialize([f"--profile-dir={profile}", "--IPEngine.enable_nanny=False", *NO_TIMEOUTS, "--log-level=40"])
     print(app.ident, flush=True)
     app.start()
 

@@ -64,7 +64,7 @@ def test_what_sees_one_rank_of_several_is_refused(installed, name, imported):
         importlib.import_module(name)
     Watch(lambda: 3).start()
     make = getattr(importlib.import_module(name), WATCHED[name][0])
-    with pytest.raises(UsageError, match="takes this rank for a world of 1, and the world has 3 ranks") as refused:
+    with pytest.raises(UsageError, match="sees a world of 1, but the world has 3 ranks") as refused:
         make()
     assert "\n" not in str(refused.value)
     assert "DistributedDataParallel" in str(refused.value)
@@ -87,7 +87,7 @@ def test_what_was_made_before_the_world_is_refused_when_the_world_is_entered(ins
     made = getattr(importlib.import_module(name), WATCHED[name][0])()
     watch.check()
     size[0] = 2
-    with pytest.raises(UsageError, match="takes this rank for a world of 1, and the world has 2 ranks"):
+    with pytest.raises(UsageError, match="sees a world of 1, but the world has 2 ranks"):
         watch.check()
     del made
     watch.check()
@@ -104,7 +104,7 @@ def test_what_an_earlier_program_made_is_refused_only_where_this_one_uses_it(ins
     size[0] = 2
     watch.check()
     use = getattr(made, WATCHED[name][3][0])
-    with pytest.raises(UsageError, match="takes this rank for a world of 1, and the world has 2 ranks"):
+    with pytest.raises(UsageError, match="sees a world of 1, but the world has 2 ranks"):
         use("model")
     size[0] = 0
     assert use("model") == "model"

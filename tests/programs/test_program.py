@@ -153,7 +153,7 @@ def test_a_call_from_another_machine_is_fetched_in_pieces(session):
 
 def test_a_piece_that_does_not_come_is_asked_for_again(session, monkeypatch):
     """As when another driver has come meanwhile; while there is none, no time passes. In the end the program fails."""
-    for name, seconds in {"LOOK": 0.001, "AGAIN": 0.01, "PATIENCE": 0.05}.items():
+    for name, seconds in {"POLL": 0.001, "REPEAT": 0.01, "FETCH_TIMEOUT": 0.05}.items():
         monkeypatch.setattr(program, name, seconds)
     data, _ = call()
     asked, looks = [], iter(range(10**6))
@@ -177,7 +177,7 @@ def test_a_piece_that_does_not_come_is_asked_for_again(session, monkeypatch):
     assert len(asked) == 2
     session.answer = lambda message: None
     (result,) = run(session, worker_messages.Program("job-2", "", call=messages.Blob(len(data))))
-    assert result.error == f"OSError: the program did not come: 0 of {len(data)} bytes, and nothing for 0.05 s"
+    assert result.error == f"OSError: the program did not arrive: 0 of {len(data)} bytes, none for 0.05 s"
 
 
 def test_a_program_that_comes_twice_runs_once(session):
