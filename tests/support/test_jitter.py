@@ -51,4 +51,4 @@ os.wait()
 print(slept)
 """
     assert run(fork, "1").splitlines() == ["True", "[]"]
-    assert run(fork.replace("worker.template", "another"), "1").splitlines() == ["False", "[]"]
+    assert run(fork.replace("programs.template", "programs.another"), "1").splitlines() == ["False", "[]"]
