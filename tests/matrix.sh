@@ -11,7 +11,7 @@ supported=()
 for python in 3.11 3.12 3.13; do
     for torch in 2.11.0 2.13.0 2.15.0; do supported+=("$python/$torch"); done
 done
-tests=(tests/worker tests/state tests/programs tests/core tests/transport "tests/process/test_deaths.py::test_two_die_at_once")
+tests=(tests/worker tests/state tests/programs tests/core tests/transport "tests/process/test_lost_workers.py::test_two_die_at_once")
 
 interpreter() { # of version $1: on the PATH, or the newest of pyenv's
     command -v "python$1" && "python$1" -c "" 2> /dev/null && return

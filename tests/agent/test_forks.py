@@ -14,7 +14,7 @@ import pytest
 
 from nbelastic.agent.fork import TRIES, fork
 from nbelastic.system.processes import state_of
-from tests.process.observing import until
+from tests.support.waiting import until
 
 
 @pytest.fixture

@@ -29,7 +29,8 @@ import psutil
 import nbelastic as nbe
 from nbelastic.protocol.run_directory import RunDir
 from tests.benchmarks import chaos_program as program
-from tests.process.observing import alive, ours, until
+from tests.support.processes import alive, processes_of
+from tests.support.waiting import until
 
 WORKERS, MOST = 4, 6
 GUEST = "127.0.0.2"
@@ -186,7 +187,7 @@ def looks(**processes: psutil.Process) -> dict[str, Look]:
 
 def settle(cluster: nbe.Cluster, job: nbe.Job, storm: Storm, watch: Watch) -> None:
     """Back to the four workers of the beginning."""
-    watch.pids |= ours(cluster)
+    watch.pids |= processes_of(cluster)
     cluster.scale(max=WORKERS)
     end = time.monotonic() + 30
     while True:
@@ -238,7 +239,7 @@ def storm_through(
     rage(faults - faults // 2)
     settle(cluster, job, storm, watch)
     after |= looks(kernel=kernel)
-    watch.pids |= ours(cluster)
+    watch.pids |= processes_of(cluster)
     return {
         "faults": sum(done.values()),
         "kinds": dict(done),
@@ -261,7 +262,7 @@ def run(faults: int, seed: int, pause: float, epochs: int | None = None, *, driv
             cluster.wait(WORKERS, timeout=30)
             if faults:
                 found = storm_through(cluster, faults, seed, pause, job, drivers=drivers)
-            pids = ours(cluster) | found.pop("pids", set())
+            pids = processes_of(cluster) | found.pop("pids", set())
             if epochs is None:
                 (Path(folder) / "finish").touch()
             results = job.result(timeout=3600)

@@ -18,7 +18,7 @@ from nbelastic.notebook.dashboard_state import DashboardState
 from nbelastic.protocol.status import EventRecord, HostStatus, Status, WorkerStatus
 from tests.benchmarks import recovery
 from tests.benchmarks.recovery import Cases, training
-from tests.process.observing import driver_of
+from tests.support.processes import driver_pid
 
 HOSTS, SLOTS = 64, 8
 
@@ -27,7 +27,7 @@ class Processors:
     """The CPU of the driver's process and of the kernel's, this one, in percent of a core."""
 
     def __init__(self, cluster: nbe.Cluster) -> None:
-        self._processes = {"driver": psutil.Process(driver_of(cluster)), "kernel": psutil.Process()}
+        self._processes = {"driver": psutil.Process(driver_pid(cluster)), "kernel": psutil.Process()}
         self.found: dict[str, list[float]] = {}
 
     def measure(self, what: str, rounds: int, seconds: float) -> None:

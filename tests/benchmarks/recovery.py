@@ -25,8 +25,8 @@ import psutil
 
 import nbelastic as nbe
 from tests.benchmarks import programs
-from tests.process.observing import driver_of
-from tests.process.observing import lines_in as steps_in
+from tests.process.training import lines_in as steps_in
+from tests.support.processes import driver_pid
 
 Step = dict[str, Any]
 Steps = list[Step]
@@ -73,8 +73,8 @@ def faults(
         for number in range(count):
             cluster.wait(N, timeout=30)
             time.sleep(pause)
-            ranked = sorted((w for w in cluster.workers if w.rank is not None), key=lambda w: w.rank or 0)
-            victim = ranked[0] if number % 4 == 0 else random.choice(ranked)
+            by_rank = sorted((w for w in cluster.workers if w.rank is not None), key=lambda w: w.rank or 0)
+            victim = by_rank[0] if number % 4 == 0 else random.choice(by_rank)
             struck.append((time.time(), victim.pid))
             os.kill(victim.pid, sig)
             wait_until(lambda pid=victim.pid: all(w.pid != pid for w in cluster.workers))
@@ -172,7 +172,7 @@ def soak(count: int) -> dict[str, list[float]]:
 
     def look(cluster: nbe.Cluster) -> None:
         oldest = psutil.Process(min(cluster.workers, key=lambda w: w.rank or 0).pid)
-        for name, process in (("driver", psutil.Process(driver_of(cluster))), ("survivor", oldest)):
+        for name, process in (("driver", psutil.Process(driver_pid(cluster))), ("survivor", oldest)):
             seen.setdefault(f"{name} sockets", []).append(len(process.net_connections("inet")))
             seen.setdefault(f"{name} files", []).append(process.num_fds())
             seen.setdefault(f"{name} threads", []).append(process.num_threads())
@@ -184,8 +184,8 @@ def soak(count: int) -> dict[str, list[float]]:
         look(cluster)
         for number in range(count):
             cluster.wait(N, timeout=30)
-            ranked = sorted((w for w in cluster.workers if w.rank is not None), key=lambda w: w.rank or 0)
-            os.kill(random.choice(ranked[1:]).pid, signal.SIGKILL)  # rank 0 stays, to be looked at
+            by_rank = sorted((w for w in cluster.workers if w.rank is not None), key=lambda w: w.rank or 0)
+            os.kill(random.choice(by_rank[1:]).pid, signal.SIGKILL)  # rank 0 stays, to be looked at
             time.sleep(1)
             if number % 20 == 19:
                 cluster.wait(N, timeout=30)

@@ -48,7 +48,7 @@ from nbelastic.transport.client import Client
 from nbelastic.transport.keys import Keys
 from nbelastic.transport.relay import Relay
 from tests.driver.fakes import driver_for, settings_for
-from tests.support import inside
+from tests.support import driver_thread
 
 SLOTS = 8
 PLAYERS = 2  # processes
@@ -117,7 +117,7 @@ def drive(hosts: int, parent: Connection, players: list[Connection]) -> None:
         names = ",".join(f"host{number:04}:{SLOTS}" for number in range(hosts))
         settings = settings_for(Path(folder), names, SLOTS, min=1, max=hosts * SLOTS, cooldown=(0, 0))
         driver = driver_for(settings, dependencies)
-        thread = inside.DriverThread(driver)
+        thread = driver_thread.DriverThread(driver)
 
         while True:
             match parent.recv():

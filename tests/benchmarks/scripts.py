@@ -28,7 +28,7 @@ from typing import Any
 
 import nbelastic as nbe
 from tests.benchmarks.recovery import N, Steps, steps_in
-from tests.process.scripting import FOR_EVER, TRAIN, joining, torchrun
+from tests.process.script_training import MANY_STEPS, TRAIN, join_options, torchrun
 
 LOOK = 0.02  # seconds
 PAUSE = 0.01  # seconds after each step
@@ -75,13 +75,15 @@ def ours(count: int, joins: int) -> dict[str, list[float]]:
     with tempfile.TemporaryDirectory() as folder, nbe.Cluster(f"localhost:{N}", min=1, cooldown=(0, 0)) as cluster:
         cluster.wait(N)
         began = time.time()
-        job = cluster.run_script(TRAIN, folder, FOR_EVER, PAUSE, max_restarts=1000, env={"OMP_NUM_THREADS": "1"})
+        job = cluster.run_script(TRAIN, folder, MANY_STEPS, PAUSE, max_restarts=1000, env={"OMP_NUM_THREADS": "1"})
         start = found(lambda: steps_in(folder), "ours starts")[0]["t"] - began
         values = {"start": [start], "kill: next": kills(folder, count), "join": [], "alone": []}
         for _ in range(joins):
             found(lambda: members(folder), "a world of full size")
             began = time.time()
-            with torchrun(*joining(cluster.connection_file()), TRAIN, folder, FOR_EVER, PAUSE, OMP_NUM_THREADS="1"):
+            with torchrun(
+                *join_options(cluster.connection_file()), TRAIN, folder, MANY_STEPS, PAUSE, OMP_NUM_THREADS="1"
+            ):
                 first = found(
                     lambda began=began: [s for s in steps_in(folder) if s["world"] == N + 1 and s["t"] > began],
                     "a join",
@@ -105,7 +107,7 @@ def theirs(count: int) -> dict[str, list[float]]:
             f"--nproc-per-node={N}",
             TRAIN,
             folder,
-            FOR_EVER,
+            MANY_STEPS,
             PAUSE,
         ]
         environment = {**os.environ, **OWN_STORE}
@@ -125,7 +127,7 @@ def theirs(count: int) -> dict[str, list[float]]:
 def alone() -> float:
     with tempfile.TemporaryDirectory() as folder:
         began = time.time()
-        with torchrun(*ALONE, "--nproc-per-node=1", TRAIN, folder, FOR_EVER, PAUSE, **OWN_STORE):
+        with torchrun(*ALONE, "--nproc-per-node=1", TRAIN, folder, MANY_STEPS, PAUSE, **OWN_STORE):
             return float(found(lambda: steps_in(folder), "torchrun starts")[0]["t"] - began)
 
 

@@ -24,9 +24,9 @@ import psutil
 import nbelastic as nbe
 from nbelastic.system.presence import lives
 from tests.benchmarks.recovery import Cases, run
-from tests.process.observing import alive, until
-from tests.process.surviving import Found, Kernel
-from tests.support.waiting import until_none
+from tests.process.kernel_process import AttachedTraining, Kernel
+from tests.support.processes import alive
+from tests.support.waiting import until, until_none
 
 WORLD = 4
 SPELL = 2.0  # seconds without a driver
@@ -60,9 +60,9 @@ def kept(hosts: str) -> Iterator[Kernel]:
         yield kernel
         kernel.kill()
         cluster = nbe.Cluster.attach(kernel.name)
-        Found(cluster, cluster.job, kernel.folder).finish()
+        AttachedTraining(cluster, cluster.job, kernel.folder).finish()
         cluster.stop()
-        until_none(kernel.left, 15)
+        until_none(kernel.leftovers, 15)
 
 
 def survive(rounds: int, part: str = "") -> dict[str, list[float]]:
@@ -73,17 +73,17 @@ def survive(rounds: int, part: str = "") -> dict[str, list[float]]:
         found |= {"stood still": [], "undisturbed": []}
     with kept(f"localhost:{WORLD}" if not part else f"localhost:{WORLD - 1},127.0.0.2:1") as kernel:
         for _ in range(rounds):
-            kernel.makes_steps(WORLD)
+            kernel.wait_for_steps(WORLD)
             time.sleep(2 * SPELL)
             begun = time.time()
             if part:
-                kernel.crash()
-                kill(kernel.part(part))
+                kernel.kill_with_driver()
+                kill(kernel.pid_of(part))
             else:
                 kernel.kill()
             time.sleep(SPELL)
             comes = time.time()
-            imported, attached, whole = kernel.again(WORLD)
+            imported, attached, whole = kernel.take_over(WORLD)
             found["attach"].append(attached - imported)
             found["attach, imports"].append(attached)
             found["next step"].append(min(line["t"] for line in kernel.steps() if line["t"] > comes) - comes)
@@ -122,12 +122,12 @@ def alone(rounds: int, part: str) -> dict[str, list[float]]:
         for _ in range(rounds):
             all_train(kernel, time.time())
             begun = time.time()
-            victim = kernel.part(part)
+            victim = kernel.pid_of(part)
             doomed = psutil.Process(victim).children(recursive=True)
             kill(victim)
             psutil.wait_procs(doomed)
             if part == "controller":
-                until(lambda: lives(kernel.saved.controller), PATIENCE, "another controller")
+                until(lambda: lives(kernel.snapshot.controller), PATIENCE, "another controller")
             else:
                 all_train(kernel, begun)
             found["whole"].append(time.time() - begun)

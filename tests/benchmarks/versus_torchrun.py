@@ -139,8 +139,8 @@ def lost(steps: Steps, after: dict[str, Any]) -> float:
 
 def kill_one(folder: str, rank_0: bool) -> Kill:
     """Kill a member that has just completed a step; it is dead when this returns."""
-    ranked = wait_for(lambda: members(steps_in(folder), time.time()), "a world of full size")
-    victim = psutil.Process(ranked[0] if rank_0 else random.choice(list(ranked.values())))
+    by_rank = wait_for(lambda: members(steps_in(folder), time.time()), "a world of full size")
+    victim = psutil.Process(by_rank[0] if rank_0 else random.choice(list(by_rank.values())))
     kill = Kill(time.time(), victim.pid)
     victim.send_signal(signal.SIGKILL)
     victim.wait(timeout=10)

@@ -10,7 +10,8 @@ import pytest
 from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import expect
 
-from tests.process.observing import alive, until
+from tests.support.processes import alive
+from tests.support.waiting import until
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(300)]
 

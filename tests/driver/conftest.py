@@ -1,3 +1,3 @@
-from tests.driver.quiet import own_base, quiet
+from tests.driver.hostless_cluster import clusters_folder, start_hostless
 
-__all__ = ["own_base", "quiet"]
+__all__ = ["clusters_folder", "start_hostless"]

@@ -1,6 +1,6 @@
 """Fakes of all that a driver is connected to: a clock that a test moves, a message server, agents and workers.
 
-`Outside` gives the driver its `Dependencies`. All of it lives in one event loop, whose time changes only in `advance_time`.
+`DriverWithFakes` gives the driver its `Dependencies`. All of it lives in one event loop, whose time changes only in `advance_time`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ SIGKILL = -9
 NOTHING = b"".join(pickling.pack(None))
 
 
-class StandingLoop(asyncio.SelectorEventLoop):
+class ManualTimeLoop(asyncio.SelectorEventLoop):
     """An event loop whose time a test sets."""
 
     now = 1000.0
@@ -44,7 +44,7 @@ class StandingLoop(asyncio.SelectorEventLoop):
 
 def run_story(story: Callable[[], Coroutine[Any, Any, None]]) -> None:
     """Run a story in a loop whose time changes only in `advance_time`."""
-    with asyncio.Runner(loop_factory=StandingLoop) as runner:
+    with asyncio.Runner(loop_factory=ManualTimeLoop) as runner:
         runner.run(story())
 
 
@@ -110,25 +110,25 @@ class FakeAgent:
 
     process = job = ""
 
-    def __init__(self, outside: Outside, spec: HostSpec, on_stop: Callable[[str], None], number: int) -> None:
-        self._outside, self.spec, self._on_stop, self._number = outside, spec, on_stop, number
+    def __init__(self, fakes: DriverWithFakes, spec: HostSpec, on_stop: Callable[[str], None], number: int) -> None:
+        self._fakes, self.spec, self._on_stop, self._number = fakes, spec, on_stop, number
         self.is_alive = False
 
     def start(self, config: Mapping[str, Any]) -> None:
         self.is_alive = True
-        self._outside.agents[f"agent/{self.spec.name}~{self._number}"] = self
+        self._fakes.agents[f"agent/{self.spec.name}~{self._number}"] = self
         self.send(
             agent_messages.AgentHello(self.spec.name, self._number, versions.here(), (Interface("lo", "127.0.0.1"),))
         )
 
     def send(self, message: messages.Message | ev.Event) -> None:
-        self._outside.deliver(f"agent/{self.spec.name}~{self._number}", message)
+        self._fakes.deliver(f"agent/{self.spec.name}~{self._number}", message)
 
     def receive(self, message: messages.Message) -> None:
         match message:
             case agent_messages.Spawn(worker=w):
-                worker = self._outside.workers[w] = FakeWorker(
-                    w, lambda message: self._outside.deliver(f"worker/{w}", message)
+                worker = self._fakes.workers[w] = FakeWorker(
+                    w, lambda message: self._fakes.deliver(f"worker/{w}", message)
                 )
                 self.send(ev.WorkerStarted(w, 1000 + w.slot))
                 worker.send(worker_messages.WorkerHello(w, 1000 + w.slot, f"engine-{w}"))
@@ -139,14 +139,14 @@ class FakeAgent:
 
     def lose_worker(self, w: WorkerId, code: int = SIGKILL) -> None:
         """A worker's process has ended."""
-        self._outside.workers.pop(w, None)
+        self._fakes.workers.pop(w, None)
         self.send(ev.WorkerExited(w, code))
 
     def kill(self) -> None:
         if self.is_alive:
             self.is_alive = False
-            for w in [w for w in self._outside.workers if w.host == self.spec.name]:
-                del self._outside.workers[w]
+            for w in [w for w in self._fakes.workers if w.host == self.spec.name]:
+                del self._fakes.workers[w]
             asyncio.get_running_loop().call_soon(self._on_stop, "its agent ended")
 
 
@@ -155,8 +155,8 @@ class MemoryServer:
 
     address = "tcp://127.0.0.1:1"
 
-    def __init__(self, outside: Outside, on_message: Callable[[str, Any], None]) -> None:
-        self._outside, self.on_message = outside, on_message
+    def __init__(self, fakes: DriverWithFakes, on_message: Callable[[str, Any], None]) -> None:
+        self._fakes, self.on_message = fakes, on_message
         self.heard_at: dict[str, float] = {}
 
     async def start(self, interface: str = "", port: int = 0) -> None:
@@ -166,8 +166,8 @@ class MemoryServer:
         self.on_message = lambda peer, message: None
 
     def send(self, peer: str, message: messages.Message) -> None:
-        self._outside.sent.append((peer, message))
-        asyncio.get_running_loop().call_soon(self._outside.arrive, peer, message)
+        self._fakes.sent.append((peer, message))
+        asyncio.get_running_loop().call_soon(self._fakes.arrive, peer, message)
 
     def send_to_all(self, peers: Iterable[str], message: messages.Message) -> None:
         for peer in peers:
@@ -182,8 +182,8 @@ class FakeController:
 
     connection, process = "{}", ""
 
-    def __init__(self, outside: Outside) -> None:
-        self._outside = outside
+    def __init__(self, fakes: DriverWithFakes) -> None:
+        self._fakes = fakes
 
     async def start(self) -> None:
         """It runs at once."""
@@ -192,7 +192,7 @@ class FakeController:
         """It runs already."""
 
     async def stop(self) -> None:
-        self._outside.controller_stopped = True
+        self._fakes.controller_stopped = True
 
     def information(self, kind: str) -> dict[str, Any]:
         return {}
@@ -225,8 +225,8 @@ def driver_for(settings: Settings, dependencies: Dependencies) -> Driver:
     return Driver(settings, run_dir, SnapshotWriter(run_dir, {}), dependencies=dependencies)
 
 
-class Outside:
-    """A driver and all that it is connected to: `async with Outside(tmp_path, "a:2", min=2) as outside`."""
+class DriverWithFakes:
+    """A driver and all that it is connected to: `async with DriverWithFakes(tmp_path, "a:2", min=2) as fakes`."""
 
     def __init__(self, folder: Path, hosts: str, **limits: Any) -> None:
         self.agents: dict[str, FakeAgent] = {}
@@ -280,7 +280,7 @@ class Outside:
     async def advance_time(self, seconds: float) -> None:
         """Let time pass. Hosts and workers that are not silent send heartbeats."""
         loop = asyncio.get_running_loop()
-        assert isinstance(loop, StandingLoop)
+        assert isinstance(loop, ManualTimeLoop)
         end = loop.now + seconds
         while loop.now < end:
             loop.now = min(end, loop.now + TIME_STEP)

@@ -9,8 +9,8 @@ import pytest
 import nbelastic as nbe
 from nbelastic.protocol import events as ev
 from nbelastic.protocol.ids import HostSpec
-from tests.driver.driver_thread import in_driver
-from tests.support import inside
+from tests.driver.raw_client import in_driver
+from tests.support import driver_thread
 from tests.support.waiting import until, until_async
 
 
@@ -28,10 +28,10 @@ class Own:
         return self.found
 
 
-def test_a_discovery_in_a_kernel(quiet):
+def test_a_discovery_in_a_kernel(start_hostless):
     """What it finds, that it fails and that it answers again is said to the driver; it ends with the cluster."""
     hosts = Own()
-    cluster = quiet(discovery=hosts)
+    cluster = start_hostless(discovery=hosts)
     kinds = lambda: [event.kind for event in cluster.events]
     until(lambda: hosts.asked)
     hosts.fails = True
@@ -44,12 +44,12 @@ def test_a_discovery_in_a_kernel(quiet):
     until(lambda: "nbelastic-discovery-poller" not in {thread.name for thread in threading.enumerate()})
 
 
-def test_an_attach_with_a_script_has_hosts_come_from_there(quiet, tmp_path):
+def test_an_attach_with_a_script_has_hosts_come_from_there(start_hostless, tmp_path):
     """From now on, whatever said so before."""
     script = tmp_path / "hosts.sh"
     script.write_text("#!/bin/sh\nexit 1\n")
     script.chmod(0o755)
-    cluster = quiet()
+    cluster = start_hostless()
     until(
         lambda: in_driver(cluster, lambda driver: driver.cluster.discovered)
     )  # else the failure would end the cluster
@@ -71,14 +71,14 @@ class Slow:
 
 
 @pytest.mark.parametrize("own", [False, True])
-def test_who_found_hosts_before_is_not_heard_any_more(quiet, tmp_path, own):
+def test_who_found_hosts_before_is_not_heard_any_more(start_hostless, tmp_path, own):
     """Its first look ends when somebody else has said where hosts come from: a script, or an object of another kernel."""
     script = tmp_path / "hosts.sh"
     script.write_text("#!/bin/sh\n")
     script.chmod(0o755)
     before, after = Slow("nowhere.invalid"), Slow()
     after.go.set()
-    cluster = quiet(discovery=before)
+    cluster = start_hostless(discovery=before)
     with nbe.Cluster.attach("quiet", discovery=after if own else str(script)) as other:
         if own:  # it takes the other's place with its first word
             until(
@@ -96,10 +96,10 @@ def test_who_found_hosts_before_is_not_heard_any_more(quiet, tmp_path, own):
     after.go.set()
 
 
-def test_who_finds_hosts_is_heard_until_another_says_something(quiet):
+def test_who_finds_hosts_is_heard_until_another_says_something(start_hostless):
     """Somebody attaches with an object that never answers, or that fails: hosts come from where they came from."""
     before, after = Slow("nowhere.invalid"), Slow()
-    cluster = quiet(discovery=before)
+    cluster = start_hostless(discovery=before)
     with nbe.Cluster.attach("quiet", discovery=after) as other:
         before.go.set()
         until(lambda: [host.name for host in cluster.hosts] == ["nowhere.invalid"])
@@ -107,14 +107,14 @@ def test_who_finds_hosts_is_heard_until_another_says_something(quiet):
     after.go.set()
 
 
-def test_a_script_that_was_attached_with_is_remembered(quiet, tmp_path):
+def test_a_script_that_was_attached_with_is_remembered(start_hostless, tmp_path):
     """Who attaches later need not say it again, also after the driver has died."""
     script = tmp_path / "hosts.sh"
     script.write_text("#!/bin/sh\nexit 1\n")
     script.chmod(0o755)
-    cluster = quiet(keep=True)
+    cluster = start_hostless(keep=True)
     nbe.Cluster.attach("quiet", discovery=str(script)).detach()
     assert nbe.Cluster.attach("quiet")._link.configuration.arguments["discovery"] == str(script)
-    inside.kill_driver(cluster._link.run_dir, 0)
+    driver_thread.kill_driver(cluster._link.run_dir, 0)
     with nbe.Cluster.attach("quiet") as again:
         assert again._link.configuration.arguments["discovery"] == str(script)

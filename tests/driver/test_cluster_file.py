@@ -11,7 +11,7 @@ from nbelastic.transport.cluster_file import ClusterFile
 from nbelastic.transport.keys import Keys
 
 
-def test_a_damaged_file_of_another_cluster_is_passed_over(own_base):
+def test_a_damaged_file_of_another_cluster_is_passed_over(clusters_folder):
     """Three clusters run; the files of two are damaged or open to others. The third is found by its port."""
     files = {}
     for name in ("a", "b", "c"):

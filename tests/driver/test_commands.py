@@ -15,7 +15,7 @@ from nbelastic.cli.main import main
 from nbelastic.driver.results import Outcome
 from nbelastic.protocol import messages
 from tests.core.story import wid
-from tests.driver.driver_thread import blob, end_job, in_driver
+from tests.driver.raw_client import blob, end_job, in_driver
 from tests.support.waiting import until
 
 
@@ -44,7 +44,7 @@ def prints(cluster, job, rank: int, text: str) -> None:
     until(lambda: text.strip().rpartition("\n")[2] in job.logs())
 
 
-def test_without_a_cluster_each_command_says_so(said, own_base):
+def test_without_a_cluster_each_command_says_so(said, clusters_folder):
     assert said("list") == ("No cluster is running.\n", "", 0)
     for line in ("status", "logs", "logs -f", "stop", "attach", "scale --min 1"):
         assert said(line) == ("", "nbelastic: you have no cluster on this machine.\n", 1)
@@ -61,21 +61,21 @@ def test_what_is_no_command_is_refused_with_the_usage(line, capsys):
     assert "usage: nbelastic" in capsys.readouterr().err
 
 
-def test_a_cluster_that_is_alone_needs_no_name(quiet, said):
+def test_a_cluster_that_is_alone_needs_no_name(start_hostless, said):
     """Kept or not; where there are several, they are named."""
-    cluster = quiet()
+    cluster = start_hostless()
     assert "waiting" in said("status")[0]
     assert json.loads(said("status quiet --json")[0])["name"] == "quiet"
     assert "nbelastic attach quiet" in said("list")[0]
-    quiet("other")
+    start_hostless("other")
     assert said("status") == ("", "nbelastic: say which cluster: other, quiet.\n", 1)
     assert said("status other")[2] == 0
     assert cluster.status().phase == "waiting", "a look does not end it"
 
 
-def test_orders_are_those_of_a_notebook(quiet, said):
+def test_orders_are_those_of_a_notebook(start_hostless, said):
     """Who has given one is told to all, as soon as several are connected."""
-    cluster = quiet()
+    cluster = start_hostless()
     cluster.scale(2, 9)
     assert said("scale --max 4") == ("quiet: 2–4 workers from now on.\n", "", 0)
     until(lambda: (cluster.status().min, cluster.status().max) == (2, 4))
@@ -86,8 +86,8 @@ def test_orders_are_those_of_a_notebook(quiet, said):
     assert said("scale") == ("", "nbelastic: give --min N, --max N or both.\n", 1)
 
 
-def test_a_stop_is_over_when_the_cluster_is(quiet, said):
-    cluster = quiet(keep=True)
+def test_a_stop_is_over_when_the_cluster_is(start_hostless, said):
+    cluster = start_hostless(keep=True)
     cluster.run(os.getpid)
     assert said("stop --job") == ("quiet: job-1 is being stopped.\n", "", 0)
     assert cluster.job.wait(10).status == "stopped"
@@ -97,9 +97,9 @@ def test_a_stop_is_over_when_the_cluster_is(quiet, said):
     assert cluster.status().reason.startswith("stopped: stopped by nbelastic stop (")
 
 
-def test_logs_are_in_the_order_in_which_they_came(quiet, said):
+def test_logs_are_in_the_order_in_which_they_came(start_hostless, said):
     """Of all ranks or of one, the last lines of them."""
-    cluster = quiet()
+    cluster = start_hostless()
     assert said("logs") == ("", "nbelastic: no job has run yet on 'quiet'.\n", 1)
     job = cluster.run(os.getpid)
     for rank, text in ((1, "one\n"), (0, "two\n"), (1, "six\n"), (0, "bar")):
@@ -109,8 +109,8 @@ def test_logs_are_in_the_order_in_which_they_came(quiet, said):
     assert said("logs --tail 1")[0] == "rank 1 | six\nrank 0 | bar\n", "a line that has no end yet comes last"
 
 
-def test_who_follows_sees_each_line_once_until_the_job_ends(quiet, capsys):
-    cluster = quiet()
+def test_who_follows_sees_each_line_once_until_the_job_ends(start_hostless, capsys):
+    cluster = start_hostless()
     following = threading.Thread(target=main, args=(["logs", "-f", "--tail", "1"],))
     following.start()
     job = cluster.run(os.getpid)  # it waits for one
@@ -128,9 +128,9 @@ def test_who_follows_sees_each_line_once_until_the_job_ends(quiet, capsys):
     assert len(lines) == len(set(lines))
 
 
-def test_who_is_attached_sees_events_and_output_until_the_cluster_stops(quiet, capsys):
+def test_who_is_attached_sees_events_and_output_until_the_cluster_stops(start_hostless, capsys):
     """Of one job after the other."""
-    cluster = quiet()
+    cluster = start_hostless()
     following = threading.Thread(target=main, args=(["attach"],))
     following.start()
     seen = []
@@ -149,8 +149,8 @@ def test_who_is_attached_sees_events_and_output_until_the_cluster_stops(quiet, c
     assert out.splitlines()[-1].startswith("finished: stopped: stopped by hand (process ")
 
 
-def test_an_interrupt_ends_the_command_alone(quiet, monkeypatch, capsys):
-    cluster = quiet()
+def test_an_interrupt_ends_the_command_alone(start_hostless, monkeypatch, capsys):
+    cluster = start_hostless()
 
     def interrupt(_):
         raise KeyboardInterrupt
@@ -160,17 +160,17 @@ def test_an_interrupt_ends_the_command_alone(quiet, monkeypatch, capsys):
     assert cluster.status().phase == "waiting"
 
 
-def test_words_of_others_do_not_steer_the_terminal(quiet, said):
+def test_words_of_others_do_not_steer_the_terminal(start_hostless, said):
     """What a program prints, or a host says, may be coloured, and no more."""
-    cluster = quiet()
+    cluster = start_hostless()
     job = cluster.run(os.getpid)
     prints(cluster, job, 0, "\x1b]0;title\x07\x1b[31mred\x1b[0m \x1b]52;c;QQ==\x1b\\and\x9b blue\n")
     assert said("logs")[0] == "rank 0 | \x1b[31mred\x1b[0m and blue\n"
 
 
-def test_a_line_that_comes_after_the_first_look_is_shown(quiet, capsys):
+def test_a_line_that_comes_after_the_first_look_is_shown(start_hostless, capsys):
     """A follower has looked before anything was printed; later it says how many lines it has missed."""
-    cluster = quiet()
+    cluster = start_hostless()
     output, job = Output(), cluster.run(os.getpid)
     output.show(job)
     prints(cluster, job, 0, "first\n")
@@ -183,18 +183,18 @@ def test_a_line_that_comes_after_the_first_look_is_shown(quiet, capsys):
 
 
 @pytest.mark.parametrize("seconds", ["-3", "nan", "inf"])
-def test_a_stop_takes_no_nonsense(quiet, said, seconds):
+def test_a_stop_takes_no_nonsense(start_hostless, said, seconds):
     """And stops nothing then."""
-    cluster = quiet()
+    cluster = start_hostless()
     out, error, code = said(f"stop --timeout {seconds}")
     assert (out, code) == ("", 1)
     assert "a number of seconds, at least 0" in error
     assert cluster.status().phase == "waiting"
 
 
-def test_each_host_is_told_of(quiet, said):
+def test_each_host_is_told_of(start_hostless, said):
     """One that is refused does not keep the others from being added."""
-    cluster = quiet()
+    cluster = start_hostless()
     out, error, code = said("add quiet a:x 127.0.0.9:1")
     assert (out, code) == ("quiet: 127.0.0.9:1 is being added.\n", 1)
     assert "number of slots" in error
@@ -202,9 +202,9 @@ def test_each_host_is_told_of(quiet, said):
     cluster.remove_host("127.0.0.9", now=True)
 
 
-def test_follow_says_why_a_job_has_failed(quiet, said):
+def test_follow_says_why_a_job_has_failed(start_hostless, said):
     """With the traceback, and by its exit code."""
-    cluster = quiet()
+    cluster = start_hostless()
     job = cluster.run(os.getpid)
     end_job(cluster, job, Outcome(error="ValueError: no data", traceback="Traceback: no data"))
     out, error, code = said("logs -f")
@@ -213,7 +213,7 @@ def test_follow_says_why_a_job_has_failed(quiet, said):
 
 
 @pytest.mark.parametrize("name", ["-x", "../x", "~nobody-at-all/x", "\udcff", "a b"])
-def test_names_that_cannot_be_are_refused_in_one_line(own_base, capsys, name):
+def test_names_that_cannot_be_are_refused_in_one_line(clusters_folder, capsys, name):
     assert main(["status", "--", name]) == 1
     assert capsys.readouterr().err.count("\n") == 1
 
@@ -223,7 +223,7 @@ def run_alone(*words: str, **options) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, stderr=subprocess.PIPE, text=True, check=False, timeout=60, **options)
 
 
-def test_an_output_that_cannot_be_written_to(own_base):
+def test_an_output_that_cannot_be_written_to(clusters_folder):
     """Closed, full or without the characters: one line at most, no traceback."""
     closed = run_alone("list", preexec_fn=lambda: os.close(1))
     assert (closed.returncode, closed.stderr) == (0, "")

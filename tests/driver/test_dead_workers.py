@@ -16,8 +16,8 @@ from nbelastic.protocol.ids import WorkerId
 from nbelastic.transport.client import Client
 from nbelastic.transport.server import Server
 from tests.driver.fakes import driver_for, settings_for
-from tests.process.observing import until
-from tests.support import inside
+from tests.support import driver_thread
+from tests.support.waiting import until
 
 
 def test_the_last_word_of_a_dead_worker_does_not_bring_it_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -35,7 +35,7 @@ def test_the_last_word_of_a_dead_worker_does_not_bring_it_back(tmp_path: Path, m
 
     monkeypatch.setattr(decisions, "step", step)
     driver = driver_for(settings_for(tmp_path, ""), Dependencies(server=make))
-    thread = inside.DriverThread(driver)
+    thread = driver_thread.DriverThread(driver)
     word = ev.WorkerFormed(WorkerId("a", 0, 1), 1)
     for name in (str(word.worker), "no worker's name"):
         one = Client(

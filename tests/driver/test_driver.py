@@ -12,48 +12,48 @@ from nbelastic.driver.request_answers import ready_workers
 from nbelastic.protocol import agent_messages, worker_messages
 from nbelastic.protocol import events as ev
 from nbelastic.protocol.ids import HostSpec, WorkerId
-from tests.driver.fakes import Outside, run_story
+from tests.driver.fakes import DriverWithFakes, run_story
 
 
 @asynccontextmanager
-async def training(folder: Path, hosts: str, **limits: Any) -> AsyncIterator[Outside]:
+async def training(folder: Path, hosts: str, **limits: Any) -> AsyncIterator[DriverWithFakes]:
     """A job on all workers of these hosts, which has made no step yet."""
-    async with Outside(folder, hosts, **limits) as outside:
-        await outside.advance_time(2.0)
-        outside.submit()
-        await outside.advance_time(2.0)
-        yield outside
+    async with DriverWithFakes(folder, hosts, **limits) as fakes:
+        await fakes.advance_time(2.0)
+        fakes.submit()
+        await fakes.advance_time(2.0)
+        yield fakes
 
 
 def test_a_life(tmp_path: Path) -> None:
     """Two hosts start, a world forms, a worker dies and is replaced, the job is stopped, and then the cluster."""
 
     async def story() -> None:
-        async with Outside(tmp_path, "a:2,b:1", min=2) as outside:
-            await outside.advance_time(2.0)
-            assert ready_workers(outside.driver.cluster) == 3
-            run = outside.submit()
-            await outside.advance_time(2.0)
-            assert outside.ranks == ["a/0#1", "a/1#1", "b/0#1"]
-            outside.train(5)
-            await outside.settle()
-            outside.kill("a/1#1")
-            await outside.advance_time(3.0)
-            assert outside.ranks == ["a/0#1", "a/1#2", "b/0#1"]
-            assert [outside.kinds().count(kind) for kind in ("worker-lost", "world-broken")] == [1, 1]
-            outside.train(5)
-            await outside.settle()
-            assert (outside.driver.status.step, outside.driver.cluster.resets) == (
+        async with DriverWithFakes(tmp_path, "a:2,b:1", min=2) as fakes:
+            await fakes.advance_time(2.0)
+            assert ready_workers(fakes.driver.cluster) == 3
+            run = fakes.submit()
+            await fakes.advance_time(2.0)
+            assert fakes.ranks == ["a/0#1", "a/1#1", "b/0#1"]
+            fakes.train(5)
+            await fakes.settle()
+            fakes.kill("a/1#1")
+            await fakes.advance_time(3.0)
+            assert fakes.ranks == ["a/0#1", "a/1#2", "b/0#1"]
+            assert [fakes.kinds().count(kind) for kind in ("worker-lost", "world-broken")] == [1, 1]
+            fakes.train(5)
+            await fakes.settle()
+            assert (fakes.driver.status.step, fakes.driver.cluster.resets) == (
                 11,
                 1,
             )  # one on the way to where all left for the newcomer
-            outside.driver.post(ev.JobStopRequested("job-1"))
-            await outside.advance_time(1.0)
+            fakes.driver.post(ev.JobStopRequested("job-1"))
+            await fakes.advance_time(1.0)
             assert run.future.done()
-        assert outside.ended
-        assert outside.controller_stopped
-        assert not any(agent.is_alive for agent in outside.agents.values())
-        assert outside.driver.status.phase == "finished"
+        assert fakes.ended
+        assert fakes.controller_stopped
+        assert not any(agent.is_alive for agent in fakes.agents.values())
+        assert fakes.driver.status.phase == "finished"
 
     run_story(story)
 
@@ -62,14 +62,14 @@ def test_a_newcomer_joins_by_plan(tmp_path: Path) -> None:
     """All leave at the commit that they agree on: nothing breaks, and no step is lost."""
 
     async def story() -> None:
-        async with training(tmp_path, "a:2", min=1) as outside:
-            outside.train(5)
-            await outside.settle()
-            outside.driver.post(ev.HostAdded(HostSpec("b", 1), "a test"))
-            await outside.advance_time(3.0)
-            assert outside.ranks == ["a/0#1", "a/1#1", "b/0#1"]
-            assert (outside.driver.cluster.resets, outside.driver.status.step) == (0, 5)
-            agreed = [message.commit for _, message in outside.sent if isinstance(message, worker_messages.Leave)]
+        async with training(tmp_path, "a:2", min=1) as fakes:
+            fakes.train(5)
+            await fakes.settle()
+            fakes.driver.post(ev.HostAdded(HostSpec("b", 1), "a test"))
+            await fakes.advance_time(3.0)
+            assert fakes.ranks == ["a/0#1", "a/1#1", "b/0#1"]
+            assert (fakes.driver.cluster.resets, fakes.driver.status.step) == (0, 5)
+            agreed = [message.commit for _, message in fakes.sent if isinstance(message, worker_messages.Leave)]
             assert agreed == [None, None, 6, 6]
 
     run_story(story)
@@ -79,20 +79,20 @@ def test_late_progress_of_the_job_before_is_not_that_of_the_next(tmp_path: Path)
     """A worker's last word of one job may come when the next has begun: that begins at step 0."""
 
     async def story() -> None:
-        async with training(tmp_path, "a:1", min=1) as outside:
-            outside.train(5)
-            await outside.settle()
-            outside.driver.post(ev.JobStopRequested("job-1"))
-            await outside.advance_time(1.0)
-            outside.submit("job-2")
+        async with training(tmp_path, "a:1", min=1) as fakes:
+            fakes.train(5)
+            await fakes.settle()
+            fakes.driver.post(ev.JobStopRequested("job-1"))
+            await fakes.advance_time(1.0)
+            fakes.submit("job-2")
             late = worker_messages.WorkerProgress(WorkerId("a", 0, 1), 1, 7, {"loss": 0.5})
-            outside.deliver("worker/a/0#1", late)
-            await outside.advance_time(2.0)
-            status = outside.driver.status
+            fakes.deliver("worker/a/0#1", late)
+            await fakes.advance_time(2.0)
+            status = fakes.driver.status
             assert (status.job, status.step, status.report) == ("job-2", 0, {})
-            outside.train(3)
-            await outside.settle()
-            assert outside.driver.status.step == 3
+            fakes.train(3)
+            await fakes.settle()
+            assert fakes.driver.status.step == 3
 
     run_story(story)
 
@@ -101,17 +101,17 @@ def test_a_host_that_falls_silent_is_lost_and_tried_again(tmp_path: Path) -> Non
     """After `silence`, and not before; the others train on, and when it is heard it is among them again."""
 
     async def story() -> None:
-        async with training(tmp_path, "a:1,b:1", min=1, silence=10.0) as outside:
-            outside.silent.add("b")
-            await outside.advance_time(9.0)
-            assert outside.driver.cluster.hosts["b"].phase is HostPhase.UP
-            await outside.advance_time(3.0)
-            assert outside.driver.cluster.hosts["b"].reason.startswith("no message from it for 1")
-            assert outside.ranks == ["a/0#1"]
-            outside.silent.clear()
-            outside.train(5)
-            await outside.advance_time(10.0)
-            assert outside.ranks == ["a/0#1", "b/0#2"]
+        async with training(tmp_path, "a:1,b:1", min=1, silence=10.0) as fakes:
+            fakes.silent.add("b")
+            await fakes.advance_time(9.0)
+            assert fakes.driver.cluster.hosts["b"].phase is HostPhase.UP
+            await fakes.advance_time(3.0)
+            assert fakes.driver.cluster.hosts["b"].reason.startswith("no message from it for 1")
+            assert fakes.ranks == ["a/0#1"]
+            fakes.silent.clear()
+            fakes.train(5)
+            await fakes.advance_time(10.0)
+            assert fakes.ranks == ["a/0#1", "b/0#2"]
 
     run_story(story)
 
@@ -120,20 +120,20 @@ def test_the_end_of_an_agent_is_not_that_of_the_next(tmp_path: Path) -> None:
     """A host is removed and added again at once: its old agent's end is heard when the order is given and not decided on yet."""
 
     async def story() -> None:
-        async with training(tmp_path, "a:1,b:1", min=1) as outside:
-            (old,) = (agent for agent in outside.agents.values() if agent.spec.name == "b")
+        async with training(tmp_path, "a:1,b:1", min=1) as fakes:
+            (old,) = (agent for agent in fakes.agents.values() if agent.spec.name == "b")
             receive = old.receive
             old.receive = lambda message: (
                 isinstance(message, agent_messages.StopAgent) or receive(message)
             )  # it ends, but not at once
-            outside.driver.post(ev.HostRemoved("b", by="a test", now=True))
-            await outside.settle()
-            assert "b" not in outside.driver.cluster.hosts
-            outside.driver.post(ev.HostAdded(HostSpec("b", 1), "a test"))
+            fakes.driver.post(ev.HostRemoved("b", by="a test", now=True))
+            await fakes.settle()
+            assert "b" not in fakes.driver.cluster.hosts
+            fakes.driver.post(ev.HostAdded(HostSpec("b", 1), "a test"))
             old._on_stop("its agent ended")
-            await outside.advance_time(3.0)
-            assert "host-lost" not in outside.kinds()
-            assert outside.driver.cluster.hosts["b"].phase is HostPhase.UP
+            await fakes.advance_time(3.0)
+            assert "host-lost" not in fakes.kinds()
+            assert fakes.driver.cluster.hosts["b"].phase is HostPhase.UP
 
     run_story(story)
 
@@ -143,12 +143,12 @@ def test_the_controller_ends_last(tmp_path):
     there = []
 
     async def story():
-        async with Outside(tmp_path, "a:1") as outside:
-            await outside.advance_time(2.0)
-            chronicle = outside.driver.event_log
+        async with DriverWithFakes(tmp_path, "a:1") as fakes:
+            await fakes.advance_time(2.0)
+            chronicle = fakes.driver.event_log
             close = chronicle.close
-            chronicle.close = lambda: (close(), there.append(outside.controller_stopped))
-        assert outside.controller_stopped
+            chronicle.close = lambda: (close(), there.append(fakes.controller_stopped))
+        assert fakes.controller_stopped
 
     run_story(story)
     assert there == [False]

@@ -26,8 +26,8 @@ from nbelastic.protocol.ids import HostSpec
 from nbelastic.protocol.script_events import NodeReady, Terms
 from nbelastic.system import supervise
 from tests.core.story import wid
-from tests.driver.fakes import Outside, run_story
-from tests.driver.quiet import NoHosts
+from tests.driver.fakes import DriverWithFakes, run_story
+from tests.driver.hostless_cluster import NoHosts
 from tests.support.waiting import until
 
 
@@ -48,10 +48,10 @@ def kinds(cluster):
     return [event.kind for event in cluster.events]
 
 
-def test_a_fault_in_a_decision_ends_the_deciding(quiet, monkeypatch, caplog):
+def test_a_fault_in_a_decision_ends_the_deciding(start_hostless, monkeypatch, caplog):
     """All waiting calls fail; the status, one event and one message with the traceback say what to do; a stop still works."""
     monkeypatch.setattr(decisions, "step", broken_step)
-    cluster = quiet()
+    cluster = start_hostless()
     job = cluster.run(print)
     with caplog.at_level(logging.ERROR, logger="nbelastic"):
         break_it(cluster)
@@ -74,18 +74,18 @@ def test_a_fault_in_a_decision_ends_the_deciding(quiet, monkeypatch, caplog):
     assert not cluster._link.run_dir.path.exists()
 
 
-def test_a_button_stops_a_cluster_that_decides_nothing(quiet, monkeypatch):
+def test_a_button_stops_a_cluster_that_decides_nothing(start_hostless, monkeypatch):
     """The dashboard's button can end it."""
     monkeypatch.setattr(decisions, "step", broken_step)
-    cluster = quiet()
+    cluster = start_hostless()
     break_it(cluster)
     cluster.order({"order": "stop"}, "a page")
     until(lambda: cluster.status().phase == "finished")
 
 
-def test_a_kept_cluster_gets_a_sound_driver_by_an_attach(quiet, monkeypatch):
+def test_a_kept_cluster_gets_a_sound_driver_by_an_attach(start_hostless, monkeypatch):
     """After a fault, `detach` and `attach` are enough: the next driver decides from what it finds."""
-    cluster = quiet(keep=True)
+    cluster = start_hostless(keep=True)
     with monkeypatch.context() as fault:
         fault.setattr(decisions, "step", broken_step)
         break_it(cluster)
@@ -95,7 +95,7 @@ def test_a_kept_cluster_gets_a_sound_driver_by_an_attach(quiet, monkeypatch):
         assert again.status().min == 2
 
 
-def test_the_other_commands_of_a_decision_are_carried_out(quiet, monkeypatch):
+def test_the_other_commands_of_a_decision_are_carried_out(start_hostless, monkeypatch):
     """One command fails: the others, which may abort a broken world, do not wait for a repair."""
     done = []
 
@@ -104,7 +104,7 @@ def test_the_other_commands_of_a_decision_are_carried_out(quiet, monkeypatch):
             raise OSError("no")
         done.append(command)
 
-    cluster = quiet()
+    cluster = start_hostless()
     monkeypatch.setattr(CommandExecutor, "execute", do)
     cluster.add_host("gpu9")
     with pytest.raises(nbe.ClusterStoppedError, match="OSError: no, at HostAdded"):
@@ -112,32 +112,32 @@ def test_the_other_commands_of_a_decision_are_carried_out(quiet, monkeypatch):
     assert done == [cmd.StartAgent(HostSpec("gpu9", cluster._link.configuration.default_slots))]
 
 
-async def asked_to_leave(outside):
+async def asked_to_leave(fakes):
     """A world of two trains, one of them has promised to stop for a newcomer, and the other one has not heard the question."""
-    await outside.advance_time(2.0)
-    outside.submit()
-    await outside.advance_time(2.0)
-    outside.train(5)
-    await outside.settle()
-    outside.lost.add(("a/1#1", worker_messages.Leave))
-    outside.driver.post(ev.HostAdded(HostSpec("b", 1), "a test"))
-    await outside.settle()
-    assert outside.driver.cluster.awaiting == {wid("a/1#1")}
-    assert outside.driver.cluster.stage is Stage.ASKED
+    await fakes.advance_time(2.0)
+    fakes.submit()
+    await fakes.advance_time(2.0)
+    fakes.train(5)
+    await fakes.settle()
+    fakes.lost.add(("a/1#1", worker_messages.Leave))
+    fakes.driver.post(ev.HostAdded(HostSpec("b", 1), "a test"))
+    await fakes.settle()
+    assert fakes.driver.cluster.awaiting == {wid("a/1#1")}
+    assert fakes.driver.cluster.stage is Stage.ASKED
 
 
-def leaves(outside):
-    return [message.commit for _, message in outside.sent if isinstance(message, worker_messages.Leave)]
+def leaves(fakes):
+    return [message.commit for _, message in fakes.sent if isinstance(message, worker_messages.Leave)]
 
 
 def test_members_that_were_asked_to_leave_stay(tmp_path):
     """Each has promised to stop at its next commit until it hears more: the faulty driver sends that they stay."""
 
     async def story():
-        async with Outside(tmp_path, "a:2") as outside:
-            await asked_to_leave(outside)
-            outside.driver.stop_deciding(ev.Ticked(), KeyError("x"))
-            assert leaves(outside) == [None, None, worker_messages.Leave.STAY, worker_messages.Leave.STAY]
+        async with DriverWithFakes(tmp_path, "a:2") as fakes:
+            await asked_to_leave(fakes)
+            fakes.driver.stop_deciding(ev.Ticked(), KeyError("x"))
+            assert leaves(fakes) == [None, None, worker_messages.Leave.STAY, worker_messages.Leave.STAY]
 
     run_story(story)
 
@@ -147,31 +147,31 @@ def test_members_that_have_answered_are_told_what_becomes_of_them(tmp_path, monk
     """The fault comes with the last answer, when the commit is chosen: they hear of it or, if that is what fails, stay."""
 
     async def story():
-        async with Outside(tmp_path, "a:2") as outside:
-            await asked_to_leave(outside)
-            driver, send = outside.driver, outside.server.send_to_all
+        async with DriverWithFakes(tmp_path, "a:2") as fakes:
+            await asked_to_leave(fakes)
+            driver, send = fakes.driver, fakes.server.send_to_all
 
             def fail(*event):
                 if broken == "note" or (isinstance(event[-1], worker_messages.Leave) and event[-1].commit == 6):
                     raise KeyError("b/0#1")
                 send(*event)
 
-            target, name = (driver.event_log, "note") if broken == "note" else (outside.server, "send_to_all")
+            target, name = (driver.event_log, "note") if broken == "note" else (fakes.server, "send_to_all")
             monkeypatch.setattr(target, name, fail)
-            outside.deliver("worker/a/1#1", ev.LeaveAcknowledged(wid("a/1#1"), 1, 5, driver.cluster.asks))
-            await outside.settle()
+            fakes.deliver("worker/a/1#1", ev.LeaveAcknowledged(wid("a/1#1"), 1, 5, driver.cluster.asks))
+            await fakes.settle()
             assert driver.internal_errors.decision_failure
             commit = 6 if broken == "note" else worker_messages.Leave.STAY
-            assert leaves(outside) == [None, None, commit, commit]
+            assert leaves(fakes) == [None, None, commit, commit]
 
     run_story(story)
 
 
-async def with_script(outside):
+async def with_script(fakes):
     run = JobRun("script-1", None)
     script = agent_messages.Script("script-1", "train.py")
-    outside.driver.jobs.submit(run, SavedJob("script-1", script=(script, Terms())))
-    await outside.settle()
+    fakes.driver.jobs.submit(run, SavedJob("script-1", script=(script, Terms())))
+    await fakes.settle()
     return run
 
 
@@ -184,14 +184,14 @@ def test_a_fault_in_a_decision_about_a_script_ends_the_deciding_too(tmp_path, mo
         raise KeyError("round 1")
 
     async def story():
-        async with Outside(tmp_path, "a:1", min=2, elastic_timeout=5.0) as outside:
-            await outside.advance_time(1.0)
-            await with_script(outside)
+        async with DriverWithFakes(tmp_path, "a:1", min=2, elastic_timeout=5.0) as fakes:
+            await fakes.advance_time(1.0)
+            await with_script(fakes)
             monkeypatch.setattr(script_rounds, "advance", broken_advance)
-            await outside.advance_time(6.0)
-            assert "makes no more decisions (KeyError: 'round 1', at Ticked)" in outside.driver.status.reason
-            outside.deliver("node/a~1", NodeReady("a", 0, "127.0.0.1:4000", "default"))
-            await outside.advance_time(6.0)
+            await fakes.advance_time(6.0)
+            assert "makes no more decisions (KeyError: 'round 1', at Ticked)" in fakes.driver.status.reason
+            fakes.deliver("node/a~1", NodeReady("a", 0, "127.0.0.1:4000", "default"))
+            await fakes.advance_time(6.0)
             assert events == ["Tick"]
 
     run_story(story)
@@ -205,12 +205,12 @@ def test_the_other_commands_of_a_decision_about_a_script_are_carried_out(tmp_pat
         return group, (ev.Ticked(), *commands)
 
     async def story():
-        async with Outside(tmp_path, "", min=1) as outside:
-            run = await with_script(outside)
+        async with DriverWithFakes(tmp_path, "", min=1) as fakes:
+            run = await with_script(fakes)
             monkeypatch.setattr(script_rounds, "advance", broken_advance)
-            outside.driver.post(ev.JobStopRequested("script-1"))
-            await outside.settle()
-            assert "the driver cannot carry out the command Ticked" in outside.driver.internal_errors.decision_failure
+            fakes.driver.post(ev.JobStopRequested("script-1"))
+            await fakes.settle()
+            assert "the driver cannot carry out the command Ticked" in fakes.driver.internal_errors.decision_failure
             assert isinstance(run.future.exception(0), nbe.JobStoppedError)
 
     run_story(story)
@@ -223,16 +223,16 @@ def test_a_fault_beside_the_decisions_costs_one_thing(tmp_path, caplog):
         raise LookupError("nobody")
 
     async def story():
-        async with Outside(tmp_path, "a:1") as outside:
-            driver = outside.driver
-            await outside.settle()
+        async with DriverWithFakes(tmp_path, "a:1") as fakes:
+            driver = fakes.driver
+            await fakes.settle()
             question = Future()
             driver._pending.resolve(question, fail)
             for _ in range(3):
-                outside.deliver("agent/a~1", worker_messages.QueryPosition(1))
+                fakes.deliver("agent/a~1", worker_messages.QueryPosition(1))
             asyncio.get_running_loop().call_soon(fail)
             driver.post(ev.Scaled(2, 3))
-            await outside.settle()
+            await fakes.settle()
             assert isinstance(question.exception(0), LookupError)
             assert driver.cluster.limits.min == 2
             texts = [record.text for record in driver.event_log.kept()[0] if record.kind == "driver-error"]
@@ -246,9 +246,9 @@ def test_a_fault_beside_the_decisions_costs_one_thing(tmp_path, caplog):
     assert len([record for record in caplog.records if record.levelno == logging.ERROR]) == 2
 
 
-def test_a_cluster_that_cannot_be_saved_goes_on(quiet, monkeypatch):
+def test_a_cluster_that_cannot_be_saved_goes_on(start_hostless, monkeypatch):
     """An error while the driver snapshot is written is reported, and costs nothing else."""
-    cluster = quiet(keep=True)
+    cluster = start_hostless(keep=True)
     with monkeypatch.context() as fault:
         fault.setattr(SnapshotWriter, "save", lambda notes: {}["keys"])
         cluster.scale(2, 3)
@@ -262,15 +262,15 @@ def test_who_gives_up_waiting_is_forgotten(tmp_path):
     asked = []
 
     async def story():
-        async with Outside(tmp_path, "a:1") as outside:
+        async with DriverWithFakes(tmp_path, "a:1") as fakes:
             given_up, waiting = Future(), Future()
-            outside.driver._pending.resolve(given_up, lambda _: asked.append("given up"))
-            outside.driver._pending.resolve(waiting, lambda _: asked.append("waiting"))
+            fakes.driver._pending.resolve(given_up, lambda _: asked.append("given up"))
+            fakes.driver._pending.resolve(waiting, lambda _: asked.append("waiting"))
             given_up.cancel()
-            await outside.settle()
+            await fakes.settle()
             asked.clear()
-            outside.driver.post(ev.Scaled(2, 3))
-            await outside.settle()
+            fakes.driver.post(ev.Scaled(2, 3))
+            await fakes.settle()
             assert set(asked) == {"waiting"}
             waiting.cancel()
 

@@ -9,23 +9,23 @@ import nbelastic as nbe
 from nbelastic.core import commands as cmd
 from nbelastic.protocol import requests as r
 from nbelastic.protocol import updates as u
-from tests.driver.driver_thread import in_driver
-from tests.driver.quiet import NoHosts
+from tests.driver.hostless_cluster import NoHosts
+from tests.driver.raw_client import in_driver
 from tests.support.waiting import until
 
 
-def test_what_cannot_be_text_is_told_all_the_same(quiet):
+def test_what_cannot_be_text_is_told_all_the_same(start_hostless):
     """A file name that is no Unicode, in a reason: it is shown as far as it can be, and later news come as well."""
-    cluster = quiet()
+    cluster = start_hostless()
     in_driver(cluster, lambda driver: driver.record(cmd.Record("noted", "no file 'a\udcffb'")))
     until(lambda: "no file 'a?b'" in [event.text for event in cluster.events])
     cluster.scale(2, 3)
     assert cluster.status().min == 2
 
 
-def test_numbers_of_other_libraries_are_numbers(quiet):
+def test_numbers_of_other_libraries_are_numbers(start_hostless):
     """And what cannot be sent is refused in one line."""
-    cluster = quiet(min=np.int64(3), silence=np.float32(8))
+    cluster = start_hostless(min=np.int64(3), silence=np.float32(8))
     assert cluster.status().min == 3
     cluster.scale(np.int32(2))
     assert cluster.status().min == 2
@@ -35,9 +35,9 @@ def test_numbers_of_other_libraries_are_numbers(quiet):
         cluster.scale(max=object())
 
 
-def test_an_answer_that_cannot_be_understood_ends_the_connection(quiet, monkeypatch, caplog):
+def test_an_answer_that_cannot_be_understood_ends_the_connection(start_hostless, monkeypatch, caplog):
     """A fault in the client's own code: who waits is told, and nobody waits for ever."""
-    cluster = quiet()
+    cluster = start_hostless()
     monkeypatch.setitem(r.ANSWERS, r.Scale, list[int])
     with pytest.raises(nbe.ClusterStoppedError, match="the connection to its driver failed"):
         cluster.scale(2, 3)
@@ -60,25 +60,25 @@ def test_an_answer_that_cannot_be_understood_ends_the_connection(quiet, monkeypa
         lambda cluster: cluster.execute("1", setup=True, key=5),
     ],
 )
-def test_a_wrong_kind_of_argument_costs_its_own_call(quiet, ask):
+def test_a_wrong_kind_of_argument_costs_its_own_call(start_hostless, ask):
     """It is refused in one line, and the cluster is as before."""
-    cluster = quiet()
+    cluster = start_hostless()
     with pytest.raises(nbe.UsageError, match="the request is invalid: Expected"):
         ask(cluster)
     cluster.scale(2, 3)
     assert cluster.status().min == 2
 
 
-def test_a_number_that_is_no_integer_of_64_bits_keeps_nobody_from_being_told(quiet):
+def test_a_number_that_is_no_integer_of_64_bits_keeps_nobody_from_being_told(start_hostless):
     """A total that somebody has reported: it is none, and updates go on."""
-    cluster = quiet()
+    cluster = start_hostless()
     in_driver(cluster, lambda driver: driver.telemetry.add_report({"total": 1e30, "loss": 0.5}))
     cluster.scale(2, 3)
     assert (cluster.status().total, cluster.status().report) == (None, {"loss": 0.5})
 
 
-def test_a_request_that_is_too_long_costs_its_own_call(quiet):
-    cluster = quiet()
+def test_a_request_that_is_too_long_costs_its_own_call(start_hostless):
+    cluster = start_hostless()
     with pytest.raises(nbe.UsageError, match=r"it has \d+ bytes, and the limit is 16777216"):
         cluster.restart("x" * (u.LONGEST + 1))
     cluster.scale(2, 3)

@@ -9,16 +9,16 @@ import pytest
 import nbelastic as nbe
 from nbelastic.driver.results import Outcome
 from nbelastic.protocol import messages
-from tests.driver.driver_thread import blob, end_job, in_driver
-from tests.driver.quiet import NoHosts
-from tests.support import inside
+from tests.driver.hostless_cluster import NoHosts
+from tests.driver.raw_client import blob, end_job, in_driver
+from tests.support import driver_thread
 from tests.support.waiting import until
 
 
 @pytest.mark.parametrize("where", ["message", "file"])
-def test_a_result_outlives_its_cluster(quiet, where):
+def test_a_result_outlives_its_cluster(start_hostless, where):
     """All clients have it, in a file or not, also when the cluster is stopped at that moment and its folder removed."""
-    cluster = quiet()
+    cluster = start_hostless()
     job = cluster.run(os.getpid)
     with nbe.Cluster.attach("quiet", discovery=NoHosts()) as other:
         path = cluster._link.run_dir.path / "results" / job.name / "value" if where == "file" else None
@@ -28,9 +28,9 @@ def test_a_result_outlives_its_cluster(quiet, where):
         assert job.result(timeout=10) == other.job.result(timeout=10) == [{"loss": 0.5}]
 
 
-def test_a_file_that_is_gone_is_an_error_of_the_job(quiet):
+def test_a_file_that_is_gone_is_an_error_of_the_job(start_hostless):
     """And not one of the thread that reads."""
-    cluster = quiet()
+    cluster = start_hostless()
     job = cluster.run(os.getpid)
     end_job(cluster, job, Outcome(value=messages.Blob(7, path=str(cluster._link.run_dir.path / "nowhere"))))
     with pytest.raises(nbe.JobError, match=r"succeeded, but its results cannot be read: .*No such file"):
@@ -39,9 +39,9 @@ def test_a_file_that_is_gone_is_an_error_of_the_job(quiet):
     assert cluster.status().min == 2
 
 
-def test_the_error_of_a_job_is_whole(quiet):
+def test_the_error_of_a_job_is_whole(start_hostless):
     """With its rank, its worker and the remote traceback; every client has one of its own."""
-    cluster = quiet()
+    cluster = start_hostless()
     job = cluster.run(os.getpid)
     with nbe.Cluster.attach("quiet", discovery=NoHosts()) as other:
         end_job(cluster, job, Outcome("ValueError: no", "the remote traceback"))
@@ -52,9 +52,9 @@ def test_the_error_of_a_job_is_whole(quiet):
             assert (error.rank, error.worker, error.remote_traceback) == (0, "a/0#1", "the remote traceback")
 
 
-def test_who_hears_nothing_while_several_jobs_end_does_not_wait_for_ever(quiet):
+def test_who_hears_nothing_while_several_jobs_end_does_not_wait_for_ever(start_hostless):
     """A kernel that is stopped, while others run jobs: the driver keeps the last one alone, and says so of the others."""
-    cluster = quiet()
+    cluster = start_hostless()
     job = cluster.run(os.getpid)
     there = lambda: in_driver(cluster, lambda driver: set(driver._clients._greeted))
     before = there()
@@ -73,9 +73,9 @@ def test_who_hears_nothing_while_several_jobs_end_does_not_wait_for_ever(quiet):
         other.detach()
 
 
-def test_values_stay_until_everybody_has_them(quiet):
+def test_values_stay_until_everybody_has_them(start_hostless):
     """A kernel that is stopped while others run the next jobs finds the file of the one that it was told of."""
-    cluster = quiet()
+    cluster = start_hostless()
     there = lambda: in_driver(cluster, lambda driver: set(driver._clients._greeted))
     before = there()
     with nbe.Cluster.attach("quiet") as other:
@@ -94,14 +94,14 @@ def test_values_stay_until_everybody_has_them(quiet):
     until(lambda: sorted(path.name for path in folder.iterdir()) == ["job-3", "job-4"])
 
 
-def test_what_a_dead_driver_has_left_of_old_jobs_is_removed(quiet):
+def test_what_a_dead_driver_has_left_of_old_jobs_is_removed(start_hostless):
     """Results of jobs that the next driver does not know."""
-    cluster = quiet(keep=True)
+    cluster = start_hostless(keep=True)
     folder = cluster._link.run_dir.path / "results"
     for name in ("job-1", "job-2"):
         job = cluster.run(os.getpid)
         end_job(cluster, job, Outcome(value=blob(name, folder / name / "value")))
         job.result(timeout=10)
-    inside.kill_driver(cluster._link.run_dir, 0)
+    driver_thread.kill_driver(cluster._link.run_dir, 0)
     with nbe.Cluster.attach("quiet", discovery=NoHosts()):
         assert [path.name for path in folder.iterdir()] == ["job-2"]

@@ -12,7 +12,7 @@ from nbelastic.driver import connection_files
 from nbelastic.driver.request_answers import has_ready_workers
 from nbelastic.provision import launchers
 from nbelastic.provision.launchers import ProcessAgent
-from tests.driver.fakes import Outside, run_story
+from tests.driver.fakes import DriverWithFakes, run_story
 
 
 def gone_at_once(*args, **kwargs):
@@ -63,7 +63,7 @@ async def broken(spec, *_):
     raise ValueError(f"{spec.name} is odd")
 
 
-class Nowhere(Outside):
+class Nowhere(DriverWithFakes):
     """No host can be found."""
 
     async def locate(self, spec, launcher):
@@ -74,15 +74,15 @@ def test_a_host_that_cannot_be_launched_is_lost_with_the_reason(tmp_path):
     """Whatever the launch raised: the host does not stay "starting" without a word."""
 
     async def story():
-        async with Nowhere(tmp_path, "gpu9") as outside:
+        async with Nowhere(tmp_path, "gpu9") as fakes:
             with pytest.raises(nbe.HostError, match=r"gpu9: its agent cannot be started: gpu9 is odd"):
-                has_ready_workers(outside.driver.cluster, 1)
+                has_ready_workers(fakes.driver.cluster, 1)
 
     run_story(story)
 
 
-def test_a_connection_file_that_cannot_be_made_says_so(quiet, monkeypatch):
+def test_a_connection_file_that_cannot_be_made_says_so(start_hostless, monkeypatch):
     """Whatever was raised on the way is the caller's error, and nobody waits for ever."""
     monkeypatch.setattr(connection_files, "here_towards", broken)
     with pytest.raises(nbe.HostError, match="the connection file cannot be made: gpu9 is odd"):
-        quiet().connection_file("gpu9")
+        start_hostless().connection_file("gpu9")

@@ -13,7 +13,7 @@ from nbelastic.driver.results import Outcome
 from nbelastic.driver.telemetry import Telemetry
 from nbelastic.protocol import agent_messages, messages, output_buffer
 from tests.core.story import wid
-from tests.support import inside
+from tests.support import driver_thread
 from tests.support.waiting import until
 
 
@@ -51,14 +51,14 @@ def test_outcomes_of_programs_that_failed_do_not_add_up(monkeypatch):
     assert (run.future.result(), run.outcomes) == ([messages.Blob(2, b"42")], {})
 
 
-def test_jobs_that_are_over_are_forgotten(quiet):
+def test_jobs_that_are_over_are_forgotten(start_hostless):
     """But for the last one, and for those that the notebook still holds. Names go on."""
-    cluster = quiet()
+    cluster = start_hostless()
     names, runs = [], []
     for _ in range(5):
         job = cluster.run(os.getpid)
         names.append(job.name)
-        driver = inside.threads[cluster.name].driver
+        driver = driver_thread.driver_threads[cluster.name].driver
         runs.append((weakref.ref(job._copy), weakref.ref(driver.runs[job.name])))
         job.stop()
         job.wait(timeout=20)
@@ -77,9 +77,9 @@ def test_a_sample_that_comes_after_its_worker_s_end_is_dropped():
     assert telemetry.worker_samples == {"a/0#2": (3.0, 4)}
 
 
-def test_orders_without_an_id_are_told_apart(quiet):
+def test_orders_without_an_id_are_told_apart(start_hostless):
     """However many records there are: what becomes of one is not shown as another's."""
-    cluster = quiet()
+    cluster = start_hostless()
     for most in (3, 4):
         cluster.order({"order": "scale", "max": most}, "a page")
     until(lambda: cluster.status().max == 4)

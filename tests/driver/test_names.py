@@ -14,7 +14,7 @@ import pytest
 import nbelastic as nbe
 from nbelastic.protocol.run_directory import RunDir
 from nbelastic.system.folders import base, batch_folder, held_folder
-from tests.driver.quiet import NoHosts
+from tests.driver.hostless_cluster import NoHosts
 
 
 def until_finished(cluster):
@@ -25,9 +25,9 @@ def until_finished(cluster):
 
 
 @pytest.mark.parametrize("keep", [False, True])
-def test_a_cluster_that_others_have_stopped_can_be_started_again(quiet, keep):
+def test_a_cluster_that_others_have_stopped_can_be_started_again(start_hostless, keep):
     """After a stop by the dashboard: keys and name are given up at once, and `start()` does what the error says."""
-    cluster = quiet(keep=keep)
+    cluster = start_hostless(keep=keep)
     run_dir = cluster._link.run_dir
     cluster.request_stop("the dashboard")
     until_finished(cluster)
@@ -39,12 +39,12 @@ def test_a_cluster_that_others_have_stopped_can_be_started_again(quiet, keep):
     assert cluster.status().phase == "waiting"
 
 
-def test_the_name_of_a_stopped_cluster_is_free(quiet):
+def test_the_name_of_a_stopped_cluster_is_free(start_hostless):
     """Another cluster takes it at once; stopping the old one again does the new one no harm."""
-    old = quiet("digits")
+    old = start_hostless("digits")
     old.request_stop()
     until_finished(old)
-    new = quiet("digits")
+    new = start_hostless("digits")
     old.stop()
     assert new.status().phase == "waiting"
     assert new._link.run_dir.driver == os.getpid()
@@ -62,9 +62,9 @@ def forked():
     return pid
 
 
-def test_a_forked_child_does_not_keep_a_detached_cluster(quiet):
+def test_a_forked_child_does_not_keep_a_detached_cluster(start_hostless):
     """`multiprocessing` has forked the kernel: a cluster that it detaches from can be attached to."""
-    cluster = quiet(keep=True)
+    cluster = start_hostless(keep=True)
     child = forked()
     try:
         cluster.detach()
@@ -87,7 +87,7 @@ signal.pause()
 """
 
 
-def test_an_orphaned_child_of_a_killed_kernel_does_not_keep_its_cluster(own_base):
+def test_an_orphaned_child_of_a_killed_kernel_does_not_keep_its_cluster(clusters_folder):
     """The lock ends with the process that took it."""
     kernel = subprocess.Popen([sys.executable, "-c", ORPHAN], stdout=subprocess.PIPE)
     child = int(kernel.stdout.readline())
@@ -105,18 +105,18 @@ def test_an_orphaned_child_of_a_killed_kernel_does_not_keep_its_cluster(own_base
 
 
 @pytest.mark.parametrize("name", ["", ".hidden", "a/b", "digits.lock", "x" * 101])
-def test_names_that_cannot_be(own_base, name):
+def test_names_that_cannot_be(clusters_folder, name):
     """A name that could not be a file's, or would be the lock of another cluster, is refused in one line."""
     with pytest.raises(nbe.UsageError, match="is not a valid name for a cluster: use up to 100 letters"):
         RunDir(name)
 
 
 @pytest.mark.parametrize("name", ["logs", "run-1", "new-1", "runs"])
-def test_a_name_harms_nothing_else(quiet, own_base, name):
+def test_a_name_harms_nothing_else(start_hostless, clusters_folder, name):
     """Logs of other clusters, and folders of running processes, lie beside the run folders and not among them."""
     logs = base() / "logs" / "another-cluster"
     logs.mkdir(parents=True)
-    cluster = quiet(name)
+    cluster = start_hostless(name)
     with held_folder() as held:
         assert cluster._link.run_dir.path.exists()
         cluster.stop()
@@ -124,20 +124,20 @@ def test_a_name_harms_nothing_else(quiet, own_base, name):
     assert logs.exists()
 
 
-def test_clusters_of_two_machines_share_a_name_and_a_home(quiet, own_base, tmp_path, monkeypatch):
+def test_clusters_of_two_machines_share_a_name_and_a_home(start_hostless, clusters_folder, tmp_path, monkeypatch):
     """Each has its own folder for batch jobs in the shared home, removes only that, and keeps it over an attach."""
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     numbers = ["00000001", "00000002"]
     monkeypatch.setattr(secrets, "token_hex", lambda _, left=iter(numbers): next(left))
-    first = quiet(keep=True)
+    first = start_hostless(keep=True)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "logs"))
-    second = quiet()
+    second = start_hostless()
     folders = [batch_folder("quiet", number) for number in numbers]
     for folder in folders:
         folder.mkdir(parents=True)
     second.stop()
     assert [folder.exists() for folder in folders] == [True, False]
-    monkeypatch.setattr("tempfile.tempdir", str(own_base))
+    monkeypatch.setattr("tempfile.tempdir", str(clusters_folder))
     first.detach()
     with nbe.Cluster.attach("quiet", discovery=NoHosts()):
         assert folders[0].exists()

@@ -22,9 +22,9 @@ from nbelastic.protocol import updates as u
 from nbelastic.protocol.output_buffer import Line
 from nbelastic.protocol.saved_cluster import NAME
 from tests.core.story import wid
-from tests.driver.driver_thread import blob, driver_of, end_job
-from tests.driver.quiet import NoHosts
-from tests.support import inside
+from tests.driver.hostless_cluster import NoHosts
+from tests.driver.raw_client import blob, driver_of, end_job
+from tests.support import driver_thread
 from tests.support.waiting import until
 
 # A thread that is "killed" leaves open what the end of a process would close.
@@ -43,7 +43,7 @@ def alone():
 def die(cluster) -> None:
     """Its driver is killed, and another one has taken over for those who are connected."""
     dead = cluster._link.connection
-    inside.kill_driver(cluster._link.run_dir, 0)
+    driver_thread.kill_driver(cluster._link.run_dir, 0)
     until(lambda: cluster._link.connection is not dead)
 
 
@@ -61,9 +61,9 @@ def held_up(monkeypatch) -> tuple[threading.Event, threading.Event]:
     return started, go_on
 
 
-def test_the_next_driver_goes_on_where_the_last_one_was(quiet):
+def test_the_next_driver_goes_on_where_the_last_one_was(start_hostless):
     """Of a kept cluster whose driver dies: the same `Cluster` and `Job`; bounds, setup cells and results are as they were."""
-    cluster = quiet(keep=True)
+    cluster = start_hostless(keep=True)
     cluster.scale(2, 9)
     job = cluster.run(os.getpid)
     die(cluster)
@@ -75,17 +75,17 @@ def test_the_next_driver_goes_on_where_the_last_one_was(quiet):
     assert not job._driver.finished.is_set()
 
 
-def test_another_cluster_of_the_same_name_is_not_the_next_driver_s(quiet):
+def test_another_cluster_of_the_same_name_is_not_the_next_driver_s(start_hostless):
     """The dead one's kernel pauses, and somebody stops what is left of it and starts another one."""
-    cluster = quiet(keep=True)
+    cluster = start_hostless(keep=True)
     job = cluster.run(os.getpid)
     go_on = threading.Event()
     replace = cluster._link.connection._on_loss
     cluster._link.connection._on_loss = lambda: go_on.wait(10) and replace()
-    inside.kill_driver(cluster._link.run_dir, 0)
+    driver_thread.kill_driver(cluster._link.run_dir, 0)
     with nbe.Cluster.attach("quiet"):
         pass
-    other = quiet(keep=True)
+    other = start_hostless(keep=True)
     go_on.set()
     with pytest.raises(nbe.ClusterStoppedError, match="another cluster has the name 'quiet' now"):
         job.result(timeout=10)
@@ -93,19 +93,19 @@ def test_another_cluster_of_the_same_name_is_not_the_next_driver_s(quiet):
     assert other.status().phase == "waiting"
 
 
-def test_the_next_driver_has_the_newest_discovery(quiet, tmp_path):
+def test_the_next_driver_has_the_newest_discovery(start_hostless, tmp_path):
     """Not that of the kernel which happens to start it; and objects of another kernel's are not made up."""
     script = tmp_path / "hosts.sh"
     script.write_text("#!/bin/sh\n")
     script.chmod(0o755)
-    cluster = quiet(keep=True, discovery=str(script))
+    cluster = start_hostless(keep=True, discovery=str(script))
     script.with_name("e.sh").write_bytes(script.read_bytes())
     script.with_name("e.sh").chmod(0o755)
     nbe.Cluster.attach("quiet", discovery=str(script.with_name("e.sh"))).detach()
     die(cluster)
     assert cluster._link.connection.arguments["discovery"].endswith("e.sh")
     cluster.stop()
-    own = quiet("own", keep=True)
+    own = start_hostless("own", keep=True)
     with nbe.Cluster.attach("own") as other:
         own.detach()
         die(other)
@@ -113,47 +113,47 @@ def test_the_next_driver_has_the_newest_discovery(quiet, tmp_path):
         assert other.hosts == ()
 
 
-def test_a_driver_that_dies_before_its_kernel_uses_it_is_replaced(quiet, monkeypatch):
+def test_a_driver_that_dies_before_its_kernel_uses_it_is_replaced(start_hostless, monkeypatch):
     """As soon as it has greeted: neither the cluster nor its job is lost."""
-    cluster = quiet(keep=True)
+    cluster = start_hostless(keep=True)
     job = cluster.run(os.getpid)
     use, died = Connection.use, []
 
     def use_late(connection, *arguments):
         if not died:
             died.append(connection)
-            inside.kill_driver(cluster._link.run_dir, 0)
+            driver_thread.kill_driver(cluster._link.run_dir, 0)
             until(lambda: connection.died)
         use(connection, *arguments)
 
     first = cluster._link.connection
     monkeypatch.setattr(Connection, "use", use_late)
-    inside.kill_driver(cluster._link.run_dir, 0)
+    driver_thread.kill_driver(cluster._link.run_dir, 0)
     until(lambda: cluster._link.connection not in (first, *died))
     assert job.status == "running"
     end_job(cluster, job, Outcome(value=blob(1)))
     assert job.result(timeout=10) == [1]
 
 
-def test_what_goes_wrong_at_a_replacement_ends_the_connection(quiet, monkeypatch):
+def test_what_goes_wrong_at_a_replacement_ends_the_connection(start_hostless, monkeypatch):
     """Whatever it is: nobody waits for ever."""
-    cluster = quiet(keep=True)
+    cluster = start_hostless(keep=True)
     job = cluster.run(os.getpid)
     with monkeypatch.context() as broken:
         broken.setattr("nbelastic.client.replacement.patience_for", lambda _: 1 / 0)
-        inside.kill_driver(cluster._link.run_dir, 0)
+        driver_thread.kill_driver(cluster._link.run_dir, 0)
         with pytest.raises(nbe.ClusterStoppedError, match="no other driver could take its place: ZeroDivisionError"):
             job.result(timeout=10)
     with nbe.Cluster.attach("quiet") as again:
         assert again.job.status == "running"
 
 
-def test_who_detaches_while_a_driver_is_replaced_is_detached(quiet, monkeypatch):
+def test_who_detaches_while_a_driver_is_replaced_is_detached(start_hostless, monkeypatch):
     """Nobody is connected any more, or the lease would never run."""
-    cluster = quiet(keep=True)
+    cluster = start_hostless(keep=True)
     job = cluster.run(os.getpid)
     started, go_on = held_up(monkeypatch)
-    inside.kill_driver(cluster._link.run_dir, 0)
+    driver_thread.kill_driver(cluster._link.run_dir, 0)
     assert started.wait(10)
     detaching = threading.Thread(target=cluster.detach)
     detaching.start()
@@ -187,12 +187,12 @@ def test_lines_of_the_last_driver_are_not_told_again():
     assert [line.text for _, line in copy.printed.since(6)] == ["g"]
 
 
-def test_a_discovery_that_was_attached_with_is_the_next_driver_s(quiet, tmp_path):
+def test_a_discovery_that_was_attached_with_is_the_next_driver_s(start_hostless, tmp_path):
     """An object is written down as one; and one that somebody has replaced since does not come back with the next driver."""
     script = tmp_path / "hosts.sh"
     script.write_text("#!/bin/sh\n")
     script.chmod(0o755)
-    cluster = quiet(keep=True, discovery=str(script))
+    cluster = start_hostless(keep=True, discovery=str(script))
     with nbe.Cluster.attach("quiet", discovery=NoHosts()) as other:
         assert other._link.poller is not None
         die(cluster)
@@ -206,12 +206,12 @@ def test_a_discovery_that_was_attached_with_is_the_next_driver_s(quiet, tmp_path
         until(lambda: not other._link.poller._thread.is_alive())
 
 
-def test_an_order_to_stop_reaches_the_next_driver(quiet, monkeypatch):
+def test_an_order_to_stop_reaches_the_next_driver(start_hostless, monkeypatch):
     """Of the cluster, or of its job: it was given just as the driver had died."""
-    cluster = quiet(keep=True)
+    cluster = start_hostless(keep=True)
     job = cluster.run(os.getpid)
     started, go_on = held_up(monkeypatch)
-    inside.kill_driver(cluster._link.run_dir, 0)
+    driver_thread.kill_driver(cluster._link.run_dir, 0)
     assert started.wait(10)
     with pytest.raises(nbe.DriverLostError, match="try again"):
         cluster.order({"do": "scale", "min": 2}, "a test")
@@ -222,7 +222,7 @@ def test_an_order_to_stop_reaches_the_next_driver(quiet, monkeypatch):
     assert job.wait(10).status == "stopped"
     started.clear()
     go_on.clear()
-    inside.kill_driver(cluster._link.run_dir, 0)
+    driver_thread.kill_driver(cluster._link.run_dir, 0)
     assert started.wait(10)
     cluster.request_stop()
     go_on.set()
@@ -231,13 +231,13 @@ def test_an_order_to_stop_reaches_the_next_driver(quiet, monkeypatch):
 
 
 @pytest.mark.parametrize("keep", [False, True])
-def test_a_notebook_attaches_again_to_what_lives_on(quiet, keep):
+def test_a_notebook_attaches_again_to_what_lives_on(start_hostless, keep):
     """Its own cluster's drivers have died too often: %elastic_attach does not stop it first, nor does %elastic_start a kept one."""
-    cluster = quiet(keep=keep)
+    cluster = start_hostless(keep=keep)
     job = cluster.run(os.getpid)
     for _ in range(MAX_LOSSES):
         die(cluster)
-    inside.kill_driver(cluster._link.run_dir, 0)
+    driver_thread.kill_driver(cluster._link.run_dir, 0)
     until(lambda: cluster.died)
     until(lambda: job.status == "detached")
     magics = ElasticMagics(InteractiveShell(), attach=lambda _: nbe.Cluster.attach("quiet"))
@@ -247,12 +247,12 @@ def test_a_notebook_attaches_again_to_what_lives_on(quiet, keep):
         assert again.job.status == "running"
 
 
-def test_a_notebook_that_starts_another_cluster_stops_what_lives_on(quiet):
+def test_a_notebook_that_starts_another_cluster_stops_what_lives_on(start_hostless):
     """Its own one, which is not kept, and whose drivers have died too often."""
-    cluster = quiet()
+    cluster = start_hostless()
     for _ in range(MAX_LOSSES):
         die(cluster)
-    inside.kill_driver(cluster._link.run_dir, 0)
+    driver_thread.kill_driver(cluster._link.run_dir, 0)
     until(lambda: cluster.died)
     magics = ElasticMagics(InteractiveShell())
     magics.cluster = cluster
@@ -260,9 +260,9 @@ def test_a_notebook_that_starts_another_cluster_stops_what_lives_on(quiet):
     assert "quiet" not in {info.name for info in nbe.Cluster.all()}
 
 
-def test_what_is_saved_stays_until_the_next_driver_has_taken_over(quiet, monkeypatch):
+def test_what_is_saved_stays_until_the_next_driver_has_taken_over(start_hostless, monkeypatch):
     """One that dies before has not put its own empty world in the place of the cluster's."""
-    cluster = quiet()
+    cluster = start_hostless()
     cluster.scale(2, 9)
     state, found = cluster._link.run_dir.path / NAME, []
     before = state.read_bytes()
@@ -283,11 +283,11 @@ def unable(*_):
 
 
 @pytest.mark.parametrize("keep", [False, True])
-def test_a_stop_for_which_no_driver_can_be_started(quiet, monkeypatch, keep):
+def test_a_stop_for_which_no_driver_can_be_started(start_hostless, monkeypatch, keep):
     """Whoever stops a cluster wants nothing of it to stay: its processes are killed."""
-    cluster = quiet(keep=keep)
+    cluster = start_hostless(keep=keep)
     monkeypatch.setattr(driver_link, "start_driver_process", unable)
-    inside.kill_driver(cluster._link.run_dir, 0)
+    driver_thread.kill_driver(cluster._link.run_dir, 0)
     until(lambda: cluster.died)
     assert "3 other drivers could not take its place: the driver cannot listen" in cluster.status().reason
     with pytest.raises(nbe.ClusterStoppedError, match=": attach to it." if keep else ": start it."):
@@ -297,12 +297,12 @@ def test_a_stop_for_which_no_driver_can_be_started(quiet, monkeypatch, keep):
     assert not cluster._link.run_dir.path.exists()
 
 
-def test_a_cluster_without_a_driver_is_started_anew(quiet, monkeypatch):
+def test_a_cluster_without_a_driver_is_started_anew(start_hostless, monkeypatch):
     """It is not kept: what its dead driver has left is ended first."""
-    cluster = quiet()
+    cluster = start_hostless()
     with monkeypatch.context() as broken:
         broken.setattr(driver_link, "start_driver_process", unable)
-        inside.kill_driver(cluster._link.run_dir, 0)
+        driver_thread.kill_driver(cluster._link.run_dir, 0)
         until(lambda: cluster.died)
     cluster.start(wait=False)
     assert cluster.run(os.getpid).status == "running"

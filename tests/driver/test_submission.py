@@ -12,8 +12,8 @@ from nbelastic.driver import driver_snapshot
 
 
 @pytest.fixture
-def cluster(quiet):
-    return quiet("kept", keep=True)
+def cluster(start_hostless):
+    return start_hostless("kept", keep=True)
 
 
 def no_space(*_: object) -> None:

@@ -11,10 +11,12 @@ from typing import Any
 import pytest
 
 import nbelastic as nbe
+from tests.hosts.cluster_checks import LONG, check_nothing_left
 from tests.hosts.network import Network, missing
-from tests.hosts.observing import LONG, nothing_left
 from tests.process import programs
-from tests.process.observing import Training, alive, ours, until
+from tests.process.training import Training
+from tests.support.processes import alive, processes_of
+from tests.support.waiting import until
 
 ROOT = Path(__file__).parents[2]  # workers import `tests` from here
 
@@ -59,11 +61,11 @@ def make(network: Network, temporary: Path, tmp_path: Path) -> Iterator[Callable
 
     yield start
     for cluster in started:
-        pids |= ours(cluster)
+        pids |= processes_of(cluster)
         cluster.stop()
     network.heal()
     until(lambda: not [pid for pid in pids if alive(pid)], LONG, "all processes to end")
-    nothing_left(network, temporary)
+    check_nothing_left(network, temporary)
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from tests.process.observing import until
+from tests.support.waiting import until
 
 NEEDS = "needs root, iproute2 (ip), OpenSSH (ssh, sshd, ssh-keygen), unshare, mount and the right to make network namespaces"
 NETNS = Path("/run/netns")

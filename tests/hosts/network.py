@@ -24,8 +24,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Self
 
-from tests.hosts import machine
-from tests.hosts.machine import Host
+from tests.hosts import host_setup
+from tests.hosts.host_setup import Host
 from tests.hosts.namespaces import (
     DEADLINE,
     ENVIRONMENT,
@@ -40,7 +40,7 @@ from tests.hosts.namespaces import (
     processes_in,
     sweep,
 )
-from tests.process.observing import until
+from tests.support.waiting import until
 
 __all__ = ["DRIVER", "NEEDS", "Host", "Network", "missing"]
 
@@ -98,7 +98,7 @@ class Network:
         self._subnet, self._second, self._subnet6 = free_subnets()
         # sshd locks its unprivileged part up in this folder; a service would have made it
         Path("/run/sshd").mkdir(exist_ok=True)
-        machine.write_client(self.folder)
+        host_setup.write_client(self.folder)
         ip("", f"netns add {self.switch}\n")
         for which in ("all", "default"):  # a switch has no addresses
             file = f"/proc/sys/net/ipv6/conf/{which}/disable_ipv6"
@@ -113,7 +113,7 @@ class Network:
 
     def _host(self, name: str, kind: dict[str, Any]) -> Host:
         number = 1 + max((host.number for host in self.hosts.values()), default=0)
-        hides = (*kind.pop("hides", ()), *(() if kind.get("python", True) else machine.without_python()))
+        hides = (*kind.pop("hides", ()), *(() if kind.get("python", True) else host_setup.without_python()))
         second = str(self._second[number]) if kind.pop("second", False) else ""
         return Host(
             **{"namespace": f"{self.name}-{name}", **kind},
@@ -167,7 +167,7 @@ class Network:
         for host in hosts:
             dead = f"addr add {host.dead_address()} dev dead0\nlink set dead0 up\n" if host.dead else ""
             ip(host.namespace, f"link set lo up\n{dead}{self._up(host)}")
-            machine.furnish(host)
+            host_setup.furnish(host)
         self._tell()
         self._boot(hosts)
         return tuple(hosts)
@@ -227,7 +227,7 @@ class Network:
             if news:
                 ip(host.namespace, "".join(f"neigh replace {line}\n" for line in sorted(news)))
             self._told[host.name] = wanted
-        machine.write_names([host for host in self.hosts.values() if host.name != DRIVER], self.folder)
+        host_setup.write_names([host for host in self.hosts.values() if host.name != DRIVER], self.folder)
 
     def _boot(self, hosts: Sequence[Host]) -> None:
         """Start the SSH servers. They are daemons, so they are nobody's children: what a test counts as started by itself are not they."""

@@ -17,9 +17,11 @@ import pytest
 
 from nbelastic.driver.driver_snapshot import DriverSnapshot
 from nbelastic.provision.tcp_proxy_process import MOST_OF_A_PEER
+from tests.hosts.cluster_checks import LONG, worker_on
 from tests.hosts.network import DRIVER
-from tests.hosts.observing import LONG, agent_of, on
-from tests.process.observing import controller_file, driver_of, ours, run_dir, undisturbed, until
+from tests.process.training import in_one_generation
+from tests.support.processes import agent_of_worker, controller_file, driver_pid, processes_of, run_dir
+from tests.support.waiting import until
 
 ATTACKER = Path(__file__).with_name("attacker.py")
 DROPPED = "dropped a message"  # of who has the key, and speaks nonsense: the driver's link logs it
@@ -32,10 +34,10 @@ class Doors:
     def __init__(self, network, training):
         self.found = {}  # host -> (address, port) -> what listens there
         cluster = training.cluster
-        here = ours(cluster) | {os.getpid()}
-        workers = {name: on(training, name).pid for name in network.hosts if name in hosts_of(training)}
+        here = processes_of(cluster) | {os.getpid()}
+        workers = {name: worker_on(training, name).pid for name in network.hosts if name in hosts_of(training)}
         for name, worker in workers.items():
-            agent = agent_of(psutil.Process(worker)).pid
+            agent = agent_of_worker(psutil.Process(worker)).pid
             self.found[name] = listening({worker: "worker", agent: "agent"}, agent)
         self.found[DRIVER] = listening(dict.fromkeys(here, "driver"), os.getpid())
 
@@ -117,16 +119,16 @@ class Attacker:
             yield standing
 
 
-def processes_of(training):
-    found = ours(training.cluster) | {os.getpid()}
-    found |= {agent_of(psutil.Process(w.pid)).pid for w in training.cluster.workers if w.pid}
+def attacked_processes(training):
+    found = processes_of(training.cluster) | {os.getpid()}
+    found |= {agent_of_worker(psutil.Process(w.pid)).pid for w in training.cluster.workers if w.pid}
     return {pid: psutil.Process(pid) for pid in found}
 
 
 def sizes(training):
     """Resident bytes and open descriptors of each of our processes."""
     found = {}
-    for pid, process in processes_of(training).items():
+    for pid, process in attacked_processes(training).items():
         with contextlib.suppress(psutil.NoSuchProcess):
             found[pid] = (process.memory_info().rss, process.num_fds())
     return found
@@ -135,7 +137,7 @@ def sizes(training):
 def the_gates(cluster):
     return [
         child
-        for child in psutil.Process(driver_of(cluster)).children()
+        for child in psutil.Process(driver_pid(cluster)).children()
         if "nbelastic.provision.tcp_proxy" in " ".join(child.cmdline())
     ]
 
@@ -160,7 +162,7 @@ def test_what_listens_where(network, trains):
     Nothing of ours listens on all interfaces, and the hub and ipyparallel's controller only on loopback.
     """
     training = trains()
-    training.runs(2, timeout=LONG)
+    training.wait_for_world(2, timeout=LONG)
     doors = Doors(network, training)
     for name in ("h1", "h2"):
         host = network[name]
@@ -184,7 +186,7 @@ def steps_go_on(training, steps=20):
 def under_attack(network, trains):
     """A training of two that has got going, and an attacker beside it."""
     training = trains()
-    training.runs(2, timeout=LONG)
+    training.wait_for_world(2, timeout=LONG)
     attacker = Attacker(network)
     steps_go_on(training)
     return training, attacker
@@ -195,7 +197,7 @@ def nothing_changes(training):
     """The training goes on in its generation; nothing is taken in, nobody grows much, and in the end no descriptor is left over."""
     steps_go_on(training)  # until what is offered ahead is there
     before, events = sizes(training), len(training.cluster.events)
-    with undisturbed(training):
+    with in_one_generation(training):
         yield
         steps_go_on(training)
         more = grown(before, sizes(training))
@@ -240,9 +242,9 @@ def test_two_thousand_connections_at_each_door(network, trains):
             steps_go_on(training)
     with attacker.floods(Doors(network, training).open, 400):
         training.cluster.add_host("h3:1")
-        training.runs(3, timeout=LONG)
-        training.signal_worker(on(training, "h2"))
-        training.runs(3, timeout=LONG)
+        training.wait_for_world(3, timeout=LONG)
+        training.signal_worker(worker_on(training, "h2"))
+        training.wait_for_world(3, timeout=LONG)
         steps_go_on(training)
     assert DROPPED not in (training.cluster.log_dir / "driver.log").read_text()
     training.finish()
@@ -258,7 +260,9 @@ def test_keys_are_kept_on_hosts(network, make, temporary):
     secrets = [key for key in msgspec.structs.astuple(keys) if key]
     secrets += [value for name, value in engines.items() if name == "key" or name.startswith("curve_")]
     assert len(set(secrets)) >= 6
-    everybody = ours(cluster) | network.processes("h1") | network.processes("h2") | {int(row[1]) for row in rows}
+    everybody = (
+        processes_of(cluster) | network.processes("h1") | network.processes("h2") | {int(row[1]) for row in rows}
+    )
     assert len(everybody) > 15
     for pid in everybody:
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):
@@ -300,6 +304,6 @@ def test_another_user_reads_nothing(network, make, temporary, tmp_path):
     for folder in {network.folder, temporary, *tmp_path.parents, tmp_path, Path(tempfile.gettempdir())}:
         if not folder.stat().st_mode & stat.S_IXOTH:  # the tests' own folders would keep others out
             folder.chmod(0o711)
-    places += [f"/proc/{pid}/{what}" for pid in ours(cluster) for what in ("environ", "fd")]
+    places += [f"/proc/{pid}/{what}" for pid in processes_of(cluster) for what in ("environ", "fd")]
     command = [sys.executable, "-c", NOBODY, *map(str, places)]
     assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == ""

@@ -9,10 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.hosts.cluster_checks import LONG, event_texts, wait_for_more_steps, worker_on
 from tests.hosts.network import DRIVER
-from tests.hosts.observing import LONG, goes_on, on, texts
 from tests.process import programs
-from tests.process.observing import alive, undisturbed, until
+from tests.process.training import in_one_generation
+from tests.support.processes import alive
+from tests.support.waiting import until
 
 SILENCE = 2.0
 
@@ -20,7 +22,7 @@ SILENCE = 2.0
 def lost(training, host, known=0):
     """Wait until a host is lost (again); the last reason."""
     found = until(
-        lambda: (said := texts(training.cluster, "host-lost", host))[known:] and said,
+        lambda: (said := event_texts(training.cluster, "host-lost", host))[known:] and said,
         LONG,
         f"{host} to be lost; {training.cluster.status().reason}",
     )
@@ -39,15 +41,15 @@ def no_ghosts(training, worker, since):
 def test_a_host_dies_and_comes_back(network, trains):
     """All its processes die at once: the others go on and lose no step; when it has booted it trains again by itself."""
     training = trains("h1:1,h2:1,h3:1", min=1)
-    training.runs(3, timeout=LONG)
+    training.wait_for_world(3, timeout=LONG)
     network.kill("h3")
     assert re.match(r"h3: the ssh connection to h3 has ended \(.*\); tried again in", lost(training, "h3"))
-    training.runs(2, timeout=LONG)
-    goes_on(training)
+    training.wait_for_world(2, timeout=LONG)
+    wait_for_more_steps(training)
     network.reboot("h3")
-    training.runs(3, timeout=LONG)
+    training.wait_for_world(3, timeout=LONG)
     assert len(training.finish(timeout=LONG)) == 3
-    assert len(texts(training.cluster, "world-broken")) == 1
+    assert len(event_texts(training.cluster, "world-broken")) == 1
 
 
 @pytest.mark.soak
@@ -62,17 +64,17 @@ def test_a_host_that_is_cut_off_leaves_no_ghosts(network, trains):
     }
     old, seen = [], []
     for fault in faults.values():
-        training.runs(3, timeout=LONG)
-        old.append(on(training, "h3"))
-        count = len(texts(training.cluster, "host-lost", "h3"))
+        training.wait_for_world(3, timeout=LONG)
+        old.append(worker_on(training, "h3"))
+        count = len(event_texts(training.cluster, "host-lost", "h3"))
         fault()
         said = lost(training, "h3", count)
         seen.append(len(training.cluster.events))
         assert re.match(r"h3: no message from it for [2-9] s; tried again in", said)
-        training.runs(2, timeout=LONG)
+        training.wait_for_world(2, timeout=LONG)
         network.heal()
-    training.runs(3, timeout=LONG)
-    assert len({worker.id for worker in (*old, on(training, "h3"))}) == 4
+    training.wait_for_world(3, timeout=LONG)
+    assert len({worker.id for worker in (*old, worker_on(training, "h3"))}) == 4
     until(lambda: not any(alive(worker.pid) for worker in old), LONG, "the old processes to end")
     for worker, since in zip(old, seen, strict=True):
         no_ghosts(training, worker, since)
@@ -83,18 +85,18 @@ def test_a_host_that_is_cut_off_leaves_no_ghosts(network, trains):
 def test_two_hosts_that_do_not_reach_each_other(network, trains):
     """The driver hears both, they do not hear one another: one is left out, and told why; healed, it joins again."""
     training = trains("h1:1,h2:1,h3:1", min=1, silence=SILENCE)
-    training.runs(3, timeout=LONG)
-    victim = on(training, "h3")
+    training.wait_for_world(3, timeout=LONG)
+    victim = worker_on(training, "h3")
     network.cut_between("h2", "h3")
-    (said, *_) = until(lambda: texts(training.cluster, "host-unreachable"), LONG, "one to be left out")
+    (said, *_) = until(lambda: event_texts(training.cluster, "host-unreachable"), LONG, "one to be left out")
     since = len(training.cluster.events)
     assert said.startswith("h3: h3 and h2 do not reach one another; h3 is left out, as it is younger; tried again in")
-    training.runs(2, timeout=LONG)
-    goes_on(training)
-    assert not texts(training.cluster, "host-lost")
+    training.wait_for_world(2, timeout=LONG)
+    wait_for_more_steps(training)
+    assert not event_texts(training.cluster, "host-lost")
     network.heal()
-    training.runs(3, timeout=LONG)
-    assert on(training, "h3").id != victim.id
+    training.wait_for_world(3, timeout=LONG)
+    assert worker_on(training, "h3").id != victim.id
     no_ghosts(training, victim, since)
     assert len(training.finish(timeout=LONG)) == 3
 
@@ -103,20 +105,20 @@ def test_a_newcomer_that_does_not_reach_one_member(network, trains):
     """The training goes on as if nobody had come; the newcomer is told which host it does not reach. Healed, it joins."""
     network.add("h4")
     training = trains("h1:1,h2:1,h3:1", min=1)
-    training.runs(3, timeout=LONG)
+    training.wait_for_world(3, timeout=LONG)
     up = [event.host for event in training.cluster.events if event.kind == "host-up"]
     middle = up[1]  # neither the first nor the last that was admitted
     network.cut_between("h4", middle)
-    changes = lambda: texts(training.cluster, "change-planned") + texts(training.cluster, "world-broken")
+    changes = lambda: event_texts(training.cluster, "change-planned") + event_texts(training.cluster, "world-broken")
     before = changes()
-    with undisturbed(training):
+    with in_one_generation(training):
         training.cluster.add_host("h4:1")
-        (said, *_) = until(lambda: texts(training.cluster, "host-unreachable", "h4"), LONG, "h4 to be left out")
+        (said, *_) = until(lambda: event_texts(training.cluster, "host-unreachable", "h4"), LONG, "h4 to be left out")
         assert re.match(rf"h4: reaches the driver but not its peers \({middle} at \S+\); tried again in", said)
-        goes_on(training)
+        wait_for_more_steps(training)
     assert changes() == before
     network.heal()
-    training.runs(4, timeout=LONG)
+    training.wait_for_world(4, timeout=LONG)
     assert len(training.finish(timeout=LONG)) == 4
 
 
@@ -125,15 +127,15 @@ def test_a_newcomer_that_does_not_reach_one_member(network, trains):
 def test_a_slow_host_is_not_a_lost_one(network, trains):
     """200 ms there and back and every twentieth packet lost, for 20 s: the training is slow, and nobody is lost."""
     training = trains("h1:1,h2:1", min=2, kwargs={"pause": 0.0})
-    training.runs(2, timeout=LONG)
-    with undisturbed(training):
+    training.wait_for_world(2, timeout=LONG)
+    with in_one_generation(training):
         network.slow("h2", delay=0.2, loss=0.05)
         begun = time.time()
         steps = training.lines()[-1]["step"]
         until(lambda: training.lines()[-1]["t"] > begun + 20.0, LONG, "steps for 20 s")
         assert training.lines()[-1]["step"] > steps
         network.heal()
-        goes_on(training)
+        wait_for_more_steps(training)
     assert not {event.kind for event in training.cluster.events} & {"host-lost", "worker-lost", "world-broken"}
     assert len(training.finish(timeout=LONG)) == 2
 
@@ -160,16 +162,16 @@ def test_failures_of_workers_are_told_apart(network, trains):
     training = trains("h1:1,h2:1,h3:1", min=1, silence=SILENCE, stall=3, program=holding, kwargs=kwargs)
     cluster = training.cluster
 
-    stopped = training.runs(3, timeout=LONG)[1]
+    stopped = training.wait_for_world(3, timeout=LONG)[1]
     training.signal_worker(stopped, 19)
-    training.runs(3, timeout=LONG)
-    assert texts(cluster, "worker-lost")[-1] == f"{stopped.id} froze (stopped)"
+    training.wait_for_world(3, timeout=LONG)
+    assert event_texts(cluster, "worker-lost")[-1] == f"{stopped.id} froze (stopped)"
 
-    silent = on(training, "h2")
+    silent = worker_on(training, "h2")
     (training.folder / "hold-h2").touch()
     until(lambda: all(w.id != silent.id for w in cluster.workers), LONG, "the silent worker to be missed")
-    training.runs(3, timeout=LONG)
-    said = texts(cluster, "worker-lost")[-1]
+    training.wait_for_world(3, timeout=LONG)
+    said = event_texts(cluster, "worker-lost")[-1]
     assert re.fullmatch(
         rf"{silent.id} froze \(no message from it for [3-9] s though its host answers; its process (runs|uses no CPU time)\)",
         said,
@@ -179,13 +181,13 @@ def test_failures_of_workers_are_told_apart(network, trains):
     pid = int(until(lambda: (f := training.folder / "hang.begun").exists() and f.read_text(), LONG, "one to hang"))
     (hung,) = [w for w in cluster.workers if w.pid == pid]
     told = until(lambda: "behind" in (s := cluster.status()).reason and s, LONG, "the hanging rank to be named")
-    where = rf"{hung.id}\) is \d+ s behind at commit \d+, in programs.py:\d+ in _dawdle"
+    where = rf"{hung.id}\) is \d+ s behind at commit \d+, in programs.py:\d+ in _sleep_once"
     assert re.search(rf"rank {hung.rank} \({where}", told.reason)
     until(lambda: all(w.id != hung.id for w in cluster.workers), LONG, "the hanging rank to be replaced")
-    training.runs(3, timeout=LONG)
-    said = texts(cluster, "worker-lost")[-1]
+    training.wait_for_world(3, timeout=LONG)
+    said = event_texts(cluster, "worker-lost")[-1]
     assert re.fullmatch(
-        rf"{hung.id} stalled \(\d+ s behind at commit \d+, in programs.py:\d+ in _dawdle; stall is 3 s\)", said
+        rf"{hung.id} stalled \(\d+ s behind at commit \d+, in programs.py:\d+ in _sleep_once; stall is 3 s\)", said
     )
-    assert not texts(cluster, "host-lost")
+    assert not event_texts(cluster, "host-lost")
     assert len(training.finish(timeout=LONG)) == 3

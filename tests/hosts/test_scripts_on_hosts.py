@@ -18,11 +18,20 @@ import pytest
 
 import nbelastic as nbe
 from nbelastic.transport.keys import Keys
+from tests.hosts.cluster_checks import LONG, event_texts
 from tests.hosts.conftest import ROOT
 from tests.hosts.network import Network
-from tests.hosts.observing import LONG, texts
-from tests.process.observing import alive, until
-from tests.process.scripting import FOR_EVER, TELL, TRAIN, ScriptTraining, joining, told, torchrun
+from tests.process.script_training import (
+    MANY_STEPS,
+    REPORT,
+    TRAIN,
+    ScriptTraining,
+    join_options,
+    reports_by_rank,
+    torchrun,
+)
+from tests.support.processes import alive
+from tests.support.waiting import until
 
 SILENCE = 2.0
 
@@ -53,7 +62,7 @@ def terminal(network: Network, temporary: Path, tmp_path: Path) -> Callable[...,
 
     @contextmanager
     def start(host: str, file: str, *arguments: Any) -> Iterator[Terminal]:
-        words = [sys.executable, "-m", "torch.distributed.run", *joining(file, "--max-restarts=3"), *arguments]
+        words = [sys.executable, "-m", "torch.distributed.run", *join_options(file, "--max-restarts=3"), *arguments]
         command = f"cd {ROOT} && TMPDIR={temporary} exec {shlex.join(map(str, words))}"
         output = tmp_path / f"terminal-{len(list(tmp_path.glob('terminal-*')))}"
         with open(output, "wb") as out:
@@ -98,23 +107,23 @@ def test_a_script_on_hosts_that_die_are_cut_off_and_come(network, make, tmp_path
     """Each time the others begin again at once, smaller, and grow again: with those that come back, and with one more."""
     cluster = make("h1:1,h2:1", min=1, silence=SILENCE)
     training = ScriptTraining(cluster, tmp_path / "training")
-    training.runs(2, timeout=LONG)  # the first to come has rank 0
+    training.wait_for_world(2, timeout=LONG)  # the first to come has rank 0
     network.kill("h2")
-    training.runs(1, timeout=LONG)
+    training.wait_for_world(1, timeout=LONG)
     network.reboot("h2")
-    before = training.runs(2, timeout=LONG)
+    before = training.wait_for_world(2, timeout=LONG)
     network.cut("h1")  # with rank 0, and the round's store
-    assert [row.host for row in training.runs(1, timeout=LONG)] == ["h2"]
+    assert [row.host for row in training.wait_for_world(1, timeout=LONG)] == ["h2"]
     network.heal("h1")
     until(lambda: not alive(before[0].pid), LONG, "what was cut off to be told to end")
-    assert [row.host for row in training.runs(2, timeout=LONG)] == ["h2", "h1"]
+    assert [row.host for row in training.wait_for_world(2, timeout=LONG)] == ["h2", "h1"]
     cluster.add_host("h3:1")
-    training.runs(3, timeout=LONG)
+    training.wait_for_world(3, timeout=LONG)
     lines = training.finish(timeout=LONG)
     assert {line["restarts"] for line in lines} == {0}
     assert training.job.result() == [None] * 3
     assert "done at" in training.job.logs(rank=0)
-    assert texts(cluster, "world-broken") == ["host h2 was lost", "host h1 was lost"]
+    assert event_texts(cluster, "world-broken") == ["host h2 was lost", "host h1 was lost"]
 
 
 @pytest.mark.timeout(300)
@@ -123,26 +132,26 @@ def test_a_terminal_on_another_machine(network, make, terminal, carry, tmp_path)
     cluster = make("localhost:1,h1:1", min=2, silence=SILENCE)
     file = carry(cluster.connection_file(network["h3"].address), "h3")
     cluster.scale(min=3)
-    with terminal("h3", file, TELL, tmp_path) as run:
-        job = cluster.run_script(TELL, tmp_path)
+    with terminal("h3", file, REPORT, tmp_path) as run:
+        job = cluster.run_script(REPORT, tmp_path)
         job.result(timeout=LONG)
         assert run.wait() == 0, run.said
-    rows = [one["environment"] for one in told(tmp_path)]
-    assert [one["sum"] for one in told(tmp_path)] == [[3.0, 3.0]] * 3
+    rows = [one["environment"] for one in reports_by_rank(tmp_path)]
+    assert [one["sum"] for one in reports_by_rank(tmp_path)] == [[3.0, 3.0]] * 3
     assert {row["WORLD_SIZE"] for row in rows} == {"3"}
     assert len({(row["MASTER_ADDR"], row["MASTER_PORT"]) for row in rows}) == 1
     assert rows[0]["MASTER_ADDR"] in {network["driver"].address, network["h1"].address}
     cluster.scale(min=1)
     training = ScriptTraining(cluster, tmp_path / "training")
-    training.runs(2, timeout=LONG)
-    with terminal("h3", file, TRAIN, training.folder, FOR_EVER) as run:
-        hosts = [row.host for row in training.runs(3, timeout=LONG)]
+    training.wait_for_world(2, timeout=LONG)
+    with terminal("h3", file, TRAIN, training.folder, MANY_STEPS) as run:
+        hosts = [row.host for row in training.wait_for_world(3, timeout=LONG)]
         assert set(hosts[:2]) == {"localhost", "h1"}
         assert external_nodes(cluster) == hosts[2:]
         assert cluster.hosts[2].reason == "torchrun: worker group HEALTHY"
         run.press_ctrl_c()
         assert run.wait() != 0
-        training.runs(2, timeout=LONG)
+        training.wait_for_world(2, timeout=LONG)
     assert not external_nodes(cluster)
     assert {line["restarts"] for line in training.finish(timeout=LONG)} == {0}
 
@@ -159,33 +168,33 @@ def test_terminals_on_two_machines_and_none_of_the_hosts(network, make, terminal
     cluster = make("localhost:1", silence=SILENCE)
     files = {host: carry(cluster.connection_file(network[host].address), host) for host in ("h2", "h3")}
     cluster.scale(min=3)
-    cluster.run_script(TELL, tmp_path)
-    with terminal("h2", files["h2"], TELL, tmp_path) as one, terminal("h3", files["h3"], TELL, tmp_path) as other:
+    cluster.run_script(REPORT, tmp_path)
+    with terminal("h2", files["h2"], REPORT, tmp_path) as one, terminal("h3", files["h3"], REPORT, tmp_path) as other:
         assert (one.wait(), other.wait()) == (0, 0), (one.said, other.said)
     cluster.job.result(timeout=LONG)
-    rows = [one["environment"] for one in told(tmp_path)]
-    assert [one["sum"] for one in told(tmp_path)] == [[3.0, 3.0]] * 3
+    rows = [one["environment"] for one in reports_by_rank(tmp_path)]
+    assert [one["sum"] for one in reports_by_rank(tmp_path)] == [[3.0, 3.0]] * 3
     assert {row["MASTER_ADDR"] for row in rows} == {network["driver"].address}
     assert [row["GLOO_SOCKET_IFNAME"] for row in rows] == [network.name, "eth0", "eth0"]
 
     cluster.scale(min=1)
     training = ScriptTraining(cluster, tmp_path / "training")
-    training.runs(1, timeout=LONG)
-    with terminal("h2", files["h2"], TRAIN, training.folder, FOR_EVER):
-        killed = training.runs(2, timeout=LONG)[1]
+    training.wait_for_world(1, timeout=LONG)
+    with terminal("h2", files["h2"], TRAIN, training.folder, MANY_STEPS):
+        killed = training.wait_for_world(2, timeout=LONG)[1]
         os.kill(torchrun_of(killed.host), signal.SIGKILL)
-        training.runs(1, timeout=LONG)
+        training.wait_for_world(1, timeout=LONG)
         until(lambda: not alive(killed.pid), LONG, "the orphan to end")
-        (why,) = texts(cluster, "host-gone", killed.host)
+        (why,) = event_texts(cluster, "host-gone", killed.host)
         assert why.startswith(f"{killed.host}: no message from it for ")
-    with terminal("h3", files["h3"], TRAIN, training.folder, FOR_EVER):
-        cut = training.runs(2, timeout=LONG)[1]
+    with terminal("h3", files["h3"], TRAIN, training.folder, MANY_STEPS):
+        cut = training.wait_for_world(2, timeout=LONG)[1]
         network.cut("h3")
-        training.runs(1, timeout=LONG)
+        training.wait_for_world(1, timeout=LONG)
         until(lambda: not alive(cut.pid) and not alive(torchrun_of(cut.host)), LONG, "what is cut off to end")
         network.heal("h3")
-    with terminal("h3", files["h3"], TRAIN, training.folder, FOR_EVER) as again:
-        training.runs(2, timeout=LONG)
+    with terminal("h3", files["h3"], TRAIN, training.folder, MANY_STEPS) as again:
+        training.wait_for_world(2, timeout=LONG)
         assert {line["restarts"] for line in training.finish(timeout=LONG)} == {0}
         assert again.wait() == 0, again.said
 
@@ -195,17 +204,17 @@ def test_a_cluster_of_one_machine_becomes_wide(network, make, tmp_path):
     """A script trains on this machine, with a terminal's torchrun, at loopback addresses; then a host elsewhere joins: all move."""
     cluster = make("localhost:1", min=1)
     training = ScriptTraining(cluster, tmp_path / "training")
-    training.runs(1, timeout=LONG)
-    with torchrun(*joining(cluster.connection_file()), TRAIN, training.folder, FOR_EVER) as run:
-        training.runs(2, timeout=LONG)
+    training.wait_for_world(1, timeout=LONG)
+    with torchrun(*join_options(cluster.connection_file()), TRAIN, training.folder, MANY_STEPS) as run:
+        training.wait_for_world(2, timeout=LONG)
         cluster.add_host("h1:1")
-        hosts = [row.host for row in training.runs(3, timeout=LONG)]
+        hosts = [row.host for row in training.wait_for_world(3, timeout=LONG)]
         assert hosts == ["localhost", *external_nodes(cluster), "h1"]
         cluster.remove_host("localhost")
-        training.runs(2, timeout=LONG)
+        training.wait_for_world(2, timeout=LONG)
         assert {line["restarts"] for line in training.finish(timeout=LONG)} == {0}
         assert run.wait(LONG) == 0, run.stdout.read()
-    assert not texts(cluster, "world-broken")
+    assert not event_texts(cluster, "world-broken")
     assert cluster.status().failed_at is None
 
 
@@ -223,7 +232,7 @@ def test_who_cannot_come_from_another_machine(network, make, terminal, carry, tm
     old.chmod(0o600)
 
     def last_words(there: str) -> str:
-        with terminal("h3", there, TELL, tmp_path) as run:
+        with terminal("h3", there, REPORT, tmp_path) as run:
             assert run.wait() != 0
             return run.said.splitlines()[-1]
 

@@ -12,11 +12,20 @@ import pytest
 
 import nbelastic as nbe
 from nbelastic.system import versions
+from tests.hosts.cluster_checks import (
+    LONG,
+    check_nothing_left,
+    event_texts,
+    host_phases,
+    host_reasons,
+    strays,
+    wait_for_more_steps,
+    worker_on,
+)
 from tests.hosts.conftest import ROOT
-from tests.hosts.observing import LONG, agent_of, goes_on, nothing_left, on, phases, reasons, strays, texts
 from tests.process import programs
-from tests.process.observing import alive, until
-from tests.support.waiting import files_in
+from tests.support.processes import agent_of_worker, alive
+from tests.support.waiting import files_in, until
 
 
 def script(network, text):
@@ -29,7 +38,7 @@ def script(network, text):
 
 def tell():
     """What a rank is told, sees and prints."""
-    found = programs.who()
+    found = programs.describe_ranks()
     print(f"rank {found['rank']} was here")
     seen = {name: os.environ.get(name) for name in ("WORD", "NUMBER", "INTERPRETER", "NCCL_DEBUG")}
     return {**found, "cwd": os.getcwd(), "node": platform.node(), **seen}
@@ -63,7 +72,7 @@ def test_hosts_start_together_and_give_exact_ranks(network, make, temporary, tmp
         "h2/0#1 | rank 2 was here",
     ]
     assert job.logs(rank=2) == "rank 2 was here"
-    assert phases(cluster) == {"h1": "up", "h2": "up"}
+    assert host_phases(cluster) == {"h1": "up", "h2": "up"}
     cluster.stop()
     assert not list(temporary.glob("pymp-*"))
 
@@ -107,8 +116,8 @@ def test_what_goes_wrong_on_a_host_is_that_host_s_alone(network, trains, tmp_pat
         hosts, min=1, python=python, cwd=folder / "deep", env={"PYTHONPATH": str(ROOT)}, cooldown=(100, 100)
     )
     cluster = training.cluster
-    assert [w.host for w in training.runs(1, timeout=LONG)] == ["h1"]
-    until(lambda: list(phases(cluster).values()).count("lost") == 9, LONG, f"nine hosts to fail: {cluster.hosts}")
+    assert [w.host for w in training.wait_for_world(1, timeout=LONG)] == ["h1"]
+    until(lambda: list(host_phases(cluster).values()).count("lost") == 9, LONG, f"nine hosts to fail: {cluster.hosts}")
     here = versions.here()
     expected = {
         "closed": "closed cannot be reached by ssh (",
@@ -124,14 +133,14 @@ def test_what_goes_wrong_on_a_host_is_that_host_s_alone(network, trains, tmp_pat
         "No such file or directory",
         "h1": "",
     }
-    found = reasons(cluster)
+    found = host_reasons(cluster)
     assert {name: text if found[name].startswith(text) else found[name] for name, text in expected.items()} == expected
     assert "refused" in found["closed"]
     assert "timed out" in found["silent"]
     assert "ssh-copy-id secretive" in found["secretive"]
     for name in names:
         kind = "host-refused" if name == "old" else "host-lost"
-        assert texts(cluster, kind, name) == [f"{name}: {found[name]}; tried again in 100 s"]
+        assert event_texts(cluster, kind, name) == [f"{name}: {found[name]}; tried again in 100 s"]
     assert len(training.finish(timeout=LONG)) == 1
 
 
@@ -151,20 +160,20 @@ def test_all_that_a_host_runs_ends_with_its_agent_and_with_the_cluster(network, 
     """The agent of a host is killed: its worker ends, and what that had started; then the host comes back. `stop()` ends the rest."""
     training = trains("h1:1,h2:1", program=with_children)
     cluster = training.cluster
-    training.runs(2, timeout=LONG)
+    training.wait_for_world(2, timeout=LONG)
     children = {w.host: int((training.folder / f"{w.pid}.child").read_text()) for w in cluster.workers}
     assert all(alive(child) for child in children.values())
-    victim = on(training, "h2")
-    os.kill(agent_of(victim).pid, signal.SIGKILL)
+    victim = worker_on(training, "h2")
+    os.kill(agent_of_worker(victim).pid, signal.SIGKILL)
     until(lambda: not alive(victim.pid) and not alive(children["h2"]), LONG, "the worker and its child to end")
-    until(lambda: texts(cluster, "host-lost", "h2"), LONG, "the host to be missed")
-    assert on_pids(training.runs(2, timeout=LONG), "h2") != victim.pid
+    until(lambda: event_texts(cluster, "host-lost", "h2"), LONG, "the host to be missed")
+    assert on_pids(training.wait_for_world(2, timeout=LONG), "h2") != victim.pid
     assert alive(children["h1"])
-    children["h2"] = int((training.folder / f"{on(training, 'h2').pid}.child").read_text())
-    goes_on(training)
+    children["h2"] = int((training.folder / f"{worker_on(training, 'h2').pid}.child").read_text())
+    wait_for_more_steps(training)
     cluster.stop()
     until(lambda: not any(map(alive, children.values())), LONG, "the children to end")
-    nothing_left(network, temporary)
+    check_nothing_left(network, temporary)
     assert cluster.status().reason == "stopped: stopped by hand"
 
 

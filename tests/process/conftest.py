@@ -10,7 +10,9 @@ import pytest
 
 import nbelastic as nbe
 from tests.process import programs
-from tests.process.observing import Training, alive, ours, until
+from tests.process.training import Training
+from tests.support.processes import alive, processes_of
+from tests.support.waiting import until
 
 
 @pytest.fixture
@@ -29,7 +31,7 @@ def make(tmp_path: Path) -> Iterator[Callable[..., nbe.Cluster]]:
 
     yield start
     for cluster in started:
-        pids |= ours(cluster)
+        pids |= processes_of(cluster)
         cluster.stop()
     until(lambda: not [pid for pid in pids if alive(pid)], 5, "all processes to end")
 

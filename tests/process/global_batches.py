@@ -7,7 +7,7 @@ import time
 from typing import Any
 
 import nbelastic as nbe
-from tests.process.programs import PAUSE, Log, agreed, generation
+from tests.process.programs import PAUSE, Log, any_rank_finds, generation
 
 SAMPLES, BATCH = 102, 10  # each epoch ends with a batch of 2: fewer than there are ranks
 
@@ -47,7 +47,7 @@ def train(folder: str) -> int:
         for state.epoch in itertools.count(state.epoch):
             sampler.set_epoch(state.epoch)
             for indices in DataLoader(range(SAMPLES), batch_size=nbe.local_batch_size(BATCH), sampler=sampler):
-                if agreed(folder, "finish"):
+                if any_rank_finds(folder, "finish"):
                     return int(state.step)
                 loss = mean_loss(ddp, inputs[indices], targets[indices]) * sampler.weight(len(indices))
                 optimizer.zero_grad()
@@ -65,7 +65,7 @@ def train(folder: str) -> int:
     return int(loop(state))
 
 
-def undisturbed(steps: int) -> list[float]:
+def losses_in_one_process(steps: int) -> list[float]:
     """The losses of the same steps in one process: chunks of the order, nothing split and nothing weighted."""
     inputs, targets, model, optimizer = beginning()
     losses: list[float] = []

@@ -37,7 +37,7 @@ def generation() -> int:
     return session.world().generation
 
 
-def agreed(folder: str, name: str) -> bool:
+def any_rank_finds(folder: str, name: str) -> bool:
     """Whether `folder/name` exists, as all ranks see it."""
     import torch
     import torch.distributed as dist
@@ -76,7 +76,7 @@ def train(folder: str, *, pause: float = PAUSE, slow: dict[str, float] | None = 
     def loop(state: Any) -> dict[str, Any]:
         ddp = torch.nn.parallel.DistributedDataParallel(state.model)
         log(begin=state.step, generation=generation(), world=nbe.size(), rank=nbe.rank())
-        while not agreed(folder, "finish"):
+        while not any_rank_finds(folder, "finish"):
             loss = ddp(torch.randn(8, 16)).pow(2).mean()
             optimizer.zero_grad()
             loss.backward()
@@ -86,14 +86,14 @@ def train(folder: str, *, pause: float = PAUSE, slow: dict[str, float] | None = 
             state.report(loss=loss.item(), step=state.step)
             state.commit()
             time.sleep(pause)
-            _dawdle(folder, slow or {})
+            _sleep_once(folder, slow or {})
         return {"step": state.step, "sum": checksum(model), "rank": nbe.rank(), "world": nbe.size(), "pid": os.getpid()}
 
     result: dict[str, Any] = loop(state)
     return result
 
 
-def stick(folder: str) -> dict[str, Any]:
+def train_and_hang(folder: str) -> dict[str, Any]:
     """Train; once `folder/stick` exists, rank 0 of two stops itself in a collective, and rank 1 sleeps for good in it when it
     fails, as gloo leaves one in a hundred.
     """
@@ -135,8 +135,8 @@ def stick(folder: str) -> dict[str, Any]:
     return train(folder)
 
 
-def hold(folder: str) -> dict[str, Any]:
-    """Train; the first rank that finds `folder/hold` makes `folder/held`, and holds the interpreter lock until `let_go`."""
+def train_and_hold_lock(folder: str) -> dict[str, Any]:
+    """Train; the first rank that finds `folder/hold` makes `folder/held`, and holds the interpreter lock until `release_lock`."""
 
     def wait() -> None:
         file = Path(folder) / "hold"
@@ -151,12 +151,12 @@ def hold(folder: str) -> dict[str, Any]:
     return train(folder)
 
 
-def let_go(folder: str | Path) -> None:
+def release_lock(folder: str | Path) -> None:
     """The rank that holds the interpreter lock goes on."""
     os.close(os.open(Path(folder) / "held", os.O_WRONLY))
 
 
-def _dawdle(folder: str, slow: dict[str, float]) -> None:
+def _sleep_once(folder: str, slow: dict[str, float]) -> None:
     for name, seconds in slow.items():
         file = Path(folder) / name
         with contextlib.suppress(FileNotFoundError):
@@ -175,7 +175,7 @@ def count(folder: str) -> int:
 
     @nbe.elastic
     def loop(state: Any) -> int:
-        while not agreed(folder, "finish"):
+        while not any_rank_finds(folder, "finish"):
             one = torch.ones(1)
             dist.all_reduce(one)
             state.total += 1
@@ -207,7 +207,7 @@ def use_samples(folder: str, samples: int, batch: int, workers: int, pause: floa
         ddp = torch.nn.parallel.DistributedDataParallel(state.model)
         for state.epoch in itertools.count(state.epoch):
             sampler.set_epoch(state.epoch)
-            if sampler.used == 0 and agreed(folder, "finish"):
+            if sampler.used == 0 and any_rank_finds(folder, "finish"):
                 break
             for indices in DataLoader(data, batch_size=batch, sampler=sampler, num_workers=workers):
                 line = {"step": state.step + 1, "generation": generation(), "pass": state.epoch}
@@ -227,7 +227,7 @@ def use_samples(folder: str, samples: int, batch: int, workers: int, pause: floa
     return int(loop(state))
 
 
-def who() -> dict[str, Any]:
+def describe_ranks() -> dict[str, Any]:
     """One short world: what every rank says of itself."""
 
     @nbe.elastic
@@ -253,7 +253,7 @@ def who() -> dict[str, Any]:
     return found
 
 
-def say(folder: str) -> str:
+def print_rank(folder: str) -> str:
     """No training: each rank says who it is."""
 
     @nbe.elastic

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from tests.process import programs
-from tests.process.observing import until
+from tests.support.waiting import until
 
 
 def nbelastic(*words: str) -> str:

@@ -24,9 +24,9 @@ from nbelastic.ipp.supervisor import Supervisor
 from nbelastic.provision.tcp_proxy import Doors
 from nbelastic.system.presence import lives, pid_of
 from nbelastic.system.processes import leave
-from tests.process.observing import alive, controller_file, until
 from tests.support.presence import named, until_the_end
-from tests.support.waiting import until_async
+from tests.support.processes import alive, controller_file
+from tests.support.waiting import until, until_async
 
 HERE = Path(__file__).parent
 
@@ -67,14 +67,14 @@ def known(cluster: nbe.Cluster) -> int:
 def test_a_killed_controller_is_started_again(trains):
     """The training does not notice, a newcomer joins, results arrive; cells and ipyparallel's client work as before."""
     training = trains("localhost:2", min=1)
-    training.runs(2)
+    training.wait_for_world(2)
     generation, numbers = training.cluster.status().generation, training.cluster.client.ids
     before = killed(training.cluster)
     again(training.cluster, before)
     assert training.cluster.status().generation == generation
     before = killed(training.cluster)
     training.cluster.add_host("localhost:3")  # its engine asks a controller that is not there
-    training.runs(3)
+    training.wait_for_world(3)
     assert started_again(training.cluster) > before
     assert len(training.finish()) == 3
     rows = training.cluster.execute("print('here')", timeout=20)

@@ -13,7 +13,9 @@ import pytest
 
 import nbelastic as nbe
 from tests.process import programs
-from tests.process.observing import alive, descendants, driver_of, lines_in, run_dir, until
+from tests.process.training import lines_in
+from tests.support.processes import alive, descendants, driver_pid, run_dir
+from tests.support.waiting import until
 
 BUSY = """
 import ctypes, os, signal, sys, time
@@ -51,7 +53,7 @@ def test_a_kernel_that_holds_the_interpreter_lock_delays_no_recovery(tmp_path: P
             until((tmp_path / "held").exists)
             until(lambda: is_whole_without(victim), what="the world to be whole again")
             assert kernel.poll() is None
-            programs.let_go(tmp_path)
+            programs.release_lock(tmp_path)
             assert kernel.communicate(timeout=60)[0] == "3\n"
         finally:
             kernel.kill()
@@ -60,7 +62,7 @@ def test_a_kernel_that_holds_the_interpreter_lock_delays_no_recovery(tmp_path: P
 def test_signals_for_the_kernel_are_not_for_its_driver(make, tmp_path):
     """An interrupt goes to the kernel's process group, and a terminal's end to its session: the driver is in neither."""
     cluster = make("localhost:1", min=1)
-    driver = driver_of(cluster)
+    driver = driver_pid(cluster)
     assert driver != os.getpid()
     assert os.getpgid(driver) == os.getsid(driver) == driver
     os.kill(driver, signal.SIGINT)
@@ -73,7 +75,7 @@ def test_a_driver_that_is_stopped_does_not_hold_up_a_stop(make, monkeypatch, kee
     monkeypatch.setattr("nbelastic.client.stopping.CLOSING_TIMEOUT", 3.0)
     cluster = make("localhost:2", min=2, keep=keep)
     pids = {worker.pid for worker in cluster.workers}
-    driver = driver_of(cluster)
+    driver = driver_pid(cluster)
     os.kill(driver, signal.SIGSTOP)
     until(lambda: psutil.Process(driver).status() == psutil.STATUS_STOPPED)
     cluster.stop(timeout=0.5)
@@ -122,7 +124,7 @@ def test_a_driver_that_dies_is_replaced_by_its_kernel(make, tmp_path, keep):
         job = cluster.run_cell(f"from tests.process import programs; print('begun'); programs.train({str(tmp_path)!r})")
         generation = cluster.wait(3).generation
         until(lambda: job.logs().count("begun") == 3, what="output")
-        dead = driver_of(cluster)
+        dead = driver_pid(cluster)
         os.kill(dead, signal.SIGKILL)
         assert cluster.wait(3, timeout=30).generation == generation, "it is asked of the next driver"
         assert job.logs().count("begun") == 3
@@ -135,7 +137,7 @@ def test_a_driver_that_dies_is_replaced_by_its_kernel(make, tmp_path, keep):
         cluster.wait(3, timeout=30)
         (tmp_path / "finish").touch()
         assert len(job.result(timeout=30)) == len(other.job.result(timeout=10)) == 3
-        assert driver_of(cluster) == driver_of(other) != dead
+        assert driver_pid(cluster) == driver_pid(other) != dead
         other.detach()
 
 
@@ -144,10 +146,10 @@ def test_drivers_that_die_again_and_again_are_not_replaced_for_ever(make):
     cluster = make("localhost:1")
     engines = cluster.client[:]
     for number in range(2, 5):
-        os.kill(driver_of(cluster), signal.SIGKILL)
+        os.kill(driver_pid(cluster), signal.SIGKILL)
         until(lambda: f"driver {number} has taken over" in cluster.events[-1].text)
         assert engines.apply_sync(os.getpid) == [cluster.workers[0].pid]
-    os.kill(driver_of(cluster), signal.SIGKILL)
+    os.kill(driver_pid(cluster), signal.SIGKILL)
     until(lambda: cluster.status().phase == "finished")
     assert "has ended unexpectedly, 4 times in" in cluster.status().reason
     with nbe.Cluster.attach(cluster.name) as again:
@@ -159,7 +161,7 @@ def test_a_cluster_whose_driver_has_died_can_be_stopped(make, keep, soon):
     """The next driver does it: no agent is left with its processors until the end of the lease."""
     cluster = make("localhost:2", min=2, keep=keep)
     pids = {worker.pid for worker in cluster.workers}
-    os.kill(driver_of(cluster), signal.SIGKILL)
+    os.kill(driver_pid(cluster), signal.SIGKILL)
     if not soon:
         until(lambda: "another driver takes over" in cluster.status().reason)
     cluster.stop()

@@ -3,7 +3,7 @@
 import pytest
 
 from tests.process import global_batches
-from tests.process.observing import until
+from tests.support.waiting import until
 
 
 def test_the_losses_are_those_of_one_undisturbed_process(trains):
@@ -15,15 +15,15 @@ def test_the_losses_are_those_of_one_undisturbed_process(trains):
         begun = max(line["step"] for line in training.lines())
         until(lambda: max(line["step"] for line in training.lines()) > begun + 12)
 
-    victim = training.runs(3)[1]
+    victim = training.wait_for_world(3)[1]
     whole_epoch()
     training.signal_worker(victim)
-    training.runs(3)
+    training.wait_for_world(3)
     training.cluster.add_host("127.0.0.2:1")
-    training.runs(4)
+    training.wait_for_world(4)
     whole_epoch()
     training.cluster.remove_host("localhost")
-    training.runs(1)
+    training.wait_for_world(1)
     whole_epoch()
     (training.folder / "finish").touch()
     (steps,) = training.job.result(timeout=60)
@@ -31,6 +31,6 @@ def test_the_losses_are_those_of_one_undisturbed_process(trains):
     lines = training.lines()
     assert {line["step"] for line in lines} == set(range(1, steps + 1))
     assert {1, 3, 4} <= {line["world"] for line in lines}
-    expected = global_batches.undisturbed(steps)
+    expected = global_batches.losses_in_one_process(steps)
     for line in lines:  # a step that was repeated after the kill too
         assert line["loss"] == pytest.approx(expected[line["step"] - 1], rel=1e-7), line

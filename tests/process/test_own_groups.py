@@ -6,7 +6,8 @@ from pathlib import Path
 
 import nbelastic as nbe
 from tests.process import programs
-from tests.process.observing import Training, until
+from tests.process.training import Training
+from tests.support.waiting import until
 
 
 def meet_in_groups(folder):
@@ -22,7 +23,7 @@ def meet_in_groups(folder):
     def loop(state):
         pairs, _ = dist.new_subgroups_by_enumeration([[*range(nbe.size())]])
         mesh = init_device_mesh("cpu", (nbe.size(),), mesh_dim_names=("data",))
-        while not programs.agreed(folder, "finish"):
+        while not programs.any_rank_finds(folder, "finish"):
             for group in (dist.new_group([*range(nbe.size())]) if state.step == 0 else pairs, mesh.get_group("data")):
                 if nbe.rank() == nbe.size() - 1 and (Path(folder) / "hold").exists():
                     (Path(folder) / "waits").touch()
@@ -41,13 +42,13 @@ def test_ranks_that_wait_in_a_group_of_their_own_are_woken_and_not_replaced(make
     """One rank never comes and is killed: the others raise, and the same processes train on."""
     training = Training(make("localhost:3", min=1, max=3), tmp_path / "steps", meet_in_groups)
     for _ in range(3):
-        ranks = training.runs(3)
+        ranks = training.wait_for_world(3)
         (training.folder / "hold").touch()
         until((training.folder / "waits").exists)
         for name in ("hold", "waits"):
             (training.folder / name).unlink()
         training.signal_worker(ranks[-1])
-        after = {worker.pid for worker in training.runs(3)}
+        after = {worker.pid for worker in training.wait_for_world(3)}
         assert {worker.pid for worker in ranks[:-1]} <= after
     training.finish()
     lost = [event.text for event in training.cluster.events if event.kind == "worker-lost"]

@@ -9,7 +9,7 @@ import pytest
 
 import nbelastic as nbe
 from tests.process import programs
-from tests.process.observing import until
+from tests.support.waiting import until
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +56,7 @@ def test_a_program_without_a_world(cluster):
 
 def test_ranks_and_groups(cluster):
     """Ranks are packed by host; local and cross ranks and sizes are exact, and so are their groups."""
-    rows = cluster.run(programs.who).result(timeout=20)
+    rows = cluster.run(programs.describe_ranks).result(timeout=20)
     assert [row["rank"] for row in rows] == [0, 1, 2]
     assert [row["size"] for row in rows] == [3, 3, 3]
     assert [row["local"] for row in rows] == [(0, 2), (1, 2), (0, 1)]

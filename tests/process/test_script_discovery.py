@@ -12,8 +12,9 @@ import pytest
 import nbelastic as nbe
 from nbelastic.protocol.ids import HostSpec
 from nbelastic.provision import discovery
-from tests.process.observing import alive, until
-from tests.support import inside
+from tests.support import driver_thread
+from tests.support.processes import alive
+from tests.support.waiting import until
 
 
 @pytest.fixture
@@ -50,13 +51,13 @@ def test_hosts_come_and_go_as_the_script_says(trains, script):
     """A new line adds a host, a missing one drains it, another number changes its slots."""
     script.say("localhost:1")
     training = trains(None, discovery=str(script.path), min=1)
-    training.runs(1)
+    training.wait_for_world(1)
     script.say("localhost:1", "127.0.0.2")
-    training.runs(1 + (os.cpu_count() or 1))
+    training.wait_for_world(1 + (os.cpu_count() or 1))
     script.say("localhost:1", "127.0.0.2:1")
-    training.runs(2)
+    training.wait_for_world(2)
     script.say("127.0.0.2:1")
-    training.runs(1)
+    training.wait_for_world(1)
     assert [w.host for w in training.cluster.workers if w.rank is not None] == ["127.0.0.2"]
     training.finish()
     assert not [event for event in training.cluster.events if event.kind in ("world-broken", "host-lost")]
@@ -66,7 +67,7 @@ def test_a_script_that_fails_later_is_warned_about_once(trains, script):
     """The last good answer is kept, and the script tried again."""
     script.say("localhost:1", "127.0.0.2:1")
     training = trains(None, discovery=str(script.path), min=1)
-    training.runs(2)
+    training.wait_for_world(2)
     failures = lambda: [event.text for event in training.cluster.events if event.kind == "discovery-failed"]
     script.fail()
     (text,) = until(failures)
@@ -75,9 +76,9 @@ def test_a_script_that_fails_later_is_warned_about_once(trains, script):
     script.write("echo localhost:x")
     until(lambda: len(failures()) == 2)
     assert "localhost:x" in failures()[1]
-    training.runs(2)
+    training.wait_for_world(2)
     script.say("localhost:1")
-    training.runs(1)
+    training.wait_for_world(1)
     assert len(failures()) == 2
     assert [e.kind for e in training.cluster.events if "discovery" in e.kind][-1] == "discovery-recovered"
     training.finish()
@@ -98,7 +99,7 @@ def test_a_script_that_fails_at_first(script):
 )
 def test_a_script_that_hangs_or_prints_junk_at_first(script, monkeypatch, does, within, why):
     """That is no start either."""
-    inside.use(monkeypatch)
+    driver_thread.use_driver_threads(monkeypatch)
     monkeypatch.setattr(discovery, "TIMEOUT", within)
     script.write(does)
     cluster = nbe.Cluster(discovery=str(script.path))
@@ -115,10 +116,10 @@ def test_a_script_that_is_not_there(tmp_path):
 
 def test_a_script_that_hangs_later(trains, script, monkeypatch):
     """It is warned about, its children are killed with it, and the training does not notice."""
-    inside.use(monkeypatch)
+    driver_thread.use_driver_threads(monkeypatch)
     script.say("localhost:1")
     training = trains(None, discovery=str(script.path), min=1)
-    training.runs(1)
+    training.wait_for_world(1)
     kinds = lambda: [event.kind for event in training.cluster.events if "discovery" in event.kind]
     monkeypatch.setattr(discovery, "TIMEOUT", 1.0)  # from here on: one that answers may take longer
     script.hang()
@@ -160,7 +161,7 @@ def test_a_third_partys_discovery_that_blocks(trains, monkeypatch):
     monkeypatch.setattr(discovery, "PATIENCE", 0.5)
     found = BlockingHosts()
     training = trains(None, discovery=found, min=1)
-    training.runs(1)
+    training.wait_for_world(1)
     kinds = lambda: [event.kind for event in training.cluster.events if "discovery" in event.kind]
     found.go_on.clear()
     try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import signal
 from collections.abc import Callable
@@ -11,9 +10,9 @@ from pathlib import Path
 import psutil
 
 import nbelastic as nbe
-from tests.process.observing import alive, driver_of, until
-from tests.process.scripting import TELL, ScriptTraining, joining, torchrun
-from tests.support import agents
+from tests.process.script_training import REPORT, ScriptTraining, join_options, torchrun
+from tests.support.processes import agent_of_node, alive, node_pid
+from tests.support.waiting import until
 
 
 def test_a_group_that_is_struck(make: Callable[..., nbe.Cluster], tmp_path):
@@ -21,22 +20,22 @@ def test_a_group_that_is_struck(make: Callable[..., nbe.Cluster], tmp_path):
     cooldown = (5, 5)  # the others make steps before a lost host is back
     cluster = make("localhost:2,127.0.0.2:1", min=1, cooldown=cooldown)
     training = ScriptTraining(cluster, tmp_path / "training", max_restarts=1)
-    os.kill(training.runs(3)[2].pid, signal.SIGKILL)
+    os.kill(training.wait_for_world(3)[2].pid, signal.SIGKILL)
     until(lambda: any("SIGKILL; restart 1 of 1" in event.text for event in cluster.events), what="a restart")
-    first = training.runs(3)[0]
-    node = psutil.Process(node_of(cluster, "localhost"))
+    first = training.wait_for_world(3)[0]
+    node = psutil.Process(node_pid(cluster, "localhost"))
     node.kill()  # its workers die with it, and another is started: that does not count
     until(lambda: not alive(first.pid), what="the workers of the killed node to end")
     until(lambda: any("its node ended (SIGKILL)" in event.text for event in cluster.events), what="its end to be known")
-    training.runs(3)
-    agent_of(cluster, "127.0.0.2").kill()  # the whole host
-    training.runs(2, timeout=20)
-    training.runs(3)  # it is tried again
+    training.wait_for_world(3)
+    agent_of_node(cluster, "127.0.0.2").kill()  # the whole host
+    training.wait_for_world(2, timeout=20)
+    training.wait_for_world(3)  # it is tried again
     cluster.add_host("127.0.0.3:1")
-    training.runs(4)
+    training.wait_for_world(4)
     broken = [event.text for event in cluster.events if event.kind == "world-broken"]
     cluster.remove_host("localhost")  # with rank 0
-    assert [row.host for row in training.runs(2)] == ["127.0.0.2", "127.0.0.3"]
+    assert [row.host for row in training.wait_for_world(2)] == ["127.0.0.2", "127.0.0.3"]
     assert [event.text for event in cluster.events if event.kind == "world-broken"] == broken, "a removal is no failure"
     lines = training.finish()
     assert max(line["restarts"] for line in lines) == 1, "changes of the membership do not count"
@@ -46,20 +45,20 @@ def test_a_frozen_node_is_replaced(make: Callable[..., nbe.Cluster], tmp_path):
     """One that is stopped, so that it can neither watch nor answer, is ended with its workers."""
     cluster = make("localhost:1,127.0.0.2:1", min=1)
     training = ScriptTraining(cluster, tmp_path / "training")
-    before = training.runs(2)
-    os.kill(node_of(cluster, "127.0.0.2"), signal.SIGSTOP)
+    before = training.wait_for_world(2)
+    os.kill(node_pid(cluster, "127.0.0.2"), signal.SIGSTOP)
     until(lambda: not alive(before[1].pid), what="its worker to end")
-    training.runs(2)
+    training.wait_for_world(2)
     training.finish()
 
 
 def test_hosts_that_finish_early_wait_for_the_others(make: Callable[..., nbe.Cluster], tmp_path):
     """The exit barrier: the job ends well when the last has, also when the first do not wait for so long."""
     cluster = make("localhost:1,127.0.0.2:1", min=2)
-    job = cluster.run_script(TELL, tmp_path, "sleep=1.5")
+    job = cluster.run_script(REPORT, tmp_path, "sleep=1.5")
     assert job.result(timeout=60) == [None, None]
     (short := tmp_path / "short").mkdir()
-    assert cluster.run_script(TELL, short, "sleep=1.5", exit_barrier_timeout=0.3).result(timeout=60) == [None, None]
+    assert cluster.run_script(REPORT, short, "sleep=1.5", exit_barrier_timeout=0.3).result(timeout=60) == [None, None]
 
 
 def test_a_closed_cluster(make: Callable[..., nbe.Cluster], tmp_path: Path):
@@ -68,31 +67,11 @@ def test_a_closed_cluster(make: Callable[..., nbe.Cluster], tmp_path: Path):
     copy = tmp_path / "cluster.json"
     copy.write_bytes(cluster.connection_file().read_bytes())
     copy.chmod(0o600)
-    with torchrun(*joining(copy), TELL, tmp_path) as run:
+    with torchrun(*join_options(copy), REPORT, tmp_path) as run:
         until(lambda: len(cluster.hosts) == 2, what="the guest")
         cluster.stop()
         assert run.wait(40) != 0
         assert "is closed" in run.stdout.read()
-    with torchrun(*joining(copy), TELL, tmp_path) as run:
+    with torchrun(*join_options(copy), REPORT, tmp_path) as run:
         assert run.wait(40) != 0
         assert "nobody listens at" in run.stdout.read()
-
-
-def node_of(cluster: nbe.Cluster, host: str) -> int:
-    """The process of a host's elastic agent."""
-    log = str(cluster.log_dir / cluster.status().job / f"{host}-elastic.log")
-    starters = (psutil.Process(pid) for pid in (driver_of(cluster), agents.process.pid))
-    for process in itertools.chain.from_iterable(starter.children(recursive=True) for starter in starters):
-        try:
-            if any(file.path == log for file in process.open_files()):
-                return process.pid
-        except psutil.Error:
-            continue
-    raise AssertionError(f"{host} has no node")
-
-
-def agent_of(cluster: nbe.Cluster, host: str) -> psutil.Process:
-    """The agent whose template is an ancestor of the host's node."""
-    starters = (psutil.Process(pid) for pid in (driver_of(cluster), agents.process.pid))
-    ours = {child.pid for starter in starters for child in starter.children()}
-    return next(parent for parent in psutil.Process(node_of(cluster, host)).parents() if parent.pid in ours)

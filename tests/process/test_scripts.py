@@ -9,8 +9,9 @@ import pytest
 import torch
 
 import nbelastic as nbe
-from tests.process.observing import alive, until
-from tests.process.scripting import TELL, TRAIN, ScriptTraining, told, torchrun
+from tests.process.script_training import REPORT, TRAIN, ScriptTraining, reports_by_rank, torchrun
+from tests.support.processes import alive
+from tests.support.waiting import until
 
 CONTRACT = (
     *("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "ROLE_NAME"),
@@ -42,17 +43,17 @@ def by_torchrun(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
     """What torchrun gives a script, over its own c10d rendezvous."""
     folder = tmp_path_factory.mktemp("theirs")
     own = ("--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1", "--rdzv-id=theirs")
-    with torchrun(*own, "--nproc-per-node=2", "--max-restarts=3", TELL, folder, "word", OMP_NUM_THREADS="1") as run:
+    with torchrun(*own, "--nproc-per-node=2", "--max-restarts=3", REPORT, folder, "word", OMP_NUM_THREADS="1") as run:
         assert run.wait(60) == 0, run.stdout.read()
-    return told(folder)
+    return reports_by_rank(folder)
 
 
 @pytest.mark.parametrize("cold", [False, True], ids=["warm", "cold"])
 def test_a_script_is_given_what_torchrun_gives(pair, by_torchrun, tmp_path, cold):
     """Environment, arguments, `__main__`, path and folder: in forks of the template as in fresh interpreters."""
     (folder := tmp_path / "ours").mkdir()
-    pair.run_script(TELL, folder, "word", max_restarts=3, cold=cold).result(timeout=60)
-    ours = told(folder)
+    pair.run_script(REPORT, folder, "word", max_restarts=3, cold=cold).result(timeout=60)
+    ours = reports_by_rank(folder)
     assert len(ours) == len(by_torchrun) == 2
     for mine, theirs in zip(ours, by_torchrun, strict=True):
         given, expected = mine["environment"], theirs["environment"]
@@ -60,17 +61,17 @@ def test_a_script_is_given_what_torchrun_gives(pair, by_torchrun, tmp_path, cold
         assert [name for name in DIFFERENT if not given.get(name)] == []
         assert set(given) - set(expected) <= OURS_ALONE
         assert set(expected) - set(given) == set()
-        assert mine["argv"][0] == theirs["argv"][0] == str(TELL)
+        assert mine["argv"][0] == theirs["argv"][0] == str(REPORT)
         for what in ("name", "file", "spec", "main", "pickled", "path", "cwd", "sum"):
             assert mine[what] == theirs[what], what
 
 
 def test_a_module(pair, tmp_path):
     """`-m`: found from the working folder, with the arguments after its name."""
-    pair.run_script("tests.process.scripts.tell", tmp_path, "--flag", module=True).result(timeout=60)
-    first = told(tmp_path)[0]
+    pair.run_script("tests.process.scripts.report", tmp_path, "--flag", module=True).result(timeout=60)
+    first = reports_by_rank(tmp_path)[0]
     assert first["argv"][1:] == [str(tmp_path), "--flag"]
-    assert first["argv"][0] == str(TELL)
+    assert first["argv"][0] == str(REPORT)
     assert (first["name"], first["main"]) == ("__main__", True)
 
 
@@ -88,16 +89,16 @@ def test_a_program(pair, tmp_path):
 @pytest.mark.parametrize("cold", [False, pytest.param(True, marks=pytest.mark.soak)], ids=["warm", "cold"])
 def test_the_error_of_the_first_that_failed(pair, tmp_path, cold):
     """Its rank, and its own traceback from its own first line on; the others, who would have slept on, are ended."""
-    job = pair.run_script(TELL, tmp_path, "raise=1", cold=cold)
+    job = pair.run_script(REPORT, tmp_path, "raise=1", cold=cold)
     with pytest.raises(nbe.JobError, match="rank 1 on localhost failed: ") as caught:
         job.result(timeout=60)
     assert caught.value.rank == 1
     lines = caught.value.remote_traceback.splitlines()
     assert (lines[0], lines[-1]) == ("Traceback (most recent call last):", "KeyError: 'of rank 1'"), lines
-    assert [line.split(",")[0] for line in lines if line.startswith("  File")] == [f'  File "{TELL}"'] * 2
+    assert [line.split(",")[0] for line in lines if line.startswith("  File")] == [f'  File "{REPORT}"'] * 2
     until(lambda: "KeyError" in job.logs(rank=1), what="what it printed")
     until(lambda: not list((pair.log_dir / job.name).glob("*.pickle")), what="torch's own notes to go")
-    until(lambda: not [one["pid"] for one in told(tmp_path) if alive(one["pid"])], what="both to end")
+    until(lambda: not [one["pid"] for one in reports_by_rank(tmp_path) if alive(one["pid"])], what="both to end")
 
 
 @pytest.mark.parametrize(
@@ -112,23 +113,23 @@ def test_the_error_of_the_first_that_failed(pair, tmp_path, cold):
 )
 def test_how_scripts_end(pair, tmp_path, word, error):
     """`sys.exit` and `os._exit`, with any code: what counts is what a fresh interpreter would have ended with."""
-    error_or_none = pair.run_script(TELL, tmp_path, word).exception(timeout=60)
+    error_or_none = pair.run_script(REPORT, tmp_path, word).exception(timeout=60)
     assert (error in str(error_or_none)) if error else error_or_none is None
 
 
 def test_a_flaky_script(pair, tmp_path):
     """It fails twice, and restarts are left: the group begins again, and knows how often it has."""
-    job = pair.run_script(TELL, tmp_path, "flaky=2", max_restarts=2)
+    job = pair.run_script(REPORT, tmp_path, "flaky=2", max_restarts=2)
     assert job.result(timeout=60) == [None, None]
-    assert [len(told(tmp_path, restarts)) for restarts in range(3)] == [2, 2, 2]
+    assert [len(reports_by_rank(tmp_path, restarts)) for restarts in range(3)] == [2, 2, 2]
     (again := tmp_path / "again").mkdir()
     with pytest.raises(nbe.JobError, match="not yet after 1 restarts"):
-        pair.run_script(TELL, again, "flaky=2", max_restarts=1).result(timeout=60)
+        pair.run_script(REPORT, again, "flaky=2", max_restarts=1).result(timeout=60)
 
 
 def test_streams_that_are_redirected_are_in_files_alone(pair, tmp_path):
     """torchrun's `--redirects` and `--tee`, by stream and by local rank."""
-    job = pair.run_script(TELL, tmp_path, redirects="0:3,1:1", tee="1:0")
+    job = pair.run_script(REPORT, tmp_path, redirects="0:3,1:1", tee="1:0")
     job.result(timeout=60)
     until(lambda: "complains" in job.logs(), what="what is shown")
     assert job.logs().split(" | ", 1)[1] == "rank 1 complains"
@@ -140,15 +141,15 @@ def test_streams_that_are_redirected_are_in_files_alone(pair, tmp_path):
 
 def test_more_workers_than_slots(pair, tmp_path):
     """`nproc` says how many a host has, as torchrun's `--nproc-per-node` does; `role` names them."""
-    pair.run_script(TELL, tmp_path, nproc=3, role="trainer").result(timeout=60)
-    assert [one["environment"]["ROLE_NAME"] for one in told(tmp_path)] == ["trainer"] * 3
-    assert told(tmp_path)[0]["sum"] == [3.0, 3.0]
+    pair.run_script(REPORT, tmp_path, nproc=3, role="trainer").result(timeout=60)
+    assert [one["environment"]["ROLE_NAME"] for one in reports_by_rank(tmp_path)] == ["trainer"] * 3
+    assert reports_by_rank(tmp_path)[0]["sum"] == [3.0, 3.0]
 
 
 def test_one_job_at_a_time(pair, tmp_path):
     """A script is a job like any other; it can be stopped, and a function can follow."""
     training = ScriptTraining(pair, tmp_path / "training")
-    pids = {worker.pid for worker in training.runs(2)}
+    pids = {worker.pid for worker in training.wait_for_world(2)}
     with pytest.raises(nbe.UsageError, match="is still running"):
         pair.run(len, [])
     training.job.stop()
@@ -161,7 +162,7 @@ def test_one_job_at_a_time(pair, tmp_path):
 def test_what_is_shown_while_it_runs(pair, tmp_path):
     """A row for every rank, with its process; the state of the host's worker group; the reason."""
     training = ScriptTraining(pair, tmp_path / "training")
-    rows = training.runs(2)
+    rows = training.wait_for_world(2)
     status = pair.status()
     assert (status.phase, status.world_size, status.job, status.outcome) == ("running", 2, training.job.name, "")
     assert [(row.id, row.rank, row.state) for row in rows] == [
@@ -195,6 +196,6 @@ def test_options_that_cannot_be(pair, tmp_path):
         ({"module": True, "no_python": True}, "exclude each other"),
     ):
         with pytest.raises(nbe.UsageError, match=text):
-            pair.run_script(TELL, **options)
+            pair.run_script(REPORT, **options)
     with pytest.raises(nbe.UsageError, match="there is no file"):
         pair.run_script(tmp_path / "nothing.py")

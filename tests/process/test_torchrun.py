@@ -11,8 +11,16 @@ import pytest
 
 import nbelastic as nbe
 from nbelastic.transport.keys import Keys
-from tests.process.observing import until
-from tests.process.scripting import FOR_EVER, TELL, TRAIN, ScriptTraining, joining, told, torchrun
+from tests.process.script_training import (
+    MANY_STEPS,
+    REPORT,
+    TRAIN,
+    ScriptTraining,
+    join_options,
+    reports_by_rank,
+    torchrun,
+)
+from tests.support.waiting import until
 
 
 @pytest.fixture(scope="module")
@@ -26,23 +34,23 @@ def lone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[nbe.Cluster]:
 def test_two_terminals_and_a_host_train_together(lone, tmp_path):
     """They are shown as hosts and take part in the ranks; one is killed, one leaves cleanly, and another ends well with the host."""
     training = ScriptTraining(lone, tmp_path / "training")
-    training.runs(1)
-    command = (*joining(lone.connection_file(), "--max-restarts=3"), TRAIN, training.folder, FOR_EVER)
+    training.wait_for_world(1)
+    command = (*join_options(lone.connection_file(), "--max-restarts=3"), TRAIN, training.folder, MANY_STEPS)
     # they come together, as each change costs each of them another import of torch
     with torchrun(*command) as first, torchrun(*command) as second:
-        rows = training.runs(3)
+        rows = training.wait_for_world(3)
         names = [host.name for host in lone.hosts]
         assert names[0] == "localhost"
         assert sorted(row.host for row in rows) == sorted(names)
         assert {name.rpartition("-")[2] for name in names[1:]} == {str(first.pid), str(second.pid)}
         os.killpg(second.pid, signal.SIGKILL)
-        training.runs(2)
+        training.wait_for_world(2)
         assert [host.name.rpartition("-")[2] for host in lone.hosts] == ["localhost", str(first.pid)]
         first.send_signal(signal.SIGINT)
-        training.runs(1)
+        training.wait_for_world(1)
         assert first.wait(20) != 0
     with torchrun(*command) as third:
-        training.runs(2)
+        training.wait_for_world(2)
         lines = training.finish()
         assert third.wait(20) == 0
     assert {line["restarts"] for line in lines} == {0}
@@ -51,26 +59,26 @@ def test_two_terminals_and_a_host_train_together(lone, tmp_path):
 
 def test_a_worker_of_a_terminal_fails(lone, tmp_path):
     """All begin again; when no restarts are left its error is the job's, with its rank and its host."""
-    job = lone.run_script(TELL, tmp_path, "raise=none", max_restarts=1)
-    with torchrun(*joining(lone.connection_file(), "--max-restarts=3"), TELL, tmp_path, "raise=any") as run:
+    job = lone.run_script(REPORT, tmp_path, "raise=none", max_restarts=1)
+    with torchrun(*join_options(lone.connection_file(), "--max-restarts=3"), REPORT, tmp_path, "raise=any") as run:
         with pytest.raises(nbe.JobError, match=r"rank [01] on torchrun-") as caught:  # who comes first has rank 0
             job.result(timeout=60)
         assert run.wait(20) != 0
         assert f"{job.name} failed: rank {caught.value.rank} on torchrun-" in run.stdout.read()
-    assert len(told(tmp_path, restarts=1)) == 2
+    assert len(reports_by_rank(tmp_path, restarts=1)) == 2
 
 
 def test_a_terminal_waits_for_a_script(lone, tmp_path):
     """It may come first. A job's name as its id means that job alone; what is removed by hand ends well."""
     name = f"job-{int(lone.job.name.partition('-')[2]) + 1 if lone.job else 1}"
-    with torchrun(*joining(lone.connection_file(), f"--rdzv-id={name}"), TRAIN, tmp_path / "t", FOR_EVER) as run:
+    with torchrun(*join_options(lone.connection_file(), f"--rdzv-id={name}"), TRAIN, tmp_path / "t", MANY_STEPS) as run:
         until(lambda: len(lone.hosts) == 2, what="the guest")
         assert lone.hosts[1].reason == "torchrun: waits for a script"
         training = ScriptTraining(lone, tmp_path / "t")
         assert training.job.name == name
-        training.runs(2)
+        training.wait_for_world(2)
         lone.remove_host(lone.hosts[1].name)
-        training.runs(1)
+        training.wait_for_world(1)
         assert run.wait(20) == 0
         assert "removed by you" in run.stdout.read()
     training.finish()
@@ -79,14 +87,14 @@ def test_a_terminal_waits_for_a_script(lone, tmp_path):
 def test_a_full_cluster(lone, tmp_path):
     """A spare waits, and says for what; `spare=0` ends at once; `join_timeout` ends the waiting."""
     training = ScriptTraining(lone, tmp_path / "training", nproc=3)
-    training.runs(3)
+    training.wait_for_world(3)
     for option, error in (("spare=0", "RendezvousClosedError"), ("join_timeout=5", "RendezvousTimeoutError")):
-        with torchrun(*joining(lone.connection_file(), f"--rdzv-conf={option}"), TRAIN, training.folder, 1) as run:
+        with torchrun(*join_options(lone.connection_file(), f"--rdzv-conf={option}"), TRAIN, training.folder, 1) as run:
             assert run.wait(40) != 0
             said = run.stdout.read()
         assert error in said
         assert "the cluster is full: 3 of max 3 workers" in said
-    assert training.runs(3)
+    assert training.wait_for_world(3)
     assert lone.status().generation == 1
     training.finish()
 
@@ -100,7 +108,7 @@ def test_a_key_of_another_start(lone, tmp_path):
         changed = {f"{part}_public": getattr(keys, f"{part}_public"), f"{part}_secret": getattr(keys, f"{part}_secret")}
         strange.write_text(json.dumps({**told, "keys": {**told["keys"], **changed}}))
         strange.chmod(0o600)
-        with torchrun(*joining(strange), TELL, tmp_path) as run:
+        with torchrun(*join_options(strange), REPORT, tmp_path) as run:
             assert run.wait(40) != 0
             assert "does not accept this key" in run.stdout.read()
     assert len(lone.hosts) == 1
@@ -113,7 +121,7 @@ def test_a_file_that_others_can_read_is_refused(lone, tmp_path):
     copy.chmod(0o644)
     assert lone.connection_file().stat().st_mode & 0o777 == 0o600
     for file, error in ((copy, "can be read by others"), (tmp_path / "none.json", "No such file")):
-        with torchrun(*joining(file), TELL, tmp_path) as run:
+        with torchrun(*join_options(file), REPORT, tmp_path) as run:
             assert run.wait(40) != 0
             assert error in run.stdout.read()
 
@@ -123,7 +131,7 @@ def test_by_host_and_port(lone, tmp_path):
     """The keys are those of the cluster of this machine that listens there."""
     endpoint = json.loads(lone.connection_file().read_text())["address"].removeprefix("tcp://")
     training = ScriptTraining(lone, tmp_path / "training")
-    with torchrun(*joining(endpoint), TRAIN, training.folder, FOR_EVER) as run:
-        training.runs(2)
+    with torchrun(*join_options(endpoint), TRAIN, training.folder, MANY_STEPS) as run:
+        training.wait_for_world(2)
         training.finish()
         assert run.wait(40) == 0

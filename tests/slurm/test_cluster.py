@@ -5,10 +5,10 @@ import os
 import pytest
 
 import nbelastic as nbe
-from tests.process.observing import Training, until
+from tests.process.kernel_process import PAUSE, Kernel, attached, end
 from tests.process.programs import train
-from tests.process.surviving import PAUSE, Kernel, attached, end
-from tests.support.waiting import files_in
+from tests.process.training import Training
+from tests.support.waiting import files_in, until
 
 
 @pytest.fixture
@@ -31,16 +31,16 @@ def jobs(slurm):
 
 def test_training_on_hosts_that_are_jobs(slurm, training):
     """Two hosts are two jobs, named after them; at the end no job is left, and no key."""
-    training.runs(3)
+    training.wait_for_world(3)
     assert set(jobs(slurm)) == {"nbelastic-one", "nbelastic-two"}
     training.finish()
 
 
 def test_a_cancelled_job_is_a_lost_host(slurm, training):
     """The training goes on with the other one."""
-    training.runs(3)
+    training.wait_for_world(3)
     slurm("scancel", jobs(slurm)["nbelastic-two"])
-    training.runs(2)
+    training.wait_for_world(2)
     training.finish()
 
 
@@ -67,12 +67,12 @@ def kept(slurm, tmp_path, monkeypatch):
 def test_jobs_outlive_a_kernel(slurm, kept):
     """The next kernel has the same jobs, and trains on without a new generation; a host that is removed gives its job back."""
     kernel = kept("one:1,two:1")
-    generation = kernel.makes_steps(2)
+    generation = kernel.wait_for_steps(2)
     before = jobs(slurm)
-    until(lambda: all(agent.job for agent in kernel.saved.agents.values()), what="the jobs to be written down")
+    until(lambda: all(agent.job for agent in kernel.snapshot.agents.values()), what="the jobs to be written down")
     kernel.kill()
     training = attached(kernel)
-    training.runs(2)
+    training.wait_for_world(2)
     assert jobs(slurm) == before
     assert training.cluster.status().generation == generation
     training.cluster.remove_host("two")
@@ -84,20 +84,22 @@ def test_a_job_that_waits_outlives_a_kernel(slurm, kept):
     """It keeps its place in the queue, joins when its turn has come, and is cancelled if it has not by the end."""
     slurm("scontrol", "update", "nodename=n2", "state=drain", "reason=test")
     kernel = kept("one:1,two:1")
-    kernel.makes_steps(1)
-    until(lambda: kernel.saved.agents.keys() == {"one", "two"} and all(a.job for a in kernel.saved.agents.values()))
+    kernel.wait_for_steps(1)
+    until(
+        lambda: kernel.snapshot.agents.keys() == {"one", "two"} and all(a.job for a in kernel.snapshot.agents.values())
+    )
     before = jobs(slurm)
     assert len(before) == 2
     kernel.kill()
     training = attached(kernel)
-    training.runs(1)
+    training.wait_for_world(1)
     assert jobs(slurm) == before
     slurm("scontrol", "update", "nodename=n2", "state=resume")
-    training.runs(2)
+    training.wait_for_world(2)
     assert jobs(slurm) == before
     training.cluster.add_host("three:1")
     until(lambda: "nbelastic-three" in jobs(slurm))
-    until(lambda: "three" in kernel.saved.agents and kernel.saved.agents["three"].job)
+    until(lambda: "three" in kernel.snapshot.agents and kernel.snapshot.agents["three"].job)
     training.cluster.detach()
     training = attached(kernel)
     assert "nbelastic-three" in jobs(slurm)

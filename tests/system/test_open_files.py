@@ -12,7 +12,7 @@ import pytest
 import nbelastic as nbe
 from nbelastic.errors import HostError
 from nbelastic.system import open_files
-from tests.support import inside
+from tests.support import driver_thread
 
 
 def test_the_soft_limit_is_raised_to_the_hard_one() -> None:
@@ -38,7 +38,7 @@ def test_how_many_workers_fit(limit: int, used: int, fit: int) -> None:
 
 def test_more_workers_than_fit_are_refused_at_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """One line says how many fit and which limit to raise; nothing has been started."""
-    inside.use(monkeypatch)
+    driver_thread.use_driver_threads(monkeypatch)
     monkeypatch.setattr(open_files, "raise_limit", lambda: 256)
     before = set(threading.enumerate())
     with pytest.raises(HostError, match=r"^40 workers are asked for, and only \d+ fit: .*ulimit -Hn.*$"):

@@ -16,8 +16,9 @@ import pytest
 from nbelastic.provision.tcp_proxy import Doors, Gate
 from nbelastic.provision.tcp_proxy_process import MOST_OF_A_PEER
 from nbelastic.system.presence import pid_of
-from tests.process.observing import alive, until
 from tests.support.presence import until_the_end
+from tests.support.processes import alive
+from tests.support.waiting import until
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from nbelastic.worker.formation import Formation
 from nbelastic.worker.next_generation import NextGeneration
 from nbelastic.worker.process_group import TIMEOUT, Group, Offer, UnsupportedError
 from nbelastic.worker.sockets import borrowed, listeners, open_sockets, shut_down
-from tests.process.observing import until
+from tests.support.waiting import until
 
 
 def formation(generation, size, offer):

@@ -1,6 +1,6 @@
 """Python imports this file as it starts, in every process of the tests; two variables say what it does.
 
-TESTS_WARM: the address of the warm process. It forks an agent for the process that was to be one: see tests/support/warm.py.
+TESTS_WARM: the address of the warm process. It forks an agent for the process that was to be one: see tests/support/warm_process.py.
 TESTS_JITTER: the seed of `pytest --jitter SEED`: see tests/support/jitter.py.
 """
 
@@ -24,7 +24,7 @@ _random = random.Random(f"{_seed} {sys.orig_argv[1:]}")
 def become_warm() -> None:
     """Have the warm process fork the agent, and end as that ends; return if there is no warm process."""
     sys.path.insert(0, os.path.abspath(f"{__file__}/../../../.."))
-    from tests.support.warm import join
+    from tests.support.warm_process import join
 
     del sys.path[0]
     join(os.environ["TESTS_WARM"])

@@ -17,30 +17,31 @@ from nbelastic.client import connection
 from nbelastic.protocol.saved_cluster import NAME, fingerprint
 from nbelastic.system.folders import runs
 from tests.process import programs
-from tests.process.observing import alive, undisturbed, until
-from tests.process.scripting import FOR_EVER, TRAIN, joining, torchrun
-from tests.process.surviving import FoundScript, Kernel, attached, kernels
-from tests.support.waiting import until_none
+from tests.process.kernel_process import AttachedScript, Kernel, attached, start_kernels
+from tests.process.script_training import MANY_STEPS, TRAIN, join_options, torchrun
+from tests.process.training import in_one_generation
+from tests.support.processes import alive
+from tests.support.waiting import until, until_none
 
 WORLD = 3
 
 
 @pytest.fixture
 def kept(tmp_path: Path) -> Iterator[Callable[..., Kernel]]:
-    with kernels("kept", tmp_path, 10) as start:
+    with start_kernels("kept", tmp_path, 10) as start:
         yield start
 
 
 def test_a_killed_driver_costs_no_step(kept):
     """Nobody stands still: the world goes on while no driver is there, and comes back as it is, with its job and history."""
     kernel = kept()
-    generation = kernel.makes_steps(WORLD)
-    kernel.crash()
+    generation = kernel.wait_for_steps(WORLD)
+    kernel.kill_with_driver()
     made = len(kernel.steps())
     until(lambda: len(kernel.steps()) > made + 30, what="steps without a driver")
     before = set(kernel.processes())
     training = attached(kernel)
-    members = training.runs(WORLD)
+    members = training.wait_for_world(WORLD)
     assert training.job.name == "job-1"
     assert training.cluster.status().generation == generation
     assert set(kernel.processes()) == before
@@ -48,7 +49,7 @@ def test_a_killed_driver_costs_no_step(kept):
     assert "job-1 was submitted" in texts
     assert f"{WORLD} workers train on in generation {generation}" in texts
     training.signal_worker(members[0])  # all that a driver does, it does
-    training.runs(WORLD)
+    training.wait_for_world(WORLD)
     results = training.finish()
     assert len(results) == WORLD
     training.cluster.stop()
@@ -71,17 +72,17 @@ def test_a_killed_driver_costs_no_step(kept):
 def test_a_kernel_and_another_part_die(kept, part, first):
     """In either order: survivors wait with their state instead of hanging; the next kernel makes all whole again."""
     kernel = kept(hosts="localhost:2,127.0.0.2:1")
-    kernel.makes_steps(WORLD)
-    victim = kernel.part(part)
+    kernel.wait_for_steps(WORLD)
+    victim = kernel.pid_of(part)
     if first == "kernel":
-        kernel.crash()
+        kernel.kill_with_driver()
         os.kill(victim, signal.SIGKILL)
     elif first == "part":
         os.kill(victim, signal.SIGKILL)
-        kernel.crash()
+        kernel.kill_with_driver()
     until(lambda: not alive(victim), what=f"the {part} to end")
     training = attached(kernel)
-    training.runs(WORLD)
+    training.wait_for_world(WORLD)
     assert len(training.finish()) == WORLD
     training.cluster.stop()
 
@@ -93,11 +94,11 @@ def forsaken(kept: Callable[..., Kernel], tmp_path: Path) -> Callable[..., None]
     def story(with_driver: bool, with_rank_0: bool = False) -> None:
         folder = tmp_path / "checkpoints"
         kernel = kept(lease=5.0, silence=3.0, arguments={"checkpoint": str(folder), "checkpoint_every": 1_000_000})
-        kernel.makes_steps(WORLD)
-        kernel.crash() if with_driver else kernel.kill()
+        kernel.wait_for_steps(WORLD)
+        kernel.kill_with_driver() if with_driver else kernel.kill()
         if with_rank_0:
             os.kill(next(line["pid"] for line in kernel.steps() if line["rank"] == 0), signal.SIGKILL)
-        until_none(kernel.left, 60 if with_rank_0 else 40)
+        until_none(kernel.leftovers, 60 if with_rank_0 else 40)
         last = max(line["step"] for line in kernel.steps())
         newest = max(path.name for path in folder.iterdir())  # each ends by its own clock, and may save its commit
         assert int(newest.rpartition("-")[2]) in range(last - 1, last + 1)
@@ -115,15 +116,15 @@ def test_nobody_comes(forsaken, with_driver):
 def test_nothing_is_left_of_a_cluster_that_is_not_kept(kept, with_driver):
     """It ends with its kernel, at once, whether or not a driver is there to see to that."""
     kernel = kept(keep=False)
-    kernel.makes_steps(WORLD)
-    kernel.crash() if with_driver else kernel.kill()
-    until_none(kernel.left, 15)
+    kernel.wait_for_steps(WORLD)
+    kernel.kill_with_driver() if with_driver else kernel.kill()
+    until_none(kernel.leftovers, 15)
 
 
 def test_who_starts_the_next_driver_does_not_own_the_cluster(kept):
     """Its kernel is stopped for a while as the driver dies: a terminal that looks on starts another one, and lets go of it."""
     kernel = kept(keep=False)
-    generation = kernel.makes_steps(WORLD)
+    generation = kernel.wait_for_steps(WORLD)
     os.kill(kernel.process.pid, signal.SIGSTOP)
     os.kill(kernel.driver, signal.SIGKILL)
     until(lambda: not kernel.driver, what="the driver to end")
@@ -140,17 +141,17 @@ def test_who_starts_the_next_driver_does_not_own_the_cluster(kept):
     assert {line["generation"] for line in kernel.steps()[made:]} == {generation}
     os.kill(kernel.process.pid, signal.SIGCONT)
     kernel.kill()
-    until_none(kernel.left, 15)
+    until_none(kernel.leftovers, 15)
 
 
 def test_an_ordinary_restart(kept):
     """A kernel that ends in order lets go of its cluster as one that is killed."""
     kernel = kept()
-    generation = kernel.makes_steps(WORLD)
+    generation = kernel.wait_for_steps(WORLD)
     driver = kernel.driver
     kernel.end()
     training = attached(kernel)
-    training.runs(WORLD)
+    training.wait_for_world(WORLD)
     assert (training.cluster.status().generation, kernel.driver) == (generation, driver)
     training.finish()
     training.cluster.stop()
@@ -161,14 +162,14 @@ def test_an_ordinary_restart(kept):
 def test_what_dies_while_no_kernel_is_there_is_replaced(kept, part):
     """The driver is its own process, and does all that it does: who attaches finds the training whole, and what happened."""
     kernel = kept(hosts="localhost:2,127.0.0.2:1")
-    generation = kernel.makes_steps(WORLD)
-    victim = kernel.part(part)
+    generation = kernel.wait_for_steps(WORLD)
+    victim = kernel.pid_of(part)
     kernel.kill()
     os.kill(victim, signal.SIGKILL)
     if part != "controller":
-        until(lambda: kernel.makes_steps(WORLD) > generation, 60, "a world as large as before")
+        until(lambda: kernel.wait_for_steps(WORLD) > generation, 60, "a world as large as before")
     training = attached(kernel)
-    training.runs(WORLD)
+    training.wait_for_world(WORLD)
     kind = {"worker": "worker-lost", "agent": "host-lost", "controller": "controller-started"}[part]
     until(lambda: kind in [event.kind for event in training.cluster.events], what=kind)
     assert "driver-came" not in [event.kind for event in training.cluster.events]
@@ -179,9 +180,9 @@ def test_what_dies_while_no_kernel_is_there_is_replaced(kept, part):
 def test_several_kernels_have_one_cluster(kept):
     """All see the same: orders and who gave them, what is printed, and the result; one that leaves disturbs nobody."""
     kernel = kept()
-    generation = kernel.makes_steps(WORLD)
+    generation = kernel.wait_for_steps(WORLD)
     one, two = attached(kernel), attached(kernel)
-    with undisturbed(one):
+    with in_one_generation(one):
         one.cluster.scale(max=7, by="one")
         two.cluster.scale(max=5, by="two")
         until(lambda: [each.cluster.status().max for each in (one, two)] == [5, 5], what="the last order to be seen")
@@ -207,18 +208,18 @@ def test_a_script_begins_again(kept):
     """It knows of restarts only, so a new driver starts it anew, from its checkpoint; a terminal's torchrun comes along."""
     kernel = kept(program="script", hosts="localhost:2", arguments={"max_restarts": 0})
     until(lambda: len({line["pid"] for line in kernel.steps()}) == 2, 30, "steps")
-    kernel.crash()
+    kernel.kill_with_driver()
     cluster = nbe.Cluster.attach(kernel.name)
-    training = FoundScript(cluster, cluster.job, kernel.folder)
-    training.runs(2)
+    training = AttachedScript(cluster, cluster.job, kernel.folder)
+    training.wait_for_world(2)
     assert "job-1 begins again" in " ".join(event.text for event in cluster.events)
-    options = joining(cluster.connection_file(), "--max-restarts=0")
-    with torchrun(*options, TRAIN, kernel.folder, FOR_EVER) as external:
-        training.runs(3)
-        kernel.crash()
+    options = join_options(cluster.connection_file(), "--max-restarts=0")
+    with torchrun(*options, TRAIN, kernel.folder, MANY_STEPS) as external:
+        training.wait_for_world(3)
+        kernel.kill_with_driver()
         cluster = nbe.Cluster.attach(kernel.name)
-        training = FoundScript(cluster, cluster.job, kernel.folder)
-        training.runs(3)
+        training = AttachedScript(cluster, cluster.job, kernel.folder)
+        training.wait_for_world(3)
         training.finish()
         assert external.wait(20) == 0
     cluster.stop()
@@ -229,7 +230,7 @@ def test_a_script_that_ends_meanwhile(kept):
     kernel = kept(program="script", hosts="localhost:2")
     pids = until(lambda: {line["pid"] for line in kernel.steps() if line["world"] == 2}, 30, "steps")
     template = psutil.Process(next(iter(pids))).parent()
-    kernel.crash()
+    kernel.kill_with_driver()
     (kernel.folder / "finish").touch()
     until(lambda: len(template.children()) == 2, what="the script and its node to end, of which the engines are left")
     cluster = nbe.Cluster.attach(kernel.name)
@@ -247,17 +248,17 @@ def test_rank_0_and_nobody_come(forsaken):
 @pytest.mark.parametrize("with_driver", [False, True])
 def test_a_job_that_ends_meanwhile(kept, with_driver):
     """Its results are there for the next kernel, and for the one after; what it has printed is too."""
-    kernel = kept(program="say", min=WORLD)
-    kernel.crash() if with_driver else kernel.kill()
+    kernel = kept(program="print_rank", min=WORLD)
+    kernel.kill_with_driver() if with_driver else kernel.kill()
     cluster = nbe.Cluster.attach(kernel.name)
     assert cluster.job.result(timeout=20) == ["rank 0", "rank 1", "rank 2"]
     cluster.detach()
     if with_driver:
-        kernel.crash()
+        kernel.kill_with_driver()
     cluster = nbe.Cluster.attach(kernel.name)
     assert cluster.job.result(timeout=20) == ["rank 0", "rank 1", "rank 2"]
     until(lambda: "I am rank 1" in cluster.job.logs(), what="what it has printed")
-    training = cluster.run(programs.say, str(kernel.folder))
+    training = cluster.run(programs.print_rank, str(kernel.folder))
     assert training.name == "job-2"
     assert len(training.result(timeout=20)) == WORLD
     cluster.stop()
@@ -267,7 +268,7 @@ def test_an_error_meanwhile(kept):
     """The user's own error is the job's, with its traceback, though nobody was there to hear it."""
     kernel = kept(program="fail_later", min=WORLD)
     until((kernel.folder / "begun").exists, what="the world")
-    kernel.crash()
+    kernel.kill_with_driver()
     (kernel.folder / "go").touch()
     until((kernel.folder / "failed").exists, what="the error")
     cluster = nbe.Cluster.attach(kernel.name)
@@ -280,18 +281,18 @@ def test_an_error_meanwhile(kept):
 
 def test_a_rank_that_holds_the_interpreter_lock_while_a_kernel_attaches(kept):
     """It answers long after the new driver has stopped waiting for it, and trains on: nobody is killed."""
-    kernel = kept(program="hold", hosts="localhost:2", silence=1.0)
-    generation = kernel.makes_steps(2)
-    kernel.crash()
+    kernel = kept(program="train_and_hold_lock", hosts="localhost:2", silence=1.0)
+    generation = kernel.wait_for_steps(2)
+    kernel.kill_with_driver()
     (kernel.folder / "hold").touch()
     until((kernel.folder / "held").exists, what="a rank to hold the lock")
     training = attached(kernel)
     kinds = lambda: [event.kind for event in training.cluster.events]
     until(lambda: "worker-silent" in kinds(), what="the silent rank to be named")
-    programs.let_go(kernel.folder)
+    programs.release_lock(kernel.folder)
     steps = len(kernel.steps())
     until(lambda: len(kernel.steps()) > steps + 30, what="steps after it")
-    training.runs(2)
+    training.wait_for_world(2)
     assert not {"host-lost", "worker-lost", "world-broken"}.intersection(kinds()), list(training.cluster.events)
     assert training.cluster.status().generation == generation, list(training.cluster.events)
     training.finish()
@@ -303,14 +304,14 @@ def test_a_discovery_that_fails_while_a_new_kernel_attaches(kept, tmp_path):
     script.write_text(f"#!/bin/sh\nrm {busy} 2>&- && echo 'the controller is busy' >&2 && exit 1\necho localhost:2\n")
     script.chmod(0o755)
     kernel = kept(hosts=None, discovery=str(script))
-    generation = kernel.makes_steps(2)
-    kernel.crash()
+    generation = kernel.wait_for_steps(2)
+    kernel.kill_with_driver()
     until(lambda: not any(str(script) in command for command in kernel.processes().values()), what="its last look")
     busy.touch()
     training = attached(kernel)
     kinds = lambda: [event.kind for event in training.cluster.events if "discovery" in event.kind]
     until(lambda: kinds() == ["discovery-failed", "discovery-recovered"], what="the discovery to answer again")
-    training.runs(2)
+    training.wait_for_world(2)
     assert training.cluster.status().generation == generation
     training.finish()
 
@@ -318,10 +319,10 @@ def test_a_discovery_that_fails_while_a_new_kernel_attaches(kept, tmp_path):
 def test_setup_cells_run_once(kept):
     """On workers of another driver they have run; those that come later run them, though this kernel never saw them."""
     kernel = kept(program="")
-    kernel.crash()
+    kernel.kill_with_driver()
     cluster = nbe.Cluster.attach(kernel.name)
     cluster.execute("counted = globals().get('counted', 0) + 1", setup=True)
-    kernel.crash()
+    kernel.kill_with_driver()
     cluster = nbe.Cluster.attach(kernel.name)
     victim = cluster.workers[0].id
     cluster.restart(victim)
@@ -340,14 +341,14 @@ def test_a_driver_that_does_not_answer(kept, monkeypatch):
     until(lambda: psutil.Process(driver).status() == psutil.STATUS_STOPPED)
     with pytest.raises(nbe.UsageError, match=rf"process {driver}.*end that process"):
         nbe.Cluster.attach(kernel.name)
-    kernel.crash()
+    kernel.kill_with_driver()
     nbe.Cluster.attach(kernel.name).stop()
 
 
 def test_files_that_cannot_be_used(kept, tmp_path):
     """Each gets a line that says what is wrong; none of them costs the cluster anything."""
     kernel = kept(program="")
-    kernel.crash()
+    kernel.kill_with_driver()
     path = runs() / kernel.name / NAME
     whole = path.read_bytes()
     for broken, said in (

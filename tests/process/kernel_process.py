@@ -20,9 +20,10 @@ from nbelastic.driver.driver_snapshot import DriverSnapshot
 from nbelastic.protocol.run_directory import RunDir
 from nbelastic.system.folders import runs
 from nbelastic.system.presence import pid_of
-from tests.process.observing import Training, alive, descendants, until
-from tests.process.scripting import ScriptTraining
-from tests.support.waiting import until_none
+from tests.process.script_training import ScriptTraining
+from tests.process.training import Training
+from tests.support.processes import alive, descendants
+from tests.support.waiting import until, until_none
 
 MARK = "NBELASTIC_TEST_KERNEL"  # in the environment of the kernel, and so of all that it starts
 ROOT = Path(__file__).parents[2]
@@ -56,7 +57,7 @@ class Kernel:
 
     def _begin(self, said: dict[str, Any]) -> subprocess.Popen[bytes]:
         return subprocess.Popen(
-            [sys.executable, "-m", "tests.process.kernel", json.dumps(said)],
+            [sys.executable, "-m", "tests.process.kernel_program", json.dumps(said)],
             cwd=ROOT,
             env={**os.environ, MARK: self.name},
             stdin=subprocess.PIPE,
@@ -69,16 +70,16 @@ class Kernel:
         assert self.process.stdout.readline() == b"ready\n"
         return self
 
-    def again(self, world: int) -> tuple[float, float, float]:
+    def take_over(self, world: int) -> tuple[float, float, float]:
         """Another kernel, after this one was killed: seconds until it had imported all, had the cluster, and `world` trained."""
         self.process = self._begin({"name": self.name, "attach": world})
         assert self.process.stdout is not None
         imported, attached, whole = json.loads(self.process.stdout.readline())
         return imported, attached, whole
 
-    def part(self, part: str) -> int:
+    def pid_of(self, part: str) -> int:
         """A process of it: controller, or of the last host agent, template or worker."""
-        saved = self.saved
+        saved = self.snapshot
         if part == "controller":
             return pid_of(saved.controller)
         agent = pid_of(saved.agents[max(saved.agents, key=lambda host: host != "localhost")].process)
@@ -93,7 +94,7 @@ class Kernel:
             self.process.kill()
             self.process.communicate()
 
-    def crash(self) -> None:
+    def kill_with_driver(self) -> None:
         """The kernel and its driver."""
         driver = self.driver
         self.kill()
@@ -111,7 +112,7 @@ class Kernel:
         self.process.communicate(timeout=20)
 
     @property
-    def saved(self) -> DriverSnapshot:
+    def snapshot(self) -> DriverSnapshot:
         return DriverSnapshot.read(runs() / self.name)
 
     def processes(self) -> dict[int, str]:
@@ -129,9 +130,9 @@ class Kernel:
         return found
 
     def steps(self) -> list[dict[str, Any]]:
-        return Found(None, None, self.folder).lines()
+        return AttachedTraining(None, None, self.folder).lines()
 
-    def makes_steps(self, world: int) -> int:
+    def wait_for_steps(self, world: int) -> int:
         """Wait until `world` processes have made steps together; the generation of that."""
 
         def found() -> int | None:
@@ -146,14 +147,14 @@ class Kernel:
         generation: int = until(found, 30, f"steps of {world}")
         return generation
 
-    def left(self) -> list[str]:
+    def leftovers(self) -> list[str]:
         """What is left of the cluster: processes, folders and locks."""
         found = self.processes() | dict.fromkeys(descendants(), "started by this process")
         files = [str(path) for path in runs().glob(f"{self.name}*")]
         return [*(f"{pid} {command}" for pid, command in found.items()), *files]
 
 
-class Found(Training):
+class AttachedTraining(Training):
     """The training that a kernel has begun, seen through another one's cluster."""
 
     def __init__(self, cluster: nbe.Cluster | None, job: nbe.Job | None, folder: Path) -> None:
@@ -168,7 +169,7 @@ def end(kernel: Kernel) -> None:
 
 
 @contextmanager
-def kernels(name: str, folder: Path, timeout: float, **usual: Any) -> Iterator[Callable[..., Kernel]]:
+def start_kernels(name: str, folder: Path, timeout: float, **usual: Any) -> Iterator[Callable[..., Kernel]]:
     """Start kernels with kept clusters; at the end whoever has them stops them, and nothing of them is left."""
     started: list[Kernel] = []
 
@@ -183,17 +184,17 @@ def kernels(name: str, folder: Path, timeout: float, **usual: Any) -> Iterator[C
     yield start
     for kernel in started:
         end(kernel)
-        until_none(kernel.left, timeout)
+        until_none(kernel.leftovers, timeout)
 
 
-class FoundScript(ScriptTraining):
+class AttachedScript(ScriptTraining):
     """The same of a script."""
 
     def __init__(self, cluster: nbe.Cluster, job: nbe.Job, folder: Path) -> None:
         self.cluster, self.job, self.folder = cluster, job, folder
 
 
-def attached(kernel: Kernel) -> Found:
+def attached(kernel: Kernel) -> AttachedTraining:
     """Its cluster and its job, in this process."""
     cluster = nbe.Cluster.attach(kernel.name)
-    return Found(cluster, cluster.job, kernel.folder)
+    return AttachedTraining(cluster, cluster.job, kernel.folder)

@@ -9,8 +9,8 @@ import psutil
 
 import nbelastic as nbe
 from tests.hosts.network import DRIVER, Network
-from tests.process.observing import Training, until
-from tests.support.waiting import files_in
+from tests.process.training import Training
+from tests.support.waiting import files_in, until
 
 LONG = 60.0  # seconds: hosts start in five of them where the processors have nothing else to do
 
@@ -27,7 +27,7 @@ def strays(network: Network) -> dict[int, str]:
     return found
 
 
-def nothing_left(network: Network, temporary: Path, timeout: float = LONG) -> None:
+def check_nothing_left(network: Network, temporary: Path, timeout: float = LONG) -> None:
     """No process on any host, and of our files there only logs. (A killed process's multiprocessing leaves its `pymp-…`.)"""
     until(lambda: not strays(network), timeout, f"nothing to be left: {strays(network)}")
     for path in files_in(temporary):
@@ -37,31 +37,26 @@ def nothing_left(network: Network, temporary: Path, timeout: float = LONG) -> No
         assert not path.name.startswith(("run-", "new-")), path
 
 
-def texts(cluster: nbe.Cluster, kind: str, host: str = "") -> list[str]:
+def event_texts(cluster: nbe.Cluster, kind: str, host: str = "") -> list[str]:
     """Of the events of this kind (and host) their texts."""
     return [event.text for event in cluster.events if event.kind == kind and (not host or event.host == host)]
 
 
-def reasons(cluster: nbe.Cluster) -> dict[str, str]:
+def host_reasons(cluster: nbe.Cluster) -> dict[str, str]:
     return {host.name: host.reason for host in cluster.hosts}
 
 
-def phases(cluster: nbe.Cluster) -> dict[str, str]:
+def host_phases(cluster: nbe.Cluster) -> dict[str, str]:
     return {host.name: host.phase for host in cluster.hosts}
 
 
-def agent_of(worker: Any) -> psutil.Process:
-    """The agent of a worker: worker, template, agent."""
-    return psutil.Process(worker.pid).parent().parent()
-
-
-def on(training: Training, host: str) -> Any:
+def worker_on(training: Training, host: str) -> Any:
     """The one worker on a host."""
     (worker,) = [w for w in training.cluster.workers if w.host == host]
     return worker
 
 
-def goes_on(training: Training, steps: int = 20) -> None:
+def wait_for_more_steps(training: Training, steps: int = 20) -> None:
     """The training makes these many steps more."""
     last = training.lines()[-1]["step"]
     until(

@@ -16,13 +16,14 @@ import pytest
 import nbelastic as nbe
 from nbelastic.driver.driver_snapshot import DriverSnapshot
 from tests.process import programs
-from tests.process.observing import alive, descendants, driver_of, ours, run_dir, until
+from tests.support.processes import alive, descendants, driver_pid, processes_of, run_dir
+from tests.support.waiting import until
 
 
 def test_nothing_is_left_after_a_stop(make):
     """No process, no run folder, no lock; what the user's code had started ends as well. Stopping twice is fine."""
     cluster = make("localhost:2,127.0.0.2:1", min=3)
-    pids = ours(cluster)
+    pids = processes_of(cluster)
     rows = cluster.execute("import subprocess; p = subprocess.Popen(['sleep', '1000']); print(p.pid)", timeout=20)
     pids |= {int(row[1]) for row in rows}
     assert len(pids) > 9
@@ -53,7 +54,7 @@ def test_stopped_in_the_middle_of_everything(make, tmp_path):
 def test_what_was_asked_at_the_last_moment(make):
     """Whoever asks a driver that dies before it can answer is told so, or answered by the next one, and does not wait for ever."""
     cluster = make("localhost:1", wait=False)
-    driver, stacks = psutil.Process(driver_of(cluster)), []
+    driver, stacks = psutil.Process(driver_pid(cluster)), []
     driver.suspend()
     cluster.ask_stacks(stacks.append)
     with ThreadPoolExecutor() as threads:
@@ -101,7 +102,7 @@ def test_everything_listens_on_loopback_only(make, tmp_path):
     job = cluster.run(programs.train, str(tmp_path))
     until(lambda: cluster.status().step > 3)
     seen = set()
-    for pid in {*ours(cluster), os.getpid()}:
+    for pid in {*processes_of(cluster), os.getpid()}:
         for connection in psutil.Process(pid).net_connections("inet"):
             open_datagrams = connection.type != socket.SOCK_STREAM and not connection.raddr
             if connection.status == psutil.CONN_LISTEN or open_datagrams:
@@ -128,7 +129,7 @@ def test_keys_are_kept(make):
         if '"key"' in line or '"curve_' in line
     ]
     assert len(set(engine_keys)) >= 2
-    for pid in ours(cluster) | children:
+    for pid in processes_of(cluster) | children:
         command = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace")
         environment = Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace")
         for secret in secrets + engine_keys:
@@ -235,11 +236,11 @@ def test_waiting_in_vain_says_for_what(make):
 def test_logs_are_never_overwritten(trains):
     """A restarted worker writes to a file of its own; the dead one's stays, with all that it had said."""
     training = trains("localhost:2", min=1, program=_talk_and_train)
-    victim = training.runs(2)[1]
+    victim = training.wait_for_world(2)[1]
     folder = training.cluster.log_dir / training.job.name
     name = victim.id.replace("/", "-").replace("#", "-")
     training.signal_worker(victim)
-    training.runs(2)
+    training.wait_for_world(2)
     training.finish()
     assert (folder / f"{name}.out").read_text() == f"I am {victim.pid}\n"
     assert (folder / f"{name}.err").read_text() == f"and complain {victim.pid}\n"
@@ -266,8 +267,10 @@ def test_logs_begin_with_the_first_byte(make):
 @pytest.mark.cold  # it is about the environment that a process was started with
 def test_the_environment_does_not_grow_beside_threads(make):
     """No variable is added when a worker has several threads: C's getenv in another one would crash the process."""
-    cluster = make("localhost:1", preload=["tests.process.audit"])
-    ((_, out, _, error),) = cluster.execute("from tests.process import audit; print(audit.added)")
+    cluster = make("localhost:1", preload=["tests.process.record_environment"])
+    ((_, out, _, error),) = cluster.execute(
+        "from tests.process import record_environment; print(record_environment.added)"
+    )
     assert (out, error) == ("[]\n", None)
 
 

@@ -12,7 +12,9 @@ import nbelastic as nbe
 from nbelastic.protocol.events import HUNG
 from nbelastic.provision import ssh
 from tests.process import programs
-from tests.process.observing import alive, driver_of, ranked, until
+from tests.process.training import by_rank
+from tests.support.processes import alive, driver_pid
+from tests.support.waiting import until
 
 
 def events(training, kind):
@@ -32,9 +34,9 @@ def deaths(training):
 def test_a_worker_dies(trains, which, sig):
     """Whichever rank dies of whatever signal: the others go on at once, and the world is whole again."""
     training = trains("localhost:3", min=1, max=3)
-    victim = training.runs(3)[which]
+    victim = training.wait_for_world(3)[which]
     training.signal_worker(victim, sig)
-    training.runs(3)
+    training.wait_for_world(3)
     results = training.finish()
     assert len(results) == 3
     assert victim.pid not in {result["pid"] for result in results}
@@ -46,17 +48,17 @@ def test_a_worker_dies(trains, which, sig):
 
 def test_a_rank_that_holds_the_interpreter_lock_is_slow(trains):
     """Its process says nothing for three times `silence` and more, and runs: nobody is killed, and the same world trains on."""
-    training = trains("localhost:2", program=programs.hold, min=1, silence=1.0)
-    members = training.runs(2)
+    training = trains("localhost:2", program=programs.train_and_hold_lock, min=1, silence=1.0)
+    members = training.wait_for_world(2)
     (training.folder / "hold").touch()
     (told,) = until(lambda: events(training, "worker-silent"), what="the silent rank to be named")
     assert told.worker in {member.id for member in members}
     assert "though its host answers; its process" in told.text
     time.sleep(2.0)  # it was silent for 1 s when it was named: what is promised is that more time changes nothing
-    programs.let_go(training.folder)
+    programs.release_lock(training.folder)
     steps = training.lines()[-1]["step"]
     until(lambda: training.lines()[-1]["step"] > steps + 20, what="steps after it")
-    assert [member.pid for member in training.runs(2)] == [member.pid for member in members]
+    assert [member.pid for member in training.wait_for_world(2)] == [member.pid for member in members]
     assert not events(training, "worker-lost")
     assert not events(training, "world-broken")
     training.finish()
@@ -73,7 +75,7 @@ def test_a_worker_ends_itself(make, tmp_path):
         @nbe.elastic
         def loop(state):
             flag = Path(folder) / "once"
-            while not programs.agreed(folder, "finish"):
+            while not programs.any_rank_finds(folder, "finish"):
                 state.step += 1
                 state.commit()
                 if state.step >= 20 and nbe.rank() == 1 and not flag.exists():  # the second may come late
@@ -95,11 +97,11 @@ def test_a_worker_ends_itself(make, tmp_path):
 def test_two_die_at_once(trains):
     """Two of four are killed in the same moment: one recovery, and four again."""
     training = trains("localhost:4", min=1, max=4)
-    ranks = training.runs(4)
+    ranks = training.wait_for_world(4)
     for victim in (ranks[0], ranks[2]):
         os.kill(victim.pid, signal.SIGKILL)
     until(lambda: not {ranks[0].id, ranks[2].id} & {w.id for w in training.cluster.workers})
-    training.runs(4)
+    training.wait_for_world(4)
     assert len(training.finish()) == 4
 
 
@@ -107,12 +109,12 @@ def test_one_dies_during_the_recovery_from_another(trains):
     """A second death at any moment of a recovery (while gathering, forming, syncing) is an ordinary event."""
     training = trains("localhost:4", min=1, max=4)
     for pause in (0.0, 0.005, 0.01, 0.02, 0.03, 0.05, 0.08):
-        ranks = training.runs(4)
+        ranks = training.wait_for_world(4)
         os.kill(ranks[1].pid, signal.SIGKILL)
         time.sleep(pause)  # the moment is what is tested
         os.kill(ranks[2].pid, signal.SIGKILL)
         until(lambda gone={ranks[1].id, ranks[2].id}: not gone & {w.id for w in training.cluster.workers})
-    training.runs(4)
+    training.wait_for_world(4)
     assert len(training.finish()) == 4
 
 
@@ -122,9 +124,9 @@ def test_many_deaths_in_a_row(trains):
     training = trains("localhost:3", min=1, max=3)
     victims = []
     for number in range(6):
-        victims.append(training.runs(3)[number % 3])
+        victims.append(training.wait_for_world(3)[number % 3])
         training.signal_worker(victims[-1])
-    training.runs(3)
+    training.wait_for_world(3)
     training.finish()
     lost = [event.text for event in deaths(training)]
     assert lost == [f"{victim.id} died (SIGKILL)" for victim in victims]
@@ -133,13 +135,13 @@ def test_many_deaths_in_a_row(trains):
 def test_an_agent_is_told_to_end(trains):
     """SIGTERM to an agent, as a batch system sends it at a job's end: the host is lost at once, and with it its processes."""
     training = trains("localhost:1,127.0.0.2:1", min=1, max=2)
-    victim = next(worker for worker in training.runs(2) if worker.host == "127.0.0.2")
+    victim = next(worker for worker in training.wait_for_world(2) if worker.host == "127.0.0.2")
     agent = psutil.Process(victim.pid).parent().parent()
     os.kill(agent.pid, signal.SIGTERM)
     until(lambda: events(training, "host-lost"))
     assert "told to end (SIGTERM)" in events(training, "host-lost")[0].text
     until(lambda: not alive(victim.pid) and not alive(agent.pid))
-    training.runs(2)
+    training.wait_for_world(2)
     assert len(training.finish()) == 2
 
 
@@ -147,9 +149,9 @@ def test_an_agent_is_told_to_end(trains):
 def test_a_stopped_process_is_replaced_and_does_not_come_back(trains, which):
     """SIGSTOP: the others go on without it. Continued later, it is no ghost: it is gone."""
     training = trains("localhost:3", min=1, max=3)
-    victim = training.runs(3)[which]
+    victim = training.wait_for_world(3)[which]
     training.signal_worker(victim, signal.SIGSTOP)
-    training.runs(3)
+    training.wait_for_world(3)
     until(lambda: not alive(victim.pid), 5)
     assert victim.id not in {w.id for w in training.cluster.workers}
     assert "stopped" in events(training, "worker-lost")[0].text
@@ -160,22 +162,22 @@ def test_a_process_continued_at_once_is_no_ghost_either(trains):
     """SIGSTOP and SIGCONT within the blink of an eye: nothing happens, or it is replaced; never both."""
     training = trains("localhost:3", min=3, max=3)  # if it is missed at the end only, the others wait for the next one
     for pause in (0.05, 0.15, 0.25, 0.35):
-        victim = training.runs(3)[1]
+        victim = training.wait_for_world(3)[1]
         try:
             os.kill(victim.pid, signal.SIGSTOP)  # the last time may have its end only now
             time.sleep(pause)  # around the moment at which the agent looks twice
             os.kill(victim.pid, signal.SIGCONT)
         except ProcessLookupError:
             continue
-    training.runs(3)
+    training.wait_for_world(3)
     assert len(training.finish()) == 3
 
 
 def test_below_min_and_back(trains):
     """Below min the survivors park with their state and the reason; when a host comes they go on where they stopped."""
     training = trains("localhost:2", min=2, cooldown=(60, 60))
-    training.signal_worker(training.runs(2)[1])  # the first death restarts at once
-    survivor, victim = training.runs(2)
+    training.signal_worker(training.wait_for_world(2)[1])  # the first death restarts at once
+    survivor, victim = training.wait_for_world(2)
     training.signal_worker(victim)  # its slot cools now
     status = until(lambda: "1 of min 2 workers ready" in (s := training.cluster.status()).reason and s)
     assert status.phase == "waiting"
@@ -183,7 +185,7 @@ def test_below_min_and_back(trains):
     # its own: the victim's last step need not have come to its end here
     before = max(line["step"] for line in training.lines() if line["pid"] == survivor.pid)
     training.cluster.add_host("127.0.0.2:1")
-    training.runs(2)
+    training.wait_for_world(2)
     results = training.finish()
     assert survivor.pid in {result["pid"] for result in results}
     begun = [line for line in training.lines("begin") if line["generation"] == training.lines()[-1]["generation"]]
@@ -193,7 +195,7 @@ def test_below_min_and_back(trains):
 def test_all_die(trains):
     """With nobody left who holds the state the job fails once, and says so; the cluster takes the next job."""
     training = trains("localhost:2", min=2, max=2)
-    ranks = training.runs(2)
+    ranks = training.wait_for_world(2)
     for victim in ranks:
         os.kill(victim.pid, signal.SIGKILL)
     error = training.job.exception(timeout=20)
@@ -202,19 +204,19 @@ def test_all_die(trains):
     assert "SIGKILL" in str(error)
     training.cluster.wait(2, timeout=20)
     assert len(events(training, "job-failed")) == 1
-    assert [row["rank"] for row in training.cluster.run(programs.who).result(timeout=20)] == [0, 1]
+    assert [row["rank"] for row in training.cluster.run(programs.describe_ranks).result(timeout=20)] == [0, 1]
 
 
 def test_the_reset_limit_ends_the_job_with_that_reason(trains):
     """Breaks count: at the limit the job fails with exactly that reason. Planned changes do not."""
     explained = {"grace": 20}  # seconds: a death is the reason, however late its agent tells of it
     training = trains("localhost:2", min=1, reset_limit=1, timeouts=explained)
-    training.runs(2)
+    training.wait_for_world(2)
     training.cluster.add_host("127.0.0.2:1")
-    training.runs(3)
+    training.wait_for_world(3)
     training.cluster.remove_host("127.0.0.2")
-    training.signal_worker(training.runs(2)[1])
-    training.signal_worker(training.runs(2)[0])
+    training.signal_worker(training.wait_for_world(2)[1])
+    training.signal_worker(training.wait_for_world(2)[0])
     error = training.job.exception(timeout=20)
     assert "2 resets exceed reset_limit=1" in str(error)
     assert "SIGKILL" in str(error)
@@ -223,8 +225,8 @@ def test_the_reset_limit_ends_the_job_with_that_reason(trains):
 def test_elastic_timeout_names_what_it_waited_for(trains):
     """Too few workers for too long: the job ends, and the error says what was missing."""
     training = trains("localhost:2", min=2, elastic_timeout=10, cooldown=(60, 60))
-    training.signal_worker(training.runs(2)[1])  # the next one has this time to come, too
-    training.signal_worker(training.runs(2)[1])
+    training.signal_worker(training.wait_for_world(2)[1])  # the next one has this time to come, too
+    training.signal_worker(training.wait_for_world(2)[1])
     error = training.job.exception(timeout=20)
     assert "1 of min 2 workers ready for 10 s" in str(error)
     assert "in back-off" in str(error)
@@ -234,38 +236,38 @@ def test_elastic_timeout_names_what_it_waited_for(trains):
 def test_a_killed_agent_takes_its_workers_along_and_comes_back(trains):
     """A host whose agent dies is lost, with its workers; the others go on, and it is started again."""
     training = trains("localhost:2,127.0.0.2:1", min=1)
-    training.runs(3)
+    training.wait_for_world(3)
     far = next(w for w in training.cluster.workers if w.host == "127.0.0.2")
     agent = psutil.Process(far.pid).parent().parent()  # worker, template, agent
     os.kill(agent.pid, signal.SIGKILL)
     until(lambda: events(training, "host-lost"))
     until(lambda: not alive(far.pid), 5)
-    training.runs(2)
-    training.runs(3)
+    training.wait_for_world(2)
+    training.wait_for_world(3)
     assert len(training.finish()) == 3
 
 
 def test_the_template_dies(trains):
     """The process that workers are forked from is killed: its host's workers go with it, and all are replaced."""
     training = trains("localhost:2,127.0.0.2:1", min=1)
-    training.runs(3)
+    training.wait_for_world(3)
     far = next(w for w in training.cluster.workers if w.host == "127.0.0.2")
     os.kill(psutil.Process(far.pid).ppid(), signal.SIGKILL)
     until(lambda: not alive(far.pid), 5)
     until(lambda: all(w.id != far.id for w in training.cluster.workers))
-    training.runs(3)
+    training.wait_for_world(3)
     assert len(training.finish()) == 3
 
 
 def test_who_is_busy_with_other_things_is_not_taken_for_stuck(trains):
     """A rank that sleeps 3 s between collectives while another dies is not replaced: it joins the next world itself."""
     training = trains("localhost:3", min=1, max=3, kwargs={"slow": {"sleep": 3.0}})
-    training.runs(3)
+    training.wait_for_world(3)
     (training.folder / "sleep").touch()
     sleeper = int(until(lambda: (f := training.folder / "sleep.begun").exists() and f.read_text()))
-    victim = next(w for w in ranked(training.cluster) if w.pid != sleeper)
+    victim = next(w for w in by_rank(training.cluster) if w.pid != sleeper)
     training.signal_worker(victim)
-    training.runs(3)
+    training.wait_for_world(3)
     assert sleeper in {result["pid"] for result in training.finish()}
     assert len(deaths(training)) == 1
 
@@ -274,13 +276,13 @@ def test_a_survivor_that_never_wakes_is_replaced(trains):
     """A rank sleeps ten minutes when another dies: nobody else waits for it longer than `recover`, and no step is lost."""
     kwargs = {"slow": {"sleep": 600.0}}
     training = trains("localhost:3", min=1, max=3, timeouts={"recover": 3}, kwargs=kwargs)
-    training.runs(3)
+    training.wait_for_world(3)
     left = training.cluster.status().generation
     (training.folder / "sleep").touch()
     sleeper = int(until(lambda: (f := training.folder / "sleep.begun").exists() and f.read_text()))
-    asleep = next(w.id for w in ranked(training.cluster) if w.pid == sleeper)
-    training.signal_worker(next(w for w in ranked(training.cluster) if w.pid != sleeper))
-    training.runs(3)
+    asleep = next(w.id for w in by_rank(training.cluster) if w.pid == sleeper)
+    training.signal_worker(next(w for w in by_rank(training.cluster) if w.pid != sleeper))
+    training.wait_for_world(3)
     assert sleeper not in {result["pid"] for result in training.finish()}
     replaced = [event.text for event in events(training, "worker-lost") if event.worker == asleep]
     assert replaced == [f"{asleep} did not leave generation {left} while others waited"]
@@ -288,11 +290,11 @@ def test_a_survivor_that_never_wakes_is_replaced(trains):
 
 def test_the_last_holder_of_the_state_is_stuck(trains):
     """Of two, one is lost and the abort does not wake the other: its successor goes on with its state, at its commit."""
-    training = trains("localhost:2", program=programs.stick, min=1, max=2)
-    members = training.runs(2)
+    training = trains("localhost:2", program=programs.train_and_hang, min=1, max=2)
+    members = training.wait_for_world(2)
     (training.folder / "stick").touch()
     until(lambda: events(training, "state-kept"), what="the state to be kept")
-    training.runs(2)
+    training.wait_for_world(2)
     assert not {result["pid"] for result in training.finish()} & {member.pid for member in members}
     (kept,) = events(training, "state-kept")
     assert kept.worker == members[1].id
@@ -312,8 +314,8 @@ def test_what_a_dead_worker_had_started_ends_with_it(make):
 def test_a_state_without_a_model(trains):
     """Counters and lists are recovered as well as networks are."""
     training = trains("localhost:3", program=programs.count, min=1, max=3)
-    training.signal_worker(training.runs(3)[0])
-    training.runs(3)
+    training.signal_worker(training.wait_for_world(3)[0])
+    training.wait_for_world(3)
     assert len(set(training.finish())) == 1
 
 
@@ -321,7 +323,7 @@ def test_a_state_without_a_model(trains):
 def test_an_agent_that_dies_while_its_template_starts(make):
     """The template had no time to ask the kernel for word of that, and ends all the same: it makes no worker."""
     cluster = make("127.0.0.2:1", min=1)
-    driver = psutil.Process(driver_of(cluster))
+    driver = psutil.Process(driver_pid(cluster))
     (agent,) = [child for child in driver.children() if ssh.AGENT in child.cmdline()]
 
     def templates(but: int = 0) -> list[psutil.Process]:

@@ -8,53 +8,14 @@ import os
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 import nbelastic as nbe
-from nbelastic.protocol.run_directory import RunDir
-from nbelastic.system.folders import runs
-from tests.support import agents
 from tests.support.waiting import until
 
 
-def alive(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
-
-
-def descendants() -> set[int]:
-    """All that this process has started, but for what stays for later tests: multiprocessing's resource tracker, the warm process."""
-    found = {child.pid for child in psutil.Process().children(recursive=True)}
-    return found - {resource_tracker._resource_tracker._pid} - agents.process.family()
-
-
-def ours(cluster: nbe.Cluster) -> set[int]:
-    """Every process of a running cluster: whatever this process has started, and the workers."""
-    return descendants() | {worker.pid for worker in cluster.workers if worker.pid}
-
-
-def run_dir(cluster: nbe.Cluster) -> Path:
-    """Where a running cluster of this user's keeps its files."""
-    return runs() / cluster.name
-
-
-def driver_of(cluster: nbe.Cluster) -> int:
-    """The driver's process."""
-    return RunDir(cluster.name).driver
-
-
-def controller_file(cluster: nbe.Cluster, ending: str) -> str:
-    """What ipyparallel's controller has written: `.process` (`pid@start`), or how an engine comes to it, `-engine.json`."""
-    return (run_dir(cluster) / "ipython" / "security" / f"ipcontroller-{cluster.name}{ending}").read_text()
-
-
-def ranked(cluster: nbe.Cluster) -> list[Any]:
+def by_rank(cluster: nbe.Cluster) -> list[Any]:
     return sorted((w for w in cluster.workers if w.rank is not None), key=lambda w: w.rank)
 
 
@@ -83,7 +44,7 @@ class Training:
     def lines(self, key: str = "step") -> list[dict[str, Any]]:
         return [line for line in lines_in(self.folder) if key in line]
 
-    def runs(self, world: int, timeout: float = 30.0) -> list[Any]:
+    def wait_for_world(self, world: int, timeout: float = 30.0) -> list[Any]:
         """Wait until `world` workers train together, all of them have made steps in that world; they, by rank."""
         self.cluster.wait(world, timeout=timeout)
 
@@ -94,7 +55,7 @@ class Training:
 
         until(lambda: self.job.done() or stepped(), timeout, f"a step of {world} ranks; {self.cluster.status().reason}")
         assert not self.job.done(), self.job.exception()
-        return ranked(self.cluster)
+        return by_rank(self.cluster)
 
     def signal_worker(self, worker: Any, sig: signal.Signals = signal.SIGKILL) -> None:
         os.kill(worker.pid, sig)
@@ -126,7 +87,7 @@ class Training:
 
 
 @contextmanager
-def undisturbed(training: Training) -> Iterator[None]:
+def in_one_generation(training: Training) -> Iterator[None]:
     """Nothing in here breaks or changes the world of a training."""
     before = training.cluster.status().generation
     yield

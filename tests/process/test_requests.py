@@ -8,7 +8,7 @@ import time
 import pytest
 
 import nbelastic as nbe
-from tests.process.observing import until
+from tests.support.waiting import until
 
 
 def orders(cluster):
@@ -18,11 +18,11 @@ def orders(cluster):
 def test_a_worker_is_restarted_by_hand(trains):
     """The others go on, no step is lost, no slot is punished; the order is done when the new process is there."""
     training = trains("localhost:3", min=1, max=3)
-    victim = training.runs(3)[1]
+    victim = training.wait_for_world(3)[1]
     training.cluster.order({"order": "restart", "worker": victim.id, "id": "mine"}, by="a test")
     until(lambda: orders(training.cluster).get("mine", ("",))[0] == "done")
     assert orders(training.cluster)["mine"][1] == f"{victim.id.removesuffix('1')}2 has replaced it"
-    ranks = training.runs(3)
+    ranks = training.wait_for_world(3)
     assert victim.pid not in {w.pid for w in ranks}
     training.finish()
     texts = [event.text for event in training.cluster.events]
@@ -121,12 +121,12 @@ def test_a_break_says_how_long_each_part_took(trains):
     """Detecting, aborting, forming, bringing the state up to date, the first step: all are in the log, in milliseconds."""
     explained = {"grace": 20}  # seconds: the death is the reason, however late its agent tells of it
     training = trains("localhost:3", min=1, cooldown=(60, 60), timeouts=explained)
-    victim = training.runs(3)[0]
+    victim = training.wait_for_world(3)[0]
     training.signal_worker(victim)  # the first death restarts at once
     training.signal_worker(
-        next(w for w in training.runs(3) if w.slot == victim.slot)
+        next(w for w in training.wait_for_world(3) if w.slot == victim.slot)
     )  # its slot cools now: nobody joins
-    training.runs(2)
+    training.wait_for_world(2)
     training.finish()
     events = lambda kind: [event for event in training.cluster.events if event.kind == kind]
     _, broken = events("world-broken")

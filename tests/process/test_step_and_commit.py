@@ -7,7 +7,7 @@ import pytest
 
 import nbelastic as nbe
 from tests.process import programs
-from tests.process.observing import until
+from tests.support.waiting import until
 
 RATE = 0.5
 
@@ -26,7 +26,7 @@ def train(folder, several):
 
     @nbe.elastic
     def loop(state):
-        while not programs.agreed(folder, "finish"):
+        while not programs.any_rank_finds(folder, "finish"):
             for _ in range(several):
                 optimizer.zero_grad()
                 weight.sum().backward()
@@ -50,13 +50,13 @@ def test_a_step_is_not_taken_twice(trains, several):
     """One dies when all have stepped and none could commit: the others go back to the commit, and on from there."""
     training = trains("localhost:3", train, {"several": several}, min=1, max=3)
     for victim in (0, 2, 1):
-        workers = training.runs(3)
+        workers = training.wait_for_world(3)
         wait = training.folder / f"wait-{victim}-3"
         wait.touch()
         until(lambda wait=wait: _stands(training), what="all to stand between step and commit")
         training.signal_worker(workers[victim])
         wait.unlink()
-    training.runs(3)
+    training.wait_for_world(3)
     (training.folder / "finish").touch()
     results = training.job.result(timeout=30)
     assert len(set(results)) == 1

@@ -12,15 +12,16 @@ from pathlib import Path
 from typing import Any
 
 import nbelastic as nbe
-from tests.process.observing import lines_in, ranked, until
-from tests.support.agents import WarmPopen
+from tests.process.training import by_rank, lines_in
+from tests.support.waiting import until
+from tests.support.warm_agents import WarmPopen
 
 SCRIPTS = Path(__file__).parent / "scripts"
-TELL, TRAIN = SCRIPTS / "tell.py", SCRIPTS / "train.py"
-FOR_EVER = 10**9
+REPORT, TRAIN = SCRIPTS / "report.py", SCRIPTS / "train.py"
+MANY_STEPS = 10**9
 
 
-def told(folder: Path, restarts: int = 0) -> list[dict[str, Any]]:
+def reports_by_rank(folder: Path, restarts: int = 0) -> list[dict[str, Any]]:
     """What each rank told, by rank."""
     files = sorted(folder.glob(f"*-{restarts}.json"), key=lambda path: int(path.name.partition("-")[0]))
     return [json.loads(path.read_text()) for path in files]
@@ -29,7 +30,7 @@ def told(folder: Path, restarts: int = 0) -> list[dict[str, Any]]:
 class ScriptTraining:
     """`train.py` on a cluster, until told to finish."""
 
-    def __init__(self, cluster: nbe.Cluster, folder: Path, steps: int = FOR_EVER, **options: Any) -> None:
+    def __init__(self, cluster: nbe.Cluster, folder: Path, steps: int = MANY_STEPS, **options: Any) -> None:
         self.cluster, self.folder = cluster, folder
         folder.mkdir(exist_ok=True)
         self.job = cluster.run_script(TRAIN, folder, steps, **options)
@@ -37,7 +38,7 @@ class ScriptTraining:
     def lines(self) -> list[dict[str, Any]]:
         return lines_in(self.folder)
 
-    def runs(self, world: int, timeout: float = 40.0) -> list[Any]:
+    def wait_for_world(self, world: int, timeout: float = 40.0) -> list[Any]:
         """Wait until `world` workers train together; they, by rank."""
 
         def stepped() -> bool:
@@ -48,7 +49,7 @@ class ScriptTraining:
 
         until(stepped, timeout, f"a step of {world} ranks; {self.cluster.status().reason}")
         assert not self.job.done(), self.job.exception()
-        return ranked(self.cluster)
+        return by_rank(self.cluster)
 
     def finish(self, timeout: float = 40.0) -> list[dict[str, Any]]:
         """End it; no step is missing. Its lines."""
@@ -83,7 +84,7 @@ def torchrun(*arguments: Any, **environment: str) -> Iterator[subprocess.Popen[s
                 process.kill()
 
 
-def joining(cluster_file: Path | str, *more: Any, workers: int = 1) -> tuple[Any, ...]:
+def join_options(cluster_file: Path | str, *more: Any, workers: int = 1) -> tuple[Any, ...]:
     """torchrun's options with which it becomes a host of a cluster."""
     return (
         *("--rdzv-backend=nbelastic", f"--rdzv-endpoint={cluster_file}"),

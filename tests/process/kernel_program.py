@@ -3,7 +3,7 @@
 With `"attach": n` it takes over the one of that name, and says how many seconds the imports took, until it had the cluster,
 and until n workers trained.
 
-`python -m tests.process.kernel '{"name": …, "folder": …, "hosts": …, "options": {…}, "program": …, "arguments": {…}}'`
+`python -m tests.process.kernel_program '{"name": …, "folder": …, "hosts": …, "options": {…}, "program": …, "arguments": {…}}'`
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import time
 
 import nbelastic as nbe
 from tests.process import programs
-from tests.process.scripting import FOR_EVER, TRAIN
+from tests.process.script_training import MANY_STEPS, TRAIN
 
 
 def main() -> None:
@@ -33,7 +33,7 @@ def main() -> None:
     cluster = nbe.Cluster(said["hosts"], name=said["name"], **options)
     cluster.start(timeout=60)
     if said["program"] == "script":
-        cluster.run_script(TRAIN, said["folder"], FOR_EVER, **said["arguments"])
+        cluster.run_script(TRAIN, said["folder"], MANY_STEPS, **said["arguments"])
     elif said["program"]:
         cluster.run(getattr(programs, said["program"]), said["folder"], **said["arguments"])
     print("ready", flush=True)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import nbelastic as nbe
-from tests.support import inside
+from tests.support import driver_thread
 
 
 class NoHosts:
@@ -21,7 +21,7 @@ class NoHosts:
 
 
 @pytest.fixture
-def own_base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def clusters_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder of this user's clusters, for this test alone."""
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr("tempfile.tempdir", None)
@@ -29,13 +29,13 @@ def own_base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def quiet(own_base: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """Start clusters without hosts: `quiet(keep=True)`. All are stopped at the end."""
-    inside.use(monkeypatch)
+def start_hostless(clusters_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Start clusters without hosts: `start_hostless(keep=True)`. All are stopped at the end."""
+    driver_thread.use_driver_threads(monkeypatch)
     with ExitStack() as stack:
 
         def start(name: str = "quiet", **options: Any) -> nbe.Cluster:
-            options = {"log_dir": own_base / "logs", "discovery": NoHosts(), **options}
+            options = {"log_dir": clusters_folder / "logs", "discovery": NoHosts(), **options}
             return stack.enter_context(nbe.Cluster(name=name, **options).start(wait=False))
 
         yield start

@@ -90,23 +90,23 @@ class DriverThread:
         return 0
 
 
-threads: dict[str, DriverThread] = {}  # the newest of each cluster
+driver_threads: dict[str, DriverThread] = {}  # the newest of each cluster
 
 
 def start_driver_process(
     start: Start, folder: Path, on_change: Callable[[], object], predecessor: Connection | None = None
 ) -> tuple[Connection, DriverThread]:
     """As `client.driver_process.start_driver_process`, without a process."""
-    thread = threads[folder.name] = DriverThread(process.prepare(process.decode(encoded(start))))
+    thread = driver_threads[folder.name] = DriverThread(process.prepare(process.decode(encoded(start))))
     return Connection(folder, on_change, predecessor), thread
 
 
 def kill_driver(run_dir: RunDir, pid: int) -> None:
     """As `find_driver.kill_driver`."""
-    threads[run_dir.name].kill()
+    driver_threads[run_dir.name].kill()
 
 
-def use(monkeypatch: pytest.MonkeyPatch) -> None:
+def use_driver_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     """Drivers that are started from now on run in threads."""
     monkeypatch.setattr(driver_link, "start_driver_process", start_driver_process)
     for module in (stopping, find_driver):

@@ -1,4 +1,4 @@
-"""Agents that tests start are forks of one warm process, but for those of tests that are marked `cold`: see warm.py.
+"""Agents that tests start are forks of one warm process, but for those of tests that are marked `cold`: see warm_process.py.
 
 The process starts with the first test of these folders. This pytest asks it by itself, other hosts by the code that ssh runs,
 and what tests start (kernels, terminals) by the variable TESTS_WARM.
@@ -20,12 +20,12 @@ import psutil
 import pytest
 
 from nbelastic.provision import launchers, ssh
-from tests.support import startup, warm
+from tests.support import startup, warm_process
 
 ROOT = Path(__file__).parents[2]
 # Processes that must start fast know this text too, and import nothing of nbelastic's to compare. Were it another, all
 # agents would start cold without a word.
-assert ssh.AGENT == warm.AGENT
+assert ssh.AGENT == warm_process.AGENT
 assert f'"{ssh.AGENT}"' in Path(startup.FOLDER, "sitecustomize.py").read_text()
 FOLDERS = ("browser", "hosts", "notebooks", "process")
 
@@ -43,7 +43,7 @@ class WarmProcess:
         with socket.socket(socket.AF_UNIX) as listener:
             listener.bind(self.address)
             listener.listen(128)
-            code = f"from tests.support.warm import serve; serve({listener.fileno()})"
+            code = f"from tests.support.warm_process import serve; serve({listener.fileno()})"
             self._process = subprocess.Popen(
                 [sys.executable, "-c", code],
                 cwd=ROOT,
@@ -59,7 +59,7 @@ class WarmProcess:
     def use(self, used: bool) -> None:
         """From now on agents are forks, or not."""
         self.used = used
-        ssh.AGENT = self.code() if used else warm.AGENT
+        ssh.AGENT = self.code() if used else warm_process.AGENT
         if used:
             os.environ["TESTS_WARM"] = self.address
         else:
@@ -78,7 +78,7 @@ class WarmProcess:
         request = {"code": code, "cwd": cwd, "environment": dict(environment), "waits": False}
         with socket.socket(socket.AF_UNIX) as connection:
             connection.connect(self.address)
-            return warm.ask(connection, request, fds)
+            return warm_process.ask(connection, request, fds)
 
     def family(self) -> set[int]:
         """This process, and the agents that it has forked for other hosts, with their workers."""
@@ -94,12 +94,12 @@ class WarmProcess:
 
         sshd gives it an environment of its own, and the warm process serves only its equals.
         """
-        ours = warm.decisive(os.environ)
+        ours = warm_process.decisive(os.environ)
         if "TESTS_JITTER" in os.environ:
             ours["TESTS_JITTER"] = os.environ["TESTS_JITTER"]
         here = f"import os; os.environ.update({ours!r}); "
-        here += f"import sys; sys.path.insert(0, {str(ROOT)!r}); from tests.support.warm import join; del sys.path[0]"
-        return f"{here}; join({self.address!r}); {warm.AGENT}"
+        here += f"import sys; sys.path.insert(0, {str(ROOT)!r}); from tests.support.warm_process import join; del sys.path[0]"
+        return f"{here}; join({self.address!r}); {warm_process.AGENT}"
 
 
 process = WarmProcess()
@@ -112,7 +112,7 @@ def warm_code(args: Sequence[str]) -> str | None:
     """What a fork of the warm process has to run in the place of this command, if it can."""
     match args:
         case [sys.executable, "-c", ssh.AGENT]:
-            return warm.AGENT
+            return warm_process.AGENT
         case [sys.executable, "-m", "torch.distributed.run", *arguments]:
             return TORCHRUN.format(arguments)
     return None

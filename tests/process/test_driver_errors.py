@@ -11,8 +11,8 @@ from nbelastic.core.membership import step
 from nbelastic.driver import decisions
 from nbelastic.protocol import events as ev
 from tests.process import programs
-from tests.process.observing import until
-from tests.support import inside
+from tests.support import driver_thread
+from tests.support.waiting import until
 
 
 def test_what_trains_goes_on_without_decisions(make, tmp_path, monkeypatch):
@@ -23,7 +23,7 @@ def test_what_trains_goes_on_without_decisions(make, tmp_path, monkeypatch):
             raise KeyError("a fault")
         return step(world, event, now)
 
-    inside.use(monkeypatch)
+    driver_thread.use_driver_threads(monkeypatch)
     cluster = make("localhost:2", min=2, silence=1.0)
     cluster.run(programs.train, str(tmp_path))
     until(lambda: cluster.status().step > 5)

@@ -16,17 +16,17 @@ from nbelastic.protocol import updates as u
 from nbelastic.system import pickling
 from nbelastic.system.files import replace_private
 from tests.core.story import wid
-from tests.support import inside
+from tests.support import driver_thread
 
 
 def driver_of(cluster):
-    return inside.threads[cluster.name].driver
+    return driver_thread.driver_threads[cluster.name].driver
 
 
 def in_driver(cluster, act):
     """The result of `act(driver)`, called in the driver's thread."""
     done: Future[Any] = Future()
-    thread = inside.threads[cluster.name]
+    thread = driver_thread.driver_threads[cluster.name]
 
     def run() -> None:
         try:

@@ -10,7 +10,9 @@ import pytest
 
 import nbelastic as nbe
 from tests.process import programs
-from tests.process.observing import Training, ours, until
+from tests.process.training import Training
+from tests.support.processes import processes_of
+from tests.support.waiting import until
 
 
 def train(folder, width=16):
@@ -27,7 +29,7 @@ def train(folder, width=16):
     def loop(state):
         ddp = torch.nn.parallel.DistributedDataParallel(state.model)
         log(begin=state.step, commits=state.commits, sum=programs.checksum(model), generation=programs.generation())
-        while not programs.agreed(folder, "finish"):
+        while not programs.any_rank_finds(folder, "finish"):
             loss = ddp(torch.randn(8, width)).pow(2).mean()
             optimizer.zero_grad()
             loss.backward()
@@ -75,7 +77,7 @@ def begun(training):
 def test_a_stopped_cluster_writes_its_last_checkpoint(runs, tmp_path):
     """`cluster.stop()` lets the program end first: no commit is lost that was made before."""
     training = runs(1, "localhost:2", every=1000)
-    training.runs(2)
+    training.wait_for_world(2)
     until(lambda: training.lines()[-1]["step"] > 20)
     committed = training.lines()[-1]["step"] - 1  # a line is written before the commit of its step
     training.cluster.stop(timeout=60)
@@ -95,13 +97,13 @@ def test_everything_is_killed_and_a_smaller_or_larger_world_goes_on(runs, tmp_pa
     """Every process dies at once. The next job begins with the weights of the newest checkpoint, on all ranks."""
     first = runs(1, before)
     until(lambda: len(kept(tmp_path)) >= 2, what="two checkpoints")
-    for pid in ours(first.cluster):
+    for pid in processes_of(first.cluster):
         with contextlib.suppress(ProcessLookupError):  # it has ended with the one before
             os.kill(pid, signal.SIGKILL)
     first.cluster.stop()
     newest = kept(tmp_path)[-1]
     second = runs(2, after)
-    second.runs(int(after[-1]))
+    second.wait_for_world(int(after[-1]))
     step, commits, weights = begun(second)
     assert step == commits == newest
     assert {line["sum"] for line in first.lines() if line["step"] == newest} == {weights}
@@ -114,7 +116,7 @@ def test_everything_is_killed_and_a_smaller_or_larger_world_goes_on(runs, tmp_pa
 def test_a_job_that_has_ended_is_over(runs, tmp_path):
     """The end is saved too: run again, the job begins where it ended."""
     first = runs(1, "localhost:2", every=1000)
-    first.runs(2)
+    first.wait_for_world(2)
     end = done(first)
     assert kept(tmp_path) == [end["commits"]]
     (tmp_path / "run2").mkdir()
@@ -127,7 +129,7 @@ def test_a_job_that_has_ended_is_over(runs, tmp_path):
 def test_a_job_that_is_stopped_can_be_gone_on_with(runs, tmp_path):
     """Stopped by hand, between two checkpoints: what it had committed last is saved, by one rank."""
     first = runs(1, "localhost:2", every=1000)
-    first.runs(2)
+    first.wait_for_world(2)
     until(lambda: len(first.lines("step")) > 10, what="ten steps")
     first.job.stop()
     until(lambda: kept(tmp_path), what="the last checkpoint")
@@ -135,7 +137,7 @@ def test_a_job_that_is_stopped_can_be_gone_on_with(runs, tmp_path):
     (newest,) = kept(tmp_path)
     assert newest >= max(line["step"] for line in first.lines("step")) - 1
     second = runs(2, "localhost:2", every=1000)
-    second.runs(2)
+    second.wait_for_world(2)
     assert begun(second)[:2] == (newest, newest)
 
 
@@ -177,7 +179,7 @@ def test_who_is_stuck_when_the_job_is_stopped_keeps_its_last_commit(make, tmp_pa
 def test_the_writing_rank_dies_and_the_next_one_writes(runs, tmp_path):
     """Rank 0 is killed: nobody waits for its checkpoint, and the new rank 0 goes on with them."""
     training = runs(1, "localhost:2")
-    victim = training.runs(2)[0]
+    victim = training.wait_for_world(2)[0]
     until(lambda: kept(tmp_path), what="a checkpoint")
     training.signal_worker(victim)
     last = kept(tmp_path)[-1]
@@ -196,7 +198,7 @@ def test_the_newest_is_damaged(runs, tmp_path):
     (damaged,) = (tmp_path / "kept").glob(f"*-commit-{newest}")
     (damaged / "manifest").write_bytes(b"{")
     second = runs(2, "localhost:2")
-    second.runs(2)
+    second.wait_for_world(2)
     assert begun(second)[:2] == (before, before)
     done(second)
     said = f"checkpoint {damaged.name} is not used: manifest is damaged"

@@ -9,15 +9,21 @@ import time
 import pytest
 
 import nbelastic as nbe
-from tests.process import torn
-from tests.process.observing import ranked, until
+from tests.process import interrupted_transfer
+from tests.process.training import by_rank
+from tests.support.waiting import until
 
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory):
     """Four workers, and a new one for each that dies; the tests use it one after the other."""
-    options = {"min": 1, "max": torn.SIZE, "cooldown": (0, 0), "log_dir": tmp_path_factory.mktemp("logs")}
-    with nbe.Cluster(f"localhost:{torn.SIZE}", **options) as one:
+    options = {
+        "min": 1,
+        "max": interrupted_transfer.SIZE,
+        "cooldown": (0, 0),
+        "log_dir": tmp_path_factory.mktemp("logs"),
+    }
+    with nbe.Cluster(f"localhost:{interrupted_transfer.SIZE}", **options) as one:
         yield one
 
 
@@ -27,10 +33,10 @@ def run(cluster, tmp_path):
     jobs = []
 
     def start(*args, **options):
-        until(lambda: sum(w.state == "ready" for w in cluster.workers) == torn.SIZE)
+        until(lambda: sum(w.state == "ready" for w in cluster.workers) == interrupted_transfer.SIZE)
         folder = tmp_path / str(len(jobs))
         folder.mkdir()
-        jobs.append(cluster.run(torn.train, str(folder), *args, **options))
+        jobs.append(cluster.run(interrupted_transfer.train, str(folder), *args, **options))
         return jobs[-1]
 
     yield start
@@ -48,7 +54,7 @@ def last_of(results):
 def test_ranks_that_are_a_commit_behind_keep_theirs_until_the_newer_one_is_there(cluster, run, dying):
     """The sender dies, a receiver, or both, with half of 240 MB sent: the job goes on, and every state is whole."""
     known = len(cluster.events)
-    assert last_of(run(1, dying).result(timeout=60)) == {(torn.LAST, True)}
+    assert last_of(run(1, dying).result(timeout=60)) == {(interrupted_transfer.LAST, True)}
     deaths = [event.text for event in cluster.events[known:] if event.kind == "worker-lost"]
     assert len(deaths) == (3 if dying == "both" else 2), deaths
     assert all("SIGKILL" in text for text in deaths), deaths  # nobody hung, and had to be replaced
@@ -56,7 +62,7 @@ def test_ranks_that_are_a_commit_behind_keep_theirs_until_the_newer_one_is_there
 
 def test_without_memory_for_a_second_copy_a_whole_holder_sends_it_again(cluster, run):
     """The receiver holds a mixture and says so; another rank at the newer commit sends the state to it."""
-    assert last_of(run(2, "sends", scarce=True).result(timeout=60)) == {(torn.LAST, True)}
+    assert last_of(run(2, "sends", scarce=True).result(timeout=60)) == {(interrupted_transfer.LAST, True)}
 
 
 def test_without_memory_and_without_another_holder_the_job_fails_in_words(cluster, run):
@@ -67,7 +73,7 @@ def test_without_memory_and_without_another_holder_the_job_fails_in_words(cluste
 
 def test_without_memory_and_with_copies_the_ranks_go_on_from_the_older_commit(cluster, run):
     """Several steps in each commit: who received a mixture puts its copies back, and still holds its commit."""
-    assert last_of(run(1, "sends", scarce=True, steps=2).result(timeout=60)) == {(torn.LAST, True)}
+    assert last_of(run(1, "sends", scarce=True, steps=2).result(timeout=60)) == {(interrupted_transfer.LAST, True)}
 
 
 @pytest.mark.soak
@@ -79,10 +85,10 @@ def test_a_sender_that_is_killed_or_stopped_at_any_moment_tears_nothing(cluster,
         known = len(cluster.events)
         job = run(1, "")
         until(lambda known=known: any(event.kind == "world-broken" for event in cluster.events[known:]))
-        (root, *_) = ranked(cluster)
+        (root, *_) = by_rank(cluster)
         time.sleep(chance.uniform(0.0, 0.35))  # the moment is what is tested
         if attempt % 2:
             os.kill(root.pid, signal.SIGSTOP)
         with contextlib.suppress(ProcessLookupError):
             os.kill(root.pid, signal.SIGKILL)
-        assert last_of(job.result(timeout=60)) == {(torn.LAST, True)}
+        assert last_of(job.result(timeout=60)) == {(interrupted_transfer.LAST, True)}

@@ -12,11 +12,12 @@ from pathlib import Path
 import pytest
 
 from nbelastic.system.presence import pid_of
+from tests.hosts.cluster_checks import LONG, check_nothing_left, event_texts
 from tests.hosts.conftest import ROOT
 from tests.hosts.network import Network
-from tests.hosts.observing import LONG, nothing_left, texts
-from tests.process.observing import alive, until
-from tests.process.surviving import Found, Kernel, attached, kernels
+from tests.process.kernel_process import AttachedTraining, Kernel, attached, start_kernels
+from tests.support.processes import alive
+from tests.support.waiting import until
 
 SILENCE = 2.0
 OLD_LEASE = 8.0  # seconds that agents on other machines used to live without word of the driver
@@ -26,20 +27,20 @@ OLD_LEASE = 8.0  # seconds that agents on other machines used to live without wo
 def kept(network: Network, temporary: Path, tmp_path: Path) -> Iterator[Callable[..., Kernel]]:
     """A kernel with a kept cluster on h1 and h2; at the end whoever has it stops it, and nothing of it is left anywhere."""
     usual = {"hosts": "h1:1,h2:1", "env": {"TMPDIR": str(temporary)}, "cwd": str(ROOT), "silence": SILENCE}
-    with kernels("far", tmp_path, LONG, **usual) as start:
+    with start_kernels("far", tmp_path, LONG, **usual) as start:
         yield start
     network.heal()
-    nothing_left(network, temporary)
+    check_nothing_left(network, temporary)
 
 
-def whole(kernel: Kernel, world: int = 2) -> Found:
+def whole(kernel: Kernel, world: int = 2) -> AttachedTraining:
     """It is attached to, and trains."""
     training = attached(kernel)
-    training.runs(world, LONG)
+    training.wait_for_world(world, LONG)
     return training
 
 
-def end(training: Found) -> None:
+def end(training: AttachedTraining) -> None:
     training.finish(LONG)
     training.cluster.stop()
 
@@ -47,41 +48,41 @@ def end(training: Found) -> None:
 def test_the_kernel_alone(kept):
     """Hosts behind ssh and a gate go on, and are there again for the next kernel, which nobody who trains notices."""
     kernel = kept()
-    generation = kernel.makes_steps(2)
-    kernel.crash()
+    generation = kernel.wait_for_steps(2)
+    kernel.kill_with_driver()
     made = len(kernel.steps())
     until(lambda: len(kernel.steps()) > made + 30, LONG, "steps without a driver")
     training = whole(kernel)
     assert training.cluster.status().generation == generation
-    assert texts(training.cluster, "host-lost") == []
+    assert event_texts(training.cluster, "host-lost") == []
     end(training)
 
 
 def test_the_kernel_and_a_host(kept, network):
     """Who is left waits with its state; the host is lost to the next kernel, and comes back when it is there again."""
     kernel = kept()
-    kernel.makes_steps(2)
-    kernel.crash()
+    kernel.wait_for_steps(2)
+    kernel.kill_with_driver()
     network.power_off("h2")
     training = whole(kernel, 1)
     network.reboot("h2")
-    training.runs(2, LONG)
+    training.wait_for_world(2, LONG)
     end(training)
 
 
 def test_the_kernel_and_its_gate(kept):
     """It is opened again with the same doors, and all come back."""
     kernel = kept()
-    generation = kernel.makes_steps(2)
-    gates = [pid_of(gate.process) for gate in kernel.saved.gates]
+    generation = kernel.wait_for_steps(2)
+    gates = [pid_of(gate.process) for gate in kernel.snapshot.gates]
     assert gates
-    kernel.crash()
+    kernel.kill_with_driver()
     for gate in gates:
         os.kill(gate, signal.SIGKILL)
     until(lambda: not any(map(alive, gates)), what="the gates to end")
     training = whole(kernel)
     assert training.cluster.status().generation == generation
-    gates = [pid_of(gate.process) for gate in kernel.saved.gates]
+    gates = [pid_of(gate.process) for gate in kernel.snapshot.gates]
     for gate in gates:
         os.kill(gate, signal.SIGKILL)
     until(lambda: not any(map(alive, gates)), what="the gates to end")
@@ -98,7 +99,7 @@ def test_a_kernel_that_is_stopped_for_a_while(kept, with_driver):
     Of a laptop whose lid is closed the driver is stopped as well; it notices that it was away.
     """
     kernel = kept(keep=False)
-    generation = kernel.makes_steps(2)
+    generation = kernel.wait_for_steps(2)
     workers = {line["pid"] for line in kernel.steps() if line["generation"] == generation}
     victims = [kernel.process.pid, *([kernel.driver] if with_driver else [])]
     stopped = time.time()
@@ -141,8 +142,8 @@ def kinds(kernel: Kernel) -> set[str]:
 def test_nobody_comes(kept):
     """Hosts elsewhere end with the lease, too."""
     kernel = kept(lease=5.0)
-    kernel.makes_steps(2)
-    kernel.crash()
+    kernel.wait_for_steps(2)
+    kernel.kill_with_driver()
     ends(kernel)
 
 
@@ -151,11 +152,11 @@ def test_nobody_comes(kept):
 def test_nothing_is_left_of_a_cluster_that_is_not_kept(kept, with_controller):
     """The kernel and its driver are killed, and ipyparallel's controller, which sees to that: then the gate does."""
     kernel = kept(keep=False)
-    kernel.makes_steps(2)
-    controller = kernel.part("controller")
+    kernel.wait_for_steps(2)
+    controller = kernel.pid_of("controller")
     if with_controller:
         os.kill(controller, signal.SIGSTOP)
-    kernel.crash()
+    kernel.kill_with_driver()
     if with_controller:
         os.kill(controller, signal.SIGKILL)
     ends(kernel)
@@ -164,4 +165,4 @@ def test_nothing_is_left_of_a_cluster_that_is_not_kept(kept, with_controller):
 def ends(kernel: Kernel) -> None:
     """Nothing is left of it, here and elsewhere."""
     workers = {line["pid"] for line in kernel.steps()}
-    until(lambda: not kernel.left() and not any(map(alive, workers)), LONG, "nothing to be left")
+    until(lambda: not kernel.leftovers() and not any(map(alive, workers)), LONG, "nothing to be left")

@@ -8,7 +8,9 @@ import pytest
 
 import nbelastic as nbe
 from tests.process import programs
-from tests.process.observing import Training, alive, until
+from tests.process.training import Training
+from tests.support.processes import alive
+from tests.support.waiting import until
 
 
 def texts(cluster, kind):
@@ -25,13 +27,13 @@ def never_broken(training):
 def test_a_host_comes_and_goes(trains):
     """A host that is added joins as soon as it is ready; one that is removed leaves at a commit, and exits well."""
     training = trains("localhost:2", min=1)
-    old = [w.id for w in training.runs(2)]
+    old = [w.id for w in training.wait_for_world(2)]
     training.cluster.add_host("127.0.0.2:1")
-    ranks = training.runs(3)
+    ranks = training.wait_for_world(3)
     assert [w.id for w in ranks[:2]] == old
     newcomer = ranks[2]
     training.cluster.remove_host("127.0.0.2")
-    assert [w.id for w in training.runs(2)] == old
+    assert [w.id for w in training.wait_for_world(2)] == old
     until(lambda: not alive(newcomer.pid))
     until(lambda: [host.name for host in training.cluster.hosts] == ["localhost"])
     training.finish()
@@ -42,10 +44,10 @@ def test_a_host_comes_and_goes(trains):
 def test_the_oldest_host_goes(trains):
     """Removing the host of rank 0 hands its rank, and the state, to the oldest survivor."""
     training = trains("localhost:1,127.0.0.2:1,127.0.0.3:1", min=3)
-    before = training.runs(3)
+    before = training.wait_for_world(3)
     training.cluster.scale(1)
     training.cluster.remove_host(before[0].host)
-    assert [w.id for w in training.runs(2)] == [w.id for w in before[1:]]
+    assert [w.id for w in training.wait_for_world(2)] == [w.id for w in before[1:]]
     assert len(training.finish()) == 2
     assert never_broken(training)
 
@@ -53,10 +55,10 @@ def test_the_oldest_host_goes(trains):
 def test_a_host_is_taken_away_at_once(trains):
     """`now=True` is a break, but no strike: its workers are gone at once, the others recover."""
     training = trains("localhost:2,127.0.0.2:1", min=1)
-    (victim,) = [w for w in training.runs(3) if w.host == "127.0.0.2"]
+    (victim,) = [w for w in training.wait_for_world(3) if w.host == "127.0.0.2"]
     training.cluster.remove_host("127.0.0.2", now=True)
     until(lambda: not alive(victim.pid), 3)
-    training.runs(2)
+    training.wait_for_world(2)
     training.finish()
     assert not texts(training.cluster, "slot-backoff")
     until(lambda: [host.name for host in training.cluster.hosts] == ["localhost"])  # its agent tells of the end
@@ -65,7 +67,7 @@ def test_a_host_is_taken_away_at_once(trains):
 def test_added_and_removed_at_once(trains):
     """A host that is added and removed within a moment disturbs nobody: the world keeps its generation."""
     training = trains("localhost:2", min=1)
-    training.runs(2)
+    training.wait_for_world(2)
     generation = training.cluster.status().generation
     for _ in range(2):
         training.cluster.add_host("127.0.0.2:1")
@@ -81,15 +83,15 @@ def test_added_and_removed_at_once(trains):
 def test_removed_and_added_again(trains):
     """A host that comes back before it has gone stays; one that has gone comes back with new workers."""
     training = trains("localhost:1,127.0.0.2:1", min=1)
-    training.runs(2)
+    training.wait_for_world(2)
     training.cluster.remove_host("127.0.0.2")
     training.cluster.add_host("127.0.0.2:1")
-    training.runs(2)
+    training.wait_for_world(2)
     training.cluster.remove_host("127.0.0.2")
-    training.runs(1)
+    training.wait_for_world(1)
     until(lambda: len(training.cluster.hosts) == 1)
     training.cluster.add_host("127.0.0.2:1")
-    training.runs(2)
+    training.wait_for_world(2)
     training.finish()
     assert never_broken(training)
 
@@ -99,11 +101,11 @@ def test_two_hosts_within_a_moment_make_one_change(tmp_path):
     soon = {"settle": 30}  # seconds: what is soon does not depend on how busy this machine is
     with nbe.Cluster("localhost:1", min=1, cooldown=(0, 0), timeouts=soon, log_dir=tmp_path / "logs") as cluster:
         training = Training(cluster, tmp_path / "steps", programs.train)
-        training.runs(1)
+        training.wait_for_world(1)
         generation = training.cluster.status().generation
         training.cluster.add_host("127.0.0.2:1")
         training.cluster.add_host("127.0.0.3:1")
-        training.runs(3)
+        training.wait_for_world(3)
         assert training.cluster.status().generation == generation + 1
         training.finish()
 
@@ -111,11 +113,11 @@ def test_two_hosts_within_a_moment_make_one_change(tmp_path):
 def test_a_change_while_another_is_under_way(trains):
     """Orders in quick succession end in what was asked for last."""
     training = trains("localhost:3", min=1, max=3)
-    training.runs(3)
+    training.wait_for_world(3)
     for high in (2, 3, 1, 2, 3, 2):
         training.cluster.scale(max=high)
         time.sleep(0.05)  # into the middle of the change before
-    training.runs(2)
+    training.wait_for_world(2)
     training.finish()
     assert never_broken(training)
 
@@ -123,17 +125,17 @@ def test_a_change_while_another_is_under_way(trains):
 def test_scaling(trains):
     """Fewer: the youngest leave; more: they come back. The slots' number can be changed, too."""
     training = trains("localhost:3", min=1)
-    before = training.runs(3)
+    before = training.wait_for_world(3)
     training.cluster.scale(max=1)
-    assert [w.id for w in training.runs(1)] == [before[0].id]
+    assert [w.id for w in training.wait_for_world(1)] == [before[0].id]
     training.cluster.scale(max=2)
-    training.runs(2)
+    training.wait_for_world(2)
     training.cluster.scale(max=4)
-    training.runs(3)
+    training.wait_for_world(3)
     training.cluster.add_host("localhost:4")
-    training.runs(4)
+    training.wait_for_world(4)
     training.cluster.add_host("localhost:2")
-    training.runs(2)
+    training.wait_for_world(2)
     training.finish()
     assert never_broken(training)
 
@@ -141,12 +143,12 @@ def test_scaling(trains):
 def test_a_spare_steps_in(trains):
     """A spare worker is kept warm without a rank, and takes a dead one's place."""
     training = trains("localhost:3", min=1, max=2, spares=1)
-    training.runs(2)
+    training.wait_for_world(2)
     (spare,) = [w.id for w in training.cluster.workers if w.rank is None]
     waits = "in gather"  # it has come as far as the elastic loop
     until(lambda: any(stack.worker == spare and waits in stack.text for stack in training.cluster.stacks()))
-    training.signal_worker(training.runs(2)[0])
-    ranks = training.runs(2)
+    training.signal_worker(training.wait_for_world(2)[0])
+    ranks = training.wait_for_world(2)
     assert spare in {w.id for w in ranks}
     assert len([text for text in texts(training.cluster, "world-formed") if "world of 2" in text]) == 2
     training.finish()
@@ -200,7 +202,7 @@ def test_a_newcomer_that_fails_in_its_program(make, tmp_path):
         return programs.train(folder)
 
     training = Training(cluster, tmp_path / "steps", _given_folder, cluster.workers[0].pid, program)
-    training.runs(1)
+    training.wait_for_world(1)
     cluster.add_host("127.0.0.2:1")
     until(lambda: texts(cluster, "worker-failed"))
     assert "LookupError: not me" in texts(cluster, "worker-failed")[0]
@@ -217,15 +219,15 @@ def test_a_joiner_dies_while_joining(trains):
     import signal
 
     training = trains("localhost:2", min=1)
-    training.runs(2)
+    training.wait_for_world(2)
     for pause in (0.05, 0.3):
         training.cluster.add_host("127.0.0.2:1")
         joiner = until(lambda: [w for w in training.cluster.workers if w.host == "127.0.0.2" and w.pid])[0]
         time.sleep(pause)  # somewhere between its fork and its first step
         os.kill(joiner.pid, signal.SIGKILL)
-        training.runs(3)
+        training.wait_for_world(3)
         training.cluster.remove_host("127.0.0.2")
-        training.runs(2)
+        training.wait_for_world(2)
         until(lambda: len(training.cluster.hosts) == 1)
     assert len(training.finish()) == 2
 
@@ -233,12 +235,12 @@ def test_a_joiner_dies_while_joining(trains):
 def test_reset_callbacks(trains):
     """They run on every member after each change, before training resumes, and not at the start."""
     training = trains("localhost:2", min=2)
-    training.runs(2)
+    training.wait_for_world(2)
     assert training.lines("reset") == []
     training.cluster.add_host("127.0.0.2:1")
-    training.runs(3)
-    training.signal_worker(training.runs(3)[2])
-    training.runs(3)
+    training.wait_for_world(3)
+    training.signal_worker(training.wait_for_world(3)[2])
+    training.wait_for_world(3)
     training.finish()
     first = min(line["generation"] for line in training.lines("begin"))
     for pid in {line["pid"] for line in training.lines("begin")}:
@@ -260,13 +262,13 @@ def test_samples_are_used_once(trains, workers):
     samples, batch = 400, 4
     kwargs = {"samples": samples, "batch": batch, "workers": workers}
     training = trains("localhost:3", min=1, program=programs.use_samples, kwargs=kwargs)
-    training.signal_worker(training.runs(3)[0])
+    training.signal_worker(training.wait_for_world(3)[0])
     training.cluster.add_host("127.0.0.2:1")
-    training.runs(4)
-    training.signal_worker(training.runs(4)[2])
-    training.runs(4)
+    training.wait_for_world(4)
+    training.signal_worker(training.wait_for_world(4)[2])
+    training.wait_for_world(4)
     training.cluster.remove_host("127.0.0.2")
-    training.runs(3)
+    training.wait_for_world(3)
     (training.folder / "finish").touch()
     training.job.result(timeout=60)
     done = {}

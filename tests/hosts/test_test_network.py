@@ -17,10 +17,11 @@ from typing import Self
 import pytest
 
 from tests.hosts import network as networks
-from tests.hosts.machine import without_python
+from tests.hosts.host_setup import without_python
 from tests.hosts.namespaces import names
 from tests.hosts.network import DRIVER, Network
-from tests.process.observing import alive, descendants, until
+from tests.support.processes import alive, descendants
+from tests.support.waiting import until
 
 SILENCE = 0.6  # seconds: what arrives at all arrives in milliseconds
 pytestmark = pytest.mark.soak  # these are tests of the test network, and not of nbelastic
