@@ -46,3 +46,24 @@ def trains(make: Callable[..., nbe.Cluster], tmp_path: Path) -> Callable[..., Tr
         return Training(make(hosts, **options), tmp_path / "steps", program, **(kwargs or {}))
 
     return start
+
+
+@pytest.fixture(scope="module")
+def shared_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[nbe.Cluster]:
+    """One host with two slots and one with a single slot, for all tests of a module."""
+    with nbe.Cluster("localhost:2,127.0.0.2:1", min=3, cooldown=(0, 0), log_dir=tmp_path_factory.mktemp("logs")) as one:
+        until(lambda: all(w.pid for w in one.workers), what="the agents to report all processes")
+        yield one
+
+
+@pytest.fixture
+def cluster(shared_cluster: nbe.Cluster) -> Iterator[nbe.Cluster]:
+    """The shared cluster. A test that uses it may end jobs, but no worker: the same processes serve all tests."""
+    before = {w.id: w.pid for w in shared_cluster.workers}
+    yield shared_cluster
+    if shared_cluster.job is not None and not shared_cluster.job.done():
+        shared_cluster.job.stop()
+        shared_cluster.job.wait(timeout=20)
+    assert {w.id: w.pid for w in shared_cluster.workers} == before
+    assert {host.phase for host in shared_cluster.hosts} == {"up"}
+    shared_cluster.wait(3, timeout=10)

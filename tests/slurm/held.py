@@ -26,7 +26,7 @@ class Held:
         """The one of that kind; None if there is none."""
         return next(self.run_dir.glob(f"agent-node1-*.{kind}"), None)
 
-    def leftovers(self):
+    def left(self):
         """Files that may hold a secret."""
         return sorted(path.name for path in self.run_dir.glob("*") if path.suffix in (".json", ".sh"))
 

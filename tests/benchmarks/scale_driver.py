@@ -1,0 +1,105 @@
+"""The driver's process of `tests.benchmarks.scale`: a real driver, whose agents are simulated."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from nbelastic.core import commands as cmd
+from nbelastic.core.membership import step
+from nbelastic.core.state import ClusterState
+from nbelastic.driver import decisions
+from nbelastic.driver.dependencies import Dependencies
+from nbelastic.driver.driver_snapshot import SavedJob
+from nbelastic.driver.job_run import JobRun
+from nbelastic.driver.request_answers import ready_workers
+from nbelastic.protocol import events as ev
+from nbelastic.protocol import worker_messages
+from nbelastic.protocol.ids import HostSpec
+from nbelastic.system import open_files
+from nbelastic.transport.keys import Keys
+from tests.driver.fakes import driver_for, settings_for
+from tests.support import driver_thread
+
+SLOTS = 8
+
+
+class SimulatedAgent:
+    """Takes the place of an agent's process."""
+
+    process = job = ""
+
+    def __init__(self, tell: Callable[..., None], host: str, number: int) -> None:
+        self._tell, self._host, self._number = tell, host, number
+
+    def start(self, config: Mapping[str, Any]) -> None:
+        self._tell("agent", self._host, self._number, config["driver"], msgspec.convert(config["keys"], Keys))
+
+    def kill(self) -> None:
+        """It ends with the benchmark."""
+
+
+class NoController:
+    """Nobody asks for engines."""
+
+    connection, process = "{}", ""
+
+    async def start(self) -> None:
+        """There is none."""
+
+    async def stop(self) -> None:
+        """There is none."""
+
+
+async def here(_spec: HostSpec, _launcher: str) -> tuple[str, str]:
+    """All hosts are this machine."""
+    return "127.0.0.1", ""
+
+
+def drive(hosts: int, parent: Connection, players: list[Connection]) -> None:
+    """Be the driver; tell the parent of each event that stands for something, and answer its questions."""
+
+    def tell(*order: Any) -> None:
+        players[hash_of(order[1]) % len(players)].send(order)
+
+    taken: list[tuple[float, float, str]] = []
+
+    def timed(cluster: ClusterState, event: ev.Event, now: float) -> tuple[ClusterState, tuple[cmd.Command, ...]]:
+        taken.append((time.monotonic(), time.thread_time(), type(event).__name__))
+        return step(cluster, event, now)
+
+    open_files.raise_limit()
+    decisions.step = timed
+    dependencies = Dependencies(
+        locate=here,
+        agent_for=lambda spec, _local, _settings, _on_stop, number: SimulatedAgent(tell, spec.name, number),
+        controller=lambda *_, **__: NoController(),
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        names = ",".join(f"host{number:04}:{SLOTS}" for number in range(hosts))
+        settings = settings_for(Path(folder), names, SLOTS, min=1, max=hosts * SLOTS, cooldown=(0, 0))
+        driver = driver_for(settings, dependencies)
+        thread = driver_thread.DriverThread(driver)
+
+        while True:
+            match parent.recv():
+                case "submit":
+                    job = JobRun("job-1", worker_messages.Program("job-1", "", source="a cell"))
+                    thread.call(driver.jobs.submit, job, SavedJob("job-1"))
+                case "look":
+                    cluster = driver.cluster
+                    members = list(map(str, cluster.members))
+                    cpu = (time.process_time(), time.clock_gettime(time.pthread_getcpuclockid(thread.ident)))
+                    parent.send((cluster.phase, ready_workers(cluster), members, *cpu, list(taken)))
+                    taken.clear()
+
+
+def hash_of(name: str) -> int:
+    """The same for a host and all of its workers."""
+    return int(name.partition("/")[0].removeprefix("host"))
