@@ -56,7 +56,7 @@ class Peer(Client):
 
     @property
     def due(self) -> bool:
-        return bool(self._out or self._reports) or time.monotonic() >= self._heartbeat_at
+        return bool(self._queue or self._reports) or time.monotonic() >= self._heartbeat_at
 
     def work(self) -> None:
         """What the thread does in its turn."""

@@ -1,4 +1,4 @@
-"""A job that is lost as a whole goes on at its newest checkpoint: in another cluster, at another world size."""
+"""A job that is lost as a whole resumes from its newest checkpoint, in another cluster and at another world size."""
 
 import contextlib
 import os
@@ -16,7 +16,7 @@ from tests.support.waiting import until
 
 
 def train(folder, width=16):
-    """Train until `folder/finish` exists, and write down where each world began."""
+    """Train until `folder/finish` exists, and log where each world began."""
     import torch
 
     log = programs.Log(folder)
@@ -45,7 +45,7 @@ def train(folder, width=16):
 
 @pytest.fixture
 def runs(make, tmp_path):
-    """`runs(number, hosts)`: train on a cluster of its own, with the checkpoints in one folder for all of them."""
+    """`runs(number, hosts)`: train on a new cluster; all of them share one folder of checkpoints."""
 
     def start(number, hosts, every=5, **kwargs):
         return Training(
@@ -61,12 +61,12 @@ def runs(make, tmp_path):
 
 
 def kept(tmp_path):
-    """The checkpoints' numbers of commits, in the order in which they were written."""
+    """The numbers of commits of the checkpoints, in the order in which they were written."""
     return [int(path.name.rpartition("-")[2]) for path in sorted((tmp_path / "kept").glob("0*"))]
 
 
 def begun(training):
-    """Where the training began, as all ranks saw it."""
+    """Where the training began, as all ranks logged it."""
     where = {
         (line["begin"], line["commits"], line["sum"]) for line in training.lines("begin") if line["generation"] == 1
     }
@@ -75,11 +75,11 @@ def begun(training):
 
 
 def test_a_stopped_cluster_writes_its_last_checkpoint(runs, tmp_path):
-    """`cluster.stop()` lets the program end first: no commit is lost that was made before."""
+    """`cluster.stop()` lets the program end first: the checkpoint has every commit that was made before."""
     training = runs(1, "localhost:2", every=1000)
     training.wait_for_world(2)
     until(lambda: training.lines()[-1]["step"] > 20)
-    committed = training.lines()[-1]["step"] - 1  # a line is written before the commit of its step
+    committed = training.lines()[-1]["step"] - 1  # a step's line is written before its commit
     training.cluster.stop(timeout=60)
     (last,) = kept(tmp_path)
     assert last >= committed
@@ -94,11 +94,11 @@ def done(training):
 
 @pytest.mark.parametrize(("before", "after"), [("localhost:3", "localhost:2"), ("localhost:1", "localhost:3")])
 def test_everything_is_killed_and_a_smaller_or_larger_world_goes_on(runs, tmp_path, before, after):
-    """Every process dies at once. The next job begins with the weights of the newest checkpoint, on all ranks."""
+    """When every process is killed, the next job begins with the weights of the newest checkpoint on all ranks."""
     first = runs(1, before)
     until(lambda: len(kept(tmp_path)) >= 2, what="two checkpoints")
     for pid in processes_of(first.cluster):
-        with contextlib.suppress(ProcessLookupError):  # it has ended with the one before
+        with contextlib.suppress(ProcessLookupError):  # it has ended together with the one before
             os.kill(pid, signal.SIGKILL)
     first.cluster.stop()
     newest = kept(tmp_path)[-1]
@@ -114,7 +114,7 @@ def test_everything_is_killed_and_a_smaller_or_larger_world_goes_on(runs, tmp_pa
 
 
 def test_a_job_that_has_ended_is_over(runs, tmp_path):
-    """The end is saved too: run again, the job begins where it ended."""
+    """The end is saved too: the same job run again begins where it ended."""
     first = runs(1, "localhost:2", every=1000)
     first.wait_for_world(2)
     end = done(first)
@@ -127,7 +127,7 @@ def test_a_job_that_has_ended_is_over(runs, tmp_path):
 
 
 def test_a_job_that_is_stopped_can_be_gone_on_with(runs, tmp_path):
-    """Stopped by hand, between two checkpoints: what it had committed last is saved, by one rank."""
+    """When a client stops a job between two checkpoints, one rank saves its last commit."""
     first = runs(1, "localhost:2", every=1000)
     first.wait_for_world(2)
     until(lambda: len(first.lines("step")) > 10, what="ten steps")
@@ -142,7 +142,7 @@ def test_a_job_that_is_stopped_can_be_gone_on_with(runs, tmp_path):
 
 
 def sticks(folder: str) -> None:
-    """Rank 0 is caught in a dead collective of its fourth step, as gloo leaves one in a hundred."""
+    """Rank 0 hangs in a collective of its fourth step, as happens with gloo once in a hundred."""
     import torch
     import torch.distributed as dist
 
@@ -167,7 +167,7 @@ def sticks(folder: str) -> None:
 
 
 def test_who_is_stuck_when_the_job_is_stopped_keeps_its_last_commit(make, tmp_path):
-    """Nobody else would write it: the worker ends only then."""
+    """A hung worker of a stopped job writes its last commit, since no other can, and ends only then."""
     cluster = make("localhost:2", min=2)
     job = cluster.run(sticks, str(tmp_path), checkpoint=tmp_path / "kept", checkpoint_every=1000)
     until((tmp_path / "stuck").exists)
@@ -177,7 +177,7 @@ def test_who_is_stuck_when_the_job_is_stopped_keeps_its_last_commit(make, tmp_pa
 
 
 def test_the_writing_rank_dies_and_the_next_one_writes(runs, tmp_path):
-    """Rank 0 is killed: nobody waits for its checkpoint, and the new rank 0 goes on with them."""
+    """When rank 0 is killed, the others do not wait for its checkpoint, and the new rank 0 writes the next ones."""
     training = runs(1, "localhost:2")
     victim = training.wait_for_world(2)[0]
     until(lambda: kept(tmp_path), what="a checkpoint")
@@ -190,7 +190,7 @@ def test_the_writing_rank_dies_and_the_next_one_writes(runs, tmp_path):
 
 
 def test_the_newest_is_damaged(runs, tmp_path):
-    """The one before it is used, and the log says why."""
+    """When the newest checkpoint is damaged, the job uses the one before, and the log says why."""
     first = runs(1, "localhost:2")
     until(lambda: len(kept(tmp_path)) >= 2, what="two checkpoints")
     done(first)
@@ -206,7 +206,7 @@ def test_the_newest_is_damaged(runs, tmp_path):
 
 
 def test_a_folder_of_another_program(runs, tmp_path):
-    """Nothing in it fits: the job fails and says the first difference, and the checkpoints are left alone."""
+    """A checkpoint of another program fails the job with the first difference; the files stay as they are."""
     first = runs(1, "localhost:2")
     until(lambda: kept(tmp_path), what="a checkpoint")
     done(first)
@@ -218,7 +218,7 @@ def test_a_folder_of_another_program(runs, tmp_path):
 
 
 def test_a_folder_that_cannot_be_written(make, tmp_path):
-    """The job fails at its beginning, with what the disk said."""
+    """An unwritable folder fails the job at its beginning, with the system's error."""
     (tmp_path / "file").touch()
     job = make("localhost:2").run(train, str(tmp_path), checkpoint=Path(tmp_path, "file", "below"))
     assert "StateError: checkpoints cannot be written to" in str(job.exception(timeout=30))

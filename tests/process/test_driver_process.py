@@ -1,4 +1,4 @@
-"""The driver is a process of its own: what becomes of a cluster when its kernel is busy, stopped, signalled or gone."""
+"""The driver is its own process: what happens to a cluster when its kernel is busy, stopped, signalled or dead."""
 
 from __future__ import annotations
 
@@ -39,7 +39,9 @@ if __name__ == "__main__":
 
 
 def test_a_kernel_that_holds_the_interpreter_lock_delays_no_recovery(tmp_path: Path) -> None:
-    """A cell computes without letting go of the lock; a worker dies meanwhile, and the world is whole again before it lets go."""
+    """A cell holds the interpreter lock, and a worker is lost meanwhile: the world recovers before the cell releases
+    the lock.
+    """
 
     def is_whole_without(victim: int) -> bool:
         steps = [line for line in lines_in(tmp_path) if "step" in line]
@@ -60,7 +62,7 @@ def test_a_kernel_that_holds_the_interpreter_lock_delays_no_recovery(tmp_path: P
 
 
 def test_signals_for_the_kernel_are_not_for_its_driver(make, tmp_path):
-    """An interrupt goes to the kernel's process group, and a terminal's end to its session: the driver is in neither."""
+    """Signals to the kernel's process group or session do not reach the driver: it is in neither."""
     cluster = make("localhost:1", min=1)
     driver = driver_pid(cluster)
     assert driver != os.getpid()
@@ -71,7 +73,7 @@ def test_signals_for_the_kernel_are_not_for_its_driver(make, tmp_path):
 
 @pytest.mark.parametrize("keep", [False, True])
 def test_a_driver_that_is_stopped_does_not_hold_up_a_stop(make, monkeypatch, keep):
-    """It is ended when its time is over, and the next one ends all that it has started."""
+    """A stopped driver is killed after its timeout, and the next one ends all that it has started."""
     monkeypatch.setattr("nbelastic.client.stopping.CLOSING_TIMEOUT", 3.0)
     cluster = make("localhost:2", min=2, keep=keep)
     pids = {worker.pid for worker in cluster.workers}
@@ -101,7 +103,7 @@ if __name__ == "__main__":
 
 
 def test_a_forked_kernel_has_no_cluster(tmp_path: Path) -> None:
-    """A child, as `multiprocessing` makes it, can neither stop its parent's cluster nor keep it."""
+    """A forked child of the kernel, as `multiprocessing` makes it, can neither stop the cluster nor keep it alive."""
     done = subprocess.run(
         [sys.executable, "-c", FORKED, str(tmp_path)], capture_output=True, text=True, check=False, timeout=60
     )
@@ -109,7 +111,7 @@ def test_a_forked_kernel_has_no_cluster(tmp_path: Path) -> None:
 
 
 def test_its_errors_are_in_a_file(make):
-    """The kernel's terminal may be gone: what the driver's process writes is among the cluster's logs, for their owner alone."""
+    """Errors of the driver's process go to a file among the cluster's logs that only their owner can read."""
     cluster = make("localhost:1")
     log = cluster.log_dir / "driver.log"
     assert log.stat().st_mode & 0o777 == 0o600
@@ -118,7 +120,7 @@ def test_its_errors_are_in_a_file(make):
 
 @pytest.mark.parametrize("keep", [False, True])
 def test_a_driver_that_dies_is_replaced_by_its_kernel(make, tmp_path, keep):
-    """The training does not stand still, and who holds the cluster and the job hardly notices."""
+    """The kernel replaces a dead driver: the training goes on, and the cluster and job objects stay valid."""
     cluster = make("localhost:3", min=2, keep=keep)
     with nbe.Cluster.attach(cluster.name) as other:
         job = cluster.run_cell(f"from tests.process import programs; print('begun'); programs.train({str(tmp_path)!r})")
@@ -142,7 +144,9 @@ def test_a_driver_that_dies_is_replaced_by_its_kernel(make, tmp_path, keep):
 
 
 def test_drivers_that_die_again_and_again_are_not_replaced_for_ever(make):
-    """Who holds the cluster is told; what trains goes on, and can be attached to."""
+    """After several deaths of drivers the client reports it and starts no more; the training goes on, and clients can
+    attach.
+    """
     cluster = make("localhost:1")
     engines = cluster.client[:]
     for number in range(2, 5):
@@ -158,7 +162,7 @@ def test_drivers_that_die_again_and_again_are_not_replaced_for_ever(make):
 
 @pytest.mark.parametrize(("keep", "soon"), [(False, True), (True, True), (True, False)])
 def test_a_cluster_whose_driver_has_died_can_be_stopped(make, keep, soon):
-    """The next driver does it: no agent is left with its processors until the end of the lease."""
+    """A stop of a cluster without a driver starts one that ends it: no agent lives until the end of the lease."""
     cluster = make("localhost:2", min=2, keep=keep)
     pids = {worker.pid for worker in cluster.workers}
     os.kill(driver_pid(cluster), signal.SIGKILL)
@@ -170,7 +174,7 @@ def test_a_cluster_whose_driver_has_died_can_be_stopped(make, keep, soon):
 
 
 def test_the_temporary_folder_is_the_kernel_s(make, monkeypatch, tmp_path):
-    """However that has got it: `tempfile.tempdir` is no variable of the environment."""
+    """The driver uses the kernel's temporary folder, also when the kernel has set `tempfile.tempdir`."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     cluster = make("localhost:1")
     assert cluster.run(os.getpid).result(timeout=20) == [cluster.workers[0].pid]
@@ -179,7 +183,7 @@ def test_the_temporary_folder_is_the_kernel_s(make, monkeypatch, tmp_path):
 
 
 def test_a_file_of_the_user_s_is_no_module_of_the_driver_s(tmp_path: Path) -> None:
-    """A notebook's folder may have an `asyncio.py`, and is on the kernel's path."""
+    """The driver does not import an `asyncio.py` from the notebook's folder, though that is on the kernel's path."""
     (tmp_path / "asyncio.py").write_text("raise SystemExit('not this one')")
     (tmp_path / "secrets.py").write_text("raise SystemExit('not this one')")
     code = "import asyncio, secrets, sys; import nbelastic as nbe\n"

@@ -1,4 +1,4 @@
-"""A large state is on its way when its sender or a receiver dies: nobody goes on from a mixture of two commits."""
+"""A sender or receiver dies during the transfer of a large state: no rank goes on from a mixture of two commits."""
 
 import contextlib
 import os
@@ -16,7 +16,7 @@ from tests.support.waiting import until
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory):
-    """Four workers, and a new one for each that dies; the tests use it one after the other."""
+    """Four workers, each replaced when it is lost; the tests use the cluster one after another."""
     options = {
         "min": 1,
         "max": interrupted_transfer.SIZE,
@@ -29,7 +29,7 @@ def cluster(tmp_path_factory):
 
 @pytest.fixture
 def run(cluster, tmp_path):
-    """`run(ahead, dying)`: the job, begun when four workers are ready; and whatever became of it is whole."""
+    """`run(ahead, dying)`: start the job when four workers are ready, and check at the end that every state is whole."""
     jobs = []
 
     def start(*args, **options):
@@ -46,47 +46,49 @@ def run(cluster, tmp_path):
 
 
 def last_of(results):
-    """Of each rank: the step that it came to, and whether its state was whole."""
+    """For each rank, the step that it reached, and whether its state was whole."""
     return {(seen[-1][2], seen[-1][3]) for seen in results}
 
 
 @pytest.mark.parametrize("dying", ["sends", "receives", "both"])
 def test_ranks_that_are_a_commit_behind_keep_theirs_until_the_newer_one_is_there(cluster, run, dying):
-    """The sender dies, a receiver, or both, with half of 240 MB sent: the job goes on, and every state is whole."""
+    """The sender, a receiver or both die with half of 240 MB sent: the job goes on, and every state is whole."""
     known = len(cluster.events)
     assert last_of(run(1, dying).result(timeout=60)) == {(interrupted_transfer.LAST, True)}
     deaths = [event.text for event in cluster.events[known:] if event.kind == "worker-lost"]
     assert len(deaths) == (3 if dying == "both" else 2), deaths
-    assert all("SIGKILL" in text for text in deaths), deaths  # nobody hung, and had to be replaced
+    assert all("SIGKILL" in text for text in deaths), deaths  # no worker hung and was replaced
 
 
 def test_without_memory_for_a_second_copy_a_whole_holder_sends_it_again(cluster, run):
-    """The receiver holds a mixture and says so; another rank at the newer commit sends the state to it."""
+    """A receiver that holds a mixture reports it, and another rank at the newer commit sends it the state."""
     assert last_of(run(2, "sends", scarce=True).result(timeout=60)) == {(interrupted_transfer.LAST, True)}
 
 
 def test_without_memory_and_without_another_holder_the_job_fails_in_words(cluster, run):
-    """Nothing but mixtures is left: the job says that it has lost its state, and does not go on from one."""
+    """When only mixtures are left, the job fails with the reason that its state is lost."""
     error = str(run(1, "sends", scarce=True).exception(timeout=60))
     assert "no worker is left that holds the training state" in error
 
 
 def test_without_memory_and_with_copies_the_ranks_go_on_from_the_older_commit(cluster, run):
-    """Several steps in each commit: who received a mixture puts its copies back, and still holds its commit."""
+    """With several steps per commit, a receiver of a mixture restores its snapshot and keeps its own commit."""
     assert last_of(run(1, "sends", scarce=True, steps=2).result(timeout=60)) == {(interrupted_transfer.LAST, True)}
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(600)
 def test_a_sender_that_is_killed_or_stopped_at_any_moment_tears_nothing(cluster, run):
-    """Twenty times, up to 0.35 s after the break: every job comes to its end, and every state is whole."""
+    """Twenty times, up to 0.35 s after the break, the sender is killed or stopped: every job ends, and every state is
+    whole.
+    """
     chance = random.Random(1)
     for attempt in range(20):
         known = len(cluster.events)
         job = run(1, "")
         until(lambda known=known: any(event.kind == "world-broken" for event in cluster.events[known:]))
         (root, *_) = by_rank(cluster)
-        time.sleep(chance.uniform(0.0, 0.35))  # the moment is what is tested
+        time.sleep(chance.uniform(0.0, 0.35))  # the test tries different moments
         if attempt % 2:
             os.kill(root.pid, signal.SIGSTOP)
         with contextlib.suppress(ProcessLookupError):

@@ -1,4 +1,6 @@
-"""The kernel dies, and its driver with it or not, and the training does not: who attaches has it, or it ends within its lease."""
+"""A kernel dies, with its driver or without, and its kept cluster trains on: the next kernel attaches, or the lease
+ends it.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,7 @@ def kept(tmp_path: Path) -> Iterator[Callable[..., Kernel]]:
 
 
 def test_a_killed_driver_costs_no_step(kept):
-    """Nobody stands still: the world goes on while no driver is there, and comes back as it is, with its job and history."""
+    """While no driver runs the world makes steps; the next driver takes it over with its job and history."""
     kernel = kept()
     generation = kernel.wait_for_steps(WORLD)
     kernel.kill_with_driver()
@@ -48,14 +50,14 @@ def test_a_killed_driver_costs_no_step(kept):
     texts = [event.text for event in training.cluster.events]
     assert "job-1 was submitted" in texts
     assert f"{WORLD} workers train on in generation {generation}" in texts
-    training.signal_worker(members[0])  # all that a driver does, it does
+    training.signal_worker(members[0])  # the new driver does all that a driver does
     training.wait_for_world(WORLD)
     results = training.finish()
     assert len(results) == WORLD
     training.cluster.stop()
 
 
-@pytest.mark.cold  # it looks for processes by their parents
+@pytest.mark.cold  # it finds processes by their parents
 @pytest.mark.parametrize(
     ("part", "first"),
     [
@@ -70,7 +72,9 @@ def test_a_killed_driver_costs_no_step(kept):
     ],
 )
 def test_a_kernel_and_another_part_die(kept, part, first):
-    """In either order: survivors wait with their state instead of hanging; the next kernel makes all whole again."""
+    """When a kernel and another process die, in either order, the survivors wait with their state, and the next kernel
+    repairs all.
+    """
     kernel = kept(hosts="localhost:2,127.0.0.2:1")
     kernel.wait_for_steps(WORLD)
     victim = kernel.pid_of(part)
@@ -89,7 +93,9 @@ def test_a_kernel_and_another_part_die(kept, part, first):
 
 @pytest.fixture
 def forsaken(kept: Callable[..., Kernel], tmp_path: Path) -> Callable[..., None]:
-    """Kill the kernel of a training that has checkpoints, with its driver or not, and rank 0 or not; wait for the lease's end."""
+    """Kill the kernel of a training with checkpoints, optionally with its driver and rank 0, and wait for the end of
+    the lease.
+    """
 
     def story(with_driver: bool, with_rank_0: bool = False) -> None:
         folder = tmp_path / "checkpoints"
@@ -108,13 +114,15 @@ def forsaken(kept: Callable[..., Kernel], tmp_path: Path) -> Callable[..., None]
 
 @pytest.mark.parametrize("with_driver", [False, True])
 def test_nobody_comes(forsaken, with_driver):
-    """All ends within the lease, after a last checkpoint; then nothing is left, and the name is free again."""
+    """Without a kernel the cluster ends within its lease, after a last checkpoint. It leaves nothing, and its name is
+    free.
+    """
     forsaken(with_driver)
 
 
 @pytest.mark.parametrize("with_driver", [False, True])
 def test_nothing_is_left_of_a_cluster_that_is_not_kept(kept, with_driver):
-    """It ends with its kernel, at once, whether or not a driver is there to see to that."""
+    """A cluster that is not kept ends at once with its kernel, whether or not its driver still runs."""
     kernel = kept(keep=False)
     kernel.wait_for_steps(WORLD)
     kernel.kill_with_driver() if with_driver else kernel.kill()
@@ -122,7 +130,9 @@ def test_nothing_is_left_of_a_cluster_that_is_not_kept(kept, with_driver):
 
 
 def test_who_starts_the_next_driver_does_not_own_the_cluster(kept):
-    """Its kernel is stopped for a while as the driver dies: a terminal that looks on starts another one, and lets go of it."""
+    """A terminal that attaches while the kernel is stopped may start the next driver, and still does not own the
+    cluster.
+    """
     kernel = kept(keep=False)
     generation = kernel.wait_for_steps(WORLD)
     os.kill(kernel.process.pid, signal.SIGSTOP)
@@ -145,7 +155,7 @@ def test_who_starts_the_next_driver_does_not_own_the_cluster(kept):
 
 
 def test_an_ordinary_restart(kept):
-    """A kernel that ends in order lets go of its cluster as one that is killed."""
+    """A kernel that exits normally leaves its kept cluster as a killed one does."""
     kernel = kept()
     generation = kernel.wait_for_steps(WORLD)
     driver = kernel.driver
@@ -157,10 +167,12 @@ def test_an_ordinary_restart(kept):
     training.cluster.stop()
 
 
-@pytest.mark.cold  # it looks for processes by their parents
+@pytest.mark.cold  # it finds processes by their parents
 @pytest.mark.parametrize("part", ["worker", "agent", "controller"])
 def test_what_dies_while_no_kernel_is_there_is_replaced(kept, part):
-    """The driver is its own process, and does all that it does: who attaches finds the training whole, and what happened."""
+    """The driver replaces lost processes while no kernel is attached; the next kernel finds a full world and the
+    events.
+    """
     kernel = kept(hosts="localhost:2,127.0.0.2:1")
     generation = kernel.wait_for_steps(WORLD)
     victim = kernel.pid_of(part)
@@ -178,7 +190,9 @@ def test_what_dies_while_no_kernel_is_there_is_replaced(kept, part):
 
 
 def test_several_kernels_have_one_cluster(kept):
-    """All see the same: orders and who gave them, what is printed, and the result; one that leaves disturbs nobody."""
+    """All kernels of a cluster see requests with their senders, output and results; one that detaches disturbs no
+    other.
+    """
     kernel = kept()
     generation = kernel.wait_for_steps(WORLD)
     one, two = attached(kernel), attached(kernel)
@@ -205,7 +219,9 @@ def test_several_kernels_have_one_cluster(kept):
 
 
 def test_a_script_begins_again(kept):
-    """It knows of restarts only, so a new driver starts it anew, from its checkpoint; a terminal's torchrun comes along."""
+    """A new driver restarts a script from its checkpoint, since a script knows only restarts; a terminal's torchrun
+    takes part.
+    """
     kernel = kept(program="script", hosts="localhost:2", arguments={"max_restarts": 0})
     until(lambda: len({line["pid"] for line in kernel.steps()}) == 2, 30, "steps")
     kernel.kill_with_driver()
@@ -226,7 +242,7 @@ def test_a_script_begins_again(kept):
 
 
 def test_a_script_that_ends_meanwhile(kept):
-    """Its end is known to the agents, so it does not begin again."""
+    """The agents keep the end of a script, so a new driver does not start it again."""
     kernel = kept(program="script", hosts="localhost:2")
     pids = until(lambda: {line["pid"] for line in kernel.steps() if line["world"] == 2}, 30, "steps")
     template = psutil.Process(next(iter(pids))).parent()
@@ -241,13 +257,13 @@ def test_a_script_that_ends_meanwhile(kept):
 
 @pytest.mark.soak
 def test_rank_0_and_nobody_come(forsaken):
-    """Who is left writes the last checkpoint."""
+    """When rank 0 is lost and no kernel comes, a survivor writes the last checkpoint."""
     forsaken(with_driver=True, with_rank_0=True)
 
 
 @pytest.mark.parametrize("with_driver", [False, True])
 def test_a_job_that_ends_meanwhile(kept, with_driver):
-    """Its results are there for the next kernel, and for the one after; what it has printed is too."""
+    """A job that ends without a kernel keeps its results and output for the next kernel, and for the one after."""
     kernel = kept(program="print_rank", min=WORLD)
     kernel.kill_with_driver() if with_driver else kernel.kill()
     cluster = nbe.Cluster.attach(kernel.name)
@@ -265,7 +281,7 @@ def test_a_job_that_ends_meanwhile(kept, with_driver):
 
 
 def test_an_error_meanwhile(kept):
-    """The user's own error is the job's, with its traceback, though nobody was there to hear it."""
+    """A user's error without a kernel is the error of the job, with its traceback."""
     kernel = kept(program="fail_later", min=WORLD)
     until((kernel.folder / "begun").exists, what="the world")
     kernel.kill_with_driver()
@@ -280,7 +296,9 @@ def test_an_error_meanwhile(kept):
 
 
 def test_a_rank_that_holds_the_interpreter_lock_while_a_kernel_attaches(kept):
-    """It answers long after the new driver has stopped waiting for it, and trains on: nobody is killed."""
+    """A rank that holds the interpreter lock answers after the new driver stops waiting, and trains on: it is not
+    killed.
+    """
     kernel = kept(program="train_and_hold_lock", hosts="localhost:2", silence=1.0)
     generation = kernel.wait_for_steps(2)
     kernel.kill_with_driver()
@@ -299,7 +317,7 @@ def test_a_rank_that_holds_the_interpreter_lock_while_a_kernel_attaches(kept):
 
 
 def test_a_discovery_that_fails_while_a_new_kernel_attaches(kept, tmp_path):
-    """The hosts stay, the training goes on, and the discovery is asked again."""
+    """When the discovery of a new kernel fails, the hosts stay, the training goes on, and the discovery is asked again."""
     busy, script = tmp_path / "busy", tmp_path / "hosts.sh"
     script.write_text(f"#!/bin/sh\nrm {busy} 2>&- && echo 'the controller is busy' >&2 && exit 1\necho localhost:2\n")
     script.chmod(0o755)
@@ -317,7 +335,9 @@ def test_a_discovery_that_fails_while_a_new_kernel_attaches(kept, tmp_path):
 
 
 def test_setup_cells_run_once(kept):
-    """On workers of another driver they have run; those that come later run them, though this kernel never saw them."""
+    """Setup cells run once on workers of an earlier driver, and also on later workers, though this kernel never ran the
+    cells.
+    """
     kernel = kept(program="")
     kernel.kill_with_driver()
     cluster = nbe.Cluster.attach(kernel.name)
@@ -333,7 +353,7 @@ def test_setup_cells_run_once(kept):
 
 
 def test_a_driver_that_does_not_answer(kept, monkeypatch):
-    """A stopped driver keeps its cluster; who wants it is told which process to end."""
+    """A stopped driver keeps its cluster; a client that wants to attach gets the pid to end."""
     monkeypatch.setattr(connection, "GREETING_TIMEOUT", 1.0)
     kernel = kept(program="")
     driver = kernel.driver
@@ -346,7 +366,7 @@ def test_a_driver_that_does_not_answer(kept, monkeypatch):
 
 
 def test_files_that_cannot_be_used(kept, tmp_path):
-    """Each gets a line that says what is wrong; none of them costs the cluster anything."""
+    """An unusable file gets one line that says what is wrong, and costs the cluster nothing."""
     kernel = kept(program="")
     kernel.kill_with_driver()
     path = runs() / kernel.name / NAME

@@ -1,4 +1,4 @@
-"""Workers die in many ways, and the training goes on: no step lost, the same numbers on all ranks."""
+"""Workers are lost in many ways, and the training goes on: it loses no step, and all ranks have the same numbers."""
 
 import os
 import signal
@@ -22,7 +22,7 @@ def events(training, kind):
 
 
 def deaths(training):
-    """But not those of survivors that gloo did not wake: about one in a hundred, which are replaced."""
+    """The lost workers, without survivors that gloo did not wake. About one in a hundred is replaced for that."""
     return [event for event in events(training, "worker-lost") if f"exit code {HUNG}" not in event.text]
 
 
@@ -32,7 +32,7 @@ def deaths(training):
     ids=["rank 0 killed", "last rank killed", "segfault"],
 )
 def test_a_worker_dies(trains, which, sig):
-    """Whichever rank dies of whatever signal: the others go on at once, and the world is whole again."""
+    """When any rank ends by a signal, the others go on at once, and the world grows back to its size."""
     training = trains("localhost:3", min=1, max=3)
     victim = training.wait_for_world(3)[which]
     training.signal_worker(victim, sig)
@@ -47,14 +47,16 @@ def test_a_worker_dies(trains, which, sig):
 
 
 def test_a_rank_that_holds_the_interpreter_lock_is_slow(trains):
-    """Its process says nothing for three times `silence` and more, and runs: nobody is killed, and the same world trains on."""
+    """A worker that sends nothing for three times `silence` but whose process runs is not killed: the same world trains
+    on.
+    """
     training = trains("localhost:2", program=programs.train_and_hold_lock, min=1, silence=1.0)
     members = training.wait_for_world(2)
     (training.folder / "hold").touch()
     (told,) = until(lambda: events(training, "worker-silent"), what="the silent rank to be named")
     assert told.worker in {member.id for member in members}
     assert "though its host answers; its process" in told.text
-    time.sleep(2.0)  # it was silent for 1 s when it was named: what is promised is that more time changes nothing
+    time.sleep(2.0)  # it was reported after 1 s of silence; more silence must change nothing
     programs.release_lock(training.folder)
     steps = training.lines()[-1]["step"]
     until(lambda: training.lines()[-1]["step"] > steps + 20, what="steps after it")
@@ -65,7 +67,9 @@ def test_a_rank_that_holds_the_interpreter_lock_is_slow(trains):
 
 
 def test_a_worker_ends_itself(make, tmp_path):
-    """`os._exit(3)` in the user's code is a death like any other: the exit code is told, the world heals."""
+    """`os._exit(3)` in the user's code is a loss like any other: the event names the exit code, and the world grows
+    back.
+    """
     cluster = make("localhost:2", min=1)
     cluster.wait(2)
 
@@ -78,7 +82,7 @@ def test_a_worker_ends_itself(make, tmp_path):
             while not programs.any_rank_finds(folder, "finish"):
                 state.step += 1
                 state.commit()
-                if state.step >= 20 and nbe.rank() == 1 and not flag.exists():  # the second may come late
+                if state.step >= 20 and nbe.rank() == 1 and not flag.exists():  # the second change may come late
                     flag.touch()
                     os._exit(3)
                 if state.step >= 60 and nbe.rank() == 0 and flag.exists():  # a change may come at any commit
@@ -89,13 +93,13 @@ def test_a_worker_ends_itself(make, tmp_path):
         return loop(state)
 
     sizes = cluster.run(program, str(tmp_path)).result(timeout=30)
-    assert sizes == [len(sizes)] * len(sizes)  # every rank of the last group knows how many there are
+    assert sizes == [len(sizes)] * len(sizes)  # every rank of the last generation knows its size
     assert sizes
     assert any("exit code 3" in event.text for event in cluster.events if event.kind == "worker-lost")
 
 
 def test_two_die_at_once(trains):
-    """Two of four are killed in the same moment: one recovery, and four again."""
+    """When two of four workers are killed at once, one recovery is enough, and four train again."""
     training = trains("localhost:4", min=1, max=4)
     ranks = training.wait_for_world(4)
     for victim in (ranks[0], ranks[2]):
@@ -106,12 +110,12 @@ def test_two_die_at_once(trains):
 
 
 def test_one_dies_during_the_recovery_from_another(trains):
-    """A second death at any moment of a recovery (while gathering, forming, syncing) is an ordinary event."""
+    """A second loss may come at any moment of a recovery: while ranks wait, form or receive the state."""
     training = trains("localhost:4", min=1, max=4)
     for pause in (0.0, 0.005, 0.01, 0.02, 0.03, 0.05, 0.08):
         ranks = training.wait_for_world(4)
         os.kill(ranks[1].pid, signal.SIGKILL)
-        time.sleep(pause)  # the moment is what is tested
+        time.sleep(pause)  # the test tries different moments
         os.kill(ranks[2].pid, signal.SIGKILL)
         until(lambda gone={ranks[1].id, ranks[2].id}: not gone & {w.id for w in training.cluster.workers})
     training.wait_for_world(4)
@@ -120,7 +124,7 @@ def test_one_dies_during_the_recovery_from_another(trains):
 
 @pytest.mark.soak
 def test_many_deaths_in_a_row(trains):
-    """Six kills of all ranks in turn: only they are lost, and every step is there once."""
+    """Six kills of different ranks: only the killed workers are lost, and every step is made once."""
     training = trains("localhost:3", min=1, max=3)
     victims = []
     for number in range(6):
@@ -133,7 +137,7 @@ def test_many_deaths_in_a_row(trains):
 
 
 def test_an_agent_is_told_to_end(trains):
-    """SIGTERM to an agent, as a batch system sends it at a job's end: the host is lost at once, and with it its processes."""
+    """SIGTERM to an agent, as a batch system sends it, makes its host lost at once, and ends its workers."""
     training = trains("localhost:1,127.0.0.2:1", min=1, max=2)
     victim = next(worker for worker in training.wait_for_world(2) if worker.host == "127.0.0.2")
     agent = psutil.Process(victim.pid).parent().parent()
@@ -147,7 +151,7 @@ def test_an_agent_is_told_to_end(trains):
 
 @pytest.mark.parametrize("which", [0, 1])
 def test_a_stopped_process_is_replaced_and_does_not_come_back(trains, which):
-    """SIGSTOP: the others go on without it. Continued later, it is no ghost: it is gone."""
+    """The others go on without a worker that got SIGSTOP. When it is continued later, it has already been ended."""
     training = trains("localhost:3", min=1, max=3)
     victim = training.wait_for_world(3)[which]
     training.signal_worker(victim, signal.SIGSTOP)
@@ -159,13 +163,15 @@ def test_a_stopped_process_is_replaced_and_does_not_come_back(trains, which):
 
 
 def test_a_process_continued_at_once_is_no_ghost_either(trains):
-    """SIGSTOP and SIGCONT within the blink of an eye: nothing happens, or it is replaced; never both."""
-    training = trains("localhost:3", min=3, max=3)  # if it is missed at the end only, the others wait for the next one
+    """After SIGSTOP and an immediate SIGCONT a worker either trains on or is replaced, never both."""
+    training = trains(
+        "localhost:3", min=3, max=3
+    )  # if only the end finds it missing, the others wait for its successor
     for pause in (0.05, 0.15, 0.25, 0.35):
         victim = training.wait_for_world(3)[1]
         try:
-            os.kill(victim.pid, signal.SIGSTOP)  # the last time may have its end only now
-            time.sleep(pause)  # around the moment at which the agent looks twice
+            os.kill(victim.pid, signal.SIGSTOP)  # the last worker may only end now
+            time.sleep(pause)  # around the moment of the agent's second check
             os.kill(victim.pid, signal.SIGCONT)
         except ProcessLookupError:
             continue
@@ -174,15 +180,15 @@ def test_a_process_continued_at_once_is_no_ghost_either(trains):
 
 
 def test_below_min_and_back(trains):
-    """Below min the survivors park with their state and the reason; when a host comes they go on where they stopped."""
+    """Below `min` the survivors wait with their state and the reason; when a host joins, they resume at the same step."""
     training = trains("localhost:2", min=2, cooldown=(60, 60))
-    training.signal_worker(training.wait_for_world(2)[1])  # the first death restarts at once
+    training.signal_worker(training.wait_for_world(2)[1])  # the first failure restarts at once
     survivor, victim = training.wait_for_world(2)
-    training.signal_worker(victim)  # its slot cools now
+    training.signal_worker(victim)  # now its slot is in back-off
     status = until(lambda: "1 of min 2 workers ready" in (s := training.cluster.status()).reason and s)
     assert status.phase == "waiting"
     assert "in back-off" in status.reason
-    # its own: the victim's last step need not have come to its end here
+    # from its own lines: the victim's last step may not have arrived here
     before = max(line["step"] for line in training.lines() if line["pid"] == survivor.pid)
     training.cluster.add_host("127.0.0.2:1")
     training.wait_for_world(2)
@@ -193,7 +199,7 @@ def test_below_min_and_back(trains):
 
 
 def test_all_die(trains):
-    """With nobody left who holds the state the job fails once, and says so; the cluster takes the next job."""
+    """When all ranks are lost, no state is left: the job fails with that reason, and the cluster takes the next job."""
     training = trains("localhost:2", min=2, max=2)
     ranks = training.wait_for_world(2)
     for victim in ranks:
@@ -208,8 +214,8 @@ def test_all_die(trains):
 
 
 def test_the_reset_limit_ends_the_job_with_that_reason(trains):
-    """Breaks count: at the limit the job fails with exactly that reason. Planned changes do not."""
-    explained = {"grace": 20}  # seconds: a death is the reason, however late its agent tells of it
+    """At `reset_limit` breaks the job fails with that reason. Planned changes do not count."""
+    explained = {"grace": 20}  # seconds: the loss is the reason, even if the agent reports it late
     training = trains("localhost:2", min=1, reset_limit=1, timeouts=explained)
     training.wait_for_world(2)
     training.cluster.add_host("127.0.0.2:1")
@@ -223,9 +229,9 @@ def test_the_reset_limit_ends_the_job_with_that_reason(trains):
 
 
 def test_elastic_timeout_names_what_it_waited_for(trains):
-    """Too few workers for too long: the job ends, and the error says what was missing."""
+    """When workers are too few for `elastic_timeout`, the job fails, and the error says what was missing."""
     training = trains("localhost:2", min=2, elastic_timeout=10, cooldown=(60, 60))
-    training.signal_worker(training.wait_for_world(2)[1])  # the next one has this time to come, too
+    training.signal_worker(training.wait_for_world(2)[1])  # its successor must come within this time too
     training.signal_worker(training.wait_for_world(2)[1])
     error = training.job.exception(timeout=20)
     assert "1 of min 2 workers ready for 10 s" in str(error)
@@ -234,7 +240,7 @@ def test_elastic_timeout_names_what_it_waited_for(trains):
 
 @pytest.mark.cold
 def test_a_killed_agent_takes_its_workers_along_and_comes_back(trains):
-    """A host whose agent dies is lost, with its workers; the others go on, and it is started again."""
+    """When an agent is killed, its host and workers are lost; the others go on, and the host is started again."""
     training = trains("localhost:2,127.0.0.2:1", min=1)
     training.wait_for_world(3)
     far = next(w for w in training.cluster.workers if w.host == "127.0.0.2")
@@ -248,7 +254,7 @@ def test_a_killed_agent_takes_its_workers_along_and_comes_back(trains):
 
 
 def test_the_template_dies(trains):
-    """The process that workers are forked from is killed: its host's workers go with it, and all are replaced."""
+    """When the template is killed, the workers of its host end with it, and all of them are replaced."""
     training = trains("localhost:2,127.0.0.2:1", min=1)
     training.wait_for_world(3)
     far = next(w for w in training.cluster.workers if w.host == "127.0.0.2")
@@ -260,7 +266,7 @@ def test_the_template_dies(trains):
 
 
 def test_who_is_busy_with_other_things_is_not_taken_for_stuck(trains):
-    """A rank that sleeps 3 s between collectives while another dies is not replaced: it joins the next world itself."""
+    """A rank that sleeps 3 s between collectives while another is lost is not replaced: it joins the next world itself."""
     training = trains("localhost:3", min=1, max=3, kwargs={"slow": {"sleep": 3.0}})
     training.wait_for_world(3)
     (training.folder / "sleep").touch()
@@ -273,7 +279,7 @@ def test_who_is_busy_with_other_things_is_not_taken_for_stuck(trains):
 
 
 def test_a_survivor_that_never_wakes_is_replaced(trains):
-    """A rank sleeps ten minutes when another dies: nobody else waits for it longer than `recover`, and no step is lost."""
+    """When a rank sleeps ten minutes after a loss, the others wait at most `recover` for it, and lose no step."""
     kwargs = {"slow": {"sleep": 600.0}}
     training = trains("localhost:3", min=1, max=3, timeouts={"recover": 3}, kwargs=kwargs)
     training.wait_for_world(3)
@@ -289,7 +295,7 @@ def test_a_survivor_that_never_wakes_is_replaced(trains):
 
 
 def test_the_last_holder_of_the_state_is_stuck(trains):
-    """Of two, one is lost and the abort does not wake the other: its successor goes on with its state, at its commit."""
+    """One of two ranks is lost, the other hangs: the successor of the hung one resumes from its state and commit."""
     training = trains("localhost:2", program=programs.train_and_hang, min=1, max=2)
     members = training.wait_for_world(2)
     (training.folder / "stick").touch()
@@ -301,7 +307,7 @@ def test_the_last_holder_of_the_state_is_stuck(trains):
 
 
 def test_what_a_dead_worker_had_started_ends_with_it(make):
-    """Data loaders and other children of a killed worker do not live on."""
+    """Data loaders and other children of a killed worker end with it."""
     cluster = make("localhost:2", min=2)
     rows = cluster.execute("import subprocess; p = subprocess.Popen(['sleep', '1000']); print(p.pid)", timeout=20)
     child = int(rows[0][1])
@@ -312,7 +318,7 @@ def test_what_a_dead_worker_had_started_ends_with_it(make):
 
 
 def test_a_state_without_a_model(trains):
-    """Counters and lists are recovered as well as networks are."""
+    """A state of counters and lists is recovered as a model is."""
     training = trains("localhost:3", program=programs.count, min=1, max=3)
     training.signal_worker(training.wait_for_world(3)[0])
     training.wait_for_world(3)
@@ -321,7 +327,7 @@ def test_a_state_without_a_model(trains):
 
 @pytest.mark.cold
 def test_an_agent_that_dies_while_its_template_starts(make):
-    """The template had no time to ask the kernel for word of that, and ends all the same: it makes no worker."""
+    """A template whose agent dies before it could ask the kernel for a signal ends all the same, and forks no worker."""
     cluster = make("127.0.0.2:1", min=1)
     driver = psutil.Process(driver_pid(cluster))
     (agent,) = [child for child in driver.children() if ssh.AGENT in child.cmdline()]

@@ -1,4 +1,4 @@
-"""Groups that the program makes with torch.distributed belong to the world: ranks blocked in them are woken by a death."""
+"""Groups that the program makes with torch.distributed belong to the world: a loss wakes ranks that block in them."""
 
 import os
 import signal
@@ -11,7 +11,7 @@ from tests.support.waiting import until
 
 
 def meet_in_groups(folder):
-    """In every step each rank meets the others in two groups of its own; `waits` is there while the last one does not come."""
+    """In every step each rank joins two groups of its own. The file `waits` exists while the last rank does not come."""
     import torch
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
@@ -39,7 +39,9 @@ def meet_in_groups(folder):
 
 
 def test_ranks_that_wait_in_a_group_of_their_own_are_woken_and_not_replaced(make, tmp_path):
-    """One rank never comes and is killed: the others raise, and the same processes train on."""
+    """When a rank that the others wait for in such a group is killed, the others raise, and the same processes train
+    on.
+    """
     training = Training(make("localhost:3", min=1, max=3), tmp_path / "steps", meet_in_groups)
     for _ in range(3):
         ranks = training.wait_for_world(3)
@@ -57,7 +59,7 @@ def test_ranks_that_wait_in_a_group_of_their_own_are_woken_and_not_replaced(make
 
 
 def destroy_a_group():
-    """Every rank takes part in a group of its own, destroys it, and then one raises an error of the program's."""
+    """Every rank takes part in a group, destroys it, and then one rank raises an error of the program."""
     import torch
     import torch.distributed as dist
 
@@ -76,7 +78,7 @@ def destroy_a_group():
 
 
 def test_an_error_after_a_group_was_destroyed_is_the_programs_own(make):
-    """The connections that it closed are not lost ones: the job fails at once, and no world is broken and formed again."""
+    """Connections that the program closed do not count as lost: the job fails at once, and no further generation forms."""
     cluster = make("localhost:2", min=2)
     error = str(cluster.run(destroy_a_group).exception(timeout=60))
     assert "raised RuntimeError: sizes differ" in error

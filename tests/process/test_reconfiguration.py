@@ -1,4 +1,4 @@
-"""Planned changes: hosts come and go, limits move, and nobody who trains is disturbed more than needed."""
+"""Planned changes of the world: hosts join and leave, limits change, and the training goes on."""
 
 import os
 import signal
@@ -18,14 +18,14 @@ def texts(cluster, kind):
 
 
 def never_broken(training):
-    """No break, no loss, no strike: only planned changes."""
+    """No generation was broken, no host lost, no slot put in back-off."""
     kinds = {event.kind for event in training.cluster.events}
     assert not kinds & {"world-broken", "host-lost", "slot-backoff"}
     return True
 
 
 def test_a_host_comes_and_goes(trains):
-    """A host that is added joins as soon as it is ready; one that is removed leaves at a commit, and exits well."""
+    """An added host joins as soon as it is ready; a removed one leaves at a commit, and its workers exit cleanly."""
     training = trains("localhost:2", min=1)
     old = [w.id for w in training.wait_for_world(2)]
     training.cluster.add_host("127.0.0.2:1")
@@ -42,7 +42,7 @@ def test_a_host_comes_and_goes(trains):
 
 
 def test_the_oldest_host_goes(trains):
-    """Removing the host of rank 0 hands its rank, and the state, to the oldest survivor."""
+    """When the host of rank 0 is removed, the oldest survivor becomes rank 0 and holds the state."""
     training = trains("localhost:1,127.0.0.2:1,127.0.0.3:1", min=3)
     before = training.wait_for_world(3)
     training.cluster.scale(1)
@@ -53,7 +53,7 @@ def test_the_oldest_host_goes(trains):
 
 
 def test_a_host_is_taken_away_at_once(trains):
-    """`now=True` is a break, but no strike: its workers are gone at once, the others recover."""
+    """`now=True` breaks the generation without counting a failure: the host's workers end at once, the others recover."""
     training = trains("localhost:2,127.0.0.2:1", min=1)
     (victim,) = [w for w in training.wait_for_world(3) if w.host == "127.0.0.2"]
     training.cluster.remove_host("127.0.0.2", now=True)
@@ -61,11 +61,11 @@ def test_a_host_is_taken_away_at_once(trains):
     training.wait_for_world(2)
     training.finish()
     assert not texts(training.cluster, "slot-backoff")
-    until(lambda: [host.name for host in training.cluster.hosts] == ["localhost"])  # its agent tells of the end
+    until(lambda: [host.name for host in training.cluster.hosts] == ["localhost"])  # its agent reports the end
 
 
 def test_added_and_removed_at_once(trains):
-    """A host that is added and removed within a moment disturbs nobody: the world keeps its generation."""
+    """A host that is added and removed again at once changes nothing: the world keeps its generation."""
     training = trains("localhost:2", min=1)
     training.wait_for_world(2)
     generation = training.cluster.status().generation
@@ -81,7 +81,7 @@ def test_added_and_removed_at_once(trains):
 
 
 def test_removed_and_added_again(trains):
-    """A host that comes back before it has gone stays; one that has gone comes back with new workers."""
+    """A host that is added again before it has left stays; after it has left, it comes back with new workers."""
     training = trains("localhost:1,127.0.0.2:1", min=1)
     training.wait_for_world(2)
     training.cluster.remove_host("127.0.0.2")
@@ -97,8 +97,8 @@ def test_removed_and_added_again(trains):
 
 
 def test_two_hosts_within_a_moment_make_one_change(tmp_path):
-    """Newcomers join together if one is ready while the others are starting, and they are soon ready too."""
-    soon = {"settle": 30}  # seconds: what is soon does not depend on how busy this machine is
+    """Newcomers that are ready within a moment of each other join in one change."""
+    soon = {"settle": 30}  # seconds: what counts as soon does not depend on the load of this machine
     with nbe.Cluster("localhost:1", min=1, cooldown=(0, 0), timeouts=soon, log_dir=tmp_path / "logs") as cluster:
         training = Training(cluster, tmp_path / "steps", programs.train)
         training.wait_for_world(1)
@@ -111,19 +111,19 @@ def test_two_hosts_within_a_moment_make_one_change(tmp_path):
 
 
 def test_a_change_while_another_is_under_way(trains):
-    """Orders in quick succession end in what was asked for last."""
+    """Requests in quick succession end in the state that the last one asks for."""
     training = trains("localhost:3", min=1, max=3)
     training.wait_for_world(3)
     for high in (2, 3, 1, 2, 3, 2):
         training.cluster.scale(max=high)
-        time.sleep(0.05)  # into the middle of the change before
+        time.sleep(0.05)  # in the middle of the change before
     training.wait_for_world(2)
     training.finish()
     assert never_broken(training)
 
 
 def test_scaling(trains):
-    """Fewer: the youngest leave; more: they come back. The slots' number can be changed, too."""
+    """A lower `max` makes the youngest workers leave, a higher one brings them back. A host's slots can change too."""
     training = trains("localhost:3", min=1)
     before = training.wait_for_world(3)
     training.cluster.scale(max=1)
@@ -141,11 +141,11 @@ def test_scaling(trains):
 
 
 def test_a_spare_steps_in(trains):
-    """A spare worker is kept warm without a rank, and takes a dead one's place."""
+    """A spare worker waits without a rank, and takes the place of a lost one."""
     training = trains("localhost:3", min=1, max=2, spares=1)
     training.wait_for_world(2)
     (spare,) = [w.id for w in training.cluster.workers if w.rank is None]
-    waits = "in gather"  # it has come as far as the elastic loop
+    waits = "in gather"  # it has reached the elastic loop
     until(lambda: any(stack.worker == spare and waits in stack.text for stack in training.cluster.stacks()))
     training.signal_worker(training.wait_for_world(2)[0])
     ranks = training.wait_for_world(2)
@@ -155,7 +155,7 @@ def test_a_spare_steps_in(trains):
 
 
 def test_setup_cells_reach_those_who_join_later(make, tmp_path):
-    """A setup cell runs on every worker at once, and on each newcomer before its work."""
+    """A setup cell runs on every worker at once, and on each newcomer before its first job."""
     cluster = make("localhost:1", min=1)
     rows = cluster.execute("word = 'hello'", setup=True, timeout=20)
     assert [row[3] for row in rows] == [None]
@@ -166,7 +166,9 @@ def test_setup_cells_reach_those_who_join_later(make, tmp_path):
 
 
 def test_a_newcomer_that_fails_in_setup(make, tmp_path):
-    """It is shown as failed with the reason, job after job runs without it, and a mended cell brings it back."""
+    """A newcomer whose setup cell fails is shown with the reason; jobs run without it, and a corrected cell brings it
+    back.
+    """
     cluster, there = make("localhost:1", min=1), tmp_path / "there"
     there.touch()
     rows = cluster.execute("import nosuchmodule", setup=True, key="imports", timeout=20)
@@ -191,7 +193,7 @@ def test_a_newcomer_that_fails_in_setup(make, tmp_path):
 
 
 def test_a_newcomer_that_fails_in_its_program(make, tmp_path):
-    """An error before the loop on a newcomer is its own; the job goes on without it."""
+    """An error before the elastic loop on a newcomer fails that newcomer alone; the job goes on without it."""
     cluster = make("localhost:1", min=1)
 
     def program(folder, old):
@@ -214,7 +216,7 @@ def _given_folder(folder, old, program):
 
 
 def test_a_joiner_dies_while_joining(trains):
-    """A newcomer that is killed before or while it joins costs the others nothing but a recovery at most."""
+    """A newcomer that is killed before or while it joins costs the others at most one recovery."""
     import os
     import signal
 
@@ -223,7 +225,7 @@ def test_a_joiner_dies_while_joining(trains):
     for pause in (0.05, 0.3):
         training.cluster.add_host("127.0.0.2:1")
         joiner = until(lambda: [w for w in training.cluster.workers if w.host == "127.0.0.2" and w.pid])[0]
-        time.sleep(pause)  # somewhere between its fork and its first step
+        time.sleep(pause)  # between its fork and its first step
         os.kill(joiner.pid, signal.SIGKILL)
         training.wait_for_world(3)
         training.cluster.remove_host("127.0.0.2")
@@ -233,7 +235,7 @@ def test_a_joiner_dies_while_joining(trains):
 
 
 def test_reset_callbacks(trains):
-    """They run on every member after each change, before training resumes, and not at the start."""
+    """Reset callbacks run on every member after each change, before training resumes, and not at the start."""
     training = trains("localhost:2", min=2)
     training.wait_for_world(2)
     assert training.lines("reset") == []
@@ -258,7 +260,7 @@ def test_reset_callbacks(trains):
     ],
 )
 def test_samples_are_used_once(trains, workers):
-    """Through kills, a newcomer and a drain, each pass uses every sample exactly once; padding at its very end aside."""
+    """Through kills, a newcomer and a drain, each pass uses every sample exactly once, except for padding at its end."""
     samples, batch = 400, 4
     kwargs = {"samples": samples, "batch": batch, "workers": workers}
     training = trains("localhost:3", min=1, program=programs.use_samples, kwargs=kwargs)

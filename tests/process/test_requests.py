@@ -1,4 +1,4 @@
-"""What people see of a real training, and that what they order happens."""
+"""Requests of clients are carried out on a real training, and their records, stacks and events are shown."""
 
 import json
 import os
@@ -16,7 +16,9 @@ def orders(cluster):
 
 
 def test_a_worker_is_restarted_by_hand(trains):
-    """The others go on, no step is lost, no slot is punished; the order is done when the new process is there."""
+    """A requested restart replaces one worker without a lost step or a failure of its slot; it is done when the new one
+    is ready.
+    """
     training = trains("localhost:3", min=1, max=3)
     victim = training.wait_for_world(3)[1]
     training.cluster.order({"order": "restart", "worker": victim.id, "id": "mine"}, by="a test")
@@ -31,7 +33,7 @@ def test_a_worker_is_restarted_by_hand(trains):
 
 
 def test_an_order_that_cannot_be_carried_out_is_refused_with_its_reason(make):
-    """On the board and in the log."""
+    """A refused request has its reason in the status and in the event log."""
     cluster = make("localhost:1")
     cluster.order({"order": "remove_host", "host": "gpu7", "id": "x"}, by="dashboard")
     until(lambda: orders(cluster).get("x", ("",))[0] == "refused")
@@ -42,7 +44,7 @@ def test_an_order_that_cannot_be_carried_out_is_refused_with_its_reason(make):
 
 
 def test_a_page_gone_wild_is_not_let_in(make):
-    """Hundreds of orders at once: so many are taken, the others refused; what is shown stays short."""
+    """Of hundreds of requests at once some are taken and the rest refused; the list in the status stays short."""
     cluster = make("localhost:1", cooldown=(60, 300))
     for n in range(300):
         cluster.order({"order": "add_host", "host": f"nowhere{n}.invalid", "id": f"o{n}"}, by="a test")
@@ -54,7 +56,7 @@ def test_a_page_gone_wild_is_not_let_in(make):
 
 
 def test_the_last_order_stops_the_cluster(make):
-    """And is done when everything has ended."""
+    """A request to stop the cluster is done when everything has ended."""
     cluster = make("localhost:1")
     cluster.order({"order": "stop", "id": "last"}, by="dashboard")
     until(lambda: cluster.status().phase == "finished")
@@ -64,7 +66,7 @@ def test_the_last_order_stops_the_cluster(make):
 
 
 def hang(folder):
-    """Rank 1 goes to sleep in its third step, until it may go on; the others wait for it in their all_reduce."""
+    """Rank 1 sleeps in its third step until a file lets it go on; the others wait for it in their all_reduce."""
     import torch
     import torch.distributed as dist
 
@@ -87,7 +89,7 @@ def hang(folder):
 
 
 def test_stacks_tell_why_a_training_hangs(make, tmp_path):
-    """One rank sleeps in the user's own function, the others wait in all_reduce: each stack says so."""
+    """When one rank sleeps in the user's function and the others wait in all_reduce, each stack dump shows that."""
     cluster = make("localhost:3", min=3, silence=2)
     job = cluster.run(hang, str(tmp_path))
     cluster.wait(3)
@@ -106,7 +108,7 @@ def test_stacks_tell_why_a_training_hangs(make, tmp_path):
 
 
 def test_a_stopped_process_has_no_stack_and_the_others_are_shown(make):
-    """Who does not answer in time is named, nobody waits for ever."""
+    """A stack dump names the worker that does not answer in time, and shows the others."""
     cluster = make("localhost:2", min=2)
     stopped, other = cluster.workers
     until(lambda: all(stack.text for stack in cluster.stacks()))
@@ -118,14 +120,14 @@ def test_a_stopped_process_has_no_stack_and_the_others_are_shown(make):
 
 
 def test_a_break_says_how_long_each_part_took(trains):
-    """Detecting, aborting, forming, bringing the state up to date, the first step: all are in the log, in milliseconds."""
-    explained = {"grace": 20}  # seconds: the death is the reason, however late its agent tells of it
+    """The log has the milliseconds of each part of a recovery: detect, abort, form, transfer, first step."""
+    explained = {"grace": 20}  # seconds: the loss is the reason, even if the agent reports it late
     training = trains("localhost:3", min=1, cooldown=(60, 60), timeouts=explained)
     victim = training.wait_for_world(3)[0]
-    training.signal_worker(victim)  # the first death restarts at once
+    training.signal_worker(victim)  # the first failure restarts at once
     training.signal_worker(
         next(w for w in training.wait_for_world(3) if w.slot == victim.slot)
-    )  # its slot cools now: nobody joins
+    )  # its slot is in back-off now, so no newcomer joins
     training.wait_for_world(2)
     training.finish()
     events = lambda kind: [event for event in training.cluster.events if event.kind == kind]

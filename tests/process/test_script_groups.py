@@ -1,4 +1,4 @@
-"""Groups of scripts that are struck: workers, nodes and hosts that die, come and leave."""
+"""Worker groups of scripts: workers, nodes and hosts are killed, join and leave."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from tests.support.waiting import until
 
 
 def test_a_group_that_is_struck(make: Callable[..., nbe.Cluster], tmp_path):
-    """A worker is killed, a node, a host, and a host joins: each time all begin again from the last checkpoint."""
-    cooldown = (5, 5)  # the others make steps before a lost host is back
+    """After each loss of a worker, node or host, and after a join, all workers restart from the last checkpoint."""
+    cooldown = (5, 5)  # the others make steps before the lost host is back
     cluster = make("localhost:2,127.0.0.2:1", min=1, cooldown=cooldown)
     training = ScriptTraining(cluster, tmp_path / "training", max_restarts=1)
     os.kill(training.wait_for_world(3)[2].pid, signal.SIGKILL)
     until(lambda: any("SIGKILL; restart 1 of 1" in event.text for event in cluster.events), what="a restart")
     first = training.wait_for_world(3)[0]
     node = psutil.Process(node_pid(cluster, "localhost"))
-    node.kill()  # its workers die with it, and another is started: that does not count
+    node.kill()  # its workers die with it, and the restart of the node does not count
     until(lambda: not alive(first.pid), what="the workers of the killed node to end")
     until(lambda: any("its node ended (SIGKILL)" in event.text for event in cluster.events), what="its end to be known")
     training.wait_for_world(3)
-    agent_of_node(cluster, "127.0.0.2").kill()  # the whole host
+    agent_of_node(cluster, "127.0.0.2").kill()  # the whole host is lost
     training.wait_for_world(2, timeout=20)
-    training.wait_for_world(3)  # it is tried again
+    training.wait_for_world(3)  # the host is tried again
     cluster.add_host("127.0.0.3:1")
     training.wait_for_world(4)
     broken = [event.text for event in cluster.events if event.kind == "world-broken"]
-    cluster.remove_host("localhost")  # with rank 0
+    cluster.remove_host("localhost")  # the host of rank 0
     assert [row.host for row in training.wait_for_world(2)] == ["127.0.0.2", "127.0.0.3"]
     assert [event.text for event in cluster.events if event.kind == "world-broken"] == broken, "a removal is no failure"
     lines = training.finish()
@@ -42,7 +42,7 @@ def test_a_group_that_is_struck(make: Callable[..., nbe.Cluster], tmp_path):
 
 
 def test_a_frozen_node_is_replaced(make: Callable[..., nbe.Cluster], tmp_path):
-    """One that is stopped, so that it can neither watch nor answer, is ended with its workers."""
+    """A stopped node can neither watch nor answer: it is ended with its workers, and another takes its place."""
     cluster = make("localhost:1,127.0.0.2:1", min=1)
     training = ScriptTraining(cluster, tmp_path / "training")
     before = training.wait_for_world(2)
@@ -53,7 +53,7 @@ def test_a_frozen_node_is_replaced(make: Callable[..., nbe.Cluster], tmp_path):
 
 
 def test_hosts_that_finish_early_wait_for_the_others(make: Callable[..., nbe.Cluster], tmp_path):
-    """The exit barrier: the job ends well when the last has, also when the first do not wait for so long."""
+    """The exit barrier: the job ends when the last host has finished, although earlier ones wait only briefly."""
     cluster = make("localhost:1,127.0.0.2:1", min=2)
     job = cluster.run_script(REPORT, tmp_path, "sleep=1.5")
     assert job.result(timeout=60) == [None, None]
@@ -62,7 +62,7 @@ def test_hosts_that_finish_early_wait_for_the_others(make: Callable[..., nbe.Clu
 
 
 def test_a_closed_cluster(make: Callable[..., nbe.Cluster], tmp_path: Path):
-    """Who waits in it is told; who comes later finds nobody."""
+    """When a cluster stops, a waiting torchrun prints that it is closed; one that starts later finds no cluster."""
     cluster = make("localhost:1")
     copy = tmp_path / "cluster.json"
     copy.write_bytes(cluster.connection_file().read_bytes())

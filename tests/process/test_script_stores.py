@@ -1,4 +1,4 @@
-"""A node's stores: which one a round uses when the node is moved meanwhile."""
+"""The stores that a node offers: which one a round uses when the driver moves the node meanwhile."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from nbelastic.torchrun.rendezvous import DriverRendezvous
 
 
 class MovingDriver:
-    """It moves the node when that first says that it is ready, more than once, and then forms a round with the offer `taken`."""
+    """It moves the node several times after its first message, and then forms a round with the offer number `taken`."""
 
     def __init__(self, *moves: str, taken: int) -> None:
         self._moves, self._taken = moves, taken
@@ -26,7 +26,7 @@ class MovingDriver:
         return self
 
     def start(self) -> None:
-        """It is there."""
+        """Nothing to start."""
 
     def send(self, message: Any) -> None:
         self.offers.append(message.store)
@@ -42,7 +42,7 @@ class MovingDriver:
 
 
 class StrangeDriver(MovingDriver):
-    """It does not know who speaks, and listens to nothing but the answer to its welcome."""
+    """It does not know the node, and handles no message before the answer to its welcome."""
 
     def send(self, message: Any) -> None:
         self._hear(messages.Welcome(2))
@@ -60,13 +60,13 @@ def _own_interfaces(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("moves", "taken", "address"),
     [
-        (("127.0.0.1", "127.0.0.1"), 0, "127.0.0.1"),  # it is there already
-        (("127.0.0.2", "127.0.0.2"), 0, "127.0.0.1"),  # the round was formed before it could say where it is now
+        (("127.0.0.1", "127.0.0.1"), 0, "127.0.0.1"),  # nothing to start
+        (("127.0.0.2", "127.0.0.2"), 0, "127.0.0.1"),  # the round was formed before the node could send its new address
         (("127.0.0.2", "127.0.0.2"), 1, "127.0.0.2"),
     ],
 )
 def test_a_round_uses_what_was_offered_for_it(moves, taken, address):
-    """Moves that are said twice, or too late, take nothing away: the round's store is there, with the ranks in it."""
+    """Repeated or late moves take no store away: the round's store serves its ranks."""
     driver = MovingDriver(*moves, taken=taken)
     rendezvous = DriverRendezvous(driver.connect, sev.NodeReady("a", 0, "", "default"), ("127.0.0.1", "lo"), timeout=10)
     info = rendezvous.next_rendezvous()
@@ -81,7 +81,7 @@ def test_a_round_uses_what_was_offered_for_it(moves, taken, address):
 
 
 def test_a_driver_that_does_not_know_a_node_is_told_what_it_offers():
-    """At once, and not when the link repeats what that driver did not want to hear."""
+    """A driver that does not know a node gets its offers at once, without waiting for a retransmission."""
     driver = StrangeDriver(taken=0)
     rendezvous = DriverRendezvous(driver.connect, sev.NodeReady("a", 0, "", "default"), ("127.0.0.1", "lo"), timeout=10)
     assert rendezvous.next_rendezvous().world_size == 1

@@ -1,4 +1,4 @@
-"""A cluster's life: what it opens, what it writes, and that nothing of it stays."""
+"""Start and stop of a cluster: what it opens, what it writes, and that a stop removes all of it."""
 
 import os
 import signal
@@ -21,7 +21,9 @@ from tests.support.waiting import until
 
 
 def test_nothing_is_left_after_a_stop(make):
-    """No process, no run folder, no lock; what the user's code had started ends as well. Stopping twice is fine."""
+    """A stop leaves no process, run folder or lock, and ends what the user's code has started. A second stop does
+    nothing.
+    """
     cluster = make("localhost:2,127.0.0.2:1", min=3)
     pids = processes_of(cluster)
     rows = cluster.execute("import subprocess; p = subprocess.Popen(['sleep', '1000']); print(p.pid)", timeout=20)
@@ -39,7 +41,7 @@ def test_nothing_is_left_after_a_stop(make):
 
 
 def test_stopped_in_the_middle_of_everything(make, tmp_path):
-    """Stopping while workers start, or while a job trains, leaves nothing and tells the job."""
+    """A stop while workers start, or while a job trains, leaves nothing, and the job reports it."""
     cluster = make("localhost:2", wait=False)
     cluster.stop()
     cluster = make("localhost:2")
@@ -52,7 +54,9 @@ def test_stopped_in_the_middle_of_everything(make, tmp_path):
 
 
 def test_what_was_asked_at_the_last_moment(make):
-    """Whoever asks a driver that dies before it can answer is told so, or answered by the next one, and does not wait for ever."""
+    """A request to a driver that dies before its answer fails or is answered by the next driver; it never waits without
+    end.
+    """
     cluster = make("localhost:1", wait=False)
     driver, stacks = psutil.Process(driver_pid(cluster)), []
     driver.suspend()
@@ -70,7 +74,7 @@ def test_what_was_asked_at_the_last_moment(make):
 
 
 def test_it_can_be_started_again(make):
-    """A stopped cluster starts afresh; its old jobs' results stay."""
+    """A stopped cluster can start again; the results of its old jobs stay."""
     cluster = make("localhost:1")
     job = cluster.run(os.getpid)
     (pid,) = job.result(timeout=20)
@@ -83,8 +87,8 @@ def test_it_can_be_started_again(make):
 
 
 def test_names_are_unique(make):
-    """A second cluster of that name is refused with what to do; so is a second start."""
-    name = f"only-{os.getpid()}"  # the tests may run twice on this machine
+    """A second cluster of the same name, and a second start, are refused with what to do."""
+    name = f"only-{os.getpid()}"  # two runs of the tests may use this machine
     cluster = make("localhost:1", name=name)
     with pytest.raises(nbe.UsageError, match=f"'{name}' is running already .process"):
         nbe.Cluster("localhost:1", name=name).start()
@@ -94,9 +98,9 @@ def test_names_are_unique(make):
 
 
 def test_everything_listens_on_loopback_only(make, tmp_path):
-    """While a job runs, no socket of any of our processes takes anything from elsewhere.
+    """While a job runs, no socket of any process of the cluster accepts anything from another machine.
 
-    A datagram socket that is connected, such as a question to a name server, takes only what its peer answers.
+    A connected datagram socket, such as a query to a name server, accepts only its peer's answer.
     """
     cluster = make("localhost:2,127.0.0.2:1", min=3)
     job = cluster.run(programs.train, str(tmp_path))
@@ -112,10 +116,10 @@ def test_everything_listens_on_loopback_only(make, tmp_path):
     job.stop()
 
 
-@pytest.mark.cold  # it reads what the system shows of processes
+@pytest.mark.cold  # it reads the processes that the system lists
 def test_keys_are_kept(make):
-    """No key in any command line or in the workers' environment; files are their owner's alone."""
-    cluster = make("localhost:2", min=2, keep=True)  # it is saved, and its keys with it
+    """No key is in a command line or in the workers' environment; only the owner can read the files."""
+    cluster = make("localhost:2", min=2, keep=True)  # so that the cluster is saved, and its keys with it
     keys = DriverSnapshot.read(run_dir(cluster)).keys
     secrets = [keys.server_secret, keys.client_secret, keys.client_public]
     rows = cluster.execute("import subprocess; p = subprocess.Popen(['sleep', '1000']); print(p.pid)", timeout=20)
@@ -166,10 +170,10 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.cold  # it looks for processes by their parents
+@pytest.mark.cold  # it finds processes by their parents
 @pytest.mark.parametrize("how", ["idle", "busy"])
 def test_a_killed_kernel_leaves_nothing(tmp_path, how):
-    """SIGKILL of the driver's process: agents, templates, workers and controller are gone within 10 s."""
+    """Within 10 s after SIGKILL of the driver, its agents, templates, workers and controller have ended."""
     with subprocess.Popen([sys.executable, "-c", DRIVER, str(tmp_path), how], stdout=subprocess.PIPE) as driver:
         try:
             assert driver.stdout.readline() == b"up\n"
@@ -180,35 +184,35 @@ def test_a_killed_kernel_leaves_nothing(tmp_path, how):
     until(lambda: not [child for child in children if alive(child.pid)], 10)
 
 
-@pytest.mark.cold  # it looks for processes by their parents
+@pytest.mark.cold  # it finds processes by their parents
 def test_a_script_that_ends_leaves_nothing(tmp_path):
-    """A program that forgets to stop its cluster ends soon all the same, in good order, and takes everything along."""
+    """A program that forgets to stop its cluster ends soon, without an error, and its cluster ends with it."""
     command, errors = [sys.executable, "-c", DRIVER, str(tmp_path), "leaves"], tmp_path / "stderr"
     with errors.open("w") as stderr, subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr) as driver:
         assert driver.stdout.readline() == b"up\n"
         children = psutil.Process(driver.pid).children(recursive=True)
         assert driver.wait(timeout=5) == 0
-    assert errors.read_text() == ""  # nothing failed on the way
+    assert errors.read_text() == ""  # nothing failed before
     until(lambda: not [child for child in children if alive(child.pid)], 5)
 
 
 @pytest.fixture
 def interruptible():
-    """Ctrl-C is heard, also where the tests run in the background of a shell that has it ignored there."""
+    """Ctrl-C interrupts, also where the tests run in the background of a shell that ignores it."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
 
 
 def test_ctrl_c_in_start_leaves_it_starting(make, interruptible):
-    """Interrupting a waiting `start()` or `wait()` gives the prompt back, and the cluster goes on."""
+    """An interrupt of a waiting `start()` or `wait()` raises, and the cluster goes on starting."""
     cluster = make("localhost:2", wait=False)
 
     def interrupted(call):
         begun, me = run_dir(cluster) / "agent-localhost.log", os.getpid()
         wait = f"until [ -e {begun} ] || ! kill -0 {me}; do sleep 0.1; done; sleep 0.3"
         with pytest.raises(KeyboardInterrupt), subprocess.Popen(["sh", "-c", f"{wait}; kill -INT {me}"]):
-            call()  # wherever it is by then, and if it has ended: the signal is expected
+            call()  # at any point; the signal is expected even if it has ended
 
     interrupted(lambda: cluster.wait(7, timeout=20))
     cluster.wait(2, timeout=20)
@@ -224,7 +228,7 @@ def test_ctrl_c_in_start_leaves_it_starting(make, interruptible):
 
 
 def test_waiting_in_vain_says_for_what(make):
-    """A start that cannot succeed ends with the reason, and the cluster is still there to be helped."""
+    """A start that cannot succeed raises with the reason, and the cluster stays, so that the user can repair it."""
     cluster = make("localhost:1", min=2, wait=False)
     cluster.wait(1, timeout=20)
     with pytest.raises(nbe.WaitTimeoutError, match=r"1 of min 2 workers ready; add a host or lower min"):
@@ -234,7 +238,7 @@ def test_waiting_in_vain_says_for_what(make):
 
 
 def test_logs_are_never_overwritten(trains):
-    """A restarted worker writes to a file of its own; the dead one's stays, with all that it had said."""
+    """A restarted worker writes to a new file; the file of the lost one stays, with all that it printed."""
     training = trains("localhost:2", min=1, program=_talk_and_train)
     victim = training.wait_for_world(2)[1]
     folder = training.cluster.log_dir / training.job.name
@@ -256,7 +260,7 @@ def _talk_and_train(folder):
 
 
 def test_logs_begin_with_the_first_byte(make):
-    """What a worker says before it can be spoken to is in its files, too: here a preloaded module's complaint."""
+    """The log files have what a worker prints before it is connected, here the warning of a preloaded module."""
     cluster = make("localhost:1", preload=["no_such_module_at_all"])
     assert cluster.workers[0].state == "ready"
     agents = list(run_dir(cluster).glob("agent-*.log"))
@@ -264,9 +268,9 @@ def test_logs_begin_with_the_first_byte(make):
     assert {file.suffix for file in (cluster.log_dir / "idle").iterdir()} == {".out", ".err"}
 
 
-@pytest.mark.cold  # it is about the environment that a process was started with
+@pytest.mark.cold  # it tests the environment with which a process starts
 def test_the_environment_does_not_grow_beside_threads(make):
-    """No variable is added when a worker has several threads: C's getenv in another one would crash the process."""
+    """No variable is set while a worker has several threads: `getenv` of C in another thread would crash the process."""
     cluster = make("localhost:1", preload=["tests.process.record_environment"])
     ((_, out, _, error),) = cluster.execute(
         "from tests.process import record_environment; print(record_environment.added)"
@@ -285,8 +289,8 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.cold  # it is about the limits that a process was started with
+@pytest.mark.cold  # it tests the limits with which a process starts
 def test_workers_may_have_as_many_files_open_as_the_host_allows(tmp_path):
-    """However low the limit is that the notebook was started with."""
+    """Workers may open as many files as the host allows, whatever limit the notebook was started with."""
     command = [sys.executable, "-c", LIMITED, str(tmp_path)]
     assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "[(700, 700)]\n"

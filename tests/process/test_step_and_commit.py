@@ -1,4 +1,4 @@
-"""A death between the optimizer's step and the commit: the step counts once, or not at all."""
+"""A worker is lost between the optimizer's step and the commit: the step counts once, or not at all."""
 
 import time
 from pathlib import Path
@@ -13,8 +13,10 @@ RATE = 0.5
 
 
 def train(folder, several):
-    """One weight that each step lowers by RATE: it tells how many steps were really taken. Between the step and the
-    commit the ranks average a number, as a program that logs its loss does; whoever finds its name there waits instead.
+    """Lower one weight by RATE in each step, so that it shows how many steps were taken.
+
+    Between the step and the commit the ranks average a number, as a program that logs its loss does. A rank whose file
+    `wait-RANK-SIZE` exists waits there.
     """
     import torch
     import torch.distributed as dist
@@ -47,7 +49,7 @@ def train(folder, several):
 
 @pytest.mark.parametrize("several", [1, 3])
 def test_a_step_is_not_taken_twice(trains, several):
-    """One dies when all have stepped and none could commit: the others go back to the commit, and on from there."""
+    """When a rank is lost after all have stepped and before any could commit, the others resume from the commit."""
     training = trains("localhost:3", train, {"several": several}, min=1, max=3)
     for victim in (0, 2, 1):
         workers = training.wait_for_world(3)
@@ -67,7 +69,7 @@ def test_a_step_is_not_taken_twice(trains, several):
 
 
 def _stands(training):
-    """Whether all three have made the same step of this generation, and none another for a while."""
+    """Whether all three ranks have made the same last step of this generation, and none has made another for a while."""
     generation = training.cluster.status().generation
     last = {}
     for line in training.lines():

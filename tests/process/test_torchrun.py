@@ -1,4 +1,4 @@
-"""A terminal's torchrun joins a cluster, trains with it, and leaves; or is told in one line why it cannot."""
+"""A terminal's torchrun joins a cluster, trains with it, and leaves, or prints in one line why it cannot join."""
 
 from __future__ import annotations
 
@@ -25,18 +25,20 @@ from tests.support.waiting import until
 
 @pytest.fixture(scope="module")
 def lone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[nbe.Cluster]:
-    """One host with one slot, and room for two workers more."""
+    """One host with one slot, and room for two more workers."""
     options = {"max": 3, "cooldown": (0, 0), "log_dir": tmp_path_factory.mktemp("logs")}
     with nbe.Cluster("localhost:1", **options) as cluster:
         yield cluster
 
 
 def test_two_terminals_and_a_host_train_together(lone, tmp_path):
-    """They are shown as hosts and take part in the ranks; one is killed, one leaves cleanly, and another ends well with the host."""
+    """Two terminals' torchruns appear as hosts and have ranks; one is killed, one leaves cleanly, another ends with the
+    script.
+    """
     training = ScriptTraining(lone, tmp_path / "training")
     training.wait_for_world(1)
     command = (*join_options(lone.connection_file(), "--max-restarts=3"), TRAIN, training.folder, MANY_STEPS)
-    # they come together, as each change costs each of them another import of torch
+    # at the same time, since each change makes all of them import torch again
     with torchrun(*command) as first, torchrun(*command) as second:
         rows = training.wait_for_world(3)
         names = [host.name for host in lone.hosts]
@@ -58,10 +60,10 @@ def test_two_terminals_and_a_host_train_together(lone, tmp_path):
 
 
 def test_a_worker_of_a_terminal_fails(lone, tmp_path):
-    """All begin again; when no restarts are left its error is the job's, with its rank and its host."""
+    """A failing worker restarts all; when no restarts are left, its error is the job's error, with its rank and host."""
     job = lone.run_script(REPORT, tmp_path, "raise=none", max_restarts=1)
     with torchrun(*join_options(lone.connection_file(), "--max-restarts=3"), REPORT, tmp_path, "raise=any") as run:
-        with pytest.raises(nbe.JobError, match=r"rank [01] on torchrun-") as caught:  # who comes first has rank 0
+        with pytest.raises(nbe.JobError, match=r"rank [01] on torchrun-") as caught:  # the first to come has rank 0
             job.result(timeout=60)
         assert run.wait(20) != 0
         assert f"{job.name} failed: rank {caught.value.rank} on torchrun-" in run.stdout.read()
@@ -69,7 +71,9 @@ def test_a_worker_of_a_terminal_fails(lone, tmp_path):
 
 
 def test_a_terminal_waits_for_a_script(lone, tmp_path):
-    """It may come first. A job's name as its id means that job alone; what is removed by hand ends well."""
+    """A torchrun may come before its script. With a job's name as id it joins that job alone; if removed, it ends
+    cleanly.
+    """
     name = f"job-{int(lone.job.name.partition('-')[2]) + 1 if lone.job else 1}"
     with torchrun(*join_options(lone.connection_file(), f"--rdzv-id={name}"), TRAIN, tmp_path / "t", MANY_STEPS) as run:
         until(lambda: len(lone.hosts) == 2, what="the guest")
@@ -85,7 +89,7 @@ def test_a_terminal_waits_for_a_script(lone, tmp_path):
 
 
 def test_a_full_cluster(lone, tmp_path):
-    """A spare waits, and says for what; `spare=0` ends at once; `join_timeout` ends the waiting."""
+    """A torchrun beyond `max` waits as a spare and prints why; `spare=0` ends it at once, `join_timeout` after a while."""
     training = ScriptTraining(lone, tmp_path / "training", nproc=3)
     training.wait_for_world(3)
     for option, error in (("spare=0", "RendezvousClosedError"), ("join_timeout=5", "RendezvousTimeoutError")):
@@ -100,7 +104,7 @@ def test_a_full_cluster(lone, tmp_path):
 
 
 def test_a_key_of_another_start(lone, tmp_path):
-    """It is told so, and the cluster does not notice."""
+    """A torchrun with the key of an earlier start prints so, and the cluster is not affected."""
     strange = tmp_path / "cluster.json"
     told = json.loads(lone.connection_file().read_text())
     for part in ("client", "server"):
@@ -115,7 +119,7 @@ def test_a_key_of_another_start(lone, tmp_path):
 
 
 def test_a_file_that_others_can_read_is_refused(lone, tmp_path):
-    """As is one that is not there: it holds keys, and they are the cluster's."""
+    """A cluster file that others can read, or that does not exist, is refused, since it holds keys."""
     copy = tmp_path / "cluster.json"
     copy.write_bytes(lone.connection_file().read_bytes())
     copy.chmod(0o644)
@@ -126,9 +130,9 @@ def test_a_file_that_others_can_read_is_refused(lone, tmp_path):
             assert error in run.stdout.read()
 
 
-@pytest.mark.cold  # one torchrun is started as users start theirs
+@pytest.mark.cold  # here one torchrun starts as users start theirs
 def test_by_host_and_port(lone, tmp_path):
-    """The keys are those of the cluster of this machine that listens there."""
+    """With `host:port` torchrun uses the keys of the cluster of this machine that listens there."""
     endpoint = json.loads(lone.connection_file().read_text())["address"].removeprefix("tcp://")
     training = ScriptTraining(lone, tmp_path / "training")
     with torchrun(*join_options(endpoint), TRAIN, training.folder, MANY_STEPS) as run:
