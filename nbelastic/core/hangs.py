@@ -8,19 +8,19 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from nbelastic.core import commands as cmd
-from nbelastic.core import jobs, waits
-from nbelastic.core.holders import forget_kept, holders, keeper, state_lives
+from nbelastic.core import jobs, stage_deadlines
 from nbelastic.core.state import ClusterState, HostPhase, KeptState, Stage
+from nbelastic.core.state_holders import delete_kept_state, holders, keeper, state_lives
 from nbelastic.protocol import events as ev
 
 Commands = list[cmd.Command]
 
 
-def asks(cluster: ClusterState, event: ev.WorkerHung, now: float, out: Commands) -> ClusterState:
+def worker_hung(cluster: ClusterState, event: ev.WorkerHung, now: float, out: Commands) -> ClusterState:
     """How is it to end? As long as it is open whether others still hold the state it gets no answer, and asks again."""
     w = event.worker
     if event.keeping:
-        return waits.works(cluster, w, now)
+        return stage_deadlines.mark_working(cluster, w, now)
     if w in cluster.ranked:
         cluster = replace(cluster, stuck=cluster.stuck | {w})
     is_kept = cluster.kept is not None and cluster.kept.commit >= event.commit
@@ -40,7 +40,7 @@ def _is_formed(cluster: ClusterState) -> bool:
     return cluster.active is not None and cluster.active.formed
 
 
-def kept(cluster: ClusterState, event: ev.StateKept, out: Commands) -> ClusterState:
+def state_kept(cluster: ClusterState, event: ev.StateKept, out: Commands) -> ClusterState:
     """The state is safe: the worker may end."""
     w, job = event.worker, cluster.active
     out.append(cmd.EndHungWorker(w))
@@ -52,7 +52,7 @@ def kept(cluster: ClusterState, event: ev.StateKept, out: Commands) -> ClusterSt
         if old.by != w:
             out.append(cmd.DeleteKeptState(w))
         return cluster
-    cluster = forget_kept(cluster, out)
+    cluster = delete_kept_state(cluster, out)
     text = f"nothing wakes {w}, which alone holds the training state: it has kept commit {event.commit} on {w.host}"
     out.append(cmd.Record("state-kept", text, host=w.host, worker=str(w), generation=cluster.generation))
     return replace(cluster, kept=KeptState(w, event.commit))

@@ -5,9 +5,9 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from nbelastic.core import commands as cmd
-from nbelastic.core import provisioning, setup
-from nbelastic.core.holders import forget_kept, keeper
+from nbelastic.core import host_lifecycle, host_slots, provisioning, setup_cells
 from nbelastic.core.state import NO_BREAKS, ClusterState, HostPhase, Job, Stage, WorkerState
+from nbelastic.core.state_holders import delete_kept_state, keeper
 from nbelastic.protocol.ids import WorkerId
 from nbelastic.protocol.limits import NEVER
 
@@ -36,7 +36,7 @@ def submit(cluster: ClusterState, name: str, now: float, out: Commands) -> Clust
     for w, worker in cluster.workers.items():
         if worker.state in (WorkerState.READY, WorkerState.FAILED, WorkerState.SUCCEEDED) and not worker.failed_cell:
             workers[w] = replace(worker, state=WorkerState.READY, failures=0, reason="")
-            if not worker.job and setup.due(cluster, worker) is not None:
+            if not worker.job and setup_cells.next_cell(cluster, worker) is not None:
                 behind.append(w)
             elif not worker.job:
                 out.append(cmd.RunProgram(w, name))
@@ -53,7 +53,7 @@ def submit(cluster: ClusterState, name: str, now: float, out: Commands) -> Clust
         since=now,
     )
     for w in behind:
-        cluster = setup.run_next(cluster, w, now, out)
+        cluster = setup_cells.run_next(cluster, w, now, out)
     return cluster
 
 
@@ -80,7 +80,7 @@ def finish(cluster: ClusterState, now: float, out: Commands) -> ClusterState:
     return end(cluster, "succeeded", reason, now, out)
 
 
-def abort(cluster: ClusterState, why: str, out: Commands) -> ClusterState:
+def abort_generation(cluster: ClusterState, why: str, out: Commands) -> ClusterState:
     """Everybody in this generation, or in the one that is prepared after it, is to leave."""
     members, generation = cluster.members, cluster.generation
     if cluster.plan is not None:  # an abort counts for older generations too, so its number is enough
@@ -92,13 +92,13 @@ def abort(cluster: ClusterState, why: str, out: Commands) -> ClusterState:
     return replace(cluster, generation=generation, plan=None, ahead=frozenset())
 
 
-def forget(cluster: ClusterState, now: float, out: Commands) -> ClusterState:
+def forget_kept_state(cluster: ClusterState, now: float, out: Commands) -> ClusterState:
     """What was kept is not needed any more, and a host that only waited for that leaves."""
     name = keeper(cluster)
-    cluster = forget_kept(cluster, out)
+    cluster = delete_kept_state(cluster, out)
     if name in cluster.hosts and cluster.hosts[name].phase is HostPhase.DRAINING:
-        cluster = provisioning.dismiss(cluster, provisioning.on_host(cluster, name), now, out)
-        cluster = provisioning.retire_empty(cluster, name, out)
+        cluster = provisioning.drain_workers(cluster, host_slots.workers_on(cluster, name), now, out)
+        cluster = host_lifecycle.remove_if_empty(cluster, name, out)
     return cluster
 
 
@@ -112,7 +112,7 @@ def end(
     inside = tuple(w for w, worker in cluster.workers.items() if worker.job == job.name)
     if inside:
         if outcome != "succeeded":
-            cluster = abort(cluster, reason, out)
+            cluster = abort_generation(cluster, reason, out)
         out.append(cmd.StopProgram(job.name, inside, reason, culprit))
     older = any(
         worker.job not in ("", job.name) for worker in cluster.workers.values()
@@ -121,7 +121,7 @@ def end(
     # The event first: whoever waits for the job finds it in the log.
     out.append(cmd.Record(f"job-{outcome}", f"{job.name} {outcome}: {reason}", worker=str(culprit or "")))
     out.append(cmd.EndJob(job.name, outcome, reason, ranks, culprit))
-    cluster = forget(cluster, now, out)
+    cluster = forget_kept_state(cluster, now, out)
     leaving = sorted(cluster.leaving)
     cluster = replace(
         cluster,
@@ -151,4 +151,4 @@ def end(
         linger_until=cluster.linger_until if older else 0.0,
     )
     cluster = linger(cluster, now) if inside else cluster
-    return provisioning.staff(provisioning.stop_workers(cluster, leaving, out), now, out)
+    return provisioning.provision(provisioning.stop_workers(cluster, leaving, out), now, out)

@@ -5,15 +5,15 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from nbelastic.core import commands as cmd
-from nbelastic.core import generations
-from nbelastic.core.state import ClusterState, put
+from nbelastic.core import losses
+from nbelastic.core.state import ClusterState, with_worker
 from nbelastic.protocol import events as ev
 from nbelastic.protocol.ids import WorkerId
 
 Commands = list[cmd.Command]
 
 
-def silent(cluster: ClusterState, event: ev.WorkerSilent, now: float, out: Commands) -> ClusterState:
+def worker_silent(cluster: ClusterState, event: ev.WorkerSilent, now: float, out: Commands) -> ClusterState:
     """Something in its process may hold Python's interpreter lock: it is slow, until it has been silent for too long."""
     w, limits = event.worker, cluster.limits
     if w in cluster.stopped:  # it was told to end, and its agent sees to that
@@ -23,12 +23,12 @@ def silent(cluster: ClusterState, event: ev.WorkerSilent, now: float, out: Comma
     text = f"no message from it for {event.seconds:.0f} s though its host answers; its process {process}"
     if event.seconds >= (most if limits.stall is None else limits.stall):
         out.append(cmd.StopWorker(w, kill=True))
-        return generations.gone(cluster, w, f"{w} froze ({text})", now, out)
+        return losses.worker_lost(cluster, w, f"{w} froze ({text})", now, out)
     if not cluster.workers[w].silent:
         out.append(cmd.Record("worker-silent", f"{w}: {text}", host=w.host, worker=str(w)))
-    return put(cluster, replace(cluster.workers[w], silent=text))
+    return with_worker(cluster, replace(cluster.workers[w], silent=text))
 
 
-def heard(cluster: ClusterState, w: WorkerId) -> ClusterState:
+def worker_responded(cluster: ClusterState, w: WorkerId) -> ClusterState:
     """It is heard again."""
-    return put(cluster, replace(cluster.workers[w], silent=""))
+    return with_worker(cluster, replace(cluster.workers[w], silent=""))

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from nbelastic.core import addresses, generations, mesh, provisioning
+from nbelastic.core import arrivals, backoff, generation_end, generations, partitions, stores
 from nbelastic.core import commands as cmd
 from nbelastic.core.reasons import Missing, Reason
-from nbelastic.core.state import ClusterState, Stage, because, first, named
+from nbelastic.core.state import ClusterState, Stage, first_names, format_ids, with_reason
 from nbelastic.protocol import events as ev
 from nbelastic.protocol.ids import WorkerId
 
@@ -24,88 +24,87 @@ def progress(cluster: ClusterState, now: float, out: Commands) -> ClusterState:
         inside = (
             frozenset(w for w, worker in cluster.workers.items() if worker.job) if cluster.linger_until else frozenset()
         )
-        last = Reason("last-checkpoints", names=named(inside)) if inside else None
-        return because(cluster, Reason("stopping", text=cluster.stopping, then=last))
+        last = Reason("last-checkpoints", names=first_names(inside)) if inside else None
+        return with_reason(cluster, Reason("stopping", text=cluster.stopping, then=last))
     job = cluster.active
     if job is None:
         return _idle(cluster, now)
     left, size = len(cluster.awaiting), len(cluster.members)
     if job.succeeded:
-        return because(cluster, Reason("finishing", len(job.succeeded), len(job.ranks)))
+        return with_reason(cluster, Reason("finishing", len(job.succeeded), len(job.ranks)))
     match cluster.stage:
         case Stage.GATHERING if left:
-            names = named(cluster.awaiting)
-            return because(
-                cluster, Reason("broken", size - left, size, cluster.generation, names=names, then=_stuck(cluster))
+            names = first_names(cluster.awaiting)
+            return with_reason(
+                cluster,
+                Reason("broken", size - left, size, cluster.generation, names=names, then=_irreplaceable(cluster)),
             )
         case Stage.GATHERING:
-            return generations.gather(cluster, now, out)
+            return generations.form_when_enough(cluster, now, out)
         case Stage.FORMING:
-            return because(cluster, Reason("joining", size - left, size, cluster.generation))
+            return with_reason(cluster, Reason("joining", size - left, size, cluster.generation))
         case Stage.RUNNING:
-            return _plan(cluster, now, out)
+            return _plan_change(cluster, now, out)
         case Stage.PREPARING if left and now < cluster.prepare_by:
-            late = Reason("preparing", names=named(cluster.awaiting))
-            return because(cluster, _training(cluster, late), cluster.prepare_by)
+            late = Reason("preparing", names=first_names(cluster.awaiting))
+            return with_reason(cluster, _training(cluster, late), cluster.prepare_by)
         case Stage.PREPARING if left:
             return _not_prepared(cluster, now, out)
         case Stage.PREPARING:
-            return _ask(cluster, now, out)
+            return _ask_to_leave(cluster, now, out)
         case Stage.ASKED if left:
-            return because(cluster, Reason("asked", size - left, size))
+            return with_reason(cluster, Reason("asked", size - left, size))
         case Stage.ASKED:
-            return _agree(cluster, now, out)
+            return _agree_on_commit(cluster, now, out)
         case Stage.LEAVING if left:
-            return because(cluster, Reason("leaving", size - left, size, cluster.generation))
+            return with_reason(cluster, Reason("leaving", size - left, size, cluster.generation))
         case Stage.LEAVING:
-            return _change(cluster, now, out)
+            return _enter_next(cluster, now, out)
 
 
 def _idle(cluster: ClusterState, now: float) -> ClusterState:
     ready = len(cluster.workers) - len(cluster.starting) - len(cluster.stopped) - len(cluster.failed)
     low = cluster.limits.min
     if ready < low:
-        return because(cluster, Reason("too-few", ready, low, missing=provisioning.missing(cluster, now)))
-    return because(cluster, Reason("idle", ready))
+        return with_reason(cluster, Reason("too-few", ready, low, missing=arrivals.missing(cluster, now)))
+    return with_reason(cluster, Reason("idle", ready))
 
 
 def _training(cluster: ClusterState, then: Reason | None = None, missing: tuple[Missing, ...] | None = None) -> Reason:
     return Reason("training", of=len(cluster.members), generation=cluster.generation, missing=missing, then=then)
 
 
-def _plan(cluster: ClusterState, now: float, out: Commands) -> ClusterState:
+def _plan_change(cluster: ClusterState, now: float, out: Commands) -> ClusterState:
     """A world runs. Is there a better one, and are the newcomers for it ready?"""
     size, most = len(cluster.members), cluster.limits.most
     room = size - len(cluster.leaving) < most
     if not cluster.leaving and not (room and cluster.waiting - cluster.held.keys()):
-        return because(cluster, _training(cluster, _held(cluster) if room else None))
+        return with_reason(cluster, _training(cluster, _held_back(cluster) if room else None))
     if now < cluster.change_at:
-        return because(cluster, _training(cluster, Reason("put-off", text=cluster.change_why)), cluster.change_at)
-    if not provisioning.settled(cluster, now):
-        reason = _training(cluster, missing=provisioning.missing(cluster, now))
-        return because(cluster, reason, cluster.since + cluster.limits.timeouts.settle)
+        return with_reason(cluster, _training(cluster, Reason("put-off", text=cluster.change_why)), cluster.change_at)
+    if not arrivals.settled(cluster, now):
+        reason = _training(cluster, missing=arrivals.missing(cluster, now))
+        return with_reason(cluster, reason, cluster.since + cluster.limits.timeouts.settle)
     target = generations.next_members(cluster)
     if not _worth_it(cluster, target):
         last = Reason("last-holder") if target == cluster.members else None
-        return because(cluster, _training(cluster, last, provisioning.missing(cluster, now)))
+        return with_reason(cluster, _training(cluster, last, arrivals.missing(cluster, now)))
     failed = any(cluster.workers[w].failures for w in target if w not in cluster.ranked)
-    if (
-        failed and not cluster.plainly and not addresses.has_store(cluster, target[0])
-    ):  # not without trying it beside them
-        return because(
+    if failed and not cluster.plainly and not stores.has_store(cluster, target[0]):  # not without trying it beside them
+        return with_reason(
             cluster, _training(cluster, Reason("new-store", names=(str(target[0]),), text="for the next generation"))
         )
     text = f"from {size} to {len(target)} workers"
     out.append(cmd.Record("change-planned", text, generation=cluster.generation))
     if (
         cluster.plainly
-        or not addresses.has_store(cluster, target[0])
+        or not stores.has_store(cluster, target[0])
         or target[0] not in cluster.ranked
         or len(target) < cluster.limits.min
     ):
-        return _ask(cluster, now, out)
+        return _ask_to_leave(cluster, now, out)
     cluster = _prepare(cluster, target, now, out)
-    return because(cluster, Reason("changing", size, len(target), cluster.numbered), cluster.prepare_by)
+    return with_reason(cluster, Reason("changing", size, len(target), cluster.numbered), cluster.prepare_by)
 
 
 def _prepare(cluster: ClusterState, target: tuple[WorkerId, ...], now: float, out: Commands) -> ClusterState:
@@ -124,7 +123,7 @@ def _prepare(cluster: ClusterState, target: tuple[WorkerId, ...], now: float, ou
     )
 
 
-def prepared(cluster: ClusterState, event: ev.WorkerPrepared, now: float) -> ClusterState:
+def worker_prepared(cluster: ClusterState, event: ev.WorkerPrepared, now: float) -> ClusterState:
     """One more can change over at once, or says why it cannot: then the others have a moment to say whether they can."""
     plan, w = cluster.plan, event.worker
     if (
@@ -151,9 +150,9 @@ def _not_prepared(cluster: ClusterState, now: float, out: Commands) -> ClusterSt
     plan, late, complaints = cluster.plan, cluster.awaiting, cluster.complaints
     assert plan is not None
     newcomers = [w for w in plan.members if w not in cluster.ranked]
-    cluster = generations.call_off(cluster, out)
+    cluster = generation_end.cancel_next(cluster, out)
     if cluster.plainly or not newcomers:
-        return _plan(replace(cluster, plainly=True), now, out)
+        return _plan_change(replace(cluster, plainly=True), now, out)
     blamed = [w for w in newcomers if w in late] or newcomers
     members = sorted(late & cluster.ranked)
     why = f"no group stood within {cluster.limits.timeouts.prepare_for(len(plan.members)):g} s"
@@ -161,13 +160,13 @@ def _not_prepared(cluster: ClusterState, now: float, out: Commands) -> ClusterSt
         w = next((w for w in blamed if w in complaints), min(complaints))
         why = f"{w} could not prepare a group ({complaints[w]})"
     if members and len(members) < len(cluster.members):
-        why += f"; nor did {first(frozenset(members))} prepare"
-    cluster = provisioning.hold_back(cluster, blamed, why, now, out)
-    cluster = mesh.begin(cluster, now, out, among={w.host for w in (*blamed, *members)})
-    return _plan(cluster, now, out)
+        why += f"; nor did {format_ids(frozenset(members))} prepare"
+    cluster = backoff.hold_back(cluster, blamed, why, now, out)
+    cluster = partitions.begin(cluster, now, out, among={w.host for w in (*blamed, *members)})
+    return _plan_change(cluster, now, out)
 
 
-def _stuck(cluster: ClusterState) -> Reason | None:
+def _irreplaceable(cluster: ClusterState) -> Reason | None:
     """Why those who are waited for are not replaced."""
     if cluster.wait is None or not cluster.wait.stuck:
         return None
@@ -176,7 +175,7 @@ def _stuck(cluster: ClusterState) -> Reason | None:
     return Reason("irreplaceable", text=f"{cluster.wait.why}; the others wait {end}")
 
 
-def _held(cluster: ClusterState) -> Reason | None:
+def _held_back(cluster: ClusterState) -> Reason | None:
     """Who is left out, and why."""
     if not cluster.held:
         return None
@@ -185,14 +184,14 @@ def _held(cluster: ClusterState) -> Reason | None:
     return Reason("left-out", names=(str(w),), text=f"{cluster.workers[w].reason}{more}")
 
 
-def _ask(cluster: ClusterState, now: float, out: Commands) -> ClusterState:
+def _ask_to_leave(cluster: ClusterState, now: float, out: Commands) -> ClusterState:
     """All is prepared, or will not be: ask the members where they are."""
     plan = cluster.plan
     if plan is not None and not _fits(cluster, plan):
-        return _plan(generations.call_off(cluster, out), now, out)
+        return _plan_change(generation_end.cancel_next(cluster, out), now, out)
     cluster = replace(cluster, stage=Stage.ASKED, asks=cluster.asks + 1, awaiting=cluster.ranked, offers=())
     out.append(cmd.AskLeave(cluster.generation, cluster.members, cluster.asks))
-    return because(cluster, Reason("asking", of=len(cluster.members)))
+    return with_reason(cluster, Reason("asking", of=len(cluster.members)))
 
 
 def _fits(cluster: ClusterState, plan: cmd.FormWorld) -> bool:
@@ -203,24 +202,24 @@ def _fits(cluster: ClusterState, plan: cmd.FormWorld) -> bool:
 def _worth_it(cluster: ClusterState, target: tuple[WorkerId, ...]) -> bool:
     """It is another world; and one below min only if somebody has to leave and no replacement is on its way."""
     enough = len(target) >= cluster.limits.min
-    return target != cluster.members and (enough or bool(cluster.leaving and not provisioning.coming(cluster)))
+    return target != cluster.members and (enough or bool(cluster.leaving and not arrivals.any_coming(cluster)))
 
 
-def _agree(cluster: ClusterState, now: float, out: Commands) -> ClusterState:
+def _agree_on_commit(cluster: ClusterState, now: float, out: Commands) -> ClusterState:
     """All have said where they are: leave at the next commit that none has made, if there still is a reason to."""
     target, plan = generations.next_members(cluster), cluster.plan
     if not _worth_it(cluster, target) or (plan is not None and not _fits(cluster, plan)):
-        return _plan(generations.call_off(cluster, out), now, out)
+        return _plan_change(generation_end.cancel_next(cluster, out), now, out)
     cluster = replace(cluster, put_off=0, unanswered={})
     commit = max(cluster.offers) + 1
     out.append(cmd.LeaveAt(cluster.generation, commit, cluster.members))
     if plan is not None:
         out.append(plan)
     cluster = replace(cluster, stage=Stage.LEAVING, awaiting=cluster.ranked, offers=())
-    return because(cluster, Reason("agreed", generation=cluster.generation, commit=commit))
+    return with_reason(cluster, Reason("agreed", generation=cluster.generation, commit=commit))
 
 
-def _change(cluster: ClusterState, now: float, out: Commands) -> ClusterState:
+def _enter_next(cluster: ClusterState, now: float, out: Commands) -> ClusterState:
     """All have left as agreed, most likely into what was prepared. If too few are to stay, they park."""
     plan = cluster.plan
     if plan is not None and all(w in cluster.workers and w not in cluster.stopped for w in plan.members):
@@ -228,12 +227,12 @@ def _change(cluster: ClusterState, now: float, out: Commands) -> ClusterState:
         back = (
             w for w in cluster.members if w not in cluster.leaving and w not in plan.members
         )  # need not leave any more
-        cluster = generations.release(cluster, (*plan.members, *back), out)
-        cluster = generations.complete(generations.enter(cluster, plan, ahead), now, out)
-        return _plan(cluster, now, out) if cluster.stage is Stage.RUNNING else cluster
+        cluster = generations.stop_leavers(cluster, (*plan.members, *back), out)
+        cluster = generations.complete_formation(generations.enter(cluster, plan, ahead), now, out)
+        return _plan_change(cluster, now, out) if cluster.stage is Stage.RUNNING else cluster
     if plan is not None:  # they have to come back from there first
-        return progress(generations.call_off(cluster, out), now, out)
+        return progress(generation_end.cancel_next(cluster, out), now, out)
     target = generations.next_members(cluster)
     if len(target) >= cluster.limits.min:
         return generations.form(cluster, target, now, out)
-    return generations.gather(replace(cluster, stage=Stage.GATHERING), now, out)
+    return generations.form_when_enough(replace(cluster, stage=Stage.GATHERING), now, out)

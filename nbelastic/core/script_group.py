@@ -76,7 +76,7 @@ class Group(Struct, frozen=True):
         return sum(seat.workers for seat in self.assignments)
 
 
-def places(assignments: tuple[sev.Assignment, ...]) -> tuple[tuple[int, int, int, int], ...]:
+def ranks_by_node(assignments: tuple[sev.Assignment, ...]) -> tuple[tuple[int, int, int, int], ...]:
     """Of each node: its first rank, the world size, the first rank within its role, and the role's size."""
     roles: dict[str, int] = {}
     for seat in assignments:

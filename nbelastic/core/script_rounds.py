@@ -12,20 +12,20 @@ from msgspec.structs import replace
 from nbelastic.core import commands as cmd
 from nbelastic.core import script_commands as scmd
 from nbelastic.core.reasons import Missing, Reason, in_words
-from nbelastic.core.script_group import Group, GroupState, Node, Stage, first_failure, places
+from nbelastic.core.script_group import Group, GroupState, Node, Stage, first_failure, ranks_by_node
 from nbelastic.protocol import events as ev
 from nbelastic.protocol import script_events as sev
 from nbelastic.protocol.limits import NEVER
 
-STARTS = 3  # of a node in a row that came to nothing: then its host cannot run this script
 Commands = list[cmd.Command]
+STARTS = 3  # of a node in a row that came to nothing: then its host cannot run this script
 
 
 def advance(group: Group, event: ev.Event, now: float) -> tuple[Group, tuple[cmd.Command, ...]]:
     """The group after `event`, received at `now` (seconds, monotonic), and what is to be done."""
     out: Commands = []
     if group.stage is not Stage.ENDED:
-        group = _take(group, event, now, out)
+        group = _handle(group, event, now, out)
     if group.stage is not Stage.ENDED:
         group = _progress(replace(group, until=NEVER), now, out)
     return group, tuple(out)
@@ -42,10 +42,7 @@ def deadline(group: Group) -> float:
     return min(group.until, group.judge_at, group.leave_by, short, *retries)
 
 
-# ---- what has happened ----
-
-
-def _take(group: Group, event: ev.Event, now: float, out: Commands) -> Group:
+def _handle(group: Group, event: ev.Event, now: float, out: Commands) -> Group:
     match event:
         case sev.HostsChanged():
             return _hosts(group, event, now, out)
@@ -53,14 +50,14 @@ def _take(group: Group, event: ev.Event, now: float, out: Commands) -> Group:
             return _ready(group, event, now)
         case sev.NodeMoved(host=host):
             node = group.nodes.get(host)
-            return group if node is None else _put(group, host, replace(node, ready=False, store=""))
+            return group if node is None else _with_node(group, host, replace(node, ready=False, store=""))
         case sev.NodeStarted(host=host, round=number, pids=pids):
             node = group.nodes.get(host)
-            return group if node is None or number != group.round else _put(group, host, replace(node, pids=pids))
+            return group if node is None or number != group.round else _with_node(group, host, replace(node, pids=pids))
         case sev.NodeFailed():
             return _failed(group, event, now)
         case sev.NodeSucceeded(host=host, round=number) if _in_round(group, host, number):
-            return _put(group, host, replace(group.nodes[host], state=GroupState.SUCCEEDED, starts=0))
+            return _with_node(group, host, replace(group.nodes[host], state=GroupState.SUCCEEDED, starts=0))
         case sev.NodeLeft():
             return _left(group, event, now, out)
         case sev.ScriptStopped(reason=reason):
@@ -78,15 +75,15 @@ def _hosts(group: Group, event: sev.HostsChanged, now: float, out: Commands) -> 
         out.append(scmd.EndNode(host, f"{host} has left the cluster", error=False))
         lost = host in event.lost
         why = f"host {host} was lost" if lost else f"host {host} leaves"
-        group = _gone(group, host, why, now, out, broken=lost)
+        group = _remove_node(group, host, why, now, out, broken=lost)
     for host, slots in there.items():
         wanted = group.terms.nproc or slots
         node = group.nodes.get(host)
         if node is None:
-            group = _put(replace(group, joined=group.joined + 1), host, Node(group.joined, wanted))
+            group = _with_node(replace(group, joined=group.joined + 1), host, Node(group.joined, wanted))
             out.append(scmd.StartNode(host))
         elif node.slots != wanted and not node.external:
-            group = _put(group, host, replace(node, slots=wanted))
+            group = _with_node(group, host, replace(node, slots=wanted))
     return group
 
 
@@ -97,7 +94,7 @@ def _ready(group: Group, event: sev.NodeReady, now: float) -> Group:
             return group  # of another job, or of a host that has left
         node = Node(group.joined, event.workers, external=True)
         group = replace(group, joined=group.joined + 1)
-    if group.stage is Stage.RUNNING and _seated(group, host):
+    if group.stage is Stage.RUNNING and _is_assigned(group, host):
         if event.round != group.round or node.state is GroupState.SUCCEEDED:
             return group  # said before it heard of the round
         if node.state is GroupState.HEALTHY:  # nobody told it to leave: its workers failed, and it cannot say how
@@ -117,7 +114,7 @@ def _ready(group: Group, event: sev.NodeReady, now: float) -> Group:
         pids=(),
         retry_at=0.0,
     )
-    return _put(group, host, node)
+    return _with_node(group, host, node)
 
 
 def _failed(group: Group, event: sev.NodeFailed, now: float) -> Group:
@@ -125,7 +122,7 @@ def _failed(group: Group, event: sev.NodeFailed, now: float) -> Group:
     host = event.host
     if not _in_round(group, host, event.round) or group.nodes[host].state is GroupState.UNHEALTHY:  # it has said so
         return group
-    group = _put(group, host, replace(group.nodes[host], state=GroupState.UNHEALTHY, pids=(), starts=0))
+    group = _with_node(group, host, replace(group.nodes[host], state=GroupState.UNHEALTHY, pids=(), starts=0))
     if group.stage is not Stage.RUNNING:
         return group
     unknown = sev.Failure(_first_rank(group, host), 0, 1, "its workers failed")
@@ -142,16 +139,16 @@ def _left(group: Group, event: sev.NodeLeft, now: float, out: Commands) -> Group
     meant = (
         node.external and not event.broken and node.state is not GroupState.UNHEALTHY
     )  # somebody ended their torchrun
-    group = _gone(group, host, f"{host}: {reason}", now, out, broken=not meant)
-    if node.external or _finishing(group) or group.stage is Stage.ENDED:
+    group = _remove_node(group, host, f"{host}: {reason}", now, out, broken=not meant)
+    if node.external or _is_finishing(group) or group.stage is Stage.ENDED:
         return group
     if node.starts >= STARTS:
         return _end(group, "failed", f"the elastic agent on {host} has ended {STARTS} times in a row: {reason}", out)
     again = Node(node.joined, node.slots, starts=node.starts + 1, retry_at=now + 0.5 * node.starts)
-    return _put(group, host, again)
+    return _with_node(group, host, again)
 
 
-def _gone(group: Group, host: str, why: str, now: float, out: Commands, *, broken: bool) -> Group:
+def _remove_node(group: Group, host: str, why: str, now: float, out: Commands, *, broken: bool) -> Group:
     """It will not take part any more. The others cannot go on without it, unless some have finished.
 
     `broken`: nobody wanted that.
@@ -160,17 +157,14 @@ def _gone(group: Group, host: str, why: str, now: float, out: Commands, *, broke
     group = replace(group, nodes={name: other for name, other in group.nodes.items() if name != host})
     if node.external:
         out.append(cmd.Record("host-gone", why, host=host))
-    if not _seated(group, host) or group.stage is not Stage.RUNNING:
+    if not _is_assigned(group, host) or group.stage is not Stage.RUNNING:
         return group
-    if node.state is GroupState.SUCCEEDED or _finishing(group):
+    if node.state is GroupState.SUCCEEDED or _is_finishing(group):
         state = node.state if node.state is GroupState.SUCCEEDED else GroupState.UNKNOWN
-        return _put(group, host, replace(node, state=state, ready=False, pids=()))
+        return _with_node(group, host, replace(node, state=state, ready=False, pids=()))
     kind = "world-broken" if broken else "change-planned"
     out.append(cmd.Record(kind, why, host=host, generation=group.round))
     return _leave(group, why, now, out)
-
-
-# ---- what follows from it ----
 
 
 def _progress(group: Group, now: float, out: Commands) -> Group:
@@ -178,7 +172,7 @@ def _progress(group: Group, now: float, out: Commands) -> Group:
     for host, node in group.nodes.items():
         if node.retry_at and now >= node.retry_at:
             out.append(scmd.StartNode(host))
-            group = _put(group, host, replace(node, retry_at=0.0))
+            group = _with_node(group, host, replace(node, retry_at=0.0))
     if group.stage is Stage.RUNNING:
         return _run(group, now, out)
     late = _not_left(group)
@@ -213,15 +207,15 @@ def _run(group: Group, now: float, out: Commands) -> Group:
             lost = f", but {', '.join(missing)} did not" if missing else ""
             return _end(group, "succeeded", f"every worker ended well{lost}", out)
         return replace(group, reason=Reason("nodes-finished", len(done), len(states)))
-    reason = _in_round_of(group)
+    reason = _round_reason(group)
     target = _target(group)
     if target == group.assignments or sum(seat.workers for seat in target) < group.limits.min:
         return replace(group, reason=reason, enough=False)
     since = group.since if group.enough else now
     group = replace(group, enough=True, since=since)
-    coming = _coming(group)
+    coming = _not_ready(group)
     settled = since + group.limits.timeouts.settle
-    if coming and now < settled and not _full(group, target):
+    if coming and now < settled and not _is_full(group, target):
         return replace(group, until=settled, reason=replace(reason, missing=coming))
     size = sum(seat.workers for seat in target)
     change = f"from {group.size} to {size} workers"
@@ -239,7 +233,7 @@ def _judge(group: Group, now: float, out: Commands) -> Group:
         text = f"rank {first.rank} on {host} failed ({first.error})"
         return replace(group, reason=Reason("rank-failed", text=text))
     text = f"rank {first.rank} on {host} failed: {first.error}"
-    if _finishing(group) or group.restarts >= group.terms.max_restarts:
+    if _is_finishing(group) or group.restarts >= group.terms.max_restarts:
         used = f" after {group.restarts} restarts" if group.terms.max_restarts else ""
         return _end(group, "failed", text + used, out, failure=first, host=host)
     count = group.restarts + 1
@@ -279,7 +273,7 @@ def _gather(group: Group, now: float, out: Commands) -> Group:
     """Form a round as soon as there are enough, and those on their way had their last call."""
     target = _target(group)
     size = sum(seat.workers for seat in target)
-    coming = _coming(group)
+    coming = _not_ready(group)
     if size < group.limits.min or not target:
         since = group.short_since if group.short_since is not None else now
         reason = Reason("too-few", size, group.limits.min, missing=coming)
@@ -289,7 +283,7 @@ def _gather(group: Group, now: float, out: Commands) -> Group:
         return replace(group, short_since=since, enough=False, reason=reason)
     group = replace(group, short_since=None, since=group.since if group.enough else now, enough=True)
     settled = group.since + group.limits.timeouts.settle
-    if coming and now < settled and not _full(group, target):
+    if coming and now < settled and not _is_full(group, target):
         return replace(group, until=settled, reason=Reason("ready", size, missing=coming))
     return _form(group, target, out)
 
@@ -297,7 +291,7 @@ def _gather(group: Group, now: float, out: Commands) -> Group:
 def _form(group: Group, target: tuple[sev.Assignment, ...], out: Commands) -> Group:
     number = group.round + 1
     out.append(scmd.FormRound(number, target, group.nodes[target[0].host].store, group.restarts))
-    out.append(cmd.Record("world-formed", f"{_described(target)} in round {number}", generation=number))
+    out.append(cmd.Record("world-formed", f"{_describe(target)} in round {number}", generation=number))
     seated = {seat.host for seat in target}
     nodes = {
         host: replace(node, state=GroupState.HEALTHY, ready=False, store="") if host in seated else node
@@ -306,14 +300,14 @@ def _form(group: Group, target: tuple[sev.Assignment, ...], out: Commands) -> Gr
     group = replace(
         group, stage=Stage.RUNNING, round=number, assignments=target, nodes=nodes, enough=False, failures=()
     )
-    return replace(group, reason=_in_round_of(group))
+    return replace(group, reason=_round_reason(group))
 
 
-def _in_round_of(group: Group) -> Reason:
-    return Reason("round", generation=group.round, text=_described(group.assignments))
+def _round_reason(group: Group) -> Reason:
+    return Reason("round", generation=group.round, text=_describe(group.assignments))
 
 
-def _described(assignments: tuple[sev.Assignment, ...]) -> str:
+def _describe(assignments: tuple[sev.Assignment, ...]) -> str:
     workers, nodes = sum(seat.workers for seat in assignments), len(assignments)
     return f"{workers} worker{'s' if workers != 1 else ''} on {nodes} node{'s' if nodes != 1 else ''}"
 
@@ -337,11 +331,11 @@ def _target(group: Group) -> tuple[sev.Assignment, ...]:
     return tuple(assignments)
 
 
-def _full(group: Group, target: tuple[sev.Assignment, ...]) -> bool:
+def _is_full(group: Group, target: tuple[sev.Assignment, ...]) -> bool:
     return sum(seat.workers for seat in target) >= group.limits.most
 
 
-def _coming(group: Group) -> tuple[Missing, ...]:
+def _not_ready(group: Group) -> tuple[Missing, ...]:
     """Nodes that have been started and are not ready yet."""
     inside = {seat.host for seat in group.assignments} if group.stage is Stage.RUNNING else set()
     nodes = group.nodes.items()
@@ -363,22 +357,22 @@ def _end(
     return replace(group, stage=Stage.ENDED, outcome=outcome, reason=Reason("script-ended", text=reason), nodes=states)
 
 
-def _finishing(group: Group) -> bool:
+def _is_finishing(group: Group) -> bool:
     return any(node.state is GroupState.SUCCEEDED for node in group.nodes.values())
 
 
-def _seated(group: Group, host: str) -> bool:
+def _is_assigned(group: Group, host: str) -> bool:
     return any(seat.host == host for seat in group.assignments)
 
 
 def _in_round(group: Group, host: str, number: int) -> bool:
-    return number == group.round and _seated(group, host) and host in group.nodes
+    return number == group.round and _is_assigned(group, host) and host in group.nodes
 
 
 def _first_rank(group: Group, host: str) -> int:
     hosts = [seat.host for seat in group.assignments]
-    return places(group.assignments)[hosts.index(host)][0]
+    return ranks_by_node(group.assignments)[hosts.index(host)][0]
 
 
-def _put(group: Group, host: str, node: Node) -> Group:
+def _with_node(group: Group, host: str, node: Node) -> Group:
     return replace(group, nodes={**group.nodes, host: node})

@@ -13,9 +13,9 @@ from typing import assert_never
 from msgspec.structs import replace
 
 from nbelastic.core import commands as cmd
-from nbelastic.core import generations, mesh
+from nbelastic.core import losses, partitions
 from nbelastic.core.reasons import Reason, and_also
-from nbelastic.core.state import ClusterState, Stage, Stall
+from nbelastic.core.state import ClusterState, Stage, Stall, rank_text
 from nbelastic.protocol import events as ev
 from nbelastic.protocol.ids import WorkerId
 
@@ -25,7 +25,7 @@ NAMED = 3  # of many that are behind
 LEFT = (1 << 62, 1 << 62)  # how far those are who have left as agreed: they wait for all others
 
 
-def heard(
+def handle(
     cluster: ClusterState, event: ev.StallDetected | ev.PositionReported | ev.StallResolved, now: float, out: Commands
 ) -> ClusterState:
     """Word of the present world's standing still; of another one it is no news."""
@@ -33,7 +33,7 @@ def heard(
         return cluster
     match event:
         case ev.StallDetected():
-            return _stood_still(cluster, event, now, out)
+            return _query_members(cluster, event, now, out)
         case ev.StallResolved():
             return clear(cluster)
         case ev.PositionReported(worker=w):
@@ -60,7 +60,7 @@ def clear(cluster: ClusterState) -> ClusterState:
     still = cluster.still
     if still is None:
         return cluster
-    return _tell(replace(cluster, still=None), dict.fromkeys(still.behind, ""))
+    return _set_reasons(replace(cluster, still=None), dict.fromkeys(still.behind, ""))
 
 
 def _at_work(cluster: ClusterState) -> bool:
@@ -68,13 +68,13 @@ def _at_work(cluster: ClusterState) -> bool:
     return job is not None and not job.succeeded and cluster.stage in AT_WORK
 
 
-def _tell(cluster: ClusterState, reasons: dict[WorkerId, str]) -> ClusterState:
+def _set_reasons(cluster: ClusterState, reasons: dict[WorkerId, str]) -> ClusterState:
     """What is known of these workers."""
     told = {w: replace(cluster.workers[w], reason=reason) for w, reason in reasons.items() if w in cluster.workers}
     return replace(cluster, workers=cluster.workers | told) if told else cluster
 
 
-def _stood_still(cluster: ClusterState, event: ev.StallDetected, now: float, out: Commands) -> ClusterState:
+def _query_members(cluster: ClusterState, event: ev.StallDetected, now: float, out: Commands) -> ClusterState:
     """What is known by now is judged, and everybody is asked again."""
     still = (
         cluster.still
@@ -87,7 +87,7 @@ def _stood_still(cluster: ClusterState, event: ev.StallDetected, now: float, out
         return cluster
     out.append(cmd.QueryPosition(cluster.generation, cluster.members))
     cluster = replace(cluster, still=replace(cluster.still, unheard=cluster.ranked))
-    return mesh.begin(cluster, now, out)
+    return partitions.begin(cluster, now, out)
 
 
 def _judge(cluster: ClusterState, still: Stall, now: float, out: Commands) -> ClusterState:
@@ -96,7 +96,9 @@ def _judge(cluster: ClusterState, still: Stall, now: float, out: Commands) -> Cl
     at = {w: still.where[w] for w in inside if w in still.where}
     age = f"{still.seconds:.0f} s"
     if not at:
-        silent = [f"; {_rank(cluster, w)}: {cluster.workers[w].silent}" for w in inside if cluster.workers[w].silent]
+        silent = [
+            f"; {rank_text(cluster, w)}: {cluster.workers[w].silent}" for w in inside if cluster.workers[w].silent
+        ]
         return replace(cluster, still=replace(still, text=f"no commit for {age}{''.join(silent[:1])}"))
     far = {w: (a.begun, a.commit) for w, a in at.items()}
     least, most = min(far.values()), max(far.values()) if len(inside) == len(cluster.members) else LEFT
@@ -104,14 +106,14 @@ def _judge(cluster: ClusterState, still: Stall, now: float, out: Commands) -> Cl
     before = still.behind
     behind = {w: before[w] if w in before and before[w][0] == far[w] else (far[w], now) for w in slow}
     if not slow:
-        cluster = _tell(cluster, dict.fromkeys(before, ""))
+        cluster = _set_reasons(cluster, dict.fromkeys(before, ""))
         text = f"no commit for {age}; {_where(cluster, inside, at)}"
         return replace(cluster, still=replace(still, text=text, behind=behind))
     words = {w: f"{age} behind at commit {at[w].commit}" + (f", in {at[w].place}" * bool(at[w].place)) for w in slow}
-    cluster = _tell(cluster, dict.fromkeys(before, "") | words)
+    cluster = _set_reasons(cluster, dict.fromkeys(before, "") | words)
     still = _record(cluster, still, {w: at[w].commit for w in slow}, words, out)
     more = f" (and {len(slow) - 1} more)" if len(slow) > 1 else ""
-    text = f"{_rank(cluster, slow[0])} is {words[slow[0]]}{more}"
+    text = f"{rank_text(cluster, slow[0])} is {words[slow[0]]}{more}"
     return _replace_stalled(replace(cluster, still=replace(still, text=text, behind=behind)), words, now, out)
 
 
@@ -121,7 +123,7 @@ def _record(
     """Once for each commit at which they are behind; if there are many, the first of them stand for all."""
     news = [item for item in islice(slow.items(), NAMED) if item not in still.told]
     for w, _ in news:
-        text = f"{_rank(cluster, w)} is {words[w]}"
+        text = f"{rank_text(cluster, w)} is {words[w]}"
         out.append(cmd.Record("worker-behind", text, host=w.host, worker=str(w), generation=cluster.generation))
     return replace(still, told=still.told.union(news))
 
@@ -133,11 +135,11 @@ def _where(cluster: ClusterState, inside: list[WorkerId], at: dict[WorkerId, ev.
     if len(at) == len(inside) and len(places) == 1:
         where = f", in {places.pop()}" if all(places) else ""
         return f"all ranks are at commit {commit}{where}"
-    parts = [f"{_rank(cluster, w)} is in {a.place}" for w, a in at.items() if a.place][:2]
+    parts = [f"{rank_text(cluster, w)} is in {a.place}" for w, a in at.items() if a.place][:2]
     unheard = [w for w in inside if w not in at]
-    parts += [f"{_rank(cluster, w)}: {cluster.workers[w].silent}" for w in unheard if cluster.workers[w].silent][
+    parts += [f"{rank_text(cluster, w)}: {cluster.workers[w].silent}" for w in unheard if cluster.workers[w].silent][
         :1
-    ] or [f"{_rank(cluster, w)} has not said where it is" for w in unheard[:1]]
+    ] or [f"{rank_text(cluster, w)} has not said where it is" for w in unheard[:1]]
     return ", ".join(parts) or f"all ranks are at commit {commit}"
 
 
@@ -149,9 +151,5 @@ def _replace_stalled(cluster: ClusterState, words: dict[WorkerId, str], now: flo
     for w in [w for w, (_, since) in still.behind.items() if now >= since + stall]:
         why = f"{w} stalled ({words[w]}; stall is {stall:g} s)"
         out.append(cmd.StopWorker(w, kill=True))
-        cluster = generations.gone(cluster, w, why, now, out)
+        cluster = losses.worker_lost(cluster, w, why, now, out)
     return cluster
-
-
-def _rank(cluster: ClusterState, w: WorkerId) -> str:
-    return f"rank {cluster.members.index(w)} ({w})"

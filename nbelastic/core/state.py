@@ -9,13 +9,21 @@ from heapq import nsmallest
 from msgspec import Struct
 from msgspec.structs import replace
 
+from nbelastic.core import commands as cmd
 from nbelastic.core.commands import FormWorld
 from nbelastic.core.reasons import MOST, Reason, listed
 from nbelastic.core.script_group import Group
-from nbelastic.protocol.events import Event, PositionReported
+from nbelastic.protocol.events import PositionReported, ProgramEnded, WorkerSucceeded
 from nbelastic.protocol.ids import HostSpec, Interface, WorkerId
 from nbelastic.protocol.limits import NEVER, Limits
 from nbelastic.protocol.script_events import NodeReady
+
+Commands = list[cmd.Command]
+
+
+def rank_text(cluster: ClusterState, w: WorkerId) -> str:
+    return f"rank {cluster.members.index(w)} ({w})" if w in cluster.ranked else str(w)
+
 
 NO_BREAKS = (0, -1)  # how many, and at which commit
 
@@ -218,7 +226,9 @@ class ClusterState(Struct, frozen=True):
     plan: FormWorld | None = None  # the next one, for which the process group is or was built beside the training
     ahead: frozenset[WorkerId] = frozenset()  # who is in the planned generation already, before all have left this one
     undone: FormWorld | None = None  # a plan called off when its members were leaving for it: they may be in it
-    early: tuple[Event, ...] = ()  # of those ahead: that they have finished, which is heard when all have left this one
+    early: tuple[
+        WorkerSucceeded | ProgramEnded, ...
+    ] = ()  # of those ahead: that they have finished, which is heard when all have left this one
     formed_in: int = 0  # the last generation of which a world has formed
     numbered: int = 0  # the highest number that a generation was given; a planned one may come to nothing
     prepare_by: float = NEVER
@@ -322,33 +332,33 @@ def host_backoff_until(host: Host, now: float) -> float:
     return until if until > now else 0.0
 
 
-def seat(cluster: ClusterState, members: tuple[WorkerId, ...]) -> ClusterState:
+def with_members(cluster: ClusterState, members: tuple[WorkerId, ...]) -> ClusterState:
     """These are the members now, by rank."""
     return replace(cluster, members=members, ranked=frozenset(members))
 
 
-def put(cluster: ClusterState, worker: Worker) -> ClusterState:
+def with_worker(cluster: ClusterState, worker: Worker) -> ClusterState:
     """With `worker` in the place of what was known of it."""
     return replace(cluster, workers={**cluster.workers, worker.id: worker})
 
 
-def less(ids: frozenset[WorkerId], gone: frozenset[WorkerId]) -> frozenset[WorkerId]:
+def difference(ids: frozenset[WorkerId], gone: frozenset[WorkerId]) -> frozenset[WorkerId]:
     """`ids - gone`, for nothing where nothing changes: these sets can hold 10,000."""
     return ids if ids.isdisjoint(gone) else ids - gone
 
 
-def because(cluster: ClusterState, reason: Reason, until: float = NEVER) -> ClusterState:
+def with_reason(cluster: ClusterState, reason: Reason, until: float = NEVER) -> ClusterState:
     """Not yet, and why; and when the wait ends by itself."""
     return (
         cluster if cluster.reason == reason and cluster.until == until else replace(cluster, reason=reason, until=until)
     )
 
 
-def named(ids: frozenset[WorkerId]) -> tuple[str, ...]:
+def first_names(ids: frozenset[WorkerId]) -> tuple[str, ...]:
     """The first of them, as `Reason.names`."""
     return tuple(map(str, nsmallest(MOST + 1, ids)))
 
 
-def first(ids: frozenset[WorkerId]) -> str:
+def format_ids(ids: frozenset[WorkerId]) -> str:
     """The first three, as text."""
-    return listed(named(ids))
+    return listed(first_names(ids))

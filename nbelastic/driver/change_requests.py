@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 from msgspec.structs import replace
 
 from nbelastic.core import commands as cmd
-from nbelastic.core.holders import alone_holds_state
 from nbelastic.core.state import ClusterState, HostPhase, WorkerState
+from nbelastic.core.state_holders import alone_holds_state
 from nbelastic.driver.pending import Pending
 from nbelastic.errors import ClusterStoppedError, HostError, NbelasticError, UsageError
 from nbelastic.protocol import events as ev

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from functools import partial
 
 from nbelastic.core import commands as cmd
-from nbelastic.core.membership import deadline, step
 from nbelastic.core.state import ClusterState, is_same
+from nbelastic.core.step import deadline, step
 from nbelastic.driver.clock import Clock
 from nbelastic.driver.event_log import EventLog
 from nbelastic.driver.internal_errors import InternalErrors, call_each

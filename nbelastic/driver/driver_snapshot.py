@@ -10,8 +10,8 @@ from typing import Any
 
 import msgspec
 
+from nbelastic.core.cluster_snapshot import SavedCluster
 from nbelastic.core.commands import EndJob
-from nbelastic.core.recovery import SavedCluster
 from nbelastic.protocol import agent_messages, messages, worker_messages
 from nbelastic.protocol.encoding import encode
 from nbelastic.protocol.saved_cluster import NAME, read

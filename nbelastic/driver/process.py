@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import msgspec
 from msgspec.structs import replace
 
-from nbelastic.core.provisioning import too_many
+from nbelastic.core.capacity import too_many_text
 from nbelastic.driver.driver_snapshot import DriverSnapshot
 from nbelastic.errors import HostError, NbelasticError
 from nbelastic.protocol import events as ev
@@ -79,7 +79,7 @@ def prepare(start: Start) -> Driver:
     settings = start.settings
     room = open_files.room(open_files.raise_limit())
     if not start.found and settings.limits.min > room:
-        raise HostError(too_many(settings.limits.min, room))
+        raise HostError(too_many_text(settings.limits.min, room))
     run_dir = RunDir(settings.name)
     if not start.found:
         begin(run_dir, settings.number)

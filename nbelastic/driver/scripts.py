@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from nbelastic.core import commands as cmd
 from nbelastic.core import script_commands as scmd
 from nbelastic.core.reasons import in_words
-from nbelastic.core.script_group import places
+from nbelastic.core.script_group import ranks_by_node
 from nbelastic.core.state import ClusterState
 from nbelastic.driver.agents import Agents
 from nbelastic.driver.clock import Clock
@@ -196,7 +196,7 @@ class Scripts:
                 self._end_script(command)
 
     def _form_round(self, command: scmd.FormRound) -> None:
-        by_node = places(command.assignments)
+        by_node = ranks_by_node(command.assignments)
         self._rounds, self._samples = {}, {}
         for rank, assignment in enumerate(command.assignments):
             message = node_messages.Round(

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
-from nbelastic.core.recovery import SavedCluster, summary
+from nbelastic.core.cluster_snapshot import SavedCluster, snapshot_of
 from nbelastic.core.state import ClusterState, is_same
 from nbelastic.driver.agents import Agents
 from nbelastic.driver.driver_snapshot import DriverSnapshot, SavedJob
@@ -96,7 +96,7 @@ class SnapshotWriter:
             return
         cluster = self._cluster()
         if self._summary is None or not is_same(self._summary[0], cluster, but=("script", "external_nodes")):
-            self._summary = (cluster, summary(cluster))
+            self._summary = (cluster, snapshot_of(cluster))
         snapshot = self._snapshot(self._summary[1])
         if snapshot != self._last:
             snapshot.write(self._run_dir.path)

@@ -7,7 +7,7 @@ import time
 from contextlib import suppress
 
 from nbelastic.core import commands as cmd
-from nbelastic.core import recovery
+from nbelastic.core import takeover
 from nbelastic.core.state import ClusterState, HostPhase
 from nbelastic.driver.driver_snapshot import DriverSnapshot
 from nbelastic.protocol import agent_messages, worker_messages
@@ -85,4 +85,4 @@ def resume_cluster(
     ours = versions.here()
     problems = {host: versions.difference(agent.versions, ours) for host, agent in reports.agents.items()}
     queued = hosts_with_queued_jobs(saved)
-    return recovery.resume(saved.cluster, reports.agents, reports.workers, now, problems=problems, coming=queued)
+    return takeover.resume(saved.cluster, reports.agents, reports.workers, now, problems=problems, coming=queued)

@@ -15,8 +15,8 @@ from pathlib import Path
 from time import perf_counter
 
 from nbelastic.core import commands as cmd
-from nbelastic.core.membership import step
 from nbelastic.core.state import ClusterState, Stage
+from nbelastic.core.step import step
 from nbelastic.protocol import events as ev
 from nbelastic.protocol.ids import HostSpec, WorkerId
 from nbelastic.protocol.limits import Limits

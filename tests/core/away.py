@@ -7,9 +7,10 @@ from collections.abc import Collection, Iterable, Iterator
 from msgspec.structs import replace
 
 from nbelastic.core import commands as cmd
-from nbelastic.core.membership import step
-from nbelastic.core.recovery import resume, summary
+from nbelastic.core.cluster_snapshot import snapshot_of
 from nbelastic.core.state import ClusterState, Stage
+from nbelastic.core.step import step
+from nbelastic.core.takeover import resume
 from nbelastic.protocol import events as ev
 from nbelastic.protocol.agent_messages import AgentHello
 from nbelastic.protocol.ids import WorkerId
@@ -47,11 +48,11 @@ class Away:
         held: Collection[WorkerId] = (),
     ) -> None:
         self._story = story
-        self.saved = summary(story.cluster)
+        self.saved = snapshot_of(story.cluster)
         if last is not None:
             story.hear_of(last)
             story.cluster, commands = step(story.cluster, last, story.now)
-            self.saved = summary(story.cluster) if written else self.saved
+            self.saved = snapshot_of(story.cluster) if written else self.saved
             for command in list(_one_by_one(commands))[:reached]:
                 story._obey(command)
         for w in held:

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
+from nbelastic.core import arrivals
 from nbelastic.core import commands as cmd
-from nbelastic.core import provisioning
-from nbelastic.core.addresses import STORE_PATIENCE, outward
-from nbelastic.core.membership import deadline, step
-from nbelastic.core.networks import wide
+from nbelastic.core.host_admission import external_addresses, wide
 from nbelastic.core.reasons import in_words
-from nbelastic.core.setup import lacking
+from nbelastic.core.setup_cells import lacking
 from nbelastic.core.state import ClusterState, HostPhase, Stage, WorkerState
+from nbelastic.core.step import deadline, step
+from nbelastic.core.stores import STORE_PATIENCE
 from nbelastic.protocol import events as ev
 from nbelastic.protocol.ids import WorkerId
 from nbelastic.protocol.limits import NEVER
@@ -111,7 +111,7 @@ def faults(before: ClusterState, cluster: ClusterState, commands: tuple[cmd.Comm
 def _faults_of_waiting(cluster: ClusterState, now: float) -> Iterator[str]:
     """No stage waits for somebody's word without an end, but where there are too few and the user wants it so."""
     wait, job = cluster.wait, cluster.active
-    if cluster.wake_at > min((provisioning.comes_by(cluster, w) for w in cluster.starting), default=NEVER):
+    if cluster.wake_at > min((arrivals.worker_deadline(cluster, w) for w in cluster.starting), default=NEVER):
         yield f"nobody looks whether {sorted(cluster.starting)} come"
     if wait is not None and (wait.stage, wait.generation, wait.left) != (
         cluster.stage,
@@ -159,7 +159,7 @@ def _faults_of_networks(cluster: ClusterState, now: float) -> Iterator[str]:
         there = host.phase in (HostPhase.UP, HostPhase.DRAINING) and not cluster.stopping
         if there and host.addresses and host.address not in [i.address for i in host.addresses]:
             yield f"{name} is used at {host.address!r}, which is none of its addresses"
-        if there and is_wide and is_loopback(host.address) and outward(host):
+        if there and is_wide and is_loopback(host.address) and external_addresses(host):
             yield f"{name} is on {host.address} though others are on other machines"
         if there and host.agreed and host.address not in host.agreed:
             yield f"{name} is at {host.address}, where not all have reached it"

@@ -11,9 +11,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from nbelastic.core import commands as cmd
-from nbelastic.core.membership import deadline, step
 from nbelastic.core.reasons import in_words
 from nbelastic.core.state import ClusterState, Stage, WorkerState
+from nbelastic.core.step import deadline, step
 from nbelastic.protocol import events as ev
 from nbelastic.protocol.hosts import parse_host
 from nbelastic.protocol.ids import Interface, WorkerId

@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nbelastic.core import commands as cmd
-from nbelastic.core.membership import deadline
 from nbelastic.core.state import HostPhase, Stage, host_backoff_until
+from nbelastic.core.step import deadline
 from nbelastic.protocol import events as ev
 from tests.core.story import Story, wid
 from tests.support.soak import examples

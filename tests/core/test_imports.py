@@ -120,7 +120,7 @@ def test_the_core_keeps_nothing_between_steps():
         assert not kept, f"{file.name} keeps something mutable"
 
 
-@pytest.mark.parametrize("module", ["nbelastic", "nbelastic.core.membership", "nbelastic.transport"])
+@pytest.mark.parametrize("module", ["nbelastic", "nbelastic.core.step", "nbelastic.transport"])
 def test_import_is_cheap(module):
     """`import nbelastic` in a kernel never imports torch; nor do the core and the link."""
     code = (

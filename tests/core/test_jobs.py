@@ -175,7 +175,7 @@ def test_orders_to_an_empty_cluster_break_nothing(event):
 
 def test_no_news_is_taken_for_what_it_is_not():
     """A message that is no event is a programming error, and is called one."""
-    with pytest.raises(TypeError, match="FormWorld is no event"):
+    with pytest.raises(TypeError, match="FormWorld is not an event"):
         Story().send(cmd.FormWorld(1, (), "", 0, ()))
 
 

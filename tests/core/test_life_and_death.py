@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from nbelastic.core import commands as cmd
-from nbelastic.core import provisioning
-from nbelastic.core.membership import deadline
+from nbelastic.core import host_lifecycle
 from nbelastic.core.state import Stage
+from nbelastic.core.step import deadline
 from nbelastic.protocol import events as ev
 from tests.core.story import Story, wid, with_stage
 
@@ -547,7 +547,7 @@ def test_a_program_that_exits_like_a_stuck_worker_is_not_forked_in_a_hot_loop():
 
 def test_names_of_hosts_that_left_are_not_kept_for_ever(monkeypatch):
     """Autoscaled hosts come and go under ever new names: few are remembered, and no worker's name is used twice."""
-    monkeypatch.setattr(provisioning, "NAMES", 3)
+    monkeypatch.setattr(host_lifecycle, "NAMES", 3)
     story = Story("a:1", min=1).run()
     names = ["a", *(f"spot{i}" for i in range(6)), "a", "spot0", "a"]
     for name in names[1:]:

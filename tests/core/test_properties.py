@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from nbelastic.core import commands as cmd
-from nbelastic.core.membership import deadline
 from nbelastic.core.state import HostPhase, Stage
+from nbelastic.core.step import deadline
 from nbelastic.protocol import events as ev
 from nbelastic.protocol.hosts import parse_host
 from nbelastic.protocol.ids import WorkerId

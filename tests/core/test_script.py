@@ -6,9 +6,9 @@ import pytest
 
 from nbelastic.core import commands as cmd
 from nbelastic.core import script_commands as scmd
-from nbelastic.core.membership import deadline
 from nbelastic.core.reasons import Reason
 from nbelastic.core.state import is_same
+from nbelastic.core.step import deadline
 from nbelastic.protocol import events as ev
 from nbelastic.protocol import script_events as sev
 from tests.core.story import Story

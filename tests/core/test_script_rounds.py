@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from nbelastic.core import script_commands as scmd
-from nbelastic.core.script_group import GroupState, Stage, first_failure, places
+from nbelastic.core.script_group import GroupState, Stage, first_failure, ranks_by_node
 from nbelastic.core.script_rounds import advance, deadline
 from nbelastic.protocol import script_events as sev
 from tests.core.play import Play
@@ -28,7 +28,7 @@ def test_ranks_count_through_hosts_and_roles():
         sev.Assignment("b", 1, "reader"),
         sev.Assignment("c", 3, "trainer"),
     )
-    assert places(assignments) == ((0, 6, 0, 5), (2, 6, 0, 1), (3, 6, 2, 5))
+    assert ranks_by_node(assignments) == ((0, 6, 0, 5), (2, 6, 0, 1), (3, 6, 2, 5))
 
 
 def test_too_few_wait_and_say_so():

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from nbelastic.core import commands as cmd
-from nbelastic.core.membership import deadline
 from nbelastic.core.state import HostPhase, Stage
+from nbelastic.core.step import deadline
 from nbelastic.protocol import events as ev
 from tests.core.story import Story, wid
 

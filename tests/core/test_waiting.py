@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from nbelastic.core import commands as cmd
-from nbelastic.core.membership import deadline, step
 from nbelastic.core.state import ClusterState, Stage
+from nbelastic.core.step import deadline, step
 from nbelastic.protocol import events as ev
 from nbelastic.protocol.limits import Limits
 from tests.core.story import Story, wid

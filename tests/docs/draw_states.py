@@ -13,8 +13,8 @@ from functools import cache
 from pathlib import Path
 
 from nbelastic.core import commands as cmd
-from nbelastic.core.membership import deadline, step
 from nbelastic.core.state import ClusterState, HostPhase, Stage, WorkerState
+from nbelastic.core.step import deadline, step
 from nbelastic.protocol import events as ev
 from nbelastic.protocol.ids import HostSpec, WorkerId
 from tests.core.story import IN_TIME, Story

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from nbelastic.core import membership
+from nbelastic.core import step as core_step
 from nbelastic.driver import decisions
 from nbelastic.driver.dependencies import Dependencies
 from nbelastic.protocol import events as ev
@@ -27,7 +27,7 @@ def test_the_last_word_of_a_dead_worker_does_not_bring_it_back(tmp_path: Path, m
 
     def step(cluster: Any, event: ev.Event, now: float) -> Any:
         taken.append(event)
-        return membership.step(cluster, event, now)
+        return core_step.step(cluster, event, now)
 
     def make(*arguments: Any) -> Server:
         servers.append(Server(*arguments))

@@ -12,9 +12,9 @@ import pytest
 import nbelastic as nbe
 from nbelastic.core import commands as cmd
 from nbelastic.core import script_rounds
-from nbelastic.core.membership import step
 from nbelastic.core.script_rounds import advance
 from nbelastic.core.state import Stage
+from nbelastic.core.step import step
 from nbelastic.driver import decisions
 from nbelastic.driver.command_executor import CommandExecutor
 from nbelastic.driver.driver_snapshot import SavedJob

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from nbelastic.client.saved_arguments import arguments_to_attach, saved_arguments
 from nbelastic.core import commands as cmd
-from nbelastic.core.recovery import summary
+from nbelastic.core.cluster_snapshot import snapshot_of
 from nbelastic.core.state import ClusterState, Host, HostPhase, Job, Slot
 from nbelastic.driver.driver_snapshot import DriverSnapshot, SavedAgent, SavedJob
 from nbelastic.driver.event_log import EventLog
@@ -37,7 +37,7 @@ def _own_temporary_folder(tmp_path, monkeypatch):
 
 def example(name: str = "train", process: str = US) -> DriverSnapshot:
     host = Host(HostSpec("a", 2), 0, (Slot(incarnation=1),), phase=HostPhase.UP)
-    cluster = summary(ClusterState(Limits(), hosts={"a": host}, job=Job("job-1")))
+    cluster = snapshot_of(ClusterState(Limits(), hosts={"a": host}, job=Job("job-1")))
     return DriverSnapshot(
         version="0.1.0",
         wire=saved_cluster.fingerprint(),

@@ -7,7 +7,7 @@ import time
 import pytest
 
 import nbelastic as nbe
-from nbelastic.core.membership import step
+from nbelastic.core.step import step
 from nbelastic.driver import decisions
 from nbelastic.protocol import events as ev
 from tests.process import programs

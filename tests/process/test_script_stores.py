@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from nbelastic.core.script_group import places
+from nbelastic.core.script_group import ranks_by_node
 from nbelastic.protocol import messages, node_messages
 from nbelastic.protocol import script_events as sev
 from nbelastic.system.addresses import parted
@@ -38,7 +38,7 @@ class MovingDriver:
 
     def form(self, store: str) -> None:
         assignments = (sev.Assignment("a", 1, "default"),)
-        self._hear(node_messages.Round(1, 0, assignments, places(assignments), store, 0, "job-1"))
+        self._hear(node_messages.Round(1, 0, assignments, ranks_by_node(assignments), store, 0, "job-1"))
 
 
 class StrangeDriver(MovingDriver):

@@ -11,7 +11,7 @@ from collections.abc import Collection
 from msgspec.structs import replace
 
 from nbelastic.core import commands as cmd
-from nbelastic.core.state import ClusterState, SetupCell, SetupTrial, Worker, WorkerState, less, put
+from nbelastic.core.state import ClusterState, SetupCell, SetupTrial, Worker, WorkerState, difference, with_worker
 from nbelastic.protocol import events as ev
 from nbelastic.protocol.ids import WorkerId
 from nbelastic.protocol.limits import NEVER
@@ -26,7 +26,7 @@ def lacking(cluster: ClusterState, worker: Worker) -> SetupCell | None:
     return next((cell for cell in cluster.setup if cell.version not in worker.ran), None)
 
 
-def due(cluster: ClusterState, worker: Worker) -> SetupCell | None:
+def next_cell(cluster: ClusterState, worker: Worker) -> SetupCell | None:
     """The next cell that it is to run: a kept one, or the one on trial, so that a newcomer need not wait for the verdict."""
     cell, trial = lacking(cluster, worker), cluster.trial
     if cell is not None or trial is None:
@@ -58,15 +58,15 @@ def clear(cluster: ClusterState, key: str, now: float, out: Commands) -> Cluster
     return _catch_up(replace(cluster, setup=kept), now, out)
 
 
-def registered(cluster: ClusterState, w: WorkerId, now: float, out: Commands) -> ClusterState:
+def worker_registered(cluster: ClusterState, w: WorkerId, now: float, out: Commands) -> ClusterState:
     """Its engine takes code: it runs the cells, and then the program if a job is on."""
     worker = cluster.workers[w]
     if worker.state is not WorkerState.STARTING or worker.registered:
         return cluster
-    return _advance(put(cluster, replace(worker, registered=True)), w, now, out)
+    return _advance(with_worker(cluster, replace(worker, registered=True)), w, now, out)
 
 
-def ended(cluster: ClusterState, event: ev.SetupEnded, now: float, out: Commands) -> ClusterState:
+def setup_ended(cluster: ClusterState, event: ev.SetupEnded, now: float, out: Commands) -> ClusterState:
     """A worker has run a cell. In a trial, what failed is judged when all have ended."""
     w, trial = event.worker, cluster.trial
     worker = cluster.workers[w]
@@ -75,16 +75,20 @@ def ended(cluster: ClusterState, event: ev.SetupEnded, now: float, out: Commands
     worker = replace(worker, cell=0)
     if trial is not None and trial.cell.version == event.version:
         if event.error:
-            return put(replace(cluster, trial=replace(trial, failed={**trial.failed, w: event.error})), worker)
+            return with_worker(replace(cluster, trial=replace(trial, failed={**trial.failed, w: event.error})), worker)
         cluster = replace(cluster, trial=replace(trial, succeeded=trial.succeeded + 1))
         worker = replace(worker, ran=worker.ran | {event.version})
-        return put(cluster, worker) if lacking(cluster, worker) else _advance(put(cluster, worker), w, now, out)
+        return (
+            with_worker(cluster, worker)
+            if lacking(cluster, worker)
+            else _advance(with_worker(cluster, worker), w, now, out)
+        )
     if event.error:
         key = next((cell.key for cell in cluster.setup if cell.version == event.version), "")
         if not key:  # it was cleared or replaced meanwhile
-            return _advance(put(cluster, worker), w, now, out)
-        return _fail(put(cluster, worker), w, key, event.error, out)
-    return _advance(put(cluster, replace(worker, ran=worker.ran | {event.version})), w, now, out)
+            return _advance(with_worker(cluster, worker), w, now, out)
+        return _fail(with_worker(cluster, worker), w, key, event.error, out)
+    return _advance(with_worker(cluster, replace(worker, ran=worker.ran | {event.version})), w, now, out)
 
 
 def progress(cluster: ClusterState, now: float, out: Commands) -> ClusterState:
@@ -118,19 +122,19 @@ def run_next(cluster: ClusterState, w: WorkerId, now: float, out: Commands) -> C
     job, worker = cluster.active, cluster.workers[w]
     if worker.state is not WorkerState.READY or worker.job:
         return cluster
-    cell = due(cluster, worker)
+    cell = next_cell(cluster, worker)
     if cell is not None:
         return _run(cluster, w, cell, now, out)
     if job is None or job.succeeded or job.ended:
         return cluster
     out.append(cmd.RunProgram(w, job.name))
-    return put(replace(cluster, starting=cluster.starting | {w}), replace(worker, job=job.name, generation=0))
+    return with_worker(replace(cluster, starting=cluster.starting | {w}), replace(worker, job=job.name, generation=0))
 
 
 def fail_worker(cluster: ClusterState, w: WorkerId, reason: str) -> ClusterState:
     """It lives, for inspection, but is of no use to this job."""
     worker = replace(cluster.workers[w], state=WorkerState.FAILED, reason=reason)
-    return put(replace(cluster, failed=cluster.failed | {w}), worker)
+    return with_worker(replace(cluster, failed=cluster.failed | {w}), worker)
 
 
 def _run(cluster: ClusterState, w: WorkerId, cell: SetupCell, now: float, out: Commands) -> ClusterState:
@@ -145,24 +149,24 @@ def _run(cluster: ClusterState, w: WorkerId, cell: SetupCell, now: float, out: C
         cluster,
         trial=trial,
         starting=cluster.starting | {w},
-        failed=less(cluster.failed, frozenset({w})),
+        failed=difference(cluster.failed, frozenset({w})),
         setup_by=min(cluster.setup_by, now + cluster.limits.timeouts.setup),
     )
-    return put(cluster, worker)
+    return with_worker(cluster, worker)
 
 
 def _advance(cluster: ClusterState, w: WorkerId, now: float, out: Commands) -> ClusterState:
     """The next cell that it is to run; or it is ready."""
     worker = cluster.workers[w]
-    cell = due(cluster, worker)
+    cell = next_cell(cluster, worker)
     if cell is not None:
         return _run(cluster, w, cell, now, out)
     if not worker.was_ready:
         out.append(cmd.Record("worker-ready", f"{w} is ready", host=w.host, worker=str(w)))
         worker = replace(worker, since=now, was_ready=True)
     worker = replace(worker, state=WorkerState.READY, failed_cell="", reason="")
-    cluster = put(
-        replace(cluster, starting=cluster.starting - {w}, failed=less(cluster.failed, frozenset({w}))), worker
+    cluster = with_worker(
+        replace(cluster, starting=cluster.starting - {w}, failed=difference(cluster.failed, frozenset({w}))), worker
     )
     return run_next(cluster, w, now, out)
 
@@ -172,7 +176,7 @@ def _fail(cluster: ClusterState, w: WorkerId, key: str, error: str, out: Command
     reason = f"setup cell {key} failed: {error}"
     out.append(cmd.Record("worker-failed", f"{w}: {reason}", host=w.host, worker=str(w)))
     cluster = fail_worker(replace(cluster, starting=cluster.starting - {w}), w, reason)
-    return put(cluster, replace(cluster.workers[w], failed_cell=key, was_ready=False))
+    return with_worker(cluster, replace(cluster.workers[w], failed_cell=key, was_ready=False))
 
 
 def _judge(cluster: ClusterState, now: float, out: Commands) -> ClusterState:

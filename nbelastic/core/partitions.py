@@ -13,8 +13,8 @@ from itertools import combinations
 from msgspec.structs import replace
 
 from nbelastic.core import commands as cmd
-from nbelastic.core import generations, provisioning
-from nbelastic.core.addresses import PROBE_PATIENCE
+from nbelastic.core import host_slots, losses
+from nbelastic.core.host_admission import PROBE_PATIENCE
 from nbelastic.core.state import ClusterState, HostPhase, Mesh
 from nbelastic.protocol import events as ev
 from nbelastic.system.addresses import is_loopback
@@ -30,8 +30,8 @@ def begin(cluster: ClusterState, now: float, out: Commands, among: Collection[st
     """Ask the members' hosts, unless they are being asked or are all on this machine. Those `among` try all one another."""
     if cluster.mesh.pairs:
         return cluster
-    names = tuple(name for name in dict.fromkeys(w.host for w in cluster.members) if _is_open(cluster, name))
-    told_apart = [name for name in sorted(among) if _is_open(cluster, name)][:MANY]
+    names = tuple(name for name in dict.fromkeys(w.host for w in cluster.members) if _is_reachable(cluster, name))
+    told_apart = [name for name in sorted(among) if _is_reachable(cluster, name)][:MANY]
     pairs = frozenset(_pairs(names)).union(_pair(*two) for two in combinations(told_apart, 2))
     if not pairs:
         return cluster
@@ -63,16 +63,16 @@ def progress(cluster: ClusterState, now: float, out: Commands) -> ClusterState:
         return cluster
     silent = {_pair(*probe) for probe in mesh.awaited}  # the driver does not hear them either: that says nothing
     failed = {pair: count for pair, count in mesh.failed.items() if pair in silent}
-    cut = {pair for pair in mesh.cut - silent if all(_is_open(cluster, name) for name in pair)}
+    cut = {pair for pair in mesh.cut - silent if all(_is_reachable(cluster, name) for name in pair)}
     failed |= {pair: mesh.failed.get(pair, 0) + 1 for pair in cut}
     cluster = replace(cluster, mesh=Mesh(failed=failed))
     broken = {pair for pair in cut if failed[pair] >= TWICE}
     if broken:
-        return _leave_out(replace(cluster, mesh=Mesh()), mesh.pairs, broken, now, out)
+        return _exclude_hosts(replace(cluster, mesh=Mesh()), mesh.pairs, broken, now, out)
     return begin(cluster, now, out, mesh.among) if cut else cluster
 
 
-def _is_open(cluster: ClusterState, name: str) -> bool:
+def _is_reachable(cluster: ClusterState, name: str) -> bool:
     """Other machines may reach it."""
     host = cluster.hosts.get(name)
     if host is None or host.phase not in (HostPhase.UP, HostPhase.DRAINING):
@@ -91,7 +91,7 @@ def _pairs(names: tuple[str, ...]) -> list[Pair]:
     return ring + [_pair(names[0], name) for name in names[1:]]
 
 
-def _leave_out(
+def _exclude_hosts(
     cluster: ClusterState, pairs: frozenset[Pair], broken: set[Pair], now: float, out: Commands
 ) -> ClusterState:
     """As few hosts as possible leave, so that those who stay reach one another."""
@@ -109,7 +109,7 @@ def _leave_out(
             why = "is younger"
         others = sorted(other for pair in broken if name in pair for other in pair if other != name)
         text = f"{name} and {', '.join(others)} do not reach one another; {name} is left out, as it {why}"
-        cluster = provisioning.place(cluster, replace(cluster.hosts[name], apart=tuple(others)))
-        cluster = generations.leave_out(cluster, name, text, now, out, kind="host-unreachable")
+        cluster = host_slots.with_host(cluster, replace(cluster.hosts[name], apart=tuple(others)))
+        cluster = losses.exclude_host(cluster, name, text, now, out, kind="host-unreachable")
         broken = {pair for pair in broken if name not in pair}
     return cluster

@@ -10,10 +10,10 @@ from collections.abc import Collection
 
 from msgspec.structs import replace
 
+from nbelastic.core import backoff, generation_end, jobs, losses, partitions
 from nbelastic.core import commands as cmd
-from nbelastic.core import generations, jobs, mesh, provisioning
-from nbelastic.core.holders import state_lives
-from nbelastic.core.state import ClusterState, Stage, Wait, first
+from nbelastic.core.state import ClusterState, Stage, Wait, format_ids
+from nbelastic.core.state_holders import state_lives
 from nbelastic.protocol import events as ev
 from nbelastic.protocol.ids import WorkerId
 from nbelastic.protocol.limits import NEVER
@@ -27,7 +27,7 @@ OFTEN = 3  # times in a row that a member did not answer, though its process liv
 USED = 0.02  # of the time between two answers: who has used more of a processor is at work
 
 
-def renew(cluster: ClusterState, now: float) -> ClusterState:
+def update(cluster: ClusterState, now: float) -> ClusterState:
     """The wait of the present stage. It begins anew when somebody has said the word that was waited for."""
     old, left = cluster.wait, len(cluster.awaiting)
     job = cluster.active
@@ -35,13 +35,13 @@ def renew(cluster: ClusterState, now: float) -> ClusterState:
     if over or not left or cluster.stage not in WORDS:
         return cluster if old is None else replace(cluster, wait=None)
     if old is None or (old.stage, old.generation) != (cluster.stage, cluster.generation):
-        silent = _silent(cluster)
+        silent = _patience(cluster)
         return replace(
             cluster, wait=Wait(cluster.stage, cluster.generation, left, now, now, now + silent, now + silent / LOOKS)
         )
     if old.left == left:
         return cluster
-    silent = _silent(cluster)  # it may be shorter than before, and they are to be asked in time
+    silent = _patience(cluster)  # it may be shorter than before, and they are to be asked in time
     look_at = min(old.look_at, now + silent / LOOKS)
     return replace(cluster, wait=replace(old, left=left, since=now, until=now + silent, look_at=look_at, stuck=()))
 
@@ -51,7 +51,7 @@ def deadline(cluster: ClusterState) -> float:
     return NEVER if cluster.wait is None else min(cluster.wait.until, cluster.wait.look_at)
 
 
-def heard(cluster: ClusterState, event: ev.PositionReported, now: float) -> ClusterState:
+def position_reported(cluster: ClusterState, event: ev.PositionReported, now: float) -> ClusterState:
     """One of those who are waited for says where it is: was it at work since it last said so?"""
     wait, w = cluster.wait, event.worker
     if wait is None or event.generation != wait.generation or w not in cluster.awaiting:
@@ -65,12 +65,12 @@ def heard(cluster: ClusterState, event: ev.PositionReported, now: float) -> Clus
     return replace(cluster, wait=wait)
 
 
-def silent(cluster: ClusterState, event: ev.WorkerSilent, now: float) -> ClusterState:
+def worker_silent(cluster: ClusterState, event: ev.WorkerSilent, now: float) -> ClusterState:
     """It cannot answer, as something holds its interpreter; its host says whether it computes."""
-    return cluster if event.idle else works(cluster, event.worker, now)
+    return cluster if event.idle else mark_working(cluster, event.worker, now)
 
 
-def works(cluster: ClusterState, w: WorkerId, now: float) -> ClusterState:
+def mark_working(cluster: ClusterState, w: WorkerId, now: float) -> ClusterState:
     """If it is waited for: it is at work."""
     wait = cluster.wait
     if wait is None or w not in cluster.awaiting:
@@ -88,7 +88,7 @@ def act(cluster: ClusterState, now: float, out: Commands) -> ClusterState:
         return cluster
     if now >= wait.look_at and wait.stage is not Stage.ASKED:
         out.append(cmd.QueryPosition(wait.generation, tuple(w for w in cluster.members if w in cluster.awaiting)))
-        wait = replace(wait, look_at=now + _silent(cluster) / LOOKS)
+        wait = replace(wait, look_at=now + _patience(cluster) / LOOKS)
     elif now >= wait.look_at:
         wait = replace(wait, look_at=NEVER)
     cluster = replace(cluster, wait=wait)
@@ -96,17 +96,17 @@ def act(cluster: ClusterState, now: float, out: Commands) -> ClusterState:
         return cluster
     match wait.stage:
         case Stage.ASKED:
-            return _do_not_change(cluster, now, out)
+            return _postpone_change(cluster, now, out)
         case Stage.FORMING:
-            return _do_not_form(cluster, wait, now, out)
+            return _form_without_late(cluster, wait, now, out)
         case Stage.LEAVING if len(cluster.awaiting) == len(cluster.members):
             why = f"no member has come to the agreed commit within {now - wait.since:.0f} s"
-            return generations.break_generation(cluster, why, now, out)
+            return generation_end.break_generation(cluster, why, now, out)
         case _:
-            return _leave_behind(cluster, wait, now, out)
+            return _replace_late_leavers(cluster, wait, now, out)
 
 
-def _silent(cluster: ClusterState) -> float:
+def _patience(cluster: ClusterState) -> float:
     """For how long a member that does nothing is waited for."""
     timeouts, size = cluster.limits.timeouts, len(cluster.members)
     match cluster.stage:
@@ -120,13 +120,13 @@ def _silent(cluster: ClusterState) -> float:
             return timeouts.recover
 
 
-def _do_not_change(cluster: ClusterState, now: float, out: Commands) -> ClusterState:
+def _postpone_change(cluster: ClusterState, now: float, out: Commands) -> ClusterState:
     """Somebody does not say where it is, so those who have promised to stop wait for it: they go on, and are asked later."""
     late, put_off = cluster.awaiting, cluster.put_off + 1
-    why = f"{first(late)} did not say where it is"
+    why = f"{format_ids(late)} did not say where it is"
     pause = cluster.limits.timeouts.ask * 2.0 ** min(put_off - 1, DOUBLINGS)
     out.append(cmd.Record("change-put-off", f"{why}; asked again in {pause:g} s", generation=cluster.generation))
-    cluster = generations.call_off(cluster, out)
+    cluster = generation_end.cancel_next(cluster, out)
     unanswered = {w: cluster.unanswered.get(w, 0) + 1 for w in sorted(late)}
     cluster = replace(cluster, change_at=now + pause, change_why=why, put_off=put_off, unanswered=unanswered)
     # those that are not heard are judged by `liveness`
@@ -142,18 +142,18 @@ def _replace_members(
 ) -> ClusterState:
     for w in members:
         out.append(cmd.StopWorker(w, kill=True))
-        cluster = generations.gone(cluster, w, f"{w} {what}", now, out)
+        cluster = losses.worker_lost(cluster, w, f"{w} {what}", now, out)
     return cluster
 
 
-def _leave_behind(cluster: ClusterState, wait: Wait, now: float, out: Commands) -> ClusterState:
+def _replace_late_leavers(cluster: ClusterState, wait: Wait, now: float, out: Commands) -> ClusterState:
     """Survivors that never leave their generation are replaced, if the training state is not lost with them.
 
     On the way to the agreed commit no generation is broken: who says where it is may save a file without using the processor.
     """
     timeouts = cluster.limits.timeouts
     if wait.stuck:
-        return _give_up(cluster, wait, now, out)
+        return _fail(cluster, wait, now, out)
     leaves = wait.stage is Stage.LEAVING
     said = {w: at for w, (_, at) in wait.said.items()} if leaves else {}
     due = {w: max(wait.since, wait.worked.get(w, 0.0), said.get(w, 0.0)) + timeouts.recover for w in cluster.awaiting}
@@ -162,21 +162,21 @@ def _leave_behind(cluster: ClusterState, wait: Wait, now: float, out: Commands) 
     if not stuck:
         return replace(cluster, wait=replace(wait, until=min(*due.values(), longest)))
     if not state_lives(cluster, stuck):
-        why = f"{first(frozenset(stuck))} did not leave generation {cluster.generation}, and nobody else holds the training state"
+        why = f"{format_ids(frozenset(stuck))} did not leave generation {cluster.generation}, and nobody else holds the training state"
         wait = replace(wait, stuck=stuck, why=why, until=wait.since + cluster.limits.patience)
         cluster = replace(cluster, wait=wait)
-        return cluster if now < wait.until else _give_up(cluster, wait, now, out)
+        return cluster if now < wait.until else _fail(cluster, wait, now, out)
     return _replace_members(
         cluster, stuck, f"did not leave generation {cluster.generation} while others waited", now, out
     )
 
 
-def _give_up(cluster: ClusterState, wait: Wait, now: float, out: Commands) -> ClusterState:
+def _fail(cluster: ClusterState, wait: Wait, now: float, out: Commands) -> ClusterState:
     why = f"{wait.why}; waited for {cluster.limits.patience:g} s (elastic_timeout)"
     return jobs.end(cluster, "failed", why, now, out)
 
 
-def _do_not_form(cluster: ClusterState, wait: Wait, now: float, out: Commands) -> ClusterState:
+def _form_without_late(cluster: ClusterState, wait: Wait, now: float, out: Commands) -> ClusterState:
     """A group does not come to stand, and nobody is at work on it. The next one is formed without newcomers that were late."""
     timeouts = cluster.limits.timeouts
     idle_since = max((wait.since, *wait.worked.values()))
@@ -189,21 +189,23 @@ def _do_not_form(cluster: ClusterState, wait: Wait, now: float, out: Commands) -
     late = silent or [w for w in cluster.members if w in cluster.awaiting]
     word = "connect" if silent else "get ready"
     what = f"did not {word} in generation {cluster.generation} within {now - wait.began:.0f} s"
-    why = f"{first(frozenset(late))} {what}"
+    why = f"{format_ids(frozenset(late))} {what}"
     unformed = cluster.unformed + 1
-    cluster = replace(generations.break_generation(cluster, why, now, out), unformed=unformed)
+    cluster = replace(generation_end.break_generation(cluster, why, now, out), unformed=unformed)
     if cluster.active is None or cluster.active.succeeded:
         return cluster
-    cluster = mesh.begin(cluster, now, out, among={w.host for w in late})
+    cluster = partitions.begin(cluster, now, out, among={w.host for w in late})
     if cluster.unformed >= TWICE:
-        return _replace_late(cluster, late, what, now, out)
+        return _replace_late_joiners(cluster, late, what, now, out)
     if len(late) == len(cluster.members):
         return cluster
     new = [w for w in late if not cluster.workers[w].has_state]
-    return provisioning.hold_back(generations.unseat(cluster, new, now), new, why, now, out)
+    return backoff.hold_back(generation_end.demote(cluster, new, now), new, why, now, out)
 
 
-def _replace_late(cluster: ClusterState, late: list[WorkerId], what: str, now: float, out: Commands) -> ClusterState:
+def _replace_late_joiners(
+    cluster: ClusterState, late: list[WorkerId], what: str, now: float, out: Commands
+) -> ClusterState:
     """Leaving newcomers out did not help, or `min` needs them: all who were late are replaced, but for a last holder of state."""
     if not state_lives(cluster, late):
         keep = max(

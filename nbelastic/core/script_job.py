@@ -9,7 +9,7 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from nbelastic.core import commands as cmd
-from nbelastic.core import jobs, networks, script_rounds
+from nbelastic.core import host_admission, jobs, script_rounds
 from nbelastic.core import script_commands as scmd
 from nbelastic.core.reasons import Reason
 from nbelastic.core.script_group import Group, Node, Stage
@@ -34,14 +34,14 @@ def submit(cluster: ClusterState, event: sev.ScriptSubmitted, now: float, out: C
     how = "begins again, as its driver was lost" if event.round else "was submitted"
     out.append(cmd.Record("job-started", f"{event.job} {how}: {event.target}"))
     cluster = replace(cluster, script=Group(event.job, event.terms, cluster.limits, round=event.round))
-    cluster = _look_at_hosts(cluster, now, out)
+    cluster = _update_hosts(cluster, now, out)
     for external in tuple(cluster.external_nodes.values()):
         if external.ready is not None:
-            cluster = ready(cluster, external.ready, now, out)
+            cluster = node_ready(cluster, external.ready, now, out)
     return cluster
 
 
-def take(cluster: ClusterState, event: ev.Event, now: float, out: Commands) -> ClusterState:
+def node_event(cluster: ClusterState, event: ev.Event, now: float, out: Commands) -> ClusterState:
     """Something has happened to a node."""
     cluster = _advance(cluster, event, now, out)
     if isinstance(event, sev.NodeLeft) and event.host in cluster.external_nodes:
@@ -52,24 +52,28 @@ def take(cluster: ClusterState, event: ev.Event, now: float, out: Commands) -> C
     return cluster
 
 
-def came(cluster: ClusterState, event: sev.ExternalNodeJoined, now: float, out: Commands) -> ClusterState:
+def external_node_joined(
+    cluster: ClusterState, event: sev.ExternalNodeJoined, now: float, out: Commands
+) -> ClusterState:
     """A torchrun waits, in a terminal. Another process of the same name has left."""
     if event.host in cluster.hosts:
         out.append(scmd.EndNode(event.host, f"a host of the cluster is named {event.host} already"))
         return cluster
     known = cluster.external_nodes.get(event.host)
     if known is not None and known.pid != event.pid:
-        cluster = take(cluster, sev.NodeLeft(event.host, "another process came in its place", broken=True), now, out)
+        cluster = node_event(
+            cluster, sev.NodeLeft(event.host, "another process came in its place", broken=True), now, out
+        )
     if event.host not in cluster.external_nodes:
         cluster = replace(
             cluster, external_nodes={**cluster.external_nodes, event.host: ExternalNode(event.pid, event.here)}
         )
         out.append(cmd.Record("host-up", f"{event.host} has come from a terminal", host=event.host))
-    out.append(scmd.ReportWaiting(event.host, _why_not(cluster)))
+    out.append(scmd.ReportWaiting(event.host, _reason(cluster)))
     return cluster
 
 
-def ready(cluster: ClusterState, event: sev.NodeReady, now: float, out: Commands) -> ClusterState:
+def node_ready(cluster: ClusterState, event: sev.NodeReady, now: float, out: Commands) -> ClusterState:
     """A node waits for a round, and hears which one it is in, what it waits for, or where its store is to be."""
     host = event.host
     if event.external:
@@ -79,18 +83,16 @@ def ready(cluster: ClusterState, event: sev.NodeReady, now: float, out: Commands
             return cluster
         if external.ready != event:
             cluster = replace(cluster, external_nodes={**cluster.external_nodes, host: replace(external, ready=event)})
-    move = _move(cluster, host, event.store, external=event.external)
+    move = _move_command(cluster, host, event.store, external=event.external)
     if move is not None:
         out.append(move)
         return cluster
     if cluster.stopping:
-        return _dismiss(cluster, (host,), CLOSED, out)
+        return _end_external(cluster, (host,), CLOSED, out)
     before = cluster.active_script
     if before is None or (event.external and event.job not in ("", before.job)):
         out.append(
-            scmd.ReportWaiting(host, _why_not(cluster))
-            if event.external
-            else scmd.EndNode(host, "its script has ended")
+            scmd.ReportWaiting(host, _reason(cluster)) if event.external else scmd.EndNode(host, "its script has ended")
         )
         return cluster
     cluster = _advance(cluster, event, now, out)
@@ -118,7 +120,7 @@ def progress(before: ClusterState, cluster: ClusterState, now: float, out: Comma
     if group is None:
         return cluster
     if cluster.hosts is not before.hosts or cluster.limits is not before.limits or cluster.door != before.door:
-        cluster = _look_at_hosts(_look_at_stores(cluster, now, out), now, out)
+        cluster = _update_hosts(_update_stores(cluster, now, out), now, out)
         group = cluster.active_script
     return (
         _advance(cluster, sev.Tick(), now, out)
@@ -137,12 +139,12 @@ def remove(cluster: ClusterState, event: ev.HostRemoved, out: Commands) -> Clust
     """Somebody wants a guest to leave: its torchrun ends well, and says so."""
     if event.name not in cluster.external_nodes:
         return cluster
-    return _dismiss(cluster, (event.name,), f"removed by {event.by}", out, error=False)
+    return _end_external(cluster, (event.name,), f"removed by {event.by}", out, error=False)
 
 
 def _close(cluster: ClusterState, now: float, out: Commands) -> ClusterState:
     """The cluster is stopped."""
-    cluster = _dismiss(cluster, tuple(cluster.external_nodes), CLOSED, out)
+    cluster = _end_external(cluster, tuple(cluster.external_nodes), CLOSED, out)
     return _advance(cluster, sev.ScriptStopped(f"the cluster was stopped: {cluster.stopping}"), now, out)
 
 
@@ -156,20 +158,20 @@ def _advance(cluster: ClusterState, event: ev.Event, now: float, out: Commands) 
     for command in commands:
         match command:
             case scmd.EndNode(host=host):
-                cluster = _no_more_ready(cluster, (host,))
+                cluster = _clear_ready(cluster, (host,))
             case scmd.FormRound(assignments=assignments):
-                cluster = _no_more_ready(cluster, tuple(seat.host for seat in assignments))
+                cluster = _clear_ready(cluster, tuple(seat.host for seat in assignments))
     return cluster
 
 
-def _dismiss(
+def _end_external(
     cluster: ClusterState, external_nodes: tuple[str, ...], reason: str, out: Commands, *, error: bool = True
 ) -> ClusterState:
     out.extend(scmd.EndNode(host, reason, error) for host in external_nodes)
-    return _no_more_ready(cluster, external_nodes)
+    return _clear_ready(cluster, external_nodes)
 
 
-def _no_more_ready(cluster: ClusterState, hosts: tuple[str, ...]) -> ClusterState:
+def _clear_ready(cluster: ClusterState, hosts: tuple[str, ...]) -> ClusterState:
     """What these have said is over: they are in a round, or end, though they may take a while for that."""
     waiting = [
         host for host in hosts if host in cluster.external_nodes and cluster.external_nodes[host].ready is not None
@@ -183,13 +185,13 @@ def _no_more_ready(cluster: ClusterState, hosts: tuple[str, ...]) -> ClusterStat
     )
 
 
-def _why_not(cluster: ClusterState) -> Reason | None:
+def _reason(cluster: ClusterState) -> Reason | None:
     """Why a guest waits; None: there is no script."""
     group = cluster.active_script
     return group.reason if group is not None else None
 
 
-def _look_at_hosts(cluster: ClusterState, now: float, out: Commands) -> ClusterState:
+def _update_hosts(cluster: ClusterState, now: float, out: Commands) -> ClusterState:
     group = cluster.script
     assert group is not None
     up = (host.spec for host in cluster.hosts.values() if host.phase is HostPhase.UP)
@@ -199,23 +201,27 @@ def _look_at_hosts(cluster: ClusterState, now: float, out: Commands) -> ClusterS
     return _advance(cluster, seen, now, out) if seen != group.seen else cluster
 
 
-def _look_at_stores(cluster: ClusterState, now: float, out: Commands) -> ClusterState:
+def _update_stores(cluster: ClusterState, now: float, out: Commands) -> ClusterState:
     """What a node has offered where it no longer is, is not used. It hears of the move, and offers again."""
     nodes: dict[str, Node] = cluster.script.nodes if cluster.script is not None else {}
     for host, node in nodes.items():
-        if node.ready and _move(cluster, host, node.store, external=node.external) is not None:
+        if node.ready and _move_command(cluster, host, node.store, external=node.external) is not None:
             cluster = _advance(cluster, sev.NodeMoved(host), now, out)
     return cluster
 
 
-def _move(cluster: ClusterState, host: str, store: str, *, external: bool) -> scmd.MoveNode | None:
+def _move_command(cluster: ClusterState, host: str, store: str, *, external: bool) -> scmd.MoveNode | None:
     """Where this node's stores have to be, if that is not where this one is."""
     at = address_of(store)
     if external:  # one of this machine offers what only this machine reaches, until there are others
         here = cluster.here or cluster.door
         known = cluster.external_nodes.get(host)
         moves = (
-            known is not None and known.here and is_loopback(at) and not is_loopback(here) and networks.wide(cluster)
+            known is not None
+            and known.here
+            and is_loopback(at)
+            and not is_loopback(here)
+            and host_admission.wide(cluster)
         )
         return scmd.MoveNode(host, here) if moves and here else None
     home = cluster.hosts.get(host)

@@ -32,7 +32,7 @@ def alone_holds_state(cluster: ClusterState, w: WorkerId) -> bool:
     return cluster.workers[w].has_state and not state_lives(cluster, (w,))
 
 
-def claims(cluster: ClusterState, old: Worker, event: ev.WorkerReady) -> bool:
+def holds_newest_state(cluster: ClusterState, old: Worker, event: ev.WorkerReady) -> bool:
     """Whether a worker that says so holds the newest state: not if worlds have formed without it since."""
     job, kept = cluster.active, cluster.kept
     if not event.holds or job is None or not job.formed or old.id in cluster.ranked:
@@ -46,7 +46,7 @@ def keeper(cluster: ClusterState) -> str:
     return cluster.kept.by.host if cluster.kept is not None else ""
 
 
-def bequeath(cluster: ClusterState, out: Commands) -> ClusterState:
+def assign_kept_state(cluster: ClusterState, out: Commands) -> ClusterState:
     """A worker of that host which waits for a world reads the state."""
     kept = cluster.kept
     if kept is None or holders(cluster):
@@ -63,7 +63,7 @@ def bequeath(cluster: ClusterState, out: Commands) -> ClusterState:
     return replace(cluster, kept=replace(kept, heir=heir))
 
 
-def unheard(cluster: ClusterState, worker: Worker) -> ClusterState:
+def unassign_kept_state(cluster: ClusterState, worker: Worker) -> ClusterState:
     """An heir that says that it holds nothing has not heard that it is to read: it is told again."""
     kept = cluster.kept
     if kept is None or kept.heir != worker.id or worker.has_state:
@@ -71,7 +71,7 @@ def unheard(cluster: ClusterState, worker: Worker) -> ClusterState:
     return replace(cluster, kept=replace(kept, heir=None))
 
 
-def forget_kept(cluster: ClusterState, out: Commands) -> ClusterState:
+def delete_kept_state(cluster: ClusterState, out: Commands) -> ClusterState:
     """Workers hold the state again, or nobody needs it."""
     if cluster.kept is None:
         return cluster

@@ -3,17 +3,11 @@
 from __future__ import annotations
 
 from nbelastic.core.ranks import rank_order
-from nbelastic.core.state import ClusterState, Host
+from nbelastic.core.state import ClusterState
 from nbelastic.protocol.ids import WorkerId
-from nbelastic.system.addresses import address_of, is_loopback
+from nbelastic.system.addresses import address_of
 
-PROBE_PATIENCE = 5.0  # seconds that an agent may take to say whom it reaches
 STORE_PATIENCE = 2.0  # seconds that a worker may take to offer a store where its host is now
-
-
-def outward(host: Host) -> tuple[str, ...]:
-    """The addresses at which other machines may reach it, in its order of preference."""
-    return tuple(interface.address for interface in host.addresses if not is_loopback(interface.address))
 
 
 def has_store(cluster: ClusterState, w: WorkerId) -> bool:
@@ -22,13 +16,13 @@ def has_store(cluster: ClusterState, w: WorkerId) -> bool:
     return bool(store) and (not host.moved_at or address_of(store) == host.address)
 
 
-def moving_until(cluster: ClusterState, w: WorkerId) -> float:
+def new_store_by(cluster: ClusterState, w: WorkerId) -> float:
     """Until when to wait for its store at the new address; 0.0 if it is there, or nobody moved."""
     moved_at = cluster.hosts[w.host].moved_at
     return moved_at + STORE_PATIENCE if moved_at and not has_store(cluster, w) else 0.0
 
 
-def led(cluster: ClusterState, members: tuple[WorkerId, ...]) -> tuple[WorkerId, ...]:
+def with_store_first(cluster: ClusterState, members: tuple[WorkerId, ...]) -> tuple[WorkerId, ...]:
     """`members` by rank, led by one whose store is where its host is, if there is one: most likely as they are."""
     leader = next((w for w in members if has_store(cluster, w)), members[0])
     if leader == members[0]:

@@ -14,13 +14,20 @@ from collections.abc import Sequence
 from msgspec.structs import replace
 
 from nbelastic.core import commands as cmd
-from nbelastic.core import generations, provisioning
-from nbelastic.core.addresses import PROBE_PATIENCE, outward
+from nbelastic.core import host_lifecycle, host_slots, losses
 from nbelastic.core.state import Admission, ClusterState, Host, HostPhase
 from nbelastic.protocol import events as ev
 from nbelastic.system.addresses import is_loopback
 
 Commands = list[cmd.Command]
+PROBE_PATIENCE = 5.0  # seconds that an agent may take to say whom it reaches
+
+
+def external_addresses(host: Host) -> tuple[str, ...]:
+    """The addresses at which other machines may reach it, in its order of preference."""
+    return tuple(interface.address for interface in host.addresses if not is_loopback(interface.address))
+
+
 AT_ONCE = 32  # partners of one round: with more there are several rounds
 NAMED = 3  # of many hosts, in a text
 
@@ -32,24 +39,24 @@ def agent_ready(cluster: ClusterState, event: ev.AgentReady, now: float, out: Co
     if host is None or host.phase is not HostPhase.STARTING or name in cluster.probing:
         return cluster
     if event.problem:
-        return generations.leave_out(cluster, name, event.problem, now, out, kind="host-refused")
+        return losses.exclude_host(cluster, name, event.problem, now, out, kind="host-refused")
     host = replace(host, addresses=event.addresses, port=event.port, address="", agreed=(), moved_at=0.0)
     if not event.addresses:
-        return provisioning.admit(cluster, host, f"{name} is up", now, out)
+        return host_lifecycle.admit(cluster, host, f"{name} is up", now, out)
     first = event.addresses[0].address
     if is_loopback(first) and not wide(cluster):
-        return provisioning.admit(cluster, replace(host, address=first), f"{name} is up", now, out)
+        return host_lifecycle.admit(cluster, replace(host, address=first), f"{name} is up", now, out)
     return _begin(widen(cluster, now, out), host, now, out)
 
 
 def wide(cluster: ClusterState) -> bool:
     """Whether there are hosts on other machines, or may be terminals there. O(hosts)"""
     return bool(cluster.door) or any(
-        host.address and not is_loopback(host.address) for host in cluster.hosts.values() if _is_there(host)
+        host.address and not is_loopback(host.address) for host in cluster.hosts.values() if _is_up(host)
     )
 
 
-def open_door(cluster: ClusterState, address: str, now: float, out: Commands) -> ClusterState:
+def external_access_opened(cluster: ClusterState, address: str, now: float, out: Commands) -> ClusterState:
     """Terminals of other machines come to the driver's machine at `address`: what is on it has to be reached there, too."""
     return widen(replace(cluster, door=cluster.door or address), now, out)
 
@@ -72,14 +79,14 @@ def progress(cluster: ClusterState, now: float, out: Commands) -> ClusterState:
         admission = cluster.probing.get(name)
         if admission is None:
             continue
-        if not all(partner in cluster.hosts and _is_there(cluster.hosts[partner]) for partner in admission.partners):
+        if not all(partner in cluster.hosts and _is_up(cluster.hosts[partner]) for partner in admission.partners):
             cluster = _begin(cluster, cluster.hosts[name], now, out)
         elif not admission.awaited or now >= admission.until:
             cluster = _decide(cluster, cluster.hosts[name], admission, now, out)
     return cluster
 
 
-def _is_there(host: Host) -> bool:
+def _is_up(host: Host) -> bool:
     """It was admitted, and its agent lives."""
     return host.phase in (HostPhase.UP, HostPhase.DRAINING)
 
@@ -87,8 +94,8 @@ def _is_there(host: Host) -> bool:
 def widen(cluster: ClusterState, now: float, out: Commands) -> ClusterState:
     """Hosts on loopback addresses move to where others may reach them. Who has no such address stays."""
     for host in cluster.hosts.values():
-        others = _own(cluster, host)
-        if others and is_loopback(host.address) and _is_there(host):
+        others = _own_addresses(cluster, host)
+        if others and is_loopback(host.address) and _is_up(host):
             cluster = _move(cluster, host, others[0], now, out)
     return cluster
 
@@ -96,10 +103,10 @@ def widen(cluster: ClusterState, now: float, out: Commands) -> ClusterState:
 def _move(cluster: ClusterState, host: Host, address: str, now: float, out: Commands) -> ClusterState:
     interface = next(interface.name for interface in host.addresses if interface.address == address)
     out.append(cmd.Rehome(host.spec.name, address, interface))
-    if _is_there(host):
+    if _is_up(host):
         text = f"{host.spec.name} is reached at {address} ({interface}) now, no longer at {host.address}"
         out.append(cmd.Record("host-moved", text, host=host.spec.name))
-    return provisioning.place(cluster, replace(host, address=address, moved_at=now))
+    return host_slots.with_host(cluster, replace(host, address=address, moved_at=now))
 
 
 def _partners(cluster: ClusterState, newcomer: Host, passed: frozenset[str]) -> tuple[Host, ...]:
@@ -107,7 +114,7 @@ def _partners(cluster: ClusterState, newcomer: Host, passed: frozenset[str]) -> 
 
     `passed` are those with whom it was probed already. O(hosts + members)
     """
-    there = [host for host in cluster.hosts.values() if host.address and _is_there(host)]
+    there = [host for host in cluster.hosts.values() if host.address and _is_up(host)]
     there = [host for host in there if host.phase is HostPhase.UP] or there
     if not there:
         return ()
@@ -119,22 +126,22 @@ def _partners(cluster: ClusterState, newcomer: Host, passed: frozenset[str]) -> 
     return tuple({host.spec.name: host for host in chosen if host.spec.name not in passed}.values())
 
 
-def _own(cluster: ClusterState, host: Host) -> tuple[str, ...]:
+def _own_addresses(cluster: ClusterState, host: Host) -> tuple[str, ...]:
     """The addresses at which others may reach it: first of all where terminals come to, if that is its machine."""
-    return tuple(sorted(outward(host), key=lambda address: address != cluster.door))
+    return tuple(sorted(external_addresses(host), key=lambda address: address != cluster.door))
 
 
-def _known(host: Host) -> tuple[str, ...]:
+def _known_addresses(host: Host) -> tuple[str, ...]:
     """Where everybody who tried has reached it; before anybody has: all its addresses."""
-    return host.agreed or outward(host)
+    return host.agreed or external_addresses(host)
 
 
 def _begin(cluster: ClusterState, host: Host, now: float, out: Commands) -> ClusterState:
     """Probe its network, or admit it at once if it is the first."""
-    own = _own(cluster, host)
+    own = _own_addresses(cluster, host)
     if not own:
         reason = f"has no address but {host.addresses[0].address}, and the other hosts are on other machines"
-        return generations.leave_out(cluster, host.spec.name, reason, now, out, kind="host-unreachable")
+        return losses.exclude_host(cluster, host.spec.name, reason, now, out, kind="host-unreachable")
     return _probe(cluster, host, own, now, out)
 
 
@@ -152,14 +159,14 @@ def _probe(
     if not partners:
         return _admit(cluster, host, own, now, out)
     number = cluster.probes + 1
-    probes = [cmd.Probe(name, p.spec.name, _known(p), p.port, number) for p in partners]
+    probes = [cmd.Probe(name, p.spec.name, _known_addresses(p), p.port, number) for p in partners]
     probes += [cmd.Probe(p.spec.name, name, own, host.port, number) for p in partners]
     probes = [probe for probe in probes if probe.addresses]
     out.extend(probes)
     names = tuple(p.spec.name for p in partners)
     awaited = frozenset((probe.host, probe.target) for probe in probes)
     admission = Admission(number, names, own, now + PROBE_PATIENCE, awaited, passed=passed)
-    cluster = provisioning.place(cluster, replace(host, reason=f"its network is probed with {_listed(names)}"))
+    cluster = host_slots.with_host(cluster, replace(host, reason=f"its network is probed with {_listed(names)}"))
     return replace(cluster, probes=number, probing={**cluster.probing, name: admission})
 
 
@@ -176,28 +183,30 @@ def _decide(cluster: ClusterState, host: Host, admission: Admission, now: float,
     own = admission.own
     for partner in partners:
         own = tuple(a for a in own if a in admission.answers.get((partner.spec.name, name), ()))
-    met = {p.spec.name: _met(p, admission.answers.get((name, p.spec.name), ())) for p in partners}
+    met = {p.spec.name: _common_addresses(p, admission.answers.get((name, p.spec.name), ())) for p in partners}
     if not own or not all(met.values()):
-        reason = _why_not(host, admission, partners, met)
-        return generations.leave_out(cluster, name, reason, now, out, kind="host-unreachable")
+        reason = _describe_failure(host, admission, partners, met)
+        return losses.exclude_host(cluster, name, reason, now, out, kind="host-unreachable")
     for met_name, where in met.items():
-        cluster = _meet(cluster, cluster.hosts[met_name], where, now, out)
+        cluster = _agree_with_partner(cluster, cluster.hosts[met_name], where, now, out)
     return _probe(cluster, host, own, now, out, passed=admission.passed.union(admission.partners))
 
 
-def _met(partner: Host, reached: tuple[str, ...]) -> tuple[str, ...]:
+def _common_addresses(partner: Host, reached: tuple[str, ...]) -> tuple[str, ...]:
     """Of the addresses at which all others have reached it: where the newcomer has too."""
-    return tuple(address for address in _known(partner) if address in reached)
+    return tuple(address for address in _known_addresses(partner) if address in reached)
 
 
-def _meet(cluster: ClusterState, partner: Host, met: tuple[str, ...], now: float, out: Commands) -> ClusterState:
+def _agree_with_partner(
+    cluster: ClusterState, partner: Host, met: tuple[str, ...], now: float, out: Commands
+) -> ClusterState:
     """The partner is where the newcomer reaches it; if it has to move, so do all hosts of its machine."""
     left = partner.address
-    cluster = provisioning.place(cluster, replace(partner, agreed=met))
+    cluster = host_slots.with_host(cluster, replace(partner, agreed=met))
     if left in met:
         return cluster
     for host in cluster.hosts.values():
-        if host.address == left and met[0] in outward(host) and _is_there(host):
+        if host.address == left and met[0] in external_addresses(host) and _is_up(host):
             cluster = _move(cluster, host, met[0], now, out)
     return cluster
 
@@ -208,10 +217,10 @@ def _admit(cluster: ClusterState, host: Host, agreed: tuple[str, ...], now: floa
     if address != host.address:  # its agent would have taken its first
         cluster = _move(cluster, host, address, now, out)
         host = cluster.hosts[name]
-    return provisioning.admit(cluster, host, f"{name} is up at {address}", now, out)
+    return host_lifecycle.admit(cluster, host, f"{name} is up at {address}", now, out)
 
 
-def _why_not(host: Host, admission: Admission, partners: list[Host], met: dict[str, tuple[str, ...]]) -> str:
+def _describe_failure(host: Host, admission: Admission, partners: list[Host], met: dict[str, tuple[str, ...]]) -> str:
     """Who did not reach whom, in words."""
     name, answers = host.spec.name, admission.answers
     names = [p.spec.name for p in partners]
@@ -225,6 +234,6 @@ def _why_not(host: Host, admission: Admission, partners: list[Host], met: dict[s
         return f"reaches the driver but not its peers ({', '.join(apart)})"
     for other in names:
         if not answers[other, name]:
-            return f"is not reached by {other} at any of {', '.join(outward(host))}"
+            return f"is not reached by {other} at any of {', '.join(external_addresses(host))}"
     where = " and ".join(f"by {other} only at {', '.join(answers[other, name])}" for other in names)
     return f"is reached {where}"

@@ -1,0 +1,71 @@
+"""TODO."""
+
+from __future__ import annotations
+
+from heapq import nsmallest
+
+from nbelastic.core import commands as cmd
+from nbelastic.core.reasons import MOST, Missing
+from nbelastic.core.state import ClusterState, Host, HostPhase, Worker, WorkerState
+from nbelastic.protocol.ids import WorkerId
+from nbelastic.protocol.limits import NEVER
+
+Commands = list[cmd.Command]
+
+
+def agent_deadline(cluster: ClusterState, host: Host) -> float:
+    """When its agent must have spoken."""
+    silent = host.phase is HostPhase.STARTING and host.spec.name not in cluster.probing
+    return host.since + cluster.limits.timeouts.agent if silent else NEVER
+
+
+def worker_deadline(cluster: ClusterState, w: WorkerId) -> float:
+    """When its engine must have come; or when it must be out of a generation that it was told to leave as a newcomer."""
+    worker, timeouts = cluster.workers[w], cluster.limits.timeouts
+    match worker.state:
+        case WorkerState.STARTING if not worker.registered:  # what it runs then has deadlines of its own
+            return worker.since + timeouts.worker
+        case WorkerState.RUNNING:
+            return worker.since + timeouts.recover
+    return NEVER
+
+
+def missing(cluster: ClusterState, now: float) -> tuple[Missing, ...]:
+    """What one waits for, the first of it."""
+    found = [_awaited(cluster.workers[w]) for w in nsmallest(MOST, cluster.starting)]
+    for name, host in cluster.hosts.items():
+        if len(found) >= MOST:
+            break
+        if host.phase is HostPhase.STARTING:
+            found.append(
+                Missing("probed", name, host.reason) if name in cluster.probing else Missing("host starting", name)
+            )
+        elif host.phase is HostPhase.LOST:
+            found.append(Missing("lost", name, host.reason, until=host.retry_at))
+        elif not host.full:
+            found += [
+                Missing("backoff", f"{name}/{index}", until=slot.backoff_until)
+                for index, slot in enumerate(host.slots[: host.spec.slots])
+                if slot.backoff_until > now
+            ]
+    job = cluster.active.name if cluster.active else ""
+    if cluster.linger_until and any(worker.job not in ("", job) for worker in cluster.workers.values()):
+        found.append(Missing("programs"))
+    found += [Missing("failed", str(w), cluster.workers[w].reason) for w in nsmallest(1, cluster.failed)]
+    return tuple(found[:MOST])
+
+
+def _awaited(worker: Worker) -> Missing:
+    if worker.cell:
+        return Missing("in a setup cell", str(worker.id), since=worker.cell_since)
+    return Missing("starting", str(worker.id), since=worker.since)
+
+
+def any_coming(cluster: ClusterState) -> bool:
+    """Whether some worker is on its way."""
+    return bool(cluster.starting) or any(host.phase is HostPhase.STARTING for host in cluster.hosts.values())
+
+
+def settled(cluster: ClusterState, now: float) -> bool:
+    """Whether ready newcomers, and leavers, have waited long enough for those that are still starting."""
+    return now >= cluster.since + cluster.limits.timeouts.settle or not any_coming(cluster)

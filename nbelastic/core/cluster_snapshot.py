@@ -1,0 +1,104 @@
+"""TODO."""
+
+from __future__ import annotations
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from nbelastic.core import commands as cmd
+from nbelastic.core import host_lifecycle
+from nbelastic.core.state import ClusterState, HostPhase, Job, KeptState, SetupCell, Slot, Stage
+from nbelastic.protocol.ids import HostSpec, WorkerId
+from nbelastic.protocol.limits import Limits
+
+Commands = list[cmd.Command]
+
+
+class SavedHost(Struct, frozen=True, omit_defaults=True):
+    """`newest`: the highest incarnation of its workers so far. Times are of the clock of this machine (monotonic)."""
+
+    spec: HostSpec
+    joined: int
+    by_hand: bool
+    newest: int
+    phase: HostPhase
+    slots: tuple[Slot, ...] = ()
+    failures: int = 0
+    retry_at: float = 0.0
+    reason: str = ""
+
+    def slot(self, number: int, **now: object) -> Slot:
+        """What is to be remembered of it, and how it is `now`."""
+        return replace(self.slots[number] if number < len(self.slots) else Slot(), **now)
+
+
+class SavedCluster(Struct, frozen=True):
+    """What of a world its agents and workers cannot know. `gathering`: its last break was counted."""
+
+    limits: Limits
+    hosts: tuple[SavedHost, ...]
+    removed: tuple[str, ...]
+    incarnations: dict[str, int]
+    joined: int
+    numbered: int
+    probes: int
+    members: tuple[WorkerId, ...]
+    stopped: tuple[WorkerId, ...]
+    gathering: bool
+    stopping: str
+    job: str
+    outcome: str
+    reason: str
+    formed: bool
+    kept: KeptState | None
+    formed_in: int
+    ranks: tuple[WorkerId, ...]
+    setup: tuple[SetupCell, ...]
+    ran: tuple[tuple[WorkerId, tuple[int, ...]], ...]  # versions of setup cells, of workers that took code
+    resets: int
+    here: str
+    door: str
+
+
+def snapshot_of(cluster: ClusterState) -> SavedCluster:
+    """Of this one."""
+    hosts = tuple(
+        SavedHost(
+            host.spec,
+            host.joined,
+            host.by_hand,
+            host_lifecycle.highest_incarnation(cluster, name),
+            host.phase,
+            host.slots,
+            host.failures,
+            host.retry_at,
+            host.reason,
+        )
+        for name, host in cluster.hosts.items()
+    )
+    job = cluster.job or Job("")
+    return SavedCluster(
+        limits=cluster.limits,
+        hosts=hosts,
+        removed=tuple(sorted(cluster.removed)),
+        incarnations=cluster.incarnations,
+        joined=cluster.joined,
+        numbered=cluster.numbered,
+        probes=cluster.probes,
+        members=cluster.members,
+        stopped=tuple(sorted(cluster.stopped)),
+        gathering=cluster.stage is Stage.GATHERING,
+        stopping=cluster.stopping,
+        job=job.name,
+        outcome=job.outcome,
+        reason=job.reason,
+        formed=job.formed,
+        kept=replace(cluster.kept, heir=None) if cluster.kept is not None else None,
+        formed_in=cluster.formed_in,
+        ranks=job.ranks,
+        setup=cluster.setup,
+        ran=tuple((w, tuple(sorted(worker.ran))) for w, worker in cluster.workers.items() if worker.registered),
+        resets=cluster.resets,
+        here=cluster.here,
+        door=cluster.door,
+    )

@@ -1,0 +1,107 @@
+"""TODO."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from msgspec.structs import replace
+
+from nbelastic.core import commands as cmd
+from nbelastic.core import jobs, provisioning
+from nbelastic.core.state import ClusterState, Job, Stage, Worker, WorkerState, difference, with_members, with_worker
+from nbelastic.core.state_holders import state_lives
+from nbelastic.protocol.ids import WorkerId
+
+Commands = list[cmd.Command]
+
+
+def demote(cluster: ClusterState, ids: Iterable[WorkerId], now: float) -> ClusterState:
+    """Survivors of a broken generation that are not to be in the next: they come back as newcomers when they have left this one."""
+    those = frozenset(ids)
+    cluster = replace(cluster, workers=cluster.workers | {w: replace(cluster.workers[w], since=now) for w in those})
+    cluster = with_members(cluster, tuple(w for w in cluster.members if w not in those))
+    cluster = replace(cluster, awaiting=difference(cluster.awaiting, those), leaving=difference(cluster.leaving, those))
+    return provisioning.expect_workers(cluster, those)
+
+
+def break_generation(cluster: ClusterState, why: str, now: float, out: Commands) -> ClusterState:
+    """The generation is broken: everyone else is aborted wherever it blocks, and the survivors gather."""
+    job = cluster.active
+    if job is not None and job.succeeded:
+        return finish_after_success(cluster, job, why, now, out)
+    resets = cluster.resets + 1
+    limit = cluster.limits.reset_limit
+    cluster = replace(cluster, resets=resets, suspects=frozenset())
+    if limit is not None and resets > limit:
+        return jobs.end(cluster, "failed", f"{resets} resets exceed reset_limit={limit}; the last: {why}", now, out)
+    away = cluster.awaiting if cluster.stage is Stage.LEAVING and cluster.plan is None else cluster.ranked
+    out.append(cmd.Record("world-broken", why, generation=cluster.generation))
+    cluster = jobs.abort_generation(cluster, why, out)
+    return replace(cluster, stage=Stage.GATHERING, awaiting=away, offers=(), broken_at=now)
+
+
+def cancel_next(cluster: ClusterState, out: Commands) -> ClusterState:
+    """What was prepared will not be. Members that leave already go on leaving, and gather for another world."""
+    plan, stage = cluster.plan, cluster.stage
+    if plan is not None:
+        there = tuple(w for w in plan.members if w in cluster.workers and w not in cluster.stopped)
+        if there:
+            out.append(cmd.DropWorld(plan.generation, there))
+        cluster = replace(cluster, plan=None, ahead=frozenset())
+        if stage is Stage.LEAVING:  # what they said when they left is old: they may have trained there, or used a store
+            cluster = replace(
+                cluster, undone=plan, awaiting=cluster.awaiting | cluster.ranked.intersection(plan.members)
+            )
+    if stage is Stage.ASKED and cluster.members:
+        out.append(cmd.CancelLeave(cluster.generation, cluster.members))
+    if stage is Stage.ASKED or stage is Stage.PREPARING:
+        cluster = replace(cluster, stage=Stage.RUNNING, awaiting=frozenset(), offers=())
+    return cluster
+
+
+def finish_after_success(cluster: ClusterState, job: Job, why: str, now: float, out: Commands) -> ClusterState:
+    """A death after some rank has finished restarts nothing: who has not finished stops, and the job ends."""
+    cluster = replace(cluster, suspects=frozenset())
+    late = tuple(w for w in cluster.members if w not in job.succeeded and w not in job.late)
+    return jobs.finish(_stop_stragglers(cluster, late, f"{why} after other ranks had finished", now, out), now, out)
+
+
+def _stop_stragglers(
+    cluster: ClusterState, late: tuple[WorkerId, ...], why: str, now: float, out: Commands
+) -> ClusterState:
+    job = cluster.active
+    if job is None or not late:
+        return cluster
+    out.append(cmd.StopProgram(job.name, late, why))
+    return jobs.linger(replace(cluster, job=replace(job, late=job.late.union(late))), now)
+
+
+def worker_succeeded(cluster: ClusterState, w: WorkerId, now: float, out: Commands) -> ClusterState:
+    """The function returned on one rank: from now on nobody is disturbed, and nothing begins again."""
+    job = cluster.active
+    assert job is not None
+    if w in job.succeeded or w in job.late or (cluster.stage is Stage.GATHERING and w not in cluster.awaiting):
+        return cluster
+    job = replace(job, succeeded=job.succeeded | {w})
+    cluster = with_worker(replace(cluster, job=job), replace(cluster.workers[w], state=WorkerState.SUCCEEDED))
+    match cluster.stage:
+        case Stage.GATHERING:
+            return finish_after_success(cluster, job, "the world broke", now, out)
+        case Stage.PREPARING | Stage.ASKED:
+            return cancel_next(cluster, out)
+        case Stage.LEAVING:
+            there = tuple(other for other in cluster.members if other in cluster.awaiting)
+            left = tuple(other for other in cluster.members if other not in cluster.awaiting)
+            cluster = _stop_stragglers(cancel_next(cluster, out), left, f"left for a change as {w} finished", now, out)
+            out.append(cmd.CancelLeave(cluster.generation, there))
+            return replace(cluster, stage=Stage.RUNNING, awaiting=frozenset())
+    return cluster
+
+
+def member_left(cluster: ClusterState, worker: Worker, now: float, out: Commands) -> ClusterState:
+    """A member has left its generation. The job fails if it does not hold the state any more, and nobody else does."""
+    cluster = with_worker(cluster, worker)
+    if worker.has_state or state_lives(cluster):
+        return cluster
+    why = f"the state's transfer to {worker.id} broke off halfway; no worker is left that holds the training state"
+    return jobs.end(cluster, "failed", why, now, out)

@@ -1,0 +1,131 @@
+"""TODO."""
+
+from __future__ import annotations
+
+from msgspec.structs import replace
+
+from nbelastic.core import backoff, host_slots, provisioning
+from nbelastic.core import commands as cmd
+from nbelastic.core.backoff import AGENT_RETRY
+from nbelastic.core.state import ClusterState, Host, HostPhase, Slot
+from nbelastic.core.state_holders import keeper
+from nbelastic.protocol.ids import HostSpec
+
+Commands = list[cmd.Command]
+NAMES = 1000  # of hosts that have left whose newest incarnations are known one by one
+FORGOTTEN = ""  # stands for all others: none of their workers had a higher incarnation
+
+
+def add(cluster: ClusterState, spec: HostSpec, now: float, out: Commands, *, by: str, by_hand: bool) -> ClusterState:
+    """A new host; or an old one: with another number of slots, pardoned, its drain taken back."""
+    old = cluster.hosts.get(spec.name)
+    unused = Slot(incarnation=cluster.incarnations.get(spec.name, cluster.incarnations.get(FORGOTTEN, 0)))
+    if old is None:
+        out.append(cmd.Record("host-added", f"{spec.name} with {_slots(spec.slots)} by {by}", host=spec.name))
+        out.append(cmd.StartAgent(spec))
+        host = Host(spec, joined=cluster.joined, slots=(unused,) * spec.slots, since=now, by_hand=by_hand)
+        return replace(cluster, joined=cluster.joined + 1, hosts={**cluster.hosts, spec.name: host})
+    slots = tuple(replace(slot, failures=0, backoff_until=0.0, reason="") for slot in old.slots)
+    slots += (unused,) * (spec.slots - len(slots))
+    phase = HostPhase.UP if old.phase is HostPhase.DRAINING else old.phase
+    reason = old.reason if spec.name in cluster.probing else ""
+    host = replace(old, spec=spec, phase=phase, failures=0, retry_at=0.0, by_hand=by_hand, reason=reason)
+    out.append(cmd.Record("host-changed", f"{spec.name} has {_slots(spec.slots)} now, by {by}", host=spec.name))
+    cluster = host_slots.with_host(cluster, host_slots.with_slots(host, slots))
+    back = frozenset(w for w in cluster.leaving if w.host == spec.name and w.slot < spec.slots)
+    cluster = replace(cluster, leaving=cluster.leaving - back)
+    return provisioning.drain_workers(
+        cluster, [w for w in host_slots.workers_on(cluster, spec.name) if w.slot >= spec.slots], now, out
+    )
+
+
+def discovered(cluster: ClusterState, specs: tuple[HostSpec, ...], now: float, out: Commands) -> ClusterState:
+    """Discovery lists these. What people added or removed by hand stays as they wanted it."""
+    listed = {spec.name for spec in specs}
+    cluster = replace(cluster, removed=cluster.removed & listed)
+    for name, host in list(cluster.hosts.items()):
+        if name not in listed and not host.by_hand and host.phase is not HostPhase.DRAINING:
+            cluster = drain(cluster, name, "at the next commit", "discovery", out)
+            cluster = remove_if_empty(
+                provisioning.drain_workers(cluster, host_slots.workers_on(cluster, name), now, out), name, out
+            )
+    for spec in specs:
+        old = cluster.hosts.get(spec.name)
+        if spec.name in cluster.removed or (old and old.spec == spec and old.phase is not HostPhase.DRAINING):
+            continue
+        cluster = add(cluster, spec, now, out, by="discovery", by_hand=old is not None and old.by_hand)
+    return cluster
+
+
+def drain(cluster: ClusterState, name: str, how: str, by: str, out: Commands) -> ClusterState:
+    """The host is to leave: nothing new is started on it."""
+    out.append(cmd.Record("host-removed", f"{name} is to leave {how}, by {by}", host=name))
+    return host_slots.with_host(cluster, replace(cluster.hosts[name], phase=HostPhase.DRAINING, reason="draining"))
+
+
+def remove_if_empty(cluster: ClusterState, name: str, out: Commands) -> ClusterState:
+    """A draining host without workers is gone."""
+    host = cluster.hosts.get(name)
+    if host is None or host.phase is not HostPhase.DRAINING or cluster.stopping or host_slots.workers_on(cluster, name):
+        return cluster
+    if name == keeper(cluster):
+        return cluster
+    out.append(cmd.StopAgent(name))
+    out.append(cmd.Record("host-gone", f"{name} has left", host=name))
+    return _remove(cluster, name)
+
+
+def admit(cluster: ClusterState, host: Host, text: str, now: float, out: Commands) -> ClusterState:
+    """The host may be used: its workers are started."""
+    name, number = host.spec.name, cluster.admissions + 1
+    out.append(cmd.Record("host-up", text, host=name))
+    host = replace(host, phase=HostPhase.UP, reason="", since=now, admitted=number)
+    cluster = host_slots.with_host(_stop_probing(cluster, name), host)
+    return provisioning.provision(replace(cluster, admissions=number), now, out)
+
+
+def agent_lost(
+    cluster: ClusterState, name: str, reason: str, now: float, out: Commands, *, kind: str = "host-lost"
+) -> ClusterState:
+    """The host is gone; it is tried again after a cooldown, unless it was to leave anyway."""
+    host, cluster = cluster.hosts[name], _stop_probing(cluster, name)
+    if host.phase is HostPhase.DRAINING:
+        out.append(cmd.Record("host-gone", f"{name} has left ({reason})", host=name))
+        return _remove(cluster, name)
+    forgiven = host.phase is HostPhase.UP and now - host.since >= cluster.limits.healthy
+    failures = 1 if forgiven else host.failures + 1
+    wait = max(AGENT_RETRY, backoff.backoff_seconds(cluster, failures))
+    out.append(cmd.Record(kind, f"{name}: {reason}; tried again in {wait:g} s", host=name))
+    host = replace(host, phase=HostPhase.LOST, reason=reason, failures=failures, retry_at=now + wait)
+    cluster = replace(cluster, wake_at=min(cluster.wake_at, host.retry_at))
+    return host_slots.with_host(
+        cluster, host_slots.with_slots(host, tuple(replace(slot, busy=False) for slot in host.slots))
+    )
+
+
+def _slots(count: int) -> str:
+    return f"{count} slot{'s' if count != 1 else ''}"
+
+
+def _remove(cluster: ClusterState, name: str) -> ClusterState:
+    """The host is gone. Should it come back, its workers will be new ones."""
+    cluster = _stop_probing(cluster, name)
+    hosts = {n: host for n, host in cluster.hosts.items() if n != name}
+    left = {n: number for n, number in cluster.incarnations.items() if n != name} | {
+        name: highest_incarnation(cluster, name)
+    }
+    if len(left) > NAMES:
+        oldest = next(n for n in left if n != FORGOTTEN)
+        left[FORGOTTEN] = max(left.pop(oldest), left.get(FORGOTTEN, 0))
+    return replace(cluster, hosts=hosts, incarnations=left)
+
+
+def highest_incarnation(cluster: ClusterState, name: str) -> int:
+    """The highest incarnation of the host's workers so far, those of slots that it no longer has included."""
+    return max([cluster.incarnations.get(name, 0), *(slot.incarnation for slot in cluster.hosts[name].slots)])
+
+
+def _stop_probing(cluster: ClusterState, name: str) -> ClusterState:
+    if name not in cluster.probing:
+        return cluster
+    return replace(cluster, probing={n: admission for n, admission in cluster.probing.items() if n != name})

@@ -1,0 +1,83 @@
+"""TODO."""
+
+from __future__ import annotations
+
+from typing import assert_never
+
+from msgspec.structs import replace
+
+from nbelastic.core import capacity, host_lifecycle, host_slots, jobs, losses, provisioning, script_job, stopping
+from nbelastic.core import commands as cmd
+from nbelastic.core.state import ClusterState, HostPhase
+from nbelastic.core.state_holders import alone_holds_state
+from nbelastic.protocol import events as ev
+from nbelastic.protocol.ids import WorkerId
+
+Commands = list[cmd.Command]
+HostsEvent = ev.HostAdded | ev.HostRemoved | ev.HostsDiscovered | ev.Scaled
+
+
+def change_hosts(cluster: ClusterState, event: HostsEvent, now: float, out: Commands) -> ClusterState:
+    """People and discovery change which hosts there are and how many workers may run."""
+    if cluster.stopping:
+        return cluster
+    before = cluster
+    match event:
+        case ev.HostAdded(host=spec, by=by):
+            cluster = replace(cluster, removed=cluster.removed - {spec.name})
+            cluster = host_lifecycle.add(cluster, spec, now, out, by=by or "discovery", by_hand=True)
+        case ev.HostRemoved():
+            cluster = _remove_host(replace(cluster, removed=cluster.removed | {event.name}), event, now, out)
+            cluster = script_job.remove(cluster, event, out)
+        case ev.HostsDiscovered(hosts=specs):
+            cluster = host_lifecycle.discovered(replace(cluster, discovered=True), specs, now, out)
+        case ev.Scaled(min=low, max=high, by=by):
+            out.append(cmd.Record("scaled", f"min {low}, max {high if high is not None else 'unlimited'} by {by}"))
+            cluster = replace(cluster, limits=replace(cluster.limits, min=low, max=high), since=now)
+        case _:
+            assert_never(event)
+    capacity.record_shortage(before, cluster, out)
+    return provisioning.provision(cluster, now, out)
+
+
+def discovery_failed(cluster: ClusterState, reason: str, now: float, out: Commands) -> ClusterState:
+    """Fatal only if it has never answered and no other host is known; otherwise the hosts stay as they are."""
+    if not cluster.discovered and not cluster.hosts:
+        return stopping.stop(cluster, ev.StopRequested(f"host discovery failed: {reason}"), now, out)
+    out.append(cmd.Record("discovery-failed", reason))
+    return cluster
+
+
+def _remove_host(cluster: ClusterState, event: ev.HostRemoved, now: float, out: Commands) -> ClusterState:
+    """Drain it; or, `now`, take it away as if it had died, but without a strike."""
+    name, by = event.name, event.by or "discovery"
+    host = cluster.hosts.get(name)
+    if host is None or (host.phase is HostPhase.DRAINING and not event.now):
+        return cluster
+    cluster = host_lifecycle.drain(cluster, name, "at once" if event.now else "at the next commit", by, out)
+    workers = host_slots.workers_on(cluster, name)
+    if event.now:
+        cluster = losses.remove_from_job(cluster, workers, f"host {name} was removed at once", now, out, keep=True)
+        cluster = provisioning.stop_workers(cluster, workers, out, kill=True)
+    else:
+        cluster = provisioning.drain_workers(cluster, workers, now, out)
+    return host_lifecycle.remove_if_empty(cluster, name, out)
+
+
+def restart_worker(cluster: ClusterState, w: WorkerId, by: str, now: float, out: Commands) -> ClusterState:
+    """A person has lost patience with it: it is killed and replaced, without a strike. Not if the job would be lost."""
+    if cluster.stopping or w in cluster.stopped:
+        return cluster
+    if alone_holds_state(cluster, w):
+        text = f"{by}: {w} is not restarted, as it alone holds the training state"
+        out.append(cmd.Record("order-refused", text, host=w.host, worker=str(w)))
+        return cluster
+    out.append(cmd.StopWorker(w, kill=True))
+    return losses.worker_lost(cluster, w, f"{w} was restarted by {by}", now, out, blameless=True)
+
+
+def stop_job(cluster: ClusterState, job: str, reason: str, now: float, out: Commands) -> ClusterState:
+    """End this job or script, if it is the present one."""
+    if cluster.active is not None and cluster.active.name == job:
+        return jobs.end(cluster, "stopped", reason, now, out)
+    return script_job.stop(cluster, job, reason, now, out)

@@ -1,0 +1,143 @@
+"""`step(world, event, now) -> (world, commands)`: every decision about who trains with whom.
+
+The shape is dask.distributed's `worker_state_machine` (stimulus in, instructions out); "not yet" always comes with its
+reason, as in torchft's `quorum_compute`. Stale news is dropped first. Nothing in here waits, locks or calls back.
+"""
+
+from __future__ import annotations
+
+from msgspec.structs import replace
+
+from nbelastic.core import (
+    backoff,
+    deadlines,
+    hangs,
+    host_admission,
+    jobs,
+    liveness,
+    losses,
+    partitions,
+    reconfiguration,
+    requests,
+    script_job,
+    setup_cells,
+    stage_deadlines,
+    stalls,
+    stopping,
+    worker_events,
+)
+from nbelastic.core import commands as cmd
+from nbelastic.core.deadlines import deadline
+from nbelastic.core.state import ClusterState, with_worker
+from nbelastic.protocol import events as ev
+from nbelastic.protocol import script_events as sev
+
+Commands = list[cmd.Command]
+__all__ = ["deadline", "step"]
+
+
+def step(cluster: ClusterState, event: ev.Event, now: float) -> tuple[ClusterState, tuple[cmd.Command, ...]]:
+    """The world after `event`, which the driver received at `now` (seconds, monotonic), and what is to be done."""
+    out: Commands = []
+    before = cluster
+    cluster = deadlines.act(cluster, now, out)
+    worker = getattr(event, "worker", None)
+    if worker is None or worker in cluster.workers:
+        cluster = _handle(cluster, event, now, out)
+    if cluster.mesh.pairs:
+        cluster = partitions.progress(cluster, now, out)
+    if cluster.probing:  # after the mesh, which may have left out a host with which a newcomer is probed
+        cluster = host_admission.progress(cluster, now, out)
+    if cluster.kept is not None:  # on a host which any of those may have left out
+        cluster = hangs.progress(cluster, now, out)
+    if cluster.stopping:
+        cluster = stopping.retire(cluster, now, out)
+    if cluster.trial is not None or cluster.outdated:
+        cluster = setup_cells.progress(cluster, now, out)
+    if cluster.script is not None or cluster.external_nodes:
+        cluster = script_job.progress(before, cluster, now, out)
+    cluster = reconfiguration.progress(backoff.release_held(cluster, now), now, out)
+    if cluster.early and cluster.plan is None:
+        cluster = worker_events.handle_deferred(cluster, now, out)
+    cluster = stage_deadlines.update(backoff.release_held(cluster, now), now)
+    cluster = deadlines.set_stop_deadlines(cluster, now)
+    if cluster.still is not None:
+        cluster = stalls.explain(cluster)
+    return cluster, tuple(out)
+
+
+def _handle(cluster: ClusterState, event: ev.Event, now: float, out: Commands) -> ClusterState:
+    """Events of hosts, of clients and of scripts; all others are of workers."""
+    match event:
+        case ev.HostAdded() | ev.HostRemoved() | ev.HostsDiscovered() | ev.Scaled():
+            return requests.change_hosts(cluster, event, now, out)
+        case ev.DiscoveryFailed(reason=reason):
+            return requests.discovery_failed(cluster, reason, now, out)
+        case ev.AgentReady():
+            return host_admission.agent_ready(cluster, event, now, out)
+        case ev.AgentLost(host=name, reason=reason):
+            return losses.host_lost(cluster, name, reason, now, out)
+        case ev.Probed():
+            return partitions.probed(host_admission.probed(cluster, event), event)
+        case ev.ExternalAccessOpened(address=address):
+            return host_admission.external_access_opened(cluster, address, now, out)
+        case ev.RestartRequested(worker=w, by=by):
+            return requests.restart_worker(cluster, w, by, now, out)
+        case ev.SetupSubmitted():
+            return setup_cells.submit(cluster, event, now, out)
+        case ev.SetupCleared(key=key):
+            return setup_cells.clear(cluster, key, now, out)
+        case ev.JobSubmitted(job=job):
+            return jobs.submit(cluster, job, now, out)
+        case ev.JobStopRequested(job=job, reason=reason):
+            return requests.stop_job(cluster, job, reason, now, out)
+        case ev.StopRequested():
+            return stopping.stop(cluster, event, now, out)
+        case ev.StallDetected() | ev.StallResolved():
+            return stalls.handle(cluster, event, now, out)
+        case sev.ScriptSubmitted():
+            return script_job.submit(cluster, event, now, out)
+        case sev.ExternalNodeJoined():
+            return script_job.external_node_joined(cluster, event, now, out)
+        case sev.NodeReady():
+            return script_job.node_ready(cluster, event, now, out)
+        case sev.NodeStarted() | sev.NodeFailed() | sev.NodeSucceeded() | sev.NodeLeft():
+            return script_job.node_event(cluster, event, now, out)
+        case ev.Ticked():
+            return cluster
+        case _:
+            return _handle_worker_event(cluster, event, now, out)
+
+
+def _handle_worker_event(cluster: ClusterState, event: ev.Event, now: float, out: Commands) -> ClusterState:
+    match event:
+        case ev.WorkerStarted(worker=w, pid=pid):
+            return with_worker(cluster, replace(cluster.workers[w], pid=pid))
+        case ev.WorkerExited():
+            return losses.worker_exited(cluster, event, now, out)
+        case ev.WorkerFrozen():
+            return losses.worker_frozen(cluster, event, now, out)
+        case ev.WorkerSilent():
+            return liveness.worker_silent(stage_deadlines.worker_silent(cluster, event, now), event, now, out)
+        case ev.WorkerResponded(worker=w):
+            return liveness.worker_responded(cluster, w)
+        case ev.WorkerHung():
+            return hangs.worker_hung(cluster, event, now, out)
+        case ev.StateKept():
+            return hangs.state_kept(cluster, event, out)
+        case ev.WorkerRegistered(worker=w):
+            return setup_cells.worker_registered(cluster, w, now, out)
+        case ev.SetupEnded():
+            return setup_cells.setup_ended(cluster, event, now, out)
+        case ev.WorkerReady():
+            return worker_events.worker_ready(cluster, event, now, out)
+        case ev.WorkerFormed() | ev.LeaveAcknowledged() | ev.WorkerRaised() | ev.WorkerSucceeded() | ev.StoreOffered():
+            return worker_events.member_event(cluster, event, now, out)
+        case ev.WorkerPrepared():
+            return reconfiguration.worker_prepared(cluster, event, now)
+        case ev.PositionReported():
+            return stalls.handle(stage_deadlines.position_reported(cluster, event, now), event, now, out)
+        case ev.ProgramEnded():
+            return worker_events.program_ended(cluster, event, now, out)
+        case _:
+            raise TypeError(f"{type(event).__name__} is not an event that step() knows")

@@ -1,0 +1,159 @@
+"""TODO."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+from msgspec.structs import replace
+
+from nbelastic.core import commands as cmd
+from nbelastic.core import host_admission
+from nbelastic.core.cluster_snapshot import SavedCluster, SavedHost
+from nbelastic.core.state import ClusterState, Host, HostPhase, Job, Slot, Worker, WorkerState
+from nbelastic.protocol.agent_messages import AgentHello
+from nbelastic.protocol.ids import WorkerId
+from nbelastic.protocol.worker_messages import WorkerReport
+from nbelastic.system.addresses import is_loopback
+
+Commands = list[cmd.Command]
+Reports = Mapping[WorkerId, WorkerReport]
+OFFLINE = "while no driver was there"
+UNSAVED = 1000  # probes: more than the last driver can have begun without writing it down
+
+
+def restore_hosts(
+    saved: SavedCluster, agents: Mapping[str, AgentHello], coming: Collection[str], now: float, out: Commands
+) -> ClusterState:
+    hosts = {}
+    for number, old in enumerate(sorted(saved.hosts, key=lambda host: host.joined), 1):
+        name = old.spec.name
+        if name in agents and old.phase is not HostPhase.LOST:
+            hosts[name] = _with_agent(old, agents[name], number, now)
+        elif name in coming and old.phase is HostPhase.STARTING:
+            hosts[name] = _starting(old, now)
+        else:
+            hosts[name] = _without_agent(old, now, out)
+    unwanted = [name for name in agents if name not in hosts or hosts[name].phase is HostPhase.LOST]
+    out.extend(cmd.StopAgent(name) for name in unwanted)  # it was told already, and may not have heard
+    job = None
+    if saved.job:
+        job = Job(saved.job, formed=saved.formed, ranks=saved.ranks, outcome=saved.outcome, reason=saved.reason)
+    cluster = ClusterState(
+        saved.limits,
+        hosts=hosts,
+        job=job,
+        kept=saved.kept if saved.kept is not None and _is_up(hosts.get(saved.kept.by.host)) else None,
+        formed_in=saved.formed_in,
+        resets=saved.resets,
+        joined=saved.joined,
+        discovered=True,
+        setup=saved.setup,
+        numbered=saved.numbered,
+        probes=saved.probes + UNSAVED,
+        admissions=len(hosts),
+        removed=frozenset(saved.removed),
+        incarnations={**saved.incarnations, **{old.spec.name: old.newest for old in saved.hosts}},
+        here=saved.here,
+        door=saved.door,
+        since=now,
+    )
+    return host_admission.widen(cluster, now, out) if host_admission.wide(cluster) else cluster
+
+
+def _is_up(host: Host | None) -> bool:
+    """With the agent that it had."""
+    return host is not None and host.phase in (HostPhase.UP, HostPhase.DRAINING) and bool(host.admitted)
+
+
+def _starting(old: SavedHost, now: float) -> Host:
+    return Host(old.spec, old.joined, _empty(old, old.newest), since=now, failures=old.failures, by_hand=old.by_hand)
+
+
+def _empty(old: SavedHost, newest: int) -> tuple[Slot, ...]:
+    return tuple(old.slot(number, incarnation=newest, busy=False) for number in range(old.spec.slots))
+
+
+def _with_agent(old: SavedHost, agent: AgentHello, number: int, now: float) -> Host:
+    """Its agent lives. One that was not admitted yet is admitted like any other."""
+    if old.phase is HostPhase.STARTING and not agent.newest:
+        return _starting(old, now)
+    busy = {w.slot: w.incarnation for w, _ in agent.workers}
+    count = max([old.spec.slots, *(slot + 1 for slot in busy), *(slot + 1 for slot in agent.newest)])
+    slots = tuple(
+        old.slot(i, incarnation=busy.get(i, max(old.newest, agent.newest.get(i, 0))), busy=i in busy)
+        for i in range(count)
+    )
+    address = agent.address or (agent.addresses[0].address if agent.addresses else "")
+    draining = old.phase is HostPhase.DRAINING
+    return Host(
+        old.spec,
+        old.joined,
+        slots,
+        full=all(slot.busy for slot in slots[: old.spec.slots]),
+        since=now,
+        phase=HostPhase.DRAINING if draining else HostPhase.UP,
+        reason="draining" if draining else "",
+        failures=old.failures,
+        by_hand=old.by_hand,
+        addresses=agent.addresses,
+        port=agent.port,
+        address=address,
+        agreed=(address,) if address and not is_loopback(address) else (),
+        admitted=number,
+    )
+
+
+def _without_agent(old: SavedHost, now: float, out: Commands) -> Host:
+    """It is tried again at once, unless it was to leave, or was lost before and is to wait. It may have started workers of
+    which nothing was saved.
+    """
+    host = Host(old.spec, old.joined, _empty(old, old.newest + 1), failures=old.failures, by_hand=old.by_hand)
+    if old.phase is HostPhase.DRAINING:
+        return replace(host, phase=HostPhase.DRAINING)
+    if old.phase is HostPhase.LOST:
+        return replace(host, phase=HostPhase.LOST, reason=old.reason, retry_at=max(now, old.retry_at))
+    why = f"its agent was lost {OFFLINE}"
+    if old.phase is HostPhase.UP:
+        out.append(cmd.Record("host-lost", f"{old.spec.name}: {why}", host=old.spec.name))
+    return replace(host, phase=HostPhase.LOST, reason=why, retry_at=now)
+
+
+def restore_workers(
+    cluster: ClusterState,
+    agents: Mapping[str, AgentHello],
+    heard: Reports,
+    ran: Mapping[WorkerId, tuple[int, ...]],
+    now: float,
+) -> ClusterState:
+    """All whom an agent has. Who has not said a word is starting, or will be found to be frozen."""
+    workers: dict[WorkerId, Worker] = {}
+    name = cluster.active.name if cluster.active else ""
+    there = [
+        agents[host] for host in cluster.hosts if host in agents and cluster.hosts[host].phase is not HostPhase.LOST
+    ]
+    for w, pid in (pair for agent in there for pair in agent.workers):
+        here = heard.get(w)
+        if here is None:
+            workers[w] = Worker(w, WorkerState.STARTING, since=now, pid=pid)
+            continue
+        job = here.job if here.busy or here.job == name else ""
+        versions = frozenset(cell.version for cell in cluster.setup) if job else frozenset(ran.get(w, ()))
+        is_set_up = bool(job) or (w in ran and all(cell.version in versions for cell in cluster.setup))
+        state = WorkerState.READY if is_set_up else WorkerState.STARTING
+        workers[w] = Worker(
+            w,
+            WorkerState.RUNNING if job and here.generation else state,
+            since=now,
+            pid=pid,
+            job=job,
+            generation=here.left,
+            commit=here.commit,
+            store=here.store,
+            has_state=bool(job) and here.holds and here.since >= cluster.formed_in,
+            was_ready=is_set_up,
+            registered=is_set_up,  # else it comes to be when its engine is known
+            ran=versions,
+        )
+    starting = frozenset(w for w, worker in workers.items() if worker.state is WorkerState.STARTING)
+    numbered = max([cluster.numbered, *(here.numbered for here in heard.values())])
+    return replace(cluster, workers=workers, starting=starting, numbered=numbered, generation=numbered)
