@@ -56,7 +56,7 @@ def missing(cluster: ClusterState, now: float) -> tuple[Missing, ...]:
 
 
 def _awaited(worker: Worker) -> Missing:
-    if worker.cell:
+    if worker.running_cell:
         return Missing("in a setup cell", str(worker.id), since=worker.cell_since)
     return Missing("starting", str(worker.id), since=worker.since)
 
@@ -68,4 +68,4 @@ def any_coming(cluster: ClusterState) -> bool:
 
 def settled(cluster: ClusterState, now: float) -> bool:
     """Whether ready newcomers, and leavers, have waited long enough for those that are still starting."""
-    return now >= cluster.since + cluster.limits.timeouts.settle or not any_coming(cluster)
+    return now >= cluster.settling_since + cluster.limits.timeouts.settle or not any_coming(cluster)

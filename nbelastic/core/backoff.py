@@ -34,7 +34,7 @@ def record_failure(cluster: ClusterState, w: WorkerId, why: str, now: float, out
 def hold_back(cluster: ClusterState, ids: Iterable[WorkerId], why: str, now: float, out: Commands) -> ClusterState:
     """These newcomers are left out for a while: those who train with one another do not wait for them."""
     # (they may have to come out of a generation first, and are among `starting` until they have)
-    workers, held = dict(cluster.workers), dict(cluster.held)
+    workers, held = dict(cluster.workers), dict(cluster.held_back)
     for w in ids:
         failures = workers[w].failures + 1
         wait = max(AGENT_RETRY, backoff_seconds(cluster, failures))
@@ -42,21 +42,23 @@ def hold_back(cluster: ClusterState, ids: Iterable[WorkerId], why: str, now: flo
         out.append(cmd.Record("newcomer-held", text, host=w.host, worker=str(w), generation=cluster.generation))
         workers[w] = replace(workers[w], failures=failures, reason=f"left out: {why}")
         held[w] = now + wait
-    return replace(cluster, workers=workers, held=held)
+    return replace(cluster, workers=workers, held_back=held)
 
 
 def release_held(cluster: ClusterState, now: float) -> ClusterState:
     """Newcomers that were left out may try again when their time has come; those that are gone are forgotten."""
-    if not cluster.held:
+    if not cluster.held_back:
         return cluster
     held = {
-        w: until for w, until in cluster.held.items() if now < until and (w in cluster.waiting or w in cluster.starting)
+        w: until
+        for w, until in cluster.held_back.items()
+        if now < until and (w in cluster.newcomers or w in cluster.starting)
     }
-    if len(held) == len(cluster.held):
+    if len(held) == len(cluster.held_back):
         return cluster
-    back = [w for w in cluster.held if w not in held and w in cluster.workers]
+    back = [w for w in cluster.held_back if w not in held and w in cluster.workers]
     unblamed = {w: replace(cluster.workers[w], reason="") for w in back if w not in cluster.failed}
-    return replace(cluster, held=held, workers=cluster.workers | unblamed)
+    return replace(cluster, held_back=held, workers=cluster.workers | unblamed)
 
 
 def backoff_seconds(cluster: ClusterState, failures: int) -> float:

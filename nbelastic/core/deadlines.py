@@ -26,17 +26,17 @@ def deadline(cluster: ClusterState, now: float) -> float:
     """When, `now` at the earliest, to send `Ticked` if nothing else happens; infinity if never."""
     limits = cluster.limits
     times = (
-        cluster.until,
+        cluster.reason_until,
         cluster.wake_at,
         cluster.linger_until or NEVER,
-        cluster.close_by,
-        min(cluster.ends.values(), default=NEVER),
+        cluster.agents_end_by,
+        min(cluster.end_deadlines.values(), default=NEVER),
         cluster.suspect_since + limits.timeouts.grace if cluster.suspects else NEVER,
         generations.elastic_timeout_at(cluster),
         stage_deadlines.deadline(cluster),
-        cluster.mesh.until,
+        cluster.partition_check.until,
         cluster.setup_by,
-        min(cluster.held.values(), default=NEVER),
+        min(cluster.held_back.values(), default=NEVER),
         min((admission.until for admission in cluster.probing.values()), default=NEVER) if cluster.probing else NEVER,
         script_rounds.deadline(cluster.script) if cluster.script is not None else NEVER,
     )
@@ -48,7 +48,7 @@ def act(cluster: ClusterState, now: float, out: Commands) -> ClusterState:
     limits = cluster.limits
     if cluster.linger_until and now >= cluster.linger_until:
         cluster = _kill_lingering(cluster, now, out)
-    if now >= min(cluster.ends.values(), default=NEVER):
+    if now >= min(cluster.end_deadlines.values(), default=NEVER):
         cluster = _count_as_ended(cluster, now, out)
     if now >= cluster.setup_by:
         cluster = _kill_overdue_setup(cluster, now, out)
@@ -81,7 +81,7 @@ def _replace_overdue_starts(cluster: ClusterState, now: float, out: Commands) ->
 def _kill_lingering(cluster: ClusterState, now: float, out: Commands) -> ClusterState:
     """Programs that were told to stop have not: first those that hold no training state are killed, at the end all."""
     job, timeouts = cluster.active, cluster.limits.timeouts
-    name, late = (job.name, job.late) if job else ("", frozenset())
+    name, late = (job.name, job.asked_to_stop) if job else ("", frozenset())
     told = [w for w, worker in cluster.workers.items() if worker.job and (worker.job != name or w in late)]
     over = now >= cluster.linger_last
     stuck = [w for w in told if over or not cluster.workers[w].has_state]
@@ -97,16 +97,16 @@ def _kill_lingering(cluster: ClusterState, now: float, out: Commands) -> Cluster
 def set_stop_deadlines(cluster: ClusterState, now: float) -> ClusterState:
     """Each worker that was told to end has a deadline. When the cluster is stopped, that of its agent counts."""
     told = frozenset[WorkerId]() if cluster.stopping else cluster.stopped
-    if cluster.ends.keys() == told:
+    if cluster.end_deadlines.keys() == told:
         return cluster
     end = now + cluster.limits.timeouts.end
-    return replace(cluster, ends={w: cluster.ends.get(w, end) for w in sorted(told)})
+    return replace(cluster, end_deadlines={w: cluster.end_deadlines.get(w, end) for w in sorted(told)})
 
 
 def _count_as_ended(cluster: ClusterState, now: float, out: Commands) -> ClusterState:
     """Workers whose ends were not reported in time count as ended: their slots, and their hosts, do not wait for that."""
     limit = cluster.limits.timeouts.end
-    for w in [w for w, until in cluster.ends.items() if now >= until and w in cluster.stopped]:
+    for w in [w for w, until in cluster.end_deadlines.items() if now >= until and w in cluster.stopped]:
         text = f"{w} was told to end, and its end was not reported within {limit:g} s: it counts as ended"
         out.append(cmd.Record("worker-lost", text, host=w.host, worker=str(w)))
         cluster = losses.worker_lost(cluster, w, text, now, out)

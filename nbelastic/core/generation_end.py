@@ -34,35 +34,37 @@ def break_generation(cluster: ClusterState, why: str, now: float, out: Commands)
     cluster = replace(cluster, resets=resets, suspects=frozenset())
     if limit is not None and resets > limit:
         return jobs.end(cluster, "failed", f"{resets} resets exceed reset_limit={limit}; the last: {why}", now, out)
-    away = cluster.awaiting if cluster.stage is Stage.LEAVING and cluster.plan is None else cluster.ranked
+    away = cluster.awaiting if cluster.stage is Stage.LEAVING and cluster.next_formation is None else cluster.member_set
     out.append(cmd.Record("world-broken", why, generation=cluster.generation))
     cluster = jobs.abort_generation(cluster, why, out)
-    return replace(cluster, stage=Stage.GATHERING, awaiting=away, offers=(), broken_at=now)
+    return replace(cluster, stage=Stage.GATHERING, awaiting=away, acknowledged_commits=(), broken_at=now)
 
 
 def cancel_next(cluster: ClusterState, out: Commands) -> ClusterState:
     """What was prepared will not be. Members that leave already go on leaving, and gather for another world."""
-    plan, stage = cluster.plan, cluster.stage
+    plan, stage = cluster.next_formation, cluster.stage
     if plan is not None:
         there = tuple(w for w in plan.members if w in cluster.workers and w not in cluster.stopped)
         if there:
             out.append(cmd.DropWorld(plan.generation, there))
-        cluster = replace(cluster, plan=None, ahead=frozenset())
+        cluster = replace(cluster, next_formation=None, entered_next=frozenset())
         if stage is Stage.LEAVING:  # what they said when they left is old: they may have trained there, or used a store
             cluster = replace(
-                cluster, undone=plan, awaiting=cluster.awaiting | cluster.ranked.intersection(plan.members)
+                cluster,
+                cancelled_formation=plan,
+                awaiting=cluster.awaiting | cluster.member_set.intersection(plan.members),
             )
     if stage is Stage.ASKED and cluster.members:
         out.append(cmd.CancelLeave(cluster.generation, cluster.members))
     if stage is Stage.ASKED or stage is Stage.PREPARING:
-        cluster = replace(cluster, stage=Stage.RUNNING, awaiting=frozenset(), offers=())
+        cluster = replace(cluster, stage=Stage.RUNNING, awaiting=frozenset(), acknowledged_commits=())
     return cluster
 
 
 def finish_after_success(cluster: ClusterState, job: Job, why: str, now: float, out: Commands) -> ClusterState:
     """A death after some rank has finished restarts nothing: who has not finished stops, and the job ends."""
     cluster = replace(cluster, suspects=frozenset())
-    late = tuple(w for w in cluster.members if w not in job.succeeded and w not in job.late)
+    late = tuple(w for w in cluster.members if w not in job.succeeded and w not in job.asked_to_stop)
     return jobs.finish(_stop_stragglers(cluster, late, f"{why} after other ranks had finished", now, out), now, out)
 
 
@@ -73,14 +75,14 @@ def _stop_stragglers(
     if job is None or not late:
         return cluster
     out.append(cmd.StopProgram(job.name, late, why))
-    return jobs.linger(replace(cluster, job=replace(job, late=job.late.union(late))), now)
+    return jobs.linger(replace(cluster, job=replace(job, asked_to_stop=job.asked_to_stop.union(late))), now)
 
 
 def worker_succeeded(cluster: ClusterState, w: WorkerId, now: float, out: Commands) -> ClusterState:
     """The function returned on one rank: from now on nobody is disturbed, and nothing begins again."""
     job = cluster.active
     assert job is not None
-    if w in job.succeeded or w in job.late or (cluster.stage is Stage.GATHERING and w not in cluster.awaiting):
+    if w in job.succeeded or w in job.asked_to_stop or (cluster.stage is Stage.GATHERING and w not in cluster.awaiting):
         return cluster
     job = replace(job, succeeded=job.succeeded | {w})
     cluster = with_worker(replace(cluster, job=job), replace(cluster.workers[w], state=WorkerState.SUCCEEDED))

@@ -41,11 +41,13 @@ def complete_formation(cluster: ClusterState, now: float, out: Commands) -> Clus
         return cluster
     text = f"world of {len(cluster.members)} at generation {cluster.generation}"
     out.append(cmd.Record("world-formed", text, generation=cluster.generation))
-    behind = {w: replace(cluster.workers[w], has_state=False) for w in cluster.waiting if cluster.workers[w].has_state}
+    behind = {
+        w: replace(cluster.workers[w], has_state=False) for w in cluster.newcomers if cluster.workers[w].has_state
+    }
     cluster = replace(cluster, workers=cluster.workers | behind) if behind else cluster
     job = replace(job, formed=True)
-    cluster = replace(cluster, stage=Stage.RUNNING, unformed=0, formed_in=cluster.generation, job=job)
-    if cluster.kept is None:
+    cluster = replace(cluster, stage=Stage.RUNNING, failed_formations=0, last_formed=cluster.generation, job=job)
+    if cluster.kept_state is None:
         return cluster
     return provisioning.provision(
         jobs.forget_kept_state(cluster, now, out), now, out
@@ -56,58 +58,60 @@ def form_when_enough(cluster: ClusterState, now: float, out: Commands) -> Cluste
     """No world: form one as soon as there are enough."""
     cluster = assign_kept_state(stop_leavers(cluster, staying(cluster), out), out)
     limits = cluster.limits
-    if cluster.unformed and cluster.mesh.pairs:
-        return with_reason(cluster, Reason("not-formed", generation=cluster.generation), cluster.mesh.until)
-    ready = len(cluster.members) + len(cluster.waiting)
+    if cluster.failed_formations and cluster.partition_check.pairs:
+        return with_reason(cluster, Reason("not-formed", generation=cluster.generation), cluster.partition_check.until)
+    ready = len(cluster.members) + len(cluster.newcomers)
     if ready < limits.min:
         coming = sum(cluster.workers[w].registered for w in cluster.starting)
         return _too_few(cluster, Reason("too-few", ready, limits.min), now, coming=ready + coming >= limits.min)
     members = next_members(cluster)
-    if cluster.kept is not None and not any(cluster.workers[w].has_state for w in members):
-        host, heir = keeper(cluster), cluster.kept.heir
-        coming = heir in cluster.waiting | cluster.ranked or any(
+    if cluster.kept_state is not None and not any(cluster.workers[w].has_state for w in members):
+        host, heir = keeper(cluster), cluster.kept_state.reader
+        coming = heir in cluster.newcomers | cluster.member_set or any(
             w.host == host and cluster.workers[w].registered for w in cluster.starting
         )
         return _too_few(cluster, Reason("kept", names=(host,)), now, coming=coming)
     survivors = len(cluster.members) - len(cluster.leaving)
     if survivors < limits.min and ready < limits.most and not arrivals.settled(cluster, now):
         reason = Reason("ready", ready, missing=arrivals.missing(cluster, now))
-        return with_reason(replace(cluster, short_since=None), reason, cluster.since + limits.timeouts.settle)
+        return with_reason(
+            replace(cluster, too_few_since=None), reason, cluster.settling_since + limits.timeouts.settle
+        )
     return form(cluster, members, now, out)
 
 
 def _too_few(cluster: ClusterState, reason: Reason, now: float, *, coming: bool) -> ClusterState:
     """`elastic_timeout` counts while workers are missing, and not while those are `coming`: they run what comes before the loop."""
-    since, paused = cluster.short_since, cluster.paused_since
+    since, paused = cluster.too_few_since, cluster.timeout_paused_since
     if since is None:
         since, paused = now, None
     if coming and paused is None:
         paused = now
     elif not coming and paused is not None:
         since, paused = since + now - paused, None
-    cluster = replace(cluster, short_since=since, paused_since=paused)
+    cluster = replace(cluster, too_few_since=since, timeout_paused_since=paused)
     return with_reason(cluster, replace(reason, missing=arrivals.missing(cluster, now)))
 
 
 def elastic_timeout_at(cluster: ClusterState) -> float:
     """When the job fails because there are too few in the elastic loop. Who has none in its program keeps nobody waiting."""
     limits = cluster.limits
-    if cluster.short_since is None or limits.elastic_timeout is None:
+    if cluster.too_few_since is None or limits.elastic_timeout is None:
         return NEVER
-    if cluster.paused_since is None:
-        return cluster.short_since + limits.elastic_timeout
-    if not (cluster.members or cluster.waiting):
+    if cluster.timeout_paused_since is None:
+        return cluster.too_few_since + limits.elastic_timeout
+    if not (cluster.members or cluster.newcomers):
         return NEVER
-    return max(cluster.paused_since, cluster.since, cluster.broken_at) + limits.timeouts.program
+    return max(cluster.timeout_paused_since, cluster.settling_since, cluster.broken_at) + limits.timeouts.program
 
 
 def fail_too_few(cluster: ClusterState, now: float, out: Commands) -> ClusterState:
     """That time has come."""
-    limits, ready = cluster.limits, len(cluster.members) + len(cluster.waiting)
+    limits, ready = cluster.limits, len(cluster.members) + len(cluster.newcomers)
     text = f"{ready} of min {limits.min} workers ready"
-    if cluster.kept is not None:
+    if cluster.kept_state is not None:
         text += f", and none with the training state, which is kept on {keeper(cluster)},"
-    if cluster.paused_since is None:
+    if cluster.timeout_paused_since is None:
         text += f" for {limits.patience:g} s (elastic_timeout)"
     else:
         text += f", and others have not come to the elastic function within {limits.timeouts.program:g} s"
@@ -140,19 +144,19 @@ def next_members(cluster: ClusterState) -> tuple[WorkerId, ...]:
 
 def _eligible_newcomers(cluster: ClusterState, others: int) -> Collection[WorkerId]:
     """Who may join: those that could not be joined before come after the rest, one at a time. Without a world, all that it takes."""
-    heirs = [w for w in cluster.waiting if _holds_kept_state(cluster, w)]
-    free = (cluster.waiting - cluster.held.keys()).union(heirs)
+    heirs = [w for w in cluster.newcomers if _holds_kept_state(cluster, w)]
+    free = (cluster.newcomers - cluster.held_back.keys()).union(heirs)
     again = [w for w in free.difference(heirs) if cluster.workers[w].failures]
-    if not again and not cluster.held:
+    if not again and not cluster.held_back:
         return free
     once = free.difference(again) or sorted(again, key=lambda w: (cluster.workers[w].failures, w))[:1]
     short = cluster.stage is Stage.GATHERING and others + len(once) < cluster.limits.min
-    return cluster.waiting if short else once
+    return cluster.newcomers if short else once
 
 
 def _holds_kept_state(cluster: ClusterState, w: WorkerId) -> bool:
     """Whether it has read the state that was kept: without it no world is formed."""
-    return cluster.kept is not None and cluster.workers[w].has_state
+    return cluster.kept_state is not None and cluster.workers[w].has_state
 
 
 def stop_leavers(cluster: ClusterState, staying: tuple[WorkerId, ...], out: Commands) -> ClusterState:
@@ -175,10 +179,10 @@ def form(cluster: ClusterState, members: tuple[WorkerId, ...], now: float, out: 
         address = cluster.hosts[members[0].host].address
         store = Reason("new-store", names=(str(members[0]),), text=f"at {address}")
         reason = Reason("ready", len(members), then=store)
-        return with_reason(replace(cluster, short_since=None), reason, moved)
+        return with_reason(replace(cluster, too_few_since=None), reason, moved)
     members = stores.with_store_first(cluster, members)
     cluster = stop_leavers(cluster, staying(cluster), out)
-    order = formation_of(cluster.numbered + 1, [cluster.workers[w] for w in members])
+    order = formation_of(cluster.highest_generation + 1, [cluster.workers[w] for w in members])
     out.append(order)
     return enter(cluster, order, frozenset())
 
@@ -196,27 +200,27 @@ def enter(cluster: ClusterState, order: cmd.FormWorld, ahead: frozenset[WorkerId
             store="",
             has_state=old.has_state or w in ahead,
             failures=0 if w in ahead else old.failures,
-            reason="" if w in cluster.held else old.reason,
+            reason="" if w in cluster.held_back else old.reason,
         )
-    waiting = cluster.waiting | cluster.ranked
+    waiting = cluster.newcomers | cluster.member_set
     cluster = with_members(cluster, members)
     return replace(
         cluster,
         generation=order.generation,
-        numbered=max(cluster.numbered, order.generation),
+        highest_generation=max(cluster.highest_generation, order.generation),
         stage=Stage.FORMING,
-        order=order,
-        plan=None,
-        ahead=frozenset(),
-        undone=None,
-        plainly=False,
-        awaiting=cluster.ranked - ahead,
-        waiting=waiting - cluster.ranked,
+        formation=order,
+        next_formation=None,
+        entered_next=frozenset(),
+        cancelled_formation=None,
+        skip_preparing=False,
+        awaiting=cluster.member_set - ahead,
+        newcomers=waiting - cluster.member_set,
         suspects=frozenset(),
-        stuck=frozenset(),
+        hung=frozenset(),
         workers=workers,
-        short_since=None,
-        until=NEVER,
+        too_few_since=None,
+        reason_until=NEVER,
         job=replace(job, ranks=members),
         reason=Reason("entered", of=len(members), generation=order.generation),
     )

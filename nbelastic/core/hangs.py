@@ -21,14 +21,14 @@ def worker_hung(cluster: ClusterState, event: ev.WorkerHung, now: float, out: Co
     w = event.worker
     if event.keeping:
         return stage_deadlines.mark_working(cluster, w, now)
-    if w in cluster.ranked:
-        cluster = replace(cluster, stuck=cluster.stuck | {w})
-    is_kept = cluster.kept is not None and cluster.kept.commit >= event.commit
+    if w in cluster.member_set:
+        cluster = replace(cluster, hung=cluster.hung | {w})
+    is_kept = cluster.kept_state is not None and cluster.kept_state.commit >= event.commit
     if w in cluster.stopped or not cluster.workers[w].has_state or is_kept or not _is_formed(cluster):
         out.append(cmd.EndHungWorker(w))
         return cluster
     others = [o for o in holders(cluster) if o != w]
-    awake = [o for o in others if o not in cluster.stuck]
+    awake = [o for o in others if o not in cluster.hung]
     if any(cluster.stage is not Stage.GATHERING or o not in cluster.awaiting for o in awake):
         out.append(cmd.EndHungWorker(w))
     elif not awake and w == min((w, *others)):
@@ -47,7 +47,7 @@ def state_kept(cluster: ClusterState, event: ev.StateKept, out: Commands) -> Clu
     if job is None or job.name != event.job or not job.formed:
         out.append(cmd.DeleteKeptState(w))
         return cluster
-    old = cluster.kept
+    old = cluster.kept_state
     if old is not None and old.commit >= event.commit:
         if old.by != w:
             out.append(cmd.DeleteKeptState(w))
@@ -55,7 +55,7 @@ def state_kept(cluster: ClusterState, event: ev.StateKept, out: Commands) -> Clu
     cluster = delete_kept_state(cluster, out)
     text = f"nothing wakes {w}, which alone holds the training state: it has kept commit {event.commit} on {w.host}"
     out.append(cmd.Record("state-kept", text, host=w.host, worker=str(w), generation=cluster.generation))
-    return replace(cluster, kept=KeptState(w, event.commit))
+    return replace(cluster, kept_state=KeptState(w, event.commit))
 
 
 def progress(cluster: ClusterState, now: float, out: Commands) -> ClusterState:
@@ -64,7 +64,7 @@ def progress(cluster: ClusterState, now: float, out: Commands) -> ClusterState:
     host = cluster.hosts.get(name)
     if host is not None and host.phase in (HostPhase.UP, HostPhase.DRAINING):
         return cluster
-    cluster = replace(cluster, kept=None)
+    cluster = replace(cluster, kept_state=None)
     if state_lives(cluster):
         return cluster
     return jobs.end(cluster, "failed", f"the training state was kept on {name}, which is gone", now, out)

@@ -34,13 +34,13 @@ NAMED = 3  # of many hosts, in a text
 
 def agent_ready(cluster: ClusterState, event: ev.AgentReady, now: float, out: Commands) -> ClusterState:
     """The agent of a host that was starting is there: use the host, refuse it, or probe its network first."""
-    name, cluster = event.host, replace(cluster, here=event.here or cluster.here)
+    name, cluster = event.host, replace(cluster, driver_address=event.here or cluster.driver_address)
     host = cluster.hosts.get(name)
     if host is None or host.phase is not HostPhase.STARTING or name in cluster.probing:
         return cluster
     if event.problem:
         return losses.exclude_host(cluster, name, event.problem, now, out, kind="host-refused")
-    host = replace(host, addresses=event.addresses, port=event.port, address="", agreed=(), moved_at=0.0)
+    host = replace(host, addresses=event.addresses, port=event.port, address="", agreed_addresses=(), moved_at=0.0)
     if not event.addresses:
         return host_lifecycle.admit(cluster, host, f"{name} is up", now, out)
     first = event.addresses[0].address
@@ -51,14 +51,14 @@ def agent_ready(cluster: ClusterState, event: ev.AgentReady, now: float, out: Co
 
 def wide(cluster: ClusterState) -> bool:
     """Whether there are hosts on other machines, or may be terminals there. O(hosts)"""
-    return bool(cluster.door) or any(
+    return bool(cluster.external_address) or any(
         host.address and not is_loopback(host.address) for host in cluster.hosts.values() if _is_up(host)
     )
 
 
 def external_access_opened(cluster: ClusterState, address: str, now: float, out: Commands) -> ClusterState:
     """Terminals of other machines come to the driver's machine at `address`: what is on it has to be reached there, too."""
-    return widen(replace(cluster, door=cluster.door or address), now, out)
+    return widen(replace(cluster, external_address=cluster.external_address or address), now, out)
 
 
 def probed(cluster: ClusterState, event: ev.Probed) -> ClusterState:
@@ -121,19 +121,19 @@ def _partners(cluster: ClusterState, newcomer: Host, passed: frozenset[str]) -> 
     by_age = sorted(there, key=lambda host: host.admitted)
     with_members = {w.host for w in cluster.members}
     chosen = [by_age[-1], by_age[0]]
-    chosen += [host for host in by_age if host.spec.name in newcomer.apart]
+    chosen += [host for host in by_age if host.spec.name in newcomer.unreached_hosts]
     chosen += [host for host in by_age if host.spec.name in with_members]
     return tuple({host.spec.name: host for host in chosen if host.spec.name not in passed}.values())
 
 
 def _own_addresses(cluster: ClusterState, host: Host) -> tuple[str, ...]:
     """The addresses at which others may reach it: first of all where terminals come to, if that is its machine."""
-    return tuple(sorted(external_addresses(host), key=lambda address: address != cluster.door))
+    return tuple(sorted(external_addresses(host), key=lambda address: address != cluster.external_address))
 
 
 def _known_addresses(host: Host) -> tuple[str, ...]:
     """Where everybody who tried has reached it; before anybody has: all its addresses."""
-    return host.agreed or external_addresses(host)
+    return host.agreed_addresses or external_addresses(host)
 
 
 def _begin(cluster: ClusterState, host: Host, now: float, out: Commands) -> ClusterState:
@@ -158,7 +158,7 @@ def _probe(
     name, partners = host.spec.name, _partners(cluster, host, passed)[:AT_ONCE]
     if not partners:
         return _admit(cluster, host, own, now, out)
-    number = cluster.probes + 1
+    number = cluster.last_probe + 1
     probes = [cmd.Probe(name, p.spec.name, _known_addresses(p), p.port, number) for p in partners]
     probes += [cmd.Probe(p.spec.name, name, own, host.port, number) for p in partners]
     probes = [probe for probe in probes if probe.addresses]
@@ -167,7 +167,7 @@ def _probe(
     awaited = frozenset((probe.host, probe.target) for probe in probes)
     admission = Admission(number, names, own, now + PROBE_PATIENCE, awaited, passed=passed)
     cluster = host_slots.with_host(cluster, replace(host, reason=f"its network is probed with {_listed(names)}"))
-    return replace(cluster, probes=number, probing={**cluster.probing, name: admission})
+    return replace(cluster, last_probe=number, probing={**cluster.probing, name: admission})
 
 
 def _listed(names: Sequence[str]) -> str:
@@ -180,7 +180,7 @@ def _decide(cluster: ClusterState, host: Host, admission: Admission, now: float,
     """All have answered, or had their time."""
     name = host.spec.name
     partners = [cluster.hosts[partner] for partner in admission.partners]
-    own = admission.own
+    own = admission.addresses
     for partner in partners:
         own = tuple(a for a in own if a in admission.answers.get((partner.spec.name, name), ()))
     met = {p.spec.name: _common_addresses(p, admission.answers.get((name, p.spec.name), ())) for p in partners}
@@ -202,7 +202,7 @@ def _agree_with_partner(
 ) -> ClusterState:
     """The partner is where the newcomer reaches it; if it has to move, so do all hosts of its machine."""
     left = partner.address
-    cluster = host_slots.with_host(cluster, replace(partner, agreed=met))
+    cluster = host_slots.with_host(cluster, replace(partner, agreed_addresses=met))
     if left in met:
         return cluster
     for host in cluster.hosts.values():
@@ -213,7 +213,7 @@ def _agree_with_partner(
 
 def _admit(cluster: ClusterState, host: Host, agreed: tuple[str, ...], now: float, out: Commands) -> ClusterState:
     name, address = host.spec.name, agreed[0]
-    host = replace(host, address=host.addresses[0].address, agreed=agreed, apart=())
+    host = replace(host, address=host.addresses[0].address, agreed_addresses=agreed, unreached_hosts=())
     if address != host.address:  # its agent would have taken its first
         cluster = _move(cluster, host, address, now, out)
         host = cluster.hosts[name]

@@ -23,8 +23,8 @@ def add(cluster: ClusterState, spec: HostSpec, now: float, out: Commands, *, by:
     if old is None:
         out.append(cmd.Record("host-added", f"{spec.name} with {_slots(spec.slots)} by {by}", host=spec.name))
         out.append(cmd.StartAgent(spec))
-        host = Host(spec, joined=cluster.joined, slots=(unused,) * spec.slots, since=now, by_hand=by_hand)
-        return replace(cluster, joined=cluster.joined + 1, hosts={**cluster.hosts, spec.name: host})
+        host = Host(spec, joined=cluster.hosts_joined, slots=(unused,) * spec.slots, since=now, by_hand=by_hand)
+        return replace(cluster, hosts_joined=cluster.hosts_joined + 1, hosts={**cluster.hosts, spec.name: host})
     slots = tuple(replace(slot, failures=0, backoff_until=0.0, reason="") for slot in old.slots)
     slots += (unused,) * (spec.slots - len(slots))
     phase = HostPhase.UP if old.phase is HostPhase.DRAINING else old.phase
@@ -42,7 +42,7 @@ def add(cluster: ClusterState, spec: HostSpec, now: float, out: Commands, *, by:
 def discovered(cluster: ClusterState, specs: tuple[HostSpec, ...], now: float, out: Commands) -> ClusterState:
     """Discovery lists these. What people added or removed by hand stays as they wanted it."""
     listed = {spec.name for spec in specs}
-    cluster = replace(cluster, removed=cluster.removed & listed)
+    cluster = replace(cluster, removed_hosts=cluster.removed_hosts & listed)
     for name, host in list(cluster.hosts.items()):
         if name not in listed and not host.by_hand and host.phase is not HostPhase.DRAINING:
             cluster = drain(cluster, name, "at the next commit", "discovery", out)
@@ -51,7 +51,7 @@ def discovered(cluster: ClusterState, specs: tuple[HostSpec, ...], now: float, o
             )
     for spec in specs:
         old = cluster.hosts.get(spec.name)
-        if spec.name in cluster.removed or (old and old.spec == spec and old.phase is not HostPhase.DRAINING):
+        if spec.name in cluster.removed_hosts or (old and old.spec == spec and old.phase is not HostPhase.DRAINING):
             continue
         cluster = add(cluster, spec, now, out, by="discovery", by_hand=old is not None and old.by_hand)
     return cluster
@@ -77,11 +77,11 @@ def remove_if_empty(cluster: ClusterState, name: str, out: Commands) -> ClusterS
 
 def admit(cluster: ClusterState, host: Host, text: str, now: float, out: Commands) -> ClusterState:
     """The host may be used: its workers are started."""
-    name, number = host.spec.name, cluster.admissions + 1
+    name, number = host.spec.name, cluster.hosts_admitted + 1
     out.append(cmd.Record("host-up", text, host=name))
     host = replace(host, phase=HostPhase.UP, reason="", since=now, admitted=number)
     cluster = host_slots.with_host(_stop_probing(cluster, name), host)
-    return provisioning.provision(replace(cluster, admissions=number), now, out)
+    return provisioning.provision(replace(cluster, hosts_admitted=number), now, out)
 
 
 def agent_lost(

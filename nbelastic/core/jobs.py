@@ -50,7 +50,7 @@ def submit(cluster: ClusterState, name: str, now: float, out: Commands) -> Clust
         starting=frozenset(starting),
         failed=frozenset(w for w in cluster.failed if workers[w].failed_cell),
         resets=0,
-        since=now,
+        settling_since=now,
     )
     for w in behind:
         cluster = setup_cells.run_next(cluster, w, now, out)
@@ -83,13 +83,13 @@ def finish(cluster: ClusterState, now: float, out: Commands) -> ClusterState:
 def abort_generation(cluster: ClusterState, why: str, out: Commands) -> ClusterState:
     """Everybody in this generation, or in the one that is prepared after it, is to leave."""
     members, generation = cluster.members, cluster.generation
-    if cluster.plan is not None:  # an abort counts for older generations too, so its number is enough
-        generation = cluster.plan.generation
-        there = cluster.workers.keys() - cluster.stopped - cluster.ranked
-        members += tuple(w for w in cluster.plan.members if w in there)
+    if cluster.next_formation is not None:  # an abort counts for older generations too, so its number is enough
+        generation = cluster.next_formation.generation
+        there = cluster.workers.keys() - cluster.stopped - cluster.member_set
+        members += tuple(w for w in cluster.next_formation.members if w in there)
     if members:
         out.append(cmd.AbortWorld(generation, members, why))
-    return replace(cluster, generation=generation, plan=None, ahead=frozenset())
+    return replace(cluster, generation=generation, next_formation=None, entered_next=frozenset())
 
 
 def forget_kept_state(cluster: ClusterState, now: float, out: Commands) -> ClusterState:
@@ -126,28 +126,28 @@ def end(
     cluster = replace(
         cluster,
         job=replace(job, outcome=outcome, reason=reason),
-        stuck=frozenset(),
+        hung=frozenset(),
         stage=Stage.GATHERING,
         members=(),
-        ranked=frozenset(),
-        order=None,
-        plan=None,
-        ahead=frozenset(),
-        undone=None,
+        member_set=frozenset(),
+        formation=None,
+        next_formation=None,
+        entered_next=frozenset(),
+        cancelled_formation=None,
         awaiting=frozenset(),
-        waiting=frozenset(),
+        newcomers=frozenset(),
         leaving=frozenset(),
         suspects=frozenset(),
-        unexplained=NO_BREAKS,
-        offers=(),
-        change_at=0.0,
-        put_off=0,
+        unexplained_breaks=NO_BREAKS,
+        acknowledged_commits=(),
+        change_after=0.0,
+        postponements=0,
         unanswered={},
-        unformed=0,
+        failed_formations=0,
         wait=None,
         starting=frozenset(w for w in cluster.starting if not cluster.workers[w].job),
-        short_since=None,
-        until=NEVER,
+        too_few_since=None,
+        reason_until=NEVER,
         linger_until=cluster.linger_until if older else 0.0,
     )
     cluster = linger(cluster, now) if inside else cluster

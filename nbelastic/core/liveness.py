@@ -24,11 +24,11 @@ def worker_silent(cluster: ClusterState, event: ev.WorkerSilent, now: float, out
     if event.seconds >= (most if limits.stall is None else limits.stall):
         out.append(cmd.StopWorker(w, kill=True))
         return losses.worker_lost(cluster, w, f"{w} froze ({text})", now, out)
-    if not cluster.workers[w].silent:
+    if not cluster.workers[w].unresponsive:
         out.append(cmd.Record("worker-silent", f"{w}: {text}", host=w.host, worker=str(w)))
-    return with_worker(cluster, replace(cluster.workers[w], silent=text))
+    return with_worker(cluster, replace(cluster.workers[w], unresponsive=text))
 
 
 def worker_responded(cluster: ClusterState, w: WorkerId) -> ClusterState:
     """It is heard again."""
-    return with_worker(cluster, replace(cluster.workers[w], silent=""))
+    return with_worker(cluster, replace(cluster.workers[w], unresponsive=""))

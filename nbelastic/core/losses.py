@@ -63,7 +63,7 @@ def host_lost(
 
 def _reset_unexplained(cluster: ClusterState, dead: Iterable[WorkerId]) -> ClusterState:
     """The death of a member explains broken connections: the count of breaks without a death begins anew."""
-    return replace(cluster, unexplained=NO_BREAKS) if not cluster.ranked.isdisjoint(dead) else cluster
+    return replace(cluster, unexplained_breaks=NO_BREAKS) if not cluster.member_set.isdisjoint(dead) else cluster
 
 
 def exclude_host(
@@ -79,20 +79,20 @@ def remove_from_job(
 ) -> ClusterState:
     """These are no longer there (`keep`: alive, but out of the job). The members among them break the generation."""
     ids = frozenset(gone)
-    hit = ids & cluster.ranked
+    hit = ids & cluster.member_set
     if not keep:
         cluster = _forget_workers(cluster, ids)
     cluster = replace(
         cluster,
         awaiting=difference(cluster.awaiting, ids),
-        waiting=difference(cluster.waiting, ids),
+        newcomers=difference(cluster.newcomers, ids),
         starting=difference(cluster.starting, ids),
         leaving=difference(cluster.leaving, ids),
         suspects=difference(cluster.suspects, ids),
     )
     job = cluster.active
     if job is None or not hit:
-        if cluster.plan is not None and not ids.isdisjoint(cluster.plan.members):
+        if cluster.next_formation is not None and not ids.isdisjoint(cluster.next_formation.members):
             cluster = generation_end.cancel_next(cluster, out)
         return jobs.finish(cluster, now, out)
     cluster = with_members(cluster, tuple(w for w in cluster.members if w not in ids))
@@ -111,7 +111,7 @@ def _forget_workers(cluster: ClusterState, ids: frozenset[WorkerId]) -> ClusterS
     return replace(
         cluster,
         workers=workers,
-        buried=cluster.buried + buried,
+        removed_workers=cluster.removed_workers + buried,
         stopped=difference(cluster.stopped, ids),
         failed=difference(cluster.failed, ids),
     )

@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from nbelastic.core import commands as cmd
 from nbelastic.core import host_slots, losses
 from nbelastic.core.host_admission import PROBE_PATIENCE
-from nbelastic.core.state import ClusterState, HostPhase, Mesh
+from nbelastic.core.state import ClusterState, HostPhase, PartitionCheck
 from nbelastic.protocol import events as ev
 from nbelastic.system.addresses import is_loopback
 
@@ -28,48 +28,55 @@ TWICE = 2  # rounds in a row in which two hosts do not reach one another: then o
 
 def begin(cluster: ClusterState, now: float, out: Commands, among: Collection[str] = ()) -> ClusterState:
     """Ask the members' hosts, unless they are being asked or are all on this machine. Those `among` try all one another."""
-    if cluster.mesh.pairs:
+    if cluster.partition_check.pairs:
         return cluster
     names = tuple(name for name in dict.fromkeys(w.host for w in cluster.members) if _is_reachable(cluster, name))
     told_apart = [name for name in sorted(among) if _is_reachable(cluster, name)][:MANY]
     pairs = frozenset(_pairs(names)).union(_pair(*two) for two in combinations(told_apart, 2))
     if not pairs:
         return cluster
-    number = cluster.probes + 1
+    number = cluster.last_probe + 1
     probes = [probe for one, other in sorted(pairs) for probe in ((one, other), (other, one))]
     for prober, target in probes:
         host = cluster.hosts[target]
         out.append(cmd.Probe(prober, target, (host.address,), host.port, number))
     awaited, until = frozenset(probes), now + PROBE_PATIENCE
-    mesh = replace(cluster.mesh, number=number, until=until, awaited=awaited, pairs=pairs, among=tuple(told_apart))
-    return replace(cluster, probes=number, mesh=mesh)
+    mesh = replace(
+        cluster.partition_check,
+        number=number,
+        until=until,
+        awaited=awaited,
+        pairs=pairs,
+        fully_probed=tuple(told_apart),
+    )
+    return replace(cluster, last_probe=number, partition_check=mesh)
 
 
 def probed(cluster: ClusterState, event: ev.Probed) -> ClusterState:
     """One more answer in the present round."""
-    mesh, probe, host = cluster.mesh, (event.host, event.target), cluster.hosts.get(event.target)
+    mesh, probe, host = cluster.partition_check, (event.host, event.target), cluster.hosts.get(event.target)
     if event.number != mesh.number or probe not in mesh.awaited:
         return cluster
-    cut = mesh.cut if host is not None and host.address in event.reached else mesh.cut | {_pair(*probe)}
-    return replace(cluster, mesh=replace(mesh, awaited=mesh.awaited - {probe}, cut=cut))
+    cut = mesh.unreached if host is not None and host.address in event.reached else mesh.unreached | {_pair(*probe)}
+    return replace(cluster, partition_check=replace(mesh, awaited=mesh.awaited - {probe}, unreached=cut))
 
 
 def progress(cluster: ClusterState, now: float, out: Commands) -> ClusterState:
     """A round that is complete, or had its time, is judged; after a cut there is another one at once."""
-    mesh = cluster.mesh
+    mesh = cluster.partition_check
     if cluster.active is None:
-        return replace(cluster, mesh=Mesh())
+        return replace(cluster, partition_check=PartitionCheck())
     if mesh.awaited and now < mesh.until:
         return cluster
     silent = {_pair(*probe) for probe in mesh.awaited}  # the driver does not hear them either: that says nothing
-    failed = {pair: count for pair, count in mesh.failed.items() if pair in silent}
-    cut = {pair for pair in mesh.cut - silent if all(_is_reachable(cluster, name) for name in pair)}
-    failed |= {pair: mesh.failed.get(pair, 0) + 1 for pair in cut}
-    cluster = replace(cluster, mesh=Mesh(failed=failed))
+    failed = {pair: count for pair, count in mesh.failed_rounds.items() if pair in silent}
+    cut = {pair for pair in mesh.unreached - silent if all(_is_reachable(cluster, name) for name in pair)}
+    failed |= {pair: mesh.failed_rounds.get(pair, 0) + 1 for pair in cut}
+    cluster = replace(cluster, partition_check=PartitionCheck(failed_rounds=failed))
     broken = {pair for pair in cut if failed[pair] >= TWICE}
     if broken:
-        return _exclude_hosts(replace(cluster, mesh=Mesh()), mesh.pairs, broken, now, out)
-    return begin(cluster, now, out, mesh.among) if cut else cluster
+        return _exclude_hosts(replace(cluster, partition_check=PartitionCheck()), mesh.pairs, broken, now, out)
+    return begin(cluster, now, out, mesh.fully_probed) if cut else cluster
 
 
 def _is_reachable(cluster: ClusterState, name: str) -> bool:
@@ -109,7 +116,7 @@ def _exclude_hosts(
             why = "is younger"
         others = sorted(other for pair in broken if name in pair for other in pair if other != name)
         text = f"{name} and {', '.join(others)} do not reach one another; {name} is left out, as it {why}"
-        cluster = host_slots.with_host(cluster, replace(cluster.hosts[name], apart=tuple(others)))
+        cluster = host_slots.with_host(cluster, replace(cluster.hosts[name], unreached_hosts=tuple(others)))
         cluster = losses.exclude_host(cluster, name, text, now, out, kind="host-unreachable")
         broken = {pair for pair in broken if name not in pair}
     return cluster

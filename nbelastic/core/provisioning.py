@@ -20,9 +20,9 @@ Commands = list[cmd.Command]
 def drain_workers(cluster: ClusterState, workers: Iterable[WorkerId], now: float, out: Commands) -> ClusterState:
     """Members leave with the next planned change, the others at once."""
     chosen = frozenset(workers)
-    members = chosen & cluster.ranked
-    if members - cluster.leaving and not cluster.waiting:
-        cluster = replace(cluster, since=now)
+    members = chosen & cluster.member_set
+    if members - cluster.leaving and not cluster.newcomers:
+        cluster = replace(cluster, settling_since=now)
     cluster = replace(cluster, leaving=cluster.leaving | members)
     return stop_workers(cluster, sorted(chosen - members), out)
 
@@ -40,7 +40,7 @@ def stop_workers(cluster: ClusterState, ids: Iterable[WorkerId], out: Commands, 
         cluster,
         workers=workers,
         stopped=cluster.stopped | gone,
-        waiting=difference(cluster.waiting, gone),
+        newcomers=difference(cluster.newcomers, gone),
         starting=difference(cluster.starting, gone),
         failed=difference(cluster.failed, gone),
     )
@@ -143,6 +143,6 @@ def _scale_down(cluster: ClusterState, now: float, out: Commands) -> ClusterStat
     surplus = _staying(cluster) - int(limits.wanted)
     if surplus <= 0:
         return cluster
-    busy = cluster.ranked | cluster.stopped | cluster.failed
+    busy = cluster.member_set | cluster.stopped | cluster.failed
     idle = (w for w in reversed(cluster.workers) if w not in busy and w.host != keeper(cluster))
     return stop_workers(cluster, list(islice(idle, surplus)), out)

@@ -78,54 +78,58 @@ def _plan_change(cluster: ClusterState, now: float, out: Commands) -> ClusterSta
     """A world runs. Is there a better one, and are the newcomers for it ready?"""
     size, most = len(cluster.members), cluster.limits.most
     room = size - len(cluster.leaving) < most
-    if not cluster.leaving and not (room and cluster.waiting - cluster.held.keys()):
+    if not cluster.leaving and not (room and cluster.newcomers - cluster.held_back.keys()):
         return with_reason(cluster, _training(cluster, _held_back(cluster) if room else None))
-    if now < cluster.change_at:
-        return with_reason(cluster, _training(cluster, Reason("put-off", text=cluster.change_why)), cluster.change_at)
+    if now < cluster.change_after:
+        return with_reason(
+            cluster, _training(cluster, Reason("put-off", text=cluster.postponed_because)), cluster.change_after
+        )
     if not arrivals.settled(cluster, now):
         reason = _training(cluster, missing=arrivals.missing(cluster, now))
-        return with_reason(cluster, reason, cluster.since + cluster.limits.timeouts.settle)
+        return with_reason(cluster, reason, cluster.settling_since + cluster.limits.timeouts.settle)
     target = generations.next_members(cluster)
     if not _worth_it(cluster, target):
         last = Reason("last-holder") if target == cluster.members else None
         return with_reason(cluster, _training(cluster, last, arrivals.missing(cluster, now)))
-    failed = any(cluster.workers[w].failures for w in target if w not in cluster.ranked)
-    if failed and not cluster.plainly and not stores.has_store(cluster, target[0]):  # not without trying it beside them
+    failed = any(cluster.workers[w].failures for w in target if w not in cluster.member_set)
+    if (
+        failed and not cluster.skip_preparing and not stores.has_store(cluster, target[0])
+    ):  # not without trying it beside them
         return with_reason(
             cluster, _training(cluster, Reason("new-store", names=(str(target[0]),), text="for the next generation"))
         )
     text = f"from {size} to {len(target)} workers"
     out.append(cmd.Record("change-planned", text, generation=cluster.generation))
     if (
-        cluster.plainly
+        cluster.skip_preparing
         or not stores.has_store(cluster, target[0])
-        or target[0] not in cluster.ranked
+        or target[0] not in cluster.member_set
         or len(target) < cluster.limits.min
     ):
         return _ask_to_leave(cluster, now, out)
     cluster = _prepare(cluster, target, now, out)
-    return with_reason(cluster, Reason("changing", size, len(target), cluster.numbered), cluster.prepare_by)
+    return with_reason(cluster, Reason("changing", size, len(target), cluster.highest_generation), cluster.prepare_by)
 
 
 def _prepare(cluster: ClusterState, target: tuple[WorkerId, ...], now: float, out: Commands) -> ClusterState:
     """Members will be equal when they leave: the first of them gives the state to those who are new."""
-    receivers = tuple(rank for rank, w in enumerate(target) if w not in cluster.ranked)
-    order = cmd.FormWorld(cluster.numbered + 1, target, cluster.workers[target[0]].store, 0, receivers)
+    receivers = tuple(rank for rank, w in enumerate(target) if w not in cluster.member_set)
+    order = cmd.FormWorld(cluster.highest_generation + 1, target, cluster.workers[target[0]].store, 0, receivers)
     out.append(cmd.PrepareWorld(order))
     return replace(
         cluster,
         stage=Stage.PREPARING,
-        plan=order,
-        numbered=order.generation,
+        next_formation=order,
+        highest_generation=order.generation,
         awaiting=frozenset(target),
-        complaints={},
+        prepare_errors={},
         prepare_by=now + cluster.limits.timeouts.prepare_for(len(target)),
     )
 
 
 def worker_prepared(cluster: ClusterState, event: ev.WorkerPrepared, now: float) -> ClusterState:
     """One more can change over at once, or says why it cannot: then the others have a moment to say whether they can."""
-    plan, w = cluster.plan, event.worker
+    plan, w = cluster.next_formation, event.worker
     if (
         plan is None
         or cluster.stage is not Stage.PREPARING
@@ -134,11 +138,11 @@ def worker_prepared(cluster: ClusterState, event: ev.WorkerPrepared, now: float)
     ):
         return cluster
     if not event.supported:
-        return replace(cluster, plainly=True, prepare_by=0.0)
+        return replace(cluster, skip_preparing=True, prepare_by=0.0)
     if not event.error:
         return replace(cluster, awaiting=cluster.awaiting - {w})
     soon = min(cluster.prepare_by, now + cluster.limits.timeouts.grace)
-    return replace(cluster, complaints={**cluster.complaints, w: event.error}, prepare_by=soon)
+    return replace(cluster, prepare_errors={**cluster.prepare_errors, w: event.error}, prepare_by=soon)
 
 
 def _not_prepared(cluster: ClusterState, now: float, out: Commands) -> ClusterState:
@@ -147,14 +151,14 @@ def _not_prepared(cluster: ClusterState, now: float, out: Commands) -> ClusterSt
     Where a group cannot be prepared at all, or without newcomers, the change is made the plain way. Of newcomers those are
     to blame that have not prepared themselves; if all have, it is one of them that others did not reach.
     """
-    plan, late, complaints = cluster.plan, cluster.awaiting, cluster.complaints
+    plan, late, complaints = cluster.next_formation, cluster.awaiting, cluster.prepare_errors
     assert plan is not None
-    newcomers = [w for w in plan.members if w not in cluster.ranked]
+    newcomers = [w for w in plan.members if w not in cluster.member_set]
     cluster = generation_end.cancel_next(cluster, out)
-    if cluster.plainly or not newcomers:
-        return _plan_change(replace(cluster, plainly=True), now, out)
+    if cluster.skip_preparing or not newcomers:
+        return _plan_change(replace(cluster, skip_preparing=True), now, out)
     blamed = [w for w in newcomers if w in late] or newcomers
-    members = sorted(late & cluster.ranked)
+    members = sorted(late & cluster.member_set)
     why = f"no group stood within {cluster.limits.timeouts.prepare_for(len(plan.members)):g} s"
     if complaints:
         w = next((w for w in blamed if w in complaints), min(complaints))
@@ -168,7 +172,7 @@ def _not_prepared(cluster: ClusterState, now: float, out: Commands) -> ClusterSt
 
 def _irreplaceable(cluster: ClusterState) -> Reason | None:
     """Why those who are waited for are not replaced."""
-    if cluster.wait is None or not cluster.wait.stuck:
+    if cluster.wait is None or not cluster.wait.irreplaceable:
         return None
     limits = cluster.limits
     end = "without end, as elastic_timeout is None" if limits.elastic_timeout is None else f"for {limits.patience:g} s"
@@ -177,20 +181,26 @@ def _irreplaceable(cluster: ClusterState) -> Reason | None:
 
 def _held_back(cluster: ClusterState) -> Reason | None:
     """Who is left out, and why."""
-    if not cluster.held:
+    if not cluster.held_back:
         return None
-    w = min(cluster.held)
-    more = f" (and {len(cluster.held) - 1} more)" if len(cluster.held) > 1 else ""
+    w = min(cluster.held_back)
+    more = f" (and {len(cluster.held_back) - 1} more)" if len(cluster.held_back) > 1 else ""
     return Reason("left-out", names=(str(w),), text=f"{cluster.workers[w].reason}{more}")
 
 
 def _ask_to_leave(cluster: ClusterState, now: float, out: Commands) -> ClusterState:
     """All is prepared, or will not be: ask the members where they are."""
-    plan = cluster.plan
+    plan = cluster.next_formation
     if plan is not None and not _fits(cluster, plan):
         return _plan_change(generation_end.cancel_next(cluster, out), now, out)
-    cluster = replace(cluster, stage=Stage.ASKED, asks=cluster.asks + 1, awaiting=cluster.ranked, offers=())
-    out.append(cmd.AskLeave(cluster.generation, cluster.members, cluster.asks))
+    cluster = replace(
+        cluster,
+        stage=Stage.ASKED,
+        ask_number=cluster.ask_number + 1,
+        awaiting=cluster.member_set,
+        acknowledged_commits=(),
+    )
+    out.append(cmd.AskLeave(cluster.generation, cluster.members, cluster.ask_number))
     return with_reason(cluster, Reason("asking", of=len(cluster.members)))
 
 
@@ -207,23 +217,23 @@ def _worth_it(cluster: ClusterState, target: tuple[WorkerId, ...]) -> bool:
 
 def _agree_on_commit(cluster: ClusterState, now: float, out: Commands) -> ClusterState:
     """All have said where they are: leave at the next commit that none has made, if there still is a reason to."""
-    target, plan = generations.next_members(cluster), cluster.plan
+    target, plan = generations.next_members(cluster), cluster.next_formation
     if not _worth_it(cluster, target) or (plan is not None and not _fits(cluster, plan)):
         return _plan_change(generation_end.cancel_next(cluster, out), now, out)
-    cluster = replace(cluster, put_off=0, unanswered={})
-    commit = max(cluster.offers) + 1
+    cluster = replace(cluster, postponements=0, unanswered={})
+    commit = max(cluster.acknowledged_commits) + 1
     out.append(cmd.LeaveAt(cluster.generation, commit, cluster.members))
     if plan is not None:
         out.append(plan)
-    cluster = replace(cluster, stage=Stage.LEAVING, awaiting=cluster.ranked, offers=())
+    cluster = replace(cluster, stage=Stage.LEAVING, awaiting=cluster.member_set, acknowledged_commits=())
     return with_reason(cluster, Reason("agreed", generation=cluster.generation, commit=commit))
 
 
 def _enter_next(cluster: ClusterState, now: float, out: Commands) -> ClusterState:
     """All have left as agreed, most likely into what was prepared. If too few are to stay, they park."""
-    plan = cluster.plan
+    plan = cluster.next_formation
     if plan is not None and all(w in cluster.workers and w not in cluster.stopped for w in plan.members):
-        ahead = cluster.ahead
+        ahead = cluster.entered_next
         back = (
             w for w in cluster.members if w not in cluster.leaving and w not in plan.members
         )  # need not leave any more

@@ -24,16 +24,18 @@ def change_hosts(cluster: ClusterState, event: HostsEvent, now: float, out: Comm
     before = cluster
     match event:
         case ev.HostAdded(host=spec, by=by):
-            cluster = replace(cluster, removed=cluster.removed - {spec.name})
+            cluster = replace(cluster, removed_hosts=cluster.removed_hosts - {spec.name})
             cluster = host_lifecycle.add(cluster, spec, now, out, by=by or "discovery", by_hand=True)
         case ev.HostRemoved():
-            cluster = _remove_host(replace(cluster, removed=cluster.removed | {event.name}), event, now, out)
+            cluster = _remove_host(
+                replace(cluster, removed_hosts=cluster.removed_hosts | {event.name}), event, now, out
+            )
             cluster = script_job.remove(cluster, event, out)
         case ev.HostsDiscovered(hosts=specs):
             cluster = host_lifecycle.discovered(replace(cluster, discovered=True), specs, now, out)
         case ev.Scaled(min=low, max=high, by=by):
             out.append(cmd.Record("scaled", f"min {low}, max {high if high is not None else 'unlimited'} by {by}"))
-            cluster = replace(cluster, limits=replace(cluster.limits, min=low, max=high), since=now)
+            cluster = replace(cluster, limits=replace(cluster.limits, min=low, max=high), settling_since=now)
         case _:
             assert_never(event)
     capacity.record_shortage(before, cluster, out)

@@ -61,14 +61,14 @@ class Group(Struct, frozen=True):
     failures: tuple[tuple[str, sev.Failure, float], ...] = ()  # of this round: on which node, and when (driver's clock)
     judge_at: float = NEVER  # when what failed is judged, whatever is not known by then
     leave_by: float = NEVER  # when nodes that have not left their round are told to end or, told so, count as gone
-    told: bool = False  # they were told to end
+    end_sent: bool = False  # they were told to end
     since: float = 0.0  # since when there are enough, or a better round could be had
     enough: bool = False
     short_since: float | None = None
     until: float = NEVER
     reason: Reason = Reason("no-hosts")
     outcome: str = ""
-    seen: sev.HostsChanged | None = None  # the last one
+    hosts_seen: sev.HostsChanged | None = None  # the last one
 
     @property
     def size(self) -> int:

@@ -119,7 +119,11 @@ def progress(before: ClusterState, cluster: ClusterState, now: float, out: Comma
     group = cluster.active_script
     if group is None:
         return cluster
-    if cluster.hosts is not before.hosts or cluster.limits is not before.limits or cluster.door != before.door:
+    if (
+        cluster.hosts is not before.hosts
+        or cluster.limits is not before.limits
+        or cluster.external_address != before.external_address
+    ):
         cluster = _update_hosts(_update_stores(cluster, now, out), now, out)
         group = cluster.active_script
     return (
@@ -198,7 +202,7 @@ def _update_hosts(cluster: ClusterState, now: float, out: Commands) -> ClusterSt
     found = tuple((spec.name, spec.slots) for spec in up)
     lost = tuple(name for name in group.nodes if name in cluster.hosts and cluster.hosts[name].phase in AWAY)
     seen = sev.HostsChanged(found, cluster.limits, lost)
-    return _advance(cluster, seen, now, out) if seen != group.seen else cluster
+    return _advance(cluster, seen, now, out) if seen != group.hosts_seen else cluster
 
 
 def _update_stores(cluster: ClusterState, now: float, out: Commands) -> ClusterState:
@@ -214,11 +218,11 @@ def _move_command(cluster: ClusterState, host: str, store: str, *, external: boo
     """Where this node's stores have to be, if that is not where this one is."""
     at = address_of(store)
     if external:  # one of this machine offers what only this machine reaches, until there are others
-        here = cluster.here or cluster.door
+        here = cluster.driver_address or cluster.external_address
         known = cluster.external_nodes.get(host)
         moves = (
             known is not None
-            and known.here
+            and known.is_local
             and is_loopback(at)
             and not is_loopback(here)
             and host_admission.wide(cluster)

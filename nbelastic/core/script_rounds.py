@@ -67,7 +67,7 @@ def _handle(group: Group, event: ev.Event, now: float, out: Commands) -> Group:
 
 def _hosts(group: Group, event: sev.HostsChanged, now: float, out: Commands) -> Group:
     """Those that have come are started; of those that have gone nothing more is expected."""
-    group = replace(group, limits=event.limits, seen=event)
+    group = replace(group, limits=event.limits, hosts_seen=event)
     there = dict(event.hosts)
     over = (GroupState.SUCCEEDED, GroupState.UNKNOWN)  # they stay known when their hosts have gone: no word again
     ours = [host for host, node in group.nodes.items() if not node.external and node.state not in over]
@@ -178,10 +178,10 @@ def _progress(group: Group, now: float, out: Commands) -> Group:
     late = _not_left(group)
     if late and group.leave_by == NEVER:  # all had ended, and a node has moved since: it is to offer another store
         group = replace(group, leave_by=now + group.terms.leave)
-    if late and now >= group.leave_by and not group.told:
+    if late and now >= group.leave_by and not group.end_sent:
         for host in late:
             out.append(scmd.EndNode(host, f"it did not end its workers within {group.terms.leave:g} s"))
-        group = replace(group, leave_by=now + group.limits.timeouts.node, told=True)
+        group = replace(group, leave_by=now + group.limits.timeouts.node, end_sent=True)
     elif late and now >= group.leave_by:
         for host in late:
             group = _left(
@@ -193,7 +193,7 @@ def _progress(group: Group, now: float, out: Commands) -> Group:
         return group if group.stage is Stage.ENDED else _progress(group, now, out)
     if late:
         return replace(group, reason=Reason("round-over", generation=group.round, names=tuple(late)))
-    return _gather(replace(group, leave_by=NEVER, told=False), now, out)
+    return _gather(replace(group, leave_by=NEVER, end_sent=False), now, out)
 
 
 def _run(group: Group, now: float, out: Commands) -> Group:
@@ -253,7 +253,7 @@ def _leave(group: Group, why: str, now: float, out: Commands) -> Group:
         failures=(),
         judge_at=NEVER,
         leave_by=now + group.terms.leave,
-        told=False,
+        end_sent=False,
         enough=False,
     )
 

@@ -70,9 +70,9 @@ def setup_ended(cluster: ClusterState, event: ev.SetupEnded, now: float, out: Co
     """A worker has run a cell. In a trial, what failed is judged when all have ended."""
     w, trial = event.worker, cluster.trial
     worker = cluster.workers[w]
-    if worker.state is not WorkerState.STARTING or worker.cell != event.version:
+    if worker.state is not WorkerState.STARTING or worker.running_cell != event.version:
         return cluster
-    worker = replace(worker, cell=0)
+    worker = replace(worker, running_cell=0)
     if trial is not None and trial.cell.version == event.version:
         if event.error:
             return with_worker(replace(cluster, trial=replace(trial, failed={**trial.failed, w: event.error})), worker)
@@ -99,14 +99,16 @@ def progress(cluster: ClusterState, now: float, out: Commands) -> ClusterState:
         if not running:
             return _judge(cluster, now, out)
         return cluster if running == trial.running else replace(cluster, trial=replace(trial, running=running))
-    return _catch_up(cluster, now, out, but=cluster.failed) if cluster.outdated else cluster
+    return _catch_up(cluster, now, out, but=cluster.failed) if cluster.setup_outdated else cluster
 
 
 def overdue(cluster: ClusterState, now: float) -> tuple[list[WorkerId], ClusterState]:
     """Workers whose cell has run for too long, and the world with the time at which the next one will have."""
     limit = cluster.limits.timeouts.setup
     ends = {
-        w: worker.cell_since + limit for w, worker in cluster.workers.items() if worker.cell and w in cluster.starting
+        w: worker.cell_since + limit
+        for w, worker in cluster.workers.items()
+        if worker.running_cell and w in cluster.starting
     }
     late = [w for w, end in ends.items() if now >= end]
     return late, replace(cluster, setup_by=min((end for end in ends.values() if now < end), default=NEVER))
@@ -114,7 +116,7 @@ def overdue(cluster: ClusterState, now: float) -> tuple[list[WorkerId], ClusterS
 
 def _runs(cluster: ClusterState, w: WorkerId, version: int) -> bool:
     worker = cluster.workers.get(w)
-    return worker is not None and worker.state is WorkerState.STARTING and worker.cell == version
+    return worker is not None and worker.state is WorkerState.STARTING and worker.running_cell == version
 
 
 def run_next(cluster: ClusterState, w: WorkerId, now: float, out: Commands) -> ClusterState:
@@ -140,7 +142,12 @@ def fail_worker(cluster: ClusterState, w: WorkerId, reason: str) -> ClusterState
 def _run(cluster: ClusterState, w: WorkerId, cell: SetupCell, now: float, out: Commands) -> ClusterState:
     out.append(cmd.RunSetup(w, cell.version, cell.source))
     worker = replace(
-        cluster.workers[w], state=WorkerState.STARTING, cell=cell.version, cell_since=now, failed_cell="", reason=""
+        cluster.workers[w],
+        state=WorkerState.STARTING,
+        running_cell=cell.version,
+        cell_since=now,
+        failed_cell="",
+        reason="",
     )
     trial = cluster.trial
     if trial is not None and trial.cell == cell:
@@ -184,7 +191,7 @@ def _judge(cluster: ClusterState, now: float, out: Commands) -> ClusterState:
     trial = cluster.trial
     assert trial is not None
     cell, failed = trial.cell, {w: error for w, error in trial.failed.items() if w in cluster.workers}
-    idle = [w for w, worker in cluster.workers.items() if worker.registered and not worker.cell]
+    idle = [w for w, worker in cluster.workers.items() if worker.registered and not worker.running_cell]
     held = [w for w in idle if cluster.workers[w].state is WorkerState.STARTING]  # they waited for this verdict
     cluster = replace(cluster, trial=None)
     is_kept = bool(trial.succeeded) or not trial.tried
@@ -219,4 +226,4 @@ def _catch_up(cluster: ClusterState, now: float, out: Commands, *, but: Collecti
             cluster = _run(cluster, w, cell, now, out) if cell is not None else cluster
         elif worker.job and worker.state is not WorkerState.STOPPED:
             outdated = outdated or lacking(cluster, worker) is not None
-    return replace(cluster, outdated=outdated)
+    return replace(cluster, setup_outdated=outdated)

@@ -31,7 +31,9 @@ def update(cluster: ClusterState, now: float) -> ClusterState:
     """The wait of the present stage. It begins anew when somebody has said the word that was waited for."""
     old, left = cluster.wait, len(cluster.awaiting)
     job = cluster.active
-    over = job is None or bool(job.succeeded and cluster.awaiting <= job.late | job.succeeded)  # they are told to end
+    over = job is None or bool(
+        job.succeeded and cluster.awaiting <= job.asked_to_stop | job.succeeded
+    )  # they are told to end
     if over or not left or cluster.stage not in WORDS:
         return cluster if old is None else replace(cluster, wait=None)
     if old is None or (old.stage, old.generation) != (cluster.stage, cluster.generation):
@@ -39,16 +41,18 @@ def update(cluster: ClusterState, now: float) -> ClusterState:
         return replace(
             cluster, wait=Wait(cluster.stage, cluster.generation, left, now, now, now + silent, now + silent / LOOKS)
         )
-    if old.left == left:
+    if old.awaited == left:
         return cluster
     silent = _patience(cluster)  # it may be shorter than before, and they are to be asked in time
-    look_at = min(old.look_at, now + silent / LOOKS)
-    return replace(cluster, wait=replace(old, left=left, since=now, until=now + silent, look_at=look_at, stuck=()))
+    look_at = min(old.ask_at, now + silent / LOOKS)
+    return replace(
+        cluster, wait=replace(old, awaited=left, since=now, until=now + silent, ask_at=look_at, irreplaceable=())
+    )
 
 
 def deadline(cluster: ClusterState) -> float:
     """When to look at it again."""
-    return NEVER if cluster.wait is None else min(cluster.wait.until, cluster.wait.look_at)
+    return NEVER if cluster.wait is None else min(cluster.wait.until, cluster.wait.ask_at)
 
 
 def position_reported(cluster: ClusterState, event: ev.PositionReported, now: float) -> ClusterState:
@@ -56,12 +60,12 @@ def position_reported(cluster: ClusterState, event: ev.PositionReported, now: fl
     wait, w = cluster.wait, event.worker
     if wait is None or event.generation != wait.generation or w not in cluster.awaiting:
         return cluster
-    before = wait.said.get(w)
-    wait = replace(wait, said={**wait.said, w: (event, now)})
+    before = wait.positions.get(w)
+    wait = replace(wait, positions={**wait.positions, w: (event, now)})
     if before is not None:
         old, at = before
         if event.begun != old.begun or event.commit != old.commit or event.cpu - old.cpu > USED * (now - at):
-            wait = replace(wait, worked={**wait.worked, w: now})
+            wait = replace(wait, worked_at={**wait.worked_at, w: now})
     return replace(cluster, wait=wait)
 
 
@@ -75,7 +79,7 @@ def mark_working(cluster: ClusterState, w: WorkerId, now: float) -> ClusterState
     wait = cluster.wait
     if wait is None or w not in cluster.awaiting:
         return cluster
-    return replace(cluster, wait=replace(wait, worked={**wait.worked, w: now}))
+    return replace(cluster, wait=replace(wait, worked_at={**wait.worked_at, w: now}))
 
 
 def act(cluster: ClusterState, now: float, out: Commands) -> ClusterState:
@@ -86,11 +90,11 @@ def act(cluster: ClusterState, now: float, out: Commands) -> ClusterState:
         cluster.generation,
     ):  # another deadline has ended the stage
         return cluster
-    if now >= wait.look_at and wait.stage is not Stage.ASKED:
+    if now >= wait.ask_at and wait.stage is not Stage.ASKED:
         out.append(cmd.QueryPosition(wait.generation, tuple(w for w in cluster.members if w in cluster.awaiting)))
-        wait = replace(wait, look_at=now + _patience(cluster) / LOOKS)
-    elif now >= wait.look_at:
-        wait = replace(wait, look_at=NEVER)
+        wait = replace(wait, ask_at=now + _patience(cluster) / LOOKS)
+    elif now >= wait.ask_at:
+        wait = replace(wait, ask_at=NEVER)
     cluster = replace(cluster, wait=wait)
     if now < wait.until:
         return cluster
@@ -122,18 +126,20 @@ def _patience(cluster: ClusterState) -> float:
 
 def _postpone_change(cluster: ClusterState, now: float, out: Commands) -> ClusterState:
     """Somebody does not say where it is, so those who have promised to stop wait for it: they go on, and are asked later."""
-    late, put_off = cluster.awaiting, cluster.put_off + 1
+    late, put_off = cluster.awaiting, cluster.postponements + 1
     why = f"{format_ids(late)} did not say where it is"
     pause = cluster.limits.timeouts.ask * 2.0 ** min(put_off - 1, DOUBLINGS)
     out.append(cmd.Record("change-put-off", f"{why}; asked again in {pause:g} s", generation=cluster.generation))
     cluster = generation_end.cancel_next(cluster, out)
     unanswered = {w: cluster.unanswered.get(w, 0) + 1 for w in sorted(late)}
-    cluster = replace(cluster, change_at=now + pause, change_why=why, put_off=put_off, unanswered=unanswered)
+    cluster = replace(
+        cluster, change_after=now + pause, postponed_because=why, postponements=put_off, unanswered=unanswered
+    )
     # those that are not heard are judged by `liveness`
-    lost = [w for w, times in unanswered.items() if times >= OFTEN and not cluster.workers[w].silent]
+    lost = [w for w, times in unanswered.items() if times >= OFTEN and not cluster.workers[w].unresponsive]
     if not lost or not state_lives(cluster, lost):
         return cluster
-    cluster = replace(cluster, put_off=0, unanswered={})
+    cluster = replace(cluster, postponements=0, unanswered={})
     return _replace_members(cluster, lost, f"said nothing when asked {OFTEN} times", now, out)
 
 
@@ -152,18 +158,20 @@ def _replace_late_leavers(cluster: ClusterState, wait: Wait, now: float, out: Co
     On the way to the agreed commit no generation is broken: who says where it is may save a file without using the processor.
     """
     timeouts = cluster.limits.timeouts
-    if wait.stuck:
+    if wait.irreplaceable:
         return _fail(cluster, wait, now, out)
     leaves = wait.stage is Stage.LEAVING
-    said = {w: at for w, (_, at) in wait.said.items()} if leaves else {}
-    due = {w: max(wait.since, wait.worked.get(w, 0.0), said.get(w, 0.0)) + timeouts.recover for w in cluster.awaiting}
+    said = {w: at for w, (_, at) in wait.positions.items()} if leaves else {}
+    due = {
+        w: max(wait.since, wait.worked_at.get(w, 0.0), said.get(w, 0.0)) + timeouts.recover for w in cluster.awaiting
+    }
     longest = wait.since + (timeouts.step if leaves else timeouts.recover_working)
     stuck = tuple(w for w in cluster.members if w in due and now >= min(due[w], longest))
     if not stuck:
         return replace(cluster, wait=replace(wait, until=min(*due.values(), longest)))
     if not state_lives(cluster, stuck):
         why = f"{format_ids(frozenset(stuck))} did not leave generation {cluster.generation}, and nobody else holds the training state"
-        wait = replace(wait, stuck=stuck, why=why, until=wait.since + cluster.limits.patience)
+        wait = replace(wait, irreplaceable=stuck, why=why, until=wait.since + cluster.limits.patience)
         cluster = replace(cluster, wait=wait)
         return cluster if now < wait.until else _fail(cluster, wait, now, out)
     return _replace_members(
@@ -179,23 +187,25 @@ def _fail(cluster: ClusterState, wait: Wait, now: float, out: Commands) -> Clust
 def _form_without_late(cluster: ClusterState, wait: Wait, now: float, out: Commands) -> ClusterState:
     """A group does not come to stand, and nobody is at work on it. The next one is formed without newcomers that were late."""
     timeouts = cluster.limits.timeouts
-    idle_since = max((wait.since, *wait.worked.values()))
+    idle_since = max((wait.since, *wait.worked_at.values()))
     due = min(idle_since + timeouts.form_for(len(cluster.members)), wait.began + timeouts.sync)
     if now < due:
         return replace(cluster, wait=replace(wait, until=due))
     silent = [
-        w for w in cluster.members if w in cluster.awaiting and not (w in wait.said and wait.said[w][0].connected)
+        w
+        for w in cluster.members
+        if w in cluster.awaiting and not (w in wait.positions and wait.positions[w][0].connected)
     ]
     late = silent or [w for w in cluster.members if w in cluster.awaiting]
     word = "connect" if silent else "get ready"
     what = f"did not {word} in generation {cluster.generation} within {now - wait.began:.0f} s"
     why = f"{format_ids(frozenset(late))} {what}"
-    unformed = cluster.unformed + 1
-    cluster = replace(generation_end.break_generation(cluster, why, now, out), unformed=unformed)
+    unformed = cluster.failed_formations + 1
+    cluster = replace(generation_end.break_generation(cluster, why, now, out), failed_formations=unformed)
     if cluster.active is None or cluster.active.succeeded:
         return cluster
     cluster = partitions.begin(cluster, now, out, among={w.host for w in late})
-    if cluster.unformed >= TWICE:
+    if cluster.failed_formations >= TWICE:
         return _replace_late_joiners(cluster, late, what, now, out)
     if len(late) == len(cluster.members):
         return cluster

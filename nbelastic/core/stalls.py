@@ -37,19 +37,19 @@ def handle(
         case ev.StallResolved():
             return clear(cluster)
         case ev.PositionReported(worker=w):
-            still = cluster.still
-            if still is None or w not in cluster.ranked:
+            still = cluster.stall
+            if still is None or w not in cluster.member_set:
                 return cluster
-            still = replace(still, where={**still.where, w: event}, unheard=still.unheard - {w})
-            cluster = replace(cluster, still=still)
-            return cluster if still.unheard else _judge(cluster, still, now, out)
+            still = replace(still, positions={**still.positions, w: event}, unanswered=still.unanswered - {w})
+            cluster = replace(cluster, stall=still)
+            return cluster if still.unanswered else _judge(cluster, still, now, out)
         case _:
             assert_never(event)
 
 
 def explain(cluster: ClusterState) -> ClusterState:
     """The reason with that of the standing still, as long as it is the same world that stands."""
-    still = cluster.still
+    still = cluster.stall
     if still is None or still.generation != cluster.generation or not _at_work(cluster):
         return clear(cluster)
     return replace(cluster, reason=and_also(cluster.reason, Reason("stands", text=still.text)))
@@ -57,10 +57,10 @@ def explain(cluster: ClusterState) -> ClusterState:
 
 def clear(cluster: ClusterState) -> ClusterState:
     """It goes on, or is over."""
-    still = cluster.still
+    still = cluster.stall
     if still is None:
         return cluster
-    return _set_reasons(replace(cluster, still=None), dict.fromkeys(still.behind, ""))
+    return _set_reasons(replace(cluster, stall=None), dict.fromkeys(still.stragglers, ""))
 
 
 def _at_work(cluster: ClusterState) -> bool:
@@ -77,55 +77,57 @@ def _set_reasons(cluster: ClusterState, reasons: dict[WorkerId, str]) -> Cluster
 def _query_members(cluster: ClusterState, event: ev.StallDetected, now: float, out: Commands) -> ClusterState:
     """What is known by now is judged, and everybody is asked again."""
     still = (
-        cluster.still
-        if cluster.still is not None and cluster.still.generation == event.generation
+        cluster.stall
+        if cluster.stall is not None and cluster.stall.generation == event.generation
         else Stall(event.generation)
     )
     still = replace(still, seconds=event.seconds)
-    cluster = _judge(replace(cluster, still=still), still, now, out)
-    if cluster.still is None or not _at_work(cluster):
+    cluster = _judge(replace(cluster, stall=still), still, now, out)
+    if cluster.stall is None or not _at_work(cluster):
         return cluster
     out.append(cmd.QueryPosition(cluster.generation, cluster.members))
-    cluster = replace(cluster, still=replace(cluster.still, unheard=cluster.ranked))
+    cluster = replace(cluster, stall=replace(cluster.stall, unanswered=cluster.member_set))
     return partitions.begin(cluster, now, out)
 
 
 def _judge(cluster: ClusterState, still: Stall, now: float, out: Commands) -> ClusterState:
     """Who is where, in words; and who has been behind for too long."""
     inside = [w for w in cluster.members if cluster.stage is not Stage.LEAVING or w in cluster.awaiting]
-    at = {w: still.where[w] for w in inside if w in still.where}
+    at = {w: still.positions[w] for w in inside if w in still.positions}
     age = f"{still.seconds:.0f} s"
     if not at:
         silent = [
-            f"; {rank_text(cluster, w)}: {cluster.workers[w].silent}" for w in inside if cluster.workers[w].silent
+            f"; {rank_text(cluster, w)}: {cluster.workers[w].unresponsive}"
+            for w in inside
+            if cluster.workers[w].unresponsive
         ]
-        return replace(cluster, still=replace(still, text=f"no commit for {age}{''.join(silent[:1])}"))
+        return replace(cluster, stall=replace(still, text=f"no commit for {age}{''.join(silent[:1])}"))
     far = {w: (a.begun, a.commit) for w, a in at.items()}
     least, most = min(far.values()), max(far.values()) if len(inside) == len(cluster.members) else LEFT
     slow = [w for w in at if far[w] == least != most]
-    before = still.behind
+    before = still.stragglers
     behind = {w: before[w] if w in before and before[w][0] == far[w] else (far[w], now) for w in slow}
     if not slow:
         cluster = _set_reasons(cluster, dict.fromkeys(before, ""))
         text = f"no commit for {age}; {_where(cluster, inside, at)}"
-        return replace(cluster, still=replace(still, text=text, behind=behind))
+        return replace(cluster, stall=replace(still, text=text, stragglers=behind))
     words = {w: f"{age} behind at commit {at[w].commit}" + (f", in {at[w].place}" * bool(at[w].place)) for w in slow}
     cluster = _set_reasons(cluster, dict.fromkeys(before, "") | words)
     still = _record(cluster, still, {w: at[w].commit for w in slow}, words, out)
     more = f" (and {len(slow) - 1} more)" if len(slow) > 1 else ""
     text = f"{rank_text(cluster, slow[0])} is {words[slow[0]]}{more}"
-    return _replace_stalled(replace(cluster, still=replace(still, text=text, behind=behind)), words, now, out)
+    return _replace_stalled(replace(cluster, stall=replace(still, text=text, stragglers=behind)), words, now, out)
 
 
 def _record(
     cluster: ClusterState, still: Stall, slow: dict[WorkerId, int], words: dict[WorkerId, str], out: Commands
 ) -> Stall:
     """Once for each commit at which they are behind; if there are many, the first of them stand for all."""
-    news = [item for item in islice(slow.items(), NAMED) if item not in still.told]
+    news = [item for item in islice(slow.items(), NAMED) if item not in still.reported]
     for w, _ in news:
         text = f"{rank_text(cluster, w)} is {words[w]}"
         out.append(cmd.Record("worker-behind", text, host=w.host, worker=str(w), generation=cluster.generation))
-    return replace(still, told=still.told.union(news))
+    return replace(still, reported=still.reported.union(news))
 
 
 def _where(cluster: ClusterState, inside: list[WorkerId], at: dict[WorkerId, ev.PositionReported]) -> str:
@@ -137,18 +139,20 @@ def _where(cluster: ClusterState, inside: list[WorkerId], at: dict[WorkerId, ev.
         return f"all ranks are at commit {commit}{where}"
     parts = [f"{rank_text(cluster, w)} is in {a.place}" for w, a in at.items() if a.place][:2]
     unheard = [w for w in inside if w not in at]
-    parts += [f"{rank_text(cluster, w)}: {cluster.workers[w].silent}" for w in unheard if cluster.workers[w].silent][
-        :1
-    ] or [f"{rank_text(cluster, w)} has not said where it is" for w in unheard[:1]]
+    parts += [
+        f"{rank_text(cluster, w)}: {cluster.workers[w].unresponsive}"
+        for w in unheard
+        if cluster.workers[w].unresponsive
+    ][:1] or [f"{rank_text(cluster, w)} has not said where it is" for w in unheard[:1]]
     return ", ".join(parts) or f"all ranks are at commit {commit}"
 
 
 def _replace_stalled(cluster: ClusterState, words: dict[WorkerId, str], now: float, out: Commands) -> ClusterState:
     """Others have waited for them long enough."""
-    still, stall = cluster.still, cluster.limits.stall
+    still, stall = cluster.stall, cluster.limits.stall
     if still is None or stall is None:
         return cluster
-    for w in [w for w, (_, since) in still.behind.items() if now >= since + stall]:
+    for w in [w for w, (_, since) in still.stragglers.items() if now >= since + stall]:
         why = f"{w} stalled ({words[w]}; stall is {stall:g} s)"
         out.append(cmd.StopWorker(w, kill=True))
         cluster = losses.worker_lost(cluster, w, why, now, out)

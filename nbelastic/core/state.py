@@ -22,7 +22,7 @@ Commands = list[cmd.Command]
 
 
 def rank_text(cluster: ClusterState, w: WorkerId) -> str:
-    return f"rank {cluster.members.index(w)} ({w})" if w in cluster.ranked else str(w)
+    return f"rank {cluster.members.index(w)} ({w})" if w in cluster.member_set else str(w)
 
 
 NO_BREAKS = (0, -1)  # how many, and at which commit
@@ -83,10 +83,10 @@ class Host(Struct, frozen=True):
     addresses: tuple[Interface, ...] = ()  # in its agent's order of preference
     port: int = 0  # its prober's, on each of them
     address: str = ""  # where its workers are reached; empty: its agent named none
-    agreed: tuple[str, ...] = ()  # where everybody who tried so far has reached it; empty: nobody has tried
+    agreed_addresses: tuple[str, ...] = ()  # where everybody who tried so far has reached it; empty: nobody has tried
     moved_at: float = 0.0  # when its workers were told of another address; 0.0: never
     admitted: int = 0  # a number that grows with every admission
-    apart: tuple[str, ...] = ()  # hosts that it did not reach when it was left out
+    unreached_hosts: tuple[str, ...] = ()  # hosts that it did not reach when it was left out
 
 
 class Admission(Struct, frozen=True):
@@ -97,23 +97,23 @@ class Admission(Struct, frozen=True):
 
     number: int  # of its probes
     partners: tuple[str, ...]  # of the present round
-    own: tuple[str, ...]  # its addresses at which all of the rounds before have reached it
+    addresses: tuple[str, ...]  # its addresses at which all of the rounds before have reached it
     until: float  # who has not answered by then will not
     awaited: frozenset[tuple[str, str]]
     answers: dict[tuple[str, str], tuple[str, ...]] = {}  # where it was reached
     passed: frozenset[str] = frozenset()  # partners of the rounds before
 
 
-class Mesh(Struct, frozen=True):
+class PartitionCheck(Struct, frozen=True):
     """A round of probes between the hosts of a world. A pair is (host, host), in the order of their names."""
 
     number: int = 0
     until: float = NEVER
     awaited: frozenset[tuple[str, str]] = frozenset()  # probes
     pairs: frozenset[tuple[str, str]] = frozenset()
-    among: tuple[str, ...] = ()  # hosts that are all probed with one another
-    cut: frozenset[tuple[str, str]] = frozenset()  # pairs of which one did not reach the other
-    failed: dict[tuple[str, str], int] = {}  # pairs, and in how many rounds in a row they were cut
+    fully_probed: tuple[str, ...] = ()  # hosts that are all probed with one another
+    unreached: frozenset[tuple[str, str]] = frozenset()  # pairs of which one did not reach the other
+    failed_rounds: dict[tuple[str, str], int] = {}  # pairs, and in how many rounds in a row they were cut
 
 
 class Stall(Struct, frozen=True):
@@ -121,10 +121,10 @@ class Stall(Struct, frozen=True):
 
     generation: int
     seconds: float = 0.0  # without a commit
-    unheard: frozenset[WorkerId] = frozenset()  # members that were asked where they are, and have not said
-    where: dict[WorkerId, PositionReported] = {}
-    behind: dict[WorkerId, tuple[tuple[int, int], float]] = {}  # where they are, and since when they are seen there
-    told: frozenset[tuple[WorkerId, int]] = frozenset()  # of whom it was recorded, and at which commit
+    unanswered: frozenset[WorkerId] = frozenset()  # members that were asked where they are, and have not said
+    positions: dict[WorkerId, PositionReported] = {}
+    stragglers: dict[WorkerId, tuple[tuple[int, int], float]] = {}  # where they are, and since when they are seen there
+    reported: frozenset[tuple[WorkerId, int]] = frozenset()  # of whom it was recorded, and at which commit
     text: str = ""
 
 
@@ -133,14 +133,14 @@ class Wait(Struct, frozen=True):
 
     stage: Stage
     generation: int
-    left: int  # how many words
+    awaited: int  # how many words
     began: float
     since: float  # when the last word came
     until: float  # when it is judged
-    look_at: float  # when those who are waited for are asked where they are
-    said: dict[WorkerId, tuple[PositionReported, float]] = {}  # their last answers, and when these came
-    worked: dict[WorkerId, float] = {}  # when they were last seen at work
-    stuck: tuple[WorkerId, ...] = ()  # they cannot be replaced
+    ask_at: float  # when those who are waited for are asked where they are
+    positions: dict[WorkerId, tuple[PositionReported, float]] = {}  # their last answers, and when these came
+    worked_at: dict[WorkerId, float] = {}  # when they were last seen at work
+    irreplaceable: tuple[WorkerId, ...] = ()  # they cannot be replaced
     why: str = ""
 
 
@@ -178,10 +178,10 @@ class Worker(Struct, frozen=True, gc=False):
     registered: bool = False  # its engine takes code
     was_ready: bool = False
     ran: frozenset[int] = frozenset()  # versions of setup cells that it has run well
-    cell: int = 0  # the version of the one that it runs now; 0: none
+    running_cell: int = 0  # the version of the one that it runs now; 0: none
     cell_since: float = 0.0
     failed_cell: str = ""  # the key of the one that failed on it: it takes part in no job
-    silent: str = ""  # why it is left alone although nothing is heard of it; empty: it is heard
+    unresponsive: str = ""  # why it is left alone although nothing is heard of it; empty: it is heard
 
 
 class Job(Struct, frozen=True):
@@ -189,7 +189,7 @@ class Job(Struct, frozen=True):
     formed: bool = False  # a world of it has run
     succeeded: frozenset[WorkerId] = frozenset()
     ended: frozenset[WorkerId] = frozenset()  # whose program came to its end well
-    late: frozenset[WorkerId] = frozenset()  # told to stop, as they cannot finish after others have
+    asked_to_stop: frozenset[WorkerId] = frozenset()  # told to stop, as they cannot finish after others have
     ranks: tuple[WorkerId, ...] = ()  # the members of its last world, the dead included: results are given by rank
     outcome: str = ""  # succeeded, failed, stopped
     reason: str = ""
@@ -200,14 +200,14 @@ class KeptState(Struct, frozen=True):
 
     by: WorkerId
     commit: int
-    heir: WorkerId | None = None  # who is to read it
+    reader: WorkerId | None = None  # who is to read it
 
 
 class ExternalNode(Struct, frozen=True):
     """A node that has come by itself, from a terminal. `here`: it is on the driver's machine."""
 
     pid: int
-    here: bool
+    is_local: bool
     ready: NodeReady | None = None  # what it has said last of that it waits
 
 
@@ -217,76 +217,88 @@ class ClusterState(Struct, frozen=True):
     limits: Limits
     hosts: dict[str, Host] = {}  # in order of seniority
     workers: dict[WorkerId, Worker] = {}
-    buried: int = 0  # workers that were taken out of `workers` so far
+    removed_workers: int = 0  # workers that were taken out of `workers` so far
     generation: int = 0
     stage: Stage = Stage.GATHERING
     members: tuple[WorkerId, ...] = ()
-    ranked: frozenset[WorkerId] = frozenset()  # the members as a set
-    order: FormWorld | None = None  # by which the generation was formed
-    plan: FormWorld | None = None  # the next one, for which the process group is or was built beside the training
-    ahead: frozenset[WorkerId] = frozenset()  # who is in the planned generation already, before all have left this one
-    undone: FormWorld | None = None  # a plan called off when its members were leaving for it: they may be in it
-    early: tuple[
+    member_set: frozenset[WorkerId] = frozenset()  # the members as a set
+    formation: FormWorld | None = None  # by which the generation was formed
+    next_formation: FormWorld | None = (
+        None  # the next one, for which the process group is or was built beside the training
+    )
+    entered_next: frozenset[WorkerId] = (
+        frozenset()
+    )  # who is in the planned generation already, before all have left this one
+    cancelled_formation: FormWorld | None = (
+        None  # a plan called off when its members were leaving for it: they may be in it
+    )
+    deferred_events: tuple[
         WorkerSucceeded | ProgramEnded, ...
     ] = ()  # of those ahead: that they have finished, which is heard when all have left this one
-    formed_in: int = 0  # the last generation of which a world has formed
-    numbered: int = 0  # the highest number that a generation was given; a planned one may come to nothing
+    last_formed: int = 0  # the last generation of which a world has formed
+    highest_generation: int = 0  # the highest number that a generation was given; a planned one may come to nothing
     prepare_by: float = NEVER
-    change_at: float = 0.0  # before that no change is tried again
-    change_why: str = ""  # what kept the last one from being made
-    put_off: int = 0  # times in a row
+    change_after: float = 0.0  # before that no change is tried again
+    postponed_because: str = ""  # what kept the last one from being made
+    postponements: int = 0  # times in a row
     unanswered: dict[WorkerId, int] = {}  # members that did not say where they are, and how many times in a row
-    unformed: int = 0  # worlds in a row that did not form in time
+    failed_formations: int = 0  # worlds in a row that did not form in time
     wait: Wait | None = None
-    plainly: bool = False  # the next change is made without preparation, as that failed
+    skip_preparing: bool = False  # the next change is made without preparation, as that failed
     awaiting: frozenset[WorkerId] = frozenset()  # members whose word the present stage waits for
-    complaints: dict[WorkerId, str] = {}  # why some could not prepare
-    waiting: frozenset[WorkerId] = frozenset()  # newcomers that wait in the elastic loop for a world
-    held: dict[WorkerId, float] = {}  # of those, who is left out because it could not join the others, and until when
+    prepare_errors: dict[WorkerId, str] = {}  # why some could not prepare
+    newcomers: frozenset[WorkerId] = frozenset()  # newcomers that wait in the elastic loop for a world
+    held_back: dict[
+        WorkerId, float
+    ] = {}  # of those, who is left out because it could not join the others, and until when
     starting: frozenset[WorkerId] = frozenset()  # workers of which one can expect that they soon will
     leaving: frozenset[WorkerId] = frozenset()  # members that are to leave: drained or above max
     stopped: frozenset[WorkerId] = frozenset()  # alive, but told to end: in no other of these sets
-    ends: dict[WorkerId, float] = {}  # of those: when each counts as ended, whatever is reported
+    end_deadlines: dict[WorkerId, float] = {}  # of those: when each counts as ended, whatever is reported
     failed: frozenset[WorkerId] = frozenset()  # alive, but of no use to this job
     suspects: frozenset[WorkerId] = frozenset()  # members that lost a connection while nobody is known dead
-    asks: int = 0  # how often members were asked to leave so far
-    offers: tuple[int, ...] = ()
+    ask_number: int = 0  # how often members were asked to leave so far
+    acknowledged_commits: tuple[int, ...] = ()
     broken_at: float = 0.0  # when the newest broken generation broke, and all its members were sent the abort
     job: Job | None = None
-    kept: KeptState | None = None  # until a world has formed with it
-    stuck: frozenset[WorkerId] = frozenset()  # members that no abort wakes
+    kept_state: KeptState | None = None  # until a world has formed with it
+    hung: frozenset[WorkerId] = frozenset()  # members that no abort wakes
     script: Group | None = None  # that runs or, if no job came after it, has run last
     external_nodes: dict[str, ExternalNode] = {}
     resets: int = 0
     setup: tuple[SetupCell, ...] = ()  # in the order in which workers run them
     trial: SetupTrial | None = None
-    outdated: bool = False  # a worker that is busy has not run all setup cells
+    setup_outdated: bool = False  # a worker that is busy has not run all setup cells
     setup_by: float = NEVER  # when a worker will have run a setup cell for too long
-    joined: int = 0  # hosts so far
+    hosts_joined: int = 0  # hosts so far
     discovered: bool = False  # the host discovery has answered once, under this driver or an earlier one
-    admissions: int = 0  # hosts that have come up so far
-    here: str = ""  # where hosts on other machines come to the driver's machine
-    door: str = ""  # where terminals of other machines come to the driver's machine, if they are let in
+    hosts_admitted: int = 0  # hosts that have come up so far
+    driver_address: str = ""  # where hosts on other machines come to the driver's machine
+    external_address: str = ""  # where terminals of other machines come to the driver's machine, if they are let in
     probing: dict[str, Admission] = {}  # newcomers, by name
-    probes: int = 0  # the last number that probes were given
-    mesh: Mesh = Mesh()
-    still: Stall | None = None
-    removed: frozenset[str] = frozenset()  # hosts removed by hand, which discovery may still list
+    last_probe: int = 0  # the last number that probes were given
+    partition_check: PartitionCheck = PartitionCheck()
+    stall: Stall | None = None
+    removed_hosts: frozenset[str] = frozenset()  # hosts removed by hand, which discovery may still list
     incarnations: dict[str, int] = {}  # the newest ones of hosts that have left; see `provisioning.NAMES`
     reason: Reason = Reason("no-hosts")
     stopping: str = ""
-    since: float = 0.0  # since when ready newcomers, or leavers, wait for those that are starting
+    settling_since: float = 0.0  # since when ready newcomers, or leavers, wait for those that are starting
     suspect_since: float = 0.0
-    complaint: str = ""  # what the first of the suspects raised
-    unexplained: tuple[int, int] = NO_BREAKS  # breaks of the job in a row that no death explains, and their commit
-    until: float = NEVER  # when the wait that `reason` names ends by itself
+    suspect_error: str = ""  # what the first of the suspects raised
+    unexplained_breaks: tuple[int, int] = (
+        NO_BREAKS  # breaks of the job in a row that no death explains, and their commit
+    )
+    reason_until: float = NEVER  # when the wait that `reason` names ends by itself
     wake_at: float = NEVER  # when a cooling slot or a lost host is to be tried again
     linger_until: float = 0.0  # until when a program of an ended job may still run
     linger_last: float = 0.0  # and until when one that holds the training state
-    retired: frozenset[str] = frozenset()  # hosts whose agents were told to end, as the cluster is stopped
-    close_by: float = NEVER  # who of them has not ended then is not waited for
-    short_since: float | None = None  # since when there have been fewer than min in the elastic loop, less the pauses
-    paused_since: float | None = None  # since when as many as min are there, whose programs have not come to that loop
+    ending_hosts: frozenset[str] = frozenset()  # hosts whose agents were told to end, as the cluster is stopped
+    agents_end_by: float = NEVER  # who of them has not ended then is not waited for
+    too_few_since: float | None = None  # since when there have been fewer than min in the elastic loop, less the pauses
+    timeout_paused_since: float | None = (
+        None  # since when as many as min are there, whose programs have not come to that loop
+    )
 
     @property
     def phase(self) -> str:
@@ -334,7 +346,7 @@ def host_backoff_until(host: Host, now: float) -> float:
 
 def with_members(cluster: ClusterState, members: tuple[WorkerId, ...]) -> ClusterState:
     """These are the members now, by rank."""
-    return replace(cluster, members=members, ranked=frozenset(members))
+    return replace(cluster, members=members, member_set=frozenset(members))
 
 
 def with_worker(cluster: ClusterState, worker: Worker) -> ClusterState:
@@ -350,7 +362,9 @@ def difference(ids: frozenset[WorkerId], gone: frozenset[WorkerId]) -> frozenset
 def with_reason(cluster: ClusterState, reason: Reason, until: float = NEVER) -> ClusterState:
     """Not yet, and why; and when the wait ends by itself."""
     return (
-        cluster if cluster.reason == reason and cluster.until == until else replace(cluster, reason=reason, until=until)
+        cluster
+        if cluster.reason == reason and cluster.reason_until == until
+        else replace(cluster, reason=reason, reason_until=until)
     )
 
 

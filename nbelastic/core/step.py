@@ -44,24 +44,24 @@ def step(cluster: ClusterState, event: ev.Event, now: float) -> tuple[ClusterSta
     worker = getattr(event, "worker", None)
     if worker is None or worker in cluster.workers:
         cluster = _handle(cluster, event, now, out)
-    if cluster.mesh.pairs:
+    if cluster.partition_check.pairs:
         cluster = partitions.progress(cluster, now, out)
     if cluster.probing:  # after the mesh, which may have left out a host with which a newcomer is probed
         cluster = host_admission.progress(cluster, now, out)
-    if cluster.kept is not None:  # on a host which any of those may have left out
+    if cluster.kept_state is not None:  # on a host which any of those may have left out
         cluster = hangs.progress(cluster, now, out)
     if cluster.stopping:
         cluster = stopping.retire(cluster, now, out)
-    if cluster.trial is not None or cluster.outdated:
+    if cluster.trial is not None or cluster.setup_outdated:
         cluster = setup_cells.progress(cluster, now, out)
     if cluster.script is not None or cluster.external_nodes:
         cluster = script_job.progress(before, cluster, now, out)
     cluster = reconfiguration.progress(backoff.release_held(cluster, now), now, out)
-    if cluster.early and cluster.plan is None:
+    if cluster.deferred_events and cluster.next_formation is None:
         cluster = worker_events.handle_deferred(cluster, now, out)
     cluster = stage_deadlines.update(backoff.release_held(cluster, now), now)
     cluster = deadlines.set_stop_deadlines(cluster, now)
-    if cluster.still is not None:
+    if cluster.stall is not None:
         cluster = stalls.explain(cluster)
     return cluster, tuple(out)
 

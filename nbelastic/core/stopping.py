@@ -31,7 +31,7 @@ def stop(cluster: ClusterState, event: ev.StopRequested, now: float, out: Comman
             probing={},
             trial=None,
             setup_by=NEVER,
-            still=None,
+            stall=None,
             wake_at=NEVER,
             linger_until=cluster.linger_until if runs else 0.0,
         )
@@ -44,13 +44,13 @@ def stop(cluster: ClusterState, event: ev.StopRequested, now: float, out: Comman
 def retire(cluster: ClusterState, now: float, out: Commands) -> ClusterState:
     """Agents are told to end whose workers' programs have ended, or had their time. The last ones are not waited for long."""
     busy = {w.host for w, worker in cluster.workers.items() if worker.job} if cluster.linger_until else frozenset()
-    idle = [name for name in cluster.hosts if name not in cluster.retired and name not in busy]
+    idle = [name for name in cluster.hosts if name not in cluster.ending_hosts and name not in busy]
     if idle:
         out.extend(cmd.StopAgent(name) for name in idle)
         close_by = now + cluster.limits.timeouts.close
-        return replace(cluster, retired=cluster.retired.union(idle), close_by=close_by)
-    if now >= cluster.close_by:
-        for name in [name for name in cluster.hosts if name in cluster.retired]:
+        return replace(cluster, ending_hosts=cluster.ending_hosts.union(idle), agents_end_by=close_by)
+    if now >= cluster.agents_end_by:
+        for name in [name for name in cluster.hosts if name in cluster.ending_hosts]:
             cluster = losses.host_lost(cluster, name, "it did not end in time", now, out)
-        cluster = replace(cluster, close_by=NEVER)
+        cluster = replace(cluster, agents_end_by=NEVER)
     return cluster

@@ -135,11 +135,11 @@ def _restore_job(
             why = f"no worker is left that holds the training state: the last one was lost {OFFLINE}"
             return jobs.end(cluster, "failed", why, now, out)
         return _abort_strays(cluster, inside, out)
-    if cluster.kept is not None and max(inside[w].commit for w in holders) > cluster.kept.commit:
+    if cluster.kept_state is not None and max(inside[w].commit for w in holders) > cluster.kept_state.commit:
         cluster = delete_kept_state(cluster, out)
     late = frozenset(told).intersection(holders)
     cluster = jobs.linger(cluster, now) if late else cluster
-    job = replace(job, formed=True, succeeded=finished, late=late)
+    job = replace(job, formed=True, succeeded=finished, asked_to_stop=late)
     members = _whole_world(inside)
     quiet = [w for w in saved.members if _is_there(cluster, w) and w not in inside]
     if not members and any(cluster.workers[w].state is WorkerState.RUNNING for w in quiet):
@@ -153,7 +153,7 @@ def _restore_job(
     if not finished and (
         saved.gathering or not any(inside[w].generation for w in holders)
     ):  # it had been broken, or left
-        return replace(jobs.abort_generation(cluster, why, out), stage=Stage.GATHERING, awaiting=cluster.ranked)
+        return replace(jobs.abort_generation(cluster, why, out), stage=Stage.GATHERING, awaiting=cluster.member_set)
     return generation_end.break_generation(cluster, why, now, out)
 
 
@@ -177,7 +177,7 @@ def _continue_world(
     """Nobody of this world is disturbed. What was to follow it will not be."""
     known = [inside[w] for w in members if w in inside]
     generation = known[0].generation
-    cluster = replace(delete_kept_state(cluster, out), formed_in=generation)
+    cluster = replace(delete_kept_state(cluster, out), last_formed=generation)
     cluster = _abort_strays(with_members(cluster, members), inside, out)
     for later in range(generation + 1, max(here.numbered for here in known) + 1):
         out.append(cmd.DropWorld(later, members))
@@ -187,16 +187,16 @@ def _continue_world(
         cmd.Record("world-found", f"{len(members)} workers train on in generation {generation}", generation=generation)
     )
     return replace(
-        cluster, generation=generation, stage=Stage.RUNNING, order=cmd.FormWorld(generation, members, "", 0, ())
+        cluster, generation=generation, stage=Stage.RUNNING, formation=cmd.FormWorld(generation, members, "", 0, ())
     )
 
 
 def _abort_strays(cluster: ClusterState, inside: Reports, out: Commands) -> ClusterState:
     """Who is no member and has heard of a generation that will not be: an abort counts for all up to its number."""
-    those = (w for w, here in inside.items() if w not in cluster.ranked and here.busy)
+    those = (w for w, here in inside.items() if w not in cluster.member_set and here.busy)
     away = tuple(w for w in those if inside[w].generation or inside[w].numbered > inside[w].left)
     if away:
-        out.append(cmd.AbortWorld(cluster.numbered, away, "a new driver forms the world anew"))
+        out.append(cmd.AbortWorld(cluster.highest_generation, away, "a new driver forms the world anew"))
     return cluster
 
 
@@ -229,8 +229,8 @@ def _replay_messages(cluster: ClusterState, inside: Reports, now: float, out: Co
     job = cluster.active
     assert job is not None
     there = [w for w in inside if _is_there(cluster, w)]
-    words = {w: inside[w].word for w in sorted(there, key=lambda w: (w in cluster.ranked, inside[w].rank, w))}
-    cluster = provisioning.expect_workers(cluster, [w for w in there if inside[w].busy and w not in cluster.ranked])
+    words = {w: inside[w].word for w in sorted(there, key=lambda w: (w in cluster.member_set, inside[w].rank, w))}
+    cluster = provisioning.expect_workers(cluster, [w for w in there if inside[w].busy and w not in cluster.member_set])
     for word in words.values():
         if isinstance(word, ev.WorkerRaised):
             cluster = _handle(cluster, word, now, out)
@@ -240,7 +240,7 @@ def _replay_messages(cluster: ClusterState, inside: Reports, now: float, out: Co
                 cluster = setup_cells.run_next(cluster, w, now, out)
     for w, word in words.items():
         if isinstance(word, ev.WorkerReady) and (
-            w not in cluster.ranked or word.generation >= cluster.generation
+            w not in cluster.member_set or word.generation >= cluster.generation
         ):  # else it says it anew
             cluster = _handle(cluster, word, now, out)
     return cluster

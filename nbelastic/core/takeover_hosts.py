@@ -42,20 +42,20 @@ def restore_hosts(
         saved.limits,
         hosts=hosts,
         job=job,
-        kept=saved.kept if saved.kept is not None and _is_up(hosts.get(saved.kept.by.host)) else None,
-        formed_in=saved.formed_in,
+        kept_state=saved.kept if saved.kept is not None and _is_up(hosts.get(saved.kept.by.host)) else None,
+        last_formed=saved.formed_in,
         resets=saved.resets,
-        joined=saved.joined,
+        hosts_joined=saved.joined,
         discovered=True,
         setup=saved.setup,
-        numbered=saved.numbered,
-        probes=saved.probes + UNSAVED,
-        admissions=len(hosts),
-        removed=frozenset(saved.removed),
+        highest_generation=saved.numbered,
+        last_probe=saved.probes + UNSAVED,
+        hosts_admitted=len(hosts),
+        removed_hosts=frozenset(saved.removed),
         incarnations={**saved.incarnations, **{old.spec.name: old.newest for old in saved.hosts}},
-        here=saved.here,
-        door=saved.door,
-        since=now,
+        driver_address=saved.here,
+        external_address=saved.door,
+        settling_since=now,
     )
     return host_admission.widen(cluster, now, out) if host_admission.wide(cluster) else cluster
 
@@ -98,7 +98,7 @@ def _with_agent(old: SavedHost, agent: AgentHello, number: int, now: float) -> H
         addresses=agent.addresses,
         port=agent.port,
         address=address,
-        agreed=(address,) if address and not is_loopback(address) else (),
+        agreed_addresses=(address,) if address and not is_loopback(address) else (),
         admitted=number,
     )
 
@@ -149,11 +149,11 @@ def restore_workers(
             generation=here.left,
             commit=here.commit,
             store=here.store,
-            has_state=bool(job) and here.holds and here.since >= cluster.formed_in,
+            has_state=bool(job) and here.holds and here.since >= cluster.last_formed,
             was_ready=is_set_up,
             registered=is_set_up,  # else it comes to be when its engine is known
             ran=versions,
         )
     starting = frozenset(w for w, worker in workers.items() if worker.state is WorkerState.STARTING)
-    numbered = max([cluster.numbered, *(here.numbered for here in heard.values())])
-    return replace(cluster, workers=workers, starting=starting, numbered=numbered, generation=numbered)
+    numbered = max([cluster.highest_generation, *(here.numbered for here in heard.values())])
+    return replace(cluster, workers=workers, starting=starting, highest_generation=numbered, generation=numbered)

@@ -29,12 +29,16 @@ UNEXPLAINED = 3  # breaks in a row at one commit that no death explains: then th
 
 def _defer(cluster: ClusterState, event: ev.WorkerSucceeded | ev.ProgramEnded) -> ClusterState:
     """Keep a word of the planned world until all members have left the present one."""
-    return cluster if event in cluster.early else replace(cluster, early=(*cluster.early, event))
+    return (
+        cluster
+        if event in cluster.deferred_events
+        else replace(cluster, deferred_events=(*cluster.deferred_events, event))
+    )
 
 
 def handle_deferred(cluster: ClusterState, now: float, out: Commands) -> ClusterState:
     """What was planned is now, or has come to nothing: words of it that were waiting are heard."""
-    early, cluster = cluster.early, replace(cluster, early=())
+    early, cluster = cluster.deferred_events, replace(cluster, deferred_events=())
     for event in early:
         if event.worker not in cluster.workers:
             continue
@@ -54,7 +58,7 @@ def worker_ready(cluster: ClusterState, event: ev.WorkerReady, now: float, out: 
     if job is None or event.job != job.name:  # it began the program when the job was already over
         out.append(cmd.StopProgram(event.job, (w,), "the job is over"))
         return cluster
-    if old.job != job.name or not old.generation <= event.generation <= cluster.numbered:
+    if old.job != job.name or not old.generation <= event.generation <= cluster.highest_generation:
         return cluster
     worker = replace(
         old,
@@ -65,17 +69,21 @@ def worker_ready(cluster: ClusterState, event: ev.WorkerReady, now: float, out: 
         store=event.store,
         has_state=holds_newest_state(cluster, old, event),
     )
-    cluster = unassign_kept_state(replace(cluster, stuck=difference(cluster.stuck, frozenset({w}))), worker)
-    if w not in cluster.ranked:
-        is_first = not cluster.waiting or cluster.short_since is not None  # that of them which makes them enough counts
-        cluster = replace(cluster, since=now if is_first else cluster.since)
+    cluster = unassign_kept_state(replace(cluster, hung=difference(cluster.hung, frozenset({w}))), worker)
+    if w not in cluster.member_set:
+        is_first = (
+            not cluster.newcomers or cluster.too_few_since is not None
+        )  # that of them which makes them enough counts
+        cluster = replace(cluster, settling_since=now if is_first else cluster.settling_since)
         return with_worker(
-            replace(cluster, waiting=cluster.waiting | {w}, starting=difference(cluster.starting, frozenset({w}))),
+            replace(cluster, newcomers=cluster.newcomers | {w}, starting=difference(cluster.starting, frozenset({w}))),
             worker,
         )
     left = event.generation >= cluster.generation  # it may have been in a prepared generation that came to nothing
     last = (
-        cluster.undone.generation if cluster.undone is not None and w in cluster.undone.members else cluster.generation
+        cluster.cancelled_formation.generation
+        if cluster.cancelled_formation is not None and w in cluster.cancelled_formation.members
+        else cluster.generation
     )
     match cluster.stage:
         case Stage.GATHERING | Stage.LEAVING if event.generation >= last:
@@ -86,8 +94,8 @@ def worker_ready(cluster: ClusterState, event: ev.WorkerReady, now: float, out: 
             out.append(cmd.AbortWorld(last, (w,), "the prepared generation was called off"))
         case Stage.GATHERING if w in cluster.awaiting:  # it never heard of the generation that broke
             out.append(cmd.AbortWorld(last, (w,), "this generation is over"))
-        case Stage.FORMING if not left and w in cluster.awaiting and cluster.order:  # it missed the order
-            out.append(replace(cluster.order, to=(w,)))
+        case Stage.FORMING if not left and w in cluster.awaiting and cluster.formation:  # it missed the order
+            out.append(replace(cluster.formation, to=(w,)))
         case Stage.FORMING | Stage.RUNNING | Stage.PREPARING | Stage.ASKED if left:  # nobody told it to leave
             return _suspect(cluster, w, "its program left the elastic loop unasked", now)
     return cluster
@@ -98,16 +106,16 @@ MemberEvent = ev.StoreOffered | ev.WorkerFormed | ev.LeaveAcknowledged | ev.Work
 
 def member_event(cluster: ClusterState, event: MemberEvent, now: float, out: Commands) -> ClusterState:
     """What members say of the elastic loop; news of a finished generation is dropped."""
-    w, plan = event.worker, cluster.plan
+    w, plan = event.worker, cluster.next_formation
     if (
         plan is not None and event.generation == plan.generation and w in plan.members
     ):  # it is ahead of those who have not left
         if cluster.stage is not Stage.LEAVING:
             return cluster
         if isinstance(event, ev.WorkerFormed):
-            return replace(cluster, ahead=cluster.ahead | {w})
+            return replace(cluster, entered_next=cluster.entered_next | {w})
         return _defer(cluster, event) if isinstance(event, ev.WorkerSucceeded) else cluster
-    if not cluster.active or event.generation != cluster.generation or w not in cluster.ranked:
+    if not cluster.active or event.generation != cluster.generation or w not in cluster.member_set:
         return cluster
     match event:
         case ev.StoreOffered(store=store):
@@ -116,14 +124,16 @@ def member_event(cluster: ClusterState, event: MemberEvent, now: float, out: Com
             forming = cluster.stage is Stage.FORMING and w in cluster.awaiting
             return generations.worker_formed(cluster, w, now, out) if forming else cluster
         case ev.LeaveAcknowledged(commit=commit, ask=ask):
-            if cluster.stage is not Stage.ASKED or w not in cluster.awaiting or ask != cluster.asks:
+            if cluster.stage is not Stage.ASKED or w not in cluster.awaiting or ask != cluster.ask_number:
                 return cluster
-            return replace(cluster, awaiting=cluster.awaiting - {w}, offers=(*cluster.offers, commit))
+            return replace(
+                cluster, awaiting=cluster.awaiting - {w}, acknowledged_commits=(*cluster.acknowledged_commits, commit)
+            )
         case ev.WorkerRaised(intact=intact, error=error):
             late = now - cluster.broken_at > ABORTED  # before that the abort may still be on its way
             if cluster.stage is Stage.GATHERING and w in cluster.awaiting and late:  # it missed the abort
                 out.append(cmd.AbortWorld(cluster.generation, (w,), "this generation is over"))
-            if cluster.stage is Stage.GATHERING or w in cluster.active.late:
+            if cluster.stage is Stage.GATHERING or w in cluster.active.asked_to_stop:
                 return cluster
             if intact:
                 return jobs.end(cluster, "failed", f"{rank_text(cluster, w)} raised {error}", now, out, culprit=w)
@@ -137,25 +147,27 @@ def member_event(cluster: ClusterState, event: MemberEvent, now: float, out: Com
 def break_unexplained(cluster: ClusterState, now: float, out: Commands) -> ClusterState:
     """Connections broke and nobody died. Once that is the network's fault; again and again at one commit, the program's."""
     begun = max((cluster.workers[w].commit for w in cluster.members), default=0)
-    count, at = cluster.unexplained
+    count, at = cluster.unexplained_breaks
     count = count + 1 if at == begun else 1
     culprit = min(cluster.suspects)
-    if count >= UNEXPLAINED and not cluster.mesh.pairs:  # while probes are under way it may still be the network
-        why = f"{rank_text(cluster, culprit)} raised {cluster.complaint} ({count} times in a row, and no death explains it)"
+    if (
+        count >= UNEXPLAINED and not cluster.partition_check.pairs
+    ):  # while probes are under way it may still be the network
+        why = f"{rank_text(cluster, culprit)} raised {cluster.suspect_error} ({count} times in a row, and no death explains it)"
         return jobs.end(cluster, "failed", why, now, out, culprit=culprit)
     why = f"connections of {format_ids(cluster.suspects)} broke though every worker lives"
     cluster = partitions.begin(cluster, now, out)
-    return generation_end.break_generation(replace(cluster, unexplained=(count, begun)), why, now, out)
+    return generation_end.break_generation(replace(cluster, unexplained_breaks=(count, begun)), why, now, out)
 
 
 def _suspect(cluster: ClusterState, w: WorkerId, error: str, now: float) -> ClusterState:
     """It lost a connection though nobody is known to be dead: the news of a death may be on its way."""
     job = cluster.active
-    if job is None or w in job.succeeded or w in job.late:
+    if job is None or w in job.succeeded or w in job.asked_to_stop:
         return cluster
     if cluster.suspects:
         return replace(cluster, suspects=cluster.suspects | {w})
-    return replace(cluster, suspects=frozenset((w,)), suspect_since=now, complaint=error)
+    return replace(cluster, suspects=frozenset((w,)), suspect_since=now, suspect_error=error)
 
 
 def program_ended(cluster: ClusterState, event: ev.ProgramEnded, now: float, out: Commands) -> ClusterState:
@@ -164,25 +176,27 @@ def program_ended(cluster: ClusterState, event: ev.ProgramEnded, now: float, out
     worker, job = cluster.workers[w], cluster.active
     if worker.job != name:
         return cluster
-    if any(word.worker == w for word in cluster.early):
+    if any(word.worker == w for word in cluster.deferred_events):
         return _defer(cluster, event)
     stopped = worker.state is WorkerState.STOPPED
     state = WorkerState.STOPPED if stopped else WorkerState.READY
     gone = frozenset({w})
     cluster = with_worker(cluster, replace(worker, job="", state=state, has_state=False))
-    cluster = replace(cluster, starting=difference(cluster.starting, gone), waiting=difference(cluster.waiting, gone))
+    cluster = replace(
+        cluster, starting=difference(cluster.starting, gone), newcomers=difference(cluster.newcomers, gone)
+    )
     if job is None or job.name != name:
         return setup_cells.run_next(cluster, w, now, out)
-    if stopped or w in job.late:
+    if stopped or w in job.asked_to_stop:
         leavers = cluster.leaving & gone
         cluster = losses.remove_from_job(cluster, gone, f"{w} did not finish", now, out, keep=True)
         return provisioning.stop_workers(cluster, leavers, out)
     if not error:
         return _program_returned(cluster, w, now, out)
-    if cluster.kept is not None and w == cluster.kept.heir:
-        why = f"{w} could not read the training state that {cluster.kept.by} has kept: {error}"
+    if cluster.kept_state is not None and w == cluster.kept_state.reader:
+        why = f"{w} could not read the training state that {cluster.kept_state.by} has kept: {error}"
         return jobs.end(cluster, "failed", why, now, out, culprit=w)
-    if job.formed and w not in cluster.ranked:
+    if job.formed and w not in cluster.member_set:
         out.append(cmd.Record("worker-failed", f"newcomer {w} failed: {error}", host=w.host, worker=str(w)))
         return setup_cells.fail_worker(cluster, w, error)
     return jobs.end(cluster, "failed", f"{rank_text(cluster, w)} raised {error}", now, out, culprit=w)
@@ -192,7 +206,7 @@ def _program_returned(cluster: ClusterState, w: WorkerId, now: float, out: Comma
     """A member whose program is over has finished, whatever became of its own word of that."""
     job = cluster.active
     assert job is not None
-    if w in cluster.ranked:
+    if w in cluster.member_set:
         idle = cluster.workers[w]
         cluster = with_worker(generation_end.worker_succeeded(cluster, w, now, out), idle)
     elif job.formed:

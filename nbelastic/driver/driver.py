@@ -304,7 +304,7 @@ class Driver:
         if starting:
             addresses = tuple(at.address for name in sorted(starting) for at in self.cluster.hosts[name].addresses)
             self._components.workers.send(self.cluster.members, worker_messages.AllowPeers(addresses))
-        if self.cluster.buried != before.buried:
+        if self.cluster.removed_workers != before.removed_workers:
             lost = before.workers.keys() - self.cluster.workers.keys()
             self.jobs.results.forget(lost)
             self._components.cells.forget(lost)

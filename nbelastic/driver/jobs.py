@@ -75,7 +75,7 @@ class Jobs:
         self._snapshot_writer.save_new_job(saved)
         self.submitted += 1
         self._add(run)
-        self._telemetry.begin_job(self._cluster().numbered)
+        self._telemetry.begin_job(self._cluster().highest_generation)
         with contextlib.suppress(OSError):  # without the folder, results are fetched
             make_private(self.results.folder(run.name))
         if saved.script is None:

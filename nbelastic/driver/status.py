@@ -84,14 +84,14 @@ def _workers(
 ) -> tuple[WorkerStatus, ...]:
     rows = []
     running = cluster.active is not None and cluster.phase == "running"
-    still = cluster.still.behind if cluster.still is not None else {}
+    stragglers = cluster.stall.stragglers if cluster.stall is not None else {}
     for w, worker in sorted(cluster.workers.items()):
         host = cluster.hosts.get(w.host)
         restarts = host.slots[w.slot].restarts if host and w.slot < len(host.slots) else 0
         rank, local_rank = ranks.get(w, (None, None))
         cpu, memory = telemetry.worker_samples.get(str(w), (None, None))
         behind = telemetry.behind(w, now) if running and rank is not None else 0
-        if w in still:  # it may be at the same commit as the others, but is not as far in its step
+        if w in stragglers:  # it may be at the same commit as the others, but is not as far in its step
             behind = max(1, behind)
         rows.append(
             WorkerStatus(
@@ -105,7 +105,7 @@ def _workers(
                 telemetry.steps.get(w, worker.commit),
                 restarts,
                 telemetry.log_dir,
-                "; ".join(filter(None, (worker.reason, worker.silent or telemetry.blocked_text(w)))),
+                "; ".join(filter(None, (worker.reason, worker.unresponsive or telemetry.blocked_text(w)))),
                 cpu,
                 memory,
                 behind,

@@ -84,7 +84,7 @@ class Cluster:
     def train(self, events: int) -> None:
         """Steady running with spares at hand: news that changes nothing."""
         self.phase = "running"
-        spares = sorted(self.cluster.waiting)
+        spares = sorted(self.cluster.newcomers)
         assert spares, "the spares are waiting"
         for number in range(events):
             self.send(ev.WorkerStarted(self.cluster.members[number % len(self.cluster.members)], 2))
@@ -112,7 +112,7 @@ class Cluster:
         self.now += 2.0
         self.send(ev.Ticked())
         for w in self.cluster.members:
-            self.send(ev.LeaveAcknowledged(w, self.cluster.generation, 5, self.cluster.asks))
+            self.send(ev.LeaveAcknowledged(w, self.cluster.generation, 5, self.cluster.ask_number))
         assert self.cluster.stage is Stage.LEAVING
         self.form("planned change")
 

@@ -147,7 +147,7 @@ class Away:
         for command in commands:
             story._obey(command)
         cluster = story.cluster
-        check(ClusterState(cluster.limits, numbered=cluster.numbered), cluster, commands, story.now)
+        check(ClusterState(cluster.limits, highest_generation=cluster.highest_generation), cluster, commands, story.now)
         for w, here in heard.items():
             if w in story.fakes and here.job == self.saved.job and not here.busy and here.job:
                 story._say(w, ev.ProgramEnded(w, *story.fakes[w].ended))

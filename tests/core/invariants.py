@@ -39,43 +39,43 @@ def faults(before: ClusterState, cluster: ClusterState, commands: tuple[cmd.Comm
         yield "there is no reason"
     if any(worker.id != w for w, worker in workers.items()):
         yield "a worker is kept under the name of another"
-    if not before.generation <= cluster.generation <= cluster.numbered or cluster.numbered > before.numbered + 2:
-        yield f"the generation went from {before.generation} to {cluster.generation}, the numbers from {before.numbered}"
+    if not before.generation <= cluster.generation <= cluster.highest_generation or cluster.highest_generation > before.highest_generation + 2:
+        yield f"the generation went from {before.generation} to {cluster.generation}, the numbers from {before.highest_generation}"
     planned = cluster.stage in (Stage.PREPARING, Stage.ASKED, Stage.LEAVING)
-    if cluster.plan is not None and (
-        not planned or cluster.plan.generation <= cluster.generation or cluster.active is None
+    if cluster.next_formation is not None and (
+        not planned or cluster.next_formation.generation <= cluster.generation or cluster.active is None
     ):
-        yield f"generation {cluster.plan.generation} is prepared in {cluster.stage}"
-    if cluster.ahead and (cluster.plan is None or not cluster.ahead <= frozenset(cluster.plan.members)):
-        yield f"{cluster.ahead} are ahead in a generation that is not prepared"
-    if frozenset(cluster.members) != cluster.ranked or len(cluster.members) != len(cluster.ranked):
-        yield "ranks are not unique, or `ranked` is not `members`"
-    epoch_sets = (cluster.ranked, cluster.waiting, cluster.leaving, cluster.awaiting, cluster.suspects)
+        yield f"generation {cluster.next_formation.generation} is prepared in {cluster.stage}"
+    if cluster.entered_next and (cluster.next_formation is None or not cluster.entered_next <= frozenset(cluster.next_formation.members)):
+        yield f"{cluster.entered_next} are ahead in a generation that is not prepared"
+    if frozenset(cluster.members) != cluster.member_set or len(cluster.members) != len(cluster.member_set):
+        yield "ranks are not unique, or `member_set` is not `members`"
+    epoch_sets = (cluster.member_set, cluster.newcomers, cluster.leaving, cluster.awaiting, cluster.suspects)
     if cluster.active is None and any(epoch_sets):
         yield "there are members without a job"
-    if cluster.active is None and cluster.undone is not None:
+    if cluster.active is None and cluster.cancelled_formation is not None:
         yield "a plan that was called off is kept without a job"
-    if cluster.active is None and cluster.unexplained[0]:
+    if cluster.active is None and cluster.unexplained_breaks[0]:
         yield "unexplained breaks are counted without a job"
-    for name in ("ranked", "awaiting", "waiting", "starting", "leaving", "stopped", "failed", "suspects"):
+    for name in ("member_set", "awaiting", "newcomers", "starting", "leaving", "stopped", "failed", "suspects"):
         if not getattr(cluster, name) <= alive:
             yield f"{name} holds {getattr(cluster, name) - alive}, who are gone"
     for name in ("awaiting", "leaving", "suspects"):
-        members = cluster.ranked
-        if name == "awaiting" and cluster.stage is Stage.PREPARING and cluster.plan is not None:
-            members = frozenset(cluster.plan.members)
+        members = cluster.member_set
+        if name == "awaiting" and cluster.stage is Stage.PREPARING and cluster.next_formation is not None:
+            members = frozenset(cluster.next_formation.members)
         if not getattr(cluster, name) <= members:
             yield f"{name} holds {getattr(cluster, name) - members}, who are no members"
-    for name in ("ranked", "waiting", "starting", "failed"):
+    for name in ("member_set", "newcomers", "starting", "failed"):
         if getattr(cluster, name) & cluster.stopped:
             yield f"{name} holds {getattr(cluster, name) & cluster.stopped}, who were told to end"
-    if not cluster.held.keys() <= cluster.waiting | cluster.starting or any(
-        until <= now for until in cluster.held.values()
+    if not cluster.held_back.keys() <= cluster.newcomers | cluster.starting or any(
+        until <= now for until in cluster.held_back.values()
     ):
         yield "newcomers are left out that do not wait, or for longer than they were to be"
-    if any(not workers[w].reason or not workers[w].failures for w in cluster.held):
+    if any(not workers[w].reason or not workers[w].failures for w in cluster.held_back):
         yield "a newcomer is left out without a reason"
-    if cluster.waiting & cluster.ranked or cluster.waiting & cluster.starting:
+    if cluster.newcomers & cluster.member_set or cluster.newcomers & cluster.starting:
         yield "a worker waits as a newcomer and is something else too"
     if {w for w, worker in workers.items() if worker.state is WorkerState.STOPPED} != cluster.stopped:
         yield "`stopped` is not who is stopped"
@@ -93,7 +93,7 @@ def faults(before: ClusterState, cluster: ClusterState, commands: tuple[cmd.Comm
     if not {w.host for w in alive} <= cluster.hosts.keys():
         yield "a worker lives on no host"
     yield from _faults_of_waiting(cluster, now)
-    wanted = cluster.limits.wanted + (cluster.kept is not None)  # a worker more may read the state that was kept
+    wanted = cluster.limits.wanted + (cluster.kept_state is not None)  # a worker more may read the state that was kept
     if (
         len(alive) - len(cluster.stopped) - len(cluster.leaving) > wanted
         and not cluster.failed
@@ -104,7 +104,7 @@ def faults(before: ClusterState, cluster: ClusterState, commands: tuple[cmd.Comm
     yield from _faults_of_standing_still(cluster)
     for command in commands:
         yield from _faults_of(command, before, cluster, now)
-    if cluster.stage is Stage.FORMING and (cluster.order is None or cluster.order.members[0].host == ""):
+    if cluster.stage is Stage.FORMING and (cluster.formation is None or cluster.formation.members[0].host == ""):
         yield "a world forms without an order"
 
 
@@ -113,21 +113,21 @@ def _faults_of_waiting(cluster: ClusterState, now: float) -> Iterator[str]:
     wait, job = cluster.wait, cluster.active
     if cluster.wake_at > min((arrivals.worker_deadline(cluster, w) for w in cluster.starting), default=NEVER):
         yield f"nobody looks whether {sorted(cluster.starting)} come"
-    if wait is not None and (wait.stage, wait.generation, wait.left) != (
+    if wait is not None and (wait.stage, wait.generation, wait.awaited) != (
         cluster.stage,
         cluster.generation,
         len(cluster.awaiting),
     ):
-        yield f"it waits in {wait.stage} of generation {wait.generation} for {wait.left}"
-    if not cluster.stopping and cluster.ends.keys() != cluster.stopped:
-        yield f"{cluster.stopped ^ cluster.ends.keys()} are to end, and nobody looks whether they do"
+        yield f"it waits in {wait.stage} of generation {wait.generation} for {wait.awaited}"
+    if not cluster.stopping and cluster.end_deadlines.keys() != cluster.stopped:
+        yield f"{cluster.stopped ^ cluster.end_deadlines.keys()} are to end, and nobody looks whether they do"
     endless = cluster.limits.elastic_timeout is None
-    told = job.late | job.succeeded if job is not None else frozenset()  # their programs are about to end
+    told = job.asked_to_stop | job.succeeded if job is not None else frozenset()  # their programs are about to end
     waits = job is not None and bool(cluster.awaiting - told) and cluster.stage is not Stage.RUNNING
     if waits and deadline(cluster, now) == NEVER and not endless:
         yield f"{cluster.stage} waits for {cluster.awaiting} without end"
-    busy = cluster.paused_since is not None and not (
-        cluster.members or cluster.waiting
+    busy = cluster.timeout_paused_since is not None and not (
+        cluster.members or cluster.newcomers
     )  # in what comes before the loop
     if (
         job is not None
@@ -145,7 +145,7 @@ def _faults_of_setup(cluster: ClusterState) -> Iterator[str]:
             yield f"{w} is ready and not set up"
         if worker.failed_cell and worker.state not in (WorkerState.FAILED, WorkerState.STOPPED):
             yield f"a setup cell failed on {w}, and it is {worker.state}"
-        if worker.cell and worker.state is WorkerState.STARTING and cluster.setup_by == float("inf"):
+        if worker.running_cell and worker.state is WorkerState.STARTING and cluster.setup_by == float("inf"):
             yield f"{w} runs a setup cell without a deadline"
     if cluster.trial is not None and not cluster.trial.running:
         yield "nobody tries a cell that is on trial"
@@ -161,7 +161,7 @@ def _faults_of_networks(cluster: ClusterState, now: float) -> Iterator[str]:
             yield f"{name} is used at {host.address!r}, which is none of its addresses"
         if there and is_wide and is_loopback(host.address) and external_addresses(host):
             yield f"{name} is on {host.address} though others are on other machines"
-        if there and host.agreed and host.address not in host.agreed:
+        if there and host.agreed_addresses and host.address not in host.agreed_addresses:
             yield f"{name} is at {host.address}, where not all have reached it"
     for name, admission in cluster.probing.items():
         host = cluster.hosts.get(name)
@@ -174,12 +174,12 @@ def _faults_of_networks(cluster: ClusterState, now: float) -> Iterator[str]:
 
 
 def _faults_of_standing_still(cluster: ClusterState) -> Iterator[str]:
-    still = cluster.still
+    still = cluster.stall
     if still is not None and (
         still.generation != cluster.generation or still.text not in in_words(cluster.reason, 0.0)
     ):
         yield "a world stands still and does not say so, or another one does"
-    explained = set(still.behind if still is not None else ()) | cluster.held.keys()
+    explained = set(still.stragglers if still is not None else ()) | cluster.held_back.keys()
     told = {w for w, worker in cluster.workers.items() if worker.reason} - cluster.failed - cluster.stopped
     if told - explained:
         yield f"{told - explained} are said to be behind, and are not"
@@ -267,15 +267,15 @@ def check_stores(story: Story, event: ev.Event, commands: tuple[cmd.Command, ...
 def _faults_of(command: cmd.Command, before: ClusterState, cluster: ClusterState, now: float) -> Iterator[str]:
     match command:
         case cmd.FormWorld(generation=generation, members=members, root=root, receivers=receivers, to=to):
-            if command != cluster.plan and (
+            if command != cluster.next_formation and (
                 generation != cluster.generation or (not to and generation == before.generation)
             ):
                 yield "a world is formed in a generation that is not the next"
-            if generation > cluster.numbered or (not to and generation <= before.generation):
+            if generation > cluster.highest_generation or (not to and generation <= before.generation):
                 yield "a generation has a number that is not its own"
             if not cluster.limits.min <= len(members) <= cluster.limits.most and not to:
                 yield f"a world of {len(members)}, outside [{cluster.limits.min}, {cluster.limits.max}]"
-            if (command != cluster.plan and members != cluster.members) or not set(members) <= set(cluster.workers):
+            if (command != cluster.next_formation and members != cluster.members) or not set(members) <= set(cluster.workers):
                 yield "the order names others than the members"
             phases = {cluster.hosts[w.host].phase for w in members}
             if not phases <= {HostPhase.UP, HostPhase.DRAINING}:
@@ -291,7 +291,7 @@ def _faults_of(command: cmd.Command, before: ClusterState, cluster: ClusterState
                 yield f"the ranks go by {hosts}, not survivors {survivors} first, then newcomers {newcomers} by seniority"
             if root in receivers or not set(receivers) <= set(range(len(members))):
                 yield "the root receives, or nobody does"
-            if command == cluster.plan:
+            if command == cluster.next_formation:
                 return  # the members have not left yet: the fakes know whether they are equal when they have
             claims = [
                 (cluster.workers[w].has_state, cluster.workers[w].clean, cluster.workers[w].commit) for w in members
@@ -308,7 +308,7 @@ def _faults_of(command: cmd.Command, before: ClusterState, cluster: ClusterState
                 yield f"a generation is prepared at {order.store}, but its host is at {host.address} now"
         case cmd.StartWorker(worker=w):
             host = before.hosts.get(w.host) or cluster.hosts[w.host]
-            keeps = cluster.kept is not None and w.host == cluster.kept.by.host  # a host that drains too
+            keeps = cluster.kept_state is not None and w.host == cluster.kept_state.by.host  # a host that drains too
             up = cluster.hosts[w.host].phase is HostPhase.UP
             if w in before.workers or not (up or (keeps and cluster.hosts[w.host].phase is HostPhase.DRAINING)):
                 yield f"{w} is started where it cannot be"

@@ -460,7 +460,7 @@ class Story:
                 self._say(w, ev.StoreOffered(w, fake.generation, self.store(w, fake.generation)))
 
     def _form(self, order: cmd.FormWorld) -> None:
-        is_plan = self.cluster.plan is not None and order.generation == self.cluster.plan.generation
+        is_plan = self.cluster.next_formation is not None and order.generation == self.cluster.next_formation.generation
         whole = is_plan or all(self._connects(w, order.members) for w in order.members)  # a plan's group stands already
         for rank, w in enumerate(order.members):
             fake = self.fakes.get(w)

@@ -202,7 +202,7 @@ def test_hosts_beyond_max_come_and_go_unnoticed():
 def test_a_spare_waits_and_disturbs_nobody():
     """Spares above max are started and ready, and nothing is asked of the members."""
     story = Story("a:2", "b:2", min=1, max=2, spares=1).run()
-    assert (len(story.names), len(story.cluster.waiting)) == (2, 1)
+    assert (len(story.names), len(story.cluster.newcomers)) == (2, 1)
     assert story.commands(cmd.AskLeave) == []
     story.kill("a/1#1").hear(ev.WorkerReady)
     assert story.names == ["a/0#1", "b/0#1"]

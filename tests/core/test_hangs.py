@@ -36,7 +36,7 @@ def test_the_only_one_with_the_state_keeps_it_for_its_successor():
     assert not story.commands(cmd.EndJob)
     assert trains(story, "a/0#2", "b/0#2")
     assert nothing_lost(story)
-    assert story.cluster.kept is None
+    assert story.cluster.kept_state is None
     story.commit(3).finish()
 
 
@@ -70,7 +70,7 @@ def test_newcomers_wait_for_the_successor():
     story.silent.add(wid("a/0#2"))
     mark = story.mark()
     story.quiet(5.0)
-    assert story.cluster.kept == KeptState(wid(A), 7)
+    assert story.cluster.kept_state == KeptState(wid(A), 7)
     assert not story.commands(cmd.FormWorld, mark)
     assert "is kept on a, for a worker there" in story.reason
 
@@ -103,10 +103,10 @@ def test_the_host_that_keeps_the_state_is_lost():
     """The state went with it: the job ends at once and says so."""
     story = survivor()
     story.hear(ev.WorkerHung).hear(ev.StateKept).hear(ev.WorkerExited)
-    assert story.cluster.kept == KeptState(wid(A), 7)
+    assert story.cluster.kept_state == KeptState(wid(A), 7)
     story.lose_host("a")
     assert story.last(cmd.EndJob).reason == "the training state was kept on a, which is gone"
-    assert story.cluster.kept is None
+    assert story.cluster.kept_state is None
 
 
 def test_a_successor_that_dies_leaves_the_state_to_the_next():
@@ -144,7 +144,7 @@ def test_a_job_that_is_over_keeps_nothing():
     story.hear(ev.WorkerHung)
     story.stop_job()
     story.quiet(5.0)
-    assert story.cluster.kept is None
+    assert story.cluster.kept_state is None
     story.run("second").commit(1).finish()
 
 
@@ -176,12 +176,12 @@ def test_a_world_that_formed_without_a_driver_needs_nothing_from_the_disk():
     """The driver dies as the world forms with the state that was kept; the next one knows nothing of it any more."""
     story = survivor()
     story.answer(lambda e: not isinstance(e, ev.WorkerFormed))
-    assert story.cluster.kept is not None
+    assert story.cluster.kept_state is not None
     away = Away(story).form()
     away.commit(5000).new_driver()
     story.quiet(5.0)
     assert trains(story)
-    assert (story.cluster.kept, story.kept) == (None, {})
+    assert (story.cluster.kept_state, story.kept) == (None, {})
     first, second = story.names
     story.stick(first).kill(second).quiet(5.0)
     assert nothing_lost(story, 5007)
@@ -229,7 +229,7 @@ def goes_on(story: Story) -> None:
     story.quiet(20.0)
     assert trains(story), story.reason
     assert nothing_lost(story)
-    assert (story.cluster.kept, story.kept) == (None, {})
+    assert (story.cluster.kept_state, story.kept) == (None, {})
 
 
 def test_fewer_workers_are_wanted_while_the_successor_starts():
@@ -335,7 +335,7 @@ def test_an_heir_that_could_not_join_before_is_taken_all_the_same():
     """Without it no world can form, however many fresh ones wait."""
     story = kept(survivor("a", "b", "c", spares=1))
     story.answer(lambda e: not (isinstance(e, ev.WorkerReady) and e.holds))
-    heir = story.cluster.kept.heir
+    heir = story.cluster.kept_state.reader
     workers = story.cluster.workers
     story.cluster = msgspec.structs.replace(
         story.cluster, workers=workers | {heir: msgspec.structs.replace(workers[heir], failures=1)}
@@ -352,7 +352,7 @@ def test_a_survivor_without_the_state_reads_it():
     kept(story.stick(first).kill(second))
     story.answer(lambda e: not isinstance(e, ev.WorkerFormed))
     assert story.cluster.stage is Stage.FORMING, story.reason
-    heir, receiver = story.cluster.kept.heir, next(w for w in story.cluster.members if w != story.cluster.kept.heir)
+    heir, receiver = story.cluster.kept_state.reader, next(w for w in story.cluster.members if w != story.cluster.kept_state.reader)
     story.tear(str(receiver))
     story.kill(str(heir))
     goes_on(story)
@@ -362,7 +362,7 @@ def test_a_newer_state_is_kept_in_the_place_of_an_older_one():
     """The world has formed and trained before the driver knew, and is stuck again: what is on the disk is old."""
     story = kept(survivor())
     story.answer(lambda e: not isinstance(e, ev.WorkerFormed))
-    heir = story.cluster.kept.heir
+    heir = story.cluster.kept_state.reader
     other = next(w for w in story.cluster.members if w != heir)
     for w in (heir, other):
         story.fakes[w].commit = 107
@@ -389,7 +389,7 @@ def test_a_state_that_cannot_be_read_ends_the_job():
     """Damaged, on a disk that is full: nobody waits for one that will not come."""
     story = kept(survivor(elastic_timeout=None))
     story.answer(lambda e: not (isinstance(e, ev.WorkerReady) and e.holds))
-    heir = story.cluster.kept.heir
+    heir = story.cluster.kept_state.reader
     story.ended(str(heir), error="StateError: it is damaged")
     end = story.last(cmd.EndJob)
     assert (end.outcome, end.culprit) == ("failed", heir)
@@ -401,4 +401,4 @@ def test_who_keeps_a_state_that_is_safe_already_leaves_nothing_behind():
     story = kept(survivor())
     story.send(ev.StateKept(wid("b/0#2"), "job", 7))
     assert story.commands(cmd.DeleteKeptState) == [cmd.DeleteKeptState(wid("b/0#2"))]
-    assert story.cluster.kept.by == wid(A)
+    assert story.cluster.kept_state.by == wid(A)

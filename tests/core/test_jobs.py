@@ -184,9 +184,9 @@ def test_a_waiting_newcomer_whose_program_ends_is_not_counted_on():
     story = Story("b:1", min=1).run()
     story.add("a:1").add("c:1").hear(ev.AgentReady)
     story.answer(lambda e: getattr(e, "worker", wid("c/0#1")).host == "a")
-    assert story.cluster.waiting == {wid("a/0#1")}
+    assert story.cluster.newcomers == {wid("a/0#1")}
     story.ended("a/0#1", error="KeyboardInterrupt")
-    assert not story.cluster.waiting
+    assert not story.cluster.newcomers
     assert story.quiet(3.0).names == ["b/0#1", "c/0#1"]
 
 

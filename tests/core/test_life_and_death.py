@@ -19,7 +19,7 @@ LIVE = [Stage.FORMING, Stage.RUNNING, Stage.PREPARING, Stage.ASKED, Stage.LEAVIN
 def test_a_death_at_any_point_is_survived(stage, victim):
     """Rank 0 or another dies while forming, running, agreeing or leaving: the others are aborted and train on."""
     story = with_stage(stage)
-    generation, newcomers, mark = story.cluster.numbered, len(story.cluster.waiting), story.mark()
+    generation, newcomers, mark = story.cluster.highest_generation, len(story.cluster.newcomers), story.mark()
     story.kill(victim)
     abort = story.commands(cmd.AbortWorld, mark)[0]
     assert (abort.generation, wid(victim) in abort.members, len(abort.members)) == (generation, False, 2 + newcomers)
@@ -61,7 +61,7 @@ def test_a_host_removed_at_once_is_a_break_without_a_failure(stage):
     mark = story.mark()
     story.remove("b", now=True)
     assert story.commands(cmd.StopWorker, mark) == [cmd.StopWorker(wid("b/0#1"), kill=True)]
-    assert wid("b/0#1") not in story.cluster.ranked
+    assert wid("b/0#1") not in story.cluster.member_set
     story.quiet(5.0)
     assert story.cluster.stage is Stage.RUNNING
     assert "b" not in story.cluster.hosts
@@ -564,7 +564,7 @@ def sending(story):
     story.fakes[wid("a/0#1")].commit += 1
     story.kill("a/3#1").hear(ev.WorkerReady)
     assert story.cluster.stage is Stage.FORMING
-    assert story.cluster.order.root == 0
+    assert story.cluster.formation.root == 0
     return story
 
 

@@ -21,14 +21,14 @@ def test_a_rank_that_is_silent_while_its_process_runs_is_left_alone():
     silent(story, 14.0)
     silent(story, 15.0)
     text = "no message from it for 15 s though its host answers; its process runs"
-    assert story.cluster.workers[wid("b/0#1")].silent == text
+    assert story.cluster.workers[wid("b/0#1")].unresponsive == text
     assert len(story.records("worker-silent")) == 1
     story.stand_still(times=0).send(ev.StallDetected(story.cluster.generation, 6.0))
     story.hear(ev.PositionReported, "a/0#1")
     story.send(ev.StallDetected(story.cluster.generation, 7.0))
     assert f"rank 1 (b/0#1): {text}" in story.reason
     story.send(ev.WorkerResponded(wid("b/0#1")))
-    assert not story.cluster.workers[wid("b/0#1")].silent
+    assert not story.cluster.workers[wid("b/0#1")].unresponsive
     assert story.cluster.stage is Stage.RUNNING
     assert story.names == ["a/0#1", "b/0#1"]
 

@@ -209,7 +209,7 @@ def test_going_on_does_not_hinder_a_round_that_has_begun():
     story = wide(2)
     story.send(ev.StallDetected(story.cluster.generation, 3.0), ev.StallResolved(story.cluster.generation))
     story.answer()
-    assert (story.cluster.stage, story.cluster.mesh.pairs) == (Stage.RUNNING, frozenset())
+    assert (story.cluster.stage, story.cluster.partition_check.pairs) == (Stage.RUNNING, frozenset())
 
 
 def test_a_host_lost_in_the_middle_of_a_round_is_only_lost():
@@ -228,9 +228,9 @@ def test_a_host_lost_after_its_last_answer_is_only_lost():
     story.send(ev.StallDetected(story.cluster.generation, 3.0))
     story.send(*[e for e in story.answers if isinstance(e, ev.Probed)])
     story.send(*[e for e in story.answers if isinstance(e, ev.Probed) and "gpu3" in (e.host, e.target)])
-    assert story.cluster.mesh.awaited == {("gpu1", "gpu2"), ("gpu2", "gpu1")}
+    assert story.cluster.partition_check.awaited == {("gpu1", "gpu2"), ("gpu2", "gpu1")}
     story.lose_host("gpu3").answer()
-    assert (story.cluster.hosts["gpu3"].reason, story.cluster.mesh.pairs) == ("its machine is gone", frozenset())
+    assert (story.cluster.hosts["gpu3"].reason, story.cluster.partition_check.pairs) == ("its machine is gone", frozenset())
     assert story.commands(cmd.StopAgent) == []
 
 

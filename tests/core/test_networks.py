@@ -161,7 +161,7 @@ def test_hosts_of_this_machine_move_when_another_machine_comes():
     assert story.last(cmd.Rehome) == cmd.Rehome("localhost", "10.0.0.9", "eth1")
     assert story.commands(cmd.Probe)[0].addresses == ("10.0.0.9",)
     story.quiet(2.0)
-    assert story.cluster.order.store.startswith("10.0.0.9:")
+    assert story.cluster.formation.store.startswith("10.0.0.9:")
     assert story.records("host-moved") == ["localhost is reached at 10.0.0.9 (eth1) now, no longer at 127.0.0.1"]
     assert story.cluster.resets == 0
 
@@ -195,7 +195,7 @@ def test_a_partner_moves_to_where_all_reach_it():
     assert homes(story) == {"gpu1": "10.1.0.1", "gpu2": "10.0.0.2", "gpu3": "10.0.0.3"}
     assert story.last(cmd.Rehome) == cmd.Rehome("gpu1", "10.1.0.1", "eth1")
     assert story.names == ["gpu1/0#1", "gpu2/0#1", "gpu3/0#1"]
-    assert story.cluster.order.store.startswith("10.1.0.1:")
+    assert story.cluster.formation.store.startswith("10.1.0.1:")
 
 
 def test_a_partner_does_not_move_to_where_others_did_not_reach_it():

@@ -92,7 +92,7 @@ def test_rank_zero_passes_to_the_oldest_survivor():
     story = Story("a:1", "b:1", "c:1", min=2, max=3).run()
     story.lose_host("a").answer()
     assert story.names == ["b/0#1", "c/0#1"]
-    assert story.last(type(story.cluster.order)).members[0].host == "b"
+    assert story.last(type(story.cluster.formation)).members[0].host == "b"
 
 
 @pytest.mark.parametrize(

@@ -40,7 +40,7 @@ def test_some_have_joined_before_others_have_left():
     """Words of the new generation that overtake the last word of the old one count."""
     story = with_stage(Stage.LEAVING)
     story.hear(ev.WorkerReady, "a/0#1").hear(ev.WorkerFormed, "a/0#1", "d/0#1")
-    assert (story.cluster.generation, story.cluster.ahead) == (1, {wid("a/0#1"), wid("d/0#1")})
+    assert (story.cluster.generation, story.cluster.entered_next) == (1, {wid("a/0#1"), wid("d/0#1")})
     story.hear(ev.WorkerReady)
     assert (story.cluster.generation, story.cluster.stage) == (2, Stage.FORMING)
     assert story.cluster.awaiting == {wid("b/0#1"), wid("c/0#1")}
@@ -247,7 +247,7 @@ def test_a_newcomer_that_was_left_out_comes_when_the_way_is_open_again():
     story.quiet(10.1)
     assert (story.cluster.stage, len(story.names), story.cluster.resets) == (Stage.RUNNING, 4, 0)
     joined = story.cluster.workers[wid("d/0#1")]
-    assert (joined.failures, joined.reason, story.cluster.held) == (0, "", {})
+    assert (joined.failures, joined.reason, story.cluster.held_back) == (0, "", {})
 
 
 def test_who_raised_while_preparing_is_named():
@@ -269,7 +269,7 @@ def test_of_two_newcomers_only_the_one_that_did_not_prepare_is_left_out():
     story.silent.add(wid("e/0#1"))
     story.quiet(16.0)
     assert story.names == ["a/0#1", "b/0#1", "c/0#1", "d/0#1"]
-    assert story.cluster.held.keys() == {wid("e/0#1")}
+    assert story.cluster.held_back.keys() == {wid("e/0#1")}
 
 
 def test_newcomers_of_which_none_is_to_blame_come_one_at_a_time():

@@ -141,11 +141,11 @@ class AnyStory(RuleBasedStateMachine):
         if cmd.StopWorker(w, kill=True) in self.story.commands(cmd.StopWorker, mark):
             self.story._forget(w)
 
-    @precondition(lambda self: self.story.cluster.stage is Stage.FORMING and self.story.cluster.order.receivers)
+    @precondition(lambda self: self.story.cluster.stage is Stage.FORMING and self.story.cluster.formation.receivers)
     @rule(data=st.data())
     def die_while_sending(self, data):
         """The root of a transfer dies, and some who were receiving hold parts of two commits."""
-        order = self.story.cluster.order
+        order = self.story.cluster.formation
         root, receiving = order.members[order.root], [order.members[rank] for rank in order.receivers]
         torn = sorted(self.story.cluster.awaiting.intersection(receiving) & self.story.fakes.keys())
         if root in self.story.fakes:
@@ -218,7 +218,7 @@ class AnyStory(RuleBasedStateMachine):
         """Up to the moment where the members' next word, of this kind, is missing."""
         story = self.story
         story.commit(3).answer()
-        members = story.cluster.ranked
+        members = story.cluster.member_set
         if host in story.cluster.hosts and slots == 3:
             story.remove(host)
         else:
@@ -233,7 +233,7 @@ class AnyStory(RuleBasedStateMachine):
         """At any moment, most likely in the middle of something; something may happen until a new one comes."""
         story = self.story
         last = self._last_event(data)
-        leaving = {e.worker for e in story.answers if isinstance(e, ev.WorkerReady)} & story.cluster.ranked
+        leaving = {e.worker for e in story.answers if isinstance(e, ev.WorkerReady)} & story.cluster.member_set
         leaving = sorted(leaving) if story.cluster.stage is Stage.LEAVING and last is None else []
         held = data.draw(st.sets(st.sampled_from(leaving))) if leaving else ()
         away = Away(story, last, reached=reached, written=written, held=held)
@@ -355,7 +355,7 @@ class AnyStory(RuleBasedStateMachine):
         """All but one wait in a collective, and say so twice."""
         story = self.story
         slow = data.draw(st.sampled_from(sorted(story.cluster.members)))
-        for w in story.cluster.ranked - {slow}:
+        for w in story.cluster.member_set - {slow}:
             story.fakes[w].begun += 1
         for past in (0.0, seconds):
             story.wait(past)
@@ -393,7 +393,7 @@ class AnyStory(RuleBasedStateMachine):
     def hang(self, data, stage):
         """A member's process lives, and says nothing of what is waited for any more: that it has left, come in, or prepared."""
         assume(self.story.cluster.stage is stage and self.story.fakes)
-        members = sorted(w for w in self.story.cluster.awaiting or self.story.cluster.ranked if w in self.story.fakes)
+        members = sorted(w for w in self.story.cluster.awaiting or self.story.cluster.member_set if w in self.story.fakes)
         assume(members)
         self.story.hang(str(data.draw(st.sampled_from(members))))
 
@@ -505,15 +505,15 @@ class AnyStory(RuleBasedStateMachine):
         able -= {w for w in able if story.fakes[w].returned}
         # One that hung in the last job as well does not come to its elastic function: that may take as long as it likes.
         able -= {w for w in able if w in story.silent and not story.fakes[w].generation}
-        if cluster.held:  # a member hangs, so that nobody can be joined with it
+        if cluster.held_back:  # a member hangs, so that nobody can be joined with it
             assert "is left out" in story.reason, story.reason
             return
         if (
-            cluster.stage is Stage.PREPARING and story.silent & cluster.awaiting & cluster.ranked
+            cluster.stage is Stage.PREPARING and story.silent & cluster.awaiting & cluster.member_set
         ):  # the same, tried again
             return
         asked = cluster.stage in (Stage.RUNNING, Stage.PREPARING, Stage.ASKED)
-        if asked and cluster.put_off and story.silent & cluster.ranked:  # it alone holds the state, and never answers
+        if asked and cluster.postponements and story.silent & cluster.member_set:  # it alone holds the state, and never answers
             return
         size = len(cluster.members)
         if cluster.stage is Stage.RUNNING:
@@ -534,7 +534,7 @@ class AnyStory(RuleBasedStateMachine):
         story = self.story
         forming = {e.worker for e in story.answers if isinstance(e, ev.WorkerFormed)}
         leaving = {e.worker for e in story.answers if isinstance(e, ev.WorkerReady)}
-        leaving = leaving & story.cluster.ranked if story.cluster.stage is Stage.LEAVING else set()
+        leaving = leaving & story.cluster.member_set if story.cluster.stage is Stage.LEAVING else set()
         there = ({w for w, fake in story.fakes.items() if fake.generation} | leaving) - story.stuck
         inside = sorted(w for w in there - (forming - leaving) if not story.fakes[w].returned)
         assume(inside)

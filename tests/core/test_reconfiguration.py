@@ -26,7 +26,7 @@ def test_all_leave_at_the_commit_after_the_newest():
     story.add("b:1").answer(lambda e: not isinstance(e, ev.LeaveAcknowledged))
     story.send(
         *(
-            ev.LeaveAcknowledged(w, 1, commit, story.cluster.asks)
+            ev.LeaveAcknowledged(w, 1, commit, story.cluster.ask_number)
             for w, commit in zip(story.cluster.members, (4, 6, 5), strict=True)
         )
     )
@@ -38,7 +38,7 @@ def test_a_word_said_twice_is_one_word():
     """One rank's offer counts once, however often it is heard; the agreement waits for the others."""
     story = Story("a:2", min=1).run()
     story.add("b:1").answer(lambda e: not isinstance(e, ev.LeaveAcknowledged))
-    story.send(*[ev.LeaveAcknowledged(wid("a/0#1"), 1, 3, story.cluster.asks)] * 3)
+    story.send(*[ev.LeaveAcknowledged(wid("a/0#1"), 1, 3, story.cluster.ask_number)] * 3)
     assert story.cluster.stage is Stage.ASKED
     assert story.reason == "1 of 2 have said where they are"
 
@@ -285,6 +285,6 @@ def test_a_newcomer_does_not_wait_for_one_that_is_left_out_and_has_not_come_back
     story = Story("a:1", "b:1", min=1, cooldown=(50.0, 300.0)).run()
     story.add("c:1").answer(lambda e: not isinstance(e, ev.WorkerFormed))
     story.hang("c/0#1").quiet(60.2)
-    assert wid("c/0#1") in story.cluster.held.keys() - story.cluster.waiting
+    assert wid("c/0#1") in story.cluster.held_back.keys() - story.cluster.newcomers
     story.add("d:1").quiet(2.0)
     assert story.names == ["a/0#1", "b/0#1", "d/0#1"]

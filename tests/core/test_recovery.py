@@ -128,7 +128,7 @@ def test_programs_that_are_not_in_the_loop_yet_are_waited_for():
     story.fakes[wid("b/0#1")].word = None  # imports, say
     mark = story.mark()
     away.new_driver()
-    assert story.cluster.waiting == {wid("a/0#1"), wid("a/1#1")}
+    assert story.cluster.newcomers == {wid("a/0#1"), wid("a/1#1")}
     assert story.cluster.starting == {wid("b/0#1")}
     assert disturbed(story, mark) == []
     story._say_ready(wid("b/0#1"))
@@ -239,7 +239,7 @@ def test_newcomers_that_wait_join_by_plan():
     story.add("c:2").answer(lambda e: not isinstance(e, ev.WorkerReady))
     mark = story.mark()
     Away(story).new_driver()
-    assert story.cluster.waiting == {wid("c/0#1"), wid("c/1#1")}
+    assert story.cluster.newcomers == {wid("c/0#1"), wid("c/1#1")}
     story.quiet(3.0)
     assert trains(story)
     assert len(story.names) == 5

@@ -125,7 +125,7 @@ def test_who_was_late_stays_late():
     """One finished, then one died, so that the third was told to stop: that is no error of its own, and the job succeeds."""
     story = three()
     story.returned("a/0#1").ended("a/0#1").kill("b/0#1")
-    assert story.job.late == {wid("a/1#1")}
+    assert story.job.asked_to_stop == {wid("a/1#1")}
     Away(story).new_driver().answer()
     assert (story.job.outcome, story.job.reason) == ("succeeded", "2 of 3 ranks did not finish")
 
@@ -191,7 +191,7 @@ def test_a_host_that_discovery_has_let_go_may_come_back():
     story.run().commit(3).discover("a:1")
     Away(story).new_driver().quiet(3.0)
     assert list(story.cluster.hosts) == ["a"]
-    assert story.cluster.removed == frozenset()
+    assert story.cluster.removed_hosts == frozenset()
     story.discover("a:1", "b:1")
     assert trains(story.quiet(3.0), "a/0#1", "b/0#2")
 

@@ -133,7 +133,7 @@ def test_going_on_clears_the_reasons():
     story = behind(training(), "c/0#1").stand_still(31.0)
     story.send(ev.StallResolved(story.cluster.generation))
     assert story.reason == "3 workers train in generation 1"
-    assert story.cluster.still is None
+    assert story.cluster.stall is None
     assert all(worker.reason == "" for worker in story.cluster.workers.values())
 
 
@@ -151,7 +151,7 @@ def test_a_break_clears_the_reasons():
     """A worker dies: the world that stood still is no more."""
     story = behind(training(), "c/0#1").stand_still(5.0)
     story.kill("a/0#1")
-    assert story.cluster.still is None
+    assert story.cluster.stall is None
     assert "behind" not in story.reason
     assert story.cluster.workers[wid("c/0#1")].reason == ""
 
@@ -220,7 +220,7 @@ def test_without_a_job_nothing_stands_still():
     generation = story.cluster.generation
     story.stop_job().send(ev.StallDetected(generation, 5.0))
     assert story.commands(cmd.QueryPosition) == []
-    assert story.cluster.still is None
+    assert story.cluster.stall is None
 
 
 def test_after_the_first_rank_has_finished_nobody_is_judged():

@@ -97,7 +97,7 @@ def test_a_member_that_never_leaves_for_a_change_is_replaced():
     story = with_stage(Stage.LEAVING).hang("c/0#1").answer()
     story.quiet(61.0).quiet(3.0)
     assert (story.cluster.stage, len(story.names), story.cluster.resets) == (Stage.RUNNING, 4, 1)
-    assert wid("c/0#1") not in story.cluster.ranked
+    assert wid("c/0#1") not in story.cluster.member_set
 
 
 def test_a_long_step_is_no_reason_to_break_a_world():
@@ -125,14 +125,14 @@ def test_who_does_not_say_where_it_is_puts_the_change_off():
 def test_an_answer_that_comes_after_its_question_was_taken_back_does_not_count():
     """A member that was told to stay makes more commits: it cannot leave at the one that follows its older answer."""
     story = with_stage(Stage.ASKED)
-    late = ev.LeaveAcknowledged(wid("a/0#1"), 1, 3, story.cluster.asks)
+    late = ev.LeaveAcknowledged(wid("a/0#1"), 1, 3, story.cluster.ask_number)
     story.answers.clear()
     story.wait(10.0)
     assert story.last(cmd.CancelLeave).members == story.cluster.members
     story.wait(10.0).hear(ev.WorkerPrepared)
     assert story.cluster.stage is Stage.ASKED
     story.send(late)
-    assert story.cluster.awaiting == story.cluster.ranked
+    assert story.cluster.awaiting == story.cluster.member_set
 
 
 def test_who_never_says_where_it_is_is_replaced():
@@ -174,7 +174,7 @@ def test_a_world_that_does_not_form_is_formed_without_the_newcomer():
     """A newcomer never gets in: after a minute all are called back, and those who hold the state train without it."""
     story = Story("a:1", "b:1", min=1).run()
     story.add("c:1").answer(lambda e: not isinstance(e, ev.WorkerFormed))
-    assert (story.cluster.stage, story.cluster.order.store) == (Stage.FORMING, "a/0#1@1")
+    assert (story.cluster.stage, story.cluster.formation.store) == (Stage.FORMING, "a/0#1@1")
     story.hang("c/0#1")
     story.quiet(60.2)
     assert story.names == ["a/0#1", "b/0#1"]

@@ -75,7 +75,7 @@ class Seen:
         counts = (
             cluster.members,
             cluster.awaiting,
-            cluster.waiting,
+            cluster.newcomers,
             cluster.leaving,
             cluster.starting,
             cluster.stopped,
@@ -86,10 +86,10 @@ class Seen:
             len(cluster.hosts) > 0,
             *(min(len(ids), 2) for ids in counts),
             job and (job.formed, min(len(job.succeeded), 2), len(job.ended) > 0),
-            len(cluster.members) + len(cluster.waiting) - cluster.limits.min,
+            len(cluster.members) + len(cluster.newcomers) - cluster.limits.min,
             cluster.resets == cluster.limits.reset_limit,
-            cluster.until < float("inf"),
-            cluster.plan is not None,
+            cluster.reason_until < float("inf"),
+            cluster.next_formation is not None,
             cluster.trial is not None,
             len(cluster.failed) > 0,
             any(worker.store for worker in cluster.workers.values()),
@@ -129,18 +129,18 @@ def _possible(cluster: ClusterState) -> list[ev.Event]:
             events += [ev.ProgramEnded(w, worker.job, error) for error in ("", "ValueError: bad")]
         if worker.state is WorkerState.STARTING:
             events.append(ev.WorkerRegistered(w))
-        if worker.cell:
-            events += [ev.SetupEnded(w, worker.cell, error) for error in ("", "NameError: x")]
+        if worker.running_cell:
+            events += [ev.SetupEnded(w, worker.running_cell, error) for error in ("", "NameError: x")]
         events += [ev.WorkerExited(w, -9), ev.WorkerFrozen(w, "stopped")]
-    if cluster.plan is not None:
+    if cluster.next_formation is not None:
         events += [
-            ev.WorkerPrepared(w, cluster.plan.generation, error) for w in cluster.plan.members for error in ("", "no")
+            ev.WorkerPrepared(w, cluster.next_formation.generation, error) for w in cluster.next_formation.members for error in ("", "no")
         ]
     if cluster.stage is Stage.ASKED:
-        events += [ev.LeaveAcknowledged(w, cluster.generation, 1, cluster.asks) for w in cluster.awaiting]
+        events += [ev.LeaveAcknowledged(w, cluster.generation, 1, cluster.ask_number) for w in cluster.awaiting]
     if cluster.active:
         events.append(ev.JobStopRequested(cluster.active.name))
-        inside = cluster.awaiting if cluster.stage is Stage.LEAVING else cluster.ranked
+        inside = cluster.awaiting if cluster.stage is Stage.LEAVING else cluster.member_set
         if cluster.stage in (Stage.RUNNING, Stage.PREPARING, Stage.ASKED, Stage.LEAVING):
             events += [ev.WorkerSucceeded(w, cluster.generation) for w in inside - cluster.suspects]
         events += [
@@ -260,7 +260,7 @@ class Walk:
                 story._unsay(w, ev.SetupEnded)
                 story.ran[w].pop()
                 story.send(ev.SetupEnded(w, version, "NameError: x"))
-            case 2 if story.fakes[w].job and w not in story.cluster.ranked:
+            case 2 if story.fakes[w].job and w not in story.cluster.member_set:
                 story.ended(str(w), error="ValueError: bad")
             case _:
                 story.kill(str(w), code=self.random.choice([-9, 1, ev.HUNG]))
@@ -331,7 +331,7 @@ class Walk:
         story = self.story
         forming = {e.worker for e in story.answers if isinstance(e, ev.WorkerFormed)}
         leaving = {e.worker for e in story.answers if isinstance(e, ev.WorkerReady)}
-        leaving = leaving & story.cluster.ranked if story.cluster.stage is Stage.LEAVING else set()
+        leaving = leaving & story.cluster.member_set if story.cluster.stage is Stage.LEAVING else set()
         there = {w for w, fake in story.fakes.items() if fake.generation} | leaving
         return sorted(w for w in there - forming - story.raised if not story.fakes[w].returned)
 
