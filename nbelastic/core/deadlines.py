@@ -69,10 +69,10 @@ def _replace_overdue_starts(cluster: ClusterState, now: float, out: Commands) ->
     timeouts = cluster.limits.timeouts
     for name, host in tuple(cluster.hosts.items()):
         if now >= arrivals.agent_deadline(cluster, host):
-            why = f"its agent has said nothing for {timeouts.agent:g} s"
+            why = f"its agent has sent nothing for {timeouts.agent:g} s"
             cluster = losses.exclude_host(cluster, name, why, now, out, kind="host-lost")
     for w in [w for w in sorted(cluster.starting) if now >= arrivals.worker_deadline(cluster, w)]:
-        why = f"{w} has not come up within {now - cluster.workers[w].since:.0f} s"
+        why = f"{w} did not start within {now - cluster.workers[w].since:.0f} s"
         out.append(cmd.StopWorker(w, kill=True))
         cluster = losses.worker_lost(cluster, w, why, now, out)
     return cluster
@@ -107,7 +107,7 @@ def _count_as_ended(cluster: ClusterState, now: float, out: Commands) -> Cluster
     """Workers whose ends were not reported in time count as ended: their slots, and their hosts, do not wait for that."""
     limit = cluster.limits.timeouts.end
     for w in [w for w, until in cluster.end_deadlines.items() if now >= until and w in cluster.stopped]:
-        text = f"{w} was told to end, and its end was not reported within {limit:g} s: it counts as ended"
+        text = f"{w} was asked to end, and its end was not reported within {limit:g} s: it counts as ended"
         out.append(cmd.Record("worker-lost", text, host=w.host, worker=str(w)))
         cluster = losses.worker_lost(cluster, w, text, now, out)
     return cluster

@@ -1,4 +1,4 @@
-"""Workers that no abort wakes end themselves. If nobody else holds the training state, one of them keeps it on disk first.
+"""Workers that no abort wakes end themselves. If no other worker holds the training state, one of them keeps it on disk first.
 
 A worker of the same host reads it from there, and then holds it like any other.
 """
@@ -53,7 +53,7 @@ def state_kept(cluster: ClusterState, event: ev.StateKept, out: Commands) -> Clu
             out.append(cmd.DeleteKeptState(w))
         return cluster
     cluster = delete_kept_state(cluster, out)
-    text = f"nothing wakes {w}, which alone holds the training state: it has kept commit {event.commit} on {w.host}"
+    text = f"{w} hangs and alone holds the training state: it has kept commit {event.commit} on {w.host}"
     out.append(cmd.Record("state-kept", text, host=w.host, worker=str(w), generation=cluster.generation))
     return replace(cluster, kept_state=KeptState(w, event.commit))
 
@@ -67,4 +67,4 @@ def progress(cluster: ClusterState, now: float, out: Commands) -> ClusterState:
     cluster = replace(cluster, kept_state=None)
     if state_lives(cluster):
         return cluster
-    return jobs.end(cluster, "failed", f"the training state was kept on {name}, which is gone", now, out)
+    return jobs.end(cluster, "failed", f"the training state was kept on {name}, which was lost", now, out)

@@ -226,9 +226,9 @@ def _describe_failure(host: Host, admission: Admission, partners: list[Host], me
     names = [p.spec.name for p in partners]
     silent = sorted({prober for prober, _ in admission.awaited})
     if name in silent:
-        return f"did not say within {PROBE_PATIENCE:g} s whether it reaches {_listed(names)}"
+        return f"did not report within {PROBE_PATIENCE:g} s whether it reaches {_listed(names)}"
     if silent:
-        return f"{_listed(silent)} did not say within {PROBE_PATIENCE:g} s whether {name} is reached"
+        return f"{_listed(silent)} did not report within {PROBE_PATIENCE:g} s whether {name} is reached"
     apart = [f"{p.spec.name} at {p.address}" for p in partners if not met[p.spec.name]]
     if apart:
         return f"reaches the driver but not its peers ({', '.join(apart)})"

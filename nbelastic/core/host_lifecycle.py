@@ -59,7 +59,7 @@ def discovered(cluster: ClusterState, specs: tuple[HostSpec, ...], now: float, o
 
 def drain(cluster: ClusterState, name: str, how: str, by: str, out: Commands) -> ClusterState:
     """The host is to leave: nothing new is started on it."""
-    out.append(cmd.Record("host-removed", f"{name} is to leave {how}, by {by}", host=name))
+    out.append(cmd.Record("host-removed", f"{name} will leave {how}, by {by}", host=name))
     return host_slots.with_host(cluster, replace(cluster.hosts[name], phase=HostPhase.DRAINING, reason="draining"))
 
 

@@ -159,7 +159,7 @@ def _not_prepared(cluster: ClusterState, now: float, out: Commands) -> ClusterSt
         return _plan_change(replace(cluster, skip_preparing=True), now, out)
     blamed = [w for w in newcomers if w in late] or newcomers
     members = sorted(late & cluster.member_set)
-    why = f"no group stood within {cluster.limits.timeouts.prepare_for(len(plan.members)):g} s"
+    why = f"no group was formed within {cluster.limits.timeouts.prepare_for(len(plan.members)):g} s"
     if complaints:
         w = next((w for w in blamed if w in complaints), min(complaints))
         why = f"{w} could not prepare a group ({complaints[w]})"
@@ -216,7 +216,7 @@ def _worth_it(cluster: ClusterState, target: tuple[WorkerId, ...]) -> bool:
 
 
 def _agree_on_commit(cluster: ClusterState, now: float, out: Commands) -> ClusterState:
-    """All have said where they are: leave at the next commit that none has made, if there still is a reason to."""
+    """All have reported where they are: leave at the next commit that none has made, if there still is a reason to."""
     target, plan = generations.next_members(cluster), cluster.next_formation
     if not _worth_it(cluster, target) or (plan is not None and not _fits(cluster, plan)):
         return _plan_change(generation_end.cancel_next(cluster, out), now, out)

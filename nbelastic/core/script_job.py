@@ -62,13 +62,13 @@ def external_node_joined(
     known = cluster.external_nodes.get(event.host)
     if known is not None and known.pid != event.pid:
         cluster = node_event(
-            cluster, sev.NodeLeft(event.host, "another process came in its place", broken=True), now, out
+            cluster, sev.NodeLeft(event.host, "another process replaced it", broken=True), now, out
         )
     if event.host not in cluster.external_nodes:
         cluster = replace(
             cluster, external_nodes={**cluster.external_nodes, event.host: ExternalNode(event.pid, event.here)}
         )
-        out.append(cmd.Record("host-up", f"{event.host} has come from a terminal", host=event.host))
+        out.append(cmd.Record("host-up", f"{event.host} was started in a terminal", host=event.host))
     out.append(scmd.ReportWaiting(event.host, _reason(cluster)))
     return cluster
 
@@ -79,7 +79,7 @@ def node_ready(cluster: ClusterState, event: sev.NodeReady, now: float, out: Com
     if event.external:
         external = cluster.external_nodes.get(host)
         if external is None:
-            out.append(scmd.EndNode(host, "the cluster does not know it any more"))
+            out.append(scmd.EndNode(host, "the cluster no longer knows it"))
             return cluster
         if external.ready != event:
             cluster = replace(cluster, external_nodes={**cluster.external_nodes, host: replace(external, ready=event)})

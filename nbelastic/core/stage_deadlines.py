@@ -127,7 +127,7 @@ def _patience(cluster: ClusterState) -> float:
 def _postpone_change(cluster: ClusterState, now: float, out: Commands) -> ClusterState:
     """Somebody does not say where it is, so those who have promised to stop wait for it: they go on, and are asked later."""
     late, put_off = cluster.awaiting, cluster.postponements + 1
-    why = f"{format_ids(late)} did not say where it is"
+    why = f"{format_ids(late)} did not report where it is"
     pause = cluster.limits.timeouts.ask * 2.0 ** min(put_off - 1, DOUBLINGS)
     out.append(cmd.Record("change-put-off", f"{why}; asked again in {pause:g} s", generation=cluster.generation))
     cluster = generation_end.cancel_next(cluster, out)
@@ -140,7 +140,7 @@ def _postpone_change(cluster: ClusterState, now: float, out: Commands) -> Cluste
     if not lost or not state_lives(cluster, lost):
         return cluster
     cluster = replace(cluster, postponements=0, unanswered={})
-    return _replace_members(cluster, lost, f"said nothing when asked {OFTEN} times", now, out)
+    return _replace_members(cluster, lost, f"did not answer when asked {OFTEN} times", now, out)
 
 
 def _replace_members(
@@ -170,7 +170,7 @@ def _replace_late_leavers(cluster: ClusterState, wait: Wait, now: float, out: Co
     if not stuck:
         return replace(cluster, wait=replace(wait, until=min(*due.values(), longest)))
     if not state_lives(cluster, stuck):
-        why = f"{format_ids(frozenset(stuck))} did not leave generation {cluster.generation}, and nobody else holds the training state"
+        why = f"{format_ids(frozenset(stuck))} did not leave generation {cluster.generation}, and no other worker holds the training state"
         wait = replace(wait, irreplaceable=stuck, why=why, until=wait.since + cluster.limits.patience)
         cluster = replace(cluster, wait=wait)
         return cluster if now < wait.until else _fail(cluster, wait, now, out)

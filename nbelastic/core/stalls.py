@@ -143,7 +143,7 @@ def _where(cluster: ClusterState, inside: list[WorkerId], at: dict[WorkerId, ev.
         f"{rank_text(cluster, w)}: {cluster.workers[w].unresponsive}"
         for w in unheard
         if cluster.workers[w].unresponsive
-    ][:1] or [f"{rank_text(cluster, w)} has not said where it is" for w in unheard[:1]]
+    ][:1] or [f"{rank_text(cluster, w)} has not reported where it is" for w in unheard[:1]]
     return ", ".join(parts) or f"all ranks are at commit {commit}"
 
 

@@ -149,7 +149,7 @@ def _restore_job(
     ranks = saved.ranks if set(holders) <= set(saved.ranks) else holders
     cluster = replace(with_members(cluster, holders), job=replace(job, ranks=ranks), stage=Stage.RUNNING)
     cluster = _abort_strays(cluster, inside, out)
-    why = "the world was not whole any more when a new driver came"
+    why = "the world was no longer complete when a new driver took over"
     if not finished and (
         saved.gathering or not any(inside[w].generation for w in holders)
     ):  # it had been broken, or left
@@ -196,7 +196,7 @@ def _abort_strays(cluster: ClusterState, inside: Reports, out: Commands) -> Clus
     those = (w for w, here in inside.items() if w not in cluster.member_set and here.busy)
     away = tuple(w for w in those if inside[w].generation or inside[w].numbered > inside[w].left)
     if away:
-        out.append(cmd.AbortWorld(cluster.highest_generation, away, "a new driver forms the world anew"))
+        out.append(cmd.AbortWorld(cluster.highest_generation, away, "a new driver forms another world"))
     return cluster
 
 

@@ -17,7 +17,7 @@ from nbelastic.system.addresses import is_loopback
 
 Commands = list[cmd.Command]
 Reports = Mapping[WorkerId, WorkerReport]
-OFFLINE = "while no driver was there"
+OFFLINE = "while no driver was running"
 UNSAVED = 1000  # probes: more than the last driver can have begun without writing it down
 
 

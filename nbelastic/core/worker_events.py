@@ -91,13 +91,13 @@ def worker_ready(cluster: ClusterState, event: ev.WorkerReady, now: float, out: 
                 replace(cluster, awaiting=difference(cluster.awaiting, frozenset({w}))), worker, now, out
             )
         case Stage.LEAVING if left and w in cluster.awaiting:  # said before it was told that it will not be
-            out.append(cmd.AbortWorld(last, (w,), "the prepared generation was called off"))
+            out.append(cmd.AbortWorld(last, (w,), "the prepared generation was cancelled"))
         case Stage.GATHERING if w in cluster.awaiting:  # it never heard of the generation that broke
             out.append(cmd.AbortWorld(last, (w,), "this generation is over"))
         case Stage.FORMING if not left and w in cluster.awaiting and cluster.formation:  # it missed the order
             out.append(replace(cluster.formation, to=(w,)))
         case Stage.FORMING | Stage.RUNNING | Stage.PREPARING | Stage.ASKED if left:  # nobody told it to leave
-            return _suspect(cluster, w, "its program left the elastic loop unasked", now)
+            return _suspect(cluster, w, "its program left the elastic loop without being asked", now)
     return cluster
 
 
@@ -153,7 +153,7 @@ def break_unexplained(cluster: ClusterState, now: float, out: Commands) -> Clust
     if (
         count >= UNEXPLAINED and not cluster.partition_check.pairs
     ):  # while probes are under way it may still be the network
-        why = f"{rank_text(cluster, culprit)} raised {cluster.suspect_error} ({count} times in a row, and no death explains it)"
+        why = f"{rank_text(cluster, culprit)} raised {cluster.suspect_error} ({count} times in a row, and no lost worker explains it)"
         return jobs.end(cluster, "failed", why, now, out, culprit=culprit)
     why = f"connections of {format_ids(cluster.suspects)} broke though every worker lives"
     cluster = partitions.begin(cluster, now, out)

@@ -160,8 +160,8 @@ def test_the_record_says_who_removed_a_host():
     story.answer()
     story.remove("b").answer().discover("a:1")
     assert story.records("host-removed") == [
-        "b is to leave at the next commit, by a test",
-        "c is to leave at the next commit, by discovery",
+        "b will leave at the next commit, by a test",
+        "c will leave at the next commit, by discovery",
     ]
 
 

@@ -105,7 +105,7 @@ def test_the_host_that_keeps_the_state_is_lost():
     story.hear(ev.WorkerHung).hear(ev.StateKept).hear(ev.WorkerExited)
     assert story.cluster.kept_state == KeptState(wid(A), 7)
     story.lose_host("a")
-    assert story.last(cmd.EndJob).reason == "the training state was kept on a, which is gone"
+    assert story.last(cmd.EndJob).reason == "the training state was kept on a, which was lost"
     assert story.cluster.kept_state is None
 
 

@@ -154,7 +154,7 @@ def test_a_failed_setup_cell_is_named():
     story.broken.add(("a/1#1", "torhc"))
     story.set_up("imports", "torhc").submit().answer()
     assert story.cluster.workers[wid("a/1#1")].state is WorkerState.FAILED
-    failed = "waiting for nothing from a/1#1: setup cell imports failed: NameError: torhc"
+    failed = "waiting for a/1#1 (failed: setup cell imports failed: NameError: torhc)"
     assert story.reason == f"1 of min 2 workers ready; {failed}"
 
 

@@ -287,7 +287,7 @@ def test_a_program_that_breaks_its_connections_is_to_blame_in_a_wide_cluster_too
         story.wait(1.0)
         story.answer()
     assert story.job.outcome == "failed"
-    assert "I closed it (3 times in a row, and no death explains it)" in story.job.reason
+    assert "I closed it (3 times in a row, and no lost worker explains it)" in story.job.reason
 
 
 def test_a_newcomer_that_was_cut_off_after_it_was_admitted_is_named_with_its_pair():

@@ -265,8 +265,8 @@ def test_who_is_reached_at_no_common_address_is_left_out():
 @pytest.mark.parametrize(
     ("mute", "reason"),
     [
-        ("gpu1", "gpu1 did not say within 5 s whether gpu2 is reached"),
-        ("gpu2", "did not say within 5 s whether it reaches gpu1"),
+        ("gpu1", "gpu1 did not report within 5 s whether gpu2 is reached"),
+        ("gpu2", "did not report within 5 s whether it reaches gpu1"),
     ],
 )
 def test_a_probe_without_an_answer_has_a_deadline(mute, reason):
@@ -382,7 +382,7 @@ def test_a_waiting_worker_offers_its_store_again():
     story = local(min=3).submit().answer()
     story.add("gpu1:1", "10.0.0.1").answer(lambda e: not (isinstance(e, ev.WorkerReady) and e.worker.host != "gpu1"))
     assert story.commands(cmd.FormWorld) == []
-    assert story.reason == "3 workers ready; localhost/0#1 is to offer a store at 10.0.0.9"
+    assert story.reason == "3 workers ready; localhost/0#1 has to offer a store at 10.0.0.9"
     story.answer()
     assert story.last(cmd.FormWorld).store.startswith("10.0.0.9:")
 

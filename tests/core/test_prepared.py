@@ -20,7 +20,7 @@ def test_nobody_is_asked_before_all_is_prepared():
     assert (order.generation, len(order.members), order.root, order.receivers) == (2, 4, 0, (3,))
     story.commit(5).hear(ev.WorkerPrepared, "a/0#1", "b/0#1", "d/0#1")
     assert story.commands(cmd.AskLeave) == []
-    assert "not yet prepared for the next: c/0#1" in story.reason
+    assert "not prepared yet: c/0#1" in story.reason
     story.hear(ev.WorkerPrepared)
     assert story.last(cmd.AskLeave).members == story.cluster.members
 
@@ -226,7 +226,7 @@ def test_a_newcomer_that_cannot_be_joined_is_left_out(silent, told):
     story.wait(0.2)
     assert story.last(cmd.DropWorld).generation == 2
     untouched(story, mark)
-    text = f"d/0#1 is left out: no group stood within 15.2 s{told}"
+    text = f"d/0#1 is left out: no group was formed within 15.2 s{told}"
     assert story.records("newcomer-held") == [f"{text}; tried again in 1 s"]
     assert story.reason == f"3 workers train in generation 1; {text}"
     assert story.cluster.workers[wid("d/0#1")].reason == text.removeprefix("d/0#1 is ")
@@ -285,7 +285,7 @@ def test_newcomers_of_which_none_is_to_blame_come_one_at_a_time():
         ev.StoreOffered(story.cluster.members[1], 3, "b/0#1@3")
     )  # which does not help: rank 0 has a world's store
     story.answer()
-    assert story.reason.endswith("a/0#1 is to offer a store for the next generation")
+    assert story.reason.endswith("a/0#1 has to offer a store for the next generation")
     story.commit(3).quiet(20.0)
     sizes = [len(command.order.members) for command in story.commands(cmd.PrepareWorld, mark)]
     assert sizes == [4, 5]

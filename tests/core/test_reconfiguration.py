@@ -40,7 +40,7 @@ def test_a_word_said_twice_is_one_word():
     story.add("b:1").answer(lambda e: not isinstance(e, ev.LeaveAcknowledged))
     story.send(*[ev.LeaveAcknowledged(wid("a/0#1"), 1, 3, story.cluster.ask_number)] * 3)
     assert story.cluster.stage is Stage.ASKED
-    assert story.reason == "1 of 2 have said where they are"
+    assert story.reason == "1 of 2 have reported where they are"
 
 
 def test_a_lone_replacement_joins_at_once():
@@ -172,7 +172,7 @@ def test_the_last_holder_of_the_state_stays_until_it_has_handed_it_over():
     story = Story("a:2", min=1).run().commit(5)
     story.remove("a").quiet(3.0)
     assert (story.names, story.cluster.stage) == (["a/0#1"], Stage.RUNNING)
-    assert "the last one with the training state is to leave" in story.reason
+    assert "the last worker with the training state has to leave" in story.reason
     story.add("b:2").quiet(5.0)
     assert story.names == ["b/0#1", "b/1#1"]
     assert list(story.cluster.hosts) == ["b"]

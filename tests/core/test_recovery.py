@@ -363,7 +363,7 @@ def test_all_members_died():
     Away(story).kill("a/0#1", "a/1#1", "b/0#1").new_driver()
     assert story.last(cmd.EndJob).outcome == "failed"
     assert "no worker is left that holds the training state" in story.last(cmd.EndJob).reason
-    assert "no driver was there" in story.last(cmd.EndJob).reason
+    assert "no driver was running" in story.last(cmd.EndJob).reason
     assert trains(story.quiet(2.0).run("next"))
 
 
@@ -378,7 +378,7 @@ def test_a_whole_host_died():
     """Its agent is gone: it is tried again, and its workers come back with new numbers."""
     story = three()
     Away(story).lose_host("a").new_driver()
-    assert story.records("host-lost") == ["a: its agent was lost while no driver was there"]
+    assert story.records("host-lost") == ["a: its agent was lost while no driver was running"]
     story.quiet(4.0)
     assert trains(story)
     assert story.names[0] == "b/0#1"

@@ -127,7 +127,7 @@ def test_a_terminal_waits_for_a_script_and_joins_it():
     """It comes before the script, is in the first round, and hears that there is no room if that is so."""
     story = Scripted("a:1", max=2).answer().external("t")
     assert story.last(scmd.ReportWaiting) == scmd.ReportWaiting("t", None)
-    assert story.records("host-up")[-1] == "t has come from a terminal"
+    assert story.records("host-up")[-1] == "t was started in a terminal"
     story.run_script()
     story.quiet(2.0).nodes_answer()
     story.waits("t", number=story.cluster.script.round)
@@ -179,7 +179,7 @@ def test_another_process_of_a_terminal_s_name_is_another_node():
     """The one before has left its round, and the group begins again with the newcomer when that is ready."""
     story = Scripted("a:1").answer().external("t").run_script().quiet(2.0).nodes_answer()
     story.send(sev.ExternalNodeJoined("t", 4712, here=True))
-    assert "t: another process came in its place" in story.records("world-broken")
+    assert "t: another process replaced it" in story.records("world-broken")
     story.nodes_answer().waits("t", 2).nodes_answer()
     assert story.assignments == {"a": 1, "t": 2}
 
@@ -190,7 +190,7 @@ def test_names_of_hosts_are_taken():
     story.send(sev.ExternalNodeJoined("a", 4711))
     assert story.said[-1] == scmd.EndNode("a", "a host of the cluster is named a already")
     story.waits("u")
-    assert story.said[-1] == scmd.EndNode("u", "the cluster does not know it any more")
+    assert story.said[-1] == scmd.EndNode("u", "the cluster no longer knows it")
     assert not story.cluster.external_nodes
 
 

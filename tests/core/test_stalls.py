@@ -118,7 +118,7 @@ def test_who_does_not_answer_is_named():
     story = training()
     story.silent.update({wid("b/0#1"), wid("c/0#1")})
     story.stand_still(times=2)
-    where = "rank 0 (a/0#1) is in train.py:9 in step, rank 1 (b/0#1) has not said where it is"
+    where = "rank 0 (a/0#1) is in train.py:9 in step, rank 1 (b/0#1) has not reported where it is"
     assert story.reason.endswith(f"no commit for 4 s; {where}")
 
 

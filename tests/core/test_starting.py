@@ -16,7 +16,7 @@ def test_an_agent_that_never_speaks_is_given_up():
     assert deadline(story.cluster, story.now) == story.now + 120.0
     story.wait(120.0)
     host = story.cluster.hosts["a"]
-    assert (host.phase, host.reason) == (HostPhase.LOST, "its agent has said nothing for 120 s")
+    assert (host.phase, host.reason) == (HostPhase.LOST, "its agent has sent nothing for 120 s")
     assert story.last(cmd.StopAgent) == cmd.StopAgent("a")
     story.wait(5.0)
     assert (story.cluster.hosts["a"].phase, len(story.commands(cmd.StartAgent))) == (HostPhase.STARTING, 2)
@@ -44,7 +44,7 @@ def test_a_worker_whose_engine_never_comes_is_replaced():
     assert cmd.StopWorker(wid("a/1#1"), kill=True) not in story.said
     story.quiet(0.2)
     assert story.last(cmd.StopWorker) == cmd.StopWorker(wid("a/1#1"), kill=True)
-    assert story.records("worker-lost") == ["a/1#1 has not come up within 300 s"]
+    assert story.records("worker-lost") == ["a/1#1 did not start within 300 s"]
     assert (story.cluster.stage, story.names) == (Stage.RUNNING, ["a/0#1", "a/1#2"])
 
 
@@ -74,5 +74,5 @@ def test_a_newcomer_that_is_called_back_and_hangs_is_replaced():
     assert story.records("newcomer-held")
     assert "2 of min 3 workers ready; waiting for c/0#1" in story.reason
     story.quiet(65.0)
-    assert story.records("worker-lost") == ["c/0#1 has not come up within 60 s"]
+    assert story.records("worker-lost") == ["c/0#1 did not start within 60 s"]
     assert (story.cluster.stage, story.names) == (Stage.RUNNING, ["a/0#1", "b/0#1", "c/0#2"])

@@ -191,7 +191,7 @@ def test_an_idle_cluster_counts_only_workers_that_can_work():
     assert story.reason.startswith("0 of min 2 workers ready; waiting for a/0#1 (0 s), a/1#1 (0 s)")
     story.broken.add(("a/1#1", "torhc"))
     story.set_up("imports", "torhc").answer()
-    failed = "waiting for nothing from a/1#1: setup cell imports failed: NameError: torhc"
+    failed = "waiting for a/1#1 (failed: setup cell imports failed: NameError: torhc)"
     assert story.reason == f"1 of min 2 workers ready; {failed}"
 
 

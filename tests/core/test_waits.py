@@ -63,7 +63,7 @@ def test_a_survivor_that_alone_holds_the_state_is_not_killed():
     story = Story("a:2", min=1, elastic_timeout=100.0).run().commit(3).answer()
     story.hang("a/1#1").kill("a/0#1").quiet(61.0)
     assert story.commands(cmd.StopWorker) == []
-    why = "a/1#1 did not leave generation 1, and nobody else holds the training state"
+    why = "a/1#1 did not leave generation 1, and no other worker holds the training state"
     assert f"{why}; the others wait for 100 s" in story.reason
     story.quiet(40.0)
     assert (story.job.outcome, story.job.reason) == ("failed", f"{why}; waited for 100 s (elastic_timeout)")
@@ -73,7 +73,7 @@ def test_one_of_two_that_alone_hold_the_state_wakes():
     """The state is safe with it: the other is replaced as any other, and the job goes on."""
     story = Story("a:3", min=1).run().commit(3).answer()
     story.hang("a/1#1", "a/2#1").kill("a/0#1").quiet(61.0)
-    assert "nobody else holds the training state" in story.reason
+    assert "no other worker holds the training state" in story.reason
     story.silent.remove(wid("a/1#1"))
     story._say_ready(wid("a/1#1"))
     story.quiet(63.0)
@@ -115,7 +115,7 @@ def test_who_does_not_say_where_it_is_puts_the_change_off():
     story = with_stage(Stage.ASKED)
     story.hear(ev.LeaveAcknowledged, "a/0#1", "b/0#1").wait(10.0)
     assert story.last(cmd.CancelLeave).members == story.cluster.members
-    reason = "3 workers train in generation 1; the next change waits, as c/0#1 did not say where it is"
+    reason = "3 workers train in generation 1; the next change waits, as c/0#1 did not report where it is"
     assert (story.cluster.stage, story.reason) == (Stage.RUNNING, reason)
     story.answers.clear()
     story.quiet(10.0)
@@ -143,7 +143,7 @@ def test_who_never_says_where_it_is_is_replaced():
         story.answer(lambda e: not isinstance(e, ev.LeaveAcknowledged) or e.worker != wid("c/0#1")).wait(10.0)
         story._unsay(wid("c/0#1"), ev.LeaveAcknowledged)
         story.wait(pause)
-    assert "c/0#1 said nothing when asked 3 times" in story.records("worker-lost")
+    assert "c/0#1 did not answer when asked 3 times" in story.records("worker-lost")
     story.quiet(3.0)
     assert (story.cluster.stage, len(story.names)) == (Stage.RUNNING, 4)
 
@@ -276,7 +276,7 @@ def test_a_worker_whose_end_is_never_reported_counts_as_ended(now):
     assert (story.cluster.stopped, list(story.cluster.hosts)) == (frozenset(), ["a", "b"])
     assert story.last(cmd.StopAgent) == cmd.StopAgent("c")
     (text,) = [text for text in story.records("worker-lost") if text.startswith("c/0#1")]
-    assert text == "c/0#1 was told to end, and its end was not reported within 30 s: it counts as ended"
+    assert text == "c/0#1 was asked to end, and its end was not reported within 30 s: it counts as ended"
     story.answers.clear()
     story.quiet(3.0)
     assert story.names == ["a/0#1", "b/0#1"]

@@ -152,7 +152,7 @@ class FakeCluster:
         self.calls.append(("remove_host", host, now, by))
         if all(one.name != host for one in self._status.hosts):
             raise UsageError(f"there is no host {host!r}.")
-        self.record("host-removed", f"{host} is to leave at the next commit, by {by}", host=host)
+        self.record("host-removed", f"{host} will leave at the next commit, by {by}", host=host)
         hosts = tuple(one for one in self._status.hosts if one.name != host)
         left = [worker for worker in self._status.workers if worker.host != host]
         workers = tuple(replace(worker, rank=rank) for rank, worker in enumerate(left))
