@@ -61,9 +61,7 @@ def external_node_joined(
         return cluster
     known = cluster.external_nodes.get(event.host)
     if known is not None and known.pid != event.pid:
-        cluster = node_event(
-            cluster, sev.NodeLeft(event.host, "another process replaced it", broken=True), now, out
-        )
+        cluster = node_event(cluster, sev.NodeLeft(event.host, "another process replaced it", broken=True), now, out)
     if event.host not in cluster.external_nodes:
         cluster = replace(
             cluster, external_nodes={**cluster.external_nodes, event.host: ExternalNode(event.pid, event.here)}

@@ -9,7 +9,6 @@ from heapq import nsmallest
 from msgspec import Struct
 from msgspec.structs import replace
 
-from nbelastic.core import commands as cmd
 from nbelastic.core.commands import FormWorld
 from nbelastic.core.reasons import MOST, Reason, listed
 from nbelastic.core.script_group import Group
@@ -18,25 +17,18 @@ from nbelastic.protocol.ids import HostSpec, Interface, WorkerId
 from nbelastic.protocol.limits import NEVER, Limits
 from nbelastic.protocol.script_events import NodeReady
 
-Commands = list[cmd.Command]
-
-
-def rank_text(cluster: ClusterState, w: WorkerId) -> str:
-    return f"rank {cluster.members.index(w)} ({w})" if w in cluster.member_set else str(w)
-
-
-NO_BREAKS = (0, -1)  # how many, and at which commit
+NO_BREAKS = (0, -1)  # of `ClusterState.unexplained_breaks`
 
 
 class Stage(StrEnum):
-    """Where the current generation stands."""
+    """The stage of the present generation."""
 
-    GATHERING = "gathering"  # no world: who is to be in the next one reports ready
-    FORMING = "forming"  # the members are joining their process group
+    GATHERING = "gathering"  # no world: survivors leave the last generation, newcomers report ready
+    FORMING = "forming"  # the members join their process group
     RUNNING = "running"
-    PREPARING = "preparing"  # running; the next world's process group is being built beside it
-    ASKED = "asked"  # running; the members were asked where they are, to agree on the commit to leave at
-    LEAVING = "leaving"  # running up to that commit
+    PREPARING = "preparing"  # the members train; the next generation's process group is built beside the training
+    ASKED = "asked"  # the members train; each was asked for its commit, to agree on the leave point
+    LEAVING = "leaving"  # the members train up to the leave point
 
 
 class WorkerState(StrEnum):
@@ -57,95 +49,92 @@ class HostPhase(StrEnum):
 
 
 class Slot(Struct, frozen=True, gc=False, omit_defaults=True):
-    """A place for one process. `failures` are deaths not yet forgiven."""
+    """A place for one worker."""
 
     incarnation: int = 0
     restarts: int = 0
-    failures: int = 0
+    failures: int = 0  # in a row, since the last clear
     backoff_until: float = 0.0
-    busy: bool = False  # a process of it lives
-    reason: str = ""  # why it cools
+    busy: bool = False  # its worker's process lives
+    reason: str = ""  # why it is in back-off
 
 
 class Host(Struct, frozen=True):
-    """`slots` never gets shorter, so that no incarnation is used twice; only the first `spec.slots` are started."""
+    """`slots` never gets shorter, so that no incarnation is used twice. Workers start only in the first `spec.slots`."""
 
     spec: HostSpec
-    joined: int  # its seniority
+    joined: int  # its seniority: the lowest number is the oldest host
     slots: tuple[Slot, ...]
-    full: bool = False  # every slot that may be started is busy
-    since: float = 0.0  # when it came up or, before that, was started
+    full: bool = False  # all slots in which workers may start are busy
+    since: float = 0.0  # when the host came up or, before that, when its agent was started
     phase: HostPhase = HostPhase.STARTING
-    reason: str = ""
-    failures: int = 0
-    retry_at: float = 0.0
-    by_hand: bool = False
+    reason: str = ""  # why it is in this phase, or why a slot is in back-off
+    failures: int = 0  # in a row, since the last clear
+    retry_at: float = 0.0  # when a lost host's agent is started again
+    by_hand: bool = False  # a client added it, so discovery does not remove it
     addresses: tuple[Interface, ...] = ()  # in its agent's order of preference
-    port: int = 0  # its prober's, on each of them
-    address: str = ""  # where its workers are reached; empty: its agent named none
-    agreed_addresses: tuple[str, ...] = ()  # where everybody who tried so far has reached it; empty: nobody has tried
-    moved_at: float = 0.0  # when its workers were told of another address; 0.0: never
-    admitted: int = 0  # a number that grows with every admission
-    unreached_hosts: tuple[str, ...] = ()  # hosts that it did not reach when it was left out
+    port: int = 0  # of its prober, on each of its addresses
+    address: str = ""  # that other workers use to reach its workers; empty: its agent named none
+    agreed_addresses: tuple[str, ...] = ()  # at which each prober so far reached it; empty: it was not probed yet
+    moved_at: float = 0.0  # when its workers got another address; 0.0: never
+    admitted: int = 0  # number of its latest admission; it grows over all hosts
+    unreached_hosts: tuple[str, ...] = ()  # that it did not reach when it was left out
 
 
 class Admission(Struct, frozen=True):
-    """A newcomer whose network is probed: its agent is ready, but nothing is started on it yet.
+    """A host whose network is probed. Its agent is ready; no worker is started there yet. A probe is (prober, target)."""
 
-    A probe is (who tries, whom), by hosts.
-    """
-
-    number: int  # of its probes
-    partners: tuple[str, ...]  # of the present round
-    addresses: tuple[str, ...]  # its addresses at which all of the rounds before have reached it
-    until: float  # who has not answered by then will not
-    awaited: frozenset[tuple[str, str]]
-    answers: dict[tuple[str, str], tuple[str, ...]] = {}  # where it was reached
-    passed: frozenset[str] = frozenset()  # partners of the rounds before
+    number: int  # of its present round of probes
+    partners: tuple[str, ...]  # hosts that the present round probes
+    addresses: tuple[str, ...]  # of the host, at which all earlier partners reached it
+    until: float  # when the round ends without the missing answers
+    awaited: frozenset[tuple[str, str]]  # probes without an answer yet
+    answers: dict[tuple[str, str], tuple[str, ...]] = {}  # for each probe, the addresses that answered
+    passed: frozenset[str] = frozenset()  # partners of earlier rounds
 
 
 class PartitionCheck(Struct, frozen=True):
-    """A round of probes between the hosts of a world. A pair is (host, host), in the order of their names."""
+    """A round of probes between the hosts of a world. A pair of hosts is in the order of their names."""
 
-    number: int = 0
-    until: float = NEVER
-    awaited: frozenset[tuple[str, str]] = frozenset()  # probes
-    pairs: frozenset[tuple[str, str]] = frozenset()
-    fully_probed: tuple[str, ...] = ()  # hosts that are all probed with one another
-    unreached: frozenset[tuple[str, str]] = frozenset()  # pairs of which one did not reach the other
-    failed_rounds: dict[tuple[str, str], int] = {}  # pairs, and in how many rounds in a row they were cut
+    number: int = 0  # of this round of probes
+    until: float = NEVER  # when the round ends without the missing answers
+    awaited: frozenset[tuple[str, str]] = frozenset()  # probes (prober, target) without an answer yet
+    pairs: frozenset[tuple[str, str]] = frozenset()  # that this round probes, each in both directions
+    fully_probed: tuple[str, ...] = ()  # hosts of which each pair is probed
+    unreached: frozenset[tuple[str, str]] = frozenset()  # pairs of which one host did not reach the other
+    failed_rounds: dict[tuple[str, str], int] = {}  # in how many rounds in a row a pair was unreached
 
 
 class Stall(Struct, frozen=True):
-    """A running world in which nobody commits, and what is known of why."""
+    """A running world in which no commit is made, and the known causes."""
 
     generation: int
     seconds: float = 0.0  # without a commit
-    unanswered: frozenset[WorkerId] = frozenset()  # members that were asked where they are, and have not said
-    positions: dict[WorkerId, PositionReported] = {}
-    stragglers: dict[WorkerId, tuple[tuple[int, int], float]] = {}  # where they are, and since when they are seen there
-    reported: frozenset[tuple[WorkerId, int]] = frozenset()  # of whom it was recorded, and at which commit
-    text: str = ""
+    unanswered: frozenset[WorkerId] = frozenset()  # members that were asked for their position and did not answer yet
+    positions: dict[WorkerId, PositionReported] = {}  # the newest of each member
+    stragglers: dict[WorkerId, tuple[tuple[int, int], float]] = {}  # (collectives, commit), and since when
+    reported: frozenset[tuple[WorkerId, int]] = frozenset()  # stragglers in the event log, by commit
+    text: str = ""  # for the status
 
 
 class Wait(Struct, frozen=True):
-    """The present stage waits for the words of `ClusterState.awaiting`."""
+    """The present stage waits for reports of the members in `ClusterState.awaiting`."""
 
     stage: Stage
     generation: int
-    awaited: int  # how many words
+    awaited: int  # how many members have not reported
     began: float
-    since: float  # when the last word came
-    until: float  # when it is judged
-    ask_at: float  # when those who are waited for are asked where they are
-    positions: dict[WorkerId, tuple[PositionReported, float]] = {}  # their last answers, and when these came
-    worked_at: dict[WorkerId, float] = {}  # when they were last seen at work
-    irreplaceable: tuple[WorkerId, ...] = ()  # they cannot be replaced
-    why: str = ""
+    since: float  # when the last report came
+    until: float  # when the wait is judged
+    ask_at: float  # when the awaited members are asked for their positions
+    positions: dict[WorkerId, tuple[PositionReported, float]] = {}  # their newest answers, and when these came
+    worked_at: dict[WorkerId, float] = {}  # when each was last known to compute
+    irreplaceable: tuple[WorkerId, ...] = ()  # late members that are kept, as only they hold the training state
+    why: str = ""  # they are late, for the status
 
 
 class SetupCell(Struct, frozen=True):
-    """A cell that each worker runs before it is ready. A cell that is run again has the same key and another version."""
+    """A cell that each worker runs before it is ready. A changed cell has the same key and another version."""
 
     key: str
     source: str
@@ -153,156 +142,156 @@ class SetupCell(Struct, frozen=True):
 
 
 class SetupTrial(Struct, frozen=True):
-    """A cell that is not kept yet, and how it went so far."""
+    """A cell that is not kept yet, and its results so far."""
 
     cell: SetupCell
     running: frozenset[WorkerId] = frozenset()
-    tried: int = 0  # workers
-    succeeded: int = 0
-    failed: dict[WorkerId, str] = {}  # and the error
+    tried: int = 0  # on so many workers
+    succeeded: int = 0  # on so many workers
+    failed: dict[WorkerId, str] = {}  # with this error
 
 
 class Worker(Struct, frozen=True, gc=False):
     id: WorkerId
     state: WorkerState
-    since: float
+    since: float  # when it was started or, later, when it became ready for the first time
     pid: int = 0
-    job: str = ""  # the job whose program runs on it
-    generation: int = 0  # the last generation that it has left
-    commit: int = 0
-    clean: bool = True
-    store: str = ""  # for a generation in which it is rank 0; empty if it was used
-    has_state: bool = False  # it holds the job's state, whole
-    failures: int = 0  # in a row, to join a process group with the others
-    reason: str = ""
-    registered: bool = False  # its engine takes code
+    job: str = ""  # whose program runs on it
+    generation: int = 0  # the last one that it has left
+    commit: int = 0  # of its training state, counted from the beginning of the job
+    clean: bool = True  # its live tensors are those of its last commit
+    store: str = ""  # address of the store that it offers as rank 0; empty: none, or it was used
+    has_state: bool = False  # it holds the job's training state, all of one commit
+    failures: int = 0  # in a row, to join a process group
+    reason: str = ""  # for the status: why it failed, was left out or is a straggler
+    registered: bool = False  # it can run cells and programs
     was_ready: bool = False
-    ran: frozenset[int] = frozenset()  # versions of setup cells that it has run well
-    running_cell: int = 0  # the version of the one that it runs now; 0: none
-    cell_since: float = 0.0
-    failed_cell: str = ""  # the key of the one that failed on it: it takes part in no job
-    unresponsive: str = ""  # why it is left alone although nothing is heard of it; empty: it is heard
+    ran: frozenset[int] = frozenset()  # versions of the setup cells that succeeded on it
+    running_cell: int = 0  # version of the setup cell that it runs now; 0: none
+    cell_since: float = 0.0  # when it began to run that cell
+    failed_cell: str = ""  # key of the setup cell that failed on it: it takes part in no job
+    unresponsive: str = ""  # for the status: since when the driver receives nothing from it; empty: it responds
 
 
 class Job(Struct, frozen=True):
     name: str
     formed: bool = False  # a world of it has run
-    succeeded: frozenset[WorkerId] = frozenset()
-    ended: frozenset[WorkerId] = frozenset()  # whose program came to its end well
-    asked_to_stop: frozenset[WorkerId] = frozenset()  # told to stop, as they cannot finish after others have
-    ranks: tuple[WorkerId, ...] = ()  # the members of its last world, the dead included: results are given by rank
+    succeeded: frozenset[WorkerId] = frozenset()  # members whose elastic function has returned
+    ended: frozenset[WorkerId] = frozenset()  # workers whose program has ended without an error
+    asked_to_stop: frozenset[WorkerId] = frozenset()  # members that cannot finish, as others have finished
+    ranks: tuple[WorkerId, ...] = ()  # members of its last world, the lost ones included: results are given by rank
     outcome: str = ""  # succeeded, failed, stopped
     reason: str = ""
 
 
 class KeptState(Struct, frozen=True):
-    """The job's training state is on a disk: its last holder `by` was stuck, and wrote it there for a worker of its host."""
+    """The hung worker `by`, the last that held the training state, has written it to its host's disk."""
 
     by: WorkerId
     commit: int
-    reader: WorkerId | None = None  # who is to read it
+    reader: WorkerId | None = None  # the worker of that host which is to read it
 
 
 class ExternalNode(Struct, frozen=True):
-    """A node that has come by itself, from a terminal. `here`: it is on the driver's machine."""
+    """A node that a user's torchrun has started in a terminal."""
 
     pid: int
-    is_local: bool
-    ready: NodeReady | None = None  # what it has said last of that it waits
+    is_local: bool  # it runs on the driver's machine
+    ready: NodeReady | None = None  # its newest report that it waits for a round
 
 
 class ClusterState(Struct, frozen=True):
-    """All that the driver knows and decides from. `members` are the current generation's (or its survivors), by rank."""
+    """All that the core decides from. Times are in seconds, of the driver's monotonic clock."""
 
     limits: Limits
+
+    # hosts and workers
     hosts: dict[str, Host] = {}  # in order of seniority
-    workers: dict[WorkerId, Worker] = {}
-    removed_workers: int = 0  # workers that were taken out of `workers` so far
-    generation: int = 0
+    workers: dict[WorkerId, Worker] = {}  # that live
+    starting: frozenset[WorkerId] = frozenset()  # workers that are expected to become newcomers
+    stopped: frozenset[WorkerId] = frozenset()  # workers that were asked to end; they are in no other of these sets
+    failed: frozenset[WorkerId] = frozenset()  # workers that live but cannot take part in this job
+    end_deadlines: dict[WorkerId, float] = {}  # when each worker of `stopped` counts as ended
+    removed_workers: int = 0  # how many were taken out of `workers` so far
+    hosts_joined: int = 0  # number of the newest host
+    hosts_admitted: int = 0  # number of the newest admission
+    discovered: bool = False  # the discovery has answered once, under this driver or an earlier one
+    removed_hosts: frozenset[str] = frozenset()  # that a client removed and discovery may still list
+    incarnations: dict[str, int] = {}  # highest ones of removed hosts; see `host_lifecycle.NAMES`
+    wake_at: float = NEVER  # when a back-off or a start's deadline ends
+
+    # the generation
+    generation: int = 0  # number of the present or last one
     stage: Stage = Stage.GATHERING
-    members: tuple[WorkerId, ...] = ()
-    member_set: frozenset[WorkerId] = frozenset()  # the members as a set
-    formation: FormWorld | None = None  # by which the generation was formed
-    next_formation: FormWorld | None = (
-        None  # the next one, for which the process group is or was built beside the training
-    )
-    entered_next: frozenset[WorkerId] = (
-        frozenset()
-    )  # who is in the planned generation already, before all have left this one
-    cancelled_formation: FormWorld | None = (
-        None  # a plan called off when its members were leaving for it: they may be in it
-    )
-    deferred_events: tuple[
-        WorkerSucceeded | ProgramEnded, ...
-    ] = ()  # of those ahead: that they have finished, which is heard when all have left this one
-    last_formed: int = 0  # the last generation of which a world has formed
-    highest_generation: int = 0  # the highest number that a generation was given; a planned one may come to nothing
-    prepare_by: float = NEVER
-    change_after: float = 0.0  # before that no change is tried again
-    postponed_because: str = ""  # what kept the last one from being made
-    postponements: int = 0  # times in a row
-    unanswered: dict[WorkerId, int] = {}  # members that did not say where they are, and how many times in a row
-    failed_formations: int = 0  # worlds in a row that did not form in time
-    wait: Wait | None = None
-    skip_preparing: bool = False  # the next change is made without preparation, as that failed
-    awaiting: frozenset[WorkerId] = frozenset()  # members whose word the present stage waits for
-    prepare_errors: dict[WorkerId, str] = {}  # why some could not prepare
-    newcomers: frozenset[WorkerId] = frozenset()  # newcomers that wait in the elastic loop for a world
-    held_back: dict[
-        WorkerId, float
-    ] = {}  # of those, who is left out because it could not join the others, and until when
-    starting: frozenset[WorkerId] = frozenset()  # workers of which one can expect that they soon will
-    leaving: frozenset[WorkerId] = frozenset()  # members that are to leave: drained or above max
-    stopped: frozenset[WorkerId] = frozenset()  # alive, but told to end: in no other of these sets
-    end_deadlines: dict[WorkerId, float] = {}  # of those: when each counts as ended, whatever is reported
-    failed: frozenset[WorkerId] = frozenset()  # alive, but of no use to this job
-    suspects: frozenset[WorkerId] = frozenset()  # members that lost a connection while nobody is known dead
-    ask_number: int = 0  # how often members were asked to leave so far
-    acknowledged_commits: tuple[int, ...] = ()
-    broken_at: float = 0.0  # when the newest broken generation broke, and all its members were sent the abort
-    job: Job | None = None
+    members: tuple[WorkerId, ...] = ()  # of the present generation, or survivors of the last one, by rank
+    member_set: frozenset[WorkerId] = frozenset()  # the same as a set
+    formation: FormWorld | None = None  # of the present generation
+    awaiting: frozenset[WorkerId] = frozenset()  # workers whose report the present stage waits for
+    newcomers: frozenset[WorkerId] = frozenset()  # workers that are ready and in no world
+    held_back: dict[WorkerId, float] = {}  # newcomers that are left out for a while, and until when
+    leaving: frozenset[WorkerId] = frozenset()  # members that have to leave: drained, or above max
+    settling_since: float = 0.0  # since when newcomers or leavers wait for workers that are starting
+    highest_generation: int = 0  # that was given to a generation, prepared ones included
+    last_formed: int = 0  # generation of the last world that formed
+    failed_formations: int = 0  # generations in a row that did not form in time
+    wait: Wait | None = None  # of the present stage for reports of members
+    broken_at: float = 0.0  # when the last generation broke and its abort was sent
+    resets: int = 0  # broken generations of this job
+
+    # the reconfiguration
+    next_formation: FormWorld | None = None  # of the next generation, whose process group is prepared
+    entered_next: frozenset[WorkerId] = frozenset()  # workers in the next generation while others leave the present one
+    cancelled_formation: FormWorld | None = None  # of a cancelled next generation that leaving members may have entered
+    deferred_events: tuple[WorkerSucceeded | ProgramEnded, ...] = ()  # of the next generation; handled when it begins
+    prepare_by: float = NEVER  # when preparing ends without the missing reports
+    prepare_errors: dict[WorkerId, str] = {}  # of workers that could not prepare
+    skip_preparing: bool = False  # the next change is made without preparing, as that is not possible
+    ask_number: int = 0  # of the newest `AskLeave`
+    acknowledged_commits: tuple[int, ...] = ()  # that members reported since that `AskLeave`
+    postponements: int = 0  # of changes in a row, as a member did not answer
+    postponed_because: str = ""
+    change_after: float = 0.0  # no change is tried before
+    unanswered: dict[WorkerId, int] = {}  # how many `AskLeave` in a row each member did not answer
+
+    # failures without a lost worker
+    suspects: frozenset[WorkerId] = frozenset()  # members that lost a connection
+    suspect_since: float = 0.0
+    suspect_error: str = ""  # that the first of the suspects raised
+    unexplained_breaks: tuple[int, int] = NO_BREAKS  # how many in a row, and at which commit
+    stall: Stall | None = None
+    hung: frozenset[WorkerId] = frozenset()  # members that an abort does not wake
     kept_state: KeptState | None = None  # until a world has formed with it
-    hung: frozenset[WorkerId] = frozenset()  # members that no abort wakes
-    script: Group | None = None  # that runs or, if no job came after it, has run last
+
+    # networks
+    driver_address: str = ""  # at which hosts on other machines reach the driver's machine
+    external_address: str = ""  # at which terminals of other machines reach the driver's machine; empty: not allowed
+    probing: dict[str, Admission] = {}  # by host
+    last_probe: int = 0  # number of the newest round of probes
+    partition_check: PartitionCheck = PartitionCheck()
+
+    # jobs, scripts and setup cells
+    job: Job | None = None  # that runs, or that ran last
+    linger_until: float = 0.0  # when programs of an ended job are killed; 0.0: none runs
+    linger_last: float = 0.0  # when those of them that hold the training state are killed
+    script: Group | None = None  # that runs, or that ran last if no job came after it
     external_nodes: dict[str, ExternalNode] = {}
-    resets: int = 0
     setup: tuple[SetupCell, ...] = ()  # in the order in which workers run them
     trial: SetupTrial | None = None
-    setup_outdated: bool = False  # a worker that is busy has not run all setup cells
-    setup_by: float = NEVER  # when a worker will have run a setup cell for too long
-    hosts_joined: int = 0  # hosts so far
-    discovered: bool = False  # the host discovery has answered once, under this driver or an earlier one
-    hosts_admitted: int = 0  # hosts that have come up so far
-    driver_address: str = ""  # where hosts on other machines come to the driver's machine
-    external_address: str = ""  # where terminals of other machines come to the driver's machine, if they are let in
-    probing: dict[str, Admission] = {}  # newcomers, by name
-    last_probe: int = 0  # the last number that probes were given
-    partition_check: PartitionCheck = PartitionCheck()
-    stall: Stall | None = None
-    removed_hosts: frozenset[str] = frozenset()  # hosts removed by hand, which discovery may still list
-    incarnations: dict[str, int] = {}  # the newest ones of hosts that have left; see `provisioning.NAMES`
-    reason: Reason = Reason("no-hosts")
-    stopping: str = ""
-    settling_since: float = 0.0  # since when ready newcomers, or leavers, wait for those that are starting
-    suspect_since: float = 0.0
-    suspect_error: str = ""  # what the first of the suspects raised
-    unexplained_breaks: tuple[int, int] = (
-        NO_BREAKS  # breaks of the job in a row that no death explains, and their commit
-    )
-    reason_until: float = NEVER  # when the wait that `reason` names ends by itself
-    wake_at: float = NEVER  # when a cooling slot or a lost host is to be tried again
-    linger_until: float = 0.0  # until when a program of an ended job may still run
-    linger_last: float = 0.0  # and until when one that holds the training state
-    ending_hosts: frozenset[str] = frozenset()  # hosts whose agents were told to end, as the cluster is stopped
-    agents_end_by: float = NEVER  # who of them has not ended then is not waited for
-    too_few_since: float | None = None  # since when there have been fewer than min in the elastic loop, less the pauses
-    timeout_paused_since: float | None = (
-        None  # since when as many as min are there, whose programs have not come to that loop
-    )
+    setup_outdated: bool = False  # a busy worker has not run all setup cells
+    setup_by: float = NEVER  # when the next setup cell will have run for too long
+
+    # the reason to wait, and the end
+    reason: Reason = Reason("no-hosts")  # why the next thing has not happened yet
+    reason_until: float = NEVER  # when that wait ends by itself
+    too_few_since: float | None = None  # since when fewer than min are in the elastic loop, without the pauses
+    timeout_paused_since: float | None = None  # since when enough workers live but have not come to the elastic loop
+    stopping: str = ""  # why the cluster stops; empty: it does not
+    ending_hosts: frozenset[str] = frozenset()  # whose agents were asked to end, as the cluster stops
+    agents_end_by: float = NEVER  # when agents that have not ended count as ended
 
     @property
     def phase(self) -> str:
-        """waiting, forming, running, stopping or finished: what people are shown."""
+        """waiting, forming, running, stopping or finished, for the status."""
         if self.stopping:
             return "stopping" if self.hosts else "finished"
         if self.stage is Stage.GATHERING:
@@ -316,63 +305,66 @@ class ClusterState(Struct, frozen=True):
 
     @property
     def active(self) -> Job | None:
-        """The job that still has to run, if any and if it is no script."""
+        """The job that has not ended. A script is not one."""
         return self.job if self.job is not None and not self.job.outcome else None
 
     @property
     def present_job(self) -> str:
-        """The name of the job or script that still has to run; empty: none."""
+        """The name of the job or script that has not ended; empty: none."""
         if self.active is not None:
             return self.active.name
         return self.active_script.job if self.active_script is not None else ""
 
     @property
     def active_script(self) -> Group | None:
-        """The script that still has to run, if any."""
+        """The script that has not ended."""
         return self.script if self.script is not None and not self.script.outcome else None
 
 
 def is_same(before: ClusterState, cluster: ClusterState, *, but: Collection[str] = ()) -> bool:
-    """Whether nothing has changed `but` these fields. What is equal and another object counts as changed. O(1)"""
+    """Whether all fields `but` these hold the same objects. Equal objects count as changed. O(1)"""
     return all(getattr(before, f) is getattr(cluster, f) for f in ClusterState.__struct_fields__ if f not in but)
 
 
 def host_backoff_until(host: Host, now: float) -> float:
-    """Until when no slot of it may start a worker; 0.0 if one may now."""
+    """Until when no worker may start on the host; 0.0 if one may start now."""
     ends = [slot.backoff_until for slot in host.slots[: host.spec.slots]]
     until = max(min(ends, default=0.0), host.retry_at if host.phase is HostPhase.LOST else 0.0)
     return until if until > now else 0.0
 
 
 def with_members(cluster: ClusterState, members: tuple[WorkerId, ...]) -> ClusterState:
-    """These are the members now, by rank."""
+    """The state with these members, by rank."""
     return replace(cluster, members=members, member_set=frozenset(members))
 
 
 def with_worker(cluster: ClusterState, worker: Worker) -> ClusterState:
-    """With `worker` in the place of what was known of it."""
+    """The state with this record of a worker."""
     return replace(cluster, workers={**cluster.workers, worker.id: worker})
 
 
-def difference(ids: frozenset[WorkerId], gone: frozenset[WorkerId]) -> frozenset[WorkerId]:
-    """`ids - gone`, for nothing where nothing changes: these sets can hold 10,000."""
-    return ids if ids.isdisjoint(gone) else ids - gone
-
-
 def with_reason(cluster: ClusterState, reason: Reason, until: float = NEVER) -> ClusterState:
-    """Not yet, and why; and when the wait ends by itself."""
-    return (
-        cluster
-        if cluster.reason == reason and cluster.reason_until == until
-        else replace(cluster, reason=reason, reason_until=until)
-    )
+    """The state with this reason to wait. The wait ends by itself at `until`."""
+    if cluster.reason == reason and cluster.reason_until == until:
+        return cluster
+    return replace(cluster, reason=reason, reason_until=until)
+
+
+def difference(ids: frozenset[WorkerId], removed: frozenset[WorkerId]) -> frozenset[WorkerId]:
+    """`ids - removed`, without a copy if nothing changes: these sets can hold 10,000 workers."""
+    return ids if ids.isdisjoint(removed) else ids - removed
 
 
 def first_names(ids: frozenset[WorkerId]) -> tuple[str, ...]:
-    """The first of them, as `Reason.names`."""
+    """The first workers, as many as a `Reason` shows and one more."""
     return tuple(map(str, nsmallest(MOST + 1, ids)))
 
 
 def format_ids(ids: frozenset[WorkerId]) -> str:
     """The first three, as text."""
     return listed(first_names(ids))
+
+
+def rank_text(cluster: ClusterState, w: WorkerId) -> str:
+    """Its rank and name; only its name if it is not a member."""
+    return f"rank {cluster.members.index(w)} ({w})" if w in cluster.member_set else str(w)
