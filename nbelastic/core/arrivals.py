@@ -1,26 +1,23 @@
-"""TODO."""
+"""Workers and hosts that are still starting: which, for how long, and until when."""
 
 from __future__ import annotations
 
 from heapq import nsmallest
 
-from nbelastic.core import commands as cmd
 from nbelastic.core.reasons import MOST, Missing
 from nbelastic.core.state import ClusterState, Host, HostPhase, Worker, WorkerState
 from nbelastic.protocol.ids import WorkerId
 from nbelastic.protocol.limits import NEVER
 
-Commands = list[cmd.Command]
-
 
 def agent_deadline(cluster: ClusterState, host: Host) -> float:
-    """When its agent must have spoken."""
-    silent = host.phase is HostPhase.STARTING and host.spec.name not in cluster.probing
-    return host.since + cluster.limits.timeouts.agent if silent else NEVER
+    """When the agent of a starting host must have connected."""
+    awaited = host.phase is HostPhase.STARTING and host.spec.name not in cluster.probing
+    return host.since + cluster.limits.timeouts.agent if awaited else NEVER
 
 
 def worker_deadline(cluster: ClusterState, w: WorkerId) -> float:
-    """When its engine must have come; or when it must be out of a generation that it was told to leave as a newcomer."""
+    """When a starting worker must be ready for cells; or when a demoted member must have left its generation."""
     worker, timeouts = cluster.workers[w], cluster.limits.timeouts
     match worker.state:
         case WorkerState.STARTING if not worker.registered:  # what it runs then has deadlines of its own
@@ -31,7 +28,7 @@ def worker_deadline(cluster: ClusterState, w: WorkerId) -> float:
 
 
 def missing(cluster: ClusterState, now: float) -> tuple[Missing, ...]:
-    """What one waits for, the first of it."""
+    """The first workers, hosts and slots that the cluster waits for."""
     found = [_awaited(cluster.workers[w]) for w in nsmallest(MOST, cluster.starting)]
     for name, host in cluster.hosts.items():
         if len(found) >= MOST:
@@ -62,10 +59,10 @@ def _awaited(worker: Worker) -> Missing:
 
 
 def any_coming(cluster: ClusterState) -> bool:
-    """Whether some worker is on its way."""
+    """Whether a worker or a host is starting."""
     return bool(cluster.starting) or any(host.phase is HostPhase.STARTING for host in cluster.hosts.values())
 
 
 def settled(cluster: ClusterState, now: float) -> bool:
-    """Whether ready newcomers, and leavers, have waited long enough for those that are still starting."""
+    """Whether newcomers and leavers have waited long enough for workers that are starting."""
     return now >= cluster.settling_since + cluster.limits.timeouts.settle or not any_coming(cluster)

@@ -1,4 +1,4 @@
-"""TODO."""
+"""Back-off: when a slot, host or newcomer is tried again after failures."""
 
 from __future__ import annotations
 
@@ -8,16 +8,19 @@ from msgspec.structs import replace
 
 from nbelastic.core import commands as cmd
 from nbelastic.core import host_slots
+from nbelastic.core.commands import Commands
 from nbelastic.core.state import ClusterState
 from nbelastic.protocol.ids import WorkerId
 
-Commands = list[cmd.Command]
-AGENT_RETRY = 1.0  # seconds; an agent that cannot start is never tried in a hot loop, whatever the cooldown
-MOST_DOUBLINGS = 60  # of a cooldown: more would not fit into a float
+AGENT_RETRY = 1.0  # seconds between two starts of an agent, even with a cooldown of 0
+MOST_DOUBLINGS = 60  # of the back-off: more would overflow a float
 
 
 def record_failure(cluster: ClusterState, w: WorkerId, why: str, now: float, out: Commands) -> ClusterState:
-    """A death against the slot: the first restart comes at once, then the cooldown doubles; a healthy spell forgives."""
+    """Count the loss of a worker as a failure of its slot. The first restart comes at once, then the back-off doubles.
+
+    A worker that lived for `healthy` seconds clears earlier failures.
+    """
     slot = cluster.hosts[w.host].slots[w.slot]
     healthy = now - cluster.workers[w].since >= cluster.limits.healthy
     failures = 1 if healthy else slot.failures + 1
@@ -32,8 +35,7 @@ def record_failure(cluster: ClusterState, w: WorkerId, why: str, now: float, out
 
 
 def hold_back(cluster: ClusterState, ids: Iterable[WorkerId], why: str, now: float, out: Commands) -> ClusterState:
-    """These newcomers are left out for a while: those who train with one another do not wait for them."""
-    # (they may have to come out of a generation first, and are among `starting` until they have)
+    """Leave newcomers out for a while, so that workers that can form a group do not wait for them."""
     workers, held = dict(cluster.workers), dict(cluster.held_back)
     for w in ids:
         failures = workers[w].failures + 1
@@ -46,7 +48,7 @@ def hold_back(cluster: ClusterState, ids: Iterable[WorkerId], why: str, now: flo
 
 
 def release_held(cluster: ClusterState, now: float) -> ClusterState:
-    """Newcomers that were left out may try again when their time has come; those that are gone are forgotten."""
+    """Let newcomers join again whose time is over. Forget those that were lost."""
     if not cluster.held_back:
         return cluster
     held = {
@@ -56,11 +58,12 @@ def release_held(cluster: ClusterState, now: float) -> ClusterState:
     }
     if len(held) == len(cluster.held_back):
         return cluster
-    back = [w for w in cluster.held_back if w not in held and w in cluster.workers]
-    unblamed = {w: replace(cluster.workers[w], reason="") for w in back if w not in cluster.failed}
-    return replace(cluster, held_back=held, workers=cluster.workers | unblamed)
+    released = [w for w in cluster.held_back if w not in held and w in cluster.workers]
+    cleared = {w: replace(cluster.workers[w], reason="") for w in released if w not in cluster.failed}
+    return replace(cluster, held_back=held, workers=cluster.workers | cleared)
 
 
 def backoff_seconds(cluster: ClusterState, failures: int) -> float:
+    """Seconds of back-off after so many failures."""
     low, high = cluster.limits.cooldown
     return min(high, low * 2.0 ** min(failures - 1, MOST_DOUBLINGS)) if failures > 0 else 0.0

@@ -1,15 +1,14 @@
-"""TODO."""
+"""More workers than the open files on the driver's machine allow."""
 
 from __future__ import annotations
 
 from nbelastic.core import commands as cmd
+from nbelastic.core.commands import Commands
 from nbelastic.core.state import ClusterState, HostPhase
-
-Commands = list[cmd.Command]
 
 
 def too_many_text(asked: int, room: int) -> str:
-    """One line for more workers than the driver's machine has open files for."""
+    """The error for more workers than the driver's machine has open files for."""
     return (
         f"{asked} workers are asked for, and only {room} fit: each needs 6 open files in ipyparallel's controller. "
         "Raise the hard limit of open files here (ulimit -Hn; LimitNOFILE= in systemd; --ulimit nofile= in a container), "
@@ -18,7 +17,7 @@ def too_many_text(asked: int, room: int) -> str:
 
 
 def record_shortage(before: ClusterState, cluster: ClusterState, out: Commands) -> None:
-    """Say so when more workers are asked for than before, and more than fit."""
+    """Record that more workers are wanted than before, and than the machine has open files for."""
     room, asked = cluster.limits.room, _asked(cluster)
     if room is not None and asked > max(room, _asked(before)):
         out.append(cmd.Record("no-room", too_many_text(asked, room)))

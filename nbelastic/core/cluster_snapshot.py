@@ -5,13 +5,10 @@ from __future__ import annotations
 from msgspec import Struct
 from msgspec.structs import replace
 
-from nbelastic.core import commands as cmd
 from nbelastic.core import host_lifecycle
 from nbelastic.core.state import ClusterState, HostPhase, Job, KeptState, SetupCell, Slot, Stage
 from nbelastic.protocol.ids import HostSpec, WorkerId
 from nbelastic.protocol.limits import Limits
-
-Commands = list[cmd.Command]
 
 
 class SavedHost(Struct, frozen=True, omit_defaults=True):

@@ -167,3 +167,6 @@ class Record(Command):
     host: str = ""
     worker: str = ""
     generation: int = 0
+
+
+Commands = list[Command]

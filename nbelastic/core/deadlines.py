@@ -1,4 +1,7 @@
-"""TODO."""
+"""When the next deadline elapses, and what the core does then.
+
+Deadlines of stages, in which members wait for one another, are in `stage_deadlines`.
+"""
 
 from __future__ import annotations
 
@@ -15,15 +18,14 @@ from nbelastic.core import (
     worker_events,
 )
 from nbelastic.core import commands as cmd
+from nbelastic.core.commands import Commands
 from nbelastic.core.state import ClusterState
 from nbelastic.protocol.ids import WorkerId
 from nbelastic.protocol.limits import NEVER
 
-Commands = list[cmd.Command]
-
 
 def deadline(cluster: ClusterState, now: float) -> float:
-    """When, `now` at the earliest, to send `Ticked` if nothing else happens; infinity if never."""
+    """When to send `Ticked` if nothing else happens, `now` at the earliest; infinity: never."""
     limits = cluster.limits
     times = (
         cluster.reason_until,
@@ -44,7 +46,7 @@ def deadline(cluster: ClusterState, now: float) -> float:
 
 
 def act(cluster: ClusterState, now: float, out: Commands) -> ClusterState:
-    """What has a deadline of its own, and it has come. Time passes with every event, not only with `Ticked`."""
+    """Do what elapsed deadlines require. Each event lets time pass, not only `Ticked`."""
     limits = cluster.limits
     if cluster.linger_until and now >= cluster.linger_until:
         cluster = _kill_lingering(cluster, now, out)
@@ -57,15 +59,13 @@ def act(cluster: ClusterState, now: float, out: Commands) -> ClusterState:
     cluster = stage_deadlines.act(cluster, now, out)
     if now >= generations.elastic_timeout_at(cluster):
         cluster = generations.fail_too_few(cluster, now, out)
-    return (
-        provisioning.provision(_replace_overdue_starts(cluster, now, out), now, out)
-        if now >= cluster.wake_at
-        else cluster
-    )
+    if now >= cluster.wake_at:
+        cluster = provisioning.provision(_replace_overdue_starts(cluster, now, out), now, out)
+    return cluster
 
 
 def _replace_overdue_starts(cluster: ClusterState, now: float, out: Commands) -> ClusterState:
-    """They have had their time: their hosts count as lost, and other workers are started in their place."""
+    """Count a host as lost whose agent has not connected in time. Replace workers that have not started in time."""
     timeouts = cluster.limits.timeouts
     for name, host in tuple(cluster.hosts.items()):
         if now >= arrivals.agent_deadline(cluster, host):
@@ -79,32 +79,32 @@ def _replace_overdue_starts(cluster: ClusterState, now: float, out: Commands) ->
 
 
 def _kill_lingering(cluster: ClusterState, now: float, out: Commands) -> ClusterState:
-    """Programs that were told to stop have not: first those that hold no training state are killed, at the end all."""
+    """Kill programs that have not stopped in time: first those that hold no training state, at `linger_last` all."""
     job, timeouts = cluster.active, cluster.limits.timeouts
     name, late = (job.name, job.asked_to_stop) if job else ("", frozenset())
-    told = [w for w, worker in cluster.workers.items() if worker.job and (worker.job != name or w in late)]
-    over = now >= cluster.linger_last
-    stuck = [w for w in told if over or not cluster.workers[w].has_state]
-    cluster = replace(cluster, linger_until=0.0 if len(stuck) == len(told) else cluster.linger_last)
-    for w in stuck:
+    asked = [w for w, worker in cluster.workers.items() if worker.job and (worker.job != name or w in late)]
+    is_last = now >= cluster.linger_last
+    overdue = [w for w in asked if is_last or not cluster.workers[w].has_state]
+    cluster = replace(cluster, linger_until=0.0 if len(overdue) == len(asked) else cluster.linger_last)
+    for w in overdue:
         limit = timeouts.stop if cluster.workers[w].has_state else timeouts.leave
         text = f"{w} did not stop within {limit:g} s and is killed"
         out.append(cmd.Record("worker-killed", text, host=w.host, worker=str(w)))
-        cluster = losses.remove_from_job(cluster, (w,), f"{w} did not stop", now, out, keep=True)
-    return provisioning.stop_workers(cluster, stuck, out, kill=True)
+        cluster = losses.remove_from_job(cluster, (w,), f"{w} did not stop", now, out, alive=True)
+    return provisioning.stop_workers(cluster, overdue, out, kill=True)
 
 
 def set_stop_deadlines(cluster: ClusterState, now: float) -> ClusterState:
-    """Each worker that was told to end has a deadline. When the cluster is stopped, that of its agent counts."""
-    told = frozenset[WorkerId]() if cluster.stopping else cluster.stopped
-    if cluster.end_deadlines.keys() == told:
+    """Give each worker that was asked to end a deadline. While the cluster stops, only its agent has one."""
+    asked = frozenset[WorkerId]() if cluster.stopping else cluster.stopped
+    if cluster.end_deadlines.keys() == asked:
         return cluster
     end = now + cluster.limits.timeouts.end
-    return replace(cluster, end_deadlines={w: cluster.end_deadlines.get(w, end) for w in sorted(told)})
+    return replace(cluster, end_deadlines={w: cluster.end_deadlines.get(w, end) for w in sorted(asked)})
 
 
 def _count_as_ended(cluster: ClusterState, now: float, out: Commands) -> ClusterState:
-    """Workers whose ends were not reported in time count as ended: their slots, and their hosts, do not wait for that."""
+    """Remove workers whose ends were not reported in time, so that their slots and hosts become free."""
     limit = cluster.limits.timeouts.end
     for w in [w for w, until in cluster.end_deadlines.items() if now >= until and w in cluster.stopped]:
         text = f"{w} was asked to end, and its end was not reported within {limit:g} s: it counts as ended"
@@ -114,9 +114,9 @@ def _count_as_ended(cluster: ClusterState, now: float, out: Commands) -> Cluster
 
 
 def _kill_overdue_setup(cluster: ClusterState, now: float, out: Commands) -> ClusterState:
-    """Their setup cells have not ended, and their engines take no other code."""
-    late, cluster = setup_cells.overdue(cluster, now)
-    for w in late:
+    """Replace workers whose setup cell has run for too long: they can run nothing else meanwhile."""
+    overdue, cluster = setup_cells.overdue(cluster, now)
+    for w in overdue:
         out.append(cmd.StopWorker(w, kill=True))
         why = f"{w} had not ended a setup cell after {cluster.limits.timeouts.setup:g} s and was killed"
         cluster = losses.worker_lost(cluster, w, why, now, out)

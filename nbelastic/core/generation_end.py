@@ -1,4 +1,4 @@
-"""TODO."""
+"""How a generation ends: by a break, by the function's return on a rank, or by leaving as agreed."""
 
 from __future__ import annotations
 
@@ -8,24 +8,25 @@ from msgspec.structs import replace
 
 from nbelastic.core import commands as cmd
 from nbelastic.core import jobs, provisioning
+from nbelastic.core.commands import Commands
 from nbelastic.core.state import ClusterState, Job, Stage, Worker, WorkerState, difference, with_members, with_worker
 from nbelastic.core.state_holders import state_lives
 from nbelastic.protocol.ids import WorkerId
 
-Commands = list[cmd.Command]
-
 
 def demote(cluster: ClusterState, ids: Iterable[WorkerId], now: float) -> ClusterState:
-    """Survivors of a broken generation that are not to be in the next: they come back as newcomers when they have left this one."""
-    those = frozenset(ids)
-    cluster = replace(cluster, workers=cluster.workers | {w: replace(cluster.workers[w], since=now) for w in those})
-    cluster = with_members(cluster, tuple(w for w in cluster.members if w not in those))
-    cluster = replace(cluster, awaiting=difference(cluster.awaiting, those), leaving=difference(cluster.leaving, those))
-    return provisioning.expect_workers(cluster, those)
+    """Make newcomers of survivors that the next generation leaves out. Until they have left, they count as starting."""
+    demoted = frozenset(ids)
+    cluster = replace(cluster, workers=cluster.workers | {w: replace(cluster.workers[w], since=now) for w in demoted})
+    cluster = with_members(cluster, tuple(w for w in cluster.members if w not in demoted))
+    cluster = replace(
+        cluster, awaiting=difference(cluster.awaiting, demoted), leaving=difference(cluster.leaving, demoted)
+    )
+    return provisioning.expect_workers(cluster, demoted)
 
 
 def break_generation(cluster: ClusterState, why: str, now: float, out: Commands) -> ClusterState:
-    """The generation is broken: everyone else is aborted wherever it blocks, and the survivors gather."""
+    """Abort all members wherever they block. The survivors then leave the generation."""
     job = cluster.active
     if job is not None and job.succeeded:
         return finish_after_success(cluster, job, why, now, out)
@@ -34,25 +35,27 @@ def break_generation(cluster: ClusterState, why: str, now: float, out: Commands)
     cluster = replace(cluster, resets=resets, suspects=frozenset())
     if limit is not None and resets > limit:
         return jobs.end(cluster, "failed", f"{resets} resets exceed reset_limit={limit}; the last: {why}", now, out)
-    away = cluster.awaiting if cluster.stage is Stage.LEAVING and cluster.next_formation is None else cluster.member_set
+    survivors = (
+        cluster.awaiting if cluster.stage is Stage.LEAVING and cluster.next_formation is None else cluster.member_set
+    )
     out.append(cmd.Record("world-broken", why, generation=cluster.generation))
     cluster = jobs.abort_generation(cluster, why, out)
-    return replace(cluster, stage=Stage.GATHERING, awaiting=away, acknowledged_commits=(), broken_at=now)
+    return replace(cluster, stage=Stage.GATHERING, awaiting=survivors, acknowledged_commits=(), broken_at=now)
 
 
 def cancel_next(cluster: ClusterState, out: Commands) -> ClusterState:
-    """What was prepared will not be. Members that leave already go on leaving, and gather for another world."""
-    plan, stage = cluster.next_formation, cluster.stage
-    if plan is not None:
-        there = tuple(w for w in plan.members if w in cluster.workers and w not in cluster.stopped)
-        if there:
-            out.append(cmd.DropWorld(plan.generation, there))
+    """Drop the prepared generation. Members that already leave for it go on leaving, and form another world."""
+    prepared, stage = cluster.next_formation, cluster.stage
+    if prepared is not None:
+        workers = tuple(w for w in prepared.members if w in cluster.workers and w not in cluster.stopped)
+        if workers:
+            out.append(cmd.DropWorld(prepared.generation, workers))
         cluster = replace(cluster, next_formation=None, entered_next=frozenset())
-        if stage is Stage.LEAVING:  # what they said when they left is old: they may have trained there, or used a store
+        if stage is Stage.LEAVING:  # their earlier reports are stale: they may have trained there, or used a store
             cluster = replace(
                 cluster,
-                cancelled_formation=plan,
-                awaiting=cluster.awaiting | cluster.member_set.intersection(plan.members),
+                cancelled_formation=prepared,
+                awaiting=cluster.awaiting | cluster.member_set.intersection(prepared.members),
             )
     if stage is Stage.ASKED and cluster.members:
         out.append(cmd.CancelLeave(cluster.generation, cluster.members))
@@ -62,7 +65,7 @@ def cancel_next(cluster: ClusterState, out: Commands) -> ClusterState:
 
 
 def finish_after_success(cluster: ClusterState, job: Job, why: str, now: float, out: Commands) -> ClusterState:
-    """A death after some rank has finished restarts nothing: who has not finished stops, and the job ends."""
+    """End the job after a break: a rank has finished, so nothing is repeated, and the other members stop."""
     cluster = replace(cluster, suspects=frozenset())
     late = tuple(w for w in cluster.members if w not in job.succeeded and w not in job.asked_to_stop)
     return jobs.finish(_stop_stragglers(cluster, late, f"{why} after other ranks had finished", now, out), now, out)
@@ -79,7 +82,7 @@ def _stop_stragglers(
 
 
 def worker_succeeded(cluster: ClusterState, w: WorkerId, now: float, out: Commands) -> ClusterState:
-    """The function returned on one rank: from now on nobody is disturbed, and nothing begins again."""
+    """The function returned on one rank. From now on the world is not changed, and nothing is repeated."""
     job = cluster.active
     assert job is not None
     if w in job.succeeded or w in job.asked_to_stop or (cluster.stage is Stage.GATHERING and w not in cluster.awaiting):
@@ -92,16 +95,16 @@ def worker_succeeded(cluster: ClusterState, w: WorkerId, now: float, out: Comman
         case Stage.PREPARING | Stage.ASKED:
             return cancel_next(cluster, out)
         case Stage.LEAVING:
-            there = tuple(other for other in cluster.members if other in cluster.awaiting)
+            inside = tuple(other for other in cluster.members if other in cluster.awaiting)
             left = tuple(other for other in cluster.members if other not in cluster.awaiting)
             cluster = _stop_stragglers(cancel_next(cluster, out), left, f"left for a change as {w} finished", now, out)
-            out.append(cmd.CancelLeave(cluster.generation, there))
+            out.append(cmd.CancelLeave(cluster.generation, inside))
             return replace(cluster, stage=Stage.RUNNING, awaiting=frozenset())
     return cluster
 
 
 def member_left(cluster: ClusterState, worker: Worker, now: float, out: Commands) -> ClusterState:
-    """A member has left its generation. The job fails if it does not hold the state any more, and nobody else does."""
+    """A member has left its generation. The job fails if no worker holds the training state any more."""
     cluster = with_worker(cluster, worker)
     if worker.has_state or state_lives(cluster):
         return cluster

@@ -1,4 +1,4 @@
-"""The life of a generation: gather, form, run, break. How one becomes another by plan is in `planned`."""
+"""The life of a generation: wait for enough workers, form, run. Planned changes are in `reconfiguration`."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from msgspec.structs import replace
 
 from nbelastic.core import arrivals, jobs, provisioning, stores
 from nbelastic.core import commands as cmd
+from nbelastic.core.commands import Commands
 from nbelastic.core.ranks import rank_order
 from nbelastic.core.reasons import Reason, missing_in_words
 from nbelastic.core.state import (
@@ -24,38 +25,35 @@ from nbelastic.core.state_holders import assign_kept_state, keeper
 from nbelastic.protocol.ids import WorkerId
 from nbelastic.protocol.limits import NEVER
 
-Commands = list[cmd.Command]
-
 
 def worker_formed(cluster: ClusterState, w: WorkerId, now: float, out: Commands) -> ClusterState:
-    """`w` is in, and holds the state from now on. The world runs when all members do."""
+    """A member has joined the process group and holds the training state. The world runs when all members have."""
     cluster = with_worker(cluster, replace(cluster.workers[w], has_state=True, failures=0))
     return complete_formation(replace(cluster, awaiting=cluster.awaiting - {w}), now, out)
 
 
 def complete_formation(cluster: ClusterState, now: float, out: Commands) -> ClusterState:
-    """The world runs if all members are in."""
+    """Run the world if all members have joined."""
     job = cluster.active
     assert job is not None
     if cluster.awaiting:
         return cluster
     text = f"world of {len(cluster.members)} at generation {cluster.generation}"
     out.append(cmd.Record("world-formed", text, generation=cluster.generation))
-    behind = {
+    outdated = {
         w: replace(cluster.workers[w], has_state=False) for w in cluster.newcomers if cluster.workers[w].has_state
     }
-    cluster = replace(cluster, workers=cluster.workers | behind) if behind else cluster
+    cluster = replace(cluster, workers=cluster.workers | outdated) if outdated else cluster
     job = replace(job, formed=True)
     cluster = replace(cluster, stage=Stage.RUNNING, failed_formations=0, last_formed=cluster.generation, job=job)
     if cluster.kept_state is None:
         return cluster
-    return provisioning.provision(
-        jobs.forget_kept_state(cluster, now, out), now, out
-    )  # for its sake a worker more may have been started
+    # a worker more may have been started to read the kept state
+    return provisioning.provision(jobs.forget_kept_state(cluster, now, out), now, out)
 
 
 def form_when_enough(cluster: ClusterState, now: float, out: Commands) -> ClusterState:
-    """No world: form one as soon as there are enough."""
+    """Form a generation if enough workers are ready; else give the reason to wait."""
     cluster = assign_kept_state(stop_leavers(cluster, staying(cluster), out), out)
     limits = cluster.limits
     if cluster.failed_formations and cluster.partition_check.pairs:
@@ -66,8 +64,8 @@ def form_when_enough(cluster: ClusterState, now: float, out: Commands) -> Cluste
         return _too_few(cluster, Reason("too-few", ready, limits.min), now, coming=ready + coming >= limits.min)
     members = next_members(cluster)
     if cluster.kept_state is not None and not any(cluster.workers[w].has_state for w in members):
-        host, heir = keeper(cluster), cluster.kept_state.reader
-        coming = heir in cluster.newcomers | cluster.member_set or any(
+        host, reader = keeper(cluster), cluster.kept_state.reader
+        coming = reader in cluster.newcomers | cluster.member_set or any(
             w.host == host and cluster.workers[w].registered for w in cluster.starting
         )
         return _too_few(cluster, Reason("kept", names=(host,)), now, coming=coming)
@@ -81,7 +79,7 @@ def form_when_enough(cluster: ClusterState, now: float, out: Commands) -> Cluste
 
 
 def _too_few(cluster: ClusterState, reason: Reason, now: float, *, coming: bool) -> ClusterState:
-    """`elastic_timeout` counts while workers are missing, and not while those are `coming`: they run what comes before the loop."""
+    """Wait for workers. `elastic_timeout` pauses while enough are `coming`: they run code before the elastic loop."""
     since, paused = cluster.too_few_since, cluster.timeout_paused_since
     if since is None:
         since, paused = now, None
@@ -94,7 +92,10 @@ def _too_few(cluster: ClusterState, reason: Reason, now: float, *, coming: bool)
 
 
 def elastic_timeout_at(cluster: ClusterState) -> float:
-    """When the job fails because there are too few in the elastic loop. Who has none in its program keeps nobody waiting."""
+    """When the job fails as too few workers are in the elastic loop.
+
+    No deadline applies while all workers run code before that loop.
+    """
     limits = cluster.limits
     if cluster.too_few_since is None or limits.elastic_timeout is None:
         return NEVER
@@ -106,7 +107,7 @@ def elastic_timeout_at(cluster: ClusterState) -> float:
 
 
 def fail_too_few(cluster: ClusterState, now: float, out: Commands) -> ClusterState:
-    """That time has come."""
+    """Fail the job: `elastic_timeout` has elapsed, or workers have not come to the elastic loop in time."""
     limits, ready = cluster.limits, len(cluster.members) + len(cluster.newcomers)
     text = f"{ready} of min {limits.min} workers ready"
     if cluster.kept_state is not None:
@@ -120,7 +121,7 @@ def fail_too_few(cluster: ClusterState, now: float, out: Commands) -> ClusterSta
 
 
 def staying(cluster: ClusterState) -> tuple[WorkerId, ...]:
-    """The members that need not leave. If only leavers hold the state, the first of them stays one world more, as rank 0."""
+    """Members that need not leave. If only leavers hold the training state, the first of them stays, as rank 0."""
     if not cluster.leaving:
         return cluster.members
     keep = tuple(w for w in cluster.members if w not in cluster.leaving)
@@ -131,7 +132,7 @@ def staying(cluster: ClusterState) -> tuple[WorkerId, ...]:
 
 
 def next_members(cluster: ClusterState) -> tuple[WorkerId, ...]:
-    """Who would be in the next world, by rank."""
+    """Members of the next generation, by rank."""
     most = cluster.limits.max if cluster.limits.max is not None else len(cluster.workers)
     keep = staying(cluster)[:most]
     seniority = {name: host.joined for name, host in cluster.hosts.items()}
@@ -143,24 +144,29 @@ def next_members(cluster: ClusterState) -> tuple[WorkerId, ...]:
 
 
 def _eligible_newcomers(cluster: ClusterState, others: int) -> Collection[WorkerId]:
-    """Who may join: those that could not be joined before come after the rest, one at a time. Without a world, all that it takes."""
-    heirs = [w for w in cluster.newcomers if _holds_kept_state(cluster, w)]
-    free = (cluster.newcomers - cluster.held_back.keys()).union(heirs)
-    again = [w for w in free.difference(heirs) if cluster.workers[w].failures]
-    if not again and not cluster.held_back:
+    """Newcomers that may join. One that could not be joined before may join only if no other can, one at a time.
+
+    Without a world, all newcomers may join if `min` needs them.
+    """
+    readers = [w for w in cluster.newcomers if _holds_kept_state(cluster, w)]
+    free = (cluster.newcomers - cluster.held_back.keys()).union(readers)
+    failed_before = [w for w in free.difference(readers) if cluster.workers[w].failures]
+    if not failed_before and not cluster.held_back:
         return free
-    once = free.difference(again) or sorted(again, key=lambda w: (cluster.workers[w].failures, w))[:1]
-    short = cluster.stage is Stage.GATHERING and others + len(once) < cluster.limits.min
-    return cluster.newcomers if short else once
+    eligible = (
+        free.difference(failed_before) or sorted(failed_before, key=lambda w: (cluster.workers[w].failures, w))[:1]
+    )
+    all_needed = cluster.stage is Stage.GATHERING and others + len(eligible) < cluster.limits.min
+    return cluster.newcomers if all_needed else eligible
 
 
 def _holds_kept_state(cluster: ClusterState, w: WorkerId) -> bool:
-    """Whether it has read the state that was kept: without it no world is formed."""
+    """Whether it has read the kept state, without which no world is formed."""
     return cluster.kept_state is not None and cluster.workers[w].has_state
 
 
 def stop_leavers(cluster: ClusterState, staying: tuple[WorkerId, ...], out: Commands) -> ClusterState:
-    """Members that are to leave, and need not stay, do."""
+    """Stop the members that have to leave and are not `staying`."""
     leavers = cluster.leaving.difference(staying)
     if not leavers:
         return cluster
@@ -173,23 +179,23 @@ def stop_leavers(cluster: ClusterState, staying: tuple[WorkerId, ...], out: Comm
 
 
 def form(cluster: ClusterState, members: tuple[WorkerId, ...], now: float, out: Commands) -> ClusterState:
-    """These are to form the next generation; who has left the last one says so no more."""
-    moved = stores.new_store_by(cluster, members[0])
-    if now < moved:
+    """Form the next generation with these members."""
+    store_by = stores.new_store_by(cluster, members[0])
+    if now < store_by:
         address = cluster.hosts[members[0].host].address
         store = Reason("new-store", names=(str(members[0]),), text=f"at {address}")
         reason = Reason("ready", len(members), then=store)
-        return with_reason(replace(cluster, too_few_since=None), reason, moved)
+        return with_reason(replace(cluster, too_few_since=None), reason, store_by)
     members = stores.with_store_first(cluster, members)
     cluster = stop_leavers(cluster, staying(cluster), out)
-    order = formation_of(cluster.highest_generation + 1, [cluster.workers[w] for w in members])
-    out.append(order)
-    return enter(cluster, order, frozenset())
+    formation = formation_of(cluster.highest_generation + 1, [cluster.workers[w] for w in members])
+    out.append(formation)
+    return enter(cluster, formation, frozenset())
 
 
-def enter(cluster: ClusterState, order: cmd.FormWorld, ahead: frozenset[WorkerId]) -> ClusterState:
-    """The generation of `order` begins; those ahead have joined it already."""
-    job, members = cluster.active, order.members
+def enter(cluster: ClusterState, formation: cmd.FormWorld, entered: frozenset[WorkerId]) -> ClusterState:
+    """Begin the generation of this formation. The workers in `entered` have joined it already."""
+    job, members = cluster.active, formation.members
     assert job is not None
     workers = dict(cluster.workers)
     for w in members:
@@ -198,23 +204,23 @@ def enter(cluster: ClusterState, order: cmd.FormWorld, ahead: frozenset[WorkerId
             old,
             state=WorkerState.RUNNING,
             store="",
-            has_state=old.has_state or w in ahead,
-            failures=0 if w in ahead else old.failures,
+            has_state=old.has_state or w in entered,
+            failures=0 if w in entered else old.failures,
             reason="" if w in cluster.held_back else old.reason,
         )
     waiting = cluster.newcomers | cluster.member_set
     cluster = with_members(cluster, members)
     return replace(
         cluster,
-        generation=order.generation,
-        highest_generation=max(cluster.highest_generation, order.generation),
+        generation=formation.generation,
+        highest_generation=max(cluster.highest_generation, formation.generation),
         stage=Stage.FORMING,
-        formation=order,
+        formation=formation,
         next_formation=None,
         entered_next=frozenset(),
         cancelled_formation=None,
         skip_preparing=False,
-        awaiting=cluster.member_set - ahead,
+        awaiting=cluster.member_set - entered,
         newcomers=waiting - cluster.member_set,
         suspects=frozenset(),
         hung=frozenset(),
@@ -222,12 +228,12 @@ def enter(cluster: ClusterState, order: cmd.FormWorld, ahead: frozenset[WorkerId
         too_few_since=None,
         reason_until=NEVER,
         job=replace(job, ranks=members),
-        reason=Reason("entered", of=len(members), generation=order.generation),
+        reason=Reason("entered", of=len(members), generation=formation.generation),
     )
 
 
 def formation_of(generation: int, members: list[Worker]) -> cmd.FormWorld:
-    """The order to form a generation: whose state is the newest, and who needs it."""
+    """The formation of a generation: its root holds the newest training state, its receivers need it."""
     claims = [(worker.has_state, worker.clean, worker.commit) for worker in members]
     newest = max(claims)
     root = claims.index(newest)

@@ -1,6 +1,6 @@
-"""Workers that no abort wakes end themselves. If no other worker holds the training state, one of them keeps it on disk first.
+"""Hung workers, which no abort wakes. Each ends itself; the last holder of the training state writes it to disk first.
 
-A worker of the same host reads it from there, and then holds it like any other.
+A worker of the same host then reads it, and holds it like any other.
 """
 
 from __future__ import annotations
@@ -9,15 +9,14 @@ from msgspec.structs import replace
 
 from nbelastic.core import commands as cmd
 from nbelastic.core import jobs, stage_deadlines
+from nbelastic.core.commands import Commands
 from nbelastic.core.state import ClusterState, HostPhase, KeptState, Stage
 from nbelastic.core.state_holders import delete_kept_state, holders, keeper, state_lives
 from nbelastic.protocol import events as ev
 
-Commands = list[cmd.Command]
-
 
 def worker_hung(cluster: ClusterState, event: ev.WorkerHung, now: float, out: Commands) -> ClusterState:
-    """How is it to end? As long as it is open whether others still hold the state it gets no answer, and asks again."""
+    """Answer a hung worker, which asks how to end. It asks again while the other holders are not known yet."""
     w = event.worker
     if event.keeping:
         return stage_deadlines.mark_working(cluster, w, now)
@@ -41,7 +40,7 @@ def _is_formed(cluster: ClusterState) -> bool:
 
 
 def state_kept(cluster: ClusterState, event: ev.StateKept, out: Commands) -> ClusterState:
-    """The state is safe: the worker may end."""
+    """A hung worker has written the training state to disk, so it may end."""
     w, job = event.worker, cluster.active
     out.append(cmd.EndHungWorker(w))
     if job is None or job.name != event.job or not job.formed:
@@ -59,7 +58,7 @@ def state_kept(cluster: ClusterState, event: ev.StateKept, out: Commands) -> Clu
 
 
 def progress(cluster: ClusterState, now: float, out: Commands) -> ClusterState:
-    """What was kept on a host is lost with it."""
+    """Forget the kept state if its host is lost. The job fails if that was the last copy."""
     name = keeper(cluster)
     host = cluster.hosts.get(name)
     if host is not None and host.phase in (HostPhase.UP, HostPhase.DRAINING):

@@ -1,10 +1,12 @@
-"""Who reaches whom: hosts of other machines are admitted only where their peers reach them, and they their peers.
+"""Which hosts may be used: a host of another machine is admitted only if it and its partners reach one another.
 
-While all hosts are on loopback addresses nothing is probed. With the first other one, or when terminals of other machines are
-let in, the cluster is *wide*: hosts on loopback addresses move to addresses that others may reach, and a newcomer and its partners
-try one another before anything is started on it. Partners are the hosts that were admitted first and last, which makes a ring, and
-every host that has a member of the world: one that does not reach them all would stop a training. It is Horovod's ring of driver
-and task services, without the barrier: newcomers are probed side by side, and a host that fits nowhere is left out with the reason.
+While all hosts have loopback addresses, nothing is probed. The cluster becomes *wide* with the first other host, or
+when terminals of other machines are allowed. Hosts with loopback addresses then move to external ones.
+
+Before a worker starts on a new host, the host and its partners probe one another. Partners are the hosts that were
+admitted first and last, which makes a ring, and every host of a member: one that does not reach them all would block a
+training. That is the ring of Horovod's driver and task services without its barrier. Hosts are probed side by side;
+one that fails is left out, with the reason.
 """
 
 from __future__ import annotations
@@ -15,12 +17,12 @@ from msgspec.structs import replace
 
 from nbelastic.core import commands as cmd
 from nbelastic.core import host_lifecycle, host_slots, losses
+from nbelastic.core.commands import Commands
 from nbelastic.core.state import Admission, ClusterState, Host, HostPhase
 from nbelastic.protocol import events as ev
 from nbelastic.system.addresses import is_loopback
 
-Commands = list[cmd.Command]
-PROBE_PATIENCE = 5.0  # seconds that an agent may take to say whom it reaches
+PROBE_PATIENCE = 5.0  # seconds that an agent may take to report its probes
 
 
 def external_addresses(host: Host) -> tuple[str, ...]:
@@ -28,12 +30,12 @@ def external_addresses(host: Host) -> tuple[str, ...]:
     return tuple(interface.address for interface in host.addresses if not is_loopback(interface.address))
 
 
-AT_ONCE = 32  # partners of one round: with more there are several rounds
-NAMED = 3  # of many hosts, in a text
+AT_ONCE = 32  # partners in one round of probes
+NAMED = 3  # hosts in a text
 
 
 def agent_ready(cluster: ClusterState, event: ev.AgentReady, now: float, out: Commands) -> ClusterState:
-    """The agent of a host that was starting is there: use the host, refuse it, or probe its network first."""
+    """The agent of a starting host has connected: use the host, refuse it, or probe its network first."""
     name, cluster = event.host, replace(cluster, driver_address=event.here or cluster.driver_address)
     host = cluster.hosts.get(name)
     if host is None or host.phase is not HostPhase.STARTING or name in cluster.probing:
@@ -50,19 +52,19 @@ def agent_ready(cluster: ClusterState, event: ev.AgentReady, now: float, out: Co
 
 
 def wide(cluster: ClusterState) -> bool:
-    """Whether there are hosts on other machines, or may be terminals there. O(hosts)"""
+    """Whether hosts or terminals of other machines may take part. O(hosts)"""
     return bool(cluster.external_address) or any(
         host.address and not is_loopback(host.address) for host in cluster.hosts.values() if _is_up(host)
     )
 
 
 def external_access_opened(cluster: ClusterState, address: str, now: float, out: Commands) -> ClusterState:
-    """Terminals of other machines come to the driver's machine at `address`: what is on it has to be reached there, too."""
+    """Terminals of other machines may connect at `address`, so hosts here need addresses that these reach."""
     return widen(replace(cluster, external_address=cluster.external_address or address), now, out)
 
 
 def probed(cluster: ClusterState, event: ev.Probed) -> ClusterState:
-    """An agent says whom it reached. What nobody asked for, or not any more, is no news."""
+    """Note the answers to a probe. An answer to an older round is dropped."""
     probe = (event.host, event.target)
     name = next((n for n in probe if n in cluster.probing and cluster.probing[n].number == event.number), "")
     admission = cluster.probing.get(name)
@@ -74,7 +76,7 @@ def probed(cluster: ClusterState, event: ev.Probed) -> ClusterState:
 
 
 def progress(cluster: ClusterState, now: float, out: Commands) -> ClusterState:
-    """Newcomers of which all is known are admitted or left out; who has lost a partner begins again with another."""
+    """Admit or exclude hosts whose probes have ended. A host that has lost a partner is probed again."""
     for name in tuple(cluster.probing):
         admission = cluster.probing.get(name)
         if admission is None:
@@ -87,12 +89,12 @@ def progress(cluster: ClusterState, now: float, out: Commands) -> ClusterState:
 
 
 def _is_up(host: Host) -> bool:
-    """It was admitted, and its agent lives."""
+    """Whether it was admitted and its agent lives."""
     return host.phase in (HostPhase.UP, HostPhase.DRAINING)
 
 
 def widen(cluster: ClusterState, now: float, out: Commands) -> ClusterState:
-    """Hosts on loopback addresses move to where others may reach them. Who has no such address stays."""
+    """Move hosts with loopback addresses to external ones. A host without any stays."""
     for host in cluster.hosts.values():
         others = _own_addresses(cluster, host)
         if others and is_loopback(host.address) and _is_up(host):
@@ -109,35 +111,35 @@ def _move(cluster: ClusterState, host: Host, address: str, now: float, out: Comm
     return host_slots.with_host(cluster, replace(host, address=address, moved_at=now))
 
 
-def _partners(cluster: ClusterState, newcomer: Host, passed: frozenset[str]) -> tuple[Host, ...]:
-    """Whom it has to reach: who was admitted last and first, whom it did not reach when it was last here, and all members.
+def _partners(cluster: ClusterState, new_host: Host, passed: frozenset[str]) -> tuple[Host, ...]:
+    """Hosts that the new host has to probe, without those that have `passed`. O(hosts + members)
 
-    `passed` are those with whom it was probed already. O(hosts + members)
+    They are the hosts that were admitted last and first, those that it did not reach before, and all hosts of members.
     """
-    there = [host for host in cluster.hosts.values() if host.address and _is_up(host)]
-    there = [host for host in there if host.phase is HostPhase.UP] or there
-    if not there:
+    up = [host for host in cluster.hosts.values() if host.address and _is_up(host)]
+    up = [host for host in up if host.phase is HostPhase.UP] or up
+    if not up:
         return ()
-    by_age = sorted(there, key=lambda host: host.admitted)
+    by_age = sorted(up, key=lambda host: host.admitted)
     with_members = {w.host for w in cluster.members}
     chosen = [by_age[-1], by_age[0]]
-    chosen += [host for host in by_age if host.spec.name in newcomer.unreached_hosts]
+    chosen += [host for host in by_age if host.spec.name in new_host.unreached_hosts]
     chosen += [host for host in by_age if host.spec.name in with_members]
     return tuple({host.spec.name: host for host in chosen if host.spec.name not in passed}.values())
 
 
 def _own_addresses(cluster: ClusterState, host: Host) -> tuple[str, ...]:
-    """The addresses at which others may reach it: first of all where terminals come to, if that is its machine."""
+    """The addresses at which others may reach it: first that of external access, if the host has it."""
     return tuple(sorted(external_addresses(host), key=lambda address: address != cluster.external_address))
 
 
 def _known_addresses(host: Host) -> tuple[str, ...]:
-    """Where everybody who tried has reached it; before anybody has: all its addresses."""
+    """The addresses at which all earlier probers have reached it; without any, all external ones."""
     return host.agreed_addresses or external_addresses(host)
 
 
 def _begin(cluster: ClusterState, host: Host, now: float, out: Commands) -> ClusterState:
-    """Probe its network, or admit it at once if it is the first."""
+    """Probe the host's network, or admit it at once if it has no partners."""
     own = _own_addresses(cluster, host)
     if not own:
         reason = f"has no address but {host.addresses[0].address}, and the other hosts are on other machines"
@@ -154,7 +156,7 @@ def _probe(
     *,
     passed: frozenset[str] = frozenset(),
 ) -> ClusterState:
-    """A round with partners that it has not been probed with yet; without any left it is admitted."""
+    """Begin a round of probes with partners that have not `passed` yet; without any, admit the host."""
     name, partners = host.spec.name, _partners(cluster, host, passed)[:AT_ONCE]
     if not partners:
         return _admit(cluster, host, own, now, out)
@@ -171,67 +173,69 @@ def _probe(
 
 
 def _listed(names: Sequence[str]) -> str:
-    """All of a few names, and of many the first three."""
+    """All of a few names; of many the first three."""
     more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
     return " and ".join(names[:NAMED]) + more
 
 
 def _decide(cluster: ClusterState, host: Host, admission: Admission, now: float, out: Commands) -> ClusterState:
-    """All have answered, or had their time."""
+    """End a round of probes: exclude the host, or probe it with further partners."""
     name = host.spec.name
     partners = [cluster.hosts[partner] for partner in admission.partners]
     own = admission.addresses
     for partner in partners:
         own = tuple(a for a in own if a in admission.answers.get((partner.spec.name, name), ()))
-    met = {p.spec.name: _common_addresses(p, admission.answers.get((name, p.spec.name), ())) for p in partners}
-    if not own or not all(met.values()):
-        reason = _describe_failure(host, admission, partners, met)
+    common = {p.spec.name: _common_addresses(p, admission.answers.get((name, p.spec.name), ())) for p in partners}
+    if not own or not all(common.values()):
+        reason = _describe_failure(host, admission, partners, common)
         return losses.exclude_host(cluster, name, reason, now, out, kind="host-unreachable")
-    for met_name, where in met.items():
-        cluster = _agree_with_partner(cluster, cluster.hosts[met_name], where, now, out)
+    for partner_name, where in common.items():
+        cluster = _agree_with_partner(cluster, cluster.hosts[partner_name], where, now, out)
     return _probe(cluster, host, own, now, out, passed=admission.passed.union(admission.partners))
 
 
 def _common_addresses(partner: Host, reached: tuple[str, ...]) -> tuple[str, ...]:
-    """Of the addresses at which all others have reached it: where the newcomer has too."""
+    """The addresses of a partner that the new host and all earlier probers have reached."""
     return tuple(address for address in _known_addresses(partner) if address in reached)
 
 
 def _agree_with_partner(
-    cluster: ClusterState, partner: Host, met: tuple[str, ...], now: float, out: Commands
+    cluster: ClusterState, partner: Host, addresses: tuple[str, ...], now: float, out: Commands
 ) -> ClusterState:
-    """The partner is where the newcomer reaches it; if it has to move, so do all hosts of its machine."""
-    left = partner.address
-    cluster = host_slots.with_host(cluster, replace(partner, agreed_addresses=met))
-    if left in met:
+    """Restrict the partner to addresses that the new host reaches. If it has to move, all hosts of its machine move."""
+    old_address = partner.address
+    cluster = host_slots.with_host(cluster, replace(partner, agreed_addresses=addresses))
+    if old_address in addresses:
         return cluster
     for host in cluster.hosts.values():
-        if host.address == left and met[0] in external_addresses(host) and _is_up(host):
-            cluster = _move(cluster, host, met[0], now, out)
+        if host.address == old_address and addresses[0] in external_addresses(host) and _is_up(host):
+            cluster = _move(cluster, host, addresses[0], now, out)
     return cluster
 
 
 def _admit(cluster: ClusterState, host: Host, agreed: tuple[str, ...], now: float, out: Commands) -> ClusterState:
     name, address = host.spec.name, agreed[0]
     host = replace(host, address=host.addresses[0].address, agreed_addresses=agreed, unreached_hosts=())
-    if address != host.address:  # its agent would have taken its first
+    if address != host.address:  # else its agent uses the first one by itself
         cluster = _move(cluster, host, address, now, out)
         host = cluster.hosts[name]
     return host_lifecycle.admit(cluster, host, f"{name} is up at {address}", now, out)
 
 
-def _describe_failure(host: Host, admission: Admission, partners: list[Host], met: dict[str, tuple[str, ...]]) -> str:
-    """Who did not reach whom, in words."""
+def _describe_failure(
+    host: Host, admission: Admission, partners: list[Host], common: dict[str, tuple[str, ...]]
+) -> str:
+    """Which host did not reach which, as text."""
     name, answers = host.spec.name, admission.answers
     names = [p.spec.name for p in partners]
-    silent = sorted({prober for prober, _ in admission.awaited})
-    if name in silent:
+    unanswered = sorted({prober for prober, _ in admission.awaited})
+    if name in unanswered:
         return f"did not report within {PROBE_PATIENCE:g} s whether it reaches {_listed(names)}"
-    if silent:
-        return f"{_listed(silent)} did not report within {PROBE_PATIENCE:g} s whether {name} is reached"
-    apart = [f"{p.spec.name} at {p.address}" for p in partners if not met[p.spec.name]]
-    if apart:
-        return f"reaches the driver but not its peers ({', '.join(apart)})"
+    if unanswered:
+        return f"{_listed(unanswered)} did not report within {PROBE_PATIENCE:g} s whether {name} is reached"
+    unreached = [f"{p.spec.name} at {p.address}" for p in partners if not common[p.spec.name]]
+    if unreached:
+        return f"reaches the driver but not its peers ({', '.join(unreached)})"
     for other in names:
         if not answers[other, name]:
             return f"is not reached by {other} at any of {', '.join(external_addresses(host))}"

@@ -1,4 +1,4 @@
-"""TODO."""
+"""How hosts are added, come up, drain, are lost and are removed."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from msgspec.structs import replace
 from nbelastic.core import backoff, host_slots, provisioning
 from nbelastic.core import commands as cmd
 from nbelastic.core.backoff import AGENT_RETRY
+from nbelastic.core.commands import Commands
 from nbelastic.core.state import ClusterState, Host, HostPhase, Slot
 from nbelastic.core.state_holders import keeper
 from nbelastic.protocol.ids import HostSpec
 
-Commands = list[cmd.Command]
-NAMES = 1000  # of hosts that have left whose newest incarnations are known one by one
-FORGOTTEN = ""  # stands for all others: none of their workers had a higher incarnation
+NAMES = 1000  # removed hosts whose highest incarnations are known one by one
+FORGOTTEN = ""  # the key for all other removed hosts: the highest incarnation of any of their workers
 
 
 def add(cluster: ClusterState, spec: HostSpec, now: float, out: Commands, *, by: str, by_hand: bool) -> ClusterState:
-    """A new host; or an old one: with another number of slots, pardoned, its drain taken back."""
+    """Add a host. For a known one, set its number of slots, clear its failures and cancel its drain."""
     old = cluster.hosts.get(spec.name)
     unused = Slot(incarnation=cluster.incarnations.get(spec.name, cluster.incarnations.get(FORGOTTEN, 0)))
     if old is None:
@@ -32,15 +32,15 @@ def add(cluster: ClusterState, spec: HostSpec, now: float, out: Commands, *, by:
     host = replace(old, spec=spec, phase=phase, failures=0, retry_at=0.0, by_hand=by_hand, reason=reason)
     out.append(cmd.Record("host-changed", f"{spec.name} has {_slots(spec.slots)} now, by {by}", host=spec.name))
     cluster = host_slots.with_host(cluster, host_slots.with_slots(host, slots))
-    back = frozenset(w for w in cluster.leaving if w.host == spec.name and w.slot < spec.slots)
-    cluster = replace(cluster, leaving=cluster.leaving - back)
+    kept = frozenset(w for w in cluster.leaving if w.host == spec.name and w.slot < spec.slots)
+    cluster = replace(cluster, leaving=cluster.leaving - kept)
     return provisioning.drain_workers(
         cluster, [w for w in host_slots.workers_on(cluster, spec.name) if w.slot >= spec.slots], now, out
     )
 
 
 def discovered(cluster: ClusterState, specs: tuple[HostSpec, ...], now: float, out: Commands) -> ClusterState:
-    """Discovery lists these. What people added or removed by hand stays as they wanted it."""
+    """Follow the hosts that discovery lists. Hosts that a client added or removed stay as the client wanted."""
     listed = {spec.name for spec in specs}
     cluster = replace(cluster, removed_hosts=cluster.removed_hosts & listed)
     for name, host in list(cluster.hosts.items()):
@@ -58,13 +58,13 @@ def discovered(cluster: ClusterState, specs: tuple[HostSpec, ...], now: float, o
 
 
 def drain(cluster: ClusterState, name: str, how: str, by: str, out: Commands) -> ClusterState:
-    """The host is to leave: nothing new is started on it."""
+    """Start no more workers on the host. The caller lets its workers leave."""
     out.append(cmd.Record("host-removed", f"{name} will leave {how}, by {by}", host=name))
     return host_slots.with_host(cluster, replace(cluster.hosts[name], phase=HostPhase.DRAINING, reason="draining"))
 
 
 def remove_if_empty(cluster: ClusterState, name: str, out: Commands) -> ClusterState:
-    """A draining host without workers is gone."""
+    """Remove a draining host on which no worker lives."""
     host = cluster.hosts.get(name)
     if host is None or host.phase is not HostPhase.DRAINING or cluster.stopping or host_slots.workers_on(cluster, name):
         return cluster
@@ -76,7 +76,7 @@ def remove_if_empty(cluster: ClusterState, name: str, out: Commands) -> ClusterS
 
 
 def admit(cluster: ClusterState, host: Host, text: str, now: float, out: Commands) -> ClusterState:
-    """The host may be used: its workers are started."""
+    """Use the host: start its workers."""
     name, number = host.spec.name, cluster.hosts_admitted + 1
     out.append(cmd.Record("host-up", text, host=name))
     host = replace(host, phase=HostPhase.UP, reason="", since=now, admitted=number)
@@ -87,13 +87,13 @@ def admit(cluster: ClusterState, host: Host, text: str, now: float, out: Command
 def agent_lost(
     cluster: ClusterState, name: str, reason: str, now: float, out: Commands, *, kind: str = "host-lost"
 ) -> ClusterState:
-    """The host is gone; it is tried again after a cooldown, unless it was to leave anyway."""
+    """Handle the loss of a host's agent. The host is tried again after a back-off; a draining one is removed."""
     host, cluster = cluster.hosts[name], _stop_probing(cluster, name)
     if host.phase is HostPhase.DRAINING:
         out.append(cmd.Record("host-gone", f"{name} has left ({reason})", host=name))
         return _remove(cluster, name)
-    forgiven = host.phase is HostPhase.UP and now - host.since >= cluster.limits.healthy
-    failures = 1 if forgiven else host.failures + 1
+    healthy = host.phase is HostPhase.UP and now - host.since >= cluster.limits.healthy
+    failures = 1 if healthy else host.failures + 1
     wait = max(AGENT_RETRY, backoff.backoff_seconds(cluster, failures))
     out.append(cmd.Record(kind, f"{name}: {reason}; tried again in {wait:g} s", host=name))
     host = replace(host, phase=HostPhase.LOST, reason=reason, failures=failures, retry_at=now + wait)
@@ -108,7 +108,7 @@ def _slots(count: int) -> str:
 
 
 def _remove(cluster: ClusterState, name: str) -> ClusterState:
-    """The host is gone. Should it come back, its workers will be new ones."""
+    """Remove the host. Should it come back, its workers get higher incarnations."""
     cluster = _stop_probing(cluster, name)
     hosts = {n: host for n, host in cluster.hosts.items() if n != name}
     left = {n: number for n, number in cluster.incarnations.items() if n != name} | {
@@ -121,7 +121,7 @@ def _remove(cluster: ClusterState, name: str) -> ClusterState:
 
 
 def highest_incarnation(cluster: ClusterState, name: str) -> int:
-    """The highest incarnation of the host's workers so far, those of slots that it no longer has included."""
+    """The highest incarnation of the host's workers so far, including slots that it no longer has."""
     return max([cluster.incarnations.get(name, 0), *(slot.incarnation for slot in cluster.hosts[name].slots)])
 
 

@@ -6,16 +6,15 @@ from msgspec.structs import replace
 
 from nbelastic.core import commands as cmd
 from nbelastic.core import host_lifecycle, host_slots, provisioning, setup_cells
+from nbelastic.core.commands import Commands
 from nbelastic.core.state import NO_BREAKS, ClusterState, HostPhase, Job, Stage, WorkerState
 from nbelastic.core.state_holders import delete_kept_state, keeper
 from nbelastic.protocol.ids import WorkerId
 from nbelastic.protocol.limits import NEVER
 
-Commands = list[cmd.Command]
-
 
 def refusal(cluster: ClusterState) -> tuple[str, str] | None:
-    """The outcome of a job that cannot begin, and why."""
+    """The outcome of a job that cannot begin, and the reason; None: it can."""
     if cluster.stopping:
         return "stopped", f"the cluster is stopping: {cluster.stopping}"
     if cluster.present_job:
@@ -24,7 +23,7 @@ def refusal(cluster: ClusterState) -> tuple[str, str] | None:
 
 
 def submit(cluster: ClusterState, name: str, now: float, out: Commands) -> ClusterState:
-    """A new job: its program runs on every worker that is ready."""
+    """Begin a job: run its program on every worker that is ready."""
     if cluster.job is not None and cluster.job.name == name:
         return cluster
     problem = refusal(cluster)
@@ -32,12 +31,12 @@ def submit(cluster: ClusterState, name: str, now: float, out: Commands) -> Clust
         out.append(cmd.EndJob(name, *problem, ()))
         return cluster
     out.append(cmd.Record("job-started", f"{name} was submitted"))
-    workers, starting, behind = dict(cluster.workers), set(cluster.starting), []
+    workers, starting, without_setup = dict(cluster.workers), set(cluster.starting), []
     for w, worker in cluster.workers.items():
         if worker.state in (WorkerState.READY, WorkerState.FAILED, WorkerState.SUCCEEDED) and not worker.failed_cell:
             workers[w] = replace(worker, state=WorkerState.READY, failures=0, reason="")
             if not worker.job and setup_cells.next_cell(cluster, worker) is not None:
-                behind.append(w)
+                without_setup.append(w)
             elif not worker.job:
                 out.append(cmd.RunProgram(w, name))
                 workers[w] = replace(workers[w], job=name, has_state=False, generation=0)
@@ -52,20 +51,20 @@ def submit(cluster: ClusterState, name: str, now: float, out: Commands) -> Clust
         resets=0,
         settling_since=now,
     )
-    for w in behind:
+    for w in without_setup:
         cluster = setup_cells.run_next(cluster, w, now, out)
     return cluster
 
 
 def linger(cluster: ClusterState, now: float) -> ClusterState:
-    """Programs are told to end. Those that hold the training state may write a last checkpoint, and so take longer."""
+    """Set deadlines for programs that were asked to stop. Those with the training state may write a last checkpoint."""
     timeouts = cluster.limits.timeouts
     last = now + max(timeouts.leave, timeouts.stop)
     return replace(cluster, linger_until=now + timeouts.leave, linger_last=last)
 
 
 def finish(cluster: ClusterState, now: float, out: Commands) -> ClusterState:
-    """After the first rank has finished, the job ends when no other can: every member (or, without a world, worker) has."""
+    """End the job if all members have finished, or without a world all workers."""
     job = cluster.active
     if job is None or not (job.succeeded or job.ended):
         return cluster
@@ -81,19 +80,19 @@ def finish(cluster: ClusterState, now: float, out: Commands) -> ClusterState:
 
 
 def abort_generation(cluster: ClusterState, why: str, out: Commands) -> ClusterState:
-    """Everybody in this generation, or in the one that is prepared after it, is to leave."""
+    """Abort all members of the present generation, and of the prepared one."""
     members, generation = cluster.members, cluster.generation
-    if cluster.next_formation is not None:  # an abort counts for older generations too, so its number is enough
+    if cluster.next_formation is not None:  # an abort of a generation aborts the older ones too
         generation = cluster.next_formation.generation
-        there = cluster.workers.keys() - cluster.stopped - cluster.member_set
-        members += tuple(w for w in cluster.next_formation.members if w in there)
+        others = cluster.workers.keys() - cluster.stopped - cluster.member_set
+        members += tuple(w for w in cluster.next_formation.members if w in others)
     if members:
         out.append(cmd.AbortWorld(generation, members, why))
     return replace(cluster, generation=generation, next_formation=None, entered_next=frozenset())
 
 
 def forget_kept_state(cluster: ClusterState, now: float, out: Commands) -> ClusterState:
-    """What was kept is not needed any more, and a host that only waited for that leaves."""
+    """Delete the kept state. A draining host that stayed only to keep it leaves."""
     name = keeper(cluster)
     cluster = delete_kept_state(cluster, out)
     if name in cluster.hosts and cluster.hosts[name].phase is HostPhase.DRAINING:
@@ -105,7 +104,7 @@ def forget_kept_state(cluster: ClusterState, now: float, out: Commands) -> Clust
 def end(
     cluster: ClusterState, outcome: str, reason: str, now: float, out: Commands, *, culprit: WorkerId | None = None
 ) -> ClusterState:
-    """The job is over. Who is still in its program leaves it, or is killed: see `linger`."""
+    """End the job. Workers that still run its program are asked to stop, and killed by `linger`'s deadlines."""
     job = cluster.active
     if job is None:
         return cluster
@@ -114,11 +113,9 @@ def end(
         if outcome != "succeeded":
             cluster = abort_generation(cluster, reason, out)
         out.append(cmd.StopProgram(job.name, inside, reason, culprit))
-    older = any(
-        worker.job not in ("", job.name) for worker in cluster.workers.values()
-    )  # programs that were told to end
+    older = any(worker.job not in ("", job.name) for worker in cluster.workers.values())  # programs of earlier jobs
     ranks = job.ranks or tuple(sorted(job.ended))
-    # The event first: whoever waits for the job finds it in the log.
+    # The record first: a client that waits for the job then finds it in the event log.
     out.append(cmd.Record(f"job-{outcome}", f"{job.name} {outcome}: {reason}", worker=str(culprit or "")))
     out.append(cmd.EndJob(job.name, outcome, reason, ranks, culprit))
     cluster = forget_kept_state(cluster, now, out)

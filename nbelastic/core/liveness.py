@@ -1,4 +1,4 @@
-"""Workers that are silent although their processes run: when they are replaced, and what the status says."""
+"""Workers that are unresponsive although their processes run: when they are replaced, and what the status shows."""
 
 from __future__ import annotations
 
@@ -6,17 +6,16 @@ from msgspec.structs import replace
 
 from nbelastic.core import commands as cmd
 from nbelastic.core import losses
+from nbelastic.core.commands import Commands
 from nbelastic.core.state import ClusterState, with_worker
 from nbelastic.protocol import events as ev
 from nbelastic.protocol.ids import WorkerId
 
-Commands = list[cmd.Command]
-
 
 def worker_silent(cluster: ClusterState, event: ev.WorkerSilent, now: float, out: Commands) -> ClusterState:
-    """Something in its process may hold Python's interpreter lock: it is slow, until it has been silent for too long."""
+    """Note that a worker is unresponsive, as a call may hold Python's interpreter lock. Replace it after its deadline."""
     w, limits = event.worker, cluster.limits
-    if w in cluster.stopped:  # it was told to end, and its agent sees to that
+    if w in cluster.stopped:  # it was asked to end, and has a deadline for that
         return cluster
     most = limits.timeouts.silent_idle if event.idle else limits.timeouts.silent
     process = event.state or ("uses no CPU time" if event.idle else "runs")
@@ -30,5 +29,4 @@ def worker_silent(cluster: ClusterState, event: ev.WorkerSilent, now: float, out
 
 
 def worker_responded(cluster: ClusterState, w: WorkerId) -> ClusterState:
-    """It is heard again."""
     return with_worker(cluster, replace(cluster.workers[w], unresponsive=""))

@@ -1,4 +1,4 @@
-"""TODO."""
+"""Workers and hosts that are lost: what happens to slots, the generation and the job."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from msgspec.structs import replace
 
 from nbelastic.core import backoff, generation_end, host_lifecycle, host_slots, jobs, provisioning
 from nbelastic.core import commands as cmd
+from nbelastic.core.commands import Commands
 from nbelastic.core.state import NO_BREAKS, ClusterState, HostPhase, Stage, difference, with_members
 from nbelastic.core.state_holders import state_lives
 from nbelastic.protocol import events as ev
 from nbelastic.protocol.exit_codes import exit_text
 from nbelastic.protocol.ids import WorkerId
 
-Commands = list[cmd.Command]
 YOUNG = 2.0  # seconds; a worker that ends itself sooner counts as failed, so that its slot gets into back-off
 
 
@@ -35,7 +35,10 @@ def worker_frozen(cluster: ClusterState, event: ev.WorkerFrozen, now: float, out
 def worker_lost(
     cluster: ClusterState, w: WorkerId, why: str, now: float, out: Commands, *, blameless: bool = False
 ) -> ClusterState:
-    """It died or will never answer: a strike against its slot unless it was told to end; a break if it was a member."""
+    """Handle the loss of a worker. It is a failure of its slot, unless the worker was asked to end or is `blameless`.
+
+    The loss of a member breaks the generation.
+    """
     if w in cluster.stopped:
         cluster, why = host_slots.free(cluster, w), f"{w} was stopped"
     else:
@@ -51,7 +54,7 @@ def worker_lost(
 def host_lost(
     cluster: ClusterState, name: str, reason: str, now: float, out: Commands, *, kind: str = "host-lost"
 ) -> ClusterState:
-    """The host is lost, and its workers with it; a record of this `kind` says why."""
+    """Handle the loss of a host and its workers. A record of this `kind` gives the reason."""
     host = cluster.hosts.get(name)
     if host is None or host.phase is HostPhase.LOST:
         return cluster
@@ -61,26 +64,28 @@ def host_lost(
     return provisioning.provision(cluster, now, out)
 
 
-def _reset_unexplained(cluster: ClusterState, dead: Iterable[WorkerId]) -> ClusterState:
-    """The death of a member explains broken connections: the count of breaks without a death begins anew."""
-    return replace(cluster, unexplained_breaks=NO_BREAKS) if not cluster.member_set.isdisjoint(dead) else cluster
+def _reset_unexplained(cluster: ClusterState, lost: Iterable[WorkerId]) -> ClusterState:
+    """The loss of a member explains broken connections, so count breaks without a lost worker from zero."""
+    return replace(cluster, unexplained_breaks=NO_BREAKS) if not cluster.member_set.isdisjoint(lost) else cluster
 
 
 def exclude_host(
     cluster: ClusterState, name: str, reason: str, now: float, out: Commands, *, kind: str
 ) -> ClusterState:
-    """The host's agent is there but of no use: it is ended, and the host treated as a lost one."""
+    """End a host's agent that runs but cannot be used, and treat the host as lost."""
     out.append(cmd.StopAgent(name))
     return host_lost(cluster, name, reason, now, out, kind=kind)
 
 
 def remove_from_job(
-    cluster: ClusterState, gone: Iterable[WorkerId], why: str, now: float, out: Commands, *, keep: bool = False
+    cluster: ClusterState, workers: Iterable[WorkerId], why: str, now: float, out: Commands, *, alive: bool = False
 ) -> ClusterState:
-    """These are no longer there (`keep`: alive, but out of the job). The members among them break the generation."""
-    ids = frozenset(gone)
-    hit = ids & cluster.member_set
-    if not keep:
+    """Remove workers from the job and, unless they are `alive`, from the state. Members among them break the
+    generation.
+    """
+    ids = frozenset(workers)
+    lost_members = ids & cluster.member_set
+    if not alive:
         cluster = _forget_workers(cluster, ids)
     cluster = replace(
         cluster,
@@ -91,12 +96,12 @@ def remove_from_job(
         suspects=difference(cluster.suspects, ids),
     )
     job = cluster.active
-    if job is None or not hit:
+    if job is None or not lost_members:
         if cluster.next_formation is not None and not ids.isdisjoint(cluster.next_formation.members):
             cluster = generation_end.cancel_next(cluster, out)
         return jobs.finish(cluster, now, out)
     cluster = with_members(cluster, tuple(w for w in cluster.members if w not in ids))
-    if hit <= job.ended:
+    if lost_members <= job.ended:
         return jobs.finish(cluster, now, out)
     if job.succeeded:
         return generation_end.finish_after_success(cluster, job, why, now, out)
@@ -107,11 +112,11 @@ def remove_from_job(
 
 def _forget_workers(cluster: ClusterState, ids: frozenset[WorkerId]) -> ClusterState:
     workers = dict(cluster.workers)
-    buried = sum(workers.pop(w, None) is not None for w in ids)
+    removed = sum(workers.pop(w, None) is not None for w in ids)
     return replace(
         cluster,
         workers=workers,
-        removed_workers=cluster.removed_workers + buried,
+        removed_workers=cluster.removed_workers + removed,
         stopped=difference(cluster.stopped, ids),
         failed=difference(cluster.failed, ids),
     )

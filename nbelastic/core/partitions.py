@@ -1,7 +1,7 @@
-"""Which hosts of a world do not reach one another, though the driver hears them all.
+"""Which hosts of a world do not reach one another, though the driver reaches them all.
 
-Their probers are asked when a world stands still, and when connections broke though every worker lives. A pair that twice in
-a row did not answer one another, one way or the other, is cut: one of the two is left out, treated as a lost host.
+Their agents probe one another when no commit is made, and when connections broke though every worker lives. If two
+hosts did not reach one another in two rounds in a row, one of them is left out, like a lost host.
 """
 
 from __future__ import annotations
@@ -14,25 +14,28 @@ from msgspec.structs import replace
 
 from nbelastic.core import commands as cmd
 from nbelastic.core import host_slots, losses
+from nbelastic.core.commands import Commands
 from nbelastic.core.host_admission import PROBE_PATIENCE
 from nbelastic.core.state import ClusterState, HostPhase, PartitionCheck
 from nbelastic.protocol import events as ev
 from nbelastic.system.addresses import is_loopback
 
-Commands = list[cmd.Command]
 Pair = tuple[str, str]
-FEW = 8  # hosts; up to so many are all probed with one another, of more only neighbours, and rank 0's host with all
-MANY = 16  # hosts; of more that could not be joined only so many are all probed with one another
-TWICE = 2  # rounds in a row in which two hosts do not reach one another: then one of them is left out
+FEW = 8  # hosts of which each pair is probed; of more, only neighbours, and each with rank 0's host
+MANY = 16  # suspected hosts of which each pair is probed
+MOST_FAILED_ROUNDS = 2  # in a row, of a pair; then one of the two hosts is left out
 
 
-def begin(cluster: ClusterState, now: float, out: Commands, among: Collection[str] = ()) -> ClusterState:
-    """Ask the members' hosts, unless they are being asked or are all on this machine. Those `among` try all one another."""
+def begin(cluster: ClusterState, now: float, out: Commands, suspected: Collection[str] = ()) -> ClusterState:
+    """Let the members' hosts probe one another, unless they do so already or all are on this machine.
+
+    Of the hosts in `suspected` each pair is probed.
+    """
     if cluster.partition_check.pairs:
         return cluster
     names = tuple(name for name in dict.fromkeys(w.host for w in cluster.members) if _is_reachable(cluster, name))
-    told_apart = [name for name in sorted(among) if _is_reachable(cluster, name)][:MANY]
-    pairs = frozenset(_pairs(names)).union(_pair(*two) for two in combinations(told_apart, 2))
+    chosen = [name for name in sorted(suspected) if _is_reachable(cluster, name)][:MANY]
+    pairs = frozenset(_pairs(names)).union(_pair(*two) for two in combinations(chosen, 2))
     if not pairs:
         return cluster
     number = cluster.last_probe + 1
@@ -41,46 +44,48 @@ def begin(cluster: ClusterState, now: float, out: Commands, among: Collection[st
         host = cluster.hosts[target]
         out.append(cmd.Probe(prober, target, (host.address,), host.port, number))
     awaited, until = frozenset(probes), now + PROBE_PATIENCE
-    mesh = replace(
+    check = replace(
         cluster.partition_check,
         number=number,
         until=until,
         awaited=awaited,
         pairs=pairs,
-        fully_probed=tuple(told_apart),
+        fully_probed=tuple(chosen),
     )
-    return replace(cluster, last_probe=number, partition_check=mesh)
+    return replace(cluster, last_probe=number, partition_check=check)
 
 
 def probed(cluster: ClusterState, event: ev.Probed) -> ClusterState:
-    """One more answer in the present round."""
-    mesh, probe, host = cluster.partition_check, (event.host, event.target), cluster.hosts.get(event.target)
-    if event.number != mesh.number or probe not in mesh.awaited:
+    """Note the answer to a probe of the present round."""
+    check, probe, host = cluster.partition_check, (event.host, event.target), cluster.hosts.get(event.target)
+    if event.number != check.number or probe not in check.awaited:
         return cluster
-    cut = mesh.unreached if host is not None and host.address in event.reached else mesh.unreached | {_pair(*probe)}
-    return replace(cluster, partition_check=replace(mesh, awaited=mesh.awaited - {probe}, unreached=cut))
+    unreached = (
+        check.unreached if host is not None and host.address in event.reached else check.unreached | {_pair(*probe)}
+    )
+    return replace(cluster, partition_check=replace(check, awaited=check.awaited - {probe}, unreached=unreached))
 
 
 def progress(cluster: ClusterState, now: float, out: Commands) -> ClusterState:
-    """A round that is complete, or had its time, is judged; after a cut there is another one at once."""
-    mesh = cluster.partition_check
+    """Judge a round that is complete, or whose time is over. Unreached pairs are probed once more."""
+    check = cluster.partition_check
     if cluster.active is None:
         return replace(cluster, partition_check=PartitionCheck())
-    if mesh.awaited and now < mesh.until:
+    if check.awaited and now < check.until:
         return cluster
-    silent = {_pair(*probe) for probe in mesh.awaited}  # the driver does not hear them either: that says nothing
-    failed = {pair: count for pair, count in mesh.failed_rounds.items() if pair in silent}
-    cut = {pair for pair in mesh.unreached - silent if all(_is_reachable(cluster, name) for name in pair)}
-    failed |= {pair: mesh.failed_rounds.get(pair, 0) + 1 for pair in cut}
+    unanswered = {_pair(*probe) for probe in check.awaited}  # the driver has no answer: the cause is unknown
+    failed = {pair: count for pair, count in check.failed_rounds.items() if pair in unanswered}
+    unreached = {pair for pair in check.unreached - unanswered if all(_is_reachable(cluster, name) for name in pair)}
+    failed |= {pair: check.failed_rounds.get(pair, 0) + 1 for pair in unreached}
     cluster = replace(cluster, partition_check=PartitionCheck(failed_rounds=failed))
-    broken = {pair for pair in cut if failed[pair] >= TWICE}
+    broken = {pair for pair in unreached if failed[pair] >= MOST_FAILED_ROUNDS}
     if broken:
-        return _exclude_hosts(replace(cluster, partition_check=PartitionCheck()), mesh.pairs, broken, now, out)
-    return begin(cluster, now, out, mesh.fully_probed) if cut else cluster
+        return _exclude_hosts(replace(cluster, partition_check=PartitionCheck()), check.pairs, broken, now, out)
+    return begin(cluster, now, out, check.fully_probed) if unreached else cluster
 
 
 def _is_reachable(cluster: ClusterState, name: str) -> bool:
-    """Other machines may reach it."""
+    """Whether other machines may reach its prober."""
     host = cluster.hosts.get(name)
     if host is None or host.phase not in (HostPhase.UP, HostPhase.DRAINING):
         return False
@@ -101,7 +106,7 @@ def _pairs(names: tuple[str, ...]) -> list[Pair]:
 def _exclude_hosts(
     cluster: ClusterState, pairs: frozenset[Pair], broken: set[Pair], now: float, out: Commands
 ) -> ClusterState:
-    """As few hosts as possible leave, so that those who stay reach one another."""
+    """Exclude as few hosts as possible, so that the others reach one another."""
     workers = Counter(w.host for w in cluster.members)
     tried = Counter(name for pair in pairs for name in pair)
     while broken:

@@ -1,4 +1,4 @@
-"""Which agents and workers should be alive: hosts, slots, strikes and cooldowns."""
+"""Start and stop agents and workers until there are as many as wanted."""
 
 from __future__ import annotations
 
@@ -9,16 +9,15 @@ from msgspec.structs import replace
 
 from nbelastic.core import arrivals, host_slots
 from nbelastic.core import commands as cmd
+from nbelastic.core.commands import Commands
 from nbelastic.core.state import ClusterState, Host, HostPhase, Worker, WorkerState, difference
 from nbelastic.core.state_holders import keeper
 from nbelastic.protocol.ids import WorkerId
 from nbelastic.protocol.limits import NEVER
 
-Commands = list[cmd.Command]
-
 
 def drain_workers(cluster: ClusterState, workers: Iterable[WorkerId], now: float, out: Commands) -> ClusterState:
-    """Members leave with the next planned change, the others at once."""
+    """Let members leave with the next reconfiguration, and stop the other workers at once."""
     chosen = frozenset(workers)
     members = chosen & cluster.member_set
     if members - cluster.leaving and not cluster.newcomers:
@@ -28,37 +27,37 @@ def drain_workers(cluster: ClusterState, workers: Iterable[WorkerId], now: float
 
 
 def stop_workers(cluster: ClusterState, ids: Iterable[WorkerId], out: Commands, *, kill: bool = False) -> ClusterState:
-    """They, no members, are told to end; their exit will be no strike."""
+    """Ask workers that are not members to end. Their ends are not failures."""
     workers = cluster.workers
     chosen = [w for w in ids if w in workers and (kill or w not in cluster.stopped)]
     if not chosen:
         return cluster
     workers = workers | {w: replace(workers[w], state=WorkerState.STOPPED) for w in chosen}
     out.extend(cmd.StopWorker(w, kill=kill) for w in chosen)
-    gone = frozenset(chosen)
+    ids_stopped = frozenset(chosen)
     return replace(
         cluster,
         workers=workers,
-        stopped=cluster.stopped | gone,
-        newcomers=difference(cluster.newcomers, gone),
-        starting=difference(cluster.starting, gone),
-        failed=difference(cluster.failed, gone),
+        stopped=cluster.stopped | ids_stopped,
+        newcomers=difference(cluster.newcomers, ids_stopped),
+        starting=difference(cluster.starting, ids_stopped),
+        failed=difference(cluster.failed, ids_stopped),
     )
 
 
 def provision(cluster: ClusterState, now: float, out: Commands) -> ClusterState:
-    """Start agents and workers up to what is wanted and allowed; let go what is above it. O(hosts)."""
+    """Start agents and workers up to the number that is wanted and allowed, and stop surplus ones. O(hosts)"""
     if cluster.stopping:
         return cluster
     cluster = _scale_down(cluster, now, out)
     wanted = cluster.limits.wanted - _staying(cluster)
-    lacking = keeper(cluster) if _needs_kept_state_reader(cluster) else None
+    needs_reader = keeper(cluster) if _needs_kept_state_reader(cluster) else None
     changed: dict[str, Host] = {}
     started: list[WorkerId] = []
 
     def room(name: str, host: Host) -> float:
         """How many may be started there."""
-        if name == lacking and host.phase in (HostPhase.UP, HostPhase.DRAINING):
+        if name == needs_reader and host.phase in (HostPhase.UP, HostPhase.DRAINING):
             return max(1, wanted - len(started))
         return wanted - len(started) if host.phase is HostPhase.UP else 0
 
@@ -73,8 +72,8 @@ def provision(cluster: ClusterState, now: float, out: Commands) -> ClusterState:
         elif host.phase is HostPhase.STARTING:
             wake = min(wake, arrivals.agent_deadline(cluster, host))
         elif not host.full and room(name, host) > 0:
-            filled, fresh, cooled_at = _fill(host, room(name, host), now)
-            wake = min(wake, cooled_at)
+            filled, fresh, backoff_ends = _fill(host, room(name, host), now)
+            wake = min(wake, backoff_ends)
             if fresh:
                 changed[name] = filled
                 started += fresh
@@ -93,13 +92,13 @@ def provision(cluster: ClusterState, now: float, out: Commands) -> ClusterState:
 
 
 def _by_seniority(cluster: ClusterState) -> Iterable[tuple[str, Host]]:
-    """By seniority; but first the host that keeps the training state, which only a worker there can take."""
+    """Hosts by seniority, after the host that keeps the training state: only a worker there can read it."""
     first = keeper(cluster)
     return cluster.hosts.items() if not first else sorted(cluster.hosts.items(), key=lambda item: item[0] != first)
 
 
 def _needs_kept_state_reader(cluster: ClusterState) -> bool:
-    """Whether nobody lives on the host that keeps the training state: then a worker is started there, wanted or not."""
+    """Whether the host that keeps the training state needs a worker to read it, even beyond `max`."""
     name = keeper(cluster)
     return name in cluster.hosts and all(
         w in cluster.stopped or w in cluster.failed for w in host_slots.workers_on(cluster, name)
@@ -107,13 +106,13 @@ def _needs_kept_state_reader(cluster: ClusterState) -> bool:
 
 
 def expect_workers(cluster: ClusterState, ids: Collection[WorkerId]) -> ClusterState:
-    """These workers are on their way to the elastic loop, each with the deadline of `comes_by`."""
+    """Count these workers as starting, each with its `worker_deadline`."""
     wake = min((arrivals.worker_deadline(cluster, w) for w in ids), default=NEVER)
     return replace(cluster, starting=cluster.starting.union(ids), wake_at=min(cluster.wake_at, wake))
 
 
 def _fill(host: Host, wanted: float, now: float) -> tuple[Host, list[WorkerId], float]:
-    """Take up to `wanted` free slots. Also says when the next cooling one may be tried."""
+    """Start up to `wanted` workers in the host's free slots. The last value is when the next back-off ends."""
     slots = list(host.slots)
     started: list[WorkerId] = []
     for index, slot in enumerate(slots[: host.spec.slots]):
@@ -121,19 +120,19 @@ def _fill(host: Host, wanted: float, now: float) -> tuple[Host, list[WorkerId], 
             continue
         started.append(WorkerId(host.spec.name, index, slot.incarnation + 1))
         slots[index] = replace(slot, incarnation=slot.incarnation + 1, busy=True, backoff_until=0.0, reason="")
-    cooling = [slot for slot in slots[: host.spec.slots] if slot.backoff_until > now]
-    reason = cooling[0].reason if cooling else ""
-    cooled_at = min((slot.backoff_until for slot in cooling), default=NEVER)
-    return replace(host_slots.with_slots(host, tuple(slots)), reason=reason), started, cooled_at
+    in_backoff = [slot for slot in slots[: host.spec.slots] if slot.backoff_until > now]
+    reason = in_backoff[0].reason if in_backoff else ""
+    backoff_ends = min((slot.backoff_until for slot in in_backoff), default=NEVER)
+    return replace(host_slots.with_slots(host, tuple(slots)), reason=reason), started, backoff_ends
 
 
 def _staying(cluster: ClusterState) -> int:
-    """How many workers are alive and not on their way out."""
+    """How many workers live and have not been asked to end."""
     return len(cluster.workers) - len(cluster.stopped) - len(cluster.leaving)
 
 
 def _scale_down(cluster: ClusterState, now: float, out: Commands) -> ClusterState:
-    """More workers than wanted: let the youngest go, those without a rank first; then members above max, highest first."""
+    """Stop surplus workers: the youngest without a rank first, then members above max, from the highest rank."""
     limits = cluster.limits
     if limits.max is None:
         return cluster

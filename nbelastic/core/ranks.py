@@ -1,4 +1,4 @@
-"""Who has which rank. Survivors keep their order, and each host's ranks follow one another."""
+"""Ranks of workers. Survivors keep their order, and each host's ranks follow one another."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from nbelastic.protocol.ids import WorkerId
 def rank_order(old: Sequence[WorkerId], new: Iterable[WorkerId], seniority: Mapping[str, int]) -> tuple[WorkerId, ...]:
     """Members by rank: `old` ones (in their old order) before `new` ones, packed by host.
 
-    Hosts stand in the order of their oldest survivor; hosts without one follow by `seniority` (when they came).
+    Hosts are in the order of their oldest survivor. Hosts without one follow by `seniority` (when they came).
     """
     by_host: dict[str, list[WorkerId]] = {}
     for worker in old:

@@ -10,12 +10,11 @@ from msgspec.structs import replace
 
 from nbelastic.core import arrivals, backoff, generation_end, generations, partitions, stores
 from nbelastic.core import commands as cmd
+from nbelastic.core.commands import Commands
 from nbelastic.core.reasons import Missing, Reason
 from nbelastic.core.state import ClusterState, Stage, first_names, format_ids, with_reason
 from nbelastic.protocol import events as ev
 from nbelastic.protocol.ids import WorkerId
-
-Commands = list[cmd.Command]
 
 
 def progress(cluster: ClusterState, now: float, out: Commands) -> ClusterState:
@@ -166,7 +165,7 @@ def _not_prepared(cluster: ClusterState, now: float, out: Commands) -> ClusterSt
     if members and len(members) < len(cluster.members):
         why += f"; nor did {format_ids(frozenset(members))} prepare"
     cluster = backoff.hold_back(cluster, blamed, why, now, out)
-    cluster = partitions.begin(cluster, now, out, among={w.host for w in (*blamed, *members)})
+    cluster = partitions.begin(cluster, now, out, suspected={w.host for w in (*blamed, *members)})
     return _plan_change(cluster, now, out)
 
 

@@ -1,4 +1,4 @@
-"""TODO."""
+"""What clients and the discovery request: hosts, limits, restarts, ends of jobs."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from msgspec.structs import replace
 
 from nbelastic.core import capacity, host_lifecycle, host_slots, jobs, losses, provisioning, script_job, stopping
 from nbelastic.core import commands as cmd
+from nbelastic.core.commands import Commands
 from nbelastic.core.state import ClusterState, HostPhase
 from nbelastic.core.state_holders import alone_holds_state
 from nbelastic.protocol import events as ev
 from nbelastic.protocol.ids import WorkerId
 
-Commands = list[cmd.Command]
 HostsEvent = ev.HostAdded | ev.HostRemoved | ev.HostsDiscovered | ev.Scaled
 
 
 def change_hosts(cluster: ClusterState, event: HostsEvent, now: float, out: Commands) -> ClusterState:
-    """People and discovery change which hosts there are and how many workers may run."""
+    """Change which hosts the cluster uses, or how many workers may run."""
     if cluster.stopping:
         return cluster
     before = cluster
@@ -43,7 +43,7 @@ def change_hosts(cluster: ClusterState, event: HostsEvent, now: float, out: Comm
 
 
 def discovery_failed(cluster: ClusterState, reason: str, now: float, out: Commands) -> ClusterState:
-    """Fatal only if it has never answered and no other host is known; otherwise the hosts stay as they are."""
+    """Stop a cluster whose discovery has never answered and that has no hosts; else record the failure only."""
     if not cluster.discovered and not cluster.hosts:
         return stopping.stop(cluster, ev.StopRequested(f"host discovery failed: {reason}"), now, out)
     out.append(cmd.Record("discovery-failed", reason))
@@ -51,7 +51,7 @@ def discovery_failed(cluster: ClusterState, reason: str, now: float, out: Comman
 
 
 def _remove_host(cluster: ClusterState, event: ev.HostRemoved, now: float, out: Commands) -> ClusterState:
-    """Drain it; or, `now`, take it away as if it had died, but without a strike."""
+    """Drain a host; or, with `event.now`, kill its workers at once. Neither counts as a failure."""
     name, by = event.name, event.by or "discovery"
     host = cluster.hosts.get(name)
     if host is None or (host.phase is HostPhase.DRAINING and not event.now):
@@ -59,7 +59,7 @@ def _remove_host(cluster: ClusterState, event: ev.HostRemoved, now: float, out: 
     cluster = host_lifecycle.drain(cluster, name, "at once" if event.now else "at the next commit", by, out)
     workers = host_slots.workers_on(cluster, name)
     if event.now:
-        cluster = losses.remove_from_job(cluster, workers, f"host {name} was removed at once", now, out, keep=True)
+        cluster = losses.remove_from_job(cluster, workers, f"host {name} was removed at once", now, out, alive=True)
         cluster = provisioning.stop_workers(cluster, workers, out, kill=True)
     else:
         cluster = provisioning.drain_workers(cluster, workers, now, out)
@@ -67,7 +67,7 @@ def _remove_host(cluster: ClusterState, event: ev.HostRemoved, now: float, out: 
 
 
 def restart_worker(cluster: ClusterState, w: WorkerId, by: str, now: float, out: Commands) -> ClusterState:
-    """A person has lost patience with it: it is killed and replaced, without a strike. Not if the job would be lost."""
+    """Replace a worker, which does not count as a failure. A worker that alone holds the training state is kept."""
     if cluster.stopping or w in cluster.stopped:
         return cluster
     if alone_holds_state(cluster, w):

@@ -11,6 +11,7 @@ from msgspec.structs import replace
 from nbelastic.core import commands as cmd
 from nbelastic.core import host_admission, jobs, script_rounds
 from nbelastic.core import script_commands as scmd
+from nbelastic.core.commands import Commands
 from nbelastic.core.reasons import Reason
 from nbelastic.core.script_group import Group, Node, Stage
 from nbelastic.core.state import ClusterState, ExternalNode, HostPhase
@@ -18,7 +19,6 @@ from nbelastic.protocol import events as ev
 from nbelastic.protocol import script_events as sev
 from nbelastic.system.addresses import address_of, is_loopback
 
-Commands = list[cmd.Command]
 CLOSED = "the cluster was stopped: it is closed"
 AWAY = (HostPhase.LOST, HostPhase.STARTING)
 

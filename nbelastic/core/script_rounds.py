@@ -11,13 +11,13 @@ from msgspec.structs import replace
 
 from nbelastic.core import commands as cmd
 from nbelastic.core import script_commands as scmd
+from nbelastic.core.commands import Commands
 from nbelastic.core.reasons import Missing, Reason, in_words
 from nbelastic.core.script_group import Group, GroupState, Node, Stage, first_failure, ranks_by_node
 from nbelastic.protocol import events as ev
 from nbelastic.protocol import script_events as sev
 from nbelastic.protocol.limits import NEVER
 
-Commands = list[cmd.Command]
 STARTS = 3  # of a node in a row that came to nothing: then its host cannot run this script
 
 

@@ -11,12 +11,11 @@ from collections.abc import Collection
 from msgspec.structs import replace
 
 from nbelastic.core import commands as cmd
+from nbelastic.core.commands import Commands
 from nbelastic.core.state import ClusterState, SetupCell, SetupTrial, Worker, WorkerState, difference, with_worker
 from nbelastic.protocol import events as ev
 from nbelastic.protocol.ids import WorkerId
 from nbelastic.protocol.limits import NEVER
-
-Commands = list[cmd.Command]
 
 
 def lacking(cluster: ClusterState, worker: Worker) -> SetupCell | None:

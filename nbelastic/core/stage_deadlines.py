@@ -12,13 +12,13 @@ from msgspec.structs import replace
 
 from nbelastic.core import backoff, generation_end, jobs, losses, partitions
 from nbelastic.core import commands as cmd
+from nbelastic.core.commands import Commands
 from nbelastic.core.state import ClusterState, Stage, Wait, format_ids
 from nbelastic.core.state_holders import state_lives
 from nbelastic.protocol import events as ev
 from nbelastic.protocol.ids import WorkerId
 from nbelastic.protocol.limits import NEVER
 
-Commands = list[cmd.Command]
 WORDS = frozenset((Stage.GATHERING, Stage.FORMING, Stage.ASKED, Stage.LEAVING))
 LOOKS = 4  # how often those who are waited for are asked where they are, in the time that a silent one has
 TWICE = 2  # a world that was not formed so often in a row is not tried again with the same processes
@@ -204,7 +204,7 @@ def _form_without_late(cluster: ClusterState, wait: Wait, now: float, out: Comma
     cluster = replace(generation_end.break_generation(cluster, why, now, out), failed_formations=unformed)
     if cluster.active is None or cluster.active.succeeded:
         return cluster
-    cluster = partitions.begin(cluster, now, out, among={w.host for w in late})
+    cluster = partitions.begin(cluster, now, out, suspected={w.host for w in late})
     if cluster.failed_formations >= TWICE:
         return _replace_late_joiners(cluster, late, what, now, out)
     if len(late) == len(cluster.members):

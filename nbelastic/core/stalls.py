@@ -14,12 +14,12 @@ from msgspec.structs import replace
 
 from nbelastic.core import commands as cmd
 from nbelastic.core import losses, partitions
+from nbelastic.core.commands import Commands
 from nbelastic.core.reasons import Reason, and_also
 from nbelastic.core.state import ClusterState, Stage, Stall, rank_text
 from nbelastic.protocol import events as ev
 from nbelastic.protocol.ids import WorkerId
 
-Commands = list[cmd.Command]
 AT_WORK = frozenset((Stage.RUNNING, Stage.PREPARING, Stage.ASKED, Stage.LEAVING))
 NAMED = 3  # of many that are behind
 LEFT = (1 << 62, 1 << 62)  # how far those are who have left as agreed: they wait for all others

@@ -1,4 +1,4 @@
-"""Who holds the job's training state: workers in the elastic loop, or a disk on which the last of them has kept it."""
+"""Who holds the job's training state: workers in the elastic loop, or the disk of a host (kept state)."""
 
 from __future__ import annotations
 
@@ -7,20 +7,19 @@ from collections.abc import Collection
 from msgspec.structs import replace
 
 from nbelastic.core import commands as cmd
+from nbelastic.core.commands import Commands
 from nbelastic.core.state import ClusterState, Worker
 from nbelastic.protocol import events as ev
 from nbelastic.protocol.ids import WorkerId
 
-Commands = list[cmd.Command]
-
 
 def holders(cluster: ClusterState) -> list[WorkerId]:
-    """Workers that do."""
+    """Workers that hold the training state."""
     return [w for ids in (cluster.members, cluster.newcomers) for w in ids if cluster.workers[w].has_state]
 
 
 def state_lives(cluster: ClusterState, without: Collection[WorkerId] = ()) -> bool:
-    """Whether the job's training state, if there is one yet, is somewhere else than with these workers."""
+    """Whether the training state, if there is one, is held by others than the workers in `without`."""
     job = cluster.active
     if job is None or not job.formed or cluster.kept_state is not None:
         return True
@@ -28,17 +27,17 @@ def state_lives(cluster: ClusterState, without: Collection[WorkerId] = ()) -> bo
 
 
 def alone_holds_state(cluster: ClusterState, w: WorkerId) -> bool:
-    """Whether the job's training state would be lost with it."""
+    """Whether the job's training state would be lost with the worker."""
     return cluster.workers[w].has_state and not state_lives(cluster, (w,))
 
 
 def holds_newest_state(cluster: ClusterState, old: Worker, event: ev.WorkerReady) -> bool:
-    """Whether a worker that says so holds the newest state: not if worlds have formed without it since."""
+    """Whether a worker that claims the training state holds the newest: no world has formed without it since."""
     job, kept = cluster.active, cluster.kept_state
     if not event.holds or job is None or not job.formed or old.id in cluster.member_set:
         return event.holds
-    is_heir = kept is not None and (kept.reader, kept.commit) == (old.id, event.commit)
-    return is_heir or event.since >= cluster.last_formed
+    is_reader = kept is not None and (kept.reader, kept.commit) == (old.id, event.commit)
+    return is_reader or event.since >= cluster.last_formed
 
 
 def keeper(cluster: ClusterState) -> str:
@@ -47,24 +46,24 @@ def keeper(cluster: ClusterState) -> str:
 
 
 def assign_kept_state(cluster: ClusterState, out: Commands) -> ClusterState:
-    """A worker of that host which waits for a world reads the state."""
+    """Let a worker on the host that keeps the training state read it, if no worker holds it."""
     kept = cluster.kept_state
     if kept is None or holders(cluster):
         return cluster
     here = [w for ids in (cluster.members, cluster.newcomers) for w in ids]
     if kept.reader in here:
         return cluster
-    heir = min(
+    reader = min(
         (w for w in here if w.host == kept.by.host), key=lambda w: (cluster.workers[w].failures, w), default=None
     )
-    if heir is None:
+    if reader is None:
         return cluster
-    out.append(cmd.LoadKeptState(heir, kept.by, kept.commit))
-    return replace(cluster, kept_state=replace(kept, reader=heir))
+    out.append(cmd.LoadKeptState(reader, kept.by, kept.commit))
+    return replace(cluster, kept_state=replace(kept, reader=reader))
 
 
 def unassign_kept_state(cluster: ClusterState, worker: Worker) -> ClusterState:
-    """An heir that says that it holds nothing has not heard that it is to read: it is told again."""
+    """Take the assignment back if the reader reports that it holds nothing: it did not receive the command."""
     kept = cluster.kept_state
     if kept is None or kept.reader != worker.id or worker.has_state:
         return cluster
@@ -72,7 +71,7 @@ def unassign_kept_state(cluster: ClusterState, worker: Worker) -> ClusterState:
 
 
 def delete_kept_state(cluster: ClusterState, out: Commands) -> ClusterState:
-    """Workers hold the state again, or nobody needs it."""
+    """Delete the kept state: workers hold it again, or it is not needed."""
     if cluster.kept_state is None:
         return cluster
     out.append(cmd.DeleteKeptState(cluster.kept_state.by))

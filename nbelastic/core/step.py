@@ -1,7 +1,8 @@
-"""`step(world, event, now) -> (world, commands)`: every decision about who trains with whom.
+"""`step(cluster, event, now) -> (cluster, commands)`: all decisions about hosts, workers, jobs and scripts.
 
-The shape is dask.distributed's `worker_state_machine` (stimulus in, instructions out); "not yet" always comes with its
-reason, as in torchft's `quorum_compute`. Stale news is dropped first. Nothing in here waits, locks or calls back.
+The shape is that of dask.distributed's `worker_state_machine` (stimulus in, instructions out). Each wait has a reason,
+as in torchft's `quorum_compute`. Stale events are dropped first. Nothing in this package waits, locks or calls back. A
+function that is named like an event handles it. `progress` in a module does what became possible by any event.
 """
 
 from __future__ import annotations
@@ -27,17 +28,17 @@ from nbelastic.core import (
     worker_events,
 )
 from nbelastic.core import commands as cmd
+from nbelastic.core.commands import Commands
 from nbelastic.core.deadlines import deadline
 from nbelastic.core.state import ClusterState, with_worker
 from nbelastic.protocol import events as ev
 from nbelastic.protocol import script_events as sev
 
-Commands = list[cmd.Command]
 __all__ = ["deadline", "step"]
 
 
 def step(cluster: ClusterState, event: ev.Event, now: float) -> tuple[ClusterState, tuple[cmd.Command, ...]]:
-    """The world after `event`, which the driver received at `now` (seconds, monotonic), and what is to be done."""
+    """The state after `event`, received at `now` (seconds, monotonic), and the commands to carry out."""
     out: Commands = []
     before = cluster
     cluster = deadlines.act(cluster, now, out)
@@ -46,9 +47,9 @@ def step(cluster: ClusterState, event: ev.Event, now: float) -> tuple[ClusterSta
         cluster = _handle(cluster, event, now, out)
     if cluster.partition_check.pairs:
         cluster = partitions.progress(cluster, now, out)
-    if cluster.probing:  # after the mesh, which may have left out a host with which a newcomer is probed
+    if cluster.probing:  # after the partition check, which may exclude a partner of a probed host
         cluster = host_admission.progress(cluster, now, out)
-    if cluster.kept_state is not None:  # on a host which any of those may have left out
+    if cluster.kept_state is not None:  # on a host that either of the two may have excluded
         cluster = hangs.progress(cluster, now, out)
     if cluster.stopping:
         cluster = stopping.retire(cluster, now, out)
@@ -67,7 +68,7 @@ def step(cluster: ClusterState, event: ev.Event, now: float) -> tuple[ClusterSta
 
 
 def _handle(cluster: ClusterState, event: ev.Event, now: float, out: Commands) -> ClusterState:
-    """Events of hosts, of clients and of scripts; all others are of workers."""
+    """Handle events of hosts, clients and scripts. All other events are of workers."""
     match event:
         case ev.HostAdded() | ev.HostRemoved() | ev.HostsDiscovered() | ev.Scaled():
             return requests.change_hosts(cluster, event, now, out)

@@ -6,11 +6,10 @@ from msgspec.structs import replace
 
 from nbelastic.core import commands as cmd
 from nbelastic.core import jobs, losses
+from nbelastic.core.commands import Commands
 from nbelastic.core.state import ClusterState, HostPhase, WorkerState
 from nbelastic.protocol import events as ev
 from nbelastic.protocol.limits import NEVER
-
-Commands = list[cmd.Command]
 
 
 def stop(cluster: ClusterState, event: ev.StopRequested, now: float, out: Commands) -> ClusterState:

@@ -1,4 +1,4 @@
-"""At which addresses hosts are reached; and which workers' stores have been left behind by a move."""
+"""Which workers offer a store where their host is now: one of them becomes rank 0."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ from nbelastic.core.state import ClusterState
 from nbelastic.protocol.ids import WorkerId
 from nbelastic.system.addresses import address_of
 
-STORE_PATIENCE = 2.0  # seconds that a worker may take to offer a store where its host is now
+STORE_PATIENCE = 2.0  # seconds that a worker may take to offer a store at a new address
 
 
 def has_store(cluster: ClusterState, w: WorkerId) -> bool:
-    """It has offered a store, and where its host is now. A host that never moved has them all there."""
+    """Whether it offers a store at its host's present address."""
     store, host = cluster.workers[w].store, cluster.hosts[w.host]
     return bool(store) and (not host.moved_at or address_of(store) == host.address)
 
 
 def new_store_by(cluster: ClusterState, w: WorkerId) -> float:
-    """Until when to wait for its store at the new address; 0.0 if it is there, or nobody moved."""
+    """Until when to wait for its store at the host's new address; 0.0: do not wait."""
     moved_at = cluster.hosts[w.host].moved_at
     return moved_at + STORE_PATIENCE if moved_at and not has_store(cluster, w) else 0.0
 
 
 def with_store_first(cluster: ClusterState, members: tuple[WorkerId, ...]) -> tuple[WorkerId, ...]:
-    """`members` by rank, led by one whose store is where its host is, if there is one: most likely as they are."""
+    """`members` by rank, with a worker as rank 0 that offers a store, if there is one."""
     leader = next((w for w in members if has_store(cluster, w)), members[0])
     if leader == members[0]:
         return members

@@ -23,6 +23,7 @@ from nbelastic.core import (
     takeover_hosts,
 )
 from nbelastic.core.cluster_snapshot import SavedCluster
+from nbelastic.core.commands import Commands
 from nbelastic.core.state import ClusterState, HostPhase, Stage, WorkerState, format_ids, with_members
 from nbelastic.core.state_holders import delete_kept_state, state_lives
 from nbelastic.core.step import step
@@ -30,8 +31,6 @@ from nbelastic.core.takeover_hosts import OFFLINE, Reports
 from nbelastic.protocol import events as ev
 from nbelastic.protocol.agent_messages import AgentHello
 from nbelastic.protocol.ids import WorkerId
-
-Commands = list[cmd.Command]
 
 
 def resume(

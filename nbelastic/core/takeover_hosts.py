@@ -9,13 +9,13 @@ from msgspec.structs import replace
 from nbelastic.core import commands as cmd
 from nbelastic.core import host_admission
 from nbelastic.core.cluster_snapshot import SavedCluster, SavedHost
+from nbelastic.core.commands import Commands
 from nbelastic.core.state import ClusterState, Host, HostPhase, Job, Slot, Worker, WorkerState
 from nbelastic.protocol.agent_messages import AgentHello
 from nbelastic.protocol.ids import WorkerId
 from nbelastic.protocol.worker_messages import WorkerReport
 from nbelastic.system.addresses import is_loopback
 
-Commands = list[cmd.Command]
 Reports = Mapping[WorkerId, WorkerReport]
 OFFLINE = "while no driver was running"
 UNSAVED = 1000  # probes: more than the last driver can have begun without writing it down

@@ -1,4 +1,4 @@
-"""TODO."""
+"""What workers report from the elastic loop, and the ends of their programs."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from nbelastic.core import (
     reconfiguration,
     setup_cells,
 )
+from nbelastic.core.commands import Commands
 from nbelastic.core.state import ClusterState, Stage, WorkerState, difference, format_ids, rank_text, with_worker
 from nbelastic.core.state_holders import holds_newest_state, unassign_kept_state
 from nbelastic.protocol import events as ev
 from nbelastic.protocol.ids import WorkerId
 
-Commands = list[cmd.Command]
-ABORTED = 1.0  # seconds that a member has to hear of an abort; a worker repeats its word after 2 s
-UNEXPLAINED = 3  # breaks in a row at one commit that no death explains: then the program's own error ends the job
+ABORT_ARRIVES = 1.0  # seconds; after them a report from the broken generation means that the abort was lost
+MOST_UNEXPLAINED = 3  # breaks in a row at one commit without a lost worker; then the job fails with the program's error
 
 
 def _defer(cluster: ClusterState, event: ev.WorkerSucceeded | ev.ProgramEnded) -> ClusterState:
-    """Keep a word of the planned world until all members have left the present one."""
+    """Keep an event of the next generation until all members have left the present one."""
     return (
         cluster
         if event in cluster.deferred_events
@@ -37,7 +37,7 @@ def _defer(cluster: ClusterState, event: ev.WorkerSucceeded | ev.ProgramEnded) -
 
 
 def handle_deferred(cluster: ClusterState, now: float, out: Commands) -> ClusterState:
-    """What was planned is now, or has come to nothing: words of it that were waiting are heard."""
+    """Handle events of the next generation, which has begun by now or was cancelled."""
     early, cluster = cluster.deferred_events, replace(cluster, deferred_events=())
     for event in early:
         if event.worker not in cluster.workers:
@@ -51,11 +51,11 @@ def handle_deferred(cluster: ClusterState, now: float, out: Commands) -> Cluster
 
 
 def worker_ready(cluster: ClusterState, event: ev.WorkerReady, now: float, out: Commands) -> ClusterState:
-    """It waits for a world. Newcomers come at any time; a member is waited for when its generation is over."""
+    """A worker waits for a world: a newcomer, or a member that has left its generation."""
     w, job, old = event.worker, cluster.active, cluster.workers[event.worker]
     if old.state in (WorkerState.STOPPED, WorkerState.FAILED):
         return cluster
-    if job is None or event.job != job.name:  # it began the program when the job was already over
+    if job is None or event.job != job.name:  # the program began after the job had ended
         out.append(cmd.StopProgram(event.job, (w,), "the job is over"))
         return cluster
     if old.job != job.name or not old.generation <= event.generation <= cluster.highest_generation:
@@ -71,15 +71,14 @@ def worker_ready(cluster: ClusterState, event: ev.WorkerReady, now: float, out: 
     )
     cluster = unassign_kept_state(replace(cluster, hung=difference(cluster.hung, frozenset({w}))), worker)
     if w not in cluster.member_set:
-        is_first = (
-            not cluster.newcomers or cluster.too_few_since is not None
-        )  # that of them which makes them enough counts
+        # settling begins with the first newcomer, and again with the one that makes them enough
+        is_first = not cluster.newcomers or cluster.too_few_since is not None
         cluster = replace(cluster, settling_since=now if is_first else cluster.settling_since)
         return with_worker(
             replace(cluster, newcomers=cluster.newcomers | {w}, starting=difference(cluster.starting, frozenset({w}))),
             worker,
         )
-    left = event.generation >= cluster.generation  # it may have been in a prepared generation that came to nothing
+    left = event.generation >= cluster.generation  # or a later one that was cancelled
     last = (
         cluster.cancelled_formation.generation
         if cluster.cancelled_formation is not None and w in cluster.cancelled_formation.members
@@ -90,13 +89,15 @@ def worker_ready(cluster: ClusterState, event: ev.WorkerReady, now: float, out: 
             return generation_end.member_left(
                 replace(cluster, awaiting=difference(cluster.awaiting, frozenset({w}))), worker, now, out
             )
-        case Stage.LEAVING if left and w in cluster.awaiting:  # said before it was told that it will not be
+        case Stage.LEAVING if left and w in cluster.awaiting:  # it reported before the cancellation reached it
             out.append(cmd.AbortWorld(last, (w,), "the prepared generation was cancelled"))
-        case Stage.GATHERING if w in cluster.awaiting:  # it never heard of the generation that broke
+        case Stage.GATHERING if w in cluster.awaiting:  # it never received the formation that broke
             out.append(cmd.AbortWorld(last, (w,), "this generation is over"))
-        case Stage.FORMING if not left and w in cluster.awaiting and cluster.formation:  # it missed the order
+        case Stage.FORMING if (
+            not left and w in cluster.awaiting and cluster.formation
+        ):  # it did not receive the formation
             out.append(replace(cluster.formation, to=(w,)))
-        case Stage.FORMING | Stage.RUNNING | Stage.PREPARING | Stage.ASKED if left:  # nobody told it to leave
+        case Stage.FORMING | Stage.RUNNING | Stage.PREPARING | Stage.ASKED if left:  # no message asked it to leave
             return _suspect(cluster, w, "its program left the elastic loop without being asked", now)
     return cluster
 
@@ -105,11 +106,9 @@ MemberEvent = ev.StoreOffered | ev.WorkerFormed | ev.LeaveAcknowledged | ev.Work
 
 
 def member_event(cluster: ClusterState, event: MemberEvent, now: float, out: Commands) -> ClusterState:
-    """What members say of the elastic loop; news of a finished generation is dropped."""
-    w, plan = event.worker, cluster.next_formation
-    if (
-        plan is not None and event.generation == plan.generation and w in plan.members
-    ):  # it is ahead of those who have not left
+    """A member's report from the elastic loop. Reports of an earlier generation are dropped."""
+    w, prepared = event.worker, cluster.next_formation
+    if prepared is not None and event.generation == prepared.generation and w in prepared.members:
         if cluster.stage is not Stage.LEAVING:
             return cluster
         if isinstance(event, ev.WorkerFormed):
@@ -130,8 +129,8 @@ def member_event(cluster: ClusterState, event: MemberEvent, now: float, out: Com
                 cluster, awaiting=cluster.awaiting - {w}, acknowledged_commits=(*cluster.acknowledged_commits, commit)
             )
         case ev.WorkerRaised(intact=intact, error=error):
-            late = now - cluster.broken_at > ABORTED  # before that the abort may still be on its way
-            if cluster.stage is Stage.GATHERING and w in cluster.awaiting and late:  # it missed the abort
+            late = now - cluster.broken_at > ABORT_ARRIVES
+            if cluster.stage is Stage.GATHERING and w in cluster.awaiting and late:  # it did not receive the abort
                 out.append(cmd.AbortWorld(cluster.generation, (w,), "this generation is over"))
             if cluster.stage is Stage.GATHERING or w in cluster.active.asked_to_stop:
                 return cluster
@@ -145,23 +144,24 @@ def member_event(cluster: ClusterState, event: MemberEvent, now: float, out: Com
 
 
 def break_unexplained(cluster: ClusterState, now: float, out: Commands) -> ClusterState:
-    """Connections broke and nobody died. Once that is the network's fault; again and again at one commit, the program's."""
-    begun = max((cluster.workers[w].commit for w in cluster.members), default=0)
+    """Break the generation: connections broke, but no worker was lost.
+
+    The network may be the cause. If that repeats at one commit, it is the program, and the job fails.
+    """
+    commit = max((cluster.workers[w].commit for w in cluster.members), default=0)
     count, at = cluster.unexplained_breaks
-    count = count + 1 if at == begun else 1
+    count = count + 1 if at == commit else 1
     culprit = min(cluster.suspects)
-    if (
-        count >= UNEXPLAINED and not cluster.partition_check.pairs
-    ):  # while probes are under way it may still be the network
+    if count >= MOST_UNEXPLAINED and not cluster.partition_check.pairs:  # the probes may still blame the network
         why = f"{rank_text(cluster, culprit)} raised {cluster.suspect_error} ({count} times in a row, and no lost worker explains it)"
         return jobs.end(cluster, "failed", why, now, out, culprit=culprit)
     why = f"connections of {format_ids(cluster.suspects)} broke though every worker lives"
     cluster = partitions.begin(cluster, now, out)
-    return generation_end.break_generation(replace(cluster, unexplained_breaks=(count, begun)), why, now, out)
+    return generation_end.break_generation(replace(cluster, unexplained_breaks=(count, commit)), why, now, out)
 
 
 def _suspect(cluster: ClusterState, w: WorkerId, error: str, now: float) -> ClusterState:
-    """It lost a connection though nobody is known to be dead: the news of a death may be on its way."""
+    """Note that the worker lost a connection. The report of the lost worker that explains it may be on its way."""
     job = cluster.active
     if job is None or w in job.succeeded or w in job.asked_to_stop:
         return cluster
@@ -171,25 +171,23 @@ def _suspect(cluster: ClusterState, w: WorkerId, error: str, now: float) -> Clus
 
 
 def program_ended(cluster: ClusterState, event: ev.ProgramEnded, now: float, out: Commands) -> ClusterState:
-    """The program came to its end on `w`: a result, the user's error, or the end of what was told to stop."""
+    """The program on a worker has ended: with a result, with an error, or because it was asked to stop."""
     w, name, error = event.worker, event.job, event.error
     worker, job = cluster.workers[w], cluster.active
     if worker.job != name:
         return cluster
-    if any(word.worker == w for word in cluster.deferred_events):
+    if any(deferred.worker == w for deferred in cluster.deferred_events):
         return _defer(cluster, event)
     stopped = worker.state is WorkerState.STOPPED
     state = WorkerState.STOPPED if stopped else WorkerState.READY
-    gone = frozenset({w})
+    ids = frozenset({w})
     cluster = with_worker(cluster, replace(worker, job="", state=state, has_state=False))
-    cluster = replace(
-        cluster, starting=difference(cluster.starting, gone), newcomers=difference(cluster.newcomers, gone)
-    )
+    cluster = replace(cluster, starting=difference(cluster.starting, ids), newcomers=difference(cluster.newcomers, ids))
     if job is None or job.name != name:
         return setup_cells.run_next(cluster, w, now, out)
     if stopped or w in job.asked_to_stop:
-        leavers = cluster.leaving & gone
-        cluster = losses.remove_from_job(cluster, gone, f"{w} did not finish", now, out, keep=True)
+        leavers = cluster.leaving & ids
+        cluster = losses.remove_from_job(cluster, ids, f"{w} did not finish", now, out, alive=True)
         return provisioning.stop_workers(cluster, leavers, out)
     if not error:
         return _program_returned(cluster, w, now, out)
@@ -203,7 +201,7 @@ def program_ended(cluster: ClusterState, event: ev.ProgramEnded, now: float, out
 
 
 def _program_returned(cluster: ClusterState, w: WorkerId, now: float, out: Commands) -> ClusterState:
-    """A member whose program is over has finished, whatever became of its own word of that."""
+    """A member whose program has ended has finished, even if its `WorkerSucceeded` was lost."""
     job = cluster.active
     assert job is not None
     if w in cluster.member_set:
