@@ -1,4 +1,4 @@
-"""TODO."""
+"""What a driver saves of the cluster state, as agents and workers cannot report it to the next driver."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from nbelastic.protocol.limits import Limits
 
 
 class SavedHost(Struct, frozen=True, omit_defaults=True):
-    """`newest`: the highest incarnation of its workers so far. Times are of the clock of this machine (monotonic)."""
+    """`newest`: the highest incarnation of its workers so far. Times are of this machine's monotonic clock."""
 
     spec: HostSpec
     joined: int
@@ -25,12 +25,12 @@ class SavedHost(Struct, frozen=True, omit_defaults=True):
     reason: str = ""
 
     def slot(self, number: int, **now: object) -> Slot:
-        """What is to be remembered of it, and how it is `now`."""
+        """The saved record of a slot, with the present values `now`."""
         return replace(self.slots[number] if number < len(self.slots) else Slot(), **now)
 
 
 class SavedCluster(Struct, frozen=True):
-    """What of a world its agents and workers cannot know. `gathering`: its last break was counted."""
+    """The part of `ClusterState` that the next driver needs. `gathering`: the last break was counted."""
 
     limits: Limits
     hosts: tuple[SavedHost, ...]
@@ -51,14 +51,14 @@ class SavedCluster(Struct, frozen=True):
     formed_in: int
     ranks: tuple[WorkerId, ...]
     setup: tuple[SetupCell, ...]
-    ran: tuple[tuple[WorkerId, tuple[int, ...]], ...]  # versions of setup cells, of workers that took code
+    ran: tuple[tuple[WorkerId, tuple[int, ...]], ...]  # versions of setup cells, of registered workers
     resets: int
     here: str
     door: str
 
 
 def snapshot_of(cluster: ClusterState) -> SavedCluster:
-    """Of this one."""
+    """The part of this state that the next driver needs."""
     hosts = tuple(
         SavedHost(
             host.spec,

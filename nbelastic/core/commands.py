@@ -1,4 +1,4 @@
-"""Commands, in the imperative: what the core decides on. Their results come back as events."""
+"""Commands, in the imperative: what the core decides. Their results come back as events."""
 
 # mypy: disable-error-code="misc"
 # (msgspec hands `frozen` down to subclasses, which mypy's reading of dataclass_transform does not know)
@@ -10,7 +10,7 @@ from nbelastic.protocol.ids import HostSpec, WorkerId
 
 
 class Command(Struct, frozen=True, tag=True):
-    """Something to be done. Its result comes back as an event."""
+    """A command for the driver."""
 
 
 class StartAgent(Command):
@@ -22,7 +22,9 @@ class StopAgent(Command):
 
 
 class Probe(Command):
-    """The agent of `host` is to find out at which of these addresses the prober of `target` answers: see `Probed`."""
+    """The agent of `host` finds out at which of these addresses the prober of `target` answers. The result is
+    `Probed`.
+    """
 
     host: str
     target: str
@@ -32,10 +34,10 @@ class Probe(Command):
 
 
 class Rehome(Command):
-    """From now on this host's workers use `address`, of `interface`: those to be started, and those that live.
+    """From now on the workers of this host use `address`, of `interface`: those that live and those that start later.
 
-    Who lives keeps the connections of its generation. It offers a new store at the new address: at once, by `WorkerReady` again
-    if it waits for a world and by `StoreOffered` if it trains.
+    A worker that lives keeps the connections of its generation. It offers a new store at the new address: at once, by
+    `WorkerReady`, if it waits for a world, and by `StoreOffered` if it trains.
     """
 
     host: str
@@ -44,7 +46,7 @@ class Rehome(Command):
 
 
 class QueryPosition(Command):
-    """The world stands still, or others wait for them: ask these members where they are. Each answers with `PositionReported`."""
+    """These members report their positions, as no commit is made or others wait for them: see `PositionReported`."""
 
     generation: int
     members: tuple[WorkerId, ...]
@@ -55,21 +57,23 @@ class StartWorker(Command):
 
 
 class StopWorker(Command):
-    """`kill`: at once and without asking."""
+    """End the worker. `kill`: at once, by SIGKILL."""
 
     worker: WorkerId
     kill: bool = False
 
 
 class EndHungWorker(Command):
-    """The answer to `WorkerHung` and `StateKept`: it ends itself. `keep`: it first writes the training state to its host's disk."""
+    """The answer to `WorkerHung` and `StateKept`: the worker ends itself. `keep`: first it writes the training state
+    to disk.
+    """
 
     worker: WorkerId
     keep: bool = False
 
 
 class LoadKeptState(Command):
-    """Read the state of this `commit` that the worker `by` has kept on this host, and then say `WorkerReady` again."""
+    """Read the state of this `commit` that the worker `by` has kept on this host, and then report `WorkerReady` again."""
 
     worker: WorkerId
     by: WorkerId
@@ -77,13 +81,13 @@ class LoadKeptState(Command):
 
 
 class DeleteKeptState(Command):
-    """What the worker `by` has kept on its host is not needed any more."""
+    """Delete what the worker `by` has kept on its host."""
 
     by: WorkerId
 
 
 class RunSetup(Command):
-    """Its outcome comes back as `SetupEnded`."""
+    """Run a setup cell. The result is `SetupEnded`."""
 
     worker: WorkerId
     version: int
@@ -96,54 +100,62 @@ class RunProgram(Command):
 
 
 class FormWorld(Command):
-    """`members` by rank; `root` is the rank whose state is the newest; `receivers` are the ranks that need it."""
+    """`members` by rank. `root` is the rank with the newest training state; `receivers` are the ranks that need it."""
 
     generation: int
     members: tuple[WorkerId, ...]
     store: str
     root: int
     receivers: tuple[int, ...]
-    to: tuple[WorkerId, ...] = ()  # only these (again); empty: all members
+    to: tuple[WorkerId, ...] = ()  # only these, which did not receive it; empty: all members
 
 
 class PrepareWorld(Command):
-    """Build the process group of `order.generation` in the background; the order itself may follow."""
+    """Build the process group of the next generation in the background. Its `FormWorld` may follow."""
 
     order: FormWorld
 
 
 class DropWorld(Command):
-    """What was prepared as `generation` will not be: drop it, and leave it if you are in it already."""
+    """The next generation is cancelled: drop what was prepared, and leave it if it was entered."""
 
     generation: int
     members: tuple[WorkerId, ...]
 
 
 class AskLeave(Command):
+    """Report the commit, and stop at the next one, as the members are about to leave."""
+
     generation: int
     members: tuple[WorkerId, ...]
     number: int = 0
 
 
 class LeaveAt(Command):
+    """Leave the generation after this commit."""
+
     generation: int
     commit: int
     members: tuple[WorkerId, ...]
 
 
 class CancelLeave(Command):
+    """Train on: the members do not leave."""
+
     generation: int
     members: tuple[WorkerId, ...]
 
 
 class AbortWorld(Command):
+    """Shut down the connections of this generation and of earlier ones, and leave it."""
+
     generation: int
     members: tuple[WorkerId, ...]
     reason: str
 
 
 class StopProgram(Command):
-    """The job is over: those still in its program leave it, `culprit` with its own error."""
+    """The job is over: workers that still run its program leave it, and `culprit` raises its own error."""
 
     job: str
     workers: tuple[WorkerId, ...]

@@ -13,7 +13,7 @@ from nbelastic.protocol.ids import WorkerId
 
 
 def worker_silent(cluster: ClusterState, event: ev.WorkerSilent, now: float, out: Commands) -> ClusterState:
-    """Note that a worker is unresponsive, as a call may hold Python's interpreter lock. Replace it after its deadline."""
+    """Note that a worker is unresponsive: a call may hold Python's interpreter lock. Replace it after its deadline."""
     w, limits = event.worker, cluster.limits
     if w in cluster.stopped:  # it was asked to end, and has a deadline for that
         return cluster

@@ -92,7 +92,7 @@ def provision(cluster: ClusterState, now: float, out: Commands) -> ClusterState:
 
 
 def _by_seniority(cluster: ClusterState) -> Iterable[tuple[str, Host]]:
-    """Hosts by seniority, after the host that keeps the training state: only a worker there can read it."""
+    """Hosts by seniority, but first the one that keeps the training state: only a worker there can read it."""
     first = keeper(cluster)
     return cluster.hosts.items() if not first else sorted(cluster.hosts.items(), key=lambda item: item[0] != first)
 

@@ -1,4 +1,4 @@
-"""Why the next thing has not happened yet: data, of which `in_words` makes a sentence for people."""
+"""Why the next thing has not happened yet: data, of which `in_words` makes a sentence."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SENTENCES = MappingProxyType(
         "broken": "{done} of {of} survivors have left generation {generation}; not yet {names}",
         "irreplaceable": "{text}",
         "finishing": "{done} of {of} ranks have finished",
-        "stands": "{text}",
+        "stall": "{text}",
         "round": "{text} in round {generation}",
         "round-over": "round {generation} is over; not yet ended on {names}",
         "nodes-finished": "{done} of {of} nodes have finished",
@@ -55,11 +55,11 @@ MISSING = MappingProxyType(
         "failed": "{name} (failed: {why})",
     }
 )
-MOST = 3  # names, and things that are missing, that are told
+MOST = 3  # names, and missing things, in one sentence
 
 
 class Missing(Struct, frozen=True):
-    """A worker, host or slot that is waited for: in which state (see `MISSING`), `since` when, or until when (seconds, monotonic)."""
+    """A worker, host or slot that the cluster waits for. `state` is a key of `MISSING`; times are monotonic seconds."""
 
     state: str
     name: str = ""
@@ -69,7 +69,7 @@ class Missing(Struct, frozen=True):
 
 
 class Reason(Struct, frozen=True, omit_defaults=True):
-    """`kind` is one of `SENTENCES`; the rest is what that one tells. `missing`: None if nothing can be. `then`: what else."""
+    """`kind` is a key of `SENTENCES`, which names the other fields. `missing` is None if nothing can be missing."""
 
     kind: str
     done: int = 0
@@ -79,11 +79,11 @@ class Reason(Struct, frozen=True, omit_defaults=True):
     names: tuple[str, ...] = ()
     text: str = ""
     missing: tuple[Missing, ...] | None = None
-    then: Reason | None = None
+    then: Reason | None = None  # one more
 
 
 def and_also(reason: Reason, then: Reason) -> Reason:
-    """The same, and at its end this too."""
+    """The reason with another one at its end."""
     last = then if reason.then is None else and_also(reason.then, then)
     return replace(reason, then=last)
 
@@ -111,7 +111,7 @@ def listed(names: tuple[str, ...]) -> str:
 
 
 def missing_in_words(missing: tuple[Missing, ...], now: float) -> str:
-    """What one waits for, or what would help."""
+    """What the cluster waits for, or what would help."""
     parts = [
         MISSING[each.state].format(
             name=each.name, why=each.why, age=_seconds(now - each.since), left=_seconds(each.until - now)

@@ -1,7 +1,7 @@
-"""From one world to the next by plan: prepare it, agree on the commit to leave at, change over.
+"""From one world to the next by plan: prepare it, agree on the leave point, change over.
 
-The next world's process group is built beside the training, and newcomers wait in it, before anybody is asked to leave.
-Where that is not possible (no store is known yet, or the back end cannot) the group is formed after all have left.
+The next generation's process group is built beside the training, and newcomers wait in it, before any member is asked
+to leave. If that is not possible (no store is known yet, or the back end cannot), the group forms after all have left.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from nbelastic.protocol.ids import WorkerId
 
 
 def progress(cluster: ClusterState, now: float, out: Commands) -> ClusterState:
-    """One step further where that is possible, and always the reason where it is not."""
+    """Do the next step if it is possible; else set the reason to wait."""
     if cluster.stopping:
         inside = (
             frozenset(w for w, worker in cluster.workers.items() if worker.job) if cluster.linger_until else frozenset()
@@ -28,35 +28,35 @@ def progress(cluster: ClusterState, now: float, out: Commands) -> ClusterState:
     job = cluster.active
     if job is None:
         return _idle(cluster, now)
-    left, size = len(cluster.awaiting), len(cluster.members)
+    missing, size = len(cluster.awaiting), len(cluster.members)
     if job.succeeded:
         return with_reason(cluster, Reason("finishing", len(job.succeeded), len(job.ranks)))
     match cluster.stage:
-        case Stage.GATHERING if left:
+        case Stage.GATHERING if missing:
             names = first_names(cluster.awaiting)
             return with_reason(
                 cluster,
-                Reason("broken", size - left, size, cluster.generation, names=names, then=_irreplaceable(cluster)),
+                Reason("broken", size - missing, size, cluster.generation, names=names, then=_irreplaceable(cluster)),
             )
         case Stage.GATHERING:
             return generations.form_when_enough(cluster, now, out)
         case Stage.FORMING:
-            return with_reason(cluster, Reason("joining", size - left, size, cluster.generation))
+            return with_reason(cluster, Reason("joining", size - missing, size, cluster.generation))
         case Stage.RUNNING:
             return _plan_change(cluster, now, out)
-        case Stage.PREPARING if left and now < cluster.prepare_by:
-            late = Reason("preparing", names=first_names(cluster.awaiting))
-            return with_reason(cluster, _training(cluster, late), cluster.prepare_by)
-        case Stage.PREPARING if left:
+        case Stage.PREPARING if missing and now < cluster.prepare_by:
+            preparing = Reason("preparing", names=first_names(cluster.awaiting))
+            return with_reason(cluster, _training(cluster, preparing), cluster.prepare_by)
+        case Stage.PREPARING if missing:
             return _not_prepared(cluster, now, out)
         case Stage.PREPARING:
             return _ask_to_leave(cluster, now, out)
-        case Stage.ASKED if left:
-            return with_reason(cluster, Reason("asked", size - left, size))
+        case Stage.ASKED if missing:
+            return with_reason(cluster, Reason("asked", size - missing, size))
         case Stage.ASKED:
             return _agree_on_commit(cluster, now, out)
-        case Stage.LEAVING if left:
-            return with_reason(cluster, Reason("leaving", size - left, size, cluster.generation))
+        case Stage.LEAVING if missing:
+            return with_reason(cluster, Reason("leaving", size - missing, size, cluster.generation))
         case Stage.LEAVING:
             return _enter_next(cluster, now, out)
 
@@ -74,7 +74,7 @@ def _training(cluster: ClusterState, then: Reason | None = None, missing: tuple[
 
 
 def _plan_change(cluster: ClusterState, now: float, out: Commands) -> ClusterState:
-    """A world runs. Is there a better one, and are the newcomers for it ready?"""
+    """While a world runs: prepare a better one, if there is one and its newcomers are ready."""
     size, most = len(cluster.members), cluster.limits.most
     room = size - len(cluster.leaving) < most
     if not cluster.leaving and not (room and cluster.newcomers - cluster.held_back.keys()):
@@ -91,9 +91,8 @@ def _plan_change(cluster: ClusterState, now: float, out: Commands) -> ClusterSta
         last = Reason("last-holder") if target == cluster.members else None
         return with_reason(cluster, _training(cluster, last, arrivals.missing(cluster, now)))
     failed = any(cluster.workers[w].failures for w in target if w not in cluster.member_set)
-    if (
-        failed and not cluster.skip_preparing and not stores.has_store(cluster, target[0])
-    ):  # not without trying it beside them
+    # a newcomer that failed before may join only if it can be prepared
+    if failed and not cluster.skip_preparing and not stores.has_store(cluster, target[0]):
         return with_reason(
             cluster, _training(cluster, Reason("new-store", names=(str(target[0]),), text="for the next generation"))
         )
@@ -111,15 +110,15 @@ def _plan_change(cluster: ClusterState, now: float, out: Commands) -> ClusterSta
 
 
 def _prepare(cluster: ClusterState, target: tuple[WorkerId, ...], now: float, out: Commands) -> ClusterState:
-    """Members will be equal when they leave: the first of them gives the state to those who are new."""
+    """Prepare the next generation. Members will be equal when they leave, so rank 0 sends newcomers the state."""
     receivers = tuple(rank for rank, w in enumerate(target) if w not in cluster.member_set)
-    order = cmd.FormWorld(cluster.highest_generation + 1, target, cluster.workers[target[0]].store, 0, receivers)
-    out.append(cmd.PrepareWorld(order))
+    formation = cmd.FormWorld(cluster.highest_generation + 1, target, cluster.workers[target[0]].store, 0, receivers)
+    out.append(cmd.PrepareWorld(formation))
     return replace(
         cluster,
         stage=Stage.PREPARING,
-        next_formation=order,
-        highest_generation=order.generation,
+        next_formation=formation,
+        highest_generation=formation.generation,
         awaiting=frozenset(target),
         prepare_errors={},
         prepare_by=now + cluster.limits.timeouts.prepare_for(len(target)),
@@ -127,12 +126,12 @@ def _prepare(cluster: ClusterState, target: tuple[WorkerId, ...], now: float, ou
 
 
 def worker_prepared(cluster: ClusterState, event: ev.WorkerPrepared, now: float) -> ClusterState:
-    """One more can change over at once, or says why it cannot: then the others have a moment to say whether they can."""
-    plan, w = cluster.next_formation, event.worker
+    """A worker has prepared the next generation, or reports why it cannot. The others then have a moment to report."""
+    prepared, w = cluster.next_formation, event.worker
     if (
-        plan is None
+        prepared is None
         or cluster.stage is not Stage.PREPARING
-        or event.generation != plan.generation
+        or event.generation != prepared.generation
         or w not in cluster.awaiting
     ):
         return cluster
@@ -145,23 +144,24 @@ def worker_prepared(cluster: ClusterState, event: ev.WorkerPrepared, now: float)
 
 
 def _not_prepared(cluster: ClusterState, now: float, out: Commands) -> ClusterState:
-    """The training is not touched by it: newcomers that the others could not be joined with are left out for a while.
+    """Cancel the prepared generation, without disturbing the training, and leave the newcomers to blame out for a
+    while.
 
-    Where a group cannot be prepared at all, or without newcomers, the change is made the plain way. Of newcomers those are
-    to blame that have not prepared themselves; if all have, it is one of them that others did not reach.
+    They are those that have not prepared. If all newcomers have, one of them was not reached by a member, so all are
+    left out. Where a group can never be prepared, or has no newcomers, the change is made without preparing.
     """
-    plan, late, complaints = cluster.next_formation, cluster.awaiting, cluster.prepare_errors
-    assert plan is not None
-    newcomers = [w for w in plan.members if w not in cluster.member_set]
+    prepared, not_prepared, errors = cluster.next_formation, cluster.awaiting, cluster.prepare_errors
+    assert prepared is not None
+    newcomers = [w for w in prepared.members if w not in cluster.member_set]
     cluster = generation_end.cancel_next(cluster, out)
     if cluster.skip_preparing or not newcomers:
         return _plan_change(replace(cluster, skip_preparing=True), now, out)
-    blamed = [w for w in newcomers if w in late] or newcomers
-    members = sorted(late & cluster.member_set)
-    why = f"no group was formed within {cluster.limits.timeouts.prepare_for(len(plan.members)):g} s"
-    if complaints:
-        w = next((w for w in blamed if w in complaints), min(complaints))
-        why = f"{w} could not prepare a group ({complaints[w]})"
+    blamed = [w for w in newcomers if w in not_prepared] or newcomers
+    members = sorted(not_prepared & cluster.member_set)
+    why = f"no group was formed within {cluster.limits.timeouts.prepare_for(len(prepared.members)):g} s"
+    if errors:
+        w = next((w for w in blamed if w in errors), min(errors))
+        why = f"{w} could not prepare a group ({errors[w]})"
     if members and len(members) < len(cluster.members):
         why += f"; nor did {format_ids(frozenset(members))} prepare"
     cluster = backoff.hold_back(cluster, blamed, why, now, out)
@@ -170,7 +170,7 @@ def _not_prepared(cluster: ClusterState, now: float, out: Commands) -> ClusterSt
 
 
 def _irreplaceable(cluster: ClusterState) -> Reason | None:
-    """Why those who are waited for are not replaced."""
+    """Why late members are not replaced; None if they may be."""
     if cluster.wait is None or not cluster.wait.irreplaceable:
         return None
     limits = cluster.limits
@@ -179,7 +179,7 @@ def _irreplaceable(cluster: ClusterState) -> Reason | None:
 
 
 def _held_back(cluster: ClusterState) -> Reason | None:
-    """Who is left out, and why."""
+    """Which newcomers are left out, and why; None: none."""
     if not cluster.held_back:
         return None
     w = min(cluster.held_back)
@@ -188,9 +188,9 @@ def _held_back(cluster: ClusterState) -> Reason | None:
 
 
 def _ask_to_leave(cluster: ClusterState, now: float, out: Commands) -> ClusterState:
-    """All is prepared, or will not be: ask the members where they are."""
-    plan = cluster.next_formation
-    if plan is not None and not _fits(cluster, plan):
+    """Ask the members for their commits, if the prepared generation is still wanted."""
+    prepared = cluster.next_formation
+    if prepared is not None and not _fits(cluster, prepared):
         return _plan_change(generation_end.cancel_next(cluster, out), now, out)
     cluster = replace(
         cluster,
@@ -203,43 +203,43 @@ def _ask_to_leave(cluster: ClusterState, now: float, out: Commands) -> ClusterSt
     return with_reason(cluster, Reason("asking", of=len(cluster.members)))
 
 
-def _fits(cluster: ClusterState, plan: cmd.FormWorld) -> bool:
-    """It is still what is wanted."""
-    return plan.members == generations.next_members(cluster) and len(plan.members) >= cluster.limits.min
+def _fits(cluster: ClusterState, prepared: cmd.FormWorld) -> bool:
+    """Whether the prepared generation is still wanted."""
+    return prepared.members == generations.next_members(cluster) and len(prepared.members) >= cluster.limits.min
 
 
 def _worth_it(cluster: ClusterState, target: tuple[WorkerId, ...]) -> bool:
-    """It is another world; and one below min only if somebody has to leave and no replacement is on its way."""
+    """Whether the target is another world. One below `min` is, only if members must leave and no worker is starting."""
     enough = len(target) >= cluster.limits.min
     return target != cluster.members and (enough or bool(cluster.leaving and not arrivals.any_coming(cluster)))
 
 
 def _agree_on_commit(cluster: ClusterState, now: float, out: Commands) -> ClusterState:
-    """All have reported where they are: leave at the next commit that none has made, if there still is a reason to."""
-    target, plan = generations.next_members(cluster), cluster.next_formation
-    if not _worth_it(cluster, target) or (plan is not None and not _fits(cluster, plan)):
+    """All members have reported their commits: set the leave point after the highest, if the change is still wanted."""
+    target, prepared = generations.next_members(cluster), cluster.next_formation
+    if not _worth_it(cluster, target) or (prepared is not None and not _fits(cluster, prepared)):
         return _plan_change(generation_end.cancel_next(cluster, out), now, out)
     cluster = replace(cluster, postponements=0, unanswered={})
     commit = max(cluster.acknowledged_commits) + 1
     out.append(cmd.LeaveAt(cluster.generation, commit, cluster.members))
-    if plan is not None:
-        out.append(plan)
+    if prepared is not None:
+        out.append(prepared)
     cluster = replace(cluster, stage=Stage.LEAVING, awaiting=cluster.member_set, acknowledged_commits=())
     return with_reason(cluster, Reason("agreed", generation=cluster.generation, commit=commit))
 
 
 def _enter_next(cluster: ClusterState, now: float, out: Commands) -> ClusterState:
-    """All have left as agreed, most likely into what was prepared. If too few are to stay, they park."""
-    plan = cluster.next_formation
-    if plan is not None and all(w in cluster.workers and w not in cluster.stopped for w in plan.members):
-        ahead = cluster.entered_next
+    """All members have left as agreed: enter the prepared generation, or form one. Too few members wait."""
+    prepared = cluster.next_formation
+    if prepared is not None and all(w in cluster.workers and w not in cluster.stopped for w in prepared.members):
+        entered = cluster.entered_next
         back = (
-            w for w in cluster.members if w not in cluster.leaving and w not in plan.members
+            w for w in cluster.members if w not in cluster.leaving and w not in prepared.members
         )  # need not leave any more
-        cluster = generations.stop_leavers(cluster, (*plan.members, *back), out)
-        cluster = generations.complete_formation(generations.enter(cluster, plan, ahead), now, out)
+        cluster = generations.stop_leavers(cluster, (*prepared.members, *back), out)
+        cluster = generations.complete_formation(generations.enter(cluster, prepared, entered), now, out)
         return _plan_change(cluster, now, out) if cluster.stage is Stage.RUNNING else cluster
-    if plan is not None:  # they have to come back from there first
+    if prepared is not None:  # members that have entered it must first leave it
         return progress(generation_end.cancel_next(cluster, out), now, out)
     target = generations.next_members(cluster)
     if len(target) >= cluster.limits.min:

@@ -1,4 +1,4 @@
-"""What is to be done for a script's nodes: commands, in the imperative."""
+"""Commands for the nodes of a script, in the imperative."""
 
 # mypy: disable-error-code="misc"
 # (msgspec hands `frozen` down to subclasses, which mypy's reading of dataclass_transform does not know)
@@ -10,7 +10,7 @@ from nbelastic.protocol.script_events import Assignment, Failure
 
 
 class ScriptCommand(Command):
-    """Something to be done for a script's nodes."""
+    """A command for the nodes of a script."""
 
 
 class StartNode(ScriptCommand):
@@ -18,7 +18,7 @@ class StartNode(ScriptCommand):
 
 
 class EndNode(ScriptCommand):
-    """`error`: it shall end with this as an error; empty: well."""
+    """End the node: with this reason as its `error`, or well."""
 
     host: str
     reason: str
@@ -26,7 +26,7 @@ class EndNode(ScriptCommand):
 
 
 class ReportWaiting(ScriptCommand):
-    """A guest is to wait: why, and whether that is because there is no room. No reason: there is no script."""
+    """An external node has to wait. `reason`: None if there is no script; `full`: there is no room for its workers."""
 
     host: str
     reason: Reason | None
@@ -34,7 +34,7 @@ class ReportWaiting(ScriptCommand):
 
 
 class MoveNode(ScriptCommand):
-    """It is to offer its store at `address`, of `interface`."""
+    """Offer the store at `address`, of `interface`."""
 
     host: str
     address: str
@@ -42,13 +42,13 @@ class MoveNode(ScriptCommand):
 
 
 class RepeatRound(ScriptCommand):
-    """It is in the present round, and has not heard of that."""
+    """Send the present round's formation again: the node did not receive it."""
 
     host: str
 
 
 class FormRound(ScriptCommand):
-    """`assignments` by group rank. `store` is the first one's; `restarts` have been counted so far."""
+    """`assignments` by group rank. `store` is that of the first one; `restarts` is the number so far."""
 
     round: int
     assignments: tuple[Assignment, ...]
@@ -57,7 +57,7 @@ class FormRound(ScriptCommand):
 
 
 class LeaveRound(ScriptCommand):
-    """The nodes of `hosts` are to end their workers of `round` and wait for another one."""
+    """The nodes of `hosts` end their workers of `round` and wait for another one."""
 
     round: int
     hosts: tuple[str, ...]
@@ -65,7 +65,9 @@ class LeaveRound(ScriptCommand):
 
 
 class EndScript(ScriptCommand):
-    """`assignments` of its last round, `round`; `failure` the first one, if it failed by one, and the node it was on."""
+    """The end of a script. `assignments` are those of its last round; `failure` is the first one, on the node of
+    `host`.
+    """
 
     outcome: str  # succeeded, failed or stopped
     reason: str

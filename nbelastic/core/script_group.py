@@ -1,4 +1,4 @@
-"""A script's worker group: its nodes, its rounds, and what can be told from them. Immutable; replaced, never changed."""
+"""A script's worker group: its nodes and rounds. Immutable; replaced, never changed."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from nbelastic.core.reasons import Reason
 from nbelastic.protocol import script_events as sev
 from nbelastic.protocol.limits import NEVER, Limits
 
-CONSEQUENCES = (-15, -2)  # a worker that was told to end says nothing of why
+CONSEQUENCES = (-15, -2)  # exit codes of workers that were asked to end, which explain nothing
 
 
 class Stage(StrEnum):
-    GATHERING = "gathering"  # who is to be in the next round reports ready
+    GATHERING = "gathering"  # nodes report that they are ready for the next round
     RUNNING = "running"
     ENDED = "ended"
 
 
 class GroupState(StrEnum):
-    """Of a node's workers, as torch's elastic agent has it."""
+    """The state of a node's workers, with the names of torch's elastic agent."""
 
     INIT = "INIT"
     HEALTHY = "HEALTHY"
@@ -40,14 +40,14 @@ class Node(Struct, frozen=True):
     state: GroupState = GroupState.INIT
     ready: bool = False  # it waits for a round
     store: str = ""
-    starts: int = 1  # in a row that came to nothing, this one included
-    retry_at: float = 0.0  # not started before; 0.0: it is started
+    starts: int = 1  # in a row without a round, this one included
+    retry_at: float = 0.0  # when it is started again; 0.0: it was started
     pid: int = 0
     pids: tuple[int, ...] = ()
 
 
 class Group(Struct, frozen=True):
-    """A script's job. `assignments` are those of the present or last round, by group rank."""
+    """The worker group of a script. `assignments` are those of the present or last round, by group rank."""
 
     job: str
     terms: sev.Terms
@@ -58,17 +58,19 @@ class Group(Struct, frozen=True):
     joined: int = 0
     assignments: tuple[sev.Assignment, ...] = ()
     restarts: int = 0
-    failures: tuple[tuple[str, sev.Failure, float], ...] = ()  # of this round: on which node, and when (driver's clock)
-    judge_at: float = NEVER  # when what failed is judged, whatever is not known by then
-    leave_by: float = NEVER  # when nodes that have not left their round are told to end or, told so, count as gone
-    end_sent: bool = False  # they were told to end
-    since: float = 0.0  # since when there are enough, or a better round could be had
-    enough: bool = False
-    short_since: float | None = None
-    until: float = NEVER
+    failures: tuple[
+        tuple[str, sev.Failure, float], ...
+    ] = ()  # of this round: node, failure, time on the driver's clock
+    judge_at: float = NEVER  # when failures are judged, even if not all nodes have reported
+    leave_by: float = NEVER  # when nodes that have not left their round are ended; then, when they count as lost
+    end_sent: bool = False  # nodes that have not left their round were asked to end
+    since: float = 0.0  # since when `enough`
+    enough: bool = False  # nodes are ready for a round or, while one runs, for a better one
+    too_few_since: float | None = None
+    until: float = NEVER  # when nodes that are starting are no longer waited for
     reason: Reason = Reason("no-hosts")
     outcome: str = ""
-    hosts_seen: sev.HostsChanged | None = None  # the last one
+    hosts_seen: sev.HostsChanged | None = None  # the newest
 
     @property
     def size(self) -> int:
@@ -77,7 +79,7 @@ class Group(Struct, frozen=True):
 
 
 def ranks_by_node(assignments: tuple[sev.Assignment, ...]) -> tuple[tuple[int, int, int, int], ...]:
-    """Of each node: its first rank, the world size, the first rank within its role, and the role's size."""
+    """For each node: its first rank, the world size, its first rank within its role, and the role's size."""
     roles: dict[str, int] = {}
     for seat in assignments:
         roles[seat.role] = roles.get(seat.role, 0) + seat.workers
@@ -91,7 +93,7 @@ def ranks_by_node(assignments: tuple[sev.Assignment, ...]) -> tuple[tuple[int, i
 
 
 def first_failure(failures: Iterable[tuple[str, sev.Failure, float]]) -> tuple[str, sev.Failure]:
-    """The one that explains the others: one killed by a signal before one that raised, and an earlier before a later one."""
+    """The failure that explains the others: death by a signal before an exception, then the earlier one."""
 
     def order(each: tuple[str, sev.Failure, float]) -> tuple[bool, bool, float, int]:
         _, failure, at = each

@@ -1,7 +1,7 @@
-"""A script in the world: its group follows the cluster's hosts, and its nodes hear what they wait for.
+"""A script as the cluster's job: its worker group follows the hosts, and its nodes learn what they wait for.
 
-A node is on each host that is up; others are *guests*: torchruns that have come by themselves, from terminals. Who is in a
-round, and when all begin again, is decided in `rounds`.
+One node is on each host that is up. *External nodes* are torchruns that users have started in terminals.
+`script_rounds` decides which nodes are in a round, and when all restart.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ AWAY = (HostPhase.LOST, HostPhase.STARTING)
 
 
 def submit(cluster: ClusterState, event: sev.ScriptSubmitted, now: float, out: Commands) -> ClusterState:
-    """A new script, or one of another driver, which begins again."""
+    """Begin a script. One of an earlier driver begins again."""
     if cluster.script is not None and cluster.script.job == event.job:
         return cluster
     problem = jobs.refusal(cluster)
@@ -42,7 +42,7 @@ def submit(cluster: ClusterState, event: sev.ScriptSubmitted, now: float, out: C
 
 
 def node_event(cluster: ClusterState, event: ev.Event, now: float, out: Commands) -> ClusterState:
-    """Something has happened to a node."""
+    """Handle an event of a node."""
     cluster = _advance(cluster, event, now, out)
     if isinstance(event, sev.NodeLeft) and event.host in cluster.external_nodes:
         cluster = replace(
@@ -55,7 +55,7 @@ def node_event(cluster: ClusterState, event: ev.Event, now: float, out: Commands
 def external_node_joined(
     cluster: ClusterState, event: sev.ExternalNodeJoined, now: float, out: Commands
 ) -> ClusterState:
-    """A torchrun waits, in a terminal. Another process of the same name has left."""
+    """A torchrun in a terminal waits. It replaces another process of the same name."""
     if event.host in cluster.hosts:
         out.append(scmd.EndNode(event.host, f"a host of the cluster is named {event.host} already"))
         return cluster
@@ -72,7 +72,7 @@ def external_node_joined(
 
 
 def node_ready(cluster: ClusterState, event: sev.NodeReady, now: float, out: Commands) -> ClusterState:
-    """A node waits for a round, and hears which one it is in, what it waits for, or where its store is to be."""
+    """A node waits for a round. Answer with its round, with the reason to wait, or with the address for its store."""
     host = event.host
     if event.external:
         external = cluster.external_nodes.get(host)
@@ -111,7 +111,7 @@ def node_ready(cluster: ClusterState, event: sev.NodeReady, now: float, out: Com
 
 
 def progress(before: ClusterState, cluster: ClusterState, now: float, out: Commands) -> ClusterState:
-    """The group follows the hosts and the time."""
+    """Let the group follow the hosts and the time."""
     if cluster.stopping and not before.stopping:
         cluster = _close(cluster, now, out)
     group = cluster.active_script
@@ -132,20 +132,20 @@ def progress(before: ClusterState, cluster: ClusterState, now: float, out: Comma
 
 
 def stop(cluster: ClusterState, job: str, reason: str, now: float, out: Commands) -> ClusterState:
-    """Somebody wants the script to end."""
+    """Stop the script, if it is this job."""
     group = cluster.active_script
     return _advance(cluster, sev.ScriptStopped(reason), now, out) if group is not None and group.job == job else cluster
 
 
 def remove(cluster: ClusterState, event: ev.HostRemoved, out: Commands) -> ClusterState:
-    """Somebody wants a guest to leave: its torchrun ends well, and says so."""
+    """Let an external node leave: its torchrun ends well."""
     if event.name not in cluster.external_nodes:
         return cluster
     return _end_external(cluster, (event.name,), f"removed by {event.by}", out, error=False)
 
 
 def _close(cluster: ClusterState, now: float, out: Commands) -> ClusterState:
-    """The cluster is stopped."""
+    """Stop the script and all external nodes with the cluster."""
     cluster = _end_external(cluster, tuple(cluster.external_nodes), CLOSED, out)
     return _advance(cluster, sev.ScriptStopped(f"the cluster was stopped: {cluster.stopping}"), now, out)
 
@@ -174,7 +174,7 @@ def _end_external(
 
 
 def _clear_ready(cluster: ClusterState, hosts: tuple[str, ...]) -> ClusterState:
-    """What these have said is over: they are in a round, or end, though they may take a while for that."""
+    """Forget that these nodes wait: they are in a round or end, though that may take a while."""
     waiting = [
         host for host in hosts if host in cluster.external_nodes and cluster.external_nodes[host].ready is not None
     ]
@@ -188,7 +188,7 @@ def _clear_ready(cluster: ClusterState, hosts: tuple[str, ...]) -> ClusterState:
 
 
 def _reason(cluster: ClusterState) -> Reason | None:
-    """Why a guest waits; None: there is no script."""
+    """Why an external node waits; None: there is no script."""
     group = cluster.active_script
     return group.reason if group is not None else None
 
@@ -199,12 +199,12 @@ def _update_hosts(cluster: ClusterState, now: float, out: Commands) -> ClusterSt
     up = (host.spec for host in cluster.hosts.values() if host.phase is HostPhase.UP)
     found = tuple((spec.name, spec.slots) for spec in up)
     lost = tuple(name for name in group.nodes if name in cluster.hosts and cluster.hosts[name].phase in AWAY)
-    seen = sev.HostsChanged(found, cluster.limits, lost)
-    return _advance(cluster, seen, now, out) if seen != group.hosts_seen else cluster
+    changed = sev.HostsChanged(found, cluster.limits, lost)
+    return _advance(cluster, changed, now, out) if changed != group.hosts_seen else cluster
 
 
 def _update_stores(cluster: ClusterState, now: float, out: Commands) -> ClusterState:
-    """What a node has offered where it no longer is, is not used. It hears of the move, and offers again."""
+    """Forget stores that nodes offered at addresses that they no longer have. They offer new ones."""
     nodes: dict[str, Node] = cluster.script.nodes if cluster.script is not None else {}
     for host, node in nodes.items():
         if node.ready and _move_command(cluster, host, node.store, external=node.external) is not None:
@@ -213,21 +213,21 @@ def _update_stores(cluster: ClusterState, now: float, out: Commands) -> ClusterS
 
 
 def _move_command(cluster: ClusterState, host: str, store: str, *, external: bool) -> scmd.MoveNode | None:
-    """Where this node's stores have to be, if that is not where this one is."""
-    at = address_of(store)
-    if external:  # one of this machine offers what only this machine reaches, until there are others
+    """The command that moves a node's store; None: it is at the right address."""
+    address = address_of(store)
+    if external:  # a local one offers a loopback address until the cluster is wide
         here = cluster.driver_address or cluster.external_address
         known = cluster.external_nodes.get(host)
         moves = (
             known is not None
             and known.is_local
-            and is_loopback(at)
+            and is_loopback(address)
             and not is_loopback(here)
             and host_admission.wide(cluster)
         )
         return scmd.MoveNode(host, here) if moves and here else None
     home = cluster.hosts.get(host)
-    if home is None or home.address in ("", at):
+    if home is None or home.address in ("", address):
         return None
     interface = next((i.name for i in home.addresses if i.address == home.address), "")
     return scmd.MoveNode(host, home.address, interface)

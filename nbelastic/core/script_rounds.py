@@ -1,8 +1,8 @@
-"""`advance(group, event, now) -> (group, commands)`: who is in the next round of a script, and when the group restarts.
+"""`advance(group, event, now) -> (group, commands)`: which nodes are in a script's next round, and when all restart.
 
-A script knows nothing of changes, so any change ends its workers and starts them again, as in torchelastic. Decided here:
-who is in (hosts by seniority, survivors first, whole nodes up to `max`), what counts against `max_restarts` (workers that
-fail; never a change of the membership), and which failure was the first. Every "not yet" has its reason.
+A script cannot change its world while it runs. So each change ends its workers and starts them again, as in
+torchelastic. Nodes join by seniority, survivors first, each with all its workers, up to `max`. Failures of workers
+count against `max_restarts`; changes of the membership never do. Each wait has a reason.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from nbelastic.protocol import events as ev
 from nbelastic.protocol import script_events as sev
 from nbelastic.protocol.limits import NEVER
 
-STARTS = 3  # of a node in a row that came to nothing: then its host cannot run this script
+MOST_STARTS = 3  # of a node in a row without a round; then its host cannot run this script
 
 
 def advance(group: Group, event: ev.Event, now: float) -> tuple[Group, tuple[cmd.Command, ...]]:
-    """The group after `event`, received at `now` (seconds, monotonic), and what is to be done."""
+    """The group after `event`, received at `now` (seconds, monotonic), and the commands to carry out."""
     out: Commands = []
     if group.stage is not Stage.ENDED:
         group = _handle(group, event, now, out)
@@ -32,12 +32,12 @@ def advance(group: Group, event: ev.Event, now: float) -> tuple[Group, tuple[cmd
 
 
 def deadline(group: Group) -> float:
-    """When to send `Ticked` if nothing else happens; infinity if never."""
+    """When to send `Ticked` if nothing else happens; infinity: never."""
     if group.stage is Stage.ENDED:
         return NEVER
     short = NEVER
-    if group.short_since is not None and group.leave_by == NEVER:  # first, those who are late have to leave
-        short = group.short_since + group.limits.patience
+    if group.too_few_since is not None and group.leave_by == NEVER:  # nodes that are late have to leave first
+        short = group.too_few_since + group.limits.patience
     retries = (node.retry_at for node in group.nodes.values() if node.retry_at)
     return min(group.until, group.judge_at, group.leave_by, short, *retries)
 
@@ -66,17 +66,17 @@ def _handle(group: Group, event: ev.Event, now: float, out: Commands) -> Group:
 
 
 def _hosts(group: Group, event: sev.HostsChanged, now: float, out: Commands) -> Group:
-    """Those that have come are started; of those that have gone nothing more is expected."""
+    """Start nodes on new hosts, and remove the nodes of hosts that have left."""
     group = replace(group, limits=event.limits, hosts_seen=event)
-    there = dict(event.hosts)
-    over = (GroupState.SUCCEEDED, GroupState.UNKNOWN)  # they stay known when their hosts have gone: no word again
-    ours = [host for host, node in group.nodes.items() if not node.external and node.state not in over]
-    for host in [host for host in ours if host not in there]:
+    present = dict(event.hosts)
+    finished = (GroupState.SUCCEEDED, GroupState.UNKNOWN)  # they stay known when their hosts have left
+    ours = [host for host, node in group.nodes.items() if not node.external and node.state not in finished]
+    for host in [host for host in ours if host not in present]:
         out.append(scmd.EndNode(host, f"{host} has left the cluster", error=False))
         lost = host in event.lost
         why = f"host {host} was lost" if lost else f"host {host} leaves"
         group = _remove_node(group, host, why, now, out, broken=lost)
-    for host, slots in there.items():
+    for host, slots in present.items():
         wanted = group.terms.nproc or slots
         node = group.nodes.get(host)
         if node is None:
@@ -96,8 +96,8 @@ def _ready(group: Group, event: sev.NodeReady, now: float) -> Group:
         group = replace(group, joined=group.joined + 1)
     if group.stage is Stage.RUNNING and _is_assigned(group, host):
         if event.round != group.round or node.state is GroupState.SUCCEEDED:
-            return group  # said before it heard of the round
-        if node.state is GroupState.HEALTHY:  # nobody told it to leave: its workers failed, and it cannot say how
+            return group  # it reported before it received the round
+        if node.state is GroupState.HEALTHY:  # it left by itself, so its workers have failed
             group = _failed(group, sev.NodeFailed(host, event.round), now)
             node = group.nodes[host]
     elif node.state in (GroupState.HEALTHY, GroupState.UNHEALTHY) and event.round != group.round:
@@ -118,9 +118,9 @@ def _ready(group: Group, event: sev.NodeReady, now: float) -> Group:
 
 
 def _failed(group: Group, event: sev.NodeFailed, now: float) -> Group:
-    """Its workers have failed. Judged at once if that explains itself, else when all have spoken, or the grace is over."""
+    """The node's workers have failed. The failure is judged when all nodes have reported, or after the grace."""
     host = event.host
-    if not _in_round(group, host, event.round) or group.nodes[host].state is GroupState.UNHEALTHY:  # it has said so
+    if not _in_round(group, host, event.round) or group.nodes[host].state is GroupState.UNHEALTHY:  # it was reported
         return group
     group = _with_node(group, host, replace(group.nodes[host], state=GroupState.UNHEALTHY, pids=(), starts=0))
     if group.stage is not Stage.RUNNING:
@@ -131,27 +131,29 @@ def _failed(group: Group, event: sev.NodeFailed, now: float) -> Group:
 
 
 def _left(group: Group, event: sev.NodeLeft, now: float, out: Commands) -> Group:
-    """A node has ended. One of ours, whose host is still there, is started again."""
+    """A node has ended. If its host is still in the cluster, it is started again."""
     host, reason = event.host, event.reason
     node = group.nodes.get(host)
     if node is None or node.retry_at:
         return group
-    meant = (
+    intended = (
         node.external and not event.broken and node.state is not GroupState.UNHEALTHY
     )  # somebody ended their torchrun
-    group = _remove_node(group, host, f"{host}: {reason}", now, out, broken=not meant)
+    group = _remove_node(group, host, f"{host}: {reason}", now, out, broken=not intended)
     if node.external or _is_finishing(group) or group.stage is Stage.ENDED:
         return group
-    if node.starts >= STARTS:
-        return _end(group, "failed", f"the elastic agent on {host} has ended {STARTS} times in a row: {reason}", out)
-    again = Node(node.joined, node.slots, starts=node.starts + 1, retry_at=now + 0.5 * node.starts)
-    return _with_node(group, host, again)
+    if node.starts >= MOST_STARTS:
+        return _end(
+            group, "failed", f"the elastic agent on {host} has ended {MOST_STARTS} times in a row: {reason}", out
+        )
+    restarted = Node(node.joined, node.slots, starts=node.starts + 1, retry_at=now + 0.5 * node.starts)
+    return _with_node(group, host, restarted)
 
 
 def _remove_node(group: Group, host: str, why: str, now: float, out: Commands, *, broken: bool) -> Group:
-    """It will not take part any more. The others cannot go on without it, unless some have finished.
+    """Remove the node. The others cannot go on without it, unless some have finished.
 
-    `broken`: nobody wanted that.
+    `broken`: no user wanted that.
     """
     node = group.nodes[host]
     group = replace(group, nodes={name: other for name, other in group.nodes.items() if name != host})
@@ -168,7 +170,7 @@ def _remove_node(group: Group, host: str, why: str, now: float, out: Commands, *
 
 
 def _progress(group: Group, now: float, out: Commands) -> Group:
-    """One step further where that is possible, and the reason where it is not."""
+    """Do the next step if it is possible; else set the reason to wait."""
     for host, node in group.nodes.items():
         if node.retry_at and now >= node.retry_at:
             out.append(scmd.StartNode(host))
@@ -176,7 +178,7 @@ def _progress(group: Group, now: float, out: Commands) -> Group:
     if group.stage is Stage.RUNNING:
         return _run(group, now, out)
     late = _not_left(group)
-    if late and group.leave_by == NEVER:  # all had ended, and a node has moved since: it is to offer another store
+    if late and group.leave_by == NEVER:  # a node has moved after all had ended: it must offer another store
         group = replace(group, leave_by=now + group.terms.leave)
     if late and now >= group.leave_by and not group.end_sent:
         for host in late:
@@ -220,16 +222,16 @@ def _run(group: Group, now: float, out: Commands) -> Group:
     size = sum(seat.workers for seat in target)
     change = f"from {group.size} to {size} workers"
     out.append(cmd.Record("change-planned", change, generation=group.round))
-    left = replace(_leave(group, change, now, out), enough=True)  # the last call is over: it is not made again
+    left = replace(_leave(group, change, now, out), enough=True)  # nodes that are starting were waited for already
     return _progress(left, now, out)
 
 
 def _judge(group: Group, now: float, out: Commands) -> Group:
-    """Workers have failed, and no node is known to be lost: restart, if restarts are left."""
+    """Workers have failed, and no node was lost: restart, if restarts are left."""
     host, first = first_failure(group.failures)
-    spoken = all(group.nodes[seat.host].state is not GroupState.HEALTHY for seat in group.assignments)
+    all_reported = all(group.nodes[seat.host].state is not GroupState.HEALTHY for seat in group.assignments)
     decisive = first.code < 0 and group.restarts < group.terms.max_restarts
-    if not (spoken or decisive or now >= group.judge_at):
+    if not (all_reported or decisive or now >= group.judge_at):
         text = f"rank {first.rank} on {host} failed ({first.error})"
         return replace(group, reason=Reason("rank-failed", text=text))
     text = f"rank {first.rank} on {host} failed: {first.error}"
@@ -243,7 +245,7 @@ def _judge(group: Group, now: float, out: Commands) -> Group:
 
 
 def _leave(group: Group, why: str, now: float, out: Commands) -> Group:
-    """The round is over: whoever is still in it ends its workers."""
+    """End the round: all its nodes end their workers."""
     inside = tuple(seat.host for seat in group.assignments if seat.host in group.nodes)
     if inside:
         out.append(scmd.LeaveRound(group.round, inside, why))
@@ -270,18 +272,18 @@ _INSIDE = (GroupState.HEALTHY, GroupState.UNHEALTHY)
 
 
 def _gather(group: Group, now: float, out: Commands) -> Group:
-    """Form a round as soon as there are enough, and those on their way had their last call."""
+    """Form a round if there are enough nodes and no other is expected; else wait."""
     target = _target(group)
     size = sum(seat.workers for seat in target)
     coming = _not_ready(group)
     if size < group.limits.min or not target:
-        since = group.short_since if group.short_since is not None else now
+        since = group.too_few_since if group.too_few_since is not None else now
         reason = Reason("too-few", size, group.limits.min, missing=coming)
         if now >= since + group.limits.patience:
             text = f"{in_words(reason, now)} for {group.limits.patience:g} s (elastic_timeout)"
             return _end(group, "failed", text, out)
-        return replace(group, short_since=since, enough=False, reason=reason)
-    group = replace(group, short_since=None, since=group.since if group.enough else now, enough=True)
+        return replace(group, too_few_since=since, enough=False, reason=reason)
+    group = replace(group, too_few_since=None, since=group.since if group.enough else now, enough=True)
     settled = group.since + group.limits.timeouts.settle
     if coming and now < settled and not _is_full(group, target):
         return replace(group, until=settled, reason=Reason("ready", size, missing=coming))
@@ -292,9 +294,9 @@ def _form(group: Group, target: tuple[sev.Assignment, ...], out: Commands) -> Gr
     number = group.round + 1
     out.append(scmd.FormRound(number, target, group.nodes[target[0].host].store, group.restarts))
     out.append(cmd.Record("world-formed", f"{_describe(target)} in round {number}", generation=number))
-    seated = {seat.host for seat in target}
+    assigned = {seat.host for seat in target}
     nodes = {
-        host: replace(node, state=GroupState.HEALTHY, ready=False, store="") if host in seated else node
+        host: replace(node, state=GroupState.HEALTHY, ready=False, store="") if host in assigned else node
         for host, node in group.nodes.items()
     }
     group = replace(
@@ -313,7 +315,9 @@ def _describe(assignments: tuple[sev.Assignment, ...]) -> str:
 
 
 def _target(group: Group) -> tuple[sev.Assignment, ...]:
-    """Who would be in a round that forms now, by group rank: survivors first, in their order; whole guests, up to `max`."""
+    """The assignments of a round that would form now: survivors first, in their order; external nodes with all
+    workers.
+    """
     order = {seat.host: rank for rank, seat in enumerate(group.assignments)}
     inside = group.stage is Stage.RUNNING
     able = {
@@ -336,7 +340,7 @@ def _is_full(group: Group, target: tuple[sev.Assignment, ...]) -> bool:
 
 
 def _not_ready(group: Group) -> tuple[Missing, ...]:
-    """Nodes that have been started and are not ready yet."""
+    """Nodes that were started and are not ready yet."""
     inside = {seat.host for seat in group.assignments} if group.stage is Stage.RUNNING else set()
     nodes = group.nodes.items()
     coming = (h for h, node in nodes if not (node.ready or node.external or node.retry_at or h in inside))

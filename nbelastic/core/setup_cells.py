@@ -1,7 +1,8 @@
-"""Setup cells: what each worker has to have run before it is ready.
+"""Setup cells: what each worker must run before it is ready.
 
-A cell is tried first, on the workers that are ready, and kept only if it succeeded on one of them. Each kept cell has a
-version of its own, and each worker knows the versions that it has run: so what a worker is lacking is known at any time.
+A cell is tried first on the workers that are ready, and kept only if it succeeds on one of them. Each kept cell has
+its own version, and each worker's record has the versions that it has run. So the cells that a worker lacks are always
+known.
 """
 
 from __future__ import annotations
@@ -19,14 +20,17 @@ from nbelastic.protocol.limits import NEVER
 
 
 def lacking(cluster: ClusterState, worker: Worker) -> SetupCell | None:
-    """The first kept cell that this worker has not run; None if it is set up."""
+    """The first kept cell that this worker has not run; None: it is set up."""
     if not cluster.setup:
         return None
     return next((cell for cell in cluster.setup if cell.version not in worker.ran), None)
 
 
 def next_cell(cluster: ClusterState, worker: Worker) -> SetupCell | None:
-    """The next cell that it is to run: a kept one, or the one on trial, so that a newcomer need not wait for the verdict."""
+    """The cell that the worker has to run next; None: none.
+
+    That includes the cell on trial, so that a newcomer does not wait for the verdict.
+    """
     cell, trial = lacking(cluster, worker), cluster.trial
     if cell is not None or trial is None:
         return cell
@@ -36,7 +40,7 @@ def next_cell(cluster: ClusterState, worker: Worker) -> SetupCell | None:
 def submit(cluster: ClusterState, event: ev.SetupSubmitted, now: float, out: Commands) -> ClusterState:
     """Try a cell on the workers that are ready, and on those on which an earlier version of it failed."""
     if cluster.stopping or cluster.active or cluster.trial is not None:
-        return cluster  # the caller sees that its trial has not begun
+        return cluster  # the caller notices that no trial has begun
     cell = SetupCell(event.key, event.source, event.version)
     ready = [w for w, worker in cluster.workers.items() if worker.state is WorkerState.READY and not worker.job]
     failed = [w for w, worker in cluster.workers.items() if worker.failed_cell and worker.state is WorkerState.FAILED]
@@ -48,7 +52,7 @@ def submit(cluster: ClusterState, event: ev.SetupSubmitted, now: float, out: Com
 
 
 def clear(cluster: ClusterState, key: str, now: float, out: Commands) -> ClusterState:
-    """Forget one cell, or without a key all: no later worker runs it. What it did on the present workers is not undone."""
+    """Forget one cell or, without a key, all. Later workers do not run it; its effects on the present workers stay."""
     kept = tuple(cell for cell in cluster.setup if key and cell.key != key)
     if kept == cluster.setup:
         return cluster
@@ -58,7 +62,7 @@ def clear(cluster: ClusterState, key: str, now: float, out: Commands) -> Cluster
 
 
 def worker_registered(cluster: ClusterState, w: WorkerId, now: float, out: Commands) -> ClusterState:
-    """Its engine takes code: it runs the cells, and then the program if a job is on."""
+    """A new worker can run code: run the setup cells and then, if there is a job, its program."""
     worker = cluster.workers[w]
     if worker.state is not WorkerState.STARTING or worker.registered:
         return cluster
@@ -66,7 +70,7 @@ def worker_registered(cluster: ClusterState, w: WorkerId, now: float, out: Comma
 
 
 def setup_ended(cluster: ClusterState, event: ev.SetupEnded, now: float, out: Commands) -> ClusterState:
-    """A worker has run a cell. In a trial, what failed is judged when all have ended."""
+    """A worker has run a cell. Failures of a trial are judged when all workers have ended."""
     w, trial = event.worker, cluster.trial
     worker = cluster.workers[w]
     if worker.state is not WorkerState.STARTING or worker.running_cell != event.version:
@@ -84,14 +88,14 @@ def setup_ended(cluster: ClusterState, event: ev.SetupEnded, now: float, out: Co
         )
     if event.error:
         key = next((cell.key for cell in cluster.setup if cell.version == event.version), "")
-        if not key:  # it was cleared or replaced meanwhile
+        if not key:  # the cell was cleared or replaced meanwhile
             return _advance(with_worker(cluster, worker), w, now, out)
         return _fail(with_worker(cluster, worker), w, key, event.error, out)
     return _advance(with_worker(cluster, replace(worker, ran=worker.ran | {event.version})), w, now, out)
 
 
 def progress(cluster: ClusterState, now: float, out: Commands) -> ClusterState:
-    """End a trial for which nobody runs its cell any more; bring workers up to date that were busy before."""
+    """End a trial whose workers have all ended. Later, let workers that were busy catch up."""
     trial = cluster.trial
     if trial is not None:
         running = frozenset(w for w in trial.running if _runs(cluster, w, trial.cell.version))
@@ -102,7 +106,7 @@ def progress(cluster: ClusterState, now: float, out: Commands) -> ClusterState:
 
 
 def overdue(cluster: ClusterState, now: float) -> tuple[list[WorkerId], ClusterState]:
-    """Workers whose cell has run for too long, and the world with the time at which the next one will have."""
+    """Workers whose cell has run for too long, and the state with the next such deadline."""
     limit = cluster.limits.timeouts.setup
     ends = {
         w: worker.cell_since + limit
@@ -119,7 +123,7 @@ def _runs(cluster: ClusterState, w: WorkerId, version: int) -> bool:
 
 
 def run_next(cluster: ClusterState, w: WorkerId, now: float, out: Commands) -> ClusterState:
-    """A worker without a program takes the active job's, unless that is about to end."""
+    """Let a worker without a program run its next cell or the active job's program, unless the job is about to end."""
     job, worker = cluster.active, cluster.workers[w]
     if worker.state is not WorkerState.READY or worker.job:
         return cluster
@@ -133,7 +137,7 @@ def run_next(cluster: ClusterState, w: WorkerId, now: float, out: Commands) -> C
 
 
 def fail_worker(cluster: ClusterState, w: WorkerId, reason: str) -> ClusterState:
-    """It lives, for inspection, but is of no use to this job."""
+    """Keep the worker alive, for inspection, but out of this job."""
     worker = replace(cluster.workers[w], state=WorkerState.FAILED, reason=reason)
     return with_worker(replace(cluster, failed=cluster.failed | {w}), worker)
 
@@ -162,7 +166,7 @@ def _run(cluster: ClusterState, w: WorkerId, cell: SetupCell, now: float, out: C
 
 
 def _advance(cluster: ClusterState, w: WorkerId, now: float, out: Commands) -> ClusterState:
-    """The next cell that it is to run; or it is ready."""
+    """Run the worker's next cell; without one, the worker is ready."""
     worker = cluster.workers[w]
     cell = next_cell(cluster, worker)
     if cell is not None:
@@ -178,7 +182,7 @@ def _advance(cluster: ClusterState, w: WorkerId, now: float, out: Commands) -> C
 
 
 def _fail(cluster: ClusterState, w: WorkerId, key: str, error: str, out: Commands) -> ClusterState:
-    """It takes part in no job until the cells change, or until it is restarted."""
+    """Keep the worker out of jobs until the cells change or it is restarted."""
     reason = f"setup cell {key} failed: {error}"
     out.append(cmd.Record("worker-failed", f"{w}: {reason}", host=w.host, worker=str(w)))
     cluster = fail_worker(replace(cluster, starting=cluster.starting - {w}), w, reason)
@@ -186,12 +190,12 @@ def _fail(cluster: ClusterState, w: WorkerId, key: str, error: str, out: Command
 
 
 def _judge(cluster: ClusterState, now: float, out: Commands) -> ClusterState:
-    """All who tried the cell have ended. One on which nobody was ready to try it is kept unseen."""
+    """Keep or drop the cell: all workers that tried it have ended. A cell that no worker could try is kept."""
     trial = cluster.trial
     assert trial is not None
     cell, failed = trial.cell, {w: error for w, error in trial.failed.items() if w in cluster.workers}
     idle = [w for w, worker in cluster.workers.items() if worker.registered and not worker.running_cell]
-    held = [w for w in idle if cluster.workers[w].state is WorkerState.STARTING]  # they waited for this verdict
+    held = [w for w in idle if cluster.workers[w].state is WorkerState.STARTING]  # they wait for this verdict
     cluster = replace(cluster, trial=None)
     is_kept = bool(trial.succeeded) or not trial.tried
     if is_kept:
@@ -208,14 +212,14 @@ def _judge(cluster: ClusterState, now: float, out: Commands) -> ClusterState:
 
 
 def _with(cells: tuple[SetupCell, ...], new: SetupCell) -> tuple[SetupCell, ...]:
-    """In the place of the one with its key, or with its source; else at the end."""
+    """The cells with a new one: in the place of that with the same key or source, else at the end."""
     old = next((cell for cell in cells if cell.key == new.key), None)
     old = old or next((cell for cell in cells if cell.source == new.source), None)
     return (*cells, new) if old is None else tuple(new if cell is old else cell for cell in cells)
 
 
 def _catch_up(cluster: ClusterState, now: float, out: Commands, *, but: Collection[WorkerId] = ()) -> ClusterState:
-    """Idle workers run what they are lacking, and those that have failed are set up again, unless they are in `but`."""
+    """Let idle and failed workers, except those in `but`, run the cells that they lack."""
     outdated = False
     for w, worker in tuple(cluster.workers.items()):
         if worker.failed_cell and worker.state is WorkerState.FAILED and w not in but:

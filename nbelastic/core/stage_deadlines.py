@@ -1,7 +1,8 @@
-"""Stages that wait for members' words: who keeps the others waiting, and what is done at the deadline.
+"""Stages that wait for reports of members: which member delays the others, and what happens at the deadline.
 
-A member that computes gets longer than one that is silent or sleeps. So those who are waited for are asked now and then where
-they are (`QueryPosition`), and who has used the processor since, or has begun a collective, is at work.
+A member that computes has more time than one that is unresponsive or sleeps. So awaited members are asked for their
+positions from time to time (`QueryPosition`). A member computes if it has used the processor since its last answer, or
+has begun a collective.
 """
 
 from __future__ import annotations
@@ -19,44 +20,45 @@ from nbelastic.protocol import events as ev
 from nbelastic.protocol.ids import WorkerId
 from nbelastic.protocol.limits import NEVER
 
-WORDS = frozenset((Stage.GATHERING, Stage.FORMING, Stage.ASKED, Stage.LEAVING))
-LOOKS = 4  # how often those who are waited for are asked where they are, in the time that a silent one has
-TWICE = 2  # a world that was not formed so often in a row is not tried again with the same processes
-DOUBLINGS = 5  # of the pause between two changes that were put off
-OFTEN = 3  # times in a row that a member did not answer, though its process lives: then it is replaced
-USED = 0.02  # of the time between two answers: who has used more of a processor is at work
+WAITING_STAGES = frozenset((Stage.GATHERING, Stage.FORMING, Stage.ASKED, Stage.LEAVING))
+QUERIES = 4  # times that awaited members are asked for their positions before the wait ends
+MOST_UNFORMED = 2  # worlds in a row that did not form; then the late workers are replaced
+MOST_DOUBLINGS = 5  # of the pause between two changes that were postponed
+MOST_UNANSWERED = 3  # `AskLeave` in a row that a member did not answer; then it is replaced
+CPU_SHARE = 0.02  # of the time between two answers; a member that has used more computes
 
 
 def update(cluster: ClusterState, now: float) -> ClusterState:
-    """The wait of the present stage. It begins anew when somebody has said the word that was waited for."""
-    old, left = cluster.wait, len(cluster.awaiting)
+    """Begin, prolong or end the wait of the present stage. A report of an awaited member prolongs it."""
+    old, awaited = cluster.wait, len(cluster.awaiting)
     job = cluster.active
-    over = job is None or bool(
+    is_over = job is None or bool(
         job.succeeded and cluster.awaiting <= job.asked_to_stop | job.succeeded
-    )  # they are told to end
-    if over or not left or cluster.stage not in WORDS:
+    )  # they are asked to stop
+    if is_over or not awaited or cluster.stage not in WAITING_STAGES:
         return cluster if old is None else replace(cluster, wait=None)
     if old is None or (old.stage, old.generation) != (cluster.stage, cluster.generation):
-        silent = _patience(cluster)
+        patience = _patience(cluster)
         return replace(
-            cluster, wait=Wait(cluster.stage, cluster.generation, left, now, now, now + silent, now + silent / LOOKS)
+            cluster,
+            wait=Wait(cluster.stage, cluster.generation, awaited, now, now, now + patience, now + patience / QUERIES),
         )
-    if old.awaited == left:
+    if old.awaited == awaited:
         return cluster
-    silent = _patience(cluster)  # it may be shorter than before, and they are to be asked in time
-    look_at = min(old.ask_at, now + silent / LOOKS)
+    patience = _patience(cluster)  # it may be shorter than before
+    look_at = min(old.ask_at, now + patience / QUERIES)
     return replace(
-        cluster, wait=replace(old, awaited=left, since=now, until=now + silent, ask_at=look_at, irreplaceable=())
+        cluster, wait=replace(old, awaited=awaited, since=now, until=now + patience, ask_at=look_at, irreplaceable=())
     )
 
 
 def deadline(cluster: ClusterState) -> float:
-    """When to look at it again."""
+    """When `act` has something to do."""
     return NEVER if cluster.wait is None else min(cluster.wait.until, cluster.wait.ask_at)
 
 
 def position_reported(cluster: ClusterState, event: ev.PositionReported, now: float) -> ClusterState:
-    """One of those who are waited for says where it is: was it at work since it last said so?"""
+    """Note the position of an awaited member, and whether it has computed since its last answer."""
     wait, w = cluster.wait, event.worker
     if wait is None or event.generation != wait.generation or w not in cluster.awaiting:
         return cluster
@@ -64,18 +66,18 @@ def position_reported(cluster: ClusterState, event: ev.PositionReported, now: fl
     wait = replace(wait, positions={**wait.positions, w: (event, now)})
     if before is not None:
         old, at = before
-        if event.begun != old.begun or event.commit != old.commit or event.cpu - old.cpu > USED * (now - at):
+        if event.begun != old.begun or event.commit != old.commit or event.cpu - old.cpu > CPU_SHARE * (now - at):
             wait = replace(wait, worked_at={**wait.worked_at, w: now})
     return replace(cluster, wait=wait)
 
 
 def worker_silent(cluster: ClusterState, event: ev.WorkerSilent, now: float) -> ClusterState:
-    """It cannot answer, as something holds its interpreter; its host says whether it computes."""
+    """An unresponsive member cannot answer; its agent reports whether it computes."""
     return cluster if event.idle else mark_working(cluster, event.worker, now)
 
 
 def mark_working(cluster: ClusterState, w: WorkerId, now: float) -> ClusterState:
-    """If it is waited for: it is at work."""
+    """Note that a member computes, if it is awaited."""
     wait = cluster.wait
     if wait is None or w not in cluster.awaiting:
         return cluster
@@ -83,7 +85,7 @@ def mark_working(cluster: ClusterState, w: WorkerId, now: float) -> ClusterState
 
 
 def act(cluster: ClusterState, now: float, out: Commands) -> ClusterState:
-    """What is due: ask where they are, or end the wait."""
+    """Ask awaited members for their positions, or end the wait, if it is time."""
     wait = cluster.wait
     if wait is None or (wait.stage, wait.generation) != (
         cluster.stage,
@@ -92,7 +94,7 @@ def act(cluster: ClusterState, now: float, out: Commands) -> ClusterState:
         return cluster
     if now >= wait.ask_at and wait.stage is not Stage.ASKED:
         out.append(cmd.QueryPosition(wait.generation, tuple(w for w in cluster.members if w in cluster.awaiting)))
-        wait = replace(wait, ask_at=now + _patience(cluster) / LOOKS)
+        wait = replace(wait, ask_at=now + _patience(cluster) / QUERIES)
     elif now >= wait.ask_at:
         wait = replace(wait, ask_at=NEVER)
     cluster = replace(cluster, wait=wait)
@@ -111,36 +113,36 @@ def act(cluster: ClusterState, now: float, out: Commands) -> ClusterState:
 
 
 def _patience(cluster: ClusterState) -> float:
-    """For how long a member that does nothing is waited for."""
+    """Seconds to wait for a member that does nothing."""
     timeouts, size = cluster.limits.timeouts, len(cluster.members)
     match cluster.stage:
         case Stage.ASKED:
             return timeouts.ask_for(cluster.limits.silence)
         case Stage.FORMING:
             return timeouts.form_for(size)
-        case Stage.LEAVING if len(cluster.awaiting) == size:  # they train, and it is still a long step
+        case Stage.LEAVING if len(cluster.awaiting) == size:  # they train; the step may be long
             return timeouts.step
         case _:
             return timeouts.recover
 
 
 def _postpone_change(cluster: ClusterState, now: float, out: Commands) -> ClusterState:
-    """Somebody does not say where it is, so those who have promised to stop wait for it: they go on, and are asked later."""
+    """A member did not report its commit, so members that stop for it wait: they go on, and are asked again later."""
     late, put_off = cluster.awaiting, cluster.postponements + 1
     why = f"{format_ids(late)} did not report where it is"
-    pause = cluster.limits.timeouts.ask * 2.0 ** min(put_off - 1, DOUBLINGS)
+    pause = cluster.limits.timeouts.ask * 2.0 ** min(put_off - 1, MOST_DOUBLINGS)
     out.append(cmd.Record("change-put-off", f"{why}; asked again in {pause:g} s", generation=cluster.generation))
     cluster = generation_end.cancel_next(cluster, out)
     unanswered = {w: cluster.unanswered.get(w, 0) + 1 for w in sorted(late)}
     cluster = replace(
         cluster, change_after=now + pause, postponed_because=why, postponements=put_off, unanswered=unanswered
     )
-    # those that are not heard are judged by `liveness`
-    lost = [w for w, times in unanswered.items() if times >= OFTEN and not cluster.workers[w].unresponsive]
+    # `liveness` handles members that are unresponsive
+    lost = [w for w, times in unanswered.items() if times >= MOST_UNANSWERED and not cluster.workers[w].unresponsive]
     if not lost or not state_lives(cluster, lost):
         return cluster
     cluster = replace(cluster, postponements=0, unanswered={})
-    return _replace_members(cluster, lost, f"did not answer when asked {OFTEN} times", now, out)
+    return _replace_members(cluster, lost, f"did not answer when asked {MOST_UNANSWERED} times", now, out)
 
 
 def _replace_members(
@@ -153,29 +155,31 @@ def _replace_members(
 
 
 def _replace_late_leavers(cluster: ClusterState, wait: Wait, now: float, out: Commands) -> ClusterState:
-    """Survivors that never leave their generation are replaced, if the training state is not lost with them.
+    """Replace survivors that never leave their generation, unless the training state would be lost with them.
 
-    On the way to the agreed commit no generation is broken: who says where it is may save a file without using the processor.
+    On the way to the leave point, a member that answers is not replaced yet: it may save a file without using the
+    processor.
     """
     timeouts = cluster.limits.timeouts
     if wait.irreplaceable:
         return _fail(cluster, wait, now, out)
-    leaves = wait.stage is Stage.LEAVING
-    said = {w: at for w, (_, at) in wait.positions.items()} if leaves else {}
+    is_leaving = wait.stage is Stage.LEAVING
+    answered = {w: at for w, (_, at) in wait.positions.items()} if is_leaving else {}
     due = {
-        w: max(wait.since, wait.worked_at.get(w, 0.0), said.get(w, 0.0)) + timeouts.recover for w in cluster.awaiting
+        w: max(wait.since, wait.worked_at.get(w, 0.0), answered.get(w, 0.0)) + timeouts.recover
+        for w in cluster.awaiting
     }
-    longest = wait.since + (timeouts.step if leaves else timeouts.recover_working)
-    stuck = tuple(w for w in cluster.members if w in due and now >= min(due[w], longest))
-    if not stuck:
+    longest = wait.since + (timeouts.step if is_leaving else timeouts.recover_working)
+    late = tuple(w for w in cluster.members if w in due and now >= min(due[w], longest))
+    if not late:
         return replace(cluster, wait=replace(wait, until=min(*due.values(), longest)))
-    if not state_lives(cluster, stuck):
-        why = f"{format_ids(frozenset(stuck))} did not leave generation {cluster.generation}, and no other worker holds the training state"
-        wait = replace(wait, irreplaceable=stuck, why=why, until=wait.since + cluster.limits.patience)
+    if not state_lives(cluster, late):
+        why = f"{format_ids(frozenset(late))} did not leave generation {cluster.generation}, and no other worker holds the training state"
+        wait = replace(wait, irreplaceable=late, why=why, until=wait.since + cluster.limits.patience)
         cluster = replace(cluster, wait=wait)
         return cluster if now < wait.until else _fail(cluster, wait, now, out)
     return _replace_members(
-        cluster, stuck, f"did not leave generation {cluster.generation} while others waited", now, out
+        cluster, late, f"did not leave generation {cluster.generation} while others waited", now, out
     )
 
 
@@ -185,19 +189,19 @@ def _fail(cluster: ClusterState, wait: Wait, now: float, out: Commands) -> Clust
 
 
 def _form_without_late(cluster: ClusterState, wait: Wait, now: float, out: Commands) -> ClusterState:
-    """A group does not come to stand, and nobody is at work on it. The next one is formed without newcomers that were late."""
+    """A process group does not form, and no member computes: form the next one without the newcomers that were late."""
     timeouts = cluster.limits.timeouts
     idle_since = max((wait.since, *wait.worked_at.values()))
     due = min(idle_since + timeouts.form_for(len(cluster.members)), wait.began + timeouts.sync)
     if now < due:
         return replace(cluster, wait=replace(wait, until=due))
-    silent = [
+    unconnected = [
         w
         for w in cluster.members
         if w in cluster.awaiting and not (w in wait.positions and wait.positions[w][0].connected)
     ]
-    late = silent or [w for w in cluster.members if w in cluster.awaiting]
-    word = "connect" if silent else "get ready"
+    late = unconnected or [w for w in cluster.members if w in cluster.awaiting]
+    word = "connect" if unconnected else "get ready"
     what = f"did not {word} in generation {cluster.generation} within {now - wait.began:.0f} s"
     why = f"{format_ids(frozenset(late))} {what}"
     unformed = cluster.failed_formations + 1
@@ -205,7 +209,7 @@ def _form_without_late(cluster: ClusterState, wait: Wait, now: float, out: Comma
     if cluster.active is None or cluster.active.succeeded:
         return cluster
     cluster = partitions.begin(cluster, now, out, suspected={w.host for w in late})
-    if cluster.failed_formations >= TWICE:
+    if cluster.failed_formations >= MOST_UNFORMED:
         return _replace_late_joiners(cluster, late, what, now, out)
     if len(late) == len(cluster.members):
         return cluster
@@ -216,7 +220,7 @@ def _form_without_late(cluster: ClusterState, wait: Wait, now: float, out: Comma
 def _replace_late_joiners(
     cluster: ClusterState, late: list[WorkerId], what: str, now: float, out: Commands
 ) -> ClusterState:
-    """Leaving newcomers out did not help, or `min` needs them: all who were late are replaced, but for a last holder of state."""
+    """Replace all late members but a last holder of the state: forming without newcomers did not help."""
     if not state_lives(cluster, late):
         keep = max(
             late, key=lambda w: (cluster.workers[w].has_state, cluster.workers[w].clean, cluster.workers[w].commit)

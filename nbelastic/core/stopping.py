@@ -1,4 +1,4 @@
-"""The end of the cluster, and of programs and setup cells that have had their time."""
+"""The end of the cluster."""
 
 from __future__ import annotations
 
@@ -13,17 +13,16 @@ from nbelastic.protocol.limits import NEVER
 
 
 def stop(cluster: ClusterState, event: ev.StopRequested, now: float, out: Commands) -> ClusterState:
-    """The cluster is to end: programs first, which may write a last checkpoint, then the agents that they run on."""
+    """Stop the cluster: first programs, which may write a last checkpoint, then the agents."""
     reason = event.reason
     if not cluster.stopping:
         cluster = jobs.end(replace(cluster, stopping=reason), "stopped", f"the cluster was stopped: {reason}", now, out)
-        # of the others nothing will be heard that one could wait for
-        there = {name: host for name, host in cluster.hosts.items() if host.phase is not HostPhase.LOST}
+        present = {name: host for name, host in cluster.hosts.items() if host.phase is not HostPhase.LOST}
         runs = any(worker.job for worker in cluster.workers.values())
         cluster = replace(
             cluster,
             workers={w: replace(worker, state=WorkerState.STOPPED) for w, worker in cluster.workers.items()},
-            hosts={name: replace(host, phase=HostPhase.DRAINING) for name, host in there.items()},
+            hosts={name: replace(host, phase=HostPhase.DRAINING) for name, host in present.items()},
             stopped=frozenset(cluster.workers),
             starting=frozenset(),
             failed=frozenset(),
@@ -41,7 +40,7 @@ def stop(cluster: ClusterState, event: ev.StopRequested, now: float, out: Comman
 
 
 def retire(cluster: ClusterState, now: float, out: Commands) -> ClusterState:
-    """Agents are told to end whose workers' programs have ended, or had their time. The last ones are not waited for long."""
+    """End agents whose workers' programs have ended or were killed. The last agents have a deadline."""
     busy = {w.host for w, worker in cluster.workers.items() if worker.job} if cluster.linger_until else frozenset()
     idle = [name for name in cluster.hosts if name not in cluster.ending_hosts and name not in busy]
     if idle:

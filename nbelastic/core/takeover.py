@@ -1,8 +1,8 @@
-"""A new driver for a cluster whose driver is gone: the world as its agents and workers tell it.
+"""A new driver takes over a cluster whose driver was lost: its state is built from reports of agents and workers.
 
-Of what was saved only that counts which nobody else can know: the limits, which hosts are wanted, the job's name. Who lives,
-who trains with whom and how far they are is what they say themselves. A world that is whole goes on undisturbed; one that is
-not is broken like any other in which somebody has died, and its survivors gather.
+The snapshot provides only what agents and workers cannot know: limits, wanted hosts, the job's name. Which workers
+live, train together, and at which commit, they report themselves. A world that is complete trains on undisturbed. Any
+other is broken, as after a loss, and its survivors leave it.
 """
 
 from __future__ import annotations
@@ -36,28 +36,29 @@ from nbelastic.protocol.ids import WorkerId
 def resume(
     saved: SavedCluster,
     agents: Mapping[str, AgentHello],
-    heard: Reports,
+    reports: Reports,
     now: float,
     *,
     problems: Mapping[str, str] | None = None,
     coming: Collection[str] = (),
 ) -> tuple[ClusterState, tuple[cmd.Command, ...]]:
-    """The world at `now` and what is to be done. `problems`: of
-    agents that cannot be used, why. `coming`: hosts that were to start, whose agents may still be on their way.
+    """The state at `now`, and the commands to carry out.
+
+    `problems`: why agents cannot be used. `coming`: hosts that were starting, whose agents may still connect.
     """
     out: Commands = []
     cluster = takeover_hosts.restore_workers(
-        takeover_hosts.restore_hosts(saved, agents, coming, now, out), agents, heard, dict(saved.ran), now
+        takeover_hosts.restore_hosts(saved, agents, coming, now, out), agents, reports, dict(saved.ran), now
     )
     if saved.stopping:  # programs may still write a last checkpoint
         return _handle(_stop_old_programs(cluster, now, out), ev.StopRequested(saved.stopping), now, out), tuple(out)
     cluster = provisioning.stop_workers(cluster, saved.stopped, out)
-    cluster = _presume_training(cluster, saved, heard)
-    cluster = _lose_members(cluster, saved, heard, now, out)
+    cluster = _presume_training(cluster, saved, reports)
+    cluster = _lose_members(cluster, saved, reports, now, out)
     job = cluster.active
     inside = {}
     if job is not None:
-        inside = {w: here for w, here in heard.items() if here.job == job.name and _is_there(cluster, w)}
+        inside = {w: report for w, report in reports.items() if report.job == job.name and _is_there(cluster, w)}
         cluster = _restore_job(cluster, saved, inside, now, out)
     cluster = _stop_old_programs(cluster, now, out)
     cluster = provisioning.provision(_drain_surplus(cluster, now, out), now, out)
@@ -81,38 +82,43 @@ def _is_there(cluster: ClusterState, w: WorkerId) -> bool:
     return w in cluster.workers and w not in cluster.stopped
 
 
-def _presume_training(cluster: ClusterState, saved: SavedCluster, heard: Reports) -> ClusterState:
-    """Members that were not heard, and whose processes live, train on where all the others train: nothing says otherwise.
+def _presume_training(cluster: ClusterState, saved: SavedCluster, reports: Reports) -> ClusterState:
+    """Assume that unresponsive members train like the others. A call may hold their interpreter lock.
 
-    Only if the others are the saved members, by rank, in one whole world. Those not heard may hold the interpreter lock.
+    Only if the others are in one complete world of the saved members, with the saved ranks.
     """
     job, members = cluster.active, saved.members
-    known = [heard[w] for w in members if w in heard and _is_there(cluster, w)]
-    quiet = [w for w in members if w not in heard and _is_there(cluster, w)]
-    if job is None or not known or not quiet or len(known) + len(quiet) < len(members):
+    known = [reports[w] for w in members if w in reports and _is_there(cluster, w)]
+    unresponsive = [w for w in members if w not in reports and _is_there(cluster, w)]
+    if job is None or not known or not unresponsive or len(known) + len(unresponsive) < len(members):
         return cluster
-    generation = max(here.generation for here in heard.values())
-    for here in known:
-        there = (here.job, here.generation, here.size) == (job.name, generation, len(members)) and here.formed
-        if not there or members[here.rank] != here.worker or not _is_healthy(here.word) or here.stopped:
+    generation = max(report.generation for report in reports.values())
+    for report in known:
+        is_same_world = (report.job, report.generation, report.size) == (
+            job.name,
+            generation,
+            len(members),
+        ) and report.formed
+        if not is_same_world or members[report.rank] != report.worker or not _is_healthy(report.word) or report.stopped:
             return cluster
     ran = frozenset(cell.version for cell in cluster.setup)
     like = cluster.workers[known[0].worker]
     trains = {
-        w: replace(like, id=w, pid=cluster.workers[w].pid, state=WorkerState.RUNNING, store="", ran=ran) for w in quiet
+        w: replace(like, id=w, pid=cluster.workers[w].pid, state=WorkerState.RUNNING, store="", ran=ran)
+        for w in unresponsive
     }
     return replace(cluster, workers=cluster.workers | trains, starting=cluster.starting - trains.keys())
 
 
 def _lose_members(
-    cluster: ClusterState, saved: SavedCluster, heard: Reports, now: float, out: Commands
+    cluster: ClusterState, saved: SavedCluster, reports: Reports, now: float, out: Commands
 ) -> ClusterState:
-    """Members that are gone, or that do not answer though their processes live."""
-    gone = frozenset(w for w in saved.members if w not in cluster.workers)
-    if gone:
-        out.append(cmd.Record("worker-lost", f"{format_ids(gone)} lost {OFFLINE}"))
+    """Remove members that were lost, and replace those that do not answer though their processes live."""
+    lost = frozenset(w for w in saved.members if w not in cluster.workers)
+    if lost:
+        out.append(cmd.Record("worker-lost", f"{format_ids(lost)} lost {OFFLINE}"))
     for w in saved.members:
-        if _is_there(cluster, w) and w not in heard and cluster.workers[w].state is not WorkerState.RUNNING:
+        if _is_there(cluster, w) and w not in reports and cluster.workers[w].state is not WorkerState.RUNNING:
             out.append(cmd.StopWorker(w, kill=True))
             cluster = losses.worker_lost(cluster, w, f"{w} froze (it did not answer a new driver)", now, out)
     return cluster
@@ -121,14 +127,14 @@ def _lose_members(
 def _restore_job(
     cluster: ClusterState, saved: SavedCluster, inside: Reports, now: float, out: Commands
 ) -> ClusterState:
-    """Who trains with whom. `inside`: those in the job's program."""
+    """Find out which workers train together. `inside`: reports of workers that run the job's program."""
     job = cluster.active
     assert job is not None
     holders = tuple(w for w in sorted(inside, key=lambda w: (inside[w].rank, w)) if cluster.workers[w].has_state)
     finished = frozenset(w for w in holders if isinstance(inside[w].word, ev.WorkerSucceeded))
-    told = [w for w in inside if inside[w].stopped]
-    if told and not finished:
-        return _end_stopped_job(with_members(cluster, holders), inside, told, now, out)
+    asked_to_stop = [w for w in inside if inside[w].stopped]
+    if asked_to_stop and not finished:
+        return _end_stopped_job(with_members(cluster, holders), inside, asked_to_stop, now, out)
     if not holders:
         if not state_lives(cluster):
             why = f"no worker is left that holds the training state: the last one was lost {OFFLINE}"
@@ -136,13 +142,13 @@ def _restore_job(
         return _abort_strays(cluster, inside, out)
     if cluster.kept_state is not None and max(inside[w].commit for w in holders) > cluster.kept_state.commit:
         cluster = delete_kept_state(cluster, out)
-    late = frozenset(told).intersection(holders)
-    cluster = jobs.linger(cluster, now) if late else cluster
-    job = replace(job, formed=True, succeeded=finished, asked_to_stop=late)
+    stragglers = frozenset(asked_to_stop).intersection(holders)
+    cluster = jobs.linger(cluster, now) if stragglers else cluster
+    job = replace(job, formed=True, succeeded=finished, asked_to_stop=stragglers)
     members = _whole_world(inside)
-    quiet = [w for w in saved.members if _is_there(cluster, w) and w not in inside]
-    if not members and any(cluster.workers[w].state is WorkerState.RUNNING for w in quiet):
-        members = saved.members  # as presumed
+    unresponsive = [w for w in saved.members if _is_there(cluster, w) and w not in inside]
+    if not members and any(cluster.workers[w].state is WorkerState.RUNNING for w in unresponsive):
+        members = saved.members  # unresponsive ones are assumed to train
     if members:
         return _continue_world(replace(cluster, job=replace(job, ranks=members)), members, inside, out)
     ranks = saved.ranks if set(holders) <= set(saved.ranks) else holders
@@ -157,30 +163,30 @@ def _restore_job(
 
 
 def _whole_world(inside: Reports) -> tuple[WorkerId, ...]:
-    """The members, by rank, of the newest generation that stands, if all of them are in it; else nobody."""
-    formed = [here for here in inside.values() if here.formed]
-    generation = max((here.generation for here in formed), default=0)
-    there = {here.rank: here for here in formed if here.generation == generation and _is_healthy(here.word)}
-    whole = bool(there) and len(there) == next(iter(there.values())).size
-    return tuple(there[rank].worker for rank in sorted(there)) if whole else ()
+    """The members, by rank, of the newest generation, if all of them are in it; else none."""
+    formed = [report for report in inside.values() if report.formed]
+    generation = max((report.generation for report in formed), default=0)
+    by_rank = {report.rank: report for report in formed if report.generation == generation and _is_healthy(report.word)}
+    whole = bool(by_rank) and len(by_rank) == next(iter(by_rank.values())).size
+    return tuple(by_rank[rank].worker for rank in sorted(by_rank)) if whole else ()
 
 
-def _is_healthy(word: object) -> bool:
-    """An error of the user's own takes nothing from a world."""
-    return not isinstance(word, ev.WorkerReady) and (not isinstance(word, ev.WorkerRaised) or word.intact)
+def _is_healthy(message: object) -> bool:
+    """Whether the world can go on after this message: an error of the user's code does not break it."""
+    return not isinstance(message, ev.WorkerReady) and (not isinstance(message, ev.WorkerRaised) or message.intact)
 
 
 def _continue_world(
     cluster: ClusterState, members: tuple[WorkerId, ...], inside: Reports, out: Commands
 ) -> ClusterState:
-    """Nobody of this world is disturbed. What was to follow it will not be."""
+    """Let a complete world train on, and cancel a reconfiguration that the last driver had begun."""
     known = [inside[w] for w in members if w in inside]
     generation = known[0].generation
     cluster = replace(delete_kept_state(cluster, out), last_formed=generation)
     cluster = _abort_strays(with_members(cluster, members), inside, out)
-    for later in range(generation + 1, max(here.numbered for here in known) + 1):
+    for later in range(generation + 1, max(report.numbered for report in known) + 1):
         out.append(cmd.DropWorld(later, members))
-    if any(here.bound for here in known):
+    if any(report.bound for report in known):
         out.append(cmd.CancelLeave(generation, members))
     out.append(
         cmd.Record("world-found", f"{len(members)} workers train on in generation {generation}", generation=generation)
@@ -191,28 +197,28 @@ def _continue_world(
 
 
 def _abort_strays(cluster: ClusterState, inside: Reports, out: Commands) -> ClusterState:
-    """Who is no member and has heard of a generation that will not be: an abort counts for all up to its number."""
-    those = (w for w, here in inside.items() if w not in cluster.member_set and here.busy)
-    away = tuple(w for w in those if inside[w].generation or inside[w].numbered > inside[w].left)
-    if away:
-        out.append(cmd.AbortWorld(cluster.highest_generation, away, "a new driver forms another world"))
+    """Abort workers that are not members and wait for a generation that will not form."""
+    others = (w for w, report in inside.items() if w not in cluster.member_set and report.busy)
+    strays = tuple(w for w in others if inside[w].generation or inside[w].numbered > inside[w].left)
+    if strays:
+        out.append(cmd.AbortWorld(cluster.highest_generation, strays, "a new driver forms another world"))
     return cluster
 
 
 def _end_stopped_job(
-    cluster: ClusterState, inside: Reports, told: list[WorkerId], now: float, out: Commands
+    cluster: ClusterState, inside: Reports, asked_to_stop: list[WorkerId], now: float, out: Commands
 ) -> ClusterState:
-    """Some were told that the job is over, by a driver that could not write that down any more."""
+    """End a job that the last driver had ended: some workers were asked to stop, but that was not saved."""
     for w in cluster.members:
-        word = inside[w].word
-        if isinstance(word, ev.WorkerRaised) and word.intact:
-            why = f"rank {inside[w].rank} ({w}) raised {word.error}"
+        message = inside[w].word
+        if isinstance(message, ev.WorkerRaised) and message.intact:
+            why = f"rank {inside[w].rank} ({w}) raised {message.error}"
             return jobs.end(cluster, "failed", why, now, out, culprit=w)
-    return jobs.end(cluster, "stopped", inside[told[0]].stopped, now, out)
+    return jobs.end(cluster, "stopped", inside[asked_to_stop[0]].stopped, now, out)
 
 
 def _drain_surplus(cluster: ClusterState, now: float, out: Commands) -> ClusterState:
-    """Workers for which there is no place any more leave, and hosts that have none of them."""
+    """Drain workers for which there is no slot any more, and remove hosts without workers."""
     for name, host in tuple(cluster.hosts.items()):
         surplus = [
             w
@@ -224,31 +230,35 @@ def _drain_surplus(cluster: ClusterState, now: float, out: Commands) -> ClusterS
 
 
 def _replay_messages(cluster: ClusterState, inside: Reports, now: float, out: Commands) -> ClusterState:
-    """Their last words are heard now: errors, then newcomers, then members. Who has not heard of the job yet is told."""
+    """Handle the last message of each worker: errors, then newcomers, then members. Then send the job to idle workers."""
     job = cluster.active
     assert job is not None
-    there = [w for w in inside if _is_there(cluster, w)]
-    words = {w: inside[w].word for w in sorted(there, key=lambda w: (w in cluster.member_set, inside[w].rank, w))}
-    cluster = provisioning.expect_workers(cluster, [w for w in there if inside[w].busy and w not in cluster.member_set])
-    for word in words.values():
-        if isinstance(word, ev.WorkerRaised):
-            cluster = _handle(cluster, word, now, out)
-    if all(here.busy or (job.formed and not here.holds) for here in inside.values()):  # else it comes to its end
+    present = [w for w in inside if _is_there(cluster, w)]
+    messages = {w: inside[w].word for w in sorted(present, key=lambda w: (w in cluster.member_set, inside[w].rank, w))}
+    cluster = provisioning.expect_workers(
+        cluster, [w for w in present if inside[w].busy and w not in cluster.member_set]
+    )
+    for message in messages.values():
+        if isinstance(message, ev.WorkerRaised):
+            cluster = _handle(cluster, message, now, out)
+    if all(
+        report.busy or (job.formed and not report.holds) for report in inside.values()
+    ):  # else the job is about to end
         for w, worker in tuple(cluster.workers.items()):
             if worker.state is WorkerState.READY and not worker.job:
                 cluster = setup_cells.run_next(cluster, w, now, out)
-    for w, word in words.items():
-        if isinstance(word, ev.WorkerReady) and (
-            w not in cluster.member_set or word.generation >= cluster.generation
+    for w, message in messages.items():
+        if isinstance(message, ev.WorkerReady) and (
+            w not in cluster.member_set or message.generation >= cluster.generation
         ):  # else it says it anew
-            cluster = _handle(cluster, word, now, out)
+            cluster = _handle(cluster, message, now, out)
     return cluster
 
 
 def _stop_old_programs(cluster: ClusterState, now: float, out: Commands) -> ClusterState:
-    """Programs of a job that is over."""
+    """Stop programs of a job that has ended."""
     name = cluster.active.name if cluster.active else ""
-    late = tuple(w for w, worker in cluster.workers.items() if worker.job and worker.job != name)
-    for w in late:
+    running = tuple(w for w, worker in cluster.workers.items() if worker.job and worker.job != name)
+    for w in running:
         out.append(cmd.StopProgram(cluster.workers[w].job, (w,), "its job is over"))
-    return jobs.linger(cluster, now) if late else cluster
+    return jobs.linger(cluster, now) if running else cluster

@@ -1,4 +1,4 @@
-"""TODO."""
+"""The hosts and workers of a cluster whose driver was lost, from its snapshot and the reports of agents and workers."""
 
 from __future__ import annotations
 
@@ -18,12 +18,16 @@ from nbelastic.system.addresses import is_loopback
 
 Reports = Mapping[WorkerId, WorkerReport]
 OFFLINE = "while no driver was running"
-UNSAVED = 1000  # probes: more than the last driver can have begun without writing it down
+UNSAVED = 1000  # probes; more than the last driver can have begun after its snapshot
 
 
 def restore_hosts(
     saved: SavedCluster, agents: Mapping[str, AgentHello], coming: Collection[str], now: float, out: Commands
 ) -> ClusterState:
+    """The cluster state with its hosts, but without workers.
+
+    A host without an agent counts as lost, unless it is `coming`: its agent may still connect.
+    """
     hosts = {}
     for number, old in enumerate(sorted(saved.hosts, key=lambda host: host.joined), 1):
         name = old.spec.name
@@ -34,7 +38,7 @@ def restore_hosts(
         else:
             hosts[name] = _without_agent(old, now, out)
     unwanted = [name for name in agents if name not in hosts or hosts[name].phase is HostPhase.LOST]
-    out.extend(cmd.StopAgent(name) for name in unwanted)  # it was told already, and may not have heard
+    out.extend(cmd.StopAgent(name) for name in unwanted)  # the earlier command may be lost
     job = None
     if saved.job:
         job = Job(saved.job, formed=saved.formed, ranks=saved.ranks, outcome=saved.outcome, reason=saved.reason)
@@ -61,7 +65,7 @@ def restore_hosts(
 
 
 def _is_up(host: Host | None) -> bool:
-    """With the agent that it had."""
+    """Whether the host has the agent that it had."""
     return host is not None and host.phase in (HostPhase.UP, HostPhase.DRAINING) and bool(host.admitted)
 
 
@@ -74,7 +78,7 @@ def _empty(old: SavedHost, newest: int) -> tuple[Slot, ...]:
 
 
 def _with_agent(old: SavedHost, agent: AgentHello, number: int, now: float) -> Host:
-    """Its agent lives. One that was not admitted yet is admitted like any other."""
+    """A host whose agent lives. One that was not admitted yet is admitted like any other."""
     if old.phase is HostPhase.STARTING and not agent.newest:
         return _starting(old, now)
     busy = {w.slot: w.incarnation for w, _ in agent.workers}
@@ -104,8 +108,9 @@ def _with_agent(old: SavedHost, agent: AgentHello, number: int, now: float) -> H
 
 
 def _without_agent(old: SavedHost, now: float, out: Commands) -> Host:
-    """It is tried again at once, unless it was to leave, or was lost before and is to wait. It may have started workers of
-    which nothing was saved.
+    """A host without an agent is tried again at once, unless it drains or was lost before.
+
+    Its slots skip an incarnation: it may have started workers that were not saved.
     """
     host = Host(old.spec, old.joined, _empty(old, old.newest + 1), failures=old.failures, by_hand=old.by_hand)
     if old.phase is HostPhase.DRAINING:
@@ -121,39 +126,39 @@ def _without_agent(old: SavedHost, now: float, out: Commands) -> Host:
 def restore_workers(
     cluster: ClusterState,
     agents: Mapping[str, AgentHello],
-    heard: Reports,
+    reports: Reports,
     ran: Mapping[WorkerId, tuple[int, ...]],
     now: float,
 ) -> ClusterState:
-    """All whom an agent has. Who has not said a word is starting, or will be found to be frozen."""
+    """The state with all workers that agents report. A worker without a report of its own counts as starting."""
     workers: dict[WorkerId, Worker] = {}
     name = cluster.active.name if cluster.active else ""
-    there = [
+    present = [
         agents[host] for host in cluster.hosts if host in agents and cluster.hosts[host].phase is not HostPhase.LOST
     ]
-    for w, pid in (pair for agent in there for pair in agent.workers):
-        here = heard.get(w)
-        if here is None:
+    for w, pid in (pair for agent in present for pair in agent.workers):
+        report = reports.get(w)
+        if report is None:
             workers[w] = Worker(w, WorkerState.STARTING, since=now, pid=pid)
             continue
-        job = here.job if here.busy or here.job == name else ""
+        job = report.job if report.busy or report.job == name else ""
         versions = frozenset(cell.version for cell in cluster.setup) if job else frozenset(ran.get(w, ()))
         is_set_up = bool(job) or (w in ran and all(cell.version in versions for cell in cluster.setup))
         state = WorkerState.READY if is_set_up else WorkerState.STARTING
         workers[w] = Worker(
             w,
-            WorkerState.RUNNING if job and here.generation else state,
+            WorkerState.RUNNING if job and report.generation else state,
             since=now,
             pid=pid,
             job=job,
-            generation=here.left,
-            commit=here.commit,
-            store=here.store,
-            has_state=bool(job) and here.holds and here.since >= cluster.last_formed,
+            generation=report.left,
+            commit=report.commit,
+            store=report.store,
+            has_state=bool(job) and report.holds and report.since >= cluster.last_formed,
             was_ready=is_set_up,
-            registered=is_set_up,  # else it comes to be when its engine is known
+            registered=is_set_up,  # else it registers later
             ran=versions,
         )
     starting = frozenset(w for w, worker in workers.items() if worker.state is WorkerState.STARTING)
-    numbered = max([cluster.highest_generation, *(here.numbered for here in heard.values())])
+    numbered = max([cluster.highest_generation, *(report.numbered for report in reports.values())])
     return replace(cluster, workers=workers, starting=starting, highest_generation=numbered, generation=numbered)

@@ -43,7 +43,7 @@ def test_of_many_names_three_are_told():
 def test_one_reason_comes_after_another():
     """At the end of all that is said already."""
     reason = Reason("training", of=2, generation=1, then=Reason("put-off", text="a/0 is busy"))
-    whole = and_also(reason, Reason("stands", text="no commit for 3 s"))
+    whole = and_also(reason, Reason("stall", text="no commit for 3 s"))
     assert (
         in_words(whole, 0.0)
         == "2 workers train in generation 1; the next change waits, as a/0 is busy; no commit for 3 s"
