@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from msgspec.structs import replace
 
 from nbelastic.core import commands as cmd
-from nbelastic.core import host_slots
 from nbelastic.core.commands import Commands
+from nbelastic.core.host_slots import with_host, with_slot
 from nbelastic.core.state import ClusterState
 from nbelastic.protocol.ids import WorkerId
 
@@ -27,11 +27,11 @@ def record_failure(cluster: ClusterState, w: WorkerId, why: str, now: float, out
     wait = backoff_seconds(cluster, failures - 1)
     slot = replace(slot, failures=failures, restarts=slot.restarts + 1, busy=False)
     if not wait:
-        return host_slots.with_slot(cluster, w, slot)
+        return with_slot(cluster, w, slot)
     reason = f"slot {w.slot} in back-off for {wait:g} s after {failures} failures: {why}"
     out.append(cmd.Record("slot-backoff", reason, host=w.host, worker=str(w)))
-    cluster = host_slots.with_slot(cluster, w, replace(slot, backoff_until=now + wait, reason=reason))
-    return host_slots.with_host(cluster, replace(cluster.hosts[w.host], reason=reason))
+    cluster = with_slot(cluster, w, replace(slot, backoff_until=now + wait, reason=reason))
+    return with_host(cluster, replace(cluster.hosts[w.host], reason=reason))
 
 
 def hold_back(cluster: ClusterState, ids: Iterable[WorkerId], why: str, now: float, out: Commands) -> ClusterState:

@@ -22,9 +22,7 @@ class StopAgent(Command):
 
 
 class Probe(Command):
-    """The agent of `host` finds out at which of these addresses the prober of `target` answers. The result is
-    `Probed`.
-    """
+    """The agent of `host` finds out at which of these addresses the prober of `target` answers: see `Probed`."""
 
     host: str
     target: str
@@ -64,16 +62,14 @@ class StopWorker(Command):
 
 
 class EndHungWorker(Command):
-    """The answer to `WorkerHung` and `StateKept`: the worker ends itself. `keep`: first it writes the training state
-    to disk.
-    """
+    """The answer to `WorkerHung` and `StateKept`: the worker ends. `keep`: first it writes the training state to disk."""
 
     worker: WorkerId
     keep: bool = False
 
 
 class LoadKeptState(Command):
-    """Read the state of this `commit` that the worker `by` has kept on this host, and then report `WorkerReady` again."""
+    """Read the state of this `commit` that the worker `by` has kept on this host, then report `WorkerReady` again."""
 
     worker: WorkerId
     by: WorkerId

@@ -73,8 +73,7 @@ def _replace_overdue_starts(cluster: ClusterState, now: float, out: Commands) ->
             cluster = losses.exclude_host(cluster, name, why, now, out, kind="host-lost")
     for w in [w for w in sorted(cluster.starting) if now >= arrivals.worker_deadline(cluster, w)]:
         why = f"{w} did not start within {now - cluster.workers[w].since:.0f} s"
-        out.append(cmd.StopWorker(w, kill=True))
-        cluster = losses.worker_lost(cluster, w, why, now, out)
+        cluster = losses.replace_worker(cluster, w, why, now, out)
     return cluster
 
 
@@ -117,7 +116,6 @@ def _kill_overdue_setup(cluster: ClusterState, now: float, out: Commands) -> Clu
     """Replace workers whose setup cell has run for too long: they can run nothing else meanwhile."""
     overdue, cluster = setup_cells.overdue(cluster, now)
     for w in overdue:
-        out.append(cmd.StopWorker(w, kill=True))
         why = f"{w} had not ended a setup cell after {cluster.limits.timeouts.setup:g} s and was killed"
-        cluster = losses.worker_lost(cluster, w, why, now, out)
+        cluster = losses.replace_worker(cluster, w, why, now, out)
     return cluster

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from nbelastic.core import commands as cmd
 from nbelastic.core import jobs, provisioning
 from nbelastic.core.commands import Commands
-from nbelastic.core.state import ClusterState, Job, Stage, Worker, WorkerState, difference, with_members, with_worker
+from nbelastic.core.state import ClusterState, Job, Stage, Worker, WorkerState, with_members, with_worker, without
 from nbelastic.core.state_holders import state_lives
 from nbelastic.protocol.ids import WorkerId
 
@@ -19,10 +19,7 @@ def demote(cluster: ClusterState, ids: Iterable[WorkerId], now: float) -> Cluste
     demoted = frozenset(ids)
     cluster = replace(cluster, workers=cluster.workers | {w: replace(cluster.workers[w], since=now) for w in demoted})
     cluster = with_members(cluster, tuple(w for w in cluster.members if w not in demoted))
-    cluster = replace(
-        cluster, awaiting=difference(cluster.awaiting, demoted), leaving=difference(cluster.leaving, demoted)
-    )
-    return provisioning.expect_workers(cluster, demoted)
+    return provisioning.expect_workers(without(cluster, demoted, "awaiting", "leaving"), demoted)
 
 
 def break_generation(cluster: ClusterState, why: str, now: float, out: Commands) -> ClusterState:

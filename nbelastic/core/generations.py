@@ -16,10 +16,10 @@ from nbelastic.core.state import (
     Stage,
     Worker,
     WorkerState,
-    difference,
     with_members,
     with_reason,
     with_worker,
+    without,
 )
 from nbelastic.core.state_holders import assign_kept_state, keeper
 from nbelastic.protocol.ids import WorkerId
@@ -29,7 +29,7 @@ from nbelastic.protocol.limits import NEVER
 def worker_formed(cluster: ClusterState, w: WorkerId, now: float, out: Commands) -> ClusterState:
     """A member has joined the process group and holds the training state. The world runs when all members have."""
     cluster = with_worker(cluster, replace(cluster.workers[w], has_state=True, failures=0))
-    return complete_formation(replace(cluster, awaiting=cluster.awaiting - {w}), now, out)
+    return complete_formation(without(cluster, (w,), "awaiting"), now, out)
 
 
 def complete_formation(cluster: ClusterState, now: float, out: Commands) -> ClusterState:
@@ -170,11 +170,7 @@ def stop_leavers(cluster: ClusterState, staying: tuple[WorkerId, ...], out: Comm
     leavers = cluster.leaving.difference(staying)
     if not leavers:
         return cluster
-    cluster = replace(
-        with_members(cluster, staying),
-        leaving=cluster.leaving - leavers,
-        suspects=difference(cluster.suspects, leavers),
-    )
+    cluster = without(with_members(cluster, staying), leavers, "leaving", "suspects")
     return provisioning.stop_workers(cluster, sorted(leavers), out)
 
 

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from nbelastic.core import commands as cmd
 from nbelastic.core import jobs, stage_deadlines
 from nbelastic.core.commands import Commands
-from nbelastic.core.state import ClusterState, HostPhase, KeptState, Stage
+from nbelastic.core.state import ClusterState, KeptState, Stage
 from nbelastic.core.state_holders import delete_kept_state, holders, keeper, state_lives
 from nbelastic.protocol import events as ev
 
@@ -61,7 +61,7 @@ def progress(cluster: ClusterState, now: float, out: Commands) -> ClusterState:
     """Forget the kept state if its host is lost. The job fails if that was the last copy."""
     name = keeper(cluster)
     host = cluster.hosts.get(name)
-    if host is not None and host.phase in (HostPhase.UP, HostPhase.DRAINING):
+    if host is not None and host.is_up:
         return cluster
     cluster = replace(cluster, kept_state=None)
     if state_lives(cluster):

@@ -16,8 +16,9 @@ from collections.abc import Sequence
 from msgspec.structs import replace
 
 from nbelastic.core import commands as cmd
-from nbelastic.core import host_lifecycle, host_slots, losses
+from nbelastic.core import host_lifecycle, losses
 from nbelastic.core.commands import Commands
+from nbelastic.core.host_slots import with_host
 from nbelastic.core.state import Admission, ClusterState, Host, HostPhase
 from nbelastic.protocol import events as ev
 from nbelastic.system.addresses import is_loopback
@@ -54,7 +55,7 @@ def agent_ready(cluster: ClusterState, event: ev.AgentReady, now: float, out: Co
 def wide(cluster: ClusterState) -> bool:
     """Whether hosts or terminals of other machines may take part. O(hosts)"""
     return bool(cluster.external_address) or any(
-        host.address and not is_loopback(host.address) for host in cluster.hosts.values() if _is_up(host)
+        host.address and not is_loopback(host.address) for host in cluster.hosts.values() if host.is_up
     )
 
 
@@ -81,23 +82,18 @@ def progress(cluster: ClusterState, now: float, out: Commands) -> ClusterState:
         admission = cluster.probing.get(name)
         if admission is None:
             continue
-        if not all(partner in cluster.hosts and _is_up(cluster.hosts[partner]) for partner in admission.partners):
+        if not all(partner in cluster.hosts and cluster.hosts[partner].is_up for partner in admission.partners):
             cluster = _begin(cluster, cluster.hosts[name], now, out)
         elif not admission.awaited or now >= admission.until:
             cluster = _decide(cluster, cluster.hosts[name], admission, now, out)
     return cluster
 
 
-def _is_up(host: Host) -> bool:
-    """Whether it was admitted and its agent lives."""
-    return host.phase in (HostPhase.UP, HostPhase.DRAINING)
-
-
 def widen(cluster: ClusterState, now: float, out: Commands) -> ClusterState:
     """Move hosts with loopback addresses to external ones. A host without any stays."""
     for host in cluster.hosts.values():
         others = _own_addresses(cluster, host)
-        if others and is_loopback(host.address) and _is_up(host):
+        if others and is_loopback(host.address) and host.is_up:
             cluster = _move(cluster, host, others[0], now, out)
     return cluster
 
@@ -105,10 +101,10 @@ def widen(cluster: ClusterState, now: float, out: Commands) -> ClusterState:
 def _move(cluster: ClusterState, host: Host, address: str, now: float, out: Commands) -> ClusterState:
     interface = next(interface.name for interface in host.addresses if interface.address == address)
     out.append(cmd.Rehome(host.spec.name, address, interface))
-    if _is_up(host):
+    if host.is_up:
         text = f"{host.spec.name} is reached at {address} ({interface}) now, no longer at {host.address}"
         out.append(cmd.Record("host-moved", text, host=host.spec.name))
-    return host_slots.with_host(cluster, replace(host, address=address, moved_at=now))
+    return with_host(cluster, replace(host, address=address, moved_at=now))
 
 
 def _partners(cluster: ClusterState, new_host: Host, passed: frozenset[str]) -> tuple[Host, ...]:
@@ -116,7 +112,7 @@ def _partners(cluster: ClusterState, new_host: Host, passed: frozenset[str]) -> 
 
     They are the hosts that were admitted last and first, those that it did not reach before, and all hosts of members.
     """
-    up = [host for host in cluster.hosts.values() if host.address and _is_up(host)]
+    up = [host for host in cluster.hosts.values() if host.address and host.is_up]
     up = [host for host in up if host.phase is HostPhase.UP] or up
     if not up:
         return ()
@@ -168,7 +164,7 @@ def _probe(
     names = tuple(p.spec.name for p in partners)
     awaited = frozenset((probe.host, probe.target) for probe in probes)
     admission = Admission(number, names, own, now + PROBE_PATIENCE, awaited, passed=passed)
-    cluster = host_slots.with_host(cluster, replace(host, reason=f"its network is probed with {_listed(names)}"))
+    cluster = with_host(cluster, replace(host, reason=f"its network is probed with {_listed(names)}"))
     return replace(cluster, last_probe=number, probing={**cluster.probing, name: admission})
 
 
@@ -204,11 +200,11 @@ def _agree_with_partner(
 ) -> ClusterState:
     """Restrict the partner to addresses that the new host reaches. If it has to move, all hosts of its machine move."""
     old_address = partner.address
-    cluster = host_slots.with_host(cluster, replace(partner, agreed_addresses=addresses))
+    cluster = with_host(cluster, replace(partner, agreed_addresses=addresses))
     if old_address in addresses:
         return cluster
     for host in cluster.hosts.values():
-        if host.address == old_address and addresses[0] in external_addresses(host) and _is_up(host):
+        if host.address == old_address and addresses[0] in external_addresses(host) and host.is_up:
             cluster = _move(cluster, host, addresses[0], now, out)
     return cluster
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from nbelastic.core import backoff, host_slots, provisioning
+from nbelastic.core import backoff, provisioning
 from nbelastic.core import commands as cmd
 from nbelastic.core.backoff import AGENT_RETRY
 from nbelastic.core.commands import Commands
+from nbelastic.core.host_slots import with_host, with_slots, workers_on
 from nbelastic.core.state import ClusterState, Host, HostPhase, Slot
 from nbelastic.core.state_holders import keeper
 from nbelastic.protocol.ids import HostSpec
@@ -31,11 +32,11 @@ def add(cluster: ClusterState, spec: HostSpec, now: float, out: Commands, *, by:
     reason = old.reason if spec.name in cluster.probing else ""
     host = replace(old, spec=spec, phase=phase, failures=0, retry_at=0.0, by_hand=by_hand, reason=reason)
     out.append(cmd.Record("host-changed", f"{spec.name} has {_slots(spec.slots)} now, by {by}", host=spec.name))
-    cluster = host_slots.with_host(cluster, host_slots.with_slots(host, slots))
+    cluster = with_host(cluster, with_slots(host, slots))
     kept = frozenset(w for w in cluster.leaving if w.host == spec.name and w.slot < spec.slots)
     cluster = replace(cluster, leaving=cluster.leaving - kept)
     return provisioning.drain_workers(
-        cluster, [w for w in host_slots.workers_on(cluster, spec.name) if w.slot >= spec.slots], now, out
+        cluster, [w for w in workers_on(cluster, spec.name) if w.slot >= spec.slots], now, out
     )
 
 
@@ -47,7 +48,7 @@ def discovered(cluster: ClusterState, specs: tuple[HostSpec, ...], now: float, o
         if name not in listed and not host.by_hand and host.phase is not HostPhase.DRAINING:
             cluster = drain(cluster, name, "at the next commit", "discovery", out)
             cluster = remove_if_empty(
-                provisioning.drain_workers(cluster, host_slots.workers_on(cluster, name), now, out), name, out
+                provisioning.drain_workers(cluster, workers_on(cluster, name), now, out), name, out
             )
     for spec in specs:
         old = cluster.hosts.get(spec.name)
@@ -60,13 +61,13 @@ def discovered(cluster: ClusterState, specs: tuple[HostSpec, ...], now: float, o
 def drain(cluster: ClusterState, name: str, how: str, by: str, out: Commands) -> ClusterState:
     """Start no more workers on the host. The caller lets its workers leave."""
     out.append(cmd.Record("host-removed", f"{name} will leave {how}, by {by}", host=name))
-    return host_slots.with_host(cluster, replace(cluster.hosts[name], phase=HostPhase.DRAINING, reason="draining"))
+    return with_host(cluster, replace(cluster.hosts[name], phase=HostPhase.DRAINING, reason="draining"))
 
 
 def remove_if_empty(cluster: ClusterState, name: str, out: Commands) -> ClusterState:
     """Remove a draining host on which no worker lives."""
     host = cluster.hosts.get(name)
-    if host is None or host.phase is not HostPhase.DRAINING or cluster.stopping or host_slots.workers_on(cluster, name):
+    if host is None or host.phase is not HostPhase.DRAINING or cluster.stopping or workers_on(cluster, name):
         return cluster
     if name == keeper(cluster):
         return cluster
@@ -80,7 +81,7 @@ def admit(cluster: ClusterState, host: Host, text: str, now: float, out: Command
     name, number = host.spec.name, cluster.hosts_admitted + 1
     out.append(cmd.Record("host-up", text, host=name))
     host = replace(host, phase=HostPhase.UP, reason="", since=now, admitted=number)
-    cluster = host_slots.with_host(_stop_probing(cluster, name), host)
+    cluster = with_host(_stop_probing(cluster, name), host)
     return provisioning.provision(replace(cluster, hosts_admitted=number), now, out)
 
 
@@ -98,9 +99,7 @@ def agent_lost(
     out.append(cmd.Record(kind, f"{name}: {reason}; tried again in {wait:g} s", host=name))
     host = replace(host, phase=HostPhase.LOST, reason=reason, failures=failures, retry_at=now + wait)
     cluster = replace(cluster, wake_at=min(cluster.wake_at, host.retry_at))
-    return host_slots.with_host(
-        cluster, host_slots.with_slots(host, tuple(replace(slot, busy=False) for slot in host.slots))
-    )
+    return with_host(cluster, with_slots(host, tuple(replace(slot, busy=False) for slot in host.slots)))
 
 
 def _slots(count: int) -> str:

@@ -15,7 +15,7 @@ def workers_on(cluster: ClusterState, name: str) -> tuple[WorkerId, ...]:
     return tuple(w for w in ids if w in cluster.workers)
 
 
-def free(cluster: ClusterState, w: WorkerId, *, restarts: int = 0) -> ClusterState:
+def free_slot(cluster: ClusterState, w: WorkerId, *, restarts: int = 0) -> ClusterState:
     """Free the slot of a worker whose process has ended."""
     host = cluster.hosts[w.host]
     slot = host.slots[w.slot]

@@ -5,8 +5,9 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from nbelastic.core import commands as cmd
-from nbelastic.core import host_lifecycle, host_slots, provisioning, setup_cells
+from nbelastic.core import host_lifecycle, provisioning, setup_cells
 from nbelastic.core.commands import Commands
+from nbelastic.core.host_slots import workers_on
 from nbelastic.core.state import NO_BREAKS, ClusterState, HostPhase, Job, Stage, WorkerState
 from nbelastic.core.state_holders import delete_kept_state, keeper
 from nbelastic.protocol.ids import WorkerId
@@ -96,7 +97,7 @@ def forget_kept_state(cluster: ClusterState, now: float, out: Commands) -> Clust
     name = keeper(cluster)
     cluster = delete_kept_state(cluster, out)
     if name in cluster.hosts and cluster.hosts[name].phase is HostPhase.DRAINING:
-        cluster = provisioning.drain_workers(cluster, host_slots.workers_on(cluster, name), now, out)
+        cluster = provisioning.drain_workers(cluster, workers_on(cluster, name), now, out)
         cluster = host_lifecycle.remove_if_empty(cluster, name, out)
     return cluster
 

@@ -21,8 +21,7 @@ def worker_silent(cluster: ClusterState, event: ev.WorkerSilent, now: float, out
     process = event.state or ("uses no CPU time" if event.idle else "runs")
     text = f"no message from it for {event.seconds:.0f} s though its host answers; its process {process}"
     if event.seconds >= (most if limits.stall is None else limits.stall):
-        out.append(cmd.StopWorker(w, kill=True))
-        return losses.worker_lost(cluster, w, f"{w} froze ({text})", now, out)
+        return losses.replace_worker(cluster, w, f"{w} froze ({text})", now, out)
     if not cluster.workers[w].unresponsive:
         out.append(cmd.Record("worker-silent", f"{w}: {text}", host=w.host, worker=str(w)))
     return with_worker(cluster, replace(cluster.workers[w], unresponsive=text))

@@ -6,10 +6,11 @@ from collections.abc import Iterable
 
 from msgspec.structs import replace
 
-from nbelastic.core import backoff, generation_end, host_lifecycle, host_slots, jobs, provisioning
+from nbelastic.core import backoff, generation_end, host_lifecycle, jobs, provisioning
 from nbelastic.core import commands as cmd
 from nbelastic.core.commands import Commands
-from nbelastic.core.state import NO_BREAKS, ClusterState, HostPhase, Stage, difference, with_members
+from nbelastic.core.host_slots import free_slot, workers_on
+from nbelastic.core.state import NO_BREAKS, ClusterState, HostPhase, Stage, with_members, without
 from nbelastic.core.state_holders import state_lives
 from nbelastic.protocol import events as ev
 from nbelastic.protocol.exit_codes import exit_text
@@ -19,17 +20,22 @@ YOUNG = 2.0  # seconds; a worker that ends itself sooner counts as failed, so th
 
 
 def worker_exited(cluster: ClusterState, event: ev.WorkerExited, now: float, out: Commands) -> ClusterState:
-    """A hung worker that ended itself is no failure. A program that exits with that code at once is one."""
+    """A hung worker that ended itself has not failed. A program that exits with that code at once has."""
     w, code = event.worker, event.code
     was_hung = code == ev.HUNG and now - cluster.workers[w].since >= YOUNG
     return worker_lost(cluster, w, f"{w} died ({exit_text(code)})", now, out, blameless=was_hung)
 
 
 def worker_frozen(cluster: ClusterState, event: ev.WorkerFrozen, now: float, out: Commands) -> ClusterState:
-    """Kill it and replace it."""
-    w = event.worker
+    return replace_worker(cluster, event.worker, f"{event.worker} froze ({event.state})", now, out)
+
+
+def replace_worker(
+    cluster: ClusterState, w: WorkerId, why: str, now: float, out: Commands, *, blameless: bool = False
+) -> ClusterState:
+    """Kill a worker and start another one in its place."""
     out.append(cmd.StopWorker(w, kill=True))
-    return worker_lost(cluster, w, f"{w} froze ({event.state})", now, out)
+    return worker_lost(cluster, w, why, now, out, blameless=blameless)
 
 
 def worker_lost(
@@ -40,12 +46,12 @@ def worker_lost(
     The loss of a member breaks the generation.
     """
     if w in cluster.stopped:
-        cluster, why = host_slots.free(cluster, w), f"{w} was stopped"
+        cluster, why = free_slot(cluster, w), f"{w} was stopped"
     else:
         if not blameless:
             cluster = backoff.record_failure(_reset_unexplained(cluster, (w,)), w, why, now, out)
         else:
-            cluster = host_slots.free(cluster, w, restarts=1)
+            cluster = free_slot(cluster, w, restarts=1)
         out.append(cmd.Record("worker-lost", why, host=w.host, worker=str(w), generation=cluster.generation))
     cluster = remove_from_job(cluster, (w,), why, now, out)
     return provisioning.provision(host_lifecycle.remove_if_empty(cluster, w.host, out), now, out)
@@ -58,7 +64,7 @@ def host_lost(
     host = cluster.hosts.get(name)
     if host is None or host.phase is HostPhase.LOST:
         return cluster
-    workers = host_slots.workers_on(cluster, name)
+    workers = workers_on(cluster, name)
     cluster = host_lifecycle.agent_lost(_reset_unexplained(cluster, workers), name, reason, now, out, kind=kind)
     cluster = remove_from_job(cluster, workers, f"host {name} was lost ({reason})", now, out)
     return provisioning.provision(cluster, now, out)
@@ -87,14 +93,7 @@ def remove_from_job(
     lost_members = ids & cluster.member_set
     if not alive:
         cluster = _forget_workers(cluster, ids)
-    cluster = replace(
-        cluster,
-        awaiting=difference(cluster.awaiting, ids),
-        newcomers=difference(cluster.newcomers, ids),
-        starting=difference(cluster.starting, ids),
-        leaving=difference(cluster.leaving, ids),
-        suspects=difference(cluster.suspects, ids),
-    )
+    cluster = without(cluster, ids, "awaiting", "newcomers", "starting", "leaving", "suspects")
     job = cluster.active
     if job is None or not lost_members:
         if cluster.next_formation is not None and not ids.isdisjoint(cluster.next_formation.members):
@@ -113,10 +112,5 @@ def remove_from_job(
 def _forget_workers(cluster: ClusterState, ids: frozenset[WorkerId]) -> ClusterState:
     workers = dict(cluster.workers)
     removed = sum(workers.pop(w, None) is not None for w in ids)
-    return replace(
-        cluster,
-        workers=workers,
-        removed_workers=cluster.removed_workers + removed,
-        stopped=difference(cluster.stopped, ids),
-        failed=difference(cluster.failed, ids),
-    )
+    cluster = replace(cluster, workers=workers, removed_workers=cluster.removed_workers + removed)
+    return without(cluster, ids, "stopped", "failed")

@@ -13,10 +13,11 @@ from itertools import combinations
 from msgspec.structs import replace
 
 from nbelastic.core import commands as cmd
-from nbelastic.core import host_slots, losses
+from nbelastic.core import losses
 from nbelastic.core.commands import Commands
 from nbelastic.core.host_admission import PROBE_PATIENCE
-from nbelastic.core.state import ClusterState, HostPhase, PartitionCheck
+from nbelastic.core.host_slots import with_host
+from nbelastic.core.state import ClusterState, PartitionCheck
 from nbelastic.protocol import events as ev
 from nbelastic.system.addresses import is_loopback
 
@@ -87,9 +88,7 @@ def progress(cluster: ClusterState, now: float, out: Commands) -> ClusterState:
 def _is_reachable(cluster: ClusterState, name: str) -> bool:
     """Whether other machines may reach its prober."""
     host = cluster.hosts.get(name)
-    if host is None or host.phase not in (HostPhase.UP, HostPhase.DRAINING):
-        return False
-    return bool(host.port and host.address) and not is_loopback(host.address)
+    return host is not None and host.is_up and bool(host.port and host.address) and not is_loopback(host.address)
 
 
 def _pair(one: str, other: str) -> Pair:
@@ -121,7 +120,7 @@ def _exclude_hosts(
             why = "is younger"
         others = sorted(other for pair in broken if name in pair for other in pair if other != name)
         text = f"{name} and {', '.join(others)} do not reach one another; {name} is left out, as it {why}"
-        cluster = host_slots.with_host(cluster, replace(cluster.hosts[name], unreached_hosts=tuple(others)))
+        cluster = with_host(cluster, replace(cluster.hosts[name], unreached_hosts=tuple(others)))
         cluster = losses.exclude_host(cluster, name, text, now, out, kind="host-unreachable")
         broken = {pair for pair in broken if name not in pair}
     return cluster

@@ -7,10 +7,11 @@ from itertools import islice
 
 from msgspec.structs import replace
 
-from nbelastic.core import arrivals, host_slots
+from nbelastic.core import arrivals
 from nbelastic.core import commands as cmd
 from nbelastic.core.commands import Commands
-from nbelastic.core.state import ClusterState, Host, HostPhase, Worker, WorkerState, difference
+from nbelastic.core.host_slots import with_slots, workers_on
+from nbelastic.core.state import ClusterState, Host, HostPhase, Worker, WorkerState, without
 from nbelastic.core.state_holders import keeper
 from nbelastic.protocol.ids import WorkerId
 from nbelastic.protocol.limits import NEVER
@@ -34,15 +35,8 @@ def stop_workers(cluster: ClusterState, ids: Iterable[WorkerId], out: Commands, 
         return cluster
     workers = workers | {w: replace(workers[w], state=WorkerState.STOPPED) for w in chosen}
     out.extend(cmd.StopWorker(w, kill=kill) for w in chosen)
-    ids_stopped = frozenset(chosen)
-    return replace(
-        cluster,
-        workers=workers,
-        stopped=cluster.stopped | ids_stopped,
-        newcomers=difference(cluster.newcomers, ids_stopped),
-        starting=difference(cluster.starting, ids_stopped),
-        failed=difference(cluster.failed, ids_stopped),
-    )
+    cluster = without(cluster, chosen, "newcomers", "starting", "failed")
+    return replace(cluster, workers=workers, stopped=cluster.stopped.union(chosen))
 
 
 def provision(cluster: ClusterState, now: float, out: Commands) -> ClusterState:
@@ -57,7 +51,7 @@ def provision(cluster: ClusterState, now: float, out: Commands) -> ClusterState:
 
     def room(name: str, host: Host) -> float:
         """How many may be started there."""
-        if name == needs_reader and host.phase in (HostPhase.UP, HostPhase.DRAINING):
+        if name == needs_reader and host.is_up:
             return max(1, wanted - len(started))
         return wanted - len(started) if host.phase is HostPhase.UP else 0
 
@@ -100,9 +94,7 @@ def _by_seniority(cluster: ClusterState) -> Iterable[tuple[str, Host]]:
 def _needs_kept_state_reader(cluster: ClusterState) -> bool:
     """Whether the host that keeps the training state needs a worker to read it, even beyond `max`."""
     name = keeper(cluster)
-    return name in cluster.hosts and all(
-        w in cluster.stopped or w in cluster.failed for w in host_slots.workers_on(cluster, name)
-    )
+    return name in cluster.hosts and all(w in cluster.stopped or w in cluster.failed for w in workers_on(cluster, name))
 
 
 def expect_workers(cluster: ClusterState, ids: Collection[WorkerId]) -> ClusterState:
@@ -123,7 +115,7 @@ def _fill(host: Host, wanted: float, now: float) -> tuple[Host, list[WorkerId], 
     in_backoff = [slot for slot in slots[: host.spec.slots] if slot.backoff_until > now]
     reason = in_backoff[0].reason if in_backoff else ""
     backoff_ends = min((slot.backoff_until for slot in in_backoff), default=NEVER)
-    return replace(host_slots.with_slots(host, tuple(slots)), reason=reason), started, backoff_ends
+    return replace(with_slots(host, tuple(slots)), reason=reason), started, backoff_ends
 
 
 def _staying(cluster: ClusterState) -> int:

@@ -6,9 +6,10 @@ from typing import assert_never
 
 from msgspec.structs import replace
 
-from nbelastic.core import capacity, host_lifecycle, host_slots, jobs, losses, provisioning, script_job, stopping
+from nbelastic.core import capacity, host_lifecycle, jobs, losses, provisioning, script_job, stopping
 from nbelastic.core import commands as cmd
 from nbelastic.core.commands import Commands
+from nbelastic.core.host_slots import workers_on
 from nbelastic.core.state import ClusterState, HostPhase
 from nbelastic.core.state_holders import alone_holds_state
 from nbelastic.protocol import events as ev
@@ -57,7 +58,7 @@ def _remove_host(cluster: ClusterState, event: ev.HostRemoved, now: float, out: 
     if host is None or (host.phase is HostPhase.DRAINING and not event.now):
         return cluster
     cluster = host_lifecycle.drain(cluster, name, "at once" if event.now else "at the next commit", by, out)
-    workers = host_slots.workers_on(cluster, name)
+    workers = workers_on(cluster, name)
     if event.now:
         cluster = losses.remove_from_job(cluster, workers, f"host {name} was removed at once", now, out, alive=True)
         cluster = provisioning.stop_workers(cluster, workers, out, kill=True)
@@ -74,8 +75,7 @@ def restart_worker(cluster: ClusterState, w: WorkerId, by: str, now: float, out:
         text = f"{by}: {w} is not restarted, as it alone holds the training state"
         out.append(cmd.Record("order-refused", text, host=w.host, worker=str(w)))
         return cluster
-    out.append(cmd.StopWorker(w, kill=True))
-    return losses.worker_lost(cluster, w, f"{w} was restarted by {by}", now, out, blameless=True)
+    return losses.replace_worker(cluster, w, f"{w} was restarted by {by}", now, out, blameless=True)
 
 
 def stop_job(cluster: ClusterState, job: str, reason: str, now: float, out: Commands) -> ClusterState:

@@ -65,9 +65,7 @@ class LeaveRound(ScriptCommand):
 
 
 class EndScript(ScriptCommand):
-    """The end of a script. `assignments` are those of its last round; `failure` is the first one, on the node of
-    `host`.
-    """
+    """The end of a script. `assignments` are of its last round; `failure` is the first one, on the node of `host`."""
 
     outcome: str  # succeeded, failed or stopped
     reason: str

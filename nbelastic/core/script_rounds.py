@@ -315,9 +315,7 @@ def _describe(assignments: tuple[sev.Assignment, ...]) -> str:
 
 
 def _target(group: Group) -> tuple[sev.Assignment, ...]:
-    """The assignments of a round that would form now: survivors first, in their order; external nodes with all
-    workers.
-    """
+    """Assignments of a round that would form now: survivors first; external nodes only with all their workers."""
     order = {seat.host: rank for rank, seat in enumerate(group.assignments)}
     inside = group.stage is Stage.RUNNING
     able = {

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from nbelastic.core import commands as cmd
 from nbelastic.core.commands import Commands
-from nbelastic.core.state import ClusterState, SetupCell, SetupTrial, Worker, WorkerState, difference, with_worker
+from nbelastic.core.state import ClusterState, SetupCell, SetupTrial, Worker, WorkerState, with_worker, without
 from nbelastic.protocol import events as ev
 from nbelastic.protocol.ids import WorkerId
 from nbelastic.protocol.limits import NEVER
@@ -159,10 +159,9 @@ def _run(cluster: ClusterState, w: WorkerId, cell: SetupCell, now: float, out: C
         cluster,
         trial=trial,
         starting=cluster.starting | {w},
-        failed=difference(cluster.failed, frozenset({w})),
         setup_by=min(cluster.setup_by, now + cluster.limits.timeouts.setup),
     )
-    return with_worker(cluster, worker)
+    return with_worker(without(cluster, (w,), "failed"), worker)
 
 
 def _advance(cluster: ClusterState, w: WorkerId, now: float, out: Commands) -> ClusterState:
@@ -175,17 +174,14 @@ def _advance(cluster: ClusterState, w: WorkerId, now: float, out: Commands) -> C
         out.append(cmd.Record("worker-ready", f"{w} is ready", host=w.host, worker=str(w)))
         worker = replace(worker, since=now, was_ready=True)
     worker = replace(worker, state=WorkerState.READY, failed_cell="", reason="")
-    cluster = with_worker(
-        replace(cluster, starting=cluster.starting - {w}, failed=difference(cluster.failed, frozenset({w}))), worker
-    )
-    return run_next(cluster, w, now, out)
+    return run_next(with_worker(without(cluster, (w,), "starting", "failed"), worker), w, now, out)
 
 
 def _fail(cluster: ClusterState, w: WorkerId, key: str, error: str, out: Commands) -> ClusterState:
     """Keep the worker out of jobs until the cells change or it is restarted."""
     reason = f"setup cell {key} failed: {error}"
     out.append(cmd.Record("worker-failed", f"{w}: {reason}", host=w.host, worker=str(w)))
-    cluster = fail_worker(replace(cluster, starting=cluster.starting - {w}), w, reason)
+    cluster = fail_worker(without(cluster, (w,), "starting"), w, reason)
     return with_worker(cluster, replace(cluster.workers[w], failed_cell=key, was_ready=False))
 
 

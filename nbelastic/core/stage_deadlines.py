@@ -149,8 +149,7 @@ def _replace_members(
     cluster: ClusterState, members: Collection[WorkerId], what: str, now: float, out: Commands
 ) -> ClusterState:
     for w in members:
-        out.append(cmd.StopWorker(w, kill=True))
-        cluster = losses.worker_lost(cluster, w, f"{w} {what}", now, out)
+        cluster = losses.replace_worker(cluster, w, f"{w} {what}", now, out)
     return cluster
 
 

@@ -159,6 +159,5 @@ def _replace_stalled(cluster: ClusterState, texts: dict[WorkerId, str], now: flo
         return cluster
     for w in [w for w, (_, since) in stall.stragglers.items() if now >= since + limit]:
         why = f"{w} stalled ({texts[w]}; stall is {limit:g} s)"
-        out.append(cmd.StopWorker(w, kill=True))
-        cluster = losses.worker_lost(cluster, w, why, now, out)
+        cluster = losses.replace_worker(cluster, w, why, now, out)
     return cluster

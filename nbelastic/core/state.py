@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from enum import StrEnum
 from heapq import nsmallest
+from typing import Literal
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -17,6 +18,7 @@ from nbelastic.protocol.ids import HostSpec, Interface, WorkerId
 from nbelastic.protocol.limits import NEVER, Limits
 from nbelastic.protocol.script_events import NodeReady
 
+WorkerSet = Literal["awaiting", "newcomers", "starting", "leaving", "stopped", "failed", "suspects", "hung"]
 NO_BREAKS = (0, -1)  # of `ClusterState.unexplained_breaks`
 
 
@@ -79,6 +81,11 @@ class Host(Struct, frozen=True):
     moved_at: float = 0.0  # when its workers got another address; 0.0: never
     admitted: int = 0  # number of its latest admission; it grows over all hosts
     unreached_hosts: tuple[str, ...] = ()  # that it did not reach when it was left out
+
+    @property
+    def is_up(self) -> bool:
+        """Whether it was admitted and its agent lives."""
+        return self.phase in (HostPhase.UP, HostPhase.DRAINING)
 
 
 class Admission(Struct, frozen=True):
@@ -350,9 +357,14 @@ def with_reason(cluster: ClusterState, reason: Reason, until: float = NEVER) -> 
     return replace(cluster, reason=reason, reason_until=until)
 
 
-def difference(ids: frozenset[WorkerId], removed: frozenset[WorkerId]) -> frozenset[WorkerId]:
-    """`ids - removed`, without a copy if nothing changes: these sets can hold 10,000 workers."""
-    return ids if ids.isdisjoint(removed) else ids - removed
+def without(cluster: ClusterState, ids: Collection[WorkerId], *fields: WorkerSet) -> ClusterState:
+    """The state without these workers in these sets. Sets of 10,000 workers are copied only if they change."""
+    changed = {
+        field: getattr(cluster, field).difference(ids)
+        for field in fields
+        if not getattr(cluster, field).isdisjoint(ids)
+    }
+    return replace(cluster, **changed) if changed else cluster
 
 
 def first_names(ids: frozenset[WorkerId]) -> tuple[str, ...]:

@@ -15,7 +15,6 @@ from nbelastic.core import commands as cmd
 from nbelastic.core import (
     generation_end,
     host_lifecycle,
-    host_slots,
     jobs,
     losses,
     provisioning,
@@ -24,6 +23,7 @@ from nbelastic.core import (
 )
 from nbelastic.core.cluster_snapshot import SavedCluster
 from nbelastic.core.commands import Commands
+from nbelastic.core.host_slots import workers_on
 from nbelastic.core.state import ClusterState, HostPhase, Stage, WorkerState, format_ids, with_members
 from nbelastic.core.state_holders import delete_kept_state, state_lives
 from nbelastic.core.step import step
@@ -119,8 +119,7 @@ def _lose_members(
         out.append(cmd.Record("worker-lost", f"{format_ids(lost)} lost {OFFLINE}"))
     for w in saved.members:
         if _is_there(cluster, w) and w not in reports and cluster.workers[w].state is not WorkerState.RUNNING:
-            out.append(cmd.StopWorker(w, kill=True))
-            cluster = losses.worker_lost(cluster, w, f"{w} froze (it did not answer a new driver)", now, out)
+            cluster = losses.replace_worker(cluster, w, f"{w} froze (it did not answer a new driver)", now, out)
     return cluster
 
 
@@ -221,16 +220,14 @@ def _drain_surplus(cluster: ClusterState, now: float, out: Commands) -> ClusterS
     """Drain workers for which there is no slot any more, and remove hosts without workers."""
     for name, host in tuple(cluster.hosts.items()):
         surplus = [
-            w
-            for w in host_slots.workers_on(cluster, name)
-            if host.phase is HostPhase.DRAINING or w.slot >= host.spec.slots
+            w for w in workers_on(cluster, name) if host.phase is HostPhase.DRAINING or w.slot >= host.spec.slots
         ]
         cluster = host_lifecycle.remove_if_empty(provisioning.drain_workers(cluster, surplus, now, out), name, out)
     return cluster
 
 
 def _replay_messages(cluster: ClusterState, inside: Reports, now: float, out: Commands) -> ClusterState:
-    """Handle the last message of each worker: errors, then newcomers, then members. Then send the job to idle workers."""
+    """Handle the last message of each worker: errors, then newcomers, then members. Idle workers get the job."""
     job = cluster.active
     assert job is not None
     present = [w for w in inside if _is_there(cluster, w)]

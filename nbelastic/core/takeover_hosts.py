@@ -66,7 +66,7 @@ def restore_hosts(
 
 def _is_up(host: Host | None) -> bool:
     """Whether the host has the agent that it had."""
-    return host is not None and host.phase in (HostPhase.UP, HostPhase.DRAINING) and bool(host.admitted)
+    return host is not None and host.is_up and bool(host.admitted)
 
 
 def _starting(old: SavedHost, now: float) -> Host:

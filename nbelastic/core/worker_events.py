@@ -18,7 +18,7 @@ from nbelastic.core import (
     setup_cells,
 )
 from nbelastic.core.commands import Commands
-from nbelastic.core.state import ClusterState, Stage, WorkerState, difference, format_ids, rank_text, with_worker
+from nbelastic.core.state import ClusterState, Stage, WorkerState, format_ids, rank_text, with_worker, without
 from nbelastic.core.state_holders import holds_newest_state, unassign_kept_state
 from nbelastic.protocol import events as ev
 from nbelastic.protocol.ids import WorkerId
@@ -29,17 +29,14 @@ MOST_UNEXPLAINED = 3  # breaks in a row at one commit without a lost worker; the
 
 def _defer(cluster: ClusterState, event: ev.WorkerSucceeded | ev.ProgramEnded) -> ClusterState:
     """Keep an event of the next generation until all members have left the present one."""
-    return (
-        cluster
-        if event in cluster.deferred_events
-        else replace(cluster, deferred_events=(*cluster.deferred_events, event))
-    )
+    deferred = cluster.deferred_events
+    return cluster if event in deferred else replace(cluster, deferred_events=(*deferred, event))
 
 
 def handle_deferred(cluster: ClusterState, now: float, out: Commands) -> ClusterState:
     """Handle events of the next generation, which has begun by now or was cancelled."""
-    early, cluster = cluster.deferred_events, replace(cluster, deferred_events=())
-    for event in early:
+    deferred, cluster = cluster.deferred_events, replace(cluster, deferred_events=())
+    for event in deferred:
         if event.worker not in cluster.workers:
             continue
         if isinstance(event, ev.WorkerSucceeded):
@@ -69,33 +66,24 @@ def worker_ready(cluster: ClusterState, event: ev.WorkerReady, now: float, out: 
         store=event.store,
         has_state=holds_newest_state(cluster, old, event),
     )
-    cluster = unassign_kept_state(replace(cluster, hung=difference(cluster.hung, frozenset({w}))), worker)
+    cluster = unassign_kept_state(without(cluster, (w,), "hung"), worker)
     if w not in cluster.member_set:
         # settling begins with the first newcomer, and again with the one that makes them enough
         is_first = not cluster.newcomers or cluster.too_few_since is not None
         cluster = replace(cluster, settling_since=now if is_first else cluster.settling_since)
-        return with_worker(
-            replace(cluster, newcomers=cluster.newcomers | {w}, starting=difference(cluster.starting, frozenset({w}))),
-            worker,
-        )
+        cluster = replace(without(cluster, (w,), "starting"), newcomers=cluster.newcomers | {w})
+        return with_worker(cluster, worker)
     left = event.generation >= cluster.generation  # or a later one that was cancelled
-    last = (
-        cluster.cancelled_formation.generation
-        if cluster.cancelled_formation is not None and w in cluster.cancelled_formation.members
-        else cluster.generation
-    )
+    cancelled = cluster.cancelled_formation
+    last = cancelled.generation if cancelled is not None and w in cancelled.members else cluster.generation
     match cluster.stage:
         case Stage.GATHERING | Stage.LEAVING if event.generation >= last:
-            return generation_end.member_left(
-                replace(cluster, awaiting=difference(cluster.awaiting, frozenset({w}))), worker, now, out
-            )
+            return generation_end.member_left(without(cluster, (w,), "awaiting"), worker, now, out)
         case Stage.LEAVING if left and w in cluster.awaiting:  # it reported before the cancellation reached it
             out.append(cmd.AbortWorld(last, (w,), "the prepared generation was cancelled"))
         case Stage.GATHERING if w in cluster.awaiting:  # it never received the formation that broke
             out.append(cmd.AbortWorld(last, (w,), "this generation is over"))
-        case Stage.FORMING if (
-            not left and w in cluster.awaiting and cluster.formation
-        ):  # it did not receive the formation
+        case Stage.FORMING if not left and w in cluster.awaiting and cluster.formation:  # it did not receive this
             out.append(replace(cluster.formation, to=(w,)))
         case Stage.FORMING | Stage.RUNNING | Stage.PREPARING | Stage.ASKED if left:  # no message asked it to leave
             return _suspect(cluster, w, "its program left the elastic loop without being asked", now)
@@ -125,9 +113,8 @@ def member_event(cluster: ClusterState, event: MemberEvent, now: float, out: Com
         case ev.LeaveAcknowledged(commit=commit, ask=ask):
             if cluster.stage is not Stage.ASKED or w not in cluster.awaiting or ask != cluster.ask_number:
                 return cluster
-            return replace(
-                cluster, awaiting=cluster.awaiting - {w}, acknowledged_commits=(*cluster.acknowledged_commits, commit)
-            )
+            commits = (*cluster.acknowledged_commits, commit)
+            return replace(without(cluster, (w,), "awaiting"), acknowledged_commits=commits)
         case ev.WorkerRaised(intact=intact, error=error):
             late = now - cluster.broken_at > ABORT_ARRIVES
             if cluster.stage is Stage.GATHERING and w in cluster.awaiting and late:  # it did not receive the abort
@@ -180,14 +167,13 @@ def program_ended(cluster: ClusterState, event: ev.ProgramEnded, now: float, out
         return _defer(cluster, event)
     stopped = worker.state is WorkerState.STOPPED
     state = WorkerState.STOPPED if stopped else WorkerState.READY
-    ids = frozenset({w})
     cluster = with_worker(cluster, replace(worker, job="", state=state, has_state=False))
-    cluster = replace(cluster, starting=difference(cluster.starting, ids), newcomers=difference(cluster.newcomers, ids))
+    cluster = without(cluster, (w,), "starting", "newcomers")
     if job is None or job.name != name:
         return setup_cells.run_next(cluster, w, now, out)
     if stopped or w in job.asked_to_stop:
-        leavers = cluster.leaving & ids
-        cluster = losses.remove_from_job(cluster, ids, f"{w} did not finish", now, out, alive=True)
+        leavers = cluster.leaving & {w}
+        cluster = losses.remove_from_job(cluster, (w,), f"{w} did not finish", now, out, alive=True)
         return provisioning.stop_workers(cluster, leavers, out)
     if not error:
         return _program_returned(cluster, w, now, out)
