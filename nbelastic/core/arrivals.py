@@ -34,9 +34,8 @@ def missing(cluster: ClusterState, now: float) -> tuple[Missing, ...]:
         if len(found) >= MOST:
             break
         if host.phase is HostPhase.STARTING:
-            found.append(
-                Missing("probed", name, host.reason) if name in cluster.probing else Missing("host starting", name)
-            )
+            is_probed = name in cluster.probing
+            found.append(Missing("probed", name, host.reason) if is_probed else Missing("host starting", name))
         elif host.phase is HostPhase.LOST:
             found.append(Missing("lost", name, host.reason, until=host.retry_at))
         elif not host.full:

@@ -32,9 +32,8 @@ def break_generation(cluster: ClusterState, why: str, now: float, out: Commands)
     cluster = replace(cluster, resets=resets, suspects=frozenset())
     if limit is not None and resets > limit:
         return jobs.end(cluster, "failed", f"{resets} resets exceed reset_limit={limit}; the last: {why}", now, out)
-    survivors = (
-        cluster.awaiting if cluster.stage is Stage.LEAVING and cluster.next_formation is None else cluster.member_set
-    )
+    some_left = cluster.stage is Stage.LEAVING and cluster.next_formation is None  # and into no other generation
+    survivors = cluster.awaiting if some_left else cluster.member_set
     out.append(cmd.Record("world-broken", why, generation=cluster.generation))
     cluster = jobs.abort_generation(cluster, why, out)
     return replace(cluster, stage=Stage.GATHERING, awaiting=survivors, acknowledged_commits=(), broken_at=now)
@@ -49,11 +48,8 @@ def cancel_next(cluster: ClusterState, out: Commands) -> ClusterState:
             out.append(cmd.DropWorld(prepared.generation, workers))
         cluster = replace(cluster, next_formation=None, entered_next=frozenset())
         if stage is Stage.LEAVING:  # their earlier reports are stale: they may have trained there, or used a store
-            cluster = replace(
-                cluster,
-                cancelled_formation=prepared,
-                awaiting=cluster.awaiting | cluster.member_set.intersection(prepared.members),
-            )
+            back = cluster.awaiting | cluster.member_set.intersection(prepared.members)
+            cluster = replace(cluster, cancelled_formation=prepared, awaiting=back)
     if stage is Stage.ASKED and cluster.members:
         out.append(cmd.CancelLeave(cluster.generation, cluster.members))
     if stage is Stage.ASKED or stage is Stage.PREPARING:

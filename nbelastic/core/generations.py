@@ -40,9 +40,8 @@ def complete_formation(cluster: ClusterState, now: float, out: Commands) -> Clus
         return cluster
     text = f"world of {len(cluster.members)} at generation {cluster.generation}"
     out.append(cmd.Record("world-formed", text, generation=cluster.generation))
-    outdated = {
-        w: replace(cluster.workers[w], has_state=False) for w in cluster.newcomers if cluster.workers[w].has_state
-    }
+    workers = {w: cluster.workers[w] for w in cluster.newcomers}
+    outdated = {w: replace(worker, has_state=False) for w, worker in workers.items() if worker.has_state}
     cluster = replace(cluster, workers=cluster.workers | outdated) if outdated else cluster
     job = replace(job, formed=True)
     cluster = replace(cluster, stage=Stage.RUNNING, failed_formations=0, last_formed=cluster.generation, job=job)
@@ -72,9 +71,8 @@ def form_when_enough(cluster: ClusterState, now: float, out: Commands) -> Cluste
     survivors = len(cluster.members) - len(cluster.leaving)
     if survivors < limits.min and ready < limits.most and not arrivals.settled(cluster, now):
         reason = Reason("ready", ready, missing=arrivals.missing(cluster, now))
-        return with_reason(
-            replace(cluster, too_few_since=None), reason, cluster.settling_since + limits.timeouts.settle
-        )
+        settled_at = cluster.settling_since + limits.timeouts.settle
+        return with_reason(replace(cluster, too_few_since=None), reason, settled_at)
     return form(cluster, members, now, out)
 
 
@@ -136,11 +134,9 @@ def next_members(cluster: ClusterState) -> tuple[WorkerId, ...]:
     most = cluster.limits.max if cluster.limits.max is not None else len(cluster.workers)
     keep = staying(cluster)[:most]
     seniority = {name: host.joined for name, host in cluster.hosts.items()}
-    new = sorted(
-        _eligible_newcomers(cluster, len(keep)), key=lambda w: (not _holds_kept_state(cluster, w), seniority[w.host], w)
-    )
-    new = new[: most - len(keep)]
-    return rank_order(keep, new, seniority)
+    newcomers = _eligible_newcomers(cluster, len(keep))
+    new = sorted(newcomers, key=lambda w: (not _holds_kept_state(cluster, w), seniority[w.host], w))
+    return rank_order(keep, new[: most - len(keep)], seniority)
 
 
 def _eligible_newcomers(cluster: ClusterState, others: int) -> Collection[WorkerId]:
@@ -153,9 +149,8 @@ def _eligible_newcomers(cluster: ClusterState, others: int) -> Collection[Worker
     failed_before = [w for w in free.difference(readers) if cluster.workers[w].failures]
     if not failed_before and not cluster.held_back:
         return free
-    eligible = (
-        free.difference(failed_before) or sorted(failed_before, key=lambda w: (cluster.workers[w].failures, w))[:1]
-    )
+    by_failures = sorted(failed_before, key=lambda w: (cluster.workers[w].failures, w))
+    eligible = free.difference(failed_before) or by_failures[:1]
     all_needed = cluster.stage is Stage.GATHERING and others + len(eligible) < cluster.limits.min
     return cluster.newcomers if all_needed else eligible
 

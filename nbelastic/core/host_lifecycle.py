@@ -35,9 +35,8 @@ def add(cluster: ClusterState, spec: HostSpec, now: float, out: Commands, *, by:
     cluster = with_host(cluster, with_slots(host, slots))
     kept = frozenset(w for w in cluster.leaving if w.host == spec.name and w.slot < spec.slots)
     cluster = replace(cluster, leaving=cluster.leaving - kept)
-    return provisioning.drain_workers(
-        cluster, [w for w in workers_on(cluster, spec.name) if w.slot >= spec.slots], now, out
-    )
+    surplus = [w for w in workers_on(cluster, spec.name) if w.slot >= spec.slots]
+    return provisioning.drain_workers(cluster, surplus, now, out)
 
 
 def discovered(cluster: ClusterState, specs: tuple[HostSpec, ...], now: float, out: Commands) -> ClusterState:
@@ -47,9 +46,8 @@ def discovered(cluster: ClusterState, specs: tuple[HostSpec, ...], now: float, o
     for name, host in list(cluster.hosts.items()):
         if name not in listed and not host.by_hand and host.phase is not HostPhase.DRAINING:
             cluster = drain(cluster, name, "at the next commit", "discovery", out)
-            cluster = remove_if_empty(
-                provisioning.drain_workers(cluster, workers_on(cluster, name), now, out), name, out
-            )
+            cluster = provisioning.drain_workers(cluster, workers_on(cluster, name), now, out)
+            cluster = remove_if_empty(cluster, name, out)
     for spec in specs:
         old = cluster.hosts.get(spec.name)
         if spec.name in cluster.removed_hosts or (old and old.spec == spec and old.phase is not HostPhase.DRAINING):
@@ -110,13 +108,12 @@ def _remove(cluster: ClusterState, name: str) -> ClusterState:
     """Remove the host. Should it come back, its workers get higher incarnations."""
     cluster = _stop_probing(cluster, name)
     hosts = {n: host for n, host in cluster.hosts.items() if n != name}
-    left = {n: number for n, number in cluster.incarnations.items() if n != name} | {
-        name: highest_incarnation(cluster, name)
-    }
-    if len(left) > NAMES:
-        oldest = next(n for n in left if n != FORGOTTEN)
-        left[FORGOTTEN] = max(left.pop(oldest), left.get(FORGOTTEN, 0))
-    return replace(cluster, hosts=hosts, incarnations=left)
+    removed = {n: number for n, number in cluster.incarnations.items() if n != name}
+    removed[name] = highest_incarnation(cluster, name)
+    if len(removed) > NAMES:
+        oldest = next(n for n in removed if n != FORGOTTEN)
+        removed[FORGOTTEN] = max(removed.pop(oldest), removed.get(FORGOTTEN, 0))
+    return replace(cluster, hosts=hosts, incarnations=removed)
 
 
 def highest_incarnation(cluster: ClusterState, name: str) -> int:

@@ -45,14 +45,8 @@ def begin(cluster: ClusterState, now: float, out: Commands, suspected: Collectio
         host = cluster.hosts[target]
         out.append(cmd.Probe(prober, target, (host.address,), host.port, number))
     awaited, until = frozenset(probes), now + PROBE_PATIENCE
-    check = replace(
-        cluster.partition_check,
-        number=number,
-        until=until,
-        awaited=awaited,
-        pairs=pairs,
-        fully_probed=tuple(chosen),
-    )
+    check = replace(cluster.partition_check, number=number, until=until, awaited=awaited)
+    check = replace(check, pairs=pairs, fully_probed=tuple(chosen))
     return replace(cluster, last_probe=number, partition_check=check)
 
 
@@ -61,9 +55,8 @@ def probed(cluster: ClusterState, event: ev.Probed) -> ClusterState:
     check, probe, host = cluster.partition_check, (event.host, event.target), cluster.hosts.get(event.target)
     if event.number != check.number or probe not in check.awaited:
         return cluster
-    unreached = (
-        check.unreached if host is not None and host.address in event.reached else check.unreached | {_pair(*probe)}
-    )
+    is_reached = host is not None and host.address in event.reached
+    unreached = check.unreached if is_reached else check.unreached | {_pair(*probe)}
     return replace(cluster, partition_check=replace(check, awaited=check.awaited - {probe}, unreached=unreached))
 
 

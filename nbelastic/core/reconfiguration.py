@@ -20,9 +20,8 @@ from nbelastic.protocol.ids import WorkerId
 def progress(cluster: ClusterState, now: float, out: Commands) -> ClusterState:
     """Do the next step if it is possible; else set the reason to wait."""
     if cluster.stopping:
-        inside = (
-            frozenset(w for w, worker in cluster.workers.items() if worker.job) if cluster.linger_until else frozenset()
-        )
+        workers = cluster.workers if cluster.linger_until else {}
+        inside = frozenset(w for w, worker in workers.items() if worker.job)
         last = Reason("last-checkpoints", names=first_names(inside)) if inside else None
         return with_reason(cluster, Reason("stopping", text=cluster.stopping, then=last))
     job = cluster.active
@@ -34,9 +33,9 @@ def progress(cluster: ClusterState, now: float, out: Commands) -> ClusterState:
     match cluster.stage:
         case Stage.GATHERING if missing:
             names = first_names(cluster.awaiting)
+            then = _irreplaceable(cluster)
             return with_reason(
-                cluster,
-                Reason("broken", size - missing, size, cluster.generation, names=names, then=_irreplaceable(cluster)),
+                cluster, Reason("broken", size - missing, size, cluster.generation, names=names, then=then)
             )
         case Stage.GATHERING:
             return generations.form_when_enough(cluster, now, out)
@@ -80,9 +79,8 @@ def _plan_change(cluster: ClusterState, now: float, out: Commands) -> ClusterSta
     if not cluster.leaving and not (room and cluster.newcomers - cluster.held_back.keys()):
         return with_reason(cluster, _training(cluster, _held_back(cluster) if room else None))
     if now < cluster.change_after:
-        return with_reason(
-            cluster, _training(cluster, Reason("put-off", text=cluster.postponed_because)), cluster.change_after
-        )
+        reason = _training(cluster, Reason("put-off", text=cluster.postponed_because))
+        return with_reason(cluster, reason, cluster.change_after)
     if not arrivals.settled(cluster, now):
         reason = _training(cluster, missing=arrivals.missing(cluster, now))
         return with_reason(cluster, reason, cluster.settling_since + cluster.limits.timeouts.settle)
@@ -93,9 +91,8 @@ def _plan_change(cluster: ClusterState, now: float, out: Commands) -> ClusterSta
     failed = any(cluster.workers[w].failures for w in target if w not in cluster.member_set)
     # a newcomer that failed before may join only if it can be prepared
     if failed and not cluster.skip_preparing and not stores.has_store(cluster, target[0]):
-        return with_reason(
-            cluster, _training(cluster, Reason("new-store", names=(str(target[0]),), text="for the next generation"))
-        )
+        store = Reason("new-store", names=(str(target[0]),), text="for the next generation")
+        return with_reason(cluster, _training(cluster, store))
     text = f"from {size} to {len(target)} workers"
     out.append(cmd.Record("change-planned", text, generation=cluster.generation))
     if (
@@ -128,12 +125,9 @@ def _prepare(cluster: ClusterState, target: tuple[WorkerId, ...], now: float, ou
 def worker_prepared(cluster: ClusterState, event: ev.WorkerPrepared, now: float) -> ClusterState:
     """A worker has prepared the next generation, or reports why it cannot. The others then have a moment to report."""
     prepared, w = cluster.next_formation, event.worker
-    if (
-        prepared is None
-        or cluster.stage is not Stage.PREPARING
-        or event.generation != prepared.generation
-        or w not in cluster.awaiting
-    ):
+    if prepared is None or cluster.stage is not Stage.PREPARING:
+        return cluster
+    if event.generation != prepared.generation or w not in cluster.awaiting:
         return cluster
     if not event.supported:
         return replace(cluster, skip_preparing=True, prepare_by=0.0)
@@ -192,13 +186,8 @@ def _ask_to_leave(cluster: ClusterState, now: float, out: Commands) -> ClusterSt
     prepared = cluster.next_formation
     if prepared is not None and not _fits(cluster, prepared):
         return _plan_change(generation_end.cancel_next(cluster, out), now, out)
-    cluster = replace(
-        cluster,
-        stage=Stage.ASKED,
-        ask_number=cluster.ask_number + 1,
-        awaiting=cluster.member_set,
-        acknowledged_commits=(),
-    )
+    cluster = replace(cluster, stage=Stage.ASKED, awaiting=cluster.member_set)
+    cluster = replace(cluster, ask_number=cluster.ask_number + 1, acknowledged_commits=())
     out.append(cmd.AskLeave(cluster.generation, cluster.members, cluster.ask_number))
     return with_reason(cluster, Reason("asking", of=len(cluster.members)))
 
@@ -233,10 +222,8 @@ def _enter_next(cluster: ClusterState, now: float, out: Commands) -> ClusterStat
     prepared = cluster.next_formation
     if prepared is not None and all(w in cluster.workers and w not in cluster.stopped for w in prepared.members):
         entered = cluster.entered_next
-        back = (
-            w for w in cluster.members if w not in cluster.leaving and w not in prepared.members
-        )  # need not leave any more
-        cluster = generations.stop_leavers(cluster, (*prepared.members, *back), out)
+        staying = (w for w in cluster.members if w not in cluster.leaving and w not in prepared.members)
+        cluster = generations.stop_leavers(cluster, (*prepared.members, *staying), out)
         cluster = generations.complete_formation(generations.enter(cluster, prepared, entered), now, out)
         return _plan_change(cluster, now, out) if cluster.stage is Stage.RUNNING else cluster
     if prepared is not None:  # members that have entered it must first leave it

@@ -28,9 +28,8 @@ def change_hosts(cluster: ClusterState, event: HostsEvent, now: float, out: Comm
             cluster = replace(cluster, removed_hosts=cluster.removed_hosts - {spec.name})
             cluster = host_lifecycle.add(cluster, spec, now, out, by=by or "discovery", by_hand=True)
         case ev.HostRemoved():
-            cluster = _remove_host(
-                replace(cluster, removed_hosts=cluster.removed_hosts | {event.name}), event, now, out
-            )
+            cluster = replace(cluster, removed_hosts=cluster.removed_hosts | {event.name})
+            cluster = _remove_host(cluster, event, now, out)
             cluster = script_job.remove(cluster, event, out)
         case ev.HostsDiscovered(hosts=specs):
             cluster = host_lifecycle.discovered(replace(cluster, discovered=True), specs, now, out)

@@ -45,10 +45,8 @@ def node_event(cluster: ClusterState, event: ev.Event, now: float, out: Commands
     """Handle an event of a node."""
     cluster = _advance(cluster, event, now, out)
     if isinstance(event, sev.NodeLeft) and event.host in cluster.external_nodes:
-        cluster = replace(
-            cluster,
-            external_nodes={host: external for host, external in cluster.external_nodes.items() if host != event.host},
-        )
+        others = {host: external for host, external in cluster.external_nodes.items() if host != event.host}
+        cluster = replace(cluster, external_nodes=others)
     return cluster
 
 
@@ -63,9 +61,8 @@ def external_node_joined(
     if known is not None and known.pid != event.pid:
         cluster = node_event(cluster, sev.NodeLeft(event.host, "another process replaced it", broken=True), now, out)
     if event.host not in cluster.external_nodes:
-        cluster = replace(
-            cluster, external_nodes={**cluster.external_nodes, event.host: ExternalNode(event.pid, event.here)}
-        )
+        external = ExternalNode(event.pid, event.here)
+        cluster = replace(cluster, external_nodes={**cluster.external_nodes, event.host: external})
         out.append(cmd.Record("host-up", f"{event.host} was started in a terminal", host=event.host))
     out.append(scmd.ReportWaiting(event.host, _reason(cluster)))
     return cluster
@@ -89,19 +86,15 @@ def node_ready(cluster: ClusterState, event: sev.NodeReady, now: float, out: Com
         return _end_external(cluster, (host,), CLOSED, out)
     before = cluster.active_script
     if before is None or (event.external and event.job not in ("", before.job)):
-        out.append(
-            scmd.ReportWaiting(host, _reason(cluster)) if event.external else scmd.EndNode(host, "its script has ended")
-        )
+        ended = scmd.EndNode(host, "its script has ended")
+        out.append(scmd.ReportWaiting(host, _reason(cluster)) if event.external else ended)
         return cluster
     cluster = _advance(cluster, event, now, out)
     group = cluster.active_script
     if group is None or group.round != before.round:
         return cluster
-    if (
-        group.stage is Stage.RUNNING
-        and event.round < group.round
-        and any(seat.host == host for seat in group.assignments)
-    ):
+    is_assigned = any(seat.host == host for seat in group.assignments)
+    if group.stage is Stage.RUNNING and event.round < group.round and is_assigned:
         out.append(scmd.RepeatRound(host))
     elif event.external and host in group.nodes and group.nodes[host].ready:
         full = group.stage is Stage.RUNNING and group.size + event.workers > group.limits.most
@@ -124,11 +117,8 @@ def progress(before: ClusterState, cluster: ClusterState, now: float, out: Comma
     ):
         cluster = _update_hosts(_update_stores(cluster, now, out), now, out)
         group = cluster.active_script
-    return (
-        _advance(cluster, sev.Tick(), now, out)
-        if group is not None and now >= script_rounds.deadline(group)
-        else cluster
-    )
+    is_due = group is not None and now >= script_rounds.deadline(group)
+    return _advance(cluster, sev.Tick(), now, out) if is_due else cluster
 
 
 def stop(cluster: ClusterState, job: str, reason: str, now: float, out: Commands) -> ClusterState:
@@ -175,16 +165,11 @@ def _end_external(
 
 def _clear_ready(cluster: ClusterState, hosts: tuple[str, ...]) -> ClusterState:
     """Forget that these nodes wait: they are in a round or end, though that may take a while."""
-    waiting = [
-        host for host in hosts if host in cluster.external_nodes and cluster.external_nodes[host].ready is not None
-    ]
-    if not waiting:
-        return cluster
-    return replace(
-        cluster,
-        external_nodes=cluster.external_nodes
-        | {host: replace(cluster.external_nodes[host], ready=None) for host in waiting},
-    )
+    known = cluster.external_nodes
+    cleared = {
+        host: replace(known[host], ready=None) for host in hosts if host in known and known[host].ready is not None
+    }
+    return replace(cluster, external_nodes=known | cleared) if cleared else cluster
 
 
 def _reason(cluster: ClusterState) -> Reason | None:
@@ -218,14 +203,8 @@ def _move_command(cluster: ClusterState, host: str, store: str, *, external: boo
     if external:  # a local one offers a loopback address until the cluster is wide
         here = cluster.driver_address or cluster.external_address
         known = cluster.external_nodes.get(host)
-        moves = (
-            known is not None
-            and known.is_local
-            and is_loopback(address)
-            and not is_loopback(here)
-            and host_admission.wide(cluster)
-        )
-        return scmd.MoveNode(host, here) if moves and here else None
+        is_moved = known is not None and known.is_local and is_loopback(address) and not is_loopback(here)
+        return scmd.MoveNode(host, here) if is_moved and here and host_admission.wide(cluster) else None
     home = cluster.hosts.get(host)
     if home is None or home.address in ("", address):
         return None

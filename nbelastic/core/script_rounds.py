@@ -136,9 +136,7 @@ def _left(group: Group, event: sev.NodeLeft, now: float, out: Commands) -> Group
     node = group.nodes.get(host)
     if node is None or node.retry_at:
         return group
-    intended = (
-        node.external and not event.broken and node.state is not GroupState.UNHEALTHY
-    )  # somebody ended their torchrun
+    intended = node.external and not event.broken and node.state is not GroupState.UNHEALTHY  # a user ended it
     group = _remove_node(group, host, f"{host}: {reason}", now, out, broken=not intended)
     if node.external or _is_finishing(group) or group.stage is Stage.ENDED:
         return group
@@ -186,12 +184,8 @@ def _progress(group: Group, now: float, out: Commands) -> Group:
         group = replace(group, leave_by=now + group.limits.timeouts.node, end_sent=True)
     elif late and now >= group.leave_by:
         for host in late:
-            group = _left(
-                group,
-                sev.NodeLeft(host, f"it did not end within {group.limits.timeouts.node:g} s", broken=True),
-                now,
-                out,
-            )
+            why = f"it did not end within {group.limits.timeouts.node:g} s"
+            group = _left(group, sev.NodeLeft(host, why, broken=True), now, out)
         return group if group.stage is Stage.ENDED else _progress(group, now, out)
     if late:
         return replace(group, reason=Reason("round-over", generation=group.round, names=tuple(late)))
@@ -249,15 +243,8 @@ def _leave(group: Group, why: str, now: float, out: Commands) -> Group:
     inside = tuple(seat.host for seat in group.assignments if seat.host in group.nodes)
     if inside:
         out.append(scmd.LeaveRound(group.round, inside, why))
-    return replace(
-        group,
-        stage=Stage.GATHERING,
-        failures=(),
-        judge_at=NEVER,
-        leave_by=now + group.terms.leave,
-        end_sent=False,
-        enough=False,
-    )
+    group = replace(group, stage=Stage.GATHERING, failures=(), judge_at=NEVER, enough=False)
+    return replace(group, leave_by=now + group.terms.leave, end_sent=False)
 
 
 def _not_left(group: Group) -> list[str]:

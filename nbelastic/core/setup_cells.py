@@ -81,11 +81,8 @@ def setup_ended(cluster: ClusterState, event: ev.SetupEnded, now: float, out: Co
             return with_worker(replace(cluster, trial=replace(trial, failed={**trial.failed, w: event.error})), worker)
         cluster = replace(cluster, trial=replace(trial, succeeded=trial.succeeded + 1))
         worker = replace(worker, ran=worker.ran | {event.version})
-        return (
-            with_worker(cluster, worker)
-            if lacking(cluster, worker)
-            else _advance(with_worker(cluster, worker), w, now, out)
-        )
+        cluster = with_worker(cluster, worker)
+        return cluster if lacking(cluster, worker) else _advance(cluster, w, now, out)
     if event.error:
         key = next((cell.key for cell in cluster.setup if cell.version == event.version), "")
         if not key:  # the cell was cleared or replaced meanwhile
@@ -144,23 +141,13 @@ def fail_worker(cluster: ClusterState, w: WorkerId, reason: str) -> ClusterState
 
 def _run(cluster: ClusterState, w: WorkerId, cell: SetupCell, now: float, out: Commands) -> ClusterState:
     out.append(cmd.RunSetup(w, cell.version, cell.source))
-    worker = replace(
-        cluster.workers[w],
-        state=WorkerState.STARTING,
-        running_cell=cell.version,
-        cell_since=now,
-        failed_cell="",
-        reason="",
-    )
+    worker = replace(cluster.workers[w], state=WorkerState.STARTING, failed_cell="", reason="")
+    worker = replace(worker, running_cell=cell.version, cell_since=now)
     trial = cluster.trial
     if trial is not None and trial.cell == cell:
         trial = replace(trial, running=trial.running | {w}, tried=trial.tried + 1)
-    cluster = replace(
-        cluster,
-        trial=trial,
-        starting=cluster.starting | {w},
-        setup_by=min(cluster.setup_by, now + cluster.limits.timeouts.setup),
-    )
+    setup_by = min(cluster.setup_by, now + cluster.limits.timeouts.setup)
+    cluster = replace(cluster, trial=trial, starting=cluster.starting | {w}, setup_by=setup_by)
     return with_worker(without(cluster, (w,), "failed"), worker)
 
 

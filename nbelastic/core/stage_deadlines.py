@@ -32,24 +32,19 @@ def update(cluster: ClusterState, now: float) -> ClusterState:
     """Begin, prolong or end the wait of the present stage. A report of an awaited member prolongs it."""
     old, awaited = cluster.wait, len(cluster.awaiting)
     job = cluster.active
-    is_over = job is None or bool(
-        job.succeeded and cluster.awaiting <= job.asked_to_stop | job.succeeded
-    )  # they are asked to stop
+    is_over = job is None or bool(job.succeeded and cluster.awaiting <= job.asked_to_stop | job.succeeded)
     if is_over or not awaited or cluster.stage not in WAITING_STAGES:
         return cluster if old is None else replace(cluster, wait=None)
-    if old is None or (old.stage, old.generation) != (cluster.stage, cluster.generation):
-        patience = _patience(cluster)
-        return replace(
-            cluster,
-            wait=Wait(cluster.stage, cluster.generation, awaited, now, now, now + patience, now + patience / QUERIES),
-        )
-    if old.awaited == awaited:
+    is_same_stage = old is not None and (old.stage, old.generation) == (cluster.stage, cluster.generation)
+    if old is not None and is_same_stage and old.awaited == awaited:
         return cluster
     patience = _patience(cluster)  # it may be shorter than before
-    look_at = min(old.ask_at, now + patience / QUERIES)
-    return replace(
-        cluster, wait=replace(old, awaited=awaited, since=now, until=now + patience, ask_at=look_at, irreplaceable=())
-    )
+    until, ask_at = now + patience, now + patience / QUERIES
+    if old is None or not is_same_stage:
+        return replace(cluster, wait=Wait(cluster.stage, cluster.generation, awaited, now, now, until, ask_at))
+    ask_at = min(old.ask_at, ask_at)
+    wait = replace(old, awaited=awaited, since=now, until=until, ask_at=ask_at, irreplaceable=())
+    return replace(cluster, wait=wait)
 
 
 def deadline(cluster: ClusterState) -> float:
@@ -87,11 +82,8 @@ def mark_working(cluster: ClusterState, w: WorkerId, now: float) -> ClusterState
 def act(cluster: ClusterState, now: float, out: Commands) -> ClusterState:
     """Ask awaited members for their positions, or end the wait, if it is time."""
     wait = cluster.wait
-    if wait is None or (wait.stage, wait.generation) != (
-        cluster.stage,
-        cluster.generation,
-    ):  # another deadline has ended the stage
-        return cluster
+    if wait is None or (wait.stage, wait.generation) != (cluster.stage, cluster.generation):
+        return cluster  # another deadline has ended the stage
     if now >= wait.ask_at and wait.stage is not Stage.ASKED:
         out.append(cmd.QueryPosition(wait.generation, tuple(w for w in cluster.members if w in cluster.awaiting)))
         wait = replace(wait, ask_at=now + _patience(cluster) / QUERIES)
@@ -134,9 +126,8 @@ def _postpone_change(cluster: ClusterState, now: float, out: Commands) -> Cluste
     out.append(cmd.Record("change-put-off", f"{why}; asked again in {pause:g} s", generation=cluster.generation))
     cluster = generation_end.cancel_next(cluster, out)
     unanswered = {w: cluster.unanswered.get(w, 0) + 1 for w in sorted(late)}
-    cluster = replace(
-        cluster, change_after=now + pause, postponed_because=why, postponements=put_off, unanswered=unanswered
-    )
+    cluster = replace(cluster, change_after=now + pause, postponed_because=why)
+    cluster = replace(cluster, postponements=put_off, unanswered=unanswered)
     # `liveness` handles members that are unresponsive
     lost = [w for w, times in unanswered.items() if times >= MOST_UNANSWERED and not cluster.workers[w].unresponsive]
     if not lost or not state_lives(cluster, lost):
@@ -164,10 +155,8 @@ def _replace_late_leavers(cluster: ClusterState, wait: Wait, now: float, out: Co
         return _fail(cluster, wait, now, out)
     is_leaving = wait.stage is Stage.LEAVING
     answered = {w: at for w, (_, at) in wait.positions.items()} if is_leaving else {}
-    due = {
-        w: max(wait.since, wait.worked_at.get(w, 0.0), answered.get(w, 0.0)) + timeouts.recover
-        for w in cluster.awaiting
-    }
+    active_at = {w: max(wait.worked_at.get(w, 0.0), answered.get(w, 0.0)) for w in cluster.awaiting}
+    due = {w: max(wait.since, at) + timeouts.recover for w, at in active_at.items()}
     longest = wait.since + (timeouts.step if is_leaving else timeouts.recover_working)
     late = tuple(w for w in cluster.members if w in due and now >= min(due[w], longest))
     if not late:
@@ -177,9 +166,8 @@ def _replace_late_leavers(cluster: ClusterState, wait: Wait, now: float, out: Co
         wait = replace(wait, irreplaceable=late, why=why, until=wait.since + cluster.limits.patience)
         cluster = replace(cluster, wait=wait)
         return cluster if now < wait.until else _fail(cluster, wait, now, out)
-    return _replace_members(
-        cluster, late, f"did not leave generation {cluster.generation} while others waited", now, out
-    )
+    what = f"did not leave generation {cluster.generation} while others waited"
+    return _replace_members(cluster, late, what, now, out)
 
 
 def _fail(cluster: ClusterState, wait: Wait, now: float, out: Commands) -> ClusterState:
@@ -194,12 +182,9 @@ def _form_without_late(cluster: ClusterState, wait: Wait, now: float, out: Comma
     due = min(idle_since + timeouts.form_for(len(cluster.members)), wait.began + timeouts.sync)
     if now < due:
         return replace(cluster, wait=replace(wait, until=due))
-    unconnected = [
-        w
-        for w in cluster.members
-        if w in cluster.awaiting and not (w in wait.positions and wait.positions[w][0].connected)
-    ]
-    late = unconnected or [w for w in cluster.members if w in cluster.awaiting]
+    awaited = [w for w in cluster.members if w in cluster.awaiting]
+    unconnected = [w for w in awaited if not (w in wait.positions and wait.positions[w][0].connected)]
+    late = unconnected or awaited
     word = "connect" if unconnected else "get ready"
     what = f"did not {word} in generation {cluster.generation} within {now - wait.began:.0f} s"
     why = f"{format_ids(frozenset(late))} {what}"

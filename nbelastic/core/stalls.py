@@ -76,11 +76,8 @@ def _set_reasons(cluster: ClusterState, reasons: dict[WorkerId, str]) -> Cluster
 
 def _query_members(cluster: ClusterState, event: ev.StallDetected, now: float, out: Commands) -> ClusterState:
     """Judge the answers so far, and ask all members again."""
-    stall = (
-        cluster.stall
-        if cluster.stall is not None and cluster.stall.generation == event.generation
-        else Stall(event.generation)
-    )
+    old = cluster.stall
+    stall = old if old is not None and old.generation == event.generation else Stall(event.generation)
     stall = replace(stall, seconds=event.seconds)
     cluster = _judge(replace(cluster, stall=stall), stall, now, out)
     if cluster.stall is None or not _at_work(cluster):
@@ -96,13 +93,9 @@ def _judge(cluster: ClusterState, stall: Stall, now: float, out: Commands) -> Cl
     positions = {w: stall.positions[w] for w in inside if w in stall.positions}
     age = f"{stall.seconds:.0f} s"
     if not positions:
-        silent = [
-            f"; {rank_text(cluster, w)}: {cluster.workers[w].unresponsive}"
-            for w in inside
-            if cluster.workers[w].unresponsive
-        ]
-        return replace(cluster, stall=replace(stall, text=f"no commit for {age}{''.join(silent[:1])}"))
-    progress = {w: (a.begun, a.commit) for w, a in positions.items()}
+        text = "; ".join((f"no commit for {age}", *_unresponsive(cluster, inside)))
+        return replace(cluster, stall=replace(stall, text=text))
+    progress = {w: (position.begun, position.commit) for w, position in positions.items()}
     least, most = min(progress.values()), max(progress.values()) if len(inside) == len(cluster.members) else LEFT
     stragglers = [w for w in positions if progress[w] == least != most]
     known = stall.stragglers
@@ -111,10 +104,8 @@ def _judge(cluster: ClusterState, stall: Stall, now: float, out: Commands) -> Cl
         cluster = _set_reasons(cluster, dict.fromkeys(known, ""))
         text = f"no commit for {age}; {_where(cluster, inside, positions)}"
         return replace(cluster, stall=replace(stall, text=text, stragglers=behind))
-    texts = {
-        w: f"{age} behind at commit {positions[w].commit}" + (f", in {positions[w].place}" * bool(positions[w].place))
-        for w in stragglers
-    }
+    texts = {w: f"{age} behind at commit {positions[w].commit}" for w in stragglers}
+    texts = {w: f"{text}, in {positions[w].place}" if positions[w].place else text for w, text in texts.items()}
     cluster = _set_reasons(cluster, dict.fromkeys(known, "") | texts)
     stall = _record(cluster, stall, {w: positions[w].commit for w in stragglers}, texts, out)
     more = f" (and {len(stragglers) - 1} more)" if len(stragglers) > 1 else ""
@@ -140,16 +131,17 @@ def _where(cluster: ClusterState, inside: list[WorkerId], positions: dict[Worker
     if len(positions) == len(inside) and len(places) == 1:
         where = f", in {places.pop()}" if all(places) else ""
         return f"all ranks are at commit {commit}{where}"
-    parts = [f"{rank_text(cluster, w)} is in {position.place}" for w, position in positions.items() if position.place][
-        :2
-    ]
+    known = [f"{rank_text(cluster, w)} is in {position.place}" for w, position in positions.items() if position.place]
     unanswered = [w for w in inside if w not in positions]
-    parts += [
-        f"{rank_text(cluster, w)}: {cluster.workers[w].unresponsive}"
-        for w in unanswered
-        if cluster.workers[w].unresponsive
-    ][:1] or [f"{rank_text(cluster, w)} has not reported where it is" for w in unanswered[:1]]
+    unknown = [f"{rank_text(cluster, w)} has not reported where it is" for w in unanswered[:1]]
+    parts = known[:2] + (_unresponsive(cluster, unanswered) or unknown)
     return ", ".join(parts) or f"all ranks are at commit {commit}"
+
+
+def _unresponsive(cluster: ClusterState, members: list[WorkerId]) -> list[str]:
+    """The first member that is unresponsive, with its text."""
+    texts = ((w, cluster.workers[w].unresponsive) for w in members)
+    return [f"{rank_text(cluster, w)}: {text}" for w, text in texts if text][:1]
 
 
 def _replace_stalled(cluster: ClusterState, texts: dict[WorkerId, str], now: float, out: Commands) -> ClusterState:

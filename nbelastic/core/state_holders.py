@@ -53,9 +53,8 @@ def assign_kept_state(cluster: ClusterState, out: Commands) -> ClusterState:
     here = [w for ids in (cluster.members, cluster.newcomers) for w in ids]
     if kept.reader in here:
         return cluster
-    reader = min(
-        (w for w in here if w.host == kept.by.host), key=lambda w: (cluster.workers[w].failures, w), default=None
-    )
+    there = (w for w in here if w.host == kept.by.host)
+    reader = min(there, key=lambda w: (cluster.workers[w].failures, w), default=None)
     if reader is None:
         return cluster
     out.append(cmd.LoadKeptState(reader, kept.by, kept.commit))

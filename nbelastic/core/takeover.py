@@ -47,9 +47,8 @@ def resume(
     `problems`: why agents cannot be used. `coming`: hosts that were starting, whose agents may still connect.
     """
     out: Commands = []
-    cluster = takeover_hosts.restore_workers(
-        takeover_hosts.restore_hosts(saved, agents, coming, now, out), agents, reports, dict(saved.ran), now
-    )
+    cluster = takeover_hosts.restore_hosts(saved, agents, coming, now, out)
+    cluster = takeover_hosts.restore_workers(cluster, agents, reports, dict(saved.ran), now)
     if saved.stopping:  # programs may still write a last checkpoint
         return _handle(_stop_old_programs(cluster, now, out), ev.StopRequested(saved.stopping), now, out), tuple(out)
     cluster = provisioning.stop_workers(cluster, saved.stopped, out)
@@ -94,12 +93,10 @@ def _presume_training(cluster: ClusterState, saved: SavedCluster, reports: Repor
         return cluster
     generation = max(report.generation for report in reports.values())
     for report in known:
-        is_same_world = (report.job, report.generation, report.size) == (
-            job.name,
-            generation,
-            len(members),
-        ) and report.formed
-        if not is_same_world or members[report.rank] != report.worker or not _is_healthy(report.word) or report.stopped:
+        world = (report.job, report.generation, report.size)
+        if world != (job.name, generation, len(members)) or not report.formed or report.stopped:
+            return cluster
+        if members[report.rank] != report.worker or not _is_healthy(report.word):
             return cluster
     ran = frozenset(cell.version for cell in cluster.setup)
     like = cluster.workers[known[0].worker]
@@ -154,9 +151,8 @@ def _restore_job(
     cluster = replace(with_members(cluster, holders), job=replace(job, ranks=ranks), stage=Stage.RUNNING)
     cluster = _abort_strays(cluster, inside, out)
     why = "the world was no longer complete when a new driver took over"
-    if not finished and (
-        saved.gathering or not any(inside[w].generation for w in holders)
-    ):  # it had been broken, or left
+    was_left = saved.gathering or not any(inside[w].generation for w in holders)
+    if not finished and was_left:
         return replace(jobs.abort_generation(cluster, why, out), stage=Stage.GATHERING, awaiting=cluster.member_set)
     return generation_end.break_generation(cluster, why, now, out)
 
@@ -187,12 +183,10 @@ def _continue_world(
         out.append(cmd.DropWorld(later, members))
     if any(report.bound for report in known):
         out.append(cmd.CancelLeave(generation, members))
-    out.append(
-        cmd.Record("world-found", f"{len(members)} workers train on in generation {generation}", generation=generation)
-    )
-    return replace(
-        cluster, generation=generation, stage=Stage.RUNNING, formation=cmd.FormWorld(generation, members, "", 0, ())
-    )
+    text = f"{len(members)} workers train on in generation {generation}"
+    out.append(cmd.Record("world-found", text, generation=generation))
+    formation = cmd.FormWorld(generation, members, "", 0, ())
+    return replace(cluster, generation=generation, stage=Stage.RUNNING, formation=formation)
 
 
 def _abort_strays(cluster: ClusterState, inside: Reports, out: Commands) -> ClusterState:
@@ -232,22 +226,22 @@ def _replay_messages(cluster: ClusterState, inside: Reports, now: float, out: Co
     assert job is not None
     present = [w for w in inside if _is_there(cluster, w)]
     messages = {w: inside[w].word for w in sorted(present, key=lambda w: (w in cluster.member_set, inside[w].rank, w))}
-    cluster = provisioning.expect_workers(
-        cluster, [w for w in present if inside[w].busy and w not in cluster.member_set]
-    )
+    newcomers = [w for w in present if inside[w].busy and w not in cluster.member_set]
+    cluster = provisioning.expect_workers(cluster, newcomers)
     for message in messages.values():
         if isinstance(message, ev.WorkerRaised):
             cluster = _handle(cluster, message, now, out)
-    if all(
-        report.busy or (job.formed and not report.holds) for report in inside.values()
-    ):  # else the job is about to end
+    is_about_to_end = not all(report.busy or (job.formed and not report.holds) for report in inside.values())
+    if not is_about_to_end:
         for w, worker in tuple(cluster.workers.items()):
             if worker.state is WorkerState.READY and not worker.job:
                 cluster = setup_cells.run_next(cluster, w, now, out)
     for w, message in messages.items():
-        if isinstance(message, ev.WorkerReady) and (
+        if not isinstance(message, ev.WorkerReady):
+            continue
+        if (
             w not in cluster.member_set or message.generation >= cluster.generation
-        ):  # else it says it anew
+        ):  # else it is aborted, and repeats it
             cluster = _handle(cluster, message, now, out)
     return cluster
 

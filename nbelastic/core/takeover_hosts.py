@@ -133,10 +133,8 @@ def restore_workers(
     """The state with all workers that agents report. A worker without a report of its own counts as starting."""
     workers: dict[WorkerId, Worker] = {}
     name = cluster.active.name if cluster.active else ""
-    present = [
-        agents[host] for host in cluster.hosts if host in agents and cluster.hosts[host].phase is not HostPhase.LOST
-    ]
-    for w, pid in (pair for agent in present for pair in agent.workers):
+    used = [agents[n] for n, host in cluster.hosts.items() if n in agents and host.phase is not HostPhase.LOST]
+    for w, pid in (pair for agent in used for pair in agent.workers):
         report = reports.get(w)
         if report is None:
             workers[w] = Worker(w, WorkerState.STARTING, since=now, pid=pid)
