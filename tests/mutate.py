@@ -48,15 +48,15 @@ ENOUGH = 0.95
 
 KNOWN = [  # equivalents: the module, the line before and after, and why no test can tell them apart
     ("generations.py", "if not leavers:", "if False:", "a short cut: what follows changes nothing then"),
-    ("group.py", "failure.code > 0", "failure.code >= 0", "a worker that failed has another exit code than 0"),
-    ("rounds.py", "joined=group.joined + 1", "joined=group.joined + 2", "only the order of the numbers counts"),
+    ("script_group.py", "failure.code > 0", "failure.code >= 0", "a worker that failed has another exit code than 0"),
+    ("script_rounds.py", "joined=group.joined + 1", "joined=group.joined + 2", "only the order of the numbers counts"),
     (
-        "takeover.py",
+        "takeover_hosts.py",
         "slots[:old.spec.slots]",
         "slots[:]",
         "a short cut: of a host that is not full no slot is free then",
     ),
-    ("world.py", "admitted: int = 0", "admitted: int = 1", "one that was never admitted is not asked for it"),
+    ("state.py", "admitted: int = 0", "admitted: int = 1", "one that was never admitted is not asked for it"),
     ("state.py", "for index in sorted(places)", "for index in list(places)", "the same walk made the numbers"),
     ("optimizers.py", "in theirs[len(mine):]", "in theirs[:]", "the first ones are known to be equal by then"),
     ("optimizers.py", "strict=True", "strict=False", "both are always of one length"),

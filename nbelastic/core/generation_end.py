@@ -48,8 +48,8 @@ def cancel_next(cluster: ClusterState, out: Commands) -> ClusterState:
             out.append(cmd.DropWorld(prepared.generation, workers))
         cluster = replace(cluster, next_formation=None, entered_next=frozenset())
         if stage is Stage.LEAVING:  # their earlier reports are stale: they may have trained there, or used a store
-            back = cluster.awaiting | cluster.member_set.intersection(prepared.members)
-            cluster = replace(cluster, cancelled_formation=prepared, awaiting=back)
+            awaited = cluster.awaiting | cluster.member_set.intersection(prepared.members)
+            cluster = replace(cluster, cancelled_formation=prepared, awaiting=awaited)
     if stage is Stage.ASKED and cluster.members:
         out.append(cmd.CancelLeave(cluster.generation, cluster.members))
     if stage is Stage.ASKED or stage is Stage.PREPARING:
@@ -89,8 +89,10 @@ def worker_succeeded(cluster: ClusterState, w: WorkerId, now: float, out: Comman
             return cancel_next(cluster, out)
         case Stage.LEAVING:
             inside = tuple(other for other in cluster.members if other in cluster.awaiting)
-            left = tuple(other for other in cluster.members if other not in cluster.awaiting)
-            cluster = _stop_stragglers(cancel_next(cluster, out), left, f"left for a change as {w} finished", now, out)
+            outside = tuple(other for other in cluster.members if other not in cluster.awaiting)
+            cluster = _stop_stragglers(
+                cancel_next(cluster, out), outside, f"left for a change as {w} finished", now, out
+            )
             out.append(cmd.CancelLeave(cluster.generation, inside))
             return replace(cluster, stage=Stage.RUNNING, awaiting=frozenset())
     return cluster

@@ -24,15 +24,13 @@ from nbelastic.protocol import events as ev
 from nbelastic.system.addresses import is_loopback
 
 PROBE_PATIENCE = 5.0  # seconds that an agent may take to report its probes
+AT_ONCE = 32  # partners in one round of probes
+NAMED = 3  # hosts in a text
 
 
 def external_addresses(host: Host) -> tuple[str, ...]:
     """The addresses at which other machines may reach it, in its order of preference."""
     return tuple(interface.address for interface in host.addresses if not is_loopback(interface.address))
-
-
-AT_ONCE = 32  # partners in one round of probes
-NAMED = 3  # hosts in a text
 
 
 def agent_ready(cluster: ClusterState, event: ev.AgentReady, now: float, out: Commands) -> ClusterState:
@@ -140,17 +138,11 @@ def _begin(cluster: ClusterState, host: Host, now: float, out: Commands) -> Clus
     if not own:
         reason = f"has no address but {host.addresses[0].address}, and the other hosts are on other machines"
         return losses.exclude_host(cluster, host.spec.name, reason, now, out, kind="host-unreachable")
-    return _probe(cluster, host, own, now, out)
+    return _probe(cluster, host, own, frozenset(), now, out)
 
 
 def _probe(
-    cluster: ClusterState,
-    host: Host,
-    own: tuple[str, ...],
-    now: float,
-    out: Commands,
-    *,
-    passed: frozenset[str] = frozenset(),
+    cluster: ClusterState, host: Host, own: tuple[str, ...], passed: frozenset[str], now: float, out: Commands
 ) -> ClusterState:
     """Begin a round of probes with partners that have not `passed` yet; without any, admit the host."""
     name, partners = host.spec.name, _partners(cluster, host, passed)[:AT_ONCE]
@@ -187,7 +179,7 @@ def _decide(cluster: ClusterState, host: Host, admission: Admission, now: float,
         return losses.exclude_host(cluster, name, reason, now, out, kind="host-unreachable")
     for partner_name, where in common.items():
         cluster = _agree_with_partner(cluster, cluster.hosts[partner_name], where, now, out)
-    return _probe(cluster, host, own, now, out, passed=admission.passed.union(admission.partners))
+    return _probe(cluster, host, own, admission.passed.union(admission.partners), now, out)
 
 
 def _common_addresses(partner: Host, reached: tuple[str, ...]) -> tuple[str, ...]:

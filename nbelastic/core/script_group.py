@@ -58,9 +58,7 @@ class Group(Struct, frozen=True):
     joined: int = 0
     assignments: tuple[sev.Assignment, ...] = ()
     restarts: int = 0
-    failures: tuple[
-        tuple[str, sev.Failure, float], ...
-    ] = ()  # of this round: node, failure, time on the driver's clock
+    failures: tuple[tuple[str, sev.Failure, float], ...] = ()  # of this round: node, failure, driver's time
     judge_at: float = NEVER  # when failures are judged, even if not all nodes have reported
     leave_by: float = NEVER  # when nodes that have not left their round are ended; then, when they count as lost
     end_sent: bool = False  # nodes that have not left their round were asked to end
@@ -75,20 +73,28 @@ class Group(Struct, frozen=True):
     @property
     def size(self) -> int:
         """How many workers the present or last round has."""
-        return sum(seat.workers for seat in self.assignments)
+        return workers_in(self.assignments)
+
+    def assigns(self, host: str) -> bool:
+        """Whether the node of this host is in the present or last round."""
+        return any(assignment.host == host for assignment in self.assignments)
+
+
+def workers_in(assignments: Iterable[sev.Assignment]) -> int:
+    return sum(assignment.workers for assignment in assignments)
 
 
 def ranks_by_node(assignments: tuple[sev.Assignment, ...]) -> tuple[tuple[int, int, int, int], ...]:
     """For each node: its first rank, the world size, its first rank within its role, and the role's size."""
     roles: dict[str, int] = {}
-    for seat in assignments:
-        roles[seat.role] = roles.get(seat.role, 0) + seat.workers
-    world = sum(seat.workers for seat in assignments)
+    for assignment in assignments:
+        roles[assignment.role] = roles.get(assignment.role, 0) + assignment.workers
+    world = workers_in(assignments)
     found, rank, in_role = [], 0, dict.fromkeys(roles, 0)
-    for seat in assignments:
-        found.append((rank, world, in_role[seat.role], roles[seat.role]))
-        rank += seat.workers
-        in_role[seat.role] += seat.workers
+    for assignment in assignments:
+        found.append((rank, world, in_role[assignment.role], roles[assignment.role]))
+        rank += assignment.workers
+        in_role[assignment.role] += assignment.workers
     return tuple(found)
 
 

@@ -93,8 +93,7 @@ def node_ready(cluster: ClusterState, event: sev.NodeReady, now: float, out: Com
     group = cluster.active_script
     if group is None or group.round != before.round:
         return cluster
-    is_assigned = any(seat.host == host for seat in group.assignments)
-    if group.stage is Stage.RUNNING and event.round < group.round and is_assigned:
+    if group.stage is Stage.RUNNING and event.round < group.round and group.assigns(host):
         out.append(scmd.RepeatRound(host))
     elif event.external and host in group.nodes and group.nodes[host].ready:
         full = group.stage is Stage.RUNNING and group.size + event.workers > group.limits.most
@@ -152,7 +151,7 @@ def _advance(cluster: ClusterState, event: ev.Event, now: float, out: Commands) 
             case scmd.EndNode(host=host):
                 cluster = _clear_ready(cluster, (host,))
             case scmd.FormRound(assignments=assignments):
-                cluster = _clear_ready(cluster, tuple(seat.host for seat in assignments))
+                cluster = _clear_ready(cluster, tuple(assignment.host for assignment in assignments))
     return cluster
 
 
@@ -201,10 +200,14 @@ def _move_command(cluster: ClusterState, host: str, store: str, *, external: boo
     """The command that moves a node's store; None: it is at the right address."""
     address = address_of(store)
     if external:  # a local one offers a loopback address until the cluster is wide
-        here = cluster.driver_address or cluster.external_address
+        driver_address = cluster.driver_address or cluster.external_address
         known = cluster.external_nodes.get(host)
-        is_moved = known is not None and known.is_local and is_loopback(address) and not is_loopback(here)
-        return scmd.MoveNode(host, here) if is_moved and here and host_admission.wide(cluster) else None
+        is_moved = known is not None and known.is_local and is_loopback(address) and not is_loopback(driver_address)
+        return (
+            scmd.MoveNode(host, driver_address)
+            if is_moved and driver_address and host_admission.wide(cluster)
+            else None
+        )
     home = cluster.hosts.get(host)
     if home is None or home.address in ("", address):
         return None

@@ -13,11 +13,12 @@ from nbelastic.core import commands as cmd
 from nbelastic.core import script_commands as scmd
 from nbelastic.core.commands import Commands
 from nbelastic.core.reasons import Missing, Reason, in_words
-from nbelastic.core.script_group import Group, GroupState, Node, Stage, first_failure, ranks_by_node
+from nbelastic.core.script_group import Group, GroupState, Node, Stage, first_failure, ranks_by_node, workers_in
 from nbelastic.protocol import events as ev
 from nbelastic.protocol import script_events as sev
 from nbelastic.protocol.limits import NEVER
 
+_INSIDE = (GroupState.HEALTHY, GroupState.UNHEALTHY)  # states of nodes that have not left their round
 MOST_STARTS = 3  # of a node in a row without a round; then its host cannot run this script
 
 
@@ -94,7 +95,7 @@ def _ready(group: Group, event: sev.NodeReady, now: float) -> Group:
             return group  # of another job, or of a host that has left
         node = Node(group.joined, event.workers, external=True)
         group = replace(group, joined=group.joined + 1)
-    if group.stage is Stage.RUNNING and _is_assigned(group, host):
+    if group.stage is Stage.RUNNING and group.assigns(host):
         if event.round != group.round or node.state is GroupState.SUCCEEDED:
             return group  # it reported before it received the round
         if node.state is GroupState.HEALTHY:  # it left by itself, so its workers have failed
@@ -103,17 +104,8 @@ def _ready(group: Group, event: sev.NodeReady, now: float) -> Group:
     elif node.state in (GroupState.HEALTHY, GroupState.UNHEALTHY) and event.round != group.round:
         return group
     state = GroupState.STOPPED if node.state is GroupState.HEALTHY else node.state
-    node = replace(
-        node,
-        ready=True,
-        store=event.store,
-        role=event.role,
-        state=state,
-        starts=0,
-        pid=event.pid,
-        pids=(),
-        retry_at=0.0,
-    )
+    node = replace(node, ready=True, store=event.store, role=event.role, state=state)
+    node = replace(node, starts=0, pid=event.pid, pids=(), retry_at=0.0)
     return _with_node(group, host, node)
 
 
@@ -157,7 +149,7 @@ def _remove_node(group: Group, host: str, why: str, now: float, out: Commands, *
     group = replace(group, nodes={name: other for name, other in group.nodes.items() if name != host})
     if node.external:
         out.append(cmd.Record("host-gone", why, host=host))
-    if not _is_assigned(group, host) or group.stage is not Stage.RUNNING:
+    if not group.assigns(host) or group.stage is not Stage.RUNNING:
         return group
     if node.state is GroupState.SUCCEEDED or _is_finishing(group):
         state = node.state if node.state is GroupState.SUCCEEDED else GroupState.UNKNOWN
@@ -193,7 +185,7 @@ def _progress(group: Group, now: float, out: Commands) -> Group:
 
 
 def _run(group: Group, now: float, out: Commands) -> Group:
-    states = {seat.host: group.nodes[seat.host].state for seat in group.assignments}
+    states = {assignment.host: group.nodes[assignment.host].state for assignment in group.assignments}
     done = [host for host, state in states.items() if state is GroupState.SUCCEEDED]
     if group.failures:
         return _judge(group, now, out)
@@ -205,7 +197,7 @@ def _run(group: Group, now: float, out: Commands) -> Group:
         return replace(group, reason=Reason("nodes-finished", len(done), len(states)))
     reason = _round_reason(group)
     target = _target(group)
-    if target == group.assignments or sum(seat.workers for seat in target) < group.limits.min:
+    if target == group.assignments or workers_in(target) < group.limits.min:
         return replace(group, reason=reason, enough=False)
     since = group.since if group.enough else now
     group = replace(group, enough=True, since=since)
@@ -213,17 +205,17 @@ def _run(group: Group, now: float, out: Commands) -> Group:
     settled = since + group.limits.timeouts.settle
     if coming and now < settled and not _is_full(group, target):
         return replace(group, until=settled, reason=replace(reason, missing=coming))
-    size = sum(seat.workers for seat in target)
+    size = workers_in(target)
     change = f"from {group.size} to {size} workers"
     out.append(cmd.Record("change-planned", change, generation=group.round))
-    left = replace(_leave(group, change, now, out), enough=True)  # nodes that are starting were waited for already
-    return _progress(left, now, out)
+    gathering = replace(_leave(group, change, now, out), enough=True)  # nodes that are starting were waited for already
+    return _progress(gathering, now, out)
 
 
 def _judge(group: Group, now: float, out: Commands) -> Group:
     """Workers have failed, and no node was lost: restart, if restarts are left."""
     host, first = first_failure(group.failures)
-    all_reported = all(group.nodes[seat.host].state is not GroupState.HEALTHY for seat in group.assignments)
+    all_reported = all(group.nodes[assignment.host].state is not GroupState.HEALTHY for assignment in group.assignments)
     decisive = first.code < 0 and group.restarts < group.terms.max_restarts
     if not (all_reported or decisive or now >= group.judge_at):
         text = f"rank {first.rank} on {host} failed ({first.error})"
@@ -240,7 +232,7 @@ def _judge(group: Group, now: float, out: Commands) -> Group:
 
 def _leave(group: Group, why: str, now: float, out: Commands) -> Group:
     """End the round: all its nodes end their workers."""
-    inside = tuple(seat.host for seat in group.assignments if seat.host in group.nodes)
+    inside = tuple(assignment.host for assignment in group.assignments if assignment.host in group.nodes)
     if inside:
         out.append(scmd.LeaveRound(group.round, inside, why))
     group = replace(group, stage=Stage.GATHERING, failures=(), judge_at=NEVER, enough=False)
@@ -248,20 +240,14 @@ def _leave(group: Group, why: str, now: float, out: Commands) -> Group:
 
 
 def _not_left(group: Group) -> list[str]:
-    return [
-        seat.host
-        for seat in group.assignments
-        if (node := group.nodes.get(seat.host)) is not None and not node.ready and node.state in _INSIDE
-    ]
-
-
-_INSIDE = (GroupState.HEALTHY, GroupState.UNHEALTHY)
+    known = ((each.host, group.nodes[each.host]) for each in group.assignments if each.host in group.nodes)
+    return [host for host, node in known if not node.ready and node.state in _INSIDE]
 
 
 def _gather(group: Group, now: float, out: Commands) -> Group:
     """Form a round if there are enough nodes and no other is expected; else wait."""
     target = _target(group)
-    size = sum(seat.workers for seat in target)
+    size = workers_in(target)
     coming = _not_ready(group)
     if size < group.limits.min or not target:
         since = group.too_few_since if group.too_few_since is not None else now
@@ -281,7 +267,7 @@ def _form(group: Group, target: tuple[sev.Assignment, ...], out: Commands) -> Gr
     number = group.round + 1
     out.append(scmd.FormRound(number, target, group.nodes[target[0].host].store, group.restarts))
     out.append(cmd.Record("world-formed", f"{_describe(target)} in round {number}", generation=number))
-    assigned = {seat.host for seat in target}
+    assigned = {assignment.host for assignment in target}
     nodes = {
         host: replace(node, state=GroupState.HEALTHY, ready=False, store="") if host in assigned else node
         for host, node in group.nodes.items()
@@ -297,13 +283,13 @@ def _round_reason(group: Group) -> Reason:
 
 
 def _describe(assignments: tuple[sev.Assignment, ...]) -> str:
-    workers, nodes = sum(seat.workers for seat in assignments), len(assignments)
+    workers, nodes = workers_in(assignments), len(assignments)
     return f"{workers} worker{'s' if workers != 1 else ''} on {nodes} node{'s' if nodes != 1 else ''}"
 
 
 def _target(group: Group) -> tuple[sev.Assignment, ...]:
     """Assignments of a round that would form now: survivors first; external nodes only with all their workers."""
-    order = {seat.host: rank for rank, seat in enumerate(group.assignments)}
+    order = {assignment.host: rank for rank, assignment in enumerate(group.assignments)}
     inside = group.stage is Stage.RUNNING
     able = {
         host: node
@@ -321,12 +307,12 @@ def _target(group: Group) -> tuple[sev.Assignment, ...]:
 
 
 def _is_full(group: Group, target: tuple[sev.Assignment, ...]) -> bool:
-    return sum(seat.workers for seat in target) >= group.limits.most
+    return workers_in(target) >= group.limits.most
 
 
 def _not_ready(group: Group) -> tuple[Missing, ...]:
     """Nodes that were started and are not ready yet."""
-    inside = {seat.host for seat in group.assignments} if group.stage is Stage.RUNNING else set()
+    inside = {assignment.host for assignment in group.assignments} if group.stage is Stage.RUNNING else set()
     nodes = group.nodes.items()
     coming = (h for h, node in nodes if not (node.ready or node.external or node.retry_at or h in inside))
     return tuple(Missing("node", host) for host in coming)
@@ -350,16 +336,12 @@ def _is_finishing(group: Group) -> bool:
     return any(node.state is GroupState.SUCCEEDED for node in group.nodes.values())
 
 
-def _is_assigned(group: Group, host: str) -> bool:
-    return any(seat.host == host for seat in group.assignments)
-
-
 def _in_round(group: Group, host: str, number: int) -> bool:
-    return number == group.round and _is_assigned(group, host) and host in group.nodes
+    return number == group.round and group.assigns(host) and host in group.nodes
 
 
 def _first_rank(group: Group, host: str) -> int:
-    hosts = [seat.host for seat in group.assignments]
+    hosts = [assignment.host for assignment in group.assignments]
     return ranks_by_node(group.assignments)[hosts.index(host)][0]
 
 

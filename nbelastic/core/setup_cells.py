@@ -27,10 +27,7 @@ def lacking(cluster: ClusterState, worker: Worker) -> SetupCell | None:
 
 
 def next_cell(cluster: ClusterState, worker: Worker) -> SetupCell | None:
-    """The cell that the worker has to run next; None: none.
-
-    That includes the cell on trial, so that a newcomer does not wait for the verdict.
-    """
+    """The cell that the worker has to run next, also one on trial, so that it need not wait for the verdict."""
     cell, trial = lacking(cluster, worker), cluster.trial
     if cell is not None or trial is None:
         return cell
@@ -105,11 +102,8 @@ def progress(cluster: ClusterState, now: float, out: Commands) -> ClusterState:
 def overdue(cluster: ClusterState, now: float) -> tuple[list[WorkerId], ClusterState]:
     """Workers whose cell has run for too long, and the state with the next such deadline."""
     limit = cluster.limits.timeouts.setup
-    ends = {
-        w: worker.cell_since + limit
-        for w, worker in cluster.workers.items()
-        if worker.running_cell and w in cluster.starting
-    }
+    busy = ((w, worker) for w, worker in cluster.workers.items() if worker.running_cell and w in cluster.starting)
+    ends = {w: worker.cell_since + limit for w, worker in busy}
     late = [w for w, end in ends.items() if now >= end]
     return late, replace(cluster, setup_by=min((end for end in ends.values() if now < end), default=NEVER))
 

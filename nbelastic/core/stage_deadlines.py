@@ -120,14 +120,14 @@ def _patience(cluster: ClusterState) -> float:
 
 def _postpone_change(cluster: ClusterState, now: float, out: Commands) -> ClusterState:
     """A member did not report its commit, so members that stop for it wait: they go on, and are asked again later."""
-    late, put_off = cluster.awaiting, cluster.postponements + 1
+    late, postponements = cluster.awaiting, cluster.postponements + 1
     why = f"{format_ids(late)} did not report where it is"
-    pause = cluster.limits.timeouts.ask * 2.0 ** min(put_off - 1, MOST_DOUBLINGS)
+    pause = cluster.limits.timeouts.ask * 2.0 ** min(postponements - 1, MOST_DOUBLINGS)
     out.append(cmd.Record("change-put-off", f"{why}; asked again in {pause:g} s", generation=cluster.generation))
     cluster = generation_end.cancel_next(cluster, out)
     unanswered = {w: cluster.unanswered.get(w, 0) + 1 for w in sorted(late)}
     cluster = replace(cluster, change_after=now + pause, postponed_because=why)
-    cluster = replace(cluster, postponements=put_off, unanswered=unanswered)
+    cluster = replace(cluster, postponements=postponements, unanswered=unanswered)
     # `liveness` handles members that are unresponsive
     lost = [w for w, times in unanswered.items() if times >= MOST_UNANSWERED and not cluster.workers[w].unresponsive]
     if not lost or not state_lives(cluster, lost):

@@ -50,11 +50,11 @@ def assign_kept_state(cluster: ClusterState, out: Commands) -> ClusterState:
     kept = cluster.kept_state
     if kept is None or holders(cluster):
         return cluster
-    here = [w for ids in (cluster.members, cluster.newcomers) for w in ids]
-    if kept.reader in here:
+    waiting = [w for ids in (cluster.members, cluster.newcomers) for w in ids]
+    if kept.reader in waiting:
         return cluster
-    there = (w for w in here if w.host == kept.by.host)
-    reader = min(there, key=lambda w: (cluster.workers[w].failures, w), default=None)
+    candidates = (w for w in waiting if w.host == kept.by.host)
+    reader = min(candidates, key=lambda w: (cluster.workers[w].failures, w), default=None)
     if reader is None:
         return cluster
     out.append(cmd.LoadKeptState(reader, kept.by, kept.commit))

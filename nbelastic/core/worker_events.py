@@ -73,19 +73,19 @@ def worker_ready(cluster: ClusterState, event: ev.WorkerReady, now: float, out: 
         cluster = replace(cluster, settling_since=now if is_first else cluster.settling_since)
         cluster = replace(without(cluster, (w,), "starting"), newcomers=cluster.newcomers | {w})
         return with_worker(cluster, worker)
-    left = event.generation >= cluster.generation  # or a later one that was cancelled
+    has_left = event.generation >= cluster.generation  # or a later one that was cancelled
     cancelled = cluster.cancelled_formation
     last = cancelled.generation if cancelled is not None and w in cancelled.members else cluster.generation
     match cluster.stage:
         case Stage.GATHERING | Stage.LEAVING if event.generation >= last:
             return generation_end.member_left(without(cluster, (w,), "awaiting"), worker, now, out)
-        case Stage.LEAVING if left and w in cluster.awaiting:  # it reported before the cancellation reached it
+        case Stage.LEAVING if has_left and w in cluster.awaiting:  # it reported before the cancellation reached it
             out.append(cmd.AbortWorld(last, (w,), "the prepared generation was cancelled"))
         case Stage.GATHERING if w in cluster.awaiting:  # it never received the formation that broke
             out.append(cmd.AbortWorld(last, (w,), "this generation is over"))
-        case Stage.FORMING if not left and w in cluster.awaiting and cluster.formation:  # it did not receive this
+        case Stage.FORMING if not has_left and w in cluster.awaiting and cluster.formation:  # it did not receive this
             out.append(replace(cluster.formation, to=(w,)))
-        case Stage.FORMING | Stage.RUNNING | Stage.PREPARING | Stage.ASKED if left:  # no message asked it to leave
+        case Stage.FORMING | Stage.RUNNING | Stage.PREPARING | Stage.ASKED if has_left:  # no message asked it to leave
             return _suspect(cluster, w, "its program left the elastic loop without being asked", now)
     return cluster
 
