@@ -138,11 +138,11 @@ def _begin(cluster: ClusterState, host: Host, now: float, out: Commands) -> Clus
     if not own:
         reason = f"has no address but {host.addresses[0].address}, and the other hosts are on other machines"
         return losses.exclude_host(cluster, host.spec.name, reason, now, out, kind="host-unreachable")
-    return _probe(cluster, host, own, frozenset(), now, out)
+    return _probe(cluster, host, own, now, out, passed=frozenset())
 
 
 def _probe(
-    cluster: ClusterState, host: Host, own: tuple[str, ...], passed: frozenset[str], now: float, out: Commands
+    cluster: ClusterState, host: Host, own: tuple[str, ...], now: float, out: Commands, *, passed: frozenset[str]
 ) -> ClusterState:
     """Begin a round of probes with partners that have not `passed` yet; without any, admit the host."""
     name, partners = host.spec.name, _partners(cluster, host, passed)[:AT_ONCE]
@@ -179,7 +179,7 @@ def _decide(cluster: ClusterState, host: Host, admission: Admission, now: float,
         return losses.exclude_host(cluster, name, reason, now, out, kind="host-unreachable")
     for partner_name, where in common.items():
         cluster = _agree_with_partner(cluster, cluster.hosts[partner_name], where, now, out)
-    return _probe(cluster, host, own, admission.passed.union(admission.partners), now, out)
+    return _probe(cluster, host, own, now, out, passed=admission.passed.union(admission.partners))
 
 
 def _common_addresses(partner: Host, reached: tuple[str, ...]) -> tuple[str, ...]:

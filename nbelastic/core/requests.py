@@ -6,8 +6,8 @@ from typing import assert_never
 
 from msgspec.structs import replace
 
-from nbelastic.core import capacity, host_lifecycle, jobs, losses, provisioning, script_job, stopping
 from nbelastic.core import commands as cmd
+from nbelastic.core import host_lifecycle, jobs, losses, provisioning, script_job, stopping
 from nbelastic.core.commands import Commands
 from nbelastic.core.host_slots import workers_on
 from nbelastic.core.state import ClusterState, HostPhase
@@ -38,7 +38,7 @@ def change_hosts(cluster: ClusterState, event: HostsEvent, now: float, out: Comm
             cluster = replace(cluster, limits=replace(cluster.limits, min=low, max=high), settling_since=now)
         case _:
             assert_never(event)
-    capacity.record_shortage(before, cluster, out)
+    provisioning.record_shortage(before, cluster, out)
     return provisioning.provision(cluster, now, out)
 
 

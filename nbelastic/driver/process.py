@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import msgspec
 from msgspec.structs import replace
 
-from nbelastic.core.capacity import too_many_text
+from nbelastic.core.provisioning import too_many_text
 from nbelastic.driver.driver_snapshot import DriverSnapshot
 from nbelastic.errors import HostError, NbelasticError
 from nbelastic.protocol import events as ev
