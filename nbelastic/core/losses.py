@@ -86,20 +86,18 @@ def exclude_host(
 def remove_from_job(
     cluster: ClusterState, workers: Iterable[WorkerId], why: str, now: float, out: Commands, *, alive: bool = False
 ) -> ClusterState:
-    """Remove workers from the job and, unless they are `alive`, from the state. Members among them break the
-    generation.
-    """
-    ids = frozenset(workers)
-    lost_members = ids & cluster.member_set
+    """Remove workers from the job and, unless `alive`, from the state. Members among them break the generation."""
+    removed = frozenset(workers)
+    lost_members = removed & cluster.member_set
     if not alive:
-        cluster = _forget_workers(cluster, ids)
-    cluster = without(cluster, ids, "awaiting", "newcomers", "starting", "leaving", "suspects")
+        cluster = _forget_workers(cluster, removed)
+    cluster = without(cluster, removed, "awaiting", "newcomers", "starting", "leaving", "suspects")
     job = cluster.active
     if job is None or not lost_members:
-        if cluster.next_formation is not None and not ids.isdisjoint(cluster.next_formation.members):
+        if cluster.next_formation is not None and not removed.isdisjoint(cluster.next_formation.members):
             cluster = generation_end.cancel_next(cluster, out)
         return jobs.finish(cluster, now, out)
-    cluster = with_members(cluster, tuple(w for w in cluster.members if w not in ids))
+    cluster = with_members(cluster, tuple(w for w in cluster.members if w not in removed))
     if lost_members <= job.ended:
         return jobs.finish(cluster, now, out)
     if job.succeeded:

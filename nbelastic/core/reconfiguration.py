@@ -138,11 +138,10 @@ def worker_prepared(cluster: ClusterState, event: ev.WorkerPrepared, now: float)
 
 
 def _not_prepared(cluster: ClusterState, now: float, out: Commands) -> ClusterState:
-    """Cancel the prepared generation, without disturbing the training, and leave the newcomers to blame out for a
-    while.
+    """Cancel the prepared generation, and leave newcomers out for a while. The training goes on.
 
-    They are those that have not prepared. If all newcomers have, one of them was not reached by a member, so all are
-    left out. Where a group can never be prepared, or has no newcomers, the change is made without preparing.
+    Newcomers that have not prepared are left out. If all have prepared, a member did not reach one of them, so all are
+    left out. If a group can never be prepared, or has no newcomers, the change is made without preparing.
     """
     prepared, not_prepared, errors = cluster.next_formation, cluster.awaiting, cluster.prepare_errors
     assert prepared is not None
@@ -198,7 +197,9 @@ def _fits(cluster: ClusterState, prepared: cmd.FormWorld) -> bool:
 
 
 def _worth_it(cluster: ClusterState, target: tuple[WorkerId, ...]) -> bool:
-    """Whether the target is another world. One below `min` is, only if members must leave and no worker is starting."""
+    """Whether the target is another world. One below `min` counts only if members must leave and no worker is
+    starting.
+    """
     enough = len(target) >= cluster.limits.min
     return target != cluster.members and (enough or bool(cluster.leaving and not arrivals.any_coming(cluster)))
 
@@ -218,7 +219,7 @@ def _agree_on_commit(cluster: ClusterState, now: float, out: Commands) -> Cluste
 
 
 def _enter_next(cluster: ClusterState, now: float, out: Commands) -> ClusterState:
-    """All members have left as agreed: enter the prepared generation, or form one. Too few members wait."""
+    """All members have left as agreed: enter the prepared generation, or form one, or wait for enough workers."""
     prepared = cluster.next_formation
     if prepared is not None and all(w in cluster.workers and w not in cluster.stopped for w in prepared.members):
         entered = cluster.entered_next

@@ -45,8 +45,8 @@ def retire(cluster: ClusterState, now: float, out: Commands) -> ClusterState:
     idle = [name for name in cluster.hosts if name not in cluster.ending_hosts and name not in busy]
     if idle:
         out.extend(cmd.StopAgent(name) for name in idle)
-        close_by = now + cluster.limits.timeouts.close
-        return replace(cluster, ending_hosts=cluster.ending_hosts.union(idle), agents_end_by=close_by)
+        end_by = now + cluster.limits.timeouts.close
+        return replace(cluster, ending_hosts=cluster.ending_hosts.union(idle), agents_end_by=end_by)
     if now >= cluster.agents_end_by:
         for name in [name for name in cluster.hosts if name in cluster.ending_hosts]:
             cluster = losses.host_lost(cluster, name, "it did not end in time", now, out)
