@@ -39,14 +39,19 @@ def faults(before: ClusterState, cluster: ClusterState, commands: tuple[cmd.Comm
         yield "there is no reason"
     if any(worker.id != w for w, worker in workers.items()):
         yield "a worker is kept under the name of another"
-    if not before.generation <= cluster.generation <= cluster.highest_generation or cluster.highest_generation > before.highest_generation + 2:
+    if (
+        not before.generation <= cluster.generation <= cluster.highest_generation
+        or cluster.highest_generation > before.highest_generation + 2
+    ):
         yield f"the generation went from {before.generation} to {cluster.generation}, the numbers from {before.highest_generation}"
     planned = cluster.stage in (Stage.PREPARING, Stage.ASKED, Stage.LEAVING)
     if cluster.next_formation is not None and (
         not planned or cluster.next_formation.generation <= cluster.generation or cluster.active is None
     ):
         yield f"generation {cluster.next_formation.generation} is prepared in {cluster.stage}"
-    if cluster.entered_next and (cluster.next_formation is None or not cluster.entered_next <= frozenset(cluster.next_formation.members)):
+    if cluster.entered_next and (
+        cluster.next_formation is None or not cluster.entered_next <= frozenset(cluster.next_formation.members)
+    ):
         yield f"{cluster.entered_next} are ahead in a generation that is not prepared"
     if frozenset(cluster.members) != cluster.member_set or len(cluster.members) != len(cluster.member_set):
         yield "ranks are not unique, or `member_set` is not `members`"
@@ -275,7 +280,9 @@ def _faults_of(command: cmd.Command, before: ClusterState, cluster: ClusterState
                 yield "a generation has a number that is not its own"
             if not cluster.limits.min <= len(members) <= cluster.limits.most and not to:
                 yield f"a world of {len(members)}, outside [{cluster.limits.min}, {cluster.limits.max}]"
-            if (command != cluster.next_formation and members != cluster.members) or not set(members) <= set(cluster.workers):
+            if (command != cluster.next_formation and members != cluster.members) or not set(members) <= set(
+                cluster.workers
+            ):
                 yield "the order names others than the members"
             phases = {cluster.hosts[w.host].phase for w in members}
             if not phases <= {HostPhase.UP, HostPhase.DRAINING}:

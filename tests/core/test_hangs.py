@@ -352,7 +352,10 @@ def test_a_survivor_without_the_state_reads_it():
     kept(story.stick(first).kill(second))
     story.answer(lambda e: not isinstance(e, ev.WorkerFormed))
     assert story.cluster.stage is Stage.FORMING, story.reason
-    heir, receiver = story.cluster.kept_state.reader, next(w for w in story.cluster.members if w != story.cluster.kept_state.reader)
+    heir, receiver = (
+        story.cluster.kept_state.reader,
+        next(w for w in story.cluster.members if w != story.cluster.kept_state.reader),
+    )
     story.tear(str(receiver))
     story.kill(str(heir))
     goes_on(story)

@@ -230,7 +230,10 @@ def test_a_host_lost_after_its_last_answer_is_only_lost():
     story.send(*[e for e in story.answers if isinstance(e, ev.Probed) and "gpu3" in (e.host, e.target)])
     assert story.cluster.partition_check.awaited == {("gpu1", "gpu2"), ("gpu2", "gpu1")}
     story.lose_host("gpu3").answer()
-    assert (story.cluster.hosts["gpu3"].reason, story.cluster.partition_check.pairs) == ("its machine is gone", frozenset())
+    assert (story.cluster.hosts["gpu3"].reason, story.cluster.partition_check.pairs) == (
+        "its machine is gone",
+        frozenset(),
+    )
     assert story.commands(cmd.StopAgent) == []
 
 

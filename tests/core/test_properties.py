@@ -393,7 +393,9 @@ class AnyStory(RuleBasedStateMachine):
     def hang(self, data, stage):
         """A member's process lives, and says nothing of what is waited for any more: that it has left, come in, or prepared."""
         assume(self.story.cluster.stage is stage and self.story.fakes)
-        members = sorted(w for w in self.story.cluster.awaiting or self.story.cluster.member_set if w in self.story.fakes)
+        members = sorted(
+            w for w in self.story.cluster.awaiting or self.story.cluster.member_set if w in self.story.fakes
+        )
         assume(members)
         self.story.hang(str(data.draw(st.sampled_from(members))))
 
@@ -513,7 +515,9 @@ class AnyStory(RuleBasedStateMachine):
         ):  # the same, tried again
             return
         asked = cluster.stage in (Stage.RUNNING, Stage.PREPARING, Stage.ASKED)
-        if asked and cluster.postponements and story.silent & cluster.member_set:  # it alone holds the state, and never answers
+        if (
+            asked and cluster.postponements and story.silent & cluster.member_set
+        ):  # it alone holds the state, and never answers
             return
         size = len(cluster.members)
         if cluster.stage is Stage.RUNNING:

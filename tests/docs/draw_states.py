@@ -134,7 +134,9 @@ def _possible(cluster: ClusterState) -> list[ev.Event]:
         events += [ev.WorkerExited(w, -9), ev.WorkerFrozen(w, "stopped")]
     if cluster.next_formation is not None:
         events += [
-            ev.WorkerPrepared(w, cluster.next_formation.generation, error) for w in cluster.next_formation.members for error in ("", "no")
+            ev.WorkerPrepared(w, cluster.next_formation.generation, error)
+            for w in cluster.next_formation.members
+            for error in ("", "no")
         ]
     if cluster.stage is Stage.ASKED:
         events += [ev.LeaveAcknowledged(w, cluster.generation, 1, cluster.ask_number) for w in cluster.awaiting]
