@@ -30,31 +30,31 @@ class SavedHost(Struct, frozen=True, omit_defaults=True):
 
 
 class SavedCluster(Struct, frozen=True):
-    """The part of `ClusterState` that the next driver needs. `gathering`: the last break was counted."""
+    """The part of `ClusterState` that the next driver needs, with the same names. `job` to `ranks` are those of `Job`."""
 
     limits: Limits
     hosts: tuple[SavedHost, ...]
-    removed: tuple[str, ...]
+    removed_hosts: tuple[str, ...]
     incarnations: dict[str, int]
-    joined: int
-    numbered: int
-    probes: int
+    hosts_joined: int
+    highest_generation: int
+    last_probe: int
     members: tuple[WorkerId, ...]
     stopped: tuple[WorkerId, ...]
-    gathering: bool
+    gathering: bool  # the last break was counted
     stopping: str
     job: str
     outcome: str
     reason: str
     formed: bool
-    kept: KeptState | None
-    formed_in: int
+    kept_state: KeptState | None
+    last_formed: int
     ranks: tuple[WorkerId, ...]
     setup: tuple[SetupCell, ...]
     ran: tuple[tuple[WorkerId, tuple[int, ...]], ...]  # versions of setup cells, of registered workers
     resets: int
-    here: str
-    door: str
+    driver_address: str
+    external_address: str
 
 
 def snapshot_of(cluster: ClusterState) -> SavedCluster:
@@ -77,11 +77,11 @@ def snapshot_of(cluster: ClusterState) -> SavedCluster:
     return SavedCluster(
         limits=cluster.limits,
         hosts=hosts,
-        removed=tuple(sorted(cluster.removed_hosts)),
+        removed_hosts=tuple(sorted(cluster.removed_hosts)),
         incarnations=cluster.incarnations,
-        joined=cluster.hosts_joined,
-        numbered=cluster.highest_generation,
-        probes=cluster.last_probe,
+        hosts_joined=cluster.hosts_joined,
+        highest_generation=cluster.highest_generation,
+        last_probe=cluster.last_probe,
         members=cluster.members,
         stopped=tuple(sorted(cluster.stopped)),
         gathering=cluster.stage is Stage.GATHERING,
@@ -90,12 +90,12 @@ def snapshot_of(cluster: ClusterState) -> SavedCluster:
         outcome=job.outcome,
         reason=job.reason,
         formed=job.formed,
-        kept=replace(cluster.kept_state, reader=None) if cluster.kept_state is not None else None,
-        formed_in=cluster.last_formed,
+        kept_state=replace(cluster.kept_state, reader=None) if cluster.kept_state is not None else None,
+        last_formed=cluster.last_formed,
         ranks=job.ranks,
         setup=cluster.setup,
         ran=tuple((w, tuple(sorted(worker.ran))) for w, worker in cluster.workers.items() if worker.registered),
         resets=cluster.resets,
-        here=cluster.driver_address,
-        door=cluster.external_address,
+        driver_address=cluster.driver_address,
+        external_address=cluster.external_address,
     )

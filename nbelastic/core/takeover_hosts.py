@@ -39,26 +39,26 @@ def restore_hosts(
             hosts[name] = _without_agent(old, now, out)
     unwanted = [name for name in agents if name not in hosts or hosts[name].phase is HostPhase.LOST]
     out.extend(cmd.StopAgent(name) for name in unwanted)  # the earlier command may be lost
-    job = None
+    job, kept = None, saved.kept_state
     if saved.job:
         job = Job(saved.job, formed=saved.formed, ranks=saved.ranks, outcome=saved.outcome, reason=saved.reason)
     cluster = ClusterState(
         saved.limits,
         hosts=hosts,
         job=job,
-        kept_state=saved.kept if saved.kept is not None and _is_up(hosts.get(saved.kept.by.host)) else None,
-        last_formed=saved.formed_in,
+        kept_state=kept if kept is not None and _is_up(hosts.get(kept.by.host)) else None,
+        last_formed=saved.last_formed,
         resets=saved.resets,
-        hosts_joined=saved.joined,
+        hosts_joined=saved.hosts_joined,
         discovered=True,
         setup=saved.setup,
-        highest_generation=saved.numbered,
-        last_probe=saved.probes + UNSAVED,
+        highest_generation=saved.highest_generation,
+        last_probe=saved.last_probe + UNSAVED,
         hosts_admitted=len(hosts),
-        removed_hosts=frozenset(saved.removed),
+        removed_hosts=frozenset(saved.removed_hosts),
         incarnations={**saved.incarnations, **{old.spec.name: old.newest for old in saved.hosts}},
-        driver_address=saved.here,
-        external_address=saved.door,
+        driver_address=saved.driver_address,
+        external_address=saved.external_address,
         settling_since=now,
     )
     return host_admission.widen(cluster, now, out) if host_admission.wide(cluster) else cluster
