@@ -62,7 +62,7 @@ class StopWorker(Command):
 
 
 class EndHungWorker(Command):
-    """The answer to `WorkerHung` and `StateKept`: the worker ends. `keep`: first it writes the training state to disk."""
+    """The answer to `WorkerHung` and `StateKept`: the worker ends. `keep`: it writes the training state to disk first."""
 
     worker: WorkerId
     keep: bool = False
@@ -109,7 +109,7 @@ class FormWorld(Command):
 class PrepareWorld(Command):
     """Build the process group of the next generation in the background. Its `FormWorld` may follow."""
 
-    order: FormWorld
+    formation: FormWorld
 
 
 class DropWorld(Command):

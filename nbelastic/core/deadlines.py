@@ -80,8 +80,8 @@ def _replace_overdue_starts(cluster: ClusterState, now: float, out: Commands) ->
 def _kill_lingering(cluster: ClusterState, now: float, out: Commands) -> ClusterState:
     """Kill programs that have not stopped in time: first those that hold no training state, at `linger_last` all."""
     job, timeouts = cluster.active, cluster.limits.timeouts
-    name, late = (job.name, job.asked_to_stop) if job else ("", frozenset())
-    asked = [w for w, worker in cluster.workers.items() if worker.job and (worker.job != name or w in late)]
+    name, stragglers = (job.name, job.asked_to_stop) if job else ("", frozenset())
+    asked = [w for w, worker in cluster.workers.items() if worker.job and (worker.job != name or w in stragglers)]
     is_last = now >= cluster.linger_last
     overdue = [w for w in asked if is_last or not cluster.workers[w].has_state]
     cluster = replace(cluster, linger_until=0.0 if len(overdue) == len(asked) else cluster.linger_last)

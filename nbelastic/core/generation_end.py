@@ -60,18 +60,20 @@ def cancel_next(cluster: ClusterState, out: Commands) -> ClusterState:
 def finish_after_success(cluster: ClusterState, job: Job, why: str, now: float, out: Commands) -> ClusterState:
     """End the job after a break: a rank has finished, so nothing is repeated, and the other members stop."""
     cluster = replace(cluster, suspects=frozenset())
-    late = tuple(w for w in cluster.members if w not in job.succeeded and w not in job.asked_to_stop)
-    return jobs.finish(_stop_stragglers(cluster, late, f"{why} after other ranks had finished", now, out), now, out)
+    stragglers = tuple(w for w in cluster.members if w not in job.succeeded and w not in job.asked_to_stop)
+    return jobs.finish(
+        _stop_stragglers(cluster, stragglers, f"{why} after other ranks had finished", now, out), now, out
+    )
 
 
 def _stop_stragglers(
-    cluster: ClusterState, late: tuple[WorkerId, ...], why: str, now: float, out: Commands
+    cluster: ClusterState, stragglers: tuple[WorkerId, ...], why: str, now: float, out: Commands
 ) -> ClusterState:
     job = cluster.active
-    if job is None or not late:
+    if job is None or not stragglers:
         return cluster
-    out.append(cmd.StopProgram(job.name, late, why))
-    return jobs.linger(replace(cluster, job=replace(job, asked_to_stop=job.asked_to_stop.union(late))), now)
+    out.append(cmd.StopProgram(job.name, stragglers, why))
+    return jobs.linger(replace(cluster, job=replace(job, asked_to_stop=job.asked_to_stop.union(stragglers))), now)
 
 
 def worker_succeeded(cluster: ClusterState, w: WorkerId, now: float, out: Commands) -> ClusterState:

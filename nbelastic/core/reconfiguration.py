@@ -197,9 +197,7 @@ def _fits(cluster: ClusterState, prepared: cmd.FormWorld) -> bool:
 
 
 def _worth_it(cluster: ClusterState, target: tuple[WorkerId, ...]) -> bool:
-    """Whether the target is another world. One below `min` counts only if members must leave and no worker is
-    starting.
-    """
+    """Whether it is another world. One below `min` counts only if members must leave and no worker is starting."""
     enough = len(target) >= cluster.limits.min
     return target != cluster.members and (enough or bool(cluster.leaving and not arrivals.any_coming(cluster)))
 

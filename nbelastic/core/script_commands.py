@@ -42,7 +42,7 @@ class MoveNode(ScriptCommand):
 
 
 class RepeatRound(ScriptCommand):
-    """Send the present round's formation again: the node did not receive it."""
+    """Send the present round again: the node did not receive it."""
 
     host: str
 

@@ -102,7 +102,7 @@ class CommandExecutor:
             case cmd.FormWorld():
                 self._event_log.note_formation(command, now)
                 send(command.to or command.members, _formation(command))
-            case cmd.PrepareWorld(order=formation):
+            case cmd.PrepareWorld(formation=formation):
                 self._event_log.note_preparation(now)
                 send(formation.members, worker_messages.Prepare(_formation(formation)))
             case cmd.AskLeave(generation=generation, members=members, number=number):

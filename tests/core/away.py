@@ -205,7 +205,7 @@ def _one_by_one(commands: Iterable[cmd.Command]) -> Iterator[cmd.Command]:
                 yield from (replace(command, to=(w,)) for w in to or members)
             case cmd.StopProgram(workers=workers):
                 yield from (replace(command, workers=(w,)) for w in workers)
-            case cmd.PrepareWorld(order=order):
+            case cmd.PrepareWorld(formation=order):
                 yield from (cmd.PrepareWorld(replace(order, to=(w,))) for w in order.members)
             case (
                 cmd.DropWorld()

@@ -266,7 +266,7 @@ def check_stores(story: Story, event: ev.Event, commands: tuple[cmd.Command, ...
         hosts = {w: story.cluster.hosts[w.host] for w in order.members}
         fresh = [w for w, h in hosts.items() if not h.moved_at or address_of(story.stores[w]) == h.address]
         assert not fresh, f"{order.store} was left for {host.address}; {fresh} have offered others"
-    story.prepared |= {order.order.generation for order in commands if isinstance(order, cmd.PrepareWorld)}
+    story.prepared |= {order.formation.generation for order in commands if isinstance(order, cmd.PrepareWorld)}
 
 
 def _faults_of(command: cmd.Command, before: ClusterState, cluster: ClusterState, now: float) -> Iterator[str]:
@@ -309,7 +309,7 @@ def _faults_of(command: cmd.Command, before: ClusterState, cluster: ClusterState
                 yield f"a job goes on from rank {root}, which does not hold its state: {claims}"
             if not to and any(c != claims[root] and r not in receivers for r, c in enumerate(claims)):
                 yield f"somebody with an old state receives none: {claims}, {receivers}"
-        case cmd.PrepareWorld(order=order):
+        case cmd.PrepareWorld(formation=order):
             host = cluster.hosts[order.members[0].host]
             if host.moved_at and address_of(order.store) != host.address:
                 yield f"a generation is prepared at {order.store}, but its host is at {host.address} now"

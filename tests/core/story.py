@@ -389,7 +389,7 @@ class Story:
                 self._say_ready(w)
             case cmd.FormWorld():
                 self._form(command)
-            case cmd.PrepareWorld(order=order):
+            case cmd.PrepareWorld(formation=order):
                 for w in order.to or order.members:
                     self._hear_of_generation(w, order.generation)
                     if self._connects(w, order.members):

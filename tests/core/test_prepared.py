@@ -16,7 +16,7 @@ BEFORE_LEAVING = [Stage.PREPARING, Stage.ASKED]
 def test_nobody_is_asked_before_all_is_prepared():
     """Members and newcomers build the group; only then the members are asked where they are."""
     story = with_stage(Stage.PREPARING)
-    order = story.last(cmd.PrepareWorld).order
+    order = story.last(cmd.PrepareWorld).formation
     assert (order.generation, len(order.members), order.root, order.receivers) == (2, 4, 0, (3,))
     story.commit(5).hear(ev.WorkerPrepared, "a/0#1", "b/0#1", "d/0#1")
     assert story.commands(cmd.AskLeave) == []
@@ -28,7 +28,7 @@ def test_nobody_is_asked_before_all_is_prepared():
 def test_all_change_over_at_the_agreed_commit():
     """The order goes out with the commit to leave at, and not again: no round trip while the training stands still."""
     story = with_stage(Stage.LEAVING)
-    assert story.last(cmd.FormWorld) == story.last(cmd.PrepareWorld).order
+    assert story.last(cmd.FormWorld) == story.last(cmd.PrepareWorld).formation
     mark = story.mark()
     story.answer()
     assert story.commands(cmd.FormWorld, mark) == []
@@ -287,7 +287,7 @@ def test_newcomers_of_which_none_is_to_blame_come_one_at_a_time():
     story.answer()
     assert story.reason.endswith("a/0#1 has to offer a store for the next generation")
     story.commit(3).quiet(20.0)
-    sizes = [len(command.order.members) for command in story.commands(cmd.PrepareWorld, mark)]
+    sizes = [len(command.formation.members) for command in story.commands(cmd.PrepareWorld, mark)]
     assert sizes == [4, 5]
     assert len(story.names) == 5
 
@@ -332,7 +332,7 @@ def test_a_removal_is_prepared_too():
     """The rest are together again at once; who leaves is stopped when all have left the old generation."""
     story = Story("a:3", "b:1", min=1).run().commit(3).answer()
     story.remove("b").hear(ev.WorkerPrepared)
-    order = story.last(cmd.PrepareWorld).order
+    order = story.last(cmd.PrepareWorld).formation
     assert (len(order.members), order.receivers) == (3, ())
     story.hear(ev.LeaveAcknowledged).hear(ev.WorkerReady, "b/0#1")
     assert story.commands(cmd.StopWorker) == []
