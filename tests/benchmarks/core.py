@@ -77,7 +77,7 @@ class Cluster:
         assert self.cluster.stage is Stage.RUNNING, self.reason
 
     def rejoin(self, w: WorkerId) -> None:
-        member = w in self.cluster.by_rank
+        member = w in self.cluster.member_set
         left = self.cluster.generation if member else 0
         self.send(ev.WorkerReady(w, "job", left, 100, clean=True, store="tcp://10.0.0.1:1", holds=member))
 

@@ -12,8 +12,8 @@ from typing import Any
 import msgspec
 
 from nbelastic.core import commands as cmd
-from nbelastic.core.membership import step
 from nbelastic.core.state import ClusterState
+from nbelastic.core.step import step
 from nbelastic.driver import decisions
 from nbelastic.driver.dependencies import Dependencies
 from nbelastic.driver.driver_snapshot import SavedJob

@@ -158,7 +158,7 @@ def test_members_that_have_answered_are_told_what_becomes_of_them(tmp_path, monk
 
             target, name = (driver.event_log, "note") if broken == "note" else (fakes.server, "send_to_all")
             monkeypatch.setattr(target, name, fail)
-            fakes.deliver("worker/a/1#1", ev.LeaveAcknowledged(wid("a/1#1"), 1, 5, driver.cluster.asks))
+            fakes.deliver("worker/a/1#1", ev.LeaveAcknowledged(wid("a/1#1"), 1, 5, driver.cluster.ask_number))
             await fakes.settle()
             assert driver.internal_errors.decision_failure
             commit = 6 if broken == "note" else worker_messages.Leave.STAY
