@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from itertools import groupby
 from operator import itemgetter
-from typing import NamedTuple
+from typing import NamedTuple, TextIO
 
 from nbelastic.system.terminal_text import newest
 
@@ -22,17 +22,30 @@ class OutputStream(io.TextIOBase):
 
     def __init__(self, write_to: Callable[[str], object], fd: int) -> None:
         self._write_to, self._fd = write_to, fd
-        self._file = open(fd, "w", encoding="utf-8", errors="replace", buffering=1, closefd=False)  # noqa: SIM115
+        self._file = self._open()
+
+    def _open(self) -> TextIO:
+        return open(self._fd, "w", encoding="utf-8", errors="replace", buffering=1, closefd=False)
 
     def write(self, text: str) -> int:
         self._write_to(text)
-        with contextlib.suppress(OSError):  # the disk is full: the client sees the text all the same
+        with self._without_disk_errors():  # the client sees the text all the same
             self._file.write(text)
         return len(text)
 
     def flush(self) -> None:
-        with contextlib.suppress(OSError):
+        with self._without_disk_errors():
             self._file.flush()
+
+    @contextlib.contextmanager
+    def _without_disk_errors(self) -> Iterator[None]:
+        """Drop the text that a full disk did not take: else Python writes it again, and reports that, when it ends."""
+        try:
+            yield
+        except OSError:
+            with contextlib.suppress(OSError):
+                self._file.close()
+            self._file = self._open()
 
     def writable(self) -> bool:
         return True

@@ -192,8 +192,10 @@ def test_below_min_and_back(trains):
     before = max(line["step"] for line in training.lines() if line["pid"] == survivor.pid)
     training.cluster.add_host("127.0.0.2:1")
     training.wait_for_world(2)
-    results = training.finish()
-    assert survivor.pid in {result["pid"] for result in results}
+    pids = {result["pid"] for result in training.finish()}
+    # gloo does not wake one survivor in a hundred: then its successor resumes from the state that it kept
+    kept = [event.worker for event in events(training, "state-kept")]
+    assert survivor.pid in pids or kept == [survivor.id], training.cluster.events
     begun = [line for line in training.lines("begin") if line["generation"] == training.lines()[-1]["generation"]]
     assert min(line["begin"] for line in begun) >= before
 

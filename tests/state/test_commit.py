@@ -438,6 +438,7 @@ def test_buffers_that_are_replaced(group, begun):
     assert (model.mean.tolist(), model.large.max().item()) == ([1, 1], 1)
 
 
+@pytest.mark.filterwarnings("ignore:Guards may run slower")  # torch warns so with Python 3.13.0
 def test_a_compiled_model(group, begun):
     """`torch.compile` wraps the module; its parameters are the same ones."""
     model, _ = network()

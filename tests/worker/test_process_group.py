@@ -304,19 +304,19 @@ def test_a_forming_that_was_left_behind_does_not_become_the_default_group(monkey
         return make(group, store, rank, 1, timeout)
 
     ahead, offer = NextGeneration("127.0.0.1"), Offer("127.0.0.1")
+    others = threading.enumerate()
     with monkeypatch.context() as patch:
         patch.setattr(Group, "_make_first", late)
         group = Group(1, torch.device("cpu"), "gloo")
         with pytest.raises(EnoughError):
             group.form(formation(1, 2, offer), offer, ahead.run, enough)
-        threads = [thread for thread in threading.enumerate() if thread.name.startswith("nbelastic-prepare")]
+        (abandoned,) = {thread for thread in threading.enumerate() if "nbelastic-prepare" in thread.name} - {*others}
         ahead.abandon_thread()
         group.leave()
     following = form(2, 1)
     default = dist.group.WORLD
     held.set()
-    for thread in threads:
-        thread.join(20)
+    abandoned.join(20)
     assert made.is_set()
     assert dist.group.WORLD is default
     assert works()
