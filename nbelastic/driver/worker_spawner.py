@@ -91,9 +91,9 @@ class WorkerSpawner:
             settings.name,
             settings.silence,
             settings.presence,
-            on_again=self._on_restarted,
-            on_trouble=self._on_failed,
-            most=self._expected_workers(),
+            on_restart=self._on_restarted,
+            on_problem=self._on_failed,
+            max_engines=self._expected_workers(),
             report=self._report,
         )
         try:

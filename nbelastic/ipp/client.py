@@ -1,4 +1,4 @@
-"""ipyparallel's client for `%px`, which goes on with the next controller when one ends. Nothing of ours depends on it."""
+"""ipyparallel's client for `%px`, which continues with a restarted controller. Only `%px` and `Cluster.client` use it."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from tornado.ioloop import PeriodicCallback
 from zmq.eventloop.zmqstream import ZMQStream
 from zmq.utils.monitor import parse_monitor_message
 
-RECONNECT = (10, 500)  # milliseconds after which it tries to connect again, first and at most; engines begin with 100
-CONNECT = 10.0  # seconds that the controller may take to answer
-ASK = 0.3  # seconds between two questions for engines that are waited for
-LOOK = 1.0  # seconds between two looks at what is not answered
-GONE = 5.0  # seconds within which engines that live have told the next controller who they are
-LOST = "the answer was lost with ipyparallel's controller, or a connection to it: how far it ran is not known"
+RECONNECT = (10, 500)  # milliseconds between attempts to reconnect, at first and at most; engines begin with 100
+CONNECT_TIMEOUT = 10.0  # seconds that the controller may take to answer
+QUERY_INTERVAL = 0.3  # seconds between two queries for missing engines
+CHECK_INTERVAL = 1.0  # seconds between two checks for lost answers
+REGISTER_TIMEOUT = 5.0  # seconds in which live engines register at a restarted controller
+LOST = "the answer was lost with ipyparallel's controller, or a connection to it: completion status unknown"
 
 
 class ControllerLostError(Exception):
@@ -30,21 +30,26 @@ class ControllerLostError(Exception):
 
 
 def connect(information: dict[str, Any], name: str, profile_dir: str) -> Client:
-    """A client of the controller that `information` leads to. TimeoutError if it does not answer."""
+    """A client of the controller at `information`. TimeoutError if it does not answer."""
     client = Client(
-        connection_info=information, timeout=CONNECT, cluster_id=name, profile_dir=profile_dir, context=Context()
+        connection_info=information,
+        timeout=CONNECT_TIMEOUT,
+        cluster_id=name,
+        profile_dir=profile_dir,
+        context=Context(),
     )
-    client.begin()
+    client.start_watching()
     return client
 
 
 class Context(zmq.Context[Any]):
-    """The kernel's context for one client: of its sockets it is seen when they are connected, and they come back soon.
+    """The kernel's context for one client: it monitors the client's connections, and makes them reconnect soon.
 
-    A socket without an identity gets one from the controller, and from the next controller another: answers to it are lost.
+    Each controller would give a socket without an identity a new one, and answers to the old one would be lost.
     """
 
-    watched: list[tuple[Any, Any]]  # sockets, and who reads of each; declared, as all else is an option to ZeroMQ
+    # (socket, reader of its monitor). Declared, as ZeroMQ takes other attributes for options.
+    watched: list[tuple[Any, Any]]
 
     def __init__(self) -> None:
         super().__init__(shadow=zmq.Context.instance())
@@ -62,7 +67,7 @@ class Context(zmq.Context[Any]):
         return made
 
     def unwatch(self) -> None:
-        """Before any of its sockets is closed: ZeroMQ's thread, which is the whole kernel's, waits for who does not read."""
+        """Call this before a socket is closed: ZeroMQ's thread, which the whole kernel shares, waits for monitors' readers."""
         for socket, reader in self.watched:
             socket.disable_monitor()
             reader.close()
@@ -70,7 +75,7 @@ class Context(zmq.Context[Any]):
 
 
 class Records(defaultdict[str, Any]):
-    """ipyparallel's metadata of calls. Output that arrives after a call was purged does not make a new record of it."""
+    """ipyparallel's metadata of calls. Output that arrives after a call was purged makes no new record."""
 
     def __init__(self, known: Container[str]) -> None:
         super().__init__(Metadata)
@@ -81,39 +86,39 @@ class Records(defaultdict[str, Any]):
 
 
 class Client(ipp.Client):  # type: ignore[misc]
-    """ipyparallel's, for which a lost answer is an error, and for which an engine is there as long as it lives.
+    """ipyparallel's client, for which a lost answer is an error and a live engine stays known.
 
-    When all its connections are there again, so is another controller: it asks which engines that one knows. Those that do
-    not come back to it have died. What an engine had answered meanwhile is lost. So is what a broken connection takes along.
-    Engines answer in order: a call is lost if a later one is answered and it is not.
+    When all its connections are made again, there is a restarted controller: the client queries its engines. Engines that do
+    not register there have died. Answers from the time between are lost, as are those on a broken connection. Engines answer
+    in order: a call is lost if a later call is answered first.
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self.metadata = Records(self._futures)
-        self._up: set[int] = set()  # connections that are there
-        self._met = False  # a controller
-        self._doubted: set[str] = set()  # engines of the last controller that the next one does not know yet
-        self._looking: PeriodicCallback | None = None
-        self._dropping: object = None  # what drops them
-        self._looks: dict[str, int] = {}  # engine -> for how many looks it has not answered
+        self._open_connections: set[int] = set()  # numbers of connections
+        self._has_connected = False  # to a controller
+        self._unconfirmed: set[str] = set()  # engines of the last controller that have not registered at the next one
+        self._checks: PeriodicCallback | None = None
+        self._drop_timer: object = None  # drops them
+        self._unanswered: dict[str, int] = {}  # engine -> number of checks since its last answer
 
-    def begin(self) -> None:
-        """Watch its connections, and what is not answered, from now on."""
-        self._registration_callbacks.append(lambda event: self._io_loop.add_callback(self._noticed, event))
-        self._io_loop.add_callback(self._begin)
+    def start_watching(self) -> None:
+        """Watch the connections and unanswered calls from now on."""
+        self._registration_callbacks.append(lambda event: self._io_loop.add_callback(self._on_registration, event))
+        self._io_loop.add_callback(self._start_watching)
 
     def wait_for(self, engines: Collection[str], timeout: float) -> bool:
-        """Wait until it knows these engines, by their uuids. Returns whether it does, after `timeout` seconds at most."""
+        """Wait until these engines (uuids) are known. Returns whether they are, after `timeout` seconds at most."""
         end = time.monotonic() + timeout
         asked = time.monotonic()
         while not set(engines) <= set(dict(self._engines).values()):
             now = time.monotonic()
             if now > end:
                 return False
-            if now - asked > ASK:  # what the controller has said before it knew of this client is not said again
+            if now - asked > QUERY_INTERVAL:  # the controller does not repeat what it sent before this client connected
                 asked = now
-                self._io_loop.add_callback(self._ask)
+                self._io_loop.add_callback(self._query_engines)
             time.sleep(0.01)
         return True
 
@@ -121,93 +126,91 @@ class Client(ipp.Client):  # type: ignore[misc]
         if self._io_thread is None:
             self._context.unwatch()
         elif not self._closed:
-            self._io_loop.add_callback(self._end)  # the last thing but one that its thread does
+            self._io_loop.add_callback(self._stop_watching)  # just before its thread ends
         super().close(linger)
 
     # ---- in its own thread ----
 
-    def _begin(self) -> None:
-        self._looking = PeriodicCallback(self._look, LOOK * 1000)
-        self._looking.start()
+    def _start_watching(self) -> None:
+        self._checks = PeriodicCallback(self._check_unanswered, CHECK_INTERVAL * 1000)
+        self._checks.start()
         for number, (socket, monitor) in enumerate(self._context.watched):
             stream = ZMQStream(monitor, self._io_loop)
             stream.on_recv(partial(self._watch, number))
             self._context.watched[number] = (socket, stream)
 
-    def _end(self) -> None:
-        if self._looking is not None:
-            self._looking.stop()
+    def _stop_watching(self) -> None:
+        if self._checks is not None:
+            self._checks.stop()
         self._context.unwatch()
 
     def _watch(self, number: int, message: list[bytes]) -> None:
         if parse_monitor_message(message)["event"] != zmq.EVENT_HANDSHAKE_SUCCEEDED:
-            self._up.discard(number)
-        elif number not in self._up:
-            self._up.add(number)
-            if len(self._up) < len(self._context.watched):
+            self._open_connections.discard(number)
+        elif number not in self._open_connections:
+            self._open_connections.add(number)
+            if len(self._open_connections) < len(self._context.watched):
                 return
-            if self._met:
-                self._meet_again()
-            self._met = True
-            self._ask()
+            if self._has_connected:
+                self._on_new_controller()
+            self._has_connected = True
+            self._query_engines()
 
-    def _ask(self) -> None:
-        """Which engines are there?"""
-        known = self._send(self._query_socket, "connection_request")
-        known.add_done_callback(lambda answer: self._io_loop.add_callback(self._know, answer))
+    def _query_engines(self) -> None:
+        answered = self._send(self._query_socket, "connection_request")
+        answered.add_done_callback(lambda answer: self._io_loop.add_callback(self._on_engines, answer))
 
-    def _meet_again(self) -> None:
-        """There is another controller."""
+    def _on_new_controller(self) -> None:
         self._fail_unbound()
-        self._doubted = set(self._engines.values())
-        if self._dropping is not None:
-            self._io_loop.remove_timeout(self._dropping)
-        self._dropping = self._io_loop.call_later(GONE, self._drop)
+        self._unconfirmed = set(self._engines.values())
+        if self._drop_timer is not None:
+            self._io_loop.remove_timeout(self._drop_timer)
+        self._drop_timer = self._io_loop.call_later(REGISTER_TIMEOUT, self._drop_unconfirmed)
 
-    def _know(self, answer: Future[Any]) -> None:
+    def _on_engines(self, answer: Future[Any]) -> None:
         if answer.exception() is None:
             engines = dict(answer.result()["content"]["engines"])
             self._update_engines(engines)
             for uuid in engines.values():
-                self._back(uuid)
+                self._confirm(uuid)
 
-    def _noticed(self, event: dict[str, Any]) -> None:
+    def _on_registration(self, event: dict[str, Any]) -> None:
         if event["event"] == "register":
-            self._back(event["uuid"])
+            self._confirm(event["uuid"])
 
-    def _back(self, uuid: str) -> None:
-        if uuid in self._doubted:
-            self._doubted.discard(uuid)
-            self._sort_out(uuid)
+    def _confirm(self, uuid: str) -> None:
+        if uuid in self._unconfirmed:
+            self._unconfirmed.discard(uuid)
+            self._fail_lost_calls(uuid)
 
-    def _drop(self) -> None:
-        """Engines that have died while there was no controller: the next one will never have heard of them."""
-        self._dropping = None
+    def _drop_unconfirmed(self) -> None:
+        """Drop engines that died while there was no controller: they will not register at the new one."""
+        self._drop_timer = None
         for number, uuid in list(self._engines.items()):
-            if uuid in self._doubted:
+            if uuid in self._unconfirmed:
                 self._unregister_engine({"content": {"id": number, "uuid": uuid}})
-        self._doubted.clear()
+        self._unconfirmed.clear()
 
-    def _look(self) -> None:
+    def _check_unanswered(self) -> None:
         for uuid, calls in list(self._outstanding_dict.items()):
-            looks = self._looks[uuid] = self._looks.get(uuid, 0) + 1 if calls else 0
-            if looks > 1 and looks & (looks - 1) == 0:  # more and more rarely: it may be at work for days
-                self._sort_out(uuid)
+            checks = self._unanswered[uuid] = self._unanswered.get(uuid, 0) + 1 if calls else 0
+            if checks > 1 and checks & (checks - 1) == 0:  # less and less often: it may compute for days
+                self._fail_lost_calls(uuid)
 
-    def _sort_out(self, uuid: str) -> None:
-        """Fail the calls that are lost: those that have not been answered when one that is made now is."""
+    def _fail_lost_calls(self, uuid: str) -> None:
+        """Make a call now. When it is answered, fail the earlier calls of this engine that are not."""
         calls = set(self._outstanding_dict.get(uuid, ()))
         number = next((number for number, engine in self._engines.items() if engine == uuid), None)
         if not calls or number is None:
             return
         last = self.direct_view(number).apply_async(len, "")
-        printed = self._output_futures.get(last.msg_ids[0]) or last
+        output = self._output_futures.get(last.msg_ids[0]) or last
         last.add_done_callback(lambda _: self._io_loop.add_callback(self._fail, calls))
-        printed.add_done_callback(lambda _: self._io_loop.add_callback(self._end_output, calls))
+        output.add_done_callback(lambda _: self._io_loop.add_callback(self._end_output, calls))
         self._forget(last)
 
     def _forget(self, result: Any) -> None:
-        """Forget a call once it is answered, in the thread in which its output arrives; its output may end before."""
+        """Drop the record of a call when it is answered, in the thread that receives its output."""
         result.add_done_callback(lambda _: self._io_loop.add_callback(self.purge_local_results, result))
 
     def _handle_apply_reply(self, msg: dict[str, Any]) -> None:
@@ -223,9 +226,9 @@ class Client(ipp.Client):  # type: ignore[misc]
         return (msg["metadata"]["original_msg_id"] if coalesced else msg["parent_header"]["msg_id"]) in self.outstanding
 
     def _fail(self, calls: Iterable[str]) -> None:
-        """No answer comes to these any more."""
+        """Fail these calls: their answers are lost."""
         try:
-            raise ControllerLostError(LOST)  # noqa: TRY301  (what is wrapped is the present exception)
+            raise ControllerLostError(LOST)  # noqa: TRY301  (ipyparallel wraps the present exception)
         except ControllerLostError:
             content = ipp.error.wrap_exception()
         for call in set(calls) & self.outstanding:
@@ -234,7 +237,7 @@ class Client(ipp.Client):  # type: ignore[misc]
             self._handle_apply_reply(message)
 
     def _fail_unbound(self) -> None:
-        """The controller is gone, and with it what it kept itself: what was not for one engine, and questions."""
+        """The controller has died: fail what it had not passed to an engine yet, and queries."""
         bound: set[str] = set().union(*list(self._outstanding_dict.values()))
         self._fail(self.outstanding - bound)
         for call, future in list(self._futures.items()):
@@ -243,8 +246,8 @@ class Client(ipp.Client):  # type: ignore[misc]
         self._end_output(set(self._output_futures) - bound)
 
     def _end_output(self, calls: Iterable[str]) -> None:
-        """No more output comes of these."""
+        """End the output of these calls: no more arrives."""
         for call in calls:
-            printed = self._output_futures.get(call)
-            if printed is not None and not printed.done():
-                printed.set_result(None)
+            output = self._output_futures.get(call)
+            if output is not None and not output.done():
+                output.set_result(None)

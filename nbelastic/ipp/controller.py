@@ -1,4 +1,4 @@
-"""Entry of the controller's process: ipyparallel's controller, ending when no driver comes any more."""
+"""The controller's process: ipyparallel's controller, which ends when its cluster has no driver any more."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from nbelastic.system.processes import die_with_parent, kill_group
 
 
 def main() -> None:
-    """`argv[1]` is JSON: `files` (stem of our files), `ready` (a descriptor, closed when it can be spoken to) and
-    `presence`. What comes after is ipyparallel's.
+    """`argv[1]` is JSON: `files` (stem of the controller's files), `ready` (a descriptor, written to when it can serve) and
+    `presence`. The other arguments are ipyparallel's.
 
-    CURVE keeps strangers out; the messages are signed as well, which ipyparallel leaves out then. One that is started
-    again has the ports and keys of the one before: engines and clients come back to it by themselves.
+    Connections need a CURVE key. Messages are signed as well, which ipyparallel does not do by itself with CURVE. A restarted
+    controller has the same ports and keys, so engines and clients reconnect by themselves.
     """
     options = json.loads(sys.argv[1])
-    threading.excepthook = _fall  # a controller without one of its threads is none, and the next one may be
+    threading.excepthook = _end  # a controller that has lost a thread does not work: let it be restarted
     presence = Presence(*options["presence"])
     threading.Thread(target=_outlast, args=[presence], name="nbelastic-outlast", daemon=True).start()
     stem = options["files"]
@@ -54,7 +54,7 @@ def main() -> None:
 
 
 def _keys(file: Path) -> dict[str, str]:
-    """Those of the controller before, if there was one."""
+    """The keys of the controller before, if there was one, else new ones."""
     try:
         found: dict[str, str] = json.loads(file.read_text())
     except FileNotFoundError:
@@ -65,33 +65,33 @@ def _keys(file: Path) -> dict[str, str]:
 
 
 def _outlast(presence: Presence) -> None:
-    """Nobody comes: what the cluster has written, keys among it, goes as well.
+    """When the lease has expired, remove the cluster's files, keys included, and end.
 
-    Without the kernel that owns it all that it has here ends at once, and with it the lines of ssh; else workers may write a last
-    checkpoint.
+    If the cluster's owner has died, also kill its processes on this machine, its ssh clients included. Otherwise workers may
+    still write a last checkpoint.
     """
     outlast(presence)
     sweep(presence.name, presence.number, kill=not presence.owned)
     kill_group(os.getpgrp())
 
 
-def _fall(args: threading.ExceptHookArgs) -> None:
+def _end(args: threading.ExceptHookArgs) -> None:
     threading.__excepthook__(args)
     kill_group(os.getpgrp())
 
 
 class Controller(app.IPController):  # type: ignore[misc]
-    """ipyparallel's, which says when it is there and does not stay without its heart monitor."""
+    """Writes to `ready` when it can serve, and ends with its heart monitor."""
 
     ready: int
 
     def start(self) -> None:
         os.write(self.ready, b".")
-        os.close(self.ready)  # before the heart monitor is forked: who waits at the other end sees this process end
+        os.close(self.ready)  # before the heart monitor is forked, which would keep the pipe open
         super().start()
 
     def init_signal(self) -> None:
-        """The last step of the start."""
+        """ipyparallel calls this as the last step of the start."""
         super().init_signal()
         threading.Thread(target=self._watch, name="nbelastic-heart-monitor", daemon=True).start()
 
@@ -101,24 +101,24 @@ class Controller(app.IPController):  # type: ignore[misc]
 
 
 def start_heartmonitor(*args: Any, **options: Any) -> None:
-    """The heart monitor's process, which holds the ports of the controller's: it must not outlive it."""
+    """Runs in the heart monitor's process, which shares the controller's ports and so must not outlive it."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     die_with_parent(parent=parent.pid or 0)
-    heartmonitor.HeartMonitor.handle_pong = _hear
+    heartmonitor.HeartMonitor.handle_pong = _accept_pong
     heartmonitor.start_heartmonitor(*args, **options)
 
 
-def _hear(monitor: Any, message: list[bytes]) -> None:
-    """Any answer is a heartbeat. To ipyparallel those of far engines, with a round trip of two of its periods, are all too old."""
+def _accept_pong(monitor: Any, message: list[bytes]) -> None:
+    """Count each answer as a heartbeat: ipyparallel drops answers that take longer than two periods, as on slow networks."""
     monitor.responses.add(message[0])
 
 
 class Hub(hubs.Hub):  # type: ignore[misc]
-    """ipyparallel's, to which engines that knew the one before say again who they are, with the number they had.
+    """Engines of the controller before register again, with the number they had.
 
-    Those that have died meanwhile do not: ipyparallel's own way, a list of the engines in a file, keeps them for ever. An
-    engine's heart may be heard before its word.
+    ipyparallel would read a list of engines from a file, and never drop those that have died meanwhile. An engine's heartbeat
+    may arrive before its registration.
     """
 
     beating = Set()
@@ -134,14 +134,14 @@ class Hub(hubs.Hub):  # type: ignore[misc]
     def register_engine(self, reg: bytes, msg: dict[str, Any]) -> None:
         heart = msg["content"]["uuid"].encode()
         if heart in self.by_ident or heart in self.incoming_registrations:
-            return  # it was answered: engines say it whenever their connections are new
+            return  # answered already: engines send this whenever they have reconnected
         super().register_engine(reg, msg)
         self._save_engine_state()
         if heart in self.beating:
             self.finish_registration(heart)
 
     def _save_engine_state(self) -> None:
-        """No number is given twice."""
+        """Save the next number, so that none is used twice."""
         if self.engine_state_file:
             replace_private(Path(self.engine_state_file), [str(self._idcounter).encode()])
 

@@ -1,4 +1,4 @@
-"""ipyparallel's controller, a process: started, watched, started again in its place, found by a later driver."""
+"""Starts ipyparallel's controller as a process, restarts it when it ends, and adopts the one of an earlier driver."""
 
 from __future__ import annotations
 
@@ -22,33 +22,37 @@ from nbelastic.system.supervise import Report, report_to_log, supervise
 
 CODE = "from nbelastic.ipp.controller import main; main()"
 PORTS = 18  # that ipyparallel's controller listens on
-TRIES = 3  # of a driver's first start: a port may have been taken before the controller listens there
-LOWEST = 10_000  # of those that we choose
-LAST_WORDS = 2000  # characters of its output in an error
+MAX_ATTEMPTS = 3  # of the first start: another process may take a port before the controller listens there
+LOWEST_PORT = 10_000
+MAX_OUTPUT = 2000  # characters of the controller's output in an error
+
+HEARTBEAT = (
+    100  # milliseconds between two heartbeats of an engine; with more than 100 engines, one millisecond per engine
+)
+EXTRA_SILENCE = (
+    10.0  # seconds: ipyparallel drops an engine's results, so it waits longer for a silent engine than the driver
+)
+MIN_PAUSE, MAX_PAUSE = 0.1, 10.0  # seconds between two starts of a controller that ends early
+EARLY_END = 10.0  # seconds after its start
+FROZEN_INTERVAL = 1.0  # seconds between two checks whether it is stopped (SIGSTOP)
+MAX_FROZEN = 5  # checks that find it stopped, after which it is killed
 
 
-HEARTBEAT = 100  # milliseconds between two heartbeats of an engine, up to so many engines; of more, as many as engines
-LONGER = 10.0  # seconds that ipyparallel waits longer for a silent engine than we do: it would throw its results away
-FIRST_PAUSE, PAUSE = 0.1, 10.0  # seconds between two starts of a controller that ends soon: at first, and at most
-SOON = 10.0  # seconds after its start
-LOOK = 1.0  # seconds between two looks at whether it is stopped
-STILL = 5  # looks at a stopped controller after which it is ended
+def heartbeat_period(engines: float) -> int:
+    """Milliseconds between two heartbeats of each engine.
 
-
-def heartbeat(most: float) -> int:
-    """Milliseconds between two heartbeats for `most` engines.
-
-    An engine counts only after a heartbeat, so a short period has it known soon. Each heartbeat costs the controller about
-    1.1 ms of CPU. So the period grows with the engines, and all of them together take about a tenth of a core.
+    An engine counts only after a heartbeat, so the period is short. Each heartbeat costs the controller about 1.1 ms of CPU
+    time. So the period grows with the number of engines, and all heartbeats together take about a tenth of a core.
     """
-    return max(HEARTBEAT, int(min(most, 10 * HEARTBEAT)))
+    return max(HEARTBEAT, int(min(engines, 10 * HEARTBEAT)))
 
 
 class Supervisor:
-    """One cluster's controller, for at most `most` engines. Its files are in the profile's folder, and for their owner alone.
+    """One cluster's controller, for at most `max_engines` engines. Its files are in the profile's folder, with mode 0600.
 
-    One that ends unasked is started again in its place, and `on_again()` is called; `on_trouble(why)`, if it ends at once or
-    cannot be started. Engines and clients come back to it by themselves. It outlives this process, as `presence` tells.
+    A controller that ends is restarted at the same ports, and `on_restart()` is called. If it ends early or cannot be started,
+    `on_problem(reason)` is called. Engines and clients reconnect by themselves. The controller outlives this process:
+    `presence` says for how long.
     """
 
     def __init__(
@@ -58,211 +62,214 @@ class Supervisor:
         silence: float,
         presence: Presence,
         *,
-        on_again: Callable[[], None] = lambda: None,
-        on_trouble: Callable[[str], None] = lambda why: None,  # noqa: ARG005
-        most: float = 0,
+        on_restart: Callable[[], None] = lambda: None,
+        on_problem: Callable[[str], None] = lambda reason: None,  # noqa: ARG005
+        max_engines: float = 0,
         report: Report = report_to_log,
     ) -> None:
         self._profile, self._name = profile, name
-        period = heartbeat(most)
+        period = heartbeat_period(max_engines)
         self._arguments = [
-            "--nodb",  # the hub's record of every message would grow for ever
+            "--nodb",  # else the hub's record of all messages would grow without limit
             "--usethreads",
             f"--HeartMonitor.period={period}",
-            f"--HeartMonitor.max_heartmonitor_misses={int((silence + LONGER) * 1000 / period)}",
+            f"--HeartMonitor.max_heartmonitor_misses={int((silence + EXTRA_SILENCE) * 1000 / period)}",
             "--log-level=40",
         ]
-        self._presence, self._on_again, self._on_trouble, self._report = presence, on_again, on_trouble, report
+        self._presence, self._on_restart, self._on_problem, self._report = presence, on_restart, on_problem, report
         self._stem = profile / "security" / f"ipcontroller-{name}"
         self._log = profile / "log" / f"ipcontroller-{name}.log"
         self._state = profile / "log" / f"engines{name}.json"
         self._child: subprocess.Popen[bytes] | None = None
-        self._holding = contextlib.ExitStack()  # its ports
-        self._extra = contextlib.ExitStack()
-        self._chosen = False
+        self._held_ports = contextlib.ExitStack()
+        self._extra_ports = contextlib.ExitStack()  # of a restart
+        self._has_ports = False
         self._tasks: list[asyncio.Task[None]] = []
         self.process = ""  # pid@start
-        self.connection = ""  # what engines need to come to it (JSON); empty before there is one
+        self.connection = ""  # JSON with which engines connect to it; empty before the first start
 
-    # ---- beginning and end ----
+    # ---- start and stop ----
 
     async def start(self) -> None:
-        """Start one that knows nothing of any before. RuntimeError with its last words if it ends instead, several times."""
-        await self._try(self.begin)
+        """Start a controller without state of an earlier one. RuntimeError with its output if it ends several times."""
+        await self._attempt(self.start_new)
         self._supervise()
 
     async def attach(self) -> None:
-        """Take over the one that an earlier driver has started; one that has ended is started again in its place."""
-        if not self._file("-engine.json").exists():  # the earlier driver was killed before there was one
+        """Adopt the controller of an earlier driver; restart it if it has ended."""
+        if not self._file("-engine.json").exists():  # the earlier driver was killed before its controller started
             await self.start()
             return
         if not self.adopt():
-            await self._try(self.again)
+            await self._attempt(self.restart)
         self._supervise()
 
-    async def _try(self, start: Callable[[], Awaitable[None]]) -> None:
-        for left in reversed(range(TRIES)):
+    async def _attempt(self, start: Callable[[], Awaitable[None]]) -> None:
+        for left in reversed(range(MAX_ATTEMPTS)):
             try:
                 await start()
             except RuntimeError as error:
                 if not left:
                     raise
-                self._on_trouble(f"the first start failed: {error}")
-                await asyncio.sleep(FIRST_PAUSE)
+                self._on_problem(f"the first start failed: {error}")
+                await asyncio.sleep(MIN_PAUSE)
             else:
                 return
 
     async def stop(self) -> None:
-        """End it. It has nothing to tidy up, and asking it takes longer than there is time at the end of a kernel."""
+        """Kill it. It has nothing to clean up, and a request to end would take longer than a kernel's end allows."""
         await self._close()
-        await self.end()
+        await self.kill()
 
     async def _close(self) -> None:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        self._extra.close()
-        self._holding.close()
+        self._extra_ports.close()
+        self._held_ports.close()
 
     def _supervise(self) -> None:
         self.connection = json.dumps(self.information("engine"))
-        watches = (("the look at ipyparallel's controller", self._watch), ("the look for a stopped one", self._look))
-        self._tasks = [asyncio.create_task(supervise(what, watch, self._report)) for what, watch in watches]
+        watches = (
+            ("the check of ipyparallel's controller", self._watch),
+            ("the check for a frozen controller", self._kill_when_frozen),
+        )
+        self._tasks = [asyncio.create_task(supervise(name, watch, self._report)) for name, watch in watches]
 
-    # ---- while it is there ----
+    # ---- restarts ----
 
     async def _watch(self) -> None:
-        """For ever: have a controller. One that ends at once is started again after pauses that grow."""
+        """Restart the controller whenever it ends; if it ends early, after pauses that grow."""
         pause, now = 0.0, asyncio.get_running_loop().time
         while True:
             began = now()
-            await self.ended()
+            await self.wait_for_end()
             lived = now() - began
-            pause = min(2 * pause or FIRST_PAUSE, PAUSE) if lived < SOON else 0.0
+            pause = min(2 * pause or MIN_PAUSE, MAX_PAUSE) if lived < EARLY_END else 0.0
             if pause:
-                self._on_trouble(f"it ended after {lived:.1f} s: {self.last_line()}")
+                self._on_problem(f"it ended after {lived:.1f} s: {self.last_line()}")
                 await asyncio.sleep(pause)
-            await self._start_again()
-            self._on_again()
+            await self._restart_until_it_runs()
+            self._on_restart()
 
-    async def _start_again(self) -> None:
-        pause = FIRST_PAUSE
+    async def _restart_until_it_runs(self) -> None:
+        pause = MIN_PAUSE
         while True:
             try:
-                await self.again()
-            except (OSError, RuntimeError) as error:  # one of its ports may be taken for a moment
-                self._on_trouble(f"the last start failed: {error}")
+                await self.restart()
+            except (OSError, RuntimeError) as error:  # another process may use one of its ports for a moment
+                self._on_problem(f"the last start failed: {error}")
                 await asyncio.sleep(pause)
-                pause = min(2 * pause, PAUSE)
+                pause = min(2 * pause, MAX_PAUSE)
             else:
                 return
 
-    async def _look(self) -> None:
-        """For ever: a stopped controller is as good as none."""
-        still = 0
+    async def _kill_when_frozen(self) -> None:
+        """Kill a stopped controller (SIGSTOP), so that it is restarted."""
+        frozen = 0
         while True:
-            await asyncio.sleep(LOOK)
-            still = still + 1 if stopped(self._pid) else 0
-            if still >= STILL:
-                await self.end()
+            await asyncio.sleep(FROZEN_INTERVAL)
+            frozen = frozen + 1 if stopped(self._pid) else 0
+            if frozen >= MAX_FROZEN:
+                await self.kill()
 
     # ---- its process ----
 
     def information(self, kind: str) -> dict[str, Any]:
-        """How an `engine` or a `client` comes to it: addresses and keys."""
+        """The addresses and keys with which an `engine` or a `client` connects."""
         found: dict[str, Any] = json.loads(self._file(f"-{kind}.json").read_text())
         return found
 
     def _file(self, ending: str) -> Path:
         return self._stem.with_name(self._stem.name + ending)
 
-    async def begin(self) -> None:
-        """Start it without a trace of any before."""
+    async def start_new(self) -> None:
+        """Kill an earlier controller, remove its files, and start a new one."""
         for folder in (self._stem.parent, self._log.parent):
             make_private(folder)
         self.adopt()
-        await self.end()
+        await self.kill()
         for file in (*map(self._file, ("-client.json", "-engine.json", ".keys", ".process")), self._state):
             file.unlink(missing_ok=True)
-        await self.again()
+        await self.restart()
 
     def adopt(self) -> bool:
-        """Whether the one lives that an earlier driver has started; it is this one's then."""
+        """Take over the controller of an earlier driver. Returns whether it runs."""
         with contextlib.suppress(FileNotFoundError):
             self.process = self._file(".process").read_text()
         return lives(self.process)
 
-    async def again(self) -> None:
-        """Start it where the one before was, of which nothing is left then. RuntimeError with its last words."""
-        await self.end()
-        ours, theirs = os.pipe()
-        options = json.dumps({"files": str(self._stem), "ready": theirs, "presence": self._presence})
-        where = (f"--profile-dir={self._profile}", f"--cluster-id={self._name}", *self._choose_ports())
+    async def restart(self) -> None:
+        """Kill it if it runs, and start it at the same ports. RuntimeError with its output if it ends at once."""
+        await self.kill()
+        ready, its_end = os.pipe()
+        options = json.dumps({"files": str(self._stem), "ready": its_end, "presence": self._presence})
+        location = (f"--profile-dir={self._profile}", f"--cluster-id={self._name}", *self._choose_ports())
         try:
             with self._log.open("ab") as output:
                 self._child = subprocess.Popen(  # noqa: ASYNC220  (milliseconds)
-                    [sys.executable, "-c", CODE, options, *where, *self._arguments],
+                    [sys.executable, "-c", CODE, options, *location, *self._arguments],
                     stdin=subprocess.DEVNULL,
-                    stdout=output,  # a file: nobody has to be there to read it
+                    stdout=output,  # a file: a pipe would need a reader
                     stderr=output,
                     start_new_session=True,
-                    pass_fds=[theirs],
+                    pass_fds=[its_end],
                 )
             self.process = identity(self._child.pid)
-            # At once: another driver that did not find it would start a second one, at the same ports.
+            # At once: else a new driver would not find it, and would start a second one at the same ports.
             replace_private(self._file(".process"), [self.process.encode()])
-            os.close(theirs)
-            theirs = -1
-            await _readable(ours)
-            if not os.read(ours, 1):
+            os.close(its_end)
+            its_end = -1
+            await _wait_until_readable(ready)
+            if not os.read(ready, 1):
                 raise RuntimeError(
-                    f"it ended at its start: {self._log.read_text(errors='replace')[-LAST_WORDS:].strip()}"
+                    f"it ended at its start: {self._log.read_text(errors='replace')[-MAX_OUTPUT:].strip()}"
                 )
         finally:
-            os.close(ours)
-            if theirs >= 0:
-                os.close(theirs)
+            os.close(ready)
+            if its_end >= 0:
+                os.close(its_end)
 
     def _choose_ports(self) -> list[str]:
-        """At first for all that it listens at; afterwards for what it needs for itself, and does not need again."""
-        self._extra.close()
-        chosen = (self._extra if self._chosen else self._holding).enter_context(_ports())
-        self._chosen = True
+        """At the first start all its ports; at a restart those of its internal sockets, which may change."""
+        self._extra_ports.close()
+        chosen = (self._extra_ports if self._has_ports else self._held_ports).enter_context(_ports())
+        self._has_ports = True
         return [f"--ports={','.join(map(str, chosen))}"] if chosen else []
 
     def last_line(self) -> str:
-        """What it wrote last; empty if it has written nothing."""
+        """The last line of its output; empty if there is none."""
         with contextlib.suppress(OSError), self._log.open("rb") as log:
-            log.seek(max(0, log.seek(0, os.SEEK_END) - LAST_WORDS))
+            log.seek(max(0, log.seek(0, os.SEEK_END) - MAX_OUTPUT))
             return (log.read().decode(errors="replace").strip().splitlines() or [""])[-1]
         return ""
 
-    async def ended(self) -> None:
-        """Return when its process has ended, child of ours or not."""
+    async def wait_for_end(self) -> None:
+        """Wait until its process has ended, also if it is not a child of this process."""
         with contextlib.suppress(ProcessLookupError):
             fd = os.pidfd_open(self._pid)
             try:
-                if self._child is not None or lives(self.process):  # the number may be another's by now
-                    await _readable(fd)
+                if self._child is not None or lives(self.process):  # the pid may belong to another process by now
+                    await _wait_until_readable(fd)
             finally:
                 os.close(fd)
         self._reap()
 
-    async def end(self) -> None:
-        """End it and all of its group; return when they are gone, and their ports free."""
+    async def kill(self) -> None:
+        """Kill its process group; returns when all have ended and their ports are free."""
         pid = self._pid
         if pid and (self._child is not None or identity(pid) in ("", self.process)):  # a group may outlive its leader
-            while members := _group(pid):  # again: one may have been forked meanwhile
+            while members := _group(pid):  # in a loop: one may have forked meanwhile
                 for fd in members:
                     with contextlib.suppress(ProcessLookupError):
                         signal.pidfd_send_signal(fd, signal.SIGKILL)
                 for fd in members:
                     try:
-                        await _readable(fd)
+                        await _wait_until_readable(fd)
                     finally:
                         os.close(fd)
         if self._child is not None:
-            await self.ended()  # its first thread may be a zombie while others still end
+            await self.wait_for_end()  # its first thread may be a zombie while others still end
 
     @property
     def _pid(self) -> int:
@@ -273,20 +280,20 @@ class Supervisor:
             self._child = None
 
 
-async def _readable(fd: int) -> None:
+async def _wait_until_readable(fd: int) -> None:
     loop = asyncio.get_running_loop()
-    there = asyncio.Event()
-    loop.add_reader(fd, there.set)
+    readable = asyncio.Event()
+    loop.add_reader(fd, readable.set)
     try:
-        await there.wait()
+        await readable.wait()
     finally:
         loop.remove_reader(fd)
 
 
 def _group(leader: int) -> list[int]:
-    """Descriptors of the controller's processes, which become readable as they end.
+    """Descriptors (pidfds) of the controller's processes, which become readable when these end.
 
-    What is left of its group is told by the command line: the group's number may be another's by now.
+    Other processes may have the group's number by now, so compare the command line.
     """
     found = []
     for pid in map(int, filter(str.isdecimal, os.listdir("/proc"))):
@@ -303,14 +310,16 @@ def _group(leader: int) -> list[int]:
 
 @contextlib.contextmanager
 def _ports() -> Iterator[list[int]]:
-    """Free ones, which nobody else gets meanwhile: to come again, the controller needs the same. None: ipyparallel chooses."""
+    """Free ports, reserved for restarts of the controller. If the list is empty, ipyparallel chooses."""
     found = []
     with contextlib.ExitStack() as holding:
-        for port in ports.chosen(10 * PORTS, LOWEST):
+        for port in ports.chosen(10 * PORTS, LOWEST_PORT):
             holder = holding.enter_context(socket.socket())
             with contextlib.suppress(OSError):
                 holder.bind(("127.0.0.1", port))
-                holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # ZeroMQ may listen there; we never do
+                holder.setsockopt(
+                    socket.SOL_SOCKET, socket.SO_REUSEADDR, 1
+                )  # ZeroMQ may listen there; this socket never does
                 found.append(port)
             if len(found) == PORTS:
                 break

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from nbelastic.ipp import supervisor
-from nbelastic.ipp.supervisor import FIRST_PAUSE, PAUSE, Supervisor, heartbeat
+from nbelastic.ipp.supervisor import MAX_PAUSE, MIN_PAUSE, Supervisor, heartbeat_period
 from tests.support.presence import until_the_end
 
 
@@ -17,10 +17,10 @@ class Dying(Supervisor):
 
     started = 1
 
-    async def ended(self) -> None:
+    async def wait_for_end(self) -> None:
         """It has ended already."""
 
-    async def again(self) -> None:
+    async def restart(self) -> None:
         self.started += 1
         if self.started > 12:
             raise asyncio.CancelledError
@@ -42,11 +42,11 @@ def test_a_controller_that_ends_at_once_is_started_after_longer_and_longer_pause
     async def story() -> None:
         monkeypatch.setattr(supervisor.asyncio, "sleep", sleep)
         with pytest.raises(asyncio.CancelledError):
-            await Dying(tmp_path, "name", 5.0, until_the_end(tmp_path), on_trouble=told.append)._watch()
+            await Dying(tmp_path, "name", 5.0, until_the_end(tmp_path), on_problem=told.append)._watch()
 
     asyncio.run(story())
-    assert pauses[:3] == [FIRST_PAUSE, 2 * FIRST_PAUSE, 4 * FIRST_PAUSE]
-    assert pauses[-1] == PAUSE
+    assert pauses[:3] == [MIN_PAUSE, 2 * MIN_PAUSE, 4 * MIN_PAUSE]
+    assert pauses[-1] == MAX_PAUSE
     assert len(told) == len(pauses)
     assert all(text.endswith("Too many open files") for text in told)
 
@@ -54,4 +54,4 @@ def test_a_controller_that_ends_at_once_is_started_after_longer_and_longer_pause
 @pytest.mark.parametrize(("workers", "milliseconds"), [(4, 100), (100, 100), (500, 500), (5000, 1000)])
 def test_the_heartbeats_of_many_engines_are_rarer(workers: int, milliseconds: int) -> None:
     """Together they cost the controller no more than those of a hundred do, up to a thousand engines."""
-    assert heartbeat(workers) == milliseconds
+    assert heartbeat_period(workers) == milliseconds

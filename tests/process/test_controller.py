@@ -52,7 +52,7 @@ def again(cluster: nbe.Cluster, before: int) -> None:
     until(lambda: started_again(cluster) > before)
     client = cluster.client
     # What an engine answers before the client is back is lost, and told as that.
-    until(lambda: len(client._up) == len(client._context.watched), what="the client to be connected")
+    until(lambda: len(client._open_connections) == len(client._context.watched), what="the client to be connected")
     until(lambda: known(cluster) == len(cluster.workers), what="all engines to be known")
 
 
@@ -255,7 +255,7 @@ def test_another_kernel_goes_on(keep, dies):
     async def go_on() -> None:
         controller = kept.caretaker()
         came: asyncio.Queue[None] = asyncio.Queue()
-        controller._on_again = lambda: came.put_nowait(None)
+        controller._on_restart = lambda: came.put_nowait(None)
         await controller.attach()
         assert (controller.process == kept.controller) is (dies == "kernel")
         await asyncio.to_thread(kept.check, controller)
@@ -342,8 +342,8 @@ def test_a_driver_is_killed_while_it_starts_a_controller(tmp_path):
     async def story() -> None:
         first = of_a_driver()
         await first.start()
-        await first.end()
-        starting = asyncio.create_task(first.again())
+        await first.kill()
+        starting = asyncio.create_task(first.restart())
         await asyncio.sleep(0)  # it has begun the process, and waits for it
         starting.cancel()
         await first._close()
