@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     )
     from nbelastic.notebook import load_ipython_extension, unload_ipython_extension
     from nbelastic.programs.elastic import elastic
-    from nbelastic.protocol.sources import HostDiscovery
+    from nbelastic.protocol.host_sources import HostDiscovery
     from nbelastic.provision.discovery import FixedHosts, ScriptDiscovery
     from nbelastic.state.sampler import ElasticSampler, local_batch_size
     from nbelastic.state.state import ObjectState, State, TorchState
@@ -59,7 +59,7 @@ _NAMES_BY_MODULE = {
         "WaitTimeoutError",
     ),
     "nbelastic.client.cluster": ("Cluster",),
-    "nbelastic.protocol.sources": ("HostDiscovery",),
+    "nbelastic.protocol.host_sources": ("HostDiscovery",),
     "nbelastic.provision.discovery": ("FixedHosts", "ScriptDiscovery"),
     "nbelastic.client.job": ("Job",),
     "nbelastic.notebook": ("load_ipython_extension", "unload_ipython_extension"),

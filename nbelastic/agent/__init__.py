@@ -1,1 +1,1 @@
-"""On each host: the agent, which starts workers and watches them."""
+"""The agent of a host: one process that starts and watches workers, and relays their messages."""

@@ -1,8 +1,8 @@
-"""One process per host: it forks workers from a warm template, watches them, samples psutil and NVML, and reports.
+"""The agent's process: it forks workers from the template, watches them, and sends samples of psutil and NVML.
 
-It ends, and every worker with it, when the driver says so, when its line to the driver's machine ends, when the cluster was
-stopped or its owner has ended, or when no driver has come for the lease: then its workers have time for a last checkpoint. It
-outlives a driver, and tells the next one what there is.
+It ends, with its workers, in four cases: the driver stops it; the pipe to the process that has started it ends; the cluster
+has stopped or its owner has ended; or no driver has sent anything for the lease. In the last case its workers first have
+time for a last checkpoint. The agent outlives a driver, and reports its state to the next one.
 """
 
 from __future__ import annotations
@@ -30,74 +30,72 @@ import msgspec
 import psutil
 
 from nbelastic.agent.fork import fork
-from nbelastic.agent.gpus import Gpus
-from nbelastic.agent.interfaces import candidates
+from nbelastic.agent.gpu_samples import Gpus
+from nbelastic.agent.host_addresses import addresses_by_preference
 from nbelastic.agent.nodes import Nodes
 from nbelastic.agent.prober import TIMEOUT as PROBE_TIMEOUT
 from nbelastic.agent.prober import Prober, endpoint
-from nbelastic.agent.protocol import GRACE, Action, End, Fork, Introduce, Protocol, Say, Signal
+from nbelastic.agent.protocol import KILL_AFTER, Action, End, Fork, Protocol, Send, SendHello, Signal
 from nbelastic.protocol import agent_messages, messages
 from nbelastic.protocol import events as ev
 from nbelastic.protocol.ids import WorkerId
 from nbelastic.system import versions
 from nbelastic.system.addresses import address_of, is_loopback
-from nbelastic.system.folders import base, held_folder, kept
-from nbelastic.system.presence import Presence
+from nbelastic.system.driver_lease import DriverLease
+from nbelastic.system.folder_paths import kept_state_folder, process_folder, user_folder
 from nbelastic.system.processes import kill_group, state_of
 from nbelastic.transport.client import Client
 from nbelastic.transport.keys import Keys
 
-LATE = 2.0  # seconds by which a look may be late; later than that, this process itself was stopped
-WATCH = 0.1  # seconds between looks at the workers' process states
-SAMPLE = 1.0
-LATE_TURN = 15.0  # seconds by which the main thread's next turn may be late; then this host is not heard any more
-LAST_TURN = 60.0  # the same; then nobody will end this process and its workers any more, so it does
-ORDER = 300.0  # seconds that one order may take: the first fork waits for what the template imports
-ENTRY = ("nbelastic.programs.boot", "boot")  # by name: host and worker never import one another
+SUSPENDED = 2.0  # seconds; a thread that runs later than planned by more than this was stopped with its process
+CHECK = 0.1  # seconds between checks of the workers' process states
+SAMPLE = 1.0  # seconds between samples
+SILENT_AFTER = 15.0  # seconds by which the main thread is late; then the link sends nothing, as the thread may hang
+EXIT_AFTER = 60.0  # seconds by which the main thread is late; then the process exits, as nothing else would end it
+MESSAGE_TIMEOUT = 300.0  # seconds in which the main thread handles a message; the first fork waits for the template
+ENTRY = ("nbelastic.programs.boot", "boot")  # by name: the agent must not import it
 
 
 class Config(msgspec.Struct, frozen=True):
-    """What the driver tells an agent at its start, beside what `start` has used already."""
+    """What an agent needs to know, beside what `start` has used already."""
 
     host: str
-    driver: str  # the hub's endpoint
+    driver: str  # the endpoint of the driver's server
     keys: Keys
-    number: int  # of this agent: a later one of the same host is another
-    presence: Presence | None  # of the driver, on its machine
-    lease: float  # seconds without a driver after which it ends
+    number: int  # of this agent among those of the host
+    driver_lease: DriverLease | None  # on the driver's machine; None elsewhere
+    lease: float  # seconds without a driver after which the agent ends
     heartbeat: float  # seconds
-    address: str  # the loopback address, on the same machine; empty elsewhere
+    address: str  # a loopback address on the driver's machine; empty elsewhere
     nics: tuple[str, ...]  # network interfaces to use; empty: any
-    run_dir: str  # for what only this run needs; empty: a new one
-    log_dir: str  # of the cluster, as its own machine has it
-    settings: dict[str, str]  # for the workers
+    run_folder: str  # for temporary files; empty: make a folder
+    log_dir: str  # the cluster's log folder on the driver's machine
+    settings: dict[str, str]  # of the workers
 
 
-class _Forked:
-    """A worker's process."""
-
+class _WorkerProcess:
     def __init__(self, process: BaseProcess) -> None:
         self.process = process
         self.stats = psutil.Process(process.pid)
 
 
 class Agent:
-    """`run()` until told to end. What concerns workers happens in the caller's thread."""
+    """Runs until it must end. The caller's thread handles workers; the link's thread handles probes and new addresses."""
 
-    def __init__(self, config: Config, lifeline: int) -> None:
-        self._config, self._lifeline = config, lifeline
+    def __init__(self, config: Config, parent_pipe: int) -> None:
+        self._config, self._parent_pipe = config, parent_pipe
         self._inbox: deque[messages.Message] = deque()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._context = mp.get_context("forkserver")
-        self._workers: dict[WorkerId, _Forked] = {}
+        self._workers: dict[WorkerId, _WorkerProcess] = {}
         self._gpus = Gpus()
         self._done = False
-        # When it ran again after it was stopped: it has not read yet what the driver sent meanwhile.
-        self._back_at = 0.0
+        # When the process last continued after it was stopped. Messages that the driver sent meanwhile are not read yet.
+        self._continued_at = 0.0
         self._protocol = Protocol(config.lease)
         peer = f"agent/{config.host}~{config.number}"
-        self._turn_by = math.inf  # when the main thread will have come to its next turn
-        self._vouched_at = 0.0
+        self._turn_by = math.inf  # when the main thread must have begun its next turn
+        self._checked_at = 0.0  # when the link's thread last checked that
         self._link = Client(
             config.driver,
             config.keys,
@@ -105,16 +103,16 @@ class Agent:
             agent_messages.ToAgent,
             self._receive,
             heartbeat=config.heartbeat,
-            may_send=self._works,
+            may_send=self._main_thread_runs,
         )
 
     def run(self) -> None:
-        signal.signal(signal.SIGTERM, lambda *_: self._take_leave())
+        signal.signal(signal.SIGTERM, lambda *_: self._on_sigterm())
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         with contextlib.ExitStack() as at_end:
-            self._settle(at_end)
-            known = {"host": self._config.host, "relay": str(self._folder), "heartbeat": self._config.heartbeat}
-            self._nodes = Nodes(self._context, known)
+            self._set_up(at_end)
+            common = {"host": self._config.host, "relay": str(self._folder), "heartbeat": self._config.heartbeat}
+            self._nodes = Nodes(self._context, common)
             self._link.start(relay=self._folder)
             at_end.callback(self._gpus.close)
             at_end.callback(self._link.close)
@@ -124,35 +122,37 @@ class Agent:
             try:
                 self._serve()
             finally:
-                self._turn_by = math.inf  # what is done at the end has deadlines of its own
+                self._turn_by = math.inf  # the steps at the end have their own deadlines
 
-    def _settle(self, at_end: contextlib.ExitStack) -> None:
-        """Where it is, how it is reached, and a folder."""
+    def _set_up(self, at_end: contextlib.ExitStack) -> None:
+        """Find this host's addresses, start the prober if hosts of other machines need it, and make the folders."""
         config = self._config
-        local = bool(config.address)
-        self._addresses = candidates(config.address or address_of(config.driver), config.nics, local)
-        self._home = (self._addresses[0].address, self._addresses[0].name)
-        # On the driver's machine nothing listens beyond loopback before there is a host elsewhere; its port is kept free.
-        self._port = at_end.enter_context(_reserved(self._home[0])) if local else 0
+        on_driver_machine = bool(config.address)
+        self._addresses = addresses_by_preference(
+            config.address or address_of(config.driver), config.nics, on_driver_machine
+        )
+        self._home = (self._addresses[0].address, self._addresses[0].name)  # address and interface of stores
+        # On the driver's machine the prober is started with the first host elsewhere. Until then its port is only reserved.
+        self._port = at_end.enter_context(_reserved(self._home[0])) if on_driver_machine else 0
         self._prober: Prober | None = None
-        at_end.callback(self._be_gone)
-        if not local:
-            self._be_reached()
-        run_dir = Path(config.run_dir or at_end.enter_context(held_folder()))
-        self._profile = run_dir / "profile"  # the engines' IPython profile: an empty one
+        at_end.callback(self._close_prober)
+        if not on_driver_machine:
+            self._running_prober()
+        run_folder = Path(config.run_folder or at_end.enter_context(process_folder()))
+        self._profile = run_folder / "profile"  # the engines' IPython profile: an empty one
         self._profile.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._folder = Path(tempfile.mkdtemp(prefix=f"agent-{config.number}-", dir=run_dir))  # of this agent alone
+        self._folder = Path(tempfile.mkdtemp(prefix=f"agent-{config.number}-", dir=run_folder))  # of this agent alone
         at_end.callback(shutil.rmtree, self._folder, ignore_errors=True)
 
-    def _be_reached(self) -> Prober:
+    def _running_prober(self) -> Prober:
         if self._prober is None:
-            outward = [i.address for i in self._addresses if not is_loopback(i.address)]
-            self._prober = Prober(self._config.host, self._config.keys, outward, self._port)
+            external = [i.address for i in self._addresses if not is_loopback(i.address)]
+            self._prober = Prober(self._config.host, self._config.keys, external, self._port)
             self._prober.start()
             self._port = self._prober.port
         return self._prober
 
-    def _be_gone(self) -> None:
+    def _close_prober(self) -> None:
         if self._prober is not None:
             self._prober.close()
 
@@ -160,7 +160,7 @@ class Agent:
         return agent_messages.AgentHello(
             self._config.host,
             os.getpid(),
-            versions.here(),
+            versions.installed(),
             self._addresses,
             self._port,
             self._home[0],
@@ -175,104 +175,104 @@ class Agent:
             self._link.send(ev.Probed(self._config.host, order.target, reached, order.number))
 
         endpoints = [endpoint(address, order.port) for address in order.addresses]
-        self._be_reached().probe(order.target, endpoints, PROBE_TIMEOUT, done)
+        self._running_prober().probe(order.target, endpoints, PROBE_TIMEOUT, done)
 
     def _serve(self) -> None:
-        line = [self._lifeline] if self._lifeline >= 0 else []
-        watch_at = sample_at = 0.0
+        pipe = [self._parent_pipe] if self._parent_pipe >= 0 else []
+        check_at = sample_at = 0.0
         last = time.monotonic()
         while not self._done:
-            sentinels = {forked.process.sentinel: w for w, forked in self._workers.items()}
-            timeout = WATCH if self._workers or self._nodes.sentinels else SAMPLE
+            sentinels = {worker.process.sentinel: w for w, worker in self._workers.items()}
+            timeout = CHECK if self._workers or self._nodes.sentinels else SAMPLE
             self._turn_by = time.monotonic() + timeout
-            ready = connection.wait([self._wake, *line, *sentinels, *self._nodes.sentinels], timeout)
+            ready = connection.wait([self._wake, *pipe, *sentinels, *self._nodes.sentinels], timeout)
             now = time.monotonic()
-            if now - last > timeout + LATE:
-                self._back_at = now
+            if now - last > timeout + SUSPENDED:
+                self._continued_at = now
             last = now
-            if not self._done and any(fd in ready for fd in line):
+            if not self._done and any(fd in ready for fd in pipe):
                 return
-            heard_at = max(self._link.heard_at, self._back_at)
-            if self._protocol.forsaken(heard_at, now):
-                print(f"the driver at {self._config.driver} is not heard any more", file=sys.stderr)
+            heard_at = max(self._link.heard_at, self._continued_at)
+            if self._protocol.must_end(heard_at, now):
+                print(f"the driver at {self._config.driver} sends nothing any more", file=sys.stderr)
                 return
             for sentinel in ready:
                 if sentinel in sentinels:
-                    self._ended(sentinels[sentinel])
-            for news in self._nodes.watch(now):
-                self._link.send(news)
-            self._obey()
-            if now >= watch_at:
-                watch_at = now + WATCH
-                states = {w: state_of(forked.process.pid or 0) for w, forked in self._workers.items()}
-                self._do(self._protocol.looked(states, now))
+                    self._reap(sentinels[sentinel])
+            for message in self._nodes.check(now):
+                self._link.send(message)
+            self._handle_messages()
+            if now >= check_at:
+                check_at = now + CHECK
+                states = {w: state_of(worker.process.pid or 0) for w, worker in self._workers.items()}
+                self._carry_out(self._protocol.check_states(states, now))
             if now >= sample_at:
                 sample_at = now + SAMPLE
                 self._sample(now)
-                self._look_for_the_cluster(now)
+                self._check_cluster(now)
 
-    def _works(self) -> bool:
-        """Whether the main thread, which carries out orders, comes to its turns; in the link's thread."""
+    def _main_thread_runs(self) -> bool:
+        """Whether the main thread, which handles messages, begins its turns in time. Called in the link's thread."""
         now = time.monotonic()
-        if now - self._vouched_at > self._config.heartbeat + LATE:  # this thread did not run either
+        if now - self._checked_at > self._config.heartbeat + SUSPENDED:  # the whole process was stopped
             self._turn_by = max(self._turn_by, now)
-        self._vouched_at = now
+        self._checked_at = now
         late = now - self._turn_by
-        if late > LAST_TURN:
+        if late > EXIT_AFTER:
             os.write(2, b"nbelastic: the agent hangs, and ends\n")
             os._exit(1)  # the template ends the workers
-        return late <= LATE_TURN
+        return late <= SILENT_AFTER
 
-    def _look_for_the_cluster(self, now: float) -> None:
-        presence = self._config.presence
-        if presence is not None:
-            if not presence.owned:
-                self._protocol.orphaned(now)
-            self._protocol.over = presence.driver is None
+    def _check_cluster(self, now: float) -> None:
+        driver_lease = self._config.driver_lease
+        if driver_lease is not None:
+            if driver_lease.owner_has_ended:
+                self._protocol.owner_ended(now)
+            self._protocol.cluster_ended = driver_lease.driver is None
 
     def _receive(self, message: messages.Message) -> None:
-        """In the link's thread, where networks are seen to: forking the first worker waits for the template's imports."""
+        """In the link's thread: start probes here, as the main thread may wait for the template's imports; queue the rest."""
         match message:
             case agent_messages.Probe():
                 self._probe(message)
                 return
             case messages.Rehome(address=address, interface=interface):
                 self._home = (address, interface)
-                self._be_reached()
+                self._running_prober()
                 return
         self._inbox.append(message)
         os.eventfd_write(self._wake, 1)
 
-    def _take_leave(self) -> None:
-        """Say so first: those who train with its workers need not wait for silence."""
-        self._link.send(agent_messages.AgentGoodbye(self._config.host, "its agent was told to end (SIGTERM)"))
+    def _on_sigterm(self) -> None:
+        """Send a goodbye before the end, so that the other members need not wait until this host is unresponsive."""
+        self._link.send(agent_messages.AgentGoodbye(self._config.host, "its agent received SIGTERM"))
         self._done = True
         os.eventfd_write(self._wake, 1)
 
-    def _obey(self) -> None:
+    def _handle_messages(self) -> None:
         poll = select.poll()
         poll.register(self._wake, select.POLLIN)
         if poll.poll(0):
             os.eventfd_read(self._wake)
         while self._inbox:
-            self._turn_by = time.monotonic() + ORDER
+            self._turn_by = time.monotonic() + MESSAGE_TIMEOUT
             match self._inbox.popleft():
-                case agent_messages.Launch() as order:
-                    self._nodes.launch(order, self._home, str(self._log_dir(order.log_dir)))
+                case agent_messages.StartNode() as order:
+                    self._nodes.start(order, self._home, str(self._log_dir(order.log_dir)))
                 case agent_messages.DeleteKeptState(by=by):
-                    shutil.rmtree(kept(self._folder, by), ignore_errors=True)
+                    shutil.rmtree(kept_state_folder(self._folder, by), ignore_errors=True)
                 case agent_messages.StopNode(number=number, kill=kill):
-                    self._nodes.recall(number, kill=kill)
-                case order:
-                    self._do(self._protocol.heard(order, time.monotonic()))
+                    self._nodes.stop(number, kill=kill)
+                case message:
+                    self._carry_out(self._protocol.handle(message, time.monotonic()))
         self._turn_by = time.monotonic()
 
-    def _do(self, actions: list[Action]) -> None:
+    def _carry_out(self, actions: list[Action]) -> None:
         for action in actions:
             match action:
-                case Say(message=message):
+                case Send(message=message):
                     self._link.send(message)
-                case Introduce():
+                case SendHello():
                     self._link.reset_session(self._hello)
                 case Fork(order=order):
                     self._spawn(order)
@@ -300,31 +300,31 @@ class Agent:
         process = fork(lambda: self._context.Process(target=boot, args=(settings,), daemon=False, name=name))
         assert process.pid is not None
         try:
-            self._workers[order.worker] = _Forked(process)
-        except psutil.NoSuchProcess:  # it died within the blink since start()
-            self._do(self._protocol.exited(order.worker, process.exitcode or 1))
+            self._workers[order.worker] = _WorkerProcess(process)
+        except psutil.NoSuchProcess:  # it has ended since start()
+            self._carry_out(self._protocol.exited(order.worker, process.exitcode or 1))
             return
-        self._do(self._protocol.forked(order.worker, process.pid))
+        self._carry_out(self._protocol.forked(order.worker, process.pid))
 
-    def _log_dir(self, asked: str) -> Path:
-        """Elsewhere the driver's folder may not be writable, or not be there: ours has the same name."""
+    def _log_dir(self, driver_path: str) -> Path:
+        """The log folder on this machine: elsewhere than on the driver's, one of the same name in `user_folder()`."""
         if self._config.address:
-            return Path(asked)
-        return base() / "logs" / Path(self._config.log_dir).name / Path(asked).name
+            return Path(driver_path)
+        return user_folder() / "logs" / Path(self._config.log_dir).name / Path(driver_path).name
 
-    def _ended(self, w: WorkerId) -> None:
+    def _reap(self, w: WorkerId) -> None:
         process = self._workers[w].process
         process.join()
-        self._do(self._protocol.exited(w, process.exitcode or 0))
+        self._carry_out(self._protocol.exited(w, process.exitcode or 0))
         del self._workers[w]
         process.close()
 
     def _sample(self, now: float) -> None:
         workers: dict[str, tuple[float, int]] = {}
-        for w, forked in self._workers.items():
+        for w, worker in self._workers.items():
             try:
-                with forked.stats.oneshot():
-                    workers[str(w)] = (forked.stats.cpu_percent(), forked.stats.memory_info().rss)
+                with worker.stats.oneshot():
+                    workers[str(w)] = (worker.stats.cpu_percent(), worker.stats.memory_info().rss)
             except psutil.NoSuchProcess:
                 continue
         memory, gpus = psutil.virtual_memory(), self._gpus.sample()
@@ -335,22 +335,22 @@ class Agent:
         )
 
     def _end_workers(self) -> None:
-        for forked in self._workers.values():
-            kill_group(forked.process.pid or 0)
-        for forked in self._workers.values():
-            forked.process.join(GRACE)
-            kill_group(forked.process.pid or 0)
+        for worker in self._workers.values():
+            kill_group(worker.process.pid or 0)
+        for worker in self._workers.values():
+            worker.process.join(KILL_AFTER)
+            kill_group(worker.process.pid or 0)
 
 
 @contextlib.contextmanager
 def _reserved(address: str) -> Iterator[int]:
-    """A free port, which nobody else gets meanwhile."""
+    """A free port of `address`, bound meanwhile, so that no other process gets it."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as holder:
-        holder.bind((address, 0))
-        yield int(holder.getsockname()[1])
+    with socket.socket(family, socket.SOCK_STREAM) as bound:
+        bound.bind((address, 0))
+        yield int(bound.getsockname()[1])
 
 
-def run(config: bytes, lifeline: int) -> None:
-    """Be the agent that `config` (JSON) describes, until `lifeline` (a descriptor, or -1) becomes readable."""
-    Agent(msgspec.json.decode(config, type=Config), lifeline).run()
+def run(config: bytes, parent_pipe: int) -> None:
+    """Run the agent with this `Config` (JSON) until it must end. `parent_pipe`: a descriptor that becomes readable then, or -1."""
+    Agent(msgspec.json.decode(config, type=Config), parent_pipe).run()

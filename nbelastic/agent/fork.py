@@ -1,4 +1,4 @@
-"""What the agent has the template fork, also when the template has just been killed."""
+"""Fork a process from the template, also when the template has just been killed."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from contextlib import suppress
 from multiprocessing import forkserver
 from multiprocessing.process import BaseProcess
 
-DYING = 5.0  # seconds that a killed template may take until it can be waited for
-TRIES = 3  # a template that dies each time has a cause that a further one has too
+TEMPLATE_END_TIMEOUT = 5.0  # seconds in which a killed template ends
+TRIES = 3  # if so many templates die, the next one would die of the same cause
 
 
 def fork(make: Callable[[], BaseProcess]) -> BaseProcess:
-    """Start the process that `make` describes.
+    """Start the process that `make` returns. It is called once per try.
 
-    A killed template closes its sockets first and can be waited for a moment later. In between multiprocessing takes it
-    for one that lives, and raises. Then another template is started, and forks the process that `make` describes next.
+    A killed template closes its sockets a moment before it can be waited for. In between, multiprocessing believes that the
+    template runs, and raises. Then wait for its end, and start another template.
     """
     for tries in range(1, TRIES + 1):
         forkserver.ensure_running()
@@ -26,18 +26,19 @@ def fork(make: Callable[[], BaseProcess]) -> BaseProcess:
         try:
             process.start()
         except (EOFError, ConnectionError):
-            if tries == TRIES or not _ends(template):
+            if tries == TRIES or not _wait_for_end(template):
                 raise
         else:
             break
     return process
 
 
-def _ends(template: int) -> bool:
-    with suppress(ProcessLookupError):  # it was waited for already
+def _wait_for_end(template: int) -> bool:
+    """Whether the template has ended, within the timeout."""
+    with suppress(ProcessLookupError):  # multiprocessing has waited for it already
         fd = os.pidfd_open(template)
         try:
-            return bool(select.select([fd], [], [], DYING)[0])
+            return bool(select.select([fd], [], [], TEMPLATE_END_TIMEOUT)[0])
         finally:
             os.close(fd)
     return True

@@ -1,4 +1,4 @@
-"""The scripts' nodes of a host: torch's elastic agents, forked from the template like workers, watched and ended like them."""
+"""The nodes of a host: processes with torch's elastic agent, which run the host's workers of a script."""
 
 from __future__ import annotations
 
@@ -15,85 +15,84 @@ import msgspec
 
 from nbelastic.agent.fork import fork
 from nbelastic.protocol import agent_messages
-from nbelastic.system.processes import kill_group, stopped
+from nbelastic.system.processes import is_stopped, kill_group
 
-ENTRY = ("nbelastic.torchrun.boot", "boot")  # by name: host and scripts never import one another
-GRACE = 5.0  # seconds between SIGTERM, which the workers are sent too, and SIGKILL
-AGAIN = 0.1  # seconds
-KNOWN = 16  # exit codes that are kept
+ENTRY = ("nbelastic.torchrun.boot", "boot")  # by name: the agent must not import it
+KILL_AFTER = 5.0  # seconds between SIGTERM, which the node's workers receive, too, and SIGKILL
+KEPT_EXIT_CODES = 16
 
 
-class _Started:
+class _Node:
     def __init__(self, process: BaseProcess) -> None:
         self.process = process
         self.kill_at = float("inf")
 
 
 class Nodes:
-    """For the agent's main thread. `known`: what every node is told (its host, the relay)."""
+    """Lives in the agent's main thread. `common`: settings of every node, such as its host and the relay."""
 
-    def __init__(self, context: ForkServerContext, known: dict[str, Any]) -> None:
-        self._context, self._known = context, known
-        self._started: dict[int, _Started] = {}
-        self.ended: dict[int, int] = {}  # the exit codes of the last ones
+    def __init__(self, context: ForkServerContext, common: dict[str, Any]) -> None:
+        self._context, self._common = context, common
+        self._nodes: dict[int, _Node] = {}
+        self.ended: dict[int, int] = {}  # the exit codes of the newest nodes that have ended, by number
 
     @property
     def sentinels(self) -> list[int]:
-        """Descriptors that become readable when one ends."""
-        return [started.process.sentinel for started in self._started.values()]
+        """Descriptors that become readable when a node ends."""
+        return [node.process.sentinel for node in self._nodes.values()]
 
     @property
     def numbers(self) -> tuple[int, ...]:
-        """Of those that have not ended."""
-        return tuple(self._started)
+        """The numbers of the nodes that run."""
+        return tuple(self._nodes)
 
-    def launch(self, order: agent_messages.Launch, home: tuple[str, str], log_dir: str) -> None:
-        """Fork one. `home`: the address and the interface of its stores."""
-        self._started[order.number] = _Started(fork(lambda: self._described(order, home, log_dir)))
+    def start(self, order: agent_messages.StartNode, home: tuple[str, str], log_dir: str) -> None:
+        """Fork a node. `home`: the address and the interface of its stores."""
+        self._nodes[order.number] = _Node(fork(lambda: self._process(order, home, log_dir)))
 
-    def _described(self, order: agent_messages.Launch, home: tuple[str, str], log_dir: str) -> BaseProcess:
+    def _process(self, order: agent_messages.StartNode, home: tuple[str, str], log_dir: str) -> BaseProcess:
         boot = getattr(importlib.import_module(ENTRY[0]), ENTRY[1])
         template = vars(forkserver._forkserver)
         settings: dict[str, Any] = {
-            **self._known,
+            **self._common,
             "number": order.number,
             "log_dir": log_dir,
             "home": home,
             "script": msgspec.to_builtins(order.script),
             "environment": dict(os.environ),
-            # how its workers find the template; Python 3.14 has a key as well
+            # for its workers to connect to the template; the key is new in Python 3.14
             "template": {k: template[k] for k in ("_forkserver_address", "_forkserver_authkey") if k in template},
         }
         return self._context.Process(target=boot, args=(settings,), daemon=False, name=f"node-{order.number}")
 
-    def recall(self, number: int, *, kill: bool) -> None:
-        """Have it end its workers, then itself."""
-        started = self._started.get(number)
-        if started is None:
+    def stop(self, number: int, *, kill: bool) -> None:
+        """Let a node end its workers and itself; `kill`: kill it at the next check."""
+        node = self._nodes.get(number)
+        if node is None:
             return
         if kill:
-            started.kill_at = 0.0
-        elif started.kill_at == float("inf"):
-            started.kill_at = time.monotonic() + GRACE
-            kill_group(started.process.pid or 0, signal.SIGTERM)
+            node.kill_at = 0.0
+        elif node.kill_at == float("inf"):
+            node.kill_at = time.monotonic() + KILL_AFTER
+            kill_group(node.process.pid or 0, signal.SIGTERM)
 
-    def watch(self, now: float) -> list[agent_messages.LaunchEnded]:
-        """Those that have ended. One that is stopped, or was told to end and has not, is killed."""
+    def check(self, now: float) -> list[agent_messages.NodeExited]:
+        """Kill nodes that are stopped (SIGSTOP), or that have not ended in time. Returns the nodes that have ended."""
         ended = []
-        for number, started in list(self._started.items()):
-            pid = started.process.pid or 0
-            if now >= started.kill_at or stopped(pid):
+        for number, node in list(self._nodes.items()):
+            pid = node.process.pid or 0
+            if now >= node.kill_at or is_stopped(pid):
                 kill_group(pid)
-            if started.process.exitcode is not None:
-                self.ended = {**dict(list(self.ended.items())[1 - KNOWN :]), number: started.process.exitcode}
-                ended.append(agent_messages.LaunchEnded(self._known["host"], number, started.process.exitcode))
-                started.process.close()
-                del self._started[number]
+            if node.process.exitcode is not None:
+                self.ended = {**dict(list(self.ended.items())[1 - KEPT_EXIT_CODES :]), number: node.process.exitcode}
+                ended.append(agent_messages.NodeExited(self._common["host"], number, node.process.exitcode))
+                node.process.close()
+                del self._nodes[number]
         return ended
 
     def close(self) -> None:
-        """The agent ends: so do they, and with each its workers."""
-        for started in self._started.values():
-            kill_group(started.process.pid or 0)
-        for started in self._started.values():
-            started.process.join(GRACE)
+        """Kill all nodes, with their workers."""
+        for node in self._nodes.values():
+            kill_group(node.process.pid or 0)
+        for node in self._nodes.values():
+            node.process.join(KILL_AFTER)

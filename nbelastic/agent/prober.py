@@ -1,7 +1,7 @@
-"""Which other hosts this one reaches, and being reached by them: an echo among the agents of one cluster.
+"""The prober of an agent: it answers other hosts' probers, and tests at which addresses it reaches them.
 
-An agent listens on each of its host's addresses, on one common port, and answers with the host's name. It is CURVE with the
-cluster's client keys at both ends: who has not the client's secret gets no answer. Nothing else is ever said here.
+It listens on each of its host's addresses, at one common port, and answers with the host's name. Both ends use CURVE with the
+cluster's client keys: without the client's secret there is no answer. Probers send no other data.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from nbelastic.transport.keys import Keys
 
 log = logging.getLogger("nbelastic.prober")
 
-TIMEOUT = 2.5  # seconds that are enough on a network with a round trip of 200 ms that loses every twentieth packet
-AGAIN = 0.2  # seconds after which an address that has not answered is tried by one more connection
-ATTEMPTS = 6  # connections to an address at most
-PORTS = 20  # free ports of the first address that are tried, until one is free on all
-CLOSING = 0.5  # seconds
-_ASKED = b"who"
+TIMEOUT = 2.5  # seconds; enough for a network with round trips of 200 ms that loses 5 % of its packets
+RETRY_INTERVAL = 0.2  # seconds until another connection to an address that has not answered
+ATTEMPTS = 6  # the most connections to an address
+PORTS = 20  # free ports of the first address that are tried until one is free on all addresses
+CLOSE_TIMEOUT = 0.5  # seconds in which the thread ends
+_QUESTION = b"who"
 _ZAP = "inproc://zeromq.zap.01"
-_SETTINGS = {
+_SOCKET_OPTIONS = {
     zmq.LINGER: 0,
     zmq.MAXMSGSIZE: 1024,
     zmq.HANDSHAKE_IVL: 2000,
@@ -45,35 +45,34 @@ Done = Callable[[tuple[str, ...]], None]
 
 
 def endpoint(address: str, port: int) -> str:
-    """Where the prober of a host with this address and port listens."""
+    """The endpoint of a prober at this address and port."""
     return f"tcp://{bracketed(address)}:{port}"
 
 
 class _Probe:
-    """One question: does `target` answer at these endpoints?"""
+    """A test whether the host `target` answers at these endpoints."""
 
     def __init__(self, target: str, endpoints: Sequence[str], until: float, done: Done) -> None:
         self.target, self.endpoints, self.until, self.done = target.encode(), tuple(endpoints), until, done
         self.reached: set[str] = set()
         self.sockets: dict[zmq.Socket[bytes], str] = {}
         self.attempts = 0
-        self.again_at = 0.0
+        self.retry_at = 0.0
 
     @property
-    def over(self) -> bool:
+    def all_reached(self) -> bool:
         return len(self.reached) == len(set(self.endpoints))
 
 
 class Prober:
-    """Answers from `start()` to `close()`, in one thread of its own, and asks what `probe` is told to.
+    """Answers other probers, and probes them, in its own thread, from `start()` to `close()`.
 
-    `addresses` of which one is not this machine's (any more) are left out; `port`, given or a free one, is the same on all
-    that are left.
+    Addresses that this machine does not have (any more) are left out. `port`: the common port of all addresses; 0: a free one.
     """
 
     def __init__(self, host: str, keys: Keys, addresses: Sequence[str], port: int = 0) -> None:
-        self._host, self._keys, self._given = host, keys, port
-        self._wanted = tuple(dict.fromkeys(addresses))
+        self._host, self._keys, self._given_port = host, keys, port
+        self._given_addresses = tuple(dict.fromkeys(addresses))
         self._inbox: deque[_Probe] = deque()
         self._probes: list[_Probe] = []
         self._closing = False
@@ -84,11 +83,11 @@ class Prober:
 
     @property
     def endpoints(self) -> tuple[str, ...]:
-        """Where it listens, in the order of `addresses`."""
+        """The endpoints at which it listens, in the order of `addresses`."""
         return tuple(endpoint(address, self.port) for address in self.addresses)
 
     def start(self) -> None:
-        """Returns when it listens. OSError if it can listen nowhere."""
+        """Return when it listens. OSError if it can listen at no address."""
         self._context = zmq.Context()
         try:
             self._zap = self._context.socket(zmq.REP)
@@ -102,38 +101,38 @@ class Prober:
         self._thread.start()
 
     def probe(self, target: str, endpoints: Sequence[str], timeout: float, done: Done) -> None:
-        """Try to reach the prober of the host `target` at all of these side by side; from any thread.
+        """Test in parallel at which endpoints the prober of the host `target` answers. Any thread may call it.
 
-        Then, after `timeout` seconds at the latest, `done(addresses)` is called in the prober's thread with those that
-        answered, in the order of `endpoints`. Who answers with another name is somebody else. Not called after `close()`.
+        After at most `timeout` seconds the prober's thread calls `done(addresses)` with the addresses that answered, in the
+        order of `endpoints`. An answer with another host's name does not count. After `close()` it calls nothing.
         """
         self._inbox.append(_Probe(target, endpoints, time.monotonic() + timeout, done))
-        self._tell()
+        self._wake_thread()
 
     def close(self) -> None:
-        """End the thread and every connection; who still waits for an answer gets none."""
+        """End the thread and all connections. Probes that have not ended get no result."""
         if self._wake < 0:
             return
         self._closing = True
-        self._tell()
-        self._thread.join(CLOSING)
+        self._wake_thread()
+        self._thread.join(CLOSE_TIMEOUT)
         wake, self._wake = self._wake, -1
         if not self._thread.is_alive():
             os.close(wake)
 
-    def _tell(self) -> None:
+    def _wake_thread(self) -> None:
         if self._wake >= 0:
             os.eventfd_write(self._wake, 1)
 
     def _listen(self) -> zmq.Socket[bytes]:
-        """One port on all addresses."""
+        """Listen on all addresses at one port."""
         errors: dict[str, str] = {}
         for _ in range(PORTS):
             server = self._socket(zmq.ROUTER)
             server.curve_server = True
             server.zap_domain = b"nbelastic"
-            port, bound = self._given, []
-            for address in self._wanted:
+            port, bound = self._given_port, []
+            for address in self._given_addresses:
                 try:
                     server.bind(endpoint(address, port))
                 except zmq.ZMQError as error:
@@ -148,12 +147,12 @@ class Prober:
                     self.addresses, self.port = tuple(bound), port
                     return server
             server.close()
-        told = "; ".join(f"{address}: {error}" for address, error in errors.items())
-        raise OSError(f"the prober of {self._host} can listen on none of its addresses ({told or 'it has none'})")
+        reasons = "; ".join(f"{address}: {error}" for address, error in errors.items())
+        raise OSError(f"the prober of {self._host} can listen on none of its addresses ({reasons or 'it has none'})")
 
     def _socket(self, kind: int) -> zmq.Socket[bytes]:
         socket = self._context.socket(kind)
-        for option, value in _SETTINGS.items():
+        for option, value in _SOCKET_OPTIONS.items():
             socket.setsockopt(option, value)
         socket.curve_publickey = self._keys.client_public.encode()
         socket.curve_secretkey = self._keys.client_secret.encode()
@@ -178,75 +177,74 @@ class Prober:
         while self._inbox:
             self._probes.append(self._inbox.popleft())
         for probe in self._probes:
-            if now >= probe.again_at and probe.attempts < ATTEMPTS:
-                self._try(probe, now)
-        for probe in [probe for probe in self._probes if probe.over or now >= probe.until]:
+            if now >= probe.retry_at and probe.attempts < ATTEMPTS:
+                self._connect(probe, now)
+        for probe in [probe for probe in self._probes if probe.all_reached or now >= probe.until]:
             self._finish(probe)
-        times = [p.until if p.attempts >= ATTEMPTS else min(p.until, p.again_at) for p in self._probes]
+        times = [p.until if p.attempts >= ATTEMPTS else min(p.until, p.retry_at) for p in self._probes]
         delay = int(max(0.0, min(times) - now) * 1000) + 1 if times else None
         for source in dict(self._poller.poll(delay)):
             if source == self._wake:
                 with contextlib.suppress(BlockingIOError):
                     os.eventfd_read(self._wake)
             elif source is self._zap:
-                self._admit()
+                self._authenticate()
             elif source is self._server:
                 self._answer()
             else:
-                self._hear(source)
+                self._receive_answer(source)
 
-    def _admit(self) -> None:
-        """ZAP (ZeroMQ's RFC 27): holders of the client's key come in, and nobody else."""
+    def _authenticate(self) -> None:
+        """ZAP (ZeroMQ's RFC 27): accept only peers with the client's key."""
         version, request, *_, mechanism, key = self._zap.recv_multipart()[:7]
         ours = mechanism == b"CURVE" and compare_digest(z85.encode(key), self._keys.client_public.encode())
         verdict = (b"200", b"OK") if ours else (b"400", b"not of this cluster")
         self._zap.send_multipart([version, request, *verdict, b"", b""])
 
     def _answer(self) -> None:
-        with contextlib.suppress(zmq.ZMQError):  # who has gone gets no answer
+        with contextlib.suppress(zmq.ZMQError):  # the other end may have closed
             peer, *frames = self._server.recv_multipart(zmq.NOBLOCK)
-            if frames == [_ASKED]:
+            if frames == [_QUESTION]:
                 self._server.send_multipart([peer, self._host.encode()], zmq.NOBLOCK)
 
-    def _try(self, probe: _Probe, now: float) -> None:
-        """One connection more to each address that has not answered: lost packets delay the others, not this one."""
+    def _connect(self, probe: _Probe, now: float) -> None:
+        """Make another connection to each address that has not answered: lost packets do not delay it."""
         probe.attempts += 1
-        probe.again_at = now + AGAIN
-        for where in probe.endpoints:
-            if where in probe.reached:
+        probe.retry_at = now + RETRY_INTERVAL
+        for each in probe.endpoints:
+            if each in probe.reached:
                 continue
             socket = self._socket(zmq.DEALER)
             socket.curve_serverkey = self._keys.client_public.encode()
             try:
-                socket.connect(where)
-                socket.send(_ASKED, zmq.NOBLOCK)
+                socket.connect(each)
+                socket.send(_QUESTION, zmq.NOBLOCK)
             except zmq.ZMQError:
                 socket.close()
                 continue
-            probe.sockets[socket] = where
+            probe.sockets[socket] = each
             self._poller.register(socket, zmq.POLLIN)
 
-    def _hear(self, socket: zmq.Socket[bytes]) -> None:
+    def _receive_answer(self, socket: zmq.Socket[bytes]) -> None:
         for probe in self._probes:
             if socket in probe.sockets:
                 with contextlib.suppress(zmq.ZMQError):
                     if socket.recv_multipart(zmq.NOBLOCK) == [probe.target]:
                         probe.reached.add(probe.sockets[socket])
-                self._drop(probe, probe.sockets[socket])
+                self._close_connections(probe, probe.sockets[socket])
 
-    def _drop(self, probe: _Probe, where: str) -> None:
-        """No more connections to that address: it has answered."""
-        for socket in [s for s, other in probe.sockets.items() if other == where]:
+    def _close_connections(self, probe: _Probe, endpoint: str) -> None:
+        for socket in [s for s, other in probe.sockets.items() if other == endpoint]:
             del probe.sockets[socket]
             self._poller.unregister(socket)
             socket.close()
 
     def _finish(self, probe: _Probe) -> None:
         self._probes.remove(probe)
-        for where in set(probe.endpoints):
-            self._drop(probe, where)
-        reached = dict.fromkeys(where for where in probe.endpoints if where in probe.reached)
+        for each in set(probe.endpoints):
+            self._close_connections(probe, each)
+        reached = dict.fromkeys(each for each in probe.endpoints if each in probe.reached)
         try:
-            probe.done(tuple(address_of(where) for where in reached))
+            probe.done(tuple(address_of(each) for each in reached))
         except Exception:
-            log.exception("what was to be done with a probe's answer failed")
+            log.exception("the result of a probe could not be handled")

@@ -1,10 +1,10 @@
-"""What an agent does for its workers: orders, ends, states and the time go in, actions come out.
+"""What an agent decides about its workers: messages, exits, process states and times go in, actions come out.
 
-There is no process, socket or clock in here: `agent` carries the actions out.
+This module has no process, socket or clock: `agent` carries the actions out.
 """
 
 # mypy: disable-error-code="misc"
-# (msgspec hands `frozen` down to subclasses, which mypy's reading of dataclass_transform does not know)
+# (subclasses of a frozen msgspec struct are frozen, too, which mypy does not know)
 from __future__ import annotations
 
 from collections.abc import Mapping
@@ -15,76 +15,77 @@ from msgspec import Struct
 from nbelastic.protocol import agent_messages, messages
 from nbelastic.protocol import events as ev
 from nbelastic.protocol.ids import WorkerId
+from nbelastic.protocol.timeouts import LAST_CHECKPOINT, OWNER_ENDED
 
-GRACE = 1.0  # seconds between SIGTERM and SIGKILL
-FROZEN_LOOKS = 2  # a process found stopped this many times in a row is reported
-BLOCKED = 1.0  # seconds in uninterruptible sleep after which that is reported
-ORPHANED = 3.0  # seconds that a driver may be silent which has to end everything
-LAST = 60.0  # seconds that workers have for a last checkpoint when the lease is over
-STATES = {"T": "stopped", "t": "traced"}
+KILL_AFTER = 1.0  # seconds between SIGTERM and SIGKILL
+FROZEN_CHECKS = 2  # a process found stopped so many times in a row is reported
+BLOCKED = 1.0  # seconds in uninterruptible sleep after which it is reported
+FROZEN_STATES = {"T": "stopped", "t": "traced"}
 
 
 class Action(Struct, frozen=True):
-    """Something to be done by the agent's process."""
+    """Base of what the agent's process must do."""
 
 
-class Say(Action):
+class Send(Action):
+    """Send this message to the driver."""
+
     message: messages.Message | ev.Event
 
 
-class Introduce(Action):
-    """Tell a new driver all that it needs to know, and nothing that the last one has missed."""
+class SendHello(Action):
+    """Send a hello, as the first message of a new session: messages that the last driver has not received are dropped."""
 
 
 class Fork(Action):
-    """Its outcome is `forked` or `exited`."""
+    """Fork a worker, then call `forked` or `exited`."""
 
     order: agent_messages.Spawn
 
 
 class Signal(Action):
-    """To the worker's process group: SIGKILL or SIGTERM."""
+    """Send SIGTERM to the worker's process group; `kill`: SIGKILL."""
 
     worker: WorkerId
     kill: bool
 
 
 class End(Action):
-    """The agent ends, and its workers with it."""
+    """End the agent, and its workers with it."""
 
 
 class _Worker:
     def __init__(self, pid: int) -> None:
         self.pid = pid
-        self.frozen = 0  # looks in a row
-        self.blocked_at = 0.0  # since when its main thread is in uninterruptible sleep; 0.0: it is not
-        self.kill_at = 0.0  # from when on it is killed at each look, until it is gone; 0.0: it may live
+        self.frozen = 0  # consecutive checks that have found it stopped
+        self.blocked_at = 0.0  # when its main thread began an uninterruptible sleep; 0.0: it is in none
+        self.kill_at = 0.0  # from then on each check kills it; 0.0: it may run
 
 
 class Protocol:
-    """Of one agent. Times are of one clock, in seconds."""
+    """The decisions of one agent. Times are seconds of one clock."""
 
     def __init__(self, lease: float) -> None:
-        """`lease`: seconds without a driver after which the agent ends; its workers may write a last checkpoint before."""
+        """`lease`: seconds without a driver after which the agent ends; its workers may write a last checkpoint first."""
         self._lease = lease
-        self._orphaned_at: float | None = None
-        self.over = False  # the cluster has ended: its files are gone
+        self._owner_ended_at: float | None = None
+        self.cluster_ended = False  # its files were removed
         self._workers: dict[WorkerId, _Worker] = {}
         self._term = 0  # of the newest driver
-        self.newest: dict[int, int] = {}  # the highest incarnation of each slot
+        self.newest: dict[int, int] = {}  # the highest incarnation, by slot
 
     @property
     def workers(self) -> tuple[tuple[WorkerId, int], ...]:
-        """Those that live, and their pids."""
+        """The workers that run, with their pids."""
         return tuple((w, worker.pid) for w, worker in self._workers.items())
 
     def blocked(self, now: float) -> dict[str, float]:
-        """Workers whose main thread is in uninterruptible sleep, and for how many seconds."""
+        """For how many seconds workers' main threads have been in uninterruptible sleep."""
         since = {str(w): worker.blocked_at for w, worker in self._workers.items() if worker.blocked_at}
         return {w: now - at for w, at in since.items() if now - at >= BLOCKED}
 
-    def heard(self, message: Any, now: float) -> list[Action]:
-        """The driver orders something."""
+    def handle(self, message: Any, now: float) -> list[Action]:
+        """Handle a message of the driver."""
         match message:
             case agent_messages.Spawn(worker=w):
                 self.newest[w.slot] = max(w.incarnation, self.newest.get(w.slot, 0))
@@ -92,53 +93,56 @@ class Protocol:
             case agent_messages.StopWorker(worker=w, kill=kill):
                 worker = self._workers.get(w)
                 if worker is None:
-                    return [Say(ev.WorkerExited(w, 0))]
-                worker.kill_at = now if kill else now + GRACE
+                    return [Send(ev.WorkerExited(w, 0))]
+                worker.kill_at = now if kill else now + KILL_AFTER
                 return [Signal(w, kill)]
-            case messages.Welcome(term=term) if term >= self._term:
+            case messages.NewDriver(term=term) if term >= self._term:
                 self._term = term
                 for worker in self._workers.values():
-                    worker.frozen = 0  # is said again
-                return [Introduce()]
+                    worker.frozen = 0  # so that the new driver receives it, too
+                return [SendHello()]
             case agent_messages.StopAgent():
                 return [End()]
         return []
 
     def forked(self, w: WorkerId, pid: int) -> list[Action]:
         self._workers[w] = _Worker(pid)
-        return [Say(ev.WorkerStarted(w, pid))]
+        return [Send(ev.WorkerStarted(w, pid))]
 
     def exited(self, w: WorkerId, code: int) -> list[Action]:
-        """Its process has ended; what it had started is ended with it."""
+        """The worker's process has ended: end its child processes."""
         known = self._workers.pop(w, None) is not None
-        return [Say(ev.WorkerExited(w, code)), *([Signal(w, kill=True)] if known else [])]
+        return [Send(ev.WorkerExited(w, code)), *([Signal(w, kill=True)] if known else [])]
 
-    def looked(self, states: Mapping[WorkerId, str], now: float) -> list[Action]:
-        """The states of the workers' processes, as in /proc. One that was just forked leads no group yet: it is killed again."""
+    def check_states(self, states: Mapping[WorkerId, str], now: float) -> list[Action]:
+        """Check the states of the workers' processes, letters as in /proc.
+
+        A worker that must end is killed at each check: just after the fork it has no process group yet.
+        """
         actions: list[Action] = []
         for w, worker in self._workers.items():
             state = states.get(w, "")
-            worker.frozen = worker.frozen + 1 if state in STATES else 0
+            worker.frozen = worker.frozen + 1 if state in FROZEN_STATES else 0
             worker.blocked_at = (worker.blocked_at or now) if state == "D" else 0.0
-            if worker.frozen == FROZEN_LOOKS:
-                actions.append(Say(ev.WorkerFrozen(w, STATES[state])))
+            if worker.frozen == FROZEN_CHECKS:
+                actions.append(Send(ev.WorkerFrozen(w, FROZEN_STATES[state])))
             if worker.kill_at and now >= worker.kill_at:
                 actions.append(Signal(w, kill=True))
         return actions
 
-    def orphaned(self, now: float) -> None:
-        """The kernel that owns the cluster has ended, as is seen at each look: the driver, if there is one, ends everything."""
-        if self._orphaned_at is None:
-            self._orphaned_at = now
+    def owner_ended(self, now: float) -> None:
+        """The kernel that owns the cluster has ended: a driver that runs must end everything. Called at each check."""
+        if self._owner_ended_at is None:
+            self._owner_ended_at = now
 
-    def forsaken(self, heard_at: float, now: float) -> bool:
-        """No driver comes any more, and workers that end by themselves then have ended.
+    def must_end(self, heard_at: float, now: float) -> bool:
+        """Whether the agent must end by itself: no driver will end it. `heard_at`: when a driver sent the last message.
 
-        Nobody stops an agent that came up when the driver that had started it was killed and the cluster stopped: no driver
-        knows it. It has no workers.
+        No driver knows an agent that has started while its driver was killed. When the cluster is stopped then, nothing else
+        ends this agent. It has no workers.
         """
-        if self.over and not self._workers:
+        if self.cluster_ended and not self._workers:
             return True
-        if self._orphaned_at is not None and now - max(heard_at, self._orphaned_at) > ORPHANED:
+        if self._owner_ended_at is not None and now - max(heard_at, self._owner_ended_at) > OWNER_ENDED:
             return True
-        return now - heard_at - self._lease > (LAST if self._workers else 0.0)
+        return now - heard_at - self._lease > (LAST_CHECKPOINT if self._workers else 0.0)

@@ -1,4 +1,4 @@
-"""Entry of an agent's process. The template's imports take seconds, so they begin before this process imports much."""
+"""Entry point of an agent's process. It starts the template before its own imports, as both take seconds."""
 
 from __future__ import annotations
 
@@ -13,30 +13,32 @@ from typing import Any
 
 from nbelastic.system import open_files
 
-TEMPLATE = "nbelastic.programs.template"  # by name: host and worker never import one another
+TEMPLATE = "nbelastic.programs.template"  # by name: the agent must not import it
 
 
 def main() -> None:
-    """The configuration holds the link's keys, so it comes on the standard input, or in a 0600 file.
+    """Read the configuration, start the template, and run the agent.
 
-    The standard input stays open for as long as the driver wants the agent to live; a batch system has none to offer, and
-    there `NBELASTIC_AGENT` names the file.
+    The configuration contains keys. It is the first line of the standard input, whose end ends the agent. A batch system
+    offers no standard input: there the variable `NBELASTIC_AGENT` names a file of mode 0600.
     """
     file = os.environ.pop("NBELASTIC_AGENT", None)
-    config, lifeline = (_from_file(Path(file)), -1) if file else _from_stdin()
+    config, parent_pipe = (_from_file(Path(file)), -1) if file else _from_stdin()
     settings = json.loads(config)
-    _arrange(settings)
-    os.environ["NBELASTIC_AGENT_PID"] = str(os.getpid())  # for the template, which does not pass it on
+    _set_up_process(settings)
+    os.environ["NBELASTIC_AGENT_PID"] = str(
+        os.getpid()
+    )  # for the template, which removes it from the workers' environment
     mp.get_context("forkserver").set_forkserver_preload([TEMPLATE])
     forkserver.ensure_running()
 
     from nbelastic.agent import agent
 
-    agent.run(config, lifeline)
+    agent.run(config, parent_pipe)
 
 
 def _from_file(path: Path) -> bytes:
-    """Nobody else needs it."""
+    """Read the file, and remove it: no other process needs the keys."""
     config = path.read_bytes()
     with suppress(OSError):
         path.unlink()
@@ -44,27 +46,27 @@ def _from_file(path: Path) -> bytes:
 
 
 def _from_stdin() -> tuple[bytes, int]:
-    """The first line, and a descriptor on which the end of the rest can be waited for."""
+    """The first line, and a descriptor that becomes readable when the standard input ends."""
     line = bytearray()
     while not line.endswith(b"\n"):
-        byte = os.read(0, 1)  # no more: what follows is not ours to take
+        byte = os.read(0, 1)  # one byte: any further input must stay unread
         if not byte:
-            sys.exit("no configuration came on the standard input")
+            sys.exit("the standard input has ended without a configuration")
         line += byte
-    lifeline = os.dup(0)
+    parent_pipe = os.dup(0)
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)  # workers inherit it
     os.close(nothing)
-    return bytes(line), lifeline
+    return bytes(line), parent_pipe
 
 
-def _arrange(settings: dict[str, Any]) -> None:
-    """The environment, limits, folder and paths that this process, the template and all workers have."""
-    open_files.raise_limit()  # gloo ends a worker that has none left, and strangers' connections take one each
+def _set_up_process(settings: dict[str, Any]) -> None:
+    """Set environment, limits, folder and paths of this process; the template and all workers inherit them."""
+    open_files.raise_limit()  # gloo ends a worker at its limit, and connections of other programs count, too
     os.environ.update(settings["environment"])
     os.environ["NBELASTIC_PRELOAD"] = ",".join(settings["preload"])
     threads = settings["threads"] or str(max(1, (os.cpu_count() or 1) // int(settings["settings"]["slots"])))
-    # torch asks for the name of each address that its stores connect to; a lost answer would cost a new world 5 s.
+    # torch looks up the name of each address that its stores connect to. A lost answer would delay a new world by 5 s.
     os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:2")
     os.environ["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS") or threads
     if settings["cwd"]:

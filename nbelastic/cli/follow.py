@@ -13,7 +13,7 @@ from nbelastic.client.job import Job
 from nbelastic.errors import ClusterStoppedError
 from nbelastic.notebook.status_text import StatusView, headline
 from nbelastic.protocol.output_buffer import MOST, Line
-from nbelastic.system.terminal_text import plain
+from nbelastic.system.terminal_text import remove_controls
 
 CHECK_INTERVAL = 1.0  # seconds between two checks if no change is reported
 TAIL = 100  # lines of earlier output that are printed first
@@ -75,13 +75,16 @@ def follow_all(cluster: Cluster) -> None:
     output, job = Output(), cluster.job
     _, shown = cluster.numbered_events()
     shown = max(0, shown - EARLIER_EVENTS)
-    print(f"{cluster.name} is {plain(str(StatusView(cluster.status())))}", end="\n\n")
+    print(f"{cluster.name} is {remove_controls(str(StatusView(cluster.status())))}", end="\n\n")
     with _changes(cluster) as changed:
         while True:
             is_over = cluster.status().phase == "finished"
             events, count = cluster.numbered_events()
             for event in events[max(0, len(events) - (count - shown)) :]:
-                print(time.strftime("%H:%M:%S", time.localtime(event.time)), plain(event.text).replace("\n", " "))
+                print(
+                    time.strftime("%H:%M:%S", time.localtime(event.time)),
+                    remove_controls(event.text).replace("\n", " "),
+                )
             shown = count
             last, job = job, cluster.job
             if last is not None and (is_over or job is None or job.name != last.name):
@@ -91,14 +94,14 @@ def follow_all(cluster: Cluster) -> None:
             if is_over:
                 if cluster.died:
                     raise ClusterStoppedError(f"{cluster.status().reason}.")
-                print(plain(headline(cluster.status())))
+                print(remove_controls(headline(cluster.status())))
                 return
             _wait(changed)
 
 
 def _print(line: Line) -> None:
     label = "" if line.rank is None else f"rank {line.rank} | "
-    print(f"{label}{plain(line.text)}", flush=True)
+    print(f"{label}{remove_controls(line.text)}", flush=True)
 
 
 @contextmanager

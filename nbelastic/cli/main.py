@@ -15,7 +15,7 @@ from nbelastic.client.cluster import Cluster
 from nbelastic.errors import ClusterStoppedError, NbelasticError, UsageError
 from nbelastic.notebook.status_text import ClusterList, StatusView, limits
 from nbelastic.system import versions
-from nbelastic.system.terminal_text import plain
+from nbelastic.system.terminal_text import remove_controls
 
 INTERRUPTED = 130  # the exit code after Ctrl-C, as in shells
 
@@ -31,7 +31,7 @@ def main(words: Sequence[str] | None = None) -> int:
         if sys.stdout is not None:
             sys.stdout.flush()
     except NbelasticError as error:
-        print(f"nbelastic: {plain(str(error))}", file=sys.stderr)
+        print(f"nbelastic: {remove_controls(str(error))}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return INTERRUPTED
@@ -50,7 +50,7 @@ def _silence_output() -> None:
 
 
 def _list(_: Namespace) -> None:
-    print(plain(str(ClusterList(Cluster.all(), attach="nbelastic attach"))))
+    print(remove_controls(str(ClusterList(Cluster.all(), attach="nbelastic attach"))))
 
 
 def _status(options: Namespace) -> None:
@@ -58,7 +58,7 @@ def _status(options: Namespace) -> None:
     if options.json:
         print(msgspec.json.encode(status).decode())
     else:
-        print(f"{status.name} is {plain(str(StatusView(status)))}")
+        print(f"{status.name} is {remove_controls(str(StatusView(status)))}")
 
 
 def _logs(options: Namespace) -> None:
@@ -146,7 +146,7 @@ def _parser() -> ArgumentParser:
         "nbelastic.Cluster in a program.",
         formatter_class=RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--version", action="version", version=f"nbelastic {versions.ours()}")
+    parser.add_argument("--version", action="version", version=f"nbelastic {versions.nbelastic_version()}")
     parser.set_defaults(command=lambda _: parser.print_help())
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
 

@@ -9,8 +9,8 @@ from typing import Protocol, TypeVar
 from nbelastic.client.driver_link import NOT_ATTACHED, DriverLink
 from nbelastic.client.find_driver import connect_to_driver
 from nbelastic.client.saved_arguments import arguments_to_attach
-from nbelastic.protocol.saved_cluster import Head, patience_for, read
-from nbelastic.protocol.sources import HostDiscovery
+from nbelastic.protocol.host_sources import HostDiscovery
+from nbelastic.protocol.local_clusters import SnapshotHead, read, start_timeout
 
 
 class _Linked(Protocol):
@@ -22,14 +22,14 @@ T = TypeVar("T", bound=_Linked)
 
 def attach_cluster(create: Callable[..., T], folder: Path, discovery: str | HostDiscovery | None) -> T:
     """Create a `Cluster` with the saved arguments of the cluster that has this run folder, and attach it."""
-    patience = patience_for(folder)
-    driver = connect_to_driver(folder, patience)
-    found = read(folder, Head) if driver is None else driver
+    timeout = start_timeout(folder)
+    driver = connect_to_driver(folder, timeout)
+    found = read(folder, SnapshotHead) if driver is None else driver
     try:
         cluster = create(**arguments_to_attach(folder.name, str(found.log_dir), found.arguments, discovery))
     except BaseException:
         if driver is not None:
             driver.leave(NOT_ATTACHED)
         raise
-    cluster._link.attach(driver, found.arguments, discovery, patience)
+    cluster._link.attach(driver, found.arguments, discovery, timeout)
     return cluster

@@ -26,10 +26,10 @@ from nbelastic.client.submission import submit, submit_call, submit_cell
 from nbelastic.client.subscriptions import Subscriptions
 from nbelastic.errors import DriverLostError, HostError, UsageError
 from nbelastic.protocol import requests
-from nbelastic.protocol.cells import Executed
-from nbelastic.protocol.hosts import parse_host
-from nbelastic.protocol.saved_cluster import ClusterInfo, clusters, find
-from nbelastic.protocol.sources import HostDiscovery
+from nbelastic.protocol.host_parsing import parse_host
+from nbelastic.protocol.host_sources import HostDiscovery
+from nbelastic.protocol.local_clusters import ClusterInfo, clusters, find_run_folder
+from nbelastic.protocol.requests import CellOutput
 from nbelastic.protocol.status import EventRecord, HostStatus, Status, WorkerStack, WorkerStatus
 
 
@@ -125,7 +125,7 @@ class Cluster:
         the cluster's own. If that is an object of a kernel that has ended, the hosts stay as they are without it. UsageError,
         in one line, for a cluster that is not there, not yours, damaged, of another version, or whose driver does not answer.
         """
-        cluster = retry_while_another_starts(partial(attach_cluster, cls, find(name), discovery))
+        cluster = retry_while_another_starts(partial(attach_cluster, cls, find_run_folder(name), discovery))
         close_at_kernel_end(cluster)
         return cluster
 
@@ -233,7 +233,7 @@ class Cluster:
 
     def execute(
         self, source: str, *, setup: bool = False, key: str | None = None, timeout: float | None = None
-    ) -> list[Executed]:
+    ) -> list[CellOutput]:
         """Run a cell on every ready worker and wait. `setup`: also on every worker that joins later, before its program.
 
         Returns a list of (worker, stdout, stderr, error); the error is the remote traceback, or None. A setup cell is kept if
@@ -245,7 +245,7 @@ class Cluster:
         digest = hashlib.sha256(source.encode()).hexdigest()
         run = requests.ExecuteSetup(key or f"cell-{digest[:8]}", source) if setup else requests.Execute(source)
         # A setup cell is not cancelled by a timeout: it is kept if it succeeds later.
-        outputs: list[Executed] = self._link.ask(run, timeout, "the cell to end", cancel=not setup)
+        outputs: list[CellOutput] = self._link.ask(run, timeout, "the cell to end", cancel=not setup)
         return outputs
 
     @property
@@ -301,7 +301,7 @@ class Cluster:
         driver = self._link.running()
         if driver.died:
             raise DriverLostError(f"{driver.end_reason}; another driver takes over: try again.")
-        driver.request(requests.Press(by, dict(message), self._link.configuration.default_slots))
+        driver.request(requests.DashboardAction(by, dict(message), self._link.configuration.default_slots))
 
     # ---- observe ----
 

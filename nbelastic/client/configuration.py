@@ -12,11 +12,10 @@ from typing import Any
 import msgspec
 
 from nbelastic.client.saved_arguments import BY_CLIENTS, arguments_to_attach, saved_arguments
-from nbelastic.protocol.limits import Limits
-from nbelastic.protocol.run_directory import RunDir
+from nbelastic.protocol.cluster_limits import Limits
+from nbelastic.protocol.host_sources import ClientDiscovery, HostDiscovery, Source
+from nbelastic.protocol.run_folder import RunFolder
 from nbelastic.protocol.settings import (
-    LEASE,
-    LINE_LEASE,
     NEEDED,
     OPTIONAL,
     SSH,
@@ -25,9 +24,9 @@ from nbelastic.protocol.settings import (
     check_kinds,
     timeouts_of,
 )
-from nbelastic.protocol.sources import ByClients, HostDiscovery, Source
+from nbelastic.protocol.timeouts import LEASE, LEASE_WITH_SSH
 from nbelastic.provision.discovery import source_of
-from nbelastic.system.gpus import gpus
+from nbelastic.system.gpu_count import visible_gpus
 
 _numbers = itertools.count(1)  # for names of clusters that the user has not named
 _ARGUMENTS = (*NEEDED, *OPTIONAL, "hosts", "discovery", "keep")
@@ -55,7 +54,7 @@ class Configuration:
         """
         if not arguments.get(BY_CLIENTS):
             return self
-        settings = msgspec.structs.replace(self.settings, discovery=ByClients(arguments[BY_CLIENTS]))
+        settings = msgspec.structs.replace(self.settings, discovery=ClientDiscovery(arguments[BY_CLIENTS]))
         return replace(self, settings=settings, arguments=dict(arguments))
 
 
@@ -67,10 +66,10 @@ def configure(arguments: Mapping[str, Any]) -> Configuration:
     check(slots is None or slots >= 1, f"slots={slots}: at least 1.")
     check(hosts is None or discovery is None, "give hosts or discovery, not both.")
     name = given["name"] or f"nbelastic-{os.getpid()}-{next(_numbers)}"
-    run_dir = RunDir(name)
-    default_slots = slots or gpus() or max(given["min"], os.cpu_count() or 1)
+    run_folder = RunFolder(name)
+    default_slots = slots or visible_gpus() or max(given["min"], os.cpu_count() or 1)
     source = source_of(discovery, hosts, slots, default_slots)
-    settings = _settings(given, run_dir, source)
+    settings = _settings(given, run_folder, source)
     settings.check()
     if launcher != SSH:
         from nbelastic.provision.batch import check_options  # importing ipyparallel is slow
@@ -80,7 +79,7 @@ def configure(arguments: Mapping[str, Any]) -> Configuration:
     return Configuration(
         settings=settings,
         arguments=saved_arguments(given, source),
-        discovery=discovery if isinstance(source, ByClients) and not isinstance(discovery, str) else None,
+        discovery=discovery if isinstance(source, ClientDiscovery) and not isinstance(discovery, str) else None,
         default_slots=default_slots,
         log_dir=Path(given["log_dir"]) if given["log_dir"] is not None else None,
         is_kept=given["keep"],
@@ -93,7 +92,7 @@ def configure_again(name: str, log_dir: str, arguments: Mapping[str, Any]) -> Co
     return configure(again).with_discovery_of(arguments)
 
 
-def _settings(given: Mapping[str, Any], run_dir: RunDir, source: Source) -> Settings:
+def _settings(given: Mapping[str, Any], run_folder: RunFolder, source: Source) -> Settings:
     silence, launcher, nics = float(given["silence"]), given["launcher"], given["nics"] or ""
     limits = Limits(
         min=given["min"],
@@ -106,12 +105,12 @@ def _settings(given: Mapping[str, Any], run_dir: RunDir, source: Source) -> Sett
         stall=_seconds(given["stall"]),
         timeouts=timeouts_of(given["timeouts"], given["stop_timeout"], launcher),
     )
-    lease = float(given["lease"]) if given["keep"] else max(LINE_LEASE if launcher == SSH else LEASE, silence)
+    lease = float(given["lease"]) if given["keep"] else max(LEASE_WITH_SSH if launcher == SSH else LEASE, silence)
     return Settings(
-        name=run_dir.name,
+        name=run_folder.name,
         limits=limits,
         discovery=source,
-        run_dir=run_dir.path,
+        run_folder=run_folder.path,
         backend=given["backend"],
         preload=tuple(given["preload"]),
         environment={name: str(value) for name, value in (given["env"] or {}).items()},

@@ -20,11 +20,11 @@ from msgspec.structs import replace
 
 from nbelastic.client.job_copy import JobCopy, create_error
 from nbelastic.errors import ClusterStoppedError, DriverLostError, NbelasticError, UsageError
+from nbelastic.protocol import client_messages as u
 from nbelastic.protocol import requests as r
-from nbelastic.protocol import updates as u
-from nbelastic.protocol.status import KEPT, EventRecord, Status
+from nbelastic.protocol.status import EVENTS_IN_MEMORY, EventRecord, Status
 from nbelastic.system import at_fork, versions
-from nbelastic.system.futures import settle
+from nbelastic.system.future_results import resolve_if_pending
 
 log = logging.getLogger("nbelastic")
 LEAVE_TIMEOUT = 1.0  # seconds in which the last requests are sent before a connection is closed
@@ -71,7 +71,7 @@ class Connection:
         self.jobs: dict[str, JobCopy] = {}
         self.setup_cells: dict[str, str] = {}
         self.submitted_jobs = 0
-        self._events: tuple[deque[EventRecord], int] = deque(maxlen=KEPT), 0
+        self._events: tuple[deque[EventRecord], int] = deque(maxlen=EVENTS_IN_MEMORY), 0
         self._status = msgspec.Raw()
         self._decoded: tuple[msgspec.Raw, Status] | None = None
         self._pending: dict[int, tuple[type[r.Request], Future[Any]]] = {}
@@ -79,8 +79,8 @@ class Connection:
         self._outbox: SimpleQueue[bytes | None] = SimpleQueue()
         self._leave_reason = ""  # why the client left, if it has
         self._socket = self._connect(folder)
-        at_fork.in_child(self._close_in_child)
-        self._send(u.Hello(versions.ours(), u.language(), _describe_this_process()))
+        at_fork.register(self._close_in_child)
+        self._send(u.ClientHello(versions.nbelastic_version(), u.fingerprint(), _describe_this_process()))
         self._frames = u.Frames(u.FROM_DRIVER)
         self._greeted = threading.Event()
         self._refusal: NbelasticError | None = None
@@ -243,7 +243,7 @@ class Connection:
 
     def _receive(self, message: u.ToClient) -> None:
         match message:
-            case u.Welcome(arguments=arguments, log_dir=log_dir, number=number):
+            case u.DriverHello(arguments=arguments, log_dir=log_dir, number=number):
                 self.arguments, self.log_dir, self.number = arguments, Path(log_dir), number
                 if self._predecessor is not None and self._predecessor.number == number:
                     self.jobs = self._predecessor.jobs
@@ -263,25 +263,26 @@ class Connection:
                 _, future = self._pending.pop(number, (None, None))
                 if future is not None and future.set_running_or_notify_cancel():
                     future.set_exception(create_error(error, text))
-            case u.Over(why=why):
+            case u.Stopped(why=why):
                 self._has_stopped = True
                 self.end_reason = why or self.end_reason
-                self._send(u.Bye())
+                self._send(u.Goodbye())
 
     def _apply(self, update: u.Update) -> None:
         self._status = update.status
         events, _ = self._events
         events.extend(update.events)
-        self._events = events, update.count
-        if update.setup is not None:
-            self.setup_cells = update.setup
-        self.submitted_jobs, self.fault, self.end_reason = update.submitted, update.faulty, update.stopping
+        self._events = events, update.event_count
+        if update.setup_cells is not None:
+            self.setup_cells = update.setup_cells
+        self.submitted_jobs = update.submitted_jobs
+        self.fault, self.end_reason = update.decision_failure, update.stopping
         for job in update.jobs:
             self._job_copy(job.job).apply(job, is_complete=not self._greeted.is_set())
             if job.end is not None and job.end.values is not None:
-                self._send(u.Took(job.job))
+                self._send(u.ValuesMapped(job.job))
         for name, copy in self.jobs.items():
-            if name not in update.known:  # other clients ran several jobs while this process was suspended
+            if name not in update.known_jobs:  # other clients ran several jobs while this process was suspended
                 copy.abandon(ClusterStoppedError(f"{name} has ended, and the driver has forgotten how."))
         self._greeted.set()
         self.on_change()
@@ -300,7 +301,7 @@ class Connection:
             self.end_reason = f"the driver of {self.name!r} has ended unexpectedly"
         if not (self._has_stopped or self._leave_reason):
             self._lose_driver()
-        at_fork.no_longer(self._close_in_child)
+        at_fork.unregister(self._close_in_child)
         self.finished.set()
         self._outbox.put(None)
         self._socket.close()
@@ -332,7 +333,7 @@ class Connection:
 
     def _fail_request(self, future: Future[Any]) -> None:
         error = DriverLostError(f"{self.end_reason} before it answered; another driver has taken over: try again.")
-        settle(future.set_exception, error if self.successor else ClusterStoppedError(self.stopped_text))
+        resolve_if_pending(future.set_exception, error if self.successor else ClusterStoppedError(self.stopped_text))
 
     @property
     def stopped_text(self) -> str:

@@ -8,11 +8,11 @@ import threading
 from functools import partial
 
 from nbelastic.client.connection import Connection
+from nbelastic.protocol.host_sources import HostDiscovery
 from nbelastic.protocol.ids import HostSpec
 from nbelastic.protocol.requests import HostsFound
-from nbelastic.protocol.sources import HostDiscovery
 from nbelastic.provision.discovery import watch
-from nbelastic.system.supervise import report_to_log, supervise
+from nbelastic.system.fault_handling import report_to_log, supervise
 
 
 class DiscoveryPoller:

@@ -21,13 +21,13 @@ from nbelastic.client.saved_arguments import BY_CLIENTS
 from nbelastic.client.waiting import ANSWER_TIMEOUT, wait_for_result
 from nbelastic.errors import ClusterStoppedError, DriverLostError
 from nbelastic.protocol import requests
-from nbelastic.protocol.run_directory import RunDir
-from nbelastic.protocol.saved_cluster import sweep
-from nbelastic.protocol.sources import ByClients, HostDiscovery
-from nbelastic.protocol.start import Start
+from nbelastic.protocol.driver_start import Start
+from nbelastic.protocol.host_sources import ClientDiscovery, HostDiscovery
+from nbelastic.protocol.local_clusters import remove_dead_cluster
+from nbelastic.protocol.run_folder import RunFolder
 from nbelastic.protocol.status import Status
-from nbelastic.system.presence import identity
-from nbelastic.system.processes import leave
+from nbelastic.system.process_identity import identity
+from nbelastic.system.processes import disown
 
 NOT_ATTACHED = "it was not attached to"
 
@@ -43,7 +43,7 @@ class DriverLink:
         self, configuration: Configuration, on_change: Callable[[], object], on_release: Callable[[], object]
     ) -> None:
         self.configuration = configuration
-        self.run_dir = RunDir(configuration.settings.name)
+        self.run_folder = RunFolder(configuration.settings.name)
         self.connection: Connection | None = None
         self.newest: Connection | None = None
         self.is_owner = True
@@ -51,12 +51,12 @@ class DriverLink:
         self.poller: DiscoveryPoller | None = None
         self._on_change, self._on_release = on_change, on_release
         self._replacement = DriverReplacement(
-            self.run_dir.path, self._start_driver, lambda: self.configuration, self._is_current
+            self.run_folder.path, self._start_driver, lambda: self.configuration, self._is_current
         )
 
     @property
     def name(self) -> str:
-        return self.run_dir.name
+        return self.run_folder.name
 
     @property
     def is_connected(self) -> bool:
@@ -132,7 +132,7 @@ class DriverLink:
     def start(self) -> None:
         """Start the cluster anew with a driver of its own."""
         configuration = self.configuration
-        log_dir = (configuration.log_dir or self.run_dir.log_dir()).absolute()
+        log_dir = (configuration.log_dir or self.run_folder.new_log_dir()).absolute()
         submitted = self.newest.submitted_jobs if self.newest is not None else 0
         owner = "" if configuration.is_kept else identity(os.getpid())
         settings = replace(configuration.settings, log_dir=log_dir, number=secrets.token_hex(4), owner=owner)
@@ -150,11 +150,11 @@ class DriverLink:
         driver: Connection | None,
         arguments: Mapping[str, Any],
         discovery: str | HostDiscovery | None,
-        patience: float,
+        timeout: float,
     ) -> None:
         """Use this connection or, if the driver is dead, start another one that takes the cluster over.
 
-        `arguments` were saved with the cluster. `discovery`, if given, replaces the cluster's own. `patience`: seconds that
+        `arguments` were saved with the cluster. `discovery`, if given, replaces the cluster's own. `timeout`: seconds that
         the next driver may take to start.
         """
         if discovery is None:
@@ -163,13 +163,13 @@ class DriverLink:
         if driver is None:
             settings = self.configuration.settings
             self._begin(
-                self._start_driver(Start(settings, self.configuration.arguments, found=True, patience=patience))
+                self._start_driver(Start(settings, self.configuration.arguments, takes_over=True, timeout=timeout))
             )
             return
         self._begin(driver)
         try:
             if discovery is not None:
-                self.ask(requests.Discover(self.configuration.settings.discovery, self.configuration.arguments))
+                self.ask(requests.SetDiscovery(self.configuration.settings.discovery, self.configuration.arguments))
                 present = self.running()  # another driver, if the first one has died
                 present.arguments = self.configuration.arguments
                 self._poll_discovery(present)
@@ -178,8 +178,8 @@ class DriverLink:
             raise
 
     def _start_driver(self, start: Start, predecessor: Connection | None = None) -> Connection:
-        connection, child = start_driver_process(start, self.run_dir.path, self._on_change, predecessor)
-        leave(child)  # the driver may outlive this process
+        connection, child = start_driver_process(start, self.run_folder.path, self._on_change, predecessor)
+        disown(child)  # the driver may outlive this process
         self.process = child
         return connection
 
@@ -213,7 +213,7 @@ class DriverLink:
         if self.poller is not None:
             self.poller.stop()
         discovery = self.configuration.discovery
-        if discovery is not None and isinstance(source, ByClients) and source.key == key_in_use:
+        if discovery is not None and isinstance(source, ClientDiscovery) and source.key == key_in_use:
             self.poller = DiscoveryPoller(discovery, source.key, driver)
 
     def handle_change(self) -> None:
@@ -246,4 +246,4 @@ class DriverLink:
     def kill_leftovers(self) -> None:
         """End what a dead driver has left running on this machine, unless another driver has taken it over."""
         if self.newest is not None:
-            sweep(self.name, self.newest.number, kill=True)
+            remove_dead_cluster(self.name, self.newest.number, kill=True)

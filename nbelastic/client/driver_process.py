@@ -20,10 +20,10 @@ from msgspec.structs import replace
 from nbelastic.client.connection import Connection
 from nbelastic.client.job_copy import create_error
 from nbelastic.errors import HostError, NbelasticError
+from nbelastic.protocol.client_messages import encoded
+from nbelastic.protocol.driver_start import Start, StartReport
+from nbelastic.protocol.local_clusters import remove_dead_cluster
 from nbelastic.protocol.requests import Stop
-from nbelastic.protocol.saved_cluster import sweep
-from nbelastic.protocol.start import Refusal, Start
-from nbelastic.protocol.updates import encoded
 
 CODE = """import json, sys
 ours, *path = json.loads(sys.stdin.buffer.readline())
@@ -61,13 +61,13 @@ def start_driver_process(
         finally:
             os.close(write_end)
         try:
-            start = replace(start, ready=write_end, temporary=tempfile.gettempdir())
+            start = replace(start, ready_fd=write_end, temporary_folder=tempfile.gettempdir())
             home = str(Path(__file__).parents[2])  # so that the driver imports the same nbelastic as this process
             path = [home, *(each for each in sys.path if isinstance(each, str))]
             data = json.dumps(path).encode() + b"\n" + bytes(encoded(start))
             with contextlib.suppress(BrokenPipeError):  # the process has ended; its output says why
                 _write_input(child, data)
-            _wait_for(read_end, child, output, start.patience)
+            _wait_for(read_end, child, output, start.timeout)
         except BaseException:
             _kill(child, start)
             raise
@@ -83,7 +83,7 @@ def start_driver_process(
 
 def _undo(child: subprocess.Popen[bytes], start: Start, folder: Path) -> None:
     """End the driver and what it may have started; leave alone what it has taken over."""
-    if child.poll() is None and not start.found:
+    if child.poll() is None and not start.takes_over:
         with contextlib.suppress(OSError, NbelasticError, subprocess.TimeoutExpired):
             Connection(folder).request(Stop("an interrupt", 0.0))
             child.wait(UNDO_TIMEOUT)
@@ -94,8 +94,8 @@ def _kill(child: subprocess.Popen[bytes], start: Start) -> None:
     """Kill the driver and what it may have started; leave alone what it has taken over."""
     child.kill()
     child.wait()
-    if not start.found:
-        sweep(start.settings.name, start.settings.number, kill=True)
+    if not start.takes_over:
+        remove_dead_cluster(start.settings.name, start.settings.number, kill=True)
 
 
 def _write_input(child: subprocess.Popen[bytes], data: bytes) -> None:
@@ -104,20 +104,20 @@ def _write_input(child: subprocess.Popen[bytes], data: bytes) -> None:
         child.stdin.write(data)
 
 
-def _wait_for(ready: int, child: subprocess.Popen[bytes], output: IO[bytes], patience: float) -> None:
+def _wait_for(ready: int, child: subprocess.Popen[bytes], output: IO[bytes], timeout: float) -> None:
     """Return when the driver reports that it is ready. NbelasticError if it refuses or ends."""
-    end, report = time.monotonic() + patience, b""
+    end, report = time.monotonic() + timeout, b""
     poll = select.poll()
     poll.register(ready, select.POLLIN)
     while not report.endswith(b"\n"):
         if not poll.poll(max(0.0, end - time.monotonic()) * 1000):
-            raise HostError(f"the driver's process did not start within {patience:g} s.")
+            raise HostError(f"the driver's process did not start within {timeout:g} s.")
         data = os.read(ready, 1 << 16)
         if not data:
             output.seek(0)
             last = output.read()[-MAX_OUTPUT:].decode(errors="replace").strip()
             raise HostError(f"the driver's process has ended at its start (exit code {child.wait()}): {last}")
         report += data
-    refusal = msgspec.json.decode(report, type=Refusal)
-    if refusal.error:
-        raise create_error(refusal.error, refusal.text)
+    start_report = msgspec.json.decode(report, type=StartReport)
+    if start_report.error:
+        raise create_error(start_report.error, start_report.text)

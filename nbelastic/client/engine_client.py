@@ -24,7 +24,7 @@ class EngineClient:
         if self._client is None:
             from nbelastic.ipp.client import connect  # importing ipyparallel is slow
 
-            profile_dir = str(self._link.run_dir.path / "ipython")
+            profile_dir = str(self._link.run_folder.path / "ipython")
             self._client = connect(found.information, self._link.name, profile_dir)
         client = self._client
         client.wait_for(found.engines, CONTROLLER_TIMEOUT)

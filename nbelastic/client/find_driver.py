@@ -13,7 +13,8 @@ from typing import TypeVar
 
 from nbelastic.client.connection import Connection
 from nbelastic.errors import AnotherDriverError, UsageError
-from nbelastic.protocol.run_directory import START, RunDir
+from nbelastic.protocol.run_folder import RunFolder
+from nbelastic.protocol.timeouts import DRIVER_START
 
 T = TypeVar("T")
 CONNECT_INTERVAL = 0.02  # seconds between two attempts to connect to a driver that starts or ends
@@ -22,17 +23,17 @@ KILL_TIMEOUT = 10.0  # seconds to wait for the end of a killed driver
 
 
 def connect_to_driver(
-    folder: Path, patience: float = START, predecessor: Connection | None = None
+    folder: Path, timeout: float = DRIVER_START, predecessor: Connection | None = None
 ) -> Connection | None:
     """Connect to the driver whose run folder this is. Return None if it is dead, or had a fault and was killed.
 
-    `predecessor`: see `Connection`. UsageError if the driver does not listen within `patience` seconds, does not answer, has
+    `predecessor`: see `Connection`. UsageError if the driver does not listen within `timeout` seconds, does not answer, has
     another version, or manages another cluster than `predecessor` did.
     """
-    run_dir = RunDir(folder.name)
-    end = time.monotonic() + patience
+    run_folder = RunFolder(folder.name)
+    end = time.monotonic() + timeout
     while True:
-        pid = run_dir.driver
+        pid = run_folder.driver
         if not pid:
             return None
         try:
@@ -50,14 +51,14 @@ def connect_to_driver(
         raise name_reused_error(folder.name)
     if connection.fault:
         connection.leave("its driver had a fault and was ended")
-        kill_driver(run_dir, pid)
+        kill_driver(run_folder, pid)
         return None
     return connection
 
 
 def retry_while_another_starts(attempt: Callable[[], T]) -> T:
     """Return `attempt()`; repeat it while another kernel starts the driver at the same moment."""
-    end = time.monotonic() + START
+    end = time.monotonic() + DRIVER_START
     while True:
         try:
             return attempt()
@@ -78,14 +79,14 @@ def no_answer_error(name: str, pid: int) -> UsageError:
     return UsageError(f"{text}; end that process, then attach again.")
 
 
-def kill_driver(run_dir: RunDir, pid: int) -> None:
+def kill_driver(run_folder: RunFolder, pid: int) -> None:
     """Kill this process if it still holds the cluster's name, and wait until it has ended."""
     if not pid:
         return
     with contextlib.suppress(ProcessLookupError):
         fd = os.pidfd_open(pid)
         try:
-            if run_dir.driver == pid:  # another process may have the number, or the name, by now
+            if run_folder.driver == pid:  # another process may have the number, or the name, by now
                 signal.pidfd_send_signal(fd, signal.SIGKILL)
                 ended = select.poll()
                 ended.register(fd, select.POLLIN)

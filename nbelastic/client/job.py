@@ -148,17 +148,17 @@ class Job:
 
     def lines_since(self, number: int, worker: str | None = None, most: int = 1000) -> list[tuple[str, Line]]:
         """The lines after line `number`, each with its worker: at most the newest `most`, in order of arrival."""
-        return [(str(w), line) for w, line in self._copy.printed.since(number, worker, most)]
+        return [(str(w), line) for w, line in self._copy.output.since(number, worker, most)]
 
     def unfinished_lines(self, worker: str | None = None) -> list[tuple[str, Line]]:
         """The lines without an end, such as progress bars: the newest state of each worker's two streams."""
-        return [(str(w), line) for w, line in self._copy.printed.unfinished(worker)]
+        return [(str(w), line) for w, line in self._copy.output.unfinished_lines(worker)]
 
     @property
     def writers(self) -> list[tuple[str, int | None]]:
         """The workers that have printed something, and their ranks in the present or last world."""
         ranks = {w: rank for rank, w in enumerate(self._members)}
-        writers = sorted(self._copy.printed.lines, key=lambda w: (ranks.get(w, len(ranks)), w))
+        writers = sorted(self._copy.output.lines, key=lambda w: (ranks.get(w, len(ranks)), w))
         return [(str(w), ranks.get(w)) for w in writers]
 
     @property
@@ -174,10 +174,10 @@ class Job:
                 raise UsageError(f"there is no rank {rank}: the world has {len(members)}.")
             worker = str(members[rank])
         is_single = worker is not None
-        for w, lines in sorted(self._copy.printed.lines.items(), key=lambda item: item[0]):
+        for w, lines in sorted(self._copy.output.lines.items(), key=lambda item: item[0]):
             if is_single and str(w) != worker:
                 continue
-            for line in [*list(lines), *(line for _, line in self._copy.printed.unfinished(str(w)))][-tail:]:
+            for line in [*list(lines), *(line for _, line in self._copy.output.unfinished_lines(str(w)))][-tail:]:
                 yield line.text if is_single else f"{w} | {line.text}"
 
     def __repr__(self) -> str:

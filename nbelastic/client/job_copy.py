@@ -7,12 +7,12 @@ from pathlib import Path
 
 from nbelastic import errors
 from nbelastic.errors import JobError, NbelasticError
+from nbelastic.protocol import client_messages as u
 from nbelastic.protocol import messages
-from nbelastic.protocol import updates as u
 from nbelastic.protocol.ids import WorkerId
-from nbelastic.protocol.output_buffer import Printed
+from nbelastic.protocol.output_buffer import OutputBuffer
 from nbelastic.system import pickling
-from nbelastic.system.futures import settle
+from nbelastic.system.future_results import resolve_if_pending
 
 
 class JobCopy:
@@ -23,31 +23,31 @@ class JobCopy:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.printed = Printed()
+        self.output = OutputBuffer()
         self._uncounted_lines = 0  # lines that only an earlier driver has counted
         self.members: tuple[WorkerId, ...] = ()  # of the last world, once it has ended
         self.future: Future[list[pickling.Bytes | None]] = Future()
 
     def apply(self, update: u.JobUpdate, *, is_complete: bool) -> None:
         """Take in an update. `is_complete`: it has all lines that this driver knows; an earlier one may have sent some of them."""
-        printed = self.printed
+        printed = self.output
         if is_complete:
-            printed, self._uncounted_lines = Printed(), self._count_missing_lines(update)
+            printed, self._uncounted_lines = OutputBuffer(), self._count_missing_lines(update)
         for worker, line in update.lines:
             printed.add(worker, line._replace(number=line.number + self._uncounted_lines))
-        for worker, rest in update.rests:
-            printed.begin(worker, rest)
-        self.printed = printed
+        for worker, rest in update.unfinished:
+            printed.set_unfinished(worker, rest)
+        self.output = printed
         self.members = update.members or self.members
         if update.end is not None and not self.future.done():
             self._end(update.end)
 
     def _count_missing_lines(self, update: u.JobUpdate) -> int:
         """Count the known lines that the new driver does not count, so that line numbers never decrease."""
-        known = self.printed.heard
+        known = self.output.line_count
         if not update.lines:
             return known
-        newest = next(((w, line) for w, line in self.printed.since(known - 1, most=1)), None)
+        newest = next(((w, line) for w, line in self.output.since(known - 1, most=1)), None)
         if newest is not None:
             worker, last = newest
             for w, line in reversed(update.lines):
@@ -69,7 +69,7 @@ class JobCopy:
 
     def abandon(self, error: NbelasticError) -> None:
         """Fail the job's future: no more updates will arrive."""
-        settle(self.future.set_exception, error)
+        resolve_if_pending(self.future.set_exception, error)
 
 
 def _read_value(blob: messages.Blob | None) -> pickling.Bytes | None:

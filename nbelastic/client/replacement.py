@@ -12,8 +12,8 @@ from nbelastic.client.configuration import Configuration, configure_again
 from nbelastic.client.connection import Connection
 from nbelastic.client.find_driver import connect_to_driver, name_reused_error, retry_while_another_starts
 from nbelastic.errors import HostError, NbelasticError, UsageError
-from nbelastic.protocol.saved_cluster import Head, patience_for, read
-from nbelastic.protocol.start import Start
+from nbelastic.protocol.driver_start import Start
+from nbelastic.protocol.local_clusters import SnapshotHead, read, start_timeout
 
 MAX_LOSSES, LOSS_PERIOD = 3, 60.0  # drivers that this process replaces, in so many seconds
 
@@ -74,16 +74,16 @@ class DriverReplacement:
         return retry_while_another_starts(lambda: self._find_or_start_once(lost))
 
     def _find_or_start_once(self, lost: Connection) -> Connection:
-        patience = patience_for(self._folder)
-        successor = connect_to_driver(self._folder, patience, lost)
+        timeout = start_timeout(self._folder)
+        successor = connect_to_driver(self._folder, timeout, lost)
         if successor is not None:
             return successor
-        saved = read(self._folder, Head)
+        saved = read(self._folder, SnapshotHead)
         if saved.number != lost.number:
             raise name_reused_error(self._folder.name)
         configuration = self._configuration()
         if saved.arguments != configuration.arguments:  # another kernel has attached with another discovery
             with contextlib.suppress(UsageError):  # for example, its script has been removed
                 configuration = configure_again(self._folder.name, saved.log_dir, saved.arguments)
-        start = Start(configuration.settings, configuration.arguments, found=True, patience=patience)
+        start = Start(configuration.settings, configuration.arguments, takes_over=True, timeout=timeout)
         return self._start_driver(start, lost)

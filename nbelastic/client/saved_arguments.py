@@ -7,8 +7,15 @@ import shlex
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from nbelastic.protocol.host_sources import (
+    ClientDiscovery,
+    EntryPoint,
+    HostDiscovery,
+    ListedHosts,
+    ScriptSource,
+    Source,
+)
 from nbelastic.protocol.ids import HostSpec
-from nbelastic.protocol.sources import ByClients, HostDiscovery, Installed, Listed, Script, Source
 from nbelastic.system.addresses import bracketed
 
 BY_CLIENTS = "own discovery"  # the saved argument that replaces a discovery object of a kernel: the object's key
@@ -26,13 +33,13 @@ def saved_arguments(given: Mapping[str, Any], source: Source) -> dict[str, Any]:
     saved |= {name: list(saved[name]) for name in ("preload", "cooldown") if name in saved}
     saved |= {name: dict(saved[name]) for name in ("timeouts",) if name in saved}
     match source:
-        case Listed(hosts=hosts):
+        case ListedHosts(hosts=hosts):
             saved["hosts"] = host_texts(hosts)
-        case Script(words=words):
+        case ScriptSource(words=words):
             saved["discovery"] = shlex.join(words)
-        case Installed(name=name):
+        case EntryPoint(name=name):
             saved["discovery"] = name
-        case ByClients(key=key):
+        case ClientDiscovery(key=key):
             saved[BY_CLIENTS] = key
     return saved
 

@@ -16,7 +16,7 @@ from nbelastic.client.find_driver import kill_driver
 from nbelastic.errors import DriverLostError, NbelasticError
 from nbelastic.protocol import requests
 from nbelastic.protocol.settings import check
-from nbelastic.protocol.start import AT_THE_END
+from nbelastic.protocol.timeouts import STOP_AT_KERNEL_END
 
 CLOSING_TIMEOUT = 10.0  # seconds in which everything but the programs has to end
 KERNEL_END_TIMEOUT = 2.0  # seconds in which a cluster has to stop when the kernel ends, which allows no more
@@ -41,7 +41,7 @@ def close_cluster(link: DriverLink) -> None:
         link.release()
     elif link.ends_with_kernel:
         # A driver that takes longer ends soon after the kernel.
-        _stop(link, AT_THE_END, KERNEL_END_TIMEOUT - AT_THE_END, by="hand", kill=False)
+        _stop(link, STOP_AT_KERNEL_END, KERNEL_END_TIMEOUT - STOP_AT_KERNEL_END, by="hand", kill=False)
     else:
         detach_cluster(link)
 
@@ -92,7 +92,7 @@ def _end_driver(
     driver.request(stop)
     driver.finished.wait(timeout)
     if not driver.finished.is_set() and kill:
-        kill_driver(link.run_dir, link.run_dir.driver)
+        kill_driver(link.run_folder, link.run_folder.driver)
         driver.finished.wait(closing_timeout)
     for _ in range(MAX_SUCCESSORS):
         if not driver.died:

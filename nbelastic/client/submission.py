@@ -13,7 +13,7 @@ from nbelastic.client.waiting import ANSWER_TIMEOUT
 from nbelastic.errors import ClusterStoppedError
 from nbelastic.protocol import messages, requests, worker_messages
 from nbelastic.system import pickling
-from nbelastic.system.files import replace_private
+from nbelastic.system.private_files import replace_private
 
 
 def submit_cell(link: DriverLink, source: str, checkpoints: CheckpointPlan) -> JobCopy:
@@ -47,7 +47,7 @@ def submit(link: DriverLink, request: requests.Submit | requests.SubmitScript) -
 def _save_call(link: DriverLink, call: list[memoryview]) -> messages.Blob:
     """Write the call into a file, which the next driver finds. UsageError if the disk is full."""
     size = pickling.size(call)
-    path = link.run_dir.path / f"{secrets.token_hex(8)}.program"
+    path = link.run_folder.path / f"{secrets.token_hex(8)}.program"
     try:
         replace_private(path, call)
     except OSError as error:

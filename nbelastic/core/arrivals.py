@@ -6,8 +6,8 @@ from heapq import nsmallest
 
 from nbelastic.core.reasons import MOST, Missing
 from nbelastic.core.state import ClusterState, Host, HostPhase, Worker, WorkerState
+from nbelastic.protocol.cluster_limits import NEVER
 from nbelastic.protocol.ids import WorkerId
-from nbelastic.protocol.limits import NEVER
 
 
 def agent_deadline(cluster: ClusterState, host: Host) -> float:

@@ -7,8 +7,8 @@ from msgspec.structs import replace
 
 from nbelastic.core import host_lifecycle
 from nbelastic.core.state import ClusterState, HostPhase, Job, KeptState, SetupCell, Slot, Stage
+from nbelastic.protocol.cluster_limits import Limits
 from nbelastic.protocol.ids import HostSpec, WorkerId
-from nbelastic.protocol.limits import Limits
 
 
 class SavedHost(Struct, frozen=True, omit_defaults=True):

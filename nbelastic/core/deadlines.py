@@ -20,8 +20,8 @@ from nbelastic.core import (
 from nbelastic.core import commands as cmd
 from nbelastic.core.commands import Commands
 from nbelastic.core.state import ClusterState
+from nbelastic.protocol.cluster_limits import NEVER
 from nbelastic.protocol.ids import WorkerId
-from nbelastic.protocol.limits import NEVER
 
 
 def deadline(cluster: ClusterState, now: float) -> float:

@@ -22,8 +22,8 @@ from nbelastic.core.state import (
     without,
 )
 from nbelastic.core.state_holders import assign_kept_state, keeper
+from nbelastic.protocol.cluster_limits import NEVER
 from nbelastic.protocol.ids import WorkerId
-from nbelastic.protocol.limits import NEVER
 
 
 def worker_formed(cluster: ClusterState, w: WorkerId, now: float, out: Commands) -> ClusterState:

@@ -35,7 +35,7 @@ def external_addresses(host: Host) -> tuple[str, ...]:
 
 def agent_ready(cluster: ClusterState, event: ev.AgentReady, now: float, out: Commands) -> ClusterState:
     """The agent of a starting host has connected: use the host, refuse it, or probe its network first."""
-    name, cluster = event.host, replace(cluster, driver_address=event.here or cluster.driver_address)
+    name, cluster = event.host, replace(cluster, driver_address=event.driver_address or cluster.driver_address)
     host = cluster.hosts.get(name)
     if host is None or host.phase is not HostPhase.STARTING or name in cluster.probing:
         return cluster

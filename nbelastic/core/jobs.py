@@ -10,8 +10,8 @@ from nbelastic.core.commands import Commands
 from nbelastic.core.host_slots import workers_on
 from nbelastic.core.state import NO_BREAKS, ClusterState, HostPhase, Job, Stage, WorkerState
 from nbelastic.core.state_holders import delete_kept_state, keeper
+from nbelastic.protocol.cluster_limits import NEVER
 from nbelastic.protocol.ids import WorkerId
-from nbelastic.protocol.limits import NEVER
 
 
 def refusal(cluster: ClusterState) -> tuple[str, str] | None:

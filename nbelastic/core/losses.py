@@ -13,7 +13,7 @@ from nbelastic.core.host_slots import free_slot, workers_on
 from nbelastic.core.state import NO_BREAKS, ClusterState, HostPhase, Stage, with_members, without
 from nbelastic.core.state_holders import state_lives
 from nbelastic.protocol import events as ev
-from nbelastic.protocol.exit_codes import exit_text
+from nbelastic.protocol.exit_codes import HUNG, exit_text
 from nbelastic.protocol.ids import WorkerId
 
 YOUNG = 2.0  # seconds; a worker that ends itself sooner counts as failed, so that its slot gets into back-off
@@ -22,7 +22,7 @@ YOUNG = 2.0  # seconds; a worker that ends itself sooner counts as failed, so th
 def worker_exited(cluster: ClusterState, event: ev.WorkerExited, now: float, out: Commands) -> ClusterState:
     """A hung worker that ended itself has not failed. A program that exits with that code at once has."""
     w, code = event.worker, event.code
-    was_hung = code == ev.HUNG and now - cluster.workers[w].since >= YOUNG
+    was_hung = code == HUNG and now - cluster.workers[w].since >= YOUNG
     return worker_lost(cluster, w, f"{w} died ({exit_text(code)})", now, out, blameless=was_hung)
 
 

@@ -13,8 +13,8 @@ from nbelastic.core.commands import Commands
 from nbelastic.core.host_slots import with_slots, workers_on
 from nbelastic.core.state import ClusterState, Host, HostPhase, Worker, WorkerState, without
 from nbelastic.core.state_holders import keeper
+from nbelastic.protocol.cluster_limits import NEVER
 from nbelastic.protocol.ids import WorkerId
-from nbelastic.protocol.limits import NEVER
 
 
 def drain_workers(cluster: ClusterState, workers: Iterable[WorkerId], now: float, out: Commands) -> ClusterState:

@@ -9,7 +9,7 @@ from msgspec import Struct
 
 from nbelastic.core.reasons import Reason
 from nbelastic.protocol import script_events as sev
-from nbelastic.protocol.limits import NEVER, Limits
+from nbelastic.protocol.cluster_limits import NEVER, Limits
 
 CONSEQUENCES = (-15, -2)  # exit codes of workers that were asked to end, which explain nothing
 

@@ -61,7 +61,7 @@ def external_node_joined(
     if known is not None and known.pid != event.pid:
         cluster = node_event(cluster, sev.NodeLeft(event.host, "another process replaced it", broken=True), now, out)
     if event.host not in cluster.external_nodes:
-        external = ExternalNode(event.pid, event.here)
+        external = ExternalNode(event.pid, event.on_driver_machine)
         cluster = replace(cluster, external_nodes={**cluster.external_nodes, event.host: external})
         out.append(cmd.Record("host-up", f"{event.host} was started in a terminal", host=event.host))
     out.append(scmd.ReportWaiting(event.host, _reason(cluster)))
@@ -117,7 +117,7 @@ def progress(before: ClusterState, cluster: ClusterState, now: float, out: Comma
         cluster = _update_hosts(_update_stores(cluster, now, out), now, out)
         group = cluster.active_script
     is_due = group is not None and now >= script_rounds.deadline(group)
-    return _advance(cluster, sev.Tick(), now, out) if is_due else cluster
+    return _advance(cluster, sev.Ticked(), now, out) if is_due else cluster
 
 
 def stop(cluster: ClusterState, job: str, reason: str, now: float, out: Commands) -> ClusterState:

@@ -16,7 +16,7 @@ from nbelastic.core.reasons import Missing, Reason, in_words
 from nbelastic.core.script_group import Group, GroupState, Node, Stage, first_failure, ranks_by_node, workers_in
 from nbelastic.protocol import events as ev
 from nbelastic.protocol import script_events as sev
-from nbelastic.protocol.limits import NEVER
+from nbelastic.protocol.cluster_limits import NEVER
 
 _INSIDE = (GroupState.HEALTHY, GroupState.UNHEALTHY)  # states of nodes that have not left their round
 MOST_STARTS = 3  # of a node in a row without a round; then its host cannot run this script

@@ -15,8 +15,8 @@ from nbelastic.core import commands as cmd
 from nbelastic.core.commands import Commands
 from nbelastic.core.state import ClusterState, SetupCell, SetupTrial, Worker, WorkerState, with_worker, without
 from nbelastic.protocol import events as ev
+from nbelastic.protocol.cluster_limits import NEVER
 from nbelastic.protocol.ids import WorkerId
-from nbelastic.protocol.limits import NEVER
 
 
 def lacking(cluster: ClusterState, worker: Worker) -> SetupCell | None:

@@ -17,8 +17,8 @@ from nbelastic.core.commands import Commands
 from nbelastic.core.state import ClusterState, Stage, Wait, format_ids
 from nbelastic.core.state_holders import state_lives
 from nbelastic.protocol import events as ev
+from nbelastic.protocol.cluster_limits import NEVER
 from nbelastic.protocol.ids import WorkerId
-from nbelastic.protocol.limits import NEVER
 
 WAITING_STAGES = frozenset((Stage.GATHERING, Stage.FORMING, Stage.ASKED, Stage.LEAVING))
 QUERIES = 4  # times that awaited members are asked for their positions before the wait ends

@@ -13,9 +13,9 @@ from msgspec.structs import replace
 from nbelastic.core.commands import FormWorld
 from nbelastic.core.reasons import MOST, Reason, listed
 from nbelastic.core.script_group import Group
+from nbelastic.protocol.cluster_limits import NEVER, Limits
 from nbelastic.protocol.events import PositionReported, ProgramEnded, WorkerSucceeded
 from nbelastic.protocol.ids import HostSpec, Interface, WorkerId
-from nbelastic.protocol.limits import NEVER, Limits
 from nbelastic.protocol.script_events import NodeReady
 
 WorkerSet = Literal["awaiting", "newcomers", "starting", "leaving", "stopped", "failed", "suspects", "hung"]

@@ -34,10 +34,10 @@ def alone_holds_state(cluster: ClusterState, w: WorkerId) -> bool:
 def holds_newest_state(cluster: ClusterState, old: Worker, event: ev.WorkerReady) -> bool:
     """Whether a worker that claims the training state holds the newest: no world has formed without it since."""
     job, kept = cluster.active, cluster.kept_state
-    if not event.holds or job is None or not job.formed or old.id in cluster.member_set:
-        return event.holds
+    if not event.holds_state or job is None or not job.formed or old.id in cluster.member_set:
+        return event.holds_state
     is_reader = kept is not None and (kept.reader, kept.commit) == (old.id, event.commit)
-    return is_reader or event.since >= cluster.last_formed
+    return is_reader or event.state_since >= cluster.last_formed
 
 
 def keeper(cluster: ClusterState) -> str:

@@ -9,7 +9,7 @@ from nbelastic.core import jobs, losses
 from nbelastic.core.commands import Commands
 from nbelastic.core.state import ClusterState, HostPhase, WorkerState
 from nbelastic.protocol import events as ev
-from nbelastic.protocol.limits import NEVER
+from nbelastic.protocol.cluster_limits import NEVER
 
 
 def stop(cluster: ClusterState, event: ev.StopRequested, now: float, out: Commands) -> ClusterState:

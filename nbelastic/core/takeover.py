@@ -94,9 +94,9 @@ def _presume_training(cluster: ClusterState, saved: SavedCluster, reports: Repor
     generation = max(report.generation for report in reports.values())
     for report in known:
         world = (report.job, report.generation, report.size)
-        if world != (job.name, generation, len(members)) or not report.formed or report.stopped:
+        if world != (job.name, generation, len(members)) or not report.formed or report.stop_reason:
             return cluster
-        if members[report.rank] != report.worker or not _is_healthy(report.word):
+        if members[report.rank] != report.worker or not _is_healthy(report.last_event):
             return cluster
     ran = frozenset(cell.version for cell in cluster.setup)
     like = cluster.workers[known[0].worker]
@@ -127,8 +127,8 @@ def _restore_job(
     job = cluster.active
     assert job is not None
     holders = tuple(w for w in sorted(inside, key=lambda w: (inside[w].rank, w)) if cluster.workers[w].has_state)
-    finished = frozenset(w for w in holders if isinstance(inside[w].word, ev.WorkerSucceeded))
-    asked_to_stop = [w for w in inside if inside[w].stopped]
+    finished = frozenset(w for w in holders if isinstance(inside[w].last_event, ev.WorkerSucceeded))
+    asked_to_stop = [w for w in inside if inside[w].stop_reason]
     if asked_to_stop and not finished:
         return _end_stopped_job(with_members(cluster, holders), inside, asked_to_stop, now, out)
     if not holders:
@@ -161,7 +161,9 @@ def _whole_world(inside: Reports) -> tuple[WorkerId, ...]:
     """The members, by rank, of the newest generation, if all of them are in it; else none."""
     formed = [report for report in inside.values() if report.formed]
     generation = max((report.generation for report in formed), default=0)
-    by_rank = {report.rank: report for report in formed if report.generation == generation and _is_healthy(report.word)}
+    by_rank = {
+        report.rank: report for report in formed if report.generation == generation and _is_healthy(report.last_event)
+    }
     whole = bool(by_rank) and len(by_rank) == next(iter(by_rank.values())).size
     return tuple(by_rank[rank].worker for rank in sorted(by_rank)) if whole else ()
 
@@ -179,9 +181,9 @@ def _continue_world(
     generation = known[0].generation
     cluster = replace(delete_kept_state(cluster, out), last_formed=generation)
     cluster = _abort_strays(with_members(cluster, members), inside, out)
-    for later in range(generation + 1, max(report.numbered for report in known) + 1):
+    for later in range(generation + 1, max(report.highest_generation for report in known) + 1):
         out.append(cmd.DropWorld(later, members))
-    if any(report.bound for report in known):
+    if any(report.has_promised for report in known):
         out.append(cmd.CancelLeave(generation, members))
     text = f"{len(members)} workers train on in generation {generation}"
     out.append(cmd.Record("world-found", text, generation=generation))
@@ -192,7 +194,9 @@ def _continue_world(
 def _abort_strays(cluster: ClusterState, inside: Reports, out: Commands) -> ClusterState:
     """Abort workers that are not members and wait for a generation that will not form."""
     others = (w for w, report in inside.items() if w not in cluster.member_set and report.busy)
-    strays = tuple(w for w in others if inside[w].generation or inside[w].numbered > inside[w].left)
+    strays = tuple(
+        w for w in others if inside[w].generation or inside[w].highest_generation > inside[w].left_generation
+    )
     if strays:
         out.append(cmd.AbortWorld(cluster.highest_generation, strays, "a new driver forms another world"))
     return cluster
@@ -203,11 +207,11 @@ def _end_stopped_job(
 ) -> ClusterState:
     """End a job that the last driver had ended: some workers were asked to stop, but that was not saved."""
     for w in cluster.members:
-        message = inside[w].word
+        message = inside[w].last_event
         if isinstance(message, ev.WorkerRaised) and message.intact:
             why = f"rank {inside[w].rank} ({w}) raised {message.error}"
             return jobs.end(cluster, "failed", why, now, out, culprit=w)
-    return jobs.end(cluster, "stopped", inside[asked_to_stop[0]].stopped, now, out)
+    return jobs.end(cluster, "stopped", inside[asked_to_stop[0]].stop_reason, now, out)
 
 
 def _drain_surplus(cluster: ClusterState, now: float, out: Commands) -> ClusterState:
@@ -225,13 +229,15 @@ def _replay_messages(cluster: ClusterState, inside: Reports, now: float, out: Co
     job = cluster.active
     assert job is not None
     present = [w for w in inside if _is_there(cluster, w)]
-    messages = {w: inside[w].word for w in sorted(present, key=lambda w: (w in cluster.member_set, inside[w].rank, w))}
+    messages = {
+        w: inside[w].last_event for w in sorted(present, key=lambda w: (w in cluster.member_set, inside[w].rank, w))
+    }
     newcomers = [w for w in present if inside[w].busy and w not in cluster.member_set]
     cluster = provisioning.expect_workers(cluster, newcomers)
     for message in messages.values():
         if isinstance(message, ev.WorkerRaised):
             cluster = _handle(cluster, message, now, out)
-    is_about_to_end = not all(report.busy or (job.formed and not report.holds) for report in inside.values())
+    is_about_to_end = not all(report.busy or (job.formed and not report.holds_state) for report in inside.values())
     if not is_about_to_end:
         for w, worker in tuple(cluster.workers.items()):
             if worker.state is WorkerState.READY and not worker.job:

@@ -149,14 +149,14 @@ def restore_workers(
             since=now,
             pid=pid,
             job=job,
-            generation=report.left,
+            generation=report.left_generation,
             commit=report.commit,
             store=report.store,
-            has_state=bool(job) and report.holds and report.since >= cluster.last_formed,
+            has_state=bool(job) and report.holds_state and report.state_since >= cluster.last_formed,
             was_ready=is_set_up,
             registered=is_set_up,  # else it registers later
             ran=versions,
         )
     starting = frozenset(w for w, worker in workers.items() if worker.state is WorkerState.STARTING)
-    numbered = max([cluster.highest_generation, *(report.numbered for report in reports.values())])
+    numbered = max([cluster.highest_generation, *(report.highest_generation for report in reports.values())])
     return replace(cluster, workers=workers, starting=starting, highest_generation=numbered, generation=numbered)

@@ -8,13 +8,13 @@ from collections.abc import Callable
 
 from nbelastic.driver.clients import Clients
 from nbelastic.protocol import events as ev
-from nbelastic.protocol.run_directory import RunDir
+from nbelastic.protocol.run_folder import RunFolder
 
 CHECK_INTERVAL = 5.0  # seconds
 
 
 async def stop_when_abandoned(
-    lease: float | None, clients: Clients, run_dir: RunDir, post: Callable[[ev.Event], None]
+    lease: float | None, clients: Clients, run_folder: RunFolder, post: Callable[[ev.Event], None]
 ) -> None:
     """Stop a kept cluster after `lease` seconds without a client (None: it is not kept), and any without its lock file.
 
@@ -25,7 +25,7 @@ async def stop_when_abandoned(
         if lease is not None and alone >= lease:
             post(ev.StopRequested(f"no client has been connected for {lease:g} s"))
             return
-        if not run_dir.is_there:
+        if not run_folder.is_current:
             post(ev.StopRequested("its lock file was removed"))
             return
         await asyncio.sleep(CHECK_INTERVAL if lease is None else max(0.01, min(CHECK_INTERVAL, lease - alone)))

@@ -22,11 +22,11 @@ from nbelastic.driver.worker_spawner import WorkerSpawner
 from nbelastic.protocol import agent_messages, messages
 from nbelastic.protocol import events as ev
 from nbelastic.protocol.ids import HostSpec, WorkerId
-from nbelastic.protocol.settings import NCCL, Settings
+from nbelastic.protocol.settings import NCCL_ENVIRONMENT, Settings
 from nbelastic.provision.launchers import AdoptedAgent, Agent, BatchJobAgent
 from nbelastic.provision.tcp_proxy import Doors
-from nbelastic.system.folders import batch_folder
-from nbelastic.system.supervise import Report
+from nbelastic.system.fault_handling import Report
+from nbelastic.system.folder_paths import batch_folder
 from nbelastic.transport.keys import Keys
 
 PROXY_CHECK_INTERVAL = 0.5  # seconds
@@ -81,7 +81,7 @@ class Agents:
         self._loop = asyncio.get_running_loop()
         self._handles: dict[str, _AgentHandle] = {}  # by host
         self.started_count = 0
-        self.tcp_proxies = Doors(settings.presence, self._expected_workers)
+        self.tcp_proxies = Doors(settings.driver_lease, self._expected_workers)
         self.spawner = WorkerSpawner(
             settings,
             dependencies.controller,
@@ -239,16 +239,16 @@ class Agents:
             "host": spec.name,
             "number": number,
             "keys": msgspec.to_builtins(self._keys.for_clients()),
-            "presence": settings.presence if local else None,
+            "driver_lease": settings.driver_lease if local else None,
             "lease": settings.lease,
             "heartbeat": settings.heartbeat,
             "address": local,
             "nics": settings.nics,
             "path": list(sys.path) if local else [],
-            "run_dir": str(settings.run_dir) if local else "",
+            "run_folder": str(settings.run_folder) if local else "",
             "log_dir": str(settings.log_dir),
             "preload": list(settings.preload),
-            "environment": {**NCCL, **settings.environment},
+            "environment": {**NCCL_ENVIRONMENT, **settings.environment},
             "cwd": settings.cwd or "",
             "settings": {"backend": settings.backend, "slots": str(spec.slots)},
         }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable
 
-from nbelastic.system.supervise import Report, supervise
+from nbelastic.system.fault_handling import Report, supervise
 
 
 class BackgroundTasks:

@@ -13,8 +13,8 @@ from nbelastic.driver.workers import Workers
 from nbelastic.errors import UsageError
 from nbelastic.protocol import events as ev
 from nbelastic.protocol import worker_messages
-from nbelastic.protocol.cells import Executed, row
 from nbelastic.protocol.ids import WorkerId
+from nbelastic.protocol.requests import CellOutput, cell_output
 
 
 class Cells:
@@ -26,33 +26,33 @@ class Cells:
             tuple[WorkerId, int], Callable[[worker_messages.CellResult], None]
         ] = {}  # of cells without a result
         self._numbers = itertools.count(time.time_ns())  # unique among all drivers of the cluster
-        self._setup_results: dict[int, dict[WorkerId, Executed]] = {}  # by version, while a client waits for them
+        self._setup_results: dict[int, dict[WorkerId, CellOutput]] = {}  # by version, while a client waits for them
 
-    def execute_on_all(self, cluster: ClusterState, source: str, results: Future[list[Executed]]) -> None:
+    def execute_on_all(self, cluster: ClusterState, source: str, results: Future[list[CellOutput]]) -> None:
         """Run a cell on every ready worker; resolve `results` when each of them has answered or is lost."""
         asked = {w for w, worker in cluster.workers.items() if worker.state is WorkerState.READY}
-        answers: dict[WorkerId, Executed] = {}
+        answers: dict[WorkerId, CellOutput] = {}
 
-        def collect(cluster: ClusterState) -> list[Executed] | None:
+        def collect(cluster: ClusterState) -> list[CellOutput] | None:
             alive = [w for w in asked if w in cluster.workers]
             return _in_order(asked, answers) if all(w in answers for w in alive) else None
 
         for w in asked:
 
             def on_result(result: worker_messages.CellResult, w: WorkerId = w) -> None:
-                answers[w] = row(result)
+                answers[w] = cell_output(result)
                 self._pending.check_and_publish()
 
             self._execute(w, source, on_result)
         self._pending.resolve(results, collect)
 
-    def try_setup(self, key: str, source: str, results: Future[list[Executed]]) -> None:
+    def try_setup(self, key: str, source: str, results: Future[list[CellOutput]]) -> None:
         """Try a setup cell; resolve `results` when its trial is over. They fail with UsageError if it cannot begin."""
         version = time.time_ns()  # unique among all drivers of the cluster
         answers = self._setup_results[version] = {}
         tried: set[WorkerId] = set()
 
-        def collect(cluster: ClusterState) -> list[Executed] | None:
+        def collect(cluster: ClusterState) -> list[CellOutput] | None:
             trial = cluster.trial
             if trial is not None and trial.cell.version == version:
                 tried.update(trial.running)
@@ -72,7 +72,7 @@ class Cells:
 
         def on_result(result: worker_messages.CellResult) -> None:
             if version in self._setup_results:
-                self._setup_results[version][w] = row(result)
+                self._setup_results[version][w] = cell_output(result)
             self._post(ev.SetupEnded(w, version, result.error))
 
         self._execute(w, source, on_result, version)
@@ -102,6 +102,6 @@ class Cells:
         self._workers.send((w,), worker_messages.Cell(number, source))
 
 
-def _in_order(workers: Iterable[WorkerId], answers: Mapping[WorkerId, Executed]) -> list[Executed]:
+def _in_order(workers: Iterable[WorkerId], answers: Mapping[WorkerId, CellOutput]) -> list[CellOutput]:
     lost = "the worker died while the cell ran"
     return [answers.get(w, (str(w), "", "", lost)) for w in sorted(workers)]

@@ -15,10 +15,10 @@ from nbelastic.core.state_holders import alone_holds_state
 from nbelastic.driver.pending import Pending
 from nbelastic.errors import ClusterStoppedError, HostError, NbelasticError, UsageError
 from nbelastic.protocol import events as ev
-from nbelastic.protocol.hosts import parse_host
+from nbelastic.protocol.host_parsing import parse_host
 from nbelastic.protocol.ids import HostSpec
 from nbelastic.protocol.settings import check_bounds
-from nbelastic.protocol.status import OrderStatus
+from nbelastic.protocol.status import RequestStatus
 
 SHOWN = 8  # requests that the status shows
 MAX_UNDER_WAY = 32  # protects the driver from a page that sends requests without end
@@ -150,7 +150,7 @@ def request_by_button(
     by: str,
     *,
     cluster: ClusterState,
-    shown: list[OrderStatus],
+    shown: list[RequestStatus],
     record: Callable[[cmd.Record], None],
     pending: Pending,
 ) -> None:
@@ -183,10 +183,10 @@ def request_by_button(
             raise UsageError(f"{MAX_UNDER_WAY} requests are under way already: wait until one is done.")
         request = parse(message, cluster, default_slots, by)
     except NbelasticError as error:
-        shown.append(OrderStatus(key, by, str(message.get("order", "")).replace("_", " ")[:MAX_ID_LENGTH]))
+        shown.append(RequestStatus(key, by, str(message.get("order", "")).replace("_", " ")[:MAX_ID_LENGTH]))
         refuse(error)
     else:
-        shown.append(OrderStatus(key, by, request.text))
+        shown.append(RequestStatus(key, by, request.text))
         future: Future[str] = Future()
         future.add_done_callback(on_resolved)
         pending.resolve_after(request.event, future, request.outcome)

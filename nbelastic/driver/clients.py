@@ -21,8 +21,8 @@ from nbelastic.driver.event_log import EventLog
 from nbelastic.driver.internal_errors import InternalErrors
 from nbelastic.driver.job_run import JobRun
 from nbelastic.errors import JobError, NbelasticError, UsageError
+from nbelastic.protocol import client_messages as u
 from nbelastic.protocol import requests as r
-from nbelastic.protocol import updates as u
 from nbelastic.protocol.output_buffer import MOST
 from nbelastic.protocol.settings import Settings
 from nbelastic.protocol.status import Status
@@ -234,18 +234,18 @@ class _Connection(asyncio.Protocol):
 
     def _receive(self, message: u.ToDriver) -> None:
         match message:
-            case u.Hello(version=version, language=language, who=name):
+            case u.ClientHello(version=version, fingerprint=fingerprint, name=name):
                 self._name = "".join(filter(str.isprintable, name[:MAX_NAME_LENGTH]))
-                self._greet(version, language)
+                self._greet(version, fingerprint)
             case u.Ask(number=number, request=request) if self._is_greeted:
                 self._answer_request(number, request)
-            case u.Took(job=job):
+            case u.ValuesMapped(job=job):
                 self.unmapped_jobs.discard(job)
                 self._clients.remove_unneeded_values()
             case u.Cancel(number=number):
                 if number in self._pending:
                     self._pending[number].cancel()
-            case u.Bye():
+            case u.Goodbye():
                 self._leave()
 
     def _answer_request(self, number: int, raw: msgspec.Raw) -> None:
@@ -255,21 +255,22 @@ class _Connection(asyncio.Protocol):
             text = f"the request is invalid: {error}."
             self._transport.write(u.frame(u.Failed(number, UsageError.__name__, text)))
             return
-        if isinstance(request, r.Order) and not self._clients.has_one:  # the event log shows which client has sent it
+        # The event log shows which client has sent a request.
+        if isinstance(request, r.ChangeRequest) and not self._clients.has_one:
             request = replace(request, by=f"{request.by} ({self._name})")
         future = self._pending[number] = self._driver.request(request)
         future.add_done_callback(lambda future: self._send_answer(number, future))
 
-    def _greet(self, version: str, language: str) -> None:
-        if language != u.language():
-            ours = f"nbelastic {versions.ours()}"
+    def _greet(self, version: str, fingerprint: str) -> None:
+        if fingerprint != u.fingerprint():
+            ours = f"nbelastic {versions.nbelastic_version()}"
             text = f"the cluster's driver is {ours}, this is {version}, and their messages differ: use {ours}."
             self._transport.write(u.frame(u.Failed(0, UsageError.__name__, text)))
             self._transport.close()
             return
         self._is_greeted = True
         settings = self._driver.settings
-        self._transport.write(u.frame(u.Welcome(self._clients.arguments, str(settings.log_dir), settings.number)))
+        self._transport.write(u.frame(u.DriverHello(self._clients.arguments, str(settings.log_dir), settings.number)))
         self._clients.add_greeted(self)
         self.update(u.encoded(self._driver.status))
 
@@ -313,10 +314,10 @@ class _Connection(asyncio.Protocol):
             count,
             driver.submitted,
             events=new,
-            setup=setup if setup != self._setup else None,
+            setup_cells=setup if setup != self._setup else None,
             jobs=jobs,
-            known=list(driver.runs),
-            faulty=driver.internal_errors.decision_failure,
+            known_jobs=list(driver.runs),
+            decision_failure=driver.internal_errors.decision_failure,
             stopping=driver.cluster.stopping,
         )
         self._transport.write(u.frame(message))
@@ -324,7 +325,7 @@ class _Connection(asyncio.Protocol):
         self._jobs = {run.name: _progress(run) for run in driver.runs.values()}
         self.unmapped_jobs |= {job.job for job in jobs if job.end is not None and job.end.values is not None}
         if last:
-            self._transport.write(u.frame(u.Over(driver.why_ended)))
+            self._transport.write(u.frame(u.Stopped(driver.why_ended)))
 
     def _job_update(self, run: JobRun) -> u.JobUpdate | None:
         """The changes of a job since the last update; None if there are none."""
@@ -333,7 +334,7 @@ class _Connection(asyncio.Protocol):
             return None
         lines, changes, ended = sent or (0, 0, False)
         has_ended = run.future.done()
-        printed = run.printed.since(lines, most=MOST), run.printed.changed_since(changes)
+        printed = run.output.since(lines, most=MOST), run.output.changed_since(changes)
         return u.JobUpdate(
             run.name, *printed, run.members if has_ended else (), _end(run) if has_ended and not ended else None
         )
@@ -345,7 +346,7 @@ class _Connection(asyncio.Protocol):
 
     def disconnect(self, why: str | None) -> None:
         if self._is_greeted and why is not None:
-            self._transport.write(u.frame(u.Over(why)))
+            self._transport.write(u.frame(u.Stopped(why)))
         self._transport.close()
 
     def _leave(self) -> None:
@@ -355,7 +356,7 @@ class _Connection(asyncio.Protocol):
 
 def _progress(run: JobRun) -> tuple[int, int, bool]:
     """Lines printed, changes of unfinished lines, and whether the run has ended."""
-    return run.printed.heard, run.printed.changes, run.future.done()
+    return run.output.line_count, run.output.changes, run.future.done()
 
 
 def _end(run: JobRun) -> u.JobEnd:

@@ -16,7 +16,7 @@ from nbelastic.driver.jobs import Jobs
 from nbelastic.driver.scripts import Scripts
 from nbelastic.driver.workers import Workers
 from nbelastic.protocol import agent_messages, messages, worker_messages
-from nbelastic.protocol.ranks import ranges
+from nbelastic.protocol.rank_layout import ranges
 
 GenerationCommand = cmd.FormWorld | cmd.PrepareWorld | cmd.AskLeave | cmd.LeaveAt | cmd.CancelLeave | cmd.AbortWorld
 

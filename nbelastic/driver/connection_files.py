@@ -11,9 +11,10 @@ from nbelastic.driver.agents import Agents
 from nbelastic.errors import HostError
 from nbelastic.protocol import events as ev
 from nbelastic.protocol.ids import HostSpec
-from nbelastic.protocol.settings import LEASE, Settings
+from nbelastic.protocol.settings import Settings
+from nbelastic.protocol.timeouts import LEASE
 from nbelastic.provision.launchers import here_towards
-from nbelastic.system.futures import settle
+from nbelastic.system.future_results import resolve_if_pending
 from nbelastic.transport import cluster_file
 from nbelastic.transport.keys import Keys
 
@@ -44,13 +45,13 @@ class ConnectionFiles:
                 address = self._agents.proxied_address(driver_address, address)
                 name = f"cluster-{driver_address.replace(':', '_')}.json"
                 self._post(ev.ExternalAccessOpened(driver_address))
-            path = settings.run_dir / name
+            path = settings.run_folder / name
             lease = max(LEASE, settings.silence) if settings.owner else settings.lease
             cluster_file.ClusterFile(settings.name, address, self._keys, lease).write(path)
         except Exception as error:  # noqa: BLE001  (whatever it is, the caller waits for it)
-            settle(result.set_exception, HostError(f"the connection file cannot be made: {error}"))
+            resolve_if_pending(result.set_exception, HostError(f"the connection file cannot be made: {error}"))
         else:
-            settle(result.set_result, path)
+            resolve_if_pending(result.set_result, path)
 
     def close(self) -> None:
         """Cancel files that are being made. The driver fails the futures that wait for them."""

@@ -14,7 +14,7 @@ from nbelastic.driver.event_log import EventLog
 from nbelastic.driver.internal_errors import InternalErrors, call_each
 from nbelastic.protocol import events as ev
 from nbelastic.protocol import script_events as sev
-from nbelastic.protocol.limits import Limits
+from nbelastic.protocol.cluster_limits import Limits
 
 Execute = Callable[[cmd.Command, float], None]
 AfterDecision = Callable[[ev.Event, ClusterState, tuple[cmd.Command, ...], float], None]

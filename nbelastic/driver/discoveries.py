@@ -9,8 +9,8 @@ from functools import partial
 from nbelastic.core import commands as cmd
 from nbelastic.driver.dependencies import StartTask
 from nbelastic.protocol import events as ev
+from nbelastic.protocol.host_sources import ClientDiscovery, EntryPoint, ListedHosts, ScriptSource, Source
 from nbelastic.protocol.ids import HostSpec
-from nbelastic.protocol.sources import ByClients, Installed, Listed, Script, Source
 from nbelastic.provision.discovery import opened, watch
 
 
@@ -31,19 +31,19 @@ class Discoveries:
 
     def use(self, source: Source) -> None:
         """Use this discovery from now on. One in a kernel replaces the present one with its first report."""
-        if isinstance(source, Script | Installed):
+        if isinstance(source, ScriptSource | EntryPoint):
             failed, recovered = partial(self._on_report, None, failed=True), partial(self._on_report, None)
             poll = partial(watch, opened(source), self._on_report, failed, recovered)  # before any change: it may raise
-        if isinstance(source, ByClients):
+        if isinstance(source, ClientDiscovery):
             self._next_client_key = source.key
             if not self._client_key and self._task is None:
                 self._client_key = source.key
         else:
             self.stop()
             self._client_key = self._next_client_key = ""
-        if isinstance(source, Listed):
+        if isinstance(source, ListedHosts):
             self._on_report(source.hosts)
-        elif isinstance(source, Script | Installed):
+        elif isinstance(source, ScriptSource | EntryPoint):
             self._task = self._start_task("the host discovery", poll)
 
     def receive_from_client(self, key: str, hosts: tuple[HostSpec, ...] | None, text: str, *, failed: bool) -> None:

@@ -33,12 +33,12 @@ from nbelastic.driver.telemetry import Telemetry
 from nbelastic.errors import ClusterStoppedError, HostError
 from nbelastic.protocol import events as ev
 from nbelastic.protocol import messages, worker_messages
-from nbelastic.protocol.requests import AnyRequest, Press, Stop
-from nbelastic.protocol.run_directory import RunDir
+from nbelastic.protocol.requests import AnyRequest, DashboardAction, Stop
+from nbelastic.protocol.run_folder import RunFolder
 from nbelastic.protocol.settings import Settings
 from nbelastic.protocol.status import Status
-from nbelastic.system.addresses import parted
-from nbelastic.system.futures import settle
+from nbelastic.system.addresses import split_endpoint
+from nbelastic.system.future_results import resolve_if_pending
 from nbelastic.transport.keys import Keys
 
 FAILURE_KINDS = ("worker-lost", "host-lost", "world-broken")  # of records
@@ -50,20 +50,20 @@ class Driver:
     def __init__(
         self,
         settings: Settings,
-        run_dir: RunDir,
+        run_folder: RunFolder,
         snapshot_writer: SnapshotWriter,
         dependencies: Dependencies = REAL,
         *,
         submitted: int = 0,
         arguments: Mapping[str, Any] | None = None,
     ) -> None:
-        """`run_dir`: held by the caller; the driver releases it at its end, or leaves it to the next driver.
+        """`run_folder`: held by the caller; the driver releases it at its end, or leaves it to the next driver.
 
         `submitted`: how many jobs the cluster has had. `arguments`: those of `Cluster`, for clients; None: there are no clients.
         """
         self.settings = settings
         self._dependencies = dependencies
-        self._run_dir = run_dir
+        self._run_folder = run_folder
         self._snapshot_writer = snapshot_writer
         self._clock = dependencies.clock(settings.heartbeat + MAX_CHECK_DELAY)
         self.event_log = EventLog(settings.log_dir / "events.jsonl", append=snapshot_writer.previous is not None)
@@ -71,7 +71,7 @@ class Driver:
         self.internal_errors = InternalErrors(settings.name, self.record)
         self._tasks = BackgroundTasks(self.internal_errors.report)
         self._has_clients = arguments is not None
-        self._clients = Clients(self, run_dir.path, arguments or {})
+        self._clients = Clients(self, run_folder.path, arguments or {})
         self._submitted_before = submitted
         self._decisions = Decisions(
             settings.limits,
@@ -96,14 +96,14 @@ class Driver:
     def request(self, request: AnyRequest) -> Future[Any]:
         """The answer to a request, or its error. ClusterStoppedError if the driver cannot answer it."""
         future: Future[Any] = self._pending.track(Future())
-        has_failed = bool(self.internal_errors.decision_failure)
-        if has_failed and not isinstance(request, Press | Stop):  # a press may be of the button that stops the cluster
-            settle(future.set_exception, self._stopped_error())
+        may_stop = isinstance(request, DashboardAction | Stop)  # a button may be the one that stops the cluster
+        if self.internal_errors.decision_failure and not may_stop:
+            resolve_if_pending(future.set_exception, self._stopped_error())
             return future
         try:
             self._components.answers.answer(request, future)
         except Exception as error:  # noqa: BLE001  (the caller gets it)
-            settle(future.set_exception, error)
+            resolve_if_pending(future.set_exception, error)
         return future
 
     def post(self, event: ev.Event) -> None:
@@ -135,9 +135,9 @@ class Driver:
         finally:
             goes_on = self._snapshot_writer.has_snapshot and self._failure is not None
             if goes_on:
-                self._run_dir.let_go()
+                self._run_folder.release(keep_folder=True)
             else:
-                self._run_dir.release()
+                self._run_folder.release()
             self._clients.disconnect_all(None if goes_on else self.why_ended)
 
     async def _main(self, ready: Callable[[], object]) -> None:
@@ -177,7 +177,7 @@ class Driver:
         self._server = self._dependencies.server(
             self._keys, self._on_message, self.settings.heartbeat, self._term, self._is_known
         )
-        port = parted(previous.address)[1] if previous is not None else 0
+        port = split_endpoint(previous.address)[1] if previous is not None else 0
         try:
             await self._server.start(port=port)
         except OSError as error:
@@ -221,7 +221,7 @@ class Driver:
             lease = None if self.settings.owner else self.settings.lease
             self._tasks.keep(
                 "the check for an abandoned cluster",
-                lambda: stop_when_abandoned(lease, self._clients, self._run_dir, self.post),
+                lambda: stop_when_abandoned(lease, self._clients, self._run_folder, self.post),
             )
 
     def _start_saving(self) -> None:
@@ -261,7 +261,7 @@ class Driver:
         """Close everything, from the last line to the first, even if one of them fails."""
         async with contextlib.AsyncExitStack() as stack:
             stack.callback(
-                self._run_dir.release
+                self._run_folder.release
             )  # at once after the controller's end, which would also remove the folder
             stack.push_async_callback(self._components.agents.spawner.stop_controller)
             stack.push_async_callback(self._clients.close)

@@ -13,11 +13,11 @@ import msgspec
 from nbelastic.core.cluster_snapshot import SavedCluster
 from nbelastic.core.commands import EndJob
 from nbelastic.protocol import agent_messages, messages, worker_messages
-from nbelastic.protocol.encoding import encode
-from nbelastic.protocol.saved_cluster import NAME, read
+from nbelastic.protocol.json_encoding import encode
+from nbelastic.protocol.local_clusters import SNAPSHOT_FILE, read
 from nbelastic.protocol.script_events import Terms
 from nbelastic.provision.tcp_proxy import SavedGate
-from nbelastic.system.files import replace_private
+from nbelastic.system.private_files import replace_private
 from nbelastic.transport.keys import Keys
 
 
@@ -54,7 +54,7 @@ class SavedJob(msgspec.Struct, frozen=True):
 class DriverSnapshot(msgspec.Struct, frozen=True):
     """`arguments`: of `Cluster`. `term`: the number of this driver of the cluster, from 1.
 
-    The fields that every process of the user reads are described at `saved_cluster.Head`.
+    The fields that every process of the user reads are described at `local_clusters.SnapshotHead`.
     """
 
     version: str
@@ -82,8 +82,8 @@ class DriverSnapshot(msgspec.Struct, frozen=True):
 
     @staticmethod
     def read(folder: Path) -> DriverSnapshot:
-        """The snapshot of a run folder. UsageError if it cannot be used: see `saved_cluster.read`."""
+        """The snapshot of a run folder. UsageError if it cannot be used: see `local_clusters.read`."""
         return read(folder, DriverSnapshot)
 
     def write(self, folder: Path) -> None:
-        replace_private(folder / NAME, [encode(self)])
+        replace_private(folder / SNAPSHOT_FILE, [encode(self)])

@@ -14,9 +14,9 @@ import msgspec
 from nbelastic.core import commands as cmd
 from nbelastic.protocol import events as ev
 from nbelastic.protocol import worker_messages
-from nbelastic.protocol.encoding import encode
-from nbelastic.protocol.status import KEPT, EventRecord
-from nbelastic.system.files import append_private
+from nbelastic.protocol.json_encoding import encode
+from nbelastic.protocol.status import EVENTS_IN_MEMORY, EventRecord
+from nbelastic.system.private_files import append_private
 
 MAX_READ = 32 << 20  # bytes of each file of the previous driver
 MAX_SIZE = 64 << 20  # bytes of a file; there are two of them
@@ -37,7 +37,7 @@ class EventLog:
         self._path = path
         previous, is_last_line_complete = _read(path) if append else ([], True)
         self._file = self._open()
-        self.records: deque[EventRecord] = deque(previous, maxlen=KEPT)
+        self.records: deque[EventRecord] = deque(previous, maxlen=EVENTS_IN_MEMORY)
         self.count = len(self.records)  # of all records so far
         self._is_last_line_complete = is_last_line_complete  # a kill or a full disk may cut a line off
         self._has_lost_lines = False
@@ -60,7 +60,7 @@ class EventLog:
     def note_symptom(self, event: ev.Event, now: float) -> None:
         """Before `step` decides on an event: note the time if the event is the first symptom of a break."""
         if isinstance(event, ev.AgentLost | ev.WorkerFrozen):
-            self._silence = max(self._silence, event.quiet)
+            self._silence = max(self._silence, event.silent_for)
         elif isinstance(event, ev.WorkerSilent):
             self._silence = max(self._silence, event.seconds)
         elif not isinstance(event, ev.WorkerExited | ev.WorkerRaised):

@@ -11,8 +11,8 @@ from nbelastic.driver.results import Outcome
 from nbelastic.errors import JobError, JobStoppedError
 from nbelastic.protocol import messages, worker_messages
 from nbelastic.protocol.ids import WorkerId
-from nbelastic.protocol.output_buffer import Line, Printed
-from nbelastic.system.terminal_text import newest, shown
+from nbelastic.protocol.output_buffer import Line, OutputBuffer
+from nbelastic.system.terminal_text import as_displayed, drop_replaced_frames
 
 KEPT_ERRORS = 100  # of workers whose programs failed
 LONGEST_UNFINISHED_LINE = 10_000  # characters
@@ -31,35 +31,35 @@ class JobRun:
         self._checkpoints = program.checkpoints if program is not None else None
         self.outcomes: dict[WorkerId, Outcome] = {}
         self.future: Future[list[messages.Blob | None]] = Future()
-        self.printed = Printed(self._forget_output)
+        self.output = OutputBuffer(self._forget_output)
         self.members: tuple[WorkerId, ...] = ()
         self._end: cmd.EndJob | None = None
         self._received_to: dict[tuple[WorkerId, str], int] = {}  # position in each worker's stream
 
     def add_output(self, output: messages.WorkerOutput) -> None:
         """Keep the last lines of what a worker printed."""
-        w, stream, printed = output.worker, output.stream, self.printed
+        w, stream, printed = output.worker, output.stream, self.output
         known, begin = self._received_to.get((w, stream), 0), output.end - len(output.text)
         if output.end <= known:
             return
         self._received_to[w, stream] = output.end
         if begin > known:
             self._add_line(output, f"… {begin - known} characters are only in the log file …")
-        before = printed.begun(w, stream)
+        before = printed.unfinished_line(w, stream)
         *complete, unfinished = (before + output.text[max(0, known - begin) :]).split("\n")
         for text in complete:
-            self._add_line(output, shown(text))
-        unfinished = newest(unfinished)[-LONGEST_UNFINISHED_LINE:]
+            self._add_line(output, as_displayed(text))
+        unfinished = drop_replaced_frames(unfinished)[-LONGEST_UNFINISHED_LINE:]
         if unfinished != before:
-            printed.begin(w, Line(0, stream, unfinished, output.rank))
+            printed.set_unfinished(w, Line(0, stream, unfinished, output.rank))
 
     def _forget_output(self, worker: WorkerId) -> None:
         for stream in ("out", "err"):
             self._received_to.pop((worker, stream), None)
 
     def _add_line(self, output: messages.WorkerOutput, text: str) -> None:
-        line = Line(self.printed.heard + 1, output.stream, text, output.rank)
-        self.printed.add(output.worker, line)
+        line = Line(self.output.line_count + 1, output.stream, text, output.rank)
+        self.output.add(output.worker, line)
 
     def add_outcome(self, worker: WorkerId, outcome: Outcome) -> None:
         """Keep how the program ended on this worker, as long as it is needed."""

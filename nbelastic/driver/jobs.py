@@ -29,7 +29,7 @@ from nbelastic.protocol import messages, worker_messages
 from nbelastic.protocol.ids import WorkerId
 from nbelastic.protocol.settings import Settings
 from nbelastic.system import pickling
-from nbelastic.system.files import make_private
+from nbelastic.system.private_files import make_private
 
 RESULTS_TIMEOUT = 5.0  # seconds until the results of a job must be there that had ended before the takeover
 ERROR_TIMEOUT = 2.0  # seconds after a job's stop time-out within which its workers must report their errors
@@ -63,7 +63,7 @@ class Jobs:
         self._loop = asyncio.get_running_loop()
         self.submitted = submitted
         self.runs: dict[str, JobRun] = {}
-        self.results = Results(settings.run_dir / "results", lambda w, message: workers.send((w,), message))
+        self.results = Results(settings.run_folder / "results", lambda w, message: workers.send((w,), message))
 
     @property
     def present(self) -> str:

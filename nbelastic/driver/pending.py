@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from nbelastic.core.state import ClusterState
 from nbelastic.protocol import events as ev
-from nbelastic.system.futures import settle
+from nbelastic.system.future_results import resolve_if_pending
 
 T = TypeVar("T")
 Predicate = Callable[[ClusterState], T | None]
@@ -47,7 +47,7 @@ class Pending:
         self._tracked.add(future)
         future.add_done_callback(self._tracked.discard)
         if self._closed:
-            settle(future.set_exception, self._error())
+            resolve_if_pending(future.set_exception, self._error())
         return future
 
     def resolve(self, future: Future[T], predicate: Predicate[T]) -> None:
@@ -74,10 +74,10 @@ class Pending:
             try:
                 result = predicate(self._cluster())
             except Exception as error:  # noqa: BLE001  (the caller gets it)
-                settle(future.set_exception, error)
+                resolve_if_pending(future.set_exception, error)
             else:
                 if result is not None:
-                    settle(future.set_result, result)
+                    resolve_if_pending(future.set_result, result)
         self._waiting = [entry for entry in self._waiting if not entry[1].done()]
 
     def check_and_publish(self) -> None:
@@ -89,4 +89,4 @@ class Pending:
         """Fail all tracked futures; with `close` also those that are tracked later."""
         self._closed = self._closed or close
         for future in list(self._tracked):
-            settle(future.set_exception, self._error())
+            resolve_if_pending(future.set_exception, self._error())

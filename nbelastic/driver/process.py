@@ -20,12 +20,13 @@ from nbelastic.core.provisioning import too_many_text
 from nbelastic.driver.driver_snapshot import DriverSnapshot
 from nbelastic.errors import HostError, NbelasticError
 from nbelastic.protocol import events as ev
-from nbelastic.protocol.run_directory import RunDir
-from nbelastic.protocol.saved_cluster import begin
-from nbelastic.protocol.start import AT_THE_END, Refusal, Start
+from nbelastic.protocol.driver_start import Start, StartReport
+from nbelastic.protocol.local_clusters import claim_name
+from nbelastic.protocol.run_folder import RunFolder
+from nbelastic.protocol.timeouts import STOP_AT_KERNEL_END
 from nbelastic.system import open_files
-from nbelastic.system.files import make_private, redirect
-from nbelastic.system.presence import end_of
+from nbelastic.system.private_files import make_private, redirect
+from nbelastic.system.process_identity import pidfd_of
 
 if TYPE_CHECKING:
     from nbelastic.driver.driver import Driver
@@ -40,29 +41,29 @@ def main(path: list[str]) -> None:
     # An interrupt in the terminal is meant for the kernel. Child processes handle it themselves.
     signal.signal(signal.SIGINT, lambda *_: None)
     start = decode(sys.stdin.buffer.read())
-    tempfile.tempdir = start.temporary
-    with os.fdopen(start.ready, "wb") as pipe:
-        os.set_inheritable(start.ready, False)
+    tempfile.tempdir = start.temporary_folder
+    with os.fdopen(start.ready_fd, "wb") as pipe:
+        os.set_inheritable(start.ready_fd, False)
 
-        def send(refusal: Refusal) -> None:
+        def send(start_report: StartReport) -> None:
             if not pipe.closed:
                 with contextlib.suppress(BrokenPipeError), pipe:
-                    pipe.write(msgspec.json.encode(refusal) + b"\n")
+                    pipe.write(msgspec.json.encode(start_report) + b"\n")
 
         def fail(error: BaseException) -> None:
             """End the process at once, so that nothing keeps the cluster's port. What the next driver needs stays as it is."""
             if isinstance(error, NbelasticError):
-                send(Refusal(type(error).__name__, str(error)))
+                send(StartReport(type(error).__name__, str(error)))
             else:
                 log.error("the driver of %r has failed", start.settings.name, exc_info=error)
-                send(Refusal(HostError.__name__, f"the driver cannot start: {type(error).__name__}: {error}"))
+                send(StartReport(HostError.__name__, f"the driver cannot start: {type(error).__name__}: {error}"))
             os._exit(1)
 
         try:
             driver = prepare(start)
             sys.path[:] = path  # after all imports: a file of the user may have the name of a standard module
             redirect(driver.settings.log_dir / LOG, 1, 2)  # the kernel's terminal may close
-            asyncio.run(_serve(driver, lambda: send(Refusal()), fail))
+            asyncio.run(_serve(driver, lambda: send(StartReport()), fail))
         except BaseException as error:  # noqa: BLE001  (it is reported, and this is the end)
             fail(error)
 
@@ -77,26 +78,26 @@ def prepare(start: Start) -> Driver:
     from nbelastic.driver.snapshot_writer import SnapshotWriter
 
     settings = start.settings
-    room = open_files.room(open_files.raise_limit())
-    if not start.found and settings.limits.min > room:
+    room = open_files.most_workers(open_files.raise_limit())
+    if not start.takes_over and settings.limits.min > room:
         raise HostError(too_many_text(settings.limits.min, room))
-    run_dir = RunDir(settings.name)
-    if not start.found:
-        begin(run_dir, settings.number)
+    run_folder = RunFolder(settings.name)
+    if not start.takes_over:
+        claim_name(run_folder, settings.number)
     try:
-        if start.found:
-            run_dir.hold()
-        previous = DriverSnapshot.read(run_dir.path) if start.found else None
+        if start.takes_over:
+            run_folder.acquire()
+        previous = DriverSnapshot.read(run_folder.path) if start.takes_over else None
         settings, submitted = replace(settings, limits=replace(settings.limits, room=room)), start.submitted
         if previous is not None:
             settings = replace(settings, log_dir=Path(previous.log_dir), number=previous.number, owner=previous.owner)
-            run_dir.sign(previous.number)
+            run_folder.write_number(previous.number)
             submitted = previous.submitted
         make_private(settings.log_dir)
-        snapshot_writer = SnapshotWriter(run_dir, start.arguments, previous)
-        return Driver(settings, run_dir, snapshot_writer, submitted=submitted, arguments=start.arguments)
+        snapshot_writer = SnapshotWriter(run_folder, start.arguments, previous)
+        return Driver(settings, run_folder, snapshot_writer, submitted=submitted, arguments=start.arguments)
     except BaseException:
-        run_dir.let_go() if start.found else run_dir.release()
+        run_folder.release(keep_folder=start.takes_over)
         raise
 
 
@@ -106,15 +107,15 @@ async def _serve(driver: Driver, ready: Callable[[], object], fail: Callable[[Ba
 
     def on_kernel_end() -> None:
         loop.remove_reader(kernel)
-        driver.on_kernel_ended(AT_THE_END)
+        driver.on_kernel_ended(STOP_AT_KERNEL_END)
 
     if driver.settings.owner:
         try:
-            kernel = end_of(driver.settings.owner)
+            kernel = pidfd_of(driver.settings.owner)
             loop.add_reader(kernel, on_kernel_end)
         except ProcessLookupError:
-            driver.on_kernel_ended(AT_THE_END)
-        stop = ev.StopRequested("its driver received SIGTERM", AT_THE_END)
+            driver.on_kernel_ended(STOP_AT_KERNEL_END)
+        stop = ev.StopRequested("its driver received SIGTERM", STOP_AT_KERNEL_END)
         loop.add_signal_handler(signal.SIGTERM, driver.post, stop)
     try:
         await driver.serve(ready)

@@ -83,8 +83,8 @@ class ReceivedMessages:
             self._scripts.receive(peer, message)
             return
         match message:
-            case agent_messages.LaunchEnded():
-                self._scripts.on_launch_ended(message)
+            case agent_messages.NodeExited():
+                self._scripts.on_node_exited(message)
             case agent_messages.AgentHello() | worker_messages.WorkerReport() | ev.WorkerFrozen() if (
                 self.takeover is not None
             ):
@@ -92,7 +92,7 @@ class ReceivedMessages:
             case worker_messages.WorkerReport():
                 self._handle_late_report(message)
             case agent_messages.AgentHello():
-                problem = versions.difference(message.versions, versions.here())
+                problem = versions.difference(message.versions, versions.installed())
                 driver_address = self._agents.driver_address_for(message.host)
                 ready = ev.AgentReady(
                     message.host, message.pid, message.addresses, message.port, problem, driver_address
@@ -133,7 +133,7 @@ class ReceivedMessages:
         if report.commit:
             self._telemetry.steps[report.worker] = report.commit
             self._telemetry.add_commit(report.commit, self._clock.now())
-        if report.rank == 0 and report.holds:
+        if report.rank == 0 and report.holds_state:
             for commit, values in report.reports:
                 self._add_report(report.worker, commit, values)
 
@@ -143,7 +143,7 @@ class ReceivedMessages:
         if report.worker not in cluster.workers:
             return
         is_in = report.formed and report.generation == cluster.generation and report.worker in cluster.members
-        if report.busy and (not is_in or report.bound or report.word is not None):
+        if report.busy and (not is_in or report.has_promised or report.last_event is not None):
             self._post(ev.WorkerFrozen(report.worker, "it answered a new driver too late"))
         else:
             self.adopt_worker(report)

@@ -93,7 +93,7 @@ class RequestAnswers:
                     future.set_result(True)
             case r.Execute() | r.ExecuteSetup() | r.ClearSetup():
                 self._answer_about_cells(request, future)
-            case r.AddHost() | r.RemoveHost() | r.Scale() | r.Restart() | r.Press():
+            case r.AddHost() | r.RemoveHost() | r.Scale() | r.Restart() | r.DashboardAction():
                 self._answer_about_changes(request, future)
             case r.ShowStacks(timeout=timeout):
                 cluster = self._cluster()
@@ -107,7 +107,7 @@ class RequestAnswers:
             case r.Stop(by=by, within=within):
                 self._post(ev.StopRequested(f"stopped by {by}", within))
                 future.set_result(True)
-            case r.Discover(source=source, arguments=arguments):
+            case r.SetDiscovery(source=source, arguments=arguments):
                 self._discoveries.use(source)
                 if arguments is not None:
                     self._save_arguments(arguments)
@@ -138,7 +138,7 @@ class RequestAnswers:
                 self._answer_after(ev.SetupCleared(key), future)
 
     def _answer_about_changes(
-        self, request: r.AddHost | r.RemoveHost | r.Scale | r.Restart | r.Press, future: Future[Any]
+        self, request: r.AddHost | r.RemoveHost | r.Scale | r.Restart | r.DashboardAction, future: Future[Any]
     ) -> None:
         cluster = self._cluster()
         match request:
@@ -150,7 +150,7 @@ class RequestAnswers:
                 change = change_requests.scale(cluster, low, high, True, by)
             case r.Restart(worker=worker, by=by):
                 change = change_requests.restart_worker(cluster, worker, by)
-            case r.Press(message=message, slots=slots, by=by):
+            case r.DashboardAction(message=message, slots=slots, by=by):
                 shown, record, pending = self._telemetry.requests, self._record, self._pending
                 change_requests.request_by_button(
                     message, slots, by, cluster=cluster, shown=shown, record=record, pending=pending
@@ -198,7 +198,7 @@ class RequestAnswers:
         except OSError as error:
             if run is not None:
                 run.forget_program()  # its file would take the disk space that the next try needs
-            raise r.not_saved(job, self._settings.run_dir, error) from None
+            raise r.not_saved(job, self._settings.run_folder, error) from None
         self._pending.resolve(future, lambda cluster: _name_if_begun(cluster, run))
 
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from nbelastic.protocol import messages, worker_messages
 from nbelastic.protocol.ids import WorkerId
 from nbelastic.system import pickling
-from nbelastic.system.files import replace_private
+from nbelastic.system.private_files import replace_private
 
 Send = Callable[[WorkerId, messages.Message], object]
 

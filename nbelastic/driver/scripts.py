@@ -30,12 +30,12 @@ from nbelastic.driver.snapshot_writer import SnapshotWriter
 from nbelastic.protocol import agent_messages, messages, node_messages
 from nbelastic.protocol import events as ev
 from nbelastic.protocol import script_events as sev
-from nbelastic.protocol.exit_codes import exit_text
+from nbelastic.protocol.exit_codes import UNSUCCESSFUL_NODE, exit_text
 from nbelastic.protocol.ids import WorkerId
 from nbelastic.protocol.settings import Settings
 from nbelastic.protocol.status import Status
 from nbelastic.system import versions
-from nbelastic.system.processes import process_table
+from nbelastic.system.processes import pid_namespace
 from nbelastic.transport.keys import Keys
 
 
@@ -134,19 +134,19 @@ class Scripts:
                 if isinstance(message, sev.NodeLeft) and host in self._external_nodes:
                     self._forget_external_node(host)
 
-    def on_launch_ended(self, message: agent_messages.LaunchEnded) -> None:
+    def on_node_exited(self, message: agent_messages.NodeExited) -> None:
         """An agent has reported the end of a node's process."""
         if self._node_numbers.get(message.host) == message.number:
             self._server.forget(f"node/{message.host}~{message.number}")
             del self._node_numbers[message.host]
             why = f"its node ended ({exit_text(message.code)})"
-            if message.code not in (0, sev.UNDONE):
+            if message.code not in (0, UNSUCCESSFUL_NODE):
                 why += f"; {message.host}-elastic.log in the job's logs says more"
             self._decide(sev.NodeLeft(message.host, why, broken=True))
 
     def _admit_external_node(self, peer: str, hello: node_messages.NodeHello) -> None:
         """An external node has connected: end it, let it wait, or post that it has joined."""
-        problem = versions.difference(hello.versions, versions.here())
+        problem = versions.difference(hello.versions, versions.installed())
         if hello.host in self._cluster().hosts:
             problem = f"a host of the cluster is named {hello.host} already"
         if problem or self._cluster().stopping:
@@ -156,7 +156,7 @@ class Scripts:
         if self._internal_errors.decision_failure:
             self._server.send(peer, node_messages.Wait(self._internal_errors.decision_failure))
             return
-        is_local = hello.machine == process_table()
+        is_local = hello.machine == pid_namespace()
         if self._external_nodes.get(hello.host) != peer:
             self._forget_external_node(hello.host)
             self._external_nodes[hello.host] = peer
@@ -173,7 +173,7 @@ class Scripts:
                 self._started_nodes += 1
                 self._node_numbers[host] = self._started_nodes
                 log_dir = str(self._settings.log_dir / self._script.job)
-                self._agents.send(host, agent_messages.Launch(self._started_nodes, log_dir, self._script))
+                self._agents.send(host, agent_messages.StartNode(self._started_nodes, log_dir, self._script))
                 self._snapshot_writer.update_job(nodes=dict(self._node_numbers))
             case scmd.EndNode(host=host, reason=reason, error=error):
                 self._send(host, node_messages.EndNode(reason, error))

@@ -18,12 +18,12 @@ from nbelastic.driver.driver_snapshot import DriverSnapshot, SavedJob
 from nbelastic.driver.job_run import JobRun
 from nbelastic.driver.telemetry import SavedTelemetry, Telemetry
 from nbelastic.protocol import messages
-from nbelastic.protocol.encoding import encode
-from nbelastic.protocol.run_directory import RunDir
-from nbelastic.protocol.saved_cluster import fingerprint
+from nbelastic.protocol.json_encoding import encode
+from nbelastic.protocol.local_clusters import fingerprint
+from nbelastic.protocol.run_folder import RunFolder
 from nbelastic.protocol.settings import Settings
 from nbelastic.system import versions
-from nbelastic.system.files import append_private, replace_private
+from nbelastic.system.private_files import append_private, replace_private
 from nbelastic.transport.keys import Keys
 
 TELEMETRY = "live.json"
@@ -38,11 +38,13 @@ class SnapshotWriter:
     Nothing is saved before `start_saving`.
     """
 
-    def __init__(self, run_dir: RunDir, arguments: Mapping[str, Any], previous: DriverSnapshot | None = None) -> None:
+    def __init__(
+        self, run_folder: RunFolder, arguments: Mapping[str, Any], previous: DriverSnapshot | None = None
+    ) -> None:
         self.previous = previous
         self.submitted = previous.submitted if previous is not None else 0
         self.job = previous.job if previous is not None else None
-        self._run_dir, self.arguments = run_dir, dict(arguments)
+        self._run_folder, self.arguments = run_folder, dict(arguments)
         self._last: DriverSnapshot | None = None
         self._summary: tuple[ClusterState, SavedCluster] | None = None  # the newest, and what it was made from
         self._output: Any = None
@@ -99,7 +101,7 @@ class SnapshotWriter:
             self._summary = (cluster, snapshot_of(cluster))
         snapshot = self._snapshot(self._summary[1])
         if snapshot != self._last:
-            snapshot.write(self._run_dir.path)
+            snapshot.write(self._run_folder.path)
             self._last = snapshot
 
     def _snapshot(self, cluster: SavedCluster) -> DriverSnapshot:
@@ -108,7 +110,7 @@ class SnapshotWriter:
         processes = (controller, *(gate.process for gate in gates), *(agent.process for agent in agents.values()))
         is_over = job is None or job.over is not None or (cluster.job == job.name and cluster.outcome)
         return DriverSnapshot(
-            version=versions.ours(),
+            version=versions.nbelastic_version(),
             wire=fingerprint(),
             name=settings.name,
             term=self._term,
@@ -136,12 +138,12 @@ class SnapshotWriter:
         """Save the curves and the progress, at most once per `TELEMETRY_INTERVAL`."""
         if now - self._telemetry_saved_at > TELEMETRY_INTERVAL:
             self._telemetry_saved_at = now
-            replace_private(self._run_dir.path / TELEMETRY, [encode(telemetry.saved())])
+            replace_private(self._run_folder.path / TELEMETRY, [encode(telemetry.saved())])
 
     def append_output(self, message: messages.WorkerOutput) -> None:
         """Save what a worker has printed."""
         if self._output is None:
-            self._output = os.fdopen(append_private(self._run_dir.path / OUTPUT), "ab")
+            self._output = os.fdopen(append_private(self._run_folder.path / OUTPUT), "ab")
         self._output.write(encode(message) + b"\n")
         self._output.flush()
         if self._output.tell() > MAX_OUTPUT_SIZE:
@@ -151,7 +153,7 @@ class SnapshotWriter:
             new.replace(old)
 
     def _output_paths(self) -> tuple[Path, Path]:
-        path = self._run_dir.path / OUTPUT
+        path = self._run_folder.path / OUTPUT
         return path.with_suffix(".old"), path
 
     def load_output_and_telemetry(self, runs: Mapping[str, JobRun], telemetry: Telemetry) -> None:
@@ -160,7 +162,7 @@ class SnapshotWriter:
             if message.job in runs:
                 runs[message.job].add_output(message)
         with suppress(OSError, msgspec.DecodeError):
-            telemetry.load(msgspec.json.decode((self._run_dir.path / TELEMETRY).read_bytes(), type=SavedTelemetry))
+            telemetry.load(msgspec.json.decode((self._run_folder.path / TELEMETRY).read_bytes(), type=SavedTelemetry))
 
     def _load_output(self) -> Iterator[messages.WorkerOutput]:
         decoder = msgspec.json.Decoder(messages.WorkerOutput)

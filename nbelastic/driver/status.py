@@ -9,7 +9,7 @@ from nbelastic.core.reasons import in_words
 from nbelastic.core.state import ClusterState, host_backoff_until
 from nbelastic.driver.telemetry import Telemetry
 from nbelastic.protocol.ids import WorkerId
-from nbelastic.protocol.ranks import places
+from nbelastic.protocol.rank_layout import rank_numbers
 from nbelastic.protocol.status import HostStatus, Status, WorkerStatus
 
 MAX_DRIFT = 0.5  # seconds; a larger difference means that the wall clock was set or the machine was suspended
@@ -34,7 +34,7 @@ wall = _WallClock()
 
 def snapshot(name: str, cluster: ClusterState, telemetry: Telemetry, now: float) -> Status:
     """The status of `cluster` at `now` (seconds, the driver's monotonic clock)."""
-    ranks = dict(zip(cluster.members, places(cluster.members), strict=True))
+    ranks = dict(zip(cluster.members, rank_numbers(cluster.members), strict=True))
     hosts = []
     for host in cluster.hosts.values():
         until = host_backoff_until(host, now)

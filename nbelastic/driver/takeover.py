@@ -14,7 +14,7 @@ from nbelastic.protocol import agent_messages, worker_messages
 from nbelastic.protocol import events as ev
 from nbelastic.protocol.ids import WorkerId
 from nbelastic.system import versions
-from nbelastic.system.presence import lives
+from nbelastic.system.process_identity import is_alive
 
 MIN_TIMEOUT = 3.0  # seconds within which live agents and workers must report; `silence` seconds if that is longer
 TIMEOUT_PER_WORKER = 0.01  # seconds
@@ -65,7 +65,7 @@ class TakeoverReports:
         while not self._complete.is_set() and time.monotonic() < begun + self._timeout:
             agents = self._saved.agents
             self._missing_agents -= {
-                host for host in self._missing_agents if agents[host].process and not lives(agents[host].process)
+                host for host in self._missing_agents if agents[host].process and not is_alive(agents[host].process)
             }
             self._check_complete()
             with suppress(TimeoutError):
@@ -82,7 +82,7 @@ def resume_cluster(
     saved: DriverSnapshot, reports: TakeoverReports, now: float
 ) -> tuple[ClusterState, tuple[cmd.Command, ...]]:
     """The cluster state according to the snapshot and the reports, and the first commands."""
-    ours = versions.here()
+    ours = versions.installed()
     problems = {host: versions.difference(agent.versions, ours) for host, agent in reports.agents.items()}
     queued = hosts_with_queued_jobs(saved)
     return takeover.resume(saved.cluster, reports.agents, reports.workers, now, problems=problems, coming=queued)

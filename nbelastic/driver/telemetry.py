@@ -11,7 +11,7 @@ from msgspec import Struct
 
 from nbelastic.protocol import agent_messages, worker_messages
 from nbelastic.protocol.ids import WorkerId
-from nbelastic.protocol.status import OrderStatus
+from nbelastic.protocol.status import RequestStatus
 
 NAN = float("nan")
 BEHIND_TIME = 2.0  # seconds that others must have been ahead, because most workers report once a second
@@ -89,7 +89,7 @@ class Telemetry(Struct):
     steps_per_second: float | None = None
     failed_at: float | None = None
     step_rate: StepRate = msgspec.field(default_factory=StepRate)
-    requests: list[OrderStatus] = []  # by buttons of the dashboard
+    requests: list[RequestStatus] = []  # by buttons of the dashboard
     stacks: dict[WorkerId, worker_messages.StackShown] = {}  # the newest of each worker
     stack_requests: int = 0  # how often stacks were requested
     log_dir: str = ""
@@ -109,7 +109,7 @@ class Telemetry(Struct):
         self.computed_at.update((name, now) for name, (cpu, _) in alive.items() if cpu >= IDLE_CPU)
         others = {name: seconds for name, seconds in self.blocked.items() if name not in message.workers}
         self.blocked = {**others, **{name: seconds for name, seconds in message.blocked.items() if name in alive}}
-        self.host_samples[message.host] = HostSample(message.cpu, message.memory, message.of, message.gpus)
+        self.host_samples[message.host] = HostSample(message.cpu, message.memory, message.memory_total, message.gpus)
         self.worker_samples.update(alive)
 
     def is_idle(self, w: WorkerId, now: float) -> bool:

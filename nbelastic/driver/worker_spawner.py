@@ -13,7 +13,7 @@ from nbelastic.errors import HostError
 from nbelastic.protocol import events as ev
 from nbelastic.protocol.ids import WorkerId
 from nbelastic.protocol.settings import Settings
-from nbelastic.system.supervise import Report
+from nbelastic.system.fault_handling import Report
 
 
 class WorkerSpawner:
@@ -87,10 +87,10 @@ class WorkerSpawner:
     async def _start(self, *, attach: bool) -> None:
         settings = self._settings
         self._controller = self._create_controller(
-            settings.run_dir / "ipython",
+            settings.run_folder / "ipython",
             settings.name,
             settings.silence,
-            settings.presence,
+            settings.driver_lease,
             on_restart=self._on_restarted,
             on_problem=self._on_failed,
             max_engines=self._expected_workers(),

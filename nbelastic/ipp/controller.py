@@ -17,23 +17,23 @@ from ipyparallel.controller import hub as hubs
 from traitlets import Set
 from traitlets.config import Config
 
-from nbelastic.protocol.saved_cluster import sweep
-from nbelastic.system.files import replace_private
-from nbelastic.system.presence import Presence, outlast
+from nbelastic.protocol.local_clusters import remove_dead_cluster
+from nbelastic.system.private_files import replace_private
+from nbelastic.system.driver_lease import DriverLease, wait_for_lease_expiry
 from nbelastic.system.processes import die_with_parent, kill_group
 
 
 def main() -> None:
     """`argv[1]` is JSON: `files` (stem of the controller's files), `ready` (a descriptor, written to when it can serve) and
-    `presence`. The other arguments are ipyparallel's.
+    `driver_lease`. The other arguments are ipyparallel's.
 
     Connections need a CURVE key. Messages are signed as well, which ipyparallel does not do by itself with CURVE. A restarted
     controller has the same ports and keys, so engines and clients reconnect by themselves.
     """
     options = json.loads(sys.argv[1])
     threading.excepthook = _end  # a controller that has lost a thread does not work: let it be restarted
-    presence = Presence(*options["presence"])
-    threading.Thread(target=_outlast, args=[presence], name="nbelastic-outlast", daemon=True).start()
+    driver_lease = DriverLease(*options["driver_lease"])
+    threading.Thread(target=_outlast, args=[driver_lease], name="nbelastic-lease", daemon=True).start()
     stem = options["files"]
     keys = _keys(Path(f"{stem}.keys"))
     app.Hub, app.start_heartmonitor = Hub, start_heartmonitor
@@ -64,14 +64,14 @@ def _keys(file: Path) -> dict[str, str]:
     return found
 
 
-def _outlast(presence: Presence) -> None:
+def _outlast(driver_lease: DriverLease) -> None:
     """When the lease has expired, remove the cluster's files, keys included, and end.
 
     If the cluster's owner has died, also kill its processes on this machine, its ssh clients included. Otherwise workers may
     still write a last checkpoint.
     """
-    outlast(presence)
-    sweep(presence.name, presence.number, kill=not presence.owned)
+    wait_for_lease_expiry(driver_lease)
+    remove_dead_cluster(driver_lease.name, driver_lease.number, kill=driver_lease.owner_has_ended)
     kill_group(os.getpgrp())
 
 

@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from nbelastic.system import ports
-from nbelastic.system.files import make_private, replace_private
-from nbelastic.system.presence import Presence, identity, lives, pid_of
+from nbelastic.system.private_files import make_private, replace_private
+from nbelastic.system.driver_lease import DriverLease, identity, lives, pid_of
 from nbelastic.system.processes import state_of, stopped
-from nbelastic.system.supervise import Report, report_to_log, supervise
+from nbelastic.system.fault_handling import Report, report_to_log, supervise
 
 CODE = "from nbelastic.ipp.controller import main; main()"
 PORTS = 18  # that ipyparallel's controller listens on
@@ -52,7 +52,7 @@ class Supervisor:
 
     A controller that ends is restarted at the same ports, and `on_restart()` is called. If it ends early or cannot be started,
     `on_problem(reason)` is called. Engines and clients reconnect by themselves. The controller outlives this process:
-    `presence` says for how long.
+    `driver_lease` says for how long.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class Supervisor:
         profile: Path,
         name: str,
         silence: float,
-        presence: Presence,
+        driver_lease: DriverLease,
         *,
         on_restart: Callable[[], None] = lambda: None,
         on_problem: Callable[[str], None] = lambda reason: None,  # noqa: ARG005
@@ -76,7 +76,7 @@ class Supervisor:
             f"--HeartMonitor.max_heartmonitor_misses={int((silence + EXTRA_SILENCE) * 1000 / period)}",
             "--log-level=40",
         ]
-        self._presence, self._on_restart, self._on_problem, self._report = presence, on_restart, on_problem, report
+        self._driver_lease, self._on_restart, self._on_problem, self._report = driver_lease, on_restart, on_problem, report
         self._stem = profile / "security" / f"ipcontroller-{name}"
         self._log = profile / "log" / f"ipcontroller-{name}.log"
         self._state = profile / "log" / f"engines{name}.json"
@@ -169,7 +169,7 @@ class Supervisor:
         frozen = 0
         while True:
             await asyncio.sleep(FROZEN_INTERVAL)
-            frozen = frozen + 1 if stopped(self._pid) else 0
+            frozen = frozen + 1 if is_stopped(self._pid) else 0
             if frozen >= MAX_FROZEN:
                 await self.kill()
 
@@ -197,13 +197,13 @@ class Supervisor:
         """Take over the controller of an earlier driver. Returns whether it runs."""
         with contextlib.suppress(FileNotFoundError):
             self.process = self._file(".process").read_text()
-        return lives(self.process)
+        return is_alive(self.process)
 
     async def restart(self) -> None:
         """Kill it if it runs, and start it at the same ports. RuntimeError with its output if it ends at once."""
         await self.kill()
         ready, its_end = os.pipe()
-        options = json.dumps({"files": str(self._stem), "ready": its_end, "presence": self._presence})
+        options = json.dumps({"files": str(self._stem), "ready": its_end, "driver_lease": self._driver_lease})
         location = (f"--profile-dir={self._profile}", f"--cluster-id={self._name}", *self._choose_ports())
         try:
             with self._log.open("ab") as output:
@@ -249,7 +249,7 @@ class Supervisor:
         with contextlib.suppress(ProcessLookupError):
             fd = os.pidfd_open(self._pid)
             try:
-                if self._child is not None or lives(self.process):  # the pid may belong to another process by now
+                if self._child is not None or is_alive(self.process):  # the pid may belong to another process by now
                     await _wait_until_readable(fd)
             finally:
                 os.close(fd)
@@ -313,7 +313,7 @@ def _ports() -> Iterator[list[int]]:
     """Free ports, reserved for restarts of the controller. If the list is empty, ipyparallel chooses."""
     found = []
     with contextlib.ExitStack() as holding:
-        for port in ports.chosen(10 * PORTS, LOWEST_PORT):
+        for port in ports.random_ports(10 * PORTS, LOWEST_PORT):
             holder = holding.enter_context(socket.socket())
             with contextlib.suppress(OSError):
                 holder.bind(("127.0.0.1", port))

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from nbelastic.client.cell_syntax import describe_error
 from nbelastic.errors import JobError, UsageError
-from nbelastic.system.terminal_text import shown
+from nbelastic.system.terminal_text import as_displayed
 
 T = TypeVar("T")
 MAX_NAMES = 4  # workers named before a line; the others are counted
@@ -44,7 +44,7 @@ def show_output(outputs: Iterable[tuple[str, str, str, str | None]]) -> None:
     for workers, (out, err) in _group_equal((row[0], row[1:3]) for row in rows):
         for text, stream in ((out, sys.stdout), (err, sys.stderr)):
             for line in text.removesuffix("\n").split("\n") if text else ():
-                print(f"[{_names(workers, len(rows))}] {shown(line)}", file=stream)
+                print(f"[{_names(workers, len(rows))}] {as_displayed(line)}", file=stream)
     errors = _group_equal((row[0], row[3]) for row in rows if row[3] is not None)
     if errors:
         (first, text), *others = errors

@@ -121,7 +121,7 @@ class ElasticMagics(Magics):  # type: ignore[misc]  # IPython carries no types h
     def elastic_list(self, _: Namespace) -> ClusterList:
         """Show your clusters on this machine, with a driver or waiting for one."""
         from nbelastic.notebook.status_text import ClusterList
-        from nbelastic.protocol.saved_cluster import clusters
+        from nbelastic.protocol.local_clusters import clusters
 
         return ClusterList(clusters())
 
@@ -388,6 +388,6 @@ class ElasticMagics(Magics):  # type: ignore[misc]  # IPython carries no types h
 
 
 def _kept_clusters() -> list[str]:
-    from nbelastic.protocol.saved_cluster import clusters
+    from nbelastic.protocol.local_clusters import clusters
 
     return [info.name for info in clusters() if info.kept]

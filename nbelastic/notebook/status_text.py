@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from html import escape
 
-from nbelastic.protocol.saved_cluster import ClusterInfo
+from nbelastic.protocol.local_clusters import ClusterInfo
 from nbelastic.protocol.status import HostStatus, Status, WorkerStatus
 
 _HOST_COLUMNS = ("host", "slots", "state", "why")

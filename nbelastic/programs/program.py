@@ -22,7 +22,7 @@ from nbelastic.programs.elastic import frameworks
 from nbelastic.protocol import messages, worker_messages
 from nbelastic.state.checkpoints import Plan
 from nbelastic.system import pickling
-from nbelastic.system.files import replace_private
+from nbelastic.system.private_files import replace_private
 from nbelastic.worker.environment import log_to
 from nbelastic.worker.output_buffer import OutputStream, printable
 from nbelastic.worker.session import Session

@@ -1,1 +1,1 @@
-"""What processes say to one another, and what of a cluster all of them know. No process, no thread."""
+"""The messages between processes, and what every process knows of a cluster: settings, folders, limits, deadlines."""

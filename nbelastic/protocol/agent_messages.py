@@ -1,19 +1,18 @@
 """Messages between the driver and the agents, and which of them each end may send."""
 
 # mypy: disable-error-code="misc"
-# (msgspec hands `frozen` down to subclasses, which mypy's reading of dataclass_transform does not know)
+# (subclasses of a frozen msgspec struct are frozen, too, which mypy does not know)
 from __future__ import annotations
 
 from nbelastic.protocol import events as ev
 from nbelastic.protocol.ids import Interface, WorkerId
-from nbelastic.protocol.messages import Message, Rehome, Welcome
+from nbelastic.protocol.messages import Message, NewDriver, Rehome
 
 
 class AgentHello(Message):
-    """`addresses` and `port`: as of `AgentReady`. The rest is told to a driver that has taken over.
+    """Agent → driver: the agent runs, and this is its state. First message of each session.
 
-    `address`: where its workers are reached now. `workers`: those that live, and their pids. `newest`: the highest
-    incarnation that each slot has had. `nodes`: the scripts' nodes that live; `ended`: exit codes of those that do not.
+    `addresses`, `port`: see `AgentReady`. Only a driver that has taken over needs the fields from `address` on.
     """
 
     host: str
@@ -21,39 +20,34 @@ class AgentHello(Message):
     versions: dict[str, str]
     addresses: tuple[Interface, ...] = ()
     port: int = 0
-    address: str = ""
-    workers: tuple[tuple[WorkerId, int], ...] = ()
-    newest: dict[int, int] = {}
-    nodes: tuple[int, ...] = ()
-    ended: dict[int, int] = {}
+    address: str = ""  # where its workers' stores listen
+    workers: tuple[tuple[WorkerId, int], ...] = ()  # workers that run, with their pids
+    newest: dict[int, int] = {}  # the highest incarnation so far, by slot
+    nodes: tuple[int, ...] = ()  # numbers of the nodes that run
+    ended: dict[int, int] = {}  # exit codes of nodes that have ended, by number
 
 
 class AgentSample(Message):
-    """`cpu` in percent of all cores together; `memory` in use, `of` how much there is, in bytes.
-
-    `workers`: of each (`str(WorkerId)`) its CPU in percent of one core and its resident memory in bytes. `gpus`: of each
-    visible one its utilisation in percent, the MB in use and the MB there are. `blocked`: of workers whose main thread is in
-    uninterruptible sleep (state D), for how many seconds.
-    """
+    """Agent → driver: how busy the host and its workers are. Telemetry: a newer sample replaces this one."""
 
     host: str
-    cpu: float
-    memory: int
-    workers: dict[str, tuple[float, int]]
-    gpus: tuple[tuple[int, int, int], ...] = ()
-    of: int = 0
-    blocked: dict[str, float] = {}
+    cpu: float  # percent of all cores together
+    memory: int  # bytes in use
+    workers: dict[str, tuple[float, int]]  # by `str(WorkerId)`: CPU in percent of one core, resident memory in bytes
+    gpus: tuple[tuple[int, int, int], ...] = ()  # per visible GPU: utilisation in percent, MB in use, MB in total
+    memory_total: int = 0  # bytes
+    blocked: dict[str, float] = {}  # seconds for which a worker's main thread is in uninterruptible sleep (state D)
 
 
 class AgentGoodbye(Message):
-    """It was told to end by somebody else than the driver: a batch system, an administrator, a shutdown."""
+    """Agent → driver: a batch system, an administrator or a shutdown ends the agent, and its workers with it."""
 
     host: str
     reason: str
 
 
-class LaunchEnded(Message):
-    """From an agent: the node's process has ended. `code` as of `WorkerExited`."""
+class NodeExited(Message):
+    """Agent → driver: the process of a node has ended. `code`: see `WorkerExited`."""
 
     host: str
     number: int
@@ -61,24 +55,26 @@ class LaunchEnded(Message):
 
 
 class Spawn(Message):
-    """To an agent: fork this worker. Logs go to `log_dir`; `engine` is ipyparallel's connection information (JSON)."""
+    """Driver → agent: fork this worker."""
 
     worker: WorkerId
     log_dir: str
-    engine: str
+    engine: str  # ipyparallel's connection information, as JSON
 
 
 class StopWorker(Message):
+    """Driver → agent: end this worker, with SIGTERM and then SIGKILL; `kill`: with SIGKILL at once."""
+
     worker: WorkerId
     kill: bool
 
 
 class StopAgent(Message):
-    """To an agent: stop every worker and end."""
+    """Driver → agent: end all workers, then yourself."""
 
 
 class Probe(Message):
-    """To an agent: find out at which of `addresses` the prober of the host `target` answers, and say so with `Probed`."""
+    """Driver → agent: test at which `addresses` the prober of the host `target` answers, and report them with `Probed`."""
 
     target: str
     addresses: tuple[str, ...]
@@ -87,20 +83,20 @@ class Probe(Message):
 
 
 class DeleteKeptState(Message):
-    """To an agent: remove what worker `by` has kept."""
+    """Driver → agent: delete the state that worker `by` has kept on this host's disk."""
 
     by: WorkerId
 
 
 class Script(Message):
-    """What `Cluster.run_script` was asked for. Times in seconds; `redirects` and `tee` are in torchrun's own words."""
+    """A script, as a client has submitted it. Times in seconds. `redirects` and `tee` have torchrun's format."""
 
     job: str
     target: str  # a file's absolute path, a module's name, or a program
     arguments: tuple[str, ...] = ()
     module: bool = False
     no_python: bool = False
-    cold: bool = False
+    cold: bool = False  # start new interpreters instead of forking the template
     role: str = "default"
     max_restarts: int = 0
     monitor_interval: float = 0.1
@@ -110,11 +106,11 @@ class Script(Message):
     cwd: str = ""
     exit_barrier: float = 300.0
     shutdown: float = 30.0
-    unset: tuple[str, ...] = ()  # variables of the agents that a script is not to have
+    unset: tuple[str, ...] = ()  # variables of the agent that the script must not get
 
 
-class Launch(Message):
-    """To an agent: start a node for this script. Its logs go to `log_dir`; `number` tells it from later ones."""
+class StartNode(Message):
+    """Driver → agent: start a node for this script. `number` distinguishes it from later nodes of the host."""
 
     number: int
     log_dir: str
@@ -122,14 +118,14 @@ class Launch(Message):
 
 
 class StopNode(Message):
-    """To an agent: end that node; `kill`: at once and without asking."""
+    """Driver → agent: let this node end its workers and itself; `kill`: kill them at once."""
 
     number: int
     kill: bool = False
 
 
 FromAgent = (
-    LaunchEnded
+    NodeExited
     | AgentHello
     | AgentSample
     | AgentGoodbye
@@ -140,4 +136,4 @@ FromAgent = (
 )
 
 
-ToAgent = Welcome | Launch | StopNode | Spawn | StopWorker | StopAgent | Probe | Rehome | DeleteKeptState
+ToAgent = NewDriver | StartNode | StopNode | Spawn | StopWorker | StopAgent | Probe | Rehome | DeleteKeptState

@@ -1,62 +1,68 @@
-"""Events, in the past tense: what the core is told."""
+"""Events of the cluster, in the past tense: the input of the core."""
 
 # mypy: disable-error-code="misc"
-# (msgspec hands `frozen` down to subclasses, which mypy's reading of dataclass_transform does not know)
+# (subclasses of a frozen msgspec struct are frozen, too, which mypy does not know)
 from __future__ import annotations
 
 from msgspec import Struct, field
 
 from nbelastic.protocol.ids import HostSpec, Interface, WorkerId
 
-HUNG = 75  # exit code of a worker that could not leave an aborted collective: it is replaced, without a strike
-
 
 class Event(Struct, frozen=True, tag=True):
-    """Something that happened. Time is not in it: it is stamped on receipt, with the driver's clock."""
+    """Base of all events. An event has no time: the driver's clock stamps it on receipt."""
 
 
 class HostAdded(Event):
+    """Client → core: use this host. `by`: which client."""
+
     host: HostSpec
     by: str = ""
 
 
 class HostRemoved(Event):
+    """Client → core: remove this host after its workers have left at a commit; `now`: at once."""
+
     name: str
     now: bool = False
     by: str = ""
 
 
 class HostsDiscovered(Event):
+    """Discovery → core: these are the hosts. The core adds and removes the differences."""
+
     hosts: tuple[HostSpec, ...]
 
 
 class DiscoveryFailed(Event):
-    """The host discovery did not answer; `reason` says why. The driver sends it once for each new reason."""
+    """Discovery → core: no answer. The driver sends this once for each new reason."""
 
     reason: str
 
 
 class Scaled(Event):
+    """Client → core: new bounds of the world size."""
+
     min: int
     max: int | None
     by: str = ""
 
 
 class ExternalAccessOpened(Event):
-    """Terminals of other machines are let in: they come to this machine at `address`."""
+    """Driver → core: terminals of other machines may join; they reach this machine at `address`."""
 
     address: str
 
 
 class RestartRequested(Event):
-    """Somebody wants another process in this worker's place, now."""
+    """Client → core: replace this worker's process now."""
 
     worker: WorkerId
     by: str = ""
 
 
 class SetupSubmitted(Event):
-    """Somebody runs a setup cell. `key` names it: a cell with the same key is replaced. No other has this `version`."""
+    """Client → core: run a setup cell. It replaces the cell with the same `key`. `version` is unique among all cells."""
 
     key: str
     source: str
@@ -64,50 +70,55 @@ class SetupSubmitted(Event):
 
 
 class SetupCleared(Event):
-    """Later workers do not run the setup cell of this key any more; without a key, none at all."""
+    """Client → core: later workers do not run the setup cell with this key; without a key, none of the cells."""
 
     key: str = ""
 
 
 class JobSubmitted(Event):
+    """Client → core: run the job of this name."""
+
     job: str
 
 
 class JobStopRequested(Event):
+    """Client → core: stop the job of this name."""
+
     job: str
     reason: str = "stopped by hand"
 
 
 class StopRequested(Event):
-    """`within`: seconds that programs may take to end, if not as long as usual. Said again, it can only be sooner."""
+    """Client, driver → core: stop the cluster.
+
+    `within`: seconds in which programs must end; None: `stop_timeout`. A repeated request can only shorten the time.
+    """
 
     reason: str = "stopped by hand"
     within: float | None = None
 
 
 class Ticked(Event):
-    """A deadline that `deadline(world)` named has come."""
+    """Driver → core: the deadline that `deadline(cluster)` has returned has passed."""
 
 
 class AgentReady(Event):
-    """An agent can start workers. The driver says so on the agent's hello.
+    """Driver → core, after the agent's hello: this agent can start workers.
 
-    `addresses` are in the agent's order of preference: first the one from which it reaches the driver; loopback ones only
-    on the driver's own machine, where they come first. On each of them, at `port`, its prober listens. `problem`, which
-    the driver finds in the hello, says why this host cannot be used ("nbelastic 0.2 there, 0.3 here"). `here`: where it
-    comes to the driver's machine; empty: it is on it.
+    `addresses` are in the agent's order of preference, first the one from which it reaches the driver. Only an agent on the
+    driver's machine has loopback addresses, and has them first. Its prober listens on each of them at `port`.
     """
 
     host: str
     pid: int
     addresses: tuple[Interface, ...] = ()
     port: int = 0
-    problem: str = ""
-    here: str = ""
+    problem: str = ""  # why the host cannot be used, as "nbelastic 0.2 there, 0.3 here"
+    driver_address: str = ""  # where the agent reaches the driver's machine; empty: it runs on that machine
 
 
 class Probed(Event):
-    """The agent of `host` has done the `Probe` of this `number`: at the addresses in `reached`, `target` answered."""
+    """Agent → core: the result of the `Probe` with this number. `target` answered at the addresses in `reached`."""
 
     host: str
     target: str
@@ -116,43 +127,49 @@ class Probed(Event):
 
 
 class AgentLost(Event):
-    """`quiet`: seconds for which it was not heard, if that is how its end was noticed. `number`: which start of it; 0: the last."""
+    """Driver → core: the agent of this host has ended, or sends nothing.
+
+    `silent_for`: seconds without a message, if the driver noticed it by that. `number`: which start of the agent; 0: the
+    newest.
+    """
 
     host: str
     reason: str
-    quiet: float = 0.0
+    silent_for: float = 0.0
     number: int = 0
 
 
 class WorkerStarted(Event):
+    """Agent → core: the worker's process runs."""
+
     worker: WorkerId
     pid: int
 
 
 class WorkerExited(Event):
-    """`code` as of `multiprocessing`: negative is the signal that killed it."""
+    """Agent → core: the worker's process has ended. A negative `code` is the number of the signal that killed it."""
 
     worker: WorkerId
     code: int
 
 
 class WorkerFrozen(Event):
-    """Its process is stopped or a zombie, or was not heard of: it will not take part in anything.
+    """Agent, driver → core: the worker's process is stopped or a zombie, or sends nothing; it cannot take part.
 
-    A host's silence is its workers' too, and is said as `AgentLost` alone, or before them: then the host is to blame.
-    `quiet`: seconds for which it was not heard, if that is how it was noticed.
+    If a whole host sends nothing, the driver sends `AgentLost` instead, or before: then the failure is the host's.
+    `silent_for`: seconds without a message, if the driver noticed it by that.
     """
 
     worker: WorkerId
     state: str
-    quiet: float = 0.0
+    silent_for: float = 0.0
 
 
 class WorkerSilent(Event):
-    """Nothing was heard of it for `seconds`, though its host answers and its process exists and is not stopped.
+    """Driver → core: no message from this worker for `seconds`, though its host answers and its process is not stopped.
 
-    The driver sends it about once a second while that lasts. `idle`: its process uses no CPU time. `state`: of its main
-    thread, in words, if that is unusual.
+    The driver repeats it about once per second. `idle`: the process uses no CPU time. `state`: of the main thread, in words,
+    if it is unusual.
     """
 
     worker: WorkerId
@@ -162,19 +179,19 @@ class WorkerSilent(Event):
 
 
 class WorkerResponded(Event):
-    """After `WorkerSilent` it is heard again."""
+    """Driver → core: after `WorkerSilent`, a message from this worker has arrived."""
 
     worker: WorkerId
 
 
 class WorkerRegistered(Event):
-    """Its engine takes code."""
+    """Driver → core: the worker's engine is connected and can run code."""
 
     worker: WorkerId
 
 
 class SetupEnded(Event):
-    """It has run this version of a setup cell; `error` is empty if that succeeded."""
+    """Driver → core: the worker has run this version of a setup cell. `error`: empty if it succeeded."""
 
     worker: WorkerId
     version: int
@@ -182,11 +199,12 @@ class SetupEnded(Event):
 
 
 class WorkerReady(Event):
-    """It waits in the elastic loop for a world, having left `generation` (0: none). It offers a store at `store`.
+    """Worker → core: the worker waits in the elastic loop for a world, after it has left `generation` (0: none).
 
-    `commit` counts from the beginning of the job and travels with the state: the highest is the newest. `holds`: it has the
-    job's state, all of one commit, and was in the world of generation `since` with it. It has none before its first world, nor when
-    the transfer of a state broke off halfway.
+    `commit`: commits since the job's beginning; it belongs to the training state, and the highest is the newest. `clean`:
+    its live tensors are those of that commit. `store`: where it offers a store. `holds_state`: it has the whole training
+    state, of one commit; False before its first world, and after a transfer that broke off. `state_since`: the last
+    generation in which it received that state or trained with it.
     """
 
     worker: WorkerId
@@ -195,12 +213,12 @@ class WorkerReady(Event):
     commit: int
     clean: bool
     store: str
-    holds: bool = False
-    since: int = 0
+    holds_state: bool = False
+    state_since: int = 0
 
 
 class StoreOffered(Event):
-    """While it trains in `generation` it has made a store for the one after, at `store`."""
+    """Worker → core: while it trains in `generation`, it has made a store for the next generation, at `store`."""
 
     worker: WorkerId
     generation: int
@@ -208,9 +226,9 @@ class StoreOffered(Event):
 
 
 class WorkerPrepared(Event):
-    """Its process group of `generation` stands, beside the one it may be training in; or why it does not.
+    """Worker → core: its process group for the next generation is built, beside the present one; or `error`.
 
-    `supported` is False if no group can be prepared there at all, as with NCCL.
+    `supported`: False if this worker cannot prepare any group beside another one, as with NCCL.
     """
 
     worker: WorkerId
@@ -220,15 +238,17 @@ class WorkerPrepared(Event):
 
 
 class WorkerFormed(Event):
+    """Worker → core: it has joined the process group of this generation, and has the training state."""
+
     worker: WorkerId
     generation: int
-    took: dict[str, float] = field(default_factory=dict)  # milliseconds a phase
+    took: dict[str, float] = field(default_factory=dict)  # milliseconds, by phase
 
 
 class LeaveAcknowledged(Event):
-    """Asked to leave, it has just made commit number `commit` of this generation and promises to stop at the next one.
+    """Worker → core: the answer to `Leave`: it has made this `commit` of its generation, and stops at the next one.
 
-    `ask` is the number of the `AskLeave` that it answers: the promise that an older one got may have been taken back.
+    `ask`: the number in that `Leave`, which a later one may have revoked.
     """
 
     worker: WorkerId
@@ -238,7 +258,10 @@ class LeaveAcknowledged(Event):
 
 
 class WorkerRaised(Event):
-    """The user's function raised. `intact`: none of this generation's connections was lost, so it was not a collective."""
+    """Worker → core: the user's function raised an exception.
+
+    `intact`: all connections of the generation work, so that no broken collective can be the cause.
+    """
 
     worker: WorkerId
     generation: int
@@ -247,14 +270,17 @@ class WorkerRaised(Event):
 
 
 class WorkerSucceeded(Event):
+    """Worker → core: the user's elastic function has returned."""
+
     worker: WorkerId
     generation: int
 
 
 class WorkerHung(Event):
-    """Its main thread sleeps in a collective of `generation`, and the abort does not wake it. It asks for `EndHungWorker`, until it gets it.
+    """Worker → core: its main thread blocks in a collective of `generation` though that was aborted.
 
-    `commit`: of its state. `keeping`: it was told to keep that, and is at it.
+    The worker repeats it until it receives `EndHungWorker`. `commit`: of its training state. `keeping`: it is writing that
+    state to disk, as `EndHungWorker` has asked for.
     """
 
     worker: WorkerId
@@ -264,7 +290,7 @@ class WorkerHung(Event):
 
 
 class StateKept(Event):
-    """Stuck, it has written the state of this `commit` to its host's disk. It says so until it is told to end."""
+    """Worker → core: hung, it has written its training state of this commit to disk. Repeated until `EndHungWorker`."""
 
     worker: WorkerId
     job: str
@@ -272,25 +298,25 @@ class StateKept(Event):
 
 
 class StallDetected(Event):
-    """In a running world no commit was made for `seconds`. The driver says so every second or so while that lasts."""
+    """Driver → core: the running world has made no commit for `seconds`. Repeated about once per second."""
 
     generation: int
     seconds: float
 
 
 class StallResolved(Event):
-    """After `StallDetected` commits are made again. The driver says so once."""
+    """Driver → core: after `StallDetected`, the world makes commits again. Sent once."""
 
     generation: int
 
 
 class PositionReported(Event):
-    """A member's answer to `QueryPosition`, from the thread of its link: how far the main thread is.
+    """Member → core: the answer to `QueryPosition`, sent by the link's thread: how far the main thread has come.
 
-    `commit` is the total since the job's beginning, as people are shown it and as `WorkerReady` has it, and unlike that
-    of `LeaveAcknowledged`. `begun` counts the collectives begun in `generation` since all have the state. `place` is the innermost
-    frame of the user's own code, as "train.py:88 in load"; empty if there is none. `cpu`: seconds of processor time that
-    this process's other threads have used. `connected`: the process group of its generation stands.
+    `commit`: commits since the job's beginning, as in `WorkerReady` and unlike `LeaveAcknowledged`. `begun`: collectives
+    begun in `generation` since all ranks have the training state. `place`: the innermost frame of the user's code, as
+    "train.py:88 in load"; empty if there is none. `cpu`: seconds of CPU time of the process's other threads.
+    `connected`: the generation's process group is built.
     """
 
     worker: WorkerId
@@ -303,7 +329,7 @@ class PositionReported(Event):
 
 
 class ProgramEnded(Event):
-    """The whole program (cell or function) ended on this worker; `error` is empty if it ended well."""
+    """Driver → core: the job's whole program (cell or function) has ended on this worker. `error`: empty if it succeeded."""
 
     worker: WorkerId
     job: str

@@ -1,12 +1,15 @@
-"""A process's end in words."""
+"""Exit codes with a meaning, and exit codes as text."""
 
 from __future__ import annotations
 
 import signal
 
+HUNG = 75  # of a hung worker, which ended itself: it is replaced, and no failure is counted
+UNSUCCESSFUL_NODE = 76  # of a node that has ended before its workers succeeded: it was stopped, or they failed
+
 
 def exit_text(code: int) -> str:
-    """A process's end in words: `SIGKILL`, `exit code 3`."""
+    """The end of a process in words: `SIGKILL`, `exit code 3`. A negative code is the number of the signal."""
     if code < 0:
         try:
             return signal.Signals(-code).name

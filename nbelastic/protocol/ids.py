@@ -1,4 +1,4 @@
-"""What names a worker, a host and an interface."""
+"""Identifiers: of a worker, of a host, of a network interface."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from msgspec import Struct
 
 
 class WorkerId(Struct, frozen=True, order=True, cache_hash=True, gc=False):
-    """`host/slot#incarnation`: a restarted process is a new worker, so that late news of the old one cannot hit it."""
+    """A worker, as `host/slot#incarnation`. Each restart has a new incarnation, so that stale messages cannot affect it."""
 
     host: str
     slot: int
@@ -17,14 +17,14 @@ class WorkerId(Struct, frozen=True, order=True, cache_hash=True, gc=False):
 
     @staticmethod
     def parse(text: str) -> WorkerId:
-        """The inverse of `str`. ValueError if it is none."""
+        """The inverse of `str`. ValueError if the text is not a worker's."""
         host, _, rest = text.rpartition("/")
         slot, _, incarnation = rest.partition("#")
         return WorkerId(host, int(slot), int(incarnation))
 
 
 class HostSpec(Struct, frozen=True):
-    """A host as it was asked for: `slots` is how many workers it may run."""
+    """A host as a client or a discovery has named it. `slots`: how many workers it may run; `user`: for ssh."""
 
     name: str
     slots: int
@@ -32,7 +32,7 @@ class HostSpec(Struct, frozen=True):
 
 
 class Interface(Struct, frozen=True):
-    """A network interface of a host and one of its addresses: eth0, 10.0.0.2. IPv6 has no brackets and no scope."""
+    """A network interface and one of its addresses: `eth0`, `10.0.0.2`. IPv6 has no brackets and no scope."""
 
     name: str
     address: str

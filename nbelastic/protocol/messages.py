@@ -1,10 +1,10 @@
-"""Messages between the driver and its peers that several kinds of peers share, and the frame before each message.
+"""Messages that several kinds of peers send or receive, and the frame before each message.
 
-An event that a worker or agent sends is the struct that `step` takes.
+An event that an agent, worker or node sends is the struct that the core receives: see `events`.
 """
 
 # mypy: disable-error-code="misc"
-# (msgspec hands `frozen` down to subclasses, which mypy's reading of dataclass_transform does not know)
+# (subclasses of a frozen msgspec struct are frozen, too, which mypy does not know)
 from __future__ import annotations
 
 import struct
@@ -15,20 +15,20 @@ from nbelastic.protocol.ids import WorkerId
 
 
 class Message(Struct, frozen=True, tag=True):
-    """A message that is not an event of the core."""
+    """Base of all messages that are not events of the core."""
 
 
-class Welcome(Message):
-    """From a driver that has taken the cluster over, to everybody whom it does not know yet: say who and where you are.
+class NewDriver(Message):
+    """Driver → agent, worker, node: a new driver has taken the cluster over; report your state.
 
-    `term` counts the cluster's drivers. Who has been welcomed with a higher one does not answer.
+    `term`: the number of this driver among the cluster's drivers. A peer ignores terms below the highest it has received.
     """
 
     term: int
 
 
 class Blob(Struct, frozen=True):
-    """What `pickling.pack` made, of `size` bytes: `data`, or in a file at `path`; or neither, and the receiver fetches it."""
+    """A value that `pickling.pack` has made, of `size` bytes: in `data`, in the file `path`, or to be fetched in pieces."""
 
     size: int
     data: bytes = b""
@@ -36,10 +36,10 @@ class Blob(Struct, frozen=True):
 
 
 class WorkerOutput(Message):
-    """What the program of `job` wrote to `stream` (out or err), up to position `end` of all that it has written there.
+    """Worker, node → driver: the program of `job` has written `text` to `stream` ("out" or "err").
 
-    It may be said again, and some may be missing: the positions tell. The end may be a line that is not finished; a later
-    text that begins with a carriage return replaces it. `rank`: the worker's when it wrote this.
+    `end`: the position of the text's end among all characters of the stream. Texts may overlap or be missing, as the
+    positions show. The last line may be unfinished; later text that begins with a carriage return replaces it.
     """
 
     worker: WorkerId
@@ -47,14 +47,14 @@ class WorkerOutput(Message):
     text: str
     end: int
     job: str = ""
-    rank: int | None = None
+    rank: int | None = None  # the worker's rank at that time
 
 
 class Rehome(Message):
-    """To an agent, for the workers it will start, and to each of its host's workers: your stores listen here from now on."""
+    """Driver → agent, worker, node: stores must listen at `address` from now on. An agent passes it to new workers."""
 
     address: str
     interface: str
 
 
-HEAD = struct.Struct("<QQQQQ")
+HEAD = struct.Struct("<QQQQQ")  # the frame before a message: see `transport.delivery`

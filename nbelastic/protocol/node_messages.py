@@ -1,15 +1,18 @@
 """Messages between the driver and torchrun nodes, and which of them each end may send."""
 
 # mypy: disable-error-code="misc"
-# (msgspec hands `frozen` down to subclasses, which mypy's reading of dataclass_transform does not know)
+# (subclasses of a frozen msgspec struct are frozen, too, which mypy does not know)
 from __future__ import annotations
 
 from nbelastic.protocol import script_events as sev
-from nbelastic.protocol.messages import Message, Rehome, Welcome, WorkerOutput
+from nbelastic.protocol.messages import Message, NewDriver, Rehome, WorkerOutput
 
 
 class NodeHello(Message):
-    """A guest's first words, until it is answered. `machine`: which one it is on, so that its end can be watched."""
+    """External node → driver: a terminal's torchrun wants to join. Repeated until it is answered.
+
+    `machine`: its `pid_namespace()`. If that is the driver's, the driver can watch the process.
+    """
 
     host: str
     pid: int
@@ -18,39 +21,42 @@ class NodeHello(Message):
 
 
 class NodeSample(Message):
-    """Of each worker of a node, by local rank: CPU in percent of one core, resident memory in bytes."""
+    """Node → driver: how busy its workers are. Telemetry."""
 
     host: str
     round: int
-    workers: tuple[tuple[float, int], ...]
+    workers: tuple[tuple[float, int], ...]  # by local rank: CPU in percent of one core, resident memory in bytes
 
 
 class Round(Message):
-    """A `FormRound` as one node gets it. `places` are of each seat, by group rank: see `group.places`."""
+    """Driver → node: run the workers of this round."""
 
     round: int
-    rank: int
-    assignments: tuple[sev.Assignment, ...]
-    places: tuple[tuple[int, int, int, int], ...]
+    rank: int  # of this node
+    assignments: tuple[sev.Assignment, ...]  # by node rank
+    # by node rank: its first rank, the world size, its first rank within its role, the size of that role
+    rank_numbers: tuple[tuple[int, int, int, int], ...]
     store: str
-    restarts: int
+    restarts: int  # so far
     job: str
 
 
 class LeaveRound(Message):
+    """Driver → node: end the workers of this round, and wait for another one."""
+
     round: int
     reason: str
 
 
 class Wait(Message):
-    """Not yet, and why. `full`: because there is no room."""
+    """Driver → node: no round yet, and why. `full`: because the cluster has no slot for the node."""
 
     reason: str
     full: bool = False
 
 
 class EndNode(Message):
-    """The node is to end; `error`: as one that has failed."""
+    """Driver → node: end; `error`: with a failure."""
 
     reason: str
     error: bool = True
@@ -68,4 +74,4 @@ FromNode = (
 )
 
 
-ToNode = Welcome | Round | LeaveRound | Wait | EndNode | Rehome
+ToNode = NewDriver | Round | LeaveRound | Wait | EndNode | Rehome

@@ -1,4 +1,4 @@
-"""The last lines that the workers of a job have printed, in the driver and in each client."""
+"""The newest lines that the workers of a job have printed, in the driver and in each client."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from nbelastic.protocol.ids import WorkerId
-from nbelastic.system.terminal_text import shown
+from nbelastic.system.terminal_text import as_displayed
 
-TAIL = 1000  # lines of output kept in memory a worker; the log files have all of it
-MOST = 100_000  # of all workers together, those that have died included; the one that was quiet for longest goes first
+TAIL = 1000  # lines kept per worker; the log files have all lines
+MOST = 100_000  # lines kept of all workers, lost ones included; beyond it, the worker that printed last longest ago is dropped
 
 
 class Line(NamedTuple):
-    """A line that a worker printed to `stream` (out or err) as `rank`. Lines are numbered in each run, over all workers.
+    """A line that a worker printed to `stream` ("out" or "err") as `rank`.
 
-    A line that has no end yet, such as a progress bar, has number 0.
+    `number`: among all lines of the job, from 1; 0 for an unfinished line, such as a progress bar.
     """
 
     number: int
@@ -25,60 +25,60 @@ class Line(NamedTuple):
     rank: int | None = None
 
 
-class Printed:
-    """What the workers of a job have printed: the last lines of each. One thread writes, any may read.
+class OutputBuffer:
+    """The newest lines of each worker of a job. One thread writes, any thread may read.
 
-    `forget(worker)` is called when others need the room of its lines.
+    `on_drop(worker)` is called when a worker's lines are dropped to make room for others.
     """
 
-    def __init__(self, forget: Callable[[WorkerId], object] = lambda _: None) -> None:
-        self._forget = forget
-        self.lines: OrderedDict[WorkerId, deque[Line]] = OrderedDict()  # of each; the newest writer last
-        self.heard = 0  # lines so far
-        self.changes = 0  # of lines without an end
+    def __init__(self, on_drop: Callable[[WorkerId], object] = lambda _: None) -> None:
+        self._on_drop = on_drop
+        self.lines: OrderedDict[WorkerId, deque[Line]] = OrderedDict()  # by worker; the one that printed last is last
+        self.line_count = 0  # all lines so far
+        self.changes = 0  # changes of unfinished lines so far
         self._kept = 0  # lines in memory
-        self._rests: dict[tuple[WorkerId, str], tuple[int, Line]] = {}  # of each stream: the change, and the line
+        self._unfinished: dict[tuple[WorkerId, str], tuple[int, Line]] = {}  # by stream: number of the change, line
 
     def add(self, worker: WorkerId, line: Line) -> None:
-        """The next line, in the order in which they were heard."""
-        lines = self._of(worker)
-        self.heard = line.number
+        """Add the next line. Lines must be added by ascending number."""
+        lines = self._lines_of(worker)
+        self.line_count = line.number
         self._kept += len(lines) < TAIL
         lines.append(line)
         while self._kept > MOST and len(self.lines) > 1:
             worker, lines = self.lines.popitem(last=False)
             self._kept -= len(lines)
             for stream in ("out", "err"):
-                self._rests.pop((worker, stream), None)
-            self._forget(worker)
+                self._unfinished.pop((worker, stream), None)
+            self._on_drop(worker)
 
-    def _of(self, worker: WorkerId) -> deque[Line]:
+    def _lines_of(self, worker: WorkerId) -> deque[Line]:
         lines = self.lines.setdefault(worker, deque(maxlen=TAIL))
         self.lines.move_to_end(worker)
         return lines
 
-    def begin(self, worker: WorkerId, rest: Line) -> None:
-        """A line that has no end yet; without text: there is none any more."""
-        self._of(worker)
+    def set_unfinished(self, worker: WorkerId, line: Line) -> None:
+        """Set the unfinished line of a stream; a line without text means that there is none."""
+        self._lines_of(worker)
         self.changes += 1
-        self._rests[worker, rest.stream] = self.changes, rest
+        self._unfinished[worker, line.stream] = self.changes, line
 
-    def begun(self, worker: WorkerId, stream: str) -> str:
-        """The line of this stream that has no end yet."""
-        return self._rests[worker, stream][1].text if (worker, stream) in self._rests else ""
+    def unfinished_line(self, worker: WorkerId, stream: str) -> str:
+        """The text of a stream's unfinished line; empty if there is none."""
+        return self._unfinished[worker, stream][1].text if (worker, stream) in self._unfinished else ""
 
-    def unfinished(self, worker: str | None = None) -> list[tuple[WorkerId, Line]]:
-        """The lines without an end, of one worker or of all: the present state of progress bars, the last words of a job."""
-        found = [(w, rest) for (w, _), (_, rest) in sorted(self._rests.items(), key=lambda item: item[0])]
-        rests = ((w, rest._replace(text=shown(rest.text))) for w, rest in found)
-        return [(w, line) for w, line in rests if line.text and worker in (None, str(w))]
+    def unfinished_lines(self, worker: str | None = None) -> list[tuple[WorkerId, Line]]:
+        """The unfinished lines of one worker or of all, as a terminal displays them, such as the state of progress bars."""
+        found = [(w, line) for (w, _), (_, line) in sorted(self._unfinished.items(), key=lambda item: item[0])]
+        displayed = ((w, line._replace(text=as_displayed(line.text))) for w, line in found)
+        return [(w, line) for w, line in displayed if line.text and worker in (None, str(w))]
 
     def changed_since(self, change: int) -> list[tuple[WorkerId, Line]]:
-        """The lines without an end that have changed after `change`, those that are empty now included."""
-        return [(w, rest) for (w, _), (number, rest) in self._rests.items() if number > change]
+        """The unfinished lines that have changed after change number `change`, with those that became empty."""
+        return [(w, line) for (w, _), (number, line) in self._unfinished.items() if number > change]
 
     def since(self, number: int, worker: str | None = None, most: int = TAIL) -> list[tuple[WorkerId, Line]]:
-        """The newest `most` lines after `number`, of one worker or of all, in the order in which they were heard."""
+        """The newest `most` lines after line `number`, of one worker or of all, by number."""
         found = [
             (w, line)
             for w, lines in list(self.lines.items())

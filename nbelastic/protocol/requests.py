@@ -1,7 +1,7 @@
-"""What clients ask of the driver: notebooks and terminals. Each request has one answer, or one error."""
+"""What clients, which are notebooks and terminals, request from the driver. Each request gets one answer, or one error."""
 
 # mypy: disable-error-code="misc"
-# (msgspec hands `frozen` down to subclasses, which mypy's reading of dataclass_transform does not know)
+# (subclasses of a frozen msgspec struct are frozen, too, which mypy does not know)
 from __future__ import annotations
 
 from pathlib import Path
@@ -11,109 +11,115 @@ from msgspec import Struct
 
 from nbelastic.errors import UsageError
 from nbelastic.protocol import agent_messages, worker_messages
-from nbelastic.protocol.cells import Executed
+from nbelastic.protocol.host_sources import Source
 from nbelastic.protocol.ids import HostSpec
 from nbelastic.protocol.script_events import Terms
-from nbelastic.protocol.sources import Source
 from nbelastic.protocol.status import Status, WorkerStack
 
 
 class Request(Struct, frozen=True, tag=True):
-    """Something that somebody asks for."""
+    """Base of all requests."""
 
 
-class Order(Request):
-    """A request that changes what others see. `by` says who gives it, in words, where they see it."""
+class ChangeRequest(Request):
+    """Base of requests that the event log records. `by`: which client has sent it, in words."""
 
     by: str
 
 
 class WaitForStart(Request):
-    """Answered when `least` workers are ready. HostError if no host is left that could start one."""
+    """Answer when `least` workers are ready. HostError when no remaining host could start one."""
 
     least: int
 
 
 class WaitForWorld(Request):
-    """Answered with the Status when `size` workers run in one world or, without a job, are ready."""
+    """Answer with the Status when `size` workers run in one world or, without a job, are ready."""
 
     size: int
 
 
 class Submit(Request):
-    """Run a program. Answered with the job's name, when the job has begun and is saved."""
+    """Run a program. Answer with the job's name when the job has begun and is saved."""
 
     program: worker_messages.Program
 
 
 class SubmitScript(Request):
-    """The same for a script."""
+    """Run a script. Answer as for `Submit`."""
 
     script: agent_messages.Script
     terms: Terms
 
 
-class StopJob(Order):
-    """End the job of this name or, without one, the job that runs, if there is any."""
+class StopJob(ChangeRequest):
+    """Stop the job of this name; without a name, the present job, if there is one."""
 
     job: str = ""
 
 
 class Execute(Request):
-    """Run a cell on every ready worker. Answered with a list of `Executed`, when all have."""
+    """Run a cell on every ready worker. Answer with a list of `CellOutput` when all workers have run it."""
 
     source: str
 
 
 class ExecuteSetup(Request):
-    """The same for a setup cell, which later workers run as well."""
+    """Run a setup cell, which later workers run, too. Answer as for `Execute`."""
 
     key: str
     source: str
 
 
+CellOutput = tuple[str, str, str, str | None]  # worker, standard output, standard error, traceback
+
+
+def cell_output(result: worker_messages.CellResult) -> CellOutput:
+    return str(result.worker), result.stdout, result.stderr, result.traceback or None
+
+
 class ClearSetup(Request):
-    """Forget the setup cell with this key or, without one, all."""
+    """Forget the setup cell with this key; without a key, all setup cells."""
 
     key: str = ""
 
 
-class AddHost(Order):
-    """Start workers there."""
+class AddHost(ChangeRequest):
+    """Add a host, and start workers on it."""
 
     host: HostSpec
 
 
-class RemoveHost(Order):
-    """Its workers leave at the next commit; `now`: at once."""
+class RemoveHost(ChangeRequest):
+    """Remove a host after its workers have left at the next commit; `now`: at once."""
 
     host: str
     now: bool
 
 
-class Scale(Order):
-    """Change the bounds of the world size; what is None stays."""
+class Scale(ChangeRequest):
+    """Change the bounds of the world size. None: leave this bound."""
 
     min: int | None
     max: int | None
 
 
-class Restart(Order):
-    """Start another process in the place of this worker's."""
+class Restart(ChangeRequest):
+    """Replace this worker's process."""
 
     worker: str
 
 
-class Stop(Order):
-    """Stop the cluster: programs have `within` seconds (None: `stop_timeout`) to end. Answered at once."""
+class Stop(ChangeRequest):
+    """Stop the cluster; programs must end `within` seconds (None: `stop_timeout`). Answer at once."""
 
     within: float | None = None
 
 
 class HostsFound(Request):
-    """The discovery `key`, in a kernel, has found these `hosts`; None: it has failed, or answers again: `text` says so.
+    """A client's discovery has found these hosts; None: it has `failed`, or works again, as `text` says.
 
-    It is not heard once hosts come from elsewhere.
+    The driver ignores it unless its source of hosts is the `ClientDiscovery` with this key.
     """
 
     key: str
@@ -122,38 +128,38 @@ class HostsFound(Request):
     failed: bool = False
 
 
-class Discover(Request):
-    """Ask from now on there where hosts come from. `arguments`: those of `Cluster` with it, as they are kept."""
+class SetDiscovery(Request):
+    """Use another source of hosts. `arguments`: those of `Cluster` with it, for the driver snapshot."""
 
     source: Source
     arguments: dict[str, Any]
 
 
-class Press(Order):
-    """A button's message. What becomes of it is in the status; it is answered at once. `slots`: of a host without a number."""
+class DashboardAction(ChangeRequest):
+    """A dashboard's button. Answer at once; its result appears in the status. `slots`: of a host without a number."""
 
     message: dict[str, Any]
     slots: int
 
 
 class ShowStacks(Request):
-    """Answered with a list of `WorkerStack`, after `timeout` seconds at most."""
+    """Answer with a list of `WorkerStack`, after at most `timeout` seconds."""
 
     timeout: float
 
 
 class MakeConnectionFile(Request):
-    """Answered with the path of a cluster file for terminals of this machine or, with a `host`, of that one."""
+    """Answer with the path of a connection file for terminals of `host`; None: of the driver's machine."""
 
     host: HostSpec | None
 
 
 class FindController(Request):
-    """Answered with a `ControllerFound`, when ipyparallel's controller is up."""
+    """Answer with a `ControllerFound` when ipyparallel's controller runs."""
 
 
 class ControllerFound(Struct, frozen=True):
-    """What an ipyparallel client needs to come to the controller, and the engines that it will meet there, by their uuids."""
+    """What an ipyparallel client needs to connect to the controller, and the uuids of its engines."""
 
     information: dict[str, Any]
     engines: tuple[str, ...]
@@ -172,37 +178,37 @@ AnyRequest = (
     | RemoveHost
     | Scale
     | Restart
-    | Press
+    | DashboardAction
     | ShowStacks
     | MakeConnectionFile
     | FindController
     | Stop
     | HostsFound
-    | Discover
+    | SetDiscovery
 )
 
-# May be asked again of the next driver, if one dies before it answers: it makes no difference to have asked twice.
+# A client sends these again to the next driver if one dies before it answers: twice has the effect of once.
 REPEATABLE = (
     *(WaitForStart, WaitForWorld, ShowStacks, MakeConnectionFile, FindController),
-    *(AddHost, Scale, StopJob, Discover),
+    *(AddHost, Scale, StopJob, SetDiscovery),
 )
 
-ANSWERS: dict[type[Request], Any] = {  # of which type the answer is; of the others: text, or only that there is one
+ANSWERS: dict[type[Request], Any] = {  # the type of the answer, unless it is text or None
     WaitForWorld: Status,
-    Execute: list[Executed],
-    ExecuteSetup: list[Executed],
+    Execute: list[CellOutput],
+    ExecuteSetup: list[CellOutput],
     ShowStacks: list[WorkerStack],
     FindController: ControllerFound,
 }
 
 
 def refuse_second_job(present: str) -> None:
-    """UsageError if this job, empty if there is none, still runs."""
+    """UsageError if the job of this name still runs; empty: there is none."""
     if present:
         raise UsageError(f"{present} is still running: wait for it or stop it first.")
 
 
 def not_saved(job: str, folder: Path, error: OSError) -> UsageError:
-    """There is no room for a job."""
+    """The error for a job that the disk has no space for."""
     where = f"{folder} ({error.strerror})"
     return UsageError(f"{job} cannot be saved in {where}: free some space there, then run it again.")

@@ -1,38 +1,32 @@
-"""What is said of a script's nodes: events, in the past tense.
+"""Events of a script's nodes, in the past tense.
 
-A *node* is an elastic agent of torch's with the workers of its host: one on each host of the cluster while a script runs
-(its name is the host's), and each `torchrun` that came from a terminal. A *round* is the life of one worker group.
+A *node* is torch's elastic agent with the workers of its host. While a script runs, each host of the cluster has one, whose
+name is the host's; each `torchrun` of a terminal is an external node. A *round* is the life of one worker group.
 """
 
 # mypy: disable-error-code="misc"
-# (msgspec hands `frozen` down to subclasses, which mypy's reading of dataclass_transform does not know)
+# (subclasses of a frozen msgspec struct are frozen, too, which mypy does not know)
 from __future__ import annotations
 
 from msgspec import Struct
 
+from nbelastic.protocol.cluster_limits import Limits
 from nbelastic.protocol.events import Event
-from nbelastic.protocol.limits import Limits
-
-UNDONE = 76  # exit code of a node that ends before its workers have succeeded: it was dismissed, or they have failed
 
 
 class Failure(Struct, frozen=True):
-    """How a worker ended. `rank` is of the round; `code` as of `subprocess`: negative is the signal that killed it.
+    """How a worker of a script failed."""
 
-    `error` is one line; `traceback` its own, if it left one. `ago`: how many seconds before it was reported; clocks of
-    different hosts are not compared.
-    """
-
-    rank: int
+    rank: int  # of its round
     local_rank: int
-    code: int
-    error: str
-    traceback: str = ""
-    ago: float = 0.0
+    code: int  # negative: the number of the signal that killed it
+    error: str  # one line
+    traceback: str = ""  # of the worker, if it has written one
+    ago: float = 0.0  # seconds before the report; clocks of different hosts cannot be compared
 
 
 class Assignment(Struct, frozen=True):
-    """A node's part of a round: how many workers it runs, in which role."""
+    """A node's part of a round: how many workers it runs, and in which role."""
 
     host: str
     workers: int
@@ -40,15 +34,15 @@ class Assignment(Struct, frozen=True):
 
 
 class Terms(Struct, frozen=True):
-    """How a script's workers are started again, beside the cluster's limits. `nproc`: workers a host, instead of its slots."""
+    """How a script's workers are restarted, beside the cluster's limits."""
 
     max_restarts: int = 0
-    nproc: int | None = None
-    leave: float = 35.0  # seconds that a node may take to end its workers
+    nproc: int | None = None  # workers per host; None: one per slot
+    leave: float = 35.0  # seconds in which a node must end its workers
 
 
 class ScriptSubmitted(Event):
-    """Somebody runs a script; or one that has formed `round` rounds begins again, as its driver was lost."""
+    """Client → core: run a script. After the driver was lost: run it again, after its `round` rounds so far."""
 
     job: str
     target: str
@@ -57,10 +51,10 @@ class ScriptSubmitted(Event):
 
 
 class NodeReady(Event):
-    """It waits for a round, having left `round` (0: none), and offers a store at `store`.
+    """Node → core: the node waits for a round, has left `round` (0: none), and offers a store at `store`.
 
-    `workers`: how many it can run, 0: as many as its host has slots. `external`: it came by itself, from a terminal, for the
-    job `job` (empty: whichever runs); its number of workers is fixed.
+    `workers`: how many it runs; 0: one per slot of its host. `external`: it is a terminal's. `job`: the only job that it
+    joins; empty: any. `pid`: of the node's process.
     """
 
     host: str
@@ -74,21 +68,21 @@ class NodeReady(Event):
 
 
 class ExternalNodeJoined(Event):
-    """A node has come by itself, from a terminal. `here`: it is on the driver's machine."""
+    """Driver → core, after the hello: a terminal's node wants to join."""
 
     host: str
     pid: int
-    here: bool = False
+    on_driver_machine: bool = False
 
 
 class NodeMoved(Event):
-    """Its store is to be elsewhere: what it has offered does not count any more."""
+    """Core → script: the node must offer its store at another address; the offered one is not valid any more."""
 
     host: str
 
 
 class NodeStarted(Event):
-    """The workers of its round run; `pids` by local rank (none if it cannot know them)."""
+    """Node → core: the workers of its round run. `pids`: by local rank; empty if the node cannot know them."""
 
     host: str
     round: int
@@ -96,7 +90,7 @@ class NodeStarted(Event):
 
 
 class NodeFailed(Event):
-    """Workers of its round have failed, and it has ended the others. It will wait for a round, or leave."""
+    """Node → core: workers of its round have failed, and it has ended the others. It then waits for a round, or leaves."""
 
     host: str
     round: int
@@ -104,14 +98,14 @@ class NodeFailed(Event):
 
 
 class NodeSucceeded(Event):
-    """All its workers of this round have ended well."""
+    """Node → core: all its workers of this round have ended successfully."""
 
     host: str
     round: int
 
 
 class NodeLeft(Event):
-    """It is gone. `broken`: not of its own will."""
+    """Node, driver → core: the node has ended. `broken`: unexpectedly."""
 
     host: str
     reason: str
@@ -119,9 +113,9 @@ class NodeLeft(Event):
 
 
 class HostsChanged(Event):
-    """The cluster's hosts that are up, the oldest first, with their slots; and its limits.
+    """Core → script: the hosts that are up, the oldest first, each with its slots; and the limits.
 
-    `lost`: those that are not up because something has happened to them. Who is in neither has left as somebody wanted.
+    `lost`: hosts that are not up because of a failure. Any other missing host was removed.
     """
 
     hosts: tuple[tuple[str, int], ...]
@@ -130,10 +124,10 @@ class HostsChanged(Event):
 
 
 class ScriptStopped(Event):
-    """Somebody wants it to end."""
+    """Client, core → script: stop it."""
 
     reason: str
 
 
-class Tick(Event):
-    """Time has."""
+class Ticked(Event):
+    """Core → script: a deadline has passed."""

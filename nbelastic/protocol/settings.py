@@ -1,4 +1,4 @@
-"""What `Cluster` was asked for, and whether it can be."""
+"""The settings of a cluster, and the checks of the arguments of `Cluster`."""
 
 from __future__ import annotations
 
@@ -9,20 +9,15 @@ from typing import Any
 import msgspec
 
 from nbelastic.errors import UsageError
-from nbelastic.protocol.limits import Limits
-from nbelastic.protocol.sources import HostDiscovery, Source
-from nbelastic.protocol.timeouts import Timeouts
+from nbelastic.protocol.cluster_limits import Limits
+from nbelastic.protocol.host_sources import HostDiscovery, Source
+from nbelastic.protocol.timeouts import BATCH_QUEUE, LEASE_WITH_SSH, Timeouts
 from nbelastic.system.argument_types import NAMES, PATH, RANGE, SECONDS, TABLE, TEXT, WHOLE, check_kind, check_optional
-from nbelastic.system.presence import Presence
+from nbelastic.system.driver_lease import DriverLease
 
-SSH = "ssh"  # the launcher that is no batch system's
-# Seconds without a driver, of a cluster that is not kept: for who has no line to this machine, whose end would tell of it; and
-# for who has.
-LEASE, LINE_LEASE = 60.0, 900.0
-QUEUE = 7 * 24 * 3600.0  # seconds that a batch job may wait before its agent starts
+SSH = "ssh"  # the default launcher; any other name is a batch system
 
-
-# The arguments of Cluster. Whether their values can be is checked later.
+# Types of the arguments of `Cluster`. `Settings.check` checks the values.
 NEEDED = {
     **dict.fromkeys(("min", "spares"), WHOLE),
     **dict.fromkeys(("silence", "stop_timeout", "lease"), SECONDS),
@@ -40,7 +35,7 @@ OPTIONAL = {
 
 
 def check_kinds(given: Mapping[str, Any]) -> None:
-    """UsageError, in one line, for the first argument of Cluster that is of a wrong type."""
+    """UsageError, in one line, for the first argument of `Cluster` that has a wrong type."""
     for name, kind in NEEDED.items():
         check_kind(name, given[name], kind)
     for name, kind in OPTIONAL.items():
@@ -56,28 +51,24 @@ def check_kinds(given: Mapping[str, Any]) -> None:
 
 
 class Settings(msgspec.Struct, frozen=True):
-    """`log_dir` is known when a cluster starts. What `python` names is on hosts that are not this machine.
-
-    `lease`: for how many seconds all but the driver lives on without one. `owner`: the kernel (`pid@start`) with which the
-    cluster ends; empty: none, it is kept. `number`: random, one per start.
-    """
+    """What a driver needs to know about its cluster. Most fields are arguments of `Cluster`."""
 
     name: str
     limits: Limits
     discovery: Source
-    run_dir: Path
+    run_folder: Path
     backend: str
     preload: tuple[str, ...]
     environment: dict[str, str]
     nics: tuple[str, ...]
-    python: str | None
+    python: str | None  # the interpreter on other machines
     cwd: str | None
     launcher: str
     launcher_options: dict[str, str]
-    lease: float = LINE_LEASE
-    owner: str = ""
-    log_dir: Path = Path()
-    number: str = ""
+    lease: float = LEASE_WITH_SSH  # seconds for which agents and workers run on without a driver
+    owner: str = ""  # identity of the kernel with which the cluster ends; empty: it is kept
+    log_dir: Path = Path()  # set when the cluster starts
+    number: str = ""  # random, one per start
 
     @property
     def silence(self) -> float:
@@ -85,16 +76,18 @@ class Settings(msgspec.Struct, frozen=True):
 
     @property
     def heartbeat(self) -> float:
-        """Seconds; several fit into the time after which silence means something."""
+        """Seconds between heartbeats, so that `silence` lasts for several of them."""
         return min(1.0, self.silence / 4)
 
     @property
-    def presence(self) -> Presence:
-        """For processes that outlive the driver."""
-        return Presence(str(self.run_dir.with_name(f"{self.run_dir.name}.lock")), self.lease, self.owner, self.number)
+    def driver_lease(self) -> DriverLease:
+        """The lease of processes that may outlive the driver."""
+        return DriverLease(
+            str(self.run_folder.with_name(f"{self.run_folder.name}.lock")), self.lease, self.owner, self.number
+        )
 
     def check(self) -> None:
-        """UsageError, in one line, for what cannot be."""
+        """UsageError, in one line, for the first wrong value."""
         limits, cooldown = self.limits, self.limits.cooldown
         check_bounds(limits.min, limits.max)
         check(self.backend in ("auto", "gloo", "nccl"), f"backend={self.backend!r}: choose auto, gloo or nccl.")
@@ -113,10 +106,10 @@ class Settings(msgspec.Struct, frozen=True):
 
 
 def timeouts_of(given: Mapping[str, float] | None, stop: float, launcher: str) -> Timeouts:
-    """The times of `Cluster(timeouts=…, stop_timeout=…)`. UsageError for a name or a number that cannot be."""
+    """The `Timeouts` of `Cluster(timeouts=…, stop_timeout=…)`. UsageError for an unknown name or a wrong number."""
     check(stop >= 0, f"stop_timeout={stop:g}: at least 0 seconds.")
     known = [name for name in Timeouts.__struct_fields__ if name != "stop"]
-    chosen = {} if launcher == SSH else {"agent": QUEUE}
+    chosen = {} if launcher == SSH else {"agent": BATCH_QUEUE}
     for name, seconds in (given or {}).items():
         check(name in known, f"timeouts: {name!r} is not one of {', '.join(known)}.")
         try:
@@ -127,8 +120,9 @@ def timeouts_of(given: Mapping[str, float] | None, stop: float, launcher: str) -
     return Timeouts(stop=float(stop), **chosen)
 
 
-def check(fine: bool, problem: str) -> None:
-    if not fine:
+def check(is_right: bool, problem: str) -> None:
+    """UsageError with this text unless the condition is true."""
+    if not is_right:
         raise UsageError(problem)
 
 
@@ -137,7 +131,8 @@ def check_bounds(low: int, high: int | None) -> None:
     check(high is None or high >= low, f"min={low} is more than max={high}: lower min or raise max.")
 
 
-NCCL = {  # before torch is imported: aborting NCCL from another thread needs its watchdog out of the way (torch's sources)
+# Set before torch is imported. To abort NCCL from another thread, NCCL's watchdog must not act (see torch's sources).
+NCCL_ENVIRONMENT = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
     "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",

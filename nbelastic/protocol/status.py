@@ -1,4 +1,4 @@
-"""What `Cluster.status()` and `Cluster.events` return."""
+"""The structs that `Cluster.status()`, `Cluster.events` and `Cluster.stacks()` return."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from msgspec import Struct
 
 
-class OrderStatus(Struct, frozen=True):
-    """An order of a dashboard: `word` is under way, done or refused; `why` says more. `id` is the dashboard's own."""
+class RequestStatus(Struct, frozen=True):
+    """A request of a dashboard's button. `word`: under way, done or refused; `why`: details. `id`: the dashboard has chosen it."""
 
     id: str
     by: str
@@ -18,11 +18,10 @@ class OrderStatus(Struct, frozen=True):
 
 
 class HostStatus(Struct, frozen=True):
-    """`phase`: starting, up, backoff, draining, lost. `backoff_until`: seconds from now, 0.0 if it is not in back-off.
+    """A host. `phase`: starting, up, backoff, draining, lost. `backoff_until`: seconds from now; 0.0: no back-off.
 
-    `cpu` in percent of all its cores, `memory` in bytes in use on the host, of `memory_total`; None before the first
-    sample. `gpus`: of each the utilisation in percent, MB in use and MB there are. `slots_in_backoff`: slots that are
-    in back-off, and how many seconds more.
+    `cpu`: percent of all cores together. `memory`: bytes in use, of `memory_total`. All three are None before the first
+    sample. `gpus`: per GPU, utilisation in percent, MB in use, MB in total. `slots_in_backoff`: remaining seconds by slot.
     """
 
     name: str
@@ -39,10 +38,10 @@ class HostStatus(Struct, frozen=True):
 
 
 class WorkerStatus(Struct, frozen=True):
-    """`state`: starting, ready, running, succeeded, failed, lost, stopped. `rank` and `local_rank` are None outside a world.
+    """A worker. `state`: starting, ready, running, succeeded, failed, lost, stopped. Outside a world its ranks are None.
 
-    `step` is the number of commits so far, `behind` how many others have made for a second and this one has not; `cpu` in
-    percent of one core, `memory` resident bytes.
+    `step`: commits so far. `behind`: commits that other members have made for a second, and this one has not. `cpu`:
+    percent of one core. `memory`: resident bytes.
     """
 
     id: str
@@ -62,11 +61,12 @@ class WorkerStatus(Struct, frozen=True):
 
 
 class Status(Struct, frozen=True):
-    """All that can be seen of a cluster at one moment. `job` is the current or last job's name, `outcome` how it ended.
+    """The state of a cluster at one moment. `job`: the name of the present or last job; `outcome`: how it ended.
 
-    `report` holds what rank 0 last gave to `state.report()`, `curves` how its first values went, oldest first, and `total`
-    how many steps there will be, if `report(total=...)` has said so; `steps_per_second` is measured over the last seconds.
-    `time`: of this look; `failed_at`: when a worker or host was lost last; both in seconds since the generation of the clock.
+    `report`: the newest values that rank 0 passed to `state.report()`. `curves`: earlier values of its first names, the
+    oldest first. `total`: the number of steps, if `report(total=...)` was called. `steps_per_second`: over the last seconds.
+    `time`: of this status; `failed_at`: when a worker or host was last lost; both in seconds since 1970.
+    `orders`: requests of dashboards' buttons.
     """
 
     name: str
@@ -87,14 +87,14 @@ class Status(Struct, frozen=True):
     curves: dict[str, tuple[float, ...]] = {}
     time: float = 0.0
     failed_at: float | None = None
-    orders: tuple[OrderStatus, ...] = ()
+    orders: tuple[RequestStatus, ...] = ()
 
 
-@dataclass(frozen=True)  # and no msgspec.Struct: pandas makes a table of a list of these
+@dataclass(frozen=True)  # not a msgspec.Struct: pandas makes a table of a list of dataclasses
 class EventRecord:
-    """One line of the event log. `time` in seconds since 1970; `took`: milliseconds of each phase of a change.
+    """One line of the event log. `time`: seconds since 1970. `took`: milliseconds of a change, by phase.
 
-    `size`: how many members the world has after it; 0 without a job.
+    `size`: members of the world after the event; 0 without a job.
     """
 
     time: float
@@ -108,8 +108,10 @@ class EventRecord:
 
 
 class WorkerStack(Struct, frozen=True):
-    """`place` is its innermost frame in the user's code, as `train.py:88 in load`; `text` the Python stack of its main
-    thread, innermost call last, empty if it did not answer; `note` says if it is behind the others.
+    """A worker's stack. `place`: the innermost frame in the user's code, as `train.py:88 in load`.
+
+    `text`: the Python stack of the main thread, the innermost call last; empty if the worker did not answer. `note`: whether
+    it is behind the others.
     """
 
     worker: str
@@ -119,4 +121,4 @@ class WorkerStack(Struct, frozen=True):
     note: str = ""
 
 
-KEPT = 10_000  # records in memory; the files have more
+EVENTS_IN_MEMORY = 10_000  # records that a driver and a client keep; the event log has all

@@ -1,44 +1,52 @@
-"""How long each stage and each wait may take."""
+"""How long each stage and each wait may last, in seconds."""
 
 from __future__ import annotations
 
 from msgspec import Struct
 
-A_MEMBER = 0.05  # seconds that each member adds to what all of them connect for
+CONNECT_PER_MEMBER = 0.05  # added per member to the time in which all members must connect
+DRIVER_START = 60.0  # a driver's process must be ready within this time
+TAKEOVER_PER_WORKER = 0.02  # added per worker to `DRIVER_START` for a driver that takes over
+LEASE = 60.0  # a process of a cluster that is not kept ends after so long a time without a driver
+LEASE_WITH_SSH = 900.0  # the same for hosts reached over ssh, where the end of the ssh client ends the agent sooner
+OWNER_ENDED = 3.0  # when the owner has ended, an agent waits so long for the driver to end everything
+LAST_CHECKPOINT = 60.0  # when its lease has expired, an agent gives its workers so long for a last checkpoint
+STOP_AT_KERNEL_END = 0.5  # when the owner has ended, programs must end within this time
+BATCH_QUEUE = 7 * 24 * 3600.0  # the default of `Timeouts.agent` for batch jobs, which may queue
 
 
 class Timeouts(Struct, frozen=True):
-    """In seconds. What is done at each deadline is in `docs/reference.md`, section Deadlines."""
+    """Each field: what must happen within the time, and what the driver does otherwise. See Deadlines in the reference."""
 
-    agent: float = 120.0  # a host's agent says that it is there; then the host is lost, and tried again
-    worker: float = 300.0  # a worker's engine takes code; then it is replaced
-    settle: float = 1.0  # a ready newcomer waits so long for others that are starting
-    grace: float = 1.0  # a broken connection waits so long for the news of a death
-    program: float = 3600.0  # programs come to the elastic function, while others wait in theirs; then the job fails
-    setup: float = 600.0  # a setup cell runs on a worker; then that one is killed and replaced
-    silent: float = 600.0  # a worker whose process computes may be silent for so long, unless `stall` says otherwise
-    silent_idle: float = 60.0  # the same if its process uses no CPU time: it may be deadlocked
-    prepare: float = 15.0  # the next group is built beside the training; then newcomers are left out
-    ask: float = 10.0  # members say at which commit they are; then the change is put off: see `ask_for`
-    step: float = 3600.0  # members come to the commit at which they leave; then the generation is broken
-    recover: float = 60.0  # a survivor leaves a broken generation after the last other did; then it is replaced
-    recover_working: float = 600.0  # the same, of a survivor that is seen to compute
-    form: float = 60.0  # members connect, while nobody is seen to compute or send state; then they are told apart
-    sync: float = 3600.0  # the same, however much they compute and send
-    stop: float = 60.0  # a program that holds the training state ends when its job is over: it may write a checkpoint
-    leave: float = 5.0  # the same, of a program that does not hold it; then they are killed
-    node: float = 15.0  # the torch agent of a script ends on a host, when it was told to; then it counts as ended
-    end: float = 30.0  # a worker ends that was told to, which its agent reports; then it counts as ended
-    close: float = 5.0  # agents end when the cluster is stopped; then they are not waited for any more
+    agent: float = 120.0  # a host's agent connects; else the host is lost, and tried again
+    worker: float = 300.0  # a worker's engine connects; else the worker is replaced
+    settle: float = 1.0  # other starting workers are ready, beside a newcomer; else it does not wait for them
+    grace: float = 1.0  # a lost worker explains a broken connection; else the generation breaks without explanation
+    program: float = 3600.0  # programs reach the elastic function, while other members wait there; else the job fails
+    setup: float = 600.0  # a setup cell ends on a worker; else the worker is replaced
+    silent: float = 600.0  # a silent worker that computes sends a message, if `stall` is None; else it is replaced
+    silent_idle: float = 60.0  # the same for a process that uses no CPU time: it may be deadlocked
+    prepare: float = 15.0  # the next group is prepared beside the training; else newcomers are left out: `prepare_for`
+    ask: float = 10.0  # members report their commits; else the change is put off: `ask_for`
+    step: float = 3600.0  # members reach the leave point; else the generation breaks
+    recover: float = 60.0  # a survivor leaves a broken generation, after the others; else it is replaced
+    recover_working: float = 600.0  # the same for a survivor that computes
+    form: float = 60.0  # a world forms, while no member computes or sends; else connections are tested: `form_for`
+    sync: float = 3600.0  # the same while members compute or send
+    stop: float = 60.0  # a program that holds the training state ends after its job; else its worker is killed
+    leave: float = 5.0  # the same for a program that does not hold it
+    node: float = 15.0  # a script's node on a host ends when asked to; else it counts as ended
+    end: float = 30.0  # an agent reports the end of a worker that must end; else it counts as ended
+    close: float = 5.0  # agents end when the cluster is stopped; else the driver does not wait for them
 
     def prepare_for(self, size: int) -> float:
-        """A larger group takes longer to connect."""
-        return self.prepare + A_MEMBER * size
+        """`prepare` for a group of `size` members: a larger one takes longer to connect."""
+        return self.prepare + CONNECT_PER_MEMBER * size
 
     def ask_for(self, silence: float) -> float:
-        """A member that is not heard may answer as long as `silence` allows: how long it may be silent has one rule."""
+        """`ask`, or `silence` if that is longer: a member may be without a message for so long."""
         return max(self.ask, silence)
 
     def form_for(self, size: int) -> float:
-        """The same for the group that they wait for."""
-        return self.form + A_MEMBER * size
+        """`form` for a world of `size` members."""
+        return self.form + CONNECT_PER_MEMBER * size

@@ -1,58 +1,53 @@
 """Messages between the driver and the workers, and which of them each end may send."""
 
 # mypy: disable-error-code="misc"
-# (msgspec hands `frozen` down to subclasses, which mypy's reading of dataclass_transform does not know)
+# (subclasses of a frozen msgspec struct are frozen, too, which mypy does not know)
 from __future__ import annotations
 
 from typing import ClassVar
 
 from nbelastic.protocol import events as ev
 from nbelastic.protocol.ids import WorkerId
-from nbelastic.protocol.messages import Blob, Message, Rehome, Welcome, WorkerOutput
+from nbelastic.protocol.messages import Blob, Message, NewDriver, Rehome, WorkerOutput
 
 
 class WorkerHello(Message):
+    """Worker → driver: the worker runs. Its first message."""
+
     worker: WorkerId
     pid: int
-    engine: str  # the engine's uuid: how ipyparallel's client will name it
+    engine: str  # the engine's uuid, by which ipyparallel's client addresses it
 
 
 class WorkerReport(Message):
-    """To a driver that has taken over: all that it needs to know of this worker.
-
-    `engine` is empty as long as there is none. `job` is that of its newest program, `busy` whether that runs. `left` is the last generation that it has
-    left, `generation` the one it is in (0: none), of `size` members, `formed` whether its group stands and is not to be left. `numbered` is the highest
-    generation that it has heard of. `bound`: it was asked to leave, and has promised not to go on by itself. `commit` counts from
-    the job's beginning, `holds` says whether it has the job's state, all of one commit, `store` is what it offers for the next generation.
-    `since`: as of `WorkerReady`.
-    `stopped`: why it was told that the job is over for it, if it was, and not with its own error.
-    `word` is its last one, if that still waits for an answer. `reports`: what it has reported meanwhile, by commit.
-    """
+    """Worker → driver: the answer to `NewDriver`: all that the next driver must know of this worker."""
 
     worker: WorkerId
     pid: int
-    engine: str = ""
-    job: str = ""
-    busy: bool = False
-    left: int = 0
-    generation: int = 0
+    engine: str = ""  # the engine's uuid; empty before it is connected
+    job: str = ""  # of its newest program
+    busy: bool = False  # that program runs
+    left_generation: int = 0  # the last generation that it has left
+    generation: int = 0  # the present one; 0: none
     rank: int = 0
-    size: int = 0
-    formed: bool = False
-    numbered: int = 0
-    bound: bool = False
-    commit: int = 0
-    holds: bool = False
-    store: str = ""
-    stopped: str = ""
-    word: ev.WorkerReady | ev.WorkerRaised | ev.WorkerSucceeded | None = None
-    reports: tuple[tuple[int, dict[str, float | None]], ...] = ()
-    since: int = 0
+    size: int = 0  # members of the present generation
+    formed: bool = False  # the process group of the present generation is built, and it was not asked to leave it
+    highest_generation: int = 0  # that it has received in a message
+    has_promised: bool = False  # it stops at a commit, because it was asked to leave
+    commit: int = 0  # commits since the job's beginning
+    holds_state: bool = False  # it has the whole training state, of one commit
+    store: str = ""  # where it offers a store for the next generation
+    stop_reason: str = ""  # why the job is over for it, unless it failed itself
+    last_event: ev.WorkerReady | ev.WorkerRaised | ev.WorkerSucceeded | None = None  # if not answered yet
+    reports: tuple[tuple[int, dict[str, float | None]], ...] = ()  # values reported without a driver, by commit
+    state_since: int = 0  # see `WorkerReady`
 
 
 class WorkerProgress(Message):
-    """`first`: milliseconds from the world's forming to its first commit, sent once a generation. A reported None is what JSON
-    has no number for: not a number, or infinite.
+    """Rank 0 → driver: the newest commit and the values that `state.report()` was given. Telemetry.
+
+    A value of None is not a number, or infinite: JSON cannot represent those. `first`: milliseconds from the forming of the
+    generation to its first commit, sent once per generation.
     """
 
     worker: WorkerId
@@ -63,9 +58,9 @@ class WorkerProgress(Message):
 
 
 class ProgramResult(Message):
-    """How the program of `job` ended: with `value`, or with an `error` (one line) and its `traceback`.
+    """Worker → driver: the program of `job` has ended, with `value`, or with an `error` (one line) and its `traceback`.
 
-    It is sent again to each new driver, until the next program begins.
+    The worker sends it again to each new driver, until its next program begins.
     """
 
     worker: WorkerId
@@ -76,7 +71,7 @@ class ProgramResult(Message):
 
 
 class CellResult(Message):
-    """What cell `number` printed, and its error, in one line and with its traceback; both are empty if it has none."""
+    """Worker → driver: what cell `number` has printed, and its error, as one line and with traceback; empty without one."""
 
     worker: WorkerId
     number: int
@@ -87,7 +82,7 @@ class CellResult(Message):
 
 
 class FetchCall(Message):
-    """Send the call of `job` from `offset` on, in several `CallPiece`s: not all of it, if it is long."""
+    """Worker → driver: send the pickled call of `job` from byte `offset` on. The answer is a few `CallPiece`s."""
 
     worker: WorkerId
     job: str
@@ -95,7 +90,7 @@ class FetchCall(Message):
 
 
 class ResultPiece(Message):
-    """The answer to `FetchResult`: bytes of the value of `job` from `offset` on."""
+    """Worker → driver: the answer to `FetchResult`: bytes of the value of `job` from `offset` on."""
 
     worker: WorkerId
     job: str
@@ -104,38 +99,34 @@ class ResultPiece(Message):
 
 
 class StackShown(Message):
-    """The answer to `ShowStack`, from the thread of the link. `place` is as of `PositionReported`; `text` the Python stack."""
+    """Worker → driver: the answer to `ShowStack`, sent by the link's thread. `place`: see `PositionReported`."""
 
     worker: WorkerId
     number: int
     place: str
-    text: str
+    text: str  # the Python stack
 
 
 class Program(Message):
-    """To a worker: run this as the program of `job`. It is a cell's `source`, or a pickled `call`.
-
-    `checkpoints`: the folder, commits between two, how many are kept. A long result goes into a file in the folder `results`,
-    if there is one that the driver sees too.
-    """
+    """Driver → worker: run this as the program of `job`: a cell's `source`, or a pickled `call`."""
 
     job: str
     log_dir: str
-    checkpoints: tuple[str, int, int] | None = None
+    checkpoints: tuple[str, int, int] | None = None  # the folder, commits between two, how many are kept
     source: str = ""
     call: Blob | None = None
-    results: str = ""
+    results: str = ""  # a folder for long results, on the driver's machine; empty: the driver fetches them
 
 
 class Cell(Message):
-    """To a worker: run this cell between programs."""
+    """Driver → worker: run this cell between programs."""
 
     number: int
     source: str
 
 
 class CallPiece(Message):
-    """The answer to `FetchCall`: bytes of the call of `job` from `offset` on."""
+    """Driver → worker: the answer to `FetchCall`: bytes of the call of `job` from `offset` on."""
 
     job: str
     offset: int
@@ -143,57 +134,57 @@ class CallPiece(Message):
 
 
 class FetchResult(Message):
-    """Send the value of `job` from `offset` on, in several `ResultPiece`s: not all of it, if it is long."""
+    """Driver → worker: send the value of `job` from byte `offset` on. The answer is a few `ResultPiece`s."""
 
     job: str
     offset: int
 
 
 class AllowPeers(Message):
-    """To members: workers are being started on a host with these addresses, and may come to the store that is on offer."""
+    """Driver → members: a host with these addresses starts workers, which may connect to the offered store."""
 
     addresses: tuple[str, ...]
 
 
 class QueryPosition(Message):
-    """To a member: say where you are, with `PositionReported`."""
+    """Driver → member: report how far your main thread has come, with `PositionReported`."""
 
     generation: int
 
 
 class ShowStack(Message):
-    """To a worker: say where each of your threads is, with `StackShown` of this `number`."""
+    """Driver → worker: send the stack of your main thread, with `StackShown` of this number."""
 
     number: int
 
 
 class Formation(Message):
-    """A `FormWorld`, the same for all of its members.
-
-    `hosts`: in rank order, each with its members' slots. `receivers`: ranges of ranks (the first, and the one after the last).
-    """
+    """Driver → all members alike: form this generation."""
 
     generation: int
-    hosts: tuple[tuple[str, tuple[int, ...]], ...]
+    hosts: tuple[tuple[str, tuple[int, ...]], ...]  # by rank: each host with the slots of its members
     store: str
-    root: int
-    receivers: tuple[tuple[int, int], ...]
+    root: int  # the rank that sends the training state
+    receivers: tuple[tuple[int, int], ...]  # ranks that need it, as ranges: the first, and the one after the last
 
 
 class Prepare(Message):
-    """A `PrepareWorld`."""
+    """Driver → members of the next generation: build its process group beside the training."""
 
     formation: Formation
 
 
 class DropGroup(Message):
+    """Driver → member: destroy the process group of this generation; leave the generation if it is the present one."""
+
     generation: int
 
 
 class Leave(Message):
-    """`commit` None: say where you are (and hold at the next commit); a number: leave there; -1: stay after all.
+    """Driver → member: leave this generation at `commit`.
 
-    `ask` numbers a question; the answer repeats it.
+    `commit` None: report your commit with `LeaveAcknowledged`, and stop at the next one. `STAY`: do not leave. `ask`: the
+    number of the request, which the answer repeats.
     """
 
     STAY: ClassVar[int] = -1
@@ -203,25 +194,27 @@ class Leave(Message):
 
 
 class Abort(Message):
+    """Driver → member: abort this generation's connections, so that blocked collectives raise, and leave it."""
+
     generation: int
     reason: str
 
 
 class EndHungWorker(Message):
-    """To a worker that is stuck: end; `keep`: first write the training state to this host's disk."""
+    """Driver → hung worker: end yourself; `keep`: first write the training state to this host's disk."""
 
     keep: bool
 
 
 class LoadKeptState(Message):
-    """To a worker that waits for a world: the state of this `commit` is on this host's disk, where worker `by` has kept it."""
+    """Driver → worker that waits for a world: load the state of this commit, which worker `by` has kept on this host."""
 
     by: WorkerId
     commit: int
 
 
 class StopProgram(Message):
-    """The job is over for this worker; `own`: with its own error."""
+    """Driver → worker: the job is over for you; `own`: because of the error that your own program has raised."""
 
     job: str
     reason: str
@@ -252,7 +245,7 @@ FromWorker = (
 
 
 ToWorker = (
-    Welcome
+    NewDriver
     | Program
     | Cell
     | CallPiece

@@ -27,8 +27,8 @@ from traitlets import List, TraitError, Unicode
 from nbelastic.errors import DiscoveryError, UsageError
 from nbelastic.provision.discovery import finish
 from nbelastic.provision.ssh import AGENT
-from nbelastic.system.files import make_private, replace_private
-from nbelastic.system.processes import tail
+from nbelastic.system.private_files import make_private, replace_private
+from nbelastic.system.processes import last_output
 
 GROUP = "ipyparallel.engine_launchers"
 SUBMIT = 60.0  # seconds that a submission may take
@@ -157,7 +157,7 @@ class BatchAgent:
         self,
         launcher: str,
         host: str,
-        run_dir: Path,
+        run_folder: Path,
         options: Mapping[str, Any],
         on_stop: Callable[[int | None], None],
         *,
@@ -169,12 +169,12 @@ class BatchAgent:
         """
         stem = "".join(c if c.isascii() and (c.isalnum() or c in ".-_") else "_" for c in host)
         own = f"agent-{stem}-{number}"
-        self._config, self._script, self._log = (run_dir / f"{own}.{kind}" for kind in ("json", "sh", "log"))
+        self._config, self._script, self._log = (run_folder / f"{own}.{kind}" for kind in ("json", "sh", "log"))
         self._stem, self._on_stop = stem, on_stop
         self._launcher = _make(
             launcher,
             options,
-            work_dir=str(run_dir),
+            work_dir=str(run_folder),
             batch_file_name=f"{own}.batch",
             output_file=str(self._log),
         )
@@ -224,7 +224,7 @@ class BatchAgent:
 
     def output(self) -> str:
         """What the batch system said if the job failed, and the last lines of what the agent printed."""
-        return "\n".join(filter(None, [self._said, *tail(self._log).strip().splitlines()[-5:]]))
+        return "\n".join(filter(None, [self._said, *last_output(self._log).strip().splitlines()[-5:]]))
 
     async def state(self) -> str:
         """A word for people: `queued (Resources)`, `running`; empty if it is not known (yet, or in this batch system).

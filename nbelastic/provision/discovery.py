@@ -17,9 +17,16 @@ from importlib.metadata import entry_points
 from typing import IO, NamedTuple, Self
 
 from nbelastic.errors import DiscoveryError, NbelasticError, UsageError
-from nbelastic.protocol.hosts import parse_host, parse_hosts, parse_script_output
+from nbelastic.protocol.host_parsing import parse_host, parse_hosts, parse_script_output
+from nbelastic.protocol.host_sources import (
+    ClientDiscovery,
+    EntryPoint,
+    HostDiscovery,
+    ListedHosts,
+    ScriptSource,
+    Source,
+)
 from nbelastic.protocol.ids import HostSpec
-from nbelastic.protocol.sources import ByClients, HostDiscovery, Installed, Listed, Script, Source
 from nbelastic.system.addresses import bracketed
 from nbelastic.system.argument_types import NAMES, TEXT, WHOLE, check_kind
 from nbelastic.system.processes import kill_group
@@ -71,7 +78,7 @@ class ScriptDiscovery:
             raise UsageError(f"{command!r} is no command: {error}.") from None
         if not words:
             raise UsageError("the discovery is empty: name a script that prints the hosts, one a line.")
-        self.source = Script(command, (_program(words[0]), *words[1:]), slots, os.getcwd())
+        self.source = ScriptSource(command, (_program(words[0]), *words[1:]), slots, os.getcwd())
 
     @property
     def program(self) -> str:
@@ -91,7 +98,7 @@ class ScriptDiscovery:
             raise DiscoveryError(f"{script.command} printed something else than hosts: {error}") from None
 
     @classmethod
-    def of(cls, script: Script) -> Self:
+    def of(cls, script: ScriptSource) -> Self:
         """The same again, as a driver was told of it."""
         found = cls.__new__(cls)
         found.source = script
@@ -106,16 +113,16 @@ def source_of(
     UsageError for what cannot be: see `find`.
     """
     if given is None:
-        return Listed(tuple(FixedHosts(hosts or "localhost", default).listed()))
+        return ListedHosts(tuple(FixedHosts(hosts or "localhost", default).listed()))
     found = find(given, slots, default) if isinstance(given, str) else given
     if type(found) is ScriptDiscovery:  # one that is derived from it may say other hosts
         return found.source
-    return Installed(given, slots) if isinstance(given, str) else ByClients(uuid.uuid4().hex)
+    return EntryPoint(given, slots) if isinstance(given, str) else ClientDiscovery(uuid.uuid4().hex)
 
 
-def opened(source: Script | Installed) -> HostDiscovery:
+def opened(source: ScriptSource | EntryPoint) -> HostDiscovery:
     """In the driver. UsageError for an entry point that does not work."""
-    return ScriptDiscovery.of(source) if isinstance(source, Script) else find(source.name, source.slots)
+    return ScriptDiscovery.of(source) if isinstance(source, ScriptSource) else find(source.name, source.slots)
 
 
 def find(text: str, slots: int | None, default: int = 1) -> HostDiscovery:

@@ -21,9 +21,10 @@ from nbelastic.protocol.ids import HostSpec
 from nbelastic.protocol.settings import SSH, Settings
 from nbelastic.provision import ssh
 from nbelastic.system.addresses import is_loopback
-from nbelastic.system.folders import batch_folder
-from nbelastic.system.presence import end_of, identity, lives, pid_of
-from nbelastic.system.processes import kill_group, tail
+from nbelastic.system.folder_paths import batch_folder
+from nbelastic.system.interfaces import address_towards
+from nbelastic.system.process_identity import identity, is_alive, pid_of, pidfd_of
+from nbelastic.system.processes import kill_group, last_output
 
 
 class Agent(Protocol):
@@ -89,7 +90,7 @@ class ProcessAgent:
         asyncio.get_running_loop().remove_reader(self._watched)
         os.close(self._watched)
         code = self._child.wait()
-        self._on_stop(self._explain(code, tail(self._log, self._begin)))
+        self._on_stop(self._explain(code, last_output(self._log, self._begin)))
 
     def kill(self) -> None:
         if self._child.returncode is None:  # nobody else has its number before its exit is taken
@@ -110,7 +111,7 @@ class AdoptedAgent:
             return
         loop = asyncio.get_running_loop()
         try:
-            self._watched = end_of(self.process)
+            self._watched = pidfd_of(self.process)
         except OSError:
             loop.call_soon(self._on_stop, "its process was gone")
             return
@@ -122,7 +123,7 @@ class AdoptedAgent:
         self._on_stop("its process has ended")
 
     def kill(self) -> None:
-        if lives(self.process):
+        if is_alive(self.process):
             kill_group(self._pid)
 
 
@@ -165,7 +166,7 @@ class BatchJobAgent:
 def agent_for(spec: HostSpec, local: str, settings: Settings, on_stop: Callable[[str], None], number: int) -> Agent:
     """What will start the agent of this host, the cluster's `number`-th."""
     stem = "".join(c if c.isalnum() or c in ".-_" else "_" for c in spec.name)
-    log, python = settings.run_dir / f"agent-{stem}.log", settings.python
+    log, python = settings.run_folder / f"agent-{stem}.log", settings.python
     if local:
         return ProcessAgent([sys.executable, "-c", ssh.AGENT], log, partial(_ended, "agent"), on_stop)
     if settings.launcher != SSH:
@@ -221,12 +222,10 @@ def own(found: list[str]) -> str:
 def outgoing(target: str) -> str:
     """Which address of this machine is towards `target`; for an unknown one (behind a jump host) towards the world."""
     target = target or "198.51.100.1"  # nobody has this one (RFC 5737), and nothing is sent
-    with socket.socket(socket.AF_INET6 if ":" in target else socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect((target, 9))
-        except OSError:
-            return "127.0.0.1"  # ssh will say why
-        return str(probe.getsockname()[0])
+    try:
+        return address_towards(target)
+    except OSError:
+        return "127.0.0.1"  # ssh will say why
 
 
 async def _addresses(name: str) -> list[str]:

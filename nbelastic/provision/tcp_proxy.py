@@ -18,8 +18,9 @@ from collections.abc import Callable, Iterable, Mapping
 import msgspec
 
 from nbelastic.system.addresses import bracketed
-from nbelastic.system.presence import Presence, identity, lives, pid_of
-from nbelastic.system.processes import kill_group, stopped
+from nbelastic.system.driver_lease import DriverLease
+from nbelastic.system.process_identity import identity, is_alive, pid_of
+from nbelastic.system.processes import is_stopped, kill_group
 
 PAUSE, LONGEST_PAUSE = 0.2, 30.0  # seconds from one replacement of a process to the next; they double
 
@@ -35,9 +36,9 @@ class SavedGate(msgspec.Struct, frozen=True):
 class Gate:
     """Doors from `address` to loopback ports; their processes end with `close()`, or when no driver comes any more."""
 
-    def __init__(self, address: str, presence: Presence, workers: Callable[[], int] = lambda: 0) -> None:
+    def __init__(self, address: str, driver_lease: DriverLease, workers: Callable[[], int] = lambda: 0) -> None:
         self.address, self._workers = address, workers
-        self._presence = presence
+        self._driver_lease = driver_lease
         self._children: dict[str, subprocess.Popen[bytes]] = {}
         self._doors: dict[str, dict[int, int]] = {}  # by process
         self._pause, self._again_at = 0.0, -LONGEST_PAUSE  # when a process may be replaced again
@@ -60,7 +61,7 @@ class Gate:
                 doors[port] = listener.getsockname()[1]
                 fds[listener.fileno()] = port
             code = "from nbelastic.provision.tcp_proxy_process import main; main()"
-            told = (json.dumps(list(fds.items())), str(self._workers()), json.dumps(self._presence))
+            told = (json.dumps(list(fds.items())), str(self._workers()), json.dumps(self._driver_lease))
             command = [sys.executable, "-c", code, *told]
             child = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=list(fds), start_new_session=True)
         process = identity(child.pid)
@@ -76,7 +77,7 @@ class Gate:
 
         Returns how many were replaced. A process that ends soon after its start waits, twice as long each time.
         """
-        dead = [process for process in self._doors if not lives(process) or stopped(pid_of(process))]
+        dead = [process for process in self._doors if not is_alive(process) or is_stopped(pid_of(process))]
         if not dead or now < self._again_at:
             return 0
         self._pause = min(2 * self._pause, LONGEST_PAUSE) if now - self._again_at < LONGEST_PAUSE else PAUSE
@@ -104,7 +105,7 @@ class Gate:
         if child is not None:
             child.kill()
             child.communicate()
-        elif lives(process):
+        elif is_alive(process):
             kill_group(pid_of(process))
 
     def close(self) -> None:
@@ -118,8 +119,8 @@ class Doors:
     `workers()`: how many workers are asked for. All of them may come from one address.
     """
 
-    def __init__(self, presence: Presence, workers: Callable[[], int] = lambda: 0) -> None:
-        self._presence, self._workers = presence, workers
+    def __init__(self, driver_lease: DriverLease, workers: Callable[[], int] = lambda: 0) -> None:
+        self._driver_lease, self._workers = driver_lease, workers
         self._gates: dict[str, Gate] = {}
         self._links: dict[tuple[str, str], str] = {}
 
@@ -168,7 +169,7 @@ class Doors:
         return self._links[here, connection]
 
     def _gate(self, here: str) -> Gate:
-        return self._gates.setdefault(here, Gate(here, self._presence, self._workers))
+        return self._gates.setdefault(here, Gate(here, self._driver_lease, self._workers))
 
     def close(self) -> None:
         for gate in self._gates.values():

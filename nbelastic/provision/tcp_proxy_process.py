@@ -9,7 +9,7 @@ import sys
 from collections import Counter
 
 from nbelastic.system import open_files
-from nbelastic.system.presence import Presence, outlast
+from nbelastic.system.driver_lease import DriverLease, wait_for_lease_expiry
 
 MOST_OF_A_PEER = 128  # connections of one address through one door, or twice as many as workers are asked for
 MOST = 4096  # through one door, or four times as many as workers are asked for
@@ -67,19 +67,19 @@ async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
         writer.close()
 
 
-async def _serve(fds: dict[int, int], workers: int, presence: Presence) -> None:
+async def _serve(fds: dict[int, int], workers: int, driver_lease: DriverLease) -> None:
     for fd, port in fds.items():
         await asyncio.start_server(_Door(port, workers).pass_through, sock=socket.socket(fileno=fd))
-    await asyncio.get_running_loop().run_in_executor(None, outlast, presence)
-    if not presence.owned:  # the lines of ssh are to end; the controller may be dead, too
-        from nbelastic.protocol.saved_cluster import sweep  # a gate that goes on has no use for it
+    await asyncio.get_running_loop().run_in_executor(None, wait_for_lease_expiry, driver_lease)
+    if driver_lease.owner_has_ended:  # the lines of ssh are to end; the controller may be dead, too
+        from nbelastic.protocol.local_clusters import remove_dead_cluster  # a gate that goes on has no use for it
 
-        sweep(presence.name, presence.number, kill=True)
+        remove_dead_cluster(driver_lease.name, driver_lease.number, kill=True)
 
 
 def main() -> None:
     """The process: `argv[1]` is a list of (descriptor of a listener, port that it leads to), `argv[2]` how many workers are
-    asked for, `argv[3]` a `Presence`.
+    asked for, `argv[3]` a `DriverLease`.
     """
     open_files.raise_limit()
-    asyncio.run(_serve(dict(json.loads(sys.argv[1])), int(sys.argv[2]), Presence(*json.loads(sys.argv[3]))))
+    asyncio.run(_serve(dict(json.loads(sys.argv[1])), int(sys.argv[2]), DriverLease(*json.loads(sys.argv[3]))))

@@ -1,1 +1,1 @@
-"""Processes, files, ports and interfaces of this machine. Imports nothing else of nbelastic but its errors."""
+"""Processes, files, ports and network interfaces of this machine. Of nbelastic it imports only the errors."""

@@ -1,24 +1,23 @@
-"""Addresses and endpoints as text."""
+"""Addresses and endpoints as text. An endpoint is an address and a port: `10.0.0.2:4711`, `tcp://[fd00::2]:4711`."""
 
 from __future__ import annotations
 
 
 def is_loopback(address: str) -> bool:
-    """Whether only this machine itself is reached there."""
+    """Whether only processes of this machine reach the address."""
     return address.startswith("127.") or address == "::1"
 
 
-def parted(endpoint: str) -> tuple[str, int]:
-    """Of "10.0.0.2:4711" and "tcp://[fd00::2]:4711": 10.0.0.2 and fd00::2, with their ports. ValueError if there is none."""
-    address, _, port = endpoint.rpartition("://")[2].rpartition(":")
-    return address.strip("[]"), int(port)
+def split_endpoint(endpoint: str) -> tuple[str, int]:
+    """The address, without brackets, and the port. ValueError if there is no port."""
+    return address_of(endpoint), int(endpoint.rpartition(":")[2])
 
 
 def address_of(endpoint: str) -> str:
-    """The first part of that, whatever the second is."""
+    """The address in an endpoint, without brackets. The port may be anything, such as `*`."""
     return endpoint.rpartition("://")[2].rpartition(":")[0].strip("[]")
 
 
 def bracketed(address: str) -> str:
-    """As it stands before a port: fd00::2 as "[fd00::2]", anything else as it is."""
+    """The address as it is written before a port: IPv6 in brackets."""
     return f"[{address}]" if ":" in address else address

@@ -1,4 +1,4 @@
-"""Arguments of a wrong type are refused in one line, where they are given."""
+"""Check the types of arguments: the first wrong one raises a UsageError of one line."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from nbelastic.errors import UsageError
 
 
 class Kind(NamedTuple):
-    """What an argument must be: a type or a union of types, and the same in words. `names`: each item must be text."""
+    """What an argument must be: a type or a union of types, and its name in errors. `names`: each item must be text."""
 
     types: Any
     words: str
@@ -28,7 +28,7 @@ TABLE = Kind(Mapping, "a dict")
 
 
 def check_kind(name: str, value: object, kind: Kind) -> None:
-    """UsageError if `value`, of the argument `name`, is of another kind."""
+    """UsageError if `value` of the argument `name` is not of this kind."""
     fits = isinstance(value, kind.types)
     if fits and kind.names:
         fits = not isinstance(value, str | bytes) and all(isinstance(item, str) for item in value)  # type: ignore[attr-defined]
@@ -37,7 +37,7 @@ def check_kind(name: str, value: object, kind: Kind) -> None:
 
 
 def check_optional(name: str, value: object, kind: Kind) -> None:
-    """The same, or None."""
+    """Check as `check_kind` does, and allow None."""
     if value is not None:
         check_kind(name, value, kind)
 

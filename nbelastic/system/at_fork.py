@@ -1,4 +1,4 @@
-"""What a forked child of this process must not keep open: `multiprocessing` forks a kernel with all its descriptors."""
+"""Functions that a forked child calls, to close descriptors: `multiprocessing` forks a kernel with all its descriptors."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from collections.abc import Callable
 _in_child: set[Callable[[], object]] = set()
 
 
-def in_child(function: Callable[[], object]) -> None:
-    """Call `function` in each child that is forked from now on, until `no_longer(function)`."""
+def register(function: Callable[[], object]) -> None:
+    """Call `function` in each child that is forked from now on, until `unregister(function)`."""
     _in_child.add(function)
 
 
-def no_longer(function: Callable[[], object]) -> None:
+def unregister(function: Callable[[], object]) -> None:
     _in_child.discard(function)
 
 
-def _forked() -> None:
+def _call_registered() -> None:
     for function in list(_in_child):
         function()
 
 
-os.register_at_fork(after_in_child=_forked)
+os.register_at_fork(after_in_child=_call_registered)

@@ -1,8 +1,8 @@
-"""Functions, arguments and results as bytes: pickled by cloudpickle, with large arrays beside the pickle (PEP 574).
+"""Functions, arguments and results as bytes: cloudpickle, with large arrays beside the pickle (PEP 574).
 
-The layout: how many parts, the size of each, then the parts, each at a multiple of `ALIGN` bytes. The first part is the
-pickle, the others are its buffers. What is unpickled uses the buffers in place: of a file that is mapped nothing is read
-before it is used.
+The layout: the number of parts, the size of each, then the parts, each at a multiple of `ALIGN` bytes. The first part is
+the pickle, the others are its buffers. Unpickled arrays use the buffers in place: a mapped file is read when an array is
+used.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from typing import Any
 
 import cloudpickle
 
-ALIGN = 64  # bytes; what vector instructions want
-LARGE = 1 << 16  # bytes of a tensor from which on it is put beside the pickle
-INLINE = 1 << 16  # bytes of a call or a result that are sent in one message with what it belongs to
-PIECE, PIECES = 1 << 18, 16  # bytes in a message to another machine, and messages for which it asks at a time
+ALIGN = 64  # bytes, for vector instructions
+LARGE = 1 << 16  # bytes; a tensor of this size or more is put beside the pickle
+INLINE = 1 << 16  # bytes; a call or result up to this size is sent within its program or result message
+PIECE, PIECES = 1 << 18, 16  # bytes per message to another machine, and messages per request for them
 _NUMBER = struct.Struct("<Q")
 
 Bytes = bytes | bytearray | memoryview | mmap.mmap
 
 
 def pack(value: object) -> list[memoryview]:
-    """Pickle `value`. Returns pieces that make up the layout in this order; arrays are not copied.
+    """Pickle `value`. Returns the pieces of the layout, in order; arrays are not copied.
 
-    Raises what pickling raises.
+    Raises the errors of pickling.
     """
     buffers: list[pickle.PickleBuffer] = []
     with io.BytesIO() as file:
@@ -46,14 +46,14 @@ def pack(value: object) -> list[memoryview]:
 
 
 def size(pieces: Iterable[memoryview]) -> int:
-    """The number of bytes of all pieces together."""
+    """The number of bytes in all pieces together."""
     return sum(piece.nbytes for piece in pieces)
 
 
 def unpack(data: Bytes) -> Any:
-    """The value that `pack` was given. Raises what unpickling raises; ValueError for bytes that `pack` has not made.
+    """Restore the value that `pack` was given. ValueError for bytes that `pack` has not made; errors of unpickling.
 
-    It runs code that `data` names: only for what this cluster's own kernel or workers have sent.
+    Unpickling runs code: `data` must come from this cluster's own kernel or workers.
     """
     view = memoryview(data)
     parts, at = [], 0
@@ -73,19 +73,19 @@ def unpack(data: Bytes) -> Any:
 
 
 def mapped(path: Path) -> mmap.mmap:
-    """The bytes of a file, without reading them. Who changes them changes a copy. OSError; ValueError for an empty file."""
+    """Map a file copy-on-write: changes do not reach the file. OSError; ValueError for an empty file."""
     with path.open("rb") as file:
         return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
 
 
 def pieces(data: bytes | mmap.mmap, offset: int) -> Iterator[tuple[int, bytes]]:
-    """The answer to who fetches `data` from `offset` on: the next pieces, each with its own offset."""
+    """The next pieces of `data` from `offset` on, each with its offset: the answer to one request."""
     for at in range(offset, min(offset + PIECES * PIECE, len(data)), PIECE):
         yield at, bytes(data[at : at + PIECE])
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
-    """cloudpickle's, which puts large tensors beside the pickle; torch's own way copies them three times."""
+    """A pickler that puts large tensors beside the pickle; torch's own reducer copies them three times."""
 
     def reducer_override(self, obj: Any) -> Any:
         torch = sys.modules.get("torch")
@@ -97,7 +97,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
 
 
 def _is_plain(tensor: Any) -> bool:
-    """Whether its memory and its shape are all there is to it."""
+    """Whether the tensor's memory, type and shape describe it completely."""
     if tensor.is_nested or tensor.is_quantized:
         return False
     plain = tensor.layout is sys.modules["torch"].strided and tensor.device.type == "cpu"

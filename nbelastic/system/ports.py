@@ -1,32 +1,32 @@
-"""Ports that a listener finds free when it comes back."""
+"""Ports that a listener finds free when it is restarted."""
 
 from __future__ import annotations
 
 import random
 import socket
 
-ROOM = 1600  # ports there have to be to choose from
+SMALLEST_RANGE = 1600  # ports; from a smaller range none is chosen
 
 
-def chosen(count: int, lowest: int) -> list[int]:
-    """So many, at random, from `lowest` up to those that the system gives to connections; none if there are too few.
+def random_ports(count: int, lowest: int) -> list[int]:
+    """Choose `count` ports at random between `lowest` and the system's ephemeral ports; [] if that range is too small.
 
-    Nobody gets one of them by accident meanwhile. And who tries to connect again and again to a port out of the system's
-    range, at which nobody listens, gets that very port for its own end one day, and is connected to itself.
+    The system gives an ephemeral port to any connection. So another process may take it before the listener is restarted.
+    And a client that tries it repeatedly may be given it for its own end; it is then connected to itself.
     """
     try:
         with open("/proc/sys/net/ipv4/ip_local_port_range", encoding="ascii") as file:
             low = int(file.read().split()[0])
     except OSError:
         low = 32768
-    dice = random.SystemRandom()  # the other ones are the user's
-    return dice.sample(range(lowest, low), count) if low - lowest >= ROOM else []
+    dice = random.SystemRandom()  # the user may have seeded the global generator
+    return dice.sample(range(lowest, low), count) if low - lowest >= SMALLEST_RANGE else []
 
 
 def is_free(address: str, port: int) -> bool:
-    """Whether nobody listens at this port of an address, or holds it to listen there later.
+    """Whether no socket is bound to this port of an address.
 
-    ZeroMQ would take one that is only held, and whoever holds it could not listen there any more.
+    ZeroMQ would bind to a port that another process has bound to but does not listen at yet; that one could not listen then.
     """
     with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as probe:
         try:

@@ -1,4 +1,4 @@
-"""What the kernel tells of processes: their state, their parent's death, their group."""
+"""Processes of this machine: their state, children, groups, output, and the death of their parent."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
-OUTPUT = 4096  # bytes of a process's output that are looked at
+OUTPUT = 4096  # bytes of a process's output that are read
 
 
 def state_of(pid: int) -> str:
@@ -19,13 +19,13 @@ def state_of(pid: int) -> str:
     return stat_of(pid)[0]
 
 
-def stopped(pid: int) -> bool:
-    """By SIGSTOP or a debugger."""
+def is_stopped(pid: int) -> bool:
+    """Whether SIGSTOP or a debugger has stopped the process."""
     return state_of(pid) in "Tt"
 
 
 def stat_of(pid: int) -> list[str]:
-    """What `/proc/<pid>/stat` has behind the name, the state letter first; ["X"] if there is no such process."""
+    """The fields of `/proc/<pid>/stat` after the name, the state letter first; ["X"] if there is no such process."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
@@ -33,15 +33,15 @@ def stat_of(pid: int) -> list[str]:
 
 
 def children_of(pid: int) -> list[int]:
-    """The processes that `pid` has started and that have not been waited for."""
-    every = map(int, filter(str.isdecimal, os.listdir("/proc")))
-    return [one for one in every if stat_of(one)[1:2] == [str(pid)]]
+    """The pids of the child processes of `pid`, zombies included."""
+    pids = map(int, filter(str.isdecimal, os.listdir("/proc")))
+    return [child for child in pids if stat_of(child)[1:2] == [str(pid)]]
 
 
 def die_with_parent(sig: int = signal.SIGKILL, parent: int = 0) -> None:
-    """Ask the kernel for this signal when the thread that started this process ends (Linux).
+    """Let Linux send this signal to this process when the thread that has started it ends.
 
-    `parent`: its process. If that has ended before, the kernel says nothing, and this process ends here.
+    `parent`: the pid of the starting process. If it has ended already, this process exits.
     """
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, sig)
     if parent and os.getppid() != parent:
@@ -49,28 +49,28 @@ def die_with_parent(sig: int = signal.SIGKILL, parent: int = 0) -> None:
 
 
 def kill_group(pid: int, sig: int = signal.SIGKILL) -> None:
-    """Signal the process group that `pid` leads; none is left: nothing to do."""
+    """Signal the process group that `pid` leads, if it still exists."""
     try:
         os.killpg(pid, sig)
     except (ProcessLookupError, PermissionError):
         return
 
 
-def leave(child: subprocess.Popen[bytes]) -> None:
-    """It may outlive this process, and is another one's from now on; if it ends before, it is not to stay as a zombie."""
-    with suppress(RuntimeError):  # this process ends, and no thread can be started any more: init waits for the child
-        threading.Thread(target=child.wait, name="nbelastic-leave", daemon=True).start()
+def disown(child: subprocess.Popen[bytes]) -> None:
+    """Let a child outlive this process. A thread waits for it, so that it is not a zombie if it ends earlier."""
+    with suppress(RuntimeError):  # at this process's end no thread can be started; then init waits for the child
+        threading.Thread(target=child.wait, name="nbelastic-disown", daemon=True).start()
 
 
-def tail(log: Path, begin: int = 0) -> str:
-    """The end of what has been written after the first `begin` bytes; nothing if the file is not there (any more)."""
+def last_output(log: Path, begin: int = 0) -> str:
+    """The last `OUTPUT` bytes of a file after its first `begin` bytes; empty if the file is missing."""
     with suppress(OSError), open(log, "rb") as file:
         file.seek(max(begin, os.fstat(file.fileno()).st_size - OUTPUT))
         return file.read().decode(errors="replace")
     return ""
 
 
-def process_table() -> str:
-    """Which machine and PID namespace this process sees: with the same text a pid means the same process."""
+def pid_namespace() -> str:
+    """The machine's boot and the PID namespace. For two processes with the same text a pid means the same process."""
     with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
         return f"{file.read().strip()} {os.readlink('/proc/self/ns/pid')}"

@@ -1,4 +1,4 @@
-"""Which versions meet: those of what a worker's and the notebook's objects are made with."""
+"""Installed versions of Python, nbelastic, torch and ipyparallel, and whether two sets fit in one cluster."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from functools import cache
 
 
-def here() -> dict[str, str]:
-    """Of this process's environment; empty for what is not installed. Nothing is imported to find out."""
+def installed() -> dict[str, str]:
+    """The versions in this process's environment; empty text for a missing package. No package is imported."""
     found = {"Python": platform.python_version()}
     for name in ("nbelastic", "torch", "ipyparallel"):
         try:
@@ -20,19 +20,18 @@ def here() -> dict[str, str]:
 
 
 @cache
-def ours() -> str:
-    """Of nbelastic here."""
-    return here()["nbelastic"]
+def nbelastic_version() -> str:
+    return installed()["nbelastic"]
 
 
-def difference(there: Mapping[str, str], ours: Mapping[str, str]) -> str:
-    """What makes the two unfit for one cluster, both versions named; empty if nothing does.
+def difference(there: Mapping[str, str], here: Mapping[str, str]) -> str:
+    """Which versions keep two environments out of one cluster; empty if they fit.
 
-    Of Python the minor version counts (functions travel as its byte code), of torch the release and not how it was built.
+    Python's minor versions must be equal, because functions are sent as byte code. Of torch the release counts, not the build.
     """
     parts = []
     for name, cut in (("Python", _minor), ("nbelastic", str), ("torch", _release)):
-        theirs, own = there.get(name, ""), ours.get(name, "")
+        theirs, own = there.get(name, ""), here.get(name, "")
         if own and cut(theirs) != cut(own):
             parts.append(f"{name} {theirs or 'missing'} there, {own} here")
     return "; ".join(parts)

@@ -12,8 +12,8 @@ from typing import Any
 import msgspec
 
 from nbelastic.protocol import agent_messages
-from nbelastic.protocol import script_events as sev
-from nbelastic.system.files import make_private, redirect
+from nbelastic.protocol.exit_codes import UNSUCCESSFUL_NODE
+from nbelastic.system.private_files import make_private, redirect
 from nbelastic.system.processes import die_with_parent
 
 SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"  # torchrun's own default
@@ -34,7 +34,7 @@ def boot(settings: dict[str, Any]) -> None:
     from nbelastic.torchrun.node import Node
 
     if not Node(settings, script, folder).run():
-        sys.exit(sev.UNDONE)
+        sys.exit(UNSUCCESSFUL_NODE)
 
 
 def _arrange(script: agent_messages.Script, settings: dict[str, Any]) -> None:

@@ -28,9 +28,9 @@ from nbelastic.errors import UsageError
 from nbelastic.protocol import messages, node_messages
 from nbelastic.protocol import script_events as sev
 from nbelastic.system import versions
-from nbelastic.system.addresses import parted
-from nbelastic.system.interfaces import interface_of
-from nbelastic.system.processes import process_table
+from nbelastic.system.addresses import address_of
+from nbelastic.system.interfaces import address_towards, interface_of
+from nbelastic.system.processes import pid_namespace
 from nbelastic.torchrun.rendezvous import DriverRendezvous
 from nbelastic.torchrun.warm import own_part
 from nbelastic.transport import cluster_file
@@ -92,19 +92,15 @@ def _failures() -> dict[int, ProcessFailure]:
 def _home(local: str, driver: str) -> tuple[str, str]:
     """Where the others reach this machine: at `local`, or else at its address towards the driver's; and the interface."""
     try:
-        address = socket.gethostbyname(local) if local and ":" not in local else local or _towards(driver)
+        address = (
+            socket.gethostbyname(local)
+            if local and ":" not in local
+            else local or address_towards(address_of(driver)).partition("%")[0]
+        )
         return address, interface_of(address)
     except OSError as error:
         where = f"--local-addr {local}" if local else f"towards the driver at {driver}"
         raise RendezvousConnectionError(f"there is no address of this machine {where}: {error}.") from None
-
-
-def _towards(address: str) -> str:
-    """The address of this machine towards the driver."""
-    host, port = parted(address)
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((host, port))
-        return str(probe.getsockname()[0]).partition("%")[0]
 
 
 def reach(address: str, keys: Keys, name: str) -> None:
@@ -154,7 +150,7 @@ class ExternalRendezvous(DriverRendezvous):
         atexit.register(self._leave, "its process has ended")
 
     def _hello(self) -> node_messages.NodeHello:
-        return node_messages.NodeHello(self._name, os.getpid(), process_table(), versions.here())
+        return node_messages.NodeHello(self._name, os.getpid(), pid_namespace(), versions.installed())
 
     def _introduce(self) -> None:
         """The script begins again for a new driver."""

@@ -10,7 +10,7 @@ from torch.distributed.elastic.multiprocessing.api import to_map
 
 from nbelastic.protocol import messages
 from nbelastic.protocol.ids import WorkerId
-from nbelastic.system.files import append_private
+from nbelastic.system.private_files import append_private
 
 MOST = 1 << 16  # bytes of one stream at once; what is older is in the file only
 

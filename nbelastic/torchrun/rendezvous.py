@@ -31,7 +31,7 @@ from torch.distributed.elastic.rendezvous.api import (
 
 from nbelastic.protocol import messages, node_messages
 from nbelastic.protocol import script_events as sev
-from nbelastic.system.addresses import address_of, bracketed, parted
+from nbelastic.system.addresses import address_of, bracketed, split_endpoint
 from nbelastic.system.interfaces import interface_of
 from nbelastic.transport.client import Client
 
@@ -79,7 +79,7 @@ class DriverRendezvous(RendezvousHandler):  # type: ignore[misc]  # torch carrie
 
     def hear(self, message: messages.Message) -> None:
         match message:
-            case messages.Welcome():
+            case messages.NewDriver():
                 self._introduce()
             case node_messages.LeaveRound(round=number):
                 self._left = max(self._left, number)
@@ -216,7 +216,7 @@ class DriverRendezvous(RendezvousHandler):  # type: ignore[misc]  # torch carrie
 
         RendezvousConnectionError if it cannot be reached from here.
         """
-        host, port = parted(order.store)
+        host, port = split_endpoint(order.store)
         self._store = self._offers.get(order.store)
         self._offers.clear()
         if order.rank == 0:
@@ -244,7 +244,7 @@ class DriverRendezvous(RendezvousHandler):  # type: ignore[misc]  # torch carrie
         return None
 
     def _bootstrap(self, order: node_messages.Round, store: Store) -> RendezvousStoreInfo:
-        host, port = parted(order.store)
+        host, port = split_endpoint(order.store)
         if self.use_agent_store:
             return RendezvousStoreInfo(host, port)
         return RendezvousStoreInfo.build(order.rank, store, host)
@@ -265,5 +265,5 @@ def _write_ranks(store: Store, order: node_messages.Round) -> None:
     """All that torch's agents tell one another before they start workers: none of them has to wait for another."""
     for rank, seat in enumerate(order.assignments):
         store.set(f"{ROLES}{rank}", _RoleInstanceInfo(seat.role, rank, seat.workers).serialize())
-    for rank, numbers in enumerate(order.places):
+    for rank, numbers in enumerate(order.rank_numbers):
         store.set(f"{RANKS}{rank}", json.dumps(numbers))

@@ -25,8 +25,8 @@ import zmq.auth.asyncio
 
 from nbelastic.protocol import events as ev
 from nbelastic.protocol import messages
-from nbelastic.protocol.encoding import encode
-from nbelastic.system.supervise import guarded
+from nbelastic.protocol.json_encoding import encode
+from nbelastic.system.fault_handling import guarded
 from nbelastic.transport.delivery import Delivery
 from nbelastic.transport.keys import Keys
 from nbelastic.transport.relay import HOLD, Relay, is_bundle, opened

@@ -10,9 +10,9 @@ from pathlib import Path
 import msgspec
 
 from nbelastic.errors import UsageError
-from nbelastic.protocol.encoding import encode
-from nbelastic.system.files import replace_private
-from nbelastic.system.folders import runs
+from nbelastic.protocol.json_encoding import encode
+from nbelastic.system.folder_paths import runs_folder
+from nbelastic.system.private_files import replace_private
 from nbelastic.transport.keys import Keys
 
 NAME = "cluster.json"
@@ -57,7 +57,7 @@ def find(endpoint: str, keys: str = "") -> ClusterFile:
         return read(endpoint)
     if keys:
         return msgspec.structs.replace(read(keys), address=f"tcp://{endpoint}")
-    for path in runs().glob(f"*/{NAME}"):
+    for path in runs_folder().glob(f"*/{NAME}"):
         with suppress(UsageError):  # the file of another cluster may be damaged
             found = read(path)
             if found.address.rpartition(":")[2] == port:

@@ -28,12 +28,12 @@ import zmq.auth.asyncio
 from nbelastic.protocol import agent_messages, messages, node_messages, worker_messages
 from nbelastic.protocol import events as ev
 from nbelastic.protocol import script_events as sev
-from nbelastic.protocol.encoding import encode
 from nbelastic.protocol.ids import WorkerId
+from nbelastic.protocol.json_encoding import encode
 from nbelastic.protocol.messages import HEAD
 from nbelastic.system import ports
 from nbelastic.system.addresses import bracketed
-from nbelastic.system.supervise import guarded, report_to_log, supervise
+from nbelastic.system.fault_handling import guarded, report_to_log, supervise
 from nbelastic.transport.delivery import Delivery, number_of
 from nbelastic.transport.keys import Keys
 from nbelastic.transport.relay import KIND, bundles, is_bundle, opened
@@ -50,7 +50,7 @@ log = logging.getLogger(__name__)
 
 WELCOME_PAUSE = 0.25  # seconds between two welcomes for one who has not said who it is
 
-PORTS = 20000  # the hub's are from here on: see `ports.chosen`
+PORTS = 20000  # the hub's are from here on: see `ports.random_ports`
 
 TRIES = 100  # of them
 
@@ -123,7 +123,7 @@ class Server:
         self._socket.curve_secretkey = self._keys.server_secret.encode()
         self._socket.curve_publickey = self._keys.server_public.encode()
         try:
-            chosen = [one for one in ports.chosen(TRIES, PORTS) if ports.is_free(interface, one)]
+            chosen = [one for one in ports.random_ports(TRIES, PORTS) if ports.is_free(interface, one)]
             self._bind(bracketed(interface), [port] if port else chosen or ["*"])
         except zmq.ZMQError as error:
             await self.stop()
@@ -339,7 +339,7 @@ class Server:
             self._welcomed[peer] = now
             delivery = self._delivery_of(peer)
             delivery.reset()  # an earlier Welcome
-            self._enqueue(peer, encode(messages.Welcome(self._term)), now)
+            self._enqueue(peer, encode(messages.NewDriver(self._term)), now)
             self._send_bundles()
 
     def _is_introduction(self, peer: str, head: bytes, message: messages.Message | ev.Event) -> bool:

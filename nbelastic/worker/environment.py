@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from nbelastic.system import files
+from nbelastic.system import private_files
 
 
 def set_interface(name: str) -> None:
@@ -16,7 +16,7 @@ def set_interface(name: str) -> None:
 def log_to(log_dir: str, worker: str) -> None:
     """Append file descriptors 1 and 2 to this worker's log files."""
     folder = Path(log_dir)
-    files.make_private(folder)
+    private_files.make_private(folder)
     stem = worker.replace("/", "-").replace("#", "-")
     for fd, ending in ((1, "out"), (2, "err")):
-        files.redirect(folder / f"{stem}.{ending}", fd)
+        private_files.redirect(folder / f"{stem}.{ending}", fd)

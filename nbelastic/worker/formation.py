@@ -6,7 +6,7 @@ from msgspec import Struct
 
 from nbelastic.protocol import worker_messages
 from nbelastic.protocol.ids import WorkerId
-from nbelastic.protocol.ranks import places
+from nbelastic.protocol.rank_layout import rank_numbers
 
 
 class Formation(Struct, frozen=True):
@@ -29,7 +29,7 @@ def formation_of(order: worker_messages.Formation, worker: WorkerId) -> Formatio
     """The part of `worker` in a message that all members get. ValueError if it is not a member."""
     members = [(host, slot) for host, slots in order.hosts for slot in slots]
     rank = members.index((worker.host, worker.slot))
-    place = places([WorkerId(host, slot, 0) for host, slot in members])[rank]
+    place = rank_numbers([WorkerId(host, slot, 0) for host, slot in members])[rank]
     return Formation(
         order.generation,
         rank,

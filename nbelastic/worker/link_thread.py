@@ -16,9 +16,10 @@ from typing import Any, NoReturn, Protocol
 
 from nbelastic.protocol import events as ev
 from nbelastic.protocol import messages, worker_messages
+from nbelastic.protocol.exit_codes import HUNG
 from nbelastic.protocol.ids import WorkerId
 from nbelastic.system import pickling
-from nbelastic.system.folders import kept
+from nbelastic.system.folder_paths import kept_state_folder
 from nbelastic.transport.client import Client
 from nbelastic.worker import protocol
 from nbelastic.worker.device import device
@@ -142,7 +143,7 @@ class LinkThread:
             case worker_messages.ShowStack(number=number):
                 self.link.send(worker_messages.StackShown(self._worker, number, current_line(), stack_dump()))
             case worker_messages.EndHungWorker(keep=keep):
-                holder, folder = self.holder, kept(self._relay, self._worker)
+                holder, folder = self.holder, kept_state_folder(self._relay, self._worker)
                 task = partial(holder.write_kept_state, folder) if keep and holder is not None else None
                 self.hang.answer(task, self._protocol.job, time.monotonic())
             case worker_messages.AllowPeers(addresses=addresses):
@@ -224,7 +225,7 @@ class LinkThread:
         return ABORT_PERIOD
 
     def _discard_kept(self) -> None:
-        run_in_thread(partial(shutil.rmtree, kept(self._relay, self._worker), ignore_errors=True))
+        run_in_thread(partial(shutil.rmtree, kept_state_folder(self._relay, self._worker), ignore_errors=True))
 
     def _end_hung(self) -> NoReturn:
         """End this process. If the job is stopped, no other rank writes the checkpoint that rank 0 would have written."""
@@ -233,7 +234,7 @@ class LinkThread:
             if self._protocol.quit is not None and self.holder is not None:
                 self.holder.write_last_checkpoint()
         finally:
-            os._exit(ev.HUNG)
+            os._exit(HUNG)
 
     def _send_output(self) -> None:
         for job, rank, stream, text, end in self._output.take():

@@ -10,7 +10,7 @@ from itertools import groupby
 from operator import itemgetter
 from typing import NamedTuple, TextIO
 
-from nbelastic.system.terminal_text import newest
+from nbelastic.system.terminal_text import drop_replaced_frames
 
 MAX_TEXT = 64_000  # characters per stream that one message holds
 
@@ -86,7 +86,7 @@ class _Stream:
         """Yield each job, rank and text that was written since the last call."""
         taken = [self.parts.popleft() for _ in range(len(self.parts))]
         for (job, self.rank), own in groupby(taken, itemgetter(0, 1)):
-            text = newest("".join(part for _, _, part in own))
+            text = drop_replaced_frames("".join(part for _, _, part in own))
             if job != self.job:
                 self.job, self.tail, self.end = job, "", 0
             self.end += len(text)

@@ -23,8 +23,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore
 
-from nbelastic.protocol.events import HUNG
-from nbelastic.system.addresses import bracketed, parted
+from nbelastic.protocol.exit_codes import HUNG
+from nbelastic.system.addresses import bracketed, split_endpoint
 from nbelastic.worker.formation import Formation
 from nbelastic.worker.socket_filter import admit_all, admit_only
 from nbelastic.worker.sockets import Connections, Endpoint, endpoint, listeners, open_sockets, peers, shut_down
@@ -191,7 +191,7 @@ class Group:
     def _open_store(self, formation: Formation, offer: Offer | None) -> Any:
         """Connect to rank 0's store. Rank 0 connects too: the server's own client must outlive an abort of this group."""
         self._connections = connections = Connections()
-        address, port = parted(formation.store)
+        address, port = split_endpoint(formation.store)
         connections.others = frozenset({endpoint(address, port)})
         if formation.rank == 0:
             if offer is None or offer.endpoint != formation.store:

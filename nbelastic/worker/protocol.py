@@ -180,7 +180,7 @@ class Protocol:
     def receive(self, message: messages.Message) -> list[Action]:
         self.facts.note_generation(message)
         match message:
-            case messages.Welcome(term=term):
+            case messages.NewDriver(term=term):
                 if term < self._term:
                     return []
                 self._term = term
@@ -244,7 +244,9 @@ class Protocol:
         facts = self.facts
         newest = max(facts.newest_generation, self.left, self.generation)
         if facts.is_beginning:  # the other facts are still of the program before
-            return worker_messages.WorkerReport(self.worker, pid, facts.engine, facts.job, facts.busy, numbered=newest)
+            return worker_messages.WorkerReport(
+                self.worker, pid, facts.engine, facts.job, facts.busy, highest_generation=newest
+            )
         formation, order = self.formation, self.quit
         return worker_messages.WorkerReport(
             self.worker,

@@ -20,7 +20,7 @@ from nbelastic.errors import JobStoppedError, NoWorldError
 from nbelastic.protocol import events as ev
 from nbelastic.protocol import messages, worker_messages
 from nbelastic.protocol.ids import WorkerId
-from nbelastic.system.folders import kept
+from nbelastic.system.folder_paths import kept_state_folder
 from nbelastic.worker import protocol
 from nbelastic.worker.device import backend_for, device
 from nbelastic.worker.formation import Formation
@@ -181,7 +181,7 @@ class Session:
                 case messages.Rehome():  # no member could connect to the old store
                     offer = offers.take_offer()
                 case worker_messages.LoadKeptState(by=by, commit=commit):
-                    holder.load_kept_state(kept(self._relay, by), commit)
+                    holder.load_kept_state(kept_state_folder(self._relay, by), commit)
                     self._protocol.total, self.facts.holds_state = commit, True
 
     def join(self, formation: Formation, offer: Offer) -> None:

@@ -1,4 +1,4 @@
-"""An agent is heard for as long as its main thread carries out orders, and no longer."""
+"""An agent's process: when its link falls silent, and when it ends."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from nbelastic.agent.agent import Config
 from nbelastic.protocol import agent_messages
 from nbelastic.transport.keys import Keys
 from nbelastic.transport.server import Server
-from tests.support.presence import named
+from tests.support.driver_lease import named
 from tests.support.waiting import until, until_async
 
 HANGING = """
@@ -24,7 +24,7 @@ import sys, time
 from pathlib import Path
 from typing import Any
 from nbelastic.agent import agent
-agent.SAMPLE, agent.LATE_TURN, agent.LAST_TURN = 0.2, 0.3, 5.0
+agent.SAMPLE, agent.SILENT_AFTER, agent.EXIT_AFTER = 0.2, 0.3, 5.0
 file = Path(sys.argv[1])
 def sample(self, now):
     while file.exists():
@@ -35,7 +35,7 @@ agent.run(sys.stdin.buffer.readline(), -1)
 
 
 def configured(folder: Path, **given: Any) -> Config:
-    """On the driver's machine."""
+    """The configuration of an agent on the driver's machine."""
     return Config(
         host="a",
         number=1,
@@ -43,15 +43,15 @@ def configured(folder: Path, **given: Any) -> Config:
         lease=600.0,
         address="127.0.0.1",
         nics=(),
-        run_dir=str(folder),
+        run_folder=str(folder),
         log_dir=str(folder),
         settings={},
-        **{"presence": None, **given},
+        **{"driver_lease": None, **given},
     )
 
 
 def test_an_agent_whose_main_thread_hangs_falls_silent_and_then_ends(tmp_path: Path) -> None:
-    """Its link's thread goes on, and vouches for nothing: the driver must not wait for what nobody does."""
+    """Its link's thread runs, but sends nothing: the driver must not wait for an agent that does not act."""
     hangs = tmp_path / "hangs"
 
     async def story() -> None:
@@ -86,10 +86,10 @@ ALONE = "import sys; from nbelastic.agent import agent; agent.run(sys.stdin.buff
 
 @pytest.mark.parametrize("other", [None, "1@1 another"])
 def test_an_agent_that_no_driver_knows_ends_with_the_cluster(tmp_path: Path, other: str | None) -> None:
-    """Its driver was killed as it started it, and then the cluster was stopped: nobody will come and tell it to end."""
-    presence = named(tmp_path, 600.0)
+    """Its driver was killed while it started the agent, then the cluster was stopped: no driver will end this agent."""
+    driver_lease = named(tmp_path, 600.0)
     keys = Keys.make().for_clients()
-    config = configured(tmp_path, driver="tcp://127.0.0.1:1", keys=keys, presence=presence)
+    config = configured(tmp_path, driver="tcp://127.0.0.1:1", keys=keys, driver_lease=driver_lease)
     with subprocess.Popen([sys.executable, "-c", ALONE], stdin=subprocess.PIPE) as agent:
         try:
             agent.stdin.write(msgspec.json.encode(config) + b"\n")
@@ -97,9 +97,9 @@ def test_an_agent_that_no_driver_knows_ends_with_the_cluster(tmp_path: Path, oth
             until(lambda: list(tmp_path.glob("agent-1-*")), what="the agent to be up")
             with pytest.raises(subprocess.TimeoutExpired):
                 agent.wait(1.5)
-            Path(presence.file).unlink()
+            Path(driver_lease.file).unlink()
             if other is not None:
-                Path(presence.file).write_text(other)
+                Path(driver_lease.file).write_text(other)
             assert agent.wait(20.0) == 0
             assert not list(tmp_path.glob("agent-1-*"))
         finally:

@@ -1,4 +1,4 @@
-"""What the agent has its template fork, when that dies."""
+"""Forks when the template dies."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from tests.support.waiting import until
 
 @pytest.fixture
 def template():
-    """The pid of the present template."""
+    """A function that returns the pid of the present template."""
     forkserver.ensure_running()
     yield lambda: vars(forkserver._forkserver)["_forkserver_pid"]
     forkserver._forkserver._stop()
 
 
-def test_a_template_that_dies_as_it_is_asked(template, monkeypatch):
-    """The connection to it breaks off; another one is started and forks the process."""
+def test_a_template_that_dies_during_a_fork(template, monkeypatch):
+    """Its connection breaks; another template is started, and forks the process."""
     old, makes, connected, connect = template(), [], threading.Event(), forkserver.connect_to_new_process
 
     def make():
@@ -53,7 +53,7 @@ def test_a_template_that_dies_as_it_is_asked(template, monkeypatch):
 
 
 def test_templates_that_die_each_time(template):
-    """The agent is told: something kills them all."""
+    """After the last try the error is raised."""
     makes = []
 
     class Dies:
@@ -67,9 +67,9 @@ def test_templates_that_die_each_time(template):
     forkserver.ensure_running()
 
 
-def test_a_template_that_lives_and_breaks_off(template, monkeypatch):
-    """That is another fault: nobody waits for its end twice."""
-    monkeypatch.setattr("nbelastic.agent.fork.DYING", 0.1)
+def test_a_template_that_runs_but_closes_the_connection(template, monkeypatch):
+    """That is another fault, so there is no second try."""
+    monkeypatch.setattr("nbelastic.agent.fork.TEMPLATE_END_TIMEOUT", 0.1)
     makes = []
 
     class BreaksOff:

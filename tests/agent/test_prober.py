@@ -1,4 +1,4 @@
-"""The echo among agents: who is reached, where, and who gets no answer."""
+"""Probers: which hosts and addresses they reach, and which peers get no answer."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def running(host="gpu1", *addresses, keys=KEYS):
 
 
 def ask(one, target, endpoints, timeout=9.0):
-    """What `one` reaches, and after how many seconds it said so."""
+    """The addresses that `one` reaches, and the seconds until it reported them."""
     answers = Queue()
     began = time.monotonic()
     one.probe(target, endpoints, timeout, answers.put)
@@ -46,7 +46,7 @@ def free_port() -> int:
 
 
 class Relay:
-    """A slow network before an endpoint: every chunk takes `delay` seconds, and some connections carry nothing at all."""
+    """A slow network before an endpoint: each chunk takes `delay` seconds; the first `lost` connections carry no data."""
 
     def __init__(self, port: int, delay: float = 0.0, lost: int = 0) -> None:
         self._target, self._delay, self._lost = port, delay, lost
@@ -100,17 +100,17 @@ def relay(*args, **kwargs):
 
 
 def test_one_host_reaches_another_at_each_address():
-    """Listening on three addresses, on one port, it is reached at all three at once, in the order that was asked."""
+    """A host that listens on three addresses, at one port, is reached at all three, in the order of the probe."""
     with running("gpu1") as one, running("gpu2", "127.0.0.3", "127.0.0.4", "127.0.0.5") as other:
         assert other.addresses == ("127.0.0.3", "127.0.0.4", "127.0.0.5")
         assert len({where.rpartition(":")[2] for where in other.endpoints}) == 1
         reached, took = ask(one, "gpu2", other.endpoints[::-1], timeout=9.0)
         assert reached == ("127.0.0.5", "127.0.0.4", "127.0.0.3")
-        assert took < 8.0, "who is reached everywhere need not wait for the end"
+        assert took < 8.0, "when all addresses have answered, the probe ends before its timeout"
 
 
 def test_an_endpoint_is_an_address_and_a_port():
-    """IPv6 in brackets, as ZeroMQ wants it."""
+    """IPv6 is in brackets, as ZeroMQ requires."""
     assert endpoint("10.0.0.1", 7) == "tcp://10.0.0.1:7"
     assert endpoint("fd00::2", 7) == "tcp://[fd00::2]:7"
     assert address_of("tcp://[fd00::2]:7") == "fd00::2"
@@ -122,8 +122,8 @@ def test_ipv6_is_reached_too():
         assert ask(one, "gpu1", one.endpoints)[0] == ("127.0.0.1", "::1")
 
 
-def test_where_nobody_listens_nothing_is_reached():
-    """The answer comes when the time is over, with the addresses that were reached; the others hinder nobody."""
+def test_an_address_without_a_listener_is_not_reached():
+    """The result comes at the timeout, with the addresses that were reached."""
     with running() as one:
         dead = [f"tcp://127.0.0.9:{free_port()}", "tcp://192.0.2.77:9"]
         reached, took = ask(one, "gpu1", [dead[0], *one.endpoints, dead[1]], timeout=3.0)
@@ -131,29 +131,29 @@ def test_where_nobody_listens_nothing_is_reached():
         assert took > 2.9
 
 
-def test_somebody_else_is_not_who_is_looked_for():
-    """Another host of this cluster at that address (a reused one, a NAT) does not count."""
+def test_another_host_at_the_address_does_not_count():
+    """Another host of this cluster may have the address, after its reuse or behind a NAT."""
     with running("gpu1") as one, running("gpu3") as other:
         assert ask(one, "gpu2", other.endpoints, timeout=0.5)[0] == ()
 
 
-def test_nothing_to_try_is_answered_at_once():
-    """No endpoints: nothing is reached."""
+def test_a_probe_without_endpoints_ends_at_once():
+    """It reaches nothing."""
     with running() as one:
         assert ask(one, "gpu2", ())[0] == ()
 
 
 def test_a_host_of_another_cluster_is_not_reached():
-    """With other keys neither the question nor the answer gets through."""
+    """With other keys neither the question nor the answer arrives."""
     with running("gpu1", keys=Keys.make().for_clients()) as stranger, running("gpu2") as other:
         assert ask(stranger, "gpu2", other.endpoints, timeout=0.5)[0] == ()
         assert ask(other, "gpu1", stranger.endpoints, timeout=0.5)[0] == ()
-        assert ask(other, "gpu2", other.endpoints)[0] == ("127.0.0.1",), "and nobody is harmed"
+        assert ask(other, "gpu2", other.endpoints)[0] == ("127.0.0.1",), "the prober still works"
 
 
 @pytest.mark.parametrize("keys", ["none", "its own", "only the server's public one"])
-def test_who_has_not_the_clients_secret_gets_no_answer(keys):
-    """Plain text, or a key pair of one's own, even with the right public key of the server: the question is not heard."""
+def test_without_the_clients_secret_there_is_no_answer(keys):
+    """The prober ignores plain text, and other key pairs even with the server's right public key."""
     with running("gpu1") as one:
         context = zmq.Context()
         stranger = context.socket(zmq.DEALER)
@@ -169,8 +169,8 @@ def test_who_has_not_the_clients_secret_gets_no_answer(keys):
         assert ask(one, "gpu1", one.endpoints)[0] == ("127.0.0.1",)
 
 
-def test_nonsense_harms_nobody():
-    """Bytes that are no ZeroMQ, other questions, connections that say nothing: the next question is answered."""
+def test_invalid_data_is_ignored():
+    """After bytes that are not ZeroMQ, other questions, and idle connections, the next question is answered."""
     with running("gpu1") as one:
         quiet = [socket.create_connection(("127.0.0.1", one.port)) for _ in range(20)]
         with socket.create_connection(("127.0.0.1", one.port)) as rude:
@@ -185,21 +185,21 @@ def test_nonsense_harms_nobody():
         assert ask(one, "gpu1", one.endpoints)[0] == ("127.0.0.1",)
         for connection in quiet:
             connection.settimeout(20)
-            while connection.recv(100):  # its greeting, and the end: who says nothing is not kept
+            while connection.recv(100):  # its greeting, then the end: idle connections are closed
                 pass
             connection.close()
 
 
 def test_a_slow_network_is_reached_in_time():
-    """200 ms there and back, and the first connections carry nothing: the later ones get through within 2.5 s."""
+    """With a round trip of 200 ms, and two connections without data, a later connection succeeds within 2.5 s."""
     with running("gpu1") as one, running("gpu2") as other, relay(other.port, delay=0.1, lost=2) as slow:
         reached, took = ask(one, "gpu2", [f"tcp://127.0.0.1:{slow.port}"], timeout=prober.TIMEOUT)
         assert reached == ("127.0.0.1",)
         assert took < prober.TIMEOUT
 
 
-def test_many_questions_at_once():
-    """Eight hosts that all ask one another have all their answers."""
+def test_many_probes_at_once():
+    """Eight hosts that all probe one another get all their results."""
     hosts = [Prober(f"gpu{n}", KEYS, ("127.0.0.1", f"127.0.1.{n}")) for n in range(1, 9)]
     for one in hosts:
         one.start()
@@ -214,8 +214,8 @@ def test_many_questions_at_once():
             one.close()
 
 
-def test_an_error_in_what_is_done_with_an_answer_is_logged(caplog):
-    """The prober lives on."""
+def test_an_error_in_a_callback_is_logged(caplog):
+    """The prober goes on."""
     with running() as one:
         one.probe("gpu1", one.endpoints, 1.0, lambda _: 1 / 0)
         assert ask(one, "gpu1", one.endpoints)[0] == ("127.0.0.1",)
@@ -223,10 +223,10 @@ def test_an_error_in_what_is_done_with_an_answer_is_logged(caplog):
     assert KEYS.client_secret not in caplog.text
 
 
-def test_closing_leaves_nothing_behind():
-    """At once, in the middle of questions: no thread, no descriptor, no port, and no late answer."""
+def test_close_leaves_nothing_open():
+    """During probes: afterwards there is no thread, no descriptor, no port, and no late result."""
     with running():
-        pass  # what Python and ZeroMQ open once for all
+        pass  # what Python and ZeroMQ open once per process
     threads, descriptors = set(threading.enumerate()), len(os.listdir("/proc/self/fd"))
     answers = Queue()
     one = Prober("gpu1", KEYS, ("127.0.0.1", "127.0.0.2"))
@@ -237,22 +237,22 @@ def test_closing_leaves_nothing_behind():
     began = time.monotonic()
     one.close()
     assert time.monotonic() - began < 30
-    assert set(threading.enumerate()) <= threads  # fewer: something of an earlier test has ended meanwhile
+    assert set(threading.enumerate()) <= threads  # fewer: a thread of an earlier test has ended meanwhile
     assert len(os.listdir("/proc/self/fd")) <= descriptors
     socket.create_server(("127.0.0.2", one.port)).close()
     assert answers.empty()
     one.close()
-    one.probe("gpu2", (), 1.0, answers.put)  # from a thread that has not heard of the end: nothing happens
+    one.probe("gpu2", (), 1.0, answers.put)  # by a thread that does not know of the close: no effect
 
 
-def test_an_address_that_is_not_here_is_left_out():
-    """It may have gone since it was found; the others are served."""
+def test_a_missing_address_is_left_out():
+    """It may have been removed since it was found. The prober listens on the others."""
     with running("gpu1", "192.0.2.77", "127.0.0.6") as one:
         assert one.addresses == ("127.0.0.6",)
 
 
-def test_listening_nowhere_is_an_error():
-    """It names the host and the addresses, and leaves nothing open."""
+def test_no_usable_address_is_an_error():
+    """The error names the host and the addresses; nothing stays open."""
     descriptors = len(os.listdir("/proc/self/fd"))
     with pytest.raises(OSError, match=r"the prober of gpu1 can listen on none of its addresses \(192\.0\.2\.77"):
         Prober("gpu1", KEYS, ("192.0.2.77",)).start()
@@ -260,7 +260,7 @@ def test_listening_nowhere_is_an_error():
 
 
 def test_a_port_that_is_taken_on_one_address_is_not_used(monkeypatch):
-    """The port must be free on all addresses: another one is tried."""
+    """The port must be free on all addresses, else the prober tries another one."""
     taken = []
     bind = zmq.Socket.bind
 

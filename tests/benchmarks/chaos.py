@@ -27,7 +27,7 @@ from unittest import mock
 import psutil
 
 import nbelastic as nbe
-from nbelastic.protocol.run_directory import RunDir
+from nbelastic.protocol.run_folder import RunFolder
 from tests.benchmarks import chaos_program as program
 from tests.support.processes import alive, processes_of
 from tests.support.waiting import until
@@ -144,7 +144,7 @@ class Storm:
 
     def kill_driver(self) -> None:
         """Also while it takes over from the one that was killed just before."""
-        driver = RunDir(self._cluster.name).driver
+        driver = RunFolder(self._cluster.name).driver
         with suppress(ProcessLookupError):
             if driver:
                 os.kill(driver, signal.SIGKILL)

@@ -18,8 +18,8 @@ from nbelastic.core import commands as cmd
 from nbelastic.core.state import ClusterState, Stage
 from nbelastic.core.step import step
 from nbelastic.protocol import events as ev
+from nbelastic.protocol.cluster_limits import Limits
 from nbelastic.protocol.ids import HostSpec, WorkerId
-from nbelastic.protocol.limits import Limits
 
 SLOTS = 8
 SPARES = 64
@@ -79,7 +79,7 @@ class Cluster:
     def rejoin(self, w: WorkerId) -> None:
         member = w in self.cluster.member_set
         left = self.cluster.generation if member else 0
-        self.send(ev.WorkerReady(w, "job", left, 100, clean=True, store="tcp://10.0.0.1:1", holds=member))
+        self.send(ev.WorkerReady(w, "job", left, 100, clean=True, store="tcp://10.0.0.1:1", holds_state=member))
 
     def train(self, events: int) -> None:
         """Steady running with spares at hand: news that changes nothing."""

@@ -128,7 +128,9 @@ class Worker:
         self.generation = 0
         store = f"127.0.0.1:{1000 + self.id.slot}"
         holds = self.left > 0
-        self.link.send(ev.WorkerReady(self.id, self.job, self.left, self.commit, clean=True, store=store, holds=holds))
+        self.link.send(
+            ev.WorkerReady(self.id, self.job, self.left, self.commit, clean=True, store=store, holds_state=holds)
+        )
 
     def _leave(self, generation: int) -> None:
         if self.generation and self.generation <= generation:
@@ -237,7 +239,7 @@ class Players:
             self._after(1.0, sample)
 
         here.receive = receive
-        agent.send(agent_messages.AgentHello(host, 1, versions.here()))
+        agent.send(agent_messages.AgentHello(host, 1, versions.installed()))
         self._after(1.0, sample)
 
     def _report(self, worker: Worker) -> None:

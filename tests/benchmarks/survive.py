@@ -22,7 +22,7 @@ from pathlib import Path
 import psutil
 
 import nbelastic as nbe
-from nbelastic.system.presence import lives
+from nbelastic.system.process_identity import is_alive
 from tests.benchmarks.recovery import Cases, run
 from tests.process.kernel_process import AttachedTraining, Kernel
 from tests.support.processes import alive
@@ -127,7 +127,7 @@ def alone(rounds: int, part: str) -> dict[str, list[float]]:
             kill(victim)
             psutil.wait_procs(doomed)
             if part == "controller":
-                until(lambda: lives(kernel.snapshot.controller), PATIENCE, "another controller")
+                until(lambda: is_alive(kernel.snapshot.controller), PATIENCE, "another controller")
             else:
                 all_train(kernel, begun)
             found["whole"].append(time.time() - begun)

@@ -250,7 +250,7 @@ def test_it_is_steered_by_keyboard_alone_in_the_dark(lab, page, notebook, output
     view.get_by_label("Host to add").focus()
     page.keyboard.type("no:where:at:all")
     page.keyboard.press("Enter")
-    expect(view.get_by_role("status", name="Orders")).to_contain_text("is no host")
+    expect(view.get_by_role("status", name="Orders")).to_contain_text("is not a valid host")
     view.screenshot(path=f"{output_path}/dark.png")
     assert complaints_of_axe(page) == []
     view.get_by_role("button", name="Stop cluster").focus()

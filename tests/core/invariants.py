@@ -17,8 +17,8 @@ from nbelastic.core.state import ClusterState, HostPhase, Stage, WorkerState
 from nbelastic.core.step import deadline, step
 from nbelastic.core.stores import STORE_PATIENCE
 from nbelastic.protocol import events as ev
+from nbelastic.protocol.cluster_limits import NEVER
 from nbelastic.protocol.ids import WorkerId
-from nbelastic.protocol.limits import NEVER
 from nbelastic.system.addresses import address_of, is_loopback
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from nbelastic.core.script_group import Group, GroupState, Stage
 from nbelastic.core.script_rounds import advance, deadline
 from nbelastic.protocol import events as ev
 from nbelastic.protocol import script_events as sev
-from nbelastic.protocol.limits import NEVER, Limits
+from nbelastic.protocol.cluster_limits import NEVER, Limits
 from nbelastic.protocol.timeouts import Timeouts
 
 
@@ -127,7 +127,7 @@ class Play:
                 self.now = end
                 return self
             self.now = at
-            self.send(sev.Tick())
+            self.send(sev.Ticked())
         raise AssertionError(f"a hot loop: {self.why}")
 
     def fail(self, host: str, code: int = 1, rank: int = 0, ago: float = 1.0, error: str = "boom") -> Play:

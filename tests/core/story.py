@@ -15,9 +15,10 @@ from nbelastic.core.reasons import in_words
 from nbelastic.core.state import ClusterState, Stage, WorkerState
 from nbelastic.core.step import deadline, step
 from nbelastic.protocol import events as ev
-from nbelastic.protocol.hosts import parse_host
+from nbelastic.protocol.cluster_limits import Limits
+from nbelastic.protocol.exit_codes import HUNG
+from nbelastic.protocol.host_parsing import parse_host
 from nbelastic.protocol.ids import Interface, WorkerId
-from nbelastic.protocol.limits import Limits
 from tests.core.invariants import check, check_doubled, check_stores
 
 AWAITED = (ev.WorkerPrepared, ev.LeaveAcknowledged, ev.WorkerReady, ev.WorkerFormed, ev.PositionReported)
@@ -573,7 +574,7 @@ class Story:
 
     def _exit_stuck(self, w: WorkerId) -> None:
         self._forget(w)
-        self.answers.append(ev.WorkerExited(w, ev.HUNG))
+        self.answers.append(ev.WorkerExited(w, HUNG))
 
     def _say_ready(self, w: WorkerId) -> None:
         fake = self.fakes[w]

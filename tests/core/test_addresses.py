@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from nbelastic.system.addresses import address_of, bracketed, parted
+from nbelastic.system.addresses import address_of, bracketed, split_endpoint
 
 
 @pytest.mark.parametrize(
@@ -14,4 +14,4 @@ def test_an_endpoint_can_be_taken_apart_again(address, endpoint):
     """IPv6 addresses stand in brackets before the port, others as they are; a scheme may come first."""
     assert f"{bracketed(address)}:4711" == endpoint
     for text in (endpoint, f"tcp://{endpoint}"):
-        assert (parted(text), address_of(text)) == ((address, 4711), address)
+        assert (split_endpoint(text), address_of(text)) == ((address, 4711), address)

@@ -334,7 +334,7 @@ def test_a_spare_s_old_claim_is_not_believed():
 def test_an_heir_that_could_not_join_before_is_taken_all_the_same():
     """Without it no world can form, however many fresh ones wait."""
     story = kept(survivor("a", "b", "c", spares=1))
-    story.answer(lambda e: not (isinstance(e, ev.WorkerReady) and e.holds))
+    story.answer(lambda e: not (isinstance(e, ev.WorkerReady) and e.holds_state))
     heir = story.cluster.kept_state.reader
     workers = story.cluster.workers
     story.cluster = msgspec.structs.replace(
@@ -391,7 +391,7 @@ def test_a_job_that_ends_lets_the_host_go_that_has_kept_its_state():
 def test_a_state_that_cannot_be_read_ends_the_job():
     """Damaged, on a disk that is full: nobody waits for one that will not come."""
     story = kept(survivor(elastic_timeout=None))
-    story.answer(lambda e: not (isinstance(e, ev.WorkerReady) and e.holds))
+    story.answer(lambda e: not (isinstance(e, ev.WorkerReady) and e.holds_state))
     heir = story.cluster.kept_state.reader
     story.ended(str(heir), error="StateError: it is damaged")
     end = story.last(cmd.EndJob)

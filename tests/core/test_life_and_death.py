@@ -9,6 +9,7 @@ from nbelastic.core import host_lifecycle
 from nbelastic.core.state import Stage
 from nbelastic.core.step import deadline
 from nbelastic.protocol import events as ev
+from nbelastic.protocol.exit_codes import HUNG
 from tests.core.story import Story, wid, with_stage
 
 LIVE = [Stage.FORMING, Stage.RUNNING, Stage.PREPARING, Stage.ASKED, Stage.LEAVING]
@@ -421,7 +422,7 @@ def test_a_worker_that_an_abort_did_not_wake_is_no_explanation():
     others = ("a/0#1", "a/1#1")
     for _ in range(2):
         story.raised("a/1#1", "RuntimeError: sizes differ", intact=False).quiet(2.0)
-    story.kill("a/2#1", code=ev.HUNG).hear(ev.WorkerReady, *others).hear(ev.WorkerFormed, *others)
+    story.kill("a/2#1", code=HUNG).hear(ev.WorkerReady, *others).hear(ev.WorkerFormed, *others)
     assert story.cluster.stage is Stage.RUNNING
     story.raised("a/1#1", "RuntimeError: sizes differ", intact=False).wait(2.0)
     assert story.job.outcome == "failed"
@@ -528,7 +529,7 @@ def test_a_new_jobs_resets_begin_at_zero():
 def test_a_worker_that_could_not_leave_is_replaced_without_a_failure():
     """It ended itself, stuck in an aborted collective: that is nobody's fault, and the others go on."""
     story = Story("a:3", min=2).run()
-    story.kill("a/0#1").kill("a/1#1", code=ev.HUNG).quiet(2.0)
+    story.kill("a/0#1").kill("a/1#1", code=HUNG).quiet(2.0)
     assert len(story.names) == 3
     slots = story.cluster.hosts["a"].slots
     assert [(slot.failures, slot.restarts) for slot in slots] == [(1, 1), (0, 1), (0, 0)]
@@ -541,7 +542,7 @@ def test_a_program_that_exits_like_a_stuck_worker_is_not_forked_in_a_hot_loop():
     for _ in range(6):
         while not (newest := [w for w in story.alive("a") if wid(w).slot == 1]):
             story.wait(1.0).answer()
-        story.kill(*newest, code=ev.HUNG).quiet(0.1)
+        story.kill(*newest, code=HUNG).quiet(0.1)
     assert story.now - began > 5 + 10 + 20
 
 

@@ -13,8 +13,8 @@ from nbelastic.core.reasons import Missing, Reason
 from nbelastic.protocol import agent_messages, ids, messages, node_messages, worker_messages
 from nbelastic.protocol import events as ev
 from nbelastic.protocol import script_events as sev
+from nbelastic.protocol.cluster_limits import Limits
 from nbelastic.protocol.ids import HostSpec, Interface, WorkerId
-from nbelastic.protocol.limits import Limits
 from nbelastic.protocol.timeouts import Timeouts
 
 W = WorkerId("gpu-1.example.org", 3, 12)

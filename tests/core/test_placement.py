@@ -6,9 +6,9 @@ import pytest
 
 from nbelastic.core.ranks import rank_order
 from nbelastic.errors import UsageError
-from nbelastic.protocol.hosts import parse_host, parse_hosts, parse_script_output
+from nbelastic.protocol.host_parsing import parse_host, parse_hosts, parse_script_output
 from nbelastic.protocol.ids import HostSpec, WorkerId
-from nbelastic.protocol.ranks import places
+from nbelastic.protocol.rank_layout import rank_numbers
 from tests.core.story import Story
 
 
@@ -31,13 +31,13 @@ def test_two_hosts_of_two_are_packed_by_host():
     """2 hosts × 2 slots: ranks 0-3 by host, with exact local and cross numbers."""
     members = fresh("a:2", "b:2")
     assert [str(w) for w in members] == ["a/0#1", "a/1#1", "b/0#1", "b/1#1"]
-    found = [(p.rank, p.local_rank, p.local_size, p.cross_rank, p.cross_size) for p in places(members)]
+    found = [(p.rank, p.local_rank, p.local_size, p.cross_rank, p.cross_size) for p in rank_numbers(members)]
     assert found == [(0, 0, 2, 0, 2), (1, 1, 2, 0, 2), (2, 0, 2, 1, 2), (3, 1, 2, 1, 2)]
 
 
 def test_unequal_hosts_have_unequal_cross_sizes():
     """1 + 2 slots: cross sizes 2, 2, 1."""
-    found = places(fresh("a:1", "b:2"))
+    found = rank_numbers(fresh("a:1", "b:2"))
     assert [p.cross_size for p in found] == [2, 2, 1]
     assert [p.local_size for p in found] == [1, 2, 2]
     assert [p.cross_rank for p in found] == [0, 1, 0]
@@ -45,7 +45,7 @@ def test_unequal_hosts_have_unequal_cross_sizes():
 
 def test_nobody_has_no_places():
     """An empty world has no places, and that is no error."""
-    assert places(()) == ()
+    assert rank_numbers(()) == ()
     assert rank_order((), (), {}) == ()
 
 

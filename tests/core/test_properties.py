@@ -13,7 +13,8 @@ from nbelastic.core import commands as cmd
 from nbelastic.core.state import HostPhase, Stage
 from nbelastic.core.step import deadline
 from nbelastic.protocol import events as ev
-from nbelastic.protocol.hosts import parse_host
+from nbelastic.protocol.exit_codes import HUNG
+from nbelastic.protocol.host_parsing import parse_host
 from nbelastic.protocol.ids import WorkerId
 from nbelastic.protocol.timeouts import Timeouts
 from tests.core.away import Away
@@ -29,7 +30,7 @@ NETWORKS = (  # of these hosts: their addresses
     {"n": ("10.0.0.1", "10.1.0.1"), "b": ("10.0.0.2", "10.1.0.2"), "g": ("10.0.0.3", "10.1.0.3")},
 )
 LONG_ENOUGH = 4  # times ten minutes: every deadline has come by then
-CODES = (-9, -11, 0, 1, 3, ev.HUNG)
+CODES = (-9, -11, 0, 1, 3, HUNG)
 
 
 class AnyStory(RuleBasedStateMachine):

@@ -141,10 +141,10 @@ def test_a_terminal_waits_for_a_script_and_joins_it():
 def test_a_terminal_that_comes_again_is_known():
     """It repeats its first words until it is answered: one event tells of it. Another process of its name is another."""
     story = Scripted("a:1").answer().external("t")
-    story.send(sev.ExternalNodeJoined("t", 4711, here=True))
+    story.send(sev.ExternalNodeJoined("t", 4711, on_driver_machine=True))
     assert len(story.records("host-up")) == 2, "the host a, and the terminal"
     assert story.cluster.external_nodes["t"].ready is not None
-    story.send(sev.ExternalNodeJoined("t", 4712, here=True))
+    story.send(sev.ExternalNodeJoined("t", 4712, on_driver_machine=True))
     assert len(story.records("host-up")) == 3
     assert story.cluster.external_nodes["t"].ready is None
 
@@ -178,7 +178,7 @@ def test_a_terminal_that_is_told_to_end_is_not_in_the_next_script():
 def test_another_process_of_a_terminal_s_name_is_another_node():
     """The one before has left its round, and the group begins again with the newcomer when that is ready."""
     story = Scripted("a:1").answer().external("t").run_script().quiet(2.0).nodes_answer()
-    story.send(sev.ExternalNodeJoined("t", 4712, here=True))
+    story.send(sev.ExternalNodeJoined("t", 4712, on_driver_machine=True))
     assert "t: another process replaced it" in story.records("world-broken")
     story.nodes_answer().waits("t", 2).nodes_answer()
     assert story.assignments == {"a": 1, "t": 2}

@@ -8,7 +8,7 @@ from nbelastic.core import commands as cmd
 from nbelastic.core.state import ClusterState, Stage
 from nbelastic.core.step import deadline, step
 from nbelastic.protocol import events as ev
-from nbelastic.protocol.limits import Limits
+from nbelastic.protocol.cluster_limits import Limits
 from tests.core.story import Story, wid
 
 

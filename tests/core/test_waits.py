@@ -8,7 +8,7 @@ from nbelastic.core import commands as cmd
 from nbelastic.core.state import HostPhase, Stage
 from nbelastic.core.step import deadline
 from nbelastic.protocol import events as ev
-from nbelastic.protocol.limits import NEVER
+from nbelastic.protocol.cluster_limits import NEVER
 from nbelastic.protocol.timeouts import Timeouts
 from tests.core.story import Story, wid, with_stage
 

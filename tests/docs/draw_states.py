@@ -16,6 +16,7 @@ from nbelastic.core import commands as cmd
 from nbelastic.core.state import ClusterState, HostPhase, Stage, WorkerState
 from nbelastic.core.step import deadline, step
 from nbelastic.protocol import events as ev
+from nbelastic.protocol.exit_codes import HUNG
 from nbelastic.protocol.ids import HostSpec, WorkerId
 from tests.core.story import IN_TIME, Story
 
@@ -265,7 +266,7 @@ class Walk:
             case 2 if story.fakes[w].job and w not in story.cluster.member_set:
                 story.ended(str(w), error="ValueError: bad")
             case _:
-                story.kill(str(w), code=self.random.choice([-9, 1, ev.HUNG]))
+                story.kill(str(w), code=self.random.choice([-9, 1, HUNG]))
 
     def train(self) -> None:
         """Commits; or the function raises or returns somewhere."""

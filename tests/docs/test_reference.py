@@ -13,7 +13,7 @@ import pytest
 
 import nbelastic as nbe
 from nbelastic.notebook.magics import ElasticMagics
-from nbelastic.protocol.saved_cluster import ClusterInfo
+from nbelastic.protocol.local_clusters import ClusterInfo
 from nbelastic.protocol.status import EventRecord, HostStatus, Status, WorkerStatus
 
 ROOT = Path(__file__).parents[2]

@@ -19,12 +19,12 @@ from nbelastic.driver.job_run import JobRun
 from nbelastic.driver.snapshot_writer import SnapshotWriter
 from nbelastic.protocol import agent_messages, messages, worker_messages
 from nbelastic.protocol import events as ev
-from nbelastic.protocol.hosts import parse_hosts
+from nbelastic.protocol.cluster_limits import Limits
+from nbelastic.protocol.host_parsing import parse_hosts
+from nbelastic.protocol.host_sources import ListedHosts
 from nbelastic.protocol.ids import HostSpec, Interface, WorkerId
-from nbelastic.protocol.limits import Limits
-from nbelastic.protocol.run_directory import RunDir
+from nbelastic.protocol.run_folder import RunFolder
 from nbelastic.protocol.settings import Settings
-from nbelastic.protocol.sources import Listed
 from nbelastic.system import pickling, versions
 
 TURNS = 40  # of the event loop, in which a message is answered, and the answer too
@@ -118,7 +118,9 @@ class FakeAgent:
         self.is_alive = True
         self._fakes.agents[f"agent/{self.spec.name}~{self._number}"] = self
         self.send(
-            agent_messages.AgentHello(self.spec.name, self._number, versions.here(), (Interface("lo", "127.0.0.1"),))
+            agent_messages.AgentHello(
+                self.spec.name, self._number, versions.installed(), (Interface("lo", "127.0.0.1"),)
+            )
         )
 
     def send(self, message: messages.Message | ev.Event) -> None:
@@ -203,8 +205,8 @@ def settings_for(folder: Path, hosts: str, slots: int = 1, **limits: Any) -> Set
     return Settings(
         name="fake",
         limits=Limits(**limits),
-        discovery=Listed(parse_hosts(hosts, slots)),
-        run_dir=folder / "run",
+        discovery=ListedHosts(parse_hosts(hosts, slots)),
+        run_folder=folder / "run",
         backend="gloo",
         preload=(),
         environment={},
@@ -219,10 +221,10 @@ def settings_for(folder: Path, hosts: str, slots: int = 1, **limits: Any) -> Set
 
 def driver_for(settings: Settings, dependencies: Dependencies) -> Driver:
     """A driver without clients, which does not lock a name."""
-    run_dir = RunDir(settings.name)
-    run_dir.path = settings.run_dir
-    run_dir.make()
-    return Driver(settings, run_dir, SnapshotWriter(run_dir, {}), dependencies=dependencies)
+    run_folder = RunFolder(settings.name)
+    run_folder.path = settings.run_folder
+    run_folder.make()
+    return Driver(settings, run_folder, SnapshotWriter(run_folder, {}), dependencies=dependencies)
 
 
 class DriverWithFakes:

@@ -10,11 +10,11 @@ from typing import Any
 
 import nbelastic as nbe
 from nbelastic.core import commands as cmd
+from nbelastic.protocol import client_messages as u
 from nbelastic.protocol import events as ev
 from nbelastic.protocol import messages
-from nbelastic.protocol import updates as u
 from nbelastic.system import pickling
-from nbelastic.system.files import replace_private
+from nbelastic.system.private_files import replace_private
 from tests.core.story import wid
 from tests.support import driver_thread
 
@@ -43,7 +43,7 @@ class RawClient:
 
     def __init__(self, cluster: nbe.Cluster) -> None:
         self.socket = socket.socket(socket.AF_UNIX)
-        folder = os.open(cluster._link.run_dir.path, os.O_RDONLY)
+        folder = os.open(cluster._link.run_folder.path, os.O_RDONLY)
         self.socket.connect(u.socket_in(folder))
         os.close(folder)
         self.socket.settimeout(10)

@@ -96,7 +96,7 @@ def test_a_job_is_stopped_when_it_has_ended():
     ("message", "said"),
     [
         ({"order": "add_host", "host": "b:x"}, "'b:x': the number of slots must be a whole number"),
-        ({"order": "add_host", "host": ""}, "'' is no host"),
+        ({"order": "add_host", "host": ""}, "'' is not a valid host"),
         ({"order": "add_host", "host": 3}, "unknown request"),
         ({"order": "remove_host", "host": "c"}, "there is no host 'c'; the hosts are a"),
         ({"order": "restart", "worker": "a/7#1"}, "there is no worker 'a/7#1'; the workers are a/0#1"),

@@ -13,10 +13,10 @@ import nbelastic as nbe
 from nbelastic.client.connection import Connection
 from nbelastic.core import commands as cmd
 from nbelastic.driver import abandonment, clients
+from nbelastic.protocol import client_messages as u
 from nbelastic.protocol import events as ev
 from nbelastic.protocol import messages
 from nbelastic.protocol import requests as r
-from nbelastic.protocol import updates as u
 from tests.core.story import wid
 from tests.driver.hostless_cluster import NoHosts
 from tests.driver.raw_client import RawClient, driver_of, in_driver
@@ -26,7 +26,7 @@ from tests.support.waiting import until
 
 def test_who_may_connect(start_hostless):
     """The socket is its owner's alone, in a folder that is."""
-    path = start_hostless()._link.run_dir.path
+    path = start_hostless()._link.run_folder.path
     assert stat.S_IMODE(path.stat().st_mode) == 0o700
     assert stat.S_IMODE((path / u.SOCKET).stat().st_mode) == 0o600
 
@@ -57,13 +57,13 @@ def test_a_client_of_another_version_is_refused(start_hostless, monkeypatch):
     """In one line that says what to do; and one that has not said hello is not answered."""
     cluster = start_hostless()
     with monkeypatch.context() as other:
-        other.setattr(u, "language", iter(["other", "ours"]).__next__)  # the client's, then the driver's
+        other.setattr(u, "fingerprint", iter(["other", "ours"]).__next__)  # the client's, then the driver's
         with pytest.raises(nbe.UsageError, match="their messages differ: use nbelastic"):
-            Connection(cluster._link.run_dir.path)
+            Connection(cluster._link.run_folder.path)
     with RawClient(cluster) as raw:
         raw.send(u.Ask(1, u.encoded(r.Stop("nobody"))))
-        raw.send(u.Hello("1", u.language()))
-        assert isinstance(raw.receive(), u.Welcome)
+        raw.send(u.ClientHello("1", u.fingerprint()))
+        assert isinstance(raw.receive(), u.DriverHello)
         assert isinstance(raw.receive(), u.Update)
     assert cluster.status().phase == "waiting"
 
@@ -81,19 +81,19 @@ def test_an_update_has_what_is_new(start_hostless):
     in_driver(cluster, lambda driver: setattr(driver, "_is_known", lambda _: True))
     in_driver(cluster, prints("one\ntwo\nthr", 11))
     with RawClient(cluster) as raw:
-        raw.send(u.Hello("1", u.language()))
+        raw.send(u.ClientHello("1", u.fingerprint()))
         raw.receive()
         first = raw.receive()
-        assert first.count == len(first.events) == len(cluster.events)
+        assert first.event_count == len(first.events) == len(cluster.events)
         (update,) = first.jobs
         assert [line.text for _, line in update.lines] == ["one", "two"]
-        assert [line.text for _, line in update.rests] == ["thr"]
+        assert [line.text for _, line in update.unfinished] == ["thr"]
         in_driver(cluster, prints("ee\n", 14))
         second = raw.receive()
-        assert (second.events, second.setup) == ([], None)
+        assert (second.events, second.setup_cells) == ([], None)
         (update,) = second.jobs
         assert [line.text for _, line in update.lines] == ["three"]
-        assert [line.text for _, line in update.rests] == [""]
+        assert [line.text for _, line in update.unfinished] == [""]
     until(lambda: job.logs() == "a/0#1 | one\na/0#1 | two\na/0#1 | three")
 
 
@@ -110,7 +110,7 @@ def test_who_does_not_read_costs_nothing(start_hostless):
     """A stopped kernel: the driver keeps nothing for it, and tells it all that it still has when it reads again."""
     cluster = start_hostless()
     with RawClient(cluster) as raw:
-        raw.send(u.Hello("1", u.language()))
+        raw.send(u.ClientHello("1", u.fingerprint()))
         for number in range(60):
             in_driver(
                 cluster,
@@ -144,7 +144,7 @@ def test_who_cancels_is_not_answered(start_hostless):
 def test_who_goes_away_takes_its_questions_along(start_hostless):
     cluster = start_hostless()
     with RawClient(cluster) as raw:
-        raw.send(u.Hello("1", u.language()))
+        raw.send(u.ClientHello("1", u.fingerprint()))
         for number in (1, 2):
             raw.send(u.Ask(number, u.encoded(r.WaitForWorld(3))))
         until(lambda: in_driver(cluster, lambda driver: len(driver._pending)) == 2)
@@ -169,7 +169,7 @@ def test_who_leaves_a_cluster_that_is_not_kept(start_hostless):
 def test_a_kept_cluster_ends_with_its_lease(start_hostless):
     """Nobody is connected to it for so long: it stops. Somebody who comes in time begins the lease anew."""
     cluster = start_hostless(keep=True, lease=1.5, silence=1.0)
-    run_dir = cluster._link.run_dir
+    run_folder = cluster._link.run_folder
     cluster.detach()
     time.sleep(1.0)
     with nbe.Cluster.attach("quiet", discovery=NoHosts()) as other:
@@ -177,17 +177,17 @@ def test_a_kept_cluster_ends_with_its_lease(start_hostless):
         assert other.status().phase == "waiting"
         other.detach()
     began = time.monotonic()
-    until(lambda: not run_dir.path.exists())
+    until(lambda: not run_folder.path.exists())
     assert time.monotonic() - began > 1.0
 
 
 def test_a_faulty_driver_without_clients_ends_with_the_lease(start_hostless, monkeypatch):
     """It decides nothing any more, but that."""
     cluster = start_hostless(keep=True, lease=1.0, silence=1.0)
-    run_dir = cluster._link.run_dir
+    run_folder = cluster._link.run_folder
     in_driver(cluster, lambda driver: driver.stop_deciding(ev.Ticked(), KeyError("x")))
     cluster.detach()
-    until(lambda: not run_dir.path.exists())
+    until(lambda: not run_folder.path.exists())
 
 
 def test_a_driver_that_ends_at_once_tells_its_kernel_why(start_hostless, monkeypatch, tmp_path):
@@ -217,7 +217,7 @@ def test_a_cluster_whose_lock_is_removed_ends(start_hostless, monkeypatch):
     """Nobody could find it any more."""
     monkeypatch.setattr(abandonment, "CHECK_INTERVAL", 0.05)
     cluster = start_hostless()
-    cluster._link.run_dir.lock.unlink()
+    cluster._link.run_folder.lock.unlink()
     until(lambda: cluster.status().reason == "stopped: its lock file was removed")
 
 

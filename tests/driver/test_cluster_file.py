@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from nbelastic.errors import UsageError
-from nbelastic.protocol.run_directory import RunDir
+from nbelastic.protocol.run_folder import RunFolder
 from nbelastic.transport import cluster_file
 from nbelastic.transport.cluster_file import ClusterFile
 from nbelastic.transport.keys import Keys
@@ -15,8 +15,8 @@ def test_a_damaged_file_of_another_cluster_is_passed_over(clusters_folder):
     """Three clusters run; the files of two are damaged or open to others. The third is found by its port."""
     files = {}
     for name in ("a", "b", "c"):
-        RunDir(name).path.mkdir(mode=0o700)
-        files[name] = RunDir(name).path / cluster_file.NAME
+        RunFolder(name).path.mkdir(mode=0o700)
+        files[name] = RunFolder(name).path / cluster_file.NAME
     files["a"].write_text("{")
     files["a"].chmod(0o600)
     mine = ClusterFile("b", "tcp://127.0.0.1:4711", Keys.make().for_clients(), 10.0)

@@ -93,7 +93,7 @@ def test_a_stop_is_over_when_the_cluster_is(start_hostless, said):
     assert cluster.job.wait(10).status == "stopped"
     assert said("stop --job") == ("quiet: no job is running.\n", "", 0)
     assert said("stop quiet") == ("quiet: stopped.\n", "", 0)
-    assert not cluster._link.run_dir.path.exists()
+    assert not cluster._link.run_folder.path.exists()
     assert cluster.status().reason.startswith("stopped: stopped by nbelastic stop (")
 
 

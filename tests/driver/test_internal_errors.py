@@ -24,7 +24,7 @@ from nbelastic.protocol import agent_messages, worker_messages
 from nbelastic.protocol import events as ev
 from nbelastic.protocol.ids import HostSpec
 from nbelastic.protocol.script_events import NodeReady, Terms
-from nbelastic.system import supervise
+from nbelastic.system import fault_handling
 from tests.core.story import wid
 from tests.driver.fakes import DriverWithFakes, run_story
 from tests.driver.hostless_cluster import NoHosts
@@ -71,7 +71,7 @@ def test_a_fault_in_a_decision_ends_the_deciding(start_hostless, monkeypatch, ca
     assert [bool(record.exc_info) for record in caplog.records] == [True]
     cluster.stop()
     assert cluster.status().phase == "finished"
-    assert not cluster._link.run_dir.path.exists()
+    assert not cluster._link.run_folder.path.exists()
 
 
 def test_a_button_stops_a_cluster_that_decides_nothing(start_hostless, monkeypatch):
@@ -192,7 +192,7 @@ def test_a_fault_in_a_decision_about_a_script_ends_the_deciding_too(tmp_path, mo
             assert "makes no more decisions (KeyError: 'round 1', at Ticked)" in fakes.driver.status.reason
             fakes.deliver("node/a~1", NodeReady("a", 0, "127.0.0.1:4000", "default"))
             await fakes.advance_time(6.0)
-            assert events == ["Tick"]
+            assert events == ["Ticked"]
 
     run_story(story)
 
@@ -291,8 +291,10 @@ def test_a_background_task_that_fails_is_started_again(monkeypatch):
             now[0] += life
             raise ValueError("no")
 
-    monkeypatch.setattr(supervise, "asyncio", SimpleNamespace(sleep=pause))
-    monkeypatch.setattr(supervise, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    asyncio.run(supervise.supervise("the look at nothing", run, lambda what, error: reports.append((what, str(error)))))
+    monkeypatch.setattr(fault_handling, "asyncio", SimpleNamespace(sleep=pause))
+    monkeypatch.setattr(fault_handling, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    asyncio.run(
+        fault_handling.supervise("the look at nothing", run, lambda what, error: reports.append((what, str(error))))
+    )
     assert pauses == pytest.approx([0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 12.8, 25.6, 30.0, 0.1, 0.2])
     assert reports == [("the look at nothing (it is started again)", "no")] * 12

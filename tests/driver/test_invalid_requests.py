@@ -7,8 +7,8 @@ import pytest
 
 import nbelastic as nbe
 from nbelastic.core import commands as cmd
+from nbelastic.protocol import client_messages as u
 from nbelastic.protocol import requests as r
-from nbelastic.protocol import updates as u
 from tests.driver.hostless_cluster import NoHosts
 from tests.driver.raw_client import in_driver
 from tests.support.waiting import until

@@ -17,11 +17,11 @@ def told(run, *texts, worker=ONE, stream="out", rank=None, end=0):
 
 
 def lines(run):
-    return [line.text for _, line in run.printed.since(0)]
+    return [line.text for _, line in run.output.since(0)]
 
 
 def unfinished(run, worker=None):
-    return [(str(w), line.stream, line.text) for w, line in run.printed.unfinished(worker)]
+    return [(str(w), line.stream, line.text) for w, line in run.output.unfinished_lines(worker)]
 
 
 def test_a_line_without_an_end_is_there():
@@ -63,7 +63,7 @@ def test_a_long_run_of_frames_needs_no_more_memory_than_one():
     end = 0
     for i in range(5000):
         end = told(run, f"\r{i}" + "#" * 100, end=end)
-    assert [len(line.text) for _, line in run.printed.unfinished()] == [104]
+    assert [len(line.text) for _, line in run.output.unfinished_lines()] == [104]
     assert unfinished(run)[0][2].startswith("4999#")
 
 
@@ -72,5 +72,5 @@ def test_a_line_keeps_the_rank_of_its_time():
     run = JobRun("job-1", None)
     end = told(run, "one\n", rank=2)
     told(run, "two\nthree", rank=1, end=end)
-    assert [(line.text, line.rank) for _, line in run.printed.since(0)] == [("one", 2), ("two", 1)]
-    assert run.printed.unfinished()[0][1].rank == 1
+    assert [(line.text, line.rank) for _, line in run.output.since(0)] == [("one", 2), ("two", 1)]
+    assert run.output.unfinished_lines()[0][1].rank == 1

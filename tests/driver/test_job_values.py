@@ -21,10 +21,10 @@ def test_a_result_outlives_its_cluster(start_hostless, where):
     cluster = start_hostless()
     job = cluster.run(os.getpid)
     with nbe.Cluster.attach("quiet", discovery=NoHosts()) as other:
-        path = cluster._link.run_dir.path / "results" / job.name / "value" if where == "file" else None
+        path = cluster._link.run_folder.path / "results" / job.name / "value" if where == "file" else None
         end_job(cluster, job, Outcome(value=blob({"loss": 0.5}, path)))
         cluster.stop()
-        assert not cluster._link.run_dir.path.exists()
+        assert not cluster._link.run_folder.path.exists()
         assert job.result(timeout=10) == other.job.result(timeout=10) == [{"loss": 0.5}]
 
 
@@ -32,7 +32,7 @@ def test_a_file_that_is_gone_is_an_error_of_the_job(start_hostless):
     """And not one of the thread that reads."""
     cluster = start_hostless()
     job = cluster.run(os.getpid)
-    end_job(cluster, job, Outcome(value=messages.Blob(7, path=str(cluster._link.run_dir.path / "nowhere"))))
+    end_job(cluster, job, Outcome(value=messages.Blob(7, path=str(cluster._link.run_folder.path / "nowhere"))))
     with pytest.raises(nbe.JobError, match=r"succeeded, but its results cannot be read: .*No such file"):
         job.result(timeout=10)
     cluster.scale(2, 3)
@@ -80,7 +80,7 @@ def test_values_stay_until_everybody_has_them(start_hostless):
     before = there()
     with nbe.Cluster.attach("quiet") as other:
         (slow,) = there() - before
-        folder = cluster._link.run_dir.path / "results"
+        folder = cluster._link.run_folder.path / "results"
         for number in range(1, 5):
             job = cluster.run(os.getpid)
             if number == 2:
@@ -97,11 +97,11 @@ def test_values_stay_until_everybody_has_them(start_hostless):
 def test_what_a_dead_driver_has_left_of_old_jobs_is_removed(start_hostless):
     """Results of jobs that the next driver does not know."""
     cluster = start_hostless(keep=True)
-    folder = cluster._link.run_dir.path / "results"
+    folder = cluster._link.run_folder.path / "results"
     for name in ("job-1", "job-2"):
         job = cluster.run(os.getpid)
         end_job(cluster, job, Outcome(value=blob(name, folder / name / "value")))
         job.result(timeout=10)
-    driver_thread.kill_driver(cluster._link.run_dir, 0)
+    driver_thread.kill_driver(cluster._link.run_folder, 0)
     with nbe.Cluster.attach("quiet", discovery=NoHosts()):
         assert [path.name for path in folder.iterdir()] == ["job-2"]

@@ -30,12 +30,12 @@ def test_lines_of_workers_that_died_make_room(monkeypatch):
         run.add_output(said(f"a/0#{incarnation}", "line\n" * 10))
         position += len("alive\n")
         run.add_output(said("b/0#1", "alive\n", position))
-    kept = {str(w): len(lines) for w, lines in run.printed.lines.items()}
-    assert sum(kept.values()) == run.printed._kept <= 100
+    kept = {str(w): len(lines) for w, lines in run.output.lines.items()}
+    assert sum(kept.values()) == run.output._kept <= 100
     assert kept["b/0#1"] == 49
     assert list(kept)[:-1] == [f"a/0#{i}" for i in range(50 - len(kept) + 1, 50)]
-    assert len(run.printed._rests) + len(kept) == len(run._received_to) == len(kept)
-    assert [line.text for _, line in run.printed.since(0, "b/0#1")] == ["alive"] * 49
+    assert len(run.output._unfinished) + len(kept) == len(run._received_to) == len(kept)
+    assert [line.text for _, line in run.output.since(0, "b/0#1")] == ["alive"] * 49
 
 
 def test_outcomes_of_programs_that_failed_do_not_add_up(monkeypatch):

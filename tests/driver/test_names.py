@@ -12,8 +12,8 @@ import time
 import pytest
 
 import nbelastic as nbe
-from nbelastic.protocol.run_directory import RunDir
-from nbelastic.system.folders import base, batch_folder, held_folder
+from nbelastic.protocol.run_folder import RunFolder
+from nbelastic.system.folder_paths import batch_folder, process_folder, user_folder
 from tests.driver.hostless_cluster import NoHosts
 
 
@@ -28,11 +28,11 @@ def until_finished(cluster):
 def test_a_cluster_that_others_have_stopped_can_be_started_again(start_hostless, keep):
     """After a stop by the dashboard: keys and name are given up at once, and `start()` does what the error says."""
     cluster = start_hostless(keep=keep)
-    run_dir = cluster._link.run_dir
+    run_folder = cluster._link.run_folder
     cluster.request_stop("the dashboard")
     until_finished(cluster)
-    assert not run_dir.path.exists()
-    assert not run_dir.lock.exists()
+    assert not run_folder.path.exists()
+    assert not run_folder.lock.exists()
     with pytest.raises(nbe.ClusterStoppedError, match=r"is not running \(stopped by the dashboard\): start it"):
         cluster.execute("1")
     cluster.start(wait=False)
@@ -47,8 +47,8 @@ def test_the_name_of_a_stopped_cluster_is_free(start_hostless):
     new = start_hostless("digits")
     old.stop()
     assert new.status().phase == "waiting"
-    assert new._link.run_dir.driver == os.getpid()
-    assert new._link.run_dir.path.exists()
+    assert new._link.run_folder.driver == os.getpid()
+    assert new._link.run_folder.path.exists()
 
 
 def forked():
@@ -77,9 +77,9 @@ def test_a_forked_child_does_not_keep_a_detached_cluster(start_hostless):
 
 ORPHAN = """
 import os, signal, sys
-from nbelastic.protocol.run_directory import RunDir
-run_dir = RunDir("orphaned")
-run_dir.hold()
+from nbelastic.protocol.run_folder import RunFolder
+run_folder = RunFolder("orphaned")
+run_folder.acquire()
 if os.fork() == 0:
     print(os.getpid(), flush=True)
     signal.pause()
@@ -93,12 +93,12 @@ def test_an_orphaned_child_of_a_killed_kernel_does_not_keep_its_cluster(clusters
     child = int(kernel.stdout.readline())
     try:
         with pytest.raises(nbe.UsageError, match=f"running already \\(process {kernel.pid}\\)"):
-            RunDir("orphaned").hold()
+            RunFolder("orphaned").acquire()
         kernel.kill()
         kernel.wait()
-        run_dir = RunDir("orphaned")
-        run_dir.hold()
-        run_dir.release()
+        run_folder = RunFolder("orphaned")
+        run_folder.acquire()
+        run_folder.release()
     finally:
         os.kill(child, signal.SIGKILL)
         kernel.stdout.close()
@@ -108,17 +108,17 @@ def test_an_orphaned_child_of_a_killed_kernel_does_not_keep_its_cluster(clusters
 def test_names_that_cannot_be(clusters_folder, name):
     """A name that could not be a file's, or would be the lock of another cluster, is refused in one line."""
     with pytest.raises(nbe.UsageError, match="is not a valid name for a cluster: use up to 100 letters"):
-        RunDir(name)
+        RunFolder(name)
 
 
 @pytest.mark.parametrize("name", ["logs", "run-1", "new-1", "runs"])
 def test_a_name_harms_nothing_else(start_hostless, clusters_folder, name):
     """Logs of other clusters, and folders of running processes, lie beside the run folders and not among them."""
-    logs = base() / "logs" / "another-cluster"
+    logs = user_folder() / "logs" / "another-cluster"
     logs.mkdir(parents=True)
     cluster = start_hostless(name)
-    with held_folder() as held:
-        assert cluster._link.run_dir.path.exists()
+    with process_folder() as held:
+        assert cluster._link.run_folder.path.exists()
         cluster.stop()
         assert held.exists()
     assert logs.exists()

@@ -18,9 +18,9 @@ from nbelastic.core import commands as cmd
 from nbelastic.driver.agents import Agents
 from nbelastic.driver.results import Outcome
 from nbelastic.notebook.magics import ElasticMagics
-from nbelastic.protocol import updates as u
+from nbelastic.protocol import client_messages as u
+from nbelastic.protocol.local_clusters import SNAPSHOT_FILE
 from nbelastic.protocol.output_buffer import Line
-from nbelastic.protocol.saved_cluster import NAME
 from tests.core.story import wid
 from tests.driver.hostless_cluster import NoHosts
 from tests.driver.raw_client import blob, driver_of, end_job
@@ -43,7 +43,7 @@ def alone():
 def die(cluster) -> None:
     """Its driver is killed, and another one has taken over for those who are connected."""
     dead = cluster._link.connection
-    driver_thread.kill_driver(cluster._link.run_dir, 0)
+    driver_thread.kill_driver(cluster._link.run_folder, 0)
     until(lambda: cluster._link.connection is not dead)
 
 
@@ -82,7 +82,7 @@ def test_another_cluster_of_the_same_name_is_not_the_next_driver_s(start_hostles
     go_on = threading.Event()
     replace = cluster._link.connection._on_loss
     cluster._link.connection._on_loss = lambda: go_on.wait(10) and replace()
-    driver_thread.kill_driver(cluster._link.run_dir, 0)
+    driver_thread.kill_driver(cluster._link.run_folder, 0)
     with nbe.Cluster.attach("quiet"):
         pass
     other = start_hostless(keep=True)
@@ -122,13 +122,13 @@ def test_a_driver_that_dies_before_its_kernel_uses_it_is_replaced(start_hostless
     def use_late(connection, *arguments):
         if not died:
             died.append(connection)
-            driver_thread.kill_driver(cluster._link.run_dir, 0)
+            driver_thread.kill_driver(cluster._link.run_folder, 0)
             until(lambda: connection.died)
         use(connection, *arguments)
 
     first = cluster._link.connection
     monkeypatch.setattr(Connection, "use", use_late)
-    driver_thread.kill_driver(cluster._link.run_dir, 0)
+    driver_thread.kill_driver(cluster._link.run_folder, 0)
     until(lambda: cluster._link.connection not in (first, *died))
     assert job.status == "running"
     end_job(cluster, job, Outcome(value=blob(1)))
@@ -140,8 +140,8 @@ def test_what_goes_wrong_at_a_replacement_ends_the_connection(start_hostless, mo
     cluster = start_hostless(keep=True)
     job = cluster.run(os.getpid)
     with monkeypatch.context() as broken:
-        broken.setattr("nbelastic.client.replacement.patience_for", lambda _: 1 / 0)
-        driver_thread.kill_driver(cluster._link.run_dir, 0)
+        broken.setattr("nbelastic.client.replacement.start_timeout", lambda _: 1 / 0)
+        driver_thread.kill_driver(cluster._link.run_folder, 0)
         with pytest.raises(nbe.ClusterStoppedError, match="no other driver could take its place: ZeroDivisionError"):
             job.result(timeout=10)
     with nbe.Cluster.attach("quiet") as again:
@@ -153,7 +153,7 @@ def test_who_detaches_while_a_driver_is_replaced_is_detached(start_hostless, mon
     cluster = start_hostless(keep=True)
     job = cluster.run(os.getpid)
     started, go_on = held_up(monkeypatch)
-    driver_thread.kill_driver(cluster._link.run_dir, 0)
+    driver_thread.kill_driver(cluster._link.run_folder, 0)
     assert started.wait(10)
     detaching = threading.Thread(target=cluster.detach)
     detaching.start()
@@ -175,16 +175,16 @@ def test_lines_of_the_last_driver_are_not_told_again():
 
     copy.apply(update([(1, "a"), (2, "b"), (3, "c")]), is_complete=True)
     copy.apply(update([(1, "a"), (2, "b"), (3, "c"), (4, "d")]), is_complete=True)
-    assert [line.text for _, line in copy.printed.since(3)] == ["d"]
+    assert [line.text for _, line in copy.output.since(3)] == ["d"]
     copy.apply(update([(1, "c"), (2, "d")]), is_complete=True)
-    assert copy.printed.since(4) == []
+    assert copy.output.since(4) == []
     copy.apply(update([(3, "e")]), is_complete=False)
-    assert [line.text for _, line in copy.printed.since(4)] == ["e"]
+    assert [line.text for _, line in copy.output.since(4)] == ["e"]
     copy.apply(update([(1, "e"), (2, "f")]), is_complete=True)
-    assert [line.text for _, line in copy.printed.since(5)] == ["f"]
+    assert [line.text for _, line in copy.output.since(5)] == ["f"]
     copy.apply(update([]), is_complete=True)
     copy.apply(update([(1, "g")]), is_complete=False)
-    assert [line.text for _, line in copy.printed.since(6)] == ["g"]
+    assert [line.text for _, line in copy.output.since(6)] == ["g"]
 
 
 def test_a_discovery_that_was_attached_with_is_the_next_driver_s(start_hostless, tmp_path):
@@ -211,7 +211,7 @@ def test_an_order_to_stop_reaches_the_next_driver(start_hostless, monkeypatch):
     cluster = start_hostless(keep=True)
     job = cluster.run(os.getpid)
     started, go_on = held_up(monkeypatch)
-    driver_thread.kill_driver(cluster._link.run_dir, 0)
+    driver_thread.kill_driver(cluster._link.run_folder, 0)
     assert started.wait(10)
     with pytest.raises(nbe.DriverLostError, match="try again"):
         cluster.order({"do": "scale", "min": 2}, "a test")
@@ -222,7 +222,7 @@ def test_an_order_to_stop_reaches_the_next_driver(start_hostless, monkeypatch):
     assert job.wait(10).status == "stopped"
     started.clear()
     go_on.clear()
-    driver_thread.kill_driver(cluster._link.run_dir, 0)
+    driver_thread.kill_driver(cluster._link.run_folder, 0)
     assert started.wait(10)
     cluster.request_stop()
     go_on.set()
@@ -237,7 +237,7 @@ def test_a_notebook_attaches_again_to_what_lives_on(start_hostless, keep):
     job = cluster.run(os.getpid)
     for _ in range(MAX_LOSSES):
         die(cluster)
-    driver_thread.kill_driver(cluster._link.run_dir, 0)
+    driver_thread.kill_driver(cluster._link.run_folder, 0)
     until(lambda: cluster.died)
     until(lambda: job.status == "detached")
     magics = ElasticMagics(InteractiveShell(), attach=lambda _: nbe.Cluster.attach("quiet"))
@@ -252,7 +252,7 @@ def test_a_notebook_that_starts_another_cluster_stops_what_lives_on(start_hostle
     cluster = start_hostless()
     for _ in range(MAX_LOSSES):
         die(cluster)
-    driver_thread.kill_driver(cluster._link.run_dir, 0)
+    driver_thread.kill_driver(cluster._link.run_folder, 0)
     until(lambda: cluster.died)
     magics = ElasticMagics(InteractiveShell())
     magics.cluster = cluster
@@ -264,7 +264,7 @@ def test_what_is_saved_stays_until_the_next_driver_has_taken_over(start_hostless
     """One that dies before has not put its own empty world in the place of the cluster's."""
     cluster = start_hostless()
     cluster.scale(2, 9)
-    state, found = cluster._link.run_dir.path / NAME, []
+    state, found = cluster._link.run_folder.path / SNAPSHOT_FILE, []
     before = state.read_bytes()
 
     async def adopt(agents, _):
@@ -287,14 +287,14 @@ def test_a_stop_for_which_no_driver_can_be_started(start_hostless, monkeypatch, 
     """Whoever stops a cluster wants nothing of it to stay: its processes are killed."""
     cluster = start_hostless(keep=keep)
     monkeypatch.setattr(driver_link, "start_driver_process", unable)
-    driver_thread.kill_driver(cluster._link.run_dir, 0)
+    driver_thread.kill_driver(cluster._link.run_folder, 0)
     until(lambda: cluster.died)
     assert "3 other drivers could not take its place: the driver cannot listen" in cluster.status().reason
     with pytest.raises(nbe.ClusterStoppedError, match=": attach to it." if keep else ": start it."):
         cluster.scale(1, 2)
     cluster.stop()
     assert nbe.Cluster.all() == []
-    assert not cluster._link.run_dir.path.exists()
+    assert not cluster._link.run_folder.path.exists()
 
 
 def test_a_cluster_without_a_driver_is_started_anew(start_hostless, monkeypatch):
@@ -302,7 +302,7 @@ def test_a_cluster_without_a_driver_is_started_anew(start_hostless, monkeypatch)
     cluster = start_hostless()
     with monkeypatch.context() as broken:
         broken.setattr(driver_link, "start_driver_process", unable)
-        driver_thread.kill_driver(cluster._link.run_dir, 0)
+        driver_thread.kill_driver(cluster._link.run_folder, 0)
         until(lambda: cluster.died)
     cluster.start(wait=False)
     assert cluster.run(os.getpid).status == "running"

@@ -17,14 +17,14 @@ from nbelastic.core.state import ClusterState, Host, HostPhase, Job, Slot
 from nbelastic.driver.driver_snapshot import DriverSnapshot, SavedAgent, SavedJob
 from nbelastic.driver.event_log import EventLog
 from nbelastic.errors import UsageError
-from nbelastic.protocol import saved_cluster
+from nbelastic.protocol import local_clusters
+from nbelastic.protocol.cluster_limits import Limits
 from nbelastic.protocol.ids import HostSpec
-from nbelastic.protocol.limits import Limits
-from nbelastic.protocol.run_directory import RunDir
-from nbelastic.protocol.saved_cluster import NAME, begin, clusters, find
+from nbelastic.protocol.local_clusters import SNAPSHOT_FILE, claim_name, clusters, find_run_folder
+from nbelastic.protocol.run_folder import RunFolder
 from nbelastic.provision.discovery import source_of
-from nbelastic.system.folders import runs
-from nbelastic.system.presence import identity, lives
+from nbelastic.system.folder_paths import runs_folder
+from nbelastic.system.process_identity import identity, is_alive
 from nbelastic.transport.keys import Keys
 
 US = identity(os.getpid())
@@ -40,7 +40,7 @@ def example(name: str = "train", process: str = US) -> DriverSnapshot:
     cluster = snapshot_of(ClusterState(Limits(), hosts={"a": host}, job=Job("job-1")))
     return DriverSnapshot(
         version="0.1.0",
-        wire=saved_cluster.fingerprint(),
+        wire=local_clusters.fingerprint(),
         name=name,
         term=1,
         address="tcp://127.0.0.1:20001",
@@ -57,43 +57,43 @@ def example(name: str = "train", process: str = US) -> DriverSnapshot:
     )
 
 
-def left(name: str = "train", process: str = US) -> RunDir:
+def left(name: str = "train", process: str = US) -> RunFolder:
     """A cluster whose driver is gone."""
-    run_dir = RunDir(name)
-    run_dir.hold()
-    run_dir.make()
-    example(name, process).write(run_dir.path)
-    run_dir.let_go()
-    return run_dir
+    run_folder = RunFolder(name)
+    run_folder.acquire()
+    run_folder.make()
+    example(name, process).write(run_folder.path)
+    run_folder.release(keep_folder=True)
+    return run_folder
 
 
 def test_a_kill_at_any_byte_leaves_what_was_there(monkeypatch):
     """Written beside the old one, which is replaced as a whole."""
-    run_dir = left()
-    before = DriverSnapshot.read(run_dir.path)
+    run_folder = left()
+    before = DriverSnapshot.read(run_folder.path)
     data = json.dumps({"any": "thing"}).encode()
     for cut in range(len(data)):
-        (run_dir.path / f".{NAME}.new").write_bytes(data[:cut])
-        assert DriverSnapshot.read(run_dir.path) == before
-    replace(before, term=2).write(run_dir.path)
-    assert DriverSnapshot.read(run_dir.path).term == 2
-    assert (run_dir.path / NAME).stat().st_mode & 0o777 == 0o600
+        (run_folder.path / f".{SNAPSHOT_FILE}.new").write_bytes(data[:cut])
+        assert DriverSnapshot.read(run_folder.path) == before
+    replace(before, term=2).write(run_folder.path)
+    assert DriverSnapshot.read(run_folder.path).term == 2
+    assert (run_folder.path / SNAPSHOT_FILE).stat().st_mode & 0o777 == 0o600
 
 
 def test_a_file_of_another_user_is_refused(monkeypatch):
     """Its keys are that user's, and so is the cluster."""
-    run_dir = left()
+    run_folder = left()
     owner = os.getuid()
     monkeypatch.setattr(os, "getuid", lambda: owner + 1)
     with pytest.raises(UsageError, match=f"belongs to another user .uid {owner}."):
-        DriverSnapshot.read(run_dir.path)
+        DriverSnapshot.read(run_folder.path)
 
 
 def test_what_is_listed():
     """Clusters with and without a driver, whatever is wrong with them; what is dead is swept away, keys and all."""
-    kept, dead, running, broken = left("kept"), left("dead", "1@1"), RunDir("running"), left("broken")
-    running.hold()
-    (broken.path / NAME).write_text("{")
+    kept, dead, running, broken = left("kept"), left("dead", "1@1"), RunFolder("running"), left("broken")
+    running.acquire()
+    (broken.path / SNAPSHOT_FILE).write_text("{")
     found = {info.name: info for info in clusters()}
     assert found.keys() == {"kept", "running", "broken"}
     assert (found["kept"].driver, found["kept"].hosts, found["kept"].job) == (0, ("a",), "job-1")
@@ -107,28 +107,28 @@ def test_what_is_listed():
 
 def test_a_name_is_one_cluster_s():
     """While that lives, with a driver or without; then it is free."""
-    run_dir = left()
-    with pytest.raises(UsageError, match="lives on without a driver: attach to it"):
-        begin(RunDir("train"), "n")
-    example(process="1@1").write(run_dir.path)
-    again = RunDir("train")
-    begin(again, "n")
+    run_folder = left()
+    with pytest.raises(UsageError, match="runs without a driver: attach to it"):
+        claim_name(RunFolder("train"), "n")
+    example(process="1@1").write(run_folder.path)
+    again = RunFolder("train")
+    claim_name(again, "n")
     with pytest.raises(UsageError, match=f"running already .process {os.getpid()}."):
-        RunDir("train").hold()
+        RunFolder("train").acquire()
     assert list(again.path.iterdir()) == []
     again.release()
-    assert list(runs().iterdir()) == []
+    assert list(runs_folder().iterdir()) == []
 
 
 def test_which_one_is_meant():
     """The only one, if none is named; a name; or a folder."""
     with pytest.raises(UsageError, match="you have no cluster"):
-        find(None)
-    run_dir = left("one")
-    assert find(None) == find("one") == find(str(run_dir.path)) == run_dir.path
+        find_run_folder(None)
+    run_folder = left("one")
+    assert find_run_folder(None) == find_run_folder("one") == find_run_folder(str(run_folder.path)) == run_folder.path
     left("two")
     with pytest.raises(UsageError, match="say which cluster: one, two"):
-        find(None)
+        find_run_folder(None)
 
 
 def test_arguments_are_understood_elsewhere(tmp_path, monkeypatch):
@@ -163,9 +163,9 @@ def test_a_discovery_of_one_s_own():
 
 def test_a_process_is_its_number_and_its_start():
     """Numbers are used again."""
-    assert lives(US)
-    assert not lives(US + "0")
-    assert not lives("")
+    assert is_alive(US)
+    assert not is_alive(US + "0")
+    assert not is_alive("")
     assert identity(2**22 + 1) == ""
 
 

@@ -16,7 +16,7 @@ from nbelastic.driver.job_run import JobRun
 from nbelastic.driver.status import snapshot
 from nbelastic.driver.telemetry import MAX_POINTS, Curve, Telemetry
 from nbelastic.protocol import worker_messages
-from nbelastic.protocol.limits import Limits
+from nbelastic.protocol.cluster_limits import Limits
 from tests.core.story import wid
 
 

@@ -33,7 +33,7 @@ def test_a_job_that_cannot_be_saved_is_no_job(cluster, monkeypatch, what):
     assert cluster.job is None
     job = cluster.run(os.getpid)
     assert (job.name, job.status) == ("job-1", "running")
-    assert driver_snapshot.DriverSnapshot.read(cluster._link.run_dir.path).job.name == "job-1"
+    assert driver_snapshot.DriverSnapshot.read(cluster._link.run_folder.path).job.name == "job-1"
 
 
 class Counted:

@@ -9,7 +9,7 @@ import pytest
 
 from nbelastic.ipp import supervisor
 from nbelastic.ipp.supervisor import MAX_PAUSE, MIN_PAUSE, Supervisor, heartbeat_period
-from tests.support.presence import until_the_end
+from tests.support.driver_lease import until_the_end
 
 
 class Dying(Supervisor):

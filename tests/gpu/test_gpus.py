@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from nbelastic.agent.gpus import Gpus
+from nbelastic.agent.gpu_samples import Gpus
 
 torch = pytest.importorskip("torch")
 

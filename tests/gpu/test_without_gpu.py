@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from nbelastic.protocol.settings import NCCL
+from nbelastic.protocol.settings import NCCL_ENVIRONMENT
 from nbelastic.worker import process_group as rendezvous
 from nbelastic.worker.device import backend_for
 from nbelastic.worker.process_group import Group
@@ -46,9 +46,9 @@ def test_nccl_without_enough_gpus_is_refused_with_both_numbers(gpus):
 
 def test_agents_start_with_nccls_watchdog_out_of_the_way():
     """These are read when torch is imported, so every agent has them before its template starts."""
-    assert NCCL["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "0"
-    assert NCCL["TORCH_NCCL_DUMP_ON_TIMEOUT"] == "0"
-    assert NCCL["TORCH_NCCL_ENABLE_MONITORING"] == "0"
+    assert NCCL_ENVIRONMENT["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "0"
+    assert NCCL_ENVIRONMENT["TORCH_NCCL_DUMP_ON_TIMEOUT"] == "0"
+    assert NCCL_ENVIRONMENT["TORCH_NCCL_ENABLE_MONITORING"] == "0"
 
 
 def test_an_nccl_abort_sets_the_device_first_and_runs_once(monkeypatch):

@@ -20,7 +20,7 @@ from nbelastic.provision.tcp_proxy_process import MOST_OF_A_PEER
 from tests.hosts.cluster_checks import LONG, worker_on
 from tests.hosts.network import DRIVER
 from tests.process.training import in_one_generation
-from tests.support.processes import agent_of_worker, controller_file, driver_pid, processes_of, run_dir
+from tests.support.processes import agent_of_worker, controller_file, driver_pid, processes_of, run_folder
 from tests.support.waiting import until
 
 ATTACKER = Path(__file__).with_name("attacker.py")
@@ -254,7 +254,7 @@ def test_two_thousand_connections_at_each_door(network, trains):
 def test_keys_are_kept_on_hosts(network, make, temporary):
     """No key in a command line or an environment on any host, in a log, an event or a `repr`; files are their owner's alone."""
     cluster = make(min=2, keep=True)  # it is saved, and its keys with it
-    keys = DriverSnapshot.read(run_dir(cluster)).keys
+    keys = DriverSnapshot.read(run_folder(cluster)).keys
     rows = cluster.execute("import os, subprocess; p = subprocess.Popen(['sleep', '1000']); print(p.pid)", timeout=LONG)
     engines = json.loads(controller_file(cluster, "-engine.json"))
     secrets = [key for key in msgspec.structs.astuple(keys) if key]
@@ -299,7 +299,7 @@ for place in sys.argv[1:]:
 def test_another_user_reads_nothing(network, make, temporary, tmp_path):
     """Neither the driver's folder nor the hosts' nor the logs, nor a process's environment or descriptors."""
     cluster = make(min=2)
-    places = [run_dir(cluster).parent, run_dir(cluster), cluster.log_dir]
+    places = [run_folder(cluster).parent, run_folder(cluster), cluster.log_dir]
     places += temporary.glob("nbelastic-*")
     for folder in {network.folder, temporary, *tmp_path.parents, tmp_path, Path(tempfile.gettempdir())}:
         if not folder.stat().st_mode & stat.S_IXOTH:  # the tests' own folders would keep others out

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from nbelastic.system.presence import pid_of
+from nbelastic.system.process_identity import pid_of
 from tests.hosts.cluster_checks import LONG, check_nothing_left, event_texts
 from tests.hosts.conftest import ROOT
 from tests.hosts.network import Network

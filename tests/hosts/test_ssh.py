@@ -118,7 +118,7 @@ def test_what_goes_wrong_on_a_host_is_that_host_s_alone(network, trains, tmp_pat
     cluster = training.cluster
     assert [w.host for w in training.wait_for_world(1, timeout=LONG)] == ["h1"]
     until(lambda: list(host_phases(cluster).values()).count("lost") == 9, LONG, f"nine hosts to fail: {cluster.hosts}")
-    here = versions.here()
+    here = versions.installed()
     expected = {
         "closed": "closed cannot be reached by ssh (",
         "silent": "silent cannot be reached by ssh (",

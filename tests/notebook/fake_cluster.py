@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from nbelastic.client.cell_syntax import check_cell
 from nbelastic.errors import UsageError
-from nbelastic.protocol.hosts import parse_host
+from nbelastic.protocol.host_parsing import parse_host
 from nbelastic.protocol.output_buffer import Line
 from nbelastic.protocol.status import EventRecord, HostStatus, Status, WorkerStack, WorkerStatus
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nbelastic.notebook.dashboard_state import DashboardState, key_frame, merge_patch
-from nbelastic.protocol.status import EventRecord, HostStatus, OrderStatus, Status, WorkerStatus
+from nbelastic.protocol.status import EventRecord, HostStatus, RequestStatus, Status, WorkerStatus
 from tests.support.soak import examples
 
 LEAVES = st.none() | st.integers(0, 3) | st.sampled_from("ab") | st.lists(st.integers(0, 2), max_size=2)
@@ -79,7 +79,7 @@ def large(hosts=64, slots=8, step=0):
         12.5,
         curves={"loss": curve, "accuracy": curve},
         time=1.7e9 + step,
-        orders=(OrderStatus("v-1", "dashboard", "add gpu-node-099:8"),) * 8,
+        orders=(RequestStatus("v-1", "dashboard", "add gpu-node-099:8"),) * 8,
     )
 
 

@@ -19,7 +19,7 @@ from nbelastic.notebook import load_ipython_extension, unload_ipython_extension
 from nbelastic.notebook.magic_arguments import _parse, without_comment
 from nbelastic.notebook.magics import ElasticMagics
 from nbelastic.notebook.status_text import ClusterList
-from nbelastic.protocol.saved_cluster import ClusterInfo
+from nbelastic.protocol.local_clusters import ClusterInfo
 from nbelastic.protocol.status import WorkerStack
 
 

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from nbelastic.ipp.supervisor import Supervisor
-from tests.support.presence import named
+from tests.support.driver_lease import named
 
 
 async def main(folder: Path, lease: float) -> None:

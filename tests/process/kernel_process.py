@@ -17,9 +17,9 @@ import psutil
 
 import nbelastic as nbe
 from nbelastic.driver.driver_snapshot import DriverSnapshot
-from nbelastic.protocol.run_directory import RunDir
-from nbelastic.system.folders import runs
-from nbelastic.system.presence import pid_of
+from nbelastic.protocol.run_folder import RunFolder
+from nbelastic.system.folder_paths import runs_folder
+from nbelastic.system.process_identity import pid_of
 from tests.process.script_training import ScriptTraining
 from tests.process.training import Training
 from tests.support.processes import alive, descendants
@@ -105,7 +105,7 @@ class Kernel:
     @property
     def driver(self) -> int:
         """The process of the cluster's driver; 0: there is none."""
-        return RunDir(self.name).driver
+        return RunFolder(self.name).driver
 
     def end(self) -> None:
         """As a kernel that is restarted: it has some time for its own end."""
@@ -113,7 +113,7 @@ class Kernel:
 
     @property
     def snapshot(self) -> DriverSnapshot:
-        return DriverSnapshot.read(runs() / self.name)
+        return DriverSnapshot.read(runs_folder() / self.name)
 
     def processes(self) -> dict[int, str]:
         """All that it has started and that live, and what those have started: pid and command line."""
@@ -150,7 +150,7 @@ class Kernel:
     def leftovers(self) -> list[str]:
         """What is left of the cluster: processes, folders and locks."""
         found = self.processes() | dict.fromkeys(descendants(), "started by this process")
-        files = [str(path) for path in runs().glob(f"{self.name}*")]
+        files = [str(path) for path in runs_folder().glob(f"{self.name}*")]
         return [*(f"{pid} {command}" for pid, command in found.items()), *files]
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import nbelastic as nbe
-from nbelastic.system.files import replace_private
+from nbelastic.system.private_files import replace_private
 
 PAUSE = 0.01
 

@@ -22,9 +22,9 @@ import nbelastic as nbe
 from nbelastic.ipp.client import ControllerLostError, connect
 from nbelastic.ipp.supervisor import Supervisor
 from nbelastic.provision.tcp_proxy import Doors
-from nbelastic.system.presence import lives, pid_of
-from nbelastic.system.processes import leave
-from tests.support.presence import named, until_the_end
+from nbelastic.system.process_identity import is_alive, pid_of
+from nbelastic.system.processes import disown
+from tests.support.driver_lease import named, until_the_end
 from tests.support.processes import alive, controller_file
 from tests.support.waiting import until, until_async
 
@@ -247,7 +247,7 @@ def test_another_kernel_goes_on(keep, dies):
     """The kernel is killed, and perhaps the controller with it: the next kernel finds the engine, and all that it knows."""
     kept = keep(60.0)
     kept.kill_kernel()
-    assert lives(kept.controller)
+    assert is_alive(kept.controller)
     if dies == "both":
         kept.group[0].kill()
         until(lambda: not alive(kept.group[0].pid))
@@ -265,15 +265,15 @@ def test_another_kernel_goes_on(keep, dies):
         await asyncio.to_thread(kept.check, controller)
         await controller._close()  # as the driver's process ends
         if controller._child is not None:
-            leave(controller._child)
-        assert lives(controller.process)
+            disown(controller._child)
+        assert is_alive(controller.process)
 
         last = kept.caretaker()
         await last.attach()
         await asyncio.to_thread(kept.check, last)
         assert kept.x() == "3"
         await last.stop()
-        assert not lives(last.process)
+        assert not is_alive(last.process)
 
     asyncio.run(go_on())
 
@@ -305,8 +305,8 @@ def test_what_a_broken_connection_takes_along(tmp_path):
     """An answer was on its way through a gate that is killed: whoever waits for it is told."""
 
     async def go_on() -> None:
-        presence = until_the_end(tmp_path)
-        controller, doors = Supervisor(tmp_path / "ipython", "behind", 8.0, presence), Doors(presence)
+        driver_lease = until_the_end(tmp_path)
+        controller, doors = Supervisor(tmp_path / "ipython", "behind", 8.0, driver_lease), Doors(driver_lease)
         await controller.start()
         (tmp_path / "connection").write_text(doors.lead_engines("127.0.0.1", controller.connection))
         (tmp_path / "profile").mkdir()
@@ -353,7 +353,7 @@ def test_a_driver_is_killed_while_it_starts_a_controller(tmp_path):
         second = of_a_driver()
         await second.attach()
         await asyncio.to_thread(half.wait, 20)  # nobody has waited for it to be there
-        await until_async(lambda: lives(second.process) and pid_of(second.process) != half.pid)
+        await until_async(lambda: is_alive(second.process) and pid_of(second.process) != half.pid)
         with closing(connect(second.information("client"), "half", str(tmp_path / "ipython"))) as client:
             assert await asyncio.to_thread(client.queue_status) == {"unassigned": 0}
         await second.stop()

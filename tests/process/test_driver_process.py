@@ -14,7 +14,7 @@ import pytest
 import nbelastic as nbe
 from tests.process import programs
 from tests.process.training import lines_in
-from tests.support.processes import alive, descendants, driver_pid, run_dir
+from tests.support.processes import alive, descendants, driver_pid, run_folder
 from tests.support.waiting import until
 
 BUSY = """
@@ -169,7 +169,7 @@ def test_a_cluster_whose_driver_has_died_can_be_stopped(make, keep, soon):
     if not soon:
         until(lambda: "another driver takes over" in cluster.status().reason)
     cluster.stop()
-    assert not run_dir(cluster).exists()
+    assert not run_folder(cluster).exists()
     until(lambda: not any(map(alive, pids)) and not descendants(), 15, "nothing to be left")
 
 

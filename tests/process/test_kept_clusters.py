@@ -16,8 +16,8 @@ import pytest
 
 import nbelastic as nbe
 from nbelastic.client import connection
-from nbelastic.protocol.saved_cluster import NAME, fingerprint
-from nbelastic.system.folders import runs
+from nbelastic.protocol.local_clusters import SNAPSHOT_FILE, fingerprint
+from nbelastic.system.folder_paths import runs_folder
 from tests.process import programs
 from tests.process.kernel_process import AttachedScript, Kernel, attached, start_kernels
 from tests.process.script_training import MANY_STEPS, TRAIN, join_options, torchrun
@@ -369,7 +369,7 @@ def test_files_that_cannot_be_used(kept, tmp_path):
     """An unusable file gets one line that says what is wrong, and costs the cluster nothing."""
     kernel = kept(program="")
     kernel.kill_with_driver()
-    path = runs() / kernel.name / NAME
+    path = runs_folder() / kernel.name / SNAPSHOT_FILE
     whole = path.read_bytes()
     for broken, said in (
         (whole[: len(whole) // 2], "is damaged"),

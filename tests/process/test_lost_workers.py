@@ -9,7 +9,7 @@ import psutil
 import pytest
 
 import nbelastic as nbe
-from nbelastic.protocol.events import HUNG
+from nbelastic.protocol.exit_codes import HUNG
 from nbelastic.provision import ssh
 from tests.process import programs
 from tests.process.training import by_rank
@@ -143,7 +143,7 @@ def test_an_agent_is_told_to_end(trains):
     agent = psutil.Process(victim.pid).parent().parent()
     os.kill(agent.pid, signal.SIGTERM)
     until(lambda: events(training, "host-lost"))
-    assert "told to end (SIGTERM)" in events(training, "host-lost")[0].text
+    assert "received SIGTERM" in events(training, "host-lost")[0].text
     until(lambda: not alive(victim.pid) and not alive(agent.pid))
     training.wait_for_world(2)
     assert len(training.finish()) == 2

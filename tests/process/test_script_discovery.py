@@ -368,7 +368,7 @@ class Saying:
         (None, "raised TypeError"),
         (["a:1"], "gave 'a:1'"),
         ([HostSpec("a", 0, "")], "at least 1 slot"),
-        ([HostSpec("-oProxyCommand=x", 1, "")], "is no host"),
+        ([HostSpec("-oProxyCommand=x", 1, "")], "is not a valid host"),
         ([HostSpec("a", 1, ""), HostSpec("a", 2, "")], "'a' more than once"),
     ],
 )

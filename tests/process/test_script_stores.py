@@ -10,7 +10,7 @@ import pytest
 from nbelastic.core.script_group import ranks_by_node
 from nbelastic.protocol import messages, node_messages
 from nbelastic.protocol import script_events as sev
-from nbelastic.system.addresses import parted
+from nbelastic.system.addresses import split_endpoint
 from nbelastic.torchrun.rendezvous import DriverRendezvous
 
 
@@ -45,7 +45,7 @@ class StrangeDriver(MovingDriver):
     """It does not know the node, and handles no message before the answer to its welcome."""
 
     def send(self, message: Any) -> None:
-        self._hear(messages.Welcome(2))
+        self._hear(messages.NewDriver(2))
 
     def reset_session(self, say: Callable[[], Any]) -> None:
         self.form(say().store)
@@ -70,7 +70,7 @@ def test_a_round_uses_what_was_offered_for_it(moves, taken, address):
     driver = MovingDriver(*moves, taken=taken)
     rendezvous = DriverRendezvous(driver.connect, sev.NodeReady("a", 0, "", "default"), ("127.0.0.1", "lo"), timeout=10)
     info = rendezvous.next_rendezvous()
-    assert parted(driver.offers[taken]) == (
+    assert split_endpoint(driver.offers[taken]) == (
         info.bootstrap_store_info.master_addr,
         info.bootstrap_store_info.master_port,
     )

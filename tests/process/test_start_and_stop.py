@@ -16,7 +16,7 @@ import pytest
 import nbelastic as nbe
 from nbelastic.driver.driver_snapshot import DriverSnapshot
 from tests.process import programs
-from tests.support.processes import alive, descendants, driver_pid, processes_of, run_dir
+from tests.support.processes import alive, descendants, driver_pid, processes_of, run_folder
 from tests.support.waiting import until
 
 
@@ -32,8 +32,8 @@ def test_nothing_is_left_after_a_stop(make):
     cluster.stop()
     until(lambda: not [pid for pid in pids if alive(pid)], 2)
     assert not descendants()
-    assert not run_dir(cluster).exists()
-    assert not run_dir(cluster).with_suffix(".lock").exists()
+    assert not run_folder(cluster).exists()
+    assert not run_folder(cluster).with_suffix(".lock").exists()
     cluster.stop()
     with pytest.raises(nbe.ClusterStoppedError, match="start it"):
         cluster.run(print)
@@ -120,11 +120,11 @@ def test_everything_listens_on_loopback_only(make, tmp_path):
 def test_keys_are_kept(make):
     """No key is in a command line or in the workers' environment; only the owner can read the files."""
     cluster = make("localhost:2", min=2, keep=True)  # so that the cluster is saved, and its keys with it
-    keys = DriverSnapshot.read(run_dir(cluster)).keys
+    keys = DriverSnapshot.read(run_folder(cluster)).keys
     secrets = [keys.server_secret, keys.client_secret, keys.client_public]
     rows = cluster.execute("import subprocess; p = subprocess.Popen(['sleep', '1000']); print(p.pid)", timeout=20)
     children = {int(row[1]) for row in rows}
-    files = [file for file in run_dir(cluster).rglob("*") if file.is_file()]
+    files = [file for file in run_folder(cluster).rglob("*") if file.is_file()]
     engine_keys = [
         line.split('"')[3]
         for file in files
@@ -143,8 +143,8 @@ def test_keys_are_kept(make):
     shown = "".join(row[1] for row in inside)
     assert not [secret for secret in secrets + engine_keys if secret in shown]
     assert "IPP_CONNECTION_INFO" not in shown
-    assert stat.S_IMODE(run_dir(cluster).stat().st_mode) == 0o700
-    assert stat.S_IMODE(run_dir(cluster).parent.stat().st_mode) == 0o700
+    assert stat.S_IMODE(run_folder(cluster).stat().st_mode) == 0o700
+    assert stat.S_IMODE(run_folder(cluster).parent.stat().st_mode) == 0o700
     for file in files:
         text = file.read_text(errors="replace")
         if any(secret in text for secret in secrets + engine_keys):
@@ -209,7 +209,7 @@ def test_ctrl_c_in_start_leaves_it_starting(make, interruptible):
     cluster = make("localhost:2", wait=False)
 
     def interrupted(call):
-        begun, me = run_dir(cluster) / "agent-localhost.log", os.getpid()
+        begun, me = run_folder(cluster) / "agent-localhost.log", os.getpid()
         wait = f"until [ -e {begun} ] || ! kill -0 {me}; do sleep 0.1; done; sleep 0.3"
         with pytest.raises(KeyboardInterrupt), subprocess.Popen(["sh", "-c", f"{wait}; kill -INT {me}"]):
             call()  # at any point; the signal is expected even if it has ended
@@ -263,7 +263,7 @@ def test_logs_begin_with_the_first_byte(make):
     """The log files have what a worker prints before it is connected, here the warning of a preloaded module."""
     cluster = make("localhost:1", preload=["no_such_module_at_all"])
     assert cluster.workers[0].state == "ready"
-    agents = list(run_dir(cluster).glob("agent-*.log"))
+    agents = list(run_folder(cluster).glob("agent-*.log"))
     assert any("no_such_module_at_all" in file.read_text() for file in agents)
     assert {file.suffix for file in (cluster.log_dir / "idle").iterdir()} == {".out", ".err"}
 

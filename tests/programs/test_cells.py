@@ -12,8 +12,8 @@ from traitlets.config import Config
 
 from nbelastic.programs import cells
 from nbelastic.protocol import worker_messages
-from nbelastic.protocol.encoding import encode
 from nbelastic.protocol.ids import WorkerId
+from nbelastic.protocol.json_encoding import encode
 from nbelastic.transport.sockets import MAX_MESSAGE
 from nbelastic.worker.output_buffer import OutputStream
 

@@ -14,8 +14,8 @@ class Held:
 
     def __init__(self, folder, launcher="slurm", host="node1", **options):
         self.stops = []
-        self.run_dir = folder / "run"
-        self.agent = BatchAgent(launcher, host, self.run_dir, options, self.stops.append, number=next(_numbers))
+        self.run_folder = folder / "run"
+        self.agent = BatchAgent(launcher, host, self.run_folder, options, self.stops.append, number=next(_numbers))
         self.host = host
         self.config = {"settings": {"slots": "2"}, "keys": {"secret": "not-to-be-seen"}}
 
@@ -24,11 +24,11 @@ class Held:
 
     def file(self, kind):
         """The one of that kind; None if there is none."""
-        return next(self.run_dir.glob(f"agent-node1-*.{kind}"), None)
+        return next(self.run_folder.glob(f"agent-node1-*.{kind}"), None)
 
     def left(self):
         """Files that may hold a secret."""
-        return sorted(path.name for path in self.run_dir.glob("*") if path.suffix in (".json", ".sh"))
+        return sorted(path.name for path in self.run_folder.glob("*") if path.suffix in (".json", ".sh"))
 
 
 def job(held):

@@ -35,14 +35,14 @@ def config_of(held, server, keys):
         "number": 1,
         "driver": server.address,
         "keys": msgspec.to_builtins(keys.for_clients()),
-        "presence": None,
+        "driver_lease": None,
         "lease": 30.0,
         "heartbeat": 1.0,
         "address": "",
         "nics": [],
         "path": [],
-        "run_dir": "",
-        "log_dir": str(held.run_dir / "logs"),
+        "run_folder": "",
+        "log_dir": str(held.run_folder / "logs"),
         "preload": [],
         "threads": "",
         "environment": {},
@@ -77,7 +77,7 @@ def test_an_agent_speaks_from_its_job_and_retires(slurm, tmp_path):
             assert await held.agent.state() == "running"
             assert held.left() == [held.file("sh").name]  # the agent has read its keys, and removed the file
             assert stat.S_IMODE(held.file("sh").stat().st_mode) == 0o600
-            assert stat.S_IMODE(held.run_dir.stat().st_mode) == 0o700
+            assert stat.S_IMODE(held.run_folder.stat().st_mode) == 0o700
             (number,) = slurm.jobs()
             seen = held.file("batch").read_text() + slurm("scontrol", "write", "batch", number, "-")
             seen += "".join(" ".join(p.info["cmdline"] or ()) for p in psutil.process_iter(["cmdline"]))
@@ -148,7 +148,7 @@ def test_environment_and_folder(slurm, tmp_path, stand_in):
         assert await ended(held) == 0
         lines = (tmp_path / "env").read_text().splitlines()
         assert lines[-2:] == [str(tmp_path / "a folder"), "from nbelastic.agent.start import main; main()"]
-        assert [line for line in lines if line.startswith(f"NBELASTIC_AGENT={held.run_dir}/agent-node1-")]
+        assert [line for line in lines if line.startswith(f"NBELASTIC_AGENT={held.run_folder}/agent-node1-")]
         assert lines[lines.index("TOKEN=it's $secret") + 1] == "2"
         assert "secret" not in held.file("batch").read_text()
 

@@ -144,6 +144,6 @@ def test_a_strange_name_of_a_host(tmp_path, stand_in):
         held.start(python=sys.executable)
         await until(lambda: job(held))
         assert "--job-name=nbelastic-fe80__1_eth0_.._x\n" in (tmp_path / "script").read_text()
-        assert {path.parent for path in held.run_dir.rglob("*")} == {held.run_dir}
+        assert {path.parent for path in held.run_folder.rglob("*")} == {held.run_folder}
 
     asyncio.run(story())

@@ -16,9 +16,9 @@ from nbelastic.client.connection import Connection
 from nbelastic.driver import process
 from nbelastic.driver.driver import Driver
 from nbelastic.protocol import events as ev
-from nbelastic.protocol.run_directory import RunDir
-from nbelastic.protocol.start import Start
-from nbelastic.protocol.updates import encoded
+from nbelastic.protocol.client_messages import encoded
+from nbelastic.protocol.driver_start import Start
+from nbelastic.protocol.run_folder import RunFolder
 
 
 class DriverThread:
@@ -101,9 +101,9 @@ def start_driver_process(
     return Connection(folder, on_change, predecessor), thread
 
 
-def kill_driver(run_dir: RunDir, pid: int) -> None:
+def kill_driver(run_folder: RunFolder, pid: int) -> None:
     """As `find_driver.kill_driver`."""
-    driver_threads[run_dir.name].kill()
+    driver_threads[run_folder.name].kill()
 
 
 def use_driver_threads(monkeypatch: pytest.MonkeyPatch) -> None:

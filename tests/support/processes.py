@@ -10,8 +10,8 @@ from typing import Any
 import psutil
 
 import nbelastic as nbe
-from nbelastic.protocol.run_directory import RunDir
-from nbelastic.system.folders import runs
+from nbelastic.protocol.run_folder import RunFolder
+from nbelastic.system.folder_paths import runs_folder
 from tests.support import warm_agents
 
 
@@ -37,13 +37,13 @@ def processes_of(cluster: nbe.Cluster) -> set[int]:
     return descendants() | {worker.pid for worker in cluster.workers if worker.pid}
 
 
-def run_dir(cluster: nbe.Cluster) -> Path:
+def run_folder(cluster: nbe.Cluster) -> Path:
     """The run folder of a running cluster."""
-    return runs() / cluster.name
+    return runs_folder() / cluster.name
 
 
 def driver_pid(cluster: nbe.Cluster) -> int:
-    return RunDir(cluster.name).driver
+    return RunFolder(cluster.name).driver
 
 
 def controller_file(cluster: nbe.Cluster, ending: str) -> str:
@@ -51,7 +51,7 @@ def controller_file(cluster: nbe.Cluster, ending: str) -> str:
 
     `.process` names its process (`pid@start`), `-engine.json` is the connection file for engines.
     """
-    return (run_dir(cluster) / "ipython" / "security" / f"ipcontroller-{cluster.name}{ending}").read_text()
+    return (run_folder(cluster) / "ipython" / "security" / f"ipcontroller-{cluster.name}{ending}").read_text()
 
 
 def agent_of_worker(worker: Any) -> psutil.Process:

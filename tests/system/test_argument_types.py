@@ -1,4 +1,4 @@
-"""Arguments of a wrong type: one line that names the argument and what it must be, never an error of Python's own."""
+"""Arguments of a wrong type: the error is one line that names the argument and what it must be."""
 
 import pytest
 
@@ -23,7 +23,7 @@ GIVEN = [(name, value, kind.words) for name, kind in {**NEEDED, **OPTIONAL}.item
 
 
 def refused(make, *args, **options):
-    """The line of the UsageError that this raises."""
+    """The text of the UsageError that this call raises, which has one line."""
     with pytest.raises(nbe.UsageError) as error:
         make(*args, **options)
     assert "\n" not in str(error.value)
@@ -36,13 +36,13 @@ def test_an_argument_of_a_cluster_that_is_of_a_wrong_type_is_named(name, value, 
 
 
 def test_every_argument_of_a_cluster_that_has_a_type_is_tried():
-    """The others have a line of their own, or may be anything."""
+    """The other arguments have tests of their own, or may have any type."""
     known = nbe.Cluster.__init__.__kwdefaults__.keys()
     assert known - NEEDED.keys() - OPTIONAL.keys() == {"discovery", "keep"}
 
 
 @pytest.mark.parametrize("seconds", [None, [1], object()])
-def test_a_timeout_that_is_no_number_is_named(seconds):
+def test_a_timeout_that_is_not_a_number_is_named(seconds):
     assert refused(nbe.Cluster, timeouts={"recover": seconds}).startswith("timeouts: recover=")
 
 
@@ -51,7 +51,7 @@ def test_a_range_has_two_ends():
 
 
 @pytest.mark.parametrize("hosts", [5, [1], b"gpu1", object()])
-def test_hosts_that_are_no_text_are_refused(hosts):
+def test_hosts_that_are_not_text_are_refused(hosts):
     line = 'hosts must be text or a list of texts, as "gpu1:4", not '
     assert refused(nbe.Cluster, hosts).startswith(line)
     assert refused(nbe.FixedHosts, hosts).startswith(line)
@@ -82,22 +82,22 @@ def test_states_of_a_wrong_type_are_refused():
 
 
 @pytest.mark.parametrize("seed", [None, "x", float("nan"), float("inf"), [1]])
-def test_seeds_and_epochs_that_are_no_numbers_are_refused(seed):
+def test_seeds_and_epochs_that_are_not_numbers_are_refused(seed):
     assert refused(nbe.ElasticSampler, range(4), seed=seed).startswith("seed must be a whole number, not ")
     assert refused(nbe.ElasticSampler(range(4)).set_epoch, seed).startswith("epoch must be a whole number, not ")
 
 
 @pytest.mark.parametrize("state", [None, 5, {"used": 1}, {"used": "x", "epoch": 1}, [1]])
-def test_a_samplers_state_that_is_none_is_refused(state):
-    """Nothing of it is taken."""
+def test_an_invalid_state_of_a_sampler_is_refused(state):
+    """The sampler does not change."""
     sampler = nbe.ElasticSampler(range(4))
-    with pytest.raises(nbe.StateError, match="no state of an ElasticSampler"):
+    with pytest.raises(nbe.StateError, match="not a state of an ElasticSampler"):
         sampler.load_state_dict(state)
     assert sampler.used == 0
 
 
 def test_numbers_of_other_libraries_are_numbers():
-    """As NumPy's, which is where many come from."""
+    """Such as NumPy's."""
     numpy = pytest.importorskip("numpy")
     cluster = nbe.Cluster("localhost:2", min=numpy.int64(2), silence=numpy.float32(5), elastic_timeout=60)
     assert cluster._link.configuration.settings.limits.min == 2

@@ -1,4 +1,4 @@
-"""Open files: the soft limit is raised, and more workers than fit are refused before anything starts."""
+"""The limit of open files: it is raised, and too many workers for it are refused before anything starts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.support import driver_thread
 
 
 def test_the_soft_limit_is_raised_to_the_hard_one() -> None:
-    """In this process and in those that it starts; a higher one is left alone."""
+    """In this process and in those that it starts; a higher limit stays."""
     code = (
         "import resource\n"
         "from nbelastic.system import open_files\n"
@@ -32,12 +32,12 @@ def test_the_soft_limit_is_raised_to_the_hard_one() -> None:
     ("limit", "used", "fit"), [(256, 20, 21), (1024, 20, 149), (100, 20, 0), (20_000, 20, 3312), (300, 200, 2)]
 )
 def test_how_many_workers_fit(limit: int, used: int, fit: int) -> None:
-    """The controller's connections count, and what this process has open already."""
-    assert open_files.room(limit, used) == fit
+    """The controller's connections count, and the files that this process has open already."""
+    assert open_files.most_workers(limit, used) == fit
 
 
 def test_more_workers_than_fit_are_refused_at_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """One line says how many fit and which limit to raise; nothing has been started."""
+    """One line names how many fit and which limit to raise; nothing has been started."""
     driver_thread.use_driver_threads(monkeypatch)
     monkeypatch.setattr(open_files, "raise_limit", lambda: 256)
     before = set(threading.enumerate())

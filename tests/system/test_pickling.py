@@ -1,4 +1,4 @@
-"""Functions, arguments and results as bytes: what comes back is what went, and large arrays are not copied on their way."""
+"""Pickled functions, arguments and results: they are restored exactly, and large arrays are not copied."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from nbelastic.system import pickling
-from nbelastic.system.files import replace_private
+from nbelastic.system.private_files import replace_private
 
 LARGE = pickling.LARGE  # bytes
 
@@ -23,8 +23,8 @@ def packed(value: object) -> bytearray:
 @pytest.mark.parametrize(
     "kind", [torch.float32, torch.bfloat16, torch.bool, torch.complex64, torch.int64, torch.float8_e4m3fn], ids=str
 )
-def test_a_large_tensor_comes_back(kind):
-    """Of every kind, with its shape, and writable; its bytes are beside the pickle."""
+def test_a_large_tensor_is_restored(kind):
+    """Of every type, with its shape, and writable; its bytes are beside the pickle."""
     tensor = torch.arange(LARGE).remainder(2).reshape(4, -1).to(kind)
     pieces = pickling.pack({"one": tensor})
     assert any(piece.nbytes == tensor.nbytes for piece in pieces)
@@ -49,22 +49,22 @@ def test_a_large_tensor_comes_back(kind):
     ],
     ids=["flat", "turned", "part", "leaf", "parameter", "sparse", "conjugate", "scalar", "empty"],
 )
-def test_tensors_of_all_sorts_come_back(tensor):
-    """What is more than memory and a shape goes torch's own way."""
+def test_special_tensors_are_restored(tensor):
+    """Tensors with more than memory, type and shape use torch's own reducer."""
     found = pickling.unpack(packed(tensor))
     assert (type(found), found.requires_grad) == (type(tensor), tensor.requires_grad)
     assert torch.equal(found.to_dense(), tensor.to_dense())
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-def test_a_nested_tensor_comes_back():
+def test_a_nested_tensor_is_restored():
     tensor = torch.nested.nested_tensor([torch.zeros(LARGE), torch.ones(LARGE)])
     found = pickling.unpack(packed(tensor))
     assert all(torch.equal(*pair) for pair in zip(found.unbind(), tensor.unbind(), strict=True))
 
 
 def test_arrays_are_neither_copied_nor_shared(tmp_path):
-    """A mapped file is read when it is used; who writes into the array changes neither the file nor another's."""
+    """A mapped file is read when it is used. Writing into an array changes neither the file nor another array."""
     array = np.arange(100_000.0)
     pieces = pickling.pack((array, "and more"))
     assert any(piece.obj is not None and np.shares_memory(np.frombuffer(piece, np.uint8), array) for piece in pieces)
@@ -78,7 +78,7 @@ def test_arrays_are_neither_copied_nor_shared(tmp_path):
 
 
 def test_a_written_value_is_private_and_whole(tmp_path):
-    """0600; who has the one before mapped keeps it."""
+    """Mode 0600; a process that has mapped the earlier file keeps it."""
     path = tmp_path / "value"
     replace_private(path, pickling.pack("before" * LARGE))
     before = pickling.mapped(path)
@@ -90,10 +90,10 @@ def test_a_written_value_is_private_and_whole(tmp_path):
 
 
 def test_a_full_disk_leaves_nothing(tmp_path):
-    """The error is the system's, and the file before is there."""
+    """The error is the system's, and the earlier file remains."""
     (tmp_path / "value").write_text("before")
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))  # as good as a disk that has no more room
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))  # has the effect of a full disk
     try:
         with pytest.raises(OSError, match="File too large"):
             replace_private(tmp_path / "value", pickling.pack("x" * LARGE))
@@ -102,8 +102,8 @@ def test_a_full_disk_leaves_nothing(tmp_path):
     assert [(file.name, file.read_text()) for file in tmp_path.iterdir()] == [("value", "before")]
 
 
-def test_what_is_not_whole_is_refused():
-    """Before anything of it is unpickled."""
+def test_incomplete_data_is_refused():
+    """Before any of it is unpickled."""
     whole = packed(np.zeros(1000))
     for cut in (0, 7, 8, 30, 100, len(whole) // 2):
         with pytest.raises(ValueError, match="packed value"):
@@ -114,7 +114,7 @@ def test_what_is_not_whole_is_refused():
 
 
 def test_pieces_of_a_value():
-    """As many as are asked for at a time, with their offsets; the last one is shorter."""
+    """As many as one request returns, with their offsets; the last one is shorter."""
     data = bytes(range(256)) * (pickling.PIECE * (pickling.PIECES + 1) // 256) + b"end"
     first = list(pickling.pieces(data, 0))
     assert [at for at, _ in first] == [number * pickling.PIECE for number in range(pickling.PIECES)]
@@ -123,8 +123,8 @@ def test_pieces_of_a_value():
     assert list(pickling.pieces(data, len(data))) == []
 
 
-def test_a_notebooks_class_comes_back_as_itself():
-    """What the notebook has defined is pickled as it is; its instances come back as instances of the same class."""
+def test_a_notebooks_class_is_pickled_by_value():
+    """Its instances are restored as instances of the same class."""
     namespace = {"__name__": "__main__"}
     exec("class Point:\n    def __init__(self, x):\n        self.x = x", namespace)
     kind = namespace["Point"]

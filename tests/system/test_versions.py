@@ -27,17 +27,17 @@ HERE = {"Python": "3.11.2", "nbelastic": "0.1.0", "torch": "2.13.0+cu126"}
     ],
 )
 def test_both_versions_are_named(there, said):
-    """What differs and matters is said with both versions."""
+    """The text names each difference that matters, with both versions."""
     assert versions.difference(there, HERE) == said
 
 
-def test_a_kernel_without_torch_minds_no_torch():
-    """The notebook's environment need not have it."""
+def test_a_kernel_without_torch_accepts_any_torch():
+    """The notebook's environment need not have torch."""
     assert versions.difference(HERE, HERE | {"torch": ""}) == ""
 
 
-def test_what_is_here_is_found():
-    """Of this environment, with the names that `difference` knows."""
-    found = versions.here()
+def test_the_installed_versions_are_found():
+    """With the names that `difference` uses."""
+    found = versions.installed()
     assert versions.difference(found, found) == ""
     assert all(found[name] for name in ("Python", "nbelastic", "torch"))

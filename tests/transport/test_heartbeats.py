@@ -6,7 +6,7 @@ import asyncio
 
 from nbelastic.protocol import events as ev
 from nbelastic.protocol import worker_messages
-from nbelastic.system import supervise
+from nbelastic.system import fault_handling
 from nbelastic.transport.client import Client
 from nbelastic.transport.keys import Keys
 from nbelastic.transport.server import Server
@@ -32,7 +32,7 @@ def test_heartbeats_go_on_after_a_fault(monkeypatch, caplog):
 
     again = asyncio.Event()
     monkeypatch.setattr(Server, "_send_heartbeats", beat)
-    monkeypatch.setattr(supervise, "FIRST_PAUSE", 0.0)
+    monkeypatch.setattr(fault_handling, "FIRST_PAUSE", 0.0)
     asyncio.run(story())
     assert [record.getMessage() for record in caplog.records if record.exc_info] == [
         "nbelastic has a fault: the driver's heartbeats (it is started again)"

@@ -15,8 +15,8 @@ import zmq
 
 from nbelastic.protocol import agent_messages, messages, worker_messages
 from nbelastic.protocol import events as ev
-from nbelastic.protocol.encoding import encode
 from nbelastic.protocol.ids import WorkerId
+from nbelastic.protocol.json_encoding import encode
 from nbelastic.transport.client import Client
 from nbelastic.transport.delivery import MAX_UNACKNOWLEDGED, RETRANSMIT_BATCH, WINDOW, Delivery
 from nbelastic.transport.keys import Keys

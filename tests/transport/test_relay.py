@@ -10,8 +10,8 @@ import zmq
 
 from nbelastic.protocol import agent_messages, messages, worker_messages
 from nbelastic.protocol import events as ev
-from nbelastic.protocol.encoding import encode
 from nbelastic.protocol.ids import WorkerId
+from nbelastic.protocol.json_encoding import encode
 from nbelastic.transport.client import Client
 from nbelastic.transport.delivery import Delivery
 from nbelastic.transport.relay import bundles
@@ -257,7 +257,7 @@ def test_a_new_driver_is_told_who_is_there(tmp_path):
             there.heard.clear()
             there.server = Server(there.keys, lambda peer, message: there.heard.append((peer, message)), 0.1, term=2)
             await there.server.start(port=port)
-            await until(lambda: messages.Welcome(2) in one.heard)
+            await until(lambda: messages.NewDriver(2) in one.heard)
             one.reset_session(lambda: worker_messages.WorkerReport(W, 1))
             await until(lambda: there.heard)
             assert there.heard == [(NAME, worker_messages.WorkerReport(W, 1))]

@@ -14,7 +14,7 @@ from nbelastic.protocol import events as ev
 from nbelastic.protocol import messages, worker_messages
 from nbelastic.protocol.ids import WorkerId
 from nbelastic.system import ports
-from nbelastic.system.addresses import parted
+from nbelastic.system.addresses import split_endpoint
 from nbelastic.transport.client import Client
 from nbelastic.transport.keys import Keys
 from nbelastic.transport.server import Server
@@ -33,7 +33,7 @@ class Worker:
 
     def receive(self, message):
         self.heard.append(message)
-        if isinstance(message, messages.Welcome):
+        if isinstance(message, messages.NewDriver):
             self.answer()
 
     def answer(self):
@@ -52,7 +52,7 @@ def test_who_lives_on_is_asked_who_it_is():
     async def story():
         keys, first, second = Keys.make(), [], []
         server = await hub_at(keys, first, 1)
-        port = parted(server.address)[1]
+        port = split_endpoint(server.address)[1]
         worker = Worker(server.address, keys)
         worker.link.start()
         worker.link.send(ev.WorkerFormed(W, 1))
@@ -65,7 +65,7 @@ def test_who_lives_on_is_asked_who_it_is():
         try:
             await until(lambda: second)
             assert not worker.link.disconnected
-            assert worker.heard[0] == messages.Welcome(2)
+            assert worker.heard[0] == messages.NewDriver(2)
             assert second[0] == worker_messages.WorkerReport(W, os.getpid(), commit=7)
             worker.link.send(ev.WorkerSucceeded(W, 1))
             await until(lambda: ev.WorkerSucceeded(W, 1) in second)
@@ -133,7 +133,7 @@ def test_a_port_is_none_that_the_system_gives_away():
     async def story():
         server = await hub_at(Keys.make(), [], 1)
         await server.stop()
-        return parted(server.address)[1]
+        return split_endpoint(server.address)[1]
 
     with open("/proc/sys/net/ipv4/ip_local_port_range", encoding="ascii") as file:
         low = int(file.read().split()[0])
@@ -152,9 +152,9 @@ def test_a_port_that_somebody_holds_is_none_to_take(monkeypatch):
             held, free = holder.getsockname()[1], other.getsockname()[1]
             holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             other.close()
-            monkeypatch.setattr(ports, "chosen", lambda *_: [held, free])
+            monkeypatch.setattr(ports, "random_ports", lambda *_: [held, free])
             server = await hub_at(Keys.make(), [], 1)
             await server.stop()
-            assert parted(server.address)[1] == free
+            assert split_endpoint(server.address)[1] == free
 
     asyncio.run(story())

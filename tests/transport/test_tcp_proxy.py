@@ -15,14 +15,14 @@ import pytest
 
 from nbelastic.provision.tcp_proxy import Doors, Gate
 from nbelastic.provision.tcp_proxy_process import MOST_OF_A_PEER
-from nbelastic.system.presence import pid_of
-from tests.support.presence import until_the_end
+from nbelastic.system.process_identity import pid_of
+from tests.support.driver_lease import until_the_end
 from tests.support.processes import alive
 from tests.support.waiting import until
 
 
 @pytest.fixture
-def presence(tmp_path):
+def driver_lease(tmp_path):
     """All ends with this process."""
     return until_the_end(tmp_path)
 
@@ -50,9 +50,9 @@ def echo():
 
 
 @contextlib.contextmanager
-def opened(port, presence, address="127.0.0.1"):
+def opened(port, driver_lease, address="127.0.0.1"):
     """A gate before this port: the gate, and the address of its door."""
-    one = Gate(address, presence)
+    one = Gate(address, driver_lease)
     try:
         yield one, (address, one.open([port])[port])
     finally:
@@ -77,10 +77,10 @@ def refused(one):
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "::1"])
-def test_bytes_pass_both_ways(address, presence):
+def test_bytes_pass_both_ways(address, driver_lease):
     """Much more than any buffer holds, unchanged and in order; and the end of one side is the end of the other."""
     data = os.urandom(1 << 23)
-    with echo() as port, opened(port, presence, address) as (_, door), call(door) as one:
+    with echo() as port, opened(port, driver_lease, address) as (_, door), call(door) as one:
         sender = threading.Thread(target=one.sendall, args=(data,))
         sender.start()
         back = bytearray()
@@ -92,9 +92,9 @@ def test_bytes_pass_both_ways(address, presence):
         assert refused(one)
 
 
-def test_so_many_of_one_address_and_no_more(presence):
+def test_so_many_of_one_address_and_no_more(driver_lease):
     """Past that the address is refused, another one is not; and who has gone makes room."""
-    with echo() as port, opened(port, presence) as (_, door), contextlib.ExitStack() as stack:
+    with echo() as port, opened(port, driver_lease) as (_, door), contextlib.ExitStack() as stack:
         ours = [stack.enter_context(call(door, "127.0.0.8")) for _ in range(MOST_OF_A_PEER)]
         assert all(comes_back(one) for one in ours)
         for _ in range(20):
@@ -111,10 +111,10 @@ def test_so_many_of_one_address_and_no_more(presence):
         until(room, what="room for another one")
 
 
-def test_many_workers_of_one_address(capfd, presence):
+def test_many_workers_of_one_address(capfd, driver_lease):
     """All workers that are asked for may come from one address; the first refusal of an address is said, and no other."""
     with echo() as port, contextlib.ExitStack() as stack:
-        gate = Gate("127.0.0.1", presence, workers=lambda: MOST_OF_A_PEER)
+        gate = Gate("127.0.0.1", driver_lease, workers=lambda: MOST_OF_A_PEER)
         stack.callback(gate.close)
         door = ("127.0.0.1", gate.open([port])[port])
         ours = [stack.enter_context(call(door, "127.0.0.8")) for _ in range(2 * MOST_OF_A_PEER)]
@@ -126,10 +126,10 @@ def test_many_workers_of_one_address(capfd, presence):
     assert "127.0.0.8 was refused: 256 connections of it" in said
 
 
-def test_nobody_behind_it(presence):
+def test_nobody_behind_it(driver_lease):
     """Where nothing listens any more, a caller is refused, and the gate goes on."""
     with echo() as port:
-        with opened(port, presence) as (one, door):
+        with opened(port, driver_lease) as (one, door):
             with call(door) as caller:
                 assert comes_back(caller)
             other = one.open([1])[1]
@@ -139,11 +139,11 @@ def test_nobody_behind_it(presence):
                 assert comes_back(caller)
 
 
-def test_closing_leaves_nothing(presence):
+def test_closing_leaves_nothing(driver_lease):
     """No process, no open door, no descriptor; closing twice is fine."""
     before = len(os.listdir("/proc/self/fd"))
     with echo() as port:
-        with opened(port, presence) as (one, door):
+        with opened(port, driver_lease) as (one, door):
             with call(door) as caller:
                 assert comes_back(caller)
             (process,) = [child for child in psutil.Process().children() if "tcp_proxy" in " ".join(child.cmdline())]
@@ -158,7 +158,7 @@ OPENER = """
 import sys, time
 from pathlib import Path
 from nbelastic.provision.tcp_proxy import Gate
-from tests.support.presence import until_the_end
+from tests.support.driver_lease import until_the_end
 gate = Gate("127.0.0.1", until_the_end(Path(sys.argv[2])))
 print(gate.open([int(sys.argv[1])]).popitem()[1], list(gate._children.values())[0].pid, flush=True)
 time.sleep(1000)
@@ -186,10 +186,10 @@ def mended(doors, door):
         return comes_back(one)
 
 
-def test_one_that_is_killed_is_opened_again(presence):
+def test_one_that_is_killed_is_opened_again(driver_lease):
     """At the same ports, by whoever has it then: callers come back; what it leads to has not noticed."""
     with echo() as port:
-        doors, other = Doors(presence), Doors(presence)
+        doors, other = Doors(driver_lease), Doors(driver_lease)
         try:
             link = doors.lead("127.0.0.1", f"tcp://127.0.0.1:{port}")
             door = ("127.0.0.1", int(link.rpartition(":")[2]))
@@ -209,11 +209,11 @@ def test_one_that_is_killed_is_opened_again(presence):
             doors.close()
 
 
-def test_one_that_ends_at_once_is_not_started_in_a_hot_loop(monkeypatch, presence):
+def test_one_that_ends_at_once_is_not_started_in_a_hot_loop(monkeypatch, driver_lease):
     """The first time at once; then after pauses that double up to 30 s, until one has lived for long."""
     started = []
     monkeypatch.setattr(Gate, "_replace", lambda gate, process: started.append(process) or True)
-    gate = Gate("127.0.0.1", presence)
+    gate = Gate("127.0.0.1", driver_lease)
     gate.adopt("1@1", {})  # there is no such process
     replaced = [tick / 2 for tick in range(601) if gate.mend(tick / 2)]
     assert replaced[0] == 0.0
@@ -223,17 +223,17 @@ def test_one_that_ends_at_once_is_not_started_in_a_hot_loop(monkeypatch, presenc
     assert gate.mend(1000.5) == 1
 
 
-def test_an_address_of_somebody_else(presence):
+def test_an_address_of_somebody_else(driver_lease):
     """No gate there, and no process that waits for one."""
     before = psutil.Process().children()
     with pytest.raises(OSError, match="assign"):
-        Gate("198.51.100.7", presence).open([1])
+        Gate("198.51.100.7", driver_lease).open([1])
     assert psutil.Process().children() == before
 
 
-def test_doors_for_engines(presence):
+def test_doors_for_engines(driver_lease):
     """ipyparallel's connection information names doors instead of ports; each address has doors of its own, opened once."""
-    doors = Doors(presence)
+    doors = Doors(driver_lease)
     with echo() as port:
         info = json.dumps({"registration": port, "task": [port, port], "key": "k", "interface": "tcp://127.0.0.1"})
         try:

@@ -6,7 +6,7 @@ import pytest
 
 from nbelastic.protocol import worker_messages
 from nbelastic.protocol.ids import WorkerId
-from nbelastic.protocol.ranks import places, ranges
+from nbelastic.protocol.rank_layout import ranges, rank_numbers
 from nbelastic.worker.formation import Formation, formation_of
 
 ORDER = worker_messages.Formation(7, (("b", (0, 3)), ("a", (1,))), "10.0.0.1:4711", 1, ((0, 1), (2, 3)))
@@ -15,7 +15,7 @@ ORDER = worker_messages.Formation(7, (("b", (0, 3)), ("a", (1,))), "10.0.0.1:471
 def test_each_member_finds_its_ranks():
     """The six numbers of torchrun's contract, as the driver would count them."""
     members = [WorkerId("b", 0, 4), WorkerId("b", 3, 1), WorkerId("a", 1, 9)]
-    for w, place in zip(members, places(members), strict=True):
+    for w, place in zip(members, rank_numbers(members), strict=True):
         numbers = (place.rank, 3, place.local_rank, place.local_size, place.cross_rank, place.cross_size)
         assert formation_of(ORDER, w) == Formation(
             7, *numbers, "10.0.0.1:4711", 1, receivers=(0, 2), hosts=(("b", 2), ("a", 1))

@@ -285,8 +285,8 @@ def test_a_new_driver_is_introduced_to_and_hears_the_result_again(worker):
     """An older one's welcome comes late, and is not answered."""
     worker.program_ended(worker_messages.ProgramResult(W, "job"))
     worker.tick(1.0, HERE)
-    assert worker.receive(messages.Welcome(2)) == [Introduce()]
-    assert worker.receive(messages.Welcome(1)) == []
+    assert worker.receive(messages.NewDriver(2)) == [Introduce()]
+    assert worker.receive(messages.NewDriver(1)) == []
     assert worker_messages.ProgramResult(W, "job") in said(worker.tick(2.0, HERE))
 
 
@@ -295,17 +295,23 @@ def test_a_new_driver_hears_that_a_promise_was_made(worker):
     worker.receive(worker_messages.Leave(EPOCH))
     here = worker.report(1, "store")
     assert (here.job, here.busy, here.generation, here.rank, here.size) == ("job", True, EPOCH, 1, 2)
-    assert (here.formed, here.holds, here.bound, here.numbered, here.stopped) == (True, True, True, EPOCH, "")
+    assert (here.formed, here.holds_state, here.has_promised, here.highest_generation, here.stop_reason) == (
+        True,
+        True,
+        True,
+        EPOCH,
+        "",
+    )
     worker.receive(worker_messages.Abort(EPOCH + 1, "gone"))
     here = worker.report(1, "store")
-    assert (here.formed, here.holds, here.numbered, here.store) == (False, True, EPOCH + 1, "store")
+    assert (here.formed, here.holds_state, here.highest_generation, here.store) == (False, True, EPOCH + 1, "store")
 
 
 @pytest.mark.parametrize(("own", "stopped"), [(False, "the job is over"), (True, "")])
 def test_a_new_driver_hears_who_was_told_to_stop(worker, own, stopped):
     """Why, unless it was told to end with its own error."""
     worker.receive(worker_messages.StopProgram("job", "the job is over", own=own))
-    assert worker.report(1, "").stopped == stopped
+    assert worker.report(1, "").stop_reason == stopped
 
 
 def test_a_new_driver_hears_of_a_program_that_begins(worker):
@@ -313,7 +319,7 @@ def test_a_new_driver_hears_of_a_program_that_begins(worker):
     worker.receive(worker_messages.StopProgram("job", "the job is over"))
     worker.facts.begin("next")
     here = worker.report(1, "")
-    assert (here.job, here.busy, here.stopped, here.generation, here.formed) == ("next", True, "", 0, False)
+    assert (here.job, here.busy, here.stop_reason, here.generation, here.formed) == ("next", True, "", 0, False)
     worker.begin("next")
     here = worker.report(1, "")
-    assert (here.job, here.busy, here.stopped) == ("next", True, "")
+    assert (here.job, here.busy, here.stop_reason) == ("next", True, "")

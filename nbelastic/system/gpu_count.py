@@ -1,4 +1,4 @@
-"""The GPUs of this machine."""
+"""The number of GPUs that this process may use."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import os
 from pathlib import Path
 
 
-def gpus() -> int:
-    """How many GPUs this process may use. torch is not asked: a kernel never imports it."""
+def visible_gpus() -> int:
+    """The number of GPUs that this process may use, found without torch: a kernel never imports torch."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         return len([part for part in visible.split(",") if part.strip() and part.strip() != "-1"])

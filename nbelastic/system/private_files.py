@@ -1,4 +1,4 @@
-"""Files and folders of their owner alone: keys, programs, results and logs are in them."""
+"""Write files and make folders that only their owner can read: keys, programs, results and logs."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from pathlib import Path
 
 
 def make_private(folder: Path) -> None:
-    """Make this folder, and its missing parents, with mode 0700."""
+    """Make this folder and its missing parents, with mode 0700."""
     if not folder.is_dir():
         make_private(folder.parent)
         folder.mkdir(mode=0o700, exist_ok=True)
 
 
 def replace_private(path: Path, pieces: Iterable[bytes | memoryview]) -> None:
-    """Write a file of mode 0600 as a whole: a reader, also after a kill, finds the old file or the new one.
+    """Write a file of mode 0600 atomically: readers find the whole old file or the whole new one, also after a kill.
 
-    A process that has mapped the old file keeps it. OSError if the disk is full, for example: the old file stays then.
+    A process that has mapped the old file keeps it. OSError, for example if the disk is full; then the old file remains.
     """
     new = path.with_name(f".{path.name}.new")
     new.unlink(missing_ok=True)
@@ -32,12 +32,12 @@ def replace_private(path: Path, pieces: Iterable[bytes | memoryview]) -> None:
 
 
 def append_private(path: Path) -> int:
-    """A descriptor that appends to this file, which is made with mode 0600 if it is missing."""
+    """Open a file for appending, and return its descriptor. A missing file is made with mode 0600."""
     return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
 
 
 def redirect(path: Path, *descriptors: int) -> None:
-    """Append to this file, of mode 0600, what the process writes to the descriptors."""
+    """Append what this process writes to `descriptors` to a file of mode 0600."""
     file = append_private(path)
     for descriptor in descriptors:
         os.dup2(file, descriptor)

@@ -1,4 +1,4 @@
-"""Faults of nbelastic's own code: background tasks are reported and started again, single calls are reported."""
+"""Exceptions in nbelastic's own code: report them, and restart the background tasks that raised them."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any, TypeVar
 
 log = logging.getLogger("nbelastic")
 T = TypeVar("T")
-FIRST_PAUSE, LONGEST_PAUSE = 0.1, 30.0  # seconds from a failure to the next start; they double from failure to failure
+FIRST_PAUSE, LONGEST_PAUSE = 0.1, 30.0  # seconds before a restart; the pause doubles with each exception
 
-Report = Callable[[str, BaseException], object]  # what has failed, and with which error
+Report = Callable[[str, BaseException], object]  # arguments: what has failed, and the error
 
 
 def report_to_log(what: str, error: BaseException) -> None:
@@ -20,13 +20,13 @@ def report_to_log(what: str, error: BaseException) -> None:
 
 
 async def supervise(what: str, run: Callable[[], Awaitable[None]], report: Report) -> None:
-    """Await `run()` again after each exception, until it returns. `what` names it in reports."""
+    """Await `run()`, again after each exception, until it returns. Reports name it `what`."""
     pause = FIRST_PAUSE
     while True:
         began = time.monotonic()
         try:
             await run()
-        except Exception as error:  # noqa: BLE001  (a bug of ours: it must not end the task for good)
+        except Exception as error:  # noqa: BLE001  (a bug of nbelastic must not end the task for good)
             report(f"{what} (it is started again)", error)
         else:
             return
@@ -37,7 +37,7 @@ async def supervise(what: str, run: Callable[[], Awaitable[None]], report: Repor
 
 
 def guarded(call: Callable[..., T], *args: Any) -> T | None:
-    """Call it; log an exception and return None. A fault in one message must not stop heartbeats and other messages."""
+    """Call `call`; log an exception and return None. A fault in one message must not stop heartbeats and other messages."""
     try:
         return call(*args)
     except Exception:

@@ -1,4 +1,4 @@
-"""Hosts as people and scripts write them: `alice@gpu1:4`."""
+"""Parse hosts as users and discovery scripts write them: `alice@gpu1:4`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 from nbelastic.errors import UsageError
 from nbelastic.protocol.ids import HostSpec
 
-_HOST = re.compile(  # a name that began with - would be an option to ssh
+_HOST = re.compile(  # ssh would take a name that begins with "-" for an option
     r"(?:(?P<user>\w[\w.-]*)@)?"
     r"(?P<name>\[(?=[^]]*:)[0-9a-fA-F:.]+(?:%[\w.-]+)?\]|\w[\w.-]*)"
     r"(?::(?P<slots>[^:]*))?"
@@ -15,13 +15,13 @@ _HOST = re.compile(  # a name that began with - would be an option to ssh
 
 
 def parse_host(text: str, default_slots: int) -> HostSpec:
-    """`name`, `name:slots` or `user@name:slots`; IPv6 addresses in brackets. UsageError says what is wrong with it."""
+    """Parse `name`, `name:slots` or `user@name:slots`; IPv6 addresses in brackets. UsageError for any other text."""
     text = text.strip()
     match = _HOST.fullmatch(text)
     if not match:
-        raise UsageError(f"{text!r} is no host: write name, name:slots or user@name:slots (IPv6 in brackets).")
+        raise UsageError(f"{text!r} is not a valid host: write name, name:slots or user@name:slots (IPv6 in brackets).")
     try:
-        match["name"].encode("idna")  # what name resolution does with it
+        match["name"].encode("idna")  # as name resolution does
     except UnicodeError:
         raise UsageError(
             f"{text!r}: {match['name']!r} is not a valid host name: each part between dots has 1 to 63 characters."
@@ -33,7 +33,7 @@ def parse_host(text: str, default_slots: int) -> HostSpec:
 
 
 def parse_hosts(text: str, default_slots: int) -> tuple[HostSpec, ...]:
-    """A comma-separated list, as in `--hosts gpu1:4,gpu2:4`. A name given twice is an error."""
+    """Parse a comma-separated list, as in `--hosts gpu1:4,gpu2:4`. UsageError if a name appears twice."""
     hosts = tuple(parse_host(part, default_slots) for part in text.split(",") if part.strip())
     names = [host.name for host in hosts]
     twice = sorted({name for name in names if names.count(name) > 1})
@@ -43,7 +43,7 @@ def parse_hosts(text: str, default_slots: int) -> tuple[HostSpec, ...]:
 
 
 def parse_script_output(text: str, default_slots: int) -> tuple[HostSpec, ...]:
-    """What a discovery script printed: a host a line, blank lines ignored, the same line twice is once.
+    """Parse a discovery script's output: one host per line; blank and repeated lines are ignored.
 
     UsageError names the line that is wrong, or the host that appears with two numbers of slots.
     """

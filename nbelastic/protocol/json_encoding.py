@@ -1,4 +1,4 @@
-"""Structs as JSON."""
+"""Messages and saved structs as JSON."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _encoder = msgspec.json.Encoder()
 
 
 def encode(message: object) -> bytes:
-    """Encode a message as JSON. Text that is not Unicode (a lone surrogate in a file name) must not stop it: replace it."""
+    """Encode as JSON. Replace text that is not Unicode, such as a lone surrogate in a file name, so that it raises no error."""
     try:
         return _encoder.encode(message)
     except UnicodeEncodeError:

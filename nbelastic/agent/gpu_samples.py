@@ -1,7 +1,7 @@
-"""How busy the host's GPUs are, and how full: NVML's word, in the agent's own process.
+"""Samples of the host's GPUs: utilisation and memory, read with NVML, in the agent's process.
 
-NVML is NVIDIA's, and what it says of a GPU it says of all who use it, ours or not. Nothing of it may be in the template
-that the workers are forked from, so it is imported and begun with the first sample and nowhere else.
+NVML counts the processes of all users. The template, from which workers are forked, must not have loaded it. So it is
+imported with the first sample.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ import threading
 from typing import Any
 
 MB = 1_000_000
-Sample = tuple[int, int, int]  # utilisation in percent, MB in use, MB there are
+Sample = tuple[int, int, int]  # utilisation in percent, MB in use, MB in total
 
 
-def listed(visible: str | None) -> list[str] | None:
-    """The entries of CUDA_VISIBLE_DEVICES, each once, up to the first that is none, as CUDA reads it. None: all GPUs."""
+def parse_visible(visible: str | None) -> list[str] | None:
+    """The entries of CUDA_VISIBLE_DEVICES, each once, up to the first invalid one, as CUDA reads it. None: all GPUs."""
     if visible is None:
         return None
     entries: list[str] = []
@@ -31,32 +31,36 @@ def listed(visible: str | None) -> list[str] | None:
 
 
 class Gpus:
-    """Nothing but a look at a flag where there is no NVML, no driver or no GPU. An index counts as NVML does, by PCI bus."""
+    """Samples the visible GPUs. Without NVML, its driver or a GPU, samples are empty and cost nothing.
+
+    Indices are NVML's, in the order of the PCI bus.
+    """
 
     def __init__(self) -> None:
         self._nvml: Any = None
-        self._handles: list[Any] | None = None  # None: not begun
+        self._handles: list[Any] | None = None  # None: NVML is not loaded yet
         self._reader: threading.Thread | None = None
         self._latest: tuple[Sample, ...] = ()
 
     def sample(self) -> tuple[Sample, ...]:
-        """What was read since the last call, and let it be read again; `()` at first, and while the driver does not answer.
+        """The sample that was read since the last call; begin to read the next one, in a thread.
 
-        NVML can take seconds to begin, and for ever when a GPU is in trouble: just then the caller has workers to watch.
+        `()` at first, and while NVML does not answer: it takes seconds to load, and may hang if a GPU has a fault. The caller
+        must not wait for it.
         """
         if self._handles == []:
             return ()
         if self._reader is not None and self._reader.is_alive():
             return ()
         latest = self._latest
-        self._reader = threading.Thread(target=self._keep, name="nbelastic-gpus", daemon=True)
+        self._reader = threading.Thread(target=self._read_latest, name="nbelastic-gpus", daemon=True)
         self._reader.start()
         return latest
 
     def read(self) -> tuple[Sample, ...]:
-        """For each visible GPU what NVML says now; one that is in trouble is left out. Raises nothing, but may block."""
+        """Read a sample of each visible GPU without a fault. Raises nothing, but may block."""
         if self._handles is None:
-            self._nvml, self._handles = _begin()
+            self._nvml, self._handles = _load()
         nvml, found = self._nvml, []
         for handle in self._handles:
             with contextlib.suppress(nvml.NVMLError):
@@ -64,26 +68,26 @@ class Gpus:
         return tuple(found)
 
     def close(self) -> None:
-        """Be done with NVML. One that does not answer is left alone: it ends with the process."""
+        """Shut NVML down, unless it does not answer: then it ends with the process."""
         nvml, self._handles = self._nvml, []
         if nvml is not None and not (self._reader is not None and self._reader.is_alive()):
             self._nvml = None
             with contextlib.suppress(nvml.NVMLError):
                 nvml.nvmlShutdown()
 
-    def _keep(self) -> None:
+    def _read_latest(self) -> None:
         self._latest = self.read()
 
 
-def _begin() -> tuple[Any, list[Any]]:
-    """NVML and the visible GPUs' handles; without any, for whatever reason, there is nothing to sample, and that is all."""
-    entries = listed(os.environ.get("CUDA_VISIBLE_DEVICES"))
+def _load() -> tuple[Any, list[Any]]:
+    """Load NVML. Returns it with the handles of the visible GPUs; no handles if it does not work here."""
+    entries = parse_visible(os.environ.get("CUDA_VISIBLE_DEVICES"))
     if entries == []:
         return None, []
     try:
         nvml: Any = importlib.import_module("pynvml")
         nvml.nvmlInit()
-    except Exception:  # noqa: BLE001  (no library, no driver, or broken ones, which raise what they like)
+    except Exception:  # noqa: BLE001  (no library, no driver, or broken ones, which may raise anything)
         return None, []
     handles = []
     for entry in _indices(nvml) if entries is None else entries:
@@ -100,7 +104,7 @@ def _indices(nvml: Any) -> list[str]:
 
 
 def _handle(nvml: Any, entry: str) -> Any:
-    """Of an index or a UUID, of which CUDA takes the beginning too. NVMLError if there is no such GPU, or it is lost."""
+    """The handle of an index, a UUID, or the beginning of one, as CUDA allows. NVMLError if the GPU is unknown or lost."""
     if entry.isdecimal():
         return nvml.nvmlDeviceGetHandleByIndex(int(entry))
     for index in _indices(nvml):
@@ -108,13 +112,13 @@ def _handle(nvml: Any, entry: str) -> Any:
             handle = nvml.nvmlDeviceGetHandleByIndex(int(index))
             if nvml.nvmlDeviceGetUUID(handle).startswith(entry):
                 return handle
-    return nvml.nvmlDeviceGetHandleByUUID(entry)  # of a slice
+    return nvml.nvmlDeviceGetHandleByUUID(entry)  # of a slice of a GPU (MIG)
 
 
 def _read(nvml: Any, handle: Any) -> Sample:
     memory = nvml.nvmlDeviceGetMemoryInfo(handle)
     try:
         busy = int(nvml.nvmlDeviceGetUtilizationRates(handle).gpu)
-    except nvml.NVMLError_NotSupported:  # a slice of a GPU (MIG) does not tell
+    except nvml.NVMLError_NotSupported:  # NVML has no utilisation of a slice
         busy = 0
     return busy, int(memory.used) // MB, int(memory.total) // MB

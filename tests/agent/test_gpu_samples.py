@@ -1,4 +1,4 @@
-"""What the agent says of its host's GPUs: NVML's word, and silence where there is none."""
+"""Samples of GPUs: what NVML reports, and nothing without NVML or GPUs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from nbelastic.agent.gpus import Gpus, listed
+from nbelastic.agent.gpu_samples import Gpus, parse_visible
 
 
 class NVMLError(Exception):
@@ -21,7 +21,7 @@ class NVMLErrorNotSupported(NVMLError):
 
 
 class FakeNvml:
-    """A machine with GPUs of 80 GB; the numbers in `lost` have fallen off the bus, `slices` are known by UUID alone."""
+    """A machine with GPUs of 80 GB. GPUs in `lost` have fallen off the bus; `slices` have only a UUID."""
 
     NVMLError = NVMLError
     NVMLError_NotSupported = NVMLErrorNotSupported
@@ -73,7 +73,7 @@ FIRST, SECOND = (90, 10_000, 80_000), (91, 20_000, 80_000)
 
 @pytest.fixture
 def machine(monkeypatch):
-    """`machine(gpus=2, …)` is this machine from now on, and CUDA_VISIBLE_DEVICES is not set."""
+    """`machine(gpus=2, …)` makes this machine have that NVML; CUDA_VISIBLE_DEVICES is not set."""
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
     def become(*args, **kwargs):
@@ -84,8 +84,8 @@ def machine(monkeypatch):
     return become
 
 
-def test_each_gpu_tells_how_busy_and_how_full_it_is(machine):
-    """Percent, MB in use, MB there are; NVML is begun once and ended once."""
+def test_a_sample_has_utilisation_and_memory_of_each_gpu(machine):
+    """Percent, MB in use, MB in total. NVML is loaded once and shut down once."""
     fake, gpus = machine(), Gpus()
     assert gpus.read() == (FIRST, SECOND)
     assert gpus.read() == (FIRST, SECOND)
@@ -95,7 +95,7 @@ def test_each_gpu_tells_how_busy_and_how_full_it_is(machine):
     assert gpus.sample() == ()
 
 
-def test_a_gpu_that_falls_off_the_bus_takes_no_other_with_it(machine):
+def test_a_lost_gpu_does_not_affect_the_others(machine):
     fake, gpus = machine(), Gpus()
     assert gpus.read() == (FIRST, SECOND)
     fake.lost.add(0)
@@ -107,19 +107,19 @@ def test_a_gpu_that_falls_off_the_bus_takes_no_other_with_it(machine):
 
 
 @pytest.mark.parametrize("nothing", [{"gpus": 0}, {"driver": False}])
-def test_without_a_gpu_or_a_driver_there_is_nothing_and_it_is_asked_for_once(machine, nothing):
+def test_without_a_gpu_or_a_driver_samples_are_empty_and_nvml_is_tried_once(machine, nothing):
     fake, gpus = machine(**nothing), Gpus()
     gpus.sample()
     gpus._reader.join()
     reader = gpus._reader
     assert gpus.sample() == gpus.sample() == gpus.read() == ()
-    assert gpus._reader is reader, "no thread is started for nothing"
+    assert gpus._reader is reader, "no further thread is started"
     assert fake.begun == 1
     gpus.close()
 
 
-def test_without_the_library_there_is_nothing(machine, monkeypatch):
-    """And it is looked for once: what comes later is not found."""
+def test_without_the_library_samples_are_empty(machine, monkeypatch):
+    """Its import is tried once, and not again if it is installed later."""
     monkeypatch.setitem(sys.modules, "pynvml", None)
     gpus = Gpus()
     assert gpus.read() == ()
@@ -143,7 +143,7 @@ def test_without_the_library_there_is_nothing(machine, monkeypatch):
         ("MIG-a,0", ((0, 5_000, 80_000), FIRST)),
     ],
 )
-def test_only_visible_gpus_are_told_of(machine, monkeypatch, visible, found):
+def test_only_visible_gpus_are_sampled(machine, monkeypatch, visible, found):
     """By index or by UUID, or its beginning, in the order of CUDA_VISIBLE_DEVICES."""
     machine(slices=("MIG-a",))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
@@ -151,38 +151,38 @@ def test_only_visible_gpus_are_told_of(machine, monkeypatch, visible, found):
 
 
 @pytest.mark.parametrize("visible", ["", " ", "-1", "NoDevFiles"])
-def test_where_no_gpu_is_visible_nvml_is_left_alone(machine, monkeypatch, visible):
+def test_without_a_visible_gpu_nvml_is_not_loaded(machine, monkeypatch, visible):
     fake = machine()
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     assert Gpus().read() == ()
     assert fake.begun == 0
 
 
-def test_a_lost_gpu_does_not_hide_one_that_is_named_by_its_uuid(machine, monkeypatch):
+def test_a_lost_gpu_does_not_hide_one_with_a_visible_uuid(machine, monkeypatch):
     machine(lost=[0])
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-111-cafe")
     assert Gpus().read() == (SECOND,)
 
 
-def test_all_gpus_are_visible_unless_something_is_said():
-    assert listed(None) is None
-    assert listed("") == []
-    assert listed("2,GPU-5,2") == ["2", "GPU-5"]
+def test_without_the_variable_all_gpus_are_visible():
+    assert parse_visible(None) is None
+    assert parse_visible("") == []
+    assert parse_visible("2,GPU-5,2") == ["2", "GPU-5"]
 
 
-def test_who_samples_never_waits_for_nvml(machine):
-    """NVML may take seconds to begin, and for ever when a GPU is in trouble; the caller has workers to watch."""
+def test_sample_never_waits_for_nvml(machine):
+    """NVML takes seconds to load, and may hang if a GPU has a fault. The caller has workers to watch."""
     fake, gpus = machine(), Gpus()
     answers = threading.Event()
     fake.nvmlInit = answers.wait
     assert gpus.sample() == gpus.sample() == ()
     gpus.close()
-    assert fake.ended == 0, "one that does not answer is left alone"
+    assert fake.ended == 0, "an NVML that does not answer is not shut down"
     answers.set()
     gpus._reader.join()
 
 
-def test_a_sample_is_what_was_read_since_the_one_before(machine):
+def test_a_sample_was_read_since_the_last_call(machine):
     fake, gpus = machine(), Gpus()
     assert gpus.sample() == ()
     gpus._reader.join()
@@ -196,7 +196,7 @@ def test_a_sample_is_what_was_read_since_the_one_before(machine):
 
 
 def test_an_agent_imports_no_nvml_before_its_first_sample():
-    """What has it cannot be forked; and a host without a GPU shall not pay for it."""
+    """A process that has loaded it must not be forked, and a host without a GPU does not need it."""
     code = "import sys, nbelastic.agent.agent; sys.exit('pynvml' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

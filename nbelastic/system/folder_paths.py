@@ -1,0 +1,73 @@
+"""Where nbelastic keeps its files on a machine: in `<temporary folder>/nbelastic-<uid>`, and of batch jobs in `~/.nbelastic`."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+import stat
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from nbelastic.errors import UsageError
+
+_LOCKED = "run-"  # how the names of locked process folders begin
+
+
+def user_folder() -> Path:
+    """The private folder of this user, made if it is missing. UsageError if another user could have written to it."""
+    path = Path(tempfile.gettempdir()) / f"nbelastic-{os.getuid()}"
+    with contextlib.suppress(FileExistsError):  # the path may also be a file
+        path.mkdir(mode=0o700)
+    found = path.lstat()
+    if found.st_uid != os.getuid() or found.st_mode & 0o077 or not stat.S_ISDIR(found.st_mode):
+        raise UsageError(f"{path} belongs to another user or is open to others: remove it or set TMPDIR.")
+    return path
+
+
+def runs_folder() -> Path:
+    """The folder that contains the clusters' run folders: no other file in it can have a cluster's name."""
+    path = user_folder() / "runs"
+    path.mkdir(mode=0o700, exist_ok=True)
+    return path
+
+
+def kept_state_folder(agent_folder: Path, worker: object) -> Path:
+    """Where `worker` writes its kept state, in its agent's folder."""
+    return agent_folder / f"kept-{str(worker).replace('/', '-')}"
+
+
+@contextlib.contextmanager
+def process_folder() -> Iterator[Path]:
+    """A private folder for this process, removed at the end. First, remove the folders that killed processes have left."""
+    for folder in user_folder().glob(f"{_LOCKED}*"):
+        with contextlib.suppress(OSError), _locked(folder):  # BlockingIOError: its process still runs
+            shutil.rmtree(folder, ignore_errors=True)
+    new = Path(tempfile.mkdtemp(prefix="new-", dir=user_folder()))  # until it is locked, no process removes this name
+    with _locked(new):
+        path = new.rename(new.with_name(_LOCKED + new.name))
+        try:
+            yield path
+        finally:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(fd)
+
+
+def batch_folder(name: str, number: str) -> Path:
+    """Where batch jobs of a cluster find their scripts and the cluster's keys.
+
+    Machines share home folders, but not temporary folders. Clusters of two machines may have the same name, so the path
+    contains `number`, which is random, one per start of a cluster.
+    """
+    return Path.home() / ".nbelastic" / f"{name}-{number}"

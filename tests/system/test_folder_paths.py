@@ -1,0 +1,35 @@
+"""The folder of a process: it is removed when the process ends, also when it is killed."""
+
+import subprocess
+import sys
+import tempfile
+
+import pytest
+
+from nbelastic.system.folder_paths import process_folder, user_folder
+
+DIES = "import os; from nbelastic.system.folder_paths import process_folder; held = process_folder(); print(held.__enter__(), flush=True); os.kill(os.getpid(), 9)"
+
+
+@pytest.fixture(autouse=True)
+def temporary(tmp_path, monkeypatch):
+    """A temporary folder for these tests and the processes that they start."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+
+
+def test_a_folder_is_removed_at_the_end():
+    with process_folder() as one:
+        (one / "profile").mkdir()
+        assert one.parent == user_folder()
+        assert one.stat().st_mode & 0o077 == 0
+    assert list(user_folder().iterdir()) == []
+
+
+def test_folders_of_killed_processes_are_removed_and_others_stay():
+    """The next process removes them; two running processes keep their own folders."""
+    left = subprocess.run([sys.executable, "-c", DIES], capture_output=True, text=True, check=False).stdout.strip()
+    assert [str(path) for path in user_folder().iterdir()] == [left]
+    with process_folder() as one, process_folder() as other:
+        assert sorted(user_folder().iterdir()) == sorted([one, other])
+    assert list(user_folder().iterdir()) == []
