@@ -187,7 +187,7 @@ class Kept:
         self.group: list[psutil.Process] = []  # the controller's
 
     def start(self, lease: float) -> Self:
-        self.kernel = self._run("kept_kernel.py", self.folder, lease)
+        self.kernel = self._run("controller_kernel.py", self.folder, lease)
         self.controller = self.kernel.stdout.readline().strip()
         self.group = [psutil.Process(pid_of(self.controller))]
         self.group += self.group[0].children(recursive=True)
