@@ -18,8 +18,8 @@ from traitlets import Set
 from traitlets.config import Config
 
 from nbelastic.protocol.local_clusters import remove_dead_cluster
-from nbelastic.system.private_files import replace_private
 from nbelastic.system.driver_lease import DriverLease, wait_for_lease_expiry
+from nbelastic.system.private_files import replace_private
 from nbelastic.system.processes import die_with_parent, kill_group
 
 

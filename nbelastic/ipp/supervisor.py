@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from nbelastic.system import ports
-from nbelastic.system.private_files import make_private, replace_private
-from nbelastic.system.driver_lease import DriverLease, identity, lives, pid_of
-from nbelastic.system.processes import state_of, stopped
+from nbelastic.system.driver_lease import DriverLease
 from nbelastic.system.fault_handling import Report, report_to_log, supervise
+from nbelastic.system.private_files import make_private, replace_private
+from nbelastic.system.process_identity import identity, is_alive, pid_of
+from nbelastic.system.processes import is_stopped, state_of
 
 CODE = "from nbelastic.ipp.controller import main; main()"
 PORTS = 18  # that ipyparallel's controller listens on
@@ -76,7 +77,12 @@ class Supervisor:
             f"--HeartMonitor.max_heartmonitor_misses={int((silence + EXTRA_SILENCE) * 1000 / period)}",
             "--log-level=40",
         ]
-        self._driver_lease, self._on_restart, self._on_problem, self._report = driver_lease, on_restart, on_problem, report
+        self._driver_lease, self._on_restart, self._on_problem, self._report = (
+            driver_lease,
+            on_restart,
+            on_problem,
+            report,
+        )
         self._stem = profile / "security" / f"ipcontroller-{name}"
         self._log = profile / "log" / f"ipcontroller-{name}.log"
         self._state = profile / "log" / f"engines{name}.json"
