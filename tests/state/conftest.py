@@ -1,6 +1,7 @@
 """A place in a world for code that asks for one, without any process group."""
 
 import pytest
+import torch.distributed as dist
 
 from nbelastic.state import sampler
 from nbelastic.worker.formation import Formation
@@ -68,3 +69,11 @@ def begun():
     yield begin
     for state in states:
         state.end()
+
+
+@pytest.fixture
+def group():
+    """A real process group of one rank."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from nbelastic import ObjectState, StateError, TorchState
-from tests.state.test_commit import receive
+from tests.state.training import receive
 
 
 def network(seed=1):

@@ -1,0 +1,123 @@
+"""Commits without an optimizer step: while gradients accumulate, at the end of an epoch, after a skipped step."""
+
+import pytest
+import torch
+
+from nbelastic import TorchState
+from nbelastic.worker.interrupts import WorldAborted
+from tests.state.training import backward, copies, network, step
+
+
+def test_commits_while_gradients_accumulate_wait_for_the_step(group, begun):
+    """Half of a sum cannot be returned to: its samples would count as used, and their gradients be lost."""
+    model, optimizer = network()
+    state = begun(TorchState(model=model, optimizer=optimizer, seen=0))
+    for micro in range(8):
+        backward(model)
+        state.seen += 1
+        if micro % 4 == 3:
+            optimizer.step()
+            optimizer.zero_grad()
+        state.commit()
+    assert state.commits == 2
+    backward(model)
+    state.seen += 1
+    state.commit()
+    state.restore()
+    assert (state.commits, state.seen) == (2, 8)
+
+
+def test_commits_without_a_step_count(group, begun):
+    """At the end of an epoch, say: the counters are noted, gradients of the last step or not."""
+    model, optimizer = network()
+    state = begun(TorchState(model=model, optimizer=optimizer, epoch=0))
+    step(model, optimizer)
+    state.commit()
+    state.epoch = 1
+    state.commit()
+    state.epoch = 2
+    state.restore()
+    assert (state.commits, state.epoch) == (2, 1)
+
+
+def test_gradients_that_were_thrown_away_do_not_hold_up_a_commit(group, begun):
+    """A batch that is skipped: no step, and no gradients any more."""
+    model, optimizer = network()
+    state = begun(TorchState(model=model, optimizer=optimizer))
+    backward(model)
+    optimizer.zero_grad()
+    state.commit()
+    assert state.commits == 1
+
+
+def test_a_commit_without_a_step_does_the_same_on_every_rank(group, begun):
+    """Another rank has run a backward pass of its own, or this one has: both skip the commit, and count on alike after it."""
+    counts = []
+    for mine, others in ((False, True), (True, False), (False, False)):
+        model, optimizer = network()
+        state = begun(TorchState(model=model, optimizer=optimizer, seen=0))
+        step(model, optimizer)
+        optimizer.zero_grad()
+        state.commit()
+        if mine:
+            model(torch.ones(2, 4)).sum().backward()
+        state._session.others_accumulate = others
+        state.commit()
+        counts.append(state.commits)
+    assert counts == [1, 1, 2]
+
+
+def test_the_gpu_is_waited_for_only_where_a_commit_without_a_step_counts(group, begun):
+    """A step has waited for it already, and while gradients accumulate it may go on."""
+    model, optimizer = network()
+    state = begun(TorchState(model=model, optimizer=optimizer))
+    step(model, optimizer)
+    state.commit()
+    backward(model)
+    state.commit()
+    assert state._session.settled == 0
+    optimizer.zero_grad()
+    state.commit()
+    assert state._session.settled == 1
+
+
+def test_a_scaler_that_skips_a_step(group, begun):
+    """GradScaler leaves a step out when gradients overflow: its scale is noted with the next commit that counts."""
+    model, optimizer = network()
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    state = begun(TorchState(model=model, optimizer=optimizer, scaler=scaler))
+    for factor in (1.0, float("inf"), 1.0):
+        optimizer.zero_grad()
+        scaler.scale(model(torch.ones(2, 4)).sum() * factor).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        state.commit()
+    assert (state.commits, scaler.get_scale(), copies(state)) == (2, 2.0, 0)
+    scaler.update(new_scale=16.0)
+    state.restore()
+    assert scaler.get_scale() == 2.0
+
+
+def test_no_step_is_begun_in_a_broken_world(group, begun):
+    """An abort that is known before a step stops the rank at its last commit; within a burst of steps it goes on."""
+    one, first = network()
+    two, second = network(2)
+    state = begun(TorchState(one=one, two=two, first=first, second=second))
+    backward(one)
+    backward(two)
+    broken = []
+
+    def check(where):
+        if broken:
+            raise WorldAborted
+
+    state._session.check = check
+    first.step()
+    broken.append(True)
+    second.step()
+    state.commit()
+    assert state.clean
+    backward(one)
+    with pytest.raises(WorldAborted):
+        first.step()
+    assert state.clean

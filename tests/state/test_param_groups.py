@@ -1,0 +1,114 @@
+"""An optimizer's parameter groups and own values: what a commit records, restores and sends."""
+
+import pytest
+import torch
+from torch import nn
+
+from nbelastic import StateError, TorchState
+from nbelastic.state import optimizers
+from tests.state.training import network, receive, step, unfreezing, weights
+
+
+def test_what_an_optimizer_keeps_is_noted_without_a_copy():
+    """A note has the tensors themselves, which a commit need not copy, and copies of what is no tensor."""
+    model, optimizer = network()
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    kept = optimizer.state[model.weight]
+    kept["seen"] = {"tensor": torch.ones(1), "steps": [1]}
+    noted = optimizers.entries(optimizer)
+    tensors = kept["momentum_buffer"], kept["seen"]["tensor"]
+    kept["seen"]["steps"].append(2)
+    optimizer.state.clear()
+    optimizers.set_entries(optimizer, noted)
+    found = optimizer.state[model.weight]
+    assert found["momentum_buffer"] is tensors[0]
+    assert found["seen"]["tensor"] is tensors[1]
+    assert found["seen"]["steps"] == [1]
+
+
+def test_groups_added_since_are_taken_away(group, begun):
+    """A layer that is unfrozen late gets a group of its own; a break right after takes that back."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3))
+    optimizer = torch.optim.SGD(model[1].parameters(), lr=0.1, momentum=0.9)
+    state = begun(TorchState(model=model, optimizer=optimizer))
+    step(model, optimizer)
+    state.commit()
+    optimizer.add_param_group({"params": list(model[0].parameters()), "lr": 0.01})
+    state.restore()
+    assert len(optimizer.param_groups) == 1
+    optimizer.add_param_group({"params": list(model[0].parameters()), "lr": 0.01})
+    step(model, optimizer)
+    state.commit()
+    state.restore()
+    assert [group["lr"] for group in optimizer.param_groups] == [0.1, 0.01]
+
+
+def test_a_newcomer_gets_the_groups_that_were_added(group, begun):
+    """Its own optimizer was made as in the beginning; what it lacks is made of its own parameters, by name."""
+    (model, optimizer), (mine, fresh) = unfreezing(1), unfreezing(2)
+    old = begun(TorchState(model=model, optimizer=optimizer))
+    optimizer.add_param_group({"params": list(model[0].parameters()), "lr": 0.01})
+    step(model, optimizer)
+    old.commit()
+    new = begun(TorchState(model=mine, optimizer=fresh))
+    receive(new, old)
+    assert weights(mine) == weights(model)
+    assert [group["lr"] for group in fresh.param_groups] == [0.1, 0.01]
+    step(model, optimizer)
+    step(mine, fresh)
+    assert weights(mine) == weights(model)
+    assert new.commits == 1
+
+
+def test_other_groups_are_refused_and_nothing_is_changed(group, begun):
+    """An optimizer with the same parameters in another order is another optimizer."""
+    (model, optimizer), (mine, _) = unfreezing(1), unfreezing(2)
+    old = begun(TorchState(model=model, optimizer=optimizer))
+    other = torch.optim.Adam([{"params": [mine[1].bias]}, {"params": [mine[1].weight]}])
+    new = begun(TorchState(model=mine, optimizer=other))
+    before = weights(mine)
+    with pytest.raises(StateError, match="have other parameters here"):
+        receive(new, old)
+    assert (weights(mine), len(other.param_groups)) == (before, 2)
+
+
+def test_groups_of_which_only_one_differs_are_refused(group, begun):
+    """Each group is compared: momentum of the second one's parameters does not go to other parameters, silently."""
+
+    def grouped(seed, order):
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        first, second = ([layer.weight, layer.bias] for layer in model)
+        return model, torch.optim.Adam([{"params": first}, {"params": second[::order]}])
+
+    (model, optimizer), (mine, other) = grouped(1, 1), grouped(2, -1)
+    old, new = (begun(TorchState(model=m, optimizer=o)) for m, o in ((model, optimizer), (mine, other)))
+    before = weights(mine)
+    with pytest.raises(StateError, match="have other parameters here"):
+        receive(new, old)
+    assert weights(mine) == before
+
+
+def test_an_optimizer_needs_its_model(group, begun):
+    """Parameters that are in no model of the state would not be recovered: said where the state is made."""
+    _, optimizer = network()
+    with pytest.raises(StateError, match="optimizer trains 2 parameters of no model in the state"):
+        TorchState(optimizer=optimizer)
+
+
+def test_a_parameter_of_its_own(group, begun):
+    """A single nn.Parameter in the state stays the object that the optimizer holds."""
+    scale = nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.SGD([scale], lr=0.5)
+    state = begun(TorchState(scale=scale, optimizer=optimizer))
+    for _ in range(2):
+        for _ in range(2):
+            (scale * 1).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        state.commit()
+    with torch.no_grad():
+        scale.fill_(7)
+    state.restore()
+    assert (state.scale is scale, scale.item()) == (True, -1.0)

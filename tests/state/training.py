@@ -1,0 +1,53 @@
+"""A small model whose training the tests of commits observe."""
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from nbelastic.state.transfer import describe
+
+
+def network(seed=1):
+    torch.manual_seed(seed)
+    model = nn.Linear(4, 3)
+    return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def backward(model):
+    """Gradients as DDP would have them: with a collective."""
+    model(torch.ones(2, 4)).sum().backward()
+    dist.all_reduce(torch.ones(1))
+
+
+def step(model, optimizer):
+    optimizer.zero_grad()
+    backward(model)
+    optimizer.step()
+
+
+def weights(*models):
+    return [p.tolist() for model in models for p in model.parameters()]
+
+
+def copies(state):
+    return len(state._tensors._copies)
+
+
+def receive(state, sender):
+    """`state` becomes what `sender` is, as over a group."""
+    outgoing = []
+    described = describe(sender._live(), outgoing)
+
+    def fill(places):
+        with torch.no_grad():
+            for place, tensor in zip(places, outgoing, strict=True):
+                place.copy_(tensor)
+
+    state._accept(described, torch.device("cpu"), fill)
+
+
+def unfreezing(seed):
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3))
+    optimizer = torch.optim.Adam(model[1].parameters(), lr=0.1)
+    return model, optimizer

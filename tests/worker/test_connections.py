@@ -1,0 +1,187 @@
+"""Which connections belong to a generation's groups: what an abort shuts down, who may connect, what counts as broken."""
+
+import contextlib
+import os
+import socket
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from nbelastic.worker import process_group
+from nbelastic.worker.formation import Formation
+from nbelastic.worker.next_generation import NextGeneration
+from nbelastic.worker.process_group import Group, Offer
+from nbelastic.worker.sockets import borrowed, listeners, open_sockets, shut_down
+from tests.support.waiting import until
+from tests.worker.forming import form, formation
+
+
+def test_a_descriptor_that_was_given_to_another_file_is_left_alone(tmp_path):
+    """A connection closed between being listed and being shut down: its number may name any file now, which stays open."""
+    with (tmp_path / "file").open("w") as file:
+        before = len(os.listdir("/proc/self/fd"))
+        shut_down(file.fileno(), "socket:[1]")
+        assert len(os.listdir("/proc/self/fd")) == before
+        file.write("still open")
+
+
+def who_comes_in(port):
+    """Of these two addresses: where the members are, and a stranger's."""
+    found = []
+    for source in ("127.0.0.1", "127.0.0.9"):
+        with socket.socket() as caller:
+            caller.settimeout(0.3)
+            caller.bind((source, 0))
+            with contextlib.suppress(TimeoutError):
+                caller.connect(("127.0.0.1", port))
+                found.append(source)
+    return found
+
+
+def test_strangers_stay_outside_once_a_group_is_formed():
+    """Its gloo listener takes nobody any more, its store and the next one's only members; and what is taken is open."""
+    ahead, offer = NextGeneration("127.0.0.1"), Offer("127.0.0.1")
+    before = open_sockets()  # by inode: a descriptor's number may be another's soon
+    group = Group(1, torch.device("cpu"), "gloo")
+    group.form(formation(1, 1, offer), offer, ahead.run)
+    (gloo,) = listeners(fd for name, fd in open_sockets().items() if name not in before)
+    with socket.socket(fileno=os.dup(gloo)) as one:
+        assert who_comes_in(one.getsockname()[1]) == []
+    assert who_comes_in(offer.store.port) == ["127.0.0.1"]
+    where = []
+    ahead.make_offer(group.peers, where.append)
+    ahead.run(lambda: None).result()
+    port = int(where[0].rpartition(":")[2])
+    assert who_comes_in(port) == ["127.0.0.1"]
+    ahead.expect(("127.0.0.9",))
+    ahead.run(lambda: None).result()
+    assert who_comes_in(port) == ["127.0.0.1", "127.0.0.9"]
+    assert ahead.take_offer().endpoint == where[0]
+    subgroup = dist.new_group([0])
+    dist.all_reduce(torch.ones(1), group=subgroup)
+    group.leave()
+
+
+def test_connections_of_the_users_threads_are_never_cut(monkeypatch):
+    """They are opened while a group is formed, in the middle of it: an abort and the end of the generation pass them by."""
+    make, theirs = Group._make, []
+
+    def beside(*args):
+        server = socket.create_server(("127.0.0.1", 0))
+        caller = socket.create_connection(server.getsockname())
+        theirs.extend([server, caller, server.accept()[0]])
+        return make(*args)
+
+    monkeypatch.setattr(Group, "_make", beside)
+    group = form(1, 1)
+    mine = dist.new_group([0])
+    dist.all_reduce(torch.ones(1), group=mine)
+    group.abort()
+    group.leave()
+    assert len(theirs) == 6
+    for caller, accepted in (theirs[1:3], theirs[4:6]):
+        caller.sendall(b"still here")
+        assert accepted.recv(10) == b"still here"
+    for one in theirs:
+        one.close()
+
+
+def test_a_socket_keeps_its_descriptor_while_another_thread_looks_at_it():
+    """Else a connection that was noted under the number of a copy would count as broken once the copy is closed."""
+    with socket.socket() as ours:
+        inode = os.readlink(f"/proc/self/fd/{ours.fileno()}")
+        with borrowed(ours.fileno(), inode) as copy:
+            assert copy.fileno() != ours.fileno()
+            assert open_sockets()[inode] == ours.fileno()
+
+
+def two_members(pool):
+    """They, and of each its default group and one that its program makes."""
+    offer, members = Offer("127.0.0.1"), [Group(1, torch.device("cpu"), "gloo") for _ in range(2)]
+    store = dist.HashStore()
+
+    def join(rank):
+        where = Formation(1, rank, 2, rank, 2, 0, 1, offer.endpoint, 0, (), (("a", 2),))
+        members[rank].prepare(where, offer if rank == 0 else None)
+        default = members[rank].make_gloo(store, rank, 2)
+        return default, members[rank].make_gloo(dist.PrefixStore("own", store), rank, 2)
+
+    return members, [*pool.map(join, range(2))]
+
+
+def test_an_abort_reaches_the_groups_that_the_program_makes():
+    """Two members meet in a group of their own; one waits there for the other, and an abort makes it raise."""
+    with ThreadPoolExecutor(2) as pool:
+        members, both = two_members(pool)
+        together = [pool.submit(own.allreduce([torch.ones(1)]).wait) for _, own in both]
+        assert [one.result(20) for one in together] == [True, True]
+        assert [member.is_intact() for member in members] == [True, True]
+        alone = pool.submit(both[1][1].allreduce([torch.ones(1)]).wait)
+        while not alone.done():
+            members[1].abort()
+        with pytest.raises(RuntimeError):
+            alone.result()
+    assert not members[0].is_intact()
+
+
+class Known:
+    """A group as torch knows it."""
+
+    _device_types = (torch.device("cpu"),)
+
+    def __init__(self, backend):
+        self._get_backend = lambda _: backend
+
+
+def test_a_group_that_the_program_destroyed_is_no_broken_connection(monkeypatch):
+    """An error that comes after it is the program's own. One that is still there counts, as one that was lost does."""
+    with ThreadPoolExecutor(2) as pool:
+        members, ((first, own), (second, other)) = two_members(pool)
+    with monkeypatch.context() as patch:
+        patch.setitem(dist.distributed_c10d._world.pg_map, Known(own), ("gloo", None))
+        assert members[0].is_intact()
+        del other  # the other rank closes its end
+        until(lambda: not members[0].is_intact())
+    assert members[0].is_intact()  # torch knows it no more: the program has destroyed it
+    del own
+    assert members[0].is_intact()
+    del second
+    until(lambda: not members[0].is_intact())
+    del first
+
+
+def test_a_group_of_the_programs_counts_until_it_is_destroyed():
+    """As torch keeps the books: a lost connection of a group that is still there breaks the world."""
+    group = form(1, 1)
+    own = dist.new_group([0])
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as gone:
+        group._own[-1][1][os.readlink(f"/proc/self/fd/{gone.fileno()}")] = gone.fileno()
+    assert not group.is_intact()
+    dist.destroy_process_group(own)
+    assert group.is_intact()
+    group.leave()
+
+
+def test_a_listener_of_another_thread_is_not_taken_for_gloos(monkeypatch):
+    """One is opened in the same moment: gloo's device is made again. Always: the forming fails in words."""
+    listing, theirs = process_group.listeners, []
+
+    def beside(descriptors):
+        found = listing(descriptors)
+        if len(theirs) < most:
+            theirs.append(socket.create_server(("127.0.0.1", 0)))
+            found[theirs[-1].fileno()] = theirs[-1].getsockname()
+        return found
+
+    monkeypatch.setattr(process_group, "listeners", beside)
+    most = 3
+    _, _, (_, port) = process_group._new_device()
+    assert len(theirs) == 3
+    assert port not in [one.getsockname()[1] for one in theirs]
+    most = 100
+    with pytest.raises(RuntimeError, match="gloo's listener was not found, 20 times: unset GLOO_DEVICE_TRANSPORT"):
+        process_group._new_device()
+    for one in theirs:
+        one.close()
