@@ -22,7 +22,7 @@ W = WorkerId("a", 0, 1)
 
 @pytest.fixture
 def run(monkeypatch):
-    """`run(source)`: its result, in an IPython of its own."""
+    """`run(source)`: the cell's result, in its own IPython shell."""
     options = Config({"HistoryManager": {"enabled": False}})  # nothing is written to this user's folder
     shell = InteractiveShell(config=options)
     monkeypatch.setattr(cells, "get_ipython", lambda: shell)
@@ -36,7 +36,7 @@ def run(monkeypatch):
 
 
 def test_what_a_cell_prints(run):
-    """Each stream apart; `await` may stand outside of functions."""
+    """The two streams are separate; top-level `await` works."""
     result = run("import asyncio, sys\nawait asyncio.sleep(0)\nprint('one')\nprint('two', file=sys.stderr)")
     assert result == worker_messages.CellResult(W, 3, "one\n", "two\n", "", "")
 
@@ -50,7 +50,7 @@ def test_what_a_cell_prints(run):
     ],
 )
 def test_an_error_in_one_line_and_in_many(run, source, error):
-    """Without colours and without the number of a prompt; also of an error that cannot even be printed."""
+    """Without colours and prompt numbers; also for an error that cannot be printed."""
     result = run(source)
     assert result.error.partition(" (")[0] == error.partition(" (")[0]
     assert error.partition(":")[0] in result.traceback
@@ -59,14 +59,14 @@ def test_an_error_in_one_line_and_in_many(run, source, error):
 
 
 def test_a_full_disk_keeps_no_answer_back(run, monkeypatch):
-    """What cannot be written to the log file is in the answer all the same."""
+    """Output that cannot be written to the log file is in the answer."""
     with open("/dev/full", "w") as full:
         monkeypatch.setattr(cells, "OutputStream", lambda taken, fd: OutputStream(taken, full.fileno()))
         assert run("print('x' * 20_000)").stdout == "x" * 20_000 + "\n"
 
 
 def test_a_long_answer_is_not_too_long_for_the_link(run):
-    """However much it prints, and whatever: the end is sent, and how much is missing."""
+    """The end of the output is sent, with the number of characters that are missing."""
     source = (
         "import sys\nprint('\\x01' * 10**6)\nprint('\\x01' * 10**6, file=sys.stderr)\nraise ValueError('\\x01' * 10**6)"
     )

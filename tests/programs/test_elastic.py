@@ -12,12 +12,12 @@ from nbelastic.state import backward_hooks as backward
 
 @pytest.fixture(autouse=True)
 def alone(monkeypatch):
-    """The process is a test's, not a worker's: nothing is watched in it afterwards."""
+    """This is a test's process, not a worker's: leave its imports unwatched."""
     monkeypatch.setattr(elastic, "frameworks", lambda: None)
 
 
 class StoppedInAStep:
-    """A session whose job is stopped after the program has changed what it counts, and before it could commit that."""
+    """Its job is stopped after the program has changed a value, and before the next commit."""
 
     used = False
     link = SimpleNamespace(disconnected=False)
@@ -43,7 +43,7 @@ class StoppedInAStep:
 
 
 def test_the_last_checkpoint_of_a_stopped_job_is_its_last_commit():
-    """What a rank has counted since then is of no commit."""
+    """Values that changed since then are not in it."""
     state = nbe.ObjectState(n=0)
     session = StoppedInAStep(state)
     with pytest.raises(JobStoppedError):
@@ -52,7 +52,7 @@ def test_the_last_checkpoint_of_a_stopped_job_is_its_last_commit():
 
 
 def test_a_state_that_is_refused_is_not_kept():
-    """Nothing of the process goes on telling it of backward passes, which would hold its model."""
+    """No hook on backward passes refers to it, which would keep its model in memory."""
     state = nbe.ObjectState(n=object())
     with pytest.raises(nbe.StateError):
         elastic._Loop(StoppedInAStep(state), state).run(lambda: None)

@@ -1,4 +1,4 @@
-"""Accelerate, the Hugging Face Trainer and Lightning inside an elastic function: refused where they see no other ranks."""
+"""Accelerate, the Hugging Face Trainer and Lightning in an elastic function: refused where they see one rank of several."""
 
 import importlib
 import sys
@@ -36,7 +36,7 @@ STAND_INS = {  # with the shape of the real ones
 
 @pytest.fixture
 def installed(tmp_path, monkeypatch):
-    """Packages in which the real classes stand where they do in theirs; what was imported is forgotten afterwards."""
+    """Packages with stand-ins at the real classes' places; what was imported is removed afterwards."""
     for name, text in STAND_INS.items():
         *packages, module = name.split(".")
         folder = tmp_path.joinpath(*packages)
@@ -59,7 +59,7 @@ def test_every_one_of_them_is_tried_here():
 @pytest.mark.parametrize("imported", ["before", "after"])
 @pytest.mark.parametrize("name", STAND_INS)
 def test_what_sees_one_rank_of_several_is_refused(installed, name, imported):
-    """Whether it was imported before the job or inside the function; with one line that says what to do instead."""
+    """Whether it was imported before the job or inside the function; one line gives an alternative."""
     if imported == "before":
         importlib.import_module(name)
     Watch(lambda: 3).start()
@@ -72,7 +72,7 @@ def test_what_sees_one_rank_of_several_is_refused(installed, name, imported):
 
 @pytest.mark.parametrize(("size", "seen"), [(3, 3), (1, 1), (0, 1)], ids=["set up by hand", "alone", "outside"])
 def test_what_sees_the_world_as_it_is_works(installed, size, seen):
-    """It was given the environment by hand, the world has one rank, or there is none."""
+    """The user set the environment, the world has one rank, or there is no world."""
     Watch(lambda: size).start()
     for name in STAND_INS:
         assert getattr(importlib.import_module(name), WATCHED[name][0])(seen).seen == seen
@@ -80,7 +80,7 @@ def test_what_sees_the_world_as_it_is_works(installed, size, seen):
 
 @pytest.mark.parametrize("name", STAND_INS)
 def test_what_was_made_before_the_world_is_refused_when_the_world_is_entered(installed, name):
-    """As an Accelerator that is made beside the model, and used inside the function."""
+    """For example an Accelerator that is made beside the model, and used inside the function."""
     size = [0]
     watch = Watch(lambda: size[0])
     watch.start()
@@ -95,7 +95,7 @@ def test_what_was_made_before_the_world_is_refused_when_the_world_is_entered(ins
 
 @pytest.mark.parametrize("name", STAND_INS)
 def test_what_an_earlier_program_made_is_refused_only_where_this_one_uses_it(installed, name):
-    """It lies about in the worker's namespace: a program that does without it runs, one that trains with it is refused."""
+    """It stays in the worker's namespace: a program that does not use it runs, one that trains with it is refused."""
     size = [0]
     watch = Watch(lambda: size[0])
     watch.start()
@@ -111,7 +111,7 @@ def test_what_an_earlier_program_made_is_refused_only_where_this_one_uses_it(ins
 
 
 def test_other_imports_are_left_alone(installed):
-    """Modules that are not watched are found as ever, also those that are not there."""
+    """Modules that are not watched are imported as usual; missing ones raise."""
     Watch(lambda: 3).start()
     assert importlib.import_module("lightning").__name__ == "lightning"
     with pytest.raises(ModuleNotFoundError):

@@ -1,4 +1,4 @@
-"""How a worker runs programs: where their bytes come from, what is told of their end, and what they never do twice."""
+"""How a worker runs programs: how the call arrives, how the end is reported, and that no program runs twice."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def called(value: object = 7) -> object:
 
 
 class FakeSession:
-    """What a runner needs of its worker's session."""
+    """The part of a worker's session that a runner uses."""
 
     worker, checkpoints, speaks = W, None, True
 
@@ -66,7 +66,7 @@ class FakeSession:
 
 @pytest.fixture
 def session(monkeypatch):
-    """Its process keeps its standard streams."""
+    """Redirection of this process's standard streams is switched off."""
     RAN.clear()
     monkeypatch.setattr(program, "log_to", lambda *_: None)
     monkeypatch.setattr(program, "frameworks", lambda: SimpleNamespace(begin=lambda: None))
@@ -75,21 +75,21 @@ def session(monkeypatch):
 
 
 def call(function=called, *args, **options) -> tuple[bytes, worker_messages.Program]:
-    """The packed call, and the order to run it, which names `options` instead of the bytes if there are any."""
+    """The packed call, and the message to run it, which has `options` instead of the bytes if there are any."""
     data = b"".join(pickling.pack((function, args, {})))
     blob = messages.Blob(len(data), **options) if options else messages.Blob(len(data), data)
     return data, worker_messages.Program("job-1", "", call=blob)
 
 
-def run(session, *orders):
-    """Have these run; returns the results that the driver hears of."""
+def run(session, *programs):
+    """Run the programs of these messages. Returns the results that the driver receives."""
 
     async def story():
         session.runner, session.results = Runner(session), asyncio.Queue()
         serving = asyncio.create_task(session.runner.serve())
-        for order in orders:
-            session.runner.take(order)
-        results = [await session.results.get() for _ in orders]
+        for program_message in programs:
+            session.runner.take(program_message)
+        results = [await session.results.get() for _ in programs]
         serving.cancel()
         return results
 
@@ -102,43 +102,43 @@ def value(result):
 
 
 def test_a_call_in_a_message(session):
-    """What the function returned comes back, packed."""
+    """What the function returned is sent back, packed."""
     (result,) = run(session, call(called, "text")[1])
     assert (value(result), result.job, result.worker) == ("text", "job-1", W)
 
 
 def test_a_call_in_a_file(session, tmp_path):
-    """It is mapped: a file of any size."""
+    """The file is mapped into memory: it may have any size."""
     path = tmp_path / "program"
-    data, order = call(called, "text", path=str(path))
+    data, program_message = call(called, "text", path=str(path))
     path.write_bytes(data)
-    assert value(run(session, order)[0]) == "text"
+    assert value(run(session, program_message)[0]) == "text"
 
 
 def test_a_file_that_is_gone_ends_the_program_alone(session, tmp_path):
-    """The worker lives, and runs the next one."""
-    order = call(called, path=str(tmp_path / "nowhere"))[1]
-    gone, there = run(session, order, worker_messages.Program("job-2", "", call=call(called, 8)[1].call))
+    """The worker stays, and runs the next program."""
+    program_message = call(called, path=str(tmp_path / "nowhere"))[1]
+    gone, there = run(session, program_message, worker_messages.Program("job-2", "", call=call(called, 8)[1].call))
     assert gone.error.startswith("FileNotFoundError: ")
     assert value(there) == 8
 
 
 def test_a_call_from_another_machine_is_fetched_in_pieces(session):
-    """Several at a time, and the next ones when they have come; what comes twice, or is of another job, changes nothing."""
+    """Several pieces are requested at a time. Pieces that arrive twice, or belong to another job, are ignored."""
     array = os.urandom((pickling.PIECES + 2) * pickling.PIECE)
     data, _ = call(len, array)
-    asked, way = [], []
+    requested, under_way = [], []
 
     def arrives():
-        if way:
-            session.runner.take(way.pop(0))
+        if under_way:
+            session.runner.take(under_way.pop(0))
             asyncio.get_running_loop().call_soon(arrives)
 
     def answer(message):
         if isinstance(message, worker_messages.FetchCall):
-            asked.append(message.offset)
-            way.append(worker_messages.CallPiece("job-0", message.offset, b"junk"))
-            way.extend(
+            requested.append(message.offset)
+            under_way.append(worker_messages.CallPiece("job-0", message.offset, b"junk"))
+            under_way.extend(
                 worker_messages.CallPiece("job-1", at, piece)
                 for at, piece in pickling.pieces(data, message.offset)
                 for _ in "ab"
@@ -148,48 +148,48 @@ def test_a_call_from_another_machine_is_fetched_in_pieces(session):
     session.answer = answer
     (result,) = run(session, worker_messages.Program("job-1", "", call=messages.Blob(len(data))))
     assert value(result) == len(array)
-    assert asked == [0, pickling.PIECES * pickling.PIECE]
+    assert requested == [0, pickling.PIECES * pickling.PIECE]
 
 
 def test_a_piece_that_does_not_come_is_asked_for_again(session, monkeypatch):
-    """As when another driver has come meanwhile; while there is none, no time passes. In the end the program fails."""
+    """A new driver may have lost the request. Time without a driver does not count. In the end the program fails."""
     for name, seconds in {"POLL": 0.001, "REPEAT": 0.01, "FETCH_TIMEOUT": 0.05}.items():
         monkeypatch.setattr(program, name, seconds)
     data, _ = call()
-    asked, looks = [], iter(range(10**6))
+    requested, reads = [], iter(range(10**6))
 
     class Link:
         send = session.sent_to_driver
 
         @property
         def disconnected(self):
-            """For longer than the patience lasts."""
-            return next(looks) < 100
+            """For longer than the timeout."""
+            return next(reads) < 100
 
     def answer(message):
         if isinstance(message, worker_messages.FetchCall):
-            asked.append(next(looks))
-            if asked[-1] > 100:
+            requested.append(next(reads))
+            if requested[-1] > 100:
                 session.runner.take(worker_messages.CallPiece("job-1", 0, data))
 
     session.answer, session.link = answer, Link()
     assert value(run(session, worker_messages.Program("job-1", "", call=messages.Blob(len(data))))[0]) == 7
-    assert len(asked) == 2
+    assert len(requested) == 2
     session.answer = lambda message: None
     (result,) = run(session, worker_messages.Program("job-2", "", call=messages.Blob(len(data))))
     assert result.error == f"OSError: the program did not arrive: 0 of {len(data)} bytes, none for 0.05 s"
 
 
 def test_a_program_that_comes_twice_runs_once(session):
-    """A new driver cannot know that it was on its way: it is told again how it ended."""
-    _, order = call()
-    first, second = run(session, order, order)
+    """A new driver may send a program again: the worker repeats the result."""
+    _, program_message = call()
+    first, second = run(session, program_message, program_message)
     assert first == second
     assert RAN == ["called"]
 
 
 def test_a_program_of_a_job_that_is_over_does_not_begin(session):
-    """The word that the job is over may come before the program gets its turn."""
+    """The message that the job is over may arrive before the program starts."""
     session.stopped = "job-1"
     (result,) = run(session, call()[1])
     assert result.error.endswith("JobStoppedError: the job is over")
@@ -198,7 +198,7 @@ def test_a_program_of_a_job_that_is_over_does_not_begin(session):
 
 
 def test_a_job_that_ends_while_its_call_is_fetched(session):
-    """The driver has forgotten it by then, and sends nothing more: it is not waited for."""
+    """The driver has forgotten the job, and sends no more pieces: the worker stops waiting."""
     data, _ = call(called, os.urandom(2 * pickling.PIECE))
 
     def answer(message):
@@ -210,9 +210,9 @@ def test_a_job_that_ends_while_its_call_is_fetched(session):
 
 
 def test_a_long_result_is_in_a_file_of_this_machine(session, tmp_path):
-    """One for its owner's eyes alone; its name tells worker and job."""
-    order = call(called, "x" * INLINE)[1]
-    (result,) = run(session, worker_messages.Program("job-1", "", call=order.call, results=str(tmp_path)))
+    """Only its owner can read it; its name contains worker and job."""
+    program_message = call(called, "x" * INLINE)[1]
+    (result,) = run(session, worker_messages.Program("job-1", "", call=program_message.call, results=str(tmp_path)))
     (file,) = tmp_path.iterdir()
     assert (file.name, result.value.path) == ("a-0#1.job-1", str(file))
     assert pickling.unpack(pickling.mapped(file)) == "x" * INLINE
@@ -227,17 +227,17 @@ def test_a_long_result_for_another_machine_is_kept(session):
 
 def test_a_result_for_which_there_is_no_room(session, tmp_path):
     """The disk is full, or the folder is gone: the driver fetches it, as from another machine. No training is lost for that."""
-    order = call(called, "x" * INLINE)[1]
+    program_message = call(called, "x" * INLINE)[1]
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "a-0#1.job-1").mkdir()  # nothing can replace it
     for job, folder in (("job-1", tmp_path / "folder"), ("job-2", tmp_path / "nowhere")):
-        (result,) = run(session, worker_messages.Program(job, "", call=order.call, results=str(folder)))
+        (result,) = run(session, worker_messages.Program(job, "", call=program_message.call, results=str(folder)))
         assert (result.error, result.value.path, result.value.data) == ("", "", b"")
         assert pickling.unpack(session.value) == "x" * INLINE
 
 
-def test_whatever_happens_the_driver_hears_of_the_end(session, monkeypatch):
-    """The log folder is gone, the log's disk is full: the program ends with an error or prints nowhere; the next one runs."""
+def test_the_driver_always_receives_the_result(session, monkeypatch):
+    """The log folder is missing, or its disk full: the program fails or prints nowhere, and the next one runs."""
 
     def gone(*_):
         raise PermissionError(13, "Permission denied")
@@ -261,7 +261,7 @@ def loud():
 
 
 def test_a_result_that_cannot_be_pickled(session):
-    """It is the program's error, and is printed as one."""
+    """It is an error of the program, and is printed as one."""
     (result,) = run(session, call(called, threading.Lock)[1])
     assert result.error == "TypeError: the result cannot be sent: cannot pickle '_thread.lock' object"
     (piece,) = [piece for piece in session.output.take() if piece.stream == "err"]
@@ -269,7 +269,7 @@ def test_a_result_that_cannot_be_pickled(session):
 
 
 def test_a_call_that_cannot_be_unpickled(session):
-    """Junk in a file, or a module that is not here: an error of this program, with its traceback."""
+    """Junk in a file, or a module that is missing: an error of this program, with its traceback."""
     data, _ = call()
     junk = messages.Blob(len(data), data[:40] + bytes(len(data) - 40))
     (result,) = run(session, worker_messages.Program("job-1", "", call=junk))
@@ -278,7 +278,7 @@ def test_a_call_that_cannot_be_unpickled(session):
 
 
 def test_an_error_has_its_traceback_from_the_users_first_line_on(session):
-    """And none of ours before it."""
+    """Without the frames of nbelastic before it."""
 
     def failing():
         raise ValueError("no\ud800")
@@ -290,12 +290,12 @@ def test_an_error_has_its_traceback_from_the_users_first_line_on(session):
 
 
 def test_a_notebooks_function_finds_what_cells_have_defined_here(session):
-    """As long as the notebook has no such name itself."""
+    """As long as the notebook itself does not define the name."""
     namespace = {"__name__": "__main__", "here": 1}
     exec("def used():\n    return here + there", namespace)
     assert value(run(session, call(namespace["used"])[1])[0]) == 6
-    order = worker_messages.Program("job-3", "", call=call(partial(namespace["used"]))[1].call)
-    assert value(run(session, order)[0]) == 6
+    program_message = worker_messages.Program("job-3", "", call=call(partial(namespace["used"]))[1].call)
+    assert value(run(session, program_message)[0]) == 6
     namespace["there"] = 10
-    order = worker_messages.Program("job-2", "", call=call(namespace["used"])[1].call)
-    assert value(run(session, order)[0]) == 11
+    program_message = worker_messages.Program("job-2", "", call=call(namespace["used"])[1].call)
+    assert value(run(session, program_message)[0]) == 11

@@ -1,4 +1,4 @@
-"""A place in a world for code that asks for one, without any process group."""
+"""A world of one process for code that asks for a rank; a real process group where a test needs one."""
 
 import pytest
 import torch.distributed as dist
@@ -13,8 +13,8 @@ def formation(rank, size, root=0, receivers=()):
 
 
 @pytest.fixture
-def stand(monkeypatch):
-    """`stand(rank, size)`: samplers asked from now on are this rank's."""
+def as_rank(monkeypatch):
+    """`as_rank(rank, size)`: samplers find this rank and world size from now on."""
 
     def at(rank, size):
         monkeypatch.setattr(sampler.session, "world", lambda: formation(rank, size))
@@ -23,7 +23,7 @@ def stand(monkeypatch):
 
 
 class FakeSession:
-    """What a state tells its session, and nothing else."""
+    """It records what a state reports to its session."""
 
     def __init__(self):
         self.facts = WorkerFacts()
@@ -56,7 +56,7 @@ class FakeSession:
 
 @pytest.fixture
 def begun():
-    """`begun(state, session)`: the state as the elastic loop begins with it, in a world that gave it nothing."""
+    """`begun(state, session)`: the state after the elastic loop has begun with it, in a world of one rank."""
 
     states = []
 

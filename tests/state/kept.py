@@ -1,4 +1,4 @@
-"""States for the tests of checkpoints, and short words for what is done with them."""
+"""States for the tests of checkpoints, and functions that train, save and compare them."""
 
 import torch
 
@@ -9,7 +9,7 @@ from nbelastic.state.transfer import describe
 
 
 def network(width=4, seed=0):
-    """A state with whatever a state can hold."""
+    """A state with every kind of content that a state can hold."""
     torch.manual_seed(seed)
     model = torch.nn.Sequential(torch.nn.Linear(3, width), torch.nn.BatchNorm1d(width), torch.nn.Linear(width, 1))
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
@@ -44,7 +44,7 @@ def train(state, steps=1):
 
 
 def contents(state):
-    """All of a state, that nothing else changes."""
+    """A description and a copy of everything in a state."""
     tensors = []
     described = describe(state._live(), tensors)
     return described, [tensor.clone() for tensor in tensors]

@@ -9,7 +9,7 @@ from tests.state.training import backward, copies, network, step
 
 
 def test_commits_while_gradients_accumulate_wait_for_the_step(group, begun):
-    """Half of a sum cannot be returned to: its samples would count as used, and their gradients be lost."""
+    """A half-summed gradient cannot be restored: its samples would count as used, and their gradients would be lost."""
     model, optimizer = network()
     state = begun(TorchState(model=model, optimizer=optimizer, seen=0))
     for micro in range(8):
@@ -28,7 +28,7 @@ def test_commits_while_gradients_accumulate_wait_for_the_step(group, begun):
 
 
 def test_commits_without_a_step_count(group, begun):
-    """At the end of an epoch, say: the counters are noted, gradients of the last step or not."""
+    """For example at the end of an epoch: counters are recorded, whether gradients of the last step exist or not."""
     model, optimizer = network()
     state = begun(TorchState(model=model, optimizer=optimizer, epoch=0))
     step(model, optimizer)
@@ -41,7 +41,7 @@ def test_commits_without_a_step_count(group, begun):
 
 
 def test_gradients_that_were_thrown_away_do_not_hold_up_a_commit(group, begun):
-    """A batch that is skipped: no step, and no gradients any more."""
+    """A skipped batch: no optimizer step, and the gradients are set to None."""
     model, optimizer = network()
     state = begun(TorchState(model=model, optimizer=optimizer))
     backward(model)
@@ -51,7 +51,7 @@ def test_gradients_that_were_thrown_away_do_not_hold_up_a_commit(group, begun):
 
 
 def test_a_commit_without_a_step_does_the_same_on_every_rank(group, begun):
-    """Another rank has run a backward pass of its own, or this one has: both skip the commit, and count on alike after it."""
+    """If any rank accumulates gradients, all ranks skip the commit, and their counts stay equal."""
     counts = []
     for mine, others in ((False, True), (True, False), (False, False)):
         model, optimizer = network()
@@ -68,7 +68,7 @@ def test_a_commit_without_a_step_does_the_same_on_every_rank(group, begun):
 
 
 def test_the_gpu_is_waited_for_only_where_a_commit_without_a_step_counts(group, begun):
-    """A step has waited for it already, and while gradients accumulate it may go on."""
+    """An optimizer step has waited for the GPU already. While gradients accumulate no wait is needed."""
     model, optimizer = network()
     state = begun(TorchState(model=model, optimizer=optimizer))
     step(model, optimizer)
@@ -82,7 +82,7 @@ def test_the_gpu_is_waited_for_only_where_a_commit_without_a_step_counts(group, 
 
 
 def test_a_scaler_that_skips_a_step(group, begun):
-    """GradScaler leaves a step out when gradients overflow: its scale is noted with the next commit that counts."""
+    """GradScaler skips a step when gradients overflow; the next commit that counts records its scale."""
     model, optimizer = network()
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     state = begun(TorchState(model=model, optimizer=optimizer, scaler=scaler))
@@ -99,7 +99,7 @@ def test_a_scaler_that_skips_a_step(group, begun):
 
 
 def test_no_step_is_begun_in_a_broken_world(group, begun):
-    """An abort that is known before a step stops the rank at its last commit; within a burst of steps it goes on."""
+    """An abort that arrives before a step keeps the rank at its last commit; between two optimizers' steps it waits."""
     one, first = network()
     two, second = network(2)
     state = begun(TorchState(one=one, two=two, first=first, second=second))

@@ -1,4 +1,4 @@
-"""Checkpoints: there and back, beside the training, in a folder of them; and a job's plan."""
+"""Checkpoints: saved and loaded, written beside the training, several in a folder; and a job's plan."""
 
 import itertools
 import os
@@ -22,11 +22,11 @@ def nothing_under_way():
     saving._join_last()
 
 
-# ---- there and back ----
+# ---- save and load ----
 
 
 def test_there_and_back(tmp_path):
-    """Model, buffers, Adam, scheduler, sampler, counters, and tensors of any type, shape and order come back as they were."""
+    """Model, buffers, Adam, scheduler, sampler, counters, and tensors of any type, shape and memory order are equal after a load."""
     state = train(network(), 3)
     state.sampler.used = 4
     state.commit()
@@ -39,7 +39,7 @@ def test_there_and_back(tmp_path):
 
 
 def test_the_training_goes_on_as_if_nothing_had_been(tmp_path):
-    """Three steps, a checkpoint, three more; or three steps, then loaded elsewhere, and the same three more."""
+    """Three steps, a save and three more steps give the same as three steps, a load elsewhere and the same three steps."""
     one = train(network(), 3)
     write(one, tmp_path)
     other = train(network(seed=1), 1)
@@ -51,7 +51,7 @@ def test_the_training_goes_on_as_if_nothing_had_been(tmp_path):
 
 
 def test_what_follows_the_call_is_not_in_it(tmp_path, monkeypatch):
-    """The copies are made when `save` returns: steps made while it writes change nothing."""
+    """`save` returns after it has copied: steps made while it writes do not change the checkpoint."""
     trained = threading.Event()
     write = checkpoint.write
 
@@ -84,7 +84,7 @@ def test_a_second_save_waits_for_the_first(tmp_path):
 
 
 def test_a_state_s_own_methods(tmp_path, begun):
-    """`state.save()` and `state.load()` do it; in a world only the rank that speaks writes."""
+    """`state.save()` and `state.load()` work; in a world only the rank that speaks writes."""
     state = begun(train(network(), 2))
     path = state.save(tmp_path / "kept").wait()
     assert network(seed=1).load(tmp_path / "kept") == path
@@ -94,7 +94,7 @@ def test_a_state_s_own_methods(tmp_path, begun):
 
 
 def test_a_rank_that_does_not_write(tmp_path):
-    """All ranks may call `save`; the one that does not write has nothing to wait for, and leaves no trace."""
+    """All ranks may call `save`. On a rank that does not write it is done at once, and makes no folder."""
     saved = saving.save(counter(1), tmp_path / "here", writes=False)
     assert saved.done()
     assert saved.wait() is None
@@ -102,7 +102,7 @@ def test_a_rank_that_does_not_write(tmp_path):
 
 
 def test_other_tools_can_read_it(tmp_path):
-    """Tensors lie there for torch.distributed.checkpoint, under the names of their places."""
+    """torch.distributed.checkpoint reads the tensors, by the names of their places in the state."""
     from torch.distributed.checkpoint import FileSystemReader, load
 
     state = train(network(), 2)
@@ -116,7 +116,7 @@ def test_other_tools_can_read_it(tmp_path):
 
 
 def test_names_that_would_be_the_same(tmp_path):
-    """Keys with slashes, and numbers beside their text, do not make one tensor overwrite another."""
+    """Keys with slashes, or a number beside its text, do not make one tensor overwrite another."""
     values = {"a/b": torch.ones(1), "a": {"b": torch.zeros(1)}, 1: torch.ones(2), "1": torch.zeros(2)}
     state = nbe.ObjectState(values=values, description=torch.ones(3))
     write(state, tmp_path)
@@ -127,7 +127,7 @@ def test_names_that_would_be_the_same(tmp_path):
 
 
 def test_memory_is_used_again():
-    """The next copy goes where the last one was, as long as it fits."""
+    """The next copy reuses the memory of the last one, for each tensor that fits."""
     state, copies = train(network()), saving.CopyMemory()
     first, _ = copies.copy(state)
     again, _ = copies.copy(train(state))
@@ -141,7 +141,7 @@ def test_memory_is_used_again():
 
 
 def test_the_last_ones_stay(tmp_path):
-    """`keep` of them; the numbers go on counting."""
+    """The newest `keep` checkpoints stay; numbers go on counting."""
     state = counter()
     for _ in range(4):
         write(count(state), tmp_path, keep=2)
@@ -151,7 +151,7 @@ def test_the_last_ones_stay(tmp_path):
 
 
 def test_the_newest_is_the_last_that_was_written(tmp_path):
-    """A training that went back to an older commit does not lose its new checkpoints to what it had left behind."""
+    """After a return to an older commit, new checkpoints count as newer than those of later commits."""
     state = counter()
     paths = [write(count(state, 10), tmp_path) for _ in range(3)]
     saving.load(state, paths[0])
@@ -164,7 +164,7 @@ def test_the_newest_is_the_last_that_was_written(tmp_path):
 
 
 def test_what_a_kill_left_is_removed_and_what_is_being_written_is_not(tmp_path):
-    """Leftovers do not count as checkpoints, and the next save tidies up; another process's work is left alone."""
+    """Leftovers are not checkpoints, and the next save removes them; a folder that another process is writing stays."""
     write(counter(1), tmp_path)
     leftovers = [tmp_path / f"{kind}0123" for kind in (".writing-", ".removing-")]
     for path in (*leftovers, tmp_path / ".writing-other"):
@@ -178,7 +178,7 @@ def test_what_a_kill_left_is_removed_and_what_is_being_written_is_not(tmp_path):
 
 
 def test_one_checkpoint_or_a_folder_of_them(tmp_path):
-    """`load` takes both, and a checkpoint that was given a name of its own."""
+    """`load` takes either, and a checkpoint that was renamed."""
     state = counter()
     first = write(count(state), tmp_path)
     write(count(state), tmp_path)
@@ -195,7 +195,7 @@ def test_one_checkpoint_or_a_folder_of_them(tmp_path):
 
 
 class Job:
-    """A plan of a job on one worker, whose rank is told."""
+    """A checkpoint plan of a job on one worker; the test sets its rank."""
 
     def __init__(self, folder, every=10, keep=3):
         self.rank = 0
@@ -212,7 +212,7 @@ class Job:
 
 
 def test_a_plan_saves_every_so_many_commits(tmp_path):
-    """At the multiples, on rank 0 only; a rank that becomes 0 takes over at the next one."""
+    """At the multiples, on rank 0 only; a rank that becomes rank 0 saves from the next multiple on."""
     one, other = Job(tmp_path), Job(tmp_path)
     other.rank = 1
     one.commits(25)
@@ -224,13 +224,13 @@ def test_a_plan_saves_every_so_many_commits(tmp_path):
 
 
 def test_a_plan_with_every_commit(tmp_path):
-    """Also the first."""
+    """The first commit is saved too."""
     Job(tmp_path, every=1, keep=2).commits(3)
     assert written(tmp_path) == ["000002-commit-2", "000003-commit-3"]
 
 
 def test_a_newcomer_keeps_the_rhythm(tmp_path):
-    """It begins in the middle, and saves at the next multiple."""
+    """It begins between two multiples, and saves at the next one."""
     job = Job(tmp_path)
     job.state.commits = 123
     job.commits(7)
@@ -238,7 +238,7 @@ def test_a_newcomer_keeps_the_rhythm(tmp_path):
 
 
 def test_a_slow_disk_makes_checkpoints_fewer_and_the_training_no_slower(tmp_path, monkeypatch, capsys):
-    """While one is being written the next is put off, not left out and not waited for; that is said once."""
+    """While one checkpoint is being written the next is delayed; training does not wait, and one line reports it."""
     go_on = threading.Semaphore(0)
     write = checkpoint.write
 
@@ -265,7 +265,7 @@ def test_a_slow_disk_makes_checkpoints_fewer_and_the_training_no_slower(tmp_path
 
 
 def test_the_end_is_saved_too(tmp_path):
-    """What was committed last, once; on rank 0, and not if it is there already."""
+    """The last commit is saved once, on rank 0, unless a checkpoint of it exists."""
     job = Job(tmp_path).commits(13)
     job.rank = 1
     job.plan.ended(job.state)
@@ -282,7 +282,7 @@ def test_the_end_is_saved_too(tmp_path):
 
 
 def test_without_a_driver_the_next_rank_saves_the_end_if_none_before_it_has(tmp_path, monkeypatch):
-    """Rank 0 may have died: then rank 1 writes the last checkpoint, and only then."""
+    """If rank 0 was lost, rank 1 writes the last checkpoint, and only then."""
     monkeypatch.setattr(saving, "TURN_TIMEOUT", 0.0)
     zero, one = Job(tmp_path), Job(tmp_path)
     one.rank = 1
@@ -298,7 +298,7 @@ def test_without_a_driver_the_next_rank_saves_the_end_if_none_before_it_has(tmp_
 
 
 def test_a_job_goes_on_where_the_last_one_was(tmp_path, capsys):
-    """The newest checkpoint, before the first world only; an empty folder is where a job begins."""
+    """It loads the newest checkpoint, before the first world only. With an empty folder it starts at the beginning."""
     first = Job(tmp_path)
     first.plan.resume(first.state)
     assert capsys.readouterr().err == ""
@@ -332,7 +332,7 @@ def test_the_root_of_a_jobs_first_world_reads_the_checkpoint(tmp_path, begun, ra
 
 
 def test_a_plan_that_fails_to_save_goes_on(tmp_path, capsys):
-    """One line each time, and the next one may be written again."""
+    """One line is printed per failure, and later checkpoints are written again."""
     job = Job(tmp_path)
     job.state._contents.values["step"] = Unsaved()
     for job.state.commits in (10, 20):
@@ -351,10 +351,10 @@ def test_a_plan_that_fails_to_save_goes_on(tmp_path, capsys):
 
 class Unsaved:
     def __reduce__(self):
-        raise TypeError("of no use elsewhere")
+        raise TypeError("cannot be pickled")
 
 
-# ---- what a worker that is stuck keeps for its successor ----
+# ---- the kept state of a hung worker ----
 
 
 def test_a_successor_takes_what_was_kept(tmp_path):
@@ -369,7 +369,7 @@ def test_a_successor_takes_what_was_kept(tmp_path):
 
 
 def test_what_was_not_kept_as_it_should_is_not_taken(tmp_path):
-    """Nothing at all, another commit, damaged: training on, from the beginning or from there, would be worse than an error."""
+    """No kept state, another commit or damage: an error is better than training on from the wrong state."""
     with pytest.raises(nbe.StateError, match="no checkpoint"):
         saving.load_kept(network(), tmp_path / "kept", 3)
     saving.write_kept(train(network(), 3), tmp_path / "kept")

@@ -15,7 +15,7 @@ from tests.state.training import backward, copies, network, step, weights
 
 
 def test_a_collective_between_step_and_commit_is_noticed(group, begun, capsys):
-    """A rank could be aborted there, in between two commits: from then on tensors are copied, and one line says why."""
+    """An abort there would leave the rank between two commits: tensors are copied from then on, and one line explains why."""
     model, optimizer = network()
     state = begun(TorchState(model=model, optimizer=optimizer))
     step(model, optimizer)
@@ -33,8 +33,8 @@ def test_a_collective_between_step_and_commit_is_noticed(group, begun, capsys):
     assert capsys.readouterr().err.count("a collective runs between optimizer.step() and state.commit()") == 1
 
 
-def test_several_steps_a_commit_are_no_news(group, begun, capsys):
-    """They are a choice: tensors are copied, and nothing is said."""
+def test_several_steps_per_commit_print_nothing(group, begun, capsys):
+    """The program chose it: tensors are copied, and nothing is printed."""
     model, optimizer = network()
     state = begun(TorchState(model=model, optimizer=optimizer))
     for _ in range(3):
@@ -45,7 +45,7 @@ def test_several_steps_a_commit_are_no_news(group, begun, capsys):
 
 
 def test_two_optimizers_that_step_together_need_no_copies(group, begun):
-    """Nothing can abort a rank between them."""
+    """No collective runs between the two steps, so no abort can separate them."""
     one, first = network()
     two, second = network(2)
     state = begun(TorchState(one=one, two=two, first=first, second=second))
@@ -59,7 +59,7 @@ def test_two_optimizers_that_step_together_need_no_copies(group, begun):
 
 
 def test_two_optimizers_that_step_in_turn_are_copied(group, begun):
-    """As of a GAN: the second's backward pass is a collective after the first's step."""
+    """As in a GAN: the second optimizer's backward pass runs a collective after the first one's step."""
     one, first = network()
     two, second = network(2)
     state = begun(TorchState(one=one, two=two, first=first, second=second))
@@ -74,7 +74,7 @@ def test_two_optimizers_that_step_in_turn_are_copied(group, begun):
 
 
 def test_a_tensor_that_changes_outside_an_optimizer_is_named(group, begun, capsys):
-    """Between a commit and the next step, or without any step: copied from then on, and said once, by name."""
+    """A change between a commit and the next step: tensors are copied from then on, and one line names the tensor."""
     model, optimizer = network()
     state = begun(TorchState(model=model, optimizer=optimizer))
     step(model, optimizer)
@@ -92,8 +92,8 @@ def test_a_tensor_that_changes_outside_an_optimizer_is_named(group, begun, capsy
     assert "nbelastic: model.bias changes outside an optimizer's step" in capsys.readouterr().err
 
 
-def test_wrapping_the_model_is_no_change(group, begun, capsys):
-    """DistributedDataParallel's constructor writes to the parameters what they are already."""
+def test_wrapping_the_model_does_not_change_it(group, begun, capsys):
+    """DistributedDataParallel's constructor writes the same values to the parameters: the state stays clean."""
     model, optimizer = network()
     state = begun(TorchState(model=model, optimizer=optimizer))
     step(model, optimizer)
@@ -115,7 +115,7 @@ def test_wrapping_the_model_is_no_change(group, begun, capsys):
 
 
 def test_averaged_weights_updated_after_the_step_need_no_copies(group, begun):
-    """An exponential moving average is no optimizer's, but nothing can come between its change and the commit."""
+    """An exponential moving average belongs to no optimizer, but no collective runs between its change and the commit."""
     model, optimizer = network()
     average = torch.optim.swa_utils.AveragedModel(model)
     state = begun(TorchState(model=model, average=average, optimizer=optimizer))
@@ -128,7 +128,7 @@ def test_averaged_weights_updated_after_the_step_need_no_copies(group, begun):
 
 
 def test_an_optimizer_without_hooks_is_copied(group, begun):
-    """One that nobody hears of still changes tensors, which autograd counts."""
+    """The state does not observe its steps; autograd's version counters show that tensors changed."""
 
     class Plain:
         def __init__(self, parameters):
@@ -162,7 +162,7 @@ def test_an_optimizer_without_hooks_is_copied(group, begun):
 
 
 def test_copies_take_little_more_memory_than_what_they_copy():
-    """Each copy begins at an aligned place: at most that much is lost for each tensor."""
+    """Each copy begins at an aligned address: that costs at most ALIGNMENT bytes per tensor."""
     tensors = [torch.ones(1000), torch.ones(3), torch.ones(5, dtype=torch.uint8)]
     places = _allocate(tensors, pinned=False)
     assert [(p.shape, p.dtype) for p in places] == [(t.shape, t.dtype) for t in tensors]
@@ -172,7 +172,7 @@ def test_copies_take_little_more_memory_than_what_they_copy():
 
 
 def test_buffers_that_are_replaced(group, begun):
-    """`self.mean = …` in a forward pass makes a new tensor: the committed one comes back, in its place."""
+    """`self.mean = …` in a forward pass makes a new tensor: a restore puts the committed tensor back."""
     model, optimizer = network()
     model.register_buffer("mean", torch.zeros(2))
     model.register_buffer("large", torch.zeros(1 << 19))
@@ -206,7 +206,7 @@ def test_a_compiled_model(group, begun):
 
 
 def test_outside_a_job_every_commit_is_copied():
-    """There is no world that could tell, and `restore()` is called by hand."""
+    """There is no world that could break; the user calls `restore()`."""
     model, optimizer = network()
     state = TorchState(model=model, optimizer=optimizer, step=0)
     start = weights(model)
@@ -228,7 +228,7 @@ def test_outside_a_job_every_commit_is_copied():
 
 
 @pytest.mark.parametrize("value", [object(), {1: np.zeros(3)}, [lambda: 0]])
-def test_what_is_no_plain_data_is_refused_at_once(begun, value):
-    """Not when a newcomer comes, hours later."""
+def test_data_that_is_not_plain_is_refused_at_once(begun, value):
+    """When the state begins, not when a newcomer joins hours later."""
     with pytest.raises(StateError, match="not plain data"):
         begun(TorchState(thing=value))

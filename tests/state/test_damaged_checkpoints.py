@@ -1,4 +1,4 @@
-"""Checkpoints are whole or do not count, the newest that can be used is used, and nothing in one is ever run."""
+"""A damaged checkpoint does not count, the newest usable one is used, and no code in a checkpoint is ever run."""
 
 import errno
 import json
@@ -26,12 +26,12 @@ def nothing_under_way():
     saving._join_last()
 
 
-# ---- what is wrong with one ----
+# ---- damage ----
 
 
 @pytest.fixture
 def two(tmp_path):
-    """A folder with two checkpoints: of commit 1 and, the newer, of commit 2."""
+    """A folder with two checkpoints: of commit 1 and of commit 2."""
     state = train(network())
     write(state, tmp_path)
     write(train(state), tmp_path)
@@ -39,7 +39,7 @@ def two(tmp_path):
 
 
 def test_a_damaged_byte_anywhere_is_noticed(two):
-    """Whatever byte of whatever file is changed, lost or added: the checkpoint does not pass as whole."""
+    """Whichever byte of whichever file is changed, missing or added: `verify` raises."""
     newest = checkpoint.listed(two)[0]
     assert checkpoint.verify(newest).commits == 2
     for file in newest.iterdir():
@@ -58,7 +58,7 @@ def test_a_damaged_byte_anywhere_is_noticed(two):
 
 
 @pytest.mark.parametrize(
-    ("file", "cut", "said"),
+    ("file", "cut", "error"),
     [
         ("__0_0.distcp", 100, "__0_0.distcp has 100 bytes instead of"),
         ("__0_0.distcp", None, "__0_0.distcp is damaged: its checksum is wrong"),
@@ -67,7 +67,7 @@ def test_a_damaged_byte_anywhere_is_noticed(two):
         ("manifest", 0, "manifest is damaged: its checksum is wrong"),
     ],
 )
-def test_the_one_before_a_damaged_one_is_used(two, capsys, file, cut, said):
+def test_the_one_before_a_damaged_one_is_used(two, capsys, file, cut, error):
     """One line says what is wrong with the newest."""
     path = checkpoint.listed(two)[0] / file
     whole = path.read_bytes()
@@ -76,12 +76,12 @@ def test_the_one_before_a_damaged_one_is_used(two, capsys, file, cut, said):
     saving.load(state, two)
     assert (state.epoch, state.commits) == (1, 1)
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"nbelastic: checkpoint 000002-commit-2 is not used: {said}")
+    assert line.startswith(f"nbelastic: checkpoint 000002-commit-2 is not used: {error}")
     assert line.endswith("; the one before it is tried.")
 
 
 def test_none_that_can_be_used(two):
-    """The error names each and what is wrong with it; the state is as it was."""
+    """The error names each checkpoint and its fault; the state is unchanged."""
     one, other = checkpoint.listed(two)
     (one / "manifest").unlink()
     (other / ".metadata").unlink()
@@ -96,7 +96,7 @@ def test_none_that_can_be_used(two):
 
 
 def test_no_checkpoint_at_all(tmp_path):
-    """Asked for by name that is an error, whether the folder is empty or not there."""
+    """`load` raises, whether the folder is empty or does not exist."""
     with pytest.raises(StateError, match="there is no checkpoint in"):
         saving.load(counter(), tmp_path)
     with pytest.raises(StateError, match="No such file or directory"):
@@ -104,17 +104,17 @@ def test_no_checkpoint_at_all(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("foreign", "said"),
+    ("foreign", "error"),
     [
         (lambda: train(network(width=5)), r"it does not fit this state: model.0.weight is .*4, 3.* here and .*5, 3"),
         (lambda: counter(1), "it does not fit this state: '[a-z]+' is in the state here and not in"),
     ],
 )
-def test_a_checkpoint_of_another_state(two, capsys, foreign, said):
-    """The first difference is said, the one before is used; with nothing else there it is an error."""
+def test_a_checkpoint_of_another_state(two, capsys, foreign, error):
+    """The error names the first difference; from a folder, the checkpoint before it is used."""
     path = write(foreign(), two)
     state = network()
-    with pytest.raises(StateError, match=said):
+    with pytest.raises(StateError, match=error):
         saving.load(state, path)
     saving.load(state, two)
     assert state.commits == 2
@@ -122,7 +122,7 @@ def test_a_checkpoint_of_another_state(two, capsys, foreign, said):
 
 
 def test_a_checkpoint_that_an_object_refuses(tmp_path, capsys):
-    """Whatever a scheduler's or sampler's own `load_state_dict` raises is said, and the one before is used."""
+    """An error of a scheduler's or sampler's `load_state_dict` is printed, and the checkpoint before is used."""
 
     class Picky:
         def __init__(self, kind):
@@ -146,7 +146,7 @@ def test_a_checkpoint_that_an_object_refuses(tmp_path, capsys):
 
 
 def forge(path, change):
-    """Change a checkpoint and make its checksums right again, as somebody with bad intentions would."""
+    """Change a checkpoint and correct its checksums, as an attacker would."""
     manifest = json.loads((path / "manifest").read_bytes().partition(b"\n")[0])
     change(manifest)
     for name in manifest.get("files", ()):
@@ -158,7 +158,7 @@ def forge(path, change):
 
 
 def test_a_format_of_another_version(two, capsys):
-    """It is said which one, and which can be read."""
+    """The line names its format and the one that can be read."""
     forge(checkpoint.listed(two)[0], lambda manifest: manifest.update(format=2, more="than there is today"))
     saving.load(network(), two)
     assert "it is of format 2, and this version of nbelastic reads format 1" in capsys.readouterr().err
@@ -173,7 +173,7 @@ class Evil:
 
 
 def test_an_evil_metadata_file_is_never_opened(two, tmp_path):
-    """A pickle with code in it, with all checksums right: it is not run, and the tensors are read without it."""
+    """It is a pickle with code in it, and all checksums are right: the tensors are read without it."""
     newest = checkpoint.listed(two)[0]
 
     def change(_):
@@ -187,7 +187,7 @@ def test_an_evil_metadata_file_is_never_opened(two, tmp_path):
 
 @pytest.mark.parametrize("named", ["description", "small/half"])
 def test_evil_in_the_data_is_refused(two, tmp_path, named, capsys):
-    """Code in the place of a tensor, or within what is no tensor: refused, not run, and the one before is used."""
+    """Code in place of a tensor or of other data is refused and not run; the checkpoint before is used."""
     newest = checkpoint.listed(two)[0]
     evil = {"small": Evil(tmp_path / "evil")}
 
@@ -227,7 +227,7 @@ def test_evil_in_the_data_is_refused(two, tmp_path, named, capsys):
     ],
 )
 def test_a_manifest_that_lies(two, change):
-    """Files elsewhere, types that are none, shapes and places that are wrong: refused like any damage."""
+    """Files elsewhere, unknown types, wrong shapes and offsets are refused like any damage."""
     forge(checkpoint.listed(two)[0], change)
     state = network()
     saving.load(state, two)
@@ -238,7 +238,7 @@ def test_a_manifest_that_lies(two, change):
 
 
 def test_a_disk_that_is_full(tmp_path, capsys):
-    """The training goes on, one line says why, nothing half is left, and the checkpoint before is still there."""
+    """Training goes on, one line gives the reason, no partial checkpoint stays, and the one before is still there."""
     write(counter(1), tmp_path)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
@@ -249,8 +249,8 @@ def test_a_disk_that_is_full(tmp_path, capsys):
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     with pytest.raises(StateError, match=os.strerror(errno.EFBIG)):
         failing.wait()
-    said = f"nbelastic: the checkpoint of commit 2 was not written to {tmp_path}: {os.strerror(errno.EFBIG)}.\n"
-    assert capsys.readouterr().err == said
+    error = f"nbelastic: the checkpoint of commit 2 was not written to {tmp_path}: {os.strerror(errno.EFBIG)}.\n"
+    assert capsys.readouterr().err == error
     assert os.listdir(tmp_path) == ["000001-commit-1"]
     write(counter(3), tmp_path)
     assert written(tmp_path) == ["000001-commit-1", "000002-commit-3"]
@@ -268,7 +268,7 @@ gc.collect()
 
 
 def test_a_disk_that_is_full_in_the_middle_of_a_tensor_is_one_line(tmp_path):
-    """What the disk said, and nothing of the interpreter's about files that were closed before."""
+    """The disk's error is printed; the interpreter prints nothing about closed files."""
     command = [sys.executable, "-X", "dev", "-W", "ignore", "-c", FULL, str(tmp_path)]
     done = subprocess.run(
         command, cwd=Path(__file__).parents[2], check=True, capture_output=True, text=True, timeout=100
@@ -279,7 +279,7 @@ def test_a_disk_that_is_full_in_the_middle_of_a_tensor_is_one_line(tmp_path):
 
 @pytest.mark.timeout(30)
 def test_a_name_that_the_disk_refuses(tmp_path, monkeypatch, capsys):
-    """The checkpoint is written, and cannot get its name: the error is reported, and no other name is tried for ever."""
+    """The checkpoint is written, but cannot be renamed: the error is reported, and no other name is tried."""
 
     rename = Path.rename
 
@@ -295,7 +295,7 @@ def test_a_name_that_the_disk_refuses(tmp_path, monkeypatch, capsys):
 
 
 def test_another_process_takes_the_name_first(tmp_path, monkeypatch):
-    """Two jobs write to one folder at the same moment: the slower one takes the next number, and neither is lost."""
+    """Two jobs write to one folder at the same time: the slower one takes the next number, and both checkpoints stay."""
     rename = Path.rename
 
     def too_late(path, target):
@@ -309,7 +309,7 @@ def test_another_process_takes_the_name_first(tmp_path, monkeypatch):
 
 
 def test_a_folder_that_cannot_be(tmp_path):
-    """A file in its place, or in its way: said at the call."""
+    """A file has its name, or the name of its parent: `save` raises at once."""
     (tmp_path / "file").touch()
     for path in (tmp_path / "file", tmp_path / "file" / "below"):
         with pytest.raises(StateError, match=f"checkpoints cannot be written to {path} .*: give checkpoint another"):
@@ -317,7 +317,7 @@ def test_a_folder_that_cannot_be(tmp_path):
 
 
 def test_what_could_not_be_read_back_is_not_written(tmp_path, capsys):
-    """A value that is no plain data is refused when it is saved, not when it is needed."""
+    """A value that is not plain data is refused at the save, not at the load."""
     state = counter(1)
     state.step = Path("x")
     with pytest.raises(StateError, match="not plain data"):
@@ -339,7 +339,7 @@ torch.set_num_threads(1)
 base, out = sys.argv[1:]
 state = network()
 saving.load(state, base)
-snapshot, _ = saving.CopyMemory().take(train(state))
+snapshot, _ = saving.CopyMemory().copy(train(state))
 
 def die_at_call(number):
     seen = 0
@@ -379,8 +379,9 @@ while attempt(die_at_byte, size):
 
 @pytest.mark.soak
 def test_killed_at_any_moment_there_is_a_checkpoint_to_use(two, tmp_path_factory, capsys):
-    """A process is killed at each of its calls to the system, and at many bytes, while it writes the third and removes the
-    first: every time the newest is whole, without a word, and the next save leaves nothing of the dead one's."""
+    """A process is killed at each of its system calls, and at many bytes, while it writes one checkpoint and removes another.
+
+    Each time the newest checkpoint is whole, nothing is printed, and the next save removes the dead process's files."""
     out = tmp_path_factory.mktemp("out")
     root = Path(__file__).parents[2]
     subprocess.run([sys.executable, "-c", DYING, str(two), str(out)], cwd=root, check=True, timeout=100)

@@ -1,4 +1,4 @@
-"""Every sample of an epoch is used once, however the world changes on the way, and what was used weighs the same."""
+"""Each sample of an epoch is used once, however the world changes meanwhile, and all used samples have the same weight."""
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ MANY = settings(max_examples=examples(100), suppress_health_check=[HealthCheck.f
 
 
 class Ranks:
-    """The ranks of a world that train in step, each with its own sampler, which goes on from a state."""
+    """The ranks of a world that train in step, each with its own sampler, which continue from a state."""
 
     def __init__(self, monkeypatch, samplers, state):
         self.monkeypatch, self.samplers, self.size = monkeypatch, samplers, len(samplers)
@@ -31,7 +31,7 @@ class Ranks:
             sampler.load_state_dict(state)
 
     def each(self, call, *arguments):
-        """`call(sampler, …)` as every rank, with its own of each list of arguments."""
+        """Call `call(sampler, …)` as each rank, with that rank's item of each list of arguments."""
         found = []
         for rank, given_to in enumerate(zip(self.samplers, *arguments, strict=True)):
             self.monkeypatch.setattr("nbelastic.worker.session.world", lambda rank=rank: formation(rank, self.size))
@@ -57,7 +57,7 @@ def _in_batches(sampler, batch):
 
 
 def story(monkeypatch, worlds, batch, count, **options):
-    """What an epoch's committed steps were, through all of these worlds and then to the end in the last one's size."""
+    """The committed steps of an epoch, through all of these worlds, and then to the end in the last one's size."""
     done = []
     state = {"epoch": 0, "used": 0}
     for size, committed, in_vain in [*worlds, (worlds[-1][0], 10_000, 0)]:
@@ -81,7 +81,7 @@ def used_in(step):
     count=st.integers(0, 200), batch=st.integers(1, 9), worlds=WORLDS, shuffle=st.booleans(), drop_last=st.booleans()
 )
 def test_each_sample_once_through_any_worlds(count, batch, worlds, shuffle, drop_last):
-    """Kills, drains and joins: all samples are used, and only at the very end a few twice, or left out if wanted."""
+    """Through any changes all samples are used; only at the end few are repeated, or left out with `drop_last`."""
     with pytest.MonkeyPatch.context() as monkeypatch:
         done, state = story(monkeypatch, worlds, batch, count, shuffle=shuffle, drop_last=drop_last)
     used = [sample for _, step in done for sample in used_in(step)]
@@ -99,7 +99,7 @@ def test_each_sample_once_through_any_worlds(count, batch, worlds, shuffle, drop
     count=st.integers(0, 200), batch=st.integers(7, 40), worlds=WORLDS, shuffle=st.booleans(), drop_last=st.booleans()
 )
 def test_the_same_global_batches_through_any_worlds(count, batch, worlds, shuffle, drop_last):
-    """With `global_batch`, step k is made of the same samples whatever happened; nothing counts twice, ever."""
+    """With `global_batch`, step k has the same samples in any world, and no sample counts twice."""
     options = {"shuffle": shuffle, "drop_last": drop_last, "global_batch": batch}
     with pytest.MonkeyPatch.context() as monkeypatch:
         done, state = story(monkeypatch, worlds, batch, count, **options)
@@ -117,7 +117,7 @@ def test_the_same_global_batches_through_any_worlds(count, batch, worlds, shuffl
 @MANY
 @given(count=st.integers(1, 40), batch=st.integers(7, 20), size=st.integers(1, 7))
 def test_the_gradient_is_that_of_the_global_batch(count, batch, size):
-    """DDP's average over the ranks of weighted means is the mean over the batch, remainders and the last one included."""
+    """DDP's average of the ranks' weighted means is the mean over the batch, also for remainders and the last batch."""
     torch.manual_seed(count)
     inputs, targets = torch.randn(count, 3, dtype=torch.float64), torch.randn(count, dtype=torch.float64)
     weight = torch.randn(3, dtype=torch.float64)
@@ -134,13 +134,13 @@ def test_the_gradient_is_that_of_the_global_batch(count, batch, size):
             torch.testing.assert_close(sum(weighted) / size, gradient(used_in(step)), rtol=1e-12, atol=1e-13)
 
 
-def test_parts_of_a_share_have_weights_too(stand):
-    """Gradients accumulated over parts of a share sum up to the gradient of the whole."""
+def test_parts_of_a_share_have_weights_too(as_rank):
+    """Gradients accumulated over parts of a share add up to the gradient of the whole share."""
     losses = torch.arange(9.0, dtype=torch.float64)
     sampler = ElasticSampler(range(9), shuffle=False, global_batch=9)
     total = 0.0
     for rank in range(2):
-        stand(rank, 2)
+        as_rank(rank, 2)
         for part in losses[list(sampler)].split(2):
             total += part.mean().item() * sampler.weight(len(part)) / 2
     assert total == pytest.approx(losses.mean().item())
@@ -148,9 +148,9 @@ def test_parts_of_a_share_have_weights_too(stand):
 
 @pytest.mark.parametrize("global_batch", [None, 9])
 @pytest.mark.parametrize("persistent", [False, True])
-def test_what_was_fetched_ahead_is_not_lost(stand, global_batch, persistent):
-    """Dropped in the middle with batches on their way, a DataLoader begins again with what was not recorded."""
-    stand(0, 1)
+def test_what_was_fetched_ahead_is_not_lost(as_rank, global_batch, persistent):
+    """A DataLoader that is dropped with batches under way begins again with the first sample not recorded."""
+    as_rank(0, 1)
     data = torch.arange(50) + 100
     sampler = ElasticSampler(data, global_batch=global_batch)
     loader = DataLoader(
@@ -172,7 +172,7 @@ def test_what_was_fetched_ahead_is_not_lost(stand, global_batch, persistent):
 
 
 def test_ranks_that_were_seeded_differently_agree(monkeypatch):
-    """The state carries the seed: an unseeded program on every rank still shares out one and the same order."""
+    """The state carries the seed: ranks of an unseeded program still share out one order."""
     samplers = [ElasticSampler(range(60), seed=seed, global_batch=7) for seed in (11, 12, 13)]
     ranks = Ranks(monkeypatch, samplers, samplers[0].state_dict())
     used = [sample for step, _ in ranks.steps(7) for sample in used_in(step)]

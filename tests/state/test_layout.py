@@ -1,4 +1,4 @@
-"""What changes in a model or an optimizer during a job, and what a state refuses, each by name."""
+"""Changes of a model or an optimizer during a job, and what a state refuses, each by name."""
 
 import pytest
 import torch
@@ -24,7 +24,7 @@ def step(model, optimizer):
 
 
 def test_a_parameter_that_is_added_is_tracked_from_the_next_commit_on(begun):
-    """As of LoRA: no optimizer knows of it, and still its changes are noticed and undone."""
+    """As with LoRA: no optimizer holds the parameter, and still its changes are noticed and undone."""
     model, optimizer = network()
     state = begun(TorchState(model=model, optimizer=optimizer))
     for _ in range(2):
@@ -43,7 +43,7 @@ def test_a_parameter_that_is_added_is_tracked_from_the_next_commit_on(begun):
 
 
 def test_a_layer_that_is_replaced_is_sent_to_newcomers(begun):
-    """The state holds what the model has now; a newcomer that still has another layer is told which."""
+    """The state holds the model's present layers; the error names the layer that differs at a newcomer."""
     model, _ = network()
     state = begun(TorchState(model=model))
     state.commit()
@@ -60,7 +60,7 @@ def test_a_layer_that_is_replaced_is_sent_to_newcomers(begun):
 
 
 def test_a_replaced_layer_that_the_optimizer_does_not_know_is_refused(begun):
-    """The optimizer still trains the old layer: one line says so at the next commit."""
+    """The optimizer still trains the old layer: the next commit raises."""
     model, optimizer = network()
     state = begun(TorchState(model=model, optimizer=optimizer))
     model[1] = nn.Linear(4, 3)
@@ -69,7 +69,7 @@ def test_a_replaced_layer_that_the_optimizer_does_not_know_is_refused(begun):
 
 
 def test_buffers_and_gradients_are_no_new_layers(begun):
-    """What training does anyway does not look like another model."""
+    """Ordinary training does not count as a change of the model."""
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 3))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     state = begun(TorchState(model=model, optimizer=optimizer))
@@ -82,8 +82,8 @@ def tie(model):
     model[1].weight = model[0].weight
 
 
-def tie_anew(model):
-    """It comes last among the parameters of its layer then."""
+def tie_again(model):
+    """The weight then comes last among the parameters of its layer."""
     del model[1].weight
     model[1].weight = model[0].weight
 
@@ -93,9 +93,9 @@ def name_again(model):
     model[1].other = model[0].bias
 
 
-@pytest.mark.parametrize("alias", [tie, tie_anew, name_again])
+@pytest.mark.parametrize("alias", [tie, tie_again, name_again])
 def test_another_name_for_a_parameter_is_no_new_layer(begun, alias):
-    """As of tied weights: what the state holds is the same, and a rank that is aborted there still has its commit."""
+    """As with tied weights: the state holds the same, and a rank that is aborted there still holds its commit."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     tie(model)
     state = begun(TorchState(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1)))
@@ -122,7 +122,7 @@ def take_away_a_layer(model):
     del model[1]
 
 
-def write_behind_its_back(model):
+def write_without_setattr(model):
     model[1]._parameters["bias"] = nn.Parameter(torch.ones(4))
 
 
@@ -141,13 +141,13 @@ def give_a_leaf_a_layer_without_parameters(model):
         replace_one_of_two_names,
         take_away,
         take_away_a_layer,
-        write_behind_its_back,
+        write_without_setattr,
         give_a_leaf_a_layer,
         give_a_leaf_a_layer_without_parameters,
     ],
 )
 def test_every_change_of_a_model_is_noticed(begun, change):
-    """However it is made: what the last commit holds is another model's, and the next commit holds this one's."""
+    """However it is made: the last commit holds the earlier model, and the next commit holds the present one."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     tie(model)
     state = begun(TorchState(model=model))
@@ -162,7 +162,7 @@ def test_every_change_of_a_model_is_noticed(begun, change):
 
 
 class Counting(torch.optim.SGD):
-    """It keeps something of its own, beside what it keeps for each parameter."""
+    """It keeps values under its own keys, beside those of each parameter."""
 
     def step(self, closure=None):
         super().step(closure)
@@ -177,7 +177,7 @@ def counting(seed):
 
 
 def test_what_an_optimizer_keeps_under_its_own_keys_is_sent(begun):
-    """A newcomer's optimizer goes on where the sender's stands."""
+    """A newcomer's optimizer continues with the sender's values."""
     (model, optimizer), (mine, fresh) = counting(1), counting(2)
     old = begun(TorchState(model=model, optimizer=optimizer))
     for _ in range(3):
@@ -192,7 +192,7 @@ def test_what_an_optimizer_keeps_under_its_own_keys_is_sent(begun):
 
 
 def test_what_an_optimizer_keeps_under_its_own_keys_is_undone(begun):
-    """With copies it comes back with everything else."""
+    """A restore from copies restores these values too."""
     model, optimizer = counting(1)
     state = begun(TorchState(model=model, optimizer=optimizer))
     for _ in range(2):
@@ -207,7 +207,7 @@ def test_what_an_optimizer_keeps_under_its_own_keys_is_undone(begun):
 
 
 class Experts(nn.Module):
-    """Only one of them is used in a forward pass, and neither is the first or the last parameter."""
+    """A forward pass uses one of two experts, and neither holds the first or the last parameter."""
 
     def __init__(self):
         super().__init__()
@@ -220,7 +220,7 @@ class Experts(nn.Module):
 
 
 def test_ranks_that_use_other_parameters_count_the_same_commits(begun):
-    """Each rank's part of a batch reaches other parameters: what counts as a commit is the same on all of them."""
+    """Each rank's samples reach other parameters: the same calls count as commits on all ranks."""
     counts = []
     for used in (0, 1):
         torch.manual_seed(1)
@@ -253,7 +253,7 @@ def test_no_backward_pass_is_watched_after_the_job(begun):
 
 
 class StatefulDataLoader:
-    """As of torchdata."""
+    """As in torchdata."""
 
     def state_dict(self):
         return {}
@@ -263,11 +263,11 @@ class StatefulDataLoader:
 
 
 class ZeroRedundancyOptimizer(torch.optim.SGD):
-    """As of torch.distributed.optim, which needs a process group."""
+    """As in torch.distributed.optim, where it needs a process group."""
 
 
 class Sharded(torch.Tensor):
-    """As a DTensor."""
+    """Like a DTensor."""
 
     device_mesh = None
 
@@ -289,14 +289,14 @@ def sharded():
     ids=["generator", "loader", "zero", "sharded"],
 )
 def test_what_cannot_be_recovered_is_refused_by_name(make, line):
-    """Where the state is made, in one line that says what to do instead."""
+    """The constructor raises, with one line that names an alternative."""
     with pytest.raises(StateError, match=line) as refused:
         ObjectState(thing=make())
     assert "\n" not in str(refused.value)
 
 
 def test_a_model_that_is_sharded_inside_the_function_is_refused_at_the_commit(begun):
-    """fully_shard replaces the parameters behind the module's back."""
+    """fully_shard replaces the parameters without a call of the module's methods."""
     model, _ = network()
     state = begun(TorchState(model=model))
     model[0]._parameters["weight"] = nn.Parameter(model[0].weight.detach().as_subclass(Sharded))
@@ -305,7 +305,7 @@ def test_a_model_that_is_sharded_inside_the_function_is_refused_at_the_commit(be
 
 
 def test_moments_that_are_no_plain_tensors_are_refused(begun):
-    """As of optimizers that keep eight bits: noticed at the first commit after they have begun to keep them."""
+    """As with 8-bit optimizers: the first commit after a step that made such moments raises."""
 
     class Small(torch.Tensor):
         pass
@@ -325,7 +325,7 @@ def test_moments_that_are_no_plain_tensors_are_refused(begun):
 
 
 def test_a_tensor_of_the_graph_is_refused_by_name(begun):
-    """`state.loss = loss` would keep the whole step in memory: it is to be detached."""
+    """`state.loss = loss` would keep the whole graph in memory: the error asks for `detach()`."""
     state = begun(ObjectState(losses=[]))
     state.losses = [torch.ones(1, requires_grad=True) * 2]
     with pytest.raises(StateError, match=r"losses holds a tensor .* give its detach\(\)"):

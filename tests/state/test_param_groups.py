@@ -9,18 +9,18 @@ from nbelastic.state import optimizers
 from tests.state.training import network, receive, step, unfreezing, weights
 
 
-def test_what_an_optimizer_keeps_is_noted_without_a_copy():
-    """A note has the tensors themselves, which a commit need not copy, and copies of what is no tensor."""
+def test_an_optimizers_tensors_are_recorded_without_a_copy():
+    """The record refers to the optimizer's own tensors, and copies all other values."""
     model, optimizer = network()
     model(torch.ones(2, 4)).sum().backward()
     optimizer.step()
     kept = optimizer.state[model.weight]
     kept["seen"] = {"tensor": torch.ones(1), "steps": [1]}
-    noted = optimizers.entries(optimizer)
+    recorded = optimizers.entries(optimizer)
     tensors = kept["momentum_buffer"], kept["seen"]["tensor"]
     kept["seen"]["steps"].append(2)
     optimizer.state.clear()
-    optimizers.set_entries(optimizer, noted)
+    optimizers.set_entries(optimizer, recorded)
     found = optimizer.state[model.weight]
     assert found["momentum_buffer"] is tensors[0]
     assert found["seen"]["tensor"] is tensors[1]
@@ -28,7 +28,7 @@ def test_what_an_optimizer_keeps_is_noted_without_a_copy():
 
 
 def test_groups_added_since_are_taken_away(group, begun):
-    """A layer that is unfrozen late gets a group of its own; a break right after takes that back."""
+    """A layer that is unfrozen late gets a parameter group; a restore removes the group if it was not committed."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3))
     optimizer = torch.optim.SGD(model[1].parameters(), lr=0.1, momentum=0.9)
     state = begun(TorchState(model=model, optimizer=optimizer))
@@ -45,7 +45,7 @@ def test_groups_added_since_are_taken_away(group, begun):
 
 
 def test_a_newcomer_gets_the_groups_that_were_added(group, begun):
-    """Its own optimizer was made as in the beginning; what it lacks is made of its own parameters, by name."""
+    """The newcomer's optimizer lacks the added group, and makes it from its own parameters, by name."""
     (model, optimizer), (mine, fresh) = unfreezing(1), unfreezing(2)
     old = begun(TorchState(model=model, optimizer=optimizer))
     optimizer.add_param_group({"params": list(model[0].parameters()), "lr": 0.01})
@@ -62,7 +62,7 @@ def test_a_newcomer_gets_the_groups_that_were_added(group, begun):
 
 
 def test_other_groups_are_refused_and_nothing_is_changed(group, begun):
-    """An optimizer with the same parameters in another order is another optimizer."""
+    """An optimizer with the same parameters in another order is a different optimizer."""
     (model, optimizer), (mine, _) = unfreezing(1), unfreezing(2)
     old = begun(TorchState(model=model, optimizer=optimizer))
     other = torch.optim.Adam([{"params": [mine[1].bias]}, {"params": [mine[1].weight]}])
@@ -74,7 +74,7 @@ def test_other_groups_are_refused_and_nothing_is_changed(group, begun):
 
 
 def test_groups_of_which_only_one_differs_are_refused(group, begun):
-    """Each group is compared: momentum of the second one's parameters does not go to other parameters, silently."""
+    """Each group is compared: momentum of one parameter never reaches another."""
 
     def grouped(seed, order):
         torch.manual_seed(seed)
@@ -91,13 +91,13 @@ def test_groups_of_which_only_one_differs_are_refused(group, begun):
 
 
 def test_an_optimizer_needs_its_model(group, begun):
-    """Parameters that are in no model of the state would not be recovered: said where the state is made."""
+    """Parameters that are in no model of the state could not be recovered: the constructor refuses them."""
     _, optimizer = network()
     with pytest.raises(StateError, match="optimizer trains 2 parameters of no model in the state"):
         TorchState(optimizer=optimizer)
 
 
-def test_a_parameter_of_its_own(group, begun):
+def test_a_single_parameter(group, begun):
     """A single nn.Parameter in the state stays the object that the optimizer holds."""
     scale = nn.Parameter(torch.ones(1))
     optimizer = torch.optim.SGD([scale], lr=0.5)

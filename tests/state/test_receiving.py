@@ -1,4 +1,4 @@
-"""A transfer that breaks off: what a receiver holds then, and what it says that it holds."""
+"""A transfer that breaks off: what a receiver then holds, and what it reports."""
 
 import contextlib
 
@@ -17,7 +17,7 @@ CPU = torch.device("cpu")
 
 
 class BrokenChannel:
-    """Its sender dies when half of the tensors have come."""
+    """Its sender is lost when half of the tensors have arrived."""
 
     device = CPU
 
@@ -28,7 +28,7 @@ class BrokenChannel:
 
 
 class WholeChannel:
-    """Everything arrives; meanwhile the receiver still has what it had."""
+    """Everything arrives; it records what the receiver's live tensors hold meanwhile."""
 
     device = CPU
 
@@ -71,8 +71,8 @@ def broken_off():
     raise RuntimeError("the generation is over")
 
 
-def test_what_cannot_be_relied_on_is_not_taken(monkeypatch):
-    """On a GPU an aborted transfer ends like any other: a holder keeps what it had, and who received in place holds nothing."""
+def test_an_aborted_transfer_is_not_used(monkeypatch):
+    """On a GPU an aborted transfer ends like any other. A holder keeps its tensors; a rank that received in place holds nothing."""
     facts, live = holder()
     receive(WholeChannel(live), live, facts, broken_off)
     assert facts.holds_state
@@ -82,8 +82,8 @@ def test_what_cannot_be_relied_on_is_not_taken(monkeypatch):
     assert not facts.holds_state
 
 
-def test_memory_that_is_not_there_after_all_is_done_without(monkeypatch):
-    """A fragmented GPU, or several ranks on one: the transfer goes on in place, and the job with it."""
+def test_a_failed_allocation_makes_the_transfer_go_on_in_place(monkeypatch):
+    """With a fragmented GPU, or several ranks on one, the transfer continues in place."""
 
     def no_memory(place):
         raise torch.OutOfMemoryError
@@ -95,8 +95,8 @@ def test_memory_that_is_not_there_after_all_is_done_without(monkeypatch):
     assert channel.meanwhile == [[6, 6]] * 4
 
 
-def test_where_free_memory_is_not_told_none_is_counted_on(monkeypatch):
-    """Some sandboxes have no tables of memory and control groups."""
+def test_unknown_free_memory_counts_as_none(monkeypatch):
+    """Some sandboxes do not show free memory and control groups: then a second copy does not fit."""
 
     def unknown():
         raise FileNotFoundError
@@ -122,14 +122,14 @@ def test_a_newcomer_receives_in_place():
 
 
 class Huge:
-    """A tensor's size and place."""
+    """A tensor's size and device."""
 
     def __init__(self, nbytes, device="cpu"):
         self.nbytes, self.device = nbytes, torch.device(device)
 
 
 def test_what_fits_is_shared_by_the_processes_of_a_machine(monkeypatch):
-    """Half of the free memory, and each of the receivers on this machine takes as much."""
+    """Half of the free memory is used, and each receiver on this machine takes the same amount."""
     monkeypatch.setattr(memory, "_free_on_machine", lambda: 1000)
     assert fits([Huge(100), Huge(150)], CPU, 2)
     assert not fits([Huge(100), Huge(151)], CPU, 2)
@@ -148,7 +148,7 @@ def test_a_control_group_bounds_what_is_free(monkeypatch, tmp_path):
 
 
 def test_a_warm_up_that_fails_leaves_no_group_behind(monkeypatch):
-    """The first world would be told that there is one already."""
+    """Otherwise the first world could not make its default group."""
 
     def fail():
         raise RuntimeError("out of memory")
@@ -160,7 +160,7 @@ def test_a_warm_up_that_fails_leaves_no_group_behind(monkeypatch):
 
 
 class DyingSender:
-    """It describes its state, which is of the next commit, and dies when half of the tensors have come."""
+    """It describes its state, of the next commit, and is lost when half of the tensors have arrived."""
 
     receives, device, move_tensors = True, CPU, BrokenChannel.move_tensors
 
@@ -172,7 +172,7 @@ class DyingSender:
 
 
 def trained(begun, *, steps, holds=True):
-    """A state at its first commit, after so many steps, and what is in it."""
+    """A state at its first commit, after `steps` steps, and its contents."""
     torch.manual_seed(1)
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 3))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -200,7 +200,7 @@ def contents(state):
 def test_a_holder_with_copies_goes_back_to_them_when_a_transfer_in_place_breaks_off(
     begun, monkeypatch, steps, holds, still
 ):
-    """It still holds its commit, and says so. Without copies, or before it held a state, it holds nothing."""
+    """It still holds its commit, and reports so. Without copies, or before it held a state, it holds nothing."""
     monkeypatch.setattr(transfer, "fits", lambda *_: False)
     state, before = trained(begun, steps=steps, holds=holds)
     with pytest.raises(RuntimeError, match="Connection closed"):

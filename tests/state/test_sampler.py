@@ -1,4 +1,4 @@
-"""What an ElasticSampler gives to each rank, and what it refuses. That nothing is lost: `test_exactly_once.py`."""
+"""The samples that an ElasticSampler gives to each rank, and what it refuses. `test_exactly_once.py` tests that none is lost."""
 
 import io
 import pickle
@@ -12,18 +12,18 @@ import nbelastic as nbe
 from nbelastic import ElasticSampler, StateError, UsageError
 
 
-def shares(stand, size, sampler):
-    """What each rank of a world would get."""
+def shares(as_rank, size, sampler):
+    """The samples that each rank of a world gets."""
     found = []
     for rank in range(size):
-        stand(rank, size)
+        as_rank(rank, size)
         found.append(list(sampler))
         assert len(sampler) == len(found[-1])
     return found
 
 
 def test_the_order_is_another_one_each_epoch_and_the_same_everywhere():
-    """Shuffled by seed and epoch: ranks agree, epochs differ."""
+    """Seed and epoch shuffle the samples: ranks have the same order, epochs have different ones."""
     one, two, other = ElasticSampler(range(100)), ElasticSampler(range(100)), ElasticSampler(range(100), seed=1)
     assert list(one) == list(two) != list(other)
     first = list(one)
@@ -32,24 +32,24 @@ def test_the_order_is_another_one_each_epoch_and_the_same_everywhere():
     assert list(one) != first
 
 
-def test_without_shuffling_the_order_is_that_of_the_data(stand):
-    """`shuffle=False`: the samples go round the ranks in turn."""
+def test_without_shuffling_the_order_is_that_of_the_data(as_rank):
+    """`shuffle=False`: consecutive samples go to consecutive ranks."""
     sampler = ElasticSampler(range(7), shuffle=False)
-    stand(1, 3)
+    as_rank(1, 3)
     assert list(sampler) == [1, 4, 0]
     sampler.record_batch(1)
     assert list(sampler) == [4, 3]
     assert len(sampler) == 2
 
 
-def test_the_padding_is_spread_over_few_samples(stand):
-    """With fewer samples left than ranks, everybody still gets one."""
-    assert shares(stand, 5, ElasticSampler(range(2), shuffle=False)) == [[0], [1], [0], [1], [0]]
+def test_the_padding_is_spread_over_few_samples(as_rank):
+    """With fewer samples left than ranks, each rank still gets one."""
+    assert shares(as_rank, 5, ElasticSampler(range(2), shuffle=False)) == [[0], [1], [0], [1], [0]]
 
 
-def test_an_epoch_begins_once(stand):
-    """A function that starts again from its top says the same epoch again: what was used stays used."""
-    stand(0, 2)
+def test_an_epoch_begins_once(as_rank):
+    """A function that starts again from its top sets the same epoch again: used samples stay used."""
+    as_rank(0, 2)
     sampler = ElasticSampler(range(10))
     sampler.set_epoch(3)
     sampler.record_batch(2)
@@ -59,23 +59,23 @@ def test_an_epoch_begins_once(stand):
     assert (sampler.epoch, sampler.used) == (4, 0)
 
 
-def test_nothing_is_left_at_the_end(stand):
-    """After the last sample an iteration is empty, and more than all is not counted."""
-    stand(0, 3)
+def test_nothing_is_left_at_the_end(as_rank):
+    """After the last sample an iteration is empty, and a larger count is limited to the number of samples."""
+    as_rank(0, 3)
     sampler = ElasticSampler(range(4))
     sampler.record_batch(100)
     assert (list(sampler), len(sampler), sampler.used) == ([], 0, 4)
 
 
 def test_outside_a_world_all_samples_are_mine():
-    """A notebook can try the same loop alone."""
+    """The same loop runs in a notebook without a world."""
     assert sorted(ElasticSampler(range(5))) == [0, 1, 2, 3, 4]
     assert len(ElasticSampler([])) == 0
     assert list(ElasticSampler([])) == []
 
 
 def test_seeds_and_epochs_do_not_meet():
-    """Any integer is a seed, and each gives another order, near or far: torch's generator alone heeds 32 bits of it."""
+    """Any integer is a seed, and each gives a different order; torch's generator alone uses only 32 bits of it."""
     orders = {
         tuple(one)
         for seed in (0, 1, -1, 4096, 2**32, 2**64, 2**100)
@@ -86,48 +86,48 @@ def test_seeds_and_epochs_do_not_meet():
     assert len(orders) == 21
 
 
-def test_the_rest_is_left_out_if_that_is_wanted(stand):
-    """`drop_last`: nothing is repeated; what cannot be shared out equally stays unused, until a world that can."""
+def test_the_rest_is_left_out_if_that_is_wanted(as_rank):
+    """`drop_last`: no sample is repeated; the remainder stays unused until a world of another size can share it out."""
     sampler = ElasticSampler(range(8), shuffle=False, drop_last=True)
-    assert shares(stand, 3, sampler) == [[0, 3], [1, 4], [2, 5]]
-    assert shares(stand, 9, sampler) == [[]] * 9
-    stand(0, 3)
+    assert shares(as_rank, 3, sampler) == [[0, 3], [1, 4], [2, 5]]
+    assert shares(as_rank, 9, sampler) == [[]] * 9
+    as_rank(0, 3)
     sampler.record_batch(64)
     assert (sampler.used, len(sampler)) == (6, 0)
-    assert shares(stand, 2, sampler) == [[6], [7]]
+    assert shares(as_rank, 2, sampler) == [[6], [7]]
 
 
-def test_a_global_batch_is_split_among_the_ranks(stand):
-    """Next to each other, the remainder with the first ranks; so is the epoch's last batch, which is a smaller one."""
+def test_a_global_batch_is_split_among_the_ranks(as_rank):
+    """In consecutive pieces, the remainder to the first ranks; the epoch's last, smaller batch too."""
     sampler = ElasticSampler(range(16), shuffle=False, global_batch=7)
-    assert shares(stand, 3, sampler) == [[0, 1, 2, 7, 8, 9, 14], [3, 4, 10, 11, 15], [5, 6, 12, 13, 14]]
-    assert shares(stand, 2, sampler) == [[0, 1, 2, 3, 7, 8, 9, 10, 14], [4, 5, 6, 11, 12, 13, 15]]
+    assert shares(as_rank, 3, sampler) == [[0, 1, 2, 7, 8, 9, 14], [3, 4, 10, 11, 15], [5, 6, 12, 13, 14]]
+    assert shares(as_rank, 2, sampler) == [[0, 1, 2, 3, 7, 8, 9, 10, 14], [4, 5, 6, 11, 12, 13, 15]]
     sampler.drop_last = True
-    assert shares(stand, 3, sampler) == [[0, 1, 2, 7, 8, 9], [3, 4, 10, 11], [5, 6, 12, 13]]
+    assert shares(as_rank, 3, sampler) == [[0, 1, 2, 7, 8, 9], [3, 4, 10, 11], [5, 6, 12, 13]]
 
 
-def test_the_shares_of_a_global_batch(stand):
-    """`local_batch_size` is this rank's in the present world; alone, it is all of it."""
+def test_the_shares_of_a_global_batch(as_rank):
+    """`local_batch_size` is this rank's share in the present world; without a world, the whole batch."""
     assert nbe.local_batch_size(7) == 7
     found = []
     for rank in range(3):
-        stand(rank, 3)
+        as_rank(rank, 3)
         found.append(nbe.local_batch_size(7))
     assert found == [3, 2, 2]
 
 
-def test_weights_follow_the_shares(stand):
-    """Samples times ranks, by those of the global batch; parts of a share add up to it; a repeated sample has none."""
+def test_weights_follow_the_shares(as_rank):
+    """A weight is samples times ranks per global batch; parts of a share add up; a repeated sample has weight 0."""
     sampler = ElasticSampler(range(8), shuffle=False, global_batch=7)
-    stand(0, 3)
+    as_rank(0, 3)
     assert sampler.weight(3) == 9 / 7
     assert sampler.weight(2) + sampler.weight(1) == pytest.approx(9 / 7)
-    stand(1, 3)
+    as_rank(1, 3)
     assert sampler.weight(2) == 6 / 7
     sampler.record_batch(2)
     assert list(sampler) == [7]
     assert sampler.weight(1) == 0.0
-    stand(0, 3)
+    as_rank(0, 3)
     assert sampler.weight(1) == 3.0
     sampler.record_batch(1)
     with pytest.raises(UsageError, match=r"epoch 0 has no batch left to weigh: ask for weight\(\) before record_batch"):
@@ -135,10 +135,10 @@ def test_weights_follow_the_shares(stand):
     assert ElasticSampler(range(8)).weight(5) == 1.0
 
 
-def test_a_wrong_share_is_told_at_once(stand):
+def test_a_wrong_share_is_refused_at_once(as_rank):
     """A DataLoader with another batch size would give some samples twice and others never."""
     sampler = ElasticSampler(range(100), global_batch=64)
-    stand(1, 3)
+    as_rank(1, 3)
     for wrong in (64, 22, 20):
         with pytest.raises(
             UsageError, match=f"{wrong} samples are not this rank's share .* which is 21: make the Data"
@@ -152,8 +152,8 @@ def test_a_wrong_share_is_told_at_once(stand):
 
 
 @pytest.mark.parametrize("wrong", [0, -4, 2.5, "8", None])
-def test_what_is_no_size_is_told_at_once(wrong):
-    """One clear line that names the argument."""
+def test_an_invalid_size_is_refused_at_once(wrong):
+    """The error names the argument."""
     sampler = ElasticSampler(range(9))
     with pytest.raises(UsageError, match=r"batch_size must be a positive integer, not "):
         sampler.record_batch(wrong)
@@ -166,9 +166,9 @@ def test_what_is_no_size_is_told_at_once(wrong):
             ElasticSampler(range(9), global_batch=wrong)
 
 
-def test_more_ranks_than_samples_in_a_batch(stand):
-    """Some would have nothing in any step: the message says what to change."""
-    stand(4, 5)
+def test_more_ranks_than_samples_in_a_batch(as_rank):
+    """Some ranks would have no sample in any step: the error names two remedies."""
+    as_rank(4, 5)
     with pytest.raises(UsageError, match=r"of 4 cannot be split among 5 ranks: make it at least 5, or .* max=4"):
         nbe.local_batch_size(4)
     with pytest.raises(UsageError, match="cannot be split among 5 ranks"):
@@ -182,7 +182,7 @@ def test_a_dataset_without_length():
 
 
 def test_the_state_is_plain_and_small():
-    """A checkpoint of it can be read as data; it says what it belongs to, and an older one without that is fine."""
+    """It can be read as plain data, and includes seed and number of samples; an older state without them loads too."""
     sampler = ElasticSampler(range(9), seed=7)
     sampler.record_batch(4)
     file = io.BytesIO()
@@ -199,13 +199,13 @@ def test_the_state_is_plain_and_small():
 
 @pytest.mark.parametrize("state", [{"samples": 10, "used": 3}, {"used": 10}, {"used": -1}])
 def test_a_state_of_other_data_is_refused(state):
-    """Its place in the order would mean nothing here."""
+    """Its position in the order has no meaning for another dataset."""
     with pytest.raises(StateError, match=r"belongs to a dataset of .* samples, and this one has 9: use the same data"):
         ElasticSampler(range(9)).load_state_dict({"epoch": 0, **state})
 
 
 class Stream(IterableDataset):
-    """Data that go through the sampler themselves."""
+    """A dataset that iterates over the sampler itself."""
 
     def __init__(self, sampler):
         self.sampler = sampler
@@ -222,9 +222,9 @@ class Stream(IterableDataset):
         pytest.param({"num_workers": 1, "multiprocessing_context": "spawn"}, marks=pytest.mark.soak),
     ],
 )
-def test_a_stream_may_go_through_the_sampler(stand, options):
-    """Here, or in a process of the DataLoader's: forked or not, that knows this rank."""
-    stand(1, 2)
+def test_a_stream_may_go_through_the_sampler(as_rank, options):
+    """In this process, or in one of the DataLoader's, forked or spawned, which knows this rank."""
+    as_rank(1, 2)
     sampler = ElasticSampler(range(10), shuffle=False, global_batch=4)
     sampler.record_batch(2)
     batches = DataLoader(Stream(sampler), batch_size=nbe.local_batch_size(4), **options)
@@ -233,7 +233,7 @@ def test_a_stream_may_go_through_the_sampler(stand, options):
 
 @pytest.fixture
 def inside(monkeypatch):
-    """`inside(n)`: as if in one of n processes of a DataLoader. In a real one torch takes 5 s to end after an error."""
+    """`inside(n)`: as if in one of a DataLoader's n processes. With real ones torch takes 5 s to end after an error."""
 
     def of(processes):
         info = SimpleNamespace(num_workers=processes)
@@ -243,14 +243,14 @@ def inside(monkeypatch):
 
 
 def test_several_processes_that_go_through_a_sampler_are_refused(inside):
-    """Each holds a copy of it and would give the same samples."""
+    """Each process has a copy of the sampler, and would give the same samples."""
     inside(2)
     with pytest.raises(UsageError, match="each of the DataLoader's 2 processes would give the same samples: use num_w"):
         list(ElasticSampler(range(8)))
 
 
 def test_a_process_that_outlives_the_pass_is_refused(inside):
-    """Nobody tells its copy what was used since; a copy that is told of a new epoch there can go on."""
+    """Its copy does not learn which samples were used since; after `set_epoch` on the copy it works again."""
     inside(1)
     sampler = ElasticSampler(range(8))
     assert len(list(sampler)) == 8
@@ -262,17 +262,17 @@ def test_a_process_that_outlives_the_pass_is_refused(inside):
     assert len(list(sampler)) == 8
 
 
-def test_a_place_travels_no_further_than_to_a_loaders_process(stand):
-    """A sampler that was pickled in a world and is read where there is none has all samples to itself."""
-    stand(1, 3)
+def test_a_place_travels_no_further_than_to_a_loaders_process(as_rank):
+    """A sampler that was pickled in a world and is loaded outside of one gives all samples."""
+    as_rank(1, 3)
     sampler = pickle.dumps(ElasticSampler(range(9)))
-    stand(0, 1)
+    as_rank(0, 1)
     assert len(pickle.loads(sampler)) == 9
 
 
-def test_batch_samplers(stand):
-    """torch's BatchSampler on top of it makes the same batches."""
-    stand(2, 3)
+def test_batch_samplers(as_rank):
+    """torch's BatchSampler over the sampler makes the same batches."""
+    as_rank(2, 3)
     sampler = ElasticSampler(range(40), global_batch=16)
     batches = BatchSampler(sampler, nbe.local_batch_size(16), drop_last=False)
     data = list(range(40))

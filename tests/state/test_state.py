@@ -1,4 +1,4 @@
-"""Commit, change, restore: what comes back, what it costs, and what is refused."""
+"""Commit, change, restore: what is restored, what it costs, and what is refused."""
 
 import random
 
@@ -30,7 +30,7 @@ def train_step(model, optimizer):
     optimizer.step()
 
 
-def picture(model, optimizer):
+def all_values(model, optimizer):
     """All that training changes, as plain data."""
     kept = [
         {k: v.tolist() if isinstance(v, torch.Tensor) else v for k, v in optimizer.state.get(p, {}).items()}
@@ -40,7 +40,7 @@ def picture(model, optimizer):
 
 
 def test_values_are_attributes():
-    """They are read and set by name; a name that is none is an error that lists those that are."""
+    """They are read and set by name; an unknown name is an error that lists the known ones."""
     state = ObjectState(epoch=0, best=None)
     state.epoch += 1
     state.best = [1]
@@ -53,13 +53,13 @@ def test_values_are_attributes():
 
 @pytest.mark.parametrize("name", ["commit", "restore", "sync", "commits", "_private", "reset_callbacks", "clean"])
 def test_names_that_are_taken(name):
-    """A value cannot have the name of something of the state's own."""
+    """A value cannot have the name of one of the state's own attributes."""
     with pytest.raises(StateError, match="choose another"):
         ObjectState(**{name: 1})
 
 
 def test_what_cannot_be_recovered_is_refused():
-    """Where the state is made, with what to do instead."""
+    """The constructor raises, with an alternative."""
     model, optimizer = network()
     with pytest.raises(StateError, match="LBFGS"):
         TorchState(model=model, optimizer=torch.optim.LBFGS(model.parameters()))
@@ -85,7 +85,7 @@ def test_a_wrapped_model_is_refused():
 
 
 def test_back_to_the_commit(begun):
-    """Counters, lists, dicts, tensors: what changed since the commit is undone, in depth."""
+    """Counters, lists, dicts, tensors: what changed since the commit is undone, also inside of lists and dicts."""
     state = begun(ObjectState(step=0, seen=[], best={"loss": 1.0}, weights=torch.zeros(3)))
     state.step = 5
     state.seen.append([1])
@@ -103,15 +103,15 @@ def test_back_to_the_commit(begun):
 
 
 def test_before_the_first_commit_the_beginning_is_restored(begun):
-    """A break before any commit returns to what was given."""
+    """A break before any commit restores the first values."""
     state = begun(ObjectState(step=3))
     state.step = 4
     state.restore()
     assert (state.step, state.commits) == (3, 0)
 
 
-def test_commits_are_counted_and_told(begun):
-    """The session hears of each commit, by number."""
+def test_commits_are_counted_and_reported(begun):
+    """The session receives the number of each commit."""
     state = begun(ObjectState())
     state.commit()
     state.commit()
@@ -123,20 +123,20 @@ OPTIMIZERS = ["sgd", "momentum", "adam", "adamw amsgrad", "adagrad"]
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_steps_before_the_first_commit_are_undone(begun, kind):
-    """Parameters, buffers and all that the optimizer has made since are as in the beginning."""
+    """Parameters, buffers and everything that the optimizer has made since are as at the beginning."""
     model, optimizer = network(kind)
-    before = picture(model, optimizer)
+    before = all_values(model, optimizer)
     state = begun(TorchState(model=model, optimizer=optimizer))
     train_step(model, optimizer)
     assert not state.clean
     state.restore()
     assert state.clean
-    assert picture(model, optimizer) == before
+    assert all_values(model, optimizer) == before
 
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_several_steps_a_commit_are_copied_and_undone(begun, kind):
-    """With more than one step between commits the tensors are copied, and come back."""
+    """With more than one step between commits the tensors are copied, and a restore puts them back."""
     model, optimizer = network(kind)
     state = begun(TorchState(model=model, optimizer=optimizer, step=0))
     for _ in range(3):
@@ -144,17 +144,17 @@ def test_several_steps_a_commit_are_copied_and_undone(begun, kind):
             train_step(model, optimizer)
             state.step += 1
         state.commit()
-    before = picture(model, optimizer)
+    before = all_values(model, optimizer)
     train_step(model, optimizer)
     assert not state.clean
     state.restore()
     assert state.clean
-    assert picture(model, optimizer) == before
+    assert all_values(model, optimizer) == before
     assert state.step == 6
 
 
 def test_one_step_a_commit_copies_nothing(begun):
-    """The live tensors are those of the commit: no copy is held; a step makes the state unclean until it is committed."""
+    """The live tensors are those of the commit, without a copy. A step makes the state unclean until the next commit."""
     model, optimizer = network("momentum")
     state = begun(TorchState(model=model, optimizer=optimizer))
     for _ in range(3):
@@ -171,7 +171,7 @@ def test_one_step_a_commit_copies_nothing(begun):
 
 
 def test_no_gradient_survives_a_restore(begun):
-    """Half-summed gradients of a broken step are gone."""
+    """A restore removes the half-summed gradients of a broken step."""
     model, optimizer = network()
     state = begun(TorchState(model=model, optimizer=optimizer))
     model(torch.randn(6, 4)).sum().backward()
@@ -180,7 +180,7 @@ def test_no_gradient_survives_a_restore(begun):
 
 
 def test_buffers_follow(begun):
-    """BatchNorm's running statistics change in forward passes; a broken step's are undone."""
+    """BatchNorm's running statistics change in forward passes; a restore undoes those of a broken step."""
     model, optimizer = network()
     state = begun(TorchState(model=model, optimizer=optimizer))
     train_step(model, optimizer)
@@ -194,7 +194,7 @@ def test_buffers_follow(begun):
 
 
 def test_schedulers_and_samplers_follow(begun):
-    """The learning rate and the place in the data are as at the commit."""
+    """A restore returns the learning rate and the position in the data to the commit."""
     model, optimizer = network()
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
     sampler = ElasticSampler(range(100))
@@ -212,7 +212,7 @@ def test_schedulers_and_samplers_follow(begun):
 
 
 def test_random_numbers_repeat_after_a_restore(begun):
-    """torch's, Python's and numpy's generators go on as they did after the commit."""
+    """After a restore, torch's, Python's and numpy's generators repeat the numbers that followed the commit."""
     state = begun(ObjectState())
 
     def draw():
@@ -227,20 +227,20 @@ def test_random_numbers_repeat_after_a_restore(begun):
 
 
 def test_a_gpus_random_numbers_repeat_after_a_restore(begun, monkeypatch):
-    """Its generator goes on from where it was at the commit, if there is a GPU in use."""
-    stands = ["at the commit"]
+    """If a GPU is in use, its generator continues from the commit too."""
+    generator_states = ["at the commit"]
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda: stands[-1])
-    monkeypatch.setattr(torch.cuda, "set_rng_state", stands.append)
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda: generator_states[-1])
+    monkeypatch.setattr(torch.cuda, "set_rng_state", generator_states.append)
     state = begun(ObjectState())
     state.commit()
-    stands.append("later")
+    generator_states.append("later")
     state.restore()
-    assert stands[-1] == "at the commit"
+    assert generator_states[-1] == "at the commit"
 
 
 def test_a_model_without_an_optimizer_is_always_copied(begun):
-    """Nobody tells when its tensors change, so each commit copies them."""
+    """No optimizer step announces a change of its tensors, so each commit copies them."""
     model = torch.nn.Linear(2, 2)
     state = begun(TorchState(model=model))
     with torch.no_grad():
@@ -253,7 +253,7 @@ def test_a_model_without_an_optimizer_is_always_copied(begun):
 
 
 def test_an_optimizer_that_keeps_plain_numbers(begun):
-    """What an optimizer keeps beside tensors is restored with the copies."""
+    """A restore from copies also restores an optimizer's values that are not tensors."""
 
     class Counting(torch.optim.SGD):
         def step(self, closure=None):
@@ -274,7 +274,7 @@ def test_an_optimizer_that_keeps_plain_numbers(begun):
 
 
 def test_reset_callbacks_are_kept_in_order():
-    """They can be added in several calls."""
+    """Also over several calls."""
     state, called = ObjectState(), []
     state.register_reset_callbacks([lambda: called.append(1), lambda: called.append(2)])
     state.register_reset_callbacks([lambda: called.append(3)])
@@ -284,7 +284,7 @@ def test_reset_callbacks_are_kept_in_order():
 
 
 def test_reports_are_numbers(begun):
-    """`report` takes what can be made a number; outside a job it does nothing."""
+    """`report` takes what can be converted to a number; outside a job it has no effect."""
     ObjectState().report(loss=1)
     state = begun(ObjectState())
     state.report(loss=torch.tensor(0.5), step=3)
@@ -292,7 +292,7 @@ def test_reports_are_numbers(begun):
 
 
 def test_what_is_no_number_is_left_out_of_a_report(begun, capsys):
-    """Text does not end the job: one line says that it is not shown, once a name."""
+    """Text does not end the job: one line per name reports that it is left out."""
     state = begun(ObjectState())
     for _ in range(2):
         state.report(phase="warmup", loss=0.5)
@@ -301,13 +301,13 @@ def test_what_is_no_number_is_left_out_of_a_report(begun, capsys):
 
 
 def test_it_is_of_the_public_names():
-    """All three states can be had from the package itself."""
+    """The package itself exports all three state classes."""
     assert issubclass(nbe.TorchState, nbe.State)
     assert issubclass(nbe.ObjectState, nbe.State)
 
 
 def test_two_optimizers_that_begin_at_different_times(begun):
-    """What the second keeps comes to stand before or after what the first keeps: copies are not mixed up."""
+    """The second optimizer's tensors may come before or after the first one's: their copies are not mixed up."""
     one, two = torch.nn.Linear(3, 5), torch.nn.Linear(7, 2)
     first = torch.optim.Adam(one.parameters())
     second = torch.optim.Adam(two.parameters())
@@ -324,8 +324,8 @@ def test_two_optimizers_that_begin_at_different_times(begun):
     for _ in range(2):
         step(one, first, 3)
     state.commit()
-    before = picture(one, first), picture(two, second)
+    before = all_values(one, first), all_values(two, second)
     step(one, first, 3)
     step(two, second, 7)
     state.restore()
-    assert (picture(one, first), picture(two, second)) == before
+    assert (all_values(one, first), all_values(two, second)) == before

@@ -1,4 +1,4 @@
-"""How a state gets from one rank to others: taken apart, sent, put together, in place where that is possible."""
+"""How a state gets from one rank to others: described, sent, rebuilt, in place where possible."""
 
 import functools
 import os
@@ -53,7 +53,7 @@ def same(one, other):
 @settings(max_examples=examples(100))
 @given(VALUES)
 def test_taken_apart_and_put_together(value):
-    """`rebuild` undoes `describe`; in between there is no tensor left in the description."""
+    """`rebuild` is the inverse of `describe`; the description itself contains no tensor."""
     taken = []
     description = describe(value, taken)
     assert same(rebuild(description, dict(enumerate(taken))), value)
@@ -63,7 +63,7 @@ def test_taken_apart_and_put_together(value):
 @settings(max_examples=examples(100))
 @given(theirs=VALUES, mine=VALUES)
 def test_every_tensor_has_somewhere_to_go(theirs, mine):
-    """Whatever this rank holds: there is one place for each tensor, of its shape and type, and all arrive."""
+    """Whatever this rank holds: each tensor has one destination of its shape and type, and all arrive."""
     taken = []
     description = describe(theirs, taken)
     places = dict(destinations(description, mine, CPU))
@@ -74,7 +74,7 @@ def test_every_tensor_has_somewhere_to_go(theirs, mine):
 
 
 def test_tensors_are_received_in_place():
-    """A tensor at the same place with the same shape and type is written into; parameters stay the same objects."""
+    """A tensor of the same name, shape and type is overwritten; parameters stay the same objects."""
     mine = {"weight": torch.nn.Parameter(torch.zeros(3)), "other": torch.zeros(2), "more": [torch.zeros(1)]}
     taken = []
     description = describe({"weight": torch.ones(3), "other": torch.ones(5), "new": torch.ones(1)}, taken)
@@ -87,7 +87,7 @@ def test_tensors_are_received_in_place():
 @settings(max_examples=examples(100))
 @given(st.lists(tensors(), max_size=20), st.integers(1, 100))
 def test_buckets(several, bound):
-    """Every tensor with anything in it is in one bucket; a bucket holds one type, and is closed once it is large."""
+    """Each tensor that is not empty is in one bucket; a bucket has one type, and is closed once it is large."""
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(transfer, "LARGE", bound)
         buckets = list(transfer._buckets(several))
@@ -104,7 +104,7 @@ def described(small="", **weights):
 
 
 def test_states_of_other_contents_are_refused():
-    """The error names one difference, the same on each rank: a value by the alphabet, or a tensor with both its shapes."""
+    """The error names one difference, the same on each rank: the first value by name, or a tensor with both shapes."""
     received = "in the received state."
     for theirs, mine, error in [
         (described(), described("dbfaec"), "'a' is in the state here and not in the received one."),
@@ -119,7 +119,7 @@ def test_states_of_other_contents_are_refused():
 
 
 def test_numbers_of_numpys_are_numbers():
-    """A `numpy.float64` in a state is sent as the number that it is."""
+    """A `numpy.float64` in a state is sent as a Python float."""
     assert describe({"best": np.float64(0.5), "step": np.int64(3)}, []) == {"best": 0.5, "step": 3}
     assert type(describe(np.float64(0.5), [])) is float
 
@@ -137,7 +137,7 @@ class Work:
 
 
 def test_all_is_waited_for_when_one_fails():
-    """A collective that is under way may still write to its tensor. The first error is told."""
+    """A collective that is under way may still write to its tensor. The first error is raised."""
     works = [Work(), Work(RuntimeError("first")), None, Work(RuntimeError("second")), Work()]
     with pytest.raises(RuntimeError, match="first"):
         transfer._wait(works)
@@ -163,7 +163,7 @@ def channel(root, receivers, rank):
 
 
 def move_all_kinds(rank, root, receivers):
-    """Send a description and tensors of every type; what this rank has afterwards."""
+    """Send a description and tensors of each type. Returns what this rank has afterwards."""
     one = channel(root, receivers, rank)
     if not one.takes_part:
         return None
@@ -178,7 +178,7 @@ def move_all_kinds(rank, root, receivers):
 
 @pytest.mark.parametrize(("root", "receivers"), [(1, (0, 2)), (1, (2,)), (2, (0,)), (0, (1, 2))])
 def test_moving_over_a_real_group(cluster, root, receivers):
-    """A broadcast and one to one: receivers end with what the root has, of every type, and nobody else is touched."""
+    """By broadcast and from one rank to one: receivers end with the root's values, of each type; other ranks keep theirs."""
     results = cluster.run(in_a_world, move_all_kinds, root, receivers).result(timeout=20)
     for rank, result in enumerate(results):
         if rank == root or rank in receivers:
@@ -190,7 +190,7 @@ def test_moving_over_a_real_group(cluster, root, receivers):
 
 
 def move_many(rank):
-    """More than a bucket holds."""
+    """Send more than one bucket holds."""
     transfer.LARGE = 1000
     several = [torch.full((size,), float(rank)) for size in (10, 500, 1, 200, 200, 0, 7)]
     channel(0, (1, 2), rank).move_tensors(several)
@@ -212,7 +212,7 @@ def move_object(rank, value):
     ids=["something that runs a command", "an object of another class"],
 )
 def test_only_plain_data_is_received(cluster, value, named):
-    """What is more, and could run code when it is read, is refused with its name and what to do."""
+    """Other objects could run code when they are read: the error names the class and a remedy."""
     error = cluster.run(in_a_world, move_object, [value]).exception(timeout=20)
     assert "StateError: the state holds something that is not plain data" in str(error)
     assert named in str(error)
@@ -225,13 +225,13 @@ def move_a_function(rank):
 
 
 def test_what_cannot_even_be_sent(cluster):
-    """The sending rank says so in the same words."""
+    """The sending rank raises the same error."""
     error = cluster.run(in_a_world, move_a_function).exception(timeout=20)
     assert "StateError: the state holds something that is not plain data" in str(error)
 
 
 def sync_everything(folder):
-    """A rich state that differs on every process; what it is after the world has grown."""
+    """Train a rich state that differs in each process. Returns the state after the world has grown."""
     import time
     from pathlib import Path
 

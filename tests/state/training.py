@@ -14,7 +14,7 @@ def network(seed=1):
 
 
 def backward(model):
-    """Gradients as DDP would have them: with a collective."""
+    """Compute gradients and run one collective, as DDP does."""
     model(torch.ones(2, 4)).sum().backward()
     dist.all_reduce(torch.ones(1))
 
@@ -34,7 +34,7 @@ def copies(state):
 
 
 def receive(state, sender):
-    """`state` becomes what `sender` is, as over a group."""
+    """Give `state` what `sender` holds, as a transfer over a group does."""
     outgoing = []
     described = describe(sender._live(), outgoing)
 

@@ -1,4 +1,4 @@
-"""Process groups of one rank, formed without any driver."""
+"""Groups of rank 0, formed without any driver."""
 
 import threading
 import time
@@ -16,7 +16,7 @@ def formation(generation, size, offer):
 
 
 def form(generation, size, *, abort_after=None):
-    """Form generation `generation` as rank 0 of `size`; the group."""
+    """Form generation `generation` as rank 0 of `size`. Returns the group."""
     group, offer, over = Group(generation, torch.device("cpu"), "gloo"), Offer("127.0.0.1"), threading.Event()
 
     def abort():
@@ -39,6 +39,7 @@ def form(generation, size, *, abort_after=None):
 
 
 def works():
+    """Whether a collective in the default group gives the right result."""
     one = torch.ones(3)
     dist.all_reduce(one)
     return one.tolist() == [1.0] * 3

@@ -19,7 +19,7 @@ from tests.worker.forming import form, formation
 
 
 def test_a_descriptor_that_was_given_to_another_file_is_left_alone(tmp_path):
-    """A connection closed between being listed and being shut down: its number may name any file now, which stays open."""
+    """A connection was closed after it was listed: a file that reuses its number stays open."""
     with (tmp_path / "file").open("w") as file:
         before = len(os.listdir("/proc/self/fd"))
         shut_down(file.fileno(), "socket:[1]")
@@ -27,8 +27,8 @@ def test_a_descriptor_that_was_given_to_another_file_is_left_alone(tmp_path):
         file.write("still open")
 
 
-def who_comes_in(port):
-    """Of these two addresses: where the members are, and a stranger's."""
+def addresses_that_connect(port):
+    """The addresses, of a member's and a stranger's, that can connect to this port."""
     found = []
     for source in ("127.0.0.1", "127.0.0.9"):
         with socket.socket() as caller:
@@ -41,31 +41,31 @@ def who_comes_in(port):
 
 
 def test_strangers_stay_outside_once_a_group_is_formed():
-    """Its gloo listener takes nobody any more, its store and the next one's only members; and what is taken is open."""
-    ahead, offer = NextGeneration("127.0.0.1"), Offer("127.0.0.1")
-    before = open_sockets()  # by inode: a descriptor's number may be another's soon
+    """Its gloo listener accepts no connection, its store and the next one's only members; a store that is taken accepts all."""
+    next_generation, offer = NextGeneration("127.0.0.1"), Offer("127.0.0.1")
+    before = open_sockets()  # by inode: descriptor numbers are reused
     group = Group(1, torch.device("cpu"), "gloo")
-    group.form(formation(1, 1, offer), offer, ahead.run)
+    group.form(formation(1, 1, offer), offer, next_generation.run)
     (gloo,) = listeners(fd for name, fd in open_sockets().items() if name not in before)
     with socket.socket(fileno=os.dup(gloo)) as one:
-        assert who_comes_in(one.getsockname()[1]) == []
-    assert who_comes_in(offer.store.port) == ["127.0.0.1"]
+        assert addresses_that_connect(one.getsockname()[1]) == []
+    assert addresses_that_connect(offer.store.port) == ["127.0.0.1"]
     where = []
-    ahead.make_offer(group.peers, where.append)
-    ahead.run(lambda: None).result()
+    next_generation.make_offer(group.peers, where.append)
+    next_generation.run(lambda: None).result()
     port = int(where[0].rpartition(":")[2])
-    assert who_comes_in(port) == ["127.0.0.1"]
-    ahead.expect(("127.0.0.9",))
-    ahead.run(lambda: None).result()
-    assert who_comes_in(port) == ["127.0.0.1", "127.0.0.9"]
-    assert ahead.take_offer().endpoint == where[0]
+    assert addresses_that_connect(port) == ["127.0.0.1"]
+    next_generation.expect(("127.0.0.9",))
+    next_generation.run(lambda: None).result()
+    assert addresses_that_connect(port) == ["127.0.0.1", "127.0.0.9"]
+    assert next_generation.take_offer().endpoint == where[0]
     subgroup = dist.new_group([0])
     dist.all_reduce(torch.ones(1), group=subgroup)
     group.leave()
 
 
 def test_connections_of_the_users_threads_are_never_cut(monkeypatch):
-    """They are opened while a group is formed, in the middle of it: an abort and the end of the generation pass them by."""
+    """They are opened while a group is formed: neither an abort nor the end of the generation closes them."""
     make, theirs = Group._make, []
 
     def beside(*args):
@@ -89,7 +89,7 @@ def test_connections_of_the_users_threads_are_never_cut(monkeypatch):
 
 
 def test_a_socket_keeps_its_descriptor_while_another_thread_looks_at_it():
-    """Else a connection that was noted under the number of a copy would count as broken once the copy is closed."""
+    """Otherwise a connection listed under a copy's number would count as broken once the copy is closed."""
     with socket.socket() as ours:
         inode = os.readlink(f"/proc/self/fd/{ours.fileno()}")
         with borrowed(ours.fileno(), inode) as copy:
@@ -98,7 +98,7 @@ def test_a_socket_keeps_its_descriptor_while_another_thread_looks_at_it():
 
 
 def two_members(pool):
-    """They, and of each its default group and one that its program makes."""
+    """Two members, and for each its default group and a group that its program makes."""
     offer, members = Offer("127.0.0.1"), [Group(1, torch.device("cpu"), "gloo") for _ in range(2)]
     store = dist.HashStore()
 
@@ -112,7 +112,7 @@ def two_members(pool):
 
 
 def test_an_abort_reaches_the_groups_that_the_program_makes():
-    """Two members meet in a group of their own; one waits there for the other, and an abort makes it raise."""
+    """Two members meet in a group of the program; one waits there for the other, and an abort makes it raise."""
     with ThreadPoolExecutor(2) as pool:
         members, both = two_members(pool)
         together = [pool.submit(own.allreduce([torch.ones(1)]).wait) for _, own in both]
@@ -126,8 +126,8 @@ def test_an_abort_reaches_the_groups_that_the_program_makes():
     assert not members[0].is_intact()
 
 
-class Known:
-    """A group as torch knows it."""
+class RegisteredGroup:
+    """A group as torch registers it."""
 
     _device_types = (torch.device("cpu"),)
 
@@ -136,15 +136,15 @@ class Known:
 
 
 def test_a_group_that_the_program_destroyed_is_no_broken_connection(monkeypatch):
-    """An error that comes after it is the program's own. One that is still there counts, as one that was lost does."""
+    """Errors after its destruction are the program's. A group that is not destroyed counts, as a lost one does."""
     with ThreadPoolExecutor(2) as pool:
         members, ((first, own), (second, other)) = two_members(pool)
     with monkeypatch.context() as patch:
-        patch.setitem(dist.distributed_c10d._world.pg_map, Known(own), ("gloo", None))
+        patch.setitem(dist.distributed_c10d._world.pg_map, RegisteredGroup(own), ("gloo", None))
         assert members[0].is_intact()
         del other  # the other rank closes its end
         until(lambda: not members[0].is_intact())
-    assert members[0].is_intact()  # torch knows it no more: the program has destroyed it
+    assert members[0].is_intact()  # torch has no such group: the program has destroyed it
     del own
     assert members[0].is_intact()
     del second
@@ -153,7 +153,7 @@ def test_a_group_that_the_program_destroyed_is_no_broken_connection(monkeypatch)
 
 
 def test_a_group_of_the_programs_counts_until_it_is_destroyed():
-    """As torch keeps the books: a lost connection of a group that is still there breaks the world."""
+    """A lost connection of a group that torch still registers breaks the world."""
     group = form(1, 1)
     own = dist.new_group([0])
     with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as gone:
@@ -165,7 +165,7 @@ def test_a_group_of_the_programs_counts_until_it_is_destroyed():
 
 
 def test_a_listener_of_another_thread_is_not_taken_for_gloos(monkeypatch):
-    """One is opened in the same moment: gloo's device is made again. Always: the forming fails in words."""
+    """If one opens at the same time, gloo's device is made again; after 20 attempts forming fails."""
     listing, theirs = process_group.listeners, []
 
     def beside(descriptors):

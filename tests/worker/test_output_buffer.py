@@ -1,4 +1,4 @@
-"""What a program prints reaches its job: all of it, once."""
+"""All output of a program reaches its job, once."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from nbelastic.worker.output_buffer import MAX_TEXT, OutputBuffer
 
 
 def test_nothing_is_lost_while_it_is_taken(monkeypatch):
-    """Two threads print and a third takes what there is, all the time: every word arrives, in each one's order."""
+    """Two threads print while a third takes the output: each word arrives, in each thread's order."""
     monkeypatch.setattr("nbelastic.worker.output_buffer.MAX_TEXT", 10**9)
     printed, done, found = OutputBuffer(), threading.Event(), []
     before = sys.getswitchinterval()
@@ -38,8 +38,8 @@ def test_nothing_is_lost_while_it_is_taken(monkeypatch):
         assert [word for word in words if word[0] == name] == [f"{name}{i}" for i in range(20_000)]
 
 
-def test_of_too_much_the_end_is_kept():
-    """And it is said how much was left out; an empty stream says nothing."""
+def test_too_long_output_keeps_its_end():
+    """The number of missing characters is known; an empty stream gives no piece."""
     printed = OutputBuffer()
     printed.write("err", "x" * MAX_TEXT)
     printed.write("err", "the end")
@@ -48,8 +48,8 @@ def test_of_too_much_the_end_is_kept():
     assert list(printed.take()) == []
 
 
-def test_the_last_words_of_a_job_are_not_the_next_ones():
-    """Though they are taken when that has begun."""
+def test_the_end_of_a_jobs_output_is_not_the_next_jobs():
+    """Even if they are taken after the next job has begun."""
     printed = OutputBuffer()
     printed.job = "job-1"
     printed.write("out", "the")
@@ -59,8 +59,8 @@ def test_the_last_words_of_a_job_are_not_the_next_ones():
     assert list(printed.take()) == [("job-1", None, "out", "the end\n", 8), ("job-2", None, "out", "hello", 5)]
 
 
-def test_what_a_driver_has_not_heard_is_said_again():
-    """Whatever was under way when it was killed, and what was written while there was none, up to the bound."""
+def test_output_that_no_driver_received_is_sent_again():
+    """Output that was under way when the driver was lost, and later output, is sent again, up to the bound."""
     printed = OutputBuffer()
     printed.write("out", "one ")
     assert list(printed.take()) == [("", None, "out", "one ", 4)]
@@ -78,7 +78,7 @@ def test_what_a_driver_has_not_heard_is_said_again():
 
 
 def test_a_line_belongs_to_the_rank_that_printed_it():
-    """Though the worker has another rank when it is taken; what was said before there was a rank has none."""
+    """Even if the worker's rank changes before it is taken; a line printed before the first rank has none."""
     printed = OutputBuffer()
     for rank in (None, 2, 1):
         printed.rank = rank
@@ -90,8 +90,8 @@ def test_a_line_belongs_to_the_rank_that_printed_it():
     ]
 
 
-def test_of_a_progress_bar_the_newest_frame_is_sent():
-    """However many frames there were; a driver that has not heard the last one is told no more than that either."""
+def test_a_progress_bars_newest_frame_is_sent():
+    """However many frames there were since the last one."""
     printed = OutputBuffer()
     for percent in range(100):
         printed.write("err", f"\r{percent} %")

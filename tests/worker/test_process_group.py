@@ -14,7 +14,7 @@ from tests.worker.forming import form, formation, works
 
 
 def test_a_forming_that_waits_for_others_can_be_aborted():
-    """The others never come: an abort from another thread makes it raise at once."""
+    """The other ranks never connect: an abort from another thread makes `form` raise at once."""
     began = time.monotonic()
     with pytest.raises(RuntimeError):
         form(1, 2, abort_after=0.2)
@@ -23,7 +23,7 @@ def test_a_forming_that_waits_for_others_can_be_aborted():
 
 
 def test_a_failed_forming_leaves_no_trace_in_the_next():
-    """Survivors of a forming that failed meet newcomers, who saw none, under the same keys of the store."""
+    """Survivors of a failed forming meet newcomers under the same keys of the store."""
     with pytest.raises(RuntimeError):
         form(1, 2, abort_after=0.1)
     group = form(2, 1)
@@ -38,19 +38,19 @@ def test_a_failed_forming_leaves_no_trace_in_the_next():
 
 
 def test_a_peer_that_never_connects_costs_a_thread_only():
-    """The other rank has given its address and is gone: gloo waits for its call and cannot be woken. It is left behind."""
+    """The other rank has published its address and is lost. Gloo cannot be woken: its thread is abandoned."""
 
-    class EnoughError(Exception):
+    class StoppedWaitingError(Exception):
         pass
 
-    def enough():
+    def stop_waiting():
         if time.monotonic() - began > 0.5:
-            raise EnoughError
+            raise StoppedWaitingError
 
     group, offer = Group(1, torch.device("cpu"), "gloo"), Offer("127.0.0.1")
     began = time.monotonic()
-    with pytest.raises(EnoughError):
-        group.form(formation(1, 2, offer), offer, NextGeneration("127.0.0.1").run, enough)
+    with pytest.raises(StoppedWaitingError):
+        group.form(formation(1, 2, offer), offer, NextGeneration("127.0.0.1").run, stop_waiting)
     assert time.monotonic() - began < 20
     group.leave()
     after = form(2, 1)
@@ -59,7 +59,7 @@ def test_a_peer_that_never_connects_costs_a_thread_only():
 
 
 def test_what_torch_makes_of_a_spoiled_store_is_a_failed_forming(monkeypatch):
-    """A stranger who changes its keys causes errors of any kind. They are not the program's."""
+    """If another process changes the store's keys, torch raises any error. The program did not cause it."""
 
     def spoiled(*_):
         raise ValueError("basic_string::_M_create")
@@ -70,34 +70,34 @@ def test_what_torch_makes_of_a_spoiled_store_is_a_failed_forming(monkeypatch):
 
 
 def test_a_forming_that_was_left_behind_does_not_become_the_default_group(monkeypatch):
-    """Its peer connects after all, when the next generation's group trains already: that one stays as it is."""
+    """Its peer connects late, when the next generation's group trains already: that group stays the default."""
 
-    class EnoughError(Exception):
+    class StoppedWaitingError(Exception):
         pass
 
-    def enough():
+    def stop_waiting():
         if hanging.acquire(blocking=False):
-            raise EnoughError
+            raise StoppedWaitingError
 
     held, hanging, made = threading.Event(), threading.Semaphore(0), threading.Event()
     make = Group._make_first
 
     def late(group, store, rank, size, timeout=TIMEOUT):
-        """The other rank is there at last: here the group has one member after all."""
+        """The other rank connects late: here the group then has one member."""
         hanging.release()
         held.wait()
         made.set()
         return make(group, store, rank, 1, timeout)
 
-    ahead, offer = NextGeneration("127.0.0.1"), Offer("127.0.0.1")
+    next_generation, offer = NextGeneration("127.0.0.1"), Offer("127.0.0.1")
     others = threading.enumerate()
     with monkeypatch.context() as patch:
         patch.setattr(Group, "_make_first", late)
         group = Group(1, torch.device("cpu"), "gloo")
-        with pytest.raises(EnoughError):
-            group.form(formation(1, 2, offer), offer, ahead.run, enough)
+        with pytest.raises(StoppedWaitingError):
+            group.form(formation(1, 2, offer), offer, next_generation.run, stop_waiting)
         (abandoned,) = {thread for thread in threading.enumerate() if "nbelastic-prepare" in thread.name} - {*others}
-        ahead.abandon_thread()
+        next_generation.abandon_thread()
         group.leave()
     following = form(2, 1)
     default = dist.group.WORLD
@@ -111,12 +111,12 @@ def test_a_forming_that_was_left_behind_does_not_become_the_default_group(monkey
 
 
 def test_options_that_a_newer_torch_gives_are_taken():
-    """torch 2.15 makes gloo groups with `enable_reconfigure`: the group is made, as with older ones."""
+    """torch 2.15 makes gloo groups with `enable_reconfigure`: the option is accepted, and ignored."""
     made = []
 
     class FakeGroup:
-        def make_gloo(self, *given):
-            made.append(given)
+        def make_gloo(self, *arguments):
+            made.append(arguments)
             return "a group"
 
     assert (

@@ -1,4 +1,4 @@
-"""What a worker says and does at the driver's word: no process, no socket, no clock."""
+"""How a worker answers the driver's messages: no process, no socket, no clock."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ from nbelastic.worker.protocol import (
     SendOutput,
 )
 
-EPOCH = 7
+GENERATION = 7
 W = WorkerId("a", 0, 1)
-HERE = LinkState(disconnected=False, congested=False, received_at=0.0)
-AWAY = LinkState(disconnected=True, congested=False, received_at=0.0)
-ORDER = worker_messages.Formation(EPOCH + 1, (("a", (0, 1)),), "10.0.0.1:1", 0, ((1, 2),))
+CONNECTED = LinkState(disconnected=False, congested=False, received_at=0.0)
+DISCONNECTED = LinkState(disconnected=True, congested=False, received_at=0.0)
+FORMATION = worker_messages.Formation(GENERATION + 1, (("a", (0, 1)),), "10.0.0.1:1", 0, ((1, 2),))
 
 
 @pytest.fixture
 def worker():
-    """In the middle of a generation of its job, at its third commit there."""
+    """It is in a generation of its job, at the third commit there."""
     worker = Protocol(W, lease=math.inf)
     worker.facts.begin("job")
     worker.begin("job")
-    worker.generation, worker.commits = EPOCH, 3
-    worker.joined(Formation(EPOCH, 1, 2, 1, 2, 0, 1, "", 0, (), (("a", 2),)))
+    worker.generation, worker.commits = GENERATION, 3
+    worker.joined(Formation(GENERATION, 1, 2, 1, 2, 0, 1, "", 0, (), (("a", 2),)))
     worker.formed({})
     return worker
 
@@ -47,67 +47,71 @@ def commit(worker):
     worker.total += 1
 
 
-def said(actions):
+def sent(actions):
     return [action.message for action in actions if isinstance(action, Send)]
 
 
 # ---- changes ----
 
 
-def test_a_question_is_a_promise_at_once(worker):
-    """The main thread may not get to a commit, as others have promised theirs: the answer does not wait for it."""
-    question = worker_messages.Leave(EPOCH, ask=2)
-    assert worker.receive(question) == [Send(ev.LeaveAcknowledged(W, EPOCH, 3, 2)), Post(question)]
+def test_the_question_whether_to_leave_is_answered_at_once(worker):
+    """Other ranks may wait for this one before its next commit: the answer does not wait for the main thread."""
+    question = worker_messages.Leave(GENERATION, ask=2)
+    assert worker.receive(question) == [Send(ev.LeaveAcknowledged(W, GENERATION, 3, 2)), Post(question)]
     assert (worker.pause_at, worker.has_promised) == (4, True)
-    worker.receive(worker_messages.Leave(EPOCH, 6))
+    worker.receive(worker_messages.Leave(GENERATION, 6))
     assert (worker.pause_at, worker.leave_at, worker.has_promised) == (None, 6, True)
-    worker.receive(worker_messages.Leave(EPOCH, worker_messages.Leave.STAY))
+    worker.receive(worker_messages.Leave(GENERATION, worker_messages.Leave.STAY))
     assert not worker.has_promised
 
 
-def test_a_question_about_another_generation_is_no_promise(worker):
-    """It has been left, or is not there yet."""
-    assert not said(worker.receive(worker_messages.Leave(EPOCH - 1)))
-    worker.receive(worker_messages.Leave(EPOCH - 1, 4))
+def test_a_question_about_another_generation_is_not_answered(worker):
+    """That generation was left, or has not begun."""
+    assert not sent(worker.receive(worker_messages.Leave(GENERATION - 1)))
+    worker.receive(worker_messages.Leave(GENERATION - 1, 4))
     assert not worker.has_promised
 
 
 @pytest.mark.parametrize(
     "word",
     [
-        worker_messages.Abort(EPOCH, "gone"),
-        worker_messages.DropGroup(EPOCH),
+        worker_messages.Abort(GENERATION, "gone"),
+        worker_messages.DropGroup(GENERATION),
         worker_messages.StopProgram("job", "over"),
     ],
 )
 def test_a_generation_can_be_over_in_three_ways(worker, word):
-    """Aborted, prepared for nothing, or its job has ended: the main thread learns of it."""
-    assert not worker.is_over(EPOCH)
+    """It is aborted, its preparation is dropped, or its job has ended: the main thread is informed."""
+    assert not worker.is_over(GENERATION)
     assert worker.receive(word) == [Post(word)]
-    assert worker.is_over(EPOCH)
+    assert worker.is_over(GENERATION)
 
 
 def test_an_abort_counts_for_older_generations_too(worker):
-    """And takes nothing back: an older one comes late."""
-    worker.receive(worker_messages.Abort(EPOCH + 1, "gone"))
-    worker.receive(worker_messages.Abort(EPOCH, "gone"))
-    assert [worker.is_over(generation) for generation in (EPOCH, EPOCH + 1, EPOCH + 2)] == [True, True, False]
+    """A late abort of an older generation changes nothing."""
+    worker.receive(worker_messages.Abort(GENERATION + 1, "gone"))
+    worker.receive(worker_messages.Abort(GENERATION, "gone"))
+    assert [worker.is_over(generation) for generation in (GENERATION, GENERATION + 1, GENERATION + 2)] == [
+        True,
+        True,
+        False,
+    ]
 
 
 def test_a_group_is_built_unless_it_is_over_already(worker):
-    """The order to prepare it comes after the one that drops it."""
-    (build,) = worker.receive(worker_messages.Prepare(ORDER))
+    """The message to prepare it may arrive after the one that drops it."""
+    (build,) = worker.receive(worker_messages.Prepare(FORMATION))
     assert isinstance(build, PrepareGroup)
-    assert (build.formation.generation, build.formation.rank, build.formation.receivers) == (EPOCH + 1, 0, (1,))
-    worker.receive(worker_messages.DropGroup(EPOCH + 1))
-    assert worker.receive(worker_messages.Prepare(ORDER)) == []
+    assert (build.formation.generation, build.formation.rank, build.formation.receivers) == (GENERATION + 1, 0, (1,))
+    worker.receive(worker_messages.DropGroup(GENERATION + 1))
+    assert worker.receive(worker_messages.Prepare(FORMATION)) == []
 
 
 def test_what_only_a_process_can_do_is_left_to_it(worker):
-    """Programs, questions of where it is, the end of one that is stuck; another address is news for the main thread too."""
+    """Programs, questions about the position, the end of a hung worker. The main thread too learns of a new address."""
     for message in (
         worker_messages.Cell(1, "x"),
-        worker_messages.QueryPosition(EPOCH),
+        worker_messages.QueryPosition(GENERATION),
         worker_messages.EndHungWorker(keep=True),
     ):
         assert worker.receive(message) == [Perform(message)]
@@ -120,31 +124,31 @@ def test_what_only_a_process_can_do_is_left_to_it(worker):
 # ---- between generations ----
 
 
-def test_who_waits_for_a_world_enters_a_newer_one(worker):
-    """Its own last generation is over for it, and one that was aborted before it began is left already."""
+def test_a_worker_that_waits_for_a_world_enters_a_newer_one(worker):
+    """Its own last generation is over, and a generation that was aborted before it began counts as left."""
     worker.leave()
     word = worker.ready(5, clean=True, store="10.0.0.1:1")
-    assert word == ev.WorkerReady(W, "job", EPOCH, 5, True, "10.0.0.1:1", True, EPOCH)
-    (post,) = worker.receive(ORDER)
-    worker.receive(worker_messages.Abort(EPOCH + 1, "gone"))
+    assert word == ev.WorkerReady(W, "job", GENERATION, 5, True, "10.0.0.1:1", True, GENERATION)
+    (post,) = worker.receive(FORMATION)
+    worker.receive(worker_messages.Abort(GENERATION + 1, "gone"))
     assert worker.enter(post.news) is None
-    assert worker.ready(5, clean=True, store="").generation == EPOCH + 1
-    (post,) = worker.receive(worker_messages.Formation(EPOCH + 2, ORDER.hosts, "", 0, ()))
+    assert worker.ready(5, clean=True, store="").generation == GENERATION + 1
+    (post,) = worker.receive(worker_messages.Formation(GENERATION + 2, FORMATION.hosts, "", 0, ()))
     assert worker.enter(post.news) is post.news
     assert (worker.commits, worker.facts.last_event) == (0, None)
 
 
-@pytest.mark.parametrize("news", [None, worker_messages.Leave(EPOCH), worker_messages.DropGroup(EPOCH)])
-def test_other_news_is_no_world(worker, news):
-    """Whoever waits says its word again."""
+@pytest.mark.parametrize("news", [None, worker_messages.Leave(GENERATION), worker_messages.DropGroup(GENERATION)])
+def test_other_messages_begin_no_world(worker, news):
+    """A worker that waits then reports again that it is ready."""
     worker.leave()
     assert worker.enter(news) is None
-    assert worker.left == EPOCH
+    assert worker.left == GENERATION
 
 
 def test_a_new_program_knows_nothing_of_the_last(worker):
-    """But if its job is over by then, that counts."""
-    worker.receive(worker_messages.Leave(EPOCH))
+    """If its job is over already, the worker knows that."""
+    worker.receive(worker_messages.Leave(GENERATION))
     worker.receive(worker_messages.StopProgram("next", "stopped by hand"))
     assert worker.quit is None
     worker.begin("next")
@@ -156,8 +160,8 @@ def test_a_new_program_knows_nothing_of_the_last(worker):
 # ---- what is reported ----
 
 
-def progress(worker, now, line=HERE):
-    """What it reports now: (for sure, the message)."""
+def progress(worker, now, line=CONNECTED):
+    """The progress reports at `now`, each as (reliable, message)."""
     found = [action for action in worker.tick(now, line) if isinstance(action, Send)]
     return [
         (not action.newest, action.message)
@@ -170,8 +174,8 @@ def values(worker, now):
     return [(sure, message.report) for sure, message in progress(worker, now)]
 
 
-def test_commits_are_reported_and_the_last_one_is_said(worker):
-    """Only the newest report counts, so it may get lost; the first of a generation and the last of a program may not."""
+def test_the_first_and_the_last_commit_are_reported_reliably(worker):
+    """Most reports may be lost, as the newest counts; the first of a generation and the last of a program may not."""
     worker.telemetry.begin(5.0)
     ((sure, first),) = progress(worker, 1.0)
     assert (sure, first.first) == (True, 5.0)
@@ -185,7 +189,7 @@ def test_commits_are_reported_and_the_last_one_is_said(worker):
 
 
 def test_rank_0_reports_more_often(worker):
-    """The others only say how far they are."""
+    """Other ranks report only their commit."""
     commit(worker)
     assert len(progress(worker, 1.0)) == 1
     commit(worker)
@@ -197,7 +201,7 @@ def test_rank_0_reports_more_often(worker):
 
 
 def test_a_loss_that_is_nan_in_one_step_is_sent_at_once(worker):
-    """Before the next sample is due, for sure, and though the next step's loss is a number again."""
+    """Before the next sample is due, reliably, even if the next step's loss is a number again."""
     commit(worker)
     worker.telemetry.put({"loss": 0.5})
     progress(worker, 1.0)
@@ -210,7 +214,7 @@ def test_a_loss_that_is_nan_in_one_step_is_sent_at_once(worker):
 
 
 def test_a_loss_that_stays_infinite_is_urgent_once(worker):
-    """From the second sample on it is sent like any other, however many steps report it."""
+    """From the second sample on it is sent like any other value, however many steps report it."""
     sure = []
     for second in range(1, 10, 2):
         commit(worker)
@@ -220,15 +224,15 @@ def test_a_loss_that_stays_infinite_is_urgent_once(worker):
     assert sure == [True, False, False, False, False]
 
 
-def test_a_nan_of_a_name_that_the_next_report_lacks_is_sent(worker):
-    """As of a validation loss, which only some steps report."""
+def test_a_nan_that_the_next_report_lacks_is_sent(worker):
+    """For example a validation loss, which only some steps report."""
     worker.telemetry.put({"validation": float("nan")})
     worker.telemetry.put({"loss": 0.4})
     assert values(worker, 1.0) == [(True, {"loss": 0.4, "validation": None})]
 
 
 def test_a_nan_after_the_last_commit_is_sent(worker):
-    """The program reports it and ends: no further commit comes that would take it along."""
+    """The program reports it and ends: no later commit would include it."""
     commit(worker)
     progress(worker, 1.0)
     worker.telemetry.put({"loss": float("nan")})
@@ -237,85 +241,83 @@ def test_a_nan_after_the_last_commit_is_sent(worker):
 
 
 def test_a_result_comes_after_all_that_was_printed_and_reported(worker):
-    """The driver is to know all of it when the program has ended; it hears the result once."""
+    """The driver has all output and reports when the program has ended; it receives the result once."""
     commit(worker)
     result = worker_messages.ProgramResult(W, "job")
     worker.program_ended(result)
-    output, *rest = worker.tick(1.0, HERE)
+    output, *rest = worker.tick(1.0, CONNECTED)
     assert output == SendOutput()
-    assert [type(message) for message in said(rest)] == [worker_messages.WorkerProgress, worker_messages.ProgramResult]
-    assert not said(worker.tick(9.0, HERE))
+    assert [type(message) for message in sent(rest)] == [worker_messages.WorkerProgress, worker_messages.ProgramResult]
+    assert not sent(worker.tick(9.0, CONNECTED))
 
 
 def test_output_waits_for_a_driver_that_takes_it(worker):
-    """It is away, or does not confirm what it gets."""
-    crowded = LinkState(disconnected=False, congested=True, received_at=0.0)
-    assert [worker.tick(1.0, line)[0].later for line in (HERE, crowded, AWAY)] == [False, True, True]
+    """The driver is disconnected, or does not acknowledge messages."""
+    congested_link = LinkState(disconnected=False, congested=True, received_at=0.0)
+    assert [worker.tick(1.0, line)[0].later for line in (CONNECTED, congested_link, DISCONNECTED)] == [
+        False,
+        True,
+        True,
+    ]
 
 
 # ---- without a driver, and with a new one ----
 
 
-def test_who_lost_a_connection_passes_it_on(worker):
-    """Without a driver nobody aborts the others: who has raised lets them raise as well. The program's own error does not."""
-    assert AbortGroup() not in worker.tick(1.0, AWAY)
+def test_a_worker_that_lost_a_connection_aborts_its_group(worker):
+    """Without a driver, a rank that lost a connection aborts its group, so that others raise too; the program's own error does not."""
+    assert AbortGroup() not in worker.tick(1.0, DISCONNECTED)
     worker.raised("RuntimeError: x", intact=True)
-    assert AbortGroup() not in worker.tick(1.0, AWAY)
+    assert AbortGroup() not in worker.tick(1.0, DISCONNECTED)
     worker.raised("RuntimeError: x", intact=False)
-    assert AbortGroup() in worker.tick(1.0, AWAY)
-    assert AbortGroup() not in worker.tick(1.0, HERE)
+    assert AbortGroup() in worker.tick(1.0, DISCONNECTED)
+    assert AbortGroup() not in worker.tick(1.0, CONNECTED)
 
 
-def test_a_worker_that_nobody_comes_back_for_ends(worker):
-    """The lease is over: its program stops as if by hand, with a last checkpoint; when that has ended, so does it."""
+def test_a_worker_without_a_driver_ends_after_its_lease(worker):
+    """The lease has expired: its program stops as on request, with a last checkpoint; then the worker ends."""
     worker._lease = 5.0
-    assert EndProcess() not in worker.tick(4.0, HERE)
-    news = [action.news for action in worker.tick(6.0, HERE) if isinstance(action, Post)]
+    assert EndProcess() not in worker.tick(4.0, CONNECTED)
+    news = [action.news for action in worker.tick(6.0, CONNECTED) if isinstance(action, Post)]
     assert news == [
         worker_messages.Abort(0, "no driver has come for 5 s (lease)"),
         worker_messages.StopProgram("job", news[0].reason),
     ]
-    assert worker.is_over(EPOCH)
-    assert not [action for action in worker.tick(7.0, HERE) if isinstance(action, Post)]
+    assert worker.is_over(GENERATION)
+    assert not [action for action in worker.tick(7.0, CONNECTED) if isinstance(action, Post)]
     worker.facts.busy = False
-    assert EndProcess() in worker.tick(8.0, HERE)
+    assert EndProcess() in worker.tick(8.0, CONNECTED)
 
 
-def test_a_new_driver_is_introduced_to_and_hears_the_result_again(worker):
-    """An older one's welcome comes late, and is not answered."""
+def test_a_new_driver_receives_an_introduction_and_the_result(worker):
+    """The late welcome of an older driver is not answered."""
     worker.program_ended(worker_messages.ProgramResult(W, "job"))
-    worker.tick(1.0, HERE)
+    worker.tick(1.0, CONNECTED)
     assert worker.receive(messages.NewDriver(2)) == [Introduce()]
     assert worker.receive(messages.NewDriver(1)) == []
-    assert worker_messages.ProgramResult(W, "job") in said(worker.tick(2.0, HERE))
+    assert worker_messages.ProgramResult(W, "job") in sent(worker.tick(2.0, CONNECTED))
 
 
-def test_a_new_driver_hears_that_a_promise_was_made(worker):
-    """And that a generation that is over is not to be gone on with."""
-    worker.receive(worker_messages.Leave(EPOCH))
+def test_the_report_shows_what_was_acknowledged_and_what_is_over(worker):
+    """The report also shows that a generation is over."""
+    worker.receive(worker_messages.Leave(GENERATION))
     here = worker.report(1, "store")
-    assert (here.job, here.busy, here.generation, here.rank, here.size) == ("job", True, EPOCH, 1, 2)
-    assert (here.formed, here.holds_state, here.has_promised, here.highest_generation, here.stop_reason) == (
-        True,
-        True,
-        True,
-        EPOCH,
-        "",
-    )
-    worker.receive(worker_messages.Abort(EPOCH + 1, "gone"))
+    assert (here.job, here.busy, here.generation, here.rank, here.size) == ("job", True, GENERATION, 1, 2)
+    assert (here.formed, here.holds_state, here.has_promised, here.highest_generation, here.stop_reason) == (True, True, True, GENERATION, "")
+    worker.receive(worker_messages.Abort(GENERATION + 1, "gone"))
     here = worker.report(1, "store")
-    assert (here.formed, here.holds_state, here.highest_generation, here.store) == (False, True, EPOCH + 1, "store")
+    assert (here.formed, here.holds_state, here.highest_generation, here.store) == (False, True, GENERATION + 1, "store")
 
 
 @pytest.mark.parametrize(("own", "stopped"), [(False, "the job is over"), (True, "")])
-def test_a_new_driver_hears_who_was_told_to_stop(worker, own, stopped):
-    """Why, unless it was told to end with its own error."""
+def test_the_report_shows_why_a_program_stops(worker, own, stopped):
+    """The report has the reason, unless the program was to end with its own error."""
     worker.receive(worker_messages.StopProgram("job", "the job is over", own=own))
     assert worker.report(1, "").stop_reason == stopped
 
 
-def test_a_new_driver_hears_of_a_program_that_begins(worker):
-    """Its job's name and that it runs, and nothing of what is still there of the one before."""
+def test_the_report_shows_a_program_that_begins(worker):
+    """The report has its job's name and that it runs, and nothing of the program before."""
     worker.receive(worker_messages.StopProgram("job", "the job is over"))
     worker.facts.begin("next")
     here = worker.report(1, "")

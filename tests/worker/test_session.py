@@ -1,4 +1,4 @@
-"""Agreeing on the commit to leave at, without any driver."""
+"""Agreeing on the leave point, aborts and the GPU, without any driver."""
 
 from __future__ import annotations
 
@@ -20,28 +20,28 @@ from nbelastic.worker.process_group import Group
 from nbelastic.worker.protocol import EndProcess
 from nbelastic.worker.session import Session
 
-EPOCH = 7
+GENERATION = 7
 
 
 @pytest.fixture
 def session():
-    """In the middle of a generation; what it says stays in its link."""
+    """It is in a generation; what it sends stays in its link."""
     settings = {"worker": "a/0#1", "address": "127.0.0.1", "backend": "gloo", "slots": 1, "relay": "/tmp"}
     settings["heartbeat"], settings["lease"] = 1.0, math.inf
     session = Session(settings)
-    session.groups.present = Group(EPOCH, torch.device("cpu"), "gloo")
-    session._protocol.generation, session._protocol.commits = EPOCH, 3
+    session.groups.present = Group(GENERATION, torch.device("cpu"), "gloo")
+    session._protocol.generation, session._protocol.commits = GENERATION, 3
     return session
 
 
-def said(session):
+def sent(session):
     return [msgspec.json.decode(frame, type=worker_messages.FromWorker) for frame in session.link._queue]
 
 
 def test_a_question_is_answered_from_within_a_step(session):
-    """The others have promised to stop, and this rank waits for them in a collective: it does not get to a commit."""
-    session._link_thread.receive(worker_messages.Leave(EPOCH))
-    assert said(session) == [ev.LeaveAcknowledged(session.worker, EPOCH, 3)]
+    """Ranks that have answered stop at a commit. This rank waits for them in a collective, before its own commit."""
+    session._link_thread.receive(worker_messages.Leave(GENERATION))
+    assert sent(session) == [ev.LeaveAcknowledged(session.worker, GENERATION, 3)]
     passed = threading.Event()
 
     def train():
@@ -53,23 +53,23 @@ def test_a_question_is_answered_from_within_a_step(session):
     thread = threading.Thread(target=train)
     thread.start()
     assert not passed.wait(0.2)
-    session._link_thread.receive(worker_messages.Leave(EPOCH, 5))
+    session._link_thread.receive(worker_messages.Leave(GENERATION, 5))
     thread.join(20)
     assert (passed.is_set(), session._protocol.commits) == (True, 5)
 
 
-def test_a_change_that_is_called_off_holds_nobody(session):
-    """Asked, told to stay and asked again before the main thread has looked: the last word counts."""
-    session._link_thread.receive(worker_messages.Leave(EPOCH))
-    session._link_thread.receive(worker_messages.Leave(EPOCH, worker_messages.Leave.STAY))
+def test_a_cancelled_change_stops_no_rank(session):
+    """The driver asks, cancels and asks again before the main thread reads its inbox: the newest message counts."""
+    session._link_thread.receive(worker_messages.Leave(GENERATION))
+    session._link_thread.receive(worker_messages.Leave(GENERATION, worker_messages.Leave.STAY))
     session.committed(4)
     session.committed(5)
     assert not session._inbox.attention
     for message in (
-        worker_messages.Leave(EPOCH),
-        worker_messages.Leave(EPOCH, worker_messages.Leave.STAY),
-        worker_messages.Leave(EPOCH),
-        worker_messages.Leave(EPOCH, 7),
+        worker_messages.Leave(GENERATION),
+        worker_messages.Leave(GENERATION, worker_messages.Leave.STAY),
+        worker_messages.Leave(GENERATION),
+        worker_messages.Leave(GENERATION, 7),
     ):
         session._link_thread.receive(message)
     session.committed(6)
@@ -79,7 +79,7 @@ def test_a_change_that_is_called_off_holds_nobody(session):
 
 @pytest.fixture
 def gpu(session, monkeypatch):
-    """`gpu(then)`: this worker has one, which calls `then()` when it has done what is under way. Returns what was called."""
+    """`gpu(then)`: pretend a GPU that calls `then()` when it has finished its work. Returns the list of calls."""
     calls = []
 
     def pretend(then=lambda: None):
@@ -99,9 +99,9 @@ def gpu(session, monkeypatch):
 
 
 def test_what_is_under_way_on_the_gpu_ends_before_a_group_is_left(session, gpu):
-    """A collective after the last step is not cut off: the whole GPU is waited for, whichever stream it is on."""
+    """Leaving waits for all streams of the GPU, so that a collective after the last step completes."""
     calls = gpu()
-    session._link_thread.receive(worker_messages.Leave(EPOCH, 4))
+    session._link_thread.receive(worker_messages.Leave(GENERATION, 4))
     with pytest.raises(WorldLeft):
         session.committed(4)
     session.leave_group()
@@ -109,23 +109,23 @@ def test_what_is_under_way_on_the_gpu_ends_before_a_group_is_left(session, gpu):
 
 
 def test_a_collective_that_was_aborted_on_the_gpu_is_not_taken_for_complete(session, gpu):
-    """The abort comes while the rank waits for it at the commit where all leave: this rank goes back."""
-    gpu(lambda: session._link_thread.receive(worker_messages.Abort(EPOCH, "gone")))
-    session._link_thread.receive(worker_messages.Leave(EPOCH, 4))
+    """The abort arrives while the rank waits for the GPU at the leave point: this rank restores its commit."""
+    gpu(lambda: session._link_thread.receive(worker_messages.Abort(GENERATION, "gone")))
+    session._link_thread.receive(worker_messages.Leave(GENERATION, 4))
     with pytest.raises(WorldAborted):
         session.committed(4)
 
 
 def test_without_a_gpu_nothing_is_waited_for(session, monkeypatch):
-    """Nor is CUDA asked for a device."""
+    """CUDA is not asked for a device either."""
     monkeypatch.setattr(torch.cuda, "is_available", None)
-    session._link_thread.receive(worker_messages.Leave(EPOCH, 4))
+    session._link_thread.receive(worker_messages.Leave(GENERATION, 4))
     with pytest.raises(WorldLeft):
         session.committed(4)
 
 
 def test_output_waits_while_the_driver_confirms_nothing(session):
-    """What is printed meanwhile is bounded; its end is sent when the driver has caught up."""
+    """The buffered output is bounded; its end is sent when the driver has acknowledged messages."""
     session.facts.busy = True
     for _ in range(WINDOW):
         session.link._delivery.enqueue(b"word")
@@ -133,27 +133,32 @@ def test_output_waits_while_the_driver_confirms_nothing(session):
     session._link_thread.tick()
     session.output.write("out", "the end")
     session._link_thread.tick()
-    assert not [message for message in said(session) if isinstance(message, messages.WorkerOutput)]
+    assert not [message for message in sent(session) if isinstance(message, messages.WorkerOutput)]
     session.link._delivery.reset()
     session._link_thread.tick()
-    (output,) = [message for message in said(session) if isinstance(message, messages.WorkerOutput)]
+    (output,) = [message for message in sent(session) if isinstance(message, messages.WorkerOutput)]
     assert (len(output.text), output.text[-7:], output.end) == (MAX_TEXT, "the end", 100_007)
 
 
-def test_news_of_another_generation_changes_nothing(session):
-    """The question was about a group that has been left."""
-    session._link_thread.receive(worker_messages.Leave(EPOCH - 1))
-    session._link_thread.receive(worker_messages.Leave(EPOCH - 1, 4))
+def test_a_message_about_another_generation_changes_nothing(session):
+    """The question was about a group that was left."""
+    session._link_thread.receive(worker_messages.Leave(GENERATION - 1))
+    session._link_thread.receive(worker_messages.Leave(GENERATION - 1, 4))
     session.committed(4)
-    assert said(session) == []
+    assert sent(session) == []
 
 
-def test_what_comes_while_one_listens_is_not_overheard(session):
-    """A message arrives after the last look into the inbox: the next commit looks again."""
+def test_a_message_that_arrives_while_the_inbox_is_read_is_not_lost(session):
+    """A message arrives after the inbox was read: the next commit reads it again."""
 
     class Late:
         def __init__(self, inner):
-            self.inner, self.put, self.empty, self.message = inner, inner.put, inner.empty, worker_messages.Leave(EPOCH)
+            self.inner, self.put, self.empty, self.message = (
+                inner,
+                inner.put,
+                inner.empty,
+                worker_messages.Leave(GENERATION),
+            )
 
         def get_nowait(self):
             try:
@@ -168,22 +173,22 @@ def test_what_comes_while_one_listens_is_not_overheard(session):
     session._inbox.attention = True
     session.committed(4)
     assert session._inbox.attention
-    assert said(session) == [ev.LeaveAcknowledged(session.worker, EPOCH, 4)]
+    assert sent(session) == [ev.LeaveAcknowledged(session.worker, GENERATION, 4)]
 
 
 def test_a_transfer_that_an_abort_does_not_wake_is_left_behind(session):
-    """The main thread goes on; what the transfer writes to is used by nobody any more."""
+    """The main thread goes on; nothing else uses the memory that the transfer writes to."""
     held = threading.Event()
-    session._link_thread.receive(worker_messages.Abort(EPOCH, "gone"))
+    session._link_thread.receive(worker_messages.Abort(GENERATION, "gone"))
     with pytest.raises(WorldAborted):
         session.run_abortable(held.wait)
     held.set()
 
 
-def test_a_transfer_says_how_it_ended(session):
-    """Its result, or its own error; also when the abort has come by then."""
+def test_a_transfer_returns_its_result_or_raises(session):
+    """`run_abortable` returns its result or raises its error, also after an abort."""
     assert session.run_abortable(lambda: 7) == 7
-    session._link_thread.receive(worker_messages.Abort(EPOCH, "gone"))
+    session._link_thread.receive(worker_messages.Abort(GENERATION, "gone"))
     assert session.run_abortable(lambda: 8) == 8
     with pytest.raises(RuntimeError, match="Connection closed"):
         session.run_abortable(lambda: Failing().wait())
@@ -195,7 +200,7 @@ class Failing:
 
 
 def test_a_worker_that_hangs_while_it_closes_a_group_ends(session, monkeypatch):
-    """Nobody else waits for it in that generation: it is replaced after some seconds."""
+    """No other rank waits for it in that generation: it is replaced after some seconds."""
     ended = []
     monkeypatch.setattr(session._link_thread, "_end_hung", lambda: ended.append(1))
     monkeypatch.setattr("nbelastic.worker.hang_detector.MainThread.hangs_for", lambda *_: 1.0)
@@ -212,7 +217,7 @@ def test_a_worker_that_hangs_while_it_closes_a_group_ends(session, monkeypatch):
 
 
 def test_a_worker_that_was_stopped_waits_for_what_was_sent_meanwhile(session, monkeypatch):
-    """The lease does not run while its process does not: docker pauses it, say, with all the others."""
+    """The lease does not run while the process is frozen, for example in a paused container."""
     session._protocol._lease = 5.0
     session.link.heard_at = time.monotonic() - 60.0
     session._link_thread._ticked_at = time.monotonic() - 30.0

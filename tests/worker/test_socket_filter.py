@@ -1,4 +1,4 @@
-"""Who may connect to a listener: the addresses that were named, and nobody else."""
+"""Only the given addresses can connect to a listener."""
 
 import contextlib
 import os
@@ -18,8 +18,8 @@ def listening(address="127.0.0.1"):
         yield one
 
 
-def comes_in(listener, source):
-    """Whether a connection from `source` comes about."""
+def can_connect(listener, source):
+    """Whether a connection from `source` succeeds."""
     with socket.socket(listener.family) as caller:
         caller.settimeout(0.3)
         caller.bind((source, 0))
@@ -30,33 +30,33 @@ def comes_in(listener, source):
         return True
 
 
-def test_only_the_named_addresses_come_in():
-    """One, several or none; the newest word counts; and the door can be opened to all again."""
+def test_only_the_given_addresses_connect():
+    """One, several or none; the newest filter counts; and `admit_all` removes it."""
     with listening() as one:
-        assert comes_in(one, "127.0.0.7")
+        assert can_connect(one, "127.0.0.7")
         admit_only(one.fileno(), {"127.0.0.5"})
-        assert comes_in(one, "127.0.0.5")
-        assert not comes_in(one, "127.0.0.6")
+        assert can_connect(one, "127.0.0.5")
+        assert not can_connect(one, "127.0.0.6")
         admit_only(one.fileno(), {f"127.0.0.{n}" for n in range(6, 200)})
-        assert [n for n in (5, 6, 7, 150, 199, 200) if comes_in(one, f"127.0.0.{n}")] == [6, 7, 150, 199]
+        assert [n for n in (5, 6, 7, 150, 199, 200) if can_connect(one, f"127.0.0.{n}")] == [6, 7, 150, 199]
         admit_only(one.fileno(), ())
-        assert not comes_in(one, "127.0.0.6")
+        assert not can_connect(one, "127.0.0.6")
         admit_all(one.fileno())
         admit_all(one.fileno())
-        assert comes_in(one, "127.0.0.200")
+        assert can_connect(one, "127.0.0.200")
 
 
 def test_ipv6_addresses():
-    """All four words of an address are compared; those of the other family say nothing."""
+    """All four words of an address are compared; addresses of the other family have no effect."""
     with listening("::1") as one:
         admit_only(one.fileno(), ("127.0.0.1", "::2", "1::1", "0:0:1::1"))
-        assert not comes_in(one, "::1")
+        assert not can_connect(one, "::1")
         admit_only(one.fileno(), ("::2", "::1", "fd00::1"))
-        assert comes_in(one, "::1")
+        assert can_connect(one, "::1")
 
 
-def test_connections_that_stand_are_not_concerned():
-    """What was connected before goes on, both ways."""
+def test_existing_connections_are_not_affected():
+    """A connection made before the filter works in both directions."""
     with listening() as one, socket.create_connection(one.getsockname()) as caller:
         accepted, _ = one.accept()
         with accepted:
@@ -70,15 +70,15 @@ def test_connections_that_stand_are_not_concerned():
 
 
 def test_more_addresses_than_the_kernel_takes():
-    """Then everybody comes in: no filter is better than one that keeps members out."""
+    """Then all addresses can connect: no filter is better than one that excludes members."""
     with listening() as one:
         admit_only(one.fileno(), {f"10.{a}.{b}.1" for a in range(20) for b in range(100)})
-        assert comes_in(one, "127.0.0.7")
+        assert can_connect(one, "127.0.0.7")
 
 
 @pytest.mark.parametrize("kind", ["a file", "closed", "between processes"])
-def test_what_is_no_network_socket_is_left_alone(kind, tmp_path):
-    """No error, and no descriptor is lost."""
+def test_other_descriptors_are_left_alone(kind, tmp_path):
+    """No error, and no descriptor leaks."""
     near, far = socket.socketpair()
     file = os.open(tmp_path / "file", os.O_CREAT | os.O_WRONLY)
     fd = {"a file": file, "closed": 9999, "between processes": near.fileno()}[kind]

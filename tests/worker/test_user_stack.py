@@ -1,4 +1,4 @@
-"""Where the main thread is, as another thread finds it."""
+"""The user's line and stack of the main thread, found from another thread."""
 
 import threading
 
@@ -6,7 +6,7 @@ from nbelastic.worker.user_stack import current_line, stack_dump
 
 
 def ask() -> str:
-    """From another thread, while this one waits in the standard library."""
+    """The user's line, found by another thread while this one waits in the standard library."""
     found: list[str] = []
     thread = threading.Thread(target=lambda: found.append(current_line()))
     thread.start()
@@ -15,7 +15,7 @@ def ask() -> str:
 
 
 def test_the_users_own_line_is_named():
-    """File, line and function of the innermost frame that is no library's: this one waits in `threading`."""
+    """File, line and function of the innermost frame outside of libraries: this thread waits in `threading`."""
     place = ask()
     file, _, rest = place.partition(":")
     line, _, function = rest.partition(" in ")
@@ -24,7 +24,7 @@ def test_the_users_own_line_is_named():
 
 
 def test_code_of_a_cell_is_called_cell():
-    """IPython's file names mean nothing to people."""
+    """IPython's file names have no meaning for users."""
     scope = {"ask": ask, "current_line": current_line, "threading": threading}
     source = "found = []\nt = threading.Thread(target=lambda: found.append(current_line()))\nt.start()\n\nt.join()\n"
     exec(compile(source, "/tmp/ipykernel_123/456.py", "exec"), scope)
@@ -32,8 +32,8 @@ def test_code_of_a_cell_is_called_cell():
     assert " in " not in scope["found"][0]
 
 
-def test_packages_are_no_code_of_the_users_wherever_they_are():
-    """Those of the user's own folder or of a parent environment too: their threads are not shown."""
+def test_packages_are_never_the_users_code():
+    """Also in the user's own folder or in a parent environment: threads of packages are not shown."""
     scope = {"stack_dump": stack_dump, "threading": threading}
     source = "found = []\nt = threading.Thread(target=lambda: found.append(stack_dump()))\nt.start()\nt.join()\n"
     other = threading.Event()
@@ -48,7 +48,7 @@ def test_packages_are_no_code_of_the_users_wherever_they_are():
 
 
 def test_a_stack_shortens_the_files_of_packages_and_nothing_else(tmp_path):
-    """`zmq/poll.py` says enough. A line of the user's that names such a folder stays as it is, and so does its number."""
+    """The file is `zmq/poll.py`. A line of the user's code that names such a folder is unchanged, and so is its number."""
     file = tmp_path / "train.py"
     file.write_text("found = []\ndef go(ask):\n    ask(lambda: found.append(stack_dump()), '/opt/site-packages/x')\n")
     scope = {"stack_dump": stack_dump}
