@@ -303,10 +303,21 @@ def test_the_report_shows_what_was_acknowledged_and_what_is_over(worker):
     worker.receive(worker_messages.Leave(GENERATION))
     here = worker.report(1, "store")
     assert (here.job, here.busy, here.generation, here.rank, here.size) == ("job", True, GENERATION, 1, 2)
-    assert (here.formed, here.holds_state, here.has_promised, here.highest_generation, here.stop_reason) == (True, True, True, GENERATION, "")
+    assert (here.formed, here.holds_state, here.has_promised, here.highest_generation, here.stop_reason) == (
+        True,
+        True,
+        True,
+        GENERATION,
+        "",
+    )
     worker.receive(worker_messages.Abort(GENERATION + 1, "gone"))
     here = worker.report(1, "store")
-    assert (here.formed, here.holds_state, here.highest_generation, here.store) == (False, True, GENERATION + 1, "store")
+    assert (here.formed, here.holds_state, here.highest_generation, here.store) == (
+        False,
+        True,
+        GENERATION + 1,
+        "store",
+    )
 
 
 @pytest.mark.parametrize(("own", "stopped"), [(False, "the job is over"), (True, "")])
