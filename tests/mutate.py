@@ -82,7 +82,7 @@ class Mutant(NamedTuple):
 
 
 def variants(node: ast.AST, attributes: dict[str, list[str]]) -> Iterator[tuple[str, ast.AST]]:
-    """What a node can become: each time one small mistake that somebody could make."""
+    """The mutations of a node: each is one small mistake that a programmer could make."""
     changed = copy.deepcopy(node)
     match changed:
         case ast.Compare(ops=[op, *_]) if type(op) in COMPARED:

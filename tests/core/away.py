@@ -1,4 +1,4 @@
-"""A time without a driver, played by the story's fakes: what each of them knows is what it tells the next one."""
+"""A time without a driver: what the fakes know is what they report to the next driver."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from nbelastic.protocol import events as ev
 from nbelastic.protocol.agent_messages import AgentHello
 from nbelastic.protocol.ids import WorkerId
 from nbelastic.protocol.worker_messages import WorkerReport
+from tests.core.fakes import FakeWorker
 from tests.core.invariants import check
-from tests.core.story import FakeWorker, Story, wid
+from tests.core.story import Story, wid
 
 ALL = 1_000_000
 DISTURBING = (
@@ -35,7 +36,7 @@ class Away:
     """The driver is killed while it deals with `last`: that many of its commands, each to one worker, have `reached` them.
 
     `written`: it had saved the world after `last`, else the one before. `held`: workers that are about to leave their generation as
-    agreed, and have not got as far. What was on its way to the driver is lost.
+    agreed, and have not got as far. Messages that the driver has not received are lost.
     """
 
     def __init__(
@@ -50,7 +51,7 @@ class Away:
         self._story = story
         self.saved = snapshot_of(story.cluster)
         if last is not None:
-            story.hear_of(last)
+            story.note_sent(last)
             story.cluster, commands = step(story.cluster, last, story.now)
             self.saved = snapshot_of(story.cluster) if written else self.saved
             for command in list(_one_by_one(commands))[:reached]:
@@ -63,7 +64,7 @@ class Away:
     # ---- what happens meanwhile ----
 
     def kill(self, *names: str, noticed: bool = True) -> Away:
-        """Processes die; `noticed`: who trained with them has lost a connection, and says so to nobody."""
+        """Processes end; with `noticed`, members that trained with them have lost a connection, and no driver receives that."""
         for name in names:
             generation = self._story.fakes[wid(name)].generation
             self._story._forget(wid(name))
@@ -87,7 +88,7 @@ class Away:
         return self
 
     def form(self) -> Away:
-        """Worlds of which all members are on the way form without a driver."""
+        """Worlds form whose members all have the formation."""
         for members in self._worlds():
             for fake in members:
                 fake.formed = fake.holds = True
@@ -95,7 +96,7 @@ class Away:
         return self
 
     def commit(self, count: int = 1) -> Away:
-        """Worlds that are whole train on."""
+        """Whole worlds train on."""
         for members in self._worlds():
             if all(fake.formed and fake.word is None and not fake.bound for fake in members):
                 for fake in members:
@@ -103,7 +104,7 @@ class Away:
         return self
 
     def raised(self, name: str, error: str = "ValueError: no") -> Away:
-        """The user's own error."""
+        """A member's program raises."""
         fake = self._story.fakes[wid(name)]
         fake.word = ev.WorkerRaised(wid(name), fake.generation, intact=True, error=error)
         return self
@@ -131,14 +132,12 @@ class Away:
     def new_driver(
         self, *, frozen: Iterable[str] = (), late: Iterable[str] = (), coming: Collection[str] = ()
     ) -> Story:
-        """It comes and hears everybody but those who are `frozen`, and the agents of hosts that are `late`, which are ended,
-        or `coming`, which it knows of and hears afterwards.
-        """
+        """A new driver takes over."""
         story = self._story
-        for name in late:  # whoever says nothing is killed
+        for name in late:  # an agent that does not answer is ended
             story.end_agent(name)
         mute = {wid(name) for name in frozen} | story.silent
-        # nothing depends on who answers first
+        # the order of the answers must not matter
         heard = {w: self._statement(w) for w in reversed(story.fakes) if w not in mute}
         agents = {name: self.hello(name) for name in story.agents if name not in coming}
         story.cluster, commands = resume(self.saved, agents, heard, story.now, coming=coming)
@@ -198,7 +197,7 @@ class Away:
 
 
 def _one_by_one(commands: Iterable[cmd.Command]) -> Iterator[cmd.Command]:
-    """What goes to several workers goes to one after the other."""
+    """Each command for several workers becomes one command per worker."""
     for command in commands:
         match command:
             case cmd.FormWorld(members=members, to=to):
@@ -230,7 +229,7 @@ def disturbed(story: Story, mark: int) -> list[cmd.Command]:
 
 
 def trains(story: Story, *names: str) -> bool:
-    """These do, by rank, and no step that was committed is lost."""
+    """Whether these workers train, by rank, with all commits."""
     cluster, fakes = story.cluster, story.fakes
     at = {fakes[w].commit for w in cluster.members}
     there = all(fakes[w].generation == cluster.generation and fakes[w].formed for w in cluster.members)

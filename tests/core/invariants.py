@@ -1,4 +1,4 @@
-"""What must hold after every step, whatever has happened: see "Driver" in the scenarios."""
+"""What holds after every step, whatever has happened."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def check(before: ClusterState, cluster: ClusterState, commands: tuple[cmd.Command, ...], now: float) -> None:
-    """What must hold after every step, whatever happened."""
+    """Asserts what holds after every step."""
     for fault in faults(before, cluster, commands, now):
         raise AssertionError(
             f"{fault}\nreason: {in_words(cluster.reason, now)}\nstage: {cluster.stage}\ncommands: {commands}"
@@ -64,16 +64,16 @@ def faults(before: ClusterState, cluster: ClusterState, commands: tuple[cmd.Comm
         yield "unexplained breaks are counted without a job"
     for name in ("member_set", "awaiting", "newcomers", "starting", "leaving", "stopped", "failed", "suspects"):
         if not getattr(cluster, name) <= alive:
-            yield f"{name} holds {getattr(cluster, name) - alive}, who are gone"
+            yield f"{name} holds {getattr(cluster, name) - alive}, which are lost"
     for name in ("awaiting", "leaving", "suspects"):
         members = cluster.member_set
         if name == "awaiting" and cluster.stage is Stage.PREPARING and cluster.next_formation is not None:
             members = frozenset(cluster.next_formation.members)
         if not getattr(cluster, name) <= members:
-            yield f"{name} holds {getattr(cluster, name) - members}, who are no members"
+            yield f"{name} holds {getattr(cluster, name) - members}, which are not members"
     for name in ("member_set", "newcomers", "starting", "failed"):
         if getattr(cluster, name) & cluster.stopped:
-            yield f"{name} holds {getattr(cluster, name) & cluster.stopped}, who were told to end"
+            yield f"{name} holds {getattr(cluster, name) & cluster.stopped}, which were asked to end"
     if not cluster.held_back.keys() <= cluster.newcomers | cluster.starting or any(
         until <= now for until in cluster.held_back.values()
     ):
@@ -114,10 +114,10 @@ def faults(before: ClusterState, cluster: ClusterState, commands: tuple[cmd.Comm
 
 
 def _faults_of_waiting(cluster: ClusterState, now: float) -> Iterator[str]:
-    """No stage waits for somebody's word without an end, but where there are too few and the user wants it so."""
+    """Each wait for a message has a deadline, unless too few workers are ready and the user allows it."""
     wait, job = cluster.wait, cluster.active
     if cluster.wake_at > min((arrivals.worker_deadline(cluster, w) for w in cluster.starting), default=NEVER):
-        yield f"nobody looks whether {sorted(cluster.starting)} come"
+        yield f"no deadline for the start of {sorted(cluster.starting)}"
     if wait is not None and (wait.stage, wait.generation, wait.awaited) != (
         cluster.stage,
         cluster.generation,
@@ -125,7 +125,7 @@ def _faults_of_waiting(cluster: ClusterState, now: float) -> Iterator[str]:
     ):
         yield f"it waits in {wait.stage} of generation {wait.generation} for {wait.awaited}"
     if not cluster.stopping and cluster.end_deadlines.keys() != cluster.stopped:
-        yield f"{cluster.stopped ^ cluster.end_deadlines.keys()} are to end, and nobody looks whether they do"
+        yield f"{cluster.stopped ^ cluster.end_deadlines.keys()} are asked to end, without a deadline"
     endless = cluster.limits.elastic_timeout is None
     told = job.asked_to_stop | job.succeeded if job is not None else frozenset()  # their programs are about to end
     waits = job is not None and bool(cluster.awaiting - told) and cluster.stage is not Stage.RUNNING
@@ -140,7 +140,7 @@ def _faults_of_waiting(cluster: ClusterState, now: float) -> Iterator[str]:
         and deadline(cluster, now) == NEVER
         and not (endless or busy)
     ):
-        yield "there is no world, and nobody does anything about that"
+        yield "there is no world, and no deadline"
 
 
 def _faults_of_setup(cluster: ClusterState) -> Iterator[str]:
@@ -153,7 +153,7 @@ def _faults_of_setup(cluster: ClusterState) -> Iterator[str]:
         if worker.running_cell and worker.state is WorkerState.STARTING and cluster.setup_by == float("inf"):
             yield f"{w} runs a setup cell without a deadline"
     if cluster.trial is not None and not cluster.trial.running:
-        yield "nobody tries a cell that is on trial"
+        yield "no worker runs the cell that is on trial"
     if len({cell.key for cell in cluster.setup}) != len(cluster.setup):
         yield "two setup cells have the same key"
 
@@ -190,7 +190,7 @@ def _faults_of_standing_still(cluster: ClusterState) -> Iterator[str]:
         yield f"{told - explained} are said to be behind, and are not"
 
 
-WORDS = (  # what agents and workers say, and notebooks about jobs
+WORDS = (  # messages of agents and workers, and requests about jobs
     ev.AgentReady,
     ev.Probed,
     ev.PositionReported,
@@ -217,10 +217,10 @@ WORDS = (  # what agents and workers say, and notebooks about jobs
 
 
 def check_doubled(cluster: ClusterState, event: ev.Event, now: float) -> None:
-    """A word that is heard twice in a row changes nothing the second time, and commands nothing.
+    """A message that arrives twice in a row has no effect the second time.
 
-    By design, whoever asks twice is answered twice: a worker that waits for a world, one whose connections broke, one that is
-    stuck, and a job that was refused.
+    By design, repeated questions are answered again: of a worker that waits for a world, whose connections broke, or that
+    hangs, and of a job that was refused.
     """
     if not isinstance(event, WORDS):
         return
@@ -231,7 +231,7 @@ def check_doubled(cluster: ClusterState, event: ev.Event, now: float) -> None:
         for name in cluster.__struct_fields__
         if getattr(again, name) != getattr(cluster, name)
     }
-    assert not changed, f"{event} changes {changed} when it is heard twice"
+    assert not changed, f"{event} changes {changed} when it arrives twice"
     match event:
         case ev.WorkerReady(worker=w) | ev.WorkerRaised(worker=w):
             answers = (cmd.FormWorld, cmd.AbortWorld, cmd.StopProgram, cmd.LoadKeptState)
@@ -252,7 +252,7 @@ def _receivers(command: cmd.FormWorld | cmd.AbortWorld | cmd.StopProgram | cmd.L
 
 
 def check_stores(story: Story, event: ev.Event, commands: tuple[cmd.Command, ...]) -> None:
-    """No world is formed with a store that its host has left behind while somebody has offered a new one."""
+    """Asserts that no world forms with a store at an old address while another worker has offered a new one."""
     for w in story.cluster.workers.keys() & {getattr(event, "worker", None)}:
         if isinstance(event, ev.WorkerReady | ev.StoreOffered):
             story.stores[w] = event.store
@@ -297,9 +297,9 @@ def _faults_of(command: cmd.Command, before: ClusterState, cluster: ClusterState
             if not (free or by_seniority):
                 yield f"the ranks go by {hosts}, not survivors {survivors} first, then newcomers {newcomers} by seniority"
             if root in receivers or not set(receivers) <= set(range(len(members))):
-                yield "the root receives, or nobody does"
+                yield "the root receives, or no rank does"
             if command == cluster.next_formation:
-                return  # the members have not left yet: the fakes know whether they are equal when they have
+                return  # the members have not left yet: the fakes check later whether they are equal
             claims = [
                 (cluster.workers[w].has_state, cluster.workers[w].clean, cluster.workers[w].commit) for w in members
             ]
@@ -308,7 +308,7 @@ def _faults_of(command: cmd.Command, before: ClusterState, cluster: ClusterState
             if not to and before.active is not None and before.active.formed and not claims[root][0]:
                 yield f"a job goes on from rank {root}, which does not hold its state: {claims}"
             if not to and any(c != claims[root] and r not in receivers for r, c in enumerate(claims)):
-                yield f"somebody with an old state receives none: {claims}, {receivers}"
+                yield f"a rank with an old state receives none: {claims}, {receivers}"
         case cmd.PrepareWorld(formation=order):
             host = cluster.hosts[order.members[0].host]
             if host.moved_at and address_of(order.store) != host.address:
@@ -322,9 +322,9 @@ def _faults_of(command: cmd.Command, before: ClusterState, cluster: ClusterState
             if w.slot >= cluster.hosts[w.host].spec.slots:
                 yield f"{w} is started above its host's slots"
             if w.slot < len(host.slots) and host.slots[w.slot].backoff_until > now:
-                pardoned = cluster.hosts[w.host].slots[w.slot].failures == 0
-                if not pardoned:
-                    yield f"{w} is started while its slot cools"
+                cleared = cluster.hosts[w.host].slots[w.slot].failures == 0
+                if not cleared:
+                    yield f"{w} is started while its slot is in back-off"
         case cmd.AskLeave(members=members) | cmd.LeaveAt(members=members):
             if members != cluster.members:
                 yield "others than the members are asked to leave"

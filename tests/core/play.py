@@ -1,7 +1,7 @@
-"""A script's group played by faithful fakes of its nodes: they start, become ready and leave rounds as they are told.
+"""A script's group played by faithful fakes of its nodes: they start, become ready and leave rounds as commanded.
 
-`Play` does for `core.script_rounds` what `story.Story` does for the world. After every step `faults` compares the group and the
-commands with what must always hold, and each event is given to the group a second time: that must change nothing.
+`Play` does for `core.script_rounds` what `story.Story` does for the world. After every step `faults` checks the
+invariants of the group and the commands. Each event is sent to the group a second time, which must change nothing.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Play:
         self.look()
 
     def allow(self, low: int, high: int | None) -> None:
-        """The bounds of the cluster are others; its hosts are looked at next."""
+        """The limits of the cluster change; the driver applies them with the next list of hosts."""
         self.limits = replace(self.limits, min=low, max=high)
 
     @staticmethod
@@ -54,7 +54,7 @@ class Play:
         return name, int(slots or 1)
 
     def look(self, *hosts: str) -> Play:
-        """The cluster's hosts are these now, or still the same."""
+        """The driver passes on the cluster's present hosts."""
         if hosts:
             self.hosts = dict(self.parsed(host) for host in hosts)
         return self.send(sev.HostsChanged(tuple(self.hosts.items()), self.limits, self.lost))
@@ -70,7 +70,7 @@ class Play:
             raise AssertionError(f"{fault}\nevent: {event}\ngroup: {self.group}\ncommands: {commands}")
         if not isinstance(event, sev.NodeLeft):  # the driver passes it on once for each process
             again, repeated = advance(self.group, event, self.now)
-            assert (again, repeated) == (self.group, ()), f"{event} changes something when it is heard twice"
+            assert (again, repeated) == (self.group, ()), f"{event} changes something when it arrives twice"
         while self.answers and not self.slow:
             self.send(self.answers.pop(0))
         return self
@@ -108,7 +108,7 @@ class Play:
         return self.ready(host, workers=workers, external=True, **more)
 
     def forget(self, host: str) -> None:
-        """Its node is gone, and what it said is not heard any more."""
+        """The node of a host has ended, and its unsent messages are dropped."""
         self.rounds.pop(host, None)
         self.inside.discard(host)
         self.answers = [answer for answer in self.answers if answer.host != host]
@@ -116,7 +116,7 @@ class Play:
 
     @property
     def why(self) -> str:
-        """The reason, in words."""
+        """The reason as a sentence."""
         return in_words(self.group.reason, self.now)
 
     def wait(self, seconds: float) -> Play:
@@ -131,7 +131,7 @@ class Play:
         raise AssertionError(f"a hot loop: {self.why}")
 
     def fail(self, host: str, code: int = 1, rank: int = 0, ago: float = 1.0, error: str = "boom") -> Play:
-        """Its worker fails; it ends the others and comes back."""
+        """A node's worker fails; the node ends its other workers and asks for another round."""
         number = self.group.round
         self.send(sev.NodeFailed(host, number, (sev.Failure(rank, 0, code, error, f"trace of {error}", ago),)))
         return self.ready(host) if (self.group.stage, self.group.round) == (Stage.RUNNING, number) else self
@@ -157,13 +157,13 @@ class Play:
 
 
 def faults(before: Group, event: ev.Event, group: Group, commands: tuple[cmd.Command, ...]) -> Iterator[str]:
-    """What must hold after every step of a script, whatever has happened."""
+    """The faults found after a step of a script."""
     if not in_words(group.reason, 0.0):
         yield "there is no reason"
     if before.stage is Stage.ENDED and (group != before or commands):
         yield "a script that has ended goes on"
     if group.stage is Stage.GATHERING and deadline(group) == NEVER:
-        yield "there is no round, and nobody does anything about that"
+        yield "there is no round, and no deadline"
     if (group.stage is Stage.ENDED) != bool(group.outcome):
         yield f"{group.stage} with the outcome {group.outcome!r}"
     ends = [command for command in commands if isinstance(command, scmd.EndScript)]
@@ -173,7 +173,7 @@ def faults(before: Group, event: ev.Event, group: Group, commands: tuple[cmd.Com
         yield f"the restarts went from {before.restarts} to {group.restarts} of {group.terms.max_restarts}"
     failed = before.failures or isinstance(
         event, sev.NodeFailed | sev.NodeReady
-    )  # a guest fails by coming back unasked
+    )  # an external node fails by returning unasked
     if group.restarts > before.restarts and not failed:
         yield "a restart is counted, and nothing has failed"
     if group.stage is Stage.GATHERING and group.failures:
@@ -190,7 +190,7 @@ def faults(before: Group, event: ev.Event, group: Group, commands: tuple[cmd.Com
                     yield "others than those in the round are to leave it"
             case scmd.StartNode(host=host):
                 if group.stage is not Stage.ENDED and (host not in group.nodes or group.nodes[host].external):
-                    yield f"a node is started on {host}, and nobody waits for it"
+                    yield f"a node is started on {host}, and the script does not need it"
 
 
 def _faults_of_a_round(before: Group, group: Group, order: scmd.FormRound) -> Iterator[str]:
@@ -200,13 +200,13 @@ def _faults_of_a_round(before: Group, group: Group, order: scmd.FormRound) -> It
     if len(set(hosts)) != len(hosts) or (group.stage is Stage.RUNNING and order.assignments != group.assignments):
         yield f"the seats are {hosts}"
     if order.restarts != group.restarts:
-        yield f"{order.restarts} restarts are told, {group.restarts} are counted"
+        yield f"{order.restarts} restarts are sent, {group.restarts} are counted"
     if not order.store:
         yield "a round without a store"
     if any(
         group.nodes[seat.host].external and seat.workers != group.nodes[seat.host].slots for seat in order.assignments
     ):
-        yield "a guest is not taken whole"
+        yield "an external node is not taken whole"
     was = [
         seat.host for seat in before.assignments if seat.host in hosts and group.nodes[seat.host].joined < before.joined
     ]

@@ -1,14 +1,12 @@
-"""A cluster played by faithful fakes: agents and workers that do what the core commands, when the story lets them.
+"""A cluster of fake agents and workers that carry out the commands of the core when the story lets them.
 
-A `Story` owns one World. What a faithful agent or worker would answer to a command lies in `answers` until the story
-hands it in (`answer()`), so that a test decides in which order things happen. After every step `check` compares the
-world, the commands and what the fakes know with what must always hold.
+A `Story` owns one cluster state. The answers of agents and workers wait in `answers` until the story sends them
+(`answer()`), so that a test decides the order of events. After every step `check` asserts the invariants.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from nbelastic.core import commands as cmd
 from nbelastic.core.reasons import in_words
@@ -16,86 +14,39 @@ from nbelastic.core.state import ClusterState, Stage, WorkerState
 from nbelastic.core.step import deadline, step
 from nbelastic.protocol import events as ev
 from nbelastic.protocol.cluster_limits import Limits
-from nbelastic.protocol.exit_codes import HUNG
 from nbelastic.protocol.host_parsing import parse_host
-from nbelastic.protocol.ids import Interface, WorkerId
+from nbelastic.protocol.ids import WorkerId
+from tests.core.fakes import SIGKILL, FakeCluster, wid
 from tests.core.invariants import check, check_doubled, check_stores
 
 AWAITED = (ev.WorkerPrepared, ev.LeaveAcknowledged, ev.WorkerReady, ev.WorkerFormed, ev.PositionReported)
-SIGKILL = -9
 IN_TIME = 1e-6
-ASKS = 20  # of those who are stuck, in a time that is quiet
+ASKS = 20  # how often hung workers ask in one `quiet`
 
 
-@dataclass
-class FakeWorker:
-    """What a faithful worker knows of itself."""
-
-    job: str = ""
-    generation: int = 0  # the generation it is in, or 0
-    left: int = 0  # the newest generation it has left or seen aborted
-    commit: int = 0  # of its state, since the job's beginning
-    steps: int = 0  # commits in this generation
-    clean: bool = True
-    returned: bool = False  # from its elastic function
-    offered: bool = False  # a store, in this generation
-    begun: int = 0  # collectives, in this generation
-    cpu: float = 0.0  # seconds of processor time
-    place: str = "train.py:9 in step"
-    rank: int = 0  # in its generation or, between generations, in the last
-    size: int = 0  # of its generation
-    was: tuple[int, int] = (0, 0)  # rank and size in the generation before
-    formed: bool = False  # the group of its generation stands
-    holds: bool = False  # it has had the job's state
-    since: int = 0  # the generation in which it has had it last
-    numbered: int = 0  # the highest generation that it has heard of
-    bound: bool = False  # it has promised not to go on by itself
-    word: ev.WorkerReady | ev.WorkerRaised | ev.WorkerSucceeded | None = None  # the last one, if it waits for an answer
-    ended: tuple[str, str] = ("", "")  # the job of a program that has ended, and its error
-    stands: int = 0  # the generation whose group it has kept when its program ended
-    stopped: str = ""  # why it was told to stop
-    asks: bool = False  # how to end, as it is stuck
+LIVE = (Stage.FORMING, Stage.RUNNING, Stage.PREPARING, Stage.ASKED, Stage.LEAVING)
 
 
-def wid(text: str) -> WorkerId:
-    return WorkerId.parse(text)
-
-
-class Story:
-    """`Story("a:2", "b:2", min=2, max=4)`: hosts are added by hand and wait to come up."""
+class Story(FakeCluster):
+    """`Story("a:2", "b:2", min=2, max=4)`: hosts are added by hand and wait for `answer`."""
 
     def __init__(self, *hosts: str, **limits) -> None:
-        self.cluster = ClusterState(Limits(**limits))
+        super().__init__(ClusterState(Limits(**limits)))
         self.now = 100.0
-        self.answers: list[ev.Event] = []
         self.said: list[cmd.Command] = []
         self.heard: list[ev.Event] = []
-        self.fakes: dict[WorkerId, FakeWorker] = {}
-        self.silent: set[WorkerId] = set()  # they answer nothing
-        self.stuck: set[WorkerId] = set()  # no abort wakes them
-        self.kept: dict[WorkerId, tuple[str, int]] = {}  # on disks, by these workers: a job's state, and its commit
-        self.started: set[WorkerId] = set()  # every worker ever started
-        self.addresses: dict[str, tuple[str, ...]] = {}  # of hosts that have any, in their order of preference
-        self.homes: dict[str, str] = {}  # where their workers' stores are
-        self.cut: set[tuple[str, str]] = set()  # (host, address): what it does not reach
-        self.stores: dict[WorkerId, str] = {}  # what each has offered last
-        self.prepared: set[int] = set()  # generations
-        self.mute: set[str] = set()  # hosts whose agents answer no probes
-        self.agents: dict[str, dict[int, int]] = {}  # those that live: the newest incarnation of each slot
-        self.ran: dict[WorkerId, list[str]] = {}  # sources of the setup cells that each has run, in order
-        self.broken: set[tuple[str, str]] = set()  # (host or worker, source): setup cells that fail there
         self.versions = 0  # of setup cells
         for host in hosts:
             self.add(host)
 
-    # ---- what happens ----
+    # ---- events ----
 
     def send(self, *events: ev.Event) -> tuple[cmd.Command, ...]:
-        """Events arrive. Returns the commands of the last one."""
+        """Give events to the core and carry out its commands. Returns the commands of the last event."""
         commands: tuple[cmd.Command, ...] = ()
         for event in events:
             before = self.cluster
-            self.hear_of(event)
+            self.note_sent(event)
             self.cluster, commands = step(before, event, self.now)
             self.said.extend(commands)
             for command in commands:
@@ -105,8 +56,8 @@ class Story:
             check_doubled(self.cluster, event, self.now)
         return commands
 
-    def hear_of(self, event: ev.Event) -> None:
-        """What a worker says is so."""
+    def note_sent(self, event: ev.Event) -> None:
+        """Update the fake worker that has sent this event."""
         self.heard.append(event)
         fake = self.fakes.get(getattr(event, "worker", None))
         if fake is None:
@@ -121,7 +72,7 @@ class Story:
                 fake.word = event
 
     def answer(self, which: Callable[[ev.Event], bool] = lambda _: True, limit: int = 100_000) -> Story:
-        """Hand in the fakes' answers, first come first served, until there are none (of those that `which` picks)."""
+        """Send the fakes' answers in order until there are none (of those that `which` picks)."""
         for _ in range(limit):
             event = next((answer for answer in self.answers if which(answer)), None)
             if event is None:
@@ -131,12 +82,12 @@ class Story:
         raise AssertionError("the conversation never ends")
 
     def hear(self, kind: type[ev.Event], *workers: str, limit: int = 100_000) -> Story:
-        """Hand in the answers of one kind (of these workers only, if named)."""
+        """Send the answers of one kind (of these workers only, if named)."""
         names = {wid(w) for w in workers}
         return self.answer(lambda e: isinstance(e, kind) and (not names or e.worker in names), limit)
 
     def wait(self, seconds: float) -> Story:
-        """Time passes; `Ticked` comes at every deadline on the way, as the driver sees to."""
+        """Time passes; `Ticked` is sent at every deadline, as the driver does."""
         end = self.now + seconds
         for _ in range(1000):
             at = deadline(self.cluster, self.now)
@@ -149,7 +100,7 @@ class Story:
         raise AssertionError("too many ticks")
 
     def quiet(self, seconds: float = 0.0) -> Story:
-        """Everybody answers, time passes, everybody answers."""
+        """All answer, time passes, and all answer."""
         self.answer()
         end = self.now + seconds
         asks = ASKS
@@ -183,7 +134,7 @@ class Story:
         return self
 
     def set_up(self, key: str, source: str) -> Story:
-        """Somebody runs a setup cell."""
+        """A client runs a setup cell."""
         self.versions += 1
         self.send(ev.SetupSubmitted(key, source, self.versions))
         return self
@@ -193,14 +144,14 @@ class Story:
         return self
 
     def run(self, job: str = "job") -> Story:
-        """From wherever it stands to a world that trains."""
+        """From any state to a world that trains."""
         self.answer()
         self.submit(job).quiet(2.0)
         assert self.cluster.stage is Stage.RUNNING, self.reason
         return self
 
     def commit(self, count: int = 1) -> Story:
-        """Every member makes commits: the job trains."""
+        """Every member makes `count` commits."""
         for w, fake in [(w, self.fakes[w]) for w in self.cluster.members if w in self.fakes]:
             fake.commit += count
             fake.steps += count
@@ -211,7 +162,7 @@ class Story:
         return self
 
     def kill(self, *workers: str, code: int = SIGKILL) -> Story:
-        """Processes die, and their agent says so."""
+        """Processes end, and their agents report it."""
         for name in workers:
             w = wid(name)
             self._forget(w)
@@ -223,16 +174,8 @@ class Story:
         self.send(ev.AgentLost(name, reason))
         return self
 
-    def end_agent(self, name: str) -> None:
-        """Its workers end with it."""
-        self.agents.pop(name, None)
-        self.kept = {w: state for w, state in self.kept.items() if w.host != name}
-        for w in [w for w in self.fakes if w.host == name]:
-            self._forget(w)
-        self.answers = [e for e in self.answers if getattr(e, "host", "") != name]
-
     def tear(self, *workers: str) -> Story:
-        """What they were receiving broke off halfway: they hold parts of two commits, and say so."""
+        """A transfer breaks off: the receivers hold parts of two commits, and report it."""
         for name in workers:
             self.fakes[wid(name)].holds = False
             self._unsay(wid(name), ev.WorkerFormed)
@@ -255,21 +198,21 @@ class Story:
         return self
 
     def stand_still(self, seconds: float = 3.0, times: int = 1) -> Story:
-        """The driver says that nobody commits, every second; who is asked answers."""
+        """The driver reports a stall every second, and the members answer."""
         for number in range(times):
             self.send(ev.StallDetected(self.cluster.generation, seconds + number))
             self.answer(lambda e: isinstance(e, ev.PositionReported | ev.Probed))
         return self
 
     def hang(self, *workers: str) -> Story:
-        """They go on as processes, and say nothing of what is waited for any more."""
+        """The workers' processes go on, and no longer send what is awaited."""
         for name in workers:
             self.silent.add(wid(name))
             self._unsay(wid(name), *AWAITED)
         return self
 
     def stick(self, worker: str) -> Story:
-        """Its main thread sleeps in a collective for good: it is noticed when the generation is aborted."""
+        """A worker's main thread hangs in a collective, which shows when the generation is aborted."""
         w = wid(worker)
         self.stuck.add(w)
         self._unsay(w, *AWAITED)
@@ -280,7 +223,7 @@ class Story:
         return self
 
     def hold_back(self, w: WorkerId) -> None:
-        """If it was about to say that it has left its generation, it has not got as far as that commit."""
+        """A worker that was about to report its leaving has not reached that commit."""
         fake = self.fakes[w]
         if any(isinstance(e, ev.WorkerReady) and e.worker == w for e in self.answers) or not fake.generation:
             if fake.generation:
@@ -299,19 +242,14 @@ class Story:
             self.send(ev.ProgramEnded(wid(name), job, error))
         return self
 
-    def end_program(self, w: WorkerId, error: str) -> None:
-        fake = self.fakes[w]
-        fake.ended, fake.stands = (fake.job, error), fake.generation
-        fake.job, fake.generation = "", 0
-
     def finish(self) -> Story:
-        """All ranks return and end."""
+        """All ranks return, and their programs end."""
         members = self.names
         self.returned(*members)
         self.ended(*members)
         return self
 
-    # ---- what is ----
+    # ---- queries ----
 
     @property
     def reason(self) -> str:
@@ -342,260 +280,11 @@ class Story:
         return [str(w.id) for w in workers if w.state is not WorkerState.STOPPED and w.id.host.startswith(host)]
 
     def mark(self) -> int:
-        return len(self.said)  # to ask later what was commanded since
-
-    # ---- the fakes ----
-
-    def _obey(self, command: cmd.Command) -> None:
-        match command:
-            case cmd.StartAgent(host=host):
-                self.end_agent(host.name)
-                self.agents[host.name] = {}
-                self.answers.append(self._hello(host.name))
-            case cmd.Probe(host=prober, target=target, addresses=tried, number=number):
-                reached = tuple(address for address in tried if (prober, address) not in self.cut)
-                self.answers += [ev.Probed(prober, target, reached, number)] if prober not in self.mute else []
-            case cmd.Rehome(host=name, address=address):
-                self._rehome(name, address)
-            case cmd.QueryPosition(generation=generation, members=members):
-                for w, fake in [(w, self.fakes[w]) for w in members if w in self.fakes]:
-                    joined = self._connects(w, self.cluster.members)
-                    self._say(
-                        w, ev.PositionReported(w, generation, fake.commit, fake.begun, fake.place, fake.cpu, joined)
-                    )
-            case cmd.StopAgent(host=name):
-                self.end_agent(name)
-                if self.cluster.stopping:
-                    self.answers.append(ev.AgentLost(name, "it was told to end"))
-            case cmd.StartWorker(worker=w):
-                assert w not in self.started, f"{w} was started twice"
-                self.started.add(w)
-                self.fakes[w] = FakeWorker()
-                self.agents[w.host][w.slot] = w.incarnation
-                self._say(w, ev.WorkerStarted(w, 1000 + len(self.started)), ev.WorkerRegistered(w))
-            case cmd.StopWorker(worker=w, kill=kill):
-                self._forget(w)
-                self.answers.append(ev.WorkerExited(w, SIGKILL if kill else 0))
-            case cmd.RunSetup(worker=w, version=version, source=source):
-                assert not self.fakes[w].job, f"{w} runs {self.fakes[w].job}"
-                fails = not self.broken.isdisjoint({(w.host, source), (str(w), source)})
-                if not fails:
-                    self.ran.setdefault(w, []).append(source)
-                self._say(w, ev.SetupEnded(w, version, f"NameError: {source}" if fails else ""))
-            case cmd.RunProgram(worker=w, job=job):
-                missing = {cell.source for cell in self.cluster.setup} - set(self.ran.get(w, ()))
-                assert not missing, f"{w} gets a program without {missing}"
-                assert not self.fakes[w].job, f"{w} still runs {self.fakes[w].job}"
-                self.fakes[w] = FakeWorker(job, numbered=self.fakes[w].numbered)
-                self._say_ready(w)
-            case cmd.FormWorld():
-                self._form(command)
-            case cmd.PrepareWorld(formation=order):
-                for w in order.to or order.members:
-                    self._hear_of_generation(w, order.generation)
-                    if self._connects(w, order.members):
-                        self._say(w, ev.WorkerPrepared(w, order.generation))
-            case cmd.DropWorld(generation=generation, members=members):
-                for w in members:
-                    self._hear_of_generation(w, generation)
-                    self._unsay(w, ev.WorkerPrepared)
-                    if self.fakes[w].generation == generation:
-                        self._abort(w, generation)
-            case cmd.AskLeave(generation=generation, members=members, number=ask):
-                for w in members:
-                    if not self.fakes[w].returned:
-                        self.fakes[w].bound = True
-                        self._say(w, ev.LeaveAcknowledged(w, generation, self.fakes[w].steps, ask))
-            case cmd.LeaveAt(members=members, commit=commit):
-                for w in members:
-                    self._leave(w, commit)
-            case cmd.CancelLeave(generation=generation, members=members):
-                for w in members:
-                    self._unsay(w, ev.WorkerReady)
-                    self._stay(self.fakes[w], generation)
-            case cmd.AbortWorld(generation=generation, members=members):
-                for w in members:
-                    self._abort(w, generation)
-            case cmd.StopProgram(workers=workers):
-                for w in workers:
-                    self._quit(w, command)
-            case cmd.EndHungWorker(worker=w, keep=keep):
-                self._end_stuck(w, keep)
-            case cmd.LoadKeptState(worker=w, by=by, commit=commit):
-                self._take_kept(w, by, commit)
-            case cmd.DeleteKeptState(by=by):
-                self.kept.pop(by, None)
-            case cmd.EndJob() | cmd.Record():
-                pass
-
-    def _hello(self, name: str) -> ev.AgentReady:
-        if name not in self.addresses:
-            return ev.AgentReady(name, 1)
-        self.homes[name] = self.addresses[name][0]
-        return ev.AgentReady(name, 1, self.interfaces(name), 4711)
-
-    def interfaces(self, name: str) -> tuple[Interface, ...]:
-        named = enumerate(self.addresses.get(name, ()))
-        return tuple(Interface("lo" if a.startswith("127.") else f"eth{i}", a) for i, a in named)
-
-    def store(self, w: WorkerId, generation: int) -> str:
-        return f"{self.homes[w.host]}:{w.slot}{generation}" if w.host in self.homes else f"{w}@{generation}"
-
-    def reach(self, one: WorkerId, other: WorkerId) -> bool:
-        """Both of them reach one another where they are now."""
-        ways = ((one.host, other.host), (other.host, one.host))
-        return not any((prober, self.homes.get(target, "")) in self.cut for prober, target in ways)
-
-    def _connects(self, w: WorkerId, members: tuple[WorkerId, ...]) -> bool:
-        """It reaches all who live, and they it."""
-        return all(self.reach(w, other) for other in members if other in self.fakes)
-
-    def _rehome(self, name: str, address: str) -> None:
-        self.homes[name] = address
-        for w, fake in self.fakes.items():
-            if w.host != name or not fake.job or fake.returned:
-                continue
-            if not fake.generation:
-                self._say_ready(w)
-            elif fake.offered:
-                self._say(w, ev.StoreOffered(w, fake.generation, self.store(w, fake.generation)))
-
-    def _form(self, order: cmd.FormWorld) -> None:
-        is_plan = self.cluster.next_formation is not None and order.generation == self.cluster.next_formation.generation
-        whole = is_plan or all(self._connects(w, order.members) for w in order.members)  # a plan's group stands already
-        for rank, w in enumerate(order.members):
-            fake = self.fakes.get(w)
-            if (order.to and w not in order.to) or fake is None or order.generation <= fake.left:
-                continue
-            if not is_plan:  # else who has left the old generation still says so
-                self._unsay(w, ev.WorkerReady)
-            self._hear_of_generation(w, order.generation)
-            fake.was, fake.rank, fake.size = (fake.rank, fake.size), rank, len(order.members)
-            fake.generation, fake.steps, fake.offered, fake.begun = order.generation, 0, False, 0
-            fake.formed, fake.bound, fake.word = False, False, None
-            newest = max((f.commit for f in self._holders(order)), default=0)
-            assert rank != order.root or fake.commit >= newest, f"commit {newest} is lost: {w} sends {fake.commit}"
-            if rank in order.receivers:
-                source = self.fakes.get(order.members[order.root])
-                fake.commit, fake.clean = source.commit if source else fake.commit, True
-            elif is_plan:
-                assert fake.commit == self.fakes[order.members[order.root]].commit, f"{w} is not up to date"
-            if whole:
-                self._say(w, ev.WorkerFormed(w, order.generation))
-
-    def _holders(self, order: cmd.FormWorld) -> list[FakeWorker]:
-        """Whoever lives and holds a commit of this job, clean, and was in a world that trained."""
-        return [fake for w, fake in self.fakes.items() if w in order.members and fake.holds and fake.clean]
-
-    def _hear_of_generation(self, w: WorkerId, generation: int) -> None:
-        if w in self.fakes:
-            self.fakes[w].numbered = max(self.fakes[w].numbered, generation)
-
-    def _stay(self, fake: FakeWorker, generation: int) -> None:
-        """It goes on, or back, as it has not left yet."""
-        if fake.generation not in (0, generation):
-            fake.rank, fake.size = fake.was
-        fake.generation, fake.left, fake.formed, fake.bound = generation, generation - 1, True, False
-        if not fake.returned and isinstance(fake.word, ev.WorkerReady):
-            fake.word = None
-
-    def _leave(self, w: WorkerId, commit: int) -> None:
-        fake = self.fakes[w]
-        if fake.returned:
-            return
-        fake.commit += commit - fake.steps
-        fake.left, fake.generation, fake.formed = fake.generation, 0, False
-        self._say_ready(w)
-
-    def _abort(self, w: WorkerId, generation: int) -> None:
-        fake = self.fakes.get(w)
-        self._hear_of_generation(w, generation)
-        if fake is None or not fake.job or fake.returned:
-            return
-        if w in self.stuck:
-            self._ask_how_to_end(w, generation)
-            return
-        self._unsay(w, ev.WorkerFormed, ev.LeaveAcknowledged, ev.WorkerReady)
-        fake.left, fake.generation, fake.formed, fake.bound = max(fake.left, generation), 0, False, False
-        self._say_ready(w)
-
-    def _quit(self, w: WorkerId, order: cmd.StopProgram) -> None:
-        fake = self.fakes.get(w)
-        if fake is None or fake.job != order.job:
-            return
-        if w in self.stuck:
-            self._exit_stuck(w)
-            return
-        self._unsay(w, ev.WorkerFormed, ev.LeaveAcknowledged, ev.WorkerReady)
-        own = w == order.culprit
-        error = "" if fake.returned else "its own error" if own else "the job was stopped"
-        self.end_program(w, error)
-        fake.stands, fake.formed, fake.stopped = 0, False, "" if own else order.reason
-        if own:
-            fake.word = ev.WorkerRaised(w, fake.left, intact=True, error=error)
-        self._say(w, ev.ProgramEnded(w, order.job, error))
-
-    def _ask_how_to_end(self, w: WorkerId, generation: int) -> None:
-        if self.fakes[w].holds:
-            self.fakes[w].asks = True
-            self.answers.append(ev.WorkerHung(w, generation, self.fakes[w].commit))
-        else:
-            self._exit_stuck(w)
-
-    def _ask_again(self) -> bool:
-        """Who is stuck repeats its question, or that it has kept the state."""
-        open_ = [w for w in self.stuck if w in self.fakes and (self.fakes[w].asks or w in self.kept)]
-        for w in sorted(open_):
-            fake = self.fakes[w]
-            stuck = ev.WorkerHung(w, fake.numbered, fake.commit)
-            word = ev.StateKept(w, fake.job, fake.commit) if w in self.kept else stuck
-            self.answers.append(word)
-        return bool(open_)
-
-    def _end_stuck(self, w: WorkerId, keep: bool) -> None:
-        if w not in self.stuck or w not in self.fakes:
-            return
-        if keep:
-            fake = self.fakes[w]
-            self.kept[w] = (fake.job, fake.commit)
-            self.answers.append(ev.StateKept(w, fake.job, fake.commit))
-        else:
-            self._exit_stuck(w)
-
-    def _take_kept(self, w: WorkerId, by: WorkerId, commit: int) -> None:
-        fake = self.fakes.get(w)
-        if fake is None or not fake.job or fake.generation:
-            return
-        assert w.host == by.host, "a disk of another host"
-        assert self.kept[by] == (fake.job, commit), f"{self.kept} is kept"
-        fake.commit, fake.clean, fake.holds = commit, True, True
-        self._unsay(w, ev.WorkerReady)
-        self._say_ready(w)
-
-    def _exit_stuck(self, w: WorkerId) -> None:
-        self._forget(w)
-        self.answers.append(ev.WorkerExited(w, HUNG))
-
-    def _say_ready(self, w: WorkerId) -> None:
-        fake = self.fakes[w]
-        store = self.store(w, fake.left)
-        fake.word = ev.WorkerReady(w, fake.job, fake.left, fake.commit, fake.clean, store, fake.holds, fake.since)
-        self._say(w, fake.word)
-
-    def _say(self, w: WorkerId, *events: ev.Event) -> None:
-        if w in self.fakes and w not in self.silent:
-            self.answers.extend(events)
-
-    def _unsay(self, w: WorkerId, *kinds: type[ev.Event]) -> None:
-        self.answers = [e for e in self.answers if not (isinstance(e, kinds) and e.worker == w)]
-
-    def _forget(self, w: WorkerId) -> None:
-        self.answers = [e for e in self.answers if getattr(e, "worker", None) != w]
-        self.fakes.pop(w, None)
+        return len(self.said)  # for `commands(kind, mark)`: those since now
 
 
 def with_stage(stage: Stage, **limits) -> Story:
-    """Three workers on three hosts and min 2; stopped at `stage`, a world being old enough to have state."""
+    """Three workers on three hosts with min 2, in `stage`; the world is old enough to have state."""
     story = Story("a:1", "b:1", "c:1", **{"min": 2, "cooldown": (0.0, 0.0)} | limits)
     if stage is Stage.FORMING:
         story.answer()

@@ -1,4 +1,4 @@
-"""Strikes and cooldowns: who is punished, for how long, and what forgives."""
+"""Failures and back-off: which slot or host pauses, for how long, and what clears its failures."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def crash(story: Story, times: int, host: str = "a") -> Story:
 
 
 def test_the_first_restart_is_at_once_then_the_cooldown_doubles():
-    """Deaths of one slot: at once, 5 s, 10 s, 20 s, …, at most 300 s; visible until when, and why."""
+    """A slot restarts at once, then after 5, 10, 20, … at most 300 s; the status shows until when, and why."""
     story = Story("a:1", min=1)
     story.answer()
     waits = []
@@ -43,7 +43,7 @@ def test_the_first_restart_is_at_once_then_the_cooldown_doubles():
 
 
 def test_nothing_starts_on_a_backing_off_slot():
-    """Whatever happens meanwhile (ticks, other hosts, other orders), a cooling slot stays empty until its time."""
+    """A slot in back-off stays empty until its time, whatever else happens (ticks, other hosts, requests)."""
     story = crash(Story("a:1", min=1).answer(), 2)
     mark = story.mark()
     story.send(ev.Ticked())
@@ -54,7 +54,7 @@ def test_nothing_starts_on_a_backing_off_slot():
 
 
 def test_a_backed_off_slot_returns_even_if_min_equals_what_it_brings():
-    """min=2 on one host of two, one slot cooling: the job waits, the slot comes back after its cooldown, it goes on."""
+    """With min=2 on one host of two slots, the job waits for the slot in back-off, then goes on."""
     story = Story("a:2", min=2).run()
     for _ in range(2):
         story.kill("a/1#1" if "a/1#1" in story.names else "a/1#2").answer()
@@ -64,7 +64,7 @@ def test_a_backed_off_slot_returns_even_if_min_equals_what_it_brings():
 
 
 def test_a_host_backs_off_when_its_every_slot_does():
-    """One slot of two cools: the host does not. Both: it does, until the first may start again."""
+    """A host is in back-off while all its slots are, and not while only one of two is."""
     story = Story("a:2", min=1).answer()
     story.kill("a/0#1").answer()
     story.kill("a/0#2")
@@ -76,8 +76,8 @@ def test_a_host_backs_off_when_its_every_slot_does():
     assert host_backoff_until(story.cluster.hosts["a"], story.now) == story.now + 4
 
 
-def test_a_healthy_spell_forgives():
-    """A worker that lived for 60 s dies: its slot's strikes begin anew, and it restarts at once."""
+def test_a_healthy_spell_clears_a_slots_failures():
+    """A worker that has run for 60 s fails: the count of its slot begins again, and it restarts at once."""
     story = crash(Story("a:1", min=1).answer(), 2).quiet(5.0)
     assert story.cluster.hosts["a"].slots[0].failures == 2
     story.quiet(60.0)
@@ -87,7 +87,7 @@ def test_a_healthy_spell_forgives():
 
 
 def test_adding_a_backing_off_host_clears_it():
-    """`%elastic_add` of a host that cools: its slots start at once, with no strikes."""
+    """`%elastic_add` of a host in back-off starts its slots at once and clears their failures."""
     story = crash(Story("a:1", min=1).answer(), 2)
     assert story.alive() == []
     story.add("a:1")
@@ -96,14 +96,14 @@ def test_adding_a_backing_off_host_clears_it():
 
 
 def test_cooldown_zero_switches_it_off():
-    """`(0, 0)`: every restart is at once, after any number of deaths."""
+    """With `cooldown=(0, 0)` every restart is at once, after any number of failures."""
     story = Story("a:1", min=1, cooldown=(0.0, 0.0)).answer()
     crash(story, 1100)
     assert len(story.alive()) == 1
 
 
 def test_thousands_of_deaths_overflow_nothing():
-    """A slot that has died 1,100 times cools for the longest time, and the core goes on."""
+    """A slot with 1,100 failures pauses for the longest time, and the core goes on."""
     story = Story("a:1", min=1, cooldown=(5.0, 300.0)).answer()
     for _ in range(1100):
         story.kill(story.alive()[0]).wait(300.0).answer()
@@ -111,7 +111,7 @@ def test_thousands_of_deaths_overflow_nothing():
 
 
 def test_a_host_lost_a_thousand_times_overflows_nothing():
-    """The same for an agent that cannot be started."""
+    """An agent that cannot be started a thousand times pauses for the longest time, and the core goes on."""
     story = Story("a:1", min=1)
     for _ in range(1100):
         story.lose_host("a").wait(300.0)
@@ -120,7 +120,7 @@ def test_a_host_lost_a_thousand_times_overflows_nothing():
 
 @pytest.mark.parametrize("code", [-9, -11, 3, 1])
 def test_a_process_that_dies_is_a_failure(code):
-    """Killed, a segmentation fault, `os._exit(3)`: the process is gone without being told, and its slot has a strike."""
+    """SIGKILL, a segmentation fault or `os._exit(3)` that the driver did not request is a failure of the slot."""
     story = Story("a:1", min=1).answer()
     story.kill("a/0#1", code=code)
     assert story.cluster.hosts["a"].slots[0].failures == 1
@@ -128,7 +128,7 @@ def test_a_process_that_dies_is_a_failure(code):
 
 
 def test_exceptions_never_back_off_a_host():
-    """Job after job fails by an exception: no strike, and the same workers take the next one."""
+    """Job after job fails with an exception: no slot has a failure, and the same workers run the next job."""
     story = Story("a:2", min=2)
     for number in range(5):
         story.run(f"job-{number}").raised("a/0#1").quiet(1.0)
@@ -137,7 +137,7 @@ def test_exceptions_never_back_off_a_host():
 
 
 def test_an_agent_that_cannot_start_is_tried_less_and_less_often():
-    """Its host cools with its own doubling, is named in the reason, and comes up at last."""
+    """The back-off of its host doubles, the reason names the host, and the host is up at last."""
     story = Story("a:1", min=1)
     for wait in (5.0, 10.0, 20.0):
         story.lose_host("a", "ssh: refused")
@@ -153,21 +153,21 @@ def test_an_agent_that_cannot_start_is_tried_less_and_less_often():
 
 
 def test_an_agent_is_never_tried_in_a_hot_loop():
-    """Without any cooldown, an agent that cannot start is tried once a second at most."""
+    """Without any cooldown, an agent that cannot start is tried at most once per second."""
     story = Story("a:1", min=1, cooldown=(0.0, 0.0))
     story.lose_host("a")
     assert deadline(story.cluster, story.now) == story.now + 1.0
 
 
-def test_a_host_that_was_up_for_long_is_forgiven():
-    """A host that is lost after a healthy spell is tried again after the first cooldown, not after the next longer."""
+def test_a_healthy_spell_clears_a_hosts_failures():
+    """A host that is lost after a healthy spell is tried again after the first cooldown, not after a longer one."""
     story = Story("a:1", min=1)
     story.lose_host("a").quiet(5.0).quiet(60.0).lose_host("a")
     assert story.cluster.hosts["a"].retry_at == story.now + 5.0
 
 
-def test_the_same_loss_told_twice_is_one():
-    """The agent's end is seen by the link and by the launcher: one loss, one strike, one cooldown."""
+def test_a_loss_that_is_reported_twice_counts_once():
+    """The server and the launcher both report an agent's end: the core counts one failure and one back-off."""
     story = Story("a:1", min=1).answer()
     story.lose_host("a")
     story.now += 1
@@ -176,8 +176,8 @@ def test_the_same_loss_told_twice_is_one():
     assert story.cluster.hosts["a"] == before
 
 
-def test_workers_that_end_as_told_are_no_failures():
-    """Scaled down, drained, killed with `--now`: their exits, whatever the code, cool nothing."""
+def test_workers_that_end_on_request_are_not_failures():
+    """A worker that the driver stopped (scaled down, drained, `--now`) causes no back-off, whatever its exit code."""
     story = Story("a:3", "b:1", min=1).answer()
     story.scale(1, 2).answer()
     story.remove("b", now=True).answer()
@@ -186,7 +186,7 @@ def test_workers_that_end_as_told_are_no_failures():
 
 
 def test_a_lost_host_comes_back_with_new_workers():
-    """After a host's loss its workers are new ones, and those of the old agent are nobody."""
+    """A lost host returns with new workers; messages of its earlier workers are dropped."""
     story = Story("a:1", "b:1", min=1).run()
     story.lose_host("b").quiet(10.0)
     assert story.names == ["a/0#1", "b/0#2"]
@@ -200,8 +200,8 @@ COOLDOWNS = st.sampled_from([(0.0, 0.0), (1.0, 2.0), (5.0, 300.0), (5.0, 5.0)])
 BRIEF = settings(max_examples=examples(150))
 
 
-def cooling(failures: int, cooldown: tuple[float, float]) -> float:
-    """The promise, written down once more: nothing, then the shortest, doubling up to the longest."""
+def expected_backoff(failures: int, cooldown: tuple[float, float]) -> float:
+    """The expected back-off, written a second time: none, then the shortest, doubling up to the longest."""
     low, high = cooldown
     return min(high, low * 2.0 ** (failures - 1)) if failures else 0.0
 
@@ -209,7 +209,7 @@ def cooling(failures: int, cooldown: tuple[float, float]) -> float:
 @BRIEF
 @given(lives=st.lists(st.tuples(st.integers(0, 1), LIVES, st.booleans()), max_size=20), cooldown=COOLDOWNS)
 def test_each_slot_has_its_own_failures(lives, cooldown):
-    """Whatever dies when: each slot cools by its own deaths alone, visibly, until its time; adding the host pardons it."""
+    """Each slot pauses for its own failures only, visibly, until its time; adding the host clears them."""
     story = Story("a:2", min=1, cooldown=cooldown).answer()
     failures = [0, 0]
     for index, life, pardoned in lives:
@@ -219,7 +219,7 @@ def test_each_slot_has_its_own_failures(lives, cooldown):
         lived = story.now - story.cluster.workers[w].since
         story.kill(str(w))
         failures[index] = 1 if lived >= 60.0 else failures[index] + 1
-        wait = cooling(failures[index] - 1, cooldown)
+        wait = expected_backoff(failures[index] - 1, cooldown)
         slot = story.cluster.hosts["a"].slots[index]
         assert slot.failures == failures[index]
         assert slot.busy == (not wait)
@@ -242,7 +242,7 @@ def test_each_slot_has_its_own_failures(lives, cooldown):
     cooldown=COOLDOWNS,
 )
 def test_a_hosts_failures_are_its_own_losses(lives, cooldown):
-    """Lost, refused or unreachable: all count alike, a healthy spell forgives, and adding the host pardons it at once."""
+    """Losses, refusals and failed probes count alike; a healthy spell or adding the host clears them."""
     story = Story(min=1, cooldown=cooldown).add("a:1", "10.0.0.1").answer().add("b:1", "10.0.0.2").answer()
     failures = 0
     for life, way, pardoned in lives:
@@ -263,7 +263,7 @@ def test_a_hosts_failures_are_its_own_losses(lives, cooldown):
                 story.answer()
         host = story.cluster.hosts["b"]
         assert (host.phase, host.failures) == (HostPhase.LOST, failures)
-        assert host.retry_at == story.now + max(1.0, cooling(failures, cooldown))
+        assert host.retry_at == story.now + max(1.0, expected_backoff(failures, cooldown))
         assert host_backoff_until(host, story.now) == host.retry_at
         expected = {"lost": "its machine is gone", "refused": "another version", "unreachable": "not its peers"}
         assert expected[way] in host.reason
@@ -277,7 +277,7 @@ def test_a_hosts_failures_are_its_own_losses(lives, cooldown):
 
 
 def test_adding_a_host_that_was_left_out_clears_it():
-    """`%elastic_add` of an unreachable host probes it again at once, and not after its cooldown."""
+    """`%elastic_add` of an unreachable host probes it again at once, without waiting for its cooldown."""
     story = Story(min=1).add("a:1", "10.0.0.1").answer()
     story.cut.add(("b", "10.0.0.1"))
     story.add("b:1", "10.0.0.2").answer()

@@ -1,4 +1,4 @@
-"""The core decides by what it was given, and by nothing else: not by the order in which a set happens to be walked."""
+"""The core decides only by its input, and never by the order in which Python iterates over a set."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def a_long_play(seed: int) -> Play:
 
 
 def test_the_same_events_give_the_same_commands_in_another_process():
-    """Long stories of the world and of a script, in processes whose hashes differ: the same commands in the same order."""
+    """Processes with different hash seeds play long stories: they give the same commands in the same order."""
     said = set()
     for seed in ("1", "2", "3"):
         environment = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": str(Path(__file__).parents[2])}

@@ -1,4 +1,4 @@
-"""Where hosts come from, and how they change."""
+"""Discovery, clients and limits add and remove hosts and slots."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def kinds(commands) -> list[str]:
 
 
 def test_added_removed_mixed_nothing():
-    """{} → a:2 → a:2,b:2 → b:2 → b:1,c:1 → same: added, added, removed, mixed, nothing."""
+    """Discovery reports {} → a:2 → a:2,b:2 → b:2 → b:1,c:1 → the same: each difference, and only it, is applied."""
     story = Story()
     assert kinds(story.discover()) == []
     assert kinds(story.discover("a:2")) == ["host-added a"]
@@ -31,11 +31,11 @@ def test_added_removed_mixed_nothing():
     story.answer()
     before = story.cluster
     assert story.discover("b:1", "c:1") == ()
-    assert story.cluster == replace(before, wake_at=story.cluster.wake_at)  # when to look for agents that say nothing
+    assert story.cluster == replace(before, wake_at=story.cluster.wake_at)  # the deadline for agents that do not report
 
 
 def test_a_discovery_that_never_answered_stops_a_cluster_without_hosts():
-    """There is nothing to wait for: the discovery's error ends the cluster."""
+    """A discovery that fails before its first answer ends a cluster that has no hosts."""
     story = Story()
     story.send(ev.DiscoveryFailed("hosts.sh failed with exit code 1"))
     assert story.cluster.phase == "finished"
@@ -43,7 +43,7 @@ def test_a_discovery_that_never_answered_stops_a_cluster_without_hosts():
 
 
 def test_a_discovery_that_fails_later_is_only_recorded():
-    """Once it has answered, or hosts were added by hand, the hosts stay as they are."""
+    """After a first answer, or with hosts added by hand, a failure of the discovery changes no host."""
     listed, by_hand = Story(), Story("a:1")
     listed.discover()
     for story in (listed, by_hand):
@@ -53,7 +53,7 @@ def test_a_discovery_that_fails_later_is_only_recorded():
 
 
 def test_a_discovery_that_fails_for_a_new_driver_is_only_recorded():
-    """A cluster that was attached to goes on, even one that has no host at the moment."""
+    """A cluster with a new driver goes on although the discovery fails, even with no host at the moment."""
     for story in (Story("a:1", min=1).run(), Story()):
         story.discover()
         Away(story).new_driver()
@@ -63,7 +63,7 @@ def test_a_discovery_that_fails_for_a_new_driver_is_only_recorded():
 
 
 def test_fewer_slots_take_the_highest_away():
-    """A slot count that shrinks takes the highest slots; the workers there leave at a commit."""
+    """When a slot count shrinks, the highest slots are removed; their workers leave at a commit."""
     story = Story(min=1)
     story.discover("a:3")
     story.run()
@@ -76,14 +76,14 @@ def test_fewer_slots_take_the_highest_away():
 
 
 def test_more_slots_add_workers():
-    """A slot count that grows starts workers on the new slots, and they join."""
+    """When a slot count grows, workers start on the new slots and join."""
     story = Story("a:1", min=1).run()
     story.add("a:3").quiet(2.0)
     assert story.names == ["a/0#1", "a/1#1", "a/2#1"]
 
 
 def test_slots_that_come_back_are_new_workers():
-    """A slot taken away and given back never starts a worker under an id that was used before."""
+    """A slot that is removed and added again never starts a worker under an id that was used before."""
     story = Story("a:2", min=1).run()
     story.add("a:1").quiet(1.0)
     story.add("a:2").quiet(2.0)
@@ -91,7 +91,7 @@ def test_slots_that_come_back_are_new_workers():
 
 
 def test_slots_taken_away_while_their_worker_still_ends():
-    """Shrink and grow before the worker has ended: it ends, and then its slot is used by a new one."""
+    """A slot shrinks and grows while its worker ends: a new worker starts there after that end."""
     story = Story("a:2", min=1)
     story.answer()
     story.add("a:1").add("a:2")
@@ -101,7 +101,7 @@ def test_slots_taken_away_while_their_worker_still_ends():
 
 
 def test_a_host_that_comes_back_starts_new_workers():
-    """A host removed and added again never reuses an id: late news of its old workers hits nobody."""
+    """A host that is removed and added again never reuses an id; late messages of its old workers have no effect."""
     story = Story("a:2", min=1)
     story.answer()
     story.remove("a").answer()
@@ -114,7 +114,7 @@ def test_a_host_that_comes_back_starts_new_workers():
 
 
 def test_a_lost_host_that_was_to_leave_is_forgotten_but_not_its_ids():
-    """The same when the draining host's agent dies before its workers have left."""
+    """The agent of a draining host is lost before its workers have left: the host goes, its ids stay used."""
     story = Story("a:1", "b:1", min=1).run()
     story.remove("a").lose_host("a").answer()
     story.add("a:1").quiet(2.0)
@@ -122,7 +122,7 @@ def test_a_lost_host_that_was_to_leave_is_forgotten_but_not_its_ids():
 
 
 def test_a_host_added_and_removed_at_once_is_nothing():
-    """Added and removed within one settle time: nothing happens to anybody."""
+    """A host that is added and removed within one settle time changes nothing."""
     story = Story("a:2", min=1).run()
     mark = story.mark()
     story.add("b:2").wait(0.5).remove("b").quiet(5.0)
@@ -130,8 +130,8 @@ def test_a_host_added_and_removed_at_once_is_nothing():
     assert list(story.cluster.hosts) == ["a"]
 
 
-def test_ready_newcomers_that_are_removed_again_disturb_nobody():
-    """The same when its workers had come so far that the members were already asked to leave."""
+def test_ready_newcomers_that_are_removed_again_disturb_no_member():
+    """Newcomers are removed after the members were asked to leave: the members stay in their generation."""
     story = Story("a:2", min=1).run()
     mark = story.mark()
     story.add("b:1").answer(lambda e: not isinstance(e, ev.LeaveAcknowledged))
@@ -143,7 +143,7 @@ def test_ready_newcomers_that_are_removed_again_disturb_nobody():
 
 
 def test_a_drain_taken_back_in_time_changes_nothing():
-    """Removed and added again before anyone has left: all stay."""
+    """A host is removed and added again before any member has left: all members stay."""
     story = Story("a:1", "b:1", min=1).run()
     story.remove("b")
     assert story.cluster.stage is Stage.ASKED
@@ -153,8 +153,8 @@ def test_a_drain_taken_back_in_time_changes_nothing():
     assert story.cluster.hosts["b"].phase is HostPhase.UP
 
 
-def test_the_record_says_who_removed_a_host():
-    """A person by name, or discovery."""
+def test_the_record_names_the_source_of_a_removal():
+    """The record of a removal names the client, or the discovery."""
     story = Story(min=1)
     story.discover("b:1", "a:1", "c:1")
     story.answer()
@@ -166,7 +166,7 @@ def test_the_record_says_who_removed_a_host():
 
 
 def test_a_host_removed_by_hand_stays_away():
-    """Discovery still lists a host that a person removed: it does not come back until it is added, or was unlisted once."""
+    """A host that a client removed stays out while the discovery lists it, until it was unlisted once or is added by hand."""
     story = Story(min=1)
     story.discover("a:1", "b:1")
     story.answer()
@@ -179,7 +179,7 @@ def test_a_host_removed_by_hand_stays_away():
 
 
 def test_a_host_added_by_hand_is_not_discoverys_to_remove():
-    """Discovery that does not list a host added by hand leaves it alone."""
+    """A discovery that does not list a host added by hand leaves that host alone."""
     story = Story("mine:1", min=1)
     story.answer()
     story.discover("a:1")
@@ -189,7 +189,7 @@ def test_a_host_added_by_hand_is_not_discoverys_to_remove():
 
 
 def test_hosts_beyond_max_come_and_go_unnoticed():
-    """A change that does not alter the assignment (a host beyond max appears or goes) disturbs nobody."""
+    """A host beyond max appears or leaves: the members train on undisturbed."""
     story = Story("a:2", min=1, max=2).run()
     mark = story.mark()
     story.add("b:2").quiet(3.0)
@@ -199,8 +199,8 @@ def test_hosts_beyond_max_come_and_go_unnoticed():
     assert story.commands(cmd.StartWorker, mark) == []
 
 
-def test_a_spare_waits_and_disturbs_nobody():
-    """Spares above max are started and ready, and nothing is asked of the members."""
+def test_a_spare_waits_and_disturbs_no_member():
+    """Spares above max start and become ready; the members are asked for nothing."""
     story = Story("a:2", "b:2", min=1, max=2, spares=1).run()
     assert (len(story.names), len(story.cluster.newcomers)) == (2, 1)
     assert story.commands(cmd.AskLeave) == []
@@ -209,7 +209,7 @@ def test_a_spare_waits_and_disturbs_nobody():
 
 
 def test_a_spare_that_is_not_needed_waits_on():
-    """Two spares and one death: one takes the place, the other still waits and takes the next."""
+    """With two spares and one failure, one spare takes the place; the other waits for the next failure."""
     story = Story("a:2", "b:2", min=1, max=2, spares=2).run()
     story.kill("a/1#1").hear(ev.WorkerReady, "a/0#1")
     story.hear(ev.WorkerFormed)
@@ -218,7 +218,7 @@ def test_a_spare_that_is_not_needed_waits_on():
 
 
 def test_no_more_workers_are_started_than_there_are_open_files_for():
-    """Others wait for nothing; one line says how many fit, when a host is added that is one too many, and once."""
+    """The limit of open files bounds the workers; one record says once how many fit."""
     story = Story("a:3", min=2, room=4)
     story.answer()
     assert not [record for record in story.commands(cmd.Record) if record.kind == "no-room"]

@@ -1,4 +1,4 @@
-"""How jobs end: ranks finish one after the other, or raise, and what may still happen meanwhile."""
+"""Jobs end: ranks finish one after the other, or raise, while hosts and workers change."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.core.story import Story, wid, with_stage
 
 
 def test_one_finishes_first_and_the_others_get_time():
-    """After the first rank has finished nobody is disturbed: newcomers, removals and scaling wait for the end."""
+    """After the first rank has finished, newcomers, removals and scaling wait until the job has ended."""
     story = Story("a:2", "b:1", min=1).run()
     story.returned("a/0#1")
     mark = story.mark()
@@ -24,8 +24,8 @@ def test_one_finishes_first_and_the_others_get_time():
 
 
 @pytest.mark.parametrize("stage", [Stage.ASKED, Stage.LEAVING])
-def test_finishing_calls_a_change_off(stage):
-    """A rank finishes while the others agree on where to leave: all stay."""
+def test_finishing_cancels_a_reconfiguration(stage):
+    """A rank finishes while the others agree on a leave point: the change is cancelled and all stay."""
     story = with_stage(stage)
     story.returned("a/0#1")
     assert story.last(cmd.CancelLeave).members == story.cluster.members
@@ -35,7 +35,7 @@ def test_finishing_calls_a_change_off(stage):
 
 
 def test_one_that_has_left_for_a_change_cannot_come_back_to_a_finished_generation():
-    """A rank has left at the agreed commit and another finishes before it: who left is sent home, the job succeeds."""
+    """A rank has left at the leave point when another finishes: its program is stopped, and the job succeeds."""
     story = with_stage(Stage.LEAVING)
     story.hear(ev.WorkerReady, "b/0#1").returned("a/0#1")
     assert story.last(cmd.StopProgram).workers == (wid("b/0#1"),)
@@ -44,7 +44,10 @@ def test_one_that_has_left_for_a_change_cannot_come_back_to_a_finished_generatio
 
 
 def test_a_death_after_others_have_finished_restarts_nothing():
-    """A rank dies after another has finished: the rest, who may wait for it, stop; the job succeeds with what there is."""
+    """A rank is lost after another has finished.
+
+    The remaining ranks stop, and the job succeeds with the results there are.
+    """
     story = Story("a:3", min=1).run()
     story.returned("a/0#1")
     mark = story.mark()
@@ -56,8 +59,8 @@ def test_a_death_after_others_have_finished_restarts_nothing():
     assert story.job.ranks == (wid("a/0#1"), wid("a/1#1"), wid("a/2#1"))
 
 
-def test_one_that_does_not_stop_after_that_is_killed():
-    """The rest hang and do not stop: after `stop` seconds they are killed, and the job ends."""
+def test_a_rank_that_does_not_stop_after_that_is_killed():
+    """Remaining ranks that hang after that are killed after `stop` seconds, and the job ends."""
     story = Story("a:3", min=1).run()
     story.returned("a/0#1").silent.update({wid("a/2#1")})
     story.kill("a/1#1").ended("a/0#1")
@@ -70,7 +73,7 @@ def test_one_that_does_not_stop_after_that_is_killed():
 
 
 def test_a_finished_program_may_die():
-    """A rank whose program has ended dies: the others do not need it, and are not disturbed."""
+    """A worker whose program has ended is lost: the other ranks are not disturbed."""
     story = Story("a:2", min=1).run()
     story.returned("a/0#1").ended("a/0#1")
     mark = story.mark()
@@ -81,7 +84,7 @@ def test_a_finished_program_may_die():
 
 
 def test_the_finished_ranks_die_before_their_programs_end():
-    """All that had finished are lost before their results came: the job fails, once, and does not wait for ever."""
+    """All finished ranks are lost before they sent their results: the job fails once, and does not wait without end."""
     story = Story("a:2", min=1).run()
     story.returned("a/0#1").kill("a/0#1").quiet(6.0)
     assert [end.outcome for end in story.commands(cmd.EndJob)] == ["failed"]
@@ -90,7 +93,7 @@ def test_the_finished_ranks_die_before_their_programs_end():
 
 @pytest.mark.parametrize("how", ["returned", "ended"])
 def test_a_rank_finishes_just_as_the_world_breaks(how):
-    """Its word comes after the news of a death: it has finished all the same, and the job does not wait for it."""
+    """A rank reports success after a break has begun: it counts as finished, and the job does not wait for it."""
     story = Story("a:3", min=1).run()
     story.fakes[wid("a/0#1")].returned = True
     story.kill("a/1#1")
@@ -103,8 +106,8 @@ def test_a_rank_finishes_just_as_the_world_breaks(how):
     assert story.job.outcome == "succeeded"
 
 
-def test_a_program_that_ends_without_a_word_has_finished():
-    """The end of the program arrives before the word that the function returned: that is the same, and said once."""
+def test_a_program_end_counts_as_success_before_the_report_of_success():
+    """`ProgramEnded` arrives before `WorkerSucceeded`: the rank counts as finished once."""
     story = Story("a:2", min=1).run()
     story.fakes[wid("a/0#1")].returned = True
     generation = story.cluster.generation
@@ -115,7 +118,7 @@ def test_a_program_that_ends_without_a_word_has_finished():
 
 
 def test_the_users_error_on_one_rank_is_the_jobs():
-    """The function raises and no connection was lost: the job fails with that rank's error; no host is punished."""
+    """A rank raises and no connection was lost: the job fails with that error, and no host has a failure."""
     story = Story("a:3", min=1).run()
     story.raised("a/1#1", "ValueError: NaN")
     end, stop = story.last(cmd.EndJob), story.last(cmd.StopProgram)
@@ -127,7 +130,7 @@ def test_the_users_error_on_one_rank_is_the_jobs():
 
 
 def test_errors_on_all_ranks_fail_the_job_once():
-    """All ranks raise, in whatever order the words come: the first is the culprit, and there is one error."""
+    """All ranks raise, in any order: the first is the culprit, and the job fails once."""
     story = Story("a:3", min=1).run()
     generation = story.cluster.generation
     for w in list(story.cluster.members)[::-1]:
@@ -136,7 +139,7 @@ def test_errors_on_all_ranks_fail_the_job_once():
 
 
 def test_an_error_before_the_first_world():
-    """The program raises at its top, before any elastic function: the job fails with it."""
+    """A program raises before its elastic function: the job fails with that error."""
     story = Story("a:2", min=2)
     story.answer()
     story.submit().ended("a/1#1", error="ImportError: no_such")
@@ -146,7 +149,7 @@ def test_an_error_before_the_first_world():
 
 
 def test_a_newcomers_error_is_its_own():
-    """The program raises on a newcomer while a world runs: the world trains on, the newcomer stays for inspection."""
+    """A newcomer's program raises while a world runs: the world trains on, and the newcomer stays for inspection."""
     story = Story("a:1", min=1).run()
     story.add("b:1").hear(ev.AgentReady).hear(ev.WorkerStarted).hear(ev.WorkerRegistered)
     story.ended("b/0#1", error="OSError: disk full").quiet(5.0)
@@ -159,14 +162,14 @@ def test_a_newcomers_error_is_its_own():
 
 
 def test_an_error_after_others_have_finished_still_fails_the_job():
-    """A rank raises an error of its own after another has finished: that is an error, not a death."""
+    """A rank raises its own error after another has finished: the job fails."""
     story = Story("a:2", min=1).run()
     story.returned("a/0#1").ended("a/1#1", error="ZeroDivisionError")
     assert story.last(cmd.EndJob).reason == "rank 1 (a/1#1) raised ZeroDivisionError"
 
 
 def test_connections_lost_after_others_have_finished_restart_nothing():
-    """Ranks with different numbers of steps: the longer one's collective fails after the shorter has finished."""
+    """A rank with more steps loses its connections to finished ranks: nothing restarts."""
     story = Story("a:2", min=1).run()
     story.returned("a/0#1").raised("a/1#1", "RuntimeError", intact=False).quiet(2.0)
     assert story.cluster.generation == 1
@@ -175,7 +178,7 @@ def test_connections_lost_after_others_have_finished_restart_nothing():
 
 
 def test_newcomers_after_the_first_has_finished_begin_nothing():
-    """A worker that comes up when some rank has finished does not start a program that nobody will wait for."""
+    """A worker that becomes ready after a rank has finished is given no program."""
     story = Story("a:2", min=1).run()
     story.returned("a/0#1")
     mark = story.mark()
@@ -186,8 +189,8 @@ def test_newcomers_after_the_first_has_finished_begin_nothing():
     assert len(story.names) == 3
 
 
-def test_one_that_was_to_leave_and_is_sent_home_leaves():
-    """max sinks after the first rank has finished, then a rank dies: who was to leave is stopped, not kept above max."""
+def test_a_surplus_worker_whose_program_is_stopped_leaves():
+    """max is lowered after a rank has finished, and a rank is lost: the surplus worker is stopped."""
     story = Story("a:3", min=1).run()
     story.returned("a/0#1").scale(1, 1).kill("a/1#1").hear(ev.ProgramEnded)
     assert wid("a/2#1") in story.cluster.stopped

@@ -1,4 +1,4 @@
-"""Jobs: one after the other, refused, stopped, and programs that do not end."""
+"""Jobs run one after the other, are refused or stopped, and end although a program does not."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.core.story import Story, wid
 
 
 def test_two_jobs_in_a_row_use_the_same_workers():
-    """The second job runs on the processes of the first, in a new generation, and everyone receives its state anew."""
+    """The second job runs on the processes of the first, in a new generation, and all ranks receive its state."""
     story = Story("a:2", min=2).run("one").commit(9).finish()
     story.run("two")
     order = story.last(cmd.FormWorld)
@@ -19,7 +19,7 @@ def test_two_jobs_in_a_row_use_the_same_workers():
 
 
 def test_the_next_job_waits_for_the_last_ones_programs():
-    """A worker that still leaves the last program takes the next as soon as it has; the others wait for it if min needs it."""
+    """A worker takes the next job after its last program has ended; the others wait for it if min needs it."""
     story = Story("a:2", min=2).run("one")
     story.raised("a/0#1").hear(ev.ProgramEnded, "a/0#1")
     story.submit("two").hear(ev.WorkerReady)
@@ -31,7 +31,7 @@ def test_the_next_job_waits_for_the_last_ones_programs():
 
 
 def test_a_program_that_does_not_stop_is_killed():
-    """It holds the training state: past `stop` its process is killed, without a strike, and replaced."""
+    """A program with the training state is killed after `stop` seconds and replaced, without a failure."""
     story = Story("a:2", min=2).run("one")
     story.silent.add(wid("a/1#1"))
     story.stop_job("one").quiet(59.9)
@@ -43,7 +43,10 @@ def test_a_program_that_does_not_stop_is_killed():
 
 
 def test_a_program_without_training_state_is_killed_sooner():
-    """It never came to the elastic loop, so there is no checkpoint that it could write: past `leave` it is killed."""
+    """A program that has not reached the elastic loop has no checkpoint to write.
+
+    It is killed after `leave` seconds.
+    """
     story = Story("a:1", "b:1", min=1)
     story.answer()
     story.silent.add(wid("b/0#1"))
@@ -56,8 +59,8 @@ def test_a_program_without_training_state_is_killed_sooner():
     assert story.records("worker-killed")[1:] == ["a/0#1 did not stop within 60 s and is killed"]
 
 
-def test_one_that_begins_a_dead_jobs_program_is_sent_home():
-    """It comes to the elastic loop after the job has ended: it is told so, and is not waited for."""
+def test_a_worker_that_reaches_the_loop_of_an_ended_job_is_stopped():
+    """A worker that reaches the elastic loop after its job has ended is asked to stop its program."""
     story = Story("a:1", "b:1", min=1).run()
     story.stop_job().answer()
     mark = story.mark()
@@ -66,7 +69,7 @@ def test_one_that_begins_a_dead_jobs_program_is_sent_home():
 
 
 def test_a_second_job_is_refused_while_one_runs():
-    """Submitted all the same, it ends at once, with the reason; the first is not touched."""
+    """A second job ends at once with the reason; the first is not touched."""
     story = Story("a:1", min=1).run("one")
     mark = story.mark()
     story.submit("two")
@@ -77,7 +80,7 @@ def test_a_second_job_is_refused_while_one_runs():
 
 
 def test_a_job_submitted_to_a_stopping_cluster_ends():
-    """Nobody waits for a job that will never run."""
+    """A job that is submitted to a stopping cluster ends at once with a reason."""
     story = Story("a:1", min=1).answer()
     story.send(ev.StopRequested("done"))
     story.submit("late")
@@ -85,7 +88,7 @@ def test_a_job_submitted_to_a_stopping_cluster_ends():
 
 
 def test_a_job_stopped_twice_or_by_another_name_ends_once():
-    """Stopping again, or a job that is not the one, is nothing."""
+    """A second stop, or a stop of another job's name, has no effect."""
     story = Story("a:1", min=1).run("two")
     story.send(ev.JobStopRequested("one"))
     assert story.cluster.active
@@ -94,7 +97,7 @@ def test_a_job_stopped_twice_or_by_another_name_ends_once():
 
 
 def test_a_job_can_be_submitted_before_any_worker_is_ready():
-    """It waits for min, with the reason, and its program runs on each worker as it comes."""
+    """The job waits for min with a reason, and its program starts on each worker that becomes ready."""
     story = Story("a:2", min=2).submit()
     assert "0 of min 2 workers ready; waiting for a to start" in story.reason
     story.quiet(2.0)
@@ -103,7 +106,7 @@ def test_a_job_can_be_submitted_before_any_worker_is_ready():
 
 
 def test_a_job_stopped_before_any_worker_is_ready():
-    """The workers that come later find no job, and the cluster is as before."""
+    """A job is stopped before any worker is ready: later workers run no program."""
     story = Story("a:2", min=2).hear(ev.AgentReady).submit()
     story.send(ev.JobStopRequested("job"))
     assert story.reason == "0 of min 2 workers ready; waiting for a/0#1 (0 s), a/1#1 (0 s)"
@@ -113,7 +116,7 @@ def test_a_job_stopped_before_any_worker_is_ready():
 
 
 def test_a_program_without_an_elastic_function():
-    """Nobody asks for a world: the job has succeeded when the program has ended on every worker."""
+    """A program that never asks for a world succeeds when it has ended on every worker."""
     story = Story("a:2", min=2).answer()
     story.submit().ended("a/0#1")
     assert story.cluster.active
@@ -122,7 +125,10 @@ def test_a_program_without_an_elastic_function():
 
 
 def test_a_death_in_a_program_without_a_world():
-    """One of two dies after the other has ended: nothing restarts, the job has what there is."""
+    """One of two workers is lost after the other's program has ended.
+
+    Nothing restarts, and the job keeps that result.
+    """
     story = Story("a:2", min=2).answer()
     story.submit().ended("a/0#1").kill("a/1#1")
     assert story.job.outcome == "succeeded"
@@ -131,15 +137,15 @@ def test_a_death_in_a_program_without_a_world():
 
 
 def test_a_newcomer_whose_program_ends_without_training_ends_nothing():
-    """Its program takes another way and ends well: the world trains on, and still takes newcomers."""
+    """A newcomer's program ends well without training: the world trains on and still takes newcomers."""
     story = Story("a:1", min=1).run()
     story.add("b:1").hear(ev.AgentReady).hear(ev.WorkerRegistered).ended("b/0#1")
     story.add("c:1").quiet(2.0)
     assert story.names == ["a/0#1", "c/0#1"]
 
 
-def test_a_late_word_of_one_whose_program_has_ended_is_dropped():
-    """It said ready, and then its program ended: heard the other way round, it is not taken into a world."""
+def test_a_late_ready_message_of_an_ended_program_is_dropped():
+    """`WorkerReady` arrives after the program's end: the worker is not taken into a world."""
     story = Story("a:1", min=1).run()
     story.add("b:1").hear(ev.AgentReady).hear(ev.WorkerRegistered)
     late = next(e for e in story.answers if isinstance(e, ev.WorkerReady))
@@ -149,7 +155,7 @@ def test_a_late_word_of_one_whose_program_has_ended_is_dropped():
 
 
 def test_a_failed_setup_cell_is_named():
-    """A setup cell fails on one worker: it stays for inspection, the job waits for another and says why."""
+    """A setup cell fails on one worker: it stays for inspection, and the job's reason names the cell."""
     story = Story("a:2", min=2)
     story.broken.add(("a/1#1", "torhc"))
     story.set_up("imports", "torhc").submit().answer()
@@ -159,28 +165,28 @@ def test_a_failed_setup_cell_is_named():
 
 
 def test_results_are_by_the_rank_of_the_last_world():
-    """Members come and go; the end names the last world's members by rank."""
+    """The end of a job names the last world's members by rank."""
     story = Story("a:2", min=1).run()
     story.kill("a/0#1").quiet(2.0).finish()
     assert [str(w) for w in story.last(cmd.EndJob).members] == ["a/1#1", "a/0#2"]
 
 
 @pytest.mark.parametrize("event", [ev.StopRequested(), ev.JobStopRequested("job"), ev.JobSubmitted("job")])
-def test_orders_to_an_empty_cluster_break_nothing(event):
-    """No host, no worker, no job: every order is taken."""
+def test_requests_to_an_empty_cluster_break_nothing(event):
+    """A cluster without hosts, workers or a job takes every request."""
     story = Story()
     story.send(event, ev.Ticked(), event)
     assert story.reason
 
 
-def test_no_news_is_taken_for_what_it_is_not():
-    """A message that is no event is a programming error, and is called one."""
+def test_a_message_that_is_not_an_event_is_an_error():
+    """A message that is not an event raises an error that says so."""
     with pytest.raises(TypeError, match="FormWorld is not an event"):
         Story().send(cmd.FormWorld(1, (), "", 0, ()))
 
 
 def test_a_waiting_newcomer_whose_program_ends_is_not_counted_on():
-    """It waits for the next world, and its program ends by an error: that world forms without it."""
+    """A newcomer's program ends with an error while it waits: the next world forms without it."""
     story = Story("b:1", min=1).run()
     story.add("a:1").add("c:1").hear(ev.AgentReady)
     story.answer(lambda e: getattr(e, "worker", wid("c/0#1")).host == "a")
@@ -191,7 +197,7 @@ def test_a_waiting_newcomer_whose_program_ends_is_not_counted_on():
 
 
 def test_a_job_that_is_submitted_twice_runs_once():
-    """The word comes again while the job runs, and after its end: no second end, no second run."""
+    """A repeated submission, during the job or after its end, starts no second run and causes no second end."""
     story = Story("b:1", "a:1").run()
     mark = story.mark()
     story.submit()
@@ -204,7 +210,7 @@ def test_a_job_that_is_submitted_twice_runs_once():
 
 
 def test_a_worker_that_comes_late_does_not_run_what_others_have_finished():
-    """A program without a world has ended on one worker: a newcomer does not begin it, so the job ends with those that ran it."""
+    """A program without a world has ended on one worker: a newcomer does not start it."""
     story = Story("a:2", min=1).answer().submit().ended("a/0#1")
     mark = story.mark()
     story.add("b:1").hear(ev.AgentReady).hear(ev.WorkerRegistered)
@@ -214,7 +220,7 @@ def test_a_worker_that_comes_late_does_not_run_what_others_have_finished():
 
 
 def test_a_program_of_an_older_job_is_killed_after_the_next_job_has_ended():
-    """It does not stop, and the next job is over before its time is: it is killed when that comes."""
+    """A program that does not stop is killed at its deadline, although the next job is over before."""
     story = Story("a:1", "b:1", min=1).run("one")
     story.silent.add(wid("b/0#1"))
     story.stop_job("one").answer()

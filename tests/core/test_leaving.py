@@ -1,4 +1,4 @@
-"""Between the question where to leave and the last member's leaving: a fault at any moment costs one reset at most."""
+"""A fault at any moment between the question for a leave point and the last leaving costs at most one reset."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def loses_its_host(story: Story, w: str) -> None:
 
 
 def loses_a_connection(story: Story, w: str) -> None:
-    """It raises, and lives."""
+    """The worker raises and lives."""
     if w != NEWCOMER:
         story.hold_back(wid(w))
         story.raised(w, "RuntimeError: connection reset", intact=False)
@@ -41,7 +41,7 @@ def is_restarted(story: Story, w: str) -> None:
 
 
 def is_cut_off(story: Story, w: str) -> None:
-    """Nothing is heard of it for a minute; the others answer all the time."""
+    """The driver receives nothing from the worker for a minute; the other workers answer."""
     story.hang(w)
     for seconds in (11.0, 61.0):
         story.quiet(seconds / 2)
@@ -52,8 +52,8 @@ def is_cut_off(story: Story, w: str) -> None:
 FAULTS = (dies, freezes, loses_its_host, loses_a_connection, is_restarted, is_cut_off)
 
 
-def check_peace(story: Story, resets: int) -> None:
-    """All four train, nobody has promised to stop, and nothing was lost but that many tries."""
+def check_all_train(story: Story, resets: int) -> None:
+    """Asserts that all four train, none is bound to a leave point, and at most so many resets were counted."""
     story.quiet(60.0).commit(3).quiet(60.0)
     assert (story.cluster.stage, len(story.names)) == (Stage.RUNNING, 4), story.reason
     assert story.cluster.resets <= resets
@@ -67,34 +67,34 @@ def check_peace(story: Story, resets: int) -> None:
 @pytest.mark.parametrize("victim", [*MEMBERS, NEWCOMER])
 @pytest.mark.parametrize("answered", SOME)
 def test_a_fault_before_all_have_answered(answered, victim, fault):
-    """Some have promised to stop, and wait for word of where to leave."""
+    """Some members have acknowledged the question and wait for the leave point when a fault happens."""
     story = with_stage(Stage.ASKED)
     for w in answered:
         story.hear(ev.LeaveAcknowledged, w)
     fault(story, victim)
-    check_peace(story, resets=1)
+    check_all_train(story, resets=1)
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("victim", [*MEMBERS, NEWCOMER])
 @pytest.mark.parametrize("left", SOME)
 def test_a_fault_before_all_have_left(left, victim, fault):
-    """Some have left at the agreed commit, and may be in the prepared generation already."""
+    """Some members have left at the leave point, or have entered the next generation, when a fault happens."""
     story = with_stage(Stage.LEAVING)
     for w in left:
         story.hear(ev.WorkerReady, w).hear(ev.WorkerFormed, w)
     fault(story, victim)
-    check_peace(story, resets=1)
+    check_all_train(story, resets=1)
 
 
 @pytest.mark.parametrize("first", FAULTS)
 @pytest.mark.parametrize("second", FAULTS)
 @pytest.mark.parametrize("stage", [Stage.ASKED, Stage.LEAVING])
 def test_two_faults_at_once(stage, first, second):
-    """A member that has answered, or left, and one that has not."""
+    """A fault hits a member that has answered or left, and a member that has not."""
     story = with_stage(stage)
     story.hear(ev.LeaveAcknowledged if stage is Stage.ASKED else ev.WorkerReady, "b/0#1")
     first(story, "b/0#1")
     if wid("c/0#1") in story.fakes:
         second(story, "c/0#1")
-    check_peace(story, resets=2)
+    check_all_train(story, resets=2)

@@ -1,4 +1,4 @@
-"""Workers of which nothing is heard although their processes run."""
+"""Workers are unresponsive although their processes run."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ LIMITS = {"min": 1, "cooldown": (0.0, 0.0)}
 
 
 def silent(story: Story, seconds: float, **how) -> tuple[cmd.Command, ...]:
-    """The driver sends that nothing is heard of `b`."""
+    """The driver reports that worker `b` is unresponsive."""
     return story.send(ev.WorkerSilent(wid("b/0#1"), seconds, **how))
 
 
-def test_a_rank_that_is_silent_while_its_process_runs_is_left_alone():
-    """Something holds Python's interpreter lock: the rank keeps its place, and the status says what is known of it."""
+def test_an_unresponsive_rank_whose_process_runs_is_left_alone():
+    """A held interpreter lock makes a rank unresponsive: it keeps its place, and the status names the cause."""
     story = Story("a:1", "b:1", **LIMITS).run()
     silent(story, 14.0)
     silent(story, 15.0)
@@ -34,7 +34,7 @@ def test_a_rank_that_is_silent_while_its_process_runs_is_left_alone():
 
 
 def test_a_process_that_computes_may_be_silent_for_ten_minutes():
-    """Then it is replaced, and the others go on from the last commit."""
+    """An unresponsive worker that uses CPU is replaced after ten minutes, and the others resume from the last commit."""
     story = Story("a:1", "b:1", **LIMITS).run()
     assert silent(story, 599.0) == () or not story.commands(cmd.StopWorker)
     silent(story, 600.0)
@@ -46,7 +46,7 @@ def test_a_process_that_computes_may_be_silent_for_ten_minutes():
 
 
 def test_a_process_that_does_nothing_may_be_silent_for_a_minute():
-    """It may be deadlocked, and nothing would ever wake it."""
+    """An unresponsive worker without CPU use is replaced after a minute, as it may be deadlocked."""
     story = Story("a:1", "b:1", **LIMITS).run()
     silent(story, 59.0, idle=True)
     assert not story.commands(cmd.StopWorker)
@@ -54,8 +54,8 @@ def test_a_process_that_does_nothing_may_be_silent_for_a_minute():
     assert story.records("worker-lost")[0].endswith("its process uses no CPU time)")
 
 
-def test_stall_says_how_long_a_silent_rank_is_waited_for():
-    """As it does for any other rank for which the others wait."""
+def test_stall_bounds_the_wait_for_an_unresponsive_rank():
+    """`stall` bounds the wait for an unresponsive rank, as for any other rank."""
     story = Story("a:1", "b:1", stall=20.0, **LIMITS).run()
     silent(story, 19.0)
     assert not story.commands(cmd.StopWorker)
@@ -64,14 +64,14 @@ def test_stall_says_how_long_a_silent_rank_is_waited_for():
 
 
 def test_uninterruptible_sleep_is_named():
-    """A driver or a file system that hangs is told as such, as nothing in the process can help."""
+    """The reason names a process that hangs in a driver or file system."""
     story = Story("a:1", "b:1", **LIMITS).run()
     silent(story, 61.0, idle=True, state="is in uninterruptible sleep (D) for 60 s")
     assert story.records("worker-lost")[0].endswith("its process is in uninterruptible sleep (D) for 60 s)")
 
 
-def test_a_worker_that_was_told_to_end_is_its_agents_business():
-    """The agent kills it when it does not end by itself."""
+def test_a_worker_that_was_asked_to_end_is_left_to_its_agent():
+    """The core does not kill a worker that was asked to end: its agent does."""
     story = Story("a:1", "b:1", **LIMITS).answer()
     story.scale(1, 1)
     w = wid("b/0#1")

@@ -1,4 +1,4 @@
-"""What goes over the wire comes back as it was; what is not ours does not come in."""
+"""Messages are the same after encoding and decoding, and each direction accepts only its own messages."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def kinds(base: type) -> list[type]:
 
 
 def sample(kind: type, *, least: bool = False):
-    """One with every field filled; `least`: only those without a default."""
+    """A message with every field filled, or with only the `least` fields: those without a default."""
     hints = typing.get_type_hints(kind)
     fields = [f for f in msgspec.structs.fields(kind) if not (least and not f.required)]
     return kind(**{f.name: FILL[hints[f.name]] for f in fields})
@@ -108,21 +108,21 @@ ON_WIRE = [(name, kind) for name, union in UNIONS.items() for kind in typing.get
 @pytest.mark.parametrize("least", [False, True])
 @pytest.mark.parametrize(("direction", "kind"), ON_WIRE, ids=lambda x: getattr(x, "__name__", x))
 def test_a_message_comes_back_as_it_went(direction, kind, least):
-    """Every message of each direction, encoded as JSON, is decoded by that direction's union as the same."""
+    """Each message, encoded as JSON, is decoded by its direction's union as the same message."""
     message = sample(kind, least=least)
     assert msgspec.json.decode(msgspec.json.encode(message), type=UNIONS[direction]) == message
 
 
 @pytest.mark.parametrize("kind", ALL, ids=lambda kind: kind.__name__)
 def test_events_and_commands_can_be_logged_and_read_again(kind):
-    """The event log is JSON lines: every event and command survives it, so that a log replays as a test."""
+    """Every event and command survives the event log's JSON lines, so that a log can be replayed as a test."""
     message = sample(kind)
     assert msgspec.json.decode(msgspec.json.encode(message), type=kind) == message
 
 
 @pytest.mark.parametrize("kind", ALL, ids=lambda kind: kind.__name__)
 def test_messages_are_frozen(kind):
-    """Nobody changes what has happened or what was ordered."""
+    """A message cannot be changed."""
     message = sample(kind)
     for field in msgspec.structs.fields(kind):
         with pytest.raises(AttributeError):
@@ -130,22 +130,22 @@ def test_messages_are_frozen(kind):
 
 
 def test_no_two_messages_have_one_name():
-    """The tag is the name: two of the same could not be told apart."""
+    """No two messages have the same tag, which is the name of the class."""
     tags = [kind.__struct_config__.tag for kind in ALL]
     assert len(tags) == len(set(tags)) > 40
 
 
 @pytest.mark.parametrize("direction", UNIONS)
-def test_what_belongs_to_another_direction_does_not_come_in(direction):
-    """A worker cannot order, and an agent cannot speak as a worker: each role's messages are its own."""
+def test_messages_of_another_direction_are_rejected(direction):
+    """Each role's union rejects the messages of other roles."""
     others = [kind for name, kind in ON_WIRE if name != direction and kind not in typing.get_args(UNIONS[direction])]
     for kind in [*others, *kinds(cmd.Command)]:
         with pytest.raises(msgspec.ValidationError, match="Invalid value"):
             msgspec.json.decode(msgspec.json.encode(sample(kind)), type=UNIONS[direction])
 
 
-def test_only_news_of_their_own_comes_from_workers_and_agents():
-    """No order of people (add, remove, scale, submit, stop) and no tick can come over the link."""
+def test_workers_and_agents_send_only_events_of_their_own():
+    """No client's request (add, remove, scale, submit, stop) and no tick is accepted over the transport."""
     orders = {ev.HostAdded, ev.HostRemoved, ev.HostsDiscovered, ev.Scaled, ev.JobSubmitted, ev.JobStopRequested}
     orders |= {
         ev.ExternalAccessOpened,
@@ -183,7 +183,7 @@ def test_only_news_of_their_own_comes_from_workers_and_agents():
     ],
 )
 def test_junk_is_an_error_and_nothing_else(text):
-    """Malformed, unknown, of the wrong type or incomplete: msgspec's error, and no object."""
+    """A malformed, unknown, wrongly typed or incomplete message is msgspec's error."""
     with pytest.raises(msgspec.DecodeError):
         msgspec.json.decode(text, type=worker_messages.FromWorker)
 
@@ -196,13 +196,13 @@ def test_a_workers_id_reads_back(w):
 
 
 @pytest.mark.parametrize("text", ["", "a", "a/0", "a/x#1", "a/0#", "0#1/a", "a/0#1#2"])
-def test_what_is_no_workers_id(text):
-    """Anything else is a ValueError."""
+def test_text_that_is_not_a_worker_id(text):
+    """Text that is not a worker id is a ValueError."""
     with pytest.raises(ValueError, match="int"):
         WorkerId.parse(text)
 
 
 def test_workers_sort_by_host_slot_incarnation():
-    """The order of ids is numeric within a host: slot 2 comes before slot 10."""
+    """Worker ids sort numerically within a host: slot 2 comes before slot 10."""
     ids = [WorkerId("b", 0, 1), WorkerId("a", 10, 1), WorkerId("a", 2, 2), WorkerId("a", 2, 1)]
     assert [str(w) for w in sorted(ids)] == ["a/2#1", "a/2#2", "a/10#1", "b/0#1"]

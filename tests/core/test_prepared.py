@@ -1,4 +1,4 @@
-"""The next world's group is built beside the training: what if it cannot be, or somebody dies meanwhile?"""
+"""The next generation's group is built beside the training: it may fail, or workers may be lost meanwhile."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from tests.core.story import Story, wid, with_stage
 BEFORE_LEAVING = [Stage.PREPARING, Stage.ASKED]
 
 
-def test_nobody_is_asked_before_all_is_prepared():
-    """Members and newcomers build the group; only then the members are asked where they are."""
+def test_members_are_asked_after_all_is_prepared():
+    """The members are asked for a leave point after members and newcomers have built the group."""
     story = with_stage(Stage.PREPARING)
     order = story.last(cmd.PrepareWorld).formation
     assert (order.generation, len(order.members), order.root, order.receivers) == (2, 4, 0, (3,))
@@ -26,7 +26,7 @@ def test_nobody_is_asked_before_all_is_prepared():
 
 
 def test_all_change_over_at_the_agreed_commit():
-    """The order goes out with the commit to leave at, and not again: no round trip while the training stands still."""
+    """The formation is sent once, with the leave point, so that no round trip delays the training."""
     story = with_stage(Stage.LEAVING)
     assert story.last(cmd.FormWorld) == story.last(cmd.PrepareWorld).formation
     mark = story.mark()
@@ -37,7 +37,7 @@ def test_all_change_over_at_the_agreed_commit():
 
 
 def test_some_have_joined_before_others_have_left():
-    """Words of the new generation that overtake the last word of the old one count."""
+    """Messages of the new generation count although they arrive before the last ones of the old generation."""
     story = with_stage(Stage.LEAVING)
     story.hear(ev.WorkerReady, "a/0#1").hear(ev.WorkerFormed, "a/0#1", "d/0#1")
     assert (story.cluster.generation, story.cluster.entered_next) == (1, {wid("a/0#1"), wid("d/0#1")})
@@ -49,7 +49,7 @@ def test_some_have_joined_before_others_have_left():
 
 
 def test_one_finishes_in_the_next_generation_before_others_have_left_this_one():
-    """The last step was at the agreed commit: who is first returns at once. It counts, and the change is not called off."""
+    """A rank returns in the next generation before others have left: it counts, and the change goes on."""
     story = with_stage(Stage.LEAVING)
     story.hear(ev.WorkerReady, "a/0#1").hear(ev.WorkerFormed, "a/0#1").returned("a/0#1").ended("a/0#1")
     assert (story.cluster.generation, story.cluster.stage) == (1, Stage.LEAVING)
@@ -62,7 +62,7 @@ def test_one_finishes_in_the_next_generation_before_others_have_left_this_one():
 
 
 def test_one_finishes_in_the_next_generation_and_another_never_joins_it():
-    """Who is missing keeps nobody waiting for good: it is replaced, as far as there is something left to do."""
+    """A member never joins the next generation: it is replaced, as far as there is work left."""
     story = with_stage(Stage.LEAVING)
     story.hear(ev.WorkerReady, "a/0#1").hear(ev.WorkerFormed, "a/0#1").returned("a/0#1").ended("a/0#1")
     story.answer(lambda event: not (isinstance(event, ev.WorkerFormed) and event.worker == wid("d/0#1")))
@@ -79,7 +79,7 @@ def test_one_finishes_in_the_next_generation_and_another_never_joins_it():
 
 
 def test_a_program_that_ended_in_the_next_generation_is_not_waited_for_when_the_job_is_stopped():
-    """Others have not left this generation yet: the end of that program counts all the same, and nobody is killed."""
+    """A program's end in the next generation counts when the job is stopped, and no worker is killed."""
     story = with_stage(Stage.LEAVING)
     story.hear(ev.WorkerReady, "a/0#1").hear(ev.WorkerFormed, "a/0#1").returned("a/0#1").ended("a/0#1")
     story.stop_job().quiet(100.0)
@@ -88,8 +88,8 @@ def test_a_program_that_ended_in_the_next_generation_is_not_waited_for_when_the_
 
 
 @pytest.mark.parametrize("stage", BEFORE_LEAVING)
-def test_the_joiner_dies_and_nobody_notices(stage):
-    """What was prepared is dropped, the members stay, and nobody is aborted."""
+def test_a_newcomer_is_lost_and_members_stay(stage):
+    """A newcomer is lost: the prepared group is dropped, and the members are not aborted."""
     story = with_stage(stage)
     mark = story.mark()
     story.kill("d/0#1")
@@ -101,8 +101,8 @@ def test_the_joiner_dies_and_nobody_notices(stage):
 
 
 @pytest.mark.parametrize("joined", [False, True])
-def test_the_joiner_dies_when_the_members_are_leaving(joined):
-    """They leave as agreed, lose nothing and gather for another world; who has joined already leaves that again."""
+def test_a_newcomer_is_lost_while_members_leave(joined):
+    """A newcomer is lost while members leave: no commit is lost, and all members form another world."""
     story = with_stage(Stage.LEAVING)
     if joined:
         story.hear(ev.WorkerReady, "a/0#1").hear(ev.WorkerFormed, "a/0#1")
@@ -117,12 +117,12 @@ def test_the_joiner_dies_when_the_members_are_leaving(joined):
 
 
 def stale(story):
-    """What those who leave have sent already, and arrives later than what follows."""
+    """Messages that leaving members have already sent, and that arrive later than the next ones."""
     return [event for event in story.answers if isinstance(event, ev.WorkerReady)]
 
 
 def test_a_connection_that_broke_as_all_were_leaving_is_forgotten():
-    """They have changed over before anybody looked into it: nothing of it disturbs the next world."""
+    """A connection that broke as the members left does not disturb the next world."""
     story = with_stage(Stage.LEAVING)
     story.send(ev.WorkerRaised(wid("b/0#1"), 1, intact=False, error="RuntimeError: connection reset"))
     assert story.cluster.suspects == {wid("b/0#1")}
@@ -134,8 +134,8 @@ def test_a_connection_that_broke_as_all_were_leaving_is_forgotten():
     assert story.commands(cmd.AbortWorld, mark) == []
 
 
-def test_what_was_said_before_the_prepared_world_is_old_when_that_comes_to_nothing():
-    """All had left and made a step there, but for one, when the joiner died: who is behind receives the newest state."""
+def test_reports_from_before_a_failed_prepared_world_are_stale():
+    """A newcomer is lost after all but one member made a step there: the member behind receives the newest state."""
     story = with_stage(Stage.LEAVING)
     late = stale(story)
     story.hear(ev.WorkerReady, "a/0#1")
@@ -154,7 +154,7 @@ def test_what_was_said_before_the_prepared_world_is_old_when_that_comes_to_nothi
 
 
 def test_the_job_ends_when_the_prepared_world_has_come_to_nothing():
-    """Nothing of that is left for the next job."""
+    """A job ends after its prepared world has failed: the next job begins clean."""
     story = with_stage(Stage.LEAVING)
     story.kill("d/0#1").hear(ev.WorkerReady, "a/0#1")
     story.send(ev.JobStopRequested(story.cluster.job.name, "stopped by you"))
@@ -162,8 +162,8 @@ def test_the_job_ends_when_the_prepared_world_has_come_to_nothing():
     assert story.run("next").cluster.stage is Stage.RUNNING
 
 
-def test_what_is_wanted_changes_when_all_have_left():
-    """The maximum is lowered at the last moment: the next world is formed over a store that was not used for the other."""
+def test_max_changes_when_all_have_left():
+    """max is lowered after all have left: the next world uses a store that the other did not use."""
     story = with_stage(Stage.LEAVING)
     story.scale(2, 3)
     story.send(*stale(story))
@@ -175,7 +175,7 @@ def test_what_is_wanted_changes_when_all_have_left():
 
 
 def test_a_leaver_was_never_in_the_prepared_world():
-    """It has said that it has left; nothing more is expected of it when that world comes to nothing."""
+    """A leaver has reported its leaving: the core awaits nothing more of it when the prepared world fails."""
     story = Story("a:2", "b:1", min=1).run().commit(3).answer()
     story.remove("b").answer(lambda e: not isinstance(e, ev.WorkerReady))
     story.kill("a/1#1").quiet(2.0)
@@ -187,7 +187,7 @@ def test_a_leaver_was_never_in_the_prepared_world():
 
 @pytest.mark.parametrize("stage", [*BEFORE_LEAVING, Stage.LEAVING])
 def test_a_member_dies_while_the_next_world_is_prepared(stage):
-    """One abort ends both generations, for members and for those who wait in the prepared one."""
+    """One abort ends both generations, for members and for newcomers in the prepared one."""
     story = with_stage(stage)
     mark = story.mark()
     story.kill("b/0#1")
@@ -198,7 +198,7 @@ def test_a_member_dies_while_the_next_world_is_prepared(stage):
 
 
 def test_a_group_that_cannot_be_prepared_is_formed_plainly():
-    """One worker says that no group can be prepared there: the rest is dropped, and the change is made all the same."""
+    """A worker reports that it cannot prepare groups: the change is made without preparation."""
     story = with_stage(Stage.PREPARING)
     story.send(ev.WorkerPrepared(wid("b/0#1"), 2, "not with nccl", supported=False))
     assert story.last(cmd.DropWorld).generation == 2
@@ -208,7 +208,7 @@ def test_a_group_that_cannot_be_prepared_is_formed_plainly():
 
 
 def untouched(story, since):
-    """The members of the first world train on in it: nobody has asked anything of them."""
+    """The members train on in the first world, and are asked for nothing."""
     disturbing = (cmd.AskLeave, cmd.LeaveAt, cmd.AbortWorld, cmd.FormWorld)
     assert [command for command in story.said[since:] if isinstance(command, disturbing)] == []
     assert (story.cluster.generation, story.cluster.stage) == (1, Stage.RUNNING)
@@ -217,7 +217,7 @@ def untouched(story, since):
 
 @pytest.mark.parametrize(("silent", "told"), [("d/0#1", ""), ("b/0#1", "; nor did b/0#1 prepare")])
 def test_a_newcomer_that_cannot_be_joined_is_left_out(silent, told):
-    """Somebody never says that it has prepared: the training goes on untouched, and the newcomer waits with a reason."""
+    """A newcomer never reports that it is prepared: it waits with a reason, and the training is not touched."""
     story = with_stage(Stage.PREPARING)
     mark = story.mark()
     story._unsay(wid(silent), ev.WorkerPrepared)
@@ -233,7 +233,7 @@ def test_a_newcomer_that_cannot_be_joined_is_left_out(silent, told):
 
 
 def test_a_newcomer_that_was_left_out_comes_when_the_way_is_open_again():
-    """It is tried again after a pause, which doubles; then it joins as any other, and nothing is remembered."""
+    """A left-out newcomer is tried again after pauses that double, then joins, and its failures are cleared."""
     story = with_stage(Stage.PREPARING)
     story.silent.add(wid("d/0#1"))
     story._unsay(wid("d/0#1"), ev.WorkerPrepared)
@@ -250,8 +250,8 @@ def test_a_newcomer_that_was_left_out_comes_when_the_way_is_open_again():
     assert (joined.failures, joined.reason, story.cluster.held_back) == (0, "", {})
 
 
-def test_who_raised_while_preparing_is_named():
-    """Its error tells at once: a moment later, so that others can speak, it is left out with that as the reason."""
+def test_a_newcomer_that_raised_while_preparing_is_named():
+    """A newcomer that raised while preparing is left out a moment later, with its error as the reason."""
     story = with_stage(Stage.PREPARING)
     mark = story.mark()
     story.hear(ev.WorkerPrepared, "a/0#1", "b/0#1", "c/0#1")
@@ -262,7 +262,7 @@ def test_who_raised_while_preparing_is_named():
 
 
 def test_of_two_newcomers_only_the_one_that_did_not_prepare_is_left_out():
-    """The other joins at once, with the members."""
+    """Of two newcomers the one that prepared joins at once."""
     story = with_stage(Stage.RUNNING)
     story.add("d:1").add("e:1").answer(lambda e: not isinstance(e, ev.WorkerPrepared))
     story._unsay(wid("e/0#1"), ev.WorkerPrepared)
@@ -273,7 +273,7 @@ def test_of_two_newcomers_only_the_one_that_did_not_prepare_is_left_out():
 
 
 def test_newcomers_of_which_none_is_to_blame_come_one_at_a_time():
-    """All have prepared but a member: nobody knows whom it does not reach. They are left out, and then tried one by one."""
+    """All but one member have prepared, without a known cause: newcomers are left out, then tried one by one."""
     story = with_stage(Stage.RUNNING)
     story.add("d:1").add("e:1").answer(lambda e: not isinstance(e, ev.WorkerPrepared))
     story._unsay(wid("b/0#1"), ev.WorkerPrepared)
@@ -293,15 +293,15 @@ def test_newcomers_of_which_none_is_to_blame_come_one_at_a_time():
 
 
 def test_a_removal_that_cannot_be_prepared_is_made_plainly():
-    """Without newcomers nobody can be left out, and those who stay reach one another: the host leaves all the same."""
+    """A removal that cannot be prepared is made without preparation."""
     story = with_stage(Stage.RUNNING).remove("b")
     story._unsay(wid("c/0#1"), ev.WorkerPrepared)
     story.answer().wait(15.2).answer()
     assert (story.names, story.cluster.resets) == (["a/0#1", "c/0#1"], 0)
 
 
-def test_those_who_were_left_out_are_taken_when_too_few_are_left():
-    """Below min without it, a newcomer that could not be joined is better than nobody."""
+def test_left_out_newcomers_are_taken_when_too_few_are_left():
+    """Below min, a world takes a left-out newcomer."""
     story = with_stage(Stage.PREPARING)
     story._unsay(wid("d/0#1"), ev.WorkerPrepared)
     story.scale(3, None).answer().wait(15.3)
@@ -309,8 +309,8 @@ def test_those_who_were_left_out_are_taken_when_too_few_are_left():
     assert story.names == ["a/0#1", "b/0#1", "d/0#1"]
 
 
-def test_those_who_were_left_out_stay_out_while_enough_are_left():
-    """A member dies, and min others are left: the newcomer that could not be joined is not in their way."""
+def test_left_out_newcomers_stay_out_while_enough_are_left():
+    """A member is lost and min others remain: a left-out newcomer stays out."""
     story = with_stage(Stage.PREPARING)
     story._unsay(wid("d/0#1"), ev.WorkerPrepared)
     story.answer().wait(15.3)
@@ -319,8 +319,8 @@ def test_those_who_were_left_out_stay_out_while_enough_are_left():
 
 
 @pytest.mark.parametrize("stage", BEFORE_LEAVING)
-def test_what_is_wanted_changes_while_it_is_prepared(stage):
-    """The newcomer's host is removed again: nobody moves."""
+def test_a_newcomers_host_is_removed_while_the_change_is_prepared(stage):
+    """The newcomer's host is removed again: no member leaves."""
     story = with_stage(stage)
     mark = story.mark()
     story.remove("d").quiet(1.0)
@@ -329,7 +329,7 @@ def test_what_is_wanted_changes_while_it_is_prepared(stage):
 
 
 def test_a_removal_is_prepared_too():
-    """The rest are together again at once; who leaves is stopped when all have left the old generation."""
+    """The remaining members change over at once; leavers stop when all have left the old generation."""
     story = Story("a:3", "b:1", min=1).run().commit(3).answer()
     story.remove("b").hear(ev.WorkerPrepared)
     order = story.last(cmd.PrepareWorld).formation
@@ -342,7 +342,7 @@ def test_a_removal_is_prepared_too():
 
 
 def test_without_a_store_the_change_is_made_plainly():
-    """Rank 0 has not made its store yet: it is not waited for."""
+    """Rank 0 has not offered a store yet: the change is made without preparation."""
     story = Story("a:2", min=1).run()
     story.add("b:1").hear(ev.AgentReady).hear(ev.WorkerRegistered).hear(ev.WorkerReady)
     assert story.commands(cmd.PrepareWorld) == []

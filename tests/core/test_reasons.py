@@ -1,4 +1,4 @@
-"""Reasons are data; the sentences that people read are made of them at the time of reading."""
+"""Reasons are data; their sentences are made at the time of reading."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ CORE = Path(nbelastic.__file__).parent / "core"
 
 
 def test_a_sentence_is_of_the_moment_in_which_it_is_read():
-    """Nothing has happened since, and yet one waits for longer and longer."""
+    """Without any event, the duration in a sentence grows."""
     story = Story("a", min=1)
     story.send(*[answer for answer in story.answers if type(answer).__name__ == "AgentReady"])
     reason = story.cluster.reason
@@ -22,8 +22,8 @@ def test_a_sentence_is_of_the_moment_in_which_it_is_read():
     assert in_words(reason, story.now + 42.4) == "0 of min 1 workers ready; waiting for a/0#1 (42 s)"
 
 
-def test_what_is_missing_is_told_with_its_end():
-    """A lost host is tried again, a slot cools: until when is known. Nothing is missing: what would help."""
+def test_a_reason_names_what_is_missing_and_until_when():
+    """A reason names lost hosts and back-offs with their ends, or says what a user can do."""
     lost = Missing("lost", "b", "its machine is gone", until=130.0)
     cooling = Missing("backoff", "a/1", until=105.0)
     reason = Reason("ready", 2, missing=(lost, cooling))
@@ -34,14 +34,14 @@ def test_what_is_missing_is_told_with_its_end():
     assert in_words(Reason("too-few", 1, 2, missing=()), 0.0) == "1 of min 2 workers ready; add a host or lower min"
 
 
-def test_of_many_names_three_are_told():
-    """And that there are more."""
+def test_of_many_names_three_are_listed():
+    """A sentence lists three names and counts the others."""
     reason = Reason("broken", 1, 5, generation=7, names=("a", "b", "c", "d"))
     assert in_words(reason, 0.0) == "1 of 5 survivors have left generation 7; not yet a, b, c, …"
 
 
 def test_one_reason_comes_after_another():
-    """At the end of all that is said already."""
+    """A second reason follows the first one's sentence."""
     reason = Reason("training", of=2, generation=1, then=Reason("put-off", text="a/0 is busy"))
     whole = and_also(reason, Reason("stall", text="no commit for 3 s"))
     assert (
@@ -51,7 +51,7 @@ def test_one_reason_comes_after_another():
 
 
 def test_every_sentence_is_used_and_none_is_missing():
-    """The core names no kind that has no sentence, and no sentence is never said."""
+    """Each kind of reason in the core has a sentence, and each sentence belongs to a kind in use."""
     used: dict[str, set[str]] = {"Reason": set(), "Missing": set()}
     for file in CORE.glob("*.py"):
         for node in ast.walk(ast.parse(file.read_text("utf-8"))):
@@ -63,6 +63,6 @@ def test_every_sentence_is_used_and_none_is_missing():
 
 
 def test_sentences_name_only_what_a_reason_has():
-    """Each can be said of an empty one."""
+    """Each sentence can be made from a reason with empty fields."""
     for kind in SENTENCES:
         assert not re.search(r"[{}]", in_words(Reason(kind, missing=tuple(map(Missing, MISSING))), 0.0))

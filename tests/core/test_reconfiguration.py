@@ -1,4 +1,4 @@
-"""Planned changes: newcomers are ready before anyone is disturbed, and all leave together at one commit."""
+"""Reconfigurations: newcomers are ready before members are asked, and all members leave at one commit."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from nbelastic.protocol import events as ev
 from tests.core.story import Story, wid
 
 
-def test_newcomers_are_ready_before_anyone_is_disturbed():
-    """A host is added: nothing is asked of the members until its workers wait in the elastic loop."""
+def test_newcomers_are_ready_before_members_are_asked():
+    """A host is added: the members are asked for nothing until its workers wait in the elastic loop."""
     story = Story("a:2", min=1).run()
     mark = story.mark()
     story.add("b:2").hear(ev.AgentReady).hear(ev.WorkerRegistered).wait(30.0)
@@ -21,7 +21,7 @@ def test_newcomers_are_ready_before_anyone_is_disturbed():
 
 
 def test_all_leave_at_the_commit_after_the_newest():
-    """Ranks are at different commits of the generation: the agreed one is the next that none has made."""
+    """Ranks are at different commits: the leave point is the first commit that none has made."""
     story = Story("a:3", min=1).run().commit(4)
     story.add("b:1").answer(lambda e: not isinstance(e, ev.LeaveAcknowledged))
     story.send(
@@ -34,8 +34,8 @@ def test_all_leave_at_the_commit_after_the_newest():
     assert (leave.generation, leave.commit, leave.members) == (1, 7, story.cluster.members)
 
 
-def test_a_word_said_twice_is_one_word():
-    """One rank's offer counts once, however often it is heard; the agreement waits for the others."""
+def test_a_repeated_acknowledgement_counts_once():
+    """A repeated `LeaveAcknowledged` counts once; the agreement waits for the other ranks."""
     story = Story("a:2", min=1).run()
     story.add("b:1").answer(lambda e: not isinstance(e, ev.LeaveAcknowledged))
     story.send(*[ev.LeaveAcknowledged(wid("a/0#1"), 1, 3, story.cluster.ask_number)] * 3)
@@ -44,7 +44,7 @@ def test_a_word_said_twice_is_one_word():
 
 
 def test_a_lone_replacement_joins_at_once():
-    """Nobody else is starting: the newcomer does not wait for the settle time."""
+    """A newcomer does not wait for the settle time if no other worker is starting."""
     story = Story("a:3", min=2).run()
     story.kill("a/2#1")
     story.answer()
@@ -52,7 +52,7 @@ def test_a_lone_replacement_joins_at_once():
 
 
 def test_two_changes_in_one_second_are_one_reset():
-    """Two hosts come within the settle time: the ready one waits for the other, and there is one change."""
+    """Two hosts come within the settle time: one reconfiguration adds both."""
     story = Story("a:1", min=1).run()
     mark = story.mark()
     story.add("b:1").add("c:1").hear(ev.AgentReady)
@@ -63,8 +63,8 @@ def test_two_changes_in_one_second_are_one_reset():
     assert [len(order.members) for order in story.commands(cmd.FormWorld, mark)] == [3]
 
 
-def test_a_slow_newcomer_holds_nobody_up():
-    """The other newcomer does not come within the settle time: the ready one joins, the slow one later."""
+def test_a_slow_newcomer_does_not_delay_a_ready_one():
+    """A newcomer is slower than the settle time: the ready one joins first, the slow one later."""
     story = Story("a:1", min=1).run()
     story.add("b:1").add("c:1").hear(ev.AgentReady)
     story.answer(lambda e: getattr(e, "worker", wid("c/0#1")).host == "b")
@@ -75,7 +75,7 @@ def test_a_slow_newcomer_holds_nobody_up():
 
 
 def test_a_second_change_while_the_first_is_under_way():
-    """Another host is removed after the ranks were asked, before they have left: both changes are one."""
+    """Another host is removed before the members have left: one reconfiguration makes both changes."""
     story = Story("a:1", "b:1", "c:1", min=1).run()
     mark = story.mark()
     story.remove("b")
@@ -86,7 +86,7 @@ def test_a_second_change_while_the_first_is_under_way():
 
 
 def test_a_change_while_the_world_forms_comes_after_it():
-    """A host is removed while its workers are joining: the world forms, and then they leave as planned."""
+    """A host is removed while its workers form: the world forms first, then they leave."""
     story = Story("a:1", "b:1", min=1)
     story.answer()
     story.submit().hear(ev.WorkerReady)
@@ -97,7 +97,7 @@ def test_a_change_while_the_world_forms_comes_after_it():
 
 
 def test_drained_workers_leave_at_a_commit_and_exit():
-    """A removed host's workers leave with the others at the commit, are stopped, not killed, and are no strikes."""
+    """A removed host's workers leave at the commit, are stopped, not killed, and have no failures."""
     story = Story("a:2", "b:2", min=1).run()
     mark = story.mark()
     story.remove("b")
@@ -111,7 +111,7 @@ def test_drained_workers_leave_at_a_commit_and_exit():
 
 
 def test_a_removed_hosts_place_is_taken_in_the_same_change():
-    """With max full, a removed host's places go to workers that are started first; one change does both."""
+    """With max full, replacements of a removed host start first, and one reconfiguration makes both changes."""
     story = Story("a:1", "b:1", "c:1", min=1, max=2).run()
     mark = story.mark()
     story.remove("b").wait(0.9)
@@ -121,7 +121,7 @@ def test_a_removed_hosts_place_is_taken_in_the_same_change():
     assert len(story.commands(cmd.FormWorld, mark)) == 1
 
 
-def test_a_drained_host_waits_no_longer_than_that():
+def test_a_drained_host_waits_no_longer_than_the_settle_time():
     """The replacement is slow: after the settle time the host's workers leave without it."""
     story = Story("a:1", "b:1", "c:1", min=1, max=2).run()
     mark = story.mark()
@@ -130,7 +130,7 @@ def test_a_drained_host_waits_no_longer_than_that():
 
 
 def test_replacements_are_waited_for_rather_than_going_below_min():
-    """A host leaves while others are on their way: the world trains on at min until they are ready."""
+    """A host leaves while newcomers start: the world trains on at min until they are ready."""
     story = Story("a:1", "b:1", min=2).run()
     mark = story.mark()
     story.add("c:1").hear(ev.AgentReady).remove("b").wait(30.0)
@@ -141,7 +141,7 @@ def test_replacements_are_waited_for_rather_than_going_below_min():
 
 
 def test_a_drain_below_min_parks_the_rest():
-    """A host leaves and nothing is coming: it may go; the others wait, below min, with their state and a reason."""
+    """A host leaves without replacements: the others wait below min, with their state and a reason."""
     story = Story("a:1", "b:1", min=2).run().commit(5)
     story.remove("b").quiet(5.0)
     assert (story.alive(), list(story.cluster.hosts), story.cluster.phase) == (["a/0#1"], ["a"], "waiting")
@@ -151,14 +151,14 @@ def test_a_drain_below_min_parks_the_rest():
 
 
 def test_lowering_min_lets_the_parked_go_on():
-    """Parked below min: `--min` is lowered and they train."""
+    """Survivors below min train again after `--min` is lowered."""
     story = Story("a:1", "b:1", min=2).run()
     story.remove("b").quiet(2.0).scale(1, None).quiet(1.0)
     assert (story.names, story.cluster.stage) == (["a/0#1"], Stage.RUNNING)
 
 
 def test_raising_min_disturbs_no_running_world():
-    """min goes above the world's size: it trains on, grows when enough are there, and never parks for it."""
+    """min is raised above the world's size: the world trains on and grows when it can."""
     story = Story("a:2", min=1).run()
     mark = story.mark()
     story.scale(5, None).add("b:1").quiet(5.0)
@@ -168,7 +168,7 @@ def test_raising_min_disturbs_no_running_world():
 
 
 def test_the_last_holder_of_the_state_stays_until_it_has_handed_it_over():
-    """The only host is removed: one of its workers stays until another host's have the state from it."""
+    """The only host is removed: one of its workers stays until another host has the state."""
     story = Story("a:2", min=1).run().commit(5)
     story.remove("a").quiet(3.0)
     assert (story.names, story.cluster.stage) == (["a/0#1"], Stage.RUNNING)
@@ -181,7 +181,7 @@ def test_the_last_holder_of_the_state_stays_until_it_has_handed_it_over():
 
 
 def test_the_last_holder_parks_below_min_and_hands_over_later():
-    """The same with min=2: it parks, and is in the next world before it leaves."""
+    """With min=2 the last holder waits, and is in the next world before it leaves."""
     story = Story("a:2", min=2).run().commit(5)
     story.remove("a").quiet(3.0)
     assert (story.cluster.phase, story.alive()) == ("waiting", ["a/0#1"])
@@ -199,7 +199,7 @@ def test_scaling_down_takes_the_highest_ranks():
 
 
 def test_scaling_up_brings_all_in_one_change():
-    """max goes from 1 to 4 with a spare at hand: it waits the settle time for the others, and there is one change."""
+    """max goes from 1 to 4 with a spare: one reconfiguration, after the settle time, adds all."""
     story = Story("a:2", "b:2", min=1, max=1, spares=1).run()
     mark = story.mark()
     story.wait(60.0).scale(1, 4)
@@ -209,7 +209,7 @@ def test_scaling_up_brings_all_in_one_change():
 
 
 def test_scaling_down_and_up_again_in_the_middle_of_the_change():
-    """The workers that were to go have not left yet when max is raised again: the world ends at the size wanted."""
+    """max is raised again before the leavers have left: the world ends at the wanted size."""
     story = Story("a:4", min=1).run()
     story.scale(1, 2)
     assert story.cluster.stage is Stage.ASKED
@@ -219,7 +219,7 @@ def test_scaling_down_and_up_again_in_the_middle_of_the_change():
 
 
 def test_scaling_down_while_agreeing_and_leaving():
-    """max sinks again and again while a change is under way: no world is ever above it."""
+    """max is lowered again and again during a reconfiguration: no world exceeds it."""
     story = Story("a:4", min=1).run()
     story.add("b:1").answer(lambda e: not isinstance(e, ev.LeaveAcknowledged)).scale(1, 3).hear(ev.LeaveAcknowledged)
     assert story.cluster.stage is Stage.LEAVING
@@ -227,8 +227,8 @@ def test_scaling_down_while_agreeing_and_leaving():
     assert story.names == ["a/0#1", "a/1#1"]
 
 
-def test_who_has_left_already_is_not_waited_for_again():
-    """A death while the ranks leave for a change: only those that have not left yet are waited for."""
+def test_members_that_have_left_are_not_awaited_again():
+    """A member is lost during a reconfiguration: only members that have not left yet are awaited."""
     story = Story("a:3", min=1).run()
     story.add("b:1").answer(lambda e: not isinstance(e, ev.WorkerReady) or e.worker == wid("b/0#1"))
     assert story.cluster.stage is Stage.LEAVING
@@ -238,7 +238,7 @@ def test_who_has_left_already_is_not_waited_for_again():
 
 @pytest.mark.parametrize("victim", ["a/0#1", "b/0#1"])
 def test_a_death_while_a_drained_host_leaves(victim):
-    """A leaver, or one that stays, dies in the middle of a planned change: one break, and the drain is done too."""
+    """A member is lost during a drain: one break, and the drain is completed."""
     story = Story("a:2", "b:2", min=1, cooldown=(0.0, 0.0)).run()
     story.remove("b").kill(victim).quiet(3.0)
     assert list(story.cluster.hosts) == ["a"]
@@ -247,7 +247,7 @@ def test_a_death_while_a_drained_host_leaves(victim):
 
 
 def test_a_drain_is_forced_when_the_user_loses_patience():
-    """A host that drains is removed with `--now`: its workers are killed, and counted out once."""
+    """A draining host is removed with `--now`: its workers are killed and counted out once."""
     story = Story("a:1", "b:1", "c:1", min=1, max=2).run()
     story.remove("b").remove("b", now=True).quiet(3.0)
     assert story.names == ["a/0#1", "c/0#1"]
@@ -263,7 +263,7 @@ def test_a_drained_host_without_members_goes_at_once():
 
 
 def test_a_host_removed_while_it_starts_is_gone_at_once():
-    """Its agent is told to end; nothing is waited for."""
+    """A host is removed while it starts: its agent is stopped without a wait."""
     story = Story("a:1", min=1)
     story.remove("a")
     assert story.last(cmd.StopAgent).host == "a"
@@ -271,7 +271,7 @@ def test_a_host_removed_while_it_starts_is_gone_at_once():
 
 
 def test_a_worker_that_need_not_leave_any_more_waits_for_the_next_world():
-    """All are on their way out of a world when a removed host is added again, with fewer slots: its worker comes back in."""
+    """A removed host is added again, with fewer slots, after all have left: its worker joins the next world."""
     story = Story("b:2", "a:1", min=1).run().commit(3).answer()
     story.remove("b").answer(lambda e: not isinstance(e, ev.WorkerReady))
     assert story.cluster.stage is Stage.LEAVING
@@ -281,7 +281,7 @@ def test_a_worker_that_need_not_leave_any_more_waits_for_the_next_world():
 
 
 def test_a_newcomer_does_not_wait_for_one_that_is_left_out_and_has_not_come_back():
-    """One newcomer hangs in the generation that did not form: another one, which is ready, joins without it."""
+    """One newcomer hangs in a generation that failed to form: another newcomer joins without it."""
     story = Story("a:1", "b:1", min=1, cooldown=(50.0, 300.0)).run()
     story.add("c:1").answer(lambda e: not isinstance(e, ev.WorkerFormed))
     story.hang("c/0#1").quiet(60.2)

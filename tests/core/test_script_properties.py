@@ -1,4 +1,4 @@
-"""Whatever happens to a script's nodes, in whatever order: what must always hold does, and ready nodes get to train.
+"""Whatever happens to a script's nodes, in any order: the invariants hold, and ready nodes train.
 
 The invariants themselves are `play.faults`, checked after every step of every play; here hypothesis writes the play.
 """
@@ -21,7 +21,7 @@ DOUBLED = (sev.HostsChanged, sev.NodeReady, sev.NodeStarted, sev.NodeFailed, sev
 
 
 class AnyScript(RuleBasedStateMachine):
-    """Hosts, nodes, terminals and time do what they like; the nodes that live are faithful."""
+    """Hosts, nodes, external nodes and time act at random; the nodes that live follow the protocol."""
 
     @initialize(
         low=st.integers(1, 3),
@@ -34,7 +34,7 @@ class AnyScript(RuleBasedStateMachine):
         self.play = Play("b:2", "a:1", min=low, max=high, max_restarts=restarts, nproc=nproc)
         self.play.slow = True
 
-    # ---- hosts and people ----
+    # ---- hosts and clients ----
 
     @rule(host=st.sampled_from(HOSTS), slots=st.integers(1, 3))
     def add_host(self, host, slots):
@@ -62,14 +62,14 @@ class AnyScript(RuleBasedStateMachine):
     # ---- nodes ----
 
     @rule(host=st.sampled_from(GUESTS), workers=st.integers(1, 2))
-    def a_terminal_comes(self, host, workers):
-        """Or says again that it waits, or comes back though nobody asked it to: its workers have failed."""
+    def external_node_waits(self, host, workers):
+        """An external node waits, repeats that, or returns without being asked because its workers have failed."""
         node = self.play.group.nodes.get(host)
         self.play.external(host, node.slots if node else workers)
 
     @rule(data=st.data(), codes=st.lists(st.sampled_from([-9, -15, 1, 3]), max_size=2))
     def fail(self, data, codes):
-        """Workers of its round fail; it comes back when it is heard."""
+        """Workers of a node's round fail; the node asks for another round when it is answered."""
         host = self._inside(data)
         number = self.play.rounds[host]
         failures = tuple(sev.Failure(i, i, code, "boom", ago=float(i)) for i, code in enumerate(codes))
@@ -84,30 +84,30 @@ class AnyScript(RuleBasedStateMachine):
 
     @rule(data=st.data(), broken=st.booleans())
     def leave(self, data, broken):
-        """A node's process ends; what it was about to say is lost."""
+        """A node's process ends; its unsent messages are lost."""
         host = self._living(data)
         self.play.forget(host)
         self.play.send(sev.NodeLeft(host, "it has ended", broken=broken or host in HOSTS))
 
     @rule(data=st.data())
     def move(self, data):
-        """Its store has to be elsewhere: it offers another one."""
+        """A node's host gets another address: the node offers another store."""
         host = self._living(data)
         if host not in self.play.inside:
             self._come_back(host)
         self.play.send(sev.NodeMoved(host))
 
     @rule(host=st.sampled_from(HOSTS))
-    def fall_silent(self, host):
-        """Nodes of this host do not start any more, or do again."""
+    def block_starts(self, host):
+        """Nodes of this host no longer start, or start again."""
         self.play.mute ^= {host}
 
-    # ---- words and time ----
+    # ---- messages and time ----
 
     @precondition(lambda self: self.play.answers)
     @rule(data=st.data())
-    def hear_one(self, data):
-        """Each node's own words in their order, but whose is first is chance."""
+    def deliver_one(self, data):
+        """One node's next message arrives; the messages of one node stay in order."""
         firsts = {}
         for answer in self.play.answers:
             firsts.setdefault(answer.host, answer)
@@ -121,10 +121,10 @@ class AnyScript(RuleBasedStateMachine):
             self.play.send(self.play.answers.pop(0))
 
     @rule(data=st.data())
-    def hear_again(self, data):
-        """What a node that lives said before is heard again, doubled or late; not a word that would be a lie by now."""
+    def deliver_again(self, data):
+        """An earlier message of a living node arrives again, unless it contradicts the node's state."""
         play = self.play
-        old = [event for event in play.heard if isinstance(event, DOUBLED) and not self._is_a_lie(event)]
+        old = [event for event in play.heard if isinstance(event, DOUBLED) and not self._contradicts_the_node(event)]
         assume(old)
         before, said = play.group, len(play.said)
         event = data.draw(st.sampled_from(old))
@@ -137,10 +137,10 @@ class AnyScript(RuleBasedStateMachine):
     def wait(self, seconds):
         self.play.wait(seconds)
 
-    # ---- what must hold ----
+    # ---- invariants ----
 
     def teardown(self):
-        """Peace: nodes start, everybody answers and time passes. Then all that can train does."""
+        """Nodes start, all answer and time passes; then every node that can train does."""
         if not hasattr(self, "play"):
             return
         play = self.play
@@ -170,8 +170,8 @@ class AnyScript(RuleBasedStateMachine):
         self.play.answers = [a for a in self.play.answers if a.host != host or not isinstance(a, sev.NodeReady)]
         self.play.answers.append(self.play._hello(host, **more))
 
-    def _is_a_lie(self, event) -> bool:
-        """A node that is in a round does not say that it waits for another one."""
+    def _contradicts_the_node(self, event) -> bool:
+        """Whether the message contradicts the state of its node, which is in a round and waits for none."""
         play = self.play
         host = getattr(event, "host", "")
         if isinstance(event, sev.HostsChanged):

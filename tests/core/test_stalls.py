@@ -1,4 +1,4 @@
-"""A running world in which nobody commits: who is behind, and what is done about it."""
+"""A running world makes no commit: which members are behind, and what is done about them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.core.story import Story, wid
 
 
 def training(*hosts: str, **limits) -> Story:
-    """Three workers on three hosts of this machine that have made three commits; the fourth step is under way."""
+    """Three workers on three hosts of this machine have made three commits; the fourth step is under way."""
     story = Story(*(hosts or ("a:1", "b:1", "c:1")), **{"min": 1, **limits}).run().commit(3).answer()
     for w in story.cluster.members:
         story.fakes[w].begun += 1
@@ -19,7 +19,7 @@ def training(*hosts: str, **limits) -> Story:
 
 
 def behind(story: Story, worker: str, place: str = "train.py:88 in load") -> Story:
-    """It has not begun the collective that the others wait in."""
+    """The worker has not begun the collective in which the others wait."""
     fake = story.fakes[wid(worker)]
     fake.begun -= 1
     fake.place = place
@@ -30,7 +30,7 @@ def behind(story: Story, worker: str, place: str = "train.py:88 in load") -> Sto
 
 
 def test_members_are_asked_where_they_are():
-    """Whenever the driver says that nobody commits, all members are asked, and until they answer the reason says that."""
+    """In a stall all members are asked for their positions, and the reason says so until they answer."""
     story = training()
     story.send(ev.StallDetected(story.cluster.generation, 3.0))
     assert story.last(cmd.QueryPosition) == cmd.QueryPosition(story.cluster.generation, story.cluster.members)
@@ -42,13 +42,13 @@ def test_members_are_asked_where_they_are():
 
 
 def test_on_one_machine_no_network_is_probed():
-    """Processes of one machine reach one another."""
+    """Hosts of one machine are not probed."""
     story = training().stand_still(times=2)
     assert story.commands(cmd.Probe) == []
 
 
-def test_who_is_behind_is_named_with_its_line():
-    """The reason of the world, that of the worker and a record name the rank, how long, the commit and the place."""
+def test_a_member_that_is_behind_is_named_with_its_line():
+    """Reasons and a record name the rank that is behind, how long, the commit and the place."""
     story = behind(training(), "c/0#1").stand_still(31.0)
     assert story.reason.endswith("; rank 2 (c/0#1) is 31 s behind at commit 3, in train.py:88 in load")
     assert story.cluster.workers[wid("c/0#1")].reason == "31 s behind at commit 3, in train.py:88 in load"
@@ -57,7 +57,7 @@ def test_who_is_behind_is_named_with_its_line():
 
 
 def test_one_behind_by_a_commit_counts_too():
-    """Where no collective tells them apart, the number of commits does."""
+    """Where collectives are equal, the number of commits decides."""
     story = training()
     for w in ("a/0#1", "b/0#1"):
         story.fakes[wid(w)].commit += 1
@@ -65,8 +65,8 @@ def test_one_behind_by_a_commit_counts_too():
     assert "rank 2 (c/0#1) is 5 s behind at commit 3" in story.reason
 
 
-def test_only_those_who_are_last_are_behind():
-    """Who waits in an earlier collective than others, for one who is earlier still, is not to blame."""
+def test_only_the_last_members_are_behind():
+    """A member that waits in an earlier collective for a still earlier one is not behind."""
     story = behind(behind(training(), "c/0#1"), "c/0#1")
     behind(story, "b/0#1").stand_still(5.0)
     assert "rank 2 (c/0#1) is 5 s behind" in story.reason
@@ -74,7 +74,7 @@ def test_only_those_who_are_last_are_behind():
 
 
 def test_several_behind_are_counted():
-    """The first is named, the others are counted; three at most are recorded."""
+    """The reason names the first member that is behind and counts the others; at most three are recorded."""
     story = training("a:6")
     for slot in range(1, 6):
         behind(story, f"a/{slot}#1")
@@ -85,7 +85,7 @@ def test_several_behind_are_counted():
 
 
 def test_being_behind_is_recorded_once():
-    """However long it lasts; at a later commit it is news again."""
+    """A stall is recorded once per commit, however long it lasts."""
     story = behind(training(), "c/0#1")
     for seconds in (3.0, 4.0, 5.0):
         story.stand_still(seconds)
@@ -97,15 +97,15 @@ def test_being_behind_is_recorded_once():
     assert len(story.records("worker-behind")) == 2
 
 
-def test_if_all_are_equally_far_nobody_is_behind():
-    """All are in the same place: it is named, and nobody is blamed."""
+def test_if_all_are_equally_far_none_is_behind():
+    """All members are at the same place: the reason names the place and no member."""
     story = training().stand_still(31.0)
     assert story.reason.endswith("; no commit for 31 s; all ranks are at commit 3, in train.py:9 in step")
     assert story.records("worker-behind") == []
 
 
 def test_equally_far_in_different_places():
-    """Two of the places are shown, with their ranks."""
+    """The reason shows two of the different places, with their ranks."""
     story = training()
     story.fakes[wid("b/0#1")].place = "train.py:20 in evaluate"
     story.stand_still(31.0)
@@ -113,8 +113,8 @@ def test_equally_far_in_different_places():
     assert story.reason.endswith(f"no commit for 31 s; {text}")
 
 
-def test_who_does_not_answer_is_named():
-    """After a second in which others have answered, the reason names the first that has not."""
+def test_a_member_that_does_not_answer_is_named():
+    """After a second the reason names the first member that has not answered."""
     story = training()
     story.silent.update({wid("b/0#1"), wid("c/0#1")})
     story.stand_still(times=2)
@@ -123,13 +123,13 @@ def test_who_does_not_answer_is_named():
 
 
 def test_a_place_that_is_unknown_is_left_out():
-    """No frame of the user's own code: the numbers alone."""
+    """Without a frame of the user's code the reason has only the numbers."""
     story = behind(training(), "c/0#1", place="").stand_still(5.0)
     assert story.reason.endswith("rank 2 (c/0#1) is 5 s behind at commit 3")
 
 
 def test_going_on_clears_the_reasons():
-    """With the next commit nothing of it is left."""
+    """The next commit clears the reasons of a stall."""
     story = behind(training(), "c/0#1").stand_still(31.0)
     story.send(ev.StallResolved(story.cluster.generation))
     assert story.reason == "3 workers train in generation 1"
@@ -138,7 +138,7 @@ def test_going_on_clears_the_reasons():
 
 
 def test_catching_up_clears_the_workers_reason():
-    """It is no longer behind, though nobody commits yet."""
+    """A member that is no longer behind has no reason, although no commit is made yet."""
     story = behind(training(), "c/0#1").stand_still(5.0)
     story.fakes[wid("c/0#1")].begun += 1
     story.stand_still(6.0)
@@ -148,7 +148,7 @@ def test_catching_up_clears_the_workers_reason():
 
 
 def test_a_break_clears_the_reasons():
-    """A worker dies: the world that stood still is no more."""
+    """A break clears the reasons of a stall."""
     story = behind(training(), "c/0#1").stand_still(5.0)
     story.kill("a/0#1")
     assert story.cluster.stall is None
@@ -158,7 +158,7 @@ def test_a_break_clears_the_reasons():
 
 @pytest.mark.parametrize("stage", [Stage.PREPARING, Stage.ASKED, Stage.LEAVING])
 def test_a_change_that_hangs_has_its_reason(stage):
-    """A planned change waits for a commit that does not come: the reason says both."""
+    """A reconfiguration waits for a commit that is not made: the reason says both."""
     story = training(min=2).add("d:1")
     missing = {Stage.PREPARING: ev.WorkerPrepared, Stage.ASKED: ev.LeaveAcknowledged, Stage.LEAVING: ev.WorkerReady}[
         stage
@@ -171,8 +171,8 @@ def test_a_change_that_hangs_has_its_reason(stage):
     assert len(story.reason) > len("rank 2 (c/0#1) is 31 s behind at commit 3, in train.py:88 in load")
 
 
-def test_who_has_left_as_agreed_is_not_behind():
-    """In a planned change some have left their generation, and count nothing in it: those still in it are behind."""
+def test_a_member_that_has_left_as_agreed_is_not_behind():
+    """In a reconfiguration only members still in the generation can be behind."""
     story = training(min=2).add("d:1")
     story.answer(lambda e: not (isinstance(e, ev.WorkerReady) and e.worker == wid("c/0#1")))
     story.answers.clear()
@@ -181,8 +181,8 @@ def test_who_has_left_as_agreed_is_not_behind():
     assert "rank 2 (c/0#1) is 4 s behind" in story.reason
 
 
-def test_who_has_left_and_counts_nothing_is_not_behind_either():
-    """It answers, but from no generation."""
+def test_a_member_that_answers_from_no_generation_is_not_behind():
+    """A member that has left answers with no generation: it is not behind."""
     story = training(min=2).add("d:1")
     story.answer(lambda e: not (isinstance(e, ev.WorkerReady) and e.worker == wid("c/0#1")))
     story.answers.clear()
@@ -192,8 +192,8 @@ def test_who_has_left_and_counts_nothing_is_not_behind_either():
     assert "rank 2 (c/0#1) is 5 s behind" in story.reason
 
 
-def test_stale_and_strange_news_is_dropped():
-    """Of another generation, of no member, without a standing still, doubled: the world stays as it is."""
+def test_stale_and_unexpected_reports_are_dropped():
+    """Reports of another generation, of no member, without a stall, or repeated change nothing."""
     story = training("a:1", "b:1", max=1, spares=1)
     generation = story.cluster.generation
     before = story.cluster
@@ -214,8 +214,8 @@ def test_stale_and_strange_news_is_dropped():
     assert story.cluster == before
 
 
-def test_without_a_job_nothing_stands_still():
-    """The job ended meanwhile: late words of the driver and of workers say nothing."""
+def test_without_a_job_there_is_no_stall():
+    """After the job's end, late reports of a stall change nothing."""
     story = training()
     generation = story.cluster.generation
     story.stop_job().send(ev.StallDetected(generation, 5.0))
@@ -223,8 +223,8 @@ def test_without_a_job_nothing_stands_still():
     assert story.cluster.stall is None
 
 
-def test_after_the_first_rank_has_finished_nobody_is_judged():
-    """The others get their time."""
+def test_after_the_first_rank_has_finished_none_is_behind():
+    """After a rank has finished no other rank is behind."""
     story = training().returned("a/0#1")
     story.send(ev.StallDetected(story.cluster.generation, 5.0))
     assert story.commands(cmd.QueryPosition) == []
@@ -233,8 +233,8 @@ def test_after_the_first_rank_has_finished_nobody_is_judged():
 # ---- stall ----
 
 
-def test_without_stall_nobody_is_killed():
-    """However long it is behind: a person sees it, and decides."""
+def test_without_stall_no_member_is_killed():
+    """Without `stall` a member that is behind is never killed."""
     story = behind(training(), "c/0#1")
     for seconds in range(3, 3000, 100):
         story.now += 100
@@ -242,8 +242,8 @@ def test_without_stall_nobody_is_killed():
     assert story.commands(cmd.StopWorker) == []
 
 
-def test_who_is_behind_for_longer_than_stall_is_replaced():
-    """Killed like a frozen one: a strike, the reason told, the others go on, a new one is started."""
+def test_a_member_behind_for_longer_than_stall_is_replaced():
+    """A member behind for longer than `stall` is killed with a failure and a reason, and replaced."""
     story = behind(training(stall=30.0, cooldown=(0.0, 0.0)), "c/0#1")
     story.stand_still(5.0).now += 29.0
     story.stand_still(34.0)
@@ -262,8 +262,8 @@ def test_who_is_behind_for_longer_than_stall_is_replaced():
     assert story.names == ["a/0#1", "b/0#1", "c/0#2"]
 
 
-def test_who_gets_on_is_not_stalled():
-    """It is behind but moves from one collective to the next: its time begins anew each time."""
+def test_a_member_that_progresses_is_not_stalled():
+    """Each new collective restarts the time of a member that is behind."""
     story = behind(training(stall=30.0), "c/0#1")
     for seconds in range(5, 100, 20):
         story.stand_still(float(seconds)).now += 20.0
@@ -272,8 +272,8 @@ def test_who_gets_on_is_not_stalled():
     assert story.commands(cmd.StopWorker) == []
 
 
-def test_if_all_are_equally_far_nobody_is_killed():
-    """A long evaluation on all ranks is no stall."""
+def test_if_all_are_equally_far_none_is_killed():
+    """A long evaluation on all ranks kills no member."""
     story = training(stall=30.0)
     for seconds in range(5, 300, 20):
         story.stand_still(float(seconds)).now += 20.0
@@ -281,7 +281,7 @@ def test_if_all_are_equally_far_nobody_is_killed():
 
 
 def test_all_that_stalled_are_replaced_in_one_break():
-    """Two are behind: both are killed, and the world breaks once."""
+    """Two members are behind: both are killed in one break."""
     story = training("a:4", stall=30.0)
     behind(behind(story, "a/2#1"), "a/3#1").stand_still(5.0).now += 30.0
     story.send(ev.StallDetected(story.cluster.generation, 35.0))
@@ -292,8 +292,8 @@ def test_all_that_stalled_are_replaced_in_one_break():
 # ---- a host's silence is not its workers' ----
 
 
-def test_a_silent_host_is_named_once():
-    """Nothing is heard of a host and its workers: the driver says the host first, and the workers' news finds nobody."""
+def test_an_unresponsive_host_is_named_once():
+    """A host and its workers are unresponsive: the host is lost, and reports about its workers are dropped."""
     story = training("a:1", "b:2")
     quiet = "no message from it for 2 s"
     mark = story.mark()
@@ -306,8 +306,8 @@ def test_a_silent_host_is_named_once():
     assert [slot.failures for slot in story.cluster.hosts["b"].slots] == [0, 0]
 
 
-def test_a_silent_worker_of_a_host_that_is_heard_is_named():
-    """Its process is stopped: the worker is to blame, and its host stays."""
+def test_an_unresponsive_worker_of_a_responsive_host_is_named():
+    """A stopped process makes its worker lost, and its host stays."""
     story = training("a:1", "b:2")
     story.send(ev.WorkerFrozen(wid("b/0#1"), "no message from it for 2 s"))
     assert story.records("world-broken") == ["b/0#1 froze (no message from it for 2 s)"]

@@ -1,4 +1,4 @@
-"""Agents and workers that never come up are not waited for without end."""
+"""Agents and workers that never start are replaced at a deadline."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from nbelastic.protocol import events as ev
 from tests.core.story import Story, wid
 
 
-def test_an_agent_that_never_speaks_is_given_up():
-    """ssh has started it, and nothing is heard: after two minutes the host is lost, with the reason, and tried again."""
+def test_an_agent_that_never_reports_is_lost():
+    """An agent that does not report within two minutes: its host is lost, with the reason, and tried again."""
     story = Story("a:1", min=1)
     story.answers.clear()
     assert deadline(story.cluster, story.now) == story.now + 120.0
@@ -25,7 +25,7 @@ def test_an_agent_that_never_speaks_is_given_up():
 
 
 def test_a_host_that_is_tried_again_has_its_time_again():
-    """Its second agent is not given up for what the first one took."""
+    """A host's second agent has the whole time again."""
     story = Story("a:1", min=1).lose_host("a")
     story.wait(100.0)
     story.answers.clear()
@@ -36,7 +36,7 @@ def test_a_host_that_is_tried_again_has_its_time_again():
 
 
 def test_a_worker_whose_engine_never_comes_is_replaced():
-    """It was forked, and takes no code: after five minutes it is killed, which is a strike against its slot."""
+    """A worker whose engine does not register within five minutes is killed, with a failure of its slot."""
     story = Story("a:2", min=2)
     story.hear(ev.AgentReady)
     story._unsay(wid("a/1#1"), ev.WorkerStarted, ev.WorkerRegistered)
@@ -49,7 +49,7 @@ def test_a_worker_whose_engine_never_comes_is_replaced():
 
 
 def test_workers_that_are_late_together_are_replaced_in_the_order_of_their_names():
-    """Six hosts, not in alphabetical order: each driver that hears the same does the same."""
+    """Late workers of six hosts are replaced in the order of their names, not of a set."""
     hosts = ("gpu7", "gpu1", "gpu4", "gpu3", "gpu9", "gpu2")
     story = Story(*(f"{host}:1" for host in hosts)).hear(ev.AgentReady)
     story.wait(300.0)
@@ -57,7 +57,7 @@ def test_workers_that_are_late_together_are_replaced_in_the_order_of_their_names
 
 
 def test_a_program_may_take_its_time_to_begin():
-    """It loads data before it comes to the elastic function: that is the user's, and elastic_timeout bounds it."""
+    """A program may load data before its elastic function; elastic_timeout bounds that wait."""
     story = Story("a:1", min=1, elastic_timeout=None)
     story.answer()
     story.silent.add(wid("a/0#1"))
@@ -65,8 +65,8 @@ def test_a_program_may_take_its_time_to_begin():
     assert story.commands(cmd.StopWorker) == []
 
 
-def test_a_newcomer_that_is_called_back_and_hangs_is_replaced():
-    """It hangs while the first world forms, when every worker has long been up: a minute later another one takes its place."""
+def test_a_newcomer_that_hangs_after_an_abort_is_replaced():
+    """A newcomer hangs in a first world that is aborted: another worker replaces it after a minute."""
     story = Story("a:1", "b:1", "c:1", min=3, elastic_timeout=None, cooldown=(0.0, 0.0)).quiet(400.0)
     story.submit().answer(lambda e: not isinstance(e, ev.WorkerFormed))
     assert story.cluster.stage is Stage.FORMING

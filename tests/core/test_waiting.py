@@ -1,4 +1,4 @@
-"""Not yet: who waits for what, until when, and why."""
+"""A job waits: for which workers and hosts, until when, and why."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.core.story import Story, wid
 
 
 def test_it_forms_once_there_are_enough_and_grows_then():
-    """0, 4, 12, 16 slots over time with min 8: nothing at 0 and 4, one world of 12, then one of 16."""
+    """With min 8 and 0, 4, 12, 16 slots over time, worlds of 12 and 16 form."""
     story = Story(min=8).submit().quiet(2.0)
     assert "0 of min 8 workers ready" in story.reason
     story.add("a:4").quiet(2.0)
@@ -27,7 +27,7 @@ def test_it_forms_once_there_are_enough_and_grows_then():
 
 
 def test_a_dip_below_min_while_waiting_is_nothing():
-    """A worker that dies while one waits for others is missed, and replaced; the world forms when all are there."""
+    """A worker is lost while others start: it is replaced, and the world forms when all are ready."""
     story = Story("a:2", min=3).submit().answer()
     story.kill("a/0#1")
     assert "1 of min 3 workers ready" in story.reason
@@ -37,7 +37,7 @@ def test_a_dip_below_min_while_waiting_is_nothing():
 
 
 def test_the_wait_names_what_it_waits_for():
-    """The reason counts the ready and names the starting, with how long each has been."""
+    """The reason counts ready workers and names starting ones with their waits."""
     story = Story("a:2", "slow:1", min=3)
     story.hear(ev.AgentReady)
     story.answer(lambda e: getattr(e, "worker", wid("slow/0#1")).host == "a")
@@ -47,20 +47,20 @@ def test_the_wait_names_what_it_waits_for():
 
 
 def test_a_host_that_cannot_be_reached_is_named_with_its_error():
-    """A host whose agent does not start is waited for by name, with the error and when it is tried again."""
+    """The reason names a host that does not start, its error, and when it is tried again."""
     story = Story("gpu2:1", min=1).submit()
     story.lose_host("gpu2", "ssh: no route")
     assert "waiting for gpu2 (lost: ssh: no route; tried again in 5 s)" in story.reason
 
 
 def test_no_host_says_what_to_do():
-    """With nothing on its way, the reason says what a person can do."""
+    """With nothing starting, the reason says what a user can do."""
     story = Story(min=2).submit()
     assert story.reason == "0 of min 2 workers ready; add a host or lower min"
 
 
 def test_elastic_timeout_names_what_it_waited_for():
-    """Below min for elastic_timeout the job fails, and the error says how many there were and what was missing."""
+    """Below min for elastic_timeout the job fails, and the error says how many were ready and what was missing."""
     story = Story("a:1", "dark:1", min=2, elastic_timeout=60.0)
     story.hear(ev.AgentReady)
     story.submit().answer(lambda e: getattr(e, "worker", wid("dark/0#1")).host == "a")
@@ -73,14 +73,14 @@ def test_elastic_timeout_names_what_it_waited_for():
 
 
 def before_its_function(story: Story, *workers: str) -> Story:
-    """Their programs run, and have not come to the elastic function."""
+    """Programs run and have not reached the elastic function."""
     for w in workers:
         story._unsay(wid(w), ev.WorkerReady)
     return story
 
 
 def test_a_program_without_an_elastic_function_may_take_its_time():
-    """All workers run it, and nobody waits for anything: `elastic_timeout` is the wait for workers."""
+    """`elastic_timeout` does not bound a program that all workers run."""
     story = Story("a:2", min=2, elastic_timeout=60.0)
     story.answer()
     before_its_function(story.submit(), "a/0#1", "a/1#1").wait(10_000.0)
@@ -90,7 +90,7 @@ def test_a_program_without_an_elastic_function_may_take_its_time():
 
 
 def test_elastic_timeout_does_not_count_the_lines_before_the_elastic_function():
-    """A worker that takes a dead one's place loads its data for half an hour: it is there, and the other one waits."""
+    """`elastic_timeout` does not count the half hour in which a replacement loads its data."""
     story = Story("a:1", "b:1", min=2, elastic_timeout=60.0).run()
     story.kill("b/0#1").answer(lambda e: not isinstance(e, ev.WorkerReady) or e.worker != wid("b/0#2"))
     late = [e for e in story.answers if isinstance(e, ev.WorkerReady)]
@@ -102,7 +102,7 @@ def test_elastic_timeout_does_not_count_the_lines_before_the_elastic_function():
 
 
 def test_elastic_timeout_sums_up_the_time_without_enough_workers():
-    """The program dies in its first lines again and again: the pauses of its slot, and not its life, come to 60 s."""
+    """A program fails in its first lines again and again: the pauses of its slot add up to 60 s."""
     story = Story("a:1", "b:1", min=2, elastic_timeout=60.0, cooldown=(25.0, 25.0)).run()
     story.kill("b/0#1").hear(ev.WorkerReady)
     deaths = 0
@@ -117,7 +117,7 @@ def test_elastic_timeout_sums_up_the_time_without_enough_workers():
 
 
 def test_a_program_that_others_wait_for_has_to_come_to_its_elastic_function():
-    """One hangs in its first lines while another one waits: after an hour the job fails, and says who it was."""
+    """A program hangs before its elastic function while another waits: after an hour the job fails and names it."""
     story = Story("a:2", min=2, elastic_timeout=60.0)
     story.answer()
     before_its_function(story.submit(), "a/1#1").answer().wait(3599.0)
@@ -128,7 +128,7 @@ def test_a_program_that_others_wait_for_has_to_come_to_its_elastic_function():
 
 
 def test_elastic_timeout_begins_anew_after_each_world():
-    """The time below min is counted from when it began, not summed up."""
+    """Each world restarts the count of `elastic_timeout`."""
     story = Story("a:1", "b:1", min=2, elastic_timeout=60.0, cooldown=(50.0, 50.0)).run()
     for _ in range(4):
         story.kill(story.alive("b")[0]).quiet(55.0)
@@ -136,7 +136,7 @@ def test_elastic_timeout_begins_anew_after_each_world():
 
 
 def test_the_first_world_waits_the_settle_time_for_those_that_start():
-    """Enough are ready and others are starting: it waits at most a second for them, and says so."""
+    """Enough workers are ready: the world waits at most a second for starting ones, and says so."""
     story = Story("a:2", "slow:1", min=2)
     story.hear(ev.AgentReady)
     story.submit().answer(lambda e: getattr(e, "worker", wid("slow/0#1")).host == "a")
@@ -146,16 +146,16 @@ def test_the_first_world_waits_the_settle_time_for_those_that_start():
     assert story.names == ["a/0#1", "a/1#1"]
 
 
-def test_nobody_waits_for_others_when_the_world_is_full():
-    """With max ready it forms at once, whatever else is starting."""
+def test_a_full_world_forms_at_once():
+    """With max ready the world forms at once."""
     story = Story("a:1", "slow:1", min=1, max=1, spares=1)
     story.hear(ev.AgentReady)
     story.submit().answer(lambda e: getattr(e, "worker", wid("slow/0#1")).host == "a")
     assert story.names == ["a/0#1"]
 
 
-def test_survivors_that_are_enough_wait_for_nobody():
-    """After a break, survivors that reach min go on at once: the replacement comes later, as a planned change."""
+def test_survivors_that_are_enough_do_not_wait():
+    """After a break, survivors that reach min form at once; the replacement joins later."""
     story = Story("a:3", min=2).run()
     mark = story.mark()
     story.kill("a/0#1").hear(ev.WorkerReady)
@@ -163,8 +163,8 @@ def test_survivors_that_are_enough_wait_for_nobody():
 
 
 @pytest.mark.parametrize("start", [0.1, 0.3, 1234.567, 1e9 + 0.1])
-def test_a_deadline_that_has_come_has_come(start):
-    """At the very time that `deadline` names, the wait is over, whatever floats do: no tick is in vain."""
+def test_a_tick_at_the_deadline_ends_the_wait(start):
+    """A tick at exactly the time of `deadline` ends the wait, whatever the rounding of floats."""
     story = Story(min=2, elastic_timeout=0.7)
     story.now = start
     story.add("a:2").add("slow:1").hear(ev.AgentReady)
@@ -175,8 +175,8 @@ def test_a_deadline_that_has_come_has_come(start):
     assert story.cluster.stage is Stage.FORMING
 
 
-def test_another_event_at_a_deadline_does_not_swallow_it():
-    """A deadline that passes while other news comes is acted on with that news; nobody has to tick for it."""
+def test_any_event_after_a_deadline_ends_the_wait():
+    """Any event after a deadline also ends the wait."""
     story = Story("a:2", min=2, elastic_timeout=10.0)
     story.submit()
     story.now += 10.5
@@ -185,7 +185,7 @@ def test_another_event_at_a_deadline_does_not_swallow_it():
 
 
 def test_an_idle_cluster_counts_only_workers_that_can_work():
-    """Without a job, `ready` counts neither the starting nor the failed nor those told to end."""
+    """Without a job `ready` excludes workers that start, have failed, or were asked to end."""
     story = Story("a:2", min=2)
     story.hear(ev.AgentReady)
     assert story.reason.startswith("0 of min 2 workers ready; waiting for a/0#1 (0 s), a/1#1 (0 s)")
@@ -195,8 +195,8 @@ def test_an_idle_cluster_counts_only_workers_that_can_work():
     assert story.reason == f"1 of min 2 workers ready; {failed}"
 
 
-def test_nothing_is_due_in_an_empty_world():
-    """A world in which nothing can happen by itself asks for no tick."""
+def test_an_empty_cluster_has_no_deadline():
+    """An empty cluster has no deadline."""
     cluster, commands = step(ClusterState(Limits()), ev.Ticked(), 5.0)
     assert (deadline(cluster, 5.0), commands) == (float("inf"), ())
     assert cluster.reason
@@ -208,7 +208,7 @@ def only(host: str):
 
 
 def test_a_ready_newcomer_waits_for_a_host_that_is_starting():
-    """Its agent is not there yet, the others are up: both newcomers come in by one change, not by two."""
+    """A newcomer waits for a host that starts: one reconfiguration adds both."""
     story = Story("b:1", min=1).run()
     story.add("c:1").add("a:1").answer(only("c"))
     assert story.cluster.stage is Stage.RUNNING
@@ -217,8 +217,8 @@ def test_a_ready_newcomer_waits_for_a_host_that_is_starting():
     assert [len(order.members) for order in story.commands(cmd.FormWorld)] == [1, 3]
 
 
-def test_a_ready_newcomer_does_not_wait_for_a_slow_host_for_ever():
-    """The host's agent does not come within the settle time: the world grows without it."""
+def test_a_ready_newcomer_waits_the_settle_time_for_a_slow_host():
+    """A host is slower than the settle time: the world grows without it."""
     story = Story("b:1", min=1).run()
     story.add("c:1").add("a:1").answer(only("c")).wait(1.1)
     story.answer(only("c")).answer(only("b")).answer(only("c"))

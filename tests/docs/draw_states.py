@@ -72,7 +72,7 @@ class Seen:
                 self.workers[old, new].add(order or name)
 
     def try_all(self, cluster: ClusterState, now: float) -> None:
-        """What if this happened now? `step` is pure: nothing is changed by asking."""
+        """Note what each possible event would cause now; `step` is pure, so nothing changes."""
         counts = (
             cluster.members,
             cluster.awaiting,
@@ -112,7 +112,7 @@ class Seen:
 
 
 def _possible(cluster: ClusterState) -> list[ev.Event]:
-    """What people, hosts and processes can do at any time."""
+    """The events that clients, hosts and processes can cause at any time."""
     spec = HostSpec("a", 1)
     events: list[ev.Event] = [
         *(ev.HostsDiscovered(hosts) for hosts in ((), (spec,))),
@@ -157,7 +157,7 @@ class Watched(Story):
 
     def __init__(self, seen: Seen, **limits) -> None:
         self.seen = seen
-        self.raised: set[WorkerId] = set()  # they wait to be told what it was, and answer nothing else
+        self.raised: set[WorkerId] = set()  # they wait for the end of the job, and answer nothing else
         super().__init__(**limits)
 
     def send(self, *events: ev.Event) -> tuple[cmd.Command, ...]:
@@ -318,7 +318,7 @@ class Walk:
         self.story.wait(self.random.choice([IN_TIME, 0.5, 1.0, 1.0, 5.0, 70.0]))
 
     def calm(self) -> None:
-        """For once everything goes well for some seconds, on hosts that are pardoned."""
+        """For once everything goes well for some seconds, on hosts whose failures are cleared."""
         story = self.story
         for name, host in list(story.cluster.hosts.items()):
             if host.phase is not HostPhase.DRAINING:

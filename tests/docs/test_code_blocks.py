@@ -43,7 +43,7 @@ def test_the_readmes_example_puts_its_data_where_the_model_is():
 
 
 def test_markers_of_nbval_stand_alone():
-    """nbval takes a marker for a remark if anything else is on its line, and compares what nobody wanted compared."""
+    """nbval takes a marker for a remark if anything else is on its line, and then compares outputs that must not be compared."""
     notebooks = sorted((Path(__file__).parents[2] / "notebooks").glob("*.ipynb"))
     marked = [line for each in notebooks for cell in cells(each.name) for line in cell.splitlines() if "NBVAL" in line]
     assert marked

@@ -21,7 +21,7 @@ def test_the_page_shows_what_the_code_does(now):
 
 
 def test_the_walks_see_every_state(now):
-    """A state that nothing leads to would be missing from a diagram without anybody noticing. Who is lost is gone."""
+    """The walks reach every state, so that no diagram lacks one; a lost worker has left the cluster."""
     workers, stages = now
     assert {state for state in WorkerState if f"--> {state}:" not in workers} == {WorkerState.LOST}
     assert all(f"--> {stage}:" in stages for stage in STAGES)

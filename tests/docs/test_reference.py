@@ -111,7 +111,7 @@ def test_every_kind_of_event_is_there_and_no_other():
                 elif ast.unparse(kind) != "kind":
                     assert ast.unparse(kind) == "f'job-{outcome}'", ast.unparse(kind)
                     kinds |= {"job-succeeded", "job-failed", "job-stopped"}
-            if isinstance(node, ast.Call):  # of a function that makes it, and is told the kind
+            if isinstance(node, ast.Call):  # of a function that records an event of this kind
                 kinds |= {
                     kw.value.value for kw in node.keywords if kw.arg == "kind" and isinstance(kw.value, ast.Constant)
                 }

@@ -1,4 +1,4 @@
-"""A script in the world: its nodes follow the hosts, and terminals hear what they wait for."""
+"""A script on the cluster: its nodes follow the hosts, and external nodes get answers while they wait."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from tests.core.story import Story
 
 
 class Scripted(Story):
-    """A story whose hosts run the nodes of `script-1`: each says that it is ready, when `nodes_answer` is called."""
+    """A story whose hosts run the nodes of `script-1`; each node is ready when `nodes_answer` is called."""
 
     def run_script(self, job="script-1", **terms):
         self.send(sev.ScriptSubmitted(job, "train.py", sev.Terms(**terms)))
         return self.nodes_answer()
 
     def nodes_answer(self, port=4000):
-        """Every node that was started, or is to leave its round, is ready at once, where its host is reached."""
+        """Every node that was started, or asked to leave its round, is ready at once, at its host's address."""
         while self.answered < len(self.said):
             command = self.said[self.answered]
             self.answered += 1
@@ -42,7 +42,7 @@ class Scripted(Story):
         return self
 
     def external(self, host="t", workers=1, *, store="127.0.0.1:5000", number=0, here=True, job=""):
-        """A terminal comes, and waits."""
+        """An external node connects and waits."""
         self.send(sev.ExternalNodeJoined(host, 4711, here))
         return self.waits(host, workers, store=store, number=number, job=job)
 
@@ -56,7 +56,7 @@ class Scripted(Story):
 
 
 def test_a_script_runs_on_the_hosts_that_are_up():
-    """A node is started on each; a host that comes later gets one; who is removed leaves, and the others begin again."""
+    """Each host that is up, or comes later, gets a node; a removed host leaves, and the others begin another round."""
     story = Scripted("a:2", "b:1").answer()
     story.run_script()
     assert story.assignments == {"a": 2, "b": 1}
@@ -70,13 +70,13 @@ def test_a_script_runs_on_the_hosts_that_are_up():
 
 
 def test_nothing_is_started_for_a_script_that_has_ended():
-    """Hosts come and go; they are for the next one."""
+    """Hosts that come after a script's end start no node for it."""
     story = Scripted("a:1").answer().run_script().stop_job("script-1").add("b:1").answer()
     assert [node.host for node in story.commands(scmd.StartNode)] == ["a"]
 
 
 def test_a_lost_host_breaks_the_round():
-    """The others begin again at once; the host gets a node when it is back."""
+    """The other nodes begin another round at once; the lost host gets a node when it is back."""
     story = Scripted("a:1", "b:1").answer().run_script()
     story.lose_host("b")
     assert story.records("world-broken") == ["host b was lost"]
@@ -87,7 +87,7 @@ def test_a_lost_host_breaks_the_round():
 
 
 def test_time_and_bounds_are_the_cluster_s():
-    """Too few workers end the script after `elastic_timeout`; `%elastic_scale` makes room, or takes it."""
+    """`elastic_timeout` and `%elastic_scale` apply to scripts."""
     story = Scripted("a:1", "b:1", max=1, elastic_timeout=60.0).answer().run_script()
     assert story.assignments == {"a": 1}
     story.scale(1, 2).nodes_answer()
@@ -102,7 +102,7 @@ def test_time_and_bounds_are_the_cluster_s():
 
 
 def test_one_job_at_a_time():
-    """A second one, or a second script, is refused with what runs; after the end of a script a job is the present one."""
+    """A second job or script is refused with the name of the running one."""
     story = Scripted("a:1").answer().run_script()
     story.submit()
     assert story.last(cmd.EndJob).reason == "script-1 is still running: wait for it or stop it first"
@@ -117,14 +117,14 @@ def test_one_job_at_a_time():
 
 
 def test_a_job_is_not_stopped_by_the_name_of_another():
-    """The order names its job."""
+    """A stop of another job's name has no effect."""
     story = Scripted("a:1").answer().run_script()
     story.stop_job("script-0")
     assert story.cluster.present_job == "script-1"
 
 
-def test_a_terminal_waits_for_a_script_and_joins_it():
-    """It comes before the script, is in the first round, and hears that there is no room if that is so."""
+def test_an_external_node_waits_for_a_script_and_joins_it():
+    """An external node joins the first round of a later script, or is sent that there is no room."""
     story = Scripted("a:1", max=2).answer().external("t")
     assert story.last(scmd.ReportWaiting) == scmd.ReportWaiting("t", None)
     assert story.records("host-up")[-1] == "t was started in a terminal"
@@ -138,8 +138,8 @@ def test_a_terminal_waits_for_a_script_and_joins_it():
     assert story.last(scmd.ReportWaiting) == scmd.ReportWaiting("u", Reason("full", 2, 2), full=True)
 
 
-def test_a_terminal_that_comes_again_is_known():
-    """It repeats its first words until it is answered: one event tells of it. Another process of its name is another."""
+def test_a_repeated_introduction_of_an_external_node_counts_once():
+    """Repeated introductions of an external node cause one event; another process of its name is another node."""
     story = Scripted("a:1").answer().external("t")
     story.send(sev.ExternalNodeJoined("t", 4711, on_driver_machine=True))
     assert len(story.records("host-up")) == 2, "the host a, and the terminal"
@@ -150,8 +150,8 @@ def test_a_terminal_that_comes_again_is_known():
 
 
 @pytest.mark.parametrize("full", [False, True])
-def test_a_terminal_that_still_waits_changes_nothing(full):
-    """It says so twice a second, without a script or with one that has no room: it is answered, and that is all."""
+def test_an_external_node_that_still_waits_changes_nothing(full):
+    """A waiting external node repeats its message: it is answered, and nothing else changes."""
     story = Scripted("a:1", max=1).answer()
     if full:
         story.run_script()
@@ -162,8 +162,8 @@ def test_a_terminal_that_still_waits_changes_nothing(full):
     assert [type(command) for command in story.said[mark:]] == [scmd.ReportWaiting]
 
 
-def test_a_terminal_that_is_told_to_end_is_not_in_the_next_script():
-    """It takes a while until it has ended, and what it said before is over: after a stop, and when it was removed."""
+def test_an_external_node_that_was_asked_to_end_is_not_in_the_next_script():
+    """An external node that was asked to end, by a stop or a removal, is not in the next script."""
     story = Scripted("a:1").answer().external("t").run_script()
     story.quiet(2.0).nodes_answer()
     assert story.assignments == {"a": 1, "t": 1}
@@ -175,8 +175,8 @@ def test_a_terminal_that_is_told_to_end_is_not_in_the_next_script():
     assert story.assignments == {"a": 1}
 
 
-def test_another_process_of_a_terminal_s_name_is_another_node():
-    """The one before has left its round, and the group begins again with the newcomer when that is ready."""
+def test_another_process_of_an_external_node_s_name_is_another_node():
+    """Another process of an external node's name replaces it, and another round begins when that process is ready."""
     story = Scripted("a:1").answer().external("t").run_script().quiet(2.0).nodes_answer()
     story.send(sev.ExternalNodeJoined("t", 4712, on_driver_machine=True))
     assert "t: another process replaced it" in story.records("world-broken")
@@ -185,7 +185,7 @@ def test_another_process_of_a_terminal_s_name_is_another_node():
 
 
 def test_names_of_hosts_are_taken():
-    """A terminal that calls itself as a host does is sent away; one that nobody knows is told so."""
+    """An external node with a host's name is sent away, and one that the cluster does not know gets that answer."""
     story = Scripted("a:1").answer()
     story.send(sev.ExternalNodeJoined("a", 4711))
     assert story.said[-1] == scmd.EndNode("a", "a host of the cluster is named a already")
@@ -194,15 +194,15 @@ def test_names_of_hosts_are_taken():
     assert not story.cluster.external_nodes
 
 
-def test_a_terminal_of_another_job_waits():
-    """It has named its job: another script is not what it waits for."""
+def test_an_external_node_of_another_job_waits():
+    """An external node that names another job does not join the script."""
     story = Scripted("a:1").answer().run_script().external("t", job="script-9")
     assert isinstance(story.said[-1], scmd.ReportWaiting)
     assert "t" not in story.cluster.script.nodes
 
 
-def test_a_node_that_missed_its_round_is_told_again():
-    """It says that it still waits, as the order was lost with its connection."""
+def test_a_node_that_missed_its_assignment_gets_it_again():
+    """A node repeats that it waits: it is sent its assignment again."""
     story = Scripted("a:1", "b:1").answer().run_script()
     mark = story.mark()
     story.node("b", 0)
@@ -210,15 +210,15 @@ def test_a_node_that_missed_its_round_is_told_again():
 
 
 def test_a_node_without_a_script_ends():
-    """Its script is over: it was told, and has not heard that."""
+    """A node of an ended script is asked to end again."""
     story = Scripted("a:1").answer().run_script().stop_job("script-1")
     mark = story.mark()
     story.node("a", 1)
     assert story.said[mark:] == [scmd.EndNode("a", "its script has ended")]
 
 
-def test_a_terminal_that_leaves_is_forgotten():
-    """With a script or without."""
+def test_an_external_node_that_leaves_is_forgotten():
+    """An external node that leaves is forgotten, with or without a script."""
     story = Scripted("a:1").answer().external("t").external("u")
     story.send(sev.NodeLeft("t", "it has ended"))
     assert list(story.cluster.external_nodes) == ["u"]
@@ -226,17 +226,17 @@ def test_a_terminal_that_leaves_is_forgotten():
     story.send(sev.NodeLeft("u", "it has ended"))
     assert not story.cluster.external_nodes
     story.waits("u")
-    assert "u" not in story.cluster.script.nodes, "what it has said before it left is heard after it"
+    assert "u" not in story.cluster.script.nodes, "its message from before it left arrives later"
 
 
-def test_a_terminal_is_removed_by_hand():
-    """It is asked to end, well; by whom is in the reason."""
+def test_an_external_node_is_removed_by_hand():
+    """A removed external node is asked to end, and the reason names the client."""
     story = Scripted("a:1").answer().external("t").remove("t")
     assert story.last(scmd.EndNode) == scmd.EndNode("t", "removed by a test", error=False)
 
 
-def test_a_stop_ends_the_script_and_sends_terminals_home():
-    """Once; a terminal that still asks is told again."""
+def test_a_stop_ends_the_script_and_the_external_nodes():
+    """A stop ends the script once and each external node; one that asks again is answered again."""
     story = Scripted("a:1").answer().external("t").run_script()
     mark = story.mark()
     story.send(ev.StopRequested("enough"))
@@ -250,7 +250,7 @@ def test_a_stop_ends_the_script_and_sends_terminals_home():
 
 
 def test_a_script_of_another_driver_begins_again():
-    """Rounds go on being counted, so that nobody takes an old one for a new one; the event says why."""
+    """A new driver begins another round with a higher number, and the event gives the reason."""
     story = Scripted("a:1").answer()
     story.send(sev.ScriptSubmitted("script-1", "train.py", sev.Terms(), round=7))
     story.nodes_answer()
@@ -260,7 +260,7 @@ def test_a_script_of_another_driver_begins_again():
 
 @pytest.mark.parametrize("running", [False, True])
 def test_stores_move_with_their_hosts(running):
-    """The cluster gets wide: what was offered on loopback is not used; nodes and terminals hear where they are reached."""
+    """When the cluster gets wide, loopback stores are dropped, and nodes are sent their hosts' new addresses."""
     story = Scripted(min=1 if running else 3).add("a:1", "127.0.0.1", "10.0.0.1").answer().external("t").run_script()
     story.add("b:1", "10.0.0.2")
     story.answers = [replace_here(event) for event in story.answers]
@@ -274,8 +274,8 @@ def test_stores_move_with_their_hosts(running):
         assert not story.cluster.script.nodes["a"].ready
 
 
-def test_a_terminal_of_another_machine_stays_where_it_is():
-    """Only who is on the driver's machine has offered what nobody else reaches; and only once there are others."""
+def test_an_external_node_of_another_machine_keeps_its_store():
+    """A wide cluster drops only the stores that external nodes of the driver's machine have offered."""
     story = Scripted().add("a:1", "127.0.0.1", "10.0.0.1").answer().run_script().external("t").external("u", here=False)
     story.add("b:1", "10.0.0.2")
     story.answers = [replace_here(event) for event in story.answers]
@@ -288,7 +288,7 @@ def test_a_terminal_of_another_machine_stays_where_it_is():
 
 
 def replace_here(event):
-    """As an agent on another machine comes to the driver's."""
+    """A story whose cluster gets wide, as when an agent of another machine reaches the driver."""
     if isinstance(event, ev.AgentReady) and event.host == "b":
         return ev.AgentReady(event.host, event.pid, event.addresses, event.port, "", "10.0.0.9")
     return event

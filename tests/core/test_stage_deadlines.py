@@ -1,4 +1,4 @@
-"""No stage waits without end: what happens at each deadline, and to whom."""
+"""No stage waits without end: each deadline replaces a worker or cancels the wait."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from nbelastic.protocol.cluster_limits import NEVER
 from nbelastic.protocol.timeouts import Timeouts
 from tests.core.story import Story, wid, with_stage
 
-WAITING = [stage for stage in Stage if stage is not Stage.RUNNING]  # a world that runs waits for nobody's word
+WAITING = [stage for stage in Stage if stage is not Stage.RUNNING]  # a running world awaits no message
 
 
 @pytest.mark.parametrize("stage", WAITING)
 def test_no_stage_is_without_a_deadline(stage):
-    """Nobody says a word any more: the deadline is near, and when it has come something else is waited for, or nobody."""
+    """No worker answers: each stage has a near deadline, after which the core awaits something else or nothing."""
     story = with_stage(stage)
     story.hang(*map(str, story.fakes))
     before, members, ticks = story.cluster.stage, story.names, 0
@@ -31,7 +31,7 @@ def test_no_stage_is_without_a_deadline(stage):
 
 
 def test_a_survivor_that_never_leaves_is_replaced():
-    """It sleeps where nothing wakes it, and the others wait: after `recover` seconds it is killed, and they train on."""
+    """A survivor that no abort wakes is killed after `recover` seconds, and the others train on."""
     story = with_stage(Stage.RUNNING).hang("c/0#1").kill("b/0#1").answer()
     assert "1 of 2 survivors have left generation 1; not yet c/0#1" in story.reason
     story.wait(59.9)
@@ -45,7 +45,7 @@ def test_a_survivor_that_never_leaves_is_replaced():
 
 @pytest.mark.parametrize("sign", ["cpu", "begun"])
 def test_a_survivor_that_computes_gets_longer(sign):
-    """It compiles, or has begun another collective: ten minutes instead of one."""
+    """A survivor that compiles or begins collectives has ten minutes instead of one."""
     story = with_stage(Stage.RUNNING).hang("c/0#1").kill("b/0#1").answer()
     story.silent.clear()
     for _ in range(59):
@@ -59,7 +59,7 @@ def test_a_survivor_that_computes_gets_longer(sign):
 
 
 def test_a_survivor_that_alone_holds_the_state_is_not_killed():
-    """Nothing would be left to go on from: the reason says so, and elastic_timeout ends the job."""
+    """The only holder of the state is not killed: the reason says so, and elastic_timeout ends the job."""
     story = Story("a:2", min=1, elastic_timeout=100.0).run().commit(3).answer()
     story.hang("a/1#1").kill("a/0#1").quiet(61.0)
     assert story.commands(cmd.StopWorker) == []
@@ -70,7 +70,7 @@ def test_a_survivor_that_alone_holds_the_state_is_not_killed():
 
 
 def test_one_of_two_that_alone_hold_the_state_wakes():
-    """The state is safe with it: the other is replaced as any other, and the job goes on."""
+    """One of two hung holders wakes: the other is replaced, and the job goes on."""
     story = Story("a:3", min=1).run().commit(3).answer()
     story.hang("a/1#1", "a/2#1").kill("a/0#1").quiet(61.0)
     assert "no other worker holds the training state" in story.reason
@@ -80,8 +80,8 @@ def test_one_of_two_that_alone_hold_the_state_wakes():
     assert (story.cluster.stage, story.names) == (Stage.RUNNING, ["a/1#1", "a/0#2", "a/2#2"])
 
 
-def test_only_the_user_can_make_it_wait_for_ever():
-    """The same with elastic_timeout None: it waits on, asks where the survivor is, and says that there is no end."""
+def test_only_elastic_timeout_none_waits_without_end():
+    """With elastic_timeout None the wait has no end: it goes on asking, and the reason says so."""
     story = Story("a:2", min=1, elastic_timeout=None).run().commit(3).answer()
     story.hang("a/1#1").kill("a/0#1").quiet(3000.0)
     assert story.cluster.active
@@ -93,15 +93,15 @@ def test_only_the_user_can_make_it_wait_for_ever():
 
 
 def test_a_member_that_never_leaves_for_a_change_is_replaced():
-    """The others have left at the agreed commit: a minute later it is killed, and the change is made without it."""
+    """A member does not leave at the leave point: after a minute it is killed, and the others change without it."""
     story = with_stage(Stage.LEAVING).hang("c/0#1").answer()
     story.quiet(61.0).quiet(3.0)
     assert (story.cluster.stage, len(story.names), story.cluster.resets) == (Stage.RUNNING, 4, 1)
     assert wid("c/0#1") not in story.cluster.member_set
 
 
-def test_a_long_step_is_no_reason_to_break_a_world():
-    """Nobody has come to the agreed commit for half an hour: they train, and are let."""
+def test_a_long_step_does_not_break_a_world():
+    """No member reaches the leave point for half an hour: they train undisturbed."""
     story = with_stage(Stage.LEAVING)
     mark = story.mark()
     story.wait(1800.0)
@@ -110,8 +110,8 @@ def test_a_long_step_is_no_reason_to_break_a_world():
     assert (story.cluster.stage, len(story.names)) == (Stage.RUNNING, 4)
 
 
-def test_who_does_not_say_where_it_is_puts_the_change_off():
-    """Those who promised to stop go on after ten seconds, and are asked again ten seconds later."""
+def test_a_member_that_does_not_answer_postpones_the_change():
+    """A member does not answer for ten seconds: the others go on, and are asked again ten seconds later."""
     story = with_stage(Stage.ASKED)
     story.hear(ev.LeaveAcknowledged, "a/0#1", "b/0#1").wait(10.0)
     assert story.last(cmd.CancelLeave).members == story.cluster.members
@@ -122,8 +122,8 @@ def test_who_does_not_say_where_it_is_puts_the_change_off():
     assert (story.cluster.stage, len(story.names), story.cluster.resets) == (Stage.RUNNING, 4, 0)
 
 
-def test_an_answer_that_comes_after_its_question_was_taken_back_does_not_count():
-    """A member that was told to stay makes more commits: it cannot leave at the one that follows its older answer."""
+def test_an_answer_to_a_cancelled_question_does_not_count():
+    """An answer to a cancelled question does not count, as the member has made more commits since."""
     story = with_stage(Stage.ASKED)
     late = ev.LeaveAcknowledged(wid("a/0#1"), 1, 3, story.cluster.ask_number)
     story.answers.clear()
@@ -135,8 +135,8 @@ def test_an_answer_that_comes_after_its_question_was_taken_back_does_not_count()
     assert story.cluster.awaiting == story.cluster.member_set
 
 
-def test_who_never_says_where_it_is_is_replaced():
-    """Three times in a row: its process lives, and takes no part."""
+def test_a_member_that_never_answers_is_replaced():
+    """A member that misses three questions in a row is replaced."""
     story = with_stage(Stage.ASKED)
     for pause in (10.0, 20.0, 40.0):
         assert story.names == ["a/0#1", "b/0#1", "c/0#1"]
@@ -148,8 +148,8 @@ def test_who_never_says_where_it_is_is_replaced():
     assert (story.cluster.stage, len(story.names)) == (Stage.RUNNING, 4)
 
 
-def test_the_question_waits_for_as_long_as_a_member_may_be_silent():
-    """`silence` is a minute: a member that answers after 59 s has not been silent for too long, and the change is made."""
+def test_the_question_waits_as_long_as_silence_allows():
+    """With `silence` of a minute, a member that answers after 59 s is in time."""
     story = with_stage(Stage.ASKED, silence=60.0)
     story.hear(ev.LeaveAcknowledged, "a/0#1", "b/0#1").wait(59.0)
     assert story.cluster.stage is Stage.ASKED
@@ -158,8 +158,8 @@ def test_the_question_waits_for_as_long_as_a_member_may_be_silent():
     assert story.records("change-put-off") == []
 
 
-def test_only_who_missed_all_three_questions_is_replaced():
-    """Three members miss one question each, one after the other: each change is put off, and nobody is replaced."""
+def test_only_a_member_that_missed_three_questions_is_replaced():
+    """Three members miss one question each: the change is postponed, and none is replaced."""
     story = with_stage(Stage.ASKED)
     for late, pause in (("a/0#1", 10.0), ("b/0#1", 20.0), ("c/0#1", 40.0)):
         story.answer(lambda e, w=wid(late): not isinstance(e, ev.LeaveAcknowledged) or e.worker != w).wait(10.0)
@@ -171,7 +171,7 @@ def test_only_who_missed_all_three_questions_is_replaced():
 
 
 def test_a_world_that_does_not_form_is_formed_without_the_newcomer():
-    """A newcomer never gets in: after a minute all are called back, and those who hold the state train without it."""
+    """A newcomer never joins: after a minute all are aborted, and the holders of the state train without it."""
     story = Story("a:1", "b:1", min=1).run()
     story.add("c:1").answer(lambda e: not isinstance(e, ev.WorkerFormed))
     assert (story.cluster.stage, story.cluster.formation.store) == (Stage.FORMING, "a/0#1@1")
@@ -184,7 +184,7 @@ def test_a_world_that_does_not_form_is_formed_without_the_newcomer():
 
 
 def test_a_large_state_may_take_its_time():
-    """Twenty minutes to send it: somebody is at work all the time, so nobody is told apart."""
+    """A transfer of twenty minutes is waited for, as workers report that they send or receive."""
     story = Story("a:1", "b:1", min=1).run()
     story.add("c:1").answer(lambda e: not isinstance(e, ev.WorkerFormed))
     formed = [e for e in story.answers if isinstance(e, ev.WorkerFormed)]
@@ -198,7 +198,7 @@ def test_a_large_state_may_take_its_time():
 
 
 def test_a_pair_that_cannot_form_a_world_is_named():
-    """Two hosts of a first world do not reach one another, which no probe has seen: one of them is left out, and said why."""
+    """Two hosts of a first world do not reach one another: one is left out with that reason."""
     story = Story(min=2)
     for number in (3, 1, 2):
         story.add(f"gpu{number}:1", f"10.0.0.{number}")
@@ -214,7 +214,7 @@ def test_a_pair_that_cannot_form_a_world_is_named():
 
 
 def test_a_world_that_does_not_form_twice_gets_other_processes():
-    """Nobody gets ready, and nobody knows why: all but one holder of the state are replaced, which ends what never would."""
+    """A world fails twice to form without a known cause: all but one holder of the state are replaced."""
     story = with_stage(Stage.RUNNING)
     story.kill("c/0#1").hear(ev.WorkerReady)
     story.hang("a/0#1", "b/0#1")
@@ -229,8 +229,8 @@ def test_a_world_that_does_not_form_twice_gets_other_processes():
     assert cmd.StopWorker(wid("a/0#1"), kill=True) not in story.said
 
 
-def test_patience_is_the_users():
-    """Every time can be chosen."""
+def test_each_deadline_can_be_set():
+    """Each deadline can be set."""
     limits = {"min": 1, "timeouts": Timeouts(recover=5.0)}
     story = Story("a:3", **limits).run().commit(3).answer()
     story.hang("a/1#1").kill("a/2#1").quiet(5.1)
@@ -238,7 +238,7 @@ def test_patience_is_the_users():
 
 
 def test_one_world_breaks_once():
-    """Its connections broke without a death, and at the same moment its time to form was over: that is one reset."""
+    """A world's connections break at its deadline to form: one reset."""
     story = with_stage(Stage.FORMING)
     story.now += 59.0
     story.raised("a/0#1", "connection reset", intact=False)
@@ -249,7 +249,7 @@ def test_one_world_breaks_once():
 
 
 def test_a_newcomer_that_never_connects_is_replaced_when_min_needs_it():
-    """Without it there are too few: after two worlds that did not form another process takes its place."""
+    """Below min, a newcomer that failed to form two worlds is replaced."""
     story = Story("a:1", "b:1", min=2, elastic_timeout=None, cooldown=(0.0, 0.0)).run().commit(3).answer()
     story.kill("b/0#1").answer(lambda e: not isinstance(e, ev.WorkerFormed))
     deaf = wid("b/0#2")
@@ -266,7 +266,7 @@ def test_a_newcomer_that_never_connects_is_replaced_when_min_needs_it():
 
 @pytest.mark.parametrize("now", [False, True])
 def test_a_worker_whose_end_is_never_reported_counts_as_ended(now):
-    """Its host is removed, and its agent carries out no order: after half a minute the host is gone too."""
+    """An agent of a removed host does not answer: after half a minute its workers and the host are removed."""
     story = with_stage(Stage.RUNNING)
     story.remove("c", now=now).answer(lambda e: not isinstance(e, ev.WorkerExited))
     assert story.cluster.stopped == {wid("c/0#1")}
@@ -282,8 +282,8 @@ def test_a_worker_whose_end_is_never_reported_counts_as_ended(now):
     assert story.names == ["a/0#1", "b/0#1"]
 
 
-def test_a_member_that_answers_on_its_way_to_the_agreed_commit_is_let():
-    """Rank 0 saves a file for an hour all but a minute, without CPU time: it says where it is, so it is waited for."""
+def test_a_member_that_answers_before_the_leave_point_is_waited_for():
+    """A member saves a file for almost an hour without CPU time: it answers, so it is waited for."""
     story = with_stage(Stage.LEAVING).hear(ev.WorkerReady, "b/0#1", "c/0#1")
     words = tuple(story.answers)  # for when it gets there
     story.answers.clear()
@@ -295,7 +295,7 @@ def test_a_member_that_answers_on_its_way_to_the_agreed_commit_is_let():
 
 
 def test_even_a_member_that_answers_is_not_waited_for_without_end():
-    """It never comes to the agreed commit, while others wait for it there: after `step` seconds it is replaced."""
+    """A member that answers and never reaches the leave point is replaced after `step` seconds."""
     story = with_stage(Stage.LEAVING).hear(ev.WorkerReady, "b/0#1", "c/0#1")
     story.answers.clear()
     for _ in range(361):

@@ -1,4 +1,4 @@
-"""How jobs end, and hosts and limits are, under a new driver: see `away.Away`."""
+"""Jobs end, and hosts and limits change, around a takeover."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.core.story import Story, wid, with_stage
 
 
 def test_the_users_own_error_ends_the_job():
-    """Raised while nobody listened: the job fails with that rank's error, as it would have."""
+    """An error that was raised without a driver ends the job with that rank's error."""
     story = three()
     Away(story).commit().raised("a/1#1", "ValueError: bad").new_driver()
     end = story.last(cmd.EndJob)
@@ -24,7 +24,7 @@ def test_the_users_own_error_ends_the_job():
 
 
 def test_an_error_comes_before_newcomers():
-    """A newcomer waits and a member has raised: no change is begun for a job that fails, and no program."""
+    """A member has raised and a newcomer waits: no change and no program starts."""
     story = three().add("c:1").add("d:1")
     story.hear(ev.AgentReady).hear(ev.WorkerRegistered, "c/0#1")
     away = Away(story).raised("a/1#1")
@@ -37,7 +37,7 @@ def test_an_error_comes_before_newcomers():
 @pytest.mark.parametrize("reached", range(8))
 @pytest.mark.parametrize("written", [True, False])
 def test_a_job_that_was_failing_fails(reached, written):
-    """The driver dies as it ends the job with a rank's error: as soon as one program or the file knows, it ends with that."""
+    """The driver ends while it fails a job: the job fails as soon as one program or the file has the error."""
     story = three()
     last = ev.WorkerRaised(wid("a/1#1"), 1, intact=True, error="its own error")
     Away(story, last, reached=reached, written=written).new_driver().quiet(6.0)
@@ -46,14 +46,14 @@ def test_a_job_that_was_failing_fails(reached, written):
         assert story.job.outcome == ("stopped" if reached == 4 and not written else "failed")
         assert len(story.commands(cmd.EndJob)) == (not written)
         assert trains(story.run("next"))
-    else:  # nobody knows of the error any more, and the world was broken: it may come again
+    else:  # the error is lost with the driver, and the world was broken: the error may happen again
         assert trains(story)
 
 
 @pytest.mark.parametrize("reached", range(8))
 @pytest.mark.parametrize("written", [True, False])
 def test_a_job_that_was_being_stopped_stops(reached, written):
-    """The driver dies as it stops the job: as soon as one program or the file knows of it, all stop."""
+    """The driver ends while it stops a job: all stop as soon as one program or the file has the stop."""
     story = three()
     Away(story, ev.JobStopRequested("job"), reached=reached, written=written).new_driver().quiet(6.0)
     if written or reached > 3:
@@ -66,7 +66,7 @@ def test_a_job_that_was_being_stopped_stops(reached, written):
 
 
 def test_some_have_succeeded():
-    """One rank's function has returned: the others are waited for, nobody is disturbed, and the job succeeds."""
+    """One rank has succeeded: the others are waited for undisturbed, and the job succeeds."""
     story = three()
     mark = story.mark()
     Away(story).returned("a/1#1").new_driver()
@@ -77,7 +77,7 @@ def test_some_have_succeeded():
 
 
 def test_all_have_succeeded_and_ended():
-    """The whole job came to its end without a driver: it has succeeded, with every rank's result."""
+    """The job ended without a driver: it has succeeded with every rank's result."""
     story = three()
     names = story.names
     Away(story).returned(*names).ended(*names).new_driver().answer()
@@ -86,7 +86,7 @@ def test_all_have_succeeded_and_ended():
 
 
 def test_some_programs_had_ended_before():
-    """Of one the old driver had heard already: it is heard again, and the job ends when the others have."""
+    """The old driver knew one program's end: the end is reported again, and the job ends after the others."""
     story = three()
     names = story.names
     story.returned(*names).ended("a/0#1")
@@ -97,7 +97,7 @@ def test_some_programs_had_ended_before():
 
 
 def test_an_error_after_the_loop():
-    """The function returned, the program then failed: so does the job, by the error that the worker kept."""
+    """A program fails after its function returned: the job fails with the error that the worker kept."""
     story = three()
     names = story.names
     Away(story).returned(*names).ended(*names[:2]).ended(names[2], error="KeyError: x").new_driver().answer()
@@ -106,7 +106,7 @@ def test_an_error_after_the_loop():
 
 
 def test_a_program_without_a_loop():
-    """Nothing elastic in it: who has ended is not started again, and the job ends when all have."""
+    """A program without an elastic loop that has ended is not started again; the job ends when all have."""
     story = Story("a:2", min=2).answer()
     story.submit()
     story._unsay(wid("a/0#1"), ev.WorkerReady)
@@ -121,8 +121,8 @@ def test_a_program_without_a_loop():
     assert story.ended("a/1#1").job.outcome == "succeeded"
 
 
-def test_who_was_late_stays_late():
-    """One finished, then one died, so that the third was told to stop: that is no error of its own, and the job succeeds."""
+def test_a_rank_that_was_asked_to_stop_causes_no_error():
+    """A rank that was asked to stop after another finished causes no error, and the job succeeds."""
     story = three()
     story.returned("a/0#1").ended("a/0#1").kill("b/0#1")
     assert story.job.asked_to_stop == {wid("a/1#1")}
@@ -131,7 +131,7 @@ def test_who_was_late_stays_late():
 
 
 def test_a_death_after_others_have_finished():
-    """One finished while nobody listened, another died: the third stops, nothing begins again, and the job succeeds."""
+    """One rank finished and another was lost without a driver: the third stops, and the job succeeds."""
     story = three()
     Away(story).returned("a/0#1").ended("a/0#1").kill("b/0#1").new_driver().quiet(6.0)
     assert (story.job.outcome, story.job.reason) == ("succeeded", "2 of 3 ranks did not finish")
@@ -139,7 +139,7 @@ def test_a_death_after_others_have_finished():
 
 
 def test_programs_linger_after_the_job_is_over():
-    """The job has ended, a program has not: it is told again; if it does not stop it is killed, and the next job runs."""
+    """A program of an ended job is asked to stop again, then killed, and the next job runs."""
     story = three()
     story.silent.add(wid("b/0#1"))
     story.stop_job().answer()
@@ -156,7 +156,7 @@ def test_programs_linger_after_the_job_is_over():
 
 
 def test_the_lease_has_run_out_on_some():
-    """They were told so by themselves: the job has been stopped, with that reason."""
+    """Workers whose lease has expired stop by themselves: the job ends as stopped, with that reason."""
     story = three()
     away = Away(story)
     fake = story.fakes[wid("a/1#1")]
@@ -170,7 +170,7 @@ def test_the_lease_has_run_out_on_some():
 
 
 def test_a_host_that_was_to_leave_leaves():
-    """Draining when the driver died: its members leave by plan, and discovery may bring it back."""
+    """The members of a draining host leave without an abort, and discovery may add the host again."""
     story = three().commit(3)
     story.discover("a:2", "b:1")
     story.remove("b")
@@ -185,7 +185,7 @@ def test_a_host_that_was_to_leave_leaves():
 
 
 def test_a_host_that_discovery_has_let_go_may_come_back():
-    """It was drained, but not by hand: nobody takes it for one that people do not want."""
+    """A host that discovery drained may be discovered again."""
     story = Story(min=1)
     story.discover("a:1", "b:1")
     story.run().commit(3).discover("a:1")
@@ -197,7 +197,7 @@ def test_a_host_that_discovery_has_let_go_may_come_back():
 
 
 def test_a_draining_host_whose_agent_is_gone_has_left():
-    """Nobody starts it again."""
+    """A draining host whose agent was lost is removed and not started again."""
     story = three().commit(3).remove("b")
     mark = story.mark()
     Away(story).lose_host("b").new_driver().quiet(3.0)
@@ -208,7 +208,7 @@ def test_a_draining_host_whose_agent_is_gone_has_left():
 
 @pytest.mark.parametrize("written", [True, False])
 def test_a_host_that_was_removed_stays_removed(written):
-    """Its agent was to end and has not heard so: it is told again, and discovery's list does not bring the host back."""
+    """The agent of a removed host is asked again to end, and discovery does not add the host."""
     story = Story("a:1", "b:1", min=1).answer()
     story.remove("b")
     (last,) = [e for e in story.answers if isinstance(e, ev.WorkerExited)]
@@ -222,8 +222,8 @@ def test_a_host_that_was_removed_stays_removed(written):
     assert list(story.cluster.hosts) == ["a"]
 
 
-def test_a_lost_host_whose_agent_lives_is_started_anew():
-    """It was left out and its agent did not hear that it is to end: that one ends, with all its workers."""
+def test_a_lost_host_whose_agent_lives_gets_another_agent():
+    """The agent of a lost host is still alive: it ends with its workers, and another one starts."""
     story = three()
     last = ev.AgentLost("b", "it was silent")
     Away(story, last).new_driver().quiet(3.0)
@@ -233,7 +233,7 @@ def test_a_lost_host_whose_agent_lives_is_started_anew():
 
 
 def test_slots_that_were_taken_away_stay_away():
-    """The host has fewer slots now: its surplus member leaves by plan."""
+    """A host has fewer slots now: its surplus member leaves without an abort."""
     story = three().commit(3).add("a:1")
     mark = story.mark()
     Away(story).new_driver().quiet(3.0)
@@ -241,8 +241,8 @@ def test_slots_that_were_taken_away_stay_away():
     assert story.commands(cmd.AbortWorld, mark) == []
 
 
-def test_the_limits_are_those_of_the_last_order():
-    """Scaled before the driver died, and not yet carried out: it is now, by plan."""
+def test_the_limits_are_those_of_the_last_request():
+    """A scaling that was saved and not carried out is carried out now."""
     story = three().commit(3)
     Away(story, ev.Scaled(1, 2, "a test"), reached=0).new_driver()
     assert (story.cluster.limits.min, story.cluster.limits.max) == (1, 2)
@@ -251,7 +251,7 @@ def test_the_limits_are_those_of_the_last_order():
 
 
 def test_no_incarnation_is_used_twice():
-    """Not of workers that were started and never written down, nor of those that died with their agent: see `StartWorker`."""
+    """Incarnations of workers that were never saved, or that ended with their agent, are not used again."""
     story = three()
     story._forget(wid("b/0#1"))
     Away(story, ev.WorkerExited(wid("b/0#1"), -9), written=False).lose_host("b").new_driver().quiet(3.0)
@@ -260,7 +260,7 @@ def test_no_incarnation_is_used_twice():
 
 
 def test_a_host_that_was_admitted_unsaved():
-    """Its first worker was started, which was not written down, and has died: the next one has another number."""
+    """A host's first worker was started unsaved and lost: the next one has another incarnation."""
     story = Story("a:1", min=1)
     (last,) = story.answers
     Away(story, last, written=False).kill("a/0#1").new_driver().answer()
@@ -268,7 +268,7 @@ def test_a_host_that_was_admitted_unsaved():
 
 
 def test_slots_that_come_back_have_new_workers():
-    """The host had more slots once: their workers' numbers are not used again, though its new agent never knew of them."""
+    """A host regains slots: earlier incarnations are not used again, although its agent is new."""
     story = Story("a:3", min=1).answer()
     story.add("a:1").answer()
     story.lose_host("a").add("a:1").answer()
@@ -280,7 +280,7 @@ def test_slots_that_come_back_have_new_workers():
 
 
 def test_resets_count_on():
-    """Breaks before, at and after the takeover are one count."""
+    """Breaks before, during and after the takeover are one count."""
     story = three(reset_limit=3)
     story.kill("a/0#1").quiet(3.0)
     Away(story).kill("a/1#1").new_driver().quiet(3.0)
@@ -293,7 +293,7 @@ def test_resets_count_on():
 
 @pytest.mark.parametrize("stage", [Stage.GATHERING, Stage.RUNNING, Stage.ASKED, Stage.LEAVING])
 def test_a_cluster_that_was_being_stopped_stops(stage):
-    """The driver dies after the order to stop it: the next one goes on with that, and starts nothing."""
+    """The driver ends while it stops the cluster: the next one completes the stop and starts nothing."""
     story = with_stage(stage)
     story.send(ev.StopRequested("enough"))
     mark = story.mark()
@@ -304,7 +304,7 @@ def test_a_cluster_that_was_being_stopped_stops(stage):
 
 
 def test_a_last_checkpoint_is_waited_for_by_the_next_driver():
-    """A program still writes it: it has its time, and the cluster ends when that is over."""
+    """A program still writes its checkpoint: the next driver waits for it, then ends the cluster."""
     story = with_stage(Stage.RUNNING)
     busy = story.names[0]
     story.silent.add(wid(busy))

@@ -1,4 +1,4 @@
-"""Hosts of one world that do not reach one another, though the driver hears them all: who is left out, and why."""
+"""Hosts of one world do not reach one another although the driver reaches all: which host is left out, and why."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.core.story import Story
 
 
 def wide(count: int, slots: int = 1, **limits) -> Story:
-    """gpu1, gpu2, … with a network between them train, and have made three commits."""
+    """gpu1, gpu2, … on one network train and have made three commits."""
     story = Story(**{"min": 1, **limits})
     for number in range(1, count + 1):
         story.add(f"gpu{number}:{slots}", f"10.0.0.{number}")
@@ -27,8 +27,8 @@ def sever(story: Story, one: str, other: str) -> Story:
     return story
 
 
-def test_hosts_of_a_world_that_stands_still_probe_one_another():
-    """Each pair, both ways, at the present address; one round at a time."""
+def test_hosts_of_a_stalled_world_probe_one_another():
+    """In a stall each pair of hosts probes the present addresses, both ways, one round at a time."""
     story = wide(3)
     mark = story.mark()
     story.send(ev.StallDetected(story.cluster.generation, 3.0), ev.StallDetected(story.cluster.generation, 4.0))
@@ -45,7 +45,7 @@ def test_hosts_of_a_world_that_stands_still_probe_one_another():
 
 @pytest.mark.parametrize(("addresses", "port"), [([], 4711), (["10.0.0.1", "10.0.0.2"], 0)])
 def test_hosts_that_cannot_be_tried_are_not_probed(addresses, port):
-    """Their agents have found no interface, or have no prober: nobody could say where to try."""
+    """Hosts whose agents have no interface or no prober are not probed."""
     story = Story(min=1)
     for number, name in enumerate(("gpu1", "gpu2")):
         found = tuple(Interface("eth0", address) for address in addresses[number : number + 1])
@@ -59,7 +59,7 @@ def test_hosts_that_cannot_be_tried_are_not_probed(addresses, port):
 
 
 def test_up_to_eight_hosts_are_all_probed_with_one_another():
-    """28 pairs, both ways; from nine on only neighbours are, and the host of rank 0 with all."""
+    """Up to eight hosts probe all 28 pairs; from nine on only neighbours do, and rank 0's host with all."""
     for count, probes in ((8, 56), (9, 30)):
         story = wide(count)
         mark = story.mark()
@@ -68,7 +68,7 @@ def test_up_to_eight_hosts_are_all_probed_with_one_another():
 
 
 def test_many_hosts_are_not_all_probed_with_one_another():
-    """Of ten hosts, neighbours in a ring and rank 0's with all: 17 pairs, not 45."""
+    """Of ten hosts, neighbours in a ring probe, and rank 0's host probes all: 17 pairs, not 45."""
     story = wide(10)
     mark = story.mark()
     story.send(ev.StallDetected(story.cluster.generation, 3.0))
@@ -77,14 +77,14 @@ def test_many_hosts_are_not_all_probed_with_one_another():
 
 
 def test_all_that_reach_one_another_stay():
-    """The network is well: nobody is left out, however long they stand still."""
+    """While all hosts reach one another none is left out, however long the stall lasts."""
     story = wide(3).stand_still(times=10)
     assert story.cluster.stage is Stage.RUNNING
     assert story.records("host-unreachable") == []
 
 
 def test_the_younger_of_two_hosts_that_are_cut_off_is_left_out():
-    """Twice in a row they did not reach one another: the younger is treated as a lost host, and the reason names both."""
+    """Two hosts fail two rounds: the younger is treated as lost, and the reason names both."""
     story = sever(wide(2), "1", "2").stand_still(5.0)
     text = "gpu2 and gpu1 do not reach one another; gpu2 is left out, as it is younger"
     host = story.cluster.hosts["gpu2"]
@@ -97,7 +97,7 @@ def test_the_younger_of_two_hosts_that_are_cut_off_is_left_out():
 
 
 def test_one_direction_is_enough():
-    """A packet filter that lets one way through: they cannot train together."""
+    """Two hosts that reach each other in one direction only cannot train together."""
     story = wide(2)
     story.cut.add(("gpu1", "10.0.0.2"))
     story.stand_still(5.0)
@@ -105,7 +105,7 @@ def test_one_direction_is_enough():
 
 
 def test_once_is_not_enough():
-    """One round failed, the next did not: that was a hiccup."""
+    """One failed round followed by a good one has no effect."""
     story = sever(wide(2), "1", "2")
     story.send(ev.StallDetected(story.cluster.generation, 5.0))
     first = [e for e in story.answers if isinstance(e, ev.Probed)]
@@ -121,8 +121,8 @@ def test_once_is_not_enough():
     assert story.cluster.hosts["gpu2"].phase is HostPhase.UP, "it is counted anew"
 
 
-def test_an_answer_of_an_earlier_round_is_no_news():
-    """It comes late, doubled, in the middle of the next round: it is not counted there."""
+def test_an_answer_of_an_earlier_round_does_not_count():
+    """A late or repeated answer of an earlier round does not count in the next round."""
     story = sever(wide(2), "1", "2")
     story.send(ev.StallDetected(story.cluster.generation, 5.0))
     first = [e for e in story.answers if isinstance(e, ev.Probed)]
@@ -134,7 +134,7 @@ def test_an_answer_of_an_earlier_round_is_no_news():
 
 
 def test_the_host_with_fewer_workers_is_left_out():
-    """Less is lost with it."""
+    """Of two hosts that are cut off, the one with fewer workers is left out."""
     story = Story(min=1)
     story.add("gpu1:1", "10.0.0.1").answer().add("gpu2:2", "10.0.0.2").answer().run().commit(3).answer()
     sever(story, "1", "2").stand_still(5.0)
@@ -143,7 +143,7 @@ def test_the_host_with_fewer_workers_is_left_out():
 
 
 def test_the_younger_of_those_with_fewest_workers_is_left_out():
-    """Nobody reaches anybody: that the host is younger decides among equals, and the reason does not claim more."""
+    """Among hosts with equally few workers the younger is left out; the reason does not claim more."""
     story = Story(min=1)
     for number, slots in ((3, 1), (1, 1), (2, 2)):
         story.add(f"gpu{number}:{slots}", f"10.0.0.{number}").answer()
@@ -156,7 +156,7 @@ def test_the_younger_of_those_with_fewest_workers_is_left_out():
 
 
 def test_the_host_that_reaches_fewest_is_left_out():
-    """One that reaches nobody leaves, though it is the oldest."""
+    """A host that reaches no other host leaves, although it is the oldest."""
     story = wide(4)
     for other in "234":
         sever(story, "1", other)
@@ -171,7 +171,7 @@ def test_the_host_that_reaches_fewest_is_left_out():
 
 
 def test_a_network_in_two_halves_keeps_the_older_half():
-    """As many leave as must, in one break."""
+    """Only as many hosts leave as have to, in one break."""
     story = wide(4)
     for one, other in (("1", "3"), ("1", "4"), ("2", "3"), ("2", "4")):
         sever(story, one, other)
@@ -181,7 +181,7 @@ def test_a_network_in_two_halves_keeps_the_older_half():
 
 
 def test_a_host_that_does_not_answer_is_not_cut_off():
-    """The driver does not hear it either: its silence is told in another way, and this round says nothing of it."""
+    """A host that does not answer the driver's probe is not taken for one that is cut off."""
     story = sever(wide(2), "1", "2")
     story.mute.add("gpu2")
     for _ in range(4):
@@ -190,8 +190,8 @@ def test_a_host_that_does_not_answer_is_not_cut_off():
     assert deadline(story.cluster, story.now) > story.now
 
 
-def test_a_host_that_was_left_out_is_probed_with_whom_it_did_not_reach():
-    """It comes back after its cooldown, and is not admitted by other partners than those it was cut off from."""
+def test_a_host_that_was_left_out_is_probed_with_the_hosts_it_did_not_reach():
+    """After its cooldown a left-out host is probed with the hosts that it did not reach."""
     story = sever(wide(5), "2", "4").stand_still(5.0)
     assert story.cluster.hosts["gpu4"].phase is HostPhase.LOST
     story.answer().wait(5.0).hear(ev.AgentReady)
@@ -204,8 +204,8 @@ def test_a_host_that_was_left_out_is_probed_with_whom_it_did_not_reach():
     assert len(story.names) == 5
 
 
-def test_going_on_does_not_hinder_a_round_that_has_begun():
-    """Commits go on while hosts are probed: nothing is broken by an answer that says all is well."""
+def test_commits_during_a_round_break_nothing():
+    """Commits continue while hosts are probed: an answer that all is well breaks nothing."""
     story = wide(2)
     story.send(ev.StallDetected(story.cluster.generation, 3.0), ev.StallResolved(story.cluster.generation))
     story.answer()
@@ -213,7 +213,7 @@ def test_going_on_does_not_hinder_a_round_that_has_begun():
 
 
 def test_a_host_lost_in_the_middle_of_a_round_is_only_lost():
-    """Its answers do not come any more, the others' say nothing of it, and the round ends."""
+    """A host is lost during a round: the round ends without its answers, and its loss stays the reason."""
     story = sever(wide(3), "1", "3")
     story.send(ev.StallDetected(story.cluster.generation, 3.0))
     story.lose_host("gpu3", "its machine is gone").answer().wait(5.0)
@@ -223,7 +223,7 @@ def test_a_host_lost_in_the_middle_of_a_round_is_only_lost():
 
 
 def test_a_host_lost_after_its_last_answer_is_only_lost():
-    """Twice it did not reach another, but it is lost before the round is over: its loss stays the reason."""
+    """A host that failed two rounds is lost before the second ends: its loss stays the reason."""
     story = sever(wide(3), "1", "3")
     story.send(ev.StallDetected(story.cluster.generation, 3.0))
     story.send(*[e for e in story.answers if isinstance(e, ev.Probed)])
@@ -238,7 +238,7 @@ def test_a_host_lost_after_its_last_answer_is_only_lost():
 
 
 def test_connections_that_break_though_all_live_are_the_networks():
-    """Two hosts are cut off before they have formed a world: not the program is to blame, and one of the two leaves."""
+    """Two hosts are cut off before their world has formed: one of them is left out, and the program is not blamed."""
     story = wide(3)
     sever(story, "2", "3")
     for _ in range(5):
@@ -256,7 +256,7 @@ def test_connections_that_break_though_all_live_are_the_networks():
 
 
 def test_the_program_is_not_blamed_before_the_network_is_known():
-    """The world breaks at one commit faster than hosts can be probed: the job waits for what the probes say."""
+    """A world breaks faster than hosts can be probed: the job waits for the probes."""
     story = sever(wide(2), "1", "2")
     for _ in range(4):
         story.raised("gpu1/0#1", "RuntimeError: connection refused", intact=False)
@@ -269,12 +269,12 @@ def test_the_program_is_not_blamed_before_the_network_is_known():
 
 
 def broken(story: Story) -> Story:
-    """Connections of a member break, nobody has died, and the world forms again."""
+    """A member's connections break without a lost worker, and the world forms again."""
     return story.raised("gpu2/0#1", "RuntimeError: connection closed", intact=False).quiet(8.0)
 
 
 def test_a_host_that_was_left_out_explains_the_breaks_before():
-    """Two more breaks at the same commit are not the third and fourth: the program is not to blame yet."""
+    """After a host was left out, earlier breaks at the same commit do not count against the program."""
     story = broken(wide(4, cooldown=(1000.0, 1000.0)))
     broken(sever(story, "1", "4"))
     assert "gpu4/0#1" not in story.names
@@ -283,7 +283,7 @@ def test_a_host_that_was_left_out_explains_the_breaks_before():
 
 
 def test_a_program_that_breaks_its_connections_is_to_blame_in_a_wide_cluster_too():
-    """The network was asked and is well: after three breaks at one commit the job ends with the program's error."""
+    """The network is well: after three breaks at one commit the job ends with the program's error."""
     story = wide(2)
     for _ in range(4):  # the first of them at another commit
         story.raised("gpu1/0#1", "RuntimeError: I closed it", intact=False)
@@ -294,7 +294,7 @@ def test_a_program_that_breaks_its_connections_is_to_blame_in_a_wide_cluster_too
 
 
 def test_a_newcomer_that_was_cut_off_after_it_was_admitted_is_named_with_its_pair():
-    """It cannot be joined with one member, and their hosts are asked: its host is left out, and the training not touched."""
+    """A newcomer cannot connect to one member: its host is left out, and the training is not touched."""
     story = wide(3)
     story.add("gpu4:1", "10.0.0.4").hear(ev.AgentReady).hear(ev.Probed).hear(ev.WorkerRegistered)
     sever(story, "2", "4")

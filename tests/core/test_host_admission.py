@@ -1,11 +1,11 @@
-"""Hosts on other machines: who reaches whom, where, and who is left out because of it."""
+"""Hosts on other machines are admitted: which hosts probe which addresses, and which host is left out."""
 
 from __future__ import annotations
 
 import pytest
 
 from nbelastic.core import commands as cmd
-from nbelastic.core.state import HostPhase, Stage
+from nbelastic.core.state import HostPhase
 from nbelastic.core.step import deadline
 from nbelastic.protocol import events as ev
 from tests.core.story import Story, wid
@@ -30,15 +30,15 @@ def homes(story: Story) -> dict[str, str]:
 
 
 def test_on_one_machine_nothing_is_probed():
-    """While all hosts are on loopback addresses nobody is probed or moved; each is taken at its first address."""
+    """Hosts on loopback addresses are not probed or moved; each is admitted at its first address."""
     story = Story(min=1)
     story.add("localhost:1", LO, "10.0.0.9").add("127.0.0.2:1", "127.0.0.2", "10.0.0.9").run()
     assert story.commands(cmd.Probe) == story.commands(cmd.Rehome) == []
     assert homes(story) == {"localhost": LO, "127.0.0.2": "127.0.0.2"}
 
 
-def test_terminals_of_other_machines_are_let_in():
-    """Hosts of this machine move to where those come to it, if they have that address; so do those that come later."""
+def test_external_nodes_of_other_machines_move_local_hosts():
+    """An external node of another machine moves local hosts to the address it reaches, later ones too."""
     story = Story(min=1)
     story.add("localhost:1", LO, "10.0.0.9", "192.168.0.9").run()
     story.send(ev.ExternalAccessOpened("192.168.0.9"))
@@ -51,8 +51,8 @@ def test_terminals_of_other_machines_are_let_in():
     assert homes(story)["127.0.0.3"] == "10.0.0.9"
 
 
-def test_a_host_without_addresses_is_taken_as_it_is():
-    """An agent that names no address is believed: its host is up at once, beside others that were probed."""
+def test_a_host_without_addresses_is_admitted_at_once():
+    """A host whose agent reports no address is up at once, beside hosts that were probed."""
     story = wide(2)
     mark = story.mark()
     story.add("old:1").answer()
@@ -61,15 +61,15 @@ def test_a_host_without_addresses_is_taken_as_it_is():
 
 
 def test_the_first_host_is_taken_at_its_first_address():
-    """There is nobody to probe it with: it is up at once."""
+    """The first host has no partner to probe: it is up at once at its first address."""
     story = wide(1)
     assert story.commands(cmd.Probe) == []
     assert homes(story) == {"gpu1": "10.0.0.1"}
     assert story.alive() == ["gpu1/0#1"]
 
 
-def test_a_newcomer_starts_nothing_before_it_is_probed():
-    """It and its partner try one another, both ways, and only then its workers are started."""
+def test_a_new_host_starts_nothing_before_it_is_probed():
+    """A new host and its partner probe each other, both ways, before its workers start."""
     story = wide(1).add("gpu2:2", "10.0.0.2", "10.1.0.2")
     mark = story.mark()
     story.hear(ev.AgentReady)
@@ -82,7 +82,7 @@ def test_a_newcomer_starts_nothing_before_it_is_probed():
 
 
 def test_a_host_that_is_probed_is_a_wait_with_its_reason():
-    """Who waits for it reads with whom its network is probed."""
+    """The reason of a waiting job names the host that is probed and its partner."""
     story = wide(1, min=2).submit().answer().add("gpu3:1", "10.0.0.3").hear(ev.AgentReady)
     assert story.reason == "1 of min 2 workers ready; waiting for gpu3: its network is probed with gpu1"
     assert story.cluster.hosts["gpu3"].reason == "its network is probed with gpu1"
@@ -93,13 +93,13 @@ def test_a_host_that_is_probed_is_a_wait_with_its_reason():
 
 
 def test_partners_are_the_first_and_the_last():
-    """A newcomer is probed with the host that was admitted first and the one that was admitted last: a ring."""
+    """A new host is probed with the host admitted first and the host admitted last: a ring."""
     story = wide(3).add("gpu4:1", "10.0.0.4").hear(ev.AgentReady)
     assert story.cluster.probing["gpu4"].partners == ("gpu3", "gpu1")
 
 
 def test_a_newcomer_to_a_training_is_probed_with_every_member():
-    """One that does not reach the host in the middle is left out before its workers start: the training is not touched."""
+    """A new host that does not reach one member's host is left out before its workers start."""
     story = wide(4).run().commit(3).answer()
     mark = story.mark()
     story.cut |= {("gpu5", "10.0.0.3"), ("gpu5", "10.1.0.3")}
@@ -112,7 +112,7 @@ def test_a_newcomer_to_a_training_is_probed_with_every_member():
 
 
 def test_many_members_are_probed_in_rounds():
-    """Of forty members a newcomer tries 32 at a time, and joins when it has reached all, hosts that came meanwhile too."""
+    """A new host probes forty members 32 at a time, and joins when it has reached all, later ones too."""
     story = wide(40).run().commit(3).answer()
     story.add("zeta:1", "10.0.1.1").hear(ev.AgentReady)
     assert len(story.cluster.probing["zeta"].partners) == 32
@@ -129,7 +129,7 @@ def test_many_members_are_probed_in_rounds():
 
 
 def test_eight_hosts_at_once_are_probed_side_by_side():
-    """A start is no chain of waits: all but the first are probed at the same time, with the first."""
+    """Seven new hosts are probed with the first host at the same time."""
     story = Story(min=8)
     for number in range(1, 9):
         story.add(f"gpu{number}:1", f"10.0.0.{number}")
@@ -142,7 +142,7 @@ def test_eight_hosts_at_once_are_probed_side_by_side():
 
 
 def test_its_address_is_the_first_that_all_partners_reached():
-    """The first address is not reached by one of the partners: the second is taken, and the agent is told."""
+    """A host gets the first address that all partners reached, and its agent is sent that address."""
     story = wide(3)
     story.cut.add(("gpu1", "10.0.0.4"))
     story.add("gpu4:1", "10.0.0.4", "10.1.0.4").answer()
@@ -150,12 +150,12 @@ def test_its_address_is_the_first_that_all_partners_reached():
     assert story.commands(cmd.Rehome) == [cmd.Rehome("gpu4", "10.1.0.4", "eth1")]
     kinds = [type(c) for c in story.said if isinstance(c, cmd.Rehome) or c == cmd.StartWorker(wid("gpu4/0#1"))]
     assert kinds == [cmd.Rehome, cmd.StartWorker], "before it starts a worker"
-    assert story.records("host-moved") == [], "nobody was there before"
+    assert story.records("host-moved") == [], "no other host was up before"
     assert story.records("host-up")[-1] == "gpu4 is up at 10.1.0.4"
 
 
 def test_hosts_of_this_machine_move_when_another_machine_comes():
-    """With the first host of another machine, those on loopback addresses get addresses that it can reach."""
+    """With the first host of another machine, local hosts move from loopback to addresses that it reaches."""
     story = Story(min=1).add("localhost:1", LO, "10.0.0.9").run().commit(2).answer()
     story.add("gpu1:1", "10.0.0.1").hear(ev.AgentReady)
     assert story.last(cmd.Rehome) == cmd.Rehome("localhost", "10.0.0.9", "eth1")
@@ -166,15 +166,15 @@ def test_hosts_of_this_machine_move_when_another_machine_comes():
     assert story.cluster.resets == 0
 
 
-def test_a_host_of_this_machine_joins_others_at_an_outward_address():
-    """In a wide cluster a local host is not taken at its loopback address, though its agent names that first."""
+def test_a_host_of_this_machine_joins_others_at_an_external_address():
+    """In a wide cluster a local host is not admitted at its loopback address."""
     story = wide(2).add("localhost:1", LO, "10.0.0.9").answer()
     assert homes(story)["localhost"] == "10.0.0.9"
     assert story.last(cmd.Rehome) == cmd.Rehome("localhost", "10.0.0.9", "eth1")
 
 
 def test_a_host_with_nothing_but_loopback_is_left_out():
-    """It could not be reached by anybody."""
+    """A host with only a loopback address is left out of a wide cluster."""
     story = wide(2).add("localhost:1", LO).answer()
     reason = "has no address but 127.0.0.1, and the other hosts are on other machines"
     assert story.cluster.hosts["localhost"].reason == reason
@@ -182,13 +182,13 @@ def test_a_host_with_nothing_but_loopback_is_left_out():
 
 
 def test_a_newcomer_is_left_out_if_the_partner_has_nothing_but_loopback():
-    """The partner cannot be reached by anybody, and the newcomer hears so."""
+    """A new host is left out, with that reason, if its partner has only a loopback address."""
     story = Story(min=1).add("localhost:1", LO).answer().add("gpu1:1", "10.0.0.1").answer()
     assert story.cluster.hosts["gpu1"].reason == "reaches the driver but not its peers (localhost at 127.0.0.1)"
 
 
-def test_a_partner_moves_to_where_all_reach_it():
-    """The newcomer does not reach the partner's present address, but another that all others have reached too."""
+def test_a_partner_moves_to_an_address_that_all_reach():
+    """The partner moves to an address that the new host and all other hosts have reached."""
     story = wide(2).run().commit(2).answer()
     story.cut.add(("gpu3", "10.0.0.1"))
     story.add("gpu3:1", "10.0.0.3").quiet(2.0)
@@ -198,8 +198,8 @@ def test_a_partner_moves_to_where_all_reach_it():
     assert story.cluster.formation.store.startswith("10.1.0.1:")
 
 
-def test_a_partner_does_not_move_to_where_others_did_not_reach_it():
-    """Of the partner's two addresses one newcomer reached only the first, the next one only the second: it is left out."""
+def test_a_partner_does_not_move_to_an_address_that_others_did_not_reach():
+    """A new host that reaches no address which all earlier hosts reached is left out."""
     story = wide(1)
     story.cut |= {("gpu2", "10.1.0.1"), ("gpu3", "10.0.0.1")}
     story.add("gpu2:1", "10.0.0.2").answer().add("gpu3:1", "10.0.0.3").answer()
@@ -209,7 +209,7 @@ def test_a_partner_does_not_move_to_where_others_did_not_reach_it():
 
 
 def test_two_newcomers_at_once_agree_on_the_partners_address():
-    """The same, probed side by side: who is heard first is in, and the other is left out."""
+    """Of two new hosts that reach different addresses of a partner, the first to answer is admitted."""
     story = wide(1)
     story.cut |= {("gpu2", "10.1.0.1"), ("gpu3", "10.0.0.1")}
     story.add("gpu2:1", "10.0.0.2").add("gpu3:1", "10.0.0.3").hear(ev.AgentReady).answer()
@@ -217,7 +217,7 @@ def test_two_newcomers_at_once_agree_on_the_partners_address():
 
 
 def test_hosts_of_one_machine_move_together():
-    """A partner that moves takes the others of its machine along: who cannot reach it there cannot reach them."""
+    """A partner that moves takes all hosts of its machine along."""
     story = Story(min=1)
     for name in ("localhost", "127.0.0.2", "127.0.0.3"):
         story.add(f"{name}:1", LO, "10.0.0.9", "10.1.0.9")
@@ -227,8 +227,8 @@ def test_hosts_of_one_machine_move_together():
     assert {address for name, address in homes(story).items() if name != "gpu1"} == {"10.1.0.9"}
 
 
-def test_who_does_not_reach_its_peers_is_left_out():
-    """It is lost with the reason and the addresses, its agent is ended, and it is tried again after a cooldown."""
+def test_a_host_that_does_not_reach_its_partners_is_left_out():
+    """A host that reaches no partner is lost with reason and addresses, and tried again after a cooldown."""
     story = wide(2)
     story.cut |= {("gpu3", f"10.{net}.0.{peer}") for net in (0, 1) for peer in (1, 2)}
     story.add("gpu3:1", "10.0.0.3").answer()
@@ -246,16 +246,16 @@ def test_who_does_not_reach_its_peers_is_left_out():
     assert phases(story)["gpu3"] == "up"
 
 
-def test_who_is_not_reached_is_left_out():
-    """A firewall lets it out, but nobody in: the reason names who tried, and where."""
+def test_a_host_that_is_not_reached_is_left_out():
+    """A firewall blocks connections to a host: it is left out, and the reason names the prober and the addresses."""
     story = wide(1)
     story.cut |= {("gpu1", "10.0.0.3"), ("gpu1", "10.1.0.3")}
     story.add("gpu3:1", "10.0.0.3", "10.1.0.3").answer()
     assert story.cluster.hosts["gpu3"].reason == "is not reached by gpu1 at any of 10.0.0.3, 10.1.0.3"
 
 
-def test_who_is_reached_at_no_common_address_is_left_out():
-    """One partner reaches it at one address, the other at another: no world could have both."""
+def test_a_host_without_a_common_address_is_left_out():
+    """Two partners reach a host at different addresses only: it is left out."""
     story = wide(2)
     story.cut |= {("gpu1", "10.0.0.3"), ("gpu2", "10.1.0.3")}
     story.add("gpu3:1", "10.0.0.3", "10.1.0.3").answer()
@@ -270,7 +270,7 @@ def test_who_is_reached_at_no_common_address_is_left_out():
     ],
 )
 def test_a_probe_without_an_answer_has_a_deadline(mute, reason):
-    """After 5 s the newcomer is left out, the reason says who said nothing, and nobody waits for ever."""
+    """A probe without an answer ends after 5 s, and the reason names the host that did not answer."""
     story = wide(1)
     story.mute.add(mute)
     story.add("gpu2:1", "10.0.0.2").answer()
@@ -283,7 +283,7 @@ def test_a_probe_without_an_answer_has_a_deadline(mute, reason):
 
 
 def test_a_partner_that_is_lost_is_replaced():
-    """The newcomer begins again with who is there; what was said of the lost one is no news."""
+    """A lost partner is replaced, and answers about it are dropped."""
     story = wide(2).add("gpu3:1", "10.0.0.3").hear(ev.AgentReady)
     old = list(story.answers)
     story.lose_host("gpu1")
@@ -296,7 +296,7 @@ def test_a_partner_that_is_lost_is_replaced():
 
 
 def test_without_partners_left_a_newcomer_is_the_first():
-    """Its only partner is lost, or removed, while they are probed: there is nobody to probe it with."""
+    """The only partner is lost or removed during the probe: the new host is admitted as the first."""
     story = wide(1).add("gpu2:1", "10.0.0.2").hear(ev.AgentReady)
     story.lose_host("gpu1")
     assert phases(story) == {"gpu1": "lost", "gpu2": "up"}
@@ -306,7 +306,7 @@ def test_without_partners_left_a_newcomer_is_the_first():
 
 
 def test_a_newcomer_that_is_lost_while_it_is_probed_is_lost():
-    """The usual loss of a host; late answers are no news, and the next try is a new one."""
+    """A host that is lost during its probe is tried again with a new probe; late answers are dropped."""
     story = wide(1).add("gpu2:1", "10.0.0.2").hear(ev.AgentReady)
     old = [e for e in story.answers if isinstance(e, ev.Probed)]
     story.lose_host("gpu2", "its machine is gone")
@@ -319,8 +319,8 @@ def test_a_newcomer_that_is_lost_while_it_is_probed_is_lost():
     assert story.alive("gpu2") == ["gpu2/0#1"]
 
 
-def test_a_newcomer_that_is_removed_while_it_is_probed_is_gone():
-    """Nothing of it is left, and its late answers find nobody."""
+def test_a_newcomer_that_is_removed_while_it_is_probed_leaves_no_trace():
+    """A host that is removed during its probe leaves no trace; late answers are dropped."""
     story = wide(1).add("gpu2:1", "10.0.0.2").hear(ev.AgentReady)
     old = [e for e in story.answers if isinstance(e, ev.Probed)]
     story.remove("gpu2")
@@ -329,8 +329,8 @@ def test_a_newcomer_that_is_removed_while_it_is_probed_is_gone():
     assert phases(story) == {"gpu1": "up"}
 
 
-def test_doubled_news_changes_nothing():
-    """A hello and an answer that come twice are one."""
+def test_repeated_messages_change_nothing():
+    """A repeated `AgentReady` or answer has no effect."""
     story = wide(1).add("gpu2:1", "10.0.0.2").hear(ev.AgentReady)
     first, second = [e for e in story.answers if isinstance(e, ev.Probed)]
     hello = next(e for e in story.heard if isinstance(e, ev.AgentReady) and e.host == "gpu2")
@@ -345,7 +345,7 @@ def test_doubled_news_changes_nothing():
 
 
 def test_stopping_ends_the_probing():
-    """A cluster that stops waits for no probe."""
+    """A stopping cluster waits for no probe."""
     story = wide(1).add("gpu2:1", "10.0.0.2").hear(ev.AgentReady)
     story.send(ev.StopRequested("enough"))
     assert story.cluster.probing == {}
@@ -354,7 +354,7 @@ def test_stopping_ends_the_probing():
 
 
 def test_a_refused_host_is_lost_with_the_problem():
-    """What the driver found wrong with an agent is the reason; it is ended, recorded, and tried again after a cooldown."""
+    """A refused agent is ended, and its host is lost with the problem as reason and tried again after a cooldown."""
     story = Story(min=1).add("gpu1:1")
     story.send(ev.AgentReady("gpu1", 1, problem="nbelastic 0.2 there, 0.3 here"))
     host = story.cluster.hosts["gpu1"]
@@ -369,63 +369,8 @@ def test_a_refused_host_is_lost_with_the_problem():
     assert "gpu1 (lost: nbelastic 0.2 there, 0.3 here; tried again in 5 s)" in story.reason
 
 
-# ---- stores, when a host has moved ----
-
-
-def local(**limits) -> Story:
-    """Two hosts of this machine, on loopback addresses until gpu1 comes."""
-    return Story(**{"min": 2, **limits}).add("localhost:1", LO, "10.0.0.9").add("127.0.0.2:1", LO, "10.0.0.9")
-
-
-def test_a_waiting_worker_offers_its_store_again():
-    """It waits for a world when its host moves: the world is formed with the store at the new address."""
-    story = local(min=3).submit().answer()
-    story.add("gpu1:1", "10.0.0.1").answer(lambda e: not (isinstance(e, ev.WorkerReady) and e.worker.host != "gpu1"))
-    assert story.commands(cmd.FormWorld) == []
-    assert story.reason == "3 workers ready; localhost/0#1 has to offer a store at 10.0.0.9"
-    story.answer()
-    assert story.last(cmd.FormWorld).store.startswith("10.0.0.9:")
-
-
-def test_another_leads_if_rank_0_offers_no_new_store():
-    """After 2 s one whose store is where its host is becomes rank 0, and the world forms."""
-    story = local(min=3).submit().answer()
-    story.silent.add(wid("localhost/0#1"))
-    story.add("gpu1:1", "10.0.0.1").answer().quiet(2.0)
-    order = story.last(cmd.FormWorld)
-    assert order.members[0] == wid("127.0.0.2/0#1")
-    assert order.store.startswith("10.0.0.9:")
-
-
-def test_an_old_store_is_better_than_none():
-    """Nobody offers a new one: after 2 s the world is formed with what there is, for it may work; nothing hangs."""
-    story = local(min=2).submit().answer(lambda e: not isinstance(e, ev.WorkerReady))
-    ready = [e for e in story.answers if isinstance(e, ev.WorkerReady)]
-    story.answers.clear()
-    story.add("gpu1:1", "10.0.0.1").hear(ev.AgentReady)
-    story.answers.clear()
-    story.send(*ready)
-    assert story.commands(cmd.FormWorld) == []
-    story.wait(2.0)
-    assert story.last(cmd.FormWorld).store.startswith(LO)
-
-
-def test_a_change_is_not_prepared_with_a_store_that_was_left_behind():
-    """The only store known is at the old address: the change is made plainly, with what its members offer on leaving."""
-    story = local().run().commit(3).answer()
-    story.silent |= set(story.cluster.members)
-    story.add("gpu1:1", "10.0.0.1").hear(ev.AgentReady)
-    story.silent.clear()
-    mark = story.mark()
-    story.quiet(2.0)
-    assert story.commands(cmd.PrepareWorld, mark) == []
-    assert story.last(cmd.FormWorld).store.startswith("10.0.0.9:")
-    assert len(story.names) == 3
-    assert story.cluster.stage is Stage.RUNNING
-
-
 def test_no_number_of_a_probe_is_used_twice():
-    """Newcomers and the hosts of a world that stands still share the numbers: an old answer fits no later question."""
+    """Admission and stalls number their probes together: an old answer fits no later question."""
     story = wide(3).run().commit(3).answer()
     story.stand_still(3.0)
     story.add("gpu9:1", "10.0.0.9", "10.1.0.9").answer()

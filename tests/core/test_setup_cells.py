@@ -1,4 +1,4 @@
-"""Setup cells: which are kept, which worker has run them, and what a worker does on which one has failed."""
+"""Setup cells: which are kept, which workers have run them, and what follows a failure."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def state(story: Story, name: str) -> WorkerState:
 
 
 def test_a_cell_that_fails_everywhere_is_not_kept():
-    """A typo poisons nobody: the worker stays ready, and a replacement does not run the cell."""
+    """A cell that fails on all workers is dropped: they stay ready, and a replacement does not run it."""
     story = Story("a:1", **LIMITS).answer()
     story.broken.add(("a", "nosuchmodule"))
     story.set_up("imports", "nosuchmodule").answer()
@@ -46,7 +46,7 @@ def test_a_cell_that_fails_everywhere_is_not_kept():
 
 
 def test_a_cell_that_is_edited_replaces_itself():
-    """It keeps its place; later workers run the new text only."""
+    """An edited cell keeps its place, and later workers run only its new text."""
     story = Story("a:1", **LIMITS).answer()
     story.set_up("first", "one").answer().set_up("second", "two").answer()
     story.set_up("first", "ONE").answer()
@@ -57,7 +57,7 @@ def test_a_cell_that_is_edited_replaces_itself():
 
 
 def test_an_edit_that_fails_leaves_the_cell_that_worked():
-    """Later workers run what ran well."""
+    """After a failed edit, later workers run the earlier text."""
     story = Story("a:1", **LIMITS).answer()
     story.set_up("first", "one").answer()
     story.broken.add(("a", "oen"))
@@ -66,14 +66,14 @@ def test_an_edit_that_fails_leaves_the_cell_that_worked():
 
 
 def test_the_same_source_is_not_kept_twice():
-    """A copy of a cell, or one without a key that is run again, takes the place of the first."""
+    """A copy of a cell, or a repeated cell without a key, replaces the first."""
     story = Story("a:1", **LIMITS).answer()
     story.set_up("first", "one").answer().set_up("copy", "one").answer()
     assert kept(story) == [("copy", "one")]
 
 
 def test_a_cell_that_no_worker_could_try_is_kept():
-    """Nobody was ready: whoever comes runs it before its work."""
+    """A cell that no worker could try is kept, and each later worker runs it before a program."""
     story = Story("a:1", **LIMITS)
     story.set_up("first", "one")
     assert kept(story) == [("first", "one")]
@@ -82,7 +82,7 @@ def test_a_cell_that_no_worker_could_try_is_kept():
 
 
 def test_cells_are_cleared_by_their_keys_or_all():
-    """Later workers do not run them; an unknown key changes nothing."""
+    """Later workers do not run cleared cells; an unknown key changes nothing."""
     story = Story("a:1", **LIMITS).answer()
     for key in "xyz":
         story.set_up(key, f"cell {key}").answer()
@@ -97,7 +97,7 @@ def test_cells_are_cleared_by_their_keys_or_all():
 
 
 def test_a_cell_that_comes_while_a_worker_registers():
-    """Before the worker's registration, after it or on its way to its program: it runs the cell before its program."""
+    """A cell that arrives around a worker's registration runs before its program."""
     for when in range(3):
         story = Story("a:1", **LIMITS).hear(ev.AgentReady)
         if when > 0:
@@ -111,7 +111,7 @@ def test_a_cell_that_comes_while_a_worker_registers():
 
 
 def test_a_newcomer_that_becomes_ready_during_a_trial_runs_the_cell_too():
-    """It tries the cell, too, and waits for nobody: the cell may still run on the others."""
+    """A newcomer also tries a cell that other workers still run."""
     story = Story("a:1", **LIMITS).answer()
     story.add("b:1").hear(ev.AgentReady)
     story.set_up("value", "7")
@@ -124,7 +124,7 @@ def test_a_newcomer_that_becomes_ready_during_a_trial_runs_the_cell_too():
 
 
 def test_replacements_and_newcomers_run_all_cells_in_order():
-    """Also in the middle of a job, before they join it."""
+    """Replacements and newcomers run all cells in order before they join a job."""
     story = Story("a:1", "b:1", **LIMITS).answer()
     story.set_up("x", "one").answer().set_up("y", "two").answer()
     story.run()
@@ -137,7 +137,7 @@ def test_replacements_and_newcomers_run_all_cells_in_order():
 
 
 def test_a_worker_whose_setup_failed_joins_no_job():
-    """Job after job runs without it, and the status says why."""
+    """A worker with a failed cell joins no job, and the status names the cell."""
     story = Story("a:1", **LIMITS).answer()
     story.set_up("value", "1").answer()
     story.broken.add(("b", "1"))
@@ -152,8 +152,8 @@ def test_a_worker_whose_setup_failed_joins_no_job():
         assert story.job.outcome == "succeeded"
 
 
-def test_a_cell_that_fails_on_some_says_on_which():
-    """It is kept for those on which it ran well; the others take part in no job."""
+def test_a_cell_that_fails_on_some_names_them():
+    """A cell that fails on some workers is kept; its record names them, and they join no job."""
     story = Story("a:1", "b:1", **LIMITS).answer()
     story.broken.add(("b", "1"))
     story.set_up("value", "1").answer()
@@ -162,7 +162,7 @@ def test_a_cell_that_fails_on_some_says_on_which():
 
 
 def test_a_cell_that_is_mended_brings_its_workers_back():
-    """They run the mended cell, and then all that they have missed since."""
+    """Workers with a failed cell run its new text, then the cells that they have missed."""
     story = Story("a:1", "b:1", **LIMITS).answer()
     story.broken.add(("b", "1"))
     story.set_up("value", "1").answer().set_up("next", "2").answer()
@@ -173,7 +173,7 @@ def test_a_cell_that_is_mended_brings_its_workers_back():
 
 
 def test_a_cell_that_is_cleared_brings_its_workers_back():
-    """What failed is not asked of them any more."""
+    """Workers with a failed cell are ready again when that cell is cleared."""
     story = Story("a:1", "b:1", **LIMITS).answer()
     story.broken.add(("b", "1"))
     story.set_up("value", "1").answer().set_up("next", "2").answer()
@@ -183,8 +183,8 @@ def test_a_cell_that_is_cleared_brings_its_workers_back():
     assert story.run().names == ["a/0#1", "b/0#1"]
 
 
-def test_a_cell_that_fails_after_it_was_cleared_keeps_nobody_out():
-    """A newcomer still ran it: nobody asks for that cell any more."""
+def test_a_cell_that_fails_after_it_was_cleared_excludes_no_worker():
+    """A cell fails on a newcomer after it was cleared: the newcomer is ready."""
     story = Story("a:1", **LIMITS).answer()
     story.set_up("value", "1").answer()
     story.broken.add(("b", "1"))
@@ -195,7 +195,7 @@ def test_a_cell_that_fails_after_it_was_cleared_keeps_nobody_out():
 
 
 def test_a_worker_that_is_restarted_is_set_up_again():
-    """Its host may have been mended."""
+    """A restarted worker runs the failed cell again."""
     story = Story("a:1", "b:1", **LIMITS).answer()
     story.broken.add(("b", "1"))
     story.set_up("value", "1").answer()
@@ -210,7 +210,7 @@ def test_a_worker_that_is_restarted_is_set_up_again():
 
 
 def test_a_cell_that_hangs_on_one_worker_blocks_no_other():
-    """The others are ready and train meanwhile; the one that hangs is killed in the end and set up anew."""
+    """Other workers train while a cell hangs on one, which is killed at its deadline and set up again."""
     story = Story("a:1", "b:1", **LIMITS).answer()
     story.silent.add(wid("b/0#1"))
     story.set_up("value", "1").answer()
@@ -226,15 +226,15 @@ def test_a_cell_that_hangs_on_one_worker_blocks_no_other():
 
 
 def test_a_worker_that_dies_while_it_tries_a_cell():
-    """The others decide whether the cell is kept."""
+    """A worker is lost during a trial: the other workers decide whether the cell is kept."""
     story = Story("a:1", "b:1", **LIMITS).answer()
     story.set_up("value", "1").kill("b/0#1").answer()
     assert kept(story) == [("value", "1")]
     assert ran(story, "b/0#2") == ["1"]
 
 
-def test_a_new_driver_knows_the_cells_and_who_has_run_them():
-    """Nobody runs one again that it has run; newcomers run all; who had not come so far does."""
+def test_a_new_driver_knows_the_cells_and_which_workers_have_run_them():
+    """Under a new driver each worker runs exactly the cells that it has not run."""
     story = Story("a:1", "b:1", **LIMITS).answer()
     story.set_up("value", "1").answer()
     story.add("c:1").hear(ev.AgentReady).hear(ev.WorkerRegistered)
@@ -248,7 +248,7 @@ def test_a_new_driver_knows_the_cells_and_who_has_run_them():
 
 
 def test_a_new_driver_forgets_a_trial():
-    """Its caller is gone: the cell is not kept, and the workers are ready."""
+    """A new driver drops a cell on trial, as its client is lost, and the workers are ready."""
     story = Story("a:1", **LIMITS).answer()
     story.set_up("value", "1")
     Away(story).new_driver().answer()
@@ -257,7 +257,7 @@ def test_a_new_driver_forgets_a_trial():
 
 
 def test_a_cell_that_has_failed_is_not_run_again_because_another_worker_is_busy():
-    """One worker still leaves its program, so it is set up later; the one on which the cell failed is left alone."""
+    """A worker still leaves its program: the other worker, on which the cell failed, does not run it again."""
     story = Story("a:1", "b:1", "c:1", **LIMITS).run()
     story.silent.add(wid("b/0#1"))
     story.stop_job().answer()
@@ -269,8 +269,8 @@ def test_a_cell_that_has_failed_is_not_run_again_because_another_worker_is_busy(
 
 
 @pytest.mark.parametrize("clears", [False, True])
-def test_a_worker_that_was_told_to_end_runs_no_cell(clears):
-    """A cell failed on it, and its host is to leave: neither another version of the cell nor its clearing sets it up again."""
+def test_a_worker_that_was_asked_to_end_runs_no_cell(clears):
+    """A worker that was asked to end runs neither a new text of a failed cell nor any other cell."""
     story = Story("a:1", "b:1", **LIMITS).answer()
     story.broken.add(("b", "one"))
     story.set_up("first", "one").answer().remove("b")

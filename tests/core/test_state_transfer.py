@@ -1,0 +1,99 @@
+"""After each formation all ranks hold the newest commit: which rank sends it, and which ranks receive it."""
+
+from __future__ import annotations
+
+from nbelastic.core import commands as cmd
+from nbelastic.core.state import Stage
+from nbelastic.protocol import events as ev
+from tests.core.story import Story, wid
+
+
+def test_a_death_while_syncing_leaves_the_state_where_it_was():
+    """A forming generation breaks: earlier holders still hold the state, and the newest commit wins."""
+    story = Story("a:2", min=1, cooldown=(0.0, 0.0)).run().commit(7)
+    story.add("b:1").answer(lambda e: not isinstance(e, ev.WorkerFormed))
+    assert (story.cluster.stage, len(story.cluster.members)) == (Stage.FORMING, 3)
+    story.kill("a/0#1").hear(ev.WorkerReady, "a/1#1")
+    story.answer()
+    order = story.commands(cmd.FormWorld)[2]
+    assert order.members[order.root] == wid("a/1#1")
+    assert order.members.index(wid("b/0#1")) in order.receivers
+
+
+def test_the_newest_commit_wins_and_all_others_receive():
+    """The survivor with the newest commit is root; a worker that changed tensors since its commit is not."""
+    story = Story("a:4", min=1).run().commit(5)
+    story.fakes[wid("a/2#1")].commit += 1
+    story.fakes[wid("a/3#1")].commit += 1
+    story.fakes[wid("a/3#1")].clean = False
+    mark = story.mark()
+    story.kill("a/0#1").hear(ev.WorkerReady, "a/1#1", "a/2#1", "a/3#1")
+    order = story.commands(cmd.FormWorld, mark)[0]
+    assert [str(w) for w in order.members] == ["a/1#1", "a/2#1", "a/3#1"]
+    assert (order.root, order.receivers) == (1, (0, 2))
+
+
+def test_if_no_survivor_is_clean_all_receive():
+    """All survivors have changed tensors since the commit: all receive the root's state."""
+    story = Story("a:3", min=1).run().commit(5)
+    for fake in story.fakes.values():
+        fake.clean = False
+    mark = story.mark()
+    story.kill("a/0#1").hear(ev.WorkerReady, "a/1#1", "a/2#1")
+    order = story.commands(cmd.FormWorld, mark)[0]
+    assert (order.root, order.receivers) == (0, (1,))
+
+
+def test_equal_survivors_send_nothing():
+    """All survivors are clean at the same commit: no rank receives."""
+    story = Story("a:3", min=1).run().commit(5)
+    mark = story.mark()
+    story.kill("a/0#1").hear(ev.WorkerReady, "a/1#1", "a/2#1")
+    assert story.commands(cmd.FormWorld, mark)[0].receivers == ()
+
+
+def test_in_a_planned_change_only_newcomers_receive():
+    """In a reconfiguration all members leave at one commit, so only the newcomer receives."""
+    story = Story("a:2", min=1).run().commit(5)
+    mark = story.mark()
+    story.add("b:1").quiet(2.0)
+    order = story.commands(cmd.FormWorld, mark)[0]
+    assert (order.root, order.receivers) == (0, (2,))
+
+
+def test_in_the_first_world_all_receive_rank_zeros_state():
+    """In a first world rank 0 is the root and all other ranks receive."""
+    order = Story("a:3", min=3).run().last(cmd.FormWorld)
+    assert (order.root, order.receivers) == (0, (1, 2))
+
+
+def sending(story):
+    """A member that is one commit ahead sends its state to the others."""
+    story.fakes[wid("a/0#1")].commit += 1
+    story.kill("a/3#1").hear(ev.WorkerReady)
+    assert story.cluster.stage is Stage.FORMING
+    assert story.cluster.formation.root == 0
+    return story
+
+
+def test_a_receiver_whose_sender_dies_never_sends_on_a_mixture():
+    """A receiver with parts of two commits reports that it holds no state, and receives it from a holder."""
+    story = sending(Story("a:4", min=1).run().commit(5))
+    mark = story.mark()
+    story.kill("a/0#1").tear("a/1#1").hear(ev.WorkerReady, "a/1#1", "a/2#1")
+    order = story.commands(cmd.FormWorld, mark)[0]
+    assert [str(w) for w in order.members] == ["a/1#1", "a/2#1"]
+    assert (order.root, order.receivers) == (1, (0,))
+    story.quiet(3.0)
+    assert story.cluster.stage is Stage.RUNNING
+
+
+def test_a_job_whose_survivors_all_hold_mixtures_fails_in_words():
+    """No survivor holds a whole state: the job ends, and does not resume from parts of two commits."""
+    story = sending(Story("a:4", min=1).run().commit(5))
+    mark = story.mark()
+    story.kill("a/0#1").tear("a/1#1", "a/2#1").hear(ev.WorkerReady, "a/1#1", "a/2#1")
+    assert story.commands(cmd.FormWorld, mark) == []
+    end = story.last(cmd.EndJob)
+    assert end.outcome == "failed"
+    assert "broke off halfway; no worker is left that holds the training state" in end.reason
