@@ -54,7 +54,7 @@ class AnyStory(RuleBasedStateMachine):
         self.story.addresses = dict(network)
         self.jobs = 0
         self.story.add("n:2").add("b:1")  # not in alphabetical order: seniority is not the name
-        self.calm()
+        self.let_all_answer()
 
     # ---- hosts and people ----
 
@@ -219,6 +219,14 @@ class AnyStory(RuleBasedStateMachine):
         else:
             story.add(f"{host}:{slots}")
         story.answer(lambda e: not (isinstance(e, missing) and e.worker in members))
+
+    @rule()
+    def let_all_answer(self):
+        """All answer for some seconds."""
+        if self.story.cluster.active is None:
+            self.jobs += 1
+            self.story.submit(f"job-{self.jobs}")
+        self.story.quiet(3.0)
 
     # ---- drivers ----
 

@@ -157,14 +157,6 @@ class EveryStory(AnyStory):
         self.story.send(data.draw(st.sampled_from(old)))
 
     @rule()
-    def let_all_answer(self):
-        """All answer for some seconds."""
-        if self.story.cluster.active is None:
-            self.jobs += 1
-            self.story.submit(f"job-{self.jobs}")
-        self.story.quiet(3.0)
-
-    @rule()
     def calm_again(self):
         self.let_all_answer()
 
