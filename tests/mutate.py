@@ -3,8 +3,8 @@
     python tests/mutate.py --seed 7 --count 60
     python tests/mutate.py --seed 7 --count 10 --files nbelastic/core/script_rounds.py
 
-Each mutant is run in a temporary copy: tests of the mutated module first, then all of tests/core (or those of the state, of
-tests/worker). The diff of each survivor is printed, and a summary as JSON at the end. Exits with 1 if fewer than 95 % of the
+Each mutant is run in a temporary copy: tests of the mutated module first, then all of tests/core, or of tests/state. The
+diff of each survivor is printed, and a summary as JSON at the end. Exits with 1 if fewer than 95 % of the
 mutants that are not known to be equivalent were killed.
 """
 
@@ -33,14 +33,7 @@ from typing import NamedTuple
 ROOT = Path(__file__).parents[1]
 NO_DECISIONS = {"__init__.py"}
 CORE = sorted(path for path in (ROOT / "nbelastic" / "core").glob("*.py") if path.name not in NO_DECISIONS)
-STATE = [
-    ROOT / "nbelastic" / "worker" / f"{name}.py"
-    for name in ["state", "sampler", "copies", "transfer", "checkpoint", "optimizers", "saving", "layout", "generators"]
-]
-STATE_TESTS = [
-    "state", "sampler", "commit", "checkpoint", "exactly_once", "session", "transfer", "receiving", "layout",
-    "damaged_checkpoints",
-]  # fmt: skip
+STATE = sorted(path for path in (ROOT / "nbelastic" / "state").glob("*.py") if path.name not in NO_DECISIONS)
 OTHERS = ("test_messages", "test_imports")  # of tests/core: they test no decisions
 SLOW = ("test_transfer", "test_damaged_checkpoints", "test_determinism", "test_script_properties", "test_properties")
 SLOWDOWN = 10  # how many times longer than its processor time a run may take, on a busy machine
@@ -205,11 +198,7 @@ def draw(path: Path, count: int, chance: random.Random) -> list[Mutant]:
 def tests_of(path: Path) -> list[list[str]]:
     """The runs of pytest that a mutant of this module has to pass: its own tests first, the slow ones last."""
     root, package = path.parents[2], path.parent.name
-    every = sorted(
-        file
-        for file in (root / "tests" / package).glob("test_*.py")
-        if (file.stem[5:] in STATE_TESTS if package == "worker" else file.stem not in OTHERS)
-    )
+    every = sorted(file for file in (root / "tests" / package).glob("test_*.py") if file.stem not in OTHERS)
     named = re.compile(rf"\b{package}(\.| import .*){path.stem}\b")
     slow = [file for file in every if file.stem in SLOW and path.stem not in file.stem]
     quick = [file for file in every if file not in slow]
