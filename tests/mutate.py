@@ -49,8 +49,8 @@ KNOWN = [  # equivalents: the module, the line before and after, and why no test
         "slots[:]",
         "a short cut: of a host that is not full no slot is free then",
     ),
-    ("state.py", "admitted: int = 0", "admitted: int = 1", "one that was never admitted is not asked for it"),
-    ("state.py", "for index in sorted(places)", "for index in list(places)", "the same walk made the numbers"),
+    ("core/state.py", "admitted: int = 0", "admitted: int = 1", "one that was never admitted is not asked for it"),
+    ("state/state.py", "for index in sorted(places)", "for index in list(places)", "the same walk made the numbers"),
     ("optimizers.py", "in theirs[len(mine):]", "in theirs[:]", "the first ones are known to be equal by then"),
     ("optimizers.py", "strict=True", "strict=False", "both are always of one length"),
     ("transfer.py", "world_size - 1", "world_size + 1", "never a broadcast on the CPU: slower, with the same result"),
@@ -245,7 +245,7 @@ def judge(mutant: Mutant, root: Path, seed: int, limit: float) -> dict[str, obje
     was, now = ("\n".join(line[1:] for line in diff[2:] if line[0] == sign) for sign in "-+")
     found = {"file": name, "line": mutant.line, "category": mutant.category}
     for module, old, new, reason in KNOWN:
-        if mutant.path.name == module and old in was and was.replace(old, new) == now:
+        if mutant.path.as_posix().endswith(f"/{module}") and old in was and was.replace(old, new) == now:
             return {**found, "result": "equivalent", "why": reason}
     original = mutant.path.read_text("utf-8")
     mutant.path.write_text(after, "utf-8")
@@ -267,7 +267,7 @@ def main() -> int:
     parser.add_argument("--limit", type=int, default=60, help="seconds of processor time for each run of pytest (60)")
     options = parser.parse_args()
     for module, old, _, _ in KNOWN:
-        code = next(path.read_text("utf-8") for path in (*CORE, *STATE) if path.name == module)
+        code = next(path.read_text("utf-8") for path in (*CORE, *STATE) if path.as_posix().endswith(f"/{module}"))
         if old not in ast.unparse(ast.parse(code)):
             print(f"KNOWN is out of date: {module} has no {old!r} any more.", file=sys.stderr)
             return 2
