@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from nbelastic.core import commands as cmd
 from nbelastic.core.commands import Commands
 from nbelastic.core.host_slots import with_host, with_slot
-from nbelastic.core.state import ClusterState
+from nbelastic.core.state import ClusterState, Host, HostPhase
 from nbelastic.protocol.ids import WorkerId
 
 AGENT_RETRY = 1.0  # seconds between two starts of an agent, even with a cooldown of 0
@@ -32,6 +32,16 @@ def record_failure(cluster: ClusterState, w: WorkerId, why: str, now: float, out
     out.append(cmd.Record("slot-backoff", reason, host=w.host, worker=str(w)))
     cluster = with_slot(cluster, w, replace(slot, backoff_until=now + wait, reason=reason))
     return with_host(cluster, replace(cluster.hosts[w.host], reason=reason))
+
+
+def host_backoff(cluster: ClusterState, host: Host, now: float) -> tuple[int, float]:
+    """The failures of a host after the loss of its agent, and the seconds until it is tried again.
+
+    A host that was up for `healthy` seconds clears earlier failures.
+    """
+    healthy = host.phase is HostPhase.UP and now - host.since >= cluster.limits.healthy
+    failures = 1 if healthy else host.failures + 1
+    return failures, max(AGENT_RETRY, backoff_seconds(cluster, failures))
 
 
 def hold_back(cluster: ClusterState, ids: Iterable[WorkerId], why: str, now: float, out: Commands) -> ClusterState:

@@ -179,7 +179,7 @@ def form(cluster: ClusterState, members: tuple[WorkerId, ...], now: float, out: 
         return with_reason(replace(cluster, too_few_since=None), reason, store_by)
     members = stores.with_store_first(cluster, members)
     cluster = stop_leavers(cluster, staying(cluster), out)
-    formation = formation_of(cluster.highest_generation + 1, [cluster.workers[w] for w in members])
+    formation = choose_root_and_receivers(cluster.highest_generation + 1, [cluster.workers[w] for w in members])
     out.append(formation)
     return enter(cluster, formation, frozenset())
 
@@ -223,8 +223,12 @@ def enter(cluster: ClusterState, formation: cmd.FormWorld, entered: frozenset[Wo
     )
 
 
-def formation_of(generation: int, members: list[Worker]) -> cmd.FormWorld:
-    """The formation of a generation: its root holds the newest training state, its receivers need it."""
+def choose_root_and_receivers(generation: int, members: list[Worker]) -> cmd.FormWorld:
+    """The formation of a generation: which rank sends the training state (root), and which ranks receive it.
+
+    The root is the first rank with the newest commit, preferably one whose live tensors are those of the commit. Every
+    other rank receives, unless it holds the same commit in the same way.
+    """
     claims = [(worker.has_state, worker.clean, worker.commit) for worker in members]
     newest = max(claims)
     root = claims.index(newest)

@@ -6,7 +6,6 @@ from msgspec.structs import replace
 
 from nbelastic.core import backoff, provisioning
 from nbelastic.core import commands as cmd
-from nbelastic.core.backoff import AGENT_RETRY
 from nbelastic.core.commands import Commands
 from nbelastic.core.host_slots import with_host, with_slots, workers_on
 from nbelastic.core.state import ClusterState, Host, HostPhase, Slot
@@ -91,9 +90,7 @@ def agent_lost(
     if host.phase is HostPhase.DRAINING:
         out.append(cmd.Record("host-gone", f"{name} has left ({reason})", host=name))
         return _remove(cluster, name)
-    healthy = host.phase is HostPhase.UP and now - host.since >= cluster.limits.healthy
-    failures = 1 if healthy else host.failures + 1
-    wait = max(AGENT_RETRY, backoff.backoff_seconds(cluster, failures))
+    failures, wait = backoff.host_backoff(cluster, host, now)
     out.append(cmd.Record(kind, f"{name}: {reason}; tried again in {wait:g} s", host=name))
     host = replace(host, phase=HostPhase.LOST, reason=reason, failures=failures, retry_at=now + wait)
     cluster = replace(cluster, wake_at=min(cluster.wake_at, host.retry_at))

@@ -20,7 +20,7 @@ YOUNG = 2.0  # seconds; a worker that ends itself sooner counts as failed, so th
 
 
 def worker_exited(cluster: ClusterState, event: ev.WorkerExited, now: float, out: Commands) -> ClusterState:
-    """A hung worker that ended itself has not failed. A program that exits with that code at once has."""
+    """Handle the end of a worker's process. Exit code HUNG is not a failure, unless the worker lived for less than YOUNG."""
     w, code = event.worker, event.code
     was_hung = code == HUNG and now - cluster.workers[w].since >= YOUNG
     return worker_lost(cluster, w, f"{w} died ({exit_text(code)})", now, out, blameless=was_hung)
@@ -46,12 +46,13 @@ def worker_lost(
     The loss of a member breaks the generation.
     """
     if w in cluster.stopped:
-        cluster, why = free_slot(cluster, w), f"{w} was stopped"
+        cluster = free_slot(cluster, w)
+        why = f"{w} was stopped"
     else:
-        if not blameless:
-            cluster = backoff.record_failure(_reset_unexplained(cluster, (w,)), w, why, now, out)
-        else:
+        if blameless:
             cluster = free_slot(cluster, w, restarts=1)
+        else:
+            cluster = backoff.record_failure(_reset_unexplained(cluster, (w,)), w, why, now, out)
         out.append(cmd.Record("worker-lost", why, host=w.host, worker=str(w), generation=cluster.generation))
     cluster = remove_from_job(cluster, (w,), why, now, out)
     return provisioning.provision(host_lifecycle.remove_if_empty(cluster, w.host, out), now, out)
@@ -60,7 +61,7 @@ def worker_lost(
 def host_lost(
     cluster: ClusterState, name: str, reason: str, now: float, out: Commands, *, kind: str = "host-lost"
 ) -> ClusterState:
-    """Handle the loss of a host and its workers. A record of this `kind` gives the reason."""
+    """Handle the loss of a host and its workers. `kind` is the kind of its record in the event log."""
     host = cluster.hosts.get(name)
     if host is None or host.phase is HostPhase.LOST:
         return cluster
@@ -71,8 +72,13 @@ def host_lost(
 
 
 def _reset_unexplained(cluster: ClusterState, lost: Iterable[WorkerId]) -> ClusterState:
-    """The loss of a member explains broken connections, so count breaks without a lost worker from zero."""
-    return replace(cluster, unexplained_breaks=NO_BREAKS) if not cluster.member_set.isdisjoint(lost) else cluster
+    """The loss of a member explains broken connections, so count unexplained breaks from zero.
+
+    A hung worker does not count as lost here: it is a consequence of the break.
+    """
+    if cluster.member_set.isdisjoint(lost):
+        return cluster
+    return replace(cluster, unexplained_breaks=NO_BREAKS)
 
 
 def exclude_host(
@@ -86,7 +92,7 @@ def exclude_host(
 def remove_from_job(
     cluster: ClusterState, workers: Iterable[WorkerId], why: str, now: float, out: Commands, *, alive: bool = False
 ) -> ClusterState:
-    """Remove workers from the job and, unless `alive`, from the state. Members among them break the generation."""
+    """Remove workers from the job and, unless `alive`, from the state. If one is a member, the generation breaks."""
     removed = frozenset(workers)
     lost_members = removed & cluster.member_set
     if not alive:
@@ -98,7 +104,7 @@ def remove_from_job(
             cluster = generation_end.cancel_next(cluster, out)
         return jobs.finish(cluster, now, out)
     cluster = with_members(cluster, tuple(w for w in cluster.members if w not in removed))
-    if lost_members <= job.ended:
+    if lost_members.issubset(job.ended):  # their programs have ended: nothing is lost with them
         return jobs.finish(cluster, now, out)
     if job.succeeded:
         return generation_end.finish_after_success(cluster, job, why, now, out)

@@ -263,7 +263,8 @@ class ClusterState(Struct, frozen=True):
     # failures without a lost worker
     suspects: frozenset[WorkerId] = frozenset()  # members that lost a connection
     suspect_since: float = 0.0
-    suspect_error: str = ""  # that the first of the suspects raised
+    first_suspect: WorkerId | None = None  # the suspect that raised first
+    suspect_error: str = ""  # the error that it raised
     unexplained_breaks: tuple[int, int] = NO_BREAKS  # how many in a row, and at which commit
     stall: Stall | None = None
     hung: frozenset[WorkerId] = frozenset()  # members that an abort does not wake

@@ -1,4 +1,7 @@
-"""What workers report from the elastic loop, and the ends of their programs."""
+"""What workers report from the elastic loop, and the ends of their programs.
+
+`member_event` and `break_unexplained` decide whose fault an exception is: the user's program, or a lost worker.
+"""
 
 from __future__ import annotations
 
@@ -138,7 +141,8 @@ def break_unexplained(cluster: ClusterState, now: float, out: Commands) -> Clust
     commit = max((cluster.workers[w].commit for w in cluster.members), default=0)
     count, at = cluster.unexplained_breaks
     count = count + 1 if at == commit else 1
-    culprit = min(cluster.suspects)
+    first = cluster.first_suspect
+    culprit = first if first is not None and first in cluster.suspects else min(cluster.suspects)
     if count >= MOST_UNEXPLAINED and not cluster.partition_check.pairs:  # the probes may still blame the network
         why = f"{rank_text(cluster, culprit)} raised {cluster.suspect_error} ({count} times in a row, and no lost worker explains it)"
         return jobs.end(cluster, "failed", why, now, out, culprit=culprit)
@@ -154,7 +158,7 @@ def _suspect(cluster: ClusterState, w: WorkerId, error: str, now: float) -> Clus
         return cluster
     if cluster.suspects:
         return replace(cluster, suspects=cluster.suspects | {w})
-    return replace(cluster, suspects=frozenset((w,)), suspect_since=now, suspect_error=error)
+    return replace(cluster, suspects=frozenset((w,)), suspect_since=now, first_suspect=w, suspect_error=error)
 
 
 def program_ended(cluster: ClusterState, event: ev.ProgramEnded, now: float, out: Commands) -> ClusterState:

@@ -14,8 +14,8 @@ from msgspec.structs import replace
 
 from nbelastic.core import commands as cmd
 from nbelastic.core.state import ClusterState
-from nbelastic.driver.abandonment import stop_when_abandoned
 from nbelastic.driver.background_tasks import BackgroundTasks
+from nbelastic.driver.client_lease import stop_when_abandoned
 from nbelastic.driver.clients import Clients
 from nbelastic.driver.components import Components, Shared
 from nbelastic.driver.decisions import Decisions

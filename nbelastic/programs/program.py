@@ -177,7 +177,7 @@ def _prepare_checkpoints(session: Session, checkpoints: tuple[str, int, int] | N
     """Set up the job's checkpoints, if it has any. StateError if they cannot be written."""
     if checkpoints is None:
         return
-    plan = Plan(*checkpoints, speaks=lambda: session.speaks)
+    plan = Plan(*checkpoints, is_rank_0=lambda: session.is_rank_0)
     plan.prepare()
     session.checkpoints = plan
 

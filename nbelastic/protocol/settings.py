@@ -65,7 +65,9 @@ class Settings(msgspec.Struct, frozen=True):
     cwd: str | None
     launcher: str
     launcher_options: dict[str, str]
-    lease: float = LEASE_WITH_SSH  # seconds for which agents and workers run on without a driver
+    lease: float = (
+        LEASE_WITH_SSH  # seconds: agents and workers run on without a driver, and a kept cluster without a client
+    )
     owner: str = ""  # identity of the kernel with which the cluster ends; empty: it is kept
     log_dir: Path = Path()  # set when the cluster starts
     number: str = ""  # random, one per start

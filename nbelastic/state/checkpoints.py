@@ -214,8 +214,8 @@ def load_kept(state: State, folder: Path, commit: int) -> None:
 class Plan:
     """A job's checkpoints: it begins from the newest; rank 0 writes one every `every` commits, and one at the end."""
 
-    def __init__(self, folder: str, every: int, keep: int, speaks: Callable[[], bool]) -> None:
-        self._folder, self._every, self._keep, self._speaks = _folder(folder), every, keep, speaks
+    def __init__(self, folder: str, every: int, keep: int, is_rank_0: Callable[[], bool]) -> None:
+        self._folder, self._every, self._keep, self._is_rank_0 = _folder(folder), every, keep, is_rank_0
         self._copies = CopyMemory()
         self._next = 0  # the commit at which the next one is due; 0: not known yet
         self._saved = 0  # the commit of the last one
@@ -246,7 +246,7 @@ class Plan:
         if self._next == 0 and commits % every:  # a newcomer, or the job's start: wait for the next multiple
             self._next = commits - commits % every + every
             return
-        if self._speaks():
+        if self._is_rank_0():
             if _last is not None and not _last.done():
                 self._warn()
                 return
@@ -259,7 +259,7 @@ class Plan:
         `alone` is this rank if there is no driver, else 0. Without a driver, rank 0 may be dead. So each rank waits for a
         checkpoint of the ranks before it, and writes one itself if none comes.
         """
-        if state.clean and (self._speaks() or (alone and self._is_missing_after(state.commits, alone * TURN_TIMEOUT))):
+        if state.clean and (self._is_rank_0() or (alone and self._is_missing_after(state.commits, alone * TURN_TIMEOUT))):
             _join_last()
             if state.commits > self._saved:
                 self._write(state)

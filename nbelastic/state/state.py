@@ -121,7 +121,7 @@ class State:
         Returns as soon as the tensors are copied; call `.wait()` for the rest. Only rank 0 writes, as all ranks hold the
         same. StateError if the folder cannot be written.
         """
-        return checkpoints.save(self, path, keep=keep, writes=self._session is None or self._session.speaks)
+        return checkpoints.save(self, path, keep=keep, writes=self._session is None or self._session.is_rank_0)
 
     def load(self, path: str | Path) -> Path:
         """Load the checkpoint at `path`, or the newest usable one of a folder; returns its path.

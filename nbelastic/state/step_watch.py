@@ -120,6 +120,6 @@ class StepWatch:
         self._copy_from_now_on(OUTSIDE.format(name=name))
 
     def _copy_from_now_on(self, reason: str) -> None:
-        if not self.copying and reason != SEVERAL and self._session is not None and self._session.speaks:
+        if not self.copying and reason != SEVERAL and self._session is not None and self._session.is_rank_0:
             print(f"nbelastic: {reason}", file=sys.stderr, flush=True)
         self.copying = self.copying or reason

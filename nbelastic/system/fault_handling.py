@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 log = logging.getLogger("nbelastic")
 T = TypeVar("T")
 FIRST_PAUSE, LONGEST_PAUSE = 0.1, 30.0  # seconds before a restart; the pause doubles with each exception
+HEALTHY_RUN = 30.0  # seconds; after such a run the pause is the first one again
 
 Report = Callable[[str, BaseException], object]  # arguments: what has failed, and the error
 
@@ -30,14 +31,14 @@ async def supervise(what: str, run: Callable[[], Awaitable[None]], report: Repor
             report(f"{what} (it is started again)", error)
         else:
             return
-        if time.monotonic() - began > LONGEST_PAUSE:
+        if time.monotonic() - began > HEALTHY_RUN:
             pause = FIRST_PAUSE
         await asyncio.sleep(pause)
         pause = min(2 * pause, LONGEST_PAUSE)
 
 
 def guarded(call: Callable[..., T], *args: Any) -> T | None:
-    """Call `call`; log an exception and return None. A fault in one message must not stop heartbeats and other messages."""
+    """Call `call(*args)` and return its result; log an exception and return None."""
     try:
         return call(*args)
     except Exception:

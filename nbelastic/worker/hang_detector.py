@@ -1,4 +1,6 @@
-"""Finds out whether the main thread hangs in an aborted collective, and ends such a worker.
+"""Finds out whether the main thread hangs in an aborted collective, and asks the driver how such a worker ends.
+
+`core/hangs.py` decides; `LinkThread._end_hung` ends the process.
 
 Aborting gloo does not wake every rank. If a connection breaks while a send is half written, gloo never reports that
 (`Pair::signalException` passes over unbound buffers in its transmit queue). About one rank in a hundred then waits until

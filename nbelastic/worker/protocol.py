@@ -102,7 +102,7 @@ class Protocol:
         self._unsent_result: worker_messages.ProgramResult | None = None
 
     @property
-    def speaks(self) -> bool:
+    def is_rank_0(self) -> bool:
         """Whether this rank prints, reports and saves for all: rank 0 of this world or, between worlds, of the last one."""
         return self.rank == 0
 
@@ -303,7 +303,7 @@ class Protocol:
         return actions
 
     def _send_progress(self, now: float, link: LinkState) -> list[Action]:
-        due = self.telemetry.due(now, self.generation, self.commits, often=self.speaks)
+        due = self.telemetry.due(now, self.generation, self.commits, often=self.is_rank_0)
         if due is None:
             return []
         if link.disconnected:

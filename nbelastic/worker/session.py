@@ -102,9 +102,9 @@ class Session:
         return self._protocol.rank
 
     @property
-    def speaks(self) -> bool:
+    def is_rank_0(self) -> bool:
         """Whether this rank prints, reports and saves for all ranks."""
-        return self._protocol.speaks
+        return self._protocol.is_rank_0
 
     def hello(self, engine: str, run: Callable[[messages.Message], object]) -> None:
         """Tell the driver that this worker can run programs and cells; the link thread calls `run(message)` for each."""

@@ -82,6 +82,17 @@ def test_a_loss_between_unexplained_breaks_restarts_their_count(lost):
     assert not story.job.outcome
 
 
+def test_the_error_of_a_job_belongs_to_the_rank_that_raised_it_first():
+    """Rank 2 raises in each attempt, and rank 0 reports its lost connection later: the job fails with rank 2's error."""
+    story = Story("a:3", min=2).run()
+    for _ in range(3):
+        story.raised("a/2#1", "RuntimeError: sizes differ", intact=False)
+        story.raised("a/0#1", "RuntimeError: Connection closed by peer", intact=False).wait(2.0)
+        story.quiet(2.0)
+    assert "rank 2 (a/2#1) raised RuntimeError: sizes differ" in story.job.reason
+    assert story.last(cmd.EndJob).culprit == wid("a/2#1")
+
+
 def test_a_hung_worker_does_not_explain_a_break():
     """A hung rank that ends after an unexplained break does not explain that break."""
     story = Story("a:3", min=2).run()

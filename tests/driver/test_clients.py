@@ -12,7 +12,7 @@ import pytest
 import nbelastic as nbe
 from nbelastic.client.connection import Connection
 from nbelastic.core import commands as cmd
-from nbelastic.driver import abandonment, clients
+from nbelastic.driver import client_lease, clients
 from nbelastic.protocol import client_messages as u
 from nbelastic.protocol import events as ev
 from nbelastic.protocol import messages
@@ -215,7 +215,7 @@ def test_an_attach_that_fails_leaves_no_connection(start_hostless):
 
 def test_a_cluster_whose_lock_is_removed_ends(start_hostless, monkeypatch):
     """Nobody could find it any more."""
-    monkeypatch.setattr(abandonment, "CHECK_INTERVAL", 0.05)
+    monkeypatch.setattr(client_lease, "CHECK_INTERVAL", 0.05)
     cluster = start_hostless()
     cluster._link.run_folder.lock.unlink()
     until(lambda: cluster.status().reason == "stopped: its lock file was removed")

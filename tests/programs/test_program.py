@@ -32,7 +32,7 @@ def called(value: object = 7) -> object:
 class FakeSession:
     """The part of a worker's session that a runner uses."""
 
-    worker, checkpoints, speaks = W, None, True
+    worker, checkpoints, is_rank_0 = W, None, True
 
     def __init__(self) -> None:
         self.facts, self.output = WorkerFacts(), OutputBuffer()

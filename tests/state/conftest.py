@@ -31,7 +31,7 @@ class FakeSession:
         self.checked = []
         self.settled = 0
         self.others_accumulate = False
-        self.speaks = True
+        self.is_rank_0 = True
         self.checkpoints = None
         self.reported = {}
 

@@ -84,11 +84,11 @@ def test_a_second_save_waits_for_the_first(tmp_path):
 
 
 def test_a_state_s_own_methods(tmp_path, begun):
-    """`state.save()` and `state.load()` work; in a world only the rank that speaks writes."""
+    """`state.save()` and `state.load()` work; in a world only rank 0 writes."""
     state = begun(train(network(), 2))
     path = state.save(tmp_path / "kept").wait()
     assert network(seed=1).load(tmp_path / "kept") == path
-    state._session.speaks = False
+    state._session.is_rank_0 = False
     assert state.save(tmp_path / "other").wait() is None
     assert os.listdir(tmp_path) == ["kept"]
 
